@@ -11,6 +11,7 @@ import onnx
 
 import onnxtrain
 from tests.cases.base import OpCase
+from tests.cases.coverage import how
 from tests.cases.evaluate import Arrays, assert_close, is_float, oracle_of, reference, stock
 
 TARGETS = ("portable", "cuda", "wasm", "webgpu")
@@ -323,8 +324,6 @@ def rebuild(case: OpCase) -> None:
 
 def closed(case: OpCase) -> None:
     """Every operator that the rule emits can itself be differentiated, or is declared not to."""
-    from tests.cases.coverage import how
-
     emitted = {n.op_type for n in nodes_of(gradient(case).vjp.graph)}
     open_ends = sorted(op for op in emitted if how(op) is None)
     assert not open_ends, f"{case.name} emits operators without a gradient: {open_ends}"
