@@ -207,7 +207,7 @@ def _from_node(case: OpCase, double: bool) -> onnx.ModelProto:
         value = ir.Value(name=f"x{i}", shape=ir.Shape(array.shape), type=ir.TensorType(dtype))
         inputs.append(value)
         if draw.kind == "const":
-            value.const_value = ir.tensor(array, dtype=dtype, name=value.name)
+            value.const_value = ir.tensor(array.astype(dtype.numpy()), name=value.name)
             initializers.append(value)
         else:
             graph_inputs.append(value)
