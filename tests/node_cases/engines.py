@@ -1,0 +1,79 @@
+"""Ways to evaluate a case's model: double where something can, else float32 on onnxruntime."""
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime
+from onnx.reference import ReferenceEvaluator
+
+from tests.node_cases.cases import Case
+from tests.node_cases.precision import double_array, single_array, to_double, to_single
+
+Feeds = dict[str, np.ndarray]
+Function = Callable[[Feeds], list[np.ndarray]]
+
+
+def session(model: bytes, outputs: list[str] | None = None) -> Function:
+    """The model as a function on stock onnxruntime, one thread, no graph optimizations.
+
+    The optimizer is off so that what runs is the graph as written, in the precision as written.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    run = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run
+    return lambda feeds: run(outputs, feeds)
+
+
+def _reference(case: Case) -> Function:
+    evaluator = ReferenceEvaluator(to_double(case.proto()))
+    names = list(case.outputs)
+
+    def run(feeds: Feeds) -> list[np.ndarray]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wide = {name: double_array(array) for name, array in feeds.items()}
+            return [np.asarray(a) for a in evaluator.run(names, wide)]
+
+    return run
+
+
+def _wide_session(case: Case) -> Function:
+    run = session(to_double(case.proto()).SerializeToString(), list(case.outputs))
+    return lambda feeds: run({name: double_array(array) for name, array in feeds.items()})
+
+
+def _narrow_session(case: Case) -> Function:
+    run = session(to_single(case.proto()).SerializeToString(), list(case.outputs))
+    return lambda feeds: run({name: single_array(array) for name, array in feeds.items()})
+
+
+# name, maker, steps, tolerance of the derivative; best first
+ENGINES = (
+    ("reference float64", _reference, 1e-5, 1e-5),
+    ("onnxruntime float64", _wide_session, 1e-5, 1e-5),
+    ("onnxruntime float32", _narrow_session, 4e-3, 2e-2),
+)
+
+
+def agrees(case: Case, results: list[np.ndarray], slack: float = 1.0) -> bool:
+    """Whether float outputs are those the case expects, within the precision they are stated in."""
+    for name, result in zip(case.outputs, results, strict=True):
+        wanted = case.expected[name]
+        if wanted.shape != np.shape(result):
+            return False
+        rtol = slack * max(case.rtol, _unit(wanted.dtype))
+        wide = wanted.astype(np.float64)
+        finite = np.abs(wide[np.isfinite(wide)])
+        atol = max(case.atol, rtol * float(finite.max()) * 1e-2 if finite.size else 0.0)
+        got = np.asarray(result).astype(np.float64)
+        if not np.allclose(got, wide, rtol, atol, equal_nan=True):
+            return False
+    return True
+
+
+def _unit(dtype: np.dtype) -> float:
+    return {"float16": 5e-3, "bfloat16": 4e-2}.get(dtype.name, 1e-3)
