@@ -1,0 +1,152 @@
+"""The reverse sweep: gradients of a graph, appended to the graph.
+
+Read this first. ``differentiate`` walks the nodes backwards, asks the registry for each node's rule, and
+adds up what flows into every value. A rule need not care which gradients are wanted (unused nodes are
+removed afterwards), how gradients are accumulated, or about broadcasting of elementwise operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
+from onnxtrain.autodiff.registry import Undefined, call_rule, find_rule, is_stopped, key_of
+from onnxtrain.errors import UndifferentiableError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.scopes import captured
+
+
+def differentiate(
+    op: OpBuilder, cotangents: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value | None]:
+    """Append the reverse sweep of ``op.graph``; give the gradient of each ``wrt``.
+
+    Args:
+        op: a builder over the graph; new nodes go where it puts them.
+        cotangents: the gradient of the loss with respect to some values of the graph.
+        wrt: values whose gradient is wanted: inputs, initializers, outer values or anything inside.
+
+    Returns:
+        For each ``wrt`` its gradient, ``None`` where nothing flows (the gradient is zero).
+
+    Raises:
+        UndifferentiableError: naming all nodes on the way that have no rule.
+    """
+    nodes = list(op.graph)
+    live = reached_from(nodes, wrt)
+    needed = needed_for(nodes, cotangents)
+    path = [
+        n
+        for n in nodes
+        if n in needed
+        and any(y in live for y in n.outputs)
+        and any(x in live for x in differentiable_inputs(n))
+    ]
+    missing = [n for n in path if find_rule(n) is None and not is_stopped(n)]
+    if missing:
+        raise UndifferentiableError(_explain(missing, cotangents))
+
+    grads: dict[ir.Value, ir.Value] = {y: dy for y, dy in cotangents.items() if y in live}
+    for node in reversed(path):
+        dys = [grads.get(y) for y in node.outputs]
+        rule = find_rule(node)
+        if rule is None or all(dy is None for dy in dys):
+            continue
+        sources = _sources(node)
+        wanted = tuple(x is not None and x in live for x in sources)
+        found = call_rule(rule, op, node, dys, wanted[: len(node.inputs)])
+        for i, (x, dx) in enumerate(zip(sources, found, strict=False)):
+            if x is None or dx is None or not wanted[i] or i in rule.constant_inputs:
+                continue
+            if isinstance(dx, Undefined):
+                raise UndifferentiableError(_no_gradient_here(node, i, dx.why))
+            _stamp(dx, x, node)
+            grads[x] = op.Add(grads[x], dx) if x in grads else dx
+    return {x: grads.get(x) for x in wrt}
+
+
+def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Value]:
+    """Give the values that depend differentiably on ``wrt``."""
+    live = set(wrt)
+    for node in nodes:
+        if not is_stopped(node) and any(x in live for x in differentiable_inputs(node)):
+            live.update(y for y in node.outputs if carries_gradient(y))
+    return live
+
+
+def needed_for(nodes: Sequence[ir.Node], values: Mapping[ir.Value, ir.Value] | Sequence[ir.Value]) -> set[ir.Node]:
+    """Give the nodes that ``values`` depend on."""
+    wanted, needed = set(values), set()
+    for node in reversed(nodes):
+        if any(y in wanted for y in node.outputs):
+            needed.add(node)
+            wanted.update(x for x in _sources(node) if x is not None)
+    return needed
+
+
+def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
+    """Give the inputs of a node, captured ones included, through which a gradient may flow."""
+    rule = find_rule(node)
+    constant = rule.constant_inputs if rule is not None else {}
+    return [
+        x
+        for i, x in enumerate(_sources(node))
+        if x is not None and i not in constant and carries_gradient(x)
+    ]
+
+
+def carries_gradient(x: ir.Value) -> bool:
+    """Tell whether a value is a float tensor, or a sequence or optional of them."""
+    inner = x.type
+    while isinstance(inner, ir.SequenceType | ir.OptionalType):
+        inner = inner.elem_type
+    return isinstance(inner, ir.TensorType) and inner.dtype in S.FLOATS
+
+
+def _sources(node: ir.Node) -> list[ir.Value | None]:
+    """Give the inputs of a node, then what its subgraphs capture, in a fixed order."""
+    return [*node.inputs, *captured(node)]
+
+
+def _stamp(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
+    """Record that a gradient has the type and shape of what it is the gradient of."""
+    have, want = S.dims_of(dx), S.dims_of(x)
+    if dx.dtype != x.dtype:
+        raise AssertionError(f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}")
+    if have is not None and want is not None:
+        clash = len(have) != len(want) or any(
+            isinstance(a, int) and isinstance(b, int) and a != b
+            for a, b in zip(have, want, strict=True)
+        )
+        if clash:
+            raise AssertionError(
+                f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}"
+            )
+    if dx.producer() is not None and x.shape is not None and have != want:
+        dx.type, dx.shape = x.type, x.shape
+
+
+def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -> str:
+    kinds = sorted({key_of(n) for n in missing})
+    goal = ", ".join(repr(y.name) for y in outputs)
+    lines = [f"no gradient rule for {len(kinds)} operator(s) on the path to {goal}: {', '.join(kinds)}"]
+    lines += [f"  node {n.name!r}: {S.describe(n)}" for n in missing[:10]]
+    if len(missing) > 10:
+        lines.append(f"  ... and {len(missing) - 10} more")
+    lines.append(
+        "hint: leave the parameters upstream of these nodes out of `wrt`, "
+        "or give a rule with onnxtrain.register_vjp"
+    )
+    return "\n".join(lines)
+
+
+def _no_gradient_here(node: ir.Node, i: int, why: str) -> str:
+    x = _sources(node)[i]
+    return (
+        f"no gradient for input {i} of node {node.name!r}: {why}\n"
+        f"  {S.describe(node)}\n"
+        f"hint: leave {x.name if x is not None else i!r} and what it depends on out of `wrt`"
+    )

@@ -1,0 +1,200 @@
+"""Models that compute gradients, from models that compute values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.autodiff.differentiate import differentiate
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.selection import select_outputs, select_wrt
+from onnxtrain.errors import PrepareError, UndifferentiableError
+from onnxtrain.graph import dims as D
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import TARGETS, OpBuilder
+from onnxtrain.graph.finish import finish
+from onnxtrain.graph.simplify import simplify
+
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+Names = str | Sequence[str] | None
+
+
+def vjp(
+    model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu"
+) -> onnx.ModelProto:
+    """Give a model that computes vector-Jacobian products besides the model's own outputs.
+
+    Its inputs are the model's, then the lifted parameters in ``wrt`` order (without defaults), then
+    ``<output>_grad`` for each chosen output; its outputs are the model's, then ``<name>_grad`` for each
+    ``wrt``. A name that is taken gets ``.2``, ``.3`` ...; the order is the contract.
+
+    Args:
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
+        wrt: names or glob patterns of initializers and inputs; ``None`` stands for every trainable
+            float initializer, running statistics of BatchNormalization excluded.
+        outputs: which outputs get a cotangent; ``None`` stands for every float output.
+        target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``.
+
+    Raises:
+        UndifferentiableError: naming every node on the way that has no gradient.
+        PrepareError: if a name does not exist, with near matches.
+    """
+    work, wrt_values, chosen = _start(model, wrt, outputs, target)
+    graph = work.graph
+    lift(graph, wrt_values)
+    op = OpBuilder(graph, prefix="grad/", target=target)
+    taken = _Outside(op)
+    cotangents = {y: taken.input_like(f"{y.name}_grad", y) for y in chosen}
+    grads = differentiate(op, cotangents, wrt_values)
+    for x in wrt_values:
+        taken.output(f"{x.name}_grad", grads[x], x)
+    return finish(simplify(work))
+
+
+def grad(
+    model: Source, wrt: Names = None, of: str | None = None, *, target: str = "cpu"
+) -> onnx.ModelProto:
+    """Give a model that computes the gradient of one scalar output besides the model's outputs.
+
+    Like :func:`vjp`, without cotangent inputs.
+
+    Args:
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
+        wrt: as in :func:`vjp`.
+        of: an output with one element, of shape [] or [1]; ``None`` stands for the only output, or
+            for the one called ``loss``.
+        target: as in :func:`vjp`.
+    """
+    work, wrt_values, (loss,) = _start(model, wrt, _scalar_name(of), target)
+    if S.dims_of(loss) not in ((), (1,)):
+        raise UndifferentiableError(
+            f"only an output with one element has a gradient: {S.describe_value(loss)}\n"
+            "hint: reduce it in the model, or use onnxtrain.vjp with a cotangent"
+        )
+    graph = work.graph
+    lift(graph, wrt_values)
+    op = OpBuilder(graph, prefix="grad/", target=target)
+    taken = _Outside(op)
+    seed = op.const(np.ones(len(S.dims_of(loss) or ())), loss.dtype)
+    seed = op.const(1.0 if S.dims_of(loss) == () else [1.0], loss.dtype)
+    grads = differentiate(op, {loss: seed}, wrt_values)
+    for x in wrt_values:
+        taken.output(f"{x.name}_grad", grads[x], x)
+    return finish(simplify(work))
+
+
+def jvp(
+    model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu"
+) -> onnx.ModelProto:
+    """Give a model that computes Jacobian-vector products besides the model's own outputs.
+
+    Its inputs are the model's, then the lifted parameters in ``wrt`` order, then ``<name>_tangent`` for
+    each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
+    """
+    work, wrt_values, chosen = _start(model, wrt, outputs, target)
+    graph = work.graph
+    lift(graph, wrt_values)
+    op = OpBuilder(graph, prefix="grad/", target=target)
+    taken = _Outside(op)
+    # v -> J v is the transpose of u -> J^T u, which is linear in u: any u will do.
+    tangents = {x: taken.input_like(f"{x.name}_tangent", x) for x in wrt_values}
+    probes = {y: op.zeros_like(y) for y in chosen}
+    grads = differentiate(op, probes, wrt_values)
+    pulled = {g: tangents[x] for x, g in grads.items() if g is not None}
+    summed: dict[ir.Value, ir.Value] = {}
+    for g, t in pulled.items():
+        summed[g] = t
+    found = differentiate(op, summed, list(probes.values())) if summed else {}
+    for y in chosen:
+        taken.output(f"{y.name}_tangent", found.get(probes[y]), y)
+    return finish(simplify(work))
+
+
+def parameters(model: Source, wrt: Names = None) -> dict[str, np.ndarray]:
+    """Give the values of the initializers that ``wrt`` names, in the order of :func:`vjp`'s inputs.
+
+    Inputs of the model among ``wrt`` have no value and are left out.
+    """
+    work = open_model(model)
+    return {
+        x.name or "": np.array(x.const_value.numpy())
+        for x in select_wrt(work, wrt)
+        if x.const_value is not None
+    }
+
+
+def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
+    """Turn initializers among ``values`` into inputs without defaults, in order."""
+    for x in values:
+        if x.is_graph_input():
+            continue
+        del graph.initializers[x.name or ""]
+        x.const_value = None
+        graph.inputs.append(x)
+
+
+def _start(
+    model: Source, wrt: Names, outputs: Names, target: str
+) -> tuple[ir.Model, list[ir.Value], list[ir.Value]]:
+    if target not in TARGETS:
+        raise PrepareError(f"no such target: {target!r}\nhint: choose one of {', '.join(TARGETS)}")
+    work = open_model(model)
+    chosen = select_outputs(work, outputs if outputs != _ONLY else _only_output(work))
+    wrt_values = select_wrt(work, wrt)
+    if not wrt_values:
+        raise UndifferentiableError(
+            "the model has no trainable parameters: no float initializer reaches a float output\n"
+            "hint: name inputs or initializers in `wrt`"
+        )
+    return work, wrt_values, chosen
+
+
+_ONLY = "\0the only output"
+
+
+def _scalar_name(of: str | None) -> str:
+    return _ONLY if of is None else of
+
+
+def _only_output(model: ir.Model) -> str:
+    outputs = [y.name or "" for y in model.graph.outputs]
+    if len(outputs) == 1:
+        return outputs[0]
+    if "loss" in outputs:
+        return "loss"
+    raise PrepareError(
+        f"which output? the model has {', '.join(outputs)}\nhint: pass of='{outputs[0]}', say"
+    )
+
+
+class _Outside:
+    """Names of inputs and outputs: the wanted one, or with ``.2``, ``.3`` ... if it is taken."""
+
+    def __init__(self, op: OpBuilder) -> None:
+        self.op = op
+
+    def name(self, wanted: str) -> str:
+        name, n = wanted, 2
+        while name in self.op.names.taken:
+            name, n = f"{wanted}.{n}", n + 1
+        self.op.names.taken.add(name)
+        return name
+
+    def input_like(self, wanted: str, ref: ir.Value) -> ir.Value:
+        value = ir.Value(name=self.name(wanted), type=ref.type, shape=ref.shape)
+        self.op.graph.inputs.append(value)
+        return value
+
+    def output(self, wanted: str, value: ir.Value | None, ref: ir.Value) -> None:
+        value = self.op.zeros_like(ref) if value is None else value
+        # An output needs a node and a name of its own.
+        out = self.op.Identity(value)
+        out.name, out.type, out.shape = self.name(wanted), ref.type, ref.shape
+        self.op.graph.outputs.append(out)
+
+
+__all__ = ["D", "Names", "Source", "grad", "jvp", "lift", "parameters", "vjp"]

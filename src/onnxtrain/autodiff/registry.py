@@ -1,0 +1,171 @@
+"""Gradient rules, by operator.
+
+Look-up order for a node: a rule, a declared zero or missing gradient, the operator's official function
+body (inlined by ``prepare``), an error. Operators of another domain are keyed ``"Domain::Op"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shapes import attributes_of
+
+Gradient = ir.Value | None
+Gradients = Gradient | tuple[Gradient, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Undefined:
+    """Stands for a gradient we do not have; an error only if somebody wants it."""
+
+    why: str
+
+
+def undefined(why: str) -> Any:
+    """Give the marker a rule returns in place of a gradient that it cannot do right."""
+    return Undefined(why)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How to turn the gradients of a node's outputs into those of its inputs."""
+
+    op: str
+    function: Callable[..., Any]
+    multi: bool = False
+    """The function gets ``dys``, one per output, and not ``dy``."""
+    broadcasts: bool = False
+    """Inputs broadcast; the driver sums gradients back to their shapes."""
+    constant_inputs: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Inputs through which no gradient flows though they may be floats, with the reason."""
+    wants: tuple[str, ...] = ()
+
+
+RULES: dict[str, Rule] = {}
+ZERO: dict[str, str] = {}
+"""Operators whose gradient is zero wherever it is defined, with the reason."""
+NO_GRADIENT: dict[str, str] = {}
+"""Operators that have no gradient: integer or boolean results, randomness, quantisation ..."""
+USER_RULES: dict[str, Rule] = {}
+
+
+def key_of(node: ir.Node) -> str:
+    """Give the registry key of a node: ``"Relu"`` or ``"com.acme::Swirl"``."""
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
+
+
+def find_rule(node: ir.Node) -> Rule | None:
+    """Give the rule of a node; users' own go first."""
+    key = key_of(node)
+    return USER_RULES.get(key) or RULES.get(key)
+
+
+def is_stopped(node: ir.Node) -> bool:
+    """Tell whether no gradient flows through the node, by declaration."""
+    key = key_of(node)
+    return key not in USER_RULES and key not in RULES and (key in ZERO or key in NO_GRADIENT)
+
+
+def vjp(
+    *ops: str, broadcasts: bool = False, constant_inputs: Mapping[int, str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule for operators that have one differentiable output."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for op in ops:
+            _add(_rule(op, function, broadcasts=broadcasts, constant_inputs=constant_inputs or {}))
+        return function
+
+    return register
+
+
+def vjp_multi(
+    *ops: str, constant_inputs: Mapping[int, str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule that receives ``dys``, one gradient per output (``None`` = zero)."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for op in ops:
+            _add(_rule(op, function, multi=True, constant_inputs=constant_inputs or {}))
+        return function
+
+    return register
+
+
+def elementwise(op: str, function: Callable[..., Any]) -> None:
+    """Register a rule whose inputs broadcast; it may ignore that."""
+    _add(_rule(op, function, broadcasts=True))
+
+
+def zero_gradient(*ops: str, why: str) -> None:
+    """Declare operators whose gradient is zero wherever it exists."""
+    ZERO.update(dict.fromkeys(ops, why))
+
+
+def no_gradient(*ops: str, why: str) -> None:
+    """Declare operators through which no gradient flows."""
+    NO_GRADIENT.update(dict.fromkeys(ops, why))
+
+
+def register_vjp(op: str, *, multi: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register your own gradient rule, for a custom operator or in place of a built-in rule.
+
+    Args:
+        op: ``"MyDomain::MyOp"``, or the bare name of a standard operator.
+        multi: the rule receives ``dys``, one per output, where it would receive ``dy``.
+
+    >>> from onnxtrain.autodiff.registry import USER_RULES
+    >>> @register_vjp("acme::Twice")
+    ... def twice(op, dy, x):
+    ...     return op.Mul(dy, 2.0)
+    >>> del USER_RULES["acme::Twice"]
+    """
+    key = op.removeprefix("::").removeprefix("ai.onnx::")
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        USER_RULES[key] = _rule(key, function, multi=multi)
+        return function
+
+    return register
+
+
+def call_rule(
+    rule: Rule,
+    op: OpBuilder,
+    node: ir.Node,
+    dys: list[Gradient],
+    wanted: tuple[bool, ...],
+) -> list[Any]:
+    """Apply a rule; give one entry per input: a value, ``None`` or :class:`Undefined`."""
+    attributes = attributes_of(node, op.opset) if rule.wants else {}
+    context = {"y": node.outputs[0], "outputs": node.outputs, "node": node, "wanted": wanted}
+    keywords = {
+        name: context[name] if name in context else attributes.get(name) for name in rule.wants
+    }
+    found = rule.function(op, dys if rule.multi else dys[0], *node.inputs, **keywords)
+    grads = list(found) if isinstance(found, tuple | list) else [found]
+    grads += [None] * (len(node.inputs) - len(grads))
+    if rule.broadcasts:
+        grads = [
+            op.sum_to(g, x) if isinstance(g, ir.Value) and x is not None and w else g
+            for g, x, w in zip(grads, node.inputs, wanted, strict=True)
+        ]
+    return grads
+
+
+def _rule(op: str, function: Callable[..., Any], **options: Any) -> Rule:
+    parameters = inspect.signature(function).parameters.values()
+    wants = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return Rule(op, function, wants=wants, **options)
+
+
+def _add(rule: Rule) -> None:
+    if rule.op in RULES:
+        raise ValueError(f"a gradient rule for {rule.op} is already registered")
+    RULES[rule.op] = rule

@@ -1,0 +1,123 @@
+"""Which values a request means: names, glob patterns, or the trainable parameters."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
+from onnxtrain.errors import PrepareError, UndifferentiableError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.prepare import constant_names
+
+
+def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Value]:
+    """Give the inputs and initializers that ``wrt`` names, in that order, each once.
+
+    ``None`` stands for every trainable parameter, in the order of the file.
+    """
+    if wrt is None:
+        return trainable(model)
+    candidates = {x.name or "": x for x in model.graph.inputs}
+    hidden = constant_names(model)
+    for name, x in model.graph.initializers.items():
+        if name not in hidden:
+            candidates.setdefault(name, x)
+    found = _match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
+    wrong = [x for x in found if not S.is_float(x)]
+    if wrong:
+        listing = ", ".join(S.describe_value(x) for x in wrong)
+        raise UndifferentiableError(f"only floats have gradients: {listing}\nhint: leave them out of `wrt`")
+    return found
+
+
+def select_outputs(model: ir.Model, outputs: str | Sequence[str] | None) -> list[ir.Value]:
+    """Give the graph outputs that ``outputs`` names; ``None`` stands for all float ones."""
+    if outputs is None:
+        found = [y for y in model.graph.outputs if S.is_float(y)]
+        if not found:
+            raise UndifferentiableError(
+                "the model has no float output: "
+                + ", ".join(S.describe_value(y) for y in model.graph.outputs)
+            )
+        return found
+    candidates = {y.name or "": y for y in model.graph.outputs}
+    found = _match([outputs] if isinstance(outputs, str) else list(outputs), candidates, "outputs", "output")
+    wrong = [y for y in found if not S.is_float(y)]
+    if wrong:
+        listing = ", ".join(S.describe_value(y) for y in wrong)
+        raise UndifferentiableError(f"only floats have gradients: {listing}\nhint: leave them out of `outputs`")
+    return found
+
+
+def trainable(model: ir.Model) -> list[ir.Value]:
+    """Give the float initializers through which a gradient reaches a float output.
+
+    Running statistics of BatchNormalization are not among them, nor are the constants of the graph.
+    """
+    graph = model.graph
+    hidden, statistics = constant_names(model), batch_statistics(graph)
+    candidates = [
+        x
+        for name, x in graph.initializers.items()
+        if name not in hidden and x not in statistics and S.is_float(x)
+    ]
+    useful = _reaching(graph)
+    return [x for x in candidates if x in useful]
+
+
+def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
+    """Give the values that BatchNormalization nodes read as running mean and variance."""
+    found: set[ir.Value] = set()
+    for node in graph.all_nodes():
+        if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx"):
+            found.update(x for x in node.inputs[3:5] if x is not None)
+    return found
+
+
+def _reaching(graph: ir.Graph) -> set[ir.Value]:
+    """Give every value from which a differentiable path leads to a float output."""
+    useful = {y for y in graph.outputs if S.is_float(y)}
+    for node in reversed(list(graph)):
+        if any(y in useful for y in node.outputs):
+            useful.update(flowing_inputs(node))
+    return useful
+
+
+def flowing_inputs(node: ir.Node) -> list[ir.Value]:
+    """Give the inputs of a node that pass a gradient on to some output of it."""
+    from onnxtrain.autodiff.registry import is_stopped
+
+    return [] if is_stopped(node) else differentiable_inputs(node)
+
+
+def _match(
+    wanted: Sequence[str], candidates: dict[str, ir.Value], argument: str, kind: str
+) -> list[ir.Value]:
+    found: dict[ir.Value, None] = {}
+    absent: list[str] = []
+    for pattern in wanted:
+        if pattern in candidates:
+            found.setdefault(candidates[pattern])
+            continue
+        hits = fnmatch.filter(candidates, pattern) if any(c in pattern for c in "*?[") else []
+        # A pattern stands for what can be differentiated; a plain name must exist.
+        hits = [h for h in hits if S.is_float(candidates[h])]
+        if not hits:
+            absent.append(pattern)
+        for name in hits:
+            found.setdefault(candidates[name])
+    if absent:
+        near = {n for a in absent for n in difflib.get_close_matches(a, candidates, n=3, cutoff=0.4)}
+        listing = ", ".join(repr(a) for a in absent)
+        choice = ", ".join(sorted(near) or list(candidates)[:8])
+        raise PrepareError(f"no such {kind} in `{argument}`: {listing}\nhint: the model has {choice}")
+    if not found:
+        raise PrepareError(f"`{argument}` is empty\nhint: name at least one {kind}")
+    return list(found)
+
+
+__all__ = ["batch_statistics", "reached_from", "select_outputs", "select_wrt", "trainable"]

@@ -1,0 +1,43 @@
+"""Every error this library raises on purpose.
+
+A message says what is wrong (the user's names in quotes), where (node, dtype, shape) and what to do
+about it, on a line that starts with ``hint:``.
+"""
+
+from __future__ import annotations
+
+
+class OnnxTrainError(Exception):
+    """Base of all errors of this library."""
+
+
+class LoadError(OnnxTrainError, ValueError):
+    """The file is not a model we are willing to open: broken, hostile or over a limit."""
+
+
+class PrepareError(OnnxTrainError, ValueError):
+    """The model cannot be brought to the normal form, or a name in the request does not exist."""
+
+
+class ShapeError(OnnxTrainError, ValueError):
+    """A rank or dimension that a step needs is unknown or does not fit."""
+
+
+class UndifferentiableError(OnnxTrainError, NotImplementedError):
+    """A gradient was asked for that does not exist or that we do not know how to do right."""
+
+
+class LoweringError(OnnxTrainError):
+    """The model cannot be expressed in the operators of the target."""
+
+
+class CheckpointError(OnnxTrainError, ValueError):
+    """A checkpoint, manifest or artifact is broken or does not fit the model."""
+
+
+class CompatError(OnnxTrainError):
+    """A call of an older API that has no counterpart on a stock runtime."""
+
+
+class MissingExtraError(OnnxTrainError, ImportError):
+    """An optional dependency is not installed."""

@@ -1,0 +1,1 @@
+"""Load, normalise and write ONNX graphs."""

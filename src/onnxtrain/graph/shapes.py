@@ -1,0 +1,222 @@
+"""Types and shapes of values, inferred node by node.
+
+onnx's own inference gives dtype, rank and static sizes; :mod:`onnxtrain.graph.symbolic` adds what it
+loses, sizes that are only known by name. Every unknown size gets a name of its own, so that it can be
+followed through the rest of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph import dims as D
+from onnxtrain.graph.dims import Dim
+
+_DATA_LIMIT = 1024  # elements: larger constants never are shapes, axes or pads
+_SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the value itself, as dimensions
+
+FLOATS = frozenset(
+    {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+)
+
+
+@functools.cache
+def schema_of(op_type: str, opset: int, domain: str = "") -> onnx.defs.OpSchema | None:
+    """Give the schema of an operator at an opset, ``None`` if there is none."""
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def is_float(x: ir.Value | None) -> bool:
+    """Tell whether gradients can flow through the value."""
+    return x is not None and x.dtype in FLOATS and not isinstance(x.type, ir.SparseTensorType)
+
+
+def dims_of(x: ir.Value) -> tuple[Dim, ...] | None:
+    """Give the dimensions of a value, ``None`` if not even the rank is known."""
+    if x.shape is None:
+        return None
+    return tuple(d if isinstance(d, int) else D.dim(d.value) for d in x.shape)
+
+
+def set_dims(x: ir.Value, dims: Sequence[Dim] | None) -> None:
+    """Record the dimensions of a value."""
+    x.shape = None if dims is None else ir.Shape(list(dims))
+
+
+def rank_of(x: ir.Value) -> int:
+    """Give the rank of a value.
+
+    Raises:
+        ShapeError: if it is unknown.
+    """
+    if x.shape is None:
+        raise ShapeError(
+            f"the rank of value {x.name!r} is unknown\n"
+            "hint: give the model's inputs shapes, symbolic sizes are enough"
+        )
+    return len(x.shape)
+
+
+def same_shape(x: ir.Value, ref: ir.Value) -> bool:
+    """Tell whether two values provably have the same shape."""
+    a, b = dims_of(x), dims_of(ref)
+    return a is not None and a == b and None not in a
+
+
+def is_static(x: ir.Value) -> bool:
+    """Tell whether every size is a number."""
+    dims = dims_of(x)
+    return dims is not None and all(isinstance(d, int) for d in dims)
+
+
+def constant_of(x: ir.Value | None) -> np.ndarray | None:
+    """Give the array of a value that is an initializer nobody can override, else ``None``."""
+    if x is None or x.const_value is None or x.is_graph_input():
+        return None
+    return x.const_value.numpy()
+
+
+def symbolic_of(x: ir.Value | None) -> tuple[Dim, ...] | None:
+    """Give the elements of a small integer tensor (rank 0 or 1) as dimensions, if known."""
+    if x is None:
+        return None
+    known = x.meta.get(_SYMBOLIC)
+    if known is not None:
+        return known
+    if x.dtype is None or x.dtype.is_floating_point() or x.const_value is None:
+        return None
+    array = constant_of(x)
+    if array is None or array.ndim > 1 or array.size > _DATA_LIMIT or array.dtype.kind not in "iu":
+        return None
+    return tuple(int(v) for v in array.reshape(-1))
+
+
+def set_symbolic(x: ir.Value, dims: Sequence[Dim] | None) -> None:
+    """Record the elements of a small integer tensor."""
+    if dims is not None and len(dims) <= _DATA_LIMIT:
+        x.meta[_SYMBOLIC] = tuple(dims)
+
+
+def attributes_of(node: ir.Node, opset: int) -> dict[str, Any]:
+    """Give a node's attributes as Python values, defaults filled in from the schema."""
+    schema = schema_of(node.op_type, opset, node.domain)
+    values = {} if schema is None else dict(_defaults(schema.name, opset, schema.domain))
+    for name, attr in node.attributes.items():
+        values[name] = python_value(attr)
+    return values
+
+
+def python_value(attr: ir.Attr) -> Any:
+    """Give an attribute's value with tuples as lists."""
+    value = attr.value
+    return list(value) if isinstance(value, tuple) else value
+
+
+@functools.cache
+def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], ...]:
+    schema = schema_of(op_type, opset, domain)
+    assert schema is not None
+    found = []
+    for name, attribute in schema.attributes.items():
+        default = attribute.default_value
+        if default.type:
+            value = python_value(ir.serde.deserialize_attribute(default))
+        else:
+            value = None
+        found.append((name, value))
+    return tuple(found)
+
+
+def infer_node(node: ir.Node, opset: int) -> None:
+    """Set type and shape of a node's outputs from its inputs.
+
+    Sizes that stay unknown are named after the output, so equal names mean equal sizes.
+    """
+    from onnxtrain.graph import symbolic  # symbolic's formulas need the accessors above
+
+    if symbolic.infer_control_flow(node):
+        pass
+    else:
+        _infer_by_onnx(node, opset)
+        symbolic.refine(node, opset)
+    for out in node.outputs:
+        dims = dims_of(out)
+        if dims is not None and None in dims:
+            name = out.name or f"{node.name}"
+            set_dims(
+                out,
+                [D.symbol(f"{name}.{i}") if d is None else d for i, d in enumerate(dims)],
+            )
+
+
+def _infer_by_onnx(node: ir.Node, opset: int) -> None:
+    schema = schema_of(node.op_type, opset, node.domain)
+    if schema is None:
+        return
+    types: dict[str, onnx.TypeProto] = {}
+    data: dict[str, onnx.TensorProto] = {}
+    for i, v in enumerate(node.inputs):
+        if v is None or v.type is None:
+            continue
+        proto = ir.serde.serialize_type(v.type)
+        if v.shape is not None:
+            ir.serde.serialize_shape_into(proto, v.shape)
+        types[v.name or ""] = proto
+        if i == 0 and node.op_type not in _DATA_IN_FIRST:
+            continue
+        array = constant_of(v) if v.const_value is not None and v.const_value.size <= 64 else None
+        if array is not None:
+            data[v.name or ""] = ir.serde.serialize_tensor(ir.Tensor(array, name=v.name))
+    try:
+        found = onnx.shape_inference.infer_node_outputs(
+            schema,
+            ir.serde.serialize_node(node),
+            types,
+            data,
+            opset_imports=[onnx.OperatorSetIdProto(domain=node.domain, version=opset)],
+            ir_version=10,
+        )
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+        raise PrepareError(
+            f"shapes do not fit at node {node.name!r}: {describe(node)}\n  {first_line(error)}"
+        ) from error
+    for v in node.outputs:
+        if v.name and v.name in found:
+            v.type = ir.serde.deserialize_type_proto_for_type(found[v.name]) or v.type
+            shape = ir.serde.deserialize_type_proto_for_shape(found[v.name])
+            if shape is not None:
+                set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
+
+
+_DATA_IN_FIRST = frozenset({"ConstantOfShape", "Range", "Cast", "Expand", "Concat"})
+
+
+def first_line(error: BaseException) -> str:
+    """Give the first line of a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def describe_value(x: ir.Value | None) -> str:
+    """Say name, dtype and shape of a value: ``w: FLOAT[4,N]``."""
+    if x is None:
+        return "-"
+    dtype = x.dtype.name if x.dtype is not None else (str(x.type) if x.type else "?")
+    dims = dims_of(x)
+    shape = "[?]" if dims is None else "[" + ",".join("?" if d is None else str(d) for d in dims) + "]"
+    return f"{x.name}: {dtype}{shape}"
+
+
+def describe(node: ir.Node) -> str:
+    """Say what a node is: ``MatMul(x: FLOAT[N,4], w: FLOAT[4,2])``."""
+    domain = f"{node.domain}::" if node.domain else ""
+    return f"{domain}{node.op_type}({', '.join(describe_value(x) for x in node.inputs)})"
