@@ -10,7 +10,7 @@ import torch
 
 from onnxtrain.autodiff import registry
 from tests.cases import questions
-from tests.cases.base import OpCase, distinct, f
+from tests.cases.base import OpCase, at, f
 
 
 def install(monkeypatch: pytest.MonkeyPatch, op: str, rule: Callable[..., Any]) -> None:
@@ -56,20 +56,31 @@ def test_without_an_oracle_float64_judges(monkeypatch: pytest.MonkeyPatch) -> No
         questions.finite(OpCase("Tanh", (f(3, 4),)))
 
 
-def test_a_kink_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, "Sign", lambda op, dy, x: op.Mul(dy, 0.0))
-    text = "g (float[2] x) => (float[2] y) { z = Sub (x, x) a = Abs (x) y = Floor (a) }"
-    case = OpCase("Floor", (distinct(2),), model=text, id="kink")
-    jump = OpCase("Floor", (at([1.0, 2.0]),), id="jump")
-    questions.finite(case)
+def test_a_jump_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "Floor", lambda op, dy, x: op.Mul(dy, 0.0))
+    questions.finite(OpCase("Floor", (at([0.5, 1.5]),)))
     with pytest.raises(AssertionError, match="unstable finite difference"):
-        questions.finite(jump)
+        questions.finite(OpCase("Floor", (at([1.0, 2.0]),)))
 
 
-def at(values: list[float]) -> Any:
-    """A differentiated input with given values."""
-    import dataclasses
+def test_a_dead_node_is_noticed() -> None:
+    text = "g (float[2] x) => (float[2] y) { z = Neg (x) y = Abs (x) }"
+    case = OpCase("Abs", (f(2),), model=text)
+    with pytest.raises(AssertionError, match="dead nodes"):
+        questions.check_standard(case.build())
 
-    from tests.cases.base import const
 
-    return dataclasses.replace(const(values), kind="wrt")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"xfail": "no reason"},
+        {"xfail": "finite:"},
+        {"xfail": "fnite: a reason"},
+        {"dynamic": "batch"},
+        {"forward": "torch"},
+        {"forward": "jax"},
+    ],
+)
+def test_a_careless_case_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Tanh"):
+        OpCase("Tanh", (f(2),), **fields)

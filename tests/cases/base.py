@@ -10,7 +10,7 @@ found by itself): the plain case and the awkward one (broadcast, negative axis, 
 
 Draws, one per input of the node (``None`` is an omitted optional input):
     f(2, 3)  positive(4)  away_from_zero(3)  distinct(3, 4)  between(-0.9, 0.9, 5)
-                                              floats, differentiated
+    at([0.0, 1.0])                            floats, differentiated
     fixed(f(3))                               a float input that gets no gradient
     ints([0, 2, -1])  bools([True, False])    run-time inputs without gradient
     const([1, 2])                             an initializer: axes, shapes, pads, scales
@@ -75,6 +75,11 @@ def distinct(*shape: int) -> Draw:
     size = int(np.prod(shape))
     grid = np.linspace(-2.0, 2.0, size + size % 2)  # an even count straddles zero
     return _floats(lambda rng: rng.permutation(grid)[:size].reshape(shape))
+
+
+def at(values: Any) -> Draw:
+    """The given floats, differentiated: for what a rule says at a kink."""
+    return _floats(lambda rng: values)
 
 
 def ints(values: Any, dtype: Any = np.int64) -> Draw:
