@@ -23,7 +23,7 @@ def conv_bn(
     )
 
 
-@register("lenet", normal(1, 28, 28), fast=True)
+@register("lenet", normal(1, 28, 28))
 class LeNet(nn.Module):
     """Two tanh convolutions with average pooling, three linear layers."""
 

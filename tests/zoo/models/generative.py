@@ -29,7 +29,7 @@ class Vae(nn.Module):
         return self.decode(code).view_as(image), divergence.mean()
 
 
-@register("dcgan_generator", normal(8, 1, 1), batch_norm=True, fast=True)
+@register("dcgan_generator", normal(8, 1, 1), batch_norm=True)
 def dcgan_generator() -> nn.Module:
     return nn.Sequential(
         nn.ConvTranspose2d(8, 12, 4, 1, 0, bias=False), nn.BatchNorm2d(12), nn.ReLU(True),

@@ -83,7 +83,7 @@ class DenseSage(nn.Module):
         return self.head(x.mean(dim=1))
 
 
-@register("pointnet", normal(3, 12), batch_norm=True, dropout=True)
+@register("pointnet", normal(3, 12), batch_norm=True, dropout=True, fast=True)
 class PointNet(nn.Module):
     """A learned 3x3 transform, shared point-wise layers, max over the points."""
 

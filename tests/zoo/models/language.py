@@ -135,7 +135,7 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-@register("llama", integers(24, 6), fast=True)
+@register("llama", integers(24, 6))
 def llama() -> nn.Module:
     return Llama()
 

@@ -69,7 +69,7 @@ def mobilenet_v2() -> nn.Module:
     return MobileNet(nn.ReLU6)
 
 
-@register("mobilenet_v3", normal(3, 16, 16), batch_norm=True, dropout=True, fast=True)
+@register("mobilenet_v3", normal(3, 16, 16), batch_norm=True, dropout=True)
 def mobilenet_v3() -> nn.Module:
     return MobileNet(
         nn.Hardswish, lambda width: SqueezeExcite(width, 4, nn.ReLU(), nn.Hardsigmoid())

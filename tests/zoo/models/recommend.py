@@ -38,7 +38,7 @@ def dlrm() -> nn.Module:
     return Dlrm(lambda rows, width: nn.EmbeddingBag(rows, width, mode="sum"))
 
 
-@register("dlrm_sum", normal(5), integers(11, 3), integers(11, 3), fast=True)
+@register("dlrm_sum", normal(5), integers(11, 3), integers(11, 3))
 def dlrm_sum() -> nn.Module:
     return Dlrm(SumBag)
 

@@ -148,7 +148,7 @@ class WaveNet(nn.Module):
         return self.head(total)
 
 
-@register("mamba", normal(6, 8), fast=True)
+@register("mamba", normal(6, 8))
 class Mamba(nn.Module):
     """A selective state space block: causal depthwise convolution, input-dependent scan, gate."""
 
