@@ -15,6 +15,10 @@ class LoadError(OnnxTrainError, ValueError):
     """The file is not a model we are willing to open: broken, hostile or over a limit."""
 
 
+class SaveError(OnnxTrainError, ValueError):
+    """The model is not complete enough to write, or the file system refuses."""
+
+
 class PrepareError(OnnxTrainError, ValueError):
     """The model cannot be brought to the normal form, or a name in the request does not exist."""
 

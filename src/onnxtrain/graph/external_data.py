@@ -89,9 +89,7 @@ class DataFiles:
         self._limits = limits
         self._files: dict[str, _Mapped | Refused] = {}
 
-    def region(
-        self, location: str, offset: int | None, length: int | None, nbytes: int
-    ) -> Region:
+    def region(self, location: str, offset: int | None, length: int | None, nbytes: int) -> Region:
         """The bytes of one tensor, after all checks; raises `Refused`."""
         parts = _parts(location)
         if self._directory is None:

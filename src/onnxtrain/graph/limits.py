@@ -16,11 +16,11 @@ class Limits:
     """The sizes above which a file is refused; raise one only for a file you trust.
 
     Attributes:
-        file_bytes: size of the model file and of each external data file. A model file is also bound
-            by protobuf's own 2 GiB.
-        nodes: nodes in all graphs and local functions together, counted after inlining the functions.
-        depth: nesting of subgraphs, of function calls and of sequence types. Protobuf parsers give up
-            at 33 nested subgraphs, so a larger value only matters for models made in memory.
+        file_bytes: size of the model file and of each external data file. A model file is also
+            bound by protobuf's own 2 GiB.
+        nodes: nodes in all graphs and local functions together, also once those are inlined.
+        depth: nesting of subgraphs, of function calls and of sequence types. Protobuf parsers give
+            up at 33 nested subgraphs, so a larger value only matters for models made in memory.
         rank: number of dimensions of a tensor or of a declared shape.
         elements: number of elements of one tensor.
         name_length: characters of a name of a value, node, operator, attribute or dimension.

@@ -1,7 +1,7 @@
 """The wiring of a model, by names only: scopes, order, calls, domains and opsets.
 
-Files and in-memory models are reduced to these records, so that both pass the same checks. All walks
-are loops: the nesting of the input never becomes nesting of Python calls.
+Files and in-memory models are reduced to these records, so that both pass the same checks. All
+walks are loops: the nesting of the input never becomes nesting of Python calls.
 """
 
 from __future__ import annotations
@@ -269,10 +269,11 @@ def _check_expansion(model: Structure, limits: Limits, problems: Problems) -> No
         for callee, level in calls[key]:
             size[key] = min(size[key] + size[callee], limits.nodes + 1)
             depth[key] = max(depth[key], level + depth[callee])
-    if size[None] > limits.nodes:
+    if max(size.values()) > limits.nodes:
         raise problems.refusal(
             TOO_MANY_NODES, f"over {limits.nodes} nodes once the local functions are inlined"
         )
-    if depth[None] > limits.depth:
-        detail = f"{depth[None]} levels once the local functions are inlined"
+    deepest = max(depth.values())
+    if deepest > limits.depth:
+        detail = f"{deepest} levels once the local functions are inlined"
         raise problems.refusal(TOO_DEEP, f"{detail}, the limit is {limits.depth}")

@@ -44,9 +44,7 @@ def known_dtype(number: int) -> bool:
     return number in _DTYPES
 
 
-def check_dims(
-    dims: Sequence[int], where: str, limits: Limits, problems: Problems
-) -> int | None:
+def check_dims(dims: Sequence[int], where: str, limits: Limits, problems: Problems) -> int | None:
     """The number of elements, or None after noting why there is none."""
     if len(dims) > limits.rank:
         problems.add(RANK, f"{where}: rank {len(dims)}, the limit is {limits.rank}")
