@@ -42,7 +42,7 @@ def check_group(cases: Sequence[Case]) -> list[Verdict]:
     verdicts = [_within_time(case) for case in cases]
     own = next((v for c, v in zip(cases, verdicts, strict=True) if not c.is_twin), None)
     if own is not None:
-        verdicts = [v if v is own else _compare_twin(own, v) for v in verdicts]
+        verdicts = [v if v is own else compare_twin(own, v) for v in verdicts]
     return [replace(v, gradients={}) for v in verdicts]
 
 
@@ -85,17 +85,21 @@ def check(case: Case) -> Verdict:
     except Exception as error:
         return replace(about, outcome=ERROR, reason=f"vjp: {first_line(error)}")
     try:
-        results = _run(case, truth, model)
+        run = session(model.SerializeToString())
+        results = run(_feeds(case, truth, model, truth.cotangents))
+        count = len(results) - len(asked)
+        aligned = {
+            name: run(_feeds(case, truth, model, derivative.cotangents))[count + index]
+            for index, (name, derivative) in enumerate(truth.derivatives.items())
+        }
     except _TooLongError:
         raise
     except Exception as error:
         if isinstance(runnable, str):
             return replace(about, outcome=SKIPPED, reason=runnable, stable=False)
         return replace(about, outcome=ERROR, reason=f"run: {first_line(error)}")
-    count = len(model.graph.output) - len(asked)
-    gradients = dict(zip(asked, results[count:], strict=True))
-    about = replace(about, gradients=gradients)
-    wrong = _wrong_gradients(case, truth, gradients)
+    about = replace(about, gradients=dict(zip(asked, results[count:], strict=True)))
+    wrong = _wrong_gradients(case, truth, aligned)
     if not wrong and runnable is True:
         wrong = _wrong_forward(case, truth, results[:count])
     return replace(about, outcome=FAILED, reason=wrong) if wrong else about
@@ -115,14 +119,14 @@ def _refusal(error: Exception) -> str:
     return " | ".join(lines[:2])[:240]
 
 
-def _run(case: Case, truth: Differences, model) -> list[np.ndarray]:
-    """Outputs of the gradient model; by the contract cotangents follow the model's own inputs."""
+def _feeds(case: Case, truth: Differences, model, cotangents: dict) -> dict[str, np.ndarray]:
+    """What the gradient model takes; by the contract cotangents follow the model's own inputs."""
     names = [value.name for value in model.graph.input]
     own = len(names) - len(case.outputs)
     feeds = {name: truth.feeds[name] for name in names[:own]}
     for name, output in zip(names[own:], case.outputs, strict=True):
-        feeds[name] = truth.cotangents[output].astype(case.expected[output].dtype)
-    return session(model.SerializeToString())(feeds)
+        feeds[name] = np.asarray(cotangents[output]).astype(case.expected[output].dtype)
+    return feeds
 
 
 def _wrong_gradients(case: Case, truth: Differences, gradients: dict) -> str:
@@ -158,7 +162,7 @@ def _precision(case: Case) -> float:
     return max(_PRECISION[a.dtype.name] for a in arrays)
 
 
-def _compare_twin(own: Verdict, twin: Verdict) -> Verdict:
+def compare_twin(own: Verdict, twin: Verdict) -> Verdict:
     """The twin's verdict, failed if its gradients are not those of the operator itself."""
     if not own.gradients or own.moved != twin.moved or twin.outcome != PASSED:
         return twin

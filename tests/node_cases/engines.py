@@ -8,6 +8,7 @@ import onnxruntime
 from onnx.reference import ReferenceEvaluator
 
 from tests.node_cases.cases import Case
+from tests.node_cases.ort_values import from_ort, to_ort
 from tests.node_cases.precision import double_array, single_array, to_double, to_single
 
 Feeds = dict[str, np.ndarray]
@@ -24,8 +25,13 @@ def session(model: bytes, outputs: list[str] | None = None) -> Function:
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    run = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"]).run
-    return lambda feeds: run(outputs, feeds)
+    loaded = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    def run(feeds: Feeds) -> list[np.ndarray]:
+        values = {name: to_ort(array) for name, array in feeds.items()}
+        return [from_ort(value) for value in loaded.run_with_ort_values(outputs, values)]
+
+    return run
 
 
 def _reference(case: Case) -> Function:
