@@ -16,14 +16,14 @@ def _runs():
             yield pytest.param(entry, mode, id=f"{entry.name}-{mode}", marks=marks)
 
 
-@pytest.mark.parametrize(("entry", "mode"), _runs())
+@pytest.mark.parametrize(("entry", "mode"), list(_runs()))
 def test_parameter_gradients_equal_torch(entry: ZooModel, mode: str):
     result = check(entry, mode)
     assert result.status == "pass", "\n".join(result.notes)
     assert result.nodes_backward > 0
 
 
-@pytest.mark.parametrize("entry", ZOO.values(), ids=ZOO)
+@pytest.mark.parametrize("entry", list(ZOO.values()), ids=list(ZOO))
 def test_flags_tell_the_truth(entry: ZooModel):
     module = entry.build()
     parts = list(module.modules())

@@ -2,29 +2,35 @@
 
 from . import (
     cnn,
+    control_flow,
     generative,
     graph_and_points,
     language,
     losses,
     mobile,
+    old_exporter,
     plain,
     recommend,
     recurrent,
+    signals,
     vision_transformers,
 )
 from .base import ZOO, ZooModel
 
-FAMILIES = (
-    plain,
-    cnn,
-    mobile,
-    generative,
-    vision_transformers,
-    language,
-    recurrent,
-    graph_and_points,
-    recommend,
-    losses,
-)
-
-__all__ = ["FAMILIES", "ZOO", "ZooModel"]
+__all__ = [
+    "ZOO",
+    "ZooModel",
+    "cnn",
+    "control_flow",
+    "generative",
+    "graph_and_points",
+    "language",
+    "losses",
+    "mobile",
+    "old_exporter",
+    "plain",
+    "recommend",
+    "recurrent",
+    "signals",
+    "vision_transformers",
+]

@@ -50,7 +50,11 @@ def integers(high: int, *shape: int, low: int = 0, batched: bool = True) -> Draw
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A torch module with example inputs; ``static`` tells why its batch cannot be symbolic."""
+    """A torch module with example inputs.
+
+    ``static`` tells why the batch cannot be symbolic, ``legacy`` why the older exporter is used,
+    ``kink`` where rounding decides which way a gradient goes (float64 settles such a model).
+    """
 
     name: str
     factory: Callable[[], nn.Module]
@@ -59,6 +63,7 @@ class ZooModel:
     dropout: bool = False
     static: str = ""
     legacy: str = ""
+    kink: str = ""
     opset: int | None = None
     fast: bool = False
     batches: tuple[int, int] = (4, 3)
