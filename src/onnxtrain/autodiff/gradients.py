@@ -13,7 +13,6 @@ from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.opening import open_model
 from onnxtrain.autodiff.selection import select_outputs, select_wrt
 from onnxtrain.errors import PrepareError, UndifferentiableError
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import TARGETS, OpBuilder
 from onnxtrain.graph.finish import finish
@@ -79,7 +78,6 @@ def grad(
     lift(graph, wrt_values)
     op = OpBuilder(graph, prefix="grad/", target=target)
     taken = _Outside(op)
-    seed = op.const(np.ones(len(S.dims_of(loss) or ())), loss.dtype)
     seed = op.const(1.0 if S.dims_of(loss) == () else [1.0], loss.dtype)
     grads = differentiate(op, {loss: seed}, wrt_values)
     for x in wrt_values:
@@ -100,17 +98,21 @@ def jvp(
     lift(graph, wrt_values)
     op = OpBuilder(graph, prefix="grad/", target=target)
     taken = _Outside(op)
-    # v -> J v is the transpose of u -> J^T u, which is linear in u: any u will do.
     tangents = {x: taken.input_like(f"{x.name}_tangent", x) for x in wrt_values}
-    probes = {y: op.zeros_like(y) for y in chosen}
+    # v -> J v is the transpose of u -> J^T u. That is linear in u, so the result has no u in it.
+    probes = {y: taken.input_like(f"{y.name}_probe", y) for y in chosen}
     grads = differentiate(op, probes, wrt_values)
-    pulled = {g: tangents[x] for x, g in grads.items() if g is not None}
-    summed: dict[ir.Value, ir.Value] = {}
-    for g, t in pulled.items():
-        summed[g] = t
-    found = differentiate(op, summed, list(probes.values())) if summed else {}
+    pulled: dict[ir.Value, ir.Value] = {}
+    for x, g in grads.items():
+        if g is not None:
+            pulled[g] = op.Add(pulled[g], tangents[x]) if g in pulled else tangents[x]
+    found = differentiate(op, pulled, list(probes.values()))
     for y in chosen:
         taken.output(f"{y.name}_tangent", found.get(probes[y]), y)
+    for y, probe in probes.items():
+        probe.replace_all_uses_with(op.zeros_like(y))
+        graph.inputs.remove(probe)
+    graph.sort()
     return finish(simplify(work))
 
 
@@ -197,4 +199,4 @@ class _Outside:
         self.op.graph.outputs.append(out)
 
 
-__all__ = ["D", "Names", "Source", "grad", "jvp", "lift", "parameters", "vjp"]
+__all__ = ["Names", "Source", "grad", "jvp", "lift", "parameters", "vjp"]

@@ -1,4 +1,4 @@
-"""From anything that is a model to the normal form, with operators expanded that have only a body."""
+"""From anything that is a model to the normal form that the rules know."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
-from onnxtrain.autodiff.registry import USER_RULES
+from onnxtrain.autodiff.registry import NO_GRADIENT, RULES, USER_RULES, ZERO
 from onnxtrain.graph.io import load
 from onnxtrain.graph.prepare import prepare
 
 
 def open_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model) -> ir.Model:
-    """Give the model in the normal form; the argument is not changed."""
+    """Give the model in the normal form; the argument is not changed.
+
+    Operators without a rule whose body the ONNX standard gives are replaced by it.
+    """
     domains = {key.split("::")[0] for key in USER_RULES if "::" in key}
-    return prepare(load(model, allow_domains=domains))
+    return prepare(load(model, allow_domains=domains), inline=lacks_rule)
+
+
+def lacks_rule(op_type: str) -> bool:
+    """Tell whether nothing is registered for a standard operator."""
+    return not any(op_type in table for table in (USER_RULES, RULES, ZERO, NO_GRADIENT))

@@ -80,9 +80,13 @@ class OpBuilder(ShapeOps):
             self.root = graph
             self.names = Names(names_in(graph))
             self._constants: dict[tuple[Any, ...], ir.Value] = {}
+            self._first_of: dict[tuple[Dim, ...], ir.Value] = {}
+            for value in (*graph.inputs, *(y for node in graph for y in node.outputs)):
+                self._see(value)
         else:
             self.opset, self.root, self.names = parent.opset, parent.root, parent.names
             self._constants = parent._constants
+            self._first_of = dict(parent._first_of)
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if not op_type[:1].isupper():
@@ -134,7 +138,21 @@ class OpBuilder(ShapeOps):
         else:
             self.graph.insert_before(self.before, node)
         S.infer_node(node, self.opset)
+        for out in node.outputs:
+            self._see(out)
         return node.outputs[0] if single else tuple(node.outputs)
+
+    def _see(self, value: ir.Value) -> None:
+        dims = S.dims_of(value)
+        if dims is not None and not isinstance(value.type, ir.SequenceType | ir.OptionalType):
+            self._first_of.setdefault(dims, value)
+
+    def shape_source(self, x: ir.Value) -> ir.Value:
+        """Give the earliest value of the same shape, so that asking for it keeps nothing else alive."""
+        dims = S.dims_of(x)
+        if dims is None or None in dims or self.before is not None:
+            return x
+        return self._first_of.get(dims, x)
 
     def _promote(self, schema: Any, inputs: Sequence[Any]) -> list[ir.Value | None]:
         """Turn Python numbers and lists into constants of the dtype their neighbours have."""
@@ -221,7 +239,7 @@ class OpBuilder(ShapeOps):
 
 
 def names_in(graph: ir.Graph) -> set[str]:
-    """Give every value name of a graph and its subgraphs."""
+    """Give every name of a value or a node in a graph and its subgraphs."""
     taken: set[str] = set()
     pending = [graph]
     while pending:
@@ -229,6 +247,8 @@ def names_in(graph: ir.Graph) -> set[str]:
         taken.update(v.name for v in g.inputs if v.name)
         taken.update(g.initializers)
         for node in g:
+            if node.name:  # onnxruntime refuses two nodes of one name, and an output may be renamed
+                taken.add(node.name)
             taken.update(o.name for o in node.outputs if o.name)
             for attribute in node.attributes.values():
                 if attribute.type == ir.AttributeType.GRAPH:

@@ -1,30 +1,71 @@
-"""The normal form that every later stage may assume."""
+"""The normal form that every later stage may assume.
+
+Local functions inlined; the working opset; constants as initializers; padding explicit; fused operators
+and static sequences resolved; shapes inferred, with symbolic sizes unified.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from onnxtrain.graph.bodies import inline_bodies
+from onnxtrain.graph.constants import fold, lift_constants
+from onnxtrain.graph.decompose import decompose
 from onnxtrain.graph.infer import infer_shapes
+from onnxtrain.graph.normalise import normalise
+from onnxtrain.graph.versions import OPSET, to_working_opset
 
-OPSET = 21
-IR_VERSION = 10
-
-
-_CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that were nodes of the file
-
-
-def constant_names(model: ir.Model) -> set[str]:
-    """Give the names of initializers that are constants of the graph, not parameters."""
-    return set(model.meta.get(_CONSTANTS, ()))
+_CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
+_REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
-def prepare(model: ir.Model) -> ir.Model:
-    """Bring a model to the normal form, in place, and give it back."""
-    passes.InlinePass()(model)
-    parameters = set(model.graph.initializers)
-    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    model.meta[_CONSTANTS] = sorted(set(model.graph.initializers) - parameters)
-    model.ir_version = IR_VERSION
-    infer_shapes(model.graph, model.graph.opset_imports[""])
+def prepare(
+    model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False
+) -> ir.Model:
+    """Give the model in the normal form; the argument must not be used any more.
+
+    Args:
+        model: a model from ``load``.
+        inline: tells for which operators the standard's function body is to be inlined.
+    """
+    repairs: list[str] = []
+    if model.functions:
+        repairs.append(f"{len(model.functions)} local function(s) inlined")
+        passes.InlinePass()(model)
+    before = model.opset_imports.get("", OPSET)
+    model = to_working_opset(model)
+    after = model.opset_imports[""]
+    if before != after:
+        repairs.append(f"opset {before} brought to {after}")
+    constants = lift_constants(model)
+    infer_shapes(model.graph, after)
+    repairs += decompose(model, only=lambda key: "::" in key or not _is_standard(key, after))
+    model = inline_bodies(model, inline)
+    constants |= lift_constants(model)
+    infer_shapes(model.graph, after)
+    repairs += normalise(model)
+    constants |= fold(model, constants)
+    passes.IdentityEliminationPass()(model)
+    passes.RemoveUnusedNodesPass()(model)
+    model.meta[_CONSTANTS] = frozenset(constants)
+    model.meta[_REPAIRS] = tuple(repairs)
     return model
+
+
+def constant_names(model: ir.Model) -> frozenset[str]:
+    """Give the names of initializers that are constants of the graph, not parameters."""
+    return model.meta.get(_CONSTANTS, frozenset())
+
+
+def repairs_of(model: ir.Model) -> tuple[str, ...]:
+    """Say what ``prepare`` changed."""
+    return model.meta.get(_REPAIRS, ())
+
+
+def _is_standard(op_type: str, opset: int) -> bool:
+    from onnxtrain.graph.shapes import schema_of
+
+    return schema_of(op_type, opset) is not None

@@ -70,13 +70,15 @@ class ShapeOps:
         dims = S.dims_of(x)
         if dims is not None and all(isinstance(d, int) for d in dims):
             return self.const(np.asarray(dims, np.int64))
-        return self.Shape(x)
+        return self.Shape(self.shape_source(x))
 
     def size(self, x: ir.Value, axis: int) -> Size:
         """Give one size: a number if it is known, else an int64 value of shape [1]."""
         axis %= self.rank(x)
         d = self.dims(x)[axis]
-        return d if isinstance(d, int) else self.Shape(x, start=axis, end=axis + 1)
+        if isinstance(d, int):
+            return d
+        return self.Shape(self.shape_source(x), start=axis, end=axis + 1)
 
     def vector(self, sizes: Sequence[Size]) -> ir.Value:
         """Join sizes to an int64 vector."""
@@ -106,7 +108,7 @@ class ShapeOps:
         if all(isinstance(d, int) for d in chosen):
             return self.const(D.product(chosen), x.dtype)
         if axes is None:
-            return self.Cast(self.Size(x), to=x.dtype)
+            return self.Cast(self.Size(self.shape_source(x)), to=x.dtype)
         sizes = [self.size(x, a) for a in axes]
         total = sizes[0] if len(sizes) == 1 else self.ReduceProd(self.vector(sizes), keepdims=0)
         return self.Cast(self.Squeeze(total) if len(sizes) == 1 else total, to=x.dtype)
@@ -190,6 +192,19 @@ class ShapeOps:
     def ones_like(self, x: ir.Value) -> ir.Value:
         """Give ones of the shape and dtype of ``x``."""
         return self._full_like(x, 1.0)
+
+    def iota(self, size: Size) -> ir.Value:
+        """Give the integers 0, 1 ... below ``size`` as an int64 vector."""
+        if isinstance(size, int):
+            return self.const(np.arange(size, dtype=np.int64))
+        return self.Range(0, self.Squeeze(size, [0]), 1)
+
+    def eye(self, size: Size, dtype: ir.DataType) -> ir.Value:
+        """Give the identity matrix."""
+        if isinstance(size, int):
+            return self.const(np.eye(size), dtype)
+        count = self.iota(size)
+        return self.Cast(self.Equal(self.Unsqueeze(count, [1]), count), to=dtype)
 
     def _full_like(self, x: ir.Value, value: float) -> ir.Value:
         assert x.dtype is not None

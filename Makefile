@@ -1,0 +1,55 @@
+# Every target makes what it needs; `make demo` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-full check rule zoo ops bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml
+	$(BIN)/pip install --quiet --editable ".[cpu,plot]" "scikit-learn>=1.6"
+	@touch $@
+
+# torch is pinned: the CPU build of this release is the one the tests were made with.
+$(VENV)/.dev: $(BIN)/python pyproject.toml
+	$(BIN)/pip install --quiet "torch==2.13.0"
+	$(BIN)/pip install --quiet --editable ".[cpu,torch,sklearn,plot,dev]"
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into runs/demo/
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.dev check  ## everything CI runs
+	$(BIN)/python -m pytest -n 2 -q -m "not full"
+
+test-full: $(VENV)/.dev check  ## the long loops too
+	$(BIN)/python -m pytest -n 2 -q
+
+check: $(VENV)/.dev  ## format, lint, types, layering
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+rule: $(VENV)/.dev  ## all questions about one operator: make rule OP=Erf
+	$(BIN)/python -m pytest tests/test_op_cases.py -q -k "$(OP)-"
+
+zoo: $(VENV)/.dev  ## every zoo model against torch
+	$(BIN)/python -m tests.zoo
+
+ops: $(VENV)/.dev  ## ONNX's node tests as a gradient test; rewrites docs/ops.md
+	$(BIN)/python -m tests.node_cases --write
+
+bench: $(VENV)/.dev  ## build time and node counts
+	$(BIN)/python benchmarks/build.py
+
+clean:  ## remove what make made
+	rm -rf $(VENV) runs .cache

@@ -1,0 +1,148 @@
+"""What would happen if a model were differentiated, node by node."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.registry import NO_GRADIENT, ZERO, find_rule, key_of
+from onnxtrain.autodiff.selection import batch_statistics, select_wrt, trainable
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io import load
+from onnxtrain.graph.prepare import constant_names, repairs_of
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeReport:
+    """One node of the prepared graph."""
+
+    name: str
+    op: str
+    how: str
+    """``rule``, ``zero``, ``constant`` (nothing to differentiate) or ``missing``."""
+    why: str
+    signature: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What :func:`explain` found."""
+
+    nodes: tuple[NodeReport, ...]
+    parameters: dict[str, str]
+    """Trainable initializers that get a gradient: name -> dtype and shape."""
+    frozen: dict[str, str]
+    """Float initializers that get none, with the reason."""
+    lost: tuple[str, ...]
+    """Names asked for that the prepared graph does not have."""
+    repairs: tuple[str, ...]
+    """What was changed to reach the normal form."""
+    opset: int
+
+    @property
+    def differentiable(self) -> bool:
+        """Tell whether every node on the way has a gradient."""
+        return not any(n.how == "missing" for n in self.nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the report as plain data, ready for JSON."""
+        return {**dataclasses.asdict(self), "differentiable": self.differentiable}
+
+    def __str__(self) -> str:
+        lines = [f"opset {self.opset}, {len(self.nodes)} nodes"]
+        lines.append(
+            "differentiable"
+            if self.differentiable
+            else f"not differentiable: {sum(n.how == 'missing' for n in self.nodes)} node(s) lack a rule"
+        )
+        counts = Counter((n.how, n.op) for n in self.nodes)
+        for how in ("missing", "rule", "zero", "constant"):
+            kinds = [f"{op} x{n}" if n > 1 else op for (h, op), n in sorted(counts.items()) if h == how]
+            if kinds:
+                lines.append(f"  {how}: {', '.join(kinds)}")
+        lines += [f"  missing {n.name!r}: {n.signature}" for n in self.nodes if n.how == "missing"]
+        lines.append(f"parameters: {len(self.parameters)}")
+        lines += [f"  {name}: {shape}" for name, shape in self.parameters.items()]
+        for title, entries in (("frozen", self.frozen.items()),):
+            if entries:
+                lines.append(f"{title}: {len(entries)}")
+                lines += [f"  {name}: {why}" for name, why in entries]
+        if self.lost:
+            lines.append(f"lost: {', '.join(self.lost)}")
+        if self.repairs:
+            lines.append("repairs:")
+            lines += [f"  {line}" for line in self.repairs]
+        return "\n".join(lines)
+
+
+def explain(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model,
+    wrt: str | Sequence[str] | None = None,
+) -> Report:
+    """Tell for each node whether and how it is differentiated, and what becomes of each parameter.
+
+    Args:
+        model: anything :func:`onnxtrain.load` takes.
+        wrt: as in :func:`onnxtrain.vjp`.
+    """
+    original = load(model)
+    declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
+    work = open_model(original)
+    graph = work.graph
+    wanted = trainable(work) if wrt is None else select_wrt(work, wrt)
+    live = reached_from(list(graph), wanted)
+    statistics = batch_statistics(graph)
+    hidden = constant_names(work)
+    frozen: dict[str, str] = {}
+    for name, x in graph.initializers.items():
+        if name in hidden or x in wanted or not S.is_float(x):
+            continue
+        if x in statistics:
+            frozen[name] = "running statistics of BatchNormalization"
+        elif wrt is not None:
+            frozen[name] = "not in wrt"
+        else:
+            frozen[name] = "no differentiable path to a float output"
+    present = {*graph.initializers, *(x.name for x in graph.inputs)}
+    return Report(
+        nodes=tuple(_node(n, live) for n in graph),
+        parameters={x.name or "": _shape(x) for x in wanted},
+        frozen=frozen,
+        lost=tuple(n for n in declared if n not in present),
+        repairs=repairs_of(work),
+        opset=work.opset_imports[""],
+    )
+
+
+def _node(node: ir.Node, live: set[ir.Value]) -> NodeReport:
+    how, why = _how(node, live)
+    return NodeReport(node.name or "", key_of(node), how, why, S.describe(node))
+
+
+def _how(node: ir.Node, live: set[ir.Value]) -> tuple[str, str]:
+    key = key_of(node)
+    if not any(x in live for x in differentiable_inputs(node)):
+        return "constant", "does not depend on a parameter"
+    if find_rule(node) is not None:
+        if not any(y in live for y in node.outputs):
+            return "constant", "the results are not floats"
+        return "rule", ""
+    if key in ZERO:
+        return "zero", ZERO[key]
+    if key in NO_GRADIENT:
+        return "constant", NO_GRADIENT[key]
+    if not any(y in live for y in node.outputs):
+        return "constant", "the results are not floats"
+    return "missing", "no gradient rule"
+
+
+def _shape(x: ir.Value) -> str:
+    return S.describe_value(x).removeprefix(f"{x.name}: ")
