@@ -68,8 +68,36 @@ class _Inference:
     def _enter_bodies(self, node: ir.Node) -> None:
         if node.op_type in ("Loop", "Scan") and node.domain in ("", "ai.onnx"):
             self._type_body_inputs(node)
+        if node.op_type == "Loop" and node.domain in ("", "ai.onnx"):
+            self._loop_body(node)
+            return
         for body in subgraphs_of(node):
             self.run(body)
+
+    def _loop_body(self, node: ir.Node) -> None:
+        """Find which carried values keep their shape, by assuming it and looking at the result."""
+        body = node.attributes["body"].as_graph()
+        declared = [(y, y.shape) for n in body.all_nodes() for y in n.outputs]
+        inner = body.inputs[2:]
+        before = [x.shape for x in inner]
+        for x, outer in zip(inner, node.inputs[2:], strict=False):
+            dims = None if outer is None else S.dims_of(outer)
+            known = S.dims_of(x)
+            if dims is not None and (known is None or len(known) == len(dims)):
+                S.set_dims(x, dims)
+        for _ in range(len(inner) + 1):
+            self.run(body)
+            changing = [
+                i
+                for i, (x, y) in enumerate(zip(inner, body.outputs[1:], strict=False))
+                if S.dims_of(x) != S.dims_of(y) and x.shape is not before[i]
+            ]
+            if not changing:
+                return
+            for y, shape in declared:
+                y.shape = shape
+            for i in changing:
+                inner[i].shape = before[i]
 
     def _type_body_inputs(self, node: ir.Node) -> None:
         body = node.attributes["body"].as_graph()
@@ -96,7 +124,5 @@ class _Inference:
             if outer is None:
                 continue
             inner.type = inner.type or outer.type
-            # A loop may change the shape of what it carries: only the declared shape is certain,
-            # and without one, the rank where the body keeps it.
             if inner.shape is None and node.op_type == "Scan":
                 inner.shape = outer.shape
