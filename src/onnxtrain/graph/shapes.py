@@ -146,6 +146,8 @@ def infer_node(node: ir.Node, opset: int) -> None:
 
     if symbolic.infer_control_flow(node):
         pass
+    elif node.op_type in _LIKE_FIRST and node.domain in ("", "ai.onnx") and node.inputs[0] is not None:
+        node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
     else:
         _infer_by_onnx(node, opset)
         symbolic.refine(node, opset)
@@ -198,6 +200,8 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
                 set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
 
 
+# onnx infers nothing for the first, and fails on the second without its attribute.
+_LIKE_FIRST = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
 _DATA_IN_FIRST = frozenset({"ConstantOfShape", "Range", "Cast", "Expand", "Concat"})
 
 

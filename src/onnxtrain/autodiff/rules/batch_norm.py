@@ -1,0 +1,97 @@
+"""Batch normalisation, on batch statistics (training) or on given ones (inference)."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.registry import Gradients, vjp_multi
+from onnxtrain.autodiff.rules.norm import center, per_channel, working_dtype
+from onnxtrain.graph.builder import OpBuilder
+
+
+@vjp_multi("BatchNormalization")
+def batch_normalization(
+    op, dys, x, scale, bias, mean, var, *, epsilon, momentum, training_mode
+) -> Gradients:
+    """Frozen: an affine map per channel. Training: the statistics depend on ``x`` as well."""
+    form = _training if training_mode else _frozen
+    return form(op, dys, (x, scale, bias, mean, var), epsilon, momentum)
+
+
+def _frozen(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gradients:
+    """With ``r = 1 / sqrt(var + eps)`` the gradients are ``dx = dy * scale * r``.
+
+    Further ``dscale = sum(dy * (x - mean)) * r``, ``dbias = sum(dy)``,
+    ``dmean = -sum(dy) * scale * r`` and ``dvar = -dscale * scale * r^2 / 2``.
+    """
+    x, scale, _, mean, var = inputs
+    dtype = working_dtype(x)
+    xw, dy, scale_w, mean_w, var_w = (op.cast(v, dtype) for v in (x, dys[0], scale, mean, var))
+    axes = _reduced(op, x)
+    r = op.Reciprocal(op.Sqrt(op.Add(var_w, epsilon)))
+    gain = op.Mul(scale_w, r)
+    dx = op.Mul(dy, per_channel(op, gain, x))
+    dbias = op.ReduceSum(dy, axes, keepdims=0)
+    product = op.Mul(dy, op.Sub(xw, per_channel(op, mean_w, x)))
+    dscale = op.Mul(op.ReduceSum(product, axes, keepdims=0), r)
+    dmean = op.Neg(op.Mul(dbias, gain))
+    dvar = op.Mul(op.Mul(dscale, op.Mul(gain, r)), -0.5)
+    return _as_inputs(op, (dx, dscale, dbias, dmean, dvar), inputs)
+
+
+def _training(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gradients:
+    """``dx = scale * r * (dy - mean(dy) - xc * r^2 * mean(dy * xc))`` with ``xc = x - mean(x)``.
+
+    The running statistics are ``momentum * old + (1 - momentum) * batch``, with the variance of the
+    population; they add ``(1 - momentum) * (drun_mean + 2 * xc * drun_var) / count``.
+    """
+    x, scale = inputs[:2]
+    dy, drun_mean, drun_var = (*dys, None, None)[:3]
+    dtype = working_dtype(x)
+    xw, scale_w = op.cast(x, dtype), op.cast(scale, dtype)
+    axes = _reduced(op, x)
+    centered = center(op, xw, axes)
+    size = op.count(xw, axes)
+    dx = dscale = dbias = None
+    if dy is not None:
+        dy = op.cast(dy, dtype)
+        variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
+        r = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+        dbias = op.ReduceSum(dy, axes, keepdims=0)
+        dscale = op.Mul(op.ReduceSum(op.Mul(dy, centered), axes, keepdims=0), r)
+        gain = op.Mul(scale_w, r)
+        shift = op.Div(op.Mul(gain, dbias), size)
+        tilt = op.Div(op.Mul(op.Mul(gain, r), dscale), size)
+        dx = op.Mul(dy, per_channel(op, gain, x))
+        dx = op.Sub(dx, op.Mul(centered, per_channel(op, tilt, x)))
+        dx = op.Sub(dx, per_channel(op, shift, x))
+    dmean = dvar = None
+    if drun_mean is not None:
+        dmean = op.Mul(op.cast(drun_mean, dtype), momentum)
+        share = op.Div(op.Mul(op.cast(drun_mean, dtype), 1.0 - momentum), size)
+        dx = _plus(op, dx, op.expand_like(per_channel(op, share, x), xw))
+    if drun_var is not None:
+        dvar = op.Mul(op.cast(drun_var, dtype), momentum)
+        share = op.Div(op.Mul(op.cast(drun_var, dtype), 2.0 * (1.0 - momentum)), size)
+        dx = _plus(op, dx, op.Mul(centered, per_channel(op, share, x)))
+    return _as_inputs(op, (dx, dscale, dbias, dmean, dvar), inputs)
+
+
+def _reduced(op: OpBuilder, x: ir.Value) -> list[int]:
+    """Give the axes of a channel's elements: all but axis 1; a vector is one channel."""
+    return [i for i in range(op.rank(x)) if i != 1]
+
+
+def _plus(op: OpBuilder, a: ir.Value | None, b: ir.Value) -> ir.Value:
+    return b if a is None else op.Add(a, b)
+
+
+def _as_inputs(op: OpBuilder, gradients, inputs) -> Gradients:
+    """Give the gradients the inputs' dtypes; a vector's one channel is summed to shape [1]."""
+    found = []
+    for g, x in zip(gradients, inputs, strict=True):
+        if g is not None:
+            g = op.cast(g, x.dtype)
+            g = op.reshape_like(g, x) if op.rank(g) != op.rank(x) else g
+        found.append(g)
+    return tuple(found)
