@@ -16,6 +16,7 @@ from onnxtrain.graph.constants import fold, lift_constants
 from onnxtrain.graph.decompose import decompose
 from onnxtrain.graph.infer import infer_shapes
 from onnxtrain.graph.normalise import normalise
+from onnxtrain.graph.simplify import remove_dead, remove_identities
 from onnxtrain.graph.versions import OPSET, to_working_opset
 
 _CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
@@ -42,14 +43,16 @@ def prepare(
         repairs.append(f"opset {before} brought to {after}")
     constants = lift_constants(model)
     infer_shapes(model.graph, after)
-    repairs += decompose(model, only=lambda key: "::" in key or not _is_standard(key, after))
+    repairs += decompose(
+        model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
+    )
     model = inline_bodies(model, inline)
     constants |= lift_constants(model)
     infer_shapes(model.graph, after)
     repairs += normalise(model)
     constants |= fold(model, constants)
-    passes.IdentityEliminationPass()(model)
-    passes.RemoveUnusedNodesPass()(model)
+    remove_identities(model)
+    remove_dead(model)
     model.meta[_CONSTANTS] = frozenset(constants)
     model.meta[_REPAIRS] = tuple(repairs)
     return model

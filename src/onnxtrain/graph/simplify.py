@@ -27,7 +27,7 @@ RANDOM = frozenset(
 def simplify(model: ir.Model) -> ir.Model:
     """Drop dead nodes, identities and repeated subexpressions, in place; give the model back."""
     remove_dead(model)
-    passes.IdentityEliminationPass()(model)
+    remove_identities(model)
     while cancel_pairs(model.graph) + share(model.graph):
         remove_dead(model)
     remove_dead(model)
@@ -37,6 +37,32 @@ def simplify(model: ir.Model) -> ir.Model:
 def remove_dead(model: ir.Model) -> None:
     """Drop nodes and initializers that no output depends on."""
     passes.RemoveUnusedNodesPass()(model)
+
+
+def remove_identities(model: ir.Model) -> None:
+    """Drop Identity nodes, but keep each output of a graph a value of its own.
+
+    A body that returns one value twice is legal, yet onnxruntime then mixes the two up.
+    """
+    for node in list(model.graph.all_nodes()):
+        if node.op_type != "Identity" or node.domain not in ("", "ai.onnx"):
+            continue
+        x, y, graph = node.inputs[0], node.outputs[0], node.graph
+        if x is None or graph is None or not isinstance(graph, ir.Graph):
+            continue
+        if y.is_graph_output():
+            source = x.producer()
+            if source is None or source.graph is not graph or x.is_graph_output():
+                continue
+            name = y.name
+            y.name = f"{name}.identity"
+            x.name = name
+            if x.shape is None:
+                x.shape = y.shape
+            y.replace_all_uses_with(x, replace_graph_outputs=True)
+        else:
+            y.replace_all_uses_with(x)
+        graph.remove(node, safe=True)
 
 
 def share(graph: ir.Graph) -> int:
