@@ -1,0 +1,129 @@
+"""Activation functions.
+
+Kinks follow torch: ``Relu'(0) = 0``, the left slope for LeakyRelu, PRelu, Elu, Celu and Selu at 0.
+Formulas are written so that no factor overflows where the result does not, at any order.
+"""
+
+from __future__ import annotations
+
+import math
+
+from onnxtrain.autodiff.registry import vjp
+
+vjp("Sigmoid")(lambda op, dy, x, *, y: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
+vjp("Softplus")(lambda op, dy, x: op.Mul(dy, op.Sigmoid(x)))
+
+
+@vjp("Relu")
+def relu(op, dy, x, *, y):
+    """``dx = dy`` where ``y > 0``, else 0.
+
+    A product with the step would be faster on CPU, but gives NaN where ``dy`` is infinite.
+    """
+    return op.Where(op.Greater(y, 0.0), dy, 0.0)
+
+
+@vjp("LeakyRelu")
+def leaky_relu(op, dy, x, *, alpha):
+    """``dx = dy`` where ``x > 0``, else ``alpha dy``."""
+    return op.Where(op.Greater(x, 0.0), dy, op.Mul(dy, alpha))
+
+
+@vjp("PRelu", broadcasts=True)
+def p_relu(op, dy, x, slope):
+    """``dx = dy`` where ``x > 0``, else ``slope dy``; ``dslope = x dy`` where not ``x > 0``."""
+    positive = op.Greater(x, 0.0)
+    dx = op.Where(positive, dy, op.Mul(dy, slope))
+    return dx, op.Where(positive, 0.0, op.Mul(dy, x))
+
+
+@vjp("ThresholdedRelu")
+def thresholded_relu(op, dy, x, *, alpha):
+    """``dx = dy`` where ``x > alpha``, else 0."""
+    return op.Where(op.Greater(x, alpha), dy, 0.0)
+
+
+@vjp("Shrink")
+def shrink(op, dy, x, *, lambd):
+    """``dx = dy`` where ``|x| > lambd``, else 0."""
+    return op.Where(op.Greater(op.Abs(x), lambd), dy, 0.0)
+
+
+@vjp("Elu")
+def elu(op, dy, x, *, y, alpha):
+    """``dx = dy`` where ``x > 0``, else ``dy alpha e^x = dy (y + alpha)``."""
+    return op.Where(op.Greater(x, 0.0), dy, op.Mul(dy, op.Add(y, alpha)))
+
+
+@vjp("Celu")
+def celu(op, dy, x, *, y, alpha):
+    """``dx = dy`` where ``x > 0``, else ``dy e^(x / alpha) = dy (y / alpha + 1)``."""
+    scaled = y if alpha == 1.0 else op.Div(y, alpha)
+    return op.Where(op.Greater(x, 0.0), dy, op.Mul(dy, op.Add(scaled, 1.0)))
+
+
+@vjp("Selu")
+def selu(op, dy, x, *, y, alpha, gamma):
+    """``dx = gamma dy`` where ``x > 0``, else ``dy gamma alpha e^x = dy (y + gamma alpha)``."""
+    left = op.Mul(dy, op.Add(y, gamma * alpha))
+    return op.Where(op.Greater(x, 0.0), op.Mul(dy, gamma), left)
+
+
+@vjp("HardSigmoid")
+def hard_sigmoid(op, dy, x, *, y, alpha):
+    """``dx = alpha dy`` where ``0 < y < 1``, that is ``y (1 - y) > 0``; else 0."""
+    inside = op.Greater(op.Mul(y, op.Sub(1.0, y)), 0.0)
+    return op.Where(inside, op.Mul(dy, alpha), 0.0)
+
+
+@vjp("HardSwish")
+def hard_swish(op, dy, x):
+    """``dx = dy (x / 3 + 1/2)`` where ``-3 < x < 3``, 0 on the left of it, ``dy`` on the right."""
+    middle = op.Mul(dy, op.Add(op.Div(x, 3.0), 0.5))
+    left = op.Where(op.Greater(x, -3.0), middle, 0.0)
+    return op.Where(op.Less(x, 3.0), left, dy)
+
+
+@vjp("Softsign")
+def softsign(op, dy, x):
+    """``dx = dy / (1 + |x|)^2``."""
+    t = op.Add(op.Abs(x), 1.0)
+    return op.Div(dy, op.Mul(t, t))
+
+
+@vjp("Swish")
+def swish(op, dy, x, *, y, alpha):
+    """With ``s = sigmoid(alpha x)``: ``dx = dy (s + alpha y (1 - s))``."""
+    s = op.Sigmoid(x if alpha == 1.0 else op.Mul(x, alpha))
+    bend = op.Mul(y, op.Sub(1.0, s))
+    return op.Mul(dy, op.Add(s, bend if alpha == 1.0 else op.Mul(bend, alpha)))
+
+
+@vjp("Mish")
+def mish(op, dy, x):
+    """With ``t = tanh(softplus(x))``: ``dx = dy (t + x sigmoid(x) (1 - t^2))``."""
+    t = op.Tanh(op.Softplus(x))
+    bend = op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))
+    return op.Mul(dy, op.Add(t, bend))
+
+
+@vjp("Gelu")
+def gelu(op, dy, x, *, approximate):
+    """``dx = dy (P(x) + x P'(x))``, where ``y = x P(x)``.
+
+    ``P`` is the normal distribution function, or for ``"tanh"``
+    ``(1 + tanh(u)) / 2`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``.
+    """
+    if approximate == "tanh":
+        c, k = math.sqrt(2.0 / math.pi), 0.044715
+        square = op.Mul(x, x)
+        t = op.Tanh(op.Mul(op.Mul(x, op.Add(op.Mul(square, k), 1.0)), c))
+        # x^2 may overflow, so the vanishing factor 1 - t^2 goes first.
+        bend = op.Mul(op.Mul(op.Sub(1.0, op.Mul(t, t)), x), 0.5 * c)
+        slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
+        below = op.Mul(op.Add(t, 1.0), 0.5)
+    else:
+        below = op.Mul(op.Add(op.Erf(op.Mul(x, math.sqrt(0.5))), 1.0), 0.5)
+        density = op.Exp(op.Mul(op.Mul(x, x), -0.5))
+        slope = op.Mul(op.Mul(x, density), 1.0 / math.sqrt(2.0 * math.pi))
+    return op.Mul(dy, op.Add(below, slope))

@@ -1,0 +1,123 @@
+"""Losses with class labels.
+
+Per label: ``loss_n = -w_n logp[n, label_n]``, where ``w_n`` is the weight of the label's class, and
+0 for labels that are ignored. ``mean`` divides by the sum of the ``w_n``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.autodiff.registry import vjp, vjp_multi
+from onnxtrain.autodiff.rules.reduce import divide
+from onnxtrain.graph.builder import OpBuilder
+
+
+@dataclasses.dataclass(frozen=True)
+class _Labels:
+    """Labels as the rules need them; ``[N, d1, ...]`` for scores ``[N, C, d1, ...]``."""
+
+    index: ir.Value
+    """Labels with class 0 in place of ignored ones."""
+    ignored: ir.Value | None
+    """True where a label is ignored."""
+    each: ir.Value
+    """Gradient of the weighted loss of each label: a scalar, or one per label."""
+    scaled: ir.Value
+    """``each / w_n``."""
+
+    def column(self, op: OpBuilder, v: ir.Value) -> ir.Value:
+        """Give one value per label so that it broadcasts against the scores."""
+        return op.Unsqueeze(v, [1]) if op.rank(v) else v
+
+
+def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
+    index, ignored, w = labels, None, None
+    wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    if ignore_index is not None:
+        ignored = op.Equal(labels, ignore_index)
+        index = op.Where(ignored, 0, labels)
+    if weights is not None:
+        w = op.Gather(weights, index)
+    if ignored is not None:
+        w = op.Where(ignored, op.const(0.0, x.dtype), op.const(1.0, x.dtype) if w is None else w)
+    if reduction == "mean":
+        if w is None:
+            static = op.static(labels)
+            dy = divide(op, dy, op.Size(labels) if static is None else math.prod(static))
+        else:
+            total = op.ReduceSum(op.cast(w, wide), keepdims=0)
+            if ignored is not None:  # all may be: no gradient then, as torch
+                total = op.Where(op.Equal(total, 0.0), 1.0, total)
+            dy = op.cast(op.Div(op.cast(dy, wide), total), x.dtype)
+    return _Labels(index, ignored, dy if w is None else op.Mul(dy, w), dy)
+
+
+def _is_label(op, x, at):
+    """Tell for every score whether it belongs to the label: a comparison, where scatter is slow."""
+    classes = op.size(x, 1)
+    if isinstance(classes, int):
+        numbers = op.const(np.arange(classes), at.dtype)
+    else:
+        numbers = op.cast(op.Range(0, op.Squeeze(classes), 1), at.dtype)
+    return op.Equal(at, op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
+
+
+def _dweights(op, chosen, logp, loss, weights, at, reduction):
+    """Sum over the labels of each class of ``-logp``, relative to the loss if that is a mean."""
+    part = op.Neg(op.Squeeze(op.GatherElements(logp, at, axis=1), [1]))
+    if reduction == "mean":
+        part = op.Sub(part, loss)
+    part = op.Mul(chosen.scaled, part)
+    if chosen.ignored is not None:
+        part = op.Where(chosen.ignored, 0.0, part)
+    flat, index = op.Reshape(part, [-1]), op.Reshape(chosen.index, [-1])
+    return op.ScatterElements(op.zeros_like(weights), index, flat, axis=0, reduction="add")
+
+
+@vjp_multi("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy_loss(
+    op, dys, scores, labels, weights=None, *, outputs, node, ignore_index, reduction
+):
+    """``dscores = each (p - onehot(label)) + dlogp - p sum(dlogp)`` with ``p = e^logp``.
+
+    The one-hot tensor is not built: one element per row of ``p`` is replaced.
+    """
+    dy, dlogp = (*dys, None)[:2]
+    logp = op.extra_output(node, 1)
+    p = op.Exp(logp)
+    dx = dw = None
+    if dy is not None:
+        chosen = _labels(op, dy, scores, labels, weights, ignore_index, reduction)
+        at = op.Unsqueeze(chosen.index, [1])
+        if op.target == "webgpu":
+            one, zero = op.const(1.0, p.dtype), op.const(0.0, p.dtype)
+            away = op.Sub(p, op.Where(_is_label(op, scores, at), one, zero))
+        else:
+            missing = op.Sub(op.GatherElements(p, at, axis=1), 1.0)
+            away = op.ScatterElements(p, at, missing, axis=1)
+        dx = op.Mul(away, chosen.column(op, chosen.each))
+        if weights is not None:
+            dw = _dweights(op, chosen, logp, outputs[0], weights, at, reduction)
+    if dlogp is not None:
+        through = op.Sub(dlogp, op.Mul(p, op.ReduceSum(dlogp, [1], keepdims=1)))
+        dx = through if dx is None else op.Add(dx, through)
+    return dx, None, dw
+
+
+@vjp("NegativeLogLikelihoodLoss")
+def negative_log_likelihood_loss(op, dy, logp, labels, weights=None, *, y, ignore_index, reduction):
+    """``dlogp = -each`` at the labels, 0 elsewhere."""
+    chosen = _labels(op, dy, logp, labels, weights, ignore_index, reduction)
+    at = op.Unsqueeze(chosen.index, [1])
+    value = op.Neg(chosen.column(op, chosen.each))
+    if op.target == "webgpu":
+        dx = op.Where(_is_label(op, logp, at), value, 0.0)
+    else:
+        dx = op.ScatterElements(op.zeros_like(logp), at, op.expand_like(value, at), axis=1)
+    dw = None if weights is None else _dweights(op, chosen, logp, y, weights, at, reduction)
+    return dx, None, dw
