@@ -1,0 +1,150 @@
+"""Gathering by index: the gradient is scattered and added up."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.autodiff.registry import vjp, vjp_multi
+from onnxtrain.graph import sizes as Z
+from onnxtrain.graph.sizes import Size
+
+_NARROW = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+
+@vjp("Gather")
+def gather(op, dy, data, indices, *, axis):
+    """Add ``dy`` to the slices it came from; a constant run of indices needs a Pad only."""
+    rank = op.rank(data)
+    axis %= rank
+    run = _run(op.constant(indices))
+    if run is None:
+        return scatter_rows(op, indices, dy, data, axis)
+    start, length = run
+    size = op.size(data, axis)
+    before = start if start >= 0 else Z.plus(op, size, start)
+    pads: list[Size] = [0] * 2 * rank
+    pads[axis] = before
+    pads[axis + rank] = Z.minus(op, Z.minus(op, size, before), length)
+    return op.Pad(op.Unsqueeze(dy, [axis]) if op.rank(indices) == 0 else dy, op.vector(pads))
+
+
+@vjp("GatherElements")
+def gather_elements(op, dy, data, indices, *, axis):
+    """Add ``dy`` to the elements it came from."""
+    wide = widened(op, dy)
+    zeros = zeros_like(op, data, wide.dtype)
+    return op.cast(op.ScatterElements(zeros, indices, wide, axis=axis, reduction="add"), dy.dtype)
+
+
+@vjp("GatherND")
+def gather_nd(op, dy, data, indices, *, batch_dims):
+    """Add ``dy`` to the slices it came from."""
+    wide = widened(op, dy)
+    where = with_batch_indices(op, indices, batch_dims)
+    zeros = zeros_like(op, data, wide.dtype)
+    return op.cast(op.ScatterND(zeros, where, wide, reduction="add"), dy.dtype)
+
+
+@vjp_multi("TopK")
+def top_k(op, dys, x, k, *, axis, node):
+    """Put the gradient of the values back to where they were found.
+
+    Among equal values the one that the runtime chose gets the gradient.
+    """
+    if dys[0] is None:
+        return None
+    return op.ScatterElements(op.zeros_like(x), op.extra_output(node, 1), dys[0], axis=axis)
+
+
+@vjp_multi("Unique")
+def unique(op, dys, x, *, axis, node):
+    """Put the gradient back to the first occurrence of each value.
+
+    This is the derivative wherever all values differ. Where some are equal, the number of outputs
+    jumps, and the first occurrence stands for all.
+    """
+    if dys[0] is None:
+        return None
+    first = op.extra_output(node, 1)
+    if axis is None:
+        return scatter_flat(op, first, dys[0], x)
+    return scatter_rows(op, first, dys[0], x, axis, unique=True)
+
+
+def scatter_rows(op, indices, dy, data, axis, *, unique: bool = False) -> ir.Value:
+    """Give zeros like ``data`` with the slices of ``dy`` added at ``indices`` along ``axis``."""
+    rank, k = op.rank(data), op.rank(indices)
+    axis %= rank
+    # ScatterND writes along leading axes, so the gathered axis goes to the front.
+    to_front = [axis, *(i for i in range(rank) if i != axis)]
+    wide = dy if unique else widened(op, dy)
+    if axis:
+        lead = [*range(axis, axis + k), *range(axis), *range(axis + k, rank + k - 1)]
+        wide = op.Transpose(wide, perm=lead)
+        zeros = op.full([op.size(data, a) for a in to_front], 0.0, wide.dtype)
+    else:
+        zeros = zeros_like(op, data, wide.dtype)
+    where = op.Unsqueeze(op.cast(indices, ir.DataType.INT64), [-1])
+    out = op.ScatterND(zeros, where, wide, reduction=None if unique else "add")
+    if axis:
+        out = op.Transpose(out, perm=[to_front.index(i) for i in range(rank)])
+    return op.cast(out, dy.dtype)
+
+
+def scatter_flat(op, where, dy, x, *, unique: bool = True) -> ir.Value:
+    """Give zeros like ``x`` with ``dy`` added at ``where``, as :func:`positions` counts."""
+    wide = dy if unique else widened(op, dy)
+    zeros = op.full([_count(op, x)], 0.0, wide.dtype)
+    where, flat = op.Reshape(where, [-1]), op.Reshape(wide, [-1])
+    out = op.ScatterElements(zeros, where, flat, axis=0, reduction=None if unique else "add")
+    return op.reshape_like(op.cast(out, dy.dtype), x)
+
+
+def positions(op, x) -> ir.Value:
+    """Give an int64 tensor of the shape of ``x`` that counts its elements."""
+    count = _count(op, x)
+    # A long constant would be stored in the file.
+    line = op.Range(0, count, 1) if isinstance(count, int) and count > 4096 else op.iota(count)
+    return op.Reshape(line, op.shape_of(x), allowzero=1)
+
+
+def with_batch_indices(op, indices, batch_dims: int) -> ir.Value:
+    """Put the batch coordinates in front of the indices of GatherND, as if it had no batch."""
+    if not batch_dims:
+        return indices
+    rank = op.rank(indices)
+    sizes = [op.size(indices, a) for a in range(rank - 1)]
+    grids = []
+    for axis in range(batch_dims):
+        line = op.reshape(op.iota(sizes[axis]), [1] * axis + [-1] + [1] * (rank - 1 - axis))
+        grids.append(op.Expand(line, op.vector([*sizes, 1])))
+    return op.Concat(*grids, indices, axis=-1)
+
+
+def zeros_like(op, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Give zeros of the shape of ``x`` in another dtype."""
+    zeros = op.full(op.shape_of(x), 0.0, dtype)
+    zeros.shape = x.shape
+    return zeros
+
+
+def widened(op, x: ir.Value) -> ir.Value:
+    """Give a half-precision value in float32, in which sums are made (and have CPU kernels)."""
+    return op.Cast(x, to=ir.DataType.FLOAT) if x.dtype in _NARROW else x
+
+
+def _count(op, x: ir.Value) -> Size:
+    dims = op.static(x)
+    return op.Reshape(op.Size(x), [1]) if dims is None else math.prod(dims)
+
+
+def _run(indices: np.ndarray | None) -> tuple[int, int] | None:
+    """Give start and length if constant indices are one or several in a row, all of one sign."""
+    if indices is None or indices.ndim > 1 or indices.size == 0:
+        return None
+    flat = indices.reshape(-1)
+    in_row = np.all(np.diff(flat) == 1) and (flat[0] >= 0 or flat[-1] < 0)
+    return (int(flat[0]), flat.size) if in_row else None
