@@ -68,14 +68,14 @@ DEFECTS = [
     OpCase(
         "Conv",
         (f(2, 3, 6, 7), f(4, 3, 3, 2)),
-        {"auto_pad": "SAME_UPPER", "strides": [2, 2]},
+        {"auto_pad": "SAME_UPPER", "kernel_shape": [3, 2], "strides": [2, 2]},
         torch=conv_same([0, 0], [1, 1], 2),
         id="auto-pad-same-upper",
     ),
     OpCase(
         "Conv",
         (f(2, 3, 6, 7), f(4, 3, 3, 2)),
-        {"auto_pad": "SAME_LOWER", "strides": [2, 2]},
+        {"auto_pad": "SAME_LOWER", "kernel_shape": [3, 2], "strides": [2, 2]},
         torch=conv_same([1, 1], [0, 0], 2),
         id="auto-pad-same-lower",
     ),

@@ -7,7 +7,7 @@ from functools import cache
 
 import onnx
 
-from onnxtrain.autodiff import registry, rules  # noqa: F401 - importing the rules fills the registry
+from onnxtrain.autodiff.coverage import operators
 from tests.cases.collect import CASES
 
 WORKING_OPSET, NEWEST_OPSET = 21, 26
@@ -25,17 +25,15 @@ def standard_operators() -> dict[str, onnx.defs.OpSchema]:
     return {name: s for name, s in sorted(newest.items()) if not s.deprecated}
 
 
+@cache
+def _known() -> dict[str, str]:
+    return {report.name: report.how for report in operators()}
+
+
 def how(op: str) -> str | None:
     """How an operator is differentiated: rule, zero, none, decomposed or body; None if unknown."""
-    if op in registry.RULES:
-        return "rule"
-    if op in registry.ZERO:
-        return "zero"
-    if op in registry.NO_GRADIENT:
-        return "none"
-    schema = standard_operators().get(op)
-    has_body = schema is not None and (schema.has_function or schema.has_context_dependent_function)
-    return "body" if has_body else None
+    found = _known().get(op)
+    return None if found == "missing" else found
 
 
 def case_counts() -> Counter[str]:

@@ -69,8 +69,7 @@ def on_stock(case: OpCase, what: str) -> Callable[[Arrays], list[np.ndarray]]:
 def _model(case: OpCase, what: str, double: bool) -> onnx.ModelProto:
     if what == "second":
         return second_gradient(case, double).vjp
-    built = gradient(case, double)
-    return built.model if what == "model" else built.vjp
+    return case.build(double) if what == "model" else gradient(case, double).vjp
 
 
 @cache
