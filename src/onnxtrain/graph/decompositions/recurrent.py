@@ -40,7 +40,7 @@ def rnn(
 
     ys, (hs,) = _run(
         op, x, w, b, lens, [h0], cell, prepare_weights,
-        gates=1, direction=direction, layout=layout, hidden=_hidden(r), node=node,
+        gates=1, direction=direction, layout=layout, hidden=_hidden(r, hidden_size), node=node,
     )  # fmt: skip
     return ys, hs
 
@@ -58,7 +58,7 @@ def gru(
     n = _directions(direction)
     default = ["Sigmoid", "Tanh"] * n
     acts = _activations(op, activations, default, activation_alpha, activation_beta, n, node)
-    hidden = _hidden(r)
+    hidden = _hidden(r, hidden_size)
 
     def prepare_weights(d):
         rd = op.Transpose(_part(op, r, d), perm=[1, 0])  # [H, 3H]
@@ -110,7 +110,7 @@ def lstm(
     n = _directions(direction)
     default = ["Sigmoid", "Tanh", "Tanh"] * n
     acts = _activations(op, activations, default, activation_alpha, activation_beta, n, node)
-    hidden = _hidden(r)
+    hidden = _hidden(r, hidden_size)
 
     def prepare_weights(d):
         parts = {"r": op.Transpose(_part(op, r, d), perm=[1, 0])}
@@ -241,11 +241,13 @@ def _initial(op: OpBuilder, s: Maybe, d: int, x: ir.Value, hidden: int) -> ir.Va
     return op.full([op.size(x, 1), hidden], 0.0, x.dtype)
 
 
-def _hidden(r: ir.Value) -> int:
+def _hidden(r: ir.Value, hidden_size: int | None) -> int:
     dims = S.dims_of(r)
-    if dims is None or not isinstance(dims[-1], int):
+    if dims is not None and isinstance(dims[-1], int):
+        return dims[-1]
+    if hidden_size is None:
         raise PrepareError(f"the number of hidden units is unknown: {S.describe_value(r)}")
-    return dims[-1]
+    return hidden_size
 
 
 def _directions(direction: str) -> int:
