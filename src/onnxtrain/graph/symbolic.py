@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.dims import Dim
+from onnxtrain.graph.equation import spell_out
 
 _Attributes = dict[str, Any]
 _Formula = Callable[[ir.Node, _Attributes], Sequence[Dim] | None]
@@ -141,12 +142,12 @@ def _concat(node, a):
 @_shape("Pad")
 def _pad(node, a):
     dims, pads = _first(node), S.symbolic_of(_input(node, 1))
-    if dims is None or pads is None:
+    if dims is None:
         return None
     given = S.symbolic_of(_input(node, 3))
+    if pads is None or (given is None and _input(node, 3) is not None):
+        return [None] * len(dims)  # the rank stays
     axes = list(range(len(dims))) if given is None else [int(i) % len(dims) for i in given]
-    if _input(node, 3) is not None and given is None:
-        return None
     out = list(dims)
     for i, axis in enumerate(axes):
         out[axis] = D.add(D.add(dims[axis], pads[i]), pads[i + len(axes)])
@@ -267,6 +268,25 @@ def _conv_transpose(node, a):
         size = D.add(D.add(size, extra[i]), D.add(D.mul(D.sub(kernel[i], 1), dilations[i]), 1))
         out.append(D.sub(size, pads[i] + pads[i + n]))
     return out
+
+
+@_shape("Einsum")
+def _einsum(node, a):
+    operands = [None if x is None else S.dims_of(x) for x in node.inputs]
+    if any(dims is None for dims in operands):
+        return None
+    eq = spell_out(a["equation"], [len(dims) for dims in operands])
+    if eq is None:
+        return None
+    found: dict[str, Dim] = {}
+    for term, dims in zip(eq.terms, operands, strict=True):
+        for letter, d in zip(term, dims, strict=True):
+            met = D.broadcast(found.get(letter, 1), d)
+            # The axes of a letter are equal by the standard; those of the ellipsis broadcast.
+            found[letter] = found.get(letter) if met is None and letter not in eq.ellipsis else met
+    name = node.outputs[0].name or node.name
+    out = [found[letter] for letter in eq.output]
+    return [D.symbol(f"{name}.{i}") if d is None else d for i, d in enumerate(out)]
 
 
 @_shape("Resize", "Upsample")

@@ -1,0 +1,250 @@
+"""The weight gradient of a convolution, in several spellings.
+
+``dW[o, c, t] = sum over n and p of x[n, c, p * stride - before + t * dilation] * dy[n, o, p]``, for
+output channel o, input channel c, tap t, batch n and position p.
+
+All forms give the same numbers; runtimes differ by factors in how fast they are at each of them.
+``CHOICES`` says which one goes where, first match first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.rules.windows import Windows, pad, tap_slices
+from onnxtrain.graph.builder import OpBuilder
+
+Form = Callable[[OpBuilder, ir.Value, ir.Value, ir.Value, Windows, int], ir.Value]
+
+
+def weight_gradient(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """Give the gradient of ``w`` in ``y = Conv(x, w)``."""
+    return FORMS[choose(op.target, facts(op, w, win, group))](op, x, dy, w, win, group)
+
+
+def by_taps(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One product ``dy @ x_t^T`` per tap, summed over the batch."""
+    pieces = _tap_columns(op, x, dy, win, group)
+    rows = _flatten(op, _split_channels(op, dy, group), win.rank)
+    parts = [op.ReduceSum(op.MatMul(rows, op.mT(p)), [0], keepdims=0) for p in pieces]
+    return _from_taps(op, parts, w)
+
+
+def by_im2col(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One product ``dy @ columns^T``, where the columns hold what every window reads."""
+    pieces = _tap_columns(op, x, dy, win, group)
+    columns = pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=-2)
+    rows = _flatten(op, _split_channels(op, dy, group), win.rank)
+    dw = op.ReduceSum(op.MatMul(rows, op.mT(columns)), [0], keepdims=0)  # [(group,) out, taps * in]
+    if len(pieces) > 1:
+        dw = op.Transpose(op.reshape(dw, [op.size(w, 0), len(pieces), -1]), perm=[0, 2, 1])
+    return op.reshape_like(dw, w)
+
+
+def by_lifted_conv(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One convolution with an axis more: the batch is the channel, the channel an axis to slide on.
+
+    ``x`` becomes [1, group * N, C, ...], ``dy`` the weight [O, N, 1, ...]; strides are dilations.
+    """
+    if group == 1:
+        image = op.Unsqueeze(x, [0])
+    else:
+        split = _split_channels(op, x, group)
+        split = op.Transpose(split, perm=[1, 0, *range(2, op.rank(split))])
+        image = _merge(op, split, 0, lead=1)
+    kernel = op.Unsqueeze(op.Transpose(dy, perm=[1, 0, *win.axes]), [2])
+    dw = op.Conv(
+        image,
+        kernel,
+        dilations=[1, *win.strides],
+        group=group,
+        pads=[0, *win.before, 0, *win.after],
+        strides=[1, *win.dilations],
+    )
+    return op.Squeeze(_cut(op, dw, w, offset=1), [0])
+
+
+def by_swapped_conv(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One convolution in which batch and channel trade places; stride and dilation swap.
+
+    ``x`` becomes [C, group * N, ...], ``dy`` the weight [O, N, ...].
+    """
+    if group == 1:
+        image = op.Transpose(x, perm=[1, 0, *win.axes])
+    else:
+        split = _split_channels(op, x, group)
+        split = op.Transpose(split, perm=[2, 1, 0, *range(3, op.rank(split))])
+        image = _merge(op, split, 1)
+    kernel = op.Transpose(dy, perm=[1, 0, *win.axes])
+    dw = op.Conv(
+        image,
+        kernel,
+        dilations=win.strides,
+        group=group,
+        pads=win.pads,
+        strides=win.dilations,
+    )
+    return op.Transpose(_cut(op, dw, w, offset=0), perm=[1, 0, *win.axes])
+
+
+def by_depthwise_taps(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One product and sum per tap, for one input and one output channel per group."""
+    pieces = tap_slices(op, pad(op, x, win), win, dy)
+    axes = [0, *win.axes]
+    parts = [op.ReduceSum(op.Mul(p, dy), axes, keepdims=0) for p in pieces]
+    return _from_taps(op, parts, w)
+
+
+FORMS: dict[str, Form] = {
+    "taps": by_taps,
+    "im2col": by_im2col,
+    "lifted": by_lifted_conv,
+    "swapped": by_swapped_conv,
+    "depthwise": by_depthwise_taps,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What the choice depends on; sizes that are not known are None."""
+
+    taps: int | None
+    strided: bool
+    channels: int | None
+    """Input channels per group."""
+    outs: int | None
+    """Output channels per group."""
+    group: int
+
+    @property
+    def few_taps(self) -> bool:
+        """Whether the taps may be spelled out, one slice each."""
+        return self.taps is not None and self.taps <= 64
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether every channel is on its own."""
+        return self.few_taps and self.group > 1 and self.channels == 1 and self.outs == 1
+
+    @property
+    def narrow(self) -> bool:
+        """Whether one tap alone makes too small a product."""
+        return self.taps == 1 or (self.channels is not None and self.channels < 16)
+
+
+_CPU: list[tuple[Callable[[Facts], bool], str]] = [
+    (lambda f: not f.few_taps, "lifted"),
+    (lambda f: f.depthwise, "depthwise"),
+    (lambda f: f.group > 1, "lifted"),
+    (lambda f: f.narrow, "im2col"),
+    (lambda f: f.strided, "lifted"),
+    (lambda f: True, "taps"),
+]
+# A convolution with a kernel of the size of the image loses precision on WebGPU: products instead.
+_PRODUCTS: list[tuple[Callable[[Facts], bool], str]] = [
+    (lambda f: f.depthwise, "depthwise"),
+    (lambda f: f.taps is not None, "im2col"),
+    (lambda f: True, "swapped"),
+]
+CHOICES: dict[str, list[tuple[Callable[[Facts], bool], str]]] = {
+    "cpu": _CPU,
+    "wasm": [
+        (lambda f: f.group == 1 and f.few_taps, "im2col"),
+        *_CPU,
+    ],
+    "cuda": [(lambda f: True, "swapped")],
+    "webgpu": _PRODUCTS,
+    "portable": _PRODUCTS,
+}
+
+
+def choose(target: str, facts: Facts) -> str:
+    """Name the form for a target."""
+    return next(form for applies, form in CHOICES[target] if applies(facts))
+
+
+def facts(op: OpBuilder, w: ir.Value, win: Windows, group: int) -> Facts:
+    """Give what is known of a convolution."""
+    outs, channels = op.dims(w)[:2]
+    return Facts(
+        taps=win.count,
+        strided=any(s != 1 for s in win.strides),
+        channels=channels if isinstance(channels, int) else None,
+        outs=outs // group if isinstance(outs, int) else None,
+        group=group,
+    )
+
+
+def _split_channels(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:
+    """[N, group * C, ...] -> [N, group, C, ...]; untouched if there is one group."""
+    if group == 1:
+        return x
+    channels, *rest = op.dims(x)[1:]
+    if isinstance(channels, int):
+        split = [group, channels // group]
+        unknown = sum(not isinstance(d, int) for d in rest)
+        sizes = [
+            -1 if unknown == 1 and not isinstance(d, int) else op.size(x, 2 + i)
+            for i, d in enumerate(rest)
+        ]
+    else:
+        split = [group, -1]
+        sizes = [op.size(x, 2 + i) for i in range(len(rest))]
+    return op.Reshape(x, op.vector([0, *split, *sizes]))  # 0: the batch, as it is
+
+
+def _merge(op: OpBuilder, x: ir.Value, axis: int, lead: int = 0) -> ir.Value:
+    """Join axes ``axis`` and ``axis + 1``, with ``lead`` axes of size 1 put in front."""
+    dims = op.dims(x)
+    sizes = [op.size(x, i) for i in range(len(dims)) if i not in (axis, axis + 1)]
+    both = [dims[axis], dims[axis + 1]]
+    joined = int(both[0]) * int(both[1]) if all(isinstance(d, int) for d in both) else -1
+    sizes.insert(axis, joined)
+    return op.Reshape(x, op.vector([*[1] * lead, *sizes]))
+
+
+def _tap_columns(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, win: Windows, group: int
+) -> list[ir.Value]:
+    """Give what the windows read at each tap, as [N, C, P] or [N, group, C, P]."""
+    split = _split_channels(op, pad(op, x, win), group)
+    axes = list(range(op.rank(split) - win.rank, op.rank(split)))
+    return [_flatten(op, p, win.rank) for p in tap_slices(op, split, win, dy, axes)]
+
+
+def _flatten(op: OpBuilder, x: ir.Value, spatial: int) -> ir.Value:
+    """Join the last axes to one."""
+    return x if spatial == 1 else op.Reshape(x, [*[0] * (op.rank(x) - spatial), -1])
+
+
+def _from_taps(op: OpBuilder, parts: list[ir.Value], w: ir.Value) -> ir.Value:
+    """Give a weight from its values at each tap."""
+    if len(parts) == 1:
+        return op.reshape_like(parts[0], w)
+    stacked = op.reshape(op.Concat(*parts, axis=0), [len(parts), -1])
+    return op.reshape_like(op.Transpose(stacked, perm=[1, 0]), w)
+
+
+def _cut(op: OpBuilder, dw: ir.Value, w: ir.Value, offset: int) -> ir.Value:
+    """Cut what the stride left over: spatial axes to the size of the kernel."""
+    have, want = op.dims(dw)[2 + offset :], op.dims(w)[2:]
+    axes = [i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b]
+    if not axes:
+        return dw
+    ends = op.vector([op.size(w, 2 + i) for i in axes])
+    return op.Slice(dw, [0] * len(axes), ends, [2 + offset + i for i in axes])

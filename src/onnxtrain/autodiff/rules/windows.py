@@ -1,0 +1,169 @@
+"""Sliding windows: the geometry that convolution and pooling share.
+
+Along each spatial axis, output position ``o`` of a window reads input positions
+``o * stride - before + t * dilation`` for taps ``t`` of the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import UndifferentiableError
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.dims import Dim
+
+_END = np.iinfo(np.int64).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Kernel, strides, dilations and explicit padding, one entry per spatial axis."""
+
+    kernel: tuple[Dim, ...]
+    """Sizes; an entry that is not a number is only known at run time."""
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """The number of spatial axes."""
+        return len(self.strides)
+
+    @property
+    def axes(self) -> list[int]:
+        """The spatial axes of a tensor [batch, channels, ...]."""
+        return list(range(2, 2 + self.rank))
+
+    @property
+    def pads(self) -> list[int]:
+        """The ``pads`` attribute."""
+        return [*self.before, *self.after]
+
+    @property
+    def static_kernel(self) -> tuple[int, ...] | None:
+        """The kernel, if all its sizes are numbers."""
+        sizes = tuple(k for k in self.kernel if isinstance(k, int))
+        return sizes if len(sizes) == self.rank else None
+
+    @property
+    def count(self) -> int | None:
+        """The number of taps, if it is known."""
+        return None if self.static_kernel is None else int(np.prod(self.static_kernel))
+
+    def extent(self, i: int) -> int | None:
+        """How many input positions a window spans, holes included."""
+        k = self.kernel[i]
+        return (k - 1) * self.dilations[i] + 1 if isinstance(k, int) else None
+
+    def taps(self) -> Iterator[tuple[int, ...]]:
+        """Give the offsets of the taps, last axis fastest."""
+        assert self.static_kernel is not None
+        return itertools.product(
+            *(range(0, k * d, d) for k, d in zip(self.static_kernel, self.dilations, strict=True))
+        )
+
+    def unpadded(self) -> Windows:
+        """Give the same windows over an input that is padded already."""
+        return dataclasses.replace(self, before=(0,) * self.rank, after=(0,) * self.rank)
+
+
+def windows(
+    kernel: Sequence[Dim],
+    strides: Sequence[int] | None,
+    dilations: Sequence[int] | None,
+    pads: Sequence[int] | None,
+) -> Windows:
+    """Give the geometry of a node from its attributes."""
+    n = len(kernel)
+    pads = pads or [0] * (2 * n)
+    return Windows(
+        tuple(kernel),
+        tuple(strides or [1] * n),
+        tuple(dilations or [1] * n),
+        tuple(pads[:n]),
+        tuple(pads[n:]),
+    )
+
+
+def pad(op: OpBuilder, x: ir.Value, win: Windows, value: float = 0.0) -> ir.Value:
+    """Give ``x`` with its spatial axes padded."""
+    if not any(win.pads):
+        return x
+    return op.Pad(x, win.pads, None if value == 0.0 else value, win.axes)
+
+
+def tap_slices(
+    op: OpBuilder, padded: ir.Value, win: Windows, like: ir.Value, axes: Sequence[int] | None = None
+) -> list[ir.Value]:
+    """Give, for each tap, what all windows read there; spatially each has the shape of ``like``.
+
+    Args:
+        op: the builder.
+        padded: the input, padded already.
+        win: the windows.
+        like: its last axes are the positions of the windows.
+        axes: the spatial axes of ``padded``, by default all but the first two.
+    """
+    axes = win.axes if axes is None else axes
+    n = win.rank
+    sizes = [op.size(like, i - n) for i in range(n)]
+    whole = op.static(padded)
+    if all(isinstance(s, int) for s in sizes):
+        spans = [(s - 1) * stride + 1 for s, stride in zip(sizes, win.strides, strict=True)]
+        ends = [[t + s for t, s in zip(tap, spans, strict=True)] for tap in win.taps()]
+    else:
+        rank = op.rank(like)
+        last = op.Shape(like, start=rank - n)
+        if any(s != 1 for s in win.strides):
+            last = op.Add(op.Mul(op.Sub(last, 1), list(win.strides)), 1)
+        ends = [op.Add(last, list(tap)) if any(tap) else last for tap in win.taps()]
+    steps = list(win.strides) if any(s != 1 for s in win.strides) else None
+    found = []
+    for tap, end in zip(win.taps(), ends, strict=True):
+        untouched = (
+            whole is not None
+            and not any(tap)
+            and steps is None
+            and not isinstance(end, ir.Value)
+            and [whole[a] for a in axes] == end
+        )
+        found.append(padded if untouched else op.Slice(padded, list(tap), end, list(axes), steps))
+    return found
+
+
+def same_pads(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows, *, upper: bool) -> tuple:
+    """Give the padding of SAME_UPPER or SAME_LOWER as two int64 vectors, computed at run time."""
+    if win.static_kernel is None:
+        raise UndifferentiableError(
+            f"automatic padding of {x.name!r} needs a kernel of known size\n"
+            "hint: give the node its kernel_shape, or explicit pads"
+        )
+    extents = [win.extent(i) for i in range(win.rank)]
+    inside, outside = op.Shape(x, start=2), op.Shape(y, start=2)
+    spanned = op.Add(op.Mul(op.Sub(outside, 1), list(win.strides)), extents)
+    total = op.Max(op.Sub(spanned, inside), op.const([0] * win.rank))
+    half = op.Div(total, [2] * win.rank)
+    rest = op.Sub(total, half)
+    return (half, rest) if upper else (rest, half)
+
+
+def pad_at_run_time(
+    op: OpBuilder, x: ir.Value, before: ir.Value, after: ir.Value, value: float = 0.0
+) -> ir.Value:
+    """Give ``x`` with its spatial axes padded by amounts that are computed."""
+    axes = list(range(2, op.rank(x)))
+    amounts = op.Concat(before, after, axis=0)
+    return op.Pad(x, amounts, None if value == 0.0 else value, axes)
+
+
+def crop_like(op: OpBuilder, padded: ir.Value, before: ir.Value, x: ir.Value) -> ir.Value:
+    """Undo padding: give the part of ``padded`` that ``x`` is."""
+    axes = list(range(2, op.rank(x)))
+    return op.Slice(padded, before, op.Add(before, op.Shape(x, start=2)), axes)
