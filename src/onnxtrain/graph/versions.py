@@ -10,6 +10,7 @@ from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.bodies import inline_bodies
 from onnxtrain.graph.decompose import decompose, has_decomposition
+from onnxtrain.graph.old_batch_norm import convert_around_training
 from onnxtrain.graph.protos import through_proto
 
 OPSET = 21
@@ -45,7 +46,7 @@ def to_working_opset(model: ir.Model) -> ir.Model:
 def _raise(model: ir.Model) -> ir.Model:
     model.ir_version = max(model.ir_version, 8)  # below 4, initializers must be inputs
     try:
-        return through_proto(model, lambda proto: onnx.version_converter.convert_version(proto, OPSET))
+        return through_proto(model, lambda proto: convert_around_training(proto, _convert))
     except (RuntimeError, onnx.version_converter.ConvertError) as error:
         raise PrepareError(
             f"the model cannot be raised from opset {model.opset_imports['']} to {OPSET}: "
@@ -53,10 +54,18 @@ def _raise(model: ir.Model) -> ir.Model:
         ) from error
 
 
+def _convert(proto: onnx.ModelProto) -> onnx.ModelProto:
+    return onnx.version_converter.convert_version(proto, OPSET)
+
+
 def _come_down(model: ir.Model, opset: int) -> ir.Model:
-    model = inline_bodies(model, lambda op_type: _is_new(op_type) and not has_decomposition(op_type))
+    model = inline_bodies(
+        model, lambda op_type: _is_new(op_type) and not has_decomposition(op_type)
+    )
     decompose(model, only=_is_new)
-    stuck = sorted({n.op_type for n in model.graph.all_nodes() if not _same_at_working_opset(n, opset)})
+    stuck = sorted(
+        {n.op_type for n in model.graph.all_nodes() if not _same_at_working_opset(n, opset)}
+    )
     if not stuck:
         model.opset_imports[""] = OPSET
         return model
