@@ -13,6 +13,7 @@ from onnxtrain.graph import ir_check, structure
 from onnxtrain.graph.external_data import DataFiles
 from onnxtrain.graph.limits import Kind, Limits, Problems, quote
 from onnxtrain.graph.proto_check import ProtoReader
+from onnxtrain.graph.schema_check import check_nodes
 from onnxtrain.graph.source import parse, read_file
 from onnxtrain.graph.write import save
 
@@ -147,6 +148,8 @@ def _finished(model: ir.Model, problems: Problems, files: ir_check.Files) -> ir.
         known = f"onnx {onnx.__version__} knows 1 to {onnx.IR_VERSION}"
         raise problems.refusal(NEW_IR, f"IR version {model.ir_version}, {known}")
     ir_check.tidy(model, problems, files)
+    problems.check()
+    check_nodes(model, problems)
     problems.check()
     return model
 

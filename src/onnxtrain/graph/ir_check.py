@@ -131,14 +131,14 @@ class _Reader:
             label = f"{where}, attribute {quote(name)}"
             match attribute.type:
                 case ir.AttributeType.TENSOR:
-                    self._tensor(attribute.as_tensor(), label)
+                    self._tensor(attribute.value, label)
                 case ir.AttributeType.TENSORS:
-                    for tensor in attribute.as_tensors():
+                    for tensor in attribute.value:
                         self._tensor(tensor, label)
                 case ir.AttributeType.GRAPH:
-                    yield name, attribute.as_graph()
+                    yield name, attribute.value
                 case ir.AttributeType.GRAPHS:
-                    for graph in attribute.as_graphs():
+                    for graph in attribute.value:
                         yield name, graph
 
     def _initializer(self, value: ir.Value, where: str) -> None:
@@ -202,6 +202,7 @@ def tidy(model: ir.Model, problems: Problems, files: Files) -> None:
 
 
 def _tidy_graph(graph: ir.Graph, problems: Problems, files: Files) -> None:
+    graph.name = graph.name or "graph"  # required, and the checker of onnx insists
     for name, value in graph.initializers.items():
         assert value.const_value is not None
         tensor = owned(value.const_value, files[_base(value.const_value)])
@@ -230,19 +231,19 @@ def _own_attributes(attributes: MutableMapping[str, ir.Attr], files: Files) -> I
     for name, attribute in list(attributes.items()):
         if attribute.is_ref() or attribute.value is None:
             continue
-        doc = attribute.doc_string
+        doc = attribute.doc_string  # .value: as_tensor() checks a whole protocol, slowly
         match attribute.type:
             case ir.AttributeType.TENSOR:
-                tensor = attribute.as_tensor()
+                tensor = attribute.value
                 tensor = owned(tensor, files[_base(tensor)])
                 attributes[name] = ir.AttrTensor(name, tensor, doc_string=doc)
             case ir.AttributeType.TENSORS:
-                tensors = [owned(t, files[_base(t)]) for t in attribute.as_tensors()]
+                tensors = [owned(t, files[_base(t)]) for t in attribute.value]
                 attributes[name] = ir.AttrTensors(name, tensors, doc_string=doc)
             case ir.AttributeType.GRAPH:
-                yield attribute.as_graph()
+                yield attribute.value
             case ir.AttributeType.GRAPHS:
-                yield from attribute.as_graphs()
+                yield from attribute.value
 
 
 def _agree(value: ir.Value, tensor: ir.TensorProtocol) -> bool:

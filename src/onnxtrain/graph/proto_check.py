@@ -239,11 +239,11 @@ class ProtoReader:
                 self._problems.add(BAD_TYPE, f"{where}: an opaque type")
             elif which in ("sequence_type", "optional_type"):
                 inner = getattr(proto, which).elem_type
-                if inner.WhichOneof("value") is None:
+                kind = inner.WhichOneof("value")
+                tensors = kind in ("tensor_type", "sparse_tensor_type")
+                if kind is None or (tensors and not getattr(inner, kind).elem_type):
                     self._problems.add(BAD_TYPE, f"{where}: {which} without an element type")
                     return
-                if inner.WhichOneof("value") == "tensor_type" and not inner.tensor_type.elem_type:
-                    self._problems.add(BAD_TYPE, f"{where}: {which} without an element type")
                 proto = inner
                 continue
             return

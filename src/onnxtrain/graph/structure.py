@@ -35,9 +35,19 @@ DOMAINS = Kind(
 NO_OPSET = Kind("operator domains without an opset import", _INVALID)
 BAD_OPSET = Kind("opset imports that cannot be used", "newer opsets need a newer onnx package")
 
+# What the ONNX project defines, and the fused operators that `prepare` takes apart.
 STANDARD_DOMAINS = frozenset(
-    {"", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"}
+    {
+        "",
+        "ai.onnx.ml",
+        "ai.onnx.preview",
+        "ai.onnx.preview.training",
+        "ai.onnx.training",
+        "com.microsoft",
+    }
 )
+
+_LARGEST_VERSION = (1 << 31) - 1  # onnx's own functions take no more
 
 Key = tuple[str, str, str]  # domain, name, overload of a local function
 
@@ -217,7 +227,7 @@ def _check_domains(
         if imported.setdefault(domain, version) != version:
             problems.add(BAD_OPSET, f"{where}: versions {imported[domain]} and {version}")
         newest = _newest_opset(domain)
-        if version < 1 or (newest is not None and version > newest):
+        if not 1 <= version <= (newest or _LARGEST_VERSION):
             known = f", onnx {onnx.__version__} knows 1 to {newest}" if newest else ""
             problems.add(BAD_OPSET, f"{where}: version {version}{known}")
     missing: dict[str, Node] = {}

@@ -1,0 +1,35 @@
+"""How the tests ask `load` for a refusal."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from onnxtrain.errors import LoadError
+from onnxtrain.graph.io import load
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        info = path.lstat()
+        found[str(path)] = (info.st_mode, info.st_size, info.st_mtime_ns)
+    return found
+
+
+def refusal(source: object, folder: Path, **options: object) -> str:
+    """The error's text, after checking that it came quickly and that no file changed."""
+    before, cwd, start = snapshot(folder), os.listdir(), time.perf_counter()
+    with pytest.raises(LoadError) as caught:
+        load(source, **options)  # type: ignore[arg-type]
+    assert time.perf_counter() - start < 1
+    assert snapshot(folder) == before
+    assert os.listdir() == cwd
+    return str(caught.value)
+
+
+def first_line(text: str) -> str:
+    return text.split("\n")[0]

@@ -1,0 +1,71 @@
+"""Files damaged at random: `load` opens them or says no, and does nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onnxtrain.errors import LoadError, OnnxTrainError
+from onnxtrain.graph.io import load
+from tests.graph import small_models as small
+from tests.graph.small_models import parse
+
+SEEDS = [parse(text).SerializeToString() for text in small.ALL.values()]
+SEEDS.append(small.external_model(location="w.bin").SerializeToString())
+SEEDS.append(small.nested_ifs(5).SerializeToString())
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    data = bytearray(draw(st.sampled_from(SEEDS)))
+    for _ in range(draw(st.integers(1, 4))):
+        if not data:
+            break
+        at = draw(st.integers(0, len(data) - 1))
+        match draw(st.sampled_from(["flip", "set", "cut", "repeat", "insert", "splice"])):
+            case "flip":
+                data[at] ^= 1 << draw(st.integers(0, 7))
+            case "set":
+                data[at] = draw(st.integers(0, 255))
+            case "cut":
+                del data[at : at + draw(st.integers(1, 40))]
+            case "repeat":
+                data[at:at] = data[at : at + draw(st.integers(1, 40))]
+            case "insert":
+                data[at:at] = draw(st.binary(max_size=8))
+            case "splice":
+                data += draw(st.sampled_from(SEEDS))  # protobuf merges the two messages
+    return bytes(data)
+
+
+@settings(
+    max_examples=1500,
+    deadline=1000,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=damaged())
+def test_damaged_files_load_or_are_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(12))
+    path = tmp_path / "model.onnx"
+    path.write_bytes(data)
+    try:
+        model = load(path)
+    except OnnxTrainError:
+        return
+    # What was let in can be written and read again, and every weight can be looked at.
+    for value in model.graph.initializers.values():
+        assert value.const_value is not None
+        assert value.const_value.numpy().size == value.const_value.size
+    again = ir.to_proto(load(ir.to_proto(model).SerializeToString()))
+    assert again == ir.to_proto(model)
+
+
+@settings(max_examples=300, deadline=1000)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(LoadError):
+        load(data)
