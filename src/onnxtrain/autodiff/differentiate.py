@@ -1,8 +1,8 @@
 """The reverse sweep: gradients of a graph, appended to the graph.
 
-Read this first. ``differentiate`` walks the nodes backwards, asks the registry for each node's rule, and
-adds up what flows into every value. A rule need not care which gradients are wanted (unused nodes are
-removed afterwards), how gradients are accumulated, or about broadcasting of elementwise operators.
+Read this first. ``differentiate`` walks the nodes backwards, asks the registry for each node's
+rule, and adds up what flows into every value. A rule need not care which gradients are wanted
+(unused nodes are removed afterwards), how they are accumulated, or about broadcasting.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
-from onnxtrain.autodiff.registry import Undefined, call_rule, find_rule, is_stopped, key_of
+from onnxtrain.autodiff.flow import QUANTISED, accumulate, carries_gradient
+from onnxtrain.autodiff.registry import (
+    NO_GRADIENT,
+    Undefined,
+    call_rule,
+    find_rule,
+    has_own_rule,
+    is_refused,
+    is_stopped,
+    key_of,
+)
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -48,6 +58,10 @@ def differentiate(
     missing = [n for n in path if find_rule(n) is None and not is_stopped(n)]
     if missing:
         raise UndifferentiableError(_explain(missing, cotangents))
+    flowing = needed_for([n for n in nodes if not is_stopped(n) or is_refused(n)], cotangents)
+    refused = [n for n in nodes if n in flowing and is_refused(n) and live.intersection(n.inputs)]
+    if refused:
+        raise UndifferentiableError(_explain_refusal(refused))
 
     grads: dict[ir.Value, ir.Value] = {y: dy for y, dy in cotangents.items() if y in live}
     for node in reversed(path):
@@ -64,7 +78,7 @@ def differentiate(
             if isinstance(dx, Undefined):
                 raise UndifferentiableError(_no_gradient_here(node, i, dx.why))
             _stamp(dx, x, node)
-            grads[x] = op.Add(grads[x], dx) if x in grads else dx
+            grads[x] = accumulate(op, grads[x], dx) if x in grads else dx
     return {x: grads.get(x) for x in wrt}
 
 
@@ -74,7 +88,15 @@ def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Va
     for node in nodes:
         if not is_stopped(node) and any(x in live for x in differentiable_inputs(node)):
             live.update(y for y in node.outputs if carries_gradient(y))
+            # A straight-through rule of the user's makes integers carry on.
+            live.update(y for y in node.outputs if y.dtype in QUANTISED and _stands_in(node, live))
     return live
+
+
+def _stands_in(node: ir.Node, live: set[ir.Value]) -> bool:
+    return has_own_rule(node) or any(
+        x in live and x.dtype in QUANTISED for x in node.inputs if x is not None
+    )
 
 
 def needed_for(nodes: Sequence[ir.Node], values: Mapping[ir.Value, ir.Value] | Sequence[ir.Value]) -> set[ir.Node]:
@@ -94,16 +116,8 @@ def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
     return [
         x
         for i, x in enumerate(_sources(node))
-        if x is not None and i not in constant and carries_gradient(x)
+        if x is not None and i not in constant and (carries_gradient(x) or x.dtype in QUANTISED)
     ]
-
-
-def carries_gradient(x: ir.Value) -> bool:
-    """Tell whether a value is a float tensor, or a sequence or optional of them."""
-    inner = x.type
-    while isinstance(inner, ir.SequenceType | ir.OptionalType):
-        inner = inner.elem_type
-    return isinstance(inner, ir.TensorType) and inner.dtype in S.FLOATS
 
 
 def _sources(node: ir.Node) -> list[ir.Value | None]:
@@ -114,7 +128,7 @@ def _sources(node: ir.Node) -> list[ir.Value | None]:
 def _stamp(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
     """Record that a gradient has the type and shape of what it is the gradient of."""
     have, want = S.dims_of(dx), S.dims_of(x)
-    if dx.dtype != x.dtype:
+    if dx.dtype not in S.FLOATS if x.dtype in QUANTISED else dx.dtype != x.dtype:
         raise AssertionError(f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}")
     if have is not None and want is not None:
         clash = len(have) != len(want) or any(
@@ -126,7 +140,7 @@ def _stamp(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
                 f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}"
             )
     if dx.producer() is not None and x.shape is not None and have != want:
-        dx.type, dx.shape = x.type, x.shape
+        dx.shape = x.shape
 
 
 def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -> str:
@@ -139,6 +153,18 @@ def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -
     lines.append(
         "hint: leave the parameters upstream of these nodes out of `wrt`, "
         "or give a rule with onnxtrain.register_vjp"
+    )
+    return "\n".join(lines)
+
+
+def _explain_refusal(refused: Sequence[ir.Node]) -> str:
+    lines = ["no gradient flows through nodes that depend on what is differentiated:"]
+    lines += [f"  node {n.name!r}: {S.describe(n)}: {NO_GRADIENT[key_of(n)]}" for n in refused[:10]]
+    if len(refused) > 10:
+        lines.append(f"  ... and {len(refused) - 10} more")
+    lines.append(
+        "hint: leave the parameters upstream of these nodes out of `wrt`, or register a "
+        f"straight-through rule with onnxtrain.register_vjp({key_of(refused[0])!r})"
     )
     return "\n".join(lines)
 

@@ -52,6 +52,8 @@ ZERO: dict[str, str] = {}
 """Operators whose gradient is zero wherever it is defined, with the reason."""
 NO_GRADIENT: dict[str, str] = {}
 """Operators that have no gradient: integer or boolean results, randomness, quantisation ..."""
+REFUSED: set[str] = set()
+"""Those of ``NO_GRADIENT`` where zeros would be a trap: it is an error to want a gradient."""
 USER_RULES: dict[str, Rule] = {}
 
 
@@ -70,6 +72,16 @@ def is_stopped(node: ir.Node) -> bool:
     """Tell whether no gradient flows through the node, by declaration."""
     key = key_of(node)
     return key not in USER_RULES and key not in RULES and (key in ZERO or key in NO_GRADIENT)
+
+
+def is_refused(node: ir.Node) -> bool:
+    """Tell whether it is an error to differentiate through the node."""
+    return is_stopped(node) and key_of(node) in REFUSED
+
+
+def has_own_rule(node: ir.Node) -> bool:
+    """Tell whether the user registered a rule for the node."""
+    return key_of(node) in USER_RULES
 
 
 def vjp(
@@ -108,9 +120,10 @@ def zero_gradient(*ops: str, why: str) -> None:
     ZERO.update(dict.fromkeys(ops, why))
 
 
-def no_gradient(*ops: str, why: str) -> None:
-    """Declare operators through which no gradient flows."""
+def no_gradient(*ops: str, why: str, refuse: bool = False) -> None:
+    """Declare operators without a gradient; ``refuse`` makes it an error to want one."""
     NO_GRADIENT.update(dict.fromkeys(ops, why))
+    REFUSED.update(ops if refuse else ())
 
 
 def register_vjp(op: str, *, multi: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -154,7 +167,7 @@ def call_rule(
     if rule.broadcasts:
         grads = [
             op.sum_to(g, x) if isinstance(g, ir.Value) and x is not None and w else g
-            for g, x, w in zip(grads, node.inputs, wanted, strict=True)
+            for g, x, w in zip(grads, node.inputs, wanted, strict=False)
         ]
     return grads
 
