@@ -60,11 +60,12 @@ def _training(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gr
         dbias = op.ReduceSum(dy, axes, keepdims=0)
         dscale = op.Mul(op.ReduceSum(op.Mul(dy, centered), axes, keepdims=0), r)
         gain = op.Mul(scale_w, r)
-        shift = op.Div(op.Mul(gain, dbias), size)
         tilt = op.Div(op.Mul(op.Mul(gain, r), dscale), size)
         dx = op.Mul(dy, per_channel(op, gain, x))
         dx = op.Sub(dx, op.Mul(centered, per_channel(op, tilt, x)))
-        dx = op.Sub(dx, per_channel(op, shift, x))
+        # Taking the mean of what is left, not sum(dy) / count, keeps sum(dx) at zero: a bias
+        # in front of the normalisation gets rounding noise only.
+        dx = op.Sub(dx, op.ReduceMean(dx, axes, keepdims=1))
     dmean = dvar = None
     if drun_mean is not None:
         dmean = op.Mul(op.cast(drun_mean, dtype), momentum)
