@@ -1,0 +1,47 @@
+"""Fourier transforms."""
+
+from __future__ import annotations
+
+from onnxtrain.autodiff.registry import undefined, vjp
+
+
+@vjp("DFT")
+def dft(op, dy, x, dft_length=None, axis=None, *, inverse, onesided):
+    """The adjoint of a discrete Fourier transform is the unscaled transform the other way.
+
+    ``y = F x`` gives ``dx = conj(F)^T dy``: length times the inverse transform; a real ``x`` keeps the
+    real part. Frequencies that ``onesided`` left out count as zero, and so does what ``dft_length``
+    cut off.
+    """
+    if inverse and onesided:
+        return undefined("an inverse one-sided transform is not specified")
+    where = op.const(-2) if axis is None else axis
+    at = op.constant(where)
+    if at is None:
+        return undefined("the axis is computed at run time")
+    at = int(at.reshape(-1)[0]) % op.rank(x)
+    size = op.size(x, at)
+    if dft_length is None:
+        length = op.const(size) if isinstance(size, int) else op.Squeeze(size, [0])
+    else:
+        given = op.constant(dft_length)
+        length = (
+            op.const(int(given.reshape(-1)[0]))
+            if given is not None
+            else op.Reshape(dft_length, op.const([]))
+        )
+    back = op.DFT(dy, length, op.const(at), inverse=1 - inverse)
+    scale = op.Cast(length, to=x.dtype)
+    dx = op.Div(back, scale) if inverse else op.Mul(back, scale)
+    if dft_length is not None:
+        dx = _fit(op, dx, at, size, length)
+    return op.Slice(dx, [0], op.vector([op.size(x, -1)]), [-1])
+
+
+def _fit(op, dx, at, size, length):
+    """Cut or pad with zeros to ``size`` along an axis; what lies beyond was never read."""
+    given = op.constant(length)
+    if isinstance(size, int) and given is not None and int(given) >= size:
+        return op.Slice(dx, [0], [size], [at])
+    missing = op.Sub(op.vector([size]), op.Reshape(length, [1]))  # negative cuts
+    return op.Pad(dx, op.Concat(op.const([0]), missing, axis=0), None, op.const([at]))
