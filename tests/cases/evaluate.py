@@ -141,7 +141,7 @@ def _gradient(
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    return [t.detach().numpy() for t in tensors]
+    return [t.detach().numpy(force=True) for t in tensors]  # force: torch has lazy zeros
 
 
 def scale_of(arrays: Arrays) -> float:

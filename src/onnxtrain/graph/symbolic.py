@@ -224,6 +224,33 @@ def _range(node, a):
     return [None]
 
 
+@_shape(
+    *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"),
+    *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"),
+)
+def _reduce(node, a):
+    """The rank, where axes are only known at run time."""
+    dims, axes = _first(node), _input(node, 1)
+    if dims is None or axes is None or S.symbolic_of(axes) is not None:
+        return None
+    many = S.dims_of(axes)
+    if many == (0,):
+        return dims if a["noop_with_empty_axes"] else [1] * len(dims) if a["keepdims"] else []
+    if a["keepdims"]:
+        return [None] * len(dims)
+    return [None] * (len(dims) - many[0]) if many is not None and isinstance(many[0], int) else None
+
+
+@_shape("Unsqueeze")
+def _unsqueeze(node, a):
+    """The rank, where axes are only known at run time."""
+    dims, axes = _first(node), _input(node, 1)
+    many = None if axes is None or S.symbolic_of(axes) is not None else S.dims_of(axes)
+    if dims is None or many is None or not isinstance(many[0], int):
+        return None
+    return [None] * (len(dims) + many[0])
+
+
 @_shape("Conv", "MaxPool", "AveragePool", "LpPool")
 def _windowed(node, a):
     dims = _first(node)
