@@ -212,7 +212,7 @@ def _tidy_graph(graph: ir.Graph, problems: Problems, files: Files) -> None:
             problems.add(CONTRADICTION, detail)
         value.const_value = tensor
         value.type = ir.TensorType(tensor.dtype)
-        value.shape = ir.Shape(tensor.shape)
+        value.shape = ir.Shape(tensor.shape.numpy())
     # A default value of an input: from here on a constant, as runtimes treat it. In IR 3 every
     # initializer had to be listed so.
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]

@@ -169,7 +169,7 @@ def _move_weights(model: ir.Model, location: str) -> list[tuple[int, ir.TensorPr
             offset,
             tensor.nbytes,
             tensor.dtype,
-            shape=ir.Shape(tensor.shape),
+            shape=ir.Shape(tensor.shape.numpy()),
             name=value.name or "",
             doc_string=tensor.doc_string,
         )
