@@ -40,6 +40,7 @@ class Case:
     rtol: float = 1e-3
     atol: float = 1e-7
     unusable: str = ""
+    discrete: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -127,6 +128,7 @@ def _case(test, op: str) -> Case:
         rtol=test.rtol,
         atol=test.atol,
         unusable=unusable,
+        discrete=_discrete(model),
         notes=(*notes, *border_notes),
     )
 
@@ -185,6 +187,12 @@ def _randomness(model: onnx.ModelProto, inputs: dict) -> str:
             if np.any(training) and np.any(ratio):
                 return "random: Dropout in training mode"
     return ""
+
+
+def _discrete(model: onnx.ModelProto) -> dict[str, str]:
+    """Float inputs in which the model is no function that could have a derivative."""
+    ratios = (n.input[1] for n in model.graph.node if n.op_type == "Dropout" and len(n.input) > 2)
+    return dict.fromkeys(ratios, "random: the ratio of Dropout decides what is dropped")
 
 
 def _nodes(graph: onnx.GraphProto):

@@ -8,12 +8,12 @@ a kink is left by a small fixed random move.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tests.node_cases.cases import Case
-from tests.node_cases.engines import ENGINES, Feeds, Function, agrees
+from tests.node_cases.engines import ENGINES, Feeds, Function, agrees, session
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Differences:
     """Stable derivatives of a case at one point, by input; what was left out; how it was done."""
 
     engine: str
-    moved: bool
+    moved: int  # 0: at the case's own data; else which move was made
     feeds: Feeds
     cotangents: dict[str, np.ndarray]
     directions: dict[str, np.ndarray]
@@ -44,8 +44,12 @@ class UnstableError(Exception):
     """No stable difference; `reason` starts with its category and a colon."""
 
 
-def differences(case: Case) -> Differences:
+def differences(case: Case, *, of_runtime: bool = False) -> Differences:
     """Stable differences by the best engine that has one for some input.
+
+    Args:
+        case: the case to take differences of.
+        of_runtime: take those of what onnxruntime computes, whatever the case expects.
 
     Raises:
         UnstableError: with the reason of the most trustworthy engine that got furthest.
@@ -54,19 +58,22 @@ def differences(case: Case) -> Differences:
         raise UnstableError(case.unusable)
     reasons: list[str] = []
     best: Differences | None = None
-    for name, make, step, tolerance in ENGINES:
+    for name, make, step, tolerance in ENGINES[1:] if of_runtime else ENGINES:
         try:
             run = make(case)
             base = run(case.inputs)
         except Exception as error:  # each engine fails in its own way
             reasons.append(f"{name}: does not run: {first_line(error)}")
             continue
-        if not agrees(case, base):
+        if not of_runtime and not agrees(case, base):
             again = run(case.inputs)
             same = all(
                 np.array_equal(a, b, equal_nan=True) for a, b in zip(base, again, strict=True)
             )
             reasons.append(f"{name}: " + ("not the expected outputs" if same else "random"))
+            continue
+        if not of_runtime and name.startswith("reference") and _differs_nearby(case, run):
+            reasons.append(f"{name}: not the expected outputs near the case's data")
             continue
         found = _at_points(case, run, name, step, tolerance)
         if found.derivatives and (best is None or len(found.left_out) < len(best.left_out)):
@@ -77,6 +84,27 @@ def differences(case: Case) -> Differences:
     if best is None:
         raise UnstableError(_category(reasons))
     return best
+
+
+def _differs_nearby(case: Case, run: Function) -> bool:
+    """Whether an engine and onnxruntime, both right at the case's data, part beside it.
+
+    A few reference implementations are right only for the data they were tested with.
+    """
+    feeds = dict(case.inputs)
+    for name in case.wrt:
+        wide = feeds[name].astype(np.float64)
+        near = wide + 0.1 * draw(case, f"near/{name}", wide.shape)
+        feeds[name] = np.where(np.isfinite(wide), near, wide).astype(feeds[name].dtype)
+    try:
+        stock = session(case.model, list(case.outputs))
+        if not agrees(case, stock(case.inputs)):
+            return False
+        pairs = list(zip(run(feeds), stock(feeds), strict=True))
+    except Exception:  # nothing to compare with; a step may also leave the domain
+        return False
+    expected = dict(zip(case.outputs, (np.asarray(b) for _, b in pairs), strict=True))
+    return not agrees(replace(case, expected=expected), [a for a, _ in pairs], slack=5.0)
 
 
 def _category(reasons: list[str]) -> str:
@@ -90,24 +118,28 @@ def _category(reasons: list[str]) -> str:
 
 
 def _at_points(case: Case, run: Function, name: str, step: float, tol: float) -> Differences:
-    here = _at(case, run, name, step, tol, dict(case.inputs), moved=False)
+    here = _at(case, run, name, step, tol, dict(case.inputs), moved=0)
     movable = [n for n, why in here.left_out.items() if why.startswith(("kink", "not finite"))]
     if not movable:
         return here
     best = here
-    for upwards in (False, True):
+    for move in (1, 2):
         feeds = dict(case.inputs)
         for n in case.wrt:
             if n in movable or n in here.derivatives:
-                feeds[n] = _moved(case, n, upwards=upwards)
-        there = _at(case, run, name, step, tol, feeds, moved=True)
-        if len(there.derivatives) > len(best.derivatives):
+                feeds[n] = _moved(case, n, upwards=move == 2)
+        there = _at(case, run, name, step, tol, feeds, moved=move)
+        same_domain = all(
+            a.shape == b.shape and np.array_equal(np.isfinite(a), np.isfinite(b))
+            for a, b in zip(here.forward, there.forward, strict=False)
+        )
+        if same_domain and len(there.derivatives) > len(best.derivatives):
             best = there
     return best
 
 
 def _at(
-    case: Case, run: Function, name: str, step: float, tol: float, feeds: Feeds, *, moved: bool
+    case: Case, run: Function, name: str, step: float, tol: float, feeds: Feeds, *, moved: int
 ) -> Differences:
     derivatives: dict[str, Derivative] = {}
     left_out: dict[str, str] = {}
@@ -125,8 +157,8 @@ def _at(
         for n in case.wrt:
             v = draw(case, f"v/{n}", feeds[n].shape)
             directions[n] = np.where(np.isfinite(feeds[n].astype(np.float64)), v, 0.0)
-            if not feeds[n].size:
-                left_out[n] = "zero-size: no element"
+            if not feeds[n].size or n in case.discrete:
+                left_out[n] = case.discrete.get(n, "zero-size: no element")
                 continue
             try:
                 derivatives[n] = _derivative(

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 
 import numpy as np
+import onnx
 import onnxruntime
 from onnx.reference import ReferenceEvaluator
 
@@ -34,9 +35,8 @@ def session(model: bytes, outputs: list[str] | None = None) -> Function:
     return run
 
 
-def _reference(case: Case) -> Function:
-    evaluator = ReferenceEvaluator(to_double(case.proto()))
-    names = list(case.outputs)
+def _evaluator(model: onnx.ModelProto, names: list[str] | None) -> Function:
+    evaluator = ReferenceEvaluator(to_double(model))
 
     def run(feeds: Feeds) -> list[np.ndarray]:
         with warnings.catch_warnings():
@@ -47,9 +47,22 @@ def _reference(case: Case) -> Function:
     return run
 
 
-def _wide_session(case: Case) -> Function:
-    run = session(to_double(case.proto()).SerializeToString(), list(case.outputs))
+def _wide(model: onnx.ModelProto, names: list[str] | None) -> Function:
+    run = session(to_double(model).SerializeToString(), names)
     return lambda feeds: run({name: double_array(array) for name, array in feeds.items()})
+
+
+def double_engines(model: onnx.ModelProto) -> list[Callable[[], Function]]:
+    """Makers of functions that evaluate the model with its floats in double."""
+    return [lambda: _wide(model, None), lambda: _evaluator(model, None)]
+
+
+def _reference(case: Case) -> Function:
+    return _evaluator(case.proto(), list(case.outputs))
+
+
+def _wide_session(case: Case) -> Function:
+    return _wide(case.proto(), list(case.outputs))
 
 
 def _narrow_session(case: Case) -> Function:

@@ -66,6 +66,10 @@ def text(verdicts: Sequence[Verdict]) -> str:
         some = [v for v in by_op if v.outcome == outcome]
         if some:
             lines += ["", f"## {title}", "", *_reasons(some)]
+    remarked = [v for v in by_op if v.outcome == PASSED and v.remarks]
+    if remarked:
+        lines += ["", "## Passed, with a remark", ""]
+        lines += _reasons(remarked, lambda v: "; ".join(v.remarks))
     left_out = [v for v in by_op if v.outcome == PASSED and v.left_out]
     if left_out:
         lines += ["", "## Passed, some inputs left out", ""]
