@@ -19,6 +19,7 @@ from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import dims as D
 from onnxtrain.graph.dims import Dim
 
+_SMALL_DATA = 64  # elements that onnx's inference is shown
 _DATA_LIMIT = 1024  # elements: larger constants never are shapes, axes or pads
 _SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the value itself, as dimensions
 
@@ -146,7 +147,11 @@ def infer_node(node: ir.Node, opset: int) -> None:
 
     if symbolic.infer_control_flow(node):
         pass
-    elif node.op_type in _LIKE_FIRST and node.domain in ("", "ai.onnx") and node.inputs[0] is not None:
+    elif (
+        node.op_type in _LIKE_FIRST
+        and node.domain in ("", "ai.onnx")
+        and node.inputs[0] is not None
+    ):
         node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
     else:
         _infer_by_onnx(node, opset)
@@ -176,7 +181,9 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
         types[v.name or ""] = proto
         if i == 0 and node.op_type not in _DATA_IN_FIRST:
             continue
-        array = constant_of(v) if v.const_value is not None and v.const_value.size <= 64 else None
+        array = _known_array(v)
+        if array is None:
+            array = _known_elements(v)
         if array is not None:
             data[v.name or ""] = ir.serde.serialize_tensor(ir.Tensor(array, name=v.name))
     try:
@@ -188,7 +195,12 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             opset_imports=[onnx.OperatorSetIdProto(domain=node.domain, version=opset)],
             ir_version=10,
         )
-    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+    except (
+        onnx.shape_inference.InferenceError,
+        onnx.checker.ValidationError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         raise PrepareError(
             f"shapes do not fit at node {node.name!r}: {describe(node)}\n  {first_line(error)}"
         ) from error
@@ -198,6 +210,28 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             shape = ir.serde.deserialize_type_proto_for_shape(found[v.name])
             if shape is not None:
                 set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
+
+
+def _known_elements(x: ir.Value) -> np.ndarray | None:
+    """Give the array of a computed integer tensor whose elements are all known numbers."""
+    elements, dims = symbolic_of(x), dims_of(x)
+    if elements is None or dims is None or x.dtype is None:
+        return None
+    if any(not isinstance(e, int) for e in elements) or dims not in ((), (len(elements),)):
+        return None
+    return np.array(elements, x.dtype.numpy()).reshape(dims)
+
+
+def _known_array(x: ir.Value) -> np.ndarray | None:
+    """Give a small constant, or integers that follow from constants and known sizes."""
+    if x.const_value is not None:
+        return constant_of(x) if x.const_value.size <= _SMALL_DATA else None
+    elements, dims = x.meta.get(_SYMBOLIC), dims_of(x)
+    if elements is None or dims is None or x.dtype is None or len(dims) > 1:
+        return None
+    if len(elements) > _SMALL_DATA or not all(isinstance(e, int) for e in elements):
+        return None
+    return np.asarray(elements, x.dtype.numpy()).reshape(() if dims == () else (-1,))
 
 
 # onnx infers nothing for the first, and fails on the second without its attribute.
@@ -216,7 +250,9 @@ def describe_value(x: ir.Value | None) -> str:
         return "-"
     dtype = x.dtype.name if x.dtype is not None else (str(x.type) if x.type else "?")
     dims = dims_of(x)
-    shape = "[?]" if dims is None else "[" + ",".join("?" if d is None else str(d) for d in dims) + "]"
+    shape = (
+        "[?]" if dims is None else "[" + ",".join("?" if d is None else str(d) for d in dims) + "]"
+    )
     return f"{x.name}: {dtype}{shape}"
 
 
