@@ -150,7 +150,7 @@ CLIP = [
     OpCase("Clip", (f(3, 4), at(-0.3)), torch=torch.clamp, id="low"),
     OpCase("Clip", (f(3, 4), None, at(0.3)), torch=torch.clamp, id="high"),
     OpCase("Clip", (f(3, 4),), torch=lambda x: x * 1.0, id="none"),
-    OpCase("Clip", (f(3, 4), at(0.5), at(-0.5)), torch=torch.clamp, id="crossed"),
+    OpCase("Clip", (at([-0.5, 0.0, 1.0]), at(0.5), at(-0.5)), torch=torch.clamp, id="crossed"),
     OpCase(
         "Clip",
         (at([-1.0, 1.0, 0.0, 5.0]), const(-1.0), const(1.0)),

@@ -80,8 +80,10 @@ def mod(op, dy, a, b, *, y):
 
     ``q`` is read off ``y``: dividing anew might round to the next whole number.
     """
-    q = op.Round(op.Div(op.Sub(a, y), b))
-    return dy, op.Neg(op.Mul(dy, q))
+    q = op.Div(op.Sub(a, y), b)
+    if q.dtype == ir.DataType.BFLOAT16:  # which Round does not take
+        q = op.Cast(q, to=ir.DataType.FLOAT)
+    return dy, op.Neg(op.Mul(dy, op.cast(op.Round(q), dy.dtype)))
 
 
 @vjp("Pow", broadcasts=True)
@@ -130,13 +132,18 @@ def mean(op, dy, *xs):
 def clip(op, dy, x, low=None, high=None, *, y):
     """``dx = dy`` where ``x`` was left alone, also on a bound; else the bound it hit gets ``dy``.
 
-    If the bounds cross, ``high`` wins.
+    If the bounds cross, ``high`` wins, and gets all of it.
     """
     if low is None and high is None:
         return (dy,)
     dlow = None if low is None else op.Where(op.Less(x, low), dy, 0.0)
     dhigh = None if high is None else op.Where(op.Greater(x, high), dy, 0.0)
-    if low is not None and high is not None:
+    dx = op.Where(op.Equal(x, y), dy, 0.0)
+    a, b = op.constant(low), op.constant(high)
+    ordered = a is not None and b is not None and bool(a <= b)
+    if low is not None and high is not None and not ordered:
+        crossed = op.Less(high, low)
+        dx = op.Where(crossed, 0.0, dx)
         dlow = op.Where(op.Less(low, high), dlow, 0.0)
-        dhigh = op.Where(op.Less(high, low), dy, dhigh)
-    return op.Where(op.Equal(x, y), dy, 0.0), dlow, dhigh
+        dhigh = op.Where(crossed, dy, dhigh)
+    return dx, dlow, dhigh

@@ -35,9 +35,14 @@ class _Labels:
         return op.Unsqueeze(v, [1]) if op.rank(v) else v
 
 
+def _wide(x: ir.Value) -> ir.DataType:
+    """Give the dtype for sums over labels: float32 for the half precisions."""
+    return ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+
+
 def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
     index, ignored, w = labels, None, None
-    wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    wide = _wide(x)
     if ignore_index is not None:
         ignored = op.Equal(labels, ignore_index)
         index = op.Where(ignored, 0, labels)
@@ -75,8 +80,10 @@ def _dweights(op, chosen, logp, loss, weights, at, reduction):
     part = op.Mul(chosen.scaled, part)
     if chosen.ignored is not None:
         part = op.Where(chosen.ignored, 0.0, part)
-    flat, index = op.Reshape(part, [-1]), op.Reshape(chosen.index, [-1])
-    return op.ScatterElements(op.zeros_like(weights), index, flat, axis=0, reduction="add")
+    flat = op.Reshape(op.cast(part, _wide(weights)), [-1])
+    zeros = op.zeros_like(op.cast(weights, _wide(weights)))
+    index = op.Reshape(chosen.index, [-1])
+    return op.cast(op.ScatterElements(zeros, index, flat, axis=0, reduction="add"), weights.dtype)
 
 
 @vjp_multi("SoftmaxCrossEntropyLoss")
