@@ -74,9 +74,12 @@ def _first(node: ir.Node) -> tuple[Dim, ...] | None:
 
 @_shape("Reshape")
 def _reshape(node, a):
-    dims, target = _first(node), S.symbolic_of(_input(node, 1))
+    dims, shape = _first(node), _input(node, 1)
+    target = S.symbolic_of(shape)
     if target is None:
-        return None
+        many = None if shape is None else S.dims_of(shape)
+        known = many is not None and len(many) == 1 and isinstance(many[0], int)
+        return [None] * many[0] if known else None
     out: list[Dim] = list(target)
     for i, t in enumerate(target):
         if t == 0 and not a["allowzero"]:
