@@ -1,0 +1,189 @@
+"""RoiAlign: averages or maxima of bilinear samples in regions of interest.
+
+A region is cut into bins, a bin into sample points; samples are separable. The average over a bin
+is ``Ay @ x @ Ax^T`` with matrices that hold the weights of all its samples, so the gradient is made
+of matrix products too. Places are computed in the order of the runtime's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.autodiff.registry import Gradients, undefined, vjp
+from onnxtrain.autodiff.rules.norm import working_dtype
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shape_ops import Size
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Sample points along one axis, [R, bins, G]."""
+
+    place: ir.Value
+    """Inside the image: samples beyond the border are moved onto it."""
+    weight: ir.Value
+    """1 for a sample that counts, 0 if it is too far outside or not among the region's own."""
+    alive: ir.Value
+    """Which samples a region has."""
+    count: ir.Value
+    """How many samples a bin of each region has, [R, 1, 1], at least 1."""
+    length: ir.Value
+    """The image's size along the axis."""
+
+
+@vjp("RoiAlign", constant_inputs={2: "indices of images"})
+def roi_align(
+    op,
+    dy,
+    x,
+    rois,
+    batch_indices,
+    *,
+    mode,
+    coordinate_transformation_mode,
+    output_height,
+    output_width,
+    sampling_ratio,
+    spatial_scale,
+) -> Gradients:
+    """``dx[n] = sum over the regions of image n: Ay^T @ dy @ Ax``, or ``dy`` at the largest tap."""
+    dtype = working_dtype(x)
+    xw, dyw, corners = (op.cast(v, dtype) for v in (x, dy, rois))
+    corners = op.Mul(corners, spatial_scale)
+    half_pixel = coordinate_transformation_mode == "half_pixel"
+    if half_pixel:
+        corners = op.Sub(corners, 0.5)
+
+    def along(axis: int, bins: int) -> _Samples:
+        low = op.Slice(corners, [axis], [axis + 1], [1])  # [R, 1]
+        extent = op.Sub(op.Slice(corners, [axis + 2], [axis + 3], [1]), low)
+        if not half_pixel:
+            extent = op.Clip(extent, 1.0)
+        length = _scalar(op, op.size(x, 3 - axis), dtype)
+        return _samples(op, low, extent, bins, sampling_ratio, length)
+
+    rows, columns = along(1, output_height), along(0, output_width)
+    form = _average if mode == "avg" else _maximum
+    dx = form(op, dyw, xw, batch_indices, rows, columns)
+    return op.cast(dx, x.dtype), undefined(
+        "the places of RoiAlign's regions are not differentiated"
+    )
+
+
+def _samples(
+    op: OpBuilder, low: ir.Value, extent: ir.Value, bins: int, ratio: int, length: ir.Value
+) -> _Samples:
+    """Give the samples of ``bins`` bins from ``low`` on; without a ratio, one per pixel."""
+    dtype = low.dtype
+    size = op.Div(extent, float(bins))  # [R, 1]
+    if ratio > 0:
+        steps = op.const(np.arange(ratio), dtype)
+        alive = op.const(np.ones((1, 1, ratio)), dtype)
+        count = op.const(np.full((1, 1, 1), ratio), dtype)
+    else:
+        own = op.Unsqueeze(op.Ceil(op.Div(extent, float(bins))), [2])  # [R, 1, 1]
+        count = op.Clip(own, 1.0)
+        # One more keeps the maximum of no regions at all defined.
+        most = op.ReduceMax(op.Concat(op.Reshape(count, [-1]), op.const([1.0], dtype), axis=0))
+        most = op.Reshape(op.Cast(most, to=ir.DataType.INT64), op.const([], ir.DataType.INT64))
+        steps = op.Cast(op.Range(0, most, 1), to=dtype)
+        alive = op.Cast(op.Less(steps, own), to=dtype)
+    bin_start = op.Add(low, op.Mul(size, op.const(np.arange(bins), dtype)))  # [R, bins]
+    offset = op.Div(op.Mul(op.Add(steps, 0.5), op.Unsqueeze(size, [2])), count)  # [R, 1, G]
+    place = op.Add(op.Unsqueeze(bin_start, [2]), offset)
+    reached = op.Clip(place, -1.0, length)  # beyond one pixel outside, a sample is zero
+    near = op.Cast(op.Equal(place, reached), to=dtype)
+    inside = op.Clip(place, 0.0, op.Sub(length, 1.0))
+    return _Samples(inside, op.Mul(near, alive), alive, count, length)
+
+
+def _average(
+    op: OpBuilder, dy: ir.Value, x: ir.Value, images: ir.Value, rows: _Samples, columns: _Samples
+) -> ir.Value:
+    """Sum ``Ay^T @ dy @ Ax`` per image, as one product over all bins of all regions."""
+    ay, ax = _weights(op, rows), _weights(op, columns)  # [R, bins, size]
+    n, channels, height, width = (op.size(x, i) for i in range(4))
+    wide = op.MatMul(dy, op.Unsqueeze(ax, [1]))  # [R, C, oh, W]
+    wide = op.Transpose(wide, perm=[0, 2, 1, 3])
+    wide = op.reshape(wide, [-1, _product(op, channels, width)])  # [R * oh, C * W]
+    pick = op.Equal(op.Unsqueeze(_range(op, n), [1]), op.Unsqueeze(images, [0]))  # [N, R]
+    pick = op.Unsqueeze(op.Cast(pick, to=x.dtype), [1, 3])
+    tall = op.Mul(op.Transpose(ay, perm=[2, 0, 1]), pick)  # [N, H, R, oh]
+    tall = op.Reshape(tall, op.vector([_product(op, n, height), -1]))
+    dx = op.reshape(op.MatMul(tall, wide), [n, height, channels, width])
+    return op.reshape_like(op.Transpose(dx, perm=[0, 2, 1, 3]), x)
+
+
+def _weights(op: OpBuilder, s: _Samples) -> ir.Value:
+    """Give the weight of each pixel in each bin's mean: [R, bins, size]."""
+    pixels = op.Range(op.const(0.0, s.length.dtype), s.length, op.const(1.0, s.length.dtype))
+    distance = op.Abs(op.Sub(op.Unsqueeze(s.place, [3]), pixels))
+    hats = op.Relu(op.Sub(1.0, distance))  # [R, bins, G, size]
+    kept = op.Mul(hats, op.Unsqueeze(s.weight, [3]))
+    return op.Div(op.ReduceSum(kept, [2], keepdims=0), s.count)
+
+
+def _maximum(
+    op: OpBuilder, dy: ir.Value, x: ir.Value, images: ir.Value, rows: _Samples, columns: _Samples
+) -> ir.Value:
+    """Send ``dy`` to the largest weighted tap; the first of equal ones.
+
+    Runtimes and the reference take the maximum over the four weighted neighbours of every sample,
+    not over the interpolated samples.
+    """
+    height, width = op.size(x, 2), op.size(x, 3)
+    at_rows, w_rows, alive_rows = _taps(op, rows)  # [R, bins, G * 2]
+    at_columns, w_columns, alive_columns = _taps(op, columns)
+
+    def crossed(f, a: ir.Value, b: ir.Value) -> ir.Value:
+        joined = f(op.Unsqueeze(a, [2, 4]), op.Unsqueeze(b, [1, 3]))  # [R, oh, ow, Ty, Tx]
+        return op.Reshape(joined, [0, 0, 0, -1])
+
+    weight = op.Unsqueeze(crossed(op.Mul, w_rows, w_columns), [4])  # [R, oh, ow, T, 1]
+    alive = op.Unsqueeze(crossed(op.Mul, alive_rows, alive_columns), [4])
+    index = crossed(op.Add, op.Mul(at_rows, _scalar(op, width, ir.DataType.INT64)), at_columns)
+    area = _scalar(op, _product(op, height, width), ir.DataType.INT64)
+    index = op.Add(index, op.Unsqueeze(op.Mul(images, area), [1, 2, 3]))  # [R, oh, ow, T]
+
+    pixels = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])  # [N, P, C]
+    flat = op.reshape(pixels, [-1, op.size(x, 1)])
+    values = op.Mul(op.Gather(flat, index, axis=0), weight)  # [R, oh, ow, T, C]
+    values = op.Where(op.Greater(alive, 0.5), values, op.const(-np.inf, x.dtype))
+    best = op.ArgMax(values, axis=3, keepdims=1)  # [R, oh, ow, 1, C]
+    order = op.Unsqueeze(_range(op, op.size(index, 3)), [1])  # [T, 1]
+    dyt = op.Unsqueeze(op.Transpose(dy, perm=[0, 2, 3, 1]), [3])
+    updates = op.Where(op.Equal(best, order), op.Mul(dyt, weight), op.const(0.0, x.dtype))
+    added = op.ScatterND(op.zeros_like(flat), op.Unsqueeze(index, [4]), updates, reduction="add")
+    return op.reshape_like(op.Transpose(op.reshape_like(added, pixels), perm=[0, 2, 1]), x)
+
+
+def _taps(op: OpBuilder, s: _Samples) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Give index, weight and existence of both neighbours of every sample."""
+    low = op.Floor(s.place)
+    high = op.Clip(op.Add(low, 1.0), 0.0, op.Sub(s.length, 1.0))
+    fraction = op.Sub(s.place, low)
+    index = op.Concat(low, high, axis=2)
+    weight = op.Concat(op.Sub(1.0, fraction), fraction, axis=2)
+    kept, alive = (op.Concat(v, v, axis=2) for v in (s.weight, s.alive))
+    return op.Cast(index, to=ir.DataType.INT64), op.Mul(weight, kept), alive
+
+
+def _scalar(op: OpBuilder, size: Size, dtype: ir.DataType) -> ir.Value:
+    if isinstance(size, int):
+        return op.const(size, dtype)
+    return op.cast(op.Reshape(size, op.const([], ir.DataType.INT64)), dtype)
+
+
+def _range(op: OpBuilder, size: Size) -> ir.Value:
+    if isinstance(size, int):
+        return op.const(np.arange(size, dtype=np.int64))
+    return op.Range(0, _scalar(op, size, ir.DataType.INT64), 1)
+
+
+def _product(op: OpBuilder, a: Size, b: Size) -> Size:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    return op.Mul(a if isinstance(a, ir.Value) else [a], b if isinstance(b, ir.Value) else [b])
