@@ -1,0 +1,409 @@
+"""Optimizers, with the argument names, defaults and arithmetic of ``torch.optim``.
+
+>>> AdamW(lr=3e-4, groups=(Group("*.bias", weight_decay=0.0),)).group_of("fc.bias").weight_decay
+0.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.optim import transforms as T
+from onnxtrain.optim.transforms import Slot, Transform, Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters whose names match a glob pattern, with settings of their own.
+
+    ``None`` keeps the optimizer's setting.
+    """
+
+    pattern: str
+    weight_decay: float | None = None
+    lr_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Base of all optimizers: a learning rate, and groups of parameters (the first match wins)."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    groups: Sequence[Group] = ()
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0.0:
+            raise PrepareError(f"lr must not be negative: {self.lr}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if (
+                field.name in ("eps", "weight_decay", "momentum")
+                and isinstance(value, float)
+                and value < 0
+            ):
+                raise PrepareError(f"{field.name} must not be negative: {value}")
+        for beta in getattr(self, "betas", ()):
+            if not 0.0 <= beta < 1.0:
+                raise PrepareError(f"betas must be in [0, 1): {getattr(self, 'betas', ())}")
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Give the transforms that make an update of a gradient."""
+        raise NotImplementedError
+
+    def group_of(self, name: str) -> Group:
+        """Give the settings of a parameter."""
+        for group in self.groups:
+            if fnmatch.fnmatchcase(name, group.pattern):
+                decay = self.weight_decay if group.weight_decay is None else group.weight_decay
+                return dataclasses.replace(group, weight_decay=decay)
+        return Group(name, self.weight_decay)
+
+    def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
+        """Give the state that a parameter needs."""
+        decay = self.group_of(name).weight_decay or 0.0
+        return [s for t in self.chain(decay) for s in t.slots(tuple(dims), dtype)]
+
+    def apply(
+        self,
+        op: OpBuilder,
+        parameters: Mapping[str, ir.Value],
+        gradients: Mapping[str, ir.Value],
+        state: Mapping[str, ir.Value],
+        lr: ir.Value,
+        step: ir.Value,
+    ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
+        """Emit one step; give the new parameters and the new state, by the same names.
+
+        Args:
+            op: where the nodes go.
+            parameters: by name.
+            gradients: by the name of the parameter.
+            state: by ``<parameter>.<slot>``.
+            lr: float32[1].
+            step: int64[1] or int32[1], counting from 1.
+        """
+        new_parameters: dict[str, ir.Value] = {}
+        new_state: dict[str, ir.Value] = {}
+        shared: T.Scalars = {}
+        for name, p in parameters.items():
+            group = self.group_of(name)
+            decay = group.weight_decay or 0.0
+            rate = _shared_scalar(op, shared, "lr", lr, p.dtype)
+            if group.lr_factor != 1.0:
+                key = (f"lr_factor/{p.dtype}", group.lr_factor)
+                if key not in shared:
+                    shared[key] = op.Mul(rate, group.lr_factor)
+                rate = shared[key]
+            links = self.chain(decay)
+            dims = op.static(p) or ()
+            mine = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
+            u = Update(
+                op,
+                p,
+                gradients[name],
+                mine,
+                rate,
+                _shared_scalar(op, shared, "step", step, p.dtype),
+                shared,
+            )
+            for link in links:
+                link.update(u)
+            new_parameters[name] = self.descend(u, decay)
+            new_state.update({f"{name}.{slot}": v for slot, v in u.new_state.items()})
+        return new_parameters, new_state
+
+    def descend(self, u: Update, weight_decay: float) -> ir.Value:
+        """Give the new parameter."""
+        return u.op.Sub(u.parameter, u.op.Mul(u.gradient, u.lr))
+
+
+def _shared_scalar(
+    op: OpBuilder, shared: T.Scalars, name: str, value: ir.Value, dtype: ir.DataType | None
+) -> ir.Value:
+    key = (f"{name}/{dtype}", 0.0)
+    if key not in shared:
+        shared[key] = op.cast(op.Reshape(value, op.const([])), dtype)
+    return shared[key]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Gradient descent with momentum, Nesterov momentum, dampening and weight decay."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise PrepareError("nesterov momentum needs a momentum and no dampening")
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay, then momentum."""
+        return T.chain(
+            T.add_weight_decay(weight_decay),
+            T.momentum(self.momentum, self.dampening, self.nesterov),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam; weight decay is added to the gradient."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    amsgrad: bool = False
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay, then Adam's scaling."""
+        return T.chain(
+            T.add_weight_decay(weight_decay),
+            T.scale_by_adam(*self.betas, self.eps, amsgrad=self.amsgrad),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay.
+
+    ``form="torch"`` is ``torch.optim.AdamW``. ``form="hf"`` is the form of Hugging Face and of
+    onnxruntime-training: eps is added before the bias correction, and the updated weights decay.
+    """
+
+    weight_decay: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    amsgrad: bool = False
+    correct_bias: bool = True
+    form: str = "torch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form not in ("torch", "hf"):
+            raise PrepareError(f"AdamW has no form {self.form!r}\nhint: torch or hf")
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay the weights, then Adam's scaling."""
+        torch_like = self.form == "torch"
+        return T.chain(
+            T.decay_weights(weight_decay) if torch_like else None,
+            T.scale_by_adam(
+                *self.betas,
+                self.eps,
+                correct=self.correct_bias,
+                late_eps=torch_like,
+                amsgrad=self.amsgrad,
+            ),
+        )
+
+    def descend(self, u: Update, weight_decay: float) -> ir.Value:
+        """Subtract the update; in the hf form, decay what results."""
+        new = super().descend(u, weight_decay)
+        if self.form == "torch" or not weight_decay:
+            return new
+        u.parameter = new
+        decay = T.decay_weights(weight_decay)
+        assert decay is not None
+        decay.update(u)
+        return u.parameter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LAMB(Optimizer):
+    """Adam's direction with decoupled decay, scaled to the norm of each parameter."""
+
+    weight_decay: float = 1e-2
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Adam's scaling, decay, trust ratio."""
+        return T.chain(
+            T.scale_by_adam(*self.betas, self.eps),
+            T.add_weight_decay(weight_decay),
+            T.scale_by_trust_ratio(),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adagrad(Optimizer):
+    """Divide by the root of the sum of squared gradients."""
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay, then the scaling."""
+
+        def update(u: Update) -> None:
+            op = u.op
+            total = op.Add(u.state["sum"], op.Mul(u.gradient, u.gradient))
+            u.new_state["sum"] = total
+            u.gradient = op.Div(u.gradient, op.Add(op.Sqrt(total), self.eps))
+            if self.lr_decay:
+                slower = u.scalar(
+                    "lr_decay",
+                    self.lr_decay,
+                    lambda: op.Add(op.Mul(op.Sub(u.step, 1.0), self.lr_decay), 1.0),
+                )
+                u.gradient = op.Div(u.gradient, slower)
+
+        scale = Transform(update, T.like("sum", init=self.initial_accumulator_value))
+        return T.chain(T.add_weight_decay(weight_decay), scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSprop(Optimizer):
+    """Divide by the root of the running mean square of gradients."""
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay, scaling, momentum."""
+
+        def update(u: Update) -> None:
+            op = u.op
+            square = T.average(
+                op, u.state["square_avg"], op.Mul(u.gradient, u.gradient), self.alpha
+            )
+            u.new_state["square_avg"] = square
+            if self.centered:
+                mean = T.average(op, u.state["grad_avg"], u.gradient, self.alpha)
+                u.new_state["grad_avg"] = mean
+                square = op.Sub(square, op.Mul(mean, mean))
+            u.gradient = op.Div(u.gradient, op.Add(op.Sqrt(square), self.eps))
+
+        names = ["square_avg", *(["grad_avg"] if self.centered else [])]
+        return T.chain(
+            T.add_weight_decay(weight_decay),
+            Transform(update, T.like(*names)),
+            T.momentum(self.momentum),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adadelta(Optimizer):
+    """Scale by the ratio of the running root mean squares of updates and gradients."""
+
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay, then the scaling."""
+
+        def update(u: Update) -> None:
+            op = u.op
+            square = T.average(op, u.state["square_avg"], op.Mul(u.gradient, u.gradient), self.rho)
+            ratio = op.Div(
+                op.Sqrt(op.Add(u.state["acc_delta"], self.eps)), op.Sqrt(op.Add(square, self.eps))
+            )
+            delta = op.Mul(u.gradient, ratio)
+            u.new_state["square_avg"] = square
+            u.new_state["acc_delta"] = T.average(
+                op, u.state["acc_delta"], op.Mul(delta, delta), self.rho
+            )
+            u.gradient = delta
+
+        return T.chain(
+            T.add_weight_decay(weight_decay), Transform(update, T.like("square_avg", "acc_delta"))
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lion(Optimizer):
+    """The sign of an interpolation between momentum and gradient, with decoupled decay."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay the weights, then the sign."""
+
+        def update(u: Update) -> None:
+            mixed = T.average(u.op, u.state["exp_avg"], u.gradient, self.betas[0])
+            u.new_state["exp_avg"] = T.average(u.op, u.state["exp_avg"], u.gradient, self.betas[1])
+            u.gradient = T.sign(u.op, mixed)
+
+        return T.chain(T.decay_weights(weight_decay), Transform(update, T.like("exp_avg")))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adafactor(Optimizer):
+    """Adam-like scaling whose mean squares are kept as a row and a column factor.
+
+    ``eps`` is (eps1, eps2) as in torch; ``None`` for eps1 stands for the dtype's epsilon.
+    """
+
+    lr: float = 1e-2
+    beta2_decay: float = -0.8
+    eps: tuple[float | None, float] = (None, 1e-3)
+    d: float = 1.0
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Decay the weights, then the factored scaling with its own step size."""
+        return T.chain(T.decay_weights(weight_decay), Transform(self._scale, _factored_slots))
+
+    def _scale(self, u: Update) -> None:
+        op, g = u.op, u.gradient
+        assert g.dtype is not None
+        eps1 = self.eps[0] if self.eps[0] is not None else float(np.finfo(g.dtype.numpy()).eps)
+        weight = u.scalar(
+            "one_minus_beta2", self.beta2_decay, lambda: op.Pow(u.step, self.beta2_decay)
+        )
+
+        def follow(slot: str, new: ir.Value) -> ir.Value:
+            old = u.state[slot]
+            u.new_state[slot] = op.Add(old, op.Mul(op.Sub(new, old), weight))
+            return u.new_state[slot]
+
+        square = op.Mul(g, g)
+        if "row_var" in u.state:
+            row = follow("row_var", op.ReduceMean(square, [-1], keepdims=1))
+            column = follow("col_var", op.ReduceMean(square, [-2], keepdims=1))
+            floor = op.Clip(op.ReduceMean(row, [-2], keepdims=1), op.const(eps1, g.dtype))
+            variance = op.Div(op.MatMul(row, column), floor)
+        else:
+            variance = follow("variance", square)
+        update = op.Div(g, op.Sqrt(op.Clip(variance, op.const(eps1 * eps1, g.dtype))))
+        size = math.prod(op.static(u.parameter) or ()) ** 0.5
+        norm = op.Div(op.Sqrt(op.ReduceSum(op.Mul(update, update), keepdims=0)), size * self.d)
+        update = op.Div(update, op.Clip(norm, op.const(1.0, g.dtype)))
+        # The step is relative to the parameter's own size; lr only bounds it.
+        rms = op.Div(op.Sqrt(op.ReduceSum(op.Mul(u.parameter, u.parameter), keepdims=0)), size)
+        relative = op.Clip(rms, op.const(self.eps[1], g.dtype))
+        bound = u.scalar(
+            f"adafactor/{u.lr.name}",
+            0.0,
+            lambda: op.Min(u.lr, op.Reciprocal(op.Sqrt(u.step))),
+        )
+        u.gradient = op.Mul(update, op.Mul(relative, bound))
+
+    def descend(self, u: Update, weight_decay: float) -> ir.Value:
+        """Subtract the update, which has its step size already."""
+        return u.op.Sub(u.parameter, u.gradient)
+
+
+def _factored_slots(dims: tuple[int, ...], dtype: ir.DataType) -> list[Slot]:
+    if len(dims) < 2:
+        return [Slot("variance", dims, dtype)]
+    return [
+        Slot("row_var", (*dims[:-1], 1), dtype),
+        Slot("col_var", (*dims[:-2], 1, dims[-1]), dtype),
+    ]

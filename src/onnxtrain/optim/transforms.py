@@ -1,0 +1,198 @@
+"""Small pieces that optimizers are chained from.
+
+A transform turns a gradient into an update, and may keep state. It knows its state (``slots``) and emits
+nodes (``update``). The last step of every chain subtracts ``lr * update`` from the parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.graph.builder import OpBuilder
+
+Scalars = dict[tuple[str, float], ir.Value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One state tensor of a parameter, stored as ``<parameter>.<name>``."""
+
+    name: str
+    dims: tuple[int, ...]
+    dtype: ir.DataType
+    init: float = 0.0
+
+
+@dataclasses.dataclass
+class Update:
+    """A parameter on its way through a chain."""
+
+    op: OpBuilder
+    parameter: ir.Value
+    gradient: ir.Value
+    """The gradient first, what is to be subtracted (times lr) in the end."""
+    state: dict[str, ir.Value]
+    lr: ir.Value
+    """A scalar of the parameter's dtype, the group's factor included."""
+    step: ir.Value
+    """The number of this step, from 1, a scalar of the parameter's dtype."""
+    shared: Scalars
+    """Scalars that all parameters of a dtype have in common."""
+    new_state: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
+
+    def scalar(self, name: str, number: float, make: Callable[[], ir.Value]) -> ir.Value:
+        """Give a scalar that is emitted once for all parameters."""
+        key = (f"{name}/{self.parameter.dtype}", number)
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """A link of a chain: the state it keeps and what it does."""
+
+    update: Callable[[Update], None]
+    slots: Callable[[tuple[int, ...], ir.DataType], Sequence[Slot]] = lambda dims, dtype: ()
+
+
+def chain(*transforms: Transform | None) -> tuple[Transform, ...]:
+    """Give the transforms in order, without the absent ones."""
+    return tuple(t for t in transforms if t is not None)
+
+
+def like(*names: str, init: float = 0.0) -> Callable[[tuple[int, ...], ir.DataType], list[Slot]]:
+    """Give state tensors of the parameter's own shape."""
+    return lambda dims, dtype: [Slot(name, dims, dtype, init) for name in names]
+
+
+def one_minus_power(u: Update, beta: float) -> ir.Value:
+    """Give ``1 - beta**step`` without cancellation, also where float32 is all there is.
+
+    With ``x = -step * ln(beta)`` it is ``1 - exp(-x) = 2 t / (1 + t)``, ``t = tanh(x / 2)``.
+    """
+
+    def make() -> ir.Value:
+        if beta == 0.0:
+            return u.op.const(1.0, u.parameter.dtype)
+        t = u.op.Tanh(u.op.Mul(u.step, -math.log(beta) / 2))
+        return u.op.Div(u.op.Mul(t, 2.0), u.op.Add(t, 1.0))
+
+    return u.scalar("one_minus_power", beta, make)
+
+
+def average(op: OpBuilder, old: ir.Value, new: ir.Value, beta: float) -> ir.Value:
+    """Give ``beta * old + (1 - beta) * new``."""
+    return op.Add(op.Mul(old, beta), op.Mul(new, 1.0 - beta))
+
+
+def add_weight_decay(rate: float) -> Transform | None:
+    """Add ``rate * parameter`` to the gradient, as L2 regularisation does."""
+
+    def update(u: Update) -> None:
+        u.gradient = u.op.Add(u.gradient, u.op.Mul(u.parameter, rate))
+
+    return Transform(update) if rate else None
+
+
+def decay_weights(rate: float) -> Transform | None:
+    """Shrink the parameter by ``1 - lr * rate``, apart from the gradient."""
+
+    def update(u: Update) -> None:
+        factor = u.scalar(f"decay/{u.lr.name}", rate, lambda: u.op.Sub(1.0, u.op.Mul(u.lr, rate)))
+        u.parameter = u.op.Mul(u.parameter, factor)
+
+    return Transform(update) if rate else None
+
+
+def momentum(factor: float, dampening: float = 0.0, nesterov: bool = False) -> Transform | None:
+    """Accumulate gradients: ``b = factor * b + (1 - dampening) * g``; the first step has ``b = g``."""
+
+    def update(u: Update) -> None:
+        op, g, old = u.op, u.gradient, u.state["momentum_buffer"]
+        if dampening:
+            weight = u.scalar(
+                "dampening",
+                dampening,
+                lambda: op.Where(
+                    op.Greater(u.step, 1.5), op.const(1.0 - dampening, u.gradient.dtype), 1.0
+                ),
+            )
+            new = op.Add(op.Mul(old, factor), op.Mul(g, weight))
+        else:
+            new = op.Add(op.Mul(old, factor), g)
+        u.new_state["momentum_buffer"] = new
+        u.gradient = op.Add(g, op.Mul(new, factor)) if nesterov else new
+
+    return Transform(update, like("momentum_buffer")) if factor else None
+
+
+def scale_by_adam(
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *,
+    correct: bool = True,
+    late_eps: bool = True,
+    amsgrad: bool = False,
+) -> Transform:
+    """Divide the running mean of gradients by the root of their running mean square.
+
+    Args:
+        beta1: decay of the mean.
+        beta2: decay of the mean square.
+        eps: keeps the division defined.
+        correct: undo the bias of the zero start.
+        late_eps: ``eps`` is added to the corrected root, as torch does; else to the plain one.
+        amsgrad: divide by the largest mean square so far.
+    """
+
+    def update(u: Update) -> None:
+        op = u.op
+        m = average(op, u.state["exp_avg"], u.gradient, beta1)
+        v = average(op, u.state["exp_avg_sq"], op.Mul(u.gradient, u.gradient), beta2)
+        u.new_state.update(exp_avg=m, exp_avg_sq=v)
+        if amsgrad:
+            v = op.Max(u.state["max_exp_avg_sq"], v)
+            u.new_state["max_exp_avg_sq"] = v
+        root = op.Sqrt(v)
+        if not correct:
+            u.gradient = op.Div(m, op.Add(root, eps))
+            return
+        bias2 = u.scalar("root_bias2", beta2, lambda: op.Sqrt(one_minus_power(u, beta2)))
+        if late_eps:
+            root, scale = op.Add(op.Div(root, bias2), eps), one_minus_power(u, beta1)
+        else:
+            root = op.Add(root, eps)
+            scale = u.scalar(f"hf/{beta1}", beta2, lambda: op.Div(one_minus_power(u, beta1), bias2))
+        u.gradient = op.Div(op.Div(m, scale), root)
+
+    names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
+    return Transform(update, like(*names))
+
+
+def scale_by_trust_ratio() -> Transform:
+    """Scale the update to the norm of the parameter, layer by layer (LAMB)."""
+
+    def update(u: Update) -> None:
+        op = u.op
+        norm_p, norm_u = (
+            op.Sqrt(op.ReduceSum(op.Mul(x, x), keepdims=0)) for x in (u.parameter, u.gradient)
+        )
+        usable = op.And(op.Greater(norm_p, 0.0), op.Greater(norm_u, 0.0))
+        safe = op.Where(usable, norm_u, 1.0)
+        u.gradient = op.Mul(u.gradient, op.Where(usable, op.Div(norm_p, safe), 1.0))
+
+    return Transform(update)
+
+
+def sign(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Give the sign of every element; composed where a runtime has no kernel for Sign."""
+    if op.target != "webgpu":
+        return op.Sign(x)
+    positive = op.Cast(op.Greater(x, 0.0), to=x.dtype)
+    return op.Sub(positive, op.Cast(op.Less(x, 0.0), to=x.dtype))
