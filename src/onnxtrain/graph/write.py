@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import SaveError
+from onnxtrain.graph.atomic import Writer, content, write_files
 from onnxtrain.graph.limits import quote
 from onnxtrain.graph.scopes import subgraphs_of
 
@@ -43,7 +42,7 @@ def save(
     if isinstance(model, onnx.ModelProto):
         _check_complete(model, label)
         if model.ByteSize() <= external_data_above:
-            _write(label, {target: _writer(_serialised(model, label))})
+            write_files(label, {target: content(_serialised(model, label))})
             return
         _check_representable(model, label)
         model = ir.from_proto(model)
@@ -55,15 +54,15 @@ def save(
     if total <= external_data_above:
         proto = ir.to_proto(standalone)
         if proto.ByteSize() <= external_data_above:
-            _write(label, {target: _writer(_serialised(proto, label))})
+            write_files(label, {target: content(_serialised(proto, label))})
             return
         del proto
     tensors = _move_weights(standalone, os.path.basename(target) + ".data")
     proto = _serialised(ir.to_proto(standalone), label)
-    files = {target: _writer(proto)}
+    files = {target: content(proto)}
     if tensors:
         files = {target + ".data": _data_writer(tensors), **files}
-    _write(label, files)
+    write_files(label, files)
 
 
 def _check_versions(model: ir.Model | onnx.ModelProto, label: str) -> None:
@@ -185,52 +184,10 @@ def _serialised(proto: onnx.ModelProto, label: str) -> bytes:
     return proto.SerializeToString(deterministic=True)
 
 
-def _writer(data: bytes) -> Callable[[BinaryIO], object]:
-    return lambda file: file.write(data)
-
-
-def _data_writer(tensors: list[tuple[int, ir.TensorProtocol]]) -> Callable[[BinaryIO], object]:
+def _data_writer(tensors: list[tuple[int, ir.TensorProtocol]]) -> Writer:
     def write(file: BinaryIO) -> None:
         for offset, tensor in tensors:
             file.write(bytes(offset - file.tell()))
             file.write(tensor.tobytes())
 
     return write
-
-
-def _write(label: str, files: dict[str, Callable[[BinaryIO], object]]) -> None:
-    """Write all files under other names, flush them, and only then rename them, in order."""
-    temporary: dict[str, str] = {}
-    try:
-        for path, write in files.items():
-            name = f".{os.path.basename(path)}.{secrets.token_hex(8)}.tmp"
-            # O_EXCL: never through a link that somebody put there.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-            temporary[path] = os.path.join(os.path.dirname(path), name)
-            with open(os.open(temporary[path], flags, 0o666), "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-        _replace(temporary)
-    except OSError as error:
-        raise SaveError(f"{label}: cannot be written\n  {error}") from error
-    finally:
-        for path in temporary.values():
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-
-
-def _replace(temporary: dict[str, str]) -> None:
-    *data, (model, _) = temporary.items()
-    if any(os.path.exists(path) for path, _ in data):
-        # Between two renames the old model would read the new data: better no model than that.
-        with suppress(FileNotFoundError):
-            os.unlink(model)
-    for path, written in temporary.items():
-        os.replace(written, path)
-    if hasattr(os, "O_DIRECTORY"):
-        folder = os.open(os.path.dirname(model), os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
