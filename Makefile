@@ -40,7 +40,7 @@ check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/lint-imports
 
 rule: $(VENV)/.dev  ## all questions about one operator: make rule OP=Erf
-	$(BIN)/python -m pytest tests/test_op_cases.py -q -k "$(OP)-"
+	$(BIN)/python -m pytest tests/test_op_cases.py -q -k "[$(OP)-"
 
 zoo: $(VENV)/.dev  ## every zoo model against torch
 	$(BIN)/python -m tests.zoo
