@@ -15,6 +15,7 @@ from onnxtrain.graph.protos import through_proto
 # Bodies that are worse than useless: Softplus overflows above 88, Range is a Loop,
 # LayerNormalization is 25 nodes of shape arithmetic.
 UNUSABLE = frozenset({"LayerNormalization", "Range", "Softplus"})
+_OWN = "onnxtrain.bodies"  # domain of functions that are inlined at once
 _ROUNDS = 8  # bodies may use operators that have bodies
 
 
@@ -46,13 +47,53 @@ def inline_bodies(model: ir.Model, chosen: Callable[[str], bool]) -> ir.Model:
             model = through_proto(
                 model,
                 lambda proto, kinds=kinds: onnx.inliner.inline_selected_functions(
-                    proto, [("", kind) for kind in kinds], inline_schema_functions=True
+                    _with_own_bodies(proto, kinds, opset),
+                    [("", kind) for kind in kinds] + [(_OWN, f.name) for f in proto.functions],
+                    inline_schema_functions=True,
                 ),
             )
         except RuntimeError as error:
             raise PrepareError(
                 f"the function bodies of {', '.join(kinds)} cannot be inlined: {S.first_line(error)}"
             ) from error
+        model.opset_imports.pop(_OWN, None)
         if sum(1 for _ in model.graph.all_nodes()) == before:
             return model
     return model
+
+
+def _with_own_bodies(proto: onnx.ModelProto, kinds: list[str], opset: int) -> onnx.ModelProto:
+    """Turn nodes that leave out an input into calls of local functions, in place.
+
+    Where a body depends on the types of the inputs, onnx's inliner asks for the type of an absent
+    one too, and fails; the schema itself does not mind.
+    """
+    values = (*proto.graph.input, *proto.graph.value_info, *proto.graph.output)
+    types = {v.name: v.type for v in values}
+    for tensor in proto.graph.initializer:
+        types[tensor.name] = onnx.TypeProto(
+            tensor_type=onnx.TypeProto.Tensor(elem_type=tensor.data_type)
+        )
+    for node in proto.graph.node:
+        if node.op_type not in kinds or node.domain not in ("", "ai.onnx") or all(node.input):
+            continue
+        schema = S.schema_of(node.op_type, opset)
+        if schema is None or not schema.has_context_dependent_function:
+            continue
+        given = {a.name for a in node.attribute}
+        for name, attribute in schema.attributes.items():
+            if name not in given and attribute.default_value.type:
+                node.attribute.append(attribute.default_value)
+        version = max(v for v in schema.context_dependent_function_opset_versions if v <= opset)
+        text = schema.get_context_dependent_function_with_opset_version(
+            version,
+            node.SerializeToString(),
+            [types.get(name, onnx.TypeProto()).SerializeToString() for name in node.input],
+        )
+        function = onnx.FunctionProto.FromString(text)
+        function.domain, function.name = _OWN, f"{node.op_type}.{len(proto.functions)}"
+        proto.functions.append(function)
+        node.domain, node.op_type = function.domain, function.name
+    if proto.functions and all(o.domain != _OWN for o in proto.opset_import):
+        proto.opset_import.add(domain=_OWN, version=1)
+    return proto
