@@ -16,6 +16,7 @@ from onnxtrain.graph.constants import fold, lift_constants
 from onnxtrain.graph.decompose import decompose
 from onnxtrain.graph.infer import infer_shapes
 from onnxtrain.graph.normalise import normalise
+from onnxtrain.graph.sequences import resolve_sequences
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 from onnxtrain.graph.versions import OPSET, to_working_opset
 
@@ -43,6 +44,7 @@ def prepare(
         repairs.append(f"opset {before} brought to {after}")
     constants = lift_constants(model)
     infer_shapes(model.graph, after)
+    repairs += resolve_sequences(model)
     repairs += decompose(
         model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
     )

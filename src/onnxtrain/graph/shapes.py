@@ -158,6 +158,12 @@ def infer_node(node: ir.Node, opset: int) -> None:
         symbolic.refine(node, opset)
     for out in node.outputs:
         dims = dims_of(out)
+        if isinstance(out.type, ir.SequenceType):
+            # Elements differ in the sizes that are unknown: no name fits all of them, nor does
+            # one that a body gave to a size of its step.
+            if dims is not None and node.op_type == "SequenceMap":
+                set_dims(out, [d if isinstance(d, int) else None for d in dims])
+            continue
         if dims is not None and None in dims:
             name = out.name or f"{node.name}"
             set_dims(
