@@ -26,7 +26,7 @@ def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Valu
     for name, x in model.graph.initializers.items():
         if name not in hidden:
             candidates.setdefault(name, x)
-    found = _match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
+    found = match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
     wrong = [x for x in found if not S.is_float(x)]
     if wrong:
         listing = ", ".join(S.describe_value(x) for x in wrong)
@@ -45,7 +45,7 @@ def select_outputs(model: ir.Model, outputs: str | Sequence[str] | None) -> list
             )
         return found
     candidates = {y.name or "": y for y in model.graph.outputs}
-    found = _match([outputs] if isinstance(outputs, str) else list(outputs), candidates, "outputs", "output")
+    found = match([outputs] if isinstance(outputs, str) else list(outputs), candidates, "outputs", "output")
     wrong = [y for y in found if not S.is_float(y)]
     if wrong:
         listing = ", ".join(S.describe_value(y) for y in wrong)
@@ -65,7 +65,7 @@ def trainable(model: ir.Model) -> list[ir.Value]:
         for name, x in graph.initializers.items()
         if name not in hidden and x not in statistics and S.is_float(x)
     ]
-    useful = _reaching(graph)
+    useful = reaching(graph)
     return [x for x in candidates if x in useful]
 
 
@@ -78,9 +78,13 @@ def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
     return found
 
 
-def _reaching(graph: ir.Graph) -> set[ir.Value]:
-    """Give every value from which a differentiable path leads to a float output."""
-    useful = {y for y in graph.outputs if S.is_float(y)}
+def reaching(graph: ir.Graph, outputs: Sequence[ir.Value] | None = None) -> set[ir.Value]:
+    """Give every value from which a differentiable path leads to ``outputs``.
+
+    ``None`` stands for every float output of the graph.
+    """
+    useful = set(graph.outputs if outputs is None else outputs)
+    useful = {y for y in useful if S.is_float(y)}
     for node in reversed(list(graph)):
         if any(y in useful for y in node.outputs):
             useful.update(flowing_inputs(node))
@@ -94,7 +98,7 @@ def flowing_inputs(node: ir.Node) -> list[ir.Value]:
     return [] if is_stopped(node) else differentiable_inputs(node)
 
 
-def _match(
+def match(
     wanted: Sequence[str], candidates: dict[str, ir.Value], argument: str, kind: str
 ) -> list[ir.Value]:
     found: dict[ir.Value, None] = {}

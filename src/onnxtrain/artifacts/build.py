@@ -1,0 +1,256 @@
+"""From a forward-only model to everything that training needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.artifacts.directory import Artifacts
+from onnxtrain.artifacts.graphs import (
+    Plan,
+    eval_graph,
+    optimizer_graph,
+    step_graph,
+    training_graph,
+)
+from onnxtrain.artifacts.inference import inference_model
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.selection import batch_statistics, match, trainable
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import TARGETS
+from onnxtrain.graph.io import load
+from onnxtrain.graph.prepare import constant_names, repairs_of
+from onnxtrain.graph.specialise import specialise
+from onnxtrain.losses import LossLike, MetricLike
+from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
+from onnxtrain.optim import Optimizer
+from onnxtrain.optim import resolve as resolve_optimizer
+
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+Names = str | Sequence[str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Gradient clipping: by the joint norm of all gradients, or by value."""
+
+    norm: float | None = None
+    value: float | None = None
+
+
+def build(
+    model: Source,
+    *,
+    loss: LossLike,
+    optimizer: str | Optimizer,
+    train: Names = None,
+    freeze: Names = None,
+    mode: str = "train",
+    metrics: Sequence[MetricLike] = (),
+    outputs: Names = (),
+    clip: float | Clip | None = None,
+    accumulate: int = 1,
+    ema: float | None = None,
+    precision: str = "float32",
+    recompute: Sequence[str] = (),
+    target: str = "cpu",
+    dims: Mapping[str, int] | None = None,
+    randomness: str = "portable",
+) -> Artifacts:
+    """Give training, evaluation, optimizer, step and inference models with their manifest.
+
+    Args:
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
+        loss: a name (``"cross_entropy"``), a loss object, the name of a scalar output, a function over
+            the builder, another model, or a list of weighted losses.
+        optimizer: a name (``"adamw"``) or an optimizer object.
+        train: names or globs of the parameters to train; ``None`` stands for every float initializer
+            that reaches the loss, running statistics excluded.
+        freeze: names or globs to take out of those.
+        mode: ``"train"`` puts BatchNormalization with a trainable scale into training mode and Dropout
+            on; ``"as-is"`` leaves the model as it was exported.
+        metrics: names or objects of what to report besides the loss; ``"grad_norm"`` among them.
+        outputs: outputs of the model that the training and evaluation models give too.
+        clip: the largest joint norm of the gradients, or a :class:`Clip`.
+        accumulate: how many batches the optimizer sees as one, by default.
+        ema: decay of a moving average of the weights.
+        precision: ``"float32"``; mixed precision is not there yet.
+        recompute: blocks to compute twice to save memory; not there yet.
+        target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``.
+        dims: sizes to fix, by the name of the symbolic dimension.
+        randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
+            runtime; ``"native"`` uses the runtime's own random operators.
+    """
+    _check_options(mode, accumulate, ema, precision, recompute, target, randomness)
+    source = specialise(load(model), dims or {})
+    base = open_model(source)
+    chosen = resolve_optimizer(optimizer)
+    buffers = _buffer_names(base)
+    plan = Plan(
+        loss=loss,
+        optimizer=chosen,
+        metrics=tuple(metrics),
+        outputs=_output_names(base, outputs),
+        candidates=tuple(x.name or "" for x in _candidates(base, train, freeze)),
+        chosen_by_user=train is not None,
+        buffers=buffers,
+        mode=mode,
+        clip=_clip(clip),
+        ema=ema,
+        target=target,
+        randomness=randomness,
+    )
+    training = training_graph(base.clone(), plan)
+    names = training.parameters
+    arrays = {n: _array(base, n) for n in names}
+    state = _state(plan, arrays)
+    specs = [
+        training.finished(),
+        eval_graph(base.clone(), plan, names).finished(),
+        optimizer_graph(plan, arrays, state).finished(),
+        step_graph(base.clone(), plan, names, state).finished(),
+    ]
+    infer, infer_spec = inference_model(source)
+    kept = [b for b in training.buffers]
+    values = {b: _array(base, b) for b in kept}
+    models = {spec.role: proto for proto, spec in specs}
+    models["infer"] = infer
+    manifest = Manifest(
+        models=(*(spec for _, spec in specs), infer_spec),
+        parameters=tuple(_weight(n, a) for n, a in arrays.items()),
+        buffers=tuple(_weight(n, a) for n, a in values.items()),
+        state=tuple(state),
+        optimizer=_settings(chosen),
+        loss={"output": "loss", "name": training.loss_name},
+        accumulate=accumulate,
+        options={
+            "clip": dataclasses.asdict(plan.clip),
+            "dims": dict(dims or {}),
+            "ema": ema,
+            "mode": mode,
+            "precision": precision,
+            "randomness": randomness,
+            "repairs": [*repairs_of(base), *training.repairs],
+        },
+    )
+    slots = {s.name: _initial(s, arrays) for s in state}
+    return Artifacts(manifest, models, {**arrays, **values}, slots)
+
+
+def _check_options(
+    mode: str, accumulate: int, ema: float | None, precision: str, recompute: Sequence[str], target: str, randomness: str
+) -> None:
+    if mode not in ("train", "as-is"):
+        raise PrepareError(f"no such mode: {mode!r}\nhint: train or as-is")
+    if target not in TARGETS:
+        raise PrepareError(f"no such target: {target!r}\nhint: one of {', '.join(TARGETS)}")
+    if precision != "float32":
+        raise PrepareError(f"precision {precision!r} is not there yet\nhint: float32")
+    if recompute:
+        raise PrepareError("recompute is not there yet\nhint: leave it empty")
+    if randomness not in ("portable", "native"):
+        raise PrepareError(f"no such randomness: {randomness!r}\nhint: portable or native")
+    if accumulate < 1:
+        raise PrepareError(f"accumulate must be at least 1: {accumulate}")
+    if ema is not None and not 0.0 < ema < 1.0:
+        raise PrepareError(f"ema must lie between 0 and 1: {ema}")
+
+
+def _clip(clip: float | Clip | None) -> Clip:
+    found = Clip() if clip is None else clip if isinstance(clip, Clip) else Clip(norm=float(clip))
+    for limit in (found.norm, found.value):
+        if limit is not None and not limit > 0:
+            raise PrepareError(f"clip must be positive: {limit}")
+    return found
+
+
+def _candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
+    """Give the initializers that may be trained, in the order of the file."""
+    statistics = batch_statistics(base.graph)
+    if train is None:
+        found = trainable(base)
+    else:
+        hidden = constant_names(base)
+        known = {
+            n: x for n, x in base.graph.initializers.items() if n not in hidden and S.is_float(x)
+        }
+        wanted = set(match(_list(train), known, "train", "parameter"))
+        found = [x for x in known.values() if x in wanted]
+    frozen = _list(freeze)
+    if frozen:
+        known = {x.name or "": x for x in found}
+        out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
+        found = [x for x in found if x not in out]
+    named = _list(train)
+    found = [
+        x
+        for x in found
+        if x not in statistics or any(n == x.name for n in named)
+    ]
+    if not found:
+        raise PrepareError(
+            "no parameter is left to train\nhint: look at `onnxtrain explain`, then at train and freeze"
+        )
+    return found
+
+
+def _list(names: Names) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
+    known = {y.name or "": y for y in base.graph.outputs}
+    wanted = _list(outputs)
+    return tuple(x.name or "" for x in match(wanted, known, "outputs", "output")) if wanted else ()
+
+
+def _buffer_names(base: ir.Model) -> tuple[str, ...]:
+    found = batch_statistics(base.graph)
+    return tuple(n for n, x in base.graph.initializers.items() if x in found)
+
+
+def _array(model: ir.Model, name: str) -> np.ndarray:
+    tensor = model.graph.initializers[name].const_value
+    assert tensor is not None
+    return np.array(tensor.numpy())
+
+
+def _weight(name: str, array: np.ndarray) -> WeightSpec:
+    return WeightSpec(name, ir.DataType.from_numpy(array.dtype).name.lower(), tuple(array.shape))
+
+
+def _state(plan: Plan, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
+    found = []
+    for name, array in arrays.items():
+        dtype = ir.DataType.from_numpy(array.dtype)
+        found += [
+            StateSpec(f"{name}.{s.name}", name, s.name, s.dtype.name.lower(), s.dims, s.init)
+            for s in plan.optimizer.slots(name, array.shape, dtype)
+        ]
+        if plan.ema is not None:
+            found.append(
+                StateSpec(f"{name}.ema", name, "ema", dtype.name.lower(), tuple(array.shape), 0.0)
+            )
+    return found
+
+
+def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    if spec.slot == "ema":
+        return np.array(arrays[spec.parameter])
+    return np.full(spec.shape, spec.init, ir.DataType[spec.dtype.upper()].numpy())
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    values = dataclasses.asdict(optimizer)
+    values["groups"] = [dataclasses.asdict(g) for g in optimizer.groups]
+    return {"name": type(optimizer).__name__, **values}
+
+
+__all__ = ["Clip", "build"]

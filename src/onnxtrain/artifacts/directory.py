@@ -1,0 +1,224 @@
+"""Artifacts in memory and on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnxtrain.artifacts.inference import locate
+from onnxtrain.checkpoint import from_bytes, state_key, to_bytes
+from onnxtrain.errors import CheckpointError
+from onnxtrain.graph.atomic import content, write_files
+from onnxtrain.manifest import Manifest
+
+MANIFEST = "manifest.json"
+_SHARED = 1024  # bytes: larger constants go to the file that all models share
+_ALIGNMENT = 64
+_KEY = "onnxtrain"
+
+
+@dataclasses.dataclass
+class Artifacts:
+    """Everything a training run needs: models, initial values and the manifest."""
+
+    manifest: Manifest
+    models: dict[str, onnx.ModelProto]
+    """By role; empty if they were loaded from a directory and stay there."""
+    values: dict[str, np.ndarray]
+    """Parameters and buffers by name."""
+    state: dict[str, np.ndarray]
+    """Optimizer state by ``<parameter>.<slot>``."""
+    meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Progress of a run: step, lr, schedule, seed, position in the data, properties."""
+    directory: Path | None = None
+
+    def source(self, role: str, target: str | None = None, steps: int = 1) -> bytes | str:
+        """Give a model as a runtime takes it: its path on disk, or its bytes."""
+        spec = self.manifest.model(role, target, steps)
+        if spec is None:
+            raise CheckpointError(f"these artifacts have no {role} model")
+        if self.directory is not None:
+            return str(self.directory / spec.file)
+        return self.models[role].SerializeToString(deterministic=True)
+
+    def checkpoint_bytes(self) -> bytes:
+        """Give the content of the checkpoint file."""
+        slots = {s.name: state_key(s.parameter, s.slot) for s in self.manifest.state}
+        tensors = {**self.values, **{slots[n]: a for n, a in self.state.items()}}
+        return to_bytes(tensors, {**self.meta, "manifest": self.manifest.to_dict(hashes=False)})
+
+    def save(self, directory: str | os.PathLike[str], prefix: str = "") -> Manifest:
+        """Write the directory, whole or not at all; give the manifest as written.
+
+        Args:
+            directory: made if it is not there.
+            prefix: in front of every file name.
+        """
+        folder = Path(directory)
+        models = self.models or self._read_models()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from error
+        files, manifest = assemble(self, models, prefix)
+        write_files(str(folder), {str(folder / n): content(data) for n, data in files.items()})
+        return manifest
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], prefix: str = "") -> Artifacts:
+        """Read a directory; every file is checked against the manifest.
+
+        Raises:
+            CheckpointError: naming the file that is missing, damaged or of another version.
+        """
+        folder = Path(directory)
+        manifest = Manifest.from_json(_read(folder / f"{prefix}{MANIFEST}"), f"{prefix}{MANIFEST}")
+        for name, digest in {
+            **{m.file: m.sha256 for m in manifest.models},
+            **manifest.files,
+        }.items():
+            data = _read(folder / name)
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise CheckpointError(
+                    f"{name}: not the file that the manifest names (sha256 differs)\n"
+                    "hint: it was damaged or changed; build the artifacts again"
+                )
+        tensors, meta = from_bytes(_read(folder / manifest.checkpoint), manifest.checkpoint)
+        values, state = split_tensors(manifest, tensors, manifest.checkpoint)
+        meta.pop("manifest", None)
+        return cls(manifest, {}, values, state, meta, folder)
+
+    def _read_models(self) -> dict[str, onnx.ModelProto]:
+        assert self.directory is not None
+        return {
+            m.role: onnx.load(self.directory / m.file, load_external_data=True)
+            for m in self.manifest.models
+        }
+
+
+def split_tensors(
+    manifest: Manifest, tensors: Mapping[str, np.ndarray], label: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Give (parameters and buffers, optimizer state) of a checkpoint, checked against the manifest."""
+    problems: list[str] = []
+
+    def take(key: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        array = tensors.get(key)
+        if array is None:
+            problems.append(f"{key!r} is missing")
+        elif tuple(array.shape) != tuple(shape):
+            problems.append(f"{key!r} has shape {list(array.shape)}, expected {list(shape)}")
+        elif str(array.dtype) != _numpy_name(dtype):
+            problems.append(f"{key!r} is {array.dtype}, expected {dtype}")
+        else:
+            return np.array(array)
+        return np.empty(0)
+
+    values = {
+        w.name: take(w.name, w.shape, w.dtype) for w in (*manifest.parameters, *manifest.buffers)
+    }
+    state = {s.name: take(state_key(s.parameter, s.slot), s.shape, s.dtype) for s in manifest.state}
+    if problems:
+        more = f"\n  ... and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"{label} does not fit these artifacts:\n  " + "\n  ".join(problems[:5]) + more
+        )
+    return values, state
+
+
+def _numpy_name(dtype: str) -> str:
+    return {"float": "float32", "double": "float64"}.get(dtype, dtype)
+
+
+def assemble(
+    artifacts: Artifacts, models: Mapping[str, onnx.ModelProto], prefix: str
+) -> tuple[dict[str, bytes], Manifest]:
+    """Give the files of a directory by name, and the manifest; the manifest comes last."""
+    manifest = artifacts.manifest
+    weights = f"{prefix}weights.bin"
+    shared = _Shared(weights)
+    renamed = tuple(
+        dataclasses.replace(m, file=prefix + m.file.removeprefix(prefix)) for m in manifest.models
+    )
+    manifest = dataclasses.replace(manifest, models=renamed, checkpoint=f"{prefix}checkpoint")
+    text = manifest.to_json(hashes=False)
+    files: dict[str, bytes] = {}
+    for spec in renamed:
+        proto = onnx.ModelProto()
+        proto.CopyFrom(models[spec.role])
+        if spec.role != "infer":
+            shared.move(proto)
+        del proto.metadata_props[:]
+        proto.metadata_props.add(key=_KEY, value=text)
+        files[spec.file] = proto.SerializeToString(deterministic=True)
+    infer = next((m.file for m in renamed if m.role == "infer"), None)
+    places = locate(files[infer], infer) if infer is not None else {}
+
+    def placed(weights: tuple) -> tuple:
+        return tuple(
+            dataclasses.replace(w, locations=(places[w.name],) if w.name in places else ())
+            for w in weights
+        )
+
+    others = {manifest.checkpoint: artifacts.checkpoint_bytes()}
+    if shared.data:
+        others[weights] = bytes(shared.data)
+    manifest = dataclasses.replace(
+        manifest,
+        models=tuple(dataclasses.replace(m, sha256=_sha(files[m.file])) for m in renamed),
+        parameters=placed(manifest.parameters),
+        buffers=placed(manifest.buffers),
+        files={name: _sha(data) for name, data in others.items()},
+        weights=weights if shared.data else None,
+    )
+    files = {**others, **files, f"{prefix}{MANIFEST}": manifest.to_json().encode()}
+    return files, manifest
+
+
+class _Shared:
+    """Constants that several models have in common, each stored once."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.data = bytearray()
+        self.places: dict[bytes, int] = {}
+
+    def move(self, proto: onnx.ModelProto) -> None:
+        for tensor in proto.graph.initializer:
+            raw = tensor.raw_data
+            if len(raw) < _SHARED:
+                continue
+            digest = hashlib.sha256(raw).digest()
+            if digest not in self.places:
+                self.data += bytes(-len(self.data) % _ALIGNMENT)
+                self.places[digest] = len(self.data)
+                self.data += raw
+            tensor.ClearField("raw_data")
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            del tensor.external_data[:]
+            for key, value in (
+                ("location", self.file),
+                ("offset", str(self.places[digest])),
+                ("length", str(len(raw))),
+            ):
+                tensor.external_data.add(key=key, value=value)
+
+
+def _sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path.name}: cannot be read: {error.strerror}\nhint: is {path.parent} a directory of artifacts?"
+        ) from error

@@ -1,0 +1,91 @@
+"""The inference model, and where its weights lie in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.artifacts.graphs import FILES
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.modes import to_evaluation
+from onnxtrain.graph.versions import NEWEST_IR, NEWEST_OPSET
+from onnxtrain.manifest import Location, ModelSpec, TensorSpec
+
+
+def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
+    """Give the plain model in evaluation mode, its weights as raw bytes under their own names."""
+    model = source.clone()
+    if model.opset_imports.get("", 0) >= 14:
+        to_evaluation(model)
+    for x in model.graph.initializers.values():
+        if S.is_float(x) and x.const_value is not None:
+            array = np.ascontiguousarray(x.const_value.numpy()).reshape(x.const_value.shape.numpy())
+            x.const_value = ir.Tensor(array, dtype=x.const_value.dtype, name=x.name)
+    model.ir_version = min(model.ir_version, NEWEST_IR)
+    if model.opset_imports.get("", 0) > NEWEST_OPSET:
+        model.opset_imports[""] = NEWEST_OPSET
+    proto = ir.to_proto(model)
+    spec = ModelSpec(
+        role="infer",
+        file=FILES["infer"],
+        inputs=tuple(_spec(x, "input") for x in model.graph.inputs),
+        outputs=tuple(_spec(y, "output") for y in model.graph.outputs),
+    )
+    return proto, spec
+
+
+def _spec(x: ir.Value, role: str) -> TensorSpec:
+    dtype = "sequence" if x.dtype is None else x.dtype.name.lower()
+    dims = S.dims_of(x) or ()
+    return TensorSpec(x.name or "", dtype, tuple(d if isinstance(d, int) else str(d or "?") for d in dims), role)
+
+
+def locate(data: bytes, file: str) -> dict[str, Location]:
+    """Give where the raw bytes of each initializer lie in a serialised model."""
+    found: dict[str, Location] = {}
+    for field, start, end in _fields(data, 0, len(data)):
+        if field != 7:  # ModelProto.graph
+            continue
+        for inner, a, b in _fields(data, start, end):
+            if inner != 5:  # GraphProto.initializer
+                continue
+            name, raw = "", None
+            for tensor, c, d in _fields(data, a, b):
+                if tensor == 8:  # TensorProto.name
+                    name = data[c:d].decode()
+                elif tensor == 9:  # TensorProto.raw_data
+                    raw = (c, d)
+            if raw is not None:
+                found[name] = Location(file, raw[0], raw[1] - raw[0])
+    return found
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Give (number, start, end) of each length-delimited field of a message."""
+    while at < end:
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 2:
+            size, at = _varint(data, at)
+            yield key >> 3, at, at + size
+            at += size
+        elif kind == 0:
+            _, at = _varint(data, at)
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"unknown wire type {kind}")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if not byte & 128:
+            return value, at
+        shift += 7

@@ -1,0 +1,175 @@
+"""Checkpoints: one safetensors file that any tool reads.
+
+Parameters and buffers bear their own names, optimizer state is ``optim/<slot>/<parameter>``. All else is
+one metadata entry, ``onnxtrain``: a JSON object with sorted keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from onnxtrain.errors import CheckpointError
+from onnxtrain.graph.atomic import content, write_files
+
+KEY = "onnxtrain"
+_HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def state_key(parameter: str, slot: str) -> str:
+    """Give the name under which optimizer state is stored.
+
+    >>> state_key("fc.weight", "exp_avg")
+    'optim/exp_avg/fc.weight'
+    """
+    return f"optim/{slot}/{parameter}"
+
+
+def to_bytes(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> bytes:
+    """Give the content of a checkpoint file: the same bytes for the same content."""
+    arrays = {name: np.asarray(a) for name, a in tensors.items()}
+    odd = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype not in _NAMES]
+    if odd:
+        raise CheckpointError(f"tensors of a type that safetensors has not: {', '.join(odd)}")
+    # Wide types first, so that every tensor is aligned; then by name.
+    order = sorted(arrays, key=lambda n: (-arrays[n].dtype.itemsize, n))
+    header: dict[str, Any] = {
+        "__metadata__": {KEY: json.dumps(meta, sort_keys=True, separators=(",", ":"))}
+    }
+    at = 0
+    for name in order:
+        end = at + arrays[name].nbytes
+        header[name] = {
+            "dtype": _NAMES[arrays[name].dtype],
+            "shape": list(arrays[name].shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [len(text).to_bytes(8, "little"), text]
+    parts += [np.ascontiguousarray(arrays[name]).tobytes() for name in order]
+    return b"".join(parts)
+
+
+def from_bytes(
+    data: bytes, label: str = "checkpoint"
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Give tensors and metadata of a checkpoint.
+
+    Raises:
+        CheckpointError: if it is truncated, damaged or not a checkpoint.
+    """
+    header, start = _header(data, label)
+    entry = header.pop("__metadata__", {})
+    tensors: dict[str, np.ndarray] = {}
+    expected = 0
+    for name, info in sorted(header.items(), key=lambda item: _begin(item[1], label)):
+        dtype, shape, (begin, end) = _describe(name, info, label)
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize if shape else dtype.itemsize
+        if begin != expected or end - begin != size:
+            raise CheckpointError(f"{label}: tensor {name!r} does not fill its place")
+        expected = end
+        if start + end > len(data):
+            raise CheckpointError(
+                f"{label}: truncated, tensor {name!r} ends at byte {start + end} of {len(data)}"
+            )
+        flat = np.frombuffer(data, dtype, int(size // dtype.itemsize), start + begin)
+        tensors[name] = flat.reshape(shape)
+    if start + expected != len(data):
+        raise CheckpointError(
+            f"{label}: {len(data) - start - expected} bytes after the last tensor"
+        )
+    return tensors, _meta(entry, label)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint: the old file or the new one is there at any moment, never a part."""
+    target = os.path.abspath(os.fsdecode(path))
+    write_files(repr(os.fsdecode(path)), {target: content(to_bytes(tensors, meta))})
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Give tensors and metadata of a checkpoint file."""
+    label = repr(os.fsdecode(path))
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error
+    return from_bytes(data, label)
+
+
+def _header(data: bytes, label: str) -> tuple[dict[str, Any], int]:
+    if len(data) < 8:
+        raise CheckpointError(f"{label}: not a checkpoint, {len(data)} bytes long")
+    size = int.from_bytes(data[:8], "little")
+    if size > _HEADER_LIMIT or 8 + size > len(data):
+        raise CheckpointError(f"{label}: not a checkpoint, or truncated in its header")
+    try:
+        header = json.loads(data[8 : 8 + size])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{label}: the header is damaged: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{label}: the header is not an object")
+    return header, 8 + size
+
+
+def _begin(info: Any, label: str) -> int:
+    try:
+        begin = info["data_offsets"][0]
+    except (KeyError, IndexError, TypeError):
+        begin = None
+    if not isinstance(begin, int):
+        raise CheckpointError(f"{label}: the header is damaged: a tensor has no offsets")
+    return begin
+
+
+def _describe(
+    name: str, info: Any, label: str
+) -> tuple[np.dtype[Any], tuple[int, ...], tuple[int, int]]:
+    try:
+        dtype, shape = _DTYPES[info["dtype"]], tuple(info["shape"])
+        begin, end = info["data_offsets"]
+        if not all(isinstance(v, int) and v >= 0 for v in (*shape, begin, end)):
+            raise ValueError("sizes must be whole numbers")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{label}: tensor {name!r} is described wrongly: {error}") from error
+    return dtype, shape, (begin, end)
+
+
+def _meta(entry: Any, label: str) -> dict[str, Any]:
+    text = entry.get(KEY) if isinstance(entry, dict) else None
+    if text is None:
+        return {}  # a plain safetensors file: weights from elsewhere
+    try:
+        meta = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{label}: the metadata is damaged: {error}") from error
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{label}: the metadata is not an object")
+    return meta

@@ -1,0 +1,152 @@
+"""Training mode and evaluation mode of a graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A running statistic: the value read, and the value that replaces it after the step."""
+
+    name: str
+    old: ir.Value
+    new: ir.Value
+
+
+def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
+    """Put BatchNormalization with a trainable scale into training mode, and Dropout on, in place.
+
+    Args:
+        model: a prepared model.
+        trainable: names of the parameters that will be trained.
+
+    Returns:
+        A line for each kind of change.
+    """
+    changed = {"BatchNormalization": 0, "Dropout": 0}
+    for node in list(model.graph.all_nodes()):
+        if node.domain != "":
+            continue
+        if node.op_type == "BatchNormalization":
+            scale = node.inputs[1]
+            if scale is not None and scale.name in trainable and not _int(node, "training_mode"):
+                node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+                changed["BatchNormalization"] += 1
+        elif node.op_type == "Dropout" and not _always_on(node):
+            op = OpBuilder(model.graph, "mode/")
+            ratio = node.inputs[1] if len(node.inputs) > 1 else None
+            node.resize_inputs(3)
+            if ratio is None:
+                node.replace_input_with(1, op.const(0.5, ir.DataType.FLOAT))
+            node.replace_input_with(2, op.const(True))
+            changed["Dropout"] += 1
+    return [f"{kind} put into training mode: {n} node(s)" for kind, n in changed.items() if n]
+
+
+def to_evaluation(model: ir.Model) -> list[str]:
+    """Put BatchNormalization on its running statistics and drop Dropout, in place."""
+    changed = {"BatchNormalization": 0, "Dropout": 0}
+    for node in list(model.graph.all_nodes()):
+        if node.domain != "":
+            continue
+        if node.op_type == "BatchNormalization" and _int(node, "training_mode"):
+            _restore_statistics(node)
+            changed["BatchNormalization"] += 1
+        elif node.op_type == "Dropout":
+            _bypass(node)
+            changed["Dropout"] += 1
+    return [f"{kind} put into evaluation mode: {n} node(s)" for kind, n in changed.items() if n]
+
+
+def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True) -> list[Buffer]:
+    """Give the running statistics that training-mode BatchNormalization updates.
+
+    ONNX averages the biased variance; with ``unbiased`` the batch's share is scaled by n / (n - 1), as
+    torch does. Statistics that several nodes share are updated by each in turn.
+    """
+    graph = model.graph
+    newest: dict[ir.Value, ir.Value] = {}
+    for node in list(graph):
+        if (
+            node.op_type != "BatchNormalization"
+            or node.domain != ""
+            or not _int(node, "training_mode")
+        ):
+            continue
+        x = node.inputs[0]
+        assert x is not None
+        for i, out in ((3, 1), (4, 2)):
+            old = node.inputs[i]
+            if old is None or not old.is_initializer():
+                continue
+            new = op.extra_output(node, out)
+            if old in newest:  # a second use in one step continues from the first
+                momentum = _momentum(node)
+                step = op.Sub(new, op.Mul(old, momentum))
+                new = op.Add(op.Mul(newest[old], momentum), step)
+            if i == 4 and unbiased:
+                new = _unbiased(op, node, x, newest.get(old, old), new)
+            newest[old] = new
+    return [Buffer(old.name or "", old, new) for old, new in newest.items()]
+
+
+def _unbiased(op: OpBuilder, node: ir.Node, x: ir.Value, old: ir.Value, new: ir.Value) -> ir.Value:
+    kept = op.Mul(old, _momentum(node))
+    axes = [i for i in range(op.rank(x)) if i != 1]
+    n = op.cast(op.count(x, axes), new.dtype)
+    # A single value has no spread: the share is zero then, and the factor must not be infinite.
+    rest = op.Sub(n, 1.0)
+    factor = op.Div(n, op.Where(op.Greater(rest, 0.0), rest, 1.0))
+    return op.Add(kept, op.Mul(op.Sub(new, kept), factor))
+
+
+def _momentum(node: ir.Node) -> float:
+    attribute = node.attributes.get("momentum")
+    return 0.9 if attribute is None else attribute.as_float()
+
+
+def _int(node: ir.Node, name: str) -> int:
+    attribute = node.attributes.get(name)
+    return 0 if attribute is None else attribute.as_int()
+
+
+def _always_on(node: ir.Node) -> bool:
+    flag = node.inputs[2] if len(node.inputs) > 2 else None
+    array = S.constant_of(flag)
+    return array is not None and bool(array.reshape(-1)[0])
+
+
+def _restore_statistics(node: ir.Node) -> None:
+    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
+    for i, out in enumerate(node.outputs[1:], 3):
+        statistic = node.inputs[i]
+        if statistic is not None:
+            out.replace_all_uses_with(statistic, replace_graph_outputs=True)
+    node.resize_outputs(1)
+
+
+def _bypass(node: ir.Node) -> None:
+    x, y, graph = node.inputs[0], node.outputs[0], node.graph
+    assert x is not None
+    assert isinstance(graph, ir.Graph)
+    if len(node.outputs) > 1 and node.outputs[1].uses():
+        # Somebody reads the mask: leave the node, switched off.
+        node.resize_inputs(2)
+        return
+    if y.is_graph_output():
+        node.resize_inputs(1)
+        identity = ir.Node("", "Identity", [x], num_outputs=1, name=node.name, version=node.version)
+        new = identity.outputs[0]
+        new.name, new.type, new.shape = y.name, y.type, y.shape
+        y.name = f"{y.name}.dropout"
+        graph.insert_before(node, identity)
+        y.replace_all_uses_with(new, replace_graph_outputs=True)
+    else:
+        y.replace_all_uses_with(x)
+    graph.remove(node, safe=True)

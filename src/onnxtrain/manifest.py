@@ -1,0 +1,241 @@
+"""The manifest: the only contract between what was built and what trains it.
+
+Every input and output of every model is listed with its role; consumers go by roles, never by names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from onnxtrain.errors import CheckpointError
+
+FORMAT = 1
+
+ROLES = (
+    "input target parameter frozen buffer gradient accumulator state lr step rng grad_scale reset "
+    "loss metric output"
+).split()
+MODEL_ROLES = ("train", "eval", "optimizer", "step", "infer")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """An input or output of a model."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    role: str
+    feeds: str | None = None
+    """For an output: the input that it replaces in the next call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """One model file."""
+
+    role: str
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    target: str = "cpu"
+    steps_per_call: int = 1
+    sha256: str = ""
+
+    def input(self, role: str) -> TensorSpec | None:
+        """Give the first input of a role."""
+        return next((t for t in self.inputs if t.role == role), None)
+
+    def inputs_of(self, *roles: str) -> list[TensorSpec]:
+        """Give the inputs of some roles, in order."""
+        return [t for t in self.inputs if t.role in roles]
+
+    def outputs_of(self, *roles: str) -> list[TensorSpec]:
+        """Give the outputs of some roles, in order."""
+        return [t for t in self.outputs if t.role in roles]
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where raw little-endian bytes of a tensor lie."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSpec:
+    """A parameter or buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    locations: tuple[Location, ...] = ()
+    """Its bytes in the inference model, to be overwritten with trained ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """One state tensor of the optimizer."""
+
+    name: str
+    parameter: str
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    init: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """All there is to know about a directory of artifacts."""
+
+    models: tuple[ModelSpec, ...]
+    parameters: tuple[WeightSpec, ...]
+    buffers: tuple[WeightSpec, ...]
+    state: tuple[StateSpec, ...]
+    optimizer: Mapping[str, Any]
+    loss: Mapping[str, Any]
+    accumulate: int = 1
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    checkpoint: str = "checkpoint"
+    weights: str | None = None
+    """File with frozen parameters and constants that the models share, if there are any."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """sha256 of every other file: checkpoint, weights."""
+    format: int = FORMAT
+
+    def model(self, role: str, target: str | None = None, steps: int = 1) -> ModelSpec | None:
+        """Give the model of a role, for a target if one is named."""
+        return next(
+            (
+                m
+                for m in self.models
+                if m.role == role and target in (None, m.target) and m.steps_per_call == steps
+            ),
+            None,
+        )
+
+    def to_json(self, *, hashes: bool = True) -> str:
+        """Give the text of ``manifest.json``, with sorted keys."""
+        return json.dumps(self.to_dict(hashes=hashes), indent=1, sort_keys=True) + "\n"
+
+    def to_dict(self, *, hashes: bool = True) -> dict[str, Any]:
+        """Give the manifest as plain data."""
+        data = json.loads(json.dumps(dataclasses.asdict(self)))
+        if not hashes:
+            data["files"] = {}
+            for model in data["models"]:
+                model["sha256"] = ""
+        return data
+
+    @classmethod
+    def from_json(cls, text: str | bytes, label: str = "manifest.json") -> Manifest:
+        """Read and validate a manifest.
+
+        Raises:
+            CheckpointError: naming what is missing or wrong.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{label}: not JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{label}: not an object")
+        if data.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{label}: format {data.get('format')!r}, this version reads {FORMAT}\n"
+                "hint: build the artifacts again, or install the version that made them"
+            )
+        manifest = _read(cls, data, label)
+        _check(manifest, label)
+        return manifest
+
+
+_NESTED: dict[str, type] = {
+    "models": ModelSpec,
+    "inputs": TensorSpec,
+    "outputs": TensorSpec,
+    "parameters": WeightSpec,
+    "buffers": WeightSpec,
+    "state": StateSpec,
+    "locations": Location,
+}
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "name": (str,), "dtype": (str,), "role": (str,), "file": (str,), "target": (str,), "sha256": (str,),
+    "parameter": (str,), "slot": (str,), "checkpoint": (str,), "feeds": (str, type(None)),
+    "weights": (str, type(None)), "offset": (int,), "nbytes": (int,), "steps_per_call": (int,),
+    "accumulate": (int,), "format": (int,), "init": (int, float), "optimizer": (dict,), "loss": (dict,),
+    "options": (dict,), "files": (dict,), "shape": (list,), "aliases": (list,),
+}  # fmt: skip
+
+
+def _read(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{where}: expected an object, got {type(data).__name__}")
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(data.keys() - fields.keys())
+    if unknown:
+        raise CheckpointError(f"{where}: unknown entries: {', '.join(unknown)}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name not in data:
+            if (
+                field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            ):
+                raise CheckpointError(f"{where}: {name!r} is missing")
+            continue
+        values[name] = _value(name, data[name], f"{where}: {name}")
+    return kind(**values)
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    if name in _NESTED:
+        if not isinstance(value, list):
+            raise CheckpointError(f"{where}: expected a list")
+        return tuple(_read(_NESTED[name], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if not isinstance(value, _PLAIN[name]) or (
+        isinstance(value, bool) and bool not in _PLAIN[name]
+    ):
+        raise CheckpointError(f"{where}: {value!r} has the wrong type")
+    if name in ("shape", "aliases"):
+        allowed = (int, str) if name == "shape" else (str,)
+        if not all(isinstance(v, allowed) and not isinstance(v, bool) for v in value):
+            raise CheckpointError(f"{where}: {value!r} has the wrong type")
+        return tuple(value)
+    return value
+
+
+def _check(manifest: Manifest, label: str) -> None:
+    for model in manifest.models:
+        if model.role not in MODEL_ROLES:
+            raise CheckpointError(f"{label}: unknown model role {model.role!r}")
+        inputs = {t.name for t in model.inputs}
+        for tensor in (*model.inputs, *model.outputs):
+            if tensor.role not in ROLES:
+                raise CheckpointError(
+                    f"{label}: {tensor.name!r} has the unknown role {tensor.role!r}"
+                )
+            if tensor.feeds is not None and tensor.feeds not in inputs:
+                raise CheckpointError(
+                    f"{label}: {tensor.name!r} feeds {tensor.feeds!r}, not an input"
+                )
+    for name in _files(manifest):
+        if name != name.strip() or "/" in name or "\\" in name or name in ("", ".", ".."):
+            raise CheckpointError(f"{label}: file name {name!r} is not plain")
+
+
+def _files(manifest: Manifest) -> Iterator[str]:
+    yield from (m.file for m in manifest.models)
+    yield manifest.checkpoint
+    yield from manifest.files
+    if manifest.weights is not None:
+        yield manifest.weights
+    for weight in (*manifest.parameters, *manifest.buffers):
+        yield from (place.file for place in weight.locations)
