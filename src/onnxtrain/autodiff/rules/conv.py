@@ -9,6 +9,7 @@ from onnxtrain.autodiff.rules.conv_weight import weight_gradient
 from onnxtrain.autodiff.rules.windows import (
     Windows,
     crop_like,
+    fixed_padding,
     pad_at_run_time,
     same_pads,
     windows,
@@ -33,12 +34,14 @@ def conv(
     strides: list[int] | None,
 ) -> Gradients:
     """``dX`` is the transposed convolution of ``dy`` with W; ``dW`` correlates X with ``dy``."""
-    explicit = auto_pad == "NOTSET"
-    win = windows(kernel_shape or op.dims(w)[2:], strides, dilations, pads if explicit else None)
+    win = windows(
+        kernel_shape or op.dims(w)[2:], strides, dilations, pads if auto_pad == "NOTSET" else None
+    )
     db = None if b is None else op.ReduceSum(dy, [0, *win.axes], keepdims=0)
-    if explicit or auto_pad == "VALID":
-        dx = input_gradient(op, dy, w, x, win, group)
-        return dx, weight_gradient(op, x, dy, w, win, group), db
+    fixed = fixed_padding(op, x, y, win, auto_pad)
+    if fixed is not None:
+        dx = input_gradient(op, dy, w, x, fixed, group)
+        return dx, weight_gradient(op, x, dy, w, fixed, group), db
     before, after = same_pads(op, x, y, win, upper=auto_pad == "SAME_UPPER")
     padded = pad_at_run_time(op, x, before, after)
     dx = crop_like(op, input_gradient(op, dy, w, padded, win, group), before, x)
@@ -50,26 +53,29 @@ def input_gradient(
 ) -> ir.Value:
     """Give the gradient of a convolution's input ``x``, by a transposed convolution.
 
-    Windows that do not divide the input leave out up to stride - 1 of its last positions: these are
-    put back as output padding, or cut to size where the sizes are not known before the run.
+    Windows may leave out the last positions of the input, or reach beyond its padding (ceil_mode):
+    the result is padded or cut to the size of ``x``, at run time where sizes are not known before.
     """
-    extra, cut = [], []
-    for i, size in enumerate(op.dims(x)[2:]):
+    after, extra, cut = [], [], []
+    for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(dy)[2:], strict=True)):
         stride, extent = win.strides[i], win.extent(i)
-        if stride == 1:
-            extra.append(0)
-        elif isinstance(size, int) and extent is not None:
-            extra.append((size + win.before[i] + win.after[i] - extent) % stride)
+        known = isinstance(size, int) and isinstance(count, int) and extent is not None
+        if known:
+            beyond = stride * (count - 1) + extent - win.before[i] - size
+        elif stride == 1:
+            beyond = win.after[i]
         else:
-            extra.append(stride - 1)
+            beyond = 1 - stride
             cut.append(2 + i)
+        after.append(max(beyond, 0))
+        extra.append(max(-beyond, 0))
     dx = op.ConvTranspose(
         dy,
         w,
         dilations=win.dilations,
         group=group,
         output_padding=extra if any(extra) else None,
-        pads=win.pads,
+        pads=[*win.before, *after],
         strides=win.strides,
     )
     if cut:

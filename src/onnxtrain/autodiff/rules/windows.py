@@ -100,42 +100,48 @@ def pad(op: OpBuilder, x: ir.Value, win: Windows, value: float = 0.0) -> ir.Valu
 
 
 def tap_slices(
-    op: OpBuilder, padded: ir.Value, win: Windows, like: ir.Value, axes: Sequence[int] | None = None
+    op: OpBuilder,
+    padded: ir.Value,
+    win: Windows,
+    axes: Sequence[int] | None = None,
+    like: ir.Value | None = None,
 ) -> list[ir.Value]:
-    """Give, for each tap, what all windows read there; spatially each has the shape of ``like``.
+    """Give, for each tap, what all windows read there.
 
     Args:
         op: the builder.
         padded: the input, padded already.
         win: the windows.
-        like: its last axes are the positions of the windows.
         axes: the spatial axes of ``padded``, by default all but the first two.
+        like: its last axes are the positions of the windows; by default as many as fit.
     """
-    axes = win.axes if axes is None else axes
-    n = win.rank
-    sizes = [op.size(like, i - n) for i in range(n)]
-    whole = op.static(padded)
-    if all(isinstance(s, int) for s in sizes):
-        spans = [(s - 1) * stride + 1 for s, stride in zip(sizes, win.strides, strict=True)]
-        ends = [[t + s for t, s in zip(tap, spans, strict=True)] for tap in win.taps()]
-    else:
-        rank = op.rank(like)
-        last = op.Shape(like, start=rank - n)
-        if any(s != 1 for s in win.strides):
-            last = op.Add(op.Mul(op.Sub(last, 1), list(win.strides)), 1)
-        ends = [op.Add(last, list(tap)) if any(tap) else last for tap in win.taps()]
+    axes = win.axes if axes is None else list(axes)
+    whole = [op.dims(padded)[a] for a in axes]
+    ends = _fitting_ends(win) if like is None else _ends_like(op, win, like)
     steps = list(win.strides) if any(s != 1 for s in win.strides) else None
     found = []
     for tap, end in zip(win.taps(), ends, strict=True):
-        untouched = (
-            whole is not None
-            and not any(tap)
-            and steps is None
-            and not isinstance(end, ir.Value)
-            and [whole[a] for a in axes] == end
-        )
-        found.append(padded if untouched else op.Slice(padded, list(tap), end, list(axes), steps))
+        all_of_it = not any(tap) and steps is None and end in ([_END] * win.rank, whole)
+        found.append(padded if all_of_it else op.Slice(padded, list(tap), end, axes, steps))
     return found
+
+
+def _fitting_ends(win: Windows) -> list[list[int]]:
+    """Give where the slices of the taps end, counted from the end of the input."""
+    reach = [(win.extent(i) or 1) - 1 for i in range(win.rank)]
+    return [[t - r or _END for t, r in zip(tap, reach, strict=True)] for tap in win.taps()]
+
+
+def _ends_like(op: OpBuilder, win: Windows, like: ir.Value) -> list[list[int]] | list[ir.Value]:
+    """Give where the slices of the taps end, for as many windows as ``like`` has positions."""
+    sizes = [d for d in op.dims(like)[-win.rank :] if isinstance(d, int)]
+    if len(sizes) == win.rank:
+        spans = [(s - 1) * stride + 1 for s, stride in zip(sizes, win.strides, strict=True)]
+        return [[t + s for t, s in zip(tap, spans, strict=True)] for tap in win.taps()]
+    last = op.Shape(like, start=op.rank(like) - win.rank)
+    if any(s != 1 for s in win.strides):
+        last = op.Add(op.Mul(op.Sub(last, 1), list(win.strides)), 1)
+    return [op.Add(last, list(tap)) if any(tap) else last for tap in win.taps()]
 
 
 def same_pads(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows, *, upper: bool) -> tuple:
@@ -167,3 +173,26 @@ def crop_like(op: OpBuilder, padded: ir.Value, before: ir.Value, x: ir.Value) ->
     """Undo padding: give the part of ``padded`` that ``x`` is."""
     axes = list(range(2, op.rank(x)))
     return op.Slice(padded, before, op.Add(before, op.Shape(x, start=2)), axes)
+
+
+def fixed_padding(
+    op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows, auto_pad: str
+) -> Windows | None:
+    """Give the windows with automatic padding made explicit; ``None`` if only a run can tell."""
+    if auto_pad in ("NOTSET", "VALID"):
+        return win
+    before, after = [], []
+    for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(y)[2:], strict=True)):
+        stride, extent = win.strides[i], win.extent(i)
+        if extent is None:
+            return None
+        if stride == 1:
+            total = extent - 1
+        elif isinstance(size, int) and isinstance(count, int):
+            total = max(stride * (count - 1) + extent - size, 0)
+        else:
+            return None
+        small, large = total // 2, total - total // 2
+        before.append(small if auto_pad == "SAME_UPPER" else large)
+        after.append(large if auto_pad == "SAME_UPPER" else small)
+    return dataclasses.replace(win, before=tuple(before), after=tuple(after))

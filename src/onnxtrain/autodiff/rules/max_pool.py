@@ -1,0 +1,185 @@
+"""Pooling by maximum, and its partial inverse.
+
+Of equal maxima in a window the first one, in the order of the axes, gets the gradient, as in torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.autodiff.registry import Gradients, vjp
+from onnxtrain.autodiff.rules.conv import input_gradient
+from onnxtrain.autodiff.rules.windows import (
+    Windows,
+    crop_like,
+    fixed_padding,
+    pad,
+    pad_at_run_time,
+    same_pads,
+    tap_slices,
+    windows,
+)
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shape_ops import Size
+
+WITHOUT_INDICES = frozenset({"webgpu", "portable"})
+"""Targets where MaxPool has no Indices output."""
+WITH_UNPOOL = frozenset({"cpu", "wasm"})
+"""Targets with a kernel for MaxUnpool."""
+
+
+@vjp("MaxPool")
+def max_pool(
+    op: OpBuilder,
+    dy: ir.Value,
+    x: ir.Value,
+    *,
+    y: ir.Value,
+    node: ir.Node,
+    auto_pad: str,
+    dilations: list[int] | None,
+    kernel_shape: list[int],
+    pads: list[int] | None,
+    storage_order: int,
+    strides: list[int] | None,
+) -> Gradients:
+    """Send ``dy`` to where the maximum was."""
+    win = windows(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
+    if op.target in WITHOUT_INDICES:
+        return _by_first_match(op, dy, x, y, win, auto_pad)
+    if storage_order == 0:
+        indices = op.extra_output(node, 1)
+    else:  # the node's own indices count column by column
+        attributes = {k: v for k, v in node.attributes.items() if k != "storage_order"}
+        plain = {k: v.value for k, v in attributes.items()}
+        _, indices = op.MaxPool(x, _outputs=2, **plain)
+    fixed = fixed_padding(op, x, y, win, auto_pad)
+    kernel = None if fixed is None else _unpooling_kernel(op, x, y, fixed)
+    if fixed and kernel and op.target in WITH_UNPOOL and x.dtype == ir.DataType.FLOAT:
+        return op.MaxUnpool(
+            dy,
+            indices,
+            kernel_shape=kernel,
+            pads=[*fixed.before, *[0] * win.rank],
+            strides=win.strides,
+        )
+    return op.reshape_like(_scatter(op, dy, indices, x), x)
+
+
+def _unpooling_kernel(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> list[int] | None:
+    """Give the kernel with which MaxUnpool makes an output of the size of ``x``.
+
+    ``None`` if windows overlap, as MaxUnpool does not add, or if sizes are not known.
+    """
+    if any(s < (win.extent(i) or 0) for i, s in enumerate(win.strides)):
+        return None
+    sizes, counts = op.dims(x)[2:], op.dims(y)[2:]
+    if not all(isinstance(d, int) for d in (*sizes, *counts)):
+        return None
+    return [
+        size + before - (count - 1) * stride
+        for size, count, stride, before in zip(sizes, counts, win.strides, win.before, strict=True)
+    ]
+
+
+def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.Value:
+    """Add ``dy`` up at flat positions of a tensor as large as ``x``."""
+    assert x.dtype is not None
+    flat = op.full(_vector(op, _size(op, x)), 0.0, x.dtype)
+    updates = op.Reshape(dy, [-1])
+    return op.ScatterElements(flat, op.Reshape(indices, [-1]), updates, axis=0, reduction="add")
+
+
+def _by_first_match(
+    op: OpBuilder, dy: ir.Value, x: ir.Value, y: ir.Value, win: Windows, auto_pad: str
+) -> ir.Value:
+    """Compare what the windows read with their maxima, tap by tap; the first match takes ``dy``."""
+    rows = op.reshape(x, [-1, 1, *(op.size(x, a) for a in win.axes)])
+    # Equal to no maximum, so never matched.
+    lowest = -65504.0 if x.dtype == ir.DataType.FLOAT16 else -3.4e38
+    fixed = fixed_padding(op, x, y, win, auto_pad)
+    if fixed is not None:
+        image, before = pad(op, rows, _reaching(op, rows, y, fixed), lowest), None
+    else:
+        before, after = same_pads(op, x, y, win, upper=auto_pad == "SAME_UPPER")
+        image = pad_at_run_time(op, rows, before, after, lowest)
+    sizes = [op.size(y, a) for a in win.axes]
+    maxima, dy = op.reshape(y, [-1, 1, *sizes]), op.reshape(dy, [-1, 1, *sizes])
+    free, taken = None, []
+    for tap in tap_slices(op, image, win, like=y):
+        match = op.Cast(op.Equal(tap, maxima), to=x.dtype)
+        first = match if free is None else op.Mul(match, free)
+        free = op.Sub(1.0, match) if free is None else op.Sub(free, first)
+        taken.append(first)
+    parts = op.Mul(taken[0] if len(taken) == 1 else op.Concat(*taken, axis=1), dy)
+    kernel = np.eye(len(taken)).reshape(len(taken), 1, *(win.static_kernel or ()))
+    place = op.const(kernel, x.dtype)
+    if fixed is not None:
+        dx = input_gradient(op, parts, place, rows, fixed)
+    else:
+        assert before is not None
+        dx = crop_like(op, input_gradient(op, parts, place, image, win), before, rows)
+    return op.reshape_like(dx, x)
+
+
+def _reaching(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> Windows:
+    """Give windows with padding up to where the last one ends, which ceil_mode lets hang over."""
+    after = []
+    for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(y)[2:], strict=True)):
+        stride, extent = win.strides[i], win.extent(i)
+        assert extent is not None
+        if isinstance(size, int) and isinstance(count, int):
+            needed = stride * (count - 1) + extent - win.before[i] - size
+            after.append(max(needed, 0))
+        else:
+            after.append(win.after[i] + stride - 1)
+    return windows(win.kernel, win.strides, win.dilations, [*win.before, *after])
+
+
+@vjp("GlobalMaxPool")
+def global_max_pool(op: OpBuilder, dy: ir.Value, x: ir.Value) -> Gradients:
+    """Send ``dy`` to where the maximum was."""
+    rows = op.Reshape(x, [0, 0, -1])
+    where = op.ArgMax(rows, axis=2, keepdims=1)
+    hit = op.Equal(op.iota(op.size(rows, 2)), where)
+    dx = op.Where(hit, op.Reshape(dy, [0, 0, 1]), 0.0)
+    return op.reshape_like(dx, x)
+
+
+@vjp("MaxUnpool")
+def max_unpool(
+    op: OpBuilder,
+    dy: ir.Value,
+    x: ir.Value,
+    indices: ir.Value,
+    output_shape: ir.Value | None = None,
+    *,
+    kernel_shape: list[int],
+    strides: list[int] | None,
+) -> Gradients:
+    """Read ``dy`` where x was put.
+
+    Indices are positions in the flattened output, as onnxruntime takes them. Where windows overlap,
+    several elements may go to one place: the last one stays there, and gets the gradient.
+    """
+    dx = op.Gather(op.Reshape(dy, [-1]), indices)
+    steps = strides or [1] * len(kernel_shape)
+    if all(s >= k for s, k in zip(steps, kernel_shape, strict=True)):
+        return dx
+    flat = op.Reshape(indices, [-1])
+    number = op.iota(_size(op, indices))
+    nobody = op.full(_vector(op, _size(op, dy)), -1, ir.DataType.INT64)
+    last = op.ScatterElements(nobody, flat, number, axis=0, reduction="max")
+    stays = op.Equal(op.Gather(last, indices), op.reshape_like(number, indices))
+    return op.Where(stays, dx, 0.0)
+
+
+def _size(op: OpBuilder, x: ir.Value) -> Size:
+    """Give the number of elements."""
+    static = op.static(x)
+    return op.Reshape(op.Size(x), [1]) if static is None else int(np.prod(static))
+
+
+def _vector(op: OpBuilder, size: Size) -> ir.Value:
+    return op.const([size]) if isinstance(size, int) else size
