@@ -73,7 +73,7 @@ def _family(op: str, oracle: Callable) -> list[OpCase]:
             {"ignore_index": -1},
             torch=oracle(ignore=-1),
             id="ignore",
-            forward="torch",  # the reference evaluator counts ignored labels in the mean
+            forward="torch",  # the reference counts negative ignored labels in a mean
         ),
         OpCase(
             op,
