@@ -37,21 +37,23 @@ def prepare(
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         passes.InlinePass()(model)
+    given = set(model.graph.initializers)
     before = model.opset_imports.get("", OPSET)
     model = to_working_opset(model)
     after = model.opset_imports[""]
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
-    constants = lift_constants(model)
+    lift_constants(model)
     infer_shapes(model.graph, after)
     repairs += resolve_sequences(model)
     repairs += decompose(
         model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
     )
     model = inline_bodies(model, inline)
-    constants |= lift_constants(model)
+    lift_constants(model)
     infer_shapes(model.graph, after)
     repairs += normalise(model)
+    constants = set(model.graph.initializers) - given  # ours, also those of decompositions
     constants |= fold(model, constants)
     remove_identities(model)
     remove_dead(model)
