@@ -209,11 +209,14 @@ def _check_standard(result: Result, model: onnx.ModelProto) -> None:
 
 
 def _count_nodes(result: Result, model: onnx.ModelProto, gradient: onnx.ModelProto) -> None:
-    total = sum(1 for _ in _nodes(gradient.graph))
-    backward = sum(
-        1 for node in gradient.graph.node if any(out.startswith("grad/") for out in node.output)
-    )
-    result.nodes_forward, result.nodes_backward = total - backward, backward
+    """Nodes of the gradient model that compute values and gradients, bodies of loops included."""
+    gradients = {value.name for value in gradient.graph.output[len(model.graph.output) :]}
+    for node in gradient.graph.node:
+        body = sum(1 for a in node.attribute for _ in _nodes(a.g))
+        if any(name in gradients or name.startswith("grad/") for name in node.output):
+            result.nodes_backward += 1 + body
+        else:
+            result.nodes_forward += 1 + body
 
 
 def _nodes(graph: onnx.GraphProto):

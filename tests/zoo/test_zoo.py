@@ -3,7 +3,10 @@
 import pytest
 from torch import nn
 
+import onnxtrain
+
 from .check import check
+from .export import export
 from .models import ZOO, ZooModel
 
 
@@ -33,6 +36,14 @@ def test_flags_tell_the_truth(entry: ZooModel):
     assert entry.dropout == any(isinstance(part, nn.Dropout) and part.p for part in parts)
     assert sum(p.numel() for p in module.parameters()) < 20_000
     assert entry.static or all(draw.batched for draw in entry.draws)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "gru"])
+def test_default_parameters_are_torchs(name: str):
+    """Without names every parameter is found, BatchNorm statistics and masks are not."""
+    exported = export(ZOO[name])
+    found = set(onnxtrain.parameters(exported.model))
+    assert found == set(exported.names.values())
 
 
 def test_same_seed_same_values():
