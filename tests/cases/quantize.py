@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tests.cases.base import OpCase, ints, positive
+from tests.cases.base import OpCase, distinct, ints, positive
 
 ROWS = [[-7, 3, 120], [5, 0, -128]]
 # There is no float64 DequantizeLinear, hence forward="torch".
@@ -68,5 +68,20 @@ CASES = [
         torch=lambda x, s: x.double() * s,
         forward="torch",
         id="int32",
+    ),
+    OpCase(
+        "DynamicQuantizeLinear",
+        (distinct(3, 4),),
+        torch=lambda x: (x.max() - x.min()) / 255,
+        outputs=["_y", "scale", "_zero"],
+        forward="torch",
+    ),
+    OpCase(
+        "DynamicQuantizeLinear",
+        (positive(5),),
+        torch=lambda x: x.max() / 255,
+        outputs=["_y", "scale", "_zero"],
+        forward="torch",
+        id="positive",
     ),
 ]

@@ -182,6 +182,8 @@ class ShapeOps:
     def full(self, sizes: Sequence[Size] | ir.Value, value: float, dtype: ir.DataType) -> ir.Value:
         """Give a tensor of the given shape with one value everywhere."""
         shape = sizes if isinstance(sizes, ir.Value) else self.vector(sizes)
+        if self.target == "webgpu":  # has no ConstantOfShape
+            return self.Expand(self.const(value, dtype), shape)
         filler = ir.tensor(np.full(1, value, dtype.numpy()), dtype=dtype)
         return self.ConstantOfShape(shape, value=filler)
 

@@ -16,7 +16,8 @@ import onnx_ir as ir
 from onnxtrain.autodiff.registry import no_gradient, vjp
 from onnxtrain.graph import sizes as Z
 
-no_gradient("QuantizeLinear", "DynamicQuantizeLinear", why="it rounds to integers", refuse=True)
+# DynamicQuantizeLinear has a body, which computes a scale and then uses QuantizeLinear.
+no_gradient("QuantizeLinear", why="it rounds to integers", refuse=True)
 no_gradient("QLinearConv", "QLinearMatMul", why="it rounds to integers", refuse=True)
 no_gradient("ConvInteger", "MatMulInteger", why="works on integers", refuse=True)
 
