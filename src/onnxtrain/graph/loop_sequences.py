@@ -24,7 +24,7 @@ def as_scan_outputs(
         The Loop, a new one if something was done, and for each sequence it gave the value that now
         stands for it, with the stack of its elements.
     """
-    body = node.attributes["body"].as_graph()
+    body, outer = node.attributes["body"].as_graph(), _outer_symbols(node)
     chosen = {
         i: element
         for i in range(2, len(node.inputs))
@@ -63,7 +63,10 @@ def as_scan_outputs(
     stacks: dict[ir.Value, ir.Value] = {}
     for i, element, stack in zip(chosen, scans, loop.outputs[-len(scans) :], strict=True):
         stack.type = element.type
-        S.set_dims(stack, [D.symbol(f"{stack.name}.0"), *(S.dims_of(element) or ())])
+        known = [None if D.symbols(d) - outer else d for d in S.dims_of(element) or ()]
+        names = [D.symbol(f"{stack.name}.{k}") for k in range(len(known) + 1)]
+        sizes = [b if a is None else a for a, b in zip(known, names[1:], strict=True)]
+        S.set_dims(stack, [names[0], *sizes])
         old, new = node.outputs[i - 2], op.SplitToSequence(stack, axis=0, keepdims=0)
         if old.is_graph_output():
             name, old.name = old.name, op.names.fresh(f"{old.name}.replaced")
@@ -72,6 +75,17 @@ def as_scan_outputs(
         stacks[new] = stack
     node.graph.remove(node, safe=True)
     return loop, stacks
+
+
+def _outer_symbols(node: ir.Node) -> set[str]:
+    """Give the symbolic sizes that mean the same inside and outside of a Loop."""
+    return {
+        symbol
+        for x in (*node.inputs, *captured(node))
+        if x is not None
+        for d in S.dims_of(x) or ()
+        for symbol in D.symbols(d)
+    }
 
 
 def _appended(node: ir.Node, body: ir.Graph, i: int) -> ir.Value | None:
@@ -87,13 +101,25 @@ def _appended(node: ir.Node, body: ir.Graph, i: int) -> ir.Value | None:
         return None
     element = append.inputs[1]
     assert element is not None
-    dims = S.dims_of(element)
-    outer = {
-        symbol
-        for x in (*node.inputs, *captured(node))
-        if x is not None
-        for d in S.dims_of(x) or ()
-        for symbol in D.symbols(d)
-    }
-    fixed = dims is not None and all(d is not None and D.symbols(d) <= outer for d in dims)
+    dims, outer = S.dims_of(element), _outer_symbols(node)
+    fixed = dims is not None and all(
+        dims[k] is not None and D.symbols(dims[k]) <= outer
+        for k in _free_axes(node.outputs[i - 2], len(dims))
+    )
     return element if fixed else None
+
+
+def _free_axes(sequence: ir.Value, rank: int) -> list[int]:
+    """Give the axes along which the elements of a sequence may differ.
+
+    Elements that are only concatenated agree on all other axes, or the model would not run.
+    """
+    uses = list(sequence.uses())
+    if sequence.is_graph_output() or any(use.node.op_type != "ConcatFromSequence" for use in uses):
+        return list(range(rank))
+    free = set()
+    for use in uses:
+        new_axis = use.node.attributes.get("new_axis")
+        if new_axis is None or not new_axis.as_int():
+            free.add(use.node.attributes["axis"].as_int() % rank if rank else 0)
+    return sorted(free) if rank else []
