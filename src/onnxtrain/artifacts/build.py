@@ -145,7 +145,13 @@ def build(
 
 
 def _check_options(
-    mode: str, accumulate: int, ema: float | None, precision: str, recompute: Sequence[str], target: str, randomness: str
+    mode: str,
+    accumulate: int,
+    ema: float | None,
+    precision: str,
+    recompute: Sequence[str],
+    target: str,
+    randomness: str,
 ) -> None:
     if mode not in ("train", "as-is"):
         raise PrepareError(f"no such mode: {mode!r}\nhint: train or as-is")
@@ -189,11 +195,7 @@ def _candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
         out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
         found = [x for x in found if x not in out]
     named = _list(train)
-    found = [
-        x
-        for x in found
-        if x not in statistics or any(n == x.name for n in named)
-    ]
+    found = [x for x in found if x not in statistics or any(n == x.name for n in named)]
     if not found:
         raise PrepareError(
             "no parameter is left to train\nhint: look at `onnxtrain explain`, then at train and freeze"

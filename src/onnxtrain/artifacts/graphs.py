@@ -22,7 +22,13 @@ from onnxtrain.graph.randomness import portable_dropout
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.losses import Attached, attach_loss
 from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec
-from onnxtrain.optim import Optimizer, clip_by_global_norm, clip_by_value, global_norm, moving_average
+from onnxtrain.optim import (
+    Optimizer,
+    clip_by_global_norm,
+    clip_by_value,
+    global_norm,
+    moving_average,
+)
 
 if TYPE_CHECKING:
     from onnxtrain.artifacts.build import Clip
@@ -108,7 +114,9 @@ def training_graph(model: ir.Model, plan: Plan) -> Built:
     return built
 
 
-def step_graph(model: ir.Model, plan: Plan, names: Sequence[str], state: Sequence[StateSpec]) -> Built:
+def step_graph(
+    model: ir.Model, plan: Plan, names: Sequence[str], state: Sequence[StateSpec]
+) -> Built:
     """One whole step: loss, new parameters, new state, new buffers."""
     built, op, attached, buffers, grads = _backward(model, plan, "step", split=True)
     assert list(grads) == list(names)
@@ -135,7 +143,9 @@ def eval_graph(model: ir.Model, plan: Plan, names: Sequence[str]) -> Built:
     graph = model.graph
     _user_inputs(built, attached)
     values = [graph.initializers[n] for n in names if n in graph.initializers]
-    statistics = [graph.initializers[n] for n in plan.buffers if n in graph.initializers and n not in names]
+    statistics = [
+        graph.initializers[n] for n in plan.buffers if n in graph.initializers and n not in names
+    ]
     _lift(built, values, "parameter")
     _lift(built, statistics, "buffer")
     op = OpBuilder(graph, "eval/", target=plan.target)
@@ -143,7 +153,9 @@ def eval_graph(model: ir.Model, plan: Plan, names: Sequence[str]) -> Built:
     return built
 
 
-def optimizer_graph(plan: Plan, arrays: Mapping[str, np.ndarray], state: Sequence[StateSpec]) -> Built:
+def optimizer_graph(
+    plan: Plan, arrays: Mapping[str, np.ndarray], state: Sequence[StateSpec]
+) -> Built:
     """New parameters and state from accumulated gradients."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="optimizer")
     model = ir.Model(graph, ir_version=10)
@@ -184,7 +196,9 @@ def _backward(
     chosen = [graph.initializers[n] for n in plan.candidates if n in graph.initializers]
     dead = [x.name or "" for x in chosen if x not in useful]
     if dead and plan.chosen_by_user:
-        raise PrepareError(f"no differentiable path to the loss from: {', '.join(dead)}\nhint: leave them out of `train`")
+        raise PrepareError(
+            f"no differentiable path to the loss from: {', '.join(dead)}\nhint: leave them out of `train`"
+        )
     chosen = [x for x in chosen if x in useful]
     if not chosen:
         raise PrepareError("no parameter reaches the loss\nhint: look at `onnxtrain explain`")
@@ -231,7 +245,11 @@ def _update(
 
 
 def _report(
-    built: Built, op: OpBuilder, attached: Attached, plan: Plan, grads: Mapping[str, ir.Value] | None
+    built: Built,
+    op: OpBuilder,
+    attached: Attached,
+    plan: Plan,
+    grads: Mapping[str, ir.Value] | None,
 ) -> None:
     """Declare loss, metrics and the model's own outputs."""
     _output(built, op, attached.loss, "loss", "loss")

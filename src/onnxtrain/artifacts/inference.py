@@ -40,7 +40,9 @@ def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
 def _spec(x: ir.Value, role: str) -> TensorSpec:
     dtype = "sequence" if x.dtype is None else x.dtype.name.lower()
     dims = S.dims_of(x) or ()
-    return TensorSpec(x.name or "", dtype, tuple(d if isinstance(d, int) else str(d or "?") for d in dims), role)
+    return TensorSpec(
+        x.name or "", dtype, tuple(d if isinstance(d, int) else str(d or "?") for d in dims), role
+    )
 
 
 def locate(data: bytes, file: str) -> dict[str, Location]:

@@ -1,0 +1,97 @@
+"""Batches turned into what a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from onnxtrain.errors import ShapeError
+from onnxtrain.manifest import TensorSpec
+
+_DTYPES = {
+    "float": np.float32, "double": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
+    "int64": np.int64, "int32": np.int32, "int16": np.int16, "int8": np.int8, "uint8": np.uint8,
+    "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64, "bool": np.bool_,
+}  # fmt: skip
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Give the numpy type of a manifest's dtype."""
+    return np.dtype(_DTYPES[dtype])
+
+
+def to_array(value: Any) -> np.ndarray:
+    """Give an array of anything array-like; torch tensors included, torch not needed."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    return np.asarray(value)
+
+
+def feed(
+    specs: Sequence[TensorSpec], positional: Sequence[Any], named: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Match a batch to inputs, convert types without loss, check shapes.
+
+    Raises:
+        ShapeError: naming the tensor, what was expected and what came.
+    """
+    names = [s.name for s in specs]
+    if len(positional) > len(names):
+        raise ShapeError(f"{len(positional)} tensors given, the model takes {', '.join(names)}")
+    given = dict(zip(names, positional, strict=False))
+    twice = [n for n in named if n in given]
+    unknown = [n for n in named if n not in names]
+    if twice or unknown:
+        what = (
+            f"given twice: {', '.join(twice)}" if twice else f"no such input: {', '.join(unknown)}"
+        )
+        raise ShapeError(f"{what}\nhint: the model takes {', '.join(names)}")
+    given.update(named)
+    missing = [n for n in names if n not in given]
+    if missing:
+        raise ShapeError(f"missing from the batch: {', '.join(missing)}")
+    sizes: dict[str, tuple[int, str]] = {}
+    return {s.name: _fit(s, to_array(given[s.name]), sizes) for s in specs}
+
+
+def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]]) -> np.ndarray:
+    want = numpy_dtype(spec.dtype)
+    if array.dtype != want:
+        array = _convert(spec, array, want)
+    expected = f"{spec.name!r} is {spec.dtype}{list(spec.shape)}"
+    if array.ndim != len(spec.shape):
+        raise ShapeError(f"{expected}, got shape {list(array.shape)}")
+    for have, dim in zip(array.shape, spec.shape, strict=True):
+        if isinstance(dim, int):
+            if have != dim:
+                raise ShapeError(f"{expected}, got shape {list(array.shape)}")
+        elif dim.isidentifier():
+            known = sizes.setdefault(dim, (have, spec.name))
+            if known[0] != have:
+                raise ShapeError(
+                    f"{expected}, but {dim} is {have} here and {known[0]} in {known[1]!r}"
+                )
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _convert(spec: TensorSpec, array: np.ndarray, want: np.dtype[Any]) -> np.ndarray:
+    refusal = f"{spec.name!r} is {spec.dtype}, got {array.dtype}"
+    if array.dtype.kind in "OUSMm":
+        raise ShapeError(refusal)
+    is_float = want.kind == "f" or want == np.dtype(ml_dtypes.bfloat16)
+    if is_float:
+        if array.dtype.kind in "iufb" or array.dtype == np.dtype(ml_dtypes.bfloat16):
+            return array.astype(want)
+        raise ShapeError(refusal)
+    if array.dtype.kind == "f":
+        whole = array.astype(want)
+        if not np.array_equal(whole.astype(array.dtype), array):
+            raise ShapeError(f"{refusal} with values that are not whole numbers")
+        return whole
+    converted = array.astype(want)
+    if not np.array_equal(converted, array):
+        raise ShapeError(f"{refusal} with values that do not fit")
+    return converted

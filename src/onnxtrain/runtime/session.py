@@ -1,0 +1,83 @@
+"""The only place that imports onnxruntime."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.errors import MissingExtraError, OnnxTrainError
+
+DEVICES = ("cpu", "cuda")
+
+
+def runtime() -> ModuleType:
+    """Give the onnxruntime module.
+
+    Raises:
+        MissingExtraError: with the command that installs it.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtraError(
+            'onnxruntime is not installed\nhint: pip install "onnxtrain[cpu]" (or [gpu])'
+        ) from error
+    return onnxruntime
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this installation does not have."""
+    if device not in DEVICES:
+        raise OnnxTrainError(f"no such device: {device!r}\nhint: one of {', '.join(DEVICES)}")
+    if device == "cuda" and "CUDAExecutionProvider" not in runtime().get_available_providers():
+        raise MissingExtraError(
+            'this onnxruntime has no CUDA\nhint: pip install "onnxtrain[gpu]" on a machine with a GPU'
+        )
+
+
+def create(source: bytes | str, *, device: str = "cpu", threads: int | None = None) -> Any:
+    """Give a session for a model, with the options that training wants.
+
+    Args:
+        source: serialised model, or a path if it has external data.
+        device: ``cpu`` or ``cuda``.
+        threads: of the session's pool; ``None`` leaves the choice to onnxruntime.
+    """
+    ort = runtime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    # Patterns of a dynamic batch are rarely reused and double the memory of large models.
+    options.enable_mem_pattern = False
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    # Vanishing gradients would otherwise run at a tenth of the speed.
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    providers = ["CPUExecutionProvider"]
+    if device == "cuda":
+        providers = ["CUDAExecutionProvider", *providers]
+    try:
+        return ort.InferenceSession(source, options, providers=providers)
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
+
+
+def run(session: Any, names: list[str] | None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a session on arrays; errors name the runtime."""
+    try:
+        return session.run(names, feeds)
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
+
+
+def default_threads() -> int:
+    """Give the number of cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
