@@ -57,6 +57,29 @@ g (float[4, 3] x) => (float[M] y) <int64 steps = {4}, bool go = {1}> {
     y = ConcatFromSequence<axis = 0>(s)
 }
 """
+READ_IN_LOOP = """
+g (float[3] a, float[2] b, float[1] c) => (float y)
+<int64 steps = {3}, bool go = {1}, float zero = {0}> {
+    s = SequenceConstruct(a, b, c)
+    y = Loop <body = step (int64 i, bool c, float before) => (bool d, float after) {
+        item = SequenceAt(s, i)
+        squared = Mul(item, item)
+        part = ReduceSum<keepdims = 0>(squared)
+        after = Add(before, part)
+        d = Identity(c)
+    }> (steps, go, zero)
+}
+"""
+CHOSEN = """
+g (float[3] a, float[2] b, bool swap) => (float[N] y) <int64 first = {0}> {
+    s = If <
+        then_branch = one () => (seq(float[N]) p) { p = SequenceConstruct(b, a) },
+        else_branch = two () => (seq(float[N]) q) { q = SequenceConstruct(a, b) }
+    > (swap)
+    t = SequenceAt(s, first)
+    y = Mul(t, t)
+}
+"""
 
 
 def built(text: str, **options) -> onnx.ModelProto:
@@ -134,3 +157,20 @@ def test_a_sequence_that_is_an_output_stays() -> None:
     model = built(text, wrt="x", outputs="y")
     assert [v.name for v in model.graph.output] == ["s", "y", "x_grad"]
     assert "SplitToSequence" in kinds(model)
+
+
+def test_loop_that_reads_a_sequence() -> None:
+    values = [np.arange(1, n + 1, dtype=np.float32) for n in (3, 2, 1)]
+    y, *grads = stock(built(READ_IN_LOOP, wrt=["a", "b", "c"]))([*values, np.array(3.0)])
+    assert y == 14 + 5 + 1
+    for x, dx in zip(values, grads, strict=True):
+        np.testing.assert_allclose(dx, 6 * x)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_branches_that_give_a_sequence(swap: bool) -> None:
+    a, b = np.arange(3, dtype=np.float32), np.arange(2, dtype=np.float32)
+    x = b if swap else a
+    _, da, db = stock(built(CHOSEN, wrt=["a", "b"]))([a, b, np.array(swap), np.ones(len(x))])
+    np.testing.assert_allclose(da, 0 * a if swap else 2 * a)
+    np.testing.assert_allclose(db, 2 * b if swap else 0 * b)

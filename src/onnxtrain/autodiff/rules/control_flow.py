@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from onnxtrain.autodiff.flow import accumulate
 from onnxtrain.autodiff.registry import vjp_multi
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
@@ -85,7 +86,7 @@ def scan(op, dys, *inputs, node):
         grads[len(floats) : len(floats) + len(wanted_scans)],
         grads[len(floats) + len(wanted_scans) :],
     )
-    totals = [step.Add(a, b) for a, b in zip(d_outer, d_step, strict=True)]
+    totals = [accumulate(step, a, b) for a, b in zip(d_outer, d_step, strict=True)]
     step.graph.outputs.extend([*d_now, *totals, *d_slices])
 
     directions = [1] * n + [1 - t for t in turns_in] + [1 - turns_out[i - n] for i in given]
@@ -148,7 +149,7 @@ def loop(op, dys, trip_count, cond, *states, node):
     outputs = copy_nodes(step, body, mapping)
     wrt = [*(before[i] for i in floats), *wanted_outer]
     grads = _own(step, _sweep(step, outputs, d_outputs, wrt), wrt)
-    totals = [step.Add(a, b) for a, b in zip(d_outer, grads[len(floats) :], strict=True)]
+    totals = [accumulate(step, a, b) for a, b in zip(d_outer, grads[len(floats) :], strict=True)]
     step.graph.outputs.extend([step.Identity(go), *grads[: len(floats)], *totals])
     found = op.Loop(count, op.const(True), *carried, body=step.graph, _outputs=len(carried))
     found = list(found) if isinstance(found, tuple) else [found]
@@ -168,7 +169,7 @@ def _sweep(
     cotangents: dict[ir.Value, ir.Value] = {}
     for y, dy in zip(outputs, dys, strict=False):
         if dy is not None and S.is_float(y):
-            cotangents[y] = op.Add(cotangents[y], dy) if y in cotangents else dy
+            cotangents[y] = accumulate(op, cotangents[y], dy) if y in cotangents else dy
     grads = differentiate(op, cotangents, wrt)
     return [grads[x] for x in wrt]
 

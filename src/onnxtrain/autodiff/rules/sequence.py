@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.flow import carries_gradient, element_of
+from onnxtrain.autodiff.flow import carries_gradient
 from onnxtrain.autodiff.registry import vjp, vjp_multi
 from onnxtrain.graph.copying import copy_nodes
 from onnxtrain.graph.scopes import captured
+from onnxtrain.graph.sequence_ops import map_sequences
 
 
 @vjp("SequenceConstruct")
@@ -24,8 +25,8 @@ def sequence_construct(op, dy, *xs):
 def sequence_at(op, dy, input_sequence, position):
     """Zeros for every element but one."""
     at = _from_front(op, input_sequence, position)
-    zeros = _mapped(op, input_sequence, lambda body, x: body.zeros_like(x))
-    return op.SequenceInsert(op.SequenceErase(zeros, at), dy, at)
+    others = op.SequenceErase(op.zeros_like(input_sequence), at)
+    return op.SequenceInsert(others, dy, at)
 
 
 @vjp("SequenceInsert")
@@ -58,7 +59,7 @@ def concat_from_sequence(op, dy, input_sequence, *, axis, new_axis):
     if new_axis:
         return op.SplitToSequence(dy, axis=axis, keepdims=0)
     end = None if axis == -1 else axis + 1
-    sizes = _mapped(op, input_sequence, lambda body, x: body.Shape(x, start=axis, end=end))
+    sizes = map_sequences(op, lambda body, x: body.Shape(x, start=axis, end=end), input_sequence)
     return op.SplitToSequence(dy, op.ConcatFromSequence(sizes, axis=0), axis=axis)
 
 
@@ -109,13 +110,6 @@ def _summed(op, grads, x):
     total = op.ReduceSum(op.ConcatFromSequence(some, axis=0, new_axis=1), [0], keepdims=0)
     total.shape = x.shape
     return total
-
-
-def _mapped(op, sequence, function):
-    """Apply a function to every element."""
-    body = op.body([element_of(op, sequence)])
-    body.graph.outputs.append(function(body, body.graph.inputs[0]))
-    return op.SequenceMap(sequence, body=body.graph)
 
 
 def _from_front(op, sequence, position):
