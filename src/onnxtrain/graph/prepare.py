@@ -6,7 +6,7 @@ and static sequences resolved; shapes inferred, with symbolic sizes unified.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -65,6 +65,11 @@ def prepare(
 def constant_names(model: ir.Model) -> frozenset[str]:
     """Give the names of initializers that are constants of the graph, not parameters."""
     return model.meta.get(_CONSTANTS, frozenset())
+
+
+def mark_constants(model: ir.Model, names: Iterable[str]) -> None:
+    """Record that some initializers are constants of the graph, not parameters."""
+    model.meta[_CONSTANTS] = constant_names(model) | frozenset(names)
 
 
 def repairs_of(model: ir.Model) -> tuple[str, ...]:
