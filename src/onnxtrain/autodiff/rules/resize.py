@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import Gradients, vjp
+from onnxtrain.autodiff.registry import Gradients, undefined, vjp
 from onnxtrain.autodiff.rules.interpolation import Resizing, matrix, resized_axes
 from onnxtrain.graph.builder import OpBuilder
 
-_COORDINATES = "coordinates are not differentiated, only values"
+_COORDINATES = "Resize is differentiated by its values, not by its coordinates"
 
 
-@vjp("Resize", constant_inputs={1: _COORDINATES, 2: _COORDINATES})
+@vjp("Resize")
 def resize(
     op,
     dy,
@@ -54,7 +54,7 @@ def resize(
     dx = op.cast(dy, dtype)
     for axis, place in reversed(resized_axes(op, resizing)):
         dx = _times_transposed(op, dx, matrix(op, resizing, axis, place, dtype), axis, rank)
-    return op.cast(dx, x.dtype)
+    return op.cast(dx, x.dtype), undefined(_COORDINATES), undefined(_COORDINATES)
 
 
 def _given(op: OpBuilder, v: ir.Value | None) -> ir.Value | None:
