@@ -14,6 +14,7 @@ import numpy as np
 
 from tests.node_cases.cases import Case
 from tests.node_cases.engines import ENGINES, Feeds, Function, agrees, session
+from tests.node_cases.precision import narrowed
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,16 @@ def _differs_nearby(case: Case, run: Function) -> bool:
 def _category(reasons: list[str]) -> str:
     """One reason out of many: what the engine that got furthest found."""
     bare = [reason.split(": ", 1)[1] for reason in reasons]
-    for head in ("random", "kink", "step", "integer", "not finite", "shape", "not the expected"):
+    for head in (
+        "random",
+        "kink",
+        "step",
+        "integer",
+        "not finite",
+        "shape",
+        "precision",
+        "not the expected",
+    ):
         for reason in bare:
             if reason.startswith(head):
                 return reason if ":" in reason else f"{head}: {reason}"
@@ -146,6 +156,7 @@ def _at(
     directions: dict[str, np.ndarray] = {}
     cotangents: dict[str, np.ndarray] = {}
     forward: list[np.ndarray] = []
+    narrow = set() if name.endswith("float32") else _narrow_inputs(case)
     try:
         forward = [np.asarray(a, dtype=np.float64) for a in run(_wide(case, feeds, name))]
     except Exception as error:
@@ -157,6 +168,9 @@ def _at(
         for n in case.wrt:
             v = draw(case, f"v/{n}", feeds[n].shape)
             directions[n] = np.where(np.isfinite(feeds[n].astype(np.float64)), v, 0.0)
+            if n in narrow:
+                left_out[n] = f"precision: {name} goes through float32"
+                continue
             if not feeds[n].size or n in case.discrete:
                 left_out[n] = case.discrete.get(n, "zero-size: no element")
                 continue
@@ -170,6 +184,14 @@ def _at(
             except UnstableError as error:
                 left_out[n] = str(error)
     return Differences(name, moved, feeds, cotangents, directions, derivatives, left_out, forward)
+
+
+def _narrow_inputs(case: Case) -> set[str]:
+    """Float inputs whose small steps do not survive, even with all else in double."""
+    model = case.proto()
+    narrow = narrowed(model)
+    outside = {v.name for v in model.graph.input} | {t.name for t in model.graph.initializer}
+    return narrow if narrow <= outside else set(case.wrt)
 
 
 def _wide(case: Case, feeds: Feeds, engine: str) -> Feeds:

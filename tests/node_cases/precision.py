@@ -18,12 +18,20 @@ _FLOAT_BY_DEFAULT = {
     "RMSNormalization": "stash_type",
     "GroupNormalization": "stash_type",
 }
+_NARROW = "float32 of "
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "stash_type", "softmax_precision")
 
 
 def to_double(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with float32, float16 and bfloat16 widened to double wherever the ops allow it."""
     return _Widening(T.DOUBLE).apply(model)
+
+
+def narrowed(model: onnx.ModelProto) -> set[str]:
+    """Values that `to_double` has to cast back to float32, since an op takes nothing else."""
+    wide = to_double(model)
+    casts = (n for n in wide.graph.node if n.op_type == "Cast" and n.output[0].startswith(_NARROW))
+    return {n.input[0] for n in casts}
 
 
 def to_single(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -124,7 +132,7 @@ def _with_fixed_types(node: onnx.NodeProto, opset: int, index: int) -> list[onnx
     before, after = [], []
     for position, name in enumerate(node.input):
         if name and _fixed(schema.inputs, position):
-            cast = f"{name}.float.{node.op_type}.{index}"
+            cast = f"{_NARROW}{name}.{node.op_type}.{index}"
             before.append(_cast(name, cast, T.FLOAT))
             node.input[position] = cast
     for position, name in enumerate(node.output):
