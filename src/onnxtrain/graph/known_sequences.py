@@ -8,7 +8,6 @@ import onnx_ir as ir
 
 from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph import sizes as Z
 from onnxtrain.graph.builder import OpBuilder
 
 
@@ -83,9 +82,8 @@ class Chunks:
         x = op.move_axis(self.x, self.axis, axis)
         sizes = [op.size(x, a) for a in range(rank)]
         dims = op.dims(x)
-        merged: Z.Size = -1
-        if isinstance(D.mul(dims[axis], dims[axis + 1]), int):
-            merged = D.mul(dims[axis], dims[axis + 1])
+        merged = D.mul(dims[axis], dims[axis + 1])
+        merged = merged if isinstance(merged, int) else -1
         return op.reshape(x, [*sizes[:axis], merged, *sizes[axis + 2 :]])
 
 

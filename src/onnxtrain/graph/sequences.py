@@ -64,9 +64,8 @@ class _Resolver:
             return
         old = node.outputs[0]
         if old.is_graph_output():
-            new = op.Identity(new)
             name, old.name = old.name, op.names.fresh(f"{old.name}.replaced")
-            new.name = name
+            new = _named(op.Identity(new), name)
         if new.shape is None:
             new.shape = old.shape
         old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -116,12 +115,12 @@ def _identity(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
 
 @_handle("SequenceInsert")
 def _insert(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    found, position = work.sequence(node.inputs[0]), _input(node, 2)
+    found, element, position = work.sequence(node.inputs[0]), node.inputs[1], _input(node, 2)
     at = scalar_of(position)
-    if not isinstance(found, Items) or (position is not None and at is None):
+    if not isinstance(found, Items) or element is None or (position is not None and at is None):
         return
     values = list(found.values)
-    values.insert(len(values) if at is None else at, node.inputs[1])
+    values.insert(len(values) if at is None else at, element)
     work.known[node.outputs[0]] = Items(values)
 
 
@@ -192,15 +191,15 @@ def _concat(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
 
 @_handle("SequenceMap")
 def _map(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    sources = [
-        work.sequence(x) if x is not None and isinstance(x.type, ir.SequenceType) else x
-        for x in node.inputs
-    ]
+    sources: list[Items | ir.Value] = []
+    for x in node.inputs:
+        assert x is not None
+        found = work.sequence(x) if isinstance(x.type, ir.SequenceType) else x
+        if not isinstance(found, Items | ir.Value):
+            return
+        sources.append(found)
     lists = [s.values for s in sources if isinstance(s, Items)]
-    if (
-        any(not isinstance(s, Items | ir.Value) for s in sources)
-        or len({len(v) for v in lists}) != 1
-    ):
+    if len({len(values) for values in lists}) != 1:
         return
     body = node.attributes["body"].as_graph()
     if any(True for inner in body for _ in subgraphs_of(inner)):
@@ -208,7 +207,7 @@ def _map(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
     made: list[list[ir.Value]] = [[] for _ in node.outputs]
     for i in range(len(lists[0])):
         given = [s.values[i] if isinstance(s, Items) else s for s in sources]
-        mapping = dict(zip(body.inputs, given, strict=True))
+        mapping: dict[ir.Value, ir.Value] = dict(zip(body.inputs, given, strict=True))
         outputs = copy_nodes(op, body, mapping)
         # Sizes have one name in the body, but differ from step to step.
         for inner in body:
@@ -248,6 +247,11 @@ def _has_element(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
         work.replace(op, node, op.const(x is not None))
     elif x in work.optional:
         work.replace(op, node, op.const(work.optional[x] is not None))
+
+
+def _named(x: ir.Value, name: str | None) -> ir.Value:
+    x.name = name
+    return x
 
 
 def _rank(x: ir.Value) -> int | None:

@@ -124,7 +124,7 @@ def with_batch_indices(op, indices, batch_dims: int) -> ir.Value:
     return op.Concat(*grids, indices, axis=-1)
 
 
-def zeros_like(op, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+def zeros_like(op, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
     """Give zeros of the shape of ``x`` in another dtype."""
     zeros = op.full(op.shape_of(x), 0.0, dtype)
     zeros.shape = x.shape

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from onnxtrain.autodiff.registry import undefined, vjp
 from onnxtrain.autodiff.rules.index import positions, scatter_flat, widened
 
 _END = 2**63 - 1
+Mode = Literal["reflect", "edge", "wrap"]
 
 
 @vjp("Pad")
@@ -24,8 +27,9 @@ def pad(op, dy, x, pads, constant_value=None, axes=None, *, mode):
         total = op.ReduceSum(op.Mul(dy, border), keepdims=0)
         return dx, None, op.reshape_like(total, constant_value)
     amounts = _amounts(op, x, pads, axes)
-    known = amounts is not None and all(isinstance(op.dims(x)[a], int) for a in amounts)
-    if not known or any(min(pair) < 0 for pair in amounts.values()):
+    if amounts is None or not all(
+        isinstance(op.dims(x)[a], int) and min(pair) >= 0 for a, pair in amounts.items()
+    ):
         # pad the positions in the same way, and add the gradient up by them
         source = op.Pad(positions(op, x), pads, None, axes, mode=mode)
         return scatter_flat(op, source, dy, x, unique=False)
@@ -79,7 +83,7 @@ def _amounts(op, x, pads, axes) -> dict[int, tuple[int, int]] | None:
     return {a: (int(amounts[i]), int(amounts[i + n])) for i, a in enumerate(where)}
 
 
-def _fold_back(op, dy, axis: int, size: int, before: int, after: int, mode: str):
+def _fold_back(op, dy, axis: int, size: int, before: int, after: int, mode: Mode):
     """Undo padding along one axis: the inside, plus the border added to where it was taken from."""
     source = np.pad(np.arange(size), (before, after), mode=mode)
     border = [*range(before), *range(before + size, before + size + after)]
