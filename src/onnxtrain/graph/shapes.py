@@ -188,8 +188,6 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
         if i == 0 and node.op_type not in _DATA_IN_FIRST:
             continue
         array = _known_array(v)
-        if array is None:
-            array = _known_elements(v)
         if array is not None:
             data[v.name or ""] = ir.serde.serialize_tensor(ir.Tensor(array, name=v.name))
     try:
@@ -216,16 +214,6 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             shape = ir.serde.deserialize_type_proto_for_shape(found[v.name])
             if shape is not None:
                 set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
-
-
-def _known_elements(x: ir.Value) -> np.ndarray | None:
-    """Give the array of a computed integer tensor whose elements are all known numbers."""
-    elements, dims = symbolic_of(x), dims_of(x)
-    if elements is None or dims is None or x.dtype is None:
-        return None
-    if any(not isinstance(e, int) for e in elements) or dims not in ((), (len(elements),)):
-        return None
-    return np.array(elements, x.dtype.numpy()).reshape(dims)
 
 
 def _known_array(x: ir.Value) -> np.ndarray | None:
