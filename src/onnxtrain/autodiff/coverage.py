@@ -12,6 +12,9 @@ from onnxtrain.graph.bodies import has_body
 from onnxtrain.graph.decompose import has_decomposition
 from onnxtrain.graph.versions import NEWEST_OPSET
 
+# Deprecated operators, which raising the opset replaces.
+_SUCCESSORS = {"Scatter": "ScatterElements", "Upsample": "Resize"}
+
 
 @dataclasses.dataclass(frozen=True)
 class OperatorReport:
@@ -32,7 +35,7 @@ def operators() -> list[OperatorReport]:
     """
     newest: dict[str, onnx.defs.OpSchema] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
-        if schema.domain != "" or schema.since_version > NEWEST_OPSET or schema.deprecated:
+        if schema.domain != "" or schema.since_version > NEWEST_OPSET:
             continue
         known = newest.get(schema.name)
         if known is None or schema.since_version > known.since_version:
@@ -42,6 +45,12 @@ def operators() -> list[OperatorReport]:
 
 def _report(schema: onnx.defs.OpSchema) -> OperatorReport:
     name, since = schema.name, schema.since_version
+    if schema.deprecated:
+        successor = _SUCCESSORS.get(name)
+        how = "missing" if successor is None else "decomposed"
+        return OperatorReport(
+            name, since, how, "" if successor is None else f"raised to {successor}"
+        )
     if name in RULES:
         return OperatorReport(name, since, "rule", "")
     if name in ZERO:
