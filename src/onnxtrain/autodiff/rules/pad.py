@@ -64,6 +64,7 @@ def _crop(op, dy, x, pads, axes):
 
 
 def _crop_at_run_time(op, dy, pads, axes):
+    """The same with nodes; nobody checks that no more is cut off than there is."""
     n = op.rank(dy) if axes is None else op.dims(axes)[0]
     sizes = op.shape_of(dy) if axes is None else op.Gather(op.shape_of(dy), axes)
     added = op.Max(pads, 0)

@@ -105,4 +105,4 @@ def _spread(op, dy, steps: dict[int, int]) -> ir.Value:
     for i, a in zip(at, order, strict=True):
         pads[i + rank + len(at)] = steps[a] - 1
     sizes = [Z.times(op, op.size(dy, a), steps.get(a, 1)) for a in range(rank)]
-    return op.reshape(op.Pad(wide, pads), sizes)
+    return op.Reshape(op.Pad(wide, pads), op.vector(sizes), allowzero=1)  # may be empty
