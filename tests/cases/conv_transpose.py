@@ -66,6 +66,15 @@ CASES = [
         oracle={"strides": [2, 2], "pads": [1, 1, 0, 0]},
     ),
     _case(
+        "output-shape-beyond",
+        (1, 2, 3, 3),
+        (2, 3, 3, 3),
+        strides=[3, 2],
+        output_shape=[10, 8],
+        kernel_shape=[3, 3],
+        oracle={"strides": [3, 2], "pads": [0, 0, -1, -1]},
+    ),
+    _case(
         "output-shape-upper",
         (2, 2, 3, 4),
         (2, 3, 4, 3),

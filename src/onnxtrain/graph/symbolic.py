@@ -33,11 +33,13 @@ def refine(node: ir.Node, opset: int) -> None:
         return
     attributes = S.attributes_of(node, opset)
     out = node.outputs[0]
-    if formula is not None and any(not S.is_static(o) for o in node.outputs):
+    # onnx counts windows that start behind the input; no runtime does.
+    overrule = bool(attributes.get("ceil_mode"))
+    if formula is not None and (overrule or any(not S.is_static(o) for o in node.outputs)):
         dims = formula(node, attributes)
         if dims is not None:
             known = S.dims_of(out)
-            if known is not None and len(known) == len(dims):
+            if known is not None and len(known) == len(dims) and not overrule:
                 dims = [k if isinstance(k, int) else d if d is not None else k for k, d in zip(known, dims, strict=True)]
             S.set_dims(out, dims)
     if value is not None and out.dtype in (ir.DataType.INT64, ir.DataType.INT32):
@@ -271,14 +273,22 @@ def _windowed(node, a):
     channels = dims[1] if node.op_type != "Conv" else (S.dims_of(w) or (None,))[0]
     out: list[Dim] = [dims[0], channels]
     for i in range(n):
-        if a.get("ceil_mode"):
-            out.append(None if not isinstance(dims[2 + i], int) else (S.dims_of(node.outputs[0]) or [None] * 9)[2 + i])
-        elif auto in ("SAME_UPPER", "SAME_LOWER"):
-            out.append(D.floordiv(D.add(dims[2 + i], strides[i] - 1), strides[i]))
+        size, stride = dims[2 + i], strides[i]
+        if auto in ("SAME_UPPER", "SAME_LOWER"):
+            out.append(D.floordiv(D.add(size, stride - 1), stride))
+            continue
+        extent = D.add(D.mul(dilations[i], D.sub(kernel[i], 1)), 1)
+        before, after = (0, 0) if auto == "VALID" else (pads[i], pads[i + n])
+        room = D.sub(D.add(size, before + after), extent)
+        if not a.get("ceil_mode"):
+            out.append(D.add(D.floordiv(room, stride), 1))
+        elif isinstance(size, int) and isinstance(room, int):
+            count = -(-room // stride) + 1
+            out.append(count - 1 if (count - 1) * stride >= size + before else count)
         else:
-            extent = D.add(D.mul(dilations[i], D.sub(kernel[i], 1)), 1)
-            total = D.add(dims[2 + i], 0 if auto == "VALID" else pads[i] + pads[i + n])
-            out.append(D.add(D.floordiv(D.sub(total, extent), strides[i]), 1))
+            out.append(None)
+    if a.get("ceil_mode") and len(node.outputs) > 1:
+        S.set_dims(node.outputs[1], out)
     return out
 
 

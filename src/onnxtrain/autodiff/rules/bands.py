@@ -2,8 +2,8 @@
 
 A window sum is a product with one matrix of zeros and ones per axis, so its transpose is a product
 with the transposed matrices, whatever the padding, dilation or rounding. The matrices are constants
-if the sizes are known, else they are computed at run time. On large images a transposed convolution is
-cheaper.
+if the sizes are known, else they are computed at run time. On large images a transposed
+convolution is cheaper.
 """
 
 from __future__ import annotations

@@ -71,9 +71,10 @@ def _fit_output(
     rest = [extra[i] + _extent(win, i, node) - win.strides[i] - wanted[i] for i in range(win.rank)]
     sizes = op.dims(x)[2:]
     if all(isinstance(d, int) for d in sizes):
-        totals = [d * s + r for d, s, r in zip(sizes, win.strides, rest, strict=True)]
+        totals = [max(d * s + r, 0) for d, s, r in zip(sizes, win.strides, rest, strict=True)]
         return _padded(win, totals, upper), dy
     total = op.Add(op.Mul(op.Shape(x, start=2), list(win.strides)), rest)
+    total = op.Max(total, op.const([0] * win.rank))
     half = op.Div(total, [2] * win.rank)
     larger = op.Sub(total, half)
     before, after = (half, larger) if upper else (larger, half)
