@@ -74,6 +74,12 @@ CASES = [
     ),
     OpCase(
         "Slice",
+        (f(6, 4), ints([-8]), ints([-3]), const([1]), const([-2])),
+        torch=lambda x, *_: x[:, :0],
+        id="runtime-empty",
+    ),
+    OpCase(
+        "Slice",
         (f(4, 7), ints([5, 0]), ints([1, 3]), ints([1, 0]), ints([-2, 1])),
         torch=lambda x, *_: flipped(x, 1, 5, 1, 2)[:3],
         id="runtime-everything",
