@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnxtrain.graph.bodies import inline_bodies
+from onnxtrain.graph.branches import resolve_branches
 from onnxtrain.graph.constants import fold, lift_constants
 from onnxtrain.graph.decompose import decompose
 from onnxtrain.graph.infer import infer_shapes
@@ -45,6 +46,7 @@ def prepare(
         repairs.append(f"opset {before} brought to {after}")
     lift_constants(model)
     infer_shapes(model.graph, after)
+    repairs += resolve_branches(model, given)
     repairs += resolve_sequences(model)
     repairs += decompose(
         model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)

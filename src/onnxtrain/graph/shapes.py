@@ -187,6 +187,8 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
         types[v.name or ""] = proto
         if i == 0 and node.op_type not in _DATA_IN_FIRST:
             continue
+        if node.op_type == "Range" and dims_of(v) != ():
+            continue  # runtimes take bounds of shape [1] too, onnx's inference does not
         array = _known_array(v)
         if array is not None:
             data[v.name or ""] = ir.serde.serialize_tensor(ir.Tensor(array, name=v.name))
