@@ -56,7 +56,8 @@ class _Inference:
             return
         merged: list[Dim] = []
         for i, (a, b) in enumerate(zip(found, declared, strict=True)):
-            own = a == D.symbol(f"{y.name}.{i}")  # inference knew nothing
+            # Inference knew nothing, and gave a name of ours or of onnx's.
+            own = a == D.symbol(f"{y.name}.{i}") or (isinstance(a, str) and a.startswith("unk__"))
             if own and b is not None:
                 merged.append(b)
                 continue

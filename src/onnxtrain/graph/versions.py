@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
@@ -9,14 +11,18 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.bodies import inline_bodies
+from onnxtrain.graph.constants import lift_constants
 from onnxtrain.graph.decompose import decompose, has_decomposition
+from onnxtrain.graph.infer import infer_shapes
 from onnxtrain.graph.old_batch_norm import convert_around_training
+from onnxtrain.graph.old_forms import convert_with_care
 from onnxtrain.graph.protos import through_proto
 
 OPSET = 21
 IR_VERSION = 10
 NEWEST_OPSET = 26
 NEWEST_IR = 13
+_UNBATCHED_SCAN = 9
 
 
 def to_working_opset(model: ir.Model) -> ir.Model:
@@ -44,6 +50,12 @@ def to_working_opset(model: ir.Model) -> ir.Model:
 
 
 def _raise(model: ir.Model) -> ir.Model:
+    batched = [n for n in model.graph.all_nodes() if n.op_type == "Scan" and n.domain == ""]
+    if batched and model.opset_imports[""] < _UNBATCHED_SCAN:
+        raise PrepareError(
+            f"Scan of opset 8 has a batch axis, which no later one has: node {batched[0].name!r}\n"
+            "hint: export the model again with opset 9 or newer"
+        )
     model.ir_version = max(model.ir_version, 8)  # below 4, initializers must be inputs
     try:
         return through_proto(model, lambda proto: convert_around_training(proto, _convert))
@@ -55,14 +67,16 @@ def _raise(model: ir.Model) -> ir.Model:
 
 
 def _convert(proto: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx.version_converter.convert_version(proto, OPSET)
+    return convert_with_care(proto, lambda p: onnx.version_converter.convert_version(p, OPSET))
 
 
 def _come_down(model: ir.Model, opset: int) -> ir.Model:
     model = inline_bodies(
         model, lambda op_type: _is_new(op_type) and not has_decomposition(op_type)
     )
+    lift_constants(model)
     decompose(model, only=_is_new)
+    infer_shapes(model.graph, opset)  # element types decide
     stuck = sorted(
         {n.op_type for n in model.graph.all_nodes() if not _same_at_working_opset(n, opset)}
     )
@@ -99,20 +113,41 @@ def _same_at_working_opset(node: ir.Node, opset: int) -> bool:
         return new is None
     if new.since_version == old.since_version:
         return True
-    added = set(node.attributes) - set(old.attributes)
-    if node.op_type in ("Cast", "CastLike") and added == {"round_mode"}:
-        node.attributes.pop("round_mode")  # matters for float8e8m0 only
-        added = set()
+    added = {
+        n for n in node.attributes if n not in old.attributes and not _is_default(node, n, new)
+    }
+    if node.op_type in ("Cast", "CastLike"):
+        added.discard("round_mode")  # matters for float8e8m0 only, which does not come down
     if added or len(node.inputs) > old.max_input or len(node.outputs) > old.max_output:
         return False
-    return all(_type_fits(x, old) for x in (*node.inputs, *node.outputs) if x is not None)
+    if not _types_fit(node.inputs, old.inputs, old) or not _types_fit(
+        node.outputs, old.outputs, old
+    ):
+        return False
+    for name in [n for n in node.attributes if n not in old.attributes]:
+        node.attributes.pop(name)
+    return True
 
 
-def _type_fits(x: ir.Value, schema: onnx.defs.OpSchema) -> bool:
-    """Tell whether the working opset knows a value's element type at all (int2, float4 ...)."""
-    return x.dtype is None or x.dtype not in _LATE_TYPES
+def _is_default(node: ir.Node, name: str, schema: onnx.defs.OpSchema) -> bool:
+    attribute = schema.attributes.get(name)
+    if attribute is None or not attribute.default_value.type:
+        return False
+    default = ir.serde.deserialize_attribute(attribute.default_value)
+    return S.python_value(node.attributes[name]) == S.python_value(default)
 
 
-_LATE_TYPES = frozenset(
-    t for t in ir.DataType if t.name in ("FLOAT4E2M1", "FLOAT8E8M0", "INT2", "UINT2")
-)
+def _types_fit(
+    values: Sequence[ir.Value | None],
+    formal: Sequence[onnx.defs.OpSchema.FormalParameter],
+    schema: onnx.defs.OpSchema,
+) -> bool:
+    """Tell whether the working opset allows the element types: no bfloat16 in Conv, no int2 ..."""
+    allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
+    for i, x in enumerate(values):
+        if x is None or not isinstance(x.type, ir.TensorType) or not formal:
+            continue
+        kinds = allowed.get(formal[min(i, len(formal) - 1)].type_str)
+        if kinds is not None and f"tensor({x.type.dtype.name.lower()})" not in kinds:
+            return False
+    return True
