@@ -67,6 +67,8 @@ def export(entry: ZooModel, mode: str = "eval") -> Exported:
             data = _run_exporter(entry, module, recipe)
         model = onnx.load_from_string(data)
         CACHE.mkdir(parents=True, exist_ok=True)
+        for stale in CACHE.glob(f"{entry.name}-{mode}-*.onnx"):
+            stale.unlink(missing_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.part")
         temporary.write_bytes(data)
         temporary.replace(path)

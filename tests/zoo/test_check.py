@@ -1,4 +1,6 @@
-"""The comparison notices a wrong gradient, a wrong output and an operator of ours."""
+"""The comparison notices wrong gradients, wrong outputs and foreign operators."""
+
+import dataclasses
 
 import onnx
 import pytest
@@ -50,3 +52,17 @@ def test_foreign_operator_is_noticed(monkeypatch):
     _spoil(monkeypatch, use_gelu)
     result = checking.check(ZOO["mlp"])
     assert any("com.microsoft::Gelu" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(("kink", "status"), [("ReLU at zero", "pass"), ("", "fail")])
+def test_float64_settles_known_kinks_only(monkeypatch, kink, status):
+    monkeypatch.setattr(checking, "_misses", lambda *_: ["a gradient is off"])
+    result = checking.check(dataclasses.replace(ZOO["mlp"], kink=kink))
+    assert result.status == status
+    assert any("in float64: worst" in note for note in result.notes)
+
+
+def test_float64_does_not_settle_a_wrong_graph(monkeypatch):
+    _spoil(monkeypatch, lambda model: _scale_output(model, -1, 1.001))
+    result = checking.check(dataclasses.replace(ZOO["mlp"], kink="ReLU at zero"))
+    assert result.status == "fail"
