@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import fnmatch
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +14,10 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts.directory import Artifacts
+from onnxtrain.artifacts.declare import dtype_name
 from onnxtrain.artifacts.graphs import (
     Plan,
+    backward,
     eval_graph,
     optimizer_graph,
     step_graph,
@@ -107,28 +111,28 @@ def build(
         target=target,
         randomness=randomness,
     )
-    training = training_graph(base.clone(), plan)
-    names = training.parameters
-    arrays = {n: _array(base, n) for n in names}
+    origin = backward(base.clone(), plan)
+    arrays = {n: _array(base, n) for n in origin.parameters}
+    values = {n: _array(base, n) for n in origin.buffers}
+    weights = tuple(_weight(n, a) for n, a in arrays.items())
     state = _state(plan, arrays)
+    _check_names(origin.parameters, origin.buffers, state)
     specs = [
-        training.finished(),
-        eval_graph(base.clone(), plan, names).finished(),
-        optimizer_graph(plan, arrays, state).finished(),
-        step_graph(base.clone(), plan, names, state).finished(),
+        training_graph(origin, plan),
+        eval_graph(base.clone(), plan, origin.parameters),
+        optimizer_graph(plan, weights, state),
+        step_graph(origin, plan, state),
     ]
     infer, infer_spec = inference_model(source)
-    kept = [b for b in training.buffers]
-    values = {b: _array(base, b) for b in kept}
     models = {spec.role: proto for proto, spec in specs}
     models["infer"] = infer
     manifest = Manifest(
         models=(*(spec for _, spec in specs), infer_spec),
-        parameters=tuple(_weight(n, a) for n, a in arrays.items()),
+        parameters=weights,
         buffers=tuple(_weight(n, a) for n, a in values.items()),
         state=tuple(state),
         optimizer=_settings(chosen),
-        loss={"output": "loss", "name": training.loss_name},
+        loss={"output": "loss", "name": loss if isinstance(loss, str) else type(loss).__name__},
         accumulate=accumulate,
         options={
             "clip": dataclasses.asdict(plan.clip),
@@ -137,7 +141,7 @@ def build(
             "mode": mode,
             "precision": precision,
             "randomness": randomness,
-            "repairs": [*repairs_of(base), *training.repairs],
+            "repairs": [*repairs_of(base), *origin.repairs],
         },
     )
     slots = {s.name: _initial(s, arrays) for s in state}
@@ -208,9 +212,13 @@ def _list(names: Names) -> list[str]:
 
 
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
-    known = {y.name or "": y for y in base.graph.outputs}
-    wanted = _list(outputs)
-    return tuple(x.name or "" for x in match(wanted, known, "outputs", "output")) if wanted else ()
+    """Give names; patterns stand for outputs, a plain name may be any value of the model."""
+    known = [y.name or "" for y in base.graph.outputs]
+    found: dict[str, None] = {}
+    for name in _list(outputs):
+        hits = fnmatch.filter(known, name) if name not in known else []
+        found.update(dict.fromkeys(hits or [name]))
+    return tuple(found)
 
 
 def _buffer_names(base: ir.Model) -> tuple[str, ...]:
@@ -225,28 +233,43 @@ def _array(model: ir.Model, name: str) -> np.ndarray:
 
 
 def _weight(name: str, array: np.ndarray) -> WeightSpec:
-    return WeightSpec(name, ir.DataType.from_numpy(array.dtype).name.lower(), tuple(array.shape))
+    return WeightSpec(name, array.dtype.name, tuple(array.shape))
 
 
 def _state(plan: Plan, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
     found = []
     for name, array in arrays.items():
-        dtype = ir.DataType.from_numpy(array.dtype)
+        dtype, shape = ir.DataType.from_numpy(array.dtype), tuple(array.shape)
         found += [
-            StateSpec(f"{name}.{s.name}", name, s.name, s.dtype.name.lower(), s.dims, s.init)
-            for s in plan.optimizer.slots(name, array.shape, dtype)
+            StateSpec(f"{name}.{s.name}", name, s.name, dtype_name(s.dtype), tuple(s.dims), s.init)
+            for s in plan.optimizer.slots(name, shape, dtype)
         ]
         if plan.ema is not None:
-            found.append(
-                StateSpec(f"{name}.ema", name, "ema", dtype.name.lower(), tuple(array.shape), 0.0)
-            )
+            found.append(StateSpec(f"{name}.ema", name, "ema", array.dtype.name, shape, 0.0))
     return found
 
 
+def _check_names(
+    parameters: Sequence[str], buffers: Sequence[str], state: Sequence[StateSpec]
+) -> None:
+    """State, new values and gradients are named after parameters; nothing else may have those names."""
+    names = [*parameters, *buffers, *(s.name for s in state)]
+    counts = collections.Counter([*names, *(f"{n}.out" for n in names)])
+    twice = sorted(n for n, count in counts.items() if count > 1)
+    if twice:
+        raise PrepareError(
+            f"names that state or new values need are taken: {', '.join(twice)}\n"
+            "hint: rename those initializers in the model"
+        )
+
+
 def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    array = arrays[spec.parameter]
     if spec.slot == "ema":
-        return np.array(arrays[spec.parameter])
-    return np.full(spec.shape, spec.init, ir.DataType[spec.dtype.upper()].numpy())
+        return np.array(array)
+    return np.full(
+        spec.shape, spec.init, array.dtype if spec.dtype == array.dtype.name else spec.dtype
+    )
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def split_tensors(
             problems.append(f"{key!r} is missing")
         elif tuple(array.shape) != tuple(shape):
             problems.append(f"{key!r} has shape {list(array.shape)}, expected {list(shape)}")
-        elif str(array.dtype) != _numpy_name(dtype):
+        elif array.dtype.name != dtype:
             problems.append(f"{key!r} is {array.dtype}, expected {dtype}")
         else:
             return np.array(array)
@@ -131,10 +131,6 @@ def split_tensors(
             f"{label} does not fit these artifacts:\n  " + "\n  ".join(problems[:5]) + more
         )
     return values, state
-
-
-def _numpy_name(dtype: str) -> str:
-    return {"float": "float32", "double": "float64"}.get(dtype, dtype)
 
 
 def assemble(

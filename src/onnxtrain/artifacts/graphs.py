@@ -6,22 +6,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.artifacts.declare import Declared
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
-from onnxtrain.graph.modes import Buffer, running_statistics, to_evaluation, to_training
+from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.randomness import portable_dropout
-from onnxtrain.graph.simplify import simplify
+from onnxtrain.graph.versions import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss
-from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec
+from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
 from onnxtrain.optim import (
     Optimizer,
     clip_by_global_norm,
@@ -33,14 +31,9 @@ from onnxtrain.optim import (
 if TYPE_CHECKING:
     from onnxtrain.artifacts.build import Clip
 
-FILES = {
-    "train": "training_model.onnx",
-    "eval": "eval_model.onnx",
-    "optimizer": "optimizer_model.onnx",
-    "step": "step_model.onnx",
-    "infer": "inference_model.onnx",
-}
-_FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+GRAD_NORM = "grad_norm"
+_FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
+Finished = tuple[onnx.ModelProto, ModelSpec]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,267 +53,286 @@ class Plan:
     target: str
     randomness: str
 
+    @property
+    def graph_metrics(self) -> tuple[Any, ...]:
+        """Metrics of predictions; the norm of the gradients is none."""
+        return tuple(m for m in self.metrics if m != GRAD_NORM)
 
-@dataclasses.dataclass
-class Built:
-    """A graph under construction; inputs and outputs are declared in the order of the contract."""
 
-    role: str
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Forward pass, loss and reverse sweep of one batch.
+
+    The outputs of the graph are loss, metrics, extra outputs, gradients and new statistics, in this order;
+    its inputs are those of the model, targets, parameters, buffers and what else was added.
+    """
+
     model: ir.Model
-    target: str
-    inputs: list[tuple[ir.Value, str]] = dataclasses.field(default_factory=list)
-    outputs: list[tuple[ir.Value, str, str | None]] = dataclasses.field(default_factory=list)
-    parameters: list[str] = dataclasses.field(default_factory=list)
-    buffers: list[str] = dataclasses.field(default_factory=list)
-    repairs: list[str] = dataclasses.field(default_factory=list)
-    loss_name: str = ""
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+    rng: str | None
+    metrics: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    changing: tuple[str, ...]
+    """Those of ``buffers`` that a training step updates."""
+    repairs: tuple[str, ...]
 
-    def finished(self) -> tuple[onnx.ModelProto, ModelSpec]:
-        """Simplify, serialise and describe the model."""
-        graph = self.model.graph
-        graph.inputs.clear()
-        graph.inputs.extend(x for x, _ in self.inputs)
-        graph.outputs.clear()
-        graph.outputs.extend(y for y, _, _ in self.outputs)
-        graph.name = FILES[self.role].removesuffix(".onnx")
-        proto = finish(simplify(self.model))
-        spec = ModelSpec(
-            role=self.role,
-            file=FILES[self.role],
-            target=self.target,
-            inputs=tuple(_spec(x, role) for x, role in self.inputs),
-            outputs=tuple(_spec(y, role, feeds) for y, role, feeds in self.outputs),
-        )
-        return proto, spec
+    def copy(self, role: str, target: str) -> Copy:
+        """Give a copy to add nodes to."""
+        return Copy(self, role, target)
 
 
-def training_graph(model: ir.Model, plan: Plan) -> Built:
+class Copy:
+    """A copy of :class:`Backward` with its values by kind."""
+
+    def __init__(self, origin: Backward, role: str, target: str) -> None:
+        model = origin.model.clone()
+        model.meta.update(origin.model.meta)
+        self.op = OpBuilder(model.graph, "step/", target=target)
+        self.declared = Declared(role, model, self.op)
+        known = {x.name or "": x for x in model.graph.inputs}
+        self.front = [known[n] for n in origin.inputs]
+        self.targets = [known[n] for n in origin.targets]
+        self.rng = [] if origin.rng is None else [known[origin.rng]]
+        self.parameters = {n: known[n] for n in origin.parameters}
+        self.buffers = {n: known[n] for n in origin.buffers}
+        results = iter(list(model.graph.outputs))
+        self.loss = next(results)
+        self.metrics = {n: next(results) for n in origin.metrics}
+        self.outputs = {n: next(results) for n in origin.outputs}
+        self.gradients = {n: next(results) for n in origin.parameters}
+        self.new_buffers = {n: next(results) for n in origin.changing}
+        model.graph.outputs.clear()
+
+    def report(self, norm_of: Mapping[str, ir.Value] | None) -> None:
+        """Declare loss, metrics and the model's own outputs."""
+        self.declared.output("loss", "loss", self.loss)
+        for name, value in self.metrics.items():
+            self.declared.output(name, "metric", value)
+        if norm_of is not None:
+            norm = global_norm(self.op, norm_of)
+            self.declared.output(GRAD_NORM, "metric", norm)
+        for name, value in self.outputs.items():
+            self.declared.output(name, "output", value)
+
+    def declare_new_buffers(self) -> None:
+        """Declare the updated statistics."""
+        for name, value in self.new_buffers.items():
+            self.declared.output(f"{name}.out", "buffer", value, self.buffers[name])
+
+
+def backward(model: ir.Model, plan: Plan) -> Backward:
+    """Differentiate the loss in the mode asked for; ``model`` is used up."""
+    graph = model.graph
+    repairs: list[str] = []
+    if plan.mode == "train":
+        repairs += to_training(model, trainable=set(plan.candidates))
+    inputs = list(graph.inputs)
+    attached, rng, extra = _attach(model, plan)
+    chosen = _reaching_parameters(graph, plan, attached.loss)
+    op = OpBuilder(graph, "grad/", target=plan.target)
+    statistics = running_statistics(model, op)
+    changing = [b.old for b in statistics]
+    still = [graph.initializers[n] for n in plan.buffers if n in graph.initializers]
+    buffers = [*changing, *(x for x in still if x not in changing)]
+    lift(graph, [*chosen, *buffers])
+    seed = op.const(1.0, attached.loss.dtype)
+    found = differentiate(op, {attached.loss: seed}, chosen)
+    results = [attached.loss, *attached.metrics.values(), *extra.values()]
+    for x in chosen:
+        gradient = found[x]
+        gradient = op.zeros_like(x) if gradient is None else gradient
+        gradient.shape = x.shape
+        results.append(gradient)
+    results += [b.new for b in statistics]
+    _set_outputs(op, results)
+    return Backward(
+        model=model,
+        inputs=_names(inputs),
+        targets=_names(attached.targets),
+        rng=rng[0].name if rng else None,
+        metrics=tuple(attached.metrics),
+        outputs=tuple(extra),
+        parameters=_names(chosen),
+        buffers=_names(buffers),
+        changing=_names(changing),
+        repairs=tuple(repairs),
+    )
+
+
+def training_graph(origin: Backward, plan: Plan) -> Finished:
     """Loss and accumulated gradients of one batch."""
-    built, op, attached, buffers, grads = _backward(model, plan, "train")
-    old, new = {}, {}
-    for name, g in grads.items():
-        old[name] = _value(f"{name}_grad.accumulation.buffer", g.type, g.shape)
-        built.inputs.append((old[name], "accumulator"))
-    reset = _value("lazy_reset_grad", ir.TensorType(ir.DataType.BOOL), ir.Shape([1]))
-    built.inputs.append((reset, "reset"))
-    _rng(built, model)
+    copy = origin.copy("train", plan.target)
+    op, declared = copy.op, copy.declared
+    _declare_batch(copy)
+    declared.take(list(copy.parameters.values()), "parameter")
+    declared.take(list(copy.buffers.values()), "buffer")
+    old = {
+        n: declared.input(
+            f"{n}_grad.accumulation.buffer", "accumulator", _dtype(g), op.static(g) or ()
+        )
+        for n, g in copy.gradients.items()
+    }
+    reset = declared.input("lazy_reset_grad", "reset", _BOOL, [1])
+    declared.take(copy.rng, "rng")
     flag = op.Reshape(reset, op.const([]))
-    for name, g in grads.items():
-        new[name] = op.Where(flag, g, op.Add(old[name], g))
-    _report(built, op, attached, plan, grads)
-    for name, g in new.items():
-        _output(built, op, g, f"{name}_grad.accumulation.out", "gradient", old[name].name)
-    _new_buffers(built, op, buffers)
-    return built
+    copy.report(copy.gradients if GRAD_NORM in plan.metrics else None)
+    for name, g in copy.gradients.items():
+        total = op.Where(flag, g, op.Add(old[name], g))
+        declared.output(f"{name}_grad.accumulation.out", "gradient", total, old[name])
+    copy.declare_new_buffers()
+    return declared.finished(plan.target)
 
 
-def step_graph(
-    model: ir.Model, plan: Plan, names: Sequence[str], state: Sequence[StateSpec]
-) -> Built:
+def step_graph(origin: Backward, plan: Plan, state: Sequence[StateSpec]) -> Finished:
     """One whole step: loss, new parameters, new state, new buffers."""
-    built, op, attached, buffers, grads = _backward(model, plan, "step", split=True)
-    assert list(grads) == list(names)
-    parameters = {n: x for (x, role) in built.inputs if role == "parameter" for n in [x.name or ""]}
-    lr = _value("learning_rate", ir.TensorType(_FLOAT), ir.Shape([1]))
-    step = _value("step", ir.TensorType(_step_type(plan)), ir.Shape([1]))
-    slots = _state_inputs(state)
-    front = [i for i in built.inputs if i[1] in ("input", "target")]
-    back = [i for i in built.inputs if i[1] not in ("input", "target")]
-    built.inputs = [*front, (lr, "lr"), (step, "step")]
-    _rng(built, model)
-    built.inputs += [*back, *((v, "state") for v in slots.values())]
-    _report(built, op, attached, plan, grads)
-    _update(built, op, plan, parameters, grads, slots, lr, step)
-    _new_buffers(built, op, buffers)
-    return built
+    copy = origin.copy("step", plan.target)
+    declared = copy.declared
+    _declare_batch(copy)
+    lr = declared.input("learning_rate", "lr", _FLOAT, [1])
+    step = declared.input("step", "step", _step_type(plan), [1])
+    declared.take(copy.rng, "rng")
+    declared.take(list(copy.parameters.values()), "parameter")
+    declared.take(list(copy.buffers.values()), "buffer")
+    slots = _state_inputs(declared, state)
+    copy.report(copy.gradients if GRAD_NORM in plan.metrics else None)
+    _update(declared, plan, copy.parameters, copy.gradients, slots, lr, step)
+    copy.declare_new_buffers()
+    return declared.finished(plan.target)
 
 
-def eval_graph(model: ir.Model, plan: Plan, names: Sequence[str]) -> Built:
+def eval_graph(model: ir.Model, plan: Plan, names: Sequence[str]) -> Finished:
     """Loss and metrics of one batch, in evaluation mode."""
     to_evaluation(model)
-    attached = attach_loss(model, plan.loss, metrics=_graph_metrics(plan), outputs=plan.outputs)
-    built = Built("eval", model, plan.target)
     graph = model.graph
-    _user_inputs(built, attached)
-    values = [graph.initializers[n] for n in names if n in graph.initializers]
-    statistics = [
-        graph.initializers[n] for n in plan.buffers if n in graph.initializers and n not in names
-    ]
-    _lift(built, values, "parameter")
-    _lift(built, statistics, "buffer")
+    inputs = list(graph.inputs)
+    attached, rng, extra = _attach(model, plan)
     op = OpBuilder(graph, "eval/", target=plan.target)
-    _report(built, op, attached, plan, None)
-    return built
+    declared = Declared("eval", model, op)
+    declared.take(inputs, "input")
+    declared.take(attached.targets, "target")
+    for role, wanted in (("parameter", names), ("buffer", plan.buffers)):
+        values = [graph.initializers[n] for n in wanted if n in graph.initializers]
+        lift(graph, values)
+        declared.take(values, role)
+    declared.take(rng, "rng")
+    graph.outputs.clear()
+    declared.output("loss", "loss", attached.loss)
+    for name, value in attached.metrics.items():
+        declared.output(name, "metric", value)
+    for name, value in extra.items():
+        declared.output(name, "output", value)
+    return declared.finished(plan.target)
 
 
 def optimizer_graph(
-    plan: Plan, arrays: Mapping[str, np.ndarray], state: Sequence[StateSpec]
-) -> Built:
+    plan: Plan, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
+) -> Finished:
     """New parameters and state from accumulated gradients."""
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="optimizer")
-    model = ir.Model(graph, ir_version=10)
-    built = Built("optimizer", model, plan.target)
-    op = OpBuilder(graph, "update/", target=plan.target)
-    lr = _value("learning_rate", ir.TensorType(_FLOAT), ir.Shape([1]))
-    step = _value("step", ir.TensorType(_step_type(plan)), ir.Shape([1]))
-    scale = _value("grad_scale", ir.TensorType(_FLOAT), ir.Shape([1]))
-    kinds = {n: ir.TensorType(ir.DataType.from_numpy(a.dtype)) for n, a in arrays.items()}
-    parameters = {n: _value(n, kinds[n], ir.Shape(a.shape)) for n, a in arrays.items()}
-    grads = {n: _value(f"{n}_grad", kinds[n], ir.Shape(a.shape)) for n, a in arrays.items()}
-    slots = _state_inputs(state)
-    built.inputs = [(lr, "lr"), (step, "step"), (scale, "grad_scale")]
-    built.inputs += [(v, "parameter") for v in parameters.values()]
-    built.inputs += [(v, "gradient") for v in grads.values()]
-    built.inputs += [(v, "state") for v in slots.values()]
-    for value, _ in built.inputs:
-        op.names.taken.add(value.name or "")
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="optimizer")
+    op = OpBuilder(graph, "step/", target=plan.target)
+    declared = Declared("optimizer", ir.Model(graph, ir_version=IR_VERSION), op)
+    lr = declared.input("learning_rate", "lr", _FLOAT, [1])
+    step = declared.input("step", "step", _step_type(plan), [1])
+    scale = declared.input("grad_scale", "grad_scale", _FLOAT, [1])
+
+    def inputs(suffix: str, role: str) -> dict[str, ir.Value]:
+        return {
+            w.name: declared.input(w.name + suffix, role, _from_name(w.dtype), w.shape)
+            for w in weights
+        }
+
+    parameters, gradients = inputs("", "parameter"), inputs("_grad", "gradient")
+    slots = _state_inputs(declared, state)
     factor = op.Reshape(scale, op.const([]))
-    scaled = {n: op.Mul(g, op.cast(factor, g.dtype)) for n, g in grads.items()}
-    _update(built, op, plan, parameters, scaled, slots, lr, step)
-    return built
-
-
-def _backward(
-    model: ir.Model, plan: Plan, role: str, *, split: bool = False
-) -> tuple[Built, OpBuilder, Attached, list[Buffer], dict[str, ir.Value]]:
-    """Forward pass in the mode asked for, loss, and the reverse sweep."""
-    del split
-    built = Built(role, model, plan.target)
-    if plan.mode == "train":
-        built.repairs += to_training(model, trainable=set(plan.candidates))
-    attached = attach_loss(model, plan.loss, metrics=_graph_metrics(plan), outputs=plan.outputs)
-    graph = model.graph
-    if plan.randomness == "portable":
-        portable_dropout(model, rng_input_name="rng")
-    useful = reaching(graph, [attached.loss])
-    chosen = [graph.initializers[n] for n in plan.candidates if n in graph.initializers]
-    dead = [x.name or "" for x in chosen if x not in useful]
-    if dead and plan.chosen_by_user:
-        raise PrepareError(
-            f"no differentiable path to the loss from: {', '.join(dead)}\nhint: leave them out of `train`"
-        )
-    chosen = [x for x in chosen if x in useful]
-    if not chosen:
-        raise PrepareError("no parameter reaches the loss\nhint: look at `onnxtrain explain`")
-    op = OpBuilder(graph, "grad/", target=plan.target)
-    buffers = running_statistics(model, op)
-    _user_inputs(built, attached)
-    _lift(built, chosen, "parameter")
-    changing = {b.old for b in buffers}
-    still = [graph.initializers[n] for n in plan.buffers if n in graph.initializers]
-    _lift(built, [*(b.old for b in buffers), *(x for x in still if x not in changing)], "buffer")
-    built.parameters = [x.name or "" for x in chosen]
-    built.buffers = [x.name or "" for x, r in built.inputs if r == "buffer"]
-    built.loss_name = attached.name
-    seed = op.const(1.0, attached.loss.dtype)
-    found = differentiate(op, {attached.loss: seed}, chosen)
-    grads = {}
-    for x in chosen:
-        g = found[x]
-        g = op.zeros_like(x) if g is None else g
-        grads[x.name or ""] = g
-        g.shape = x.shape
-    return built, op, attached, buffers, grads
+    scaled = {n: op.Mul(g, op.cast(factor, g.dtype)) for n, g in gradients.items()}
+    _update(declared, plan, parameters, scaled, slots, lr, step)
+    return declared.finished(plan.target)
 
 
 def _update(
-    built: Built, op: OpBuilder, plan: Plan, parameters: dict[str, ir.Value], grads: dict[str, ir.Value],
+    declared: Declared, plan: Plan, parameters: dict[str, ir.Value], grads: dict[str, ir.Value],
     slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
 ) -> None:  # fmt: skip
+    op = declared.op
     if plan.clip.norm is not None:
         grads = clip_by_global_norm(op, grads, plan.clip.norm)
     if plan.clip.value is not None:
         grads = clip_by_value(op, grads, plan.clip.value)
-    own = {n: v for n, v in slots.items() if not n.endswith(".ema")} if plan.ema else slots
-    new, new_state = plan.optimizer.apply(op, parameters, grads, own, lr, step)
+    new, new_state = plan.optimizer.apply(op, parameters, grads, slots, lr, step)
     if plan.ema is not None:
         averages = {n: slots[f"{n}.ema"] for n in parameters}
-        new_state.update(
-            {f"{n}.ema": v for n, v in moving_average(op, averages, new, plan.ema).items()}
-        )
+        averaged = moving_average(op, averages, new, plan.ema)
+        new_state.update({f"{n}.ema": v for n, v in averaged.items()})
     for name, value in new.items():
-        _output(built, op, value, f"{name}.out", "parameter", name)
-    for name in slots:
-        _output(built, op, new_state[name], f"{name}.out", "state", name)
+        declared.output(f"{name}.out", "parameter", value, parameters[name])
+    for name, slot in slots.items():
+        declared.output(f"{name}.out", "state", new_state[name], slot)
 
 
-def _report(
-    built: Built,
-    op: OpBuilder,
-    attached: Attached,
-    plan: Plan,
-    grads: Mapping[str, ir.Value] | None,
-) -> None:
-    """Declare loss, metrics and the model's own outputs."""
-    _output(built, op, attached.loss, "loss", "loss")
-    for name, value in attached.metrics.items():
-        _output(built, op, value, name, "metric")
-    if "grad_norm" in plan.metrics and grads is not None:
-        _output(built, op, global_norm(op, grads), "grad_norm", "metric")
-    known = {y.name: y for y in built.model.graph.outputs}
-    for name in plan.outputs:
-        built.outputs.append((known[name], "output", None))
+def _reaching_parameters(graph: ir.Graph, plan: Plan, loss: ir.Value) -> list[ir.Value]:
+    useful = reaching(graph, [loss])
+    candidates = [graph.initializers[n] for n in plan.candidates if n in graph.initializers]
+    dead = [x.name or "" for x in candidates if x not in useful]
+    if dead and plan.chosen_by_user:
+        raise PrepareError(
+            f"no differentiable path to the loss from: {', '.join(dead)}\n"
+            "hint: leave them out of `train`"
+        )
+    chosen = [x for x in candidates if x in useful]
+    if not chosen:
+        raise PrepareError("no parameter reaches the loss\nhint: look at `onnxtrain explain`")
+    return chosen
 
 
-def _graph_metrics(plan: Plan) -> tuple[Any, ...]:
-    return tuple(m for m in plan.metrics if m != "grad_norm")
+def _attach(model: ir.Model, plan: Plan) -> tuple[Attached, list[ir.Value], dict[str, ir.Value]]:
+    """Add the loss and make randomness an input; give also that input and the extra outputs."""
+    graph = model.graph
+    attached = attach_loss(
+        model, plan.loss, metrics=plan.graph_metrics, outputs=plan.outputs, target=plan.target
+    )
+    # As outputs they keep their names when something is put in their place.
+    graph.outputs.extend(y for y in attached.outputs.values() if y not in list(graph.outputs))
+    before = set(graph.inputs)
+    if plan.randomness == "portable":
+        portable_dropout(model, rng_input_name="rng")
+    known = {y.name: y for y in graph.outputs}
+    names = {n: y.name for n, y in attached.outputs.items()}
+    rng = [x for x in graph.inputs if x not in before]
+    return attached, rng, {n: known[name] for n, name in names.items()}
 
 
-def _new_buffers(built: Built, op: OpBuilder, buffers: Sequence[Buffer]) -> None:
-    for buffer in buffers:
-        _output(built, op, buffer.new, f"{buffer.name}.out", "buffer", buffer.name)
+def _set_outputs(op: OpBuilder, values: Sequence[ir.Value]) -> None:
+    op.graph.outputs.clear()
+    for value in values:
+        out = op.Identity(value)  # one value may serve twice
+        out.type, out.shape = value.type, value.shape
+        op.graph.outputs.append(out)
 
 
-def _user_inputs(built: Built, attached: Attached) -> None:
-    targets = set(attached.targets)
-    for x in built.model.graph.inputs:
-        if x.name == "rng":
-            continue
-        built.inputs.append((x, "target" if x in targets else "input"))
+def _declare_batch(copy: Copy) -> None:
+    copy.declared.take(copy.front, "input")
+    copy.declared.take(copy.targets, "target")
 
 
-def _rng(built: Built, model: ir.Model) -> None:
-    for x in model.graph.inputs:
-        if x.name == "rng":
-            built.inputs.append((x, "rng"))
+def _state_inputs(declared: Declared, state: Sequence[StateSpec]) -> dict[str, ir.Value]:
+    return {s.name: declared.input(s.name, "state", _from_name(s.dtype), s.shape) for s in state}
 
 
-def _lift(built: Built, values: Sequence[ir.Value], role: str) -> None:
-    lift(built.model.graph, values)
-    built.inputs += [(x, role) for x in values]
+def _from_name(dtype: str) -> ir.DataType:
+    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())]
 
 
-def _state_inputs(state: Sequence[StateSpec]) -> dict[str, ir.Value]:
-    return {
-        s.name: _value(s.name, ir.TensorType(ir.DataType[s.dtype.upper()]), ir.Shape(s.shape))
-        for s in state
-    }
+def _dtype(x: ir.Value) -> ir.DataType:
+    assert x.dtype is not None
+    return x.dtype
 
 
 def _step_type(plan: Plan) -> ir.DataType:
     return ir.DataType.INT32 if plan.target == "webgpu" else _INT64
 
 
-def _value(name: str, type_: Any, shape: ir.Shape | None) -> ir.Value:
-    return ir.Value(name=name, type=type_, shape=shape)
-
-
-def _output(
-    built: Built, op: OpBuilder, value: ir.Value, name: str, role: str, feeds: str | None = None
-) -> None:
-    out = op.Identity(value)
-    if name in op.names.taken:
-        for known in built.model.graph.outputs:
-            if known.name == name:
-                known.name = op.names.fresh(f"{name}.model")
-                break
-    op.names.taken.add(name)
-    out.name, out.type, out.shape = name, value.type, value.shape
-    built.outputs.append((out, role, feeds))
-
-
-def _spec(x: ir.Value, role: str, feeds: str | None = None) -> TensorSpec:
-    assert x.dtype is not None
-    dims = S.dims_of(x)
-    shape = tuple(d if isinstance(d, int) else str(d or "?") for d in dims or ())
-    return TensorSpec(x.name or "", x.dtype.name.lower(), shape, role, feeds)
+def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
+    return tuple(x.name or "" for x in values)

@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import FILES
+from onnxtrain.artifacts.declare import FILES, describe
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.versions import NEWEST_IR, NEWEST_OPSET
-from onnxtrain.manifest import Location, ModelSpec, TensorSpec
+from onnxtrain.manifest import Location, ModelSpec
 
 
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
@@ -31,18 +31,10 @@ def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
     spec = ModelSpec(
         role="infer",
         file=FILES["infer"],
-        inputs=tuple(_spec(x, "input") for x in model.graph.inputs),
-        outputs=tuple(_spec(y, "output") for y in model.graph.outputs),
+        inputs=tuple(describe(x, "input") for x in model.graph.inputs),
+        outputs=tuple(describe(y, "output") for y in model.graph.outputs),
     )
     return proto, spec
-
-
-def _spec(x: ir.Value, role: str) -> TensorSpec:
-    dtype = "sequence" if x.dtype is None else x.dtype.name.lower()
-    dims = S.dims_of(x) or ()
-    return TensorSpec(
-        x.name or "", dtype, tuple(d if isinstance(d, int) else str(d or "?") for d in dims), role
-    )
 
 
 def locate(data: bytes, file: str) -> dict[str, Location]:

@@ -12,7 +12,7 @@ from onnxtrain.errors import ShapeError
 from onnxtrain.manifest import TensorSpec
 
 _DTYPES = {
-    "float": np.float32, "double": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
     "int64": np.int64, "int32": np.int32, "int16": np.int16, "int8": np.int8, "uint8": np.uint8,
     "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64, "bool": np.bool_,
 }  # fmt: skip

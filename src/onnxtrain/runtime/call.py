@@ -1,0 +1,66 @@
+"""A model bound to the memory that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.manifest import ModelSpec
+from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.feeds import numpy_dtype
+from onnxtrain.runtime.values import ort_value
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Call:
+    """A session with bindings that are made once; each run brings only the batch.
+
+    Args:
+        session: runs the model.
+        spec: describes it.
+        inputs: what is read at each run, by name of the input.
+        outputs: where results go, by name of the output; all others come back as arrays.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        spec: ModelSpec,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any],
+    ) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        for name, value in inputs.items():
+            self._binding.bind_ortvalue_input(name, value)
+        self._scalars: dict[str, np.ndarray] = {}
+        self._fresh: list[str] = []
+        for t in spec.outputs:
+            if t.name in outputs:
+                self._binding.bind_ortvalue_output(t.name, outputs[t.name])
+            elif not t.shape and t.role in ("loss", "metric"):
+                array = np.zeros((), numpy_dtype(t.dtype))
+                self._scalars[t.name] = array
+                self._binding.bind_ortvalue_output(t.name, ort_value(array))
+            else:
+                self._fresh.append(t.name)
+        # Results come in the order in which outputs were bound first.
+        self._bound = len(spec.outputs) - len(self._fresh)
+
+    def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run on a batch; give the outputs that have no place of their own."""
+        held = [(name, array, ort_value(array)) for name, array in feeds.items()]
+        for name, _, value in held:
+            self._binding.bind_ortvalue_input(name, value)
+        for name in self._fresh:
+            # Again each time: the last result would be taken for memory to write to.
+            self._binding.bind_output(name, "cpu")
+        runtime.run_bound(self._session, self._binding)
+        found = {name: np.array(array) for name, array in self._scalars.items()}
+        if self._fresh:
+            results = self._binding.get_outputs()[self._bound :]
+            found.update({n: r.numpy() for n, r in zip(self._fresh, results, strict=True)})
+        return found

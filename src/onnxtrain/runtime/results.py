@@ -1,0 +1,76 @@
+"""What a trainer gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.errors import ShapeError
+from onnxtrain.manifest import ModelSpec, WeightSpec
+from onnxtrain.runtime.feeds import to_array
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a batch gave; ``float(result)`` is the loss."""
+
+    loss: float
+    metrics: dict[str, float]
+    outputs: dict[str, np.ndarray]
+    step: int
+    updated: bool = True
+    """Whether the parameters changed: not on every batch when gradients are accumulated."""
+
+    def __float__(self) -> float:
+        return self.loss
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, found: Mapping[str, np.ndarray], step: int, *, updated: bool
+    ) -> StepResult:
+        """Sort the outputs of a model by their roles."""
+        (loss,) = (t.name for t in spec.outputs_of("loss"))
+        return cls(
+            loss=float(found[loss]),
+            metrics={t.name: float(found[t.name]) for t in spec.outputs_of("metric")},
+            outputs={t.name: found[t.name] for t in spec.outputs_of("output")},
+            step=step,
+            updated=updated,
+        )
+
+
+class Parameters(MutableMapping[str, np.ndarray]):
+    """Parameters by name: read a copy with ``[...]``, set with ``[...] = array``."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, WeightSpec],
+        read: Callable[[str], np.ndarray],
+        write: Callable[[str, np.ndarray], None],
+    ) -> None:
+        self._specs, self._read, self._write = specs, read, write
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._specs:
+            raise KeyError(name)
+        return np.array(self._read(name))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self._specs:
+            raise KeyError(name)
+        array, spec = to_array(value), self._specs[name]
+        if tuple(array.shape) != spec.shape:
+            raise ShapeError(f"{name!r} has shape {list(spec.shape)}, got {list(array.shape)}")
+        self._write(name, array.astype(self._read(name).dtype))
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("parameters cannot be removed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
