@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -25,14 +26,17 @@ def convert_with_care(
     wrong: dict[str, Callable[..., list[onnx.NodeProto]]] = {}
     if opset < _INPUTS_SINCE:
         wrong.update(Clip=_like_first, Pad=_like_first, Upsample=_old_coordinates)
-        wrong.update(Resize=_old_coordinates)
+        wrong.update(Resize=_old_coordinates)  # or as _resize_repair says
     if opset < _PER_CHANNEL_SINCE:
         wrong.update(GroupNormalization=_per_channel)
     if opset < _ONE_AXIS_SINCE:
         for graph in _graphs(model.graph):
             _flatten_hardmax(graph)
     marked = {
-        (_RENAMED.get(n.op_type, n.op_type), n.output[0]): (wrong[n.op_type], list(n.input))
+        (_RENAMED.get(n.op_type, n.op_type), n.output[0]): (
+            _resize_repair(model.graph, n) if n.op_type == "Resize" else wrong[n.op_type],
+            list(n.input),
+        )
         for graph in _graphs(model.graph)
         for n in graph.node
         if n.op_type in wrong and n.domain in ("", "ai.onnx")
@@ -73,20 +77,51 @@ def _like_first(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto]
 
 
 def _old_coordinates(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto]:
-    """Sample at ``i / scale``, the nearest to the left."""
-    kept = [
-        a
-        for a in node.attribute
-        if a.name not in ("coordinate_transformation_mode", "nearest_mode")
-    ]
+    """Sample at ``i / scale``; the nearest is to the left."""
+    return _sample(node, "floor")
+
+
+def _old_coordinates_smaller(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto]:
+    """Sample at ``i / scale``; the nearest is to the right, as onnxruntime has it."""
+    return _sample(node, "ceil")
+
+
+def _sample(node: onnx.NodeProto, nearest: str) -> list[onnx.NodeProto]:
+    modes = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": nearest}
+    kept = [a for a in node.attribute if a.name not in modes]
     del node.attribute[:]
-    node.attribute.extend(kept)
-    for name, value in (
-        ("coordinate_transformation_mode", "asymmetric"),
-        ("nearest_mode", "floor"),
-    ):
-        node.attribute.append(ir.to_proto(ir.AttrString(name, value)))
+    node.attribute.extend([*kept, *(ir.to_proto(ir.AttrString(*mode)) for mode in modes.items())])
     return []
+
+
+def _resize_repair(
+    graph: onnx.GraphProto, node: onnx.NodeProto
+) -> Callable[..., list[onnx.NodeProto]]:
+    """Give the repair for a Resize of opset 10, which rounds by direction."""
+    if any(a.name == "mode" and a.s != b"nearest" for a in node.attribute):
+        return _old_coordinates
+    scales = _array(graph, node.input[1])
+    if scales is not None and (scales >= 1).all():
+        return _old_coordinates
+    if scales is not None and (scales <= 1).all():
+        return _old_coordinates_smaller
+    raise RuntimeError(
+        f"Resize of opset 10 at {node.output[0]!r} may shrink one axis and grow another"
+    )
+
+
+def _array(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
+    for tensor in graph.initializer:
+        if tensor.name == name:
+            return ir.from_proto(tensor).numpy()
+    for node in graph.node:
+        if (
+            node.op_type == "Constant"
+            and node.output[0] == name
+            and node.attribute[0].name == "value"
+        ):
+            return ir.from_proto(node.attribute[0].t).numpy()
+    return None
 
 
 def _per_channel(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto]:
