@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.registry import find_rule
 from onnxtrain.autodiff.selection import select_outputs, select_wrt
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
@@ -147,12 +148,31 @@ def _start(
     work = open_model(model)
     chosen = select_outputs(work, outputs if outputs != _ONLY else _only_output(work))
     wrt_values = select_wrt(work, wrt)
+    if wrt is not None:
+        _refuse_settings(wrt_values)
     if not wrt_values:
         raise UndifferentiableError(
             "the model has no trainable parameters: no float initializer reaches a float output\n"
             "hint: name inputs or initializers in `wrt`"
         )
     return work, wrt_values, chosen
+
+
+def _refuse_settings(wrt: Sequence[ir.Value]) -> None:
+    """Refuse values that only say how to compute: their gradient would be zero, and wrong."""
+    for x in wrt:
+        reasons = []
+        for node, i in x.uses():
+            rule = find_rule(node)
+            if rule is None or i not in rule.constant_inputs:
+                break
+            reasons.append(f"  node {node.name!r}: {S.describe(node)}: {rule.constant_inputs[i]}")
+        else:
+            if reasons:
+                raise UndifferentiableError(
+                    f"no gradient for {x.name!r}:\n" + "\n".join(reasons) + "\n"
+                    "hint: leave it out of `wrt`"
+                )
 
 
 _ONLY = "\0the only output"
