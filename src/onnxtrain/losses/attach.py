@@ -1,0 +1,181 @@
+"""A model with a loss: the inputs and values that a loss, and metrics beside it, add."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import TARGETS, OpBuilder
+from onnxtrain.graph.prepare import mark_constants
+from onnxtrain.losses.base import Loss, Target, reduced
+from onnxtrain.losses.from_model import insert_model
+from onnxtrain.losses.measure import MetricLike, Term, build_metrics
+from onnxtrain.losses.scope import Scope
+from onnxtrain.losses.terms import Existing, FromModel, LossLike, Weighted, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Attached:
+    """A model with a loss, and the names of what was added."""
+
+    model: ir.Model
+    loss: ir.Value
+    """A scalar called ``loss``, the first output of the model."""
+    targets: list[ir.Value]
+    """The inputs that were added, in order."""
+    metrics: dict[str, ir.Value]
+    """Scalars, the outputs after the loss."""
+    outputs: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
+    """The values asked for by ``outputs=``."""
+
+
+def attach_loss(
+    model: ir.Model,
+    loss: LossLike,
+    *,
+    metrics: Iterable[MetricLike] = (),
+    outputs: Iterable[str] = (),
+    target: str = "cpu",
+) -> Attached:
+    """Add a loss to a prepared model, in place.
+
+    The graph's outputs become the loss, the metrics, then the model's own. Predictions in half
+    precision are compared in float32. What the loss adds are constants, never parameters.
+
+    Args:
+        model: a model in the normal form.
+        loss: a name (``"cross_entropy"``, ``"mse"``), a loss object, the name of a scalar output, a
+            function ``(op, *outputs) -> value``, another ONNX model, or a list of
+            :class:`Weighted`, which are added up.
+        metrics: names or objects, or functions as above.
+        outputs: names of further values of the model that the caller wants to have at hand.
+        target: which spelling to choose; with ``"webgpu"`` class labels are int32.
+
+    Raises:
+        PrepareError: a name does not exist, or it is not clear which output is meant.
+        ShapeError: a prediction does not have the layout the loss wants, or the loss is no scalar.
+    """
+    if target not in TARGETS:
+        raise PrepareError(f"no such target: {target!r}\nhint: choose one of {', '.join(TARGETS)}")
+    known = set(model.graph.initializers)
+    before = list(model.graph.inputs)
+    work = _Attaching(model, OpBuilder(model.graph, prefix="loss/", target=target))
+    terms = work.build_terms(resolve(loss, model))
+    total = _sum(work.op, terms)
+    kept = [y for y in work.own if not _stands_for(y, total)]
+    value = work.named(total, "loss", [y for y in work.own if y not in kept])
+    found = build_metrics(work, list(metrics), terms)
+    extra = {name: work.find(name) for name in outputs}
+    mark_constants(model, set(model.graph.initializers) - known)
+    model.graph.outputs.clear()
+    model.graph.outputs.extend([value, *found.values(), *(y for y in kept if y not in found.values())])
+    targets = [x for x in model.graph.inputs if x not in before]
+    return Attached(model, value, targets, found, extra)
+
+
+def _stands_for(y: ir.Value, loss: ir.Value) -> bool:
+    """Tell whether an output called loss is the loss itself, perhaps of shape [1]."""
+    producer = loss.producer()
+    reshaped = producer is not None and producer.op_type == "Reshape" and producer.inputs[0] is y
+    return y.name == "loss" and (y is loss or reshaped)
+
+
+def _sum(op: OpBuilder, terms: Sequence[Term]) -> ir.Value:
+    total: ir.Value | None = None
+    for term in terms:
+        value, weight = term.value, term.weighted.weight
+        value = value if weight == 1.0 else op.Mul(value, float(weight))
+        total = value if total is None else op.Add(total, op.cast(value, total.dtype))
+    assert total is not None
+    return total
+
+
+class _Attaching(Scope):
+    def build_terms(self, terms: Sequence[Weighted]) -> list[Term]:
+        """Emit all terms; the names of their targets are numbered if several want the same."""
+        plans: list[tuple[Weighted, list[ir.Value], list[Target]]] = []
+        for term in terms:
+            if isinstance(term.loss, Loss):
+                sources = self.predictions(term.loss, term.outputs)
+                wanted = term.loss.targets(self.wide(sources[0]))
+                plans.append((term, sources, wanted[len(sources) - 1 :]))
+        common = Counter(
+            t.name for term, _, wanted in plans for t in wanted[len(term.target_names) :]
+        )
+        numbers: Counter[str] = Counter()
+        built: list[Term] = []
+        pending = iter(plans)
+        for term in terms:
+            if isinstance(term.loss, Loss):
+                _, sources, wanted = next(pending)
+                built.append(self.build_loss(term, sources, wanted, common, numbers))
+            else:
+                built.append(Term(term, self.scalar(term, self.build_other(term))))
+        return built
+
+    def build_loss(
+        self,
+        term: Weighted,
+        sources: list[ir.Value],
+        wanted: list[Target],
+        common: Counter[str],
+        numbers: Counter[str],
+    ) -> Term:
+        loss: Loss = term.loss
+        predictions = [self.wide(x) for x in sources]
+        names = term.target_names
+        if len(names) > len(wanted):
+            raise PrepareError(
+                f"{type(loss).__name__} takes {len(wanted)} target(s), got {', '.join(names)}"
+            )
+        targets = []
+        for i, target in enumerate(wanted):
+            if i < len(names):
+                targets.append(self.shared_input(names[i], target, loss))
+                continue
+            name = target.name
+            if common[name] > 1:
+                numbers[name] += 1
+                name = f"{name}_{numbers[name]}"
+            targets.append(self.new_input(name, target))
+        value = loss.build(self.op, *predictions, *targets)
+        value = self.scalar(term, value)
+        return Term(term, value, loss, predictions[0], sources[0], targets)
+
+    def build_other(self, term: Weighted) -> ir.Value:
+        if term.target_names:
+            raise PrepareError(
+                f"target={', '.join(term.target_names)}: only loss objects have targets to name\n"
+                "hint: a function names its inputs itself, op.input(name, dtype, dims)"
+            )
+        if isinstance(term.loss, Existing):
+            if term.outputs:
+                raise PrepareError(
+                    f"{term.loss.value.name!r} is an output already; it does not look at others"
+                )
+            return term.loss.value
+        if isinstance(term.loss, FromModel):
+            chosen = [self.find(name) for name in term.outputs]
+            return insert_model(self.model, self.op, term.loss.source, self.own, chosen)
+        return self.call(term.loss, term.outputs)
+
+    def scalar(self, term: Weighted, value: ir.Value) -> ir.Value:
+        """Give a loss in shape []; refuse what is not one number, unless it is to be reduced."""
+        if not S.is_float(value):
+            raise PrepareError(f"the loss is not a float: {S.describe_value(value)}")
+        dims = S.dims_of(value)
+        if dims == ():
+            return value
+        if dims == (1,):
+            return self.op.Reshape(value, self.op.const([]))
+        if term.reduce is None:
+            raise ShapeError(
+                f"the loss is not a scalar: {S.describe_value(value)}\n"
+                "hint: use reduction='mean' or 'sum', or Weighted(loss, reduce='mean')"
+            )
+        return reduced(self.op, value, term.reduce)

@@ -1,0 +1,144 @@
+"""Connectionist temporal classification, as a Scan over time.
+
+With the labels ``l1 l2 ...`` and blanks between them, ``e = - l1 - l2 - ... -``, ``alpha_t(s)`` is
+the log-probability of all paths that have reached ``e_s`` at time ``t``::
+
+    alpha_t(s) = logp_t(e_s) + log(sum of e^alpha_(t-1)(r)),  r in {s, s - 1, and s - 2 if allowed}
+
+Skipping from ``s - 2`` is allowed if ``e_s`` is a label other than ``e_(s-2)``. The loss is minus
+the log of what arrives at the last label or the blank after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import onnx_ir as ir
+
+from onnxtrain.errors import ShapeError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.losses.base import INT64, Loss, Target, check_rank
+
+# Stands for log(0): an infinity would make its own differences NaN.
+_NEVER = -1e30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CTC(Loss):
+    """Minus the log-probability of a label sequence under unaligned log-probabilities [T, N, C].
+
+    Targets: ``labels`` [N, S], padded with any number; ``input_lengths`` [N]; ``target_lengths``
+    [N]. ``mean`` divides each loss by its target length, then takes the mean, as in torch. A
+    sequence that is too short for its labels has an infinite loss and passes no gradient.
+
+    Args:
+        blank: the class of the blank.
+        zero_infinity: infinite losses count as 0.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    """
+
+    blank: int = 0
+    zero_infinity: bool = False
+
+    def targets(self, prediction: ir.Value) -> list[Target]:
+        """Give the labels and the lengths."""
+        check_rank(self, prediction, (3,), "log-probabilities [T, N, C]")
+        _, batch, _ = S.dims_of(prediction) or (None,) * 3
+        return [
+            Target("labels", INT64, (batch, "label_length")),
+            Target("input_lengths", INT64, (batch,)),
+            Target("target_lengths", INT64, (batch,)),
+        ]
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the loss."""
+        check_rank(self, prediction, (3,), "log-probabilities [T, N, C]")
+        labels, input_lengths, target_lengths = (op.cast(t, INT64) for t in targets)
+        if op.rank(labels) != 2:
+            raise ShapeError(
+                f"CTC does not take labels {S.describe_value(labels)}\n"
+                "hint: pad them to [N, S]; the joined form [sum of lengths] is not supported"
+            )
+        each = self._each(op, prediction, labels, input_lengths, target_lengths)
+        never = op.Greater(each, -_NEVER / 2)
+        instead = op.const(0.0 if self.zero_infinity else math.inf, each.dtype)
+        each = op.Where(never, instead, each)
+        if self.reduction == "mean":
+            lengths = op.Where(op.Equal(target_lengths, 0), op.const(1), target_lengths)
+            each = op.Div(each, op.cast(lengths, each.dtype))
+        return self.reduce(op, each)
+
+    def _each(
+        self,
+        op: OpBuilder,
+        logp: ir.Value,
+        labels: ir.Value,
+        input_lengths: ir.Value,
+        target_lengths: ir.Value,
+    ) -> ir.Value:
+        never, zero = op.const(_NEVER, logp.dtype), op.const(0.0, logp.dtype)
+        extended, skip = self._extended(op, labels, target_lengths)
+        # [N, L] -> [T, N, L]: the log-probability of every extended label at every time
+        times = op.size(logp, 0)
+        batch, length = op.size(extended, 0), op.size(extended, 1)
+        index = op.Expand(op.Unsqueeze(extended, [0]), op.vector([times, batch, length]))
+        emitted = op.GatherElements(logp, index, axis=2)
+        running = op.Less(op.Unsqueeze(op.iota(times), [1]), input_lengths)  # [T, N]
+        # Before the first step, all of the probability waits in front of e_0.
+        position = op.iota(length)
+        start = op.Where(op.Equal(position, 0), zero, never)
+        start = op.Expand(start, op.vector([batch, length]))
+        blocked = op.Where(skip, zero, never)
+        last = self._scan(op, start, emitted, op.Unsqueeze(running, [2]), blocked)
+
+        end = op.Unsqueeze(op.Mul(target_lengths, 2), [1])
+        final = op.Or(op.Equal(position, end), op.Equal(position, op.Sub(end, 1)))
+        return op.Neg(op.ReduceLogSumExp(op.Where(final, last, never), [1], keepdims=0))
+
+    def _extended(
+        self, op: OpBuilder, labels: ir.Value, target_lengths: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        """Give ``e`` [N, 2 S + 1] and whether ``e_(s-2)`` may be followed by ``e_s``."""
+        blank = op.const(self.blank)
+        inside = op.Less(op.iota(op.size(labels, 1)), op.Unsqueeze(target_lengths, [1]))
+        labels = op.Where(inside, labels, blank)
+        # [N, S] -> [N, S, 2] -> [N, 2 S]: a blank before each label, one after the last
+        pairs = op.Pad(op.Unsqueeze(labels, [2]), [0, 0, 1, 0, 0, 0], blank)
+        flat = op.reshape(pairs, [op.size(labels, 0), -1])
+        extended = op.Pad(flat, [0, 0, 0, 1], blank)
+        before = op.Slice(op.Pad(extended, [0, 2, 0, 0], blank), [0], [-2], [1])
+        new = op.Not(op.Equal(extended, before))
+        return extended, op.And(new, op.Not(op.Equal(extended, blank)))
+
+    def _scan(
+        self,
+        op: OpBuilder,
+        start: ir.Value,
+        emitted: ir.Value,
+        running: ir.Value,
+        blocked: ir.Value,
+    ) -> ir.Value:
+        step = op.body([start, *(_at_one_time(v) for v in (emitted, running))])
+        alpha, now, active = step.graph.inputs
+        padded = step.Pad(alpha, [0, 2, 0, 0], op.const(_NEVER, start.dtype))
+        one = step.Slice(padded, [1], [-1], [1])
+        two = step.Add(step.Slice(padded, [0], [-2], [1]), blocked)
+        ways = step.Concat(*(step.Unsqueeze(v, [2]) for v in (alpha, one, two)), axis=2)
+        reached = step.Add(step.ReduceLogSumExp(ways, [2], keepdims=0), now)
+        # Kept from sinking without bound, so that "never" stays recognisable.
+        floor = op.const(_NEVER, start.dtype)
+        reached = step.Where(step.Less(reached, floor), floor, reached)
+        step.graph.outputs.append(step.Where(active, reached, alpha))
+        step.graph.outputs[0].shape = start.shape
+        last = op.Scan(start, emitted, running, body=step.graph, num_scan_inputs=2)
+        last.shape = start.shape
+        return last
+
+
+def _at_one_time(x: ir.Value) -> ir.Value:
+    """Give a value that has the type of ``x`` without its first axis."""
+    slice_ = ir.Value(name=x.name, type=x.type)
+    S.set_dims(slice_, (S.dims_of(x) or ())[1:])
+    return slice_

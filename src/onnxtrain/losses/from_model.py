@@ -1,0 +1,113 @@
+"""A loss that another ONNX model computes, copied into the model that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.copying import copy_nodes
+from onnxtrain.graph.io import load
+
+
+def insert_model(
+    model: ir.Model,
+    op: OpBuilder,
+    source: Any,
+    outputs: Sequence[ir.Value],
+    chosen: Sequence[ir.Value] = (),
+) -> ir.Value:
+    """Copy a loss model's nodes; give its scalar output.
+
+    Inputs of the loss model are matched by name to ``outputs``, then to inputs of the model; the
+    rest become inputs. Its initializers are copied as constants.
+
+    Args:
+        model: what is trained.
+        op: where the copies go.
+        source: the loss model.
+        outputs: the model's outputs.
+        chosen: values for the first inputs of the loss model, whatever their names.
+    """
+    loss_model = load(source)
+    inputs = list(loss_model.graph.inputs)
+    given = dict(zip((x.name or "" for x in inputs), chosen, strict=False))
+    by_name = {x.name or "": x for x in (*model.graph.inputs, *outputs)} | given
+    if not any(x.name in given or x.name in {y.name for y in outputs} for x in inputs):
+        raise PrepareError(
+            f"the loss model reads no output of the model: it has {_names(inputs)}, "
+            f"the model {_names(outputs)}\n"
+            "hint: name its inputs after outputs, or use Weighted(loss_model, output=[...])"
+        )
+    for x in inputs:
+        if x.name in by_name:
+            _check_fit(x, by_name[x.name])
+            x.shape = by_name[x.name].shape  # its sizes then have the names they have in the model
+    loss_model = open_model(loss_model)
+    if loss_model.opset_imports[""] != model.opset_imports[""]:
+        raise PrepareError(
+            f"the loss model has opset {loss_model.opset_imports['']}, "
+            f"the model {model.opset_imports['']}\nhint: export both for the same opset"
+        )
+    for domain, version in loss_model.opset_imports.items():
+        model.graph.opset_imports.setdefault(domain, version)
+
+    mapping: dict[ir.Value, ir.Value] = {}
+    for x in loss_model.graph.inputs:
+        name = x.name or ""
+        if name in by_name:
+            mapping[x] = by_name[name]
+        else:
+            assert x.dtype is not None
+            mapping[x] = op.input(name, x.dtype, S.dims_of(x))
+    for name, x in loss_model.graph.initializers.items():
+        assert x.const_value is not None
+        copy = ir.Value(
+            name=op.names.fresh(f"{op.prefix}{name}"),
+            type=x.type,
+            shape=x.shape,
+            const_value=x.const_value,
+        )
+        model.graph.register_initializer(copy)
+        mapping[x] = copy
+    results = copy_nodes(op, loss_model.graph, mapping)
+    return _loss_among(loss_model, results)
+
+
+def _loss_among(loss_model: ir.Model, results: Sequence[ir.Value]) -> ir.Value:
+    names = [y.name for y in loss_model.graph.outputs]
+    if len(results) == 1:
+        return results[0]
+    scalars = [y for y in results if S.is_float(y) and S.dims_of(y) in ((), (1,))]
+    if len(scalars) == 1:
+        return scalars[0]
+    if "loss" in names:
+        return results[names.index("loss")]
+    raise PrepareError(
+        f"which output of the loss model is the loss? it has {', '.join(map(str, names))}\n"
+        "hint: give it one scalar output, or call one 'loss'"
+    )
+
+
+def _check_fit(x: ir.Value, value: ir.Value) -> None:
+    have, want = S.dims_of(value), S.dims_of(x)
+    clash = x.dtype is not None and x.dtype != value.dtype
+    if have is not None and want is not None:
+        clash |= len(have) != len(want) or any(
+            isinstance(a, int) and isinstance(b, int) and a != b
+            for a, b in zip(have, want, strict=False)
+        )
+    if clash:
+        raise ShapeError(
+            f"the loss model wants {S.describe_value(x)}, but the model has "
+            f"{S.describe_value(value)}"
+        )
+
+
+def _names(values: Sequence[ir.Value]) -> str:
+    return ", ".join(v.name or "" for v in values)

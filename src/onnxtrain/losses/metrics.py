@@ -1,0 +1,207 @@
+"""Numbers that are reported beside the loss: accuracy, top-k, perplexity, mean absolute error."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, ClassVar
+
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.losses.base import FLOAT, Loss, check_same_rank, reduced
+from onnxtrain.losses.binary import BCE, BCEWithLogits
+from onnxtrain.losses.labels import NLL, CrossEntropy, class_axis
+from onnxtrain.options import make
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metric:
+    """Base of all metrics.
+
+    Args:
+        name: what the output is called; the metric's own name unless given.
+        output: the output of the model it looks at; that of the loss unless given.
+        target: the input it compares with; that of the loss unless given.
+    """
+
+    name: str | None = None
+    output: str | None = None
+    target: str | None = None
+
+    default_name: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """The name of the output."""
+        return self.name or self.default_name
+
+    def beside(self, loss: Loss | None) -> Metric:
+        """Give the metric with what it leaves open taken from the loss."""
+        changes = {
+            f.name: getattr(loss, f.name)
+            for f in dataclasses.fields(self)
+            if f.name in ("axis", "ignore_index")
+            and getattr(self, f.name) is None
+            and hasattr(loss, f.name)
+        }
+        return dataclasses.replace(self, **changes)
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the metric; give a float32 scalar."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfClasses(Metric):
+    """A metric that compares classes; ``axis`` and ``ignore_index`` are those of the loss."""
+
+    axis: int | None = None
+    ignore_index: int | None = None
+
+    def class_axis(self, x: ir.Value) -> int:
+        """Give the class axis as a position."""
+        return class_axis(self, x, 1 if self.axis is None else self.axis)
+
+    def mean(self, op: OpBuilder, hit: ir.Value, labels: ir.Value | None) -> ir.Value:
+        """Give the share of hits among the labels that count; NaN if none does."""
+        hits = op.cast(hit, FLOAT)
+        if labels is None or self.ignore_index is None:
+            return reduced(op, hits, "mean")
+        counts = op.cast(op.Not(op.Equal(labels, self.ignore_index)), FLOAT)
+        total = reduced(op, op.Mul(hits, counts), "sum")
+        return op.Div(total, reduced(op, counts, "sum"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy(_OfClasses):
+    """The share of rows whose largest score is the label's.
+
+    Beside a binary cross entropy, or with a ``threshold``: the share of elements on the right side.
+    """
+
+    threshold: float | None = None
+
+    default_name = "accuracy"
+
+    def beside(self, loss: Loss | None) -> Metric:
+        """Take the threshold of binary losses, too."""
+        found: Any = super().beside(loss)
+        if self.threshold is None and isinstance(loss, BCEWithLogits | BCE):
+            threshold = 0.5 if isinstance(loss, BCE) else 0.0
+            return dataclasses.replace(found, threshold=threshold)
+        return found
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the comparison."""
+        (target,) = targets
+        if self.threshold is not None:
+            target = op.cast(target, prediction.dtype)
+            check_same_rank(self, prediction, target)
+            yes, wanted = op.Greater(prediction, self.threshold), op.Greater(target, 0.5)
+            return self.mean(op, op.Equal(yes, wanted), None)
+        axis = self.class_axis(prediction)
+        found = op.ArgMax(prediction, axis=axis, keepdims=0)
+        if S.is_float(target):
+            return self.mean(op, op.Equal(found, op.ArgMax(target, axis=axis, keepdims=0)), None)
+        hit = op.Equal(op.cast(found, target.dtype), target)
+        return self.mean(op, hit, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(_OfClasses):
+    """The share of rows whose label is among the ``k`` largest scores."""
+
+    k: int = 5
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise PrepareError(f"top_k needs k of at least 1: {self.k}")
+
+    @property
+    def label(self) -> str:
+        """The name of the output: top_5, say."""
+        return self.name or f"top_{self.k}"
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the comparison."""
+        (target,) = targets
+        axis = self.class_axis(prediction)
+        classes = S.dims_of(prediction)[axis]  # pyright: ignore[reportOptionalSubscript]
+        if isinstance(classes, int) and self.k > classes:
+            raise PrepareError(f"top_{self.k} of {classes} classes: {S.describe_value(prediction)}")
+        _, best = op.TopK(prediction, [self.k], axis=axis, _outputs=2)
+        same = op.Equal(op.cast(best, target.dtype), op.Unsqueeze(target, [axis]))
+        hit = op.ReduceSum(op.cast(same, FLOAT), [axis], keepdims=0)
+        return self.mean(op, hit, target)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Perplexity(_OfClasses):
+    """``e^mean(-log p[label])``, without class weights and smoothing.
+
+    Args:
+        log_probabilities: the prediction is a log-probability already, as beside NLL.
+    """
+
+    log_probabilities: bool | None = None
+
+    default_name = "perplexity"
+
+    def beside(self, loss: Loss | None) -> Metric:
+        """Take the kind of prediction from the loss, too."""
+        found: Any = super().beside(loss)
+        if self.log_probabilities is None:
+            return dataclasses.replace(found, log_probabilities=isinstance(loss, NLL))
+        return found
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the exponential of the mean loss."""
+        kind = NLL if self.log_probabilities else CrossEntropy
+        axis = self.class_axis(prediction)
+        loss = kind(axis=axis, ignore_index=self.ignore_index).build(op, prediction, *targets)
+        return op.cast(op.Exp(loss), FLOAT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MAE(Metric):
+    """The mean absolute difference of prediction and target."""
+
+    default_name = "mae"
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the mean."""
+        (target,) = targets
+        check_same_rank(self, prediction, target)
+        return op.cast(reduced(op, op.Abs(op.Sub(prediction, target)), "mean"), FLOAT)
+
+
+METRICS: dict[str, type[Metric]] = {
+    "accuracy": Accuracy,
+    "top_k": TopK,
+    "perplexity": Perplexity,
+    "mae": MAE,
+}
+
+
+def metric_by_name(name: str) -> Metric:
+    """Give the metric that a name, or a name with options, stands for.
+
+    >>> metric_by_name("top_3") == metric_by_name("top_k:k=3") == TopK(3)
+    True
+    """
+    number = re.fullmatch(r"top_(\d+)", name)
+    return TopK(int(number[1])) if number else make(METRICS, name, "metric", {})
+
+
+__all__ = [
+    "MAE",
+    "METRICS",
+    "Accuracy",
+    "Metric",
+    "Perplexity",
+    "TopK",
+    "metric_by_name",
+]
