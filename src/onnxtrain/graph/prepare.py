@@ -1,7 +1,7 @@
 """The normal form that every later stage may assume.
 
-Local functions inlined; the working opset; constants as initializers; padding explicit; fused operators
-and static sequences resolved; shapes inferred, with symbolic sizes unified.
+Local functions inlined; the working opset; constants as initializers; padding explicit; fused
+operators and static sequences resolved; shapes inferred, with symbolic sizes unified.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are n
 _REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
-def prepare(
-    model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False
-) -> ir.Model:
+def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False) -> ir.Model:
     """Give the model in the normal form; the argument must not be used any more.
 
     Args:
@@ -59,6 +57,9 @@ def prepare(
     constants |= fold(model, constants)
     remove_identities(model)
     remove_dead(model)
+    used = {n.domain for n in model.graph.all_nodes()}
+    for domain in [d for d in model.opset_imports if d and d not in used]:
+        del model.opset_imports[domain]
     model.meta[_CONSTANTS] = frozenset(constants)
     model.meta[_REPAIRS] = tuple(repairs)
     return model
