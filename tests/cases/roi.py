@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import torch
 
-from tests.cases.base import OpCase, distinct, f, fixed, ints
+from tests.cases.base import Draw, OpCase, distinct, f, fixed, ints
 
 # Inside, smaller than a pixel, beyond the borders, turned around, wholly outside.
 ROIS = fixed(
@@ -35,10 +36,22 @@ POOLED = fixed(
 )
 
 
-def align(id: str, **attributes: Any) -> OpCase:
-    """RoiAlign of six regions of two images, three by two bins."""
+# Away from kinks: no sample meets a pixel, a border or a change of their number.
+MOVING = dataclasses.replace(
+    fixed([[0.31, 0.43, 5.27, 5.89], [1.17, 2.23, 3.66, 3.97], [-2.21, -0.77, 4.13, 8.69]]),
+    kind="wrt",
+)
+
+
+def align(id: str, *, rois: Draw = ROIS, images: Draw = IMAGES, **attributes: Any) -> OpCase:
+    """RoiAlign of regions of two images, three by two bins."""
     attributes = {"output_height": 3, "output_width": 2, **attributes}
-    return OpCase("RoiAlign", (f(2, 3, 6, 7), ROIS, IMAGES), attributes, id=id)
+    return OpCase("RoiAlign", (f(2, 3, 6, 7), rois, images), attributes, id=id)
+
+
+def moving(id: str, **attributes: Any) -> OpCase:
+    """The same, differentiated with respect to the regions as well."""
+    return align(f"regions-{id}", rois=MOVING, images=ints([0, 1, 1]), **attributes)
 
 
 def max_pool(rows: int, columns: int, scale: float):
@@ -78,6 +91,12 @@ CASES = [
     align("max", mode="max", sampling_ratio=2),
     align("max-adaptive", mode="max"),
     align("max-shifted-adaptive", mode="max", coordinate_transformation_mode="output_half_pixel"),
+    moving("plain", sampling_ratio=2),
+    moving("adaptive", spatial_scale=0.9),
+    moving("shifted", coordinate_transformation_mode="output_half_pixel", sampling_ratio=3),
+    moving("raised", coordinate_transformation_mode="output_half_pixel", spatial_scale=0.3),
+    moving("max", mode="max", sampling_ratio=2),
+    moving("max-adaptive", mode="max"),
     # The reference evaluator has no MaxRoiPool.
     OpCase(
         "MaxRoiPool",

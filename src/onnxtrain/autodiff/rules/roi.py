@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import Gradients, undefined, vjp
+from onnxtrain.autodiff.registry import Gradient, Gradients, vjp
 from onnxtrain.autodiff.rules.norm import working_dtype
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shape_ops import Size
@@ -26,6 +26,12 @@ class _Samples:
     """Inside the image: samples beyond the border are moved onto it."""
     weight: ir.Value
     """1 for a sample that counts, 0 if it is too far outside or not among the region's own."""
+    moving: ir.Value
+    """1 where a sample follows its region, 0 where the border holds it."""
+    lever: ir.Value
+    """How far a sample is from the region's start, in bins."""
+    wide: ir.Value
+    """1 where the region's extent is its own, 0 where it was raised to a pixel, [R, 1]."""
     alive: ir.Value
     """Which samples a region has."""
     count: ir.Value
@@ -42,6 +48,7 @@ def roi_align(
     rois,
     batch_indices,
     *,
+    wanted,
     mode,
     coordinate_transformation_mode,
     output_height,
@@ -49,7 +56,11 @@ def roi_align(
     sampling_ratio,
     spatial_scale,
 ) -> Gradients:
-    """``dx[n] = sum over the regions of image n: Ay^T @ dy @ Ax``, or ``dy`` at the largest tap."""
+    """``dx[n] = sum over the regions of image n: Ay^T @ dy @ Ax``, or ``dy`` at the largest tap.
+
+    The regions move their samples: ``drois`` gathers the slopes of the samples' weights. The number
+    of samples is a constant.
+    """
     dtype = working_dtype(x)
     xw, dyw, corners = (op.cast(v, dtype) for v in (x, dy, rois))
     corners = op.Mul(corners, spatial_scale)
@@ -60,49 +71,83 @@ def roi_align(
     def along(axis: int, bins: int) -> _Samples:
         low = op.Slice(corners, [axis], [axis + 1], [1])  # [R, 1]
         extent = op.Sub(op.Slice(corners, [axis + 2], [axis + 3], [1]), low)
-        if not half_pixel:
-            extent = op.Clip(extent, 1.0)
         length = _scalar(op, op.size(x, 3 - axis), dtype)
-        return _samples(op, low, extent, bins, sampling_ratio, length)
+        return _samples(op, low, extent, bins, sampling_ratio, length, at_least_one=not half_pixel)
 
     rows, columns = along(1, output_height), along(0, output_width)
     form = _average if mode == "avg" else _maximum
-    dx = form(op, dyw, xw, batch_indices, rows, columns)
-    return op.cast(dx, x.dtype), undefined(
-        "the places of RoiAlign's regions are not differentiated"
-    )
+    dx, drows, dcolumns = form(op, dyw, xw, batch_indices, rows, columns, wanted[1])
+    drois = None
+    if wanted[1]:
+        (left, right), (top, bottom) = (
+            _ends(op, d, s) for d, s in ((dcolumns, columns), (drows, rows))
+        )
+        drois = op.Mul(op.Concat(left, top, right, bottom, axis=1), spatial_scale)
+        drois = op.cast(drois, rois.dtype)
+    return op.cast(dx, x.dtype), drois
 
 
 def _samples(
-    op: OpBuilder, low: ir.Value, extent: ir.Value, bins: int, ratio: int, length: ir.Value
+    op: OpBuilder,
+    low: ir.Value,
+    extent: ir.Value,
+    bins: int,
+    ratio: int,
+    length: ir.Value,
+    *,
+    at_least_one: bool,
 ) -> _Samples:
     """Give the samples of ``bins`` bins from ``low`` on; without a ratio, one per pixel."""
     dtype = low.dtype
+    own = extent
+    if at_least_one:
+        extent = op.Clip(own, 1.0)
+    wide = op.Cast(op.Equal(own, extent), to=dtype)
     size = op.Div(extent, float(bins))  # [R, 1]
     if ratio > 0:
         steps = op.const(np.arange(ratio), dtype)
         alive = op.const(np.ones((1, 1, ratio)), dtype)
         count = op.const(np.full((1, 1, 1), ratio), dtype)
     else:
-        own = op.Unsqueeze(op.Ceil(op.Div(extent, float(bins))), [2])  # [R, 1, 1]
-        count = op.Clip(own, 1.0)
+        wished = op.Unsqueeze(op.Ceil(size), [2])  # [R, 1, 1]
+        count = op.Clip(wished, 1.0)
         # One more keeps the maximum of no regions at all defined.
         most = op.ReduceMax(op.Concat(op.Reshape(count, [-1]), op.const([1.0], dtype), axis=0))
         most = op.Reshape(op.Cast(most, to=ir.DataType.INT64), op.const([], ir.DataType.INT64))
         steps = op.Cast(op.Range(0, most, 1), to=dtype)
-        alive = op.Cast(op.Less(steps, own), to=dtype)
-    bin_start = op.Add(low, op.Mul(size, op.const(np.arange(bins), dtype)))  # [R, bins]
+        alive = op.Cast(op.Less(steps, wished), to=dtype)
+    numbers = op.const(np.arange(bins), dtype)
+    bin_start = op.Add(low, op.Mul(size, numbers))  # [R, bins]
     offset = op.Div(op.Mul(op.Add(steps, 0.5), op.Unsqueeze(size, [2])), count)  # [R, 1, G]
     place = op.Add(op.Unsqueeze(bin_start, [2]), offset)
     reached = op.Clip(place, -1.0, length)  # beyond one pixel outside, a sample is zero
     near = op.Cast(op.Equal(place, reached), to=dtype)
     inside = op.Clip(place, 0.0, op.Sub(length, 1.0))
-    return _Samples(inside, op.Mul(near, alive), alive, count, length)
+    moving = op.Cast(op.Equal(place, inside), to=dtype)
+    lever = op.Add(op.Unsqueeze(numbers, [1]), op.Div(op.Add(steps, 0.5), count))
+    return _Samples(inside, op.Mul(near, alive), moving, lever, wide, alive, count, length)
+
+
+def _ends(op: OpBuilder, dplace: ir.Value, s: _Samples) -> tuple[ir.Value, ir.Value]:
+    """Give the gradients of a region's two ends, [R, 1] each, from those of its samples."""
+    dplace = op.Mul(dplace, s.moving)
+    total = op.ReduceSum(dplace, [1, 2], keepdims=0)
+    turned = op.ReduceSum(op.Mul(dplace, s.lever), [1, 2], keepdims=0)
+    bins = op.dims(dplace)[1]
+    assert isinstance(bins, int)
+    high = op.Mul(op.Div(op.Unsqueeze(turned, [1]), float(bins)), s.wide)
+    return op.Sub(op.Unsqueeze(total, [1]), high), high
 
 
 def _average(
-    op: OpBuilder, dy: ir.Value, x: ir.Value, images: ir.Value, rows: _Samples, columns: _Samples
-) -> ir.Value:
+    op: OpBuilder,
+    dy: ir.Value,
+    x: ir.Value,
+    images: ir.Value,
+    rows: _Samples,
+    columns: _Samples,
+    moves: bool,
+) -> tuple[ir.Value, Gradient, Gradient]:
     """Sum ``Ay^T @ dy @ Ax`` per image, as one product over all bins of all regions."""
     ay, ax = _weights(op, rows), _weights(op, columns)  # [R, bins, size]
     n, channels, height, width = (op.size(x, i) for i in range(4))
@@ -114,28 +159,56 @@ def _average(
     tall = op.Mul(op.Transpose(ay, perm=[2, 0, 1]), pick)  # [N, H, R, oh]
     tall = op.Reshape(tall, op.vector([_product(op, n, height), -1]))
     dx = op.reshape(op.MatMul(tall, wide), [n, height, channels, width])
-    return op.reshape_like(op.Transpose(dx, perm=[0, 2, 1, 3]), x)
+    dx = op.reshape_like(op.Transpose(dx, perm=[0, 2, 1, 3]), x)
+    if not moves:
+        return dx, None, None
+    own = op.Gather(x, images, axis=0)  # [R, C, H, W]
+    seen = op.MatMul(own, op.Unsqueeze(op.mT(ax), [1]))  # [R, C, H, ow]
+    day = op.ReduceSum(op.MatMul(dy, op.mT(seen)), [1], keepdims=0)  # [R, oh, H]
+    seen = op.MatMul(op.Unsqueeze(ay, [1]), own)  # [R, C, oh, W]
+    dax = op.ReduceSum(op.MatMul(op.mT(dy), seen), [1], keepdims=0)  # [R, ow, W]
+    return dx, _slopes(op, day, rows), _slopes(op, dax, columns)
+
+
+def _distances(op: OpBuilder, s: _Samples) -> ir.Value:
+    """Give how far each sample is from each pixel: [R, bins, G, size]."""
+    dtype = s.length.dtype
+    pixels = op.Range(op.const(0.0, dtype), s.length, op.const(1.0, dtype))
+    return op.Sub(op.Unsqueeze(s.place, [3]), pixels)
 
 
 def _weights(op: OpBuilder, s: _Samples) -> ir.Value:
     """Give the weight of each pixel in each bin's mean: [R, bins, size]."""
-    pixels = op.Range(op.const(0.0, s.length.dtype), s.length, op.const(1.0, s.length.dtype))
-    distance = op.Abs(op.Sub(op.Unsqueeze(s.place, [3]), pixels))
-    hats = op.Relu(op.Sub(1.0, distance))  # [R, bins, G, size]
+    hats = op.Relu(op.Sub(1.0, op.Abs(_distances(op, s))))  # [R, bins, G, size]
     kept = op.Mul(hats, op.Unsqueeze(s.weight, [3]))
     return op.Div(op.ReduceSum(kept, [2], keepdims=0), s.count)
 
 
+def _slopes(op: OpBuilder, da: ir.Value, s: _Samples) -> ir.Value:
+    """Give the gradients of the samples' places, [R, bins, G], from those of the weights."""
+    distance = _distances(op, s)
+    near = op.Less(op.Abs(distance), 1.0)
+    slope = op.Where(near, op.Neg(op.Sign(distance)), op.const(0.0, distance.dtype))
+    total = op.ReduceSum(op.Mul(slope, op.Unsqueeze(da, [2])), [3], keepdims=0)
+    return op.Div(op.Mul(total, s.weight), s.count)
+
+
 def _maximum(
-    op: OpBuilder, dy: ir.Value, x: ir.Value, images: ir.Value, rows: _Samples, columns: _Samples
-) -> ir.Value:
+    op: OpBuilder,
+    dy: ir.Value,
+    x: ir.Value,
+    images: ir.Value,
+    rows: _Samples,
+    columns: _Samples,
+    moves: bool,
+) -> tuple[ir.Value, Gradient, Gradient]:
     """Send ``dy`` to the largest weighted tap; the first of equal ones.
 
     Runtimes and the reference take the maximum over the four weighted neighbours of every sample,
     not over the interpolated samples.
     """
     height, width = op.size(x, 2), op.size(x, 3)
-    at_rows, w_rows, alive_rows = _taps(op, rows)  # [R, bins, G * 2]
+    at_rows, w_rows, alive_rows = _taps(op, rows)  # [R, bins, 2 * G]
     at_columns, w_columns, alive_columns = _taps(op, columns)
 
     def crossed(f, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -150,14 +223,29 @@ def _maximum(
 
     pixels = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])  # [N, P, C]
     flat = op.reshape(pixels, [-1, op.size(x, 1)])
-    values = op.Mul(op.Gather(flat, index, axis=0), weight)  # [R, oh, ow, T, C]
-    values = op.Where(op.Greater(alive, 0.5), values, op.const(-np.inf, x.dtype))
+    taps = op.Gather(flat, index, axis=0)  # [R, oh, ow, T, C]
+    values = op.Where(op.Greater(alive, 0.5), op.Mul(taps, weight), op.const(-np.inf, x.dtype))
     best = op.ArgMax(values, axis=3, keepdims=1)  # [R, oh, ow, 1, C]
     order = op.Unsqueeze(_range(op, op.size(index, 3)), [1])  # [T, 1]
     dyt = op.Unsqueeze(op.Transpose(dy, perm=[0, 2, 3, 1]), [3])
-    updates = op.Where(op.Equal(best, order), op.Mul(dyt, weight), op.const(0.0, x.dtype))
+    chosen = op.Where(op.Equal(best, order), dyt, op.const(0.0, x.dtype))  # [R, oh, ow, T, C]
+    updates = op.Mul(chosen, weight)
     added = op.ScatterND(op.zeros_like(flat), op.Unsqueeze(index, [4]), updates, reduction="add")
-    return op.reshape_like(op.Transpose(op.reshape_like(added, pixels), perm=[0, 2, 1]), x)
+    dx = op.reshape_like(op.Transpose(op.reshape_like(added, pixels), perm=[0, 2, 1]), x)
+    if not moves:
+        return dx, None, None
+    dweight = op.ReduceSum(op.Mul(chosen, taps), [4], keepdims=0)  # [R, oh, ow, T]
+    sizes = [op.size(v, 2) for v in (at_rows, at_columns)]
+    dweight = op.Reshape(dweight, op.vector([0, 0, 0, *sizes]))
+    drows = op.ReduceSum(op.Mul(dweight, op.Unsqueeze(w_columns, [1, 3])), [2, 4], keepdims=0)
+    dcolumns = op.ReduceSum(op.Mul(dweight, op.Unsqueeze(w_rows, [2, 4])), [1, 3], keepdims=0)
+    return dx, _tap_slopes(op, drows, rows), _tap_slopes(op, dcolumns, columns)
+
+
+def _tap_slopes(op: OpBuilder, dweight: ir.Value, s: _Samples) -> ir.Value:
+    """Give the gradients of the samples' places: one tap's weight grows as the other's falls."""
+    low, high = op.Split(dweight, axis=2, num_outputs=2, _outputs=2)
+    return op.Mul(op.Sub(high, low), s.weight)
 
 
 def _taps(op: OpBuilder, s: _Samples) -> tuple[ir.Value, ir.Value, ir.Value]:
