@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from onnxtrain.autodiff.registry import undefined, vjp
 
 
@@ -13,13 +15,13 @@ def dft(op, dy, x, dft_length=None, axis=None, *, inverse, onesided):
     real part. Frequencies that ``onesided`` left out count as zero, and so does what ``dft_length``
     cut off.
     """
-    if inverse and onesided:
-        return undefined("an inverse one-sided transform is not specified")
     where = op.const(-2) if axis is None else axis
     at = op.constant(where)
     if at is None:
         return undefined("the axis is computed at run time")
     at = int(at.reshape(-1)[0]) % op.rank(x)
+    if inverse and onesided:
+        return _inverse_onesided(op, dy, x, at)
     size = op.size(x, at)
     if dft_length is None:
         length = op.const(size) if isinstance(size, int) else op.Squeeze(size, [0])
@@ -36,6 +38,23 @@ def dft(op, dy, x, dft_length=None, axis=None, *, inverse, onesided):
     if dft_length is not None:
         dx = _fit(op, dx, at, size, length)
     return op.Slice(dx, [0], op.vector([op.size(x, -1)]), [-1])
+
+
+def _inverse_onesided(op, dy, x, at):
+    """``y_n = sum_k c_k Re(x_k w^(kn)) / N`` gives ``dx_k = c_k sum_n dy_n w^(-kn) / N``.
+
+    ``c_k`` is 2 where ``k`` stands for ``N - k`` as well: not at 0, nor at N / 2.
+    """
+    bins, count = op.size(x, at), op.size(dy, at)
+    if not isinstance(bins, int) or not isinstance(count, int) or bins != count // 2 + 1:
+        return undefined("an inverse one-sided transform needs known sizes N // 2 + 1 and N")
+    weights = np.full(bins, 2.0 / count)
+    weights[0] = 1.0 / count
+    if count % 2 == 0:
+        weights[-1] = 1.0 / count
+    shape = [bins if i == at else 1 for i in range(op.rank(x))]
+    spectrum = op.DFT(dy, None, op.const(at), onesided=1)
+    return op.Mul(spectrum, op.const(weights.reshape(shape), x.dtype))
 
 
 def _fit(op, dx, at, size, length):
