@@ -54,6 +54,11 @@ class Case:
         """Whether this is the function body of another case."""
         return self.base != self.name
 
+    @property
+    def elements(self) -> int:
+        """How many numbers go in."""
+        return sum(array.size for array in self.inputs.values())
+
     def proto(self) -> onnx.ModelProto:
         """The model, parsed anew."""
         return onnx.ModelProto.FromString(self.model)

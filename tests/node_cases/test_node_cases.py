@@ -14,9 +14,6 @@ from tests.node_cases.differences import UnstableError, differences
 from tests.node_cases.exceptions import compare, load_exceptions
 from tests.node_cases.run import verdicts
 
-# Ten seconds each on the reference evaluator, with nothing in them that smaller cases lack.
-SLOW = ("test_averagepool_3d_default", "test_lppool_3d_default", "test_maxpool_3d_default")
-
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
@@ -26,7 +23,7 @@ def cases() -> list[Case]:
 def broad(cases: list[Case]) -> list[Case]:
     """One or two cases of every operator, and a body with the case that it belongs to."""
     chosen: dict[str, Case] = {}
-    ordered = sorted((c for c in cases if c.name not in SLOW), key=lambda c: (c.op, c.name))
+    ordered = sorted(cases, key=lambda c: (c.op, c.name))
     for _, group in groupby(ordered, key=lambda c: c.op):
         members = [c for c in group if not c.unusable] or []
         own = [c for c in members if not c.is_twin]
