@@ -1,23 +1,27 @@
 """Checkpoints: one safetensors file that any tool reads.
 
-Parameters and buffers bear their own names, optimizer state is ``optim/<slot>/<parameter>``. All else is
-one metadata entry, ``onnxtrain``: a JSON object with sorted keys.
+Parameters and buffers bear their own names, optimizer state is ``optim/<slot>/<parameter>``. All
+else is one metadata entry, ``onnxtrain``: a JSON object with sorted keys, among them the sha256 of
+the file (without the length in front, and with zeros in its own place).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 
 from onnxtrain.errors import CheckpointError
-from onnxtrain.graph.atomic import content, write_files
+from onnxtrain.graph.atomic import write_files
 
 KEY = "onnxtrain"
+_DIGEST = "sha256"
+_NO_DIGEST = "0" * 64
 _HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -49,15 +53,18 @@ def state_key(parameter: str, slot: str) -> str:
 
 def to_bytes(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> bytes:
     """Give the content of a checkpoint file: the same bytes for the same content."""
+    return b"".join(_parts(tensors, meta))
+
+
+def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[bytes | memoryview]:
     arrays = {name: np.asarray(a) for name, a in tensors.items()}
     odd = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype not in _NAMES]
     if odd:
         raise CheckpointError(f"tensors of a type that safetensors has not: {', '.join(odd)}")
     # Wide types first, so that every tensor is aligned; then by name.
     order = sorted(arrays, key=lambda n: (-arrays[n].dtype.itemsize, n))
-    header: dict[str, Any] = {
-        "__metadata__": {KEY: json.dumps(meta, sort_keys=True, separators=(",", ":"))}
-    }
+    text = json.dumps({**meta, _DIGEST: _NO_DIGEST}, sort_keys=True, separators=(",", ":"))
+    header: dict[str, Any] = {"__metadata__": {KEY: text}}
     at = 0
     for name in order:
         end = at + arrays[name].nbytes
@@ -67,11 +74,19 @@ def to_bytes(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> byte
             "data_offsets": [at, end],
         }
         at = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    parts = [len(text).to_bytes(8, "little"), text]
-    parts += [np.ascontiguousarray(arrays[name]).tobytes() for name in order]
-    return b"".join(parts)
+    head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    data = [memoryview(np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8)) for n in order]
+    digest = _digest([head, *data])
+    head = head.replace(_NO_DIGEST.encode(), digest.encode(), 1)
+    return [len(head).to_bytes(8, "little"), head, *data]
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 def from_bytes(
@@ -102,7 +117,9 @@ def from_bytes(
         raise CheckpointError(
             f"{label}: {len(data) - start - expected} bytes after the last tensor"
         )
-    return tensors, _meta(entry, label)
+    meta = _meta(entry, label)
+    _check_digest(data, start, meta, label)
+    return tensors, meta
 
 
 def save_checkpoint(
@@ -110,7 +127,13 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint: the old file or the new one is there at any moment, never a part."""
     target = os.path.abspath(os.fsdecode(path))
-    write_files(repr(os.fsdecode(path)), {target: content(to_bytes(tensors, meta))})
+    parts = _parts(tensors, meta)
+
+    def write(file: BinaryIO) -> None:
+        for part in parts:
+            file.write(part)
+
+    write_files(repr(os.fsdecode(path)), {target: write})
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -139,6 +162,18 @@ def _header(data: bytes, label: str) -> tuple[dict[str, Any], int]:
     return header, 8 + size
 
 
+def _check_digest(data: bytes, start: int, meta: dict[str, Any], label: str) -> None:
+    digest = meta.pop(_DIGEST, None)
+    if digest is None:
+        return  # written by another tool
+    head = data[8:start].replace(str(digest).encode(), _NO_DIGEST.encode(), 1)
+    if _digest([head, memoryview(data)[start:]]) != digest:
+        raise CheckpointError(
+            f"{label}: damaged, its sha256 is not the recorded one\n"
+            "hint: take an older checkpoint; its content cannot be trusted"
+        )
+
+
 def _begin(info: Any, label: str) -> int:
     try:
         begin = info["data_offsets"][0]
@@ -155,10 +190,14 @@ def _describe(
     try:
         dtype, shape = _DTYPES[info["dtype"]], tuple(info["shape"])
         begin, end = info["data_offsets"]
-        if not all(isinstance(v, int) and v >= 0 for v in (*shape, begin, end)):
-            raise ValueError("sizes must be whole numbers")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{label}: tensor {name!r} is described wrongly: {error}") from error
+    if not all(
+        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in (*shape, begin, end)
+    ):
+        raise CheckpointError(
+            f"{label}: tensor {name!r} is described wrongly: sizes are no numbers"
+        )
     return dtype, shape, (begin, end)
 
 

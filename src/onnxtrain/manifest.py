@@ -1,6 +1,6 @@
 """The manifest: the only contract between what was built and what trains it.
 
-Every input and output of every model is listed with its role; consumers go by roles, never by names.
+Every input and output of every model is listed with its role; consumers go by roles, not by names.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from onnxtrain.errors import CheckpointError
 FORMAT = 1
 
 ROLES = (
-    "input target parameter frozen buffer gradient accumulator state lr step rng grad_scale reset "
-    "loss metric output"
-).split()
+    *("input", "target", "parameter", "frozen", "buffer", "gradient", "accumulator", "state"),
+    *("lr", "step", "rng", "grad_scale", "reset", "loss", "metric", "output"),
+)
 MODEL_ROLES = ("train", "eval", "optimizer", "step", "infer")
 
 
@@ -167,12 +167,14 @@ _NESTED: dict[str, type] = {
     "locations": Location,
 }
 _PLAIN: dict[str, tuple[type, ...]] = {
-    "name": (str,), "dtype": (str,), "role": (str,), "file": (str,), "target": (str,), "sha256": (str,),
-    "parameter": (str,), "slot": (str,), "checkpoint": (str,), "feeds": (str, type(None)),
-    "weights": (str, type(None)), "offset": (int,), "nbytes": (int,), "steps_per_call": (int,),
-    "accumulate": (int,), "format": (int,), "init": (int, float), "optimizer": (dict,), "loss": (dict,),
-    "options": (dict,), "files": (dict,), "shape": (list,), "aliases": (list,),
-}  # fmt: skip
+    **dict.fromkeys(("name", "dtype", "role", "file", "target", "sha256", "parameter"), (str,)),
+    **dict.fromkeys(("slot", "checkpoint"), (str,)),
+    **dict.fromkeys(("feeds", "weights"), (str, type(None))),
+    **dict.fromkeys(("offset", "nbytes", "steps_per_call", "accumulate", "format"), (int,)),
+    **dict.fromkeys(("optimizer", "loss", "options", "files"), (dict,)),
+    **dict.fromkeys(("shape", "aliases"), (list,)),
+    "init": (int, float),
+}
 
 
 def _read(kind: type, data: Any, where: str) -> Any:

@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.declare import dtype_name
+from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
     Plan,
     backward,
@@ -30,6 +30,7 @@ from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import TARGETS
 from onnxtrain.graph.io import load
+from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.prepare import constant_names, repairs_of
 from onnxtrain.graph.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
@@ -72,14 +73,14 @@ def build(
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        loss: a name (``"cross_entropy"``), a loss object, the name of a scalar output, a function over
-            the builder, another model, or a list of weighted losses.
+        loss: a name (``"cross_entropy"``), a loss object, the name of a scalar output, a function
+            over the builder, another model, or a list of weighted losses.
         optimizer: a name (``"adamw"``) or an optimizer object.
-        train: names or globs of the parameters to train; ``None`` stands for every float initializer
-            that reaches the loss, running statistics excluded.
+        train: names or globs of the parameters to train; ``None`` stands for every float
+            initializer that reaches the loss, running statistics excluded.
         freeze: names or globs to take out of those.
-        mode: ``"train"`` puts BatchNormalization with a trainable scale into training mode and Dropout
-            on; ``"as-is"`` leaves the model as it was exported.
+        mode: ``"train"`` puts BatchNormalization with a trainable scale into training mode and
+            Dropout on; ``"as-is"`` leaves the model as it was exported.
         metrics: names or objects of what to report besides the loss; ``"grad_norm"`` among them.
         outputs: outputs of the model that the training and evaluation models give too.
         clip: the largest joint norm of the gradients, or a :class:`Clip`.
@@ -94,6 +95,7 @@ def build(
     """
     _check_options(mode, accumulate, ema, precision, recompute, target, randomness)
     source = specialise(load(model), dims or {})
+    apart = separate_statistics(source)
     base = open_model(source)
     chosen = resolve_optimizer(optimizer)
     buffers = _buffer_names(base)
@@ -141,7 +143,7 @@ def build(
             "mode": mode,
             "precision": precision,
             "randomness": randomness,
-            "repairs": [*repairs_of(base), *origin.repairs],
+            "repairs": [*apart, *repairs_of(base), *origin.repairs],
         },
     )
     slots = {s.name: _initial(s, arrays) for s in state}
@@ -202,7 +204,8 @@ def _candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
     found = [x for x in found if x not in statistics or any(n == x.name for n in named)]
     if not found:
         raise PrepareError(
-            "no parameter is left to train\nhint: look at `onnxtrain explain`, then at train and freeze"
+            "no parameter is left to train\n"
+            "hint: look at `onnxtrain explain`, then at train and freeze"
         )
     return found
 
@@ -252,7 +255,7 @@ def _state(plan: Plan, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
 def _check_names(
     parameters: Sequence[str], buffers: Sequence[str], state: Sequence[StateSpec]
 ) -> None:
-    """State, new values and gradients are named after parameters; nothing else may have those names."""
+    """Refuse a model in which the names of state or of new values are taken."""
     names = [*parameters, *buffers, *(s.name for s in state)]
     counts = collections.Counter([*names, *(f"{n}.out" for n in names)])
     twice = sorted(n for n, count in counts.items() if count > 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import onnx
@@ -36,7 +35,7 @@ class Declared:
         self._inputs += [(x, role) for x in values]
 
     def input(self, name: str, role: str, dtype: ir.DataType, dims: Sequence[int]) -> ir.Value:
-        """Declare a new input; its name gets ``.2``, ``.3`` ... if the model's own inputs have it."""
+        """Declare a new input; its name gets ``.2``, ``.3`` ... if it is taken outside."""
         value = ir.Value(type=ir.TensorType(dtype), shape=ir.Shape(dims))
         value.name = self._claim(name)
         self.take([value], role)

@@ -106,7 +106,7 @@ class Artifacts:
 def split_tensors(
     manifest: Manifest, tensors: Mapping[str, np.ndarray], label: str
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Give (parameters and buffers, optimizer state) of a checkpoint, checked against the manifest."""
+    """Give (parameters and buffers, optimizer state) of a checkpoint that fits the manifest."""
     problems: list[str] = []
 
     def take(key: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -216,5 +216,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{path.name}: cannot be read: {error.strerror}\nhint: is {path.parent} a directory of artifacts?"
+            f"{path.name}: cannot be read: {error.strerror}\n"
+            f"hint: is {path.parent} a directory of artifacts?"
         ) from error

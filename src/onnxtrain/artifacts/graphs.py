@@ -63,8 +63,8 @@ class Plan:
 class Backward:
     """Forward pass, loss and reverse sweep of one batch.
 
-    The outputs of the graph are loss, metrics, extra outputs, gradients and new statistics, in this order;
-    its inputs are those of the model, targets, parameters, buffers and what else was added.
+    The outputs of the graph are loss, metrics, extra outputs, gradients and new statistics, in this
+    order; its inputs are those of the model, targets, parameters and buffers.
     """
 
     model: ir.Model
@@ -205,10 +205,9 @@ def step_graph(origin: Backward, plan: Plan, state: Sequence[StateSpec]) -> Fini
 
 def eval_graph(model: ir.Model, plan: Plan, names: Sequence[str]) -> Finished:
     """Loss and metrics of one batch, in evaluation mode."""
-    to_evaluation(model)
     graph = model.graph
     inputs = list(graph.inputs)
-    attached, rng, extra = _attach(model, plan)
+    attached, rng, extra = _attach(model, plan, evaluation=True)
     op = OpBuilder(graph, "eval/", target=plan.target)
     declared = Declared("eval", model, op)
     declared.take(inputs, "input")
@@ -287,7 +286,9 @@ def _reaching_parameters(graph: ir.Graph, plan: Plan, loss: ir.Value) -> list[ir
     return chosen
 
 
-def _attach(model: ir.Model, plan: Plan) -> tuple[Attached, list[ir.Value], dict[str, ir.Value]]:
+def _attach(
+    model: ir.Model, plan: Plan, *, evaluation: bool = False
+) -> tuple[Attached, list[ir.Value], dict[str, ir.Value]]:
     """Add the loss and make randomness an input; give also that input and the extra outputs."""
     graph = model.graph
     attached = attach_loss(
@@ -295,12 +296,14 @@ def _attach(model: ir.Model, plan: Plan) -> tuple[Attached, list[ir.Value], dict
     )
     # As outputs they keep their names when something is put in their place.
     graph.outputs.extend(y for y in attached.outputs.values() if y not in list(graph.outputs))
+    names = {n: y.name for n, y in attached.outputs.items()}
+    if evaluation:
+        to_evaluation(model)
     before = set(graph.inputs)
     if plan.randomness == "portable":
         portable_dropout(model, rng_input_name="rng")
-    known = {y.name: y for y in graph.outputs}
-    names = {n: y.name for n, y in attached.outputs.items()}
     rng = [x for x in graph.inputs if x not in before]
+    known = {y.name: y for y in graph.outputs}
     return attached, rng, {n: known[name] for n, name in names.items()}
 
 

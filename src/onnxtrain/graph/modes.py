@@ -64,11 +64,48 @@ def to_evaluation(model: ir.Model) -> list[str]:
     return [f"{kind} put into evaluation mode: {n} node(s)" for kind, n in changed.items() if n]
 
 
+def separate_statistics(model: ir.Model) -> list[str]:
+    """Give statistics that share an initializer with something else one of their own, in place.
+
+    Exporters that store equal tensors once make a fresh running variance and a fresh scale the same
+    initializer, since both are ones.
+
+    Returns:
+        A line if something was changed.
+    """
+    graph, changed = model.graph, 0
+    for node in list(graph.all_nodes()):
+        if node.op_type != "BatchNormalization" or node.domain not in ("", "ai.onnx"):
+            continue
+        for i, kind in ((3, "running_mean"), (4, "running_var")):
+            x = node.inputs[i]
+            if x is None or not x.is_initializer() or x.const_value is None:
+                continue
+            if all(_is_statistic(use.node, use.idx, i) for use in x.uses()):
+                continue
+            scale = node.inputs[1]
+            stem = ((scale.name if scale is not None else "") or "norm").removesuffix(".weight")
+            own = ir.Value(
+                name=OpBuilder(graph).names.fresh(f"{stem}.{kind}"),
+                type=x.type,
+                shape=x.shape,
+                const_value=ir.Tensor(x.const_value.numpy(), dtype=x.dtype),
+            )
+            graph.register_initializer(own)
+            node.replace_input_with(i, own)
+            changed += 1
+    return [f"statistics stored apart from parameters: {changed}"] if changed else []
+
+
+def _is_statistic(node: ir.Node, index: int, wanted: int) -> bool:
+    return node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and index == wanted
+
+
 def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True) -> list[Buffer]:
     """Give the running statistics that training-mode BatchNormalization updates.
 
-    ONNX averages the biased variance; with ``unbiased`` the batch's share is scaled by n / (n - 1), as
-    torch does. Statistics that several nodes share are updated by each in turn.
+    ONNX averages the biased variance; with ``unbiased`` the batch's share is scaled by n / (n - 1),
+    as torch does. Statistics that several nodes share are updated by each in turn.
     """
     graph = model.graph
     newest: dict[ir.Value, ir.Value] = {}

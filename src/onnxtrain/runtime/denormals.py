@@ -1,8 +1,8 @@
 """Denormal numbers count as zero inside a run, and as themselves everywhere else.
 
-Vanishing gradients would run at a tenth of the speed otherwise. onnxruntime switches the mode on in the
-thread that creates a session and leaves it on; here it is switched around each run, so that the caller's
-own arithmetic is not touched and a run in another thread computes the same numbers.
+Vanishing gradients would run at a tenth of the speed otherwise. onnxruntime switches the mode on in
+the thread that creates a session and leaves it on; here it is switched around each run, so that the
+caller's own arithmetic is not touched and a run in another thread computes the same numbers.
 """
 
 from __future__ import annotations

@@ -11,16 +11,10 @@ import numpy as np
 from onnxtrain.errors import ShapeError
 from onnxtrain.manifest import TensorSpec
 
-_DTYPES = {
-    "float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16,
-    "int64": np.int64, "int32": np.int32, "int16": np.int16, "int8": np.int8, "uint8": np.uint8,
-    "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64, "bool": np.bool_,
-}  # fmt: skip
-
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Give the numpy type of a manifest's dtype."""
-    return np.dtype(_DTYPES[dtype])
+    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def to_array(value: Any) -> np.ndarray:
@@ -78,20 +72,21 @@ def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]])
 
 
 def _convert(spec: TensorSpec, array: np.ndarray, want: np.dtype[Any]) -> np.ndarray:
+    """Give the array in another type; fractions are rounded, nothing else may change."""
     refusal = f"{spec.name!r} is {spec.dtype}, got {array.dtype}"
-    if array.dtype.kind in "OUSMm":
+    if not (_is_float(array.dtype) or array.dtype.kind in "iub"):
         raise ShapeError(refusal)
-    is_float = want.kind == "f" or want == np.dtype(ml_dtypes.bfloat16)
-    if is_float:
-        if array.dtype.kind in "iufb" or array.dtype == np.dtype(ml_dtypes.bfloat16):
-            return array.astype(want)
-        raise ShapeError(refusal)
-    if array.dtype.kind == "f":
-        whole = array.astype(want)
-        if not np.array_equal(whole.astype(array.dtype), array):
-            raise ShapeError(f"{refusal} with values that are not whole numbers")
-        return whole
-    converted = array.astype(want)
-    if not np.array_equal(converted, array):
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = array.astype(want)
+    if _is_float(want) and _is_float(array.dtype):
+        if np.isinf(converted.astype(np.float64)).sum() > np.isinf(array).sum():
+            raise ShapeError(f"{refusal} with values that are too large")
+    elif not np.array_equal(converted.astype(array.dtype), array) or (
+        array.dtype.kind in "iu" and want.kind in "iu" and not np.array_equal(converted, array)
+    ):
         raise ShapeError(f"{refusal} with values that do not fit")
     return converted
+
+
+def _is_float(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16

@@ -12,8 +12,8 @@ _ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Identity", "Max", "Min", 
 def may_update_in_place(model: onnx.ModelProto, spec: ModelSpec) -> bool:
     """Tell whether each new value may overwrite the old one.
 
-    It may if every node that reads the old value has run before the node that writes the new one, in any
-    order the runtime may choose: it is that node or one of its ancestors.
+    It may if every node that reads the old value has run before the node that writes the new one,
+    in any order the runtime may choose: it is that node or one of its ancestors.
     """
     nodes = model.graph.node
     if any(a.type in (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)

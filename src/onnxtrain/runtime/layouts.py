@@ -1,7 +1,7 @@
 """Two ways to run a step, which give the same numbers.
 
-``Fused`` runs one graph from old values to new ones and swaps two sets of buffers. ``Separate`` runs
-gradients and update as two graphs; the update may write in place, which saves a copy of everything.
+``Fused`` runs one graph from old values to new ones and swaps two sets of buffers. ``Separate``
+runs gradients and update as two graphs; the update may write in place, which saves a copy of all.
 Both compute first and change nothing until ``commit``.
 """
 

@@ -34,7 +34,8 @@ def check_device(device: str) -> None:
         raise OnnxTrainError(f"no such device: {device!r}\nhint: one of {', '.join(DEVICES)}")
     if device == "cuda" and "CUDAExecutionProvider" not in runtime().get_available_providers():
         raise MissingExtraError(
-            'this onnxruntime has no CUDA\nhint: pip install "onnxtrain[gpu]" on a machine with a GPU'
+            "this onnxruntime has no CUDA\n"
+            'hint: pip install "onnxtrain[gpu]" on a machine with a GPU'
         )
 
 

@@ -274,7 +274,8 @@ class Trainer:
         label = repr(os.fsdecode(path))
         if "step" not in meta:
             raise CheckpointError(
-                f"{label}: no progress of a training run in it\nhint: load_weights() takes plain weights"
+                f"{label}: no progress of a training run in it\n"
+                "hint: load_weights() takes plain weights"
             )
         self._set_all(tensors, label)
         self._restore_progress(meta)

@@ -15,7 +15,7 @@ _BFLOAT16 = 16  # TensorProto.BFLOAT16
 
 
 class Values(Mapping[str, Any]):
-    """Tensors in one allocation, each aligned to a cache line; ``values[name]`` is for the runtime."""
+    """Tensors in one allocation, each aligned; ``values[name]`` is what the runtime takes."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], device: str) -> None:
         self._arrays = _arena(arrays)
