@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, undefined, vjp
+from onnxtrain.autodiff.rules.norm import working_dtype
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shape_ops import Size
 
@@ -29,10 +30,13 @@ def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale) -> Gradients:
     channels, area = _number(op, op.size(x, 1)), _area(op, x)
     plane = op.Add(op.Unsqueeze(op.Mul(images, channels), [1]), op.Range(0, channels, 1))  # [R, C]
     index = op.Add(index, op.Unsqueeze(op.Mul(plane, area), [2, 3]))
-    flat = op.Reshape(op.zeros_like(x), [-1])
-    updates = op.Reshape(op.Mul(dy, filled), [-1])
+    dtype = working_dtype(x)  # sums of half precision are not to be had everywhere, nor good
+    flat = op.Reshape(op.zeros_like(op.cast(x, dtype)), [-1])
+    updates = op.cast(op.Reshape(op.Mul(dy, filled), [-1]), dtype)
     added = op.ScatterElements(flat, op.Reshape(index, [-1]), updates, axis=0, reduction="add")
-    return op.reshape_like(added, x), undefined("MaxRoiPool rounds its regions to whole pixels")
+    return op.cast(op.reshape_like(added, x), x.dtype), undefined(
+        "MaxRoiPool rounds its regions to whole pixels"
+    )
 
 
 def _first_maximum(

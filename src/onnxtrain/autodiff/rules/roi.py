@@ -211,9 +211,13 @@ def _maximum(
     at_rows, w_rows, alive_rows = _taps(op, rows)  # [R, bins, 2 * G]
     at_columns, w_columns, alive_columns = _taps(op, columns)
 
+    sizes = [op.size(v, 2) for v in (at_rows, at_columns)]
+    # No -1: with no regions at all it could not be told.
+    joined_shape = op.vector([0, 0, 0, _product(op, *sizes)])
+
     def crossed(f, a: ir.Value, b: ir.Value) -> ir.Value:
         joined = f(op.Unsqueeze(a, [2, 4]), op.Unsqueeze(b, [1, 3]))  # [R, oh, ow, Ty, Tx]
-        return op.Reshape(joined, [0, 0, 0, -1])
+        return op.Reshape(joined, joined_shape)
 
     weight = op.Unsqueeze(crossed(op.Mul, w_rows, w_columns), [4])  # [R, oh, ow, T, 1]
     alive = op.Unsqueeze(crossed(op.Mul, alive_rows, alive_columns), [4])
@@ -235,7 +239,6 @@ def _maximum(
     if not moves:
         return dx, None, None
     dweight = op.ReduceSum(op.Mul(chosen, taps), [4], keepdims=0)  # [R, oh, ow, T]
-    sizes = [op.size(v, 2) for v in (at_rows, at_columns)]
     dweight = op.Reshape(dweight, op.vector([0, 0, 0, *sizes]))
     drows = op.ReduceSum(op.Mul(dweight, op.Unsqueeze(w_columns, [1, 3])), [2, 4], keepdims=0)
     dcolumns = op.ReduceSum(op.Mul(dweight, op.Unsqueeze(w_rows, [2, 4])), [1, 3], keepdims=0)
