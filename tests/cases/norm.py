@@ -93,6 +93,13 @@ CASES = [
         id="deviation-only",
     ),
     OpCase(
+        "LayerNormalization",
+        (f(2, 3, 4), f(4), f(3, 1)),
+        {"axis": 1},
+        torch=first(layer_norm(1)),
+        id="broadcast-scale",
+    ),
+    OpCase(
         "LayerNormalization", (f(6), f(6), f(6)), {"axis": 0}, first(layer_norm(0)), id="vector"
     ),
     OpCase(
