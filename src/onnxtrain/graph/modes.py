@@ -98,7 +98,9 @@ def separate_statistics(model: ir.Model) -> list[str]:
 
 
 def _is_statistic(node: ir.Node, index: int, wanted: int) -> bool:
-    return node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and index == wanted
+    return (
+        node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and index == wanted
+    )
 
 
 def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True) -> list[Buffer]:
@@ -106,9 +108,13 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
 
     ONNX averages the biased variance; with ``unbiased`` the batch's share is scaled by n / (n - 1),
     as torch does. Statistics that several nodes share are updated by each in turn.
+
+    onnxruntime writes the new statistics over the old ones, wherever these come from. So the nodes
+    are given zeros of their own, and what they put out is the batch's share alone.
     """
     graph = model.graph
     newest: dict[ir.Value, ir.Value] = {}
+    last: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         if (
             node.op_type != "BatchNormalization"
@@ -116,36 +122,30 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
             or not _int(node, "training_mode")
         ):
             continue
-        x = node.inputs[0]
-        assert x is not None
+        momentum = node.attributes.get("momentum")
+        kept = 0.9 if momentum is None else momentum.as_float()
         for i, out in ((3, 1), (4, 2)):
             old = node.inputs[i]
             if old is None or not old.is_initializer():
                 continue
-            new = op.extra_output(node, out)
-            if old in newest:  # a second use in one step continues from the first
-                momentum = _momentum(node)
-                step = op.Sub(new, op.Mul(old, momentum))
-                new = op.Add(op.Mul(newest[old], momentum), step)
+            inside = OpBuilder(graph, op.prefix, target=op.target, before=node, parent=op)
+            # From the last share if there is one: equal expressions might become one value.
+            node.replace_input_with(i, inside.Mul(last.get(old, old), 0.0))
+            share = last[old] = op.extra_output(node, out)
             if i == 4 and unbiased:
-                new = _unbiased(op, node, x, newest.get(old, old), new)
-            newest[old] = new
+                share = op.Mul(share, _bessel(op, node, share.dtype))
+            newest[old] = op.Add(op.Mul(newest.get(old, old), kept), share)
     return [Buffer(old.name or "", old, new) for old, new in newest.items()]
 
 
-def _unbiased(op: OpBuilder, node: ir.Node, x: ir.Value, old: ir.Value, new: ir.Value) -> ir.Value:
-    kept = op.Mul(old, _momentum(node))
-    axes = [i for i in range(op.rank(x)) if i != 1]
-    n = op.cast(op.count(x, axes), new.dtype)
+def _bessel(op: OpBuilder, node: ir.Node, dtype: ir.DataType | None) -> ir.Value:
+    """Give n / (n - 1), with n the number of values per channel."""
+    x = node.inputs[0]
+    assert x is not None
+    n = op.cast(op.count(x, [i for i in range(op.rank(x)) if i != 1]), dtype)
     # A single value has no spread: the share is zero then, and the factor must not be infinite.
     rest = op.Sub(n, 1.0)
-    factor = op.Div(n, op.Where(op.Greater(rest, 0.0), rest, 1.0))
-    return op.Add(kept, op.Mul(op.Sub(new, kept), factor))
-
-
-def _momentum(node: ir.Node) -> float:
-    attribute = node.attributes.get("momentum")
-    return 0.9 if attribute is None else attribute.as_float()
+    return op.Div(n, op.Where(op.Greater(rest, 0.0), rest, 1.0))
 
 
 def _int(node: ir.Node, name: str) -> int:
