@@ -1,12 +1,16 @@
-"""Every spelling of the weight gradient gives torch's numbers, and is chosen where it should be."""
+"""Every spelling of a convolution's gradients gives torch's numbers, and one is always chosen."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import pytest
 
 import onnxtrain
+from onnxtrain.autodiff.rules import conv as conv_rule
 from onnxtrain.autodiff.rules import conv_weight
-from onnxtrain.autodiff.rules.conv_weight import CHOICES, FORMS, Facts, choose
+from onnxtrain.autodiff.rules.conv_facts import Facts
+from onnxtrain.autodiff.rules.conv_weight import CHOICES, FORMS, choose
 from onnxtrain.graph.builder import TARGETS
 from tests.cases import conv, conv_transpose
 from tests.cases.base import OpCase
@@ -16,10 +20,28 @@ from tests.cases.questions import cotangents, feeds
 CASES = [*conv.CASES, *conv_transpose.CASES]
 
 
-def _applies(form: str, case: OpCase) -> bool:
-    w = case.values()[1]
+def _facts(case: OpCase) -> Facts:
+    """What is known of the convolution, batch aside."""
+    x, w = case.values()[:2]
+    assert x is not None
     assert w is not None
-    return form != "depthwise" or (w.shape[1] == 1 and w.shape[0] == case.attrs.get("group", 1) > 1)
+    group, strides = case.attrs.get("group", 1), case.attrs.get("strides", [1])
+    taps, channels = w[0, 0].size, w.shape[1]
+    strided = any(s != 1 for s in strides)
+    over = "overpadded" in case.name
+    return Facts(taps, strided, channels, w.shape[0] // group, group, x[0, 0].size, 1, over)
+
+
+def _check(case: OpCase, dynamic: str, module: ModuleType, chooser: str, form: str) -> None:
+    given = [*feeds(case), *cotangents(case).values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, chooser, lambda target, facts: form)
+        model = onnxtrain.vjp(case.build(dynamic=dynamic), case.wrt)
+    ours = stock(model)(given)
+    oracle = oracle_of(case)
+    assert oracle is not None
+    theirs = oracle.backward(feeds(case), cotangents(case))
+    assert_close(ours[1:], theirs, case.wrt, case.tol, case.name)
 
 
 @pytest.mark.parametrize("dynamic", ["", "batch"])
@@ -29,19 +51,27 @@ def _applies(form: str, case: OpCase) -> bool:
         pytest.param(form, case, id=f"{form}-{case.name}")
         for form in FORMS
         for case in CASES
-        if _applies(form, case)
+        if FORMS[form].fits(_facts(case))
     ],
 )
-def test_form_equals_torch(
-    form: str, case: OpCase, dynamic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conv_weight, "choose", lambda target, facts: form)
-    model = onnxtrain.vjp(case.build(dynamic=dynamic), case.wrt)
-    ours = stock(model)([*feeds(case), *cotangents(case).values()])
-    oracle = oracle_of(case)
-    assert oracle is not None
-    theirs = oracle.backward(feeds(case), cotangents(case))
-    assert_close(ours[1:], theirs, case.wrt, case.tol, f"{case.name} by {form}")
+def test_weight_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:
+    _check(case, dynamic, conv_weight, "choose", form)
+
+
+@pytest.mark.parametrize("dynamic", ["", "batch"])
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [
+        pytest.param(form, case, id=f"{form}-{case.name}")
+        for form in conv_rule.INPUT_FORMS
+        for case in conv.CASES
+        if form == "transposed"
+        or (form == "pairs" and _facts(case).depthwise)
+        or (_facts(case).depthwise and not _facts(case).strided and not _facts(case).overpadded)
+    ],
+)
+def test_input_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:
+    _check(case, dynamic, conv_rule, "choose_input", form)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -49,8 +79,9 @@ def test_every_target_has_a_form_for_anything(target: str) -> None:
     for taps in (None, 1, 9, 65):
         for strided in (False, True):
             for channels, outs, group in ((None, None, 1), (1, 1, 8), (1, 2, 8), (32, 32, 1)):
-                found = choose(target, Facts(taps, strided, channels, outs, group))
-                assert found in FORMS
+                for positions in (None, 16, 10_000):
+                    facts = Facts(taps, strided, channels, outs, group, positions, positions)
+                    assert FORMS[choose(target, facts)].fits(facts)
 
 
 def test_forms_that_spell_out_taps_are_not_chosen_without_a_kernel() -> None:

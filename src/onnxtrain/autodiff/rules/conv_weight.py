@@ -14,17 +14,26 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onnxtrain.autodiff.rules import conv_depthwise as depthwise
+from onnxtrain.autodiff.rules.conv_facts import Facts, facts_of
 from onnxtrain.autodiff.rules.windows import Windows, pad, tap_slices
 from onnxtrain.graph.builder import OpBuilder
 
-Form = Callable[[OpBuilder, ir.Value, ir.Value, ir.Value, Windows, int], ir.Value]
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A way to spell the gradient, and when it can be used at all."""
+
+    build: Callable[[OpBuilder, ir.Value, ir.Value, ir.Value, Windows, int], ir.Value]
+    fits: Callable[[Facts], bool] = lambda facts: True
 
 
 def weight_gradient(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
     """Give the gradient of ``w`` in ``y = Conv(x, w)``."""
-    return FORMS[choose(op.target, facts(op, w, win, group))](op, x, dy, w, win, group)
+    name = choose(op.target, facts_of(op, x, dy, w, win, group))
+    return FORMS[name].build(op, x, dy, w, win, group)
 
 
 def by_taps(
@@ -35,6 +44,28 @@ def by_taps(
     rows = _flatten(op, _split_channels(op, dy, group), win.rank)
     parts = [op.ReduceSum(op.MatMul(rows, op.mT(p)), [0], keepdims=0) for p in pieces]
     return _from_taps(op, parts, w)
+
+
+def by_merged_taps(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One product per tap over batch and positions at once: few large products, no sum after."""
+    order = [1, 0, *win.axes]
+    slices = tap_slices(op, op.Transpose(pad(op, x, win), perm=order), win)
+    rows = _merged_rows(op, op.Transpose(dy, perm=order), group)
+    parts = [op.MatMul(rows, op.mT(_merged_rows(op, p, group))) for p in slices]
+    return _from_taps(op, parts, w)
+
+
+def _merged_rows(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:
+    """[C, N, ...] -> [C, N * positions], or [group, C / group, N * positions]."""
+    rows = op.Reshape(x, [0, -1])
+    if group == 1:
+        return rows
+    channels = op.dims(x)[0]
+    if isinstance(channels, int):
+        return op.reshape(rows, [group, channels // group, -1])
+    return op.reshape(rows, [group, -1, op.size(rows, 1)])
 
 
 def by_im2col(
@@ -100,73 +131,43 @@ def by_swapped_conv(
     return op.Transpose(_cut(op, dw, w, offset=0), perm=[1, 0, *win.axes])
 
 
-def by_depthwise_taps(
-    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
-) -> ir.Value:
-    """One product and sum per tap, for one input and one output channel per group."""
-    pieces = tap_slices(op, pad(op, x, win), win)
-    axes = [0, *win.axes]
-    parts = [op.ReduceSum(op.Mul(p, dy), axes, keepdims=0) for p in pieces]
-    return _from_taps(op, parts, w)
-
-
 FORMS: dict[str, Form] = {
-    "taps": by_taps,
-    "im2col": by_im2col,
-    "lifted": by_lifted_conv,
-    "swapped": by_swapped_conv,
-    "depthwise": by_depthwise_taps,
+    "taps": Form(by_taps, lambda f: f.taps is not None),
+    "merged": Form(by_merged_taps, lambda f: f.taps is not None),
+    "im2col": Form(by_im2col, lambda f: f.taps is not None),
+    "lifted": Form(by_lifted_conv),
+    "swapped": Form(by_swapped_conv),
+    "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
+    "pairs": Form(depthwise.weight_by_pairs, lambda f: f.depthwise and f.pairs is not None),
+    "scan": Form(
+        depthwise.weight_by_scan, lambda f: f.depthwise and not f.strided and f.pairs is not None
+    ),
 }
 
+Choices = list[tuple[Callable[[Facts], bool], str]]
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What the choice depends on; sizes that are not known are None."""
-
-    taps: int | None
-    strided: bool
-    channels: int | None
-    """Input channels per group."""
-    outs: int | None
-    """Output channels per group."""
-    group: int
-
-    @property
-    def few_taps(self) -> bool:
-        """Whether the taps may be spelled out, one slice each."""
-        return self.taps is not None and self.taps <= 64
-
-    @property
-    def depthwise(self) -> bool:
-        """Whether every channel is on its own."""
-        return self.few_taps and self.group > 1 and self.channels == 1 and self.outs == 1
-
-    @property
-    def narrow(self) -> bool:
-        """Whether one tap alone makes too small a product."""
-        return self.taps == 1 or (self.channels is not None and self.channels < 16)
-
-
-_CPU: list[tuple[Callable[[Facts], bool], str]] = [
+_CPU: Choices = [
+    (lambda f: f.small_pairs, "pairs"),
+    (lambda f: not f.strided, "scan"),
+    (lambda f: True, "depthwise"),
     (lambda f: not f.few_taps, "lifted"),
-    (lambda f: f.depthwise, "depthwise"),
-    (lambda f: f.group > 1, "lifted"),
+    (lambda f: f.group > 1 and f.strided, "lifted"),
+    (lambda f: f.small_image, "merged"),
+    (lambda f: f.taps == 1, "im2col"),
+    (lambda f: f.narrow and f.strided and not f.nine_taps, "lifted"),
     (lambda f: f.narrow, "im2col"),
-    (lambda f: f.strided, "lifted"),
     (lambda f: True, "taps"),
 ]
 # A convolution with a kernel of the size of the image loses precision on WebGPU: products instead.
-_PRODUCTS: list[tuple[Callable[[Facts], bool], str]] = [
-    (lambda f: f.depthwise, "depthwise"),
-    (lambda f: f.taps is not None, "im2col"),
+_PRODUCTS: Choices = [
+    (lambda f: f.small_pairs, "pairs"),
+    (lambda f: True, "depthwise"),
+    (lambda f: True, "im2col"),
     (lambda f: True, "swapped"),
 ]
-CHOICES: dict[str, list[tuple[Callable[[Facts], bool], str]]] = {
+CHOICES: dict[str, Choices] = {
     "cpu": _CPU,
-    "wasm": [
-        (lambda f: f.group == 1 and f.few_taps, "im2col"),
-        *_CPU,
-    ],
+    "wasm": [(lambda f: f.group == 1 and f.few_taps, "im2col"), *_CPU],
     "cuda": [(lambda f: True, "swapped")],
     "webgpu": _PRODUCTS,
     "portable": _PRODUCTS,
@@ -174,20 +175,8 @@ CHOICES: dict[str, list[tuple[Callable[[Facts], bool], str]]] = {
 
 
 def choose(target: str, facts: Facts) -> str:
-    """Name the form for a target."""
-    return next(form for applies, form in CHOICES[target] if applies(facts))
-
-
-def facts(op: OpBuilder, w: ir.Value, win: Windows, group: int) -> Facts:
-    """Give what is known of a convolution."""
-    outs, channels = op.dims(w)[:2]
-    return Facts(
-        taps=win.count,
-        strided=any(s != 1 for s in win.strides),
-        channels=channels if isinstance(channels, int) else None,
-        outs=outs // group if isinstance(outs, int) else None,
-        group=group,
-    )
+    """Name the form for a target: the first that is asked for and that fits."""
+    return next(name for asked, name in CHOICES[target] if asked(facts) and FORMS[name].fits(facts))
 
 
 def _split_channels(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:
