@@ -11,13 +11,20 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
-from onnxtrain.autodiff.opening import open_model
-from onnxtrain.autodiff.registry import NO_GRADIENT, ZERO, find_rule, key_of
+from onnxtrain.autodiff.differentiate import differentiable_inputs, needed_for, reached_from
+from onnxtrain.autodiff.opening import open_model, own_domains
+from onnxtrain.autodiff.registry import (
+    NO_GRADIENT,
+    ZERO,
+    find_rule,
+    is_refused,
+    is_stopped,
+    key_of,
+)
 from onnxtrain.autodiff.selection import batch_statistics, select_wrt, trainable
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
-from onnxtrain.graph.prepare import constant_names, repairs_of
+from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +65,15 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"opset {self.opset}, {len(self.nodes)} nodes"]
+        lacking = sum(n.how == "missing" for n in self.nodes)
         lines.append(
-            "differentiable"
-            if self.differentiable
-            else f"not differentiable: {sum(n.how == 'missing' for n in self.nodes)} node(s) lack a rule"
+            f"not differentiable: {lacking} node(s) lack a rule" if lacking else "differentiable"
         )
         counts = Counter((n.how, n.op) for n in self.nodes)
         for how in ("missing", "rule", "zero", "constant"):
-            kinds = [f"{op} x{n}" if n > 1 else op for (h, op), n in sorted(counts.items()) if h == how]
+            kinds = [
+                f"{op} x{n}" if n > 1 else op for (h, op), n in sorted(counts.items()) if h == how
+            ]
             if kinds:
                 lines.append(f"  {how}: {', '.join(kinds)}")
         lines += [f"  missing {n.name!r}: {n.signature}" for n in self.nodes if n.how == "missing"]
@@ -93,12 +101,13 @@ def explain(
         model: anything :func:`onnxtrain.load` takes.
         wrt: as in :func:`onnxtrain.vjp`.
     """
-    original = load(model)
+    original = load(model, allow_domains=own_domains())
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
     work = open_model(original)
     graph = work.graph
     wanted = trainable(work) if wrt is None else select_wrt(work, wrt)
     live = reached_from(list(graph), wanted)
+    refused = _refused(graph, live)
     statistics = batch_statistics(graph)
     hidden = constant_names(work)
     frozen: dict[str, str] = {}
@@ -111,9 +120,11 @@ def explain(
             frozen[name] = "not in wrt"
         else:
             frozen[name] = "no differentiable path to a float output"
-    present = {*graph.initializers, *(x.name for x in graph.inputs)}
+    unused = unused_parameters(work)
+    frozen.update({n: "no node reads it" for n, x in unused.items() if x not in wanted})
+    present = {*graph.initializers, *unused, *(x.name for x in graph.inputs)}
     return Report(
-        nodes=tuple(_node(n, live) for n in graph),
+        nodes=tuple(_node(n, live, refused) for n in graph),
         parameters={x.name or "": _shape(x) for x in wanted},
         frozen=frozen,
         lost=tuple(n for n in declared if n not in present),
@@ -122,8 +133,15 @@ def explain(
     )
 
 
-def _node(node: ir.Node, live: set[ir.Value]) -> NodeReport:
-    how, why = _how(node, live)
+def _refused(graph: ir.Graph, live: set[ir.Value]) -> set[ir.Node]:
+    """Give the nodes that it is an error to differentiate through, on the way to a float output."""
+    nodes = [n for n in graph if not is_stopped(n) or is_refused(n)]
+    flowing = needed_for(nodes, [y for y in graph.outputs if S.is_float(y)])
+    return {n for n in flowing if is_refused(n) and live.intersection(n.inputs)}
+
+
+def _node(node: ir.Node, live: set[ir.Value], refused: set[ir.Node]) -> NodeReport:
+    how, why = ("missing", NO_GRADIENT[key_of(node)]) if node in refused else _how(node, live)
     return NodeReport(node.name or "", key_of(node), how, why, S.describe(node))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -29,8 +29,8 @@ def vjp(
     """Give a model that computes vector-Jacobian products besides the model's own outputs.
 
     Its inputs are the model's, then the lifted parameters in ``wrt`` order (without defaults), then
-    ``<output>_grad`` for each chosen output; its outputs are the model's, then ``<name>_grad`` for each
-    ``wrt``. A name that is taken gets ``.2``, ``.3`` ...; the order is the contract.
+    ``<output>_grad`` for each chosen output; its outputs are the model's, then ``<name>_grad`` for
+    each ``wrt``. A name that is taken gets ``.2``, ``.3`` ...; the order is the contract.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
@@ -69,7 +69,8 @@ def grad(
             for the one called ``loss``.
         target: as in :func:`vjp`.
     """
-    work, wrt_values, (loss,) = _start(model, wrt, _scalar_name(of), target)
+    work, wrt_values, chosen = _start(model, wrt, of, target, _the_output)
+    (loss,) = chosen
     if S.dims_of(loss) not in ((), (1,)):
         raise UndifferentiableError(
             f"only an output with one element has a gradient: {S.describe_value(loss)}\n"
@@ -91,8 +92,8 @@ def jvp(
 ) -> onnx.ModelProto:
     """Give a model that computes Jacobian-vector products besides the model's own outputs.
 
-    Its inputs are the model's, then the lifted parameters in ``wrt`` order, then ``<name>_tangent`` for
-    each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
+    Its inputs are the model's, then the lifted parameters in ``wrt`` order, then ``<name>_tangent``
+    for each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
     """
     work, wrt_values, chosen = _start(model, wrt, outputs, target)
     graph = work.graph
@@ -135,18 +136,22 @@ def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
     for x in values:
         if x.is_graph_input():
             continue
-        del graph.initializers[x.name or ""]
+        graph.initializers.pop(x.name or "", None)  # one that nothing reads is not there
         x.const_value = None
         graph.inputs.append(x)
 
 
 def _start(
-    model: Source, wrt: Names, outputs: Names, target: str
+    model: Source,
+    wrt: Names,
+    outputs: Names,
+    target: str,
+    choose: Callable[[ir.Model, Names], list[ir.Value]] = select_outputs,
 ) -> tuple[ir.Model, list[ir.Value], list[ir.Value]]:
     if target not in TARGETS:
         raise PrepareError(f"no such target: {target!r}\nhint: choose one of {', '.join(TARGETS)}")
     work = open_model(model)
-    chosen = select_outputs(work, outputs if outputs != _ONLY else _only_output(work))
+    chosen = choose(work, outputs)
     wrt_values = select_wrt(work, wrt)
     if wrt is not None:
         _refuse_settings(wrt_values)
@@ -175,22 +180,19 @@ def _refuse_settings(wrt: Sequence[ir.Value]) -> None:
                 )
 
 
-_ONLY = "\0the only output"
-
-
-def _scalar_name(of: str | None) -> str:
-    return _ONLY if of is None else of
-
-
-def _only_output(model: ir.Model) -> str:
-    outputs = [y.name or "" for y in model.graph.outputs]
-    if len(outputs) == 1:
-        return outputs[0]
-    if "loss" in outputs:
-        return "loss"
-    raise PrepareError(
-        f"which output? the model has {', '.join(outputs)}\nhint: pass of='{outputs[0]}', say"
-    )
+def _the_output(model: ir.Model, of: Names) -> list[ir.Value]:
+    """Give the one output that ``of`` names; ``None`` stands for the only one, or for ``loss``."""
+    names = [y.name or "" for y in model.graph.outputs]
+    if of is None:
+        of = names[0] if len(names) == 1 else "loss" if "loss" in names else None
+    found = [] if of is None else select_outputs(model, of, "of")
+    if len(found) != 1:
+        choice = [y.name for y in found] or names
+        raise PrepareError(
+            f"which output? the model has {', '.join(map(str, choice))}\n"
+            f"hint: pass of={choice[0]!r}, say"
+        )
+    return found
 
 
 class _Outside:

@@ -18,8 +18,12 @@ def open_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Mode
 
     Operators without a rule whose body the ONNX standard gives are replaced by it.
     """
-    domains = {key.split("::")[0] for key in USER_RULES if "::" in key}
-    return prepare(load(model, allow_domains=domains), inline=lacks_rule)
+    return prepare(load(model, allow_domains=own_domains()), inline=lacks_rule)
+
+
+def own_domains() -> set[str]:
+    """Give the domains for which the user registered rules."""
+    return {key.split("::")[0] for key in USER_RULES if "::" in key}
 
 
 def lacks_rule(op_type: str) -> bool:

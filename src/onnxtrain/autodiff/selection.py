@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.prepare import constant_names
+from onnxtrain.graph.prepare import constant_names, unused_parameters
 
 
 def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Value]:
@@ -26,15 +26,20 @@ def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Valu
     for name, x in model.graph.initializers.items():
         if name not in hidden:
             candidates.setdefault(name, x)
+    candidates.update(unused_parameters(model))
     found = match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
     wrong = [x for x in found if not S.is_float(x)]
     if wrong:
         listing = ", ".join(S.describe_value(x) for x in wrong)
-        raise UndifferentiableError(f"only floats have gradients: {listing}\nhint: leave them out of `wrt`")
+        raise UndifferentiableError(
+            f"only floats have gradients: {listing}\nhint: leave them out of `wrt`"
+        )
     return found
 
 
-def select_outputs(model: ir.Model, outputs: str | Sequence[str] | None) -> list[ir.Value]:
+def select_outputs(
+    model: ir.Model, outputs: str | Sequence[str] | None, argument: str = "outputs"
+) -> list[ir.Value]:
     """Give the graph outputs that ``outputs`` names; ``None`` stands for all float ones."""
     if outputs is None:
         found = [y for y in model.graph.outputs if S.is_float(y)]
@@ -45,11 +50,15 @@ def select_outputs(model: ir.Model, outputs: str | Sequence[str] | None) -> list
             )
         return found
     candidates = {y.name or "": y for y in model.graph.outputs}
-    found = match([outputs] if isinstance(outputs, str) else list(outputs), candidates, "outputs", "output")
+    found = match(
+        [outputs] if isinstance(outputs, str) else list(outputs), candidates, argument, "output"
+    )
     wrong = [y for y in found if not S.is_float(y)]
     if wrong:
         listing = ", ".join(S.describe_value(y) for y in wrong)
-        raise UndifferentiableError(f"only floats have gradients: {listing}\nhint: leave them out of `outputs`")
+        raise UndifferentiableError(
+            f"only floats have gradients: {listing}\nhint: leave them out of `{argument}`"
+        )
     return found
 
 
@@ -115,10 +124,14 @@ def match(
         for name in hits:
             found.setdefault(candidates[name])
     if absent:
-        near = {n for a in absent for n in difflib.get_close_matches(a, candidates, n=3, cutoff=0.4)}
+        near = {
+            n for a in absent for n in difflib.get_close_matches(a, candidates, n=3, cutoff=0.4)
+        }
         listing = ", ".join(repr(a) for a in absent)
         choice = ", ".join(sorted(near) or list(candidates)[:8])
-        raise PrepareError(f"no such {kind} in `{argument}`: {listing}\nhint: the model has {choice}")
+        raise PrepareError(
+            f"no such {kind} in `{argument}`: {listing}\nhint: the model has {choice}"
+        )
     if not found:
         raise PrepareError(f"`{argument}` is empty\nhint: name at least one {kind}")
     return list(found)

@@ -20,6 +20,7 @@ from onnxtrain.graph.write import save
 __all__ = ["Limits", "load", "save"]
 
 _DEFAULT_IR_VERSION = 10
+_ALLOWED = "onnxtrain.domains"  # key in Model.meta: what the caller admitted, for the next load
 
 NO_GRAPH = Kind("not an ONNX model", "the file is damaged, incomplete or of another format")
 NO_OUTPUTS = Kind("the graph has no outputs", "there is nothing to compute in this model")
@@ -59,10 +60,14 @@ def load(
     limits = limits or Limits()
     allowed = {allow_domains} if isinstance(allow_domains, str) else set(allow_domains)
     if isinstance(source, ir.Model):
-        return _from_ir(source, limits, allowed)
-    if isinstance(source, onnx.ModelProto):
-        return _from_proto(source, limits, allowed, Problems("ModelProto"), None, owned=False)
-    return _from_file(source, limits, allowed)
+        allowed |= source.meta.get(_ALLOWED, frozenset())
+        model = _from_ir(source, limits, allowed)
+    elif isinstance(source, onnx.ModelProto):
+        model = _from_proto(source, limits, allowed, Problems("ModelProto"), None, owned=False)
+    else:
+        model = _from_file(source, limits, allowed)
+    model.meta[_ALLOWED] = frozenset(allowed)
+    return model
 
 
 def _from_file(

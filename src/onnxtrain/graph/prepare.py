@@ -18,10 +18,12 @@ from onnxtrain.graph.decompose import decompose
 from onnxtrain.graph.infer import infer_shapes
 from onnxtrain.graph.normalise import normalise
 from onnxtrain.graph.sequences import resolve_sequences
+from onnxtrain.graph.shapes import is_float, schema_of
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 from onnxtrain.graph.versions import OPSET, to_working_opset
 
 _CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
+_UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothing reads
 _REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
@@ -43,6 +45,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
     lift_constants(model)
+    _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given)
     repairs += resolve_sequences(model)
@@ -51,16 +54,20 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     )
     model = inline_bodies(model, inline)
     lift_constants(model)
+    _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += normalise(model)
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
     constants |= fold(model, constants)
     remove_identities(model)
+    parameters = {n: x for n, x in model.graph.initializers.items() if n in given and is_float(x)}
     remove_dead(model)
+    unused = {n: x for n, x in parameters.items() if n not in model.graph.initializers}
     used = {n.domain for n in model.graph.all_nodes()}
     for domain in [d for d in model.opset_imports if d and d not in used]:
         del model.opset_imports[domain]
     model.meta[_CONSTANTS] = frozenset(constants)
+    model.meta[_UNUSED] = unused
     model.meta[_REPAIRS] = tuple(repairs)
     return model
 
@@ -68,6 +75,11 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
 def constant_names(model: ir.Model) -> frozenset[str]:
     """Give the names of initializers that are constants of the graph, not parameters."""
     return model.meta.get(_CONSTANTS, frozenset())
+
+
+def unused_parameters(model: ir.Model) -> dict[str, ir.Value]:
+    """Give the float initializers of the file that no node reads; the graph has dropped them."""
+    return model.meta.get(_UNUSED, {})
 
 
 def mark_constants(model: ir.Model, names: Iterable[str]) -> None:
@@ -80,7 +92,18 @@ def repairs_of(model: ir.Model) -> tuple[str, ...]:
     return model.meta.get(_REPAIRS, ())
 
 
-def _is_standard(op_type: str, opset: int) -> bool:
-    from onnxtrain.graph.shapes import schema_of
+def _name_nodes(model: ir.Model) -> None:
+    """Name nodes that have no name after their first output, so that messages can."""
+    nodes = list(model.graph.all_nodes())
+    taken = {n.name for n in nodes if n.name}
+    for node in nodes:
+        if not node.name:
+            stem = next((y.name for y in node.outputs if y.name), node.op_type)
+            node.name = stem
+            while node.name in taken:
+                node.name = f"{node.name}.{node.op_type}"
+            taken.add(node.name)
 
+
+def _is_standard(op_type: str, opset: int) -> bool:
     return schema_of(op_type, opset) is not None
