@@ -177,7 +177,7 @@ def test_labels_out_of_range_are_refused(loss: L.Loss, label: int) -> None:
     x, labels = draw((3, 5), 1, "cpu")
     labels[1] = label
     session = session_of(loss_model(loss, [x], [labels]))
-    with pytest.raises(Exception, match="(?i)out of range|indices element out of data bounds"):
+    with pytest.raises(Exception, match=r"(?i)out of range|indices element out of data bounds"):
         session.run(None, {"x0": x, "t0": labels})
 
 

@@ -225,3 +225,32 @@ def test_triplet_of_equal_vectors_has_a_finite_gradient() -> None:
     )
     assert found["loss"] == 1.0
     assert np.all(found["x0_grad"] == 0.0)
+
+
+# Operators that fail on WebGPU, run on the CPU there, or are expanded to a form that overflows.
+AVOIDED = {
+    "And",
+    "ConstantOfShape",
+    "Dropout",
+    "LogSoftmax",
+    "Max",
+    "Min",
+    "NegativeLogLikelihoodLoss",
+    "OneHot",
+    "Sign",
+    "SoftmaxCrossEntropyLoss",
+    "Softplus",
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, "cross_entropy", "nll", "probabilities"])
+def test_webgpu_forms_avoid_slow_operators(name: str) -> None:
+    labels = LABELS.astype(np.int32)
+    loss, predictions, targets = {
+        "cross_entropy": (L.CrossEntropy(weight=WEIGHT, label_smoothing=0.1), [X], [labels]),
+        "nll": (L.NLL(weight=WEIGHT), [X], [labels]),
+        "probabilities": (L.CrossEntropy(probabilities=True), [X], [T]),
+    }.get(name) or (CASES[name][0](**CASES[name][1]), CASES[name][3], CASES[name][4])
+    targets = [t.astype(np.int32) if t.dtype == np.int64 else t for t in targets]
+    model = loss_model(loss, predictions, targets, target="webgpu", dynamic=False)
+    assert not {n.op_type for n in model.graph.node} & AVOIDED

@@ -5,6 +5,7 @@ from onnxtrain.losses.base import Loss, Target
 from onnxtrain.losses.binary import BCE, BCEWithLogits, Hinge, HingeEmbedding
 from onnxtrain.losses.ctc import CTC
 from onnxtrain.losses.embedding import CosineEmbedding, TripletMargin
+from onnxtrain.losses.expand import expand_label_losses
 from onnxtrain.losses.labels import NLL, CrossEntropy, MultiMargin
 from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity, TopK
 from onnxtrain.losses.names import LOSSES
@@ -41,5 +42,6 @@ __all__ = [
     "TripletMargin",
     "Weighted",
     "attach_loss",
+    "expand_label_losses",
     "resolve",
 ]

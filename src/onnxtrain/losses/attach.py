@@ -73,7 +73,9 @@ def attach_loss(
     extra = {name: work.find(name) for name in outputs}
     mark_constants(model, set(model.graph.initializers) - known)
     model.graph.outputs.clear()
-    model.graph.outputs.extend([value, *found.values(), *(y for y in kept if y not in found.values())])
+    model.graph.outputs.extend(
+        [value, *found.values(), *(y for y in kept if y not in found.values())]
+    )
     targets = [x for x in model.graph.inputs if x not in before]
     return Attached(model, value, targets, found, extra)
 

@@ -9,9 +9,11 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.opening import open_model
 from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.copying import copy_nodes
+from onnxtrain.graph.dims import Dim
 from onnxtrain.graph.io import load
 
 
@@ -44,10 +46,7 @@ def insert_model(
             f"the model {_names(outputs)}\n"
             "hint: name its inputs after outputs, or use Weighted(loss_model, output=[...])"
         )
-    for x in inputs:
-        if x.name in by_name:
-            _check_fit(x, by_name[x.name])
-            x.shape = by_name[x.name].shape  # its sizes then have the names they have in the model
+    _rename_sizes(inputs, by_name)
     loss_model = open_model(loss_model)
     if loss_model.opset_imports[""] != model.opset_imports[""]:
         raise PrepareError(
@@ -77,6 +76,23 @@ def insert_model(
         mapping[x] = copy
     results = copy_nodes(op, loss_model.graph, mapping)
     return _loss_among(loss_model, results)
+
+
+def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> None:
+    """Give the sizes of the loss model's inputs the names that they have in the model."""
+    names: dict[str, Dim] = {}
+    for x in inputs:
+        value = by_name.get(x.name or "")
+        if value is not None:
+            _check_fit(x, value)
+            for mine, theirs in zip(S.dims_of(x) or (), S.dims_of(value) or (), strict=False):
+                if isinstance(mine, str):
+                    names.setdefault(mine, theirs)
+            x.shape = value.shape
+    for x in inputs:
+        dims = S.dims_of(x)
+        if x.name not in by_name and dims is not None:
+            S.set_dims(x, [D.substitute(d, names) for d in dims])
 
 
 def _loss_among(loss_model: ir.Model, results: Sequence[ir.Value]) -> ir.Value:

@@ -1,0 +1,73 @@
+"""Label losses in plain operators give the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from onnxtrain.autodiff.differentiate import differentiate
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.simplify import simplify
+from onnxtrain.losses import NLL, CrossEntropy, Loss, attach_loss, expand_label_losses
+from tests.losses.compare import session_of
+from tests.losses.small import FLOAT, model_of
+
+rng = np.random.default_rng(4)
+WEIGHT = [0.5, 2.0, 1.5, 1.0]
+
+
+def training_model(loss: Loss, expand: bool) -> ir.Model:
+    prepared = open_model(model_of(lambda op: {"y": op.Mul(op.input("x", FLOAT, ["n", 4]), 2.0)}))
+    attached = attach_loss(prepared, loss, metrics=["perplexity"])
+    op = OpBuilder(prepared.graph, prefix="grad/")
+    x = prepared.graph.inputs[0]
+    grad = differentiate(op, {attached.loss: op.const(1.0, FLOAT)}, [x])[x]
+    out = op.Identity(grad)
+    out.name = "x_grad"
+    prepared.graph.outputs.append(out)
+    if expand:
+        expand_label_losses(prepared)
+    return simplify(prepared)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        CrossEntropy(),
+        CrossEntropy(ignore_index=None),
+        CrossEntropy(reduction="sum", weight=WEIGHT),
+        CrossEntropy(weight=WEIGHT, ignore_index=1, label_smoothing=0.2),
+        NLL(),
+        NLL(weight=WEIGHT, ignore_index=None),
+    ],
+    ids=str,
+)
+def test_same_numbers_in_fewer_nodes(loss: Loss) -> None:
+    feeds = {
+        "x": rng.standard_normal((5, 4)).astype(np.float32),
+        "labels": np.array([0, 1, 3, 2, 1]),
+    }
+    plain, expanded = (training_model(loss, e) for e in (False, True))
+    kinds = {n.op_type for n in expanded.graph}
+    assert not kinds & {"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"}
+    names = [y.name for y in plain.graph.outputs]
+    assert (
+        [y.name for y in expanded.graph.outputs] == names == ["loss", "perplexity", "y", "x_grad"]
+    )
+    before, after = (session_of(ir.to_proto(m)).run(names, feeds) for m in (plain, expanded))
+    for name, a, b in zip(names, before, after, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_the_gradient_shares_what_the_loss_computes() -> None:
+    expanded = training_model(CrossEntropy(ignore_index=None), expand=True)
+    kinds = [n.op_type for n in expanded.graph]
+    assert kinds.count("LogSoftmax") == 1
+    assert kinds.count("Unsqueeze") == 1
+
+
+def test_nothing_to_do() -> None:
+    prepared = open_model(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, ["n", 4]))}))
+    assert [n.op_type for n in expand_label_losses(prepared).graph] == ["Tanh"]
