@@ -1,0 +1,140 @@
+"""Gradient and optimizer graphs of a torch module, as single files for any runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from onnxtrain.autodiff.differentiate import differentiate
+from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io import save
+from onnxtrain.graph.simplify import simplify
+from onnxtrain.optim import Optimizer
+from onnxtrain.optim import resolve as resolve_optimizer
+from onnxtrain.torch.exporting import from_torch, last_report
+
+
+class _WithLoss(nn.Module):
+    """A module with its loss, so that one export has both."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(
+        self, input: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give output and loss."""
+        output = self.model(input)
+        return output, self.loss_fn(output, labels)
+
+
+def export_gradient_graph(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    example_input: torch.Tensor,
+    example_labels: torch.Tensor,
+    gradient_graph_path: str | os.PathLike[str],
+    opset_version: int = 21,
+) -> None:
+    """Write a model that computes output, loss and the gradient of every parameter.
+
+    Its inputs are ``input``, ``labels`` and the module's parameters by name, in module order; its
+    outputs ``output``, ``loss`` and ``<parameter>_grad`` in the same order. The batch is symbolic.
+
+    Args:
+        model: any module with one input and one output.
+        loss_fn: of (output, labels), a scalar.
+        example_input: for the export.
+        example_labels: for the export.
+        gradient_graph_path: where to write.
+        opset_version: of the file; 21 is what the graph is made in, a lower one is not there yet.
+    """
+    if opset_version > 26:
+        raise PrepareError(f"no runtime takes opset {opset_version}\nhint: 26 is the newest")
+    exported = from_torch(
+        _WithLoss(model, loss_fn), (example_input, example_labels), train=model.training
+    )
+    prefix = "model."
+    stored = {
+        name.removeprefix(prefix): at
+        for name, at in last_report(exported).names.items()
+        if name.startswith(prefix)
+    }
+    work = open_model(exported)
+    graph = work.graph
+    parameters = [graph.initializers[stored[n]] for n, _ in model.named_parameters()]
+    lift(graph, parameters)
+    op = OpBuilder(graph, "grad/")
+    output, loss = graph.outputs[0], graph.outputs[1]
+    grads = differentiate(op, {loss: op.const(1.0, loss.dtype)}, parameters)
+    for x, (name, _) in zip(parameters, model.named_parameters(), strict=True):
+        x.name = name
+    _rename(op, output, "output")
+    _rename(op, loss, "loss")
+    del graph.outputs[2:]
+    for (name, parameter), x in zip(model.named_parameters(), parameters, strict=True):
+        if not parameter.requires_grad:
+            continue
+        g = grads[x]
+        out = op.Identity(op.zeros_like(x) if g is None else g)
+        out.name, out.type, out.shape = f"{name}_grad", x.type, x.shape
+        graph.outputs.append(out)
+    save(finish(simplify(work)), gradient_graph_path)
+
+
+def _rename(op: OpBuilder, value: ir.Value, name: str) -> None:
+    if value.name != name and name in op.names.taken:
+        for node in op.graph:
+            for y in node.outputs:
+                if y.name == name:
+                    y.name = op.names.fresh(f"{name}.inner")
+    value.name = name
+
+
+def export_optimizer_graph(
+    named_params: Iterable[tuple[str, Any]],
+    optimizer: str | Optimizer = "adam",
+    path: str | os.PathLike[str] | None = None,
+) -> onnx.ModelProto:
+    """Give a model of one optimizer step, with functional state; write it if a path is given.
+
+    For each parameter ``p`` the inputs are ``p``, ``p.gradient``, ``p.learning_rate`` (float32[1]),
+    ``p.step`` (int64[1]) and its state, as ``p.exp_avg``; the outputs are ``p.out``, ``p.step.out`` and
+    the new state, as ``p.exp_avg.out``.
+    """
+    chosen = resolve_optimizer(optimizer)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="optimizer")
+    model = ir.Model(graph, ir_version=10)
+    op = OpBuilder(graph, "update/")
+    for name, value in named_params:
+        shape = tuple(value.shape)
+        p = op.input(name, ir.DataType.FLOAT, shape)
+        g = op.input(f"{name}.gradient", ir.DataType.FLOAT, shape)
+        lr = op.input(f"{name}.learning_rate", ir.DataType.FLOAT, [1])
+        step = op.input(f"{name}.step", ir.DataType.INT64, [1])
+        state = {
+            f"{name}.{s.name}": op.input(f"{name}.{s.name}", s.dtype, s.dims)
+            for s in chosen.slots(name, shape, ir.DataType.FLOAT)
+        }
+        new, new_state = chosen.apply(op, {name: p}, {name: g}, state, lr, step)
+        results = {**new, f"{name}.step": op.Add(step, 1), **new_state}
+        for label, result in results.items():
+            out = op.Identity(result)
+            out.name = f"{label}.out"
+            graph.outputs.append(out)
+    proto = finish(simplify(model))
+    if path is not None:
+        save(proto, path)
+    return proto
