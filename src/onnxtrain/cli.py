@@ -42,20 +42,29 @@ def main() -> None:
         if debug:
             raise
         Console(stderr=True, highlight=False).print(
-            f"{type(error).__name__}: {error}", style="red", markup=False
+            f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True
         )
         sys.exit(1)
 
 
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-) -> None:
-    del debug  # read in main, where errors are caught
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(onnxtrain.__version__)
         raise typer.Exit
+
+
+_Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+]
+
+
+@app.callback()
+def _options(
+    version: _Version = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    del version, debug  # one is printed by its callback, the other read in main
 
 
 @app.command()
@@ -70,7 +79,9 @@ def gradients(
     model: _Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the model.")],
     wrt: _Wrt = None,
-    of: Annotated[str | None, typer.Option(help="A scalar output; else a vjp of all outputs.")] = None,
+    of: Annotated[
+        str | None, typer.Option(help="A scalar output; else a vjp of all outputs.")
+    ] = None,
     target: Annotated[str, typer.Option(help="cpu, cuda, wasm, webgpu or portable.")] = "cpu",
 ) -> None:
     """Write a model that computes gradients: of one scalar output, or vector-Jacobian products."""
@@ -80,19 +91,26 @@ def gradients(
         result = onnxtrain.vjp(model, wrt or None, target=target)
     save(result, output)
     added = sum(1 for n in result.graph.node)
-    typer.echo(f"{output}: {added} nodes, {len(result.graph.input)} inputs, {len(result.graph.output)} outputs")
+    typer.echo(
+        f"{output}: {added} nodes, {len(result.graph.input)} inputs, {len(result.graph.output)} outputs"
+    )
 
 
 @app.command()
 def ops(
-    missing: Annotated[bool, typer.Option("--missing", help="Only those we cannot handle.")] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only those we cannot handle.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """List the operators of the ONNX standard and how each is differentiated."""
     found = [o for o in operators() if o.how == "missing" or not missing]
     if as_json:
         typer.echo(
-            json.dumps([{"name": o.name, "since": o.since, "how": o.how, "why": o.why} for o in found], indent=2)
+            json.dumps(
+                [{"name": o.name, "since": o.since, "how": o.how, "why": o.why} for o in found],
+                indent=2,
+            )
         )
         return
     if not found:
