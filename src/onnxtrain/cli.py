@@ -90,10 +90,9 @@ def gradients(
     else:
         result = onnxtrain.vjp(model, wrt or None, target=target)
     save(result, output)
-    added = sum(1 for n in result.graph.node)
-    typer.echo(
-        f"{output}: {added} nodes, {len(result.graph.input)} inputs, {len(result.graph.output)} outputs"
-    )
+    graph = result.graph
+    sizes = f"{len(graph.node)} nodes, {len(graph.input)} inputs, {len(graph.output)} outputs"
+    typer.echo(f"{output}: {sizes}")
 
 
 @app.command()
