@@ -35,10 +35,9 @@ MODELS = {
     "pooling": """(float[1,2,6,6] x) => (float[1,2,3,3] y, float[1,2,1,1] z) {
         y = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (x)
         a = AveragePool <kernel_shape = [2, 2]> (x)  z = GlobalAveragePool(a) }""",
-    "movement": """(float[2,3,4] x) => (float[4,4] y) {
+    "movement": """(float[2,3,4] x) => (float[4,4] y) <int64[1] i={1}, int64[1] j={5}> {
         t = Transpose <perm = [2, 0, 1]> (x)  s = Constant <value_ints = [4, 6]> ()
-        r = Reshape(t, s)  i = Constant <value_ints = [1]> ()  j = Constant <value_ints = [5]> ()
-        a = Constant <value_ints = [1]> ()  y = Slice(r, i, j, a, a) }""",
+        r = Reshape(t, s)  y = Slice(r, i, j, i, i) }""",
     "joining": """(float[2,3] x, float[2,3] z) => (float[2,6] y, float[2,2] p) {
         y = Concat <axis = 1> (x, z)  n = Constant <value_ints = [2, 4]> ()
         p, q = Split <axis = 1> (y, n) }""",
@@ -49,8 +48,8 @@ MODELS = {
     "instance-norm": """(float[2,3,5] x, float[3] s, float[3] b) => (float[2,3,5] y) {
         y = InstanceNormalization(x, s, b) }""",
     "attention": """(float[2,3,4] q, float[2,5,4] k, float[2,5,4] v) => (float[2,3,4] y) {
-        t = Transpose <perm = [0, 2, 1]> (k)  s = MatMul(q, t)
-        two = Constant <value_float = 2.0> ()  d = Div(s, two)  p = Softmax(d)  y = MatMul(p, v) }""",
+        t = Transpose <perm = [0, 2, 1]> (k)  s = MatMul(q, t)  h = Constant <value_float = 0.5> ()
+        d = Mul(s, h)  p = Softmax(d)  y = MatMul(p, v) }""",
     "where-and-clip": """(float[3,4] x, float[3,4] z) => (float[3,4] y) {
         c = Less(x, z)  w = Where(c, x, z)  low = Constant <value_float = -0.5> ()
         high = Constant <value_float = 0.7> ()  y = Clip(w, low, high) }""",
