@@ -163,11 +163,11 @@ def _header(data: bytes, label: str) -> tuple[dict[str, Any], int]:
 
 
 def _check_digest(data: bytes, start: int, meta: dict[str, Any], label: str) -> None:
-    digest = meta.pop(_DIGEST, None)
-    if digest is None:
+    if not meta:
         return  # written by another tool
+    digest = meta.pop(_DIGEST, None)
     head = data[8:start].replace(str(digest).encode(), _NO_DIGEST.encode(), 1)
-    if _digest([head, memoryview(data)[start:]]) != digest:
+    if digest is None or _digest([head, memoryview(data)[start:]]) != digest:
         raise CheckpointError(
             f"{label}: damaged, its sha256 is not the recorded one\n"
             "hint: take an older checkpoint; its content cannot be trusted"

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import onnx
 
+from onnxtrain.artifacts.declare import FILES
 from onnxtrain.artifacts.inference import locate
 from onnxtrain.checkpoint import from_bytes, state_key, to_bytes
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.atomic import content, write_files
-from onnxtrain.manifest import Manifest
+from onnxtrain.manifest import Location, Manifest, WeightSpec
 
 MANIFEST = "manifest.json"
 _SHARED = 1024  # bytes: larger constants go to the file that all models share
@@ -48,11 +49,12 @@ class Artifacts:
             return str(self.directory / spec.file)
         return self.models[role].SerializeToString(deterministic=True)
 
-    def checkpoint_bytes(self) -> bytes:
+    def checkpoint_bytes(self, manifest: Manifest | None = None) -> bytes:
         """Give the content of the checkpoint file."""
+        manifest = manifest or self.manifest
         slots = {s.name: state_key(s.parameter, s.slot) for s in self.manifest.state}
         tensors = {**self.values, **{slots[n]: a for n, a in self.state.items()}}
-        return to_bytes(tensors, {**self.meta, "manifest": self.manifest.to_dict(hashes=False)})
+        return to_bytes(tensors, {**self.meta, "manifest": manifest.to_dict(hashes=False)})
 
     def save(self, directory: str | os.PathLike[str], prefix: str = "") -> Manifest:
         """Write the directory, whole or not at all; give the manifest as written.
@@ -92,7 +94,11 @@ class Artifacts:
                 )
         tensors, meta = from_bytes(_read(folder / manifest.checkpoint), manifest.checkpoint)
         values, state = split_tensors(manifest, tensors, manifest.checkpoint)
-        meta.pop("manifest", None)
+        if meta.pop("manifest", None) != manifest.to_dict(hashes=False):
+            raise CheckpointError(
+                f"{prefix}{MANIFEST} and {manifest.checkpoint} do not belong together\n"
+                "hint: one of them was damaged or comes from other artifacts"
+            )
         return cls(manifest, {}, values, state, meta, folder)
 
     def _read_models(self) -> dict[str, onnx.ModelProto]:
@@ -137,45 +143,64 @@ def assemble(
     artifacts: Artifacts, models: Mapping[str, onnx.ModelProto], prefix: str
 ) -> tuple[dict[str, bytes], Manifest]:
     """Give the files of a directory by name, and the manifest; the manifest comes last."""
-    manifest = artifacts.manifest
-    weights = f"{prefix}weights.bin"
-    shared = _Shared(weights)
-    renamed = tuple(
-        dataclasses.replace(m, file=prefix + m.file.removeprefix(prefix)) for m in manifest.models
-    )
-    manifest = dataclasses.replace(manifest, models=renamed, checkpoint=f"{prefix}checkpoint")
-    text = manifest.to_json(hashes=False)
-    files: dict[str, bytes] = {}
-    for spec in renamed:
-        proto = onnx.ModelProto()
+    shared = _Shared(f"{prefix}weights.bin")
+    protos: dict[str, onnx.ModelProto] = {}
+    for spec in artifacts.manifest.models:
+        proto = protos[prefix + _plain_name(spec.file)] = onnx.ModelProto()
         proto.CopyFrom(models[spec.role])
+        del proto.metadata_props[:]
         if spec.role != "infer":
             shared.move(proto)
-        del proto.metadata_props[:]
-        proto.metadata_props.add(key=_KEY, value=text)
-        files[spec.file] = proto.SerializeToString(deterministic=True)
-    infer = next((m.file for m in renamed if m.role == "infer"), None)
-    places = locate(files[infer], infer) if infer is not None else {}
+    manifest = _renamed(artifacts.manifest, prefix, shared.file if shared.data else None)
+    manifest = _with_places(manifest, protos)
+    text = manifest.to_json(hashes=False)
+    # The checkpoint has a digest of its own, so that training may replace it.
+    files = {manifest.checkpoint: artifacts.checkpoint_bytes(manifest)}
+    if manifest.weights is not None:
+        files[manifest.weights] = bytes(shared.data)
+    for name, proto in protos.items():
+        proto.metadata_props.add(key=_KEY, value=text)  # comes after the graph: places stay
+        files[name] = proto.SerializeToString(deterministic=True)
+    manifest = dataclasses.replace(
+        manifest,
+        models=tuple(dataclasses.replace(m, sha256=_sha(files[m.file])) for m in manifest.models),
+        files={n: _sha(files[n]) for n in (manifest.weights,) if n is not None},
+    )
+    files[f"{prefix}{MANIFEST}"] = manifest.to_json().encode()
+    return files, manifest
 
-    def placed(weights: tuple) -> tuple:
+
+def _plain_name(file: str) -> str:
+    """Give a model's file name without the prefix it was saved with."""
+    return next((name for name in FILES.values() if file.endswith(name)), file)
+
+
+def _renamed(manifest: Manifest, prefix: str, weights: str | None) -> Manifest:
+    models = tuple(
+        dataclasses.replace(m, file=prefix + _plain_name(m.file), sha256="")
+        for m in manifest.models
+    )
+    return dataclasses.replace(
+        manifest, models=models, checkpoint=f"{prefix}checkpoint", weights=weights, files={}
+    )
+
+
+def _with_places(manifest: Manifest, protos: Mapping[str, onnx.ModelProto]) -> Manifest:
+    """Give the manifest with the places of weights in the inference model."""
+    infer = next((m.file for m in manifest.models if m.role == "infer"), None)
+    places: dict[str, Location] = {}
+    if infer is not None:
+        places = locate(protos[infer].SerializeToString(deterministic=True), infer)
+
+    def placed(weights: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
         return tuple(
             dataclasses.replace(w, locations=(places[w.name],) if w.name in places else ())
             for w in weights
         )
 
-    others = {manifest.checkpoint: artifacts.checkpoint_bytes()}
-    if shared.data:
-        others[weights] = bytes(shared.data)
-    manifest = dataclasses.replace(
-        manifest,
-        models=tuple(dataclasses.replace(m, sha256=_sha(files[m.file])) for m in renamed),
-        parameters=placed(manifest.parameters),
-        buffers=placed(manifest.buffers),
-        files={name: _sha(data) for name, data in others.items()},
-        weights=weights if shared.data else None,
+    return dataclasses.replace(
+        manifest, parameters=placed(manifest.parameters), buffers=placed(manifest.buffers)
     )
-    files = {**others, **files, f"{prefix}{MANIFEST}": manifest.to_json().encode()}
-    return files, manifest
 
 
 class _Shared:

@@ -124,6 +124,7 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
             continue
         momentum = node.attributes.get("momentum")
         kept = 0.9 if momentum is None else momentum.as_float()
+        _name_statistics(op, node)
         for i, out in ((3, 1), (4, 2)):
             old = node.inputs[i]
             if old is None or not old.is_initializer():
@@ -131,11 +132,38 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
             inside = OpBuilder(graph, op.prefix, target=op.target, before=node, parent=op)
             # From the last share if there is one: equal expressions might become one value.
             node.replace_input_with(i, inside.Mul(last.get(old, old), 0.0))
-            share = last[old] = op.extra_output(node, out)
+            share = last[old] = node.outputs[out]
+            before = op.Mul(newest.get(old, old), kept)
+            if share.uses() or share.is_graph_output():
+                share = _restore_meaning(op, share, before)
             if i == 4 and unbiased:
                 share = op.Mul(share, _bessel(op, node, share.dtype))
-            newest[old] = op.Add(op.Mul(newest.get(old, old), kept), share)
+            newest[old] = op.Add(before, share)
     return [Buffer(old.name or "", old, new) for old, new in newest.items()]
+
+
+def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
+    """Give the node its outputs for new statistics: there are both or none."""
+    if len(node.outputs) < 3:
+        node.resize_outputs(3)
+    for out, old in zip(node.outputs[1:], node.inputs[3:5], strict=True):
+        if not out.name and old is not None:
+            out.name = op.names.fresh(f"{op.prefix}{node.op_type}.share")
+            out.type, out.shape = old.type, old.shape
+
+
+def _restore_meaning(op: OpBuilder, share: ir.Value, before: ir.Value) -> ir.Value:
+    """Give those who read a new statistic all of it, not the batch's share alone."""
+    name = share.name
+    share.name = op.names.fresh(f"{name}.share")
+    total = op.Add(before, share)
+    adder = total.producer()
+    total.name = name
+    share.replace_all_uses_with(total, replace_graph_outputs=True)
+    assert adder is not None
+    adder.replace_input_with(1, share)
+    op.graph.sort()
+    return share
 
 
 def _bessel(op: OpBuilder, node: ir.Node, dtype: ir.DataType | None) -> ir.Value:

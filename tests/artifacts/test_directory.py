@@ -1,0 +1,250 @@
+"""The directory: names, contents, sameness of bytes, and what happens to damaged ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from safetensors.numpy import load_file
+
+from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.errors import CheckpointError
+from onnxtrain.runtime import Trainer
+
+from .models import data, example, with_norm
+
+FILES = {
+    "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "step_model.onnx",
+    "inference_model.onnx", "checkpoint", "manifest.json",
+}  # fmt: skip
+
+
+def schema() -> dict:
+    text = resources.files("onnxtrain").joinpath("manifest.schema.json").read_text()
+    return json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def artifacts() -> Artifacts:
+    return example()
+
+
+@pytest.fixture
+def folder(artifacts: Artifacts, tmp_path: Path) -> Path:
+    artifacts.save(tmp_path)
+    return tmp_path
+
+
+def test_files(folder: Path) -> None:
+    assert {p.name for p in folder.iterdir()} == FILES | {"weights.bin"}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    jsonschema.validate(manifest, schema(), jsonschema.Draft202012Validator)
+    for model in manifest["models"]:
+        digest = hashlib.sha256((folder / model["file"]).read_bytes()).hexdigest()
+        assert model["sha256"] == digest
+        proto = onnx.load(folder / model["file"], load_external_data=False)
+        assert [i["name"] for i in model["inputs"]] == [i.name for i in proto.graph.input]
+        assert [o["name"] for o in model["outputs"]] == [o.name for o in proto.graph.output]
+        assert {n.domain for n in proto.graph.node} == {""}
+        assert proto.ir_version == 10
+        (entry,) = proto.metadata_props
+        inner = json.loads(entry.value)
+        assert inner["models"][0]["sha256"] == ""
+        assert [m["file"] for m in inner["models"]] == [m["file"] for m in manifest["models"]]
+    assert manifest["files"].keys() == {"weights.bin"}
+
+
+def test_frozen_weights_are_stored_once(folder: Path) -> None:
+    """fc1.weight is 2,560 bytes: outside of all models but the plain one."""
+    assert (folder / "weights.bin").stat().st_size == 40 * 16 * 4
+    for name in ("training_model.onnx", "eval_model.onnx", "step_model.onnx"):
+        proto = onnx.load(folder / name, load_external_data=False)
+        (frozen,) = (t for t in proto.graph.initializer if t.name == "fc1.weight")
+        assert frozen.data_location == onnx.TensorProto.EXTERNAL
+        assert "fc1.weight" not in {i.name for i in proto.graph.input}
+
+
+def test_no_weights_file_without_frozen_weights(tmp_path: Path) -> None:
+    build(with_norm(), loss="mse", optimizer="sgd").save(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == FILES
+
+
+def test_prefix(artifacts: Artifacts, tmp_path: Path) -> None:
+    artifacts.save(tmp_path, prefix="net_")
+    assert {p.name for p in tmp_path.iterdir()} == {f"net_{n}" for n in FILES | {"weights.bin"}}
+    loaded = Artifacts.load(tmp_path, prefix="net_")
+    x, labels = data(8, features=40)
+    assert Trainer(loaded).step(x, labels).loss == Trainer(artifacts).step(x, labels).loss
+
+
+def test_saved_again_is_the_same(folder: Path, tmp_path: Path) -> None:
+    Artifacts.load(folder).save(tmp_path / "again")
+    for path in folder.iterdir():
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+def test_checkpoint_is_plain_safetensors(folder: Path) -> None:
+    tensors = load_file(folder / "checkpoint")
+    assert {"fc1.bias", "fc2.weight", "optim/exp_avg/fc2.weight", "optim/ema/fc2.bias"} <= set(
+        tensors
+    )
+    np.testing.assert_array_equal(tensors["optim/ema/fc2.bias"], tensors["fc2.bias"])
+
+
+def test_trained_weights_are_written_by_overwriting_bytes(folder: Path) -> None:
+    """What a browser does: no protobuf library, only offsets."""
+    trainer = Trainer(folder)
+    x, labels = data(16, features=40)
+    for _ in range(3):
+        trainer.step(x, labels)
+    content = bytearray((folder / "inference_model.onnx").read_bytes())
+    for weight in trainer.manifest.parameters:
+        (place,) = weight.locations
+        assert place.file == "inference_model.onnx"
+        new = trainer.parameters[weight.name].tobytes()
+        assert len(new) == place.nbytes
+        content[place.offset : place.offset + place.nbytes] = new
+    session = onnxruntime.InferenceSession(bytes(content))
+    scores, _ = session.run(None, {"x": x})
+    np.testing.assert_array_equal(scores, trainer.predict(x=x)["scores"])
+
+
+def test_builds_are_byte_identical(folder: Path, tmp_path: Path) -> None:
+    """Also in a process that hashes strings differently."""
+    script = "import sys; from tests.artifacts.models import example; example().save(sys.argv[1])"
+    other = tmp_path / "other"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": str(root)}
+    subprocess.run(
+        [sys.executable, "-c", script, str(other)], check=True, env=environment, cwd=tmp_path
+    )
+    for name in FILES | {"weights.bin"}:
+        assert (folder / name).read_bytes() == (other / name).read_bytes(), name
+
+
+# -- damage -----------------------------------------------------------------------------
+
+ALL = sorted(FILES | {"weights.bin"})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"^{name}: cannot be read"):
+        Artifacts.load(folder)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flipped_byte(folder: Path, name: str) -> None:
+    content = bytearray((folder / name).read_bytes())
+    spaces = b" \n" if name == "manifest.json" else b""
+    places = [i for i in range(0, len(content), len(content) // 23) if content[i] not in spaces]
+    for at in places:
+        damaged = bytearray(content)
+        damaged[at] ^= 0x04
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=name):
+            Artifacts.load(folder)
+    (folder / name).write_bytes(content)
+    Artifacts.load(folder)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_truncated(folder: Path, name: str, share: float) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(CheckpointError, match=name):
+        Artifacts.load(folder)
+
+
+def edit(folder: Path, change: str) -> None:
+    path = folder / "manifest.json"
+    data = json.loads(path.read_text())
+    exec(change, {"m": data})
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("m['format'] = 2", r"format 2, this version reads 1\n.*hint"),
+        ("del m['format']", "format None"),
+        ("del m['models']", "'models' is missing"),
+        ("m['models'] = {}", "models: expected a list"),
+        ("m['models'][0]['role'] = 'fly'", "unknown model role 'fly'"),
+        ("m['models'][0]['file'] = '../x'", "file name '../x' is not plain"),
+        ("m['models'][0]['inputs'][0]['role'] = 'x'", "unknown role 'x'"),
+        ("m['models'][0]['inputs'][0]['shape'] = [1.5]", "has the wrong type"),
+        ("m['models'][0]['outputs'][-1]['feeds'] = 'q'", "feeds 'q', not an input"),
+        ("m['surprise'] = 1", "unknown entries: surprise"),
+        ("m['accumulate'] = True", "has the wrong type"),
+        ("m['parameters'][0]['shape'] = [7]", "'fc1.bias' has shape"),
+        ("m['parameters'][0]['dtype'] = 'float64'", "is float32, expected float64"),
+        ("m['state'][0]['slot'] = 'speed'", "'optim/speed/fc1.bias' is missing"),
+    ],
+)
+def test_wrong_manifest(folder: Path, change: str, message: str) -> None:
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        Artifacts.load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "nul", "[" * 100_000])
+def test_manifest_is_no_manifest(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"^manifest.json: "):
+        Artifacts.load(folder)
+
+
+def test_checkpoint_of_other_artifacts(folder: Path, tmp_path: Path) -> None:
+    other = build(with_norm(), loss="mse", optimizer="sgd")
+    (folder / "checkpoint").write_bytes(other.checkpoint_bytes())
+    with pytest.raises(CheckpointError, match="checkpoint does not fit these artifacts"):
+        Artifacts.load(folder)
+
+
+def test_checkpoint_may_be_replaced_by_a_trained_one(folder: Path) -> None:
+    trainer = Trainer(folder)
+    x, labels = data(16, features=40)
+    trainer.step(x, labels)
+    trainer.save(folder / "checkpoint")
+    again = Trainer(folder)
+    assert again.global_step == 1
+    assert again.step(x, labels).loss == trainer.step(x, labels).loss
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^manifest.json: cannot be read"):
+        Artifacts.load(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError):
+        Artifacts.load(tmp_path / "file")
+
+
+def test_failed_save_leaves_the_old_directory(
+    folder: Path, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="No space left"):
+        artifacts.save(folder)
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    shutil.rmtree(folder)
