@@ -51,10 +51,10 @@ def from_torch(
 ) -> ir.Model:
     """Give the module as a model whose forward pass equals torch's, with every parameter.
 
-    torch's exporters silently export BatchNorm in inference form, drop attention dropout and merge or
-    fold parameters. What can be repaired is repaired; then the result is run and compared with torch, in
-    evaluation mode and (with ``train``) in training mode, dropout aside. :func:`last_report` tells what
-    was done.
+    torch's exporters silently export BatchNorm in inference form, drop attention dropout and merge
+    or fold parameters. What can be repaired is repaired; then the result is run and compared with
+    torch, in evaluation mode and (with ``train``) in training mode, dropout aside.
+    :func:`last_report` tells what was done.
 
     Args:
         module: any module; its mode and parameters are left as they were.
@@ -212,10 +212,13 @@ def _compare(
     with torch.no_grad():
         want = _flat(module(*copy.deepcopy(tuple(inputs))))
     # As inputs, since onnxruntime folds a BatchNorm into the convolution before it even if it is in
-    # training mode, once all weights are constants.
+    # training mode, once all weights are constants; as copies, since it writes the new running
+    # statistics over the old ones.
     work = model.clone()
     weights = [x for x in work.graph.initializers.values() if S.is_float(x)]
-    values = {x.name or "": x.const_value.numpy() for x in weights if x.const_value is not None}
+    values = {
+        x.name or "": np.array(x.const_value.numpy()) for x in weights if x.const_value is not None
+    }
     lift(work.graph, weights)
     session = runtime.create(ir.to_proto(work).SerializeToString(), threads=1)
     known = {i.name for i in session.get_inputs()}

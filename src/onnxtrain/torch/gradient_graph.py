@@ -111,8 +111,8 @@ def export_optimizer_graph(
     """Give a model of one optimizer step, with functional state; write it if a path is given.
 
     For each parameter ``p`` the inputs are ``p``, ``p.gradient``, ``p.learning_rate`` (float32[1]),
-    ``p.step`` (int64[1]) and its state, as ``p.exp_avg``; the outputs are ``p.out``, ``p.step.out`` and
-    the new state, as ``p.exp_avg.out``.
+    ``p.step`` (int64[1]) and its state, as ``p.exp_avg``; the outputs are ``p.out``, ``p.step.out``
+    and the new state, as ``p.exp_avg.out``.
     """
     chosen = resolve_optimizer(optimizer)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="optimizer")

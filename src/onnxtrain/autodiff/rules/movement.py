@@ -26,9 +26,9 @@ def squeeze(op, dy, x, axes=None):
 @vjp("Transpose")
 def transpose(op, dy, x, *, perm):
     """The inverse permutation."""
-    if op.rank(x) < 2:
-        return dy
     perm = perm if perm is not None else list(range(op.rank(x)))[::-1]
+    if len(perm) < 2:
+        return dy
     return op.Transpose(dy, perm=[perm.index(i) for i in range(len(perm))])
 
 
