@@ -368,3 +368,39 @@ def test_an_unknown_target() -> None:
         Weighted("mse", reduce="max")
     with pytest.raises(PrepareError, match="no such output: 'hiden'"):
         attach_loss(classifier(), "mse", outputs=["hiden"])
+
+
+def test_what_a_term_may_look_at() -> None:
+    def build(op: OpBuilder) -> dict[str, ir.Value]:
+        y = op.MatMul(op.input("x", FLOAT, ["batch", 4]), weight(op, "w", W1))
+        return {"y": y, "best": op.ArgMax(y, axis=1), "size": op.ReduceMean(y, keepdims=0)}
+
+    model = open_model(model_of(build))
+    with pytest.raises(
+        PrepareError, match=r"a loss looks at floats, not at best: INT64\[batch,1\]"
+    ):
+        attach_loss(model, Weighted("mse", output="best"))
+    with pytest.raises(
+        PrepareError, match="'size' is an output already; it does not look at others"
+    ):
+        attach_loss(model, Weighted("size", output="y"))
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits", "mse"])
+def test_double_precision(loss: str) -> None:
+    def build(op: OpBuilder) -> dict[str, ir.Value]:
+        x = op.input("x", ir.DataType.DOUBLE, ["batch", 4])
+        return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float64)))}
+
+    attached = attach_loss(open_model(model_of(build)), loss)
+    assert attached.loss.dtype == ir.DataType.DOUBLE
+    y, t = torch.tensor(X.astype(np.float64) @ W1), torch.tensor(TA.astype(np.float64))
+    expected = {
+        "cross_entropy": lambda: F.cross_entropy(y, torch.tensor(LABELS)),
+        "bce_with_logits": lambda: F.binary_cross_entropy_with_logits(y, t),
+        "mse": lambda: F.mse_loss(y, t),
+    }[loss]()
+    name = attached.targets[0].name
+    given = LABELS if name == "labels" else t.numpy()
+    found = run(attached, x=X.astype(np.float64), **{name: given})["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)

@@ -117,7 +117,7 @@ def test_int32_labels_on_cpu() -> None:
         compare(L.CrossEntropy(**settings), oracle, [x], [labels.astype(np.int32)])
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, "portable", "wasm", "cuda"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_extreme_logits(smoothing: float, target: str) -> None:
     x = np.array(

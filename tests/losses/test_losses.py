@@ -186,7 +186,7 @@ def test_kl_div_batchmean() -> None:
     )
 
 
-@pytest.mark.parametrize("target", ["cpu", "webgpu"])
+@pytest.mark.parametrize("target", ["cpu", "webgpu", "portable", "wasm", "cuda"])
 def test_bce_with_logits_is_exact_for_any_logit(target: str) -> None:
     x = np.array([[1e4, -1e4, 60.0, -60.0, 0.0, 5.0]], np.float32)
     for t in (np.zeros_like(x), np.ones_like(x)):

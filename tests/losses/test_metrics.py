@@ -186,3 +186,14 @@ def test_more_refusals() -> None:
         PrepareError, match="'mae' compares with one target, but the loss has positive"
     ):
         attach_loss(classifier(), "triplet_margin", metrics=["mae"])
+
+
+def test_a_metric_that_could_look_at_two_outputs() -> None:
+    def loss(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+        op.input("y", INT64, ["batch"])
+        return op.ReduceMean(op.Mul(op.ReduceSum(a, [1]), b), keepdims=0)
+
+    with pytest.raises(
+        PrepareError, match=r"which output does 'accuracy' look at\? the model has a, b"
+    ):
+        attach_loss(two_heads(), loss, metrics=[L.Accuracy(target="y")])
