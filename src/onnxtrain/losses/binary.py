@@ -18,8 +18,8 @@ def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
     """Give ``log(1 + e^x)`` without overflow.
 
     Runtimes without a kernel for Softplus expand it to the plain formula, which overflows above 88;
-    the CPU's kernel is for float32 only. Elsewhere it is ``x / 2 + (|x| / 2 + log(1 + e^-|x|))``: the
-    bracket is even and smooth, so its derivative at 0 is 0 whatever that of ``|x|`` is.
+    the CPU's kernel is for float32 only. Elsewhere it is ``x / 2 + (|x| / 2 + log(1 + e^-|x|))``:
+    the bracket is even and smooth, so its derivative at 0 is 0 whatever that of ``|x|`` is.
     """
     if op.target not in ("webgpu", "portable") and x.dtype == ir.DataType.FLOAT:
         return op.Softplus(x)
