@@ -39,15 +39,36 @@ def check_device(device: str) -> None:
         )
 
 
-def create(source: bytes | str, *, device: str = "cpu", threads: int | None = None) -> Any:
+def create(
+    source: bytes | str,
+    *,
+    device: str = "cpu",
+    device_id: int = 0,
+    threads: int | None = None,
+    options: Any = None,
+) -> Any:
     """Give a session for a model, with the options that training wants.
 
     Args:
         source: serialised model, or a path if it has external data.
         device: ``cpu`` or ``cuda``.
+        device_id: which of several.
         threads: of the session's pool; ``None`` leaves the choice to onnxruntime.
+        options: the caller's own ``SessionOptions``, taken as they are.
     """
     ort = runtime()
+    options = _options(ort, threads) if options is None else options
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if device == "cuda":
+        providers.insert(0, ("CUDAExecutionProvider", {"device_id": device_id}))
+    try:
+        with learning_mode():
+            return ort.InferenceSession(source, options, providers=providers)
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
+
+
+def _options(ort: Any, threads: int | None) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are raised, and need not be printed too
     # Patterns of a dynamic batch are rarely reused and double the memory of large models.
@@ -57,14 +78,7 @@ def create(source: bytes | str, *, device: str = "cpu", threads: int | None = No
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
-    providers = ["CPUExecutionProvider"]
-    if device == "cuda":
-        providers = ["CUDAExecutionProvider", *providers]
-    try:
-        with learning_mode():
-            return ort.InferenceSession(source, options, providers=providers)
-    except Exception as error:  # onnxruntime's errors share no base class
-        raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
+    return options
 
 
 def run(session: Any, names: list[str] | None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -72,6 +86,15 @@ def run(session: Any, names: list[str] | None, feeds: dict[str, np.ndarray]) -> 
     try:
         with FlushDenormals():
             return session.run(names, feeds)
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
+
+
+def run_values(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any]:
+    """Run a session on OrtValues; give OrtValues."""
+    try:
+        with FlushDenormals():
+            return session.run_with_ort_values(names, feeds)
     except Exception as error:  # onnxruntime's errors share no base class
         raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
 
