@@ -28,8 +28,16 @@ def _facts(case: OpCase) -> Facts:
     group, strides = case.attrs.get("group", 1), case.attrs.get("strides", [1])
     taps, channels = w[0, 0].size, w.shape[1]
     strided = any(s != 1 for s in strides)
-    over = "overpadded" in case.name
-    return Facts(taps, strided, channels, w.shape[0] // group, group, x[0, 0].size, 1, over)
+    return Facts(
+        taps,
+        strided,
+        channels,
+        w.shape[0] // group,
+        group,
+        image=x[0, 0].size,
+        positions=1,
+        overpadded="overpadded" in case.name,
+    )
 
 
 def _check(case: OpCase, dynamic: str, module: ModuleType, chooser: str, form: str) -> None:

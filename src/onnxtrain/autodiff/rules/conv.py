@@ -61,7 +61,7 @@ def input_gradient(
 def choose_input(target: str, facts: Facts) -> str:
     """Name the form for a target; depthwise ones are faster on CPUs."""
     if target in ("cpu", "wasm") and facts.depthwise:
-        if facts.small_pairs:
+        if facts.pairs_up_to(4096):
             return "pairs"
         if not facts.strided and not facts.overpadded:
             return "flipped"

@@ -41,7 +41,7 @@ def weight_by_pairs(
 def weight_by_scan(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """A loop over the batch, of convolutions whose kernel is as wide as the image.
+    """A loop over the batch, of convolutions whose kernel is as wide as the image; for stride 1.
 
     What one image needs stays in the cache. With one channel per group, no padding and a kernel as
     wide as its input, onnxruntime multiplies in place, without copying windows out.
@@ -58,13 +58,13 @@ def weight_by_scan(
     padded = pad(inner, inner.Unsqueeze(one_x, [0]), win)
     width = op.dims(dy)[-1]
     assert isinstance(width, int)
-    parts = []
+    columns = []
     for t in range(win.static_kernel[-1]):
         at = t * win.dilations[-1]
         strip = inner.Slice(padded, [at], [at + width], [win.rank + 1])
         strides = [*win.dilations[:-1], 1]
-        parts.append(inner.Conv(strip, kernel, group=group, strides=strides))
-    one = parts[0] if len(parts) == 1 else inner.Concat(*parts, axis=-1)
+        columns.append(inner.Conv(strip, kernel, group=group, strides=strides))
+    one = columns[0] if len(columns) == 1 else inner.Concat(*columns, axis=-1)
     inner.graph.outputs.append(inner.Add(total, one))
     found = op.Scan(start, x, dy, body=inner.graph, num_scan_inputs=2)
     return op.reshape_like(found, w)
@@ -95,18 +95,22 @@ def input_by_flipped_conv(
 
 
 def _table(op: OpBuilder, x: ir.Value, dy: ir.Value, win: Windows) -> ir.Value:
-    """Give [positions of x * positions of dy, taps]: one where a window at q reads p by the tap."""
+    """Give [positions of x * positions of dy, taps]: one where a window at q reads p by the tap.
+
+    It is the product of a small table per axis, which the runtime folds to a constant.
+    """
     assert win.static_kernel is not None
-    table = np.ones((1, 1, 1))
-    for i in range(win.rank):
+    n, table = win.rank, None
+    for i in range(n):
         size, count = op.dims(x)[2 + i], op.dims(dy)[2 + i]
         assert isinstance(size, int)
         assert isinstance(count, int)
         starts = np.arange(count) * win.strides[i] - win.before[i]
         reads = starts[:, None] + np.arange(win.static_kernel[i]) * win.dilations[i]
-        hits = reads == np.arange(size)[:, None, None]
-        # [p, q, t] for the axes so far, and for this one
-        table = np.einsum("pqt,PQT->pPqQtT", table, hits)
-        a, b, c, d, e, f = table.shape
-        table = table.reshape(a * b, c * d, e * f)
-    return op.const(table.reshape(-1, table.shape[2]), x.dtype)
+        hits = reads == np.arange(size)[:, None, None]  # [p, q, t]
+        shape = [1] * (3 * n)
+        shape[i], shape[n + i], shape[2 * n + i] = hits.shape
+        axis = op.const(hits.reshape(shape).astype(np.float64), x.dtype)
+        table = axis if table is None else op.Mul(table, axis)
+    assert table is not None
+    return op.reshape(table, [-1, int(np.prod(win.static_kernel))])

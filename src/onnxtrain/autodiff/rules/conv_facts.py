@@ -53,10 +53,9 @@ class Facts:
             return None
         return self.image * self.positions
 
-    @property
-    def small_pairs(self) -> bool:
-        """Whether all pairs of positions may be computed."""
-        return self.pairs is not None and self.pairs <= 4096
+    def pairs_up_to(self, limit: int) -> bool:
+        """Whether there are known to be that few pairs."""
+        return self.pairs is not None and self.pairs <= limit
 
     @property
     def narrow(self) -> bool:

@@ -147,8 +147,9 @@ FORMS: dict[str, Form] = {
 Choices = list[tuple[Callable[[Facts], bool], str]]
 
 _CPU: Choices = [
-    (lambda f: f.small_pairs, "pairs"),
-    (lambda f: not f.strided, "scan"),
+    (lambda f: f.pairs_up_to(16384 if f.strided else 10000), "pairs"),
+    (lambda f: True, "scan"),
+    (lambda f: f.depthwise and f.strided, "swapped"),
     (lambda f: True, "depthwise"),
     (lambda f: not f.few_taps, "lifted"),
     (lambda f: f.group > 1 and f.strided, "lifted"),
@@ -160,7 +161,7 @@ _CPU: Choices = [
 ]
 # A convolution with a kernel of the size of the image loses precision on WebGPU: products instead.
 _PRODUCTS: Choices = [
-    (lambda f: f.small_pairs, "pairs"),
+    (lambda f: f.pairs_up_to(4096), "pairs"),
     (lambda f: True, "depthwise"),
     (lambda f: True, "im2col"),
     (lambda f: True, "swapped"),
