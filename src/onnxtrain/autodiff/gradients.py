@@ -43,11 +43,11 @@ def vjp(
         UndifferentiableError: naming every node on the way that has no gradient.
         PrepareError: if a name does not exist, with near matches.
     """
-    work, wrt_values, chosen = _start(model, wrt, outputs, target)
+    work, wrt_values, chosen = start(model, wrt, outputs, target)
     graph = work.graph
     lift(graph, wrt_values)
     op = OpBuilder(graph, prefix="grad/", target=target)
-    taken = _Outside(op)
+    taken = Outside(op)
     cotangents = {y: taken.input_like(f"{y.name}_grad", y) for y in chosen}
     grads = differentiate(op, cotangents, wrt_values)
     for x in wrt_values:
@@ -69,7 +69,7 @@ def grad(
             for the one called ``loss``.
         target: as in :func:`vjp`.
     """
-    work, wrt_values, chosen = _start(model, wrt, of, target, _the_output)
+    work, wrt_values, chosen = start(model, wrt, of, target, _the_output)
     (loss,) = chosen
     if S.dims_of(loss) not in ((), (1,)):
         raise UndifferentiableError(
@@ -79,7 +79,7 @@ def grad(
     graph = work.graph
     lift(graph, wrt_values)
     op = OpBuilder(graph, prefix="grad/", target=target)
-    taken = _Outside(op)
+    taken = Outside(op)
     seed = op.const(1.0 if S.dims_of(loss) == () else [1.0], loss.dtype)
     grads = differentiate(op, {loss: seed}, wrt_values)
     for x in wrt_values:
@@ -95,11 +95,11 @@ def jvp(
     Its inputs are the model's, then the lifted parameters in ``wrt`` order, then ``<name>_tangent``
     for each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
     """
-    work, wrt_values, chosen = _start(model, wrt, outputs, target)
+    work, wrt_values, chosen = start(model, wrt, outputs, target)
     graph = work.graph
     lift(graph, wrt_values)
     op = OpBuilder(graph, prefix="grad/", target=target)
-    taken = _Outside(op)
+    taken = Outside(op)
     tangents = {x: taken.input_like(f"{x.name}_tangent", x) for x in wrt_values}
     # v -> J v is the transpose of u -> J^T u. That is linear in u, so the result has no u in it.
     probes = {y: taken.input_like(f"{y.name}_probe", y) for y in chosen}
@@ -141,7 +141,7 @@ def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
         graph.inputs.append(x)
 
 
-def _start(
+def start(
     model: Source,
     wrt: Names,
     outputs: Names,
@@ -195,7 +195,7 @@ def _the_output(model: ir.Model, of: Names) -> list[ir.Value]:
     return found
 
 
-class _Outside:
+class Outside:
     """Names of inputs and outputs: the wanted one, or with ``.2``, ``.3`` ... if it is taken."""
 
     def __init__(self, op: OpBuilder) -> None:
