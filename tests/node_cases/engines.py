@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnxruntime
 from onnx.reference import ReferenceEvaluator
 
@@ -16,16 +17,21 @@ Feeds = dict[str, np.ndarray]
 Function = Callable[[Feeds], list[np.ndarray]]
 
 
-def session(model: bytes, outputs: list[str] | None = None) -> Function:
-    """The model as a function on stock onnxruntime, one thread, no graph optimizations.
+onnxruntime.set_default_logger_severity(4)
 
-    The optimizer is off so that what runs is the graph as written, in the precision as written.
+
+def session(model: bytes, outputs: list[str] | None = None, *, optimize: bool = False) -> Function:
+    """The model as a function on stock onnxruntime, on one thread.
+
+    The optimizer is off for differences: what runs is the graph as written, in the precision as
+    written. Gradients run with it, as users would.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     loaded = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def run(feeds: Feeds) -> list[np.ndarray]:
@@ -61,6 +67,16 @@ def _reference(case: Case) -> Function:
     return _evaluator(case.proto(), list(case.outputs))
 
 
+def _reference_body(case: Case) -> Function:
+    """The operator's function body: some operators themselves are float32 only on the reference."""
+    model = case.proto()
+    kinds = [("", node.op_type) for node in model.graph.node]
+    inlined = onnx.inliner.inline_selected_functions(model, kinds, inline_schema_functions=True)
+    if len(inlined.graph.node) == len(model.graph.node):
+        raise NotImplementedError("no function body")
+    return _evaluator(inlined, list(case.outputs))
+
+
 def _wide_session(case: Case) -> Function:
     return _wide(case.proto(), list(case.outputs))
 
@@ -73,6 +89,7 @@ def _narrow_session(case: Case) -> Function:
 # name, maker, steps, tolerance of the derivative; best first
 ENGINES = (
     ("reference float64", _reference, 1e-5, 1e-5),
+    ("reference float64, by function body", _reference_body, 1e-5, 1e-5),
     ("onnxruntime float64", _wide_session, 1e-5, 1e-5),
     ("onnxruntime float32", _narrow_session, 4e-3, 2e-2),
 )

@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import onnx
+import onnxruntime
+
 from tests.node_cases.check import ERROR, FAILED, PASSED, REFUSED, SKIPPED, Verdict
 
 PATH = Path(__file__).parents[2] / "docs" / "ops.md"
@@ -25,8 +28,13 @@ element by element.
 that it cannot differentiate this. *error*: anything else. *skipped*: there is no stable difference,
 or stock onnxruntime runs neither the case nor its gradient. Stamps above opset 26 are read as 26.
 
-This page is made by `python -m tests.node_cases --write`.
+This page is made by `python -m tests.node_cases --write`, here with {versions}.
 """
+
+
+def versions() -> str:
+    """What the numbers of the page depend on, besides onnxtrain."""
+    return f"onnx {onnx.__version__} and onnxruntime {onnxruntime.__version__}"
 
 
 def counts(verdicts: Sequence[Verdict]) -> str:
@@ -51,7 +59,7 @@ def write(verdicts: Sequence[Verdict]) -> Path:
 
 def text(verdicts: Sequence[Verdict]) -> str:
     """The page: the totals, a line per operator, and every case that did not pass."""
-    lines = [_INTRODUCTION.format(summary=counts(verdicts))]
+    lines = [_INTRODUCTION.format(summary=counts(verdicts), versions=versions())]
     lines += ["| operator | cases | stable | passed | failed | refused | error | skipped |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     by_op = sorted(verdicts, key=lambda v: (v.op, v.name))
