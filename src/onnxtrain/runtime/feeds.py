@@ -55,7 +55,7 @@ def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]])
     want = numpy_dtype(spec.dtype)
     if array.dtype != want:
         array = _convert(spec, array, want)
-    expected = f"{spec.name!r} is {spec.dtype}{list(spec.shape)}"
+    expected = f"{spec.name!r} is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
     if array.ndim != len(spec.shape):
         raise ShapeError(f"{expected}, got shape {list(array.shape)}")
     for have, dim in zip(array.shape, spec.shape, strict=True):

@@ -19,7 +19,7 @@ from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.call import Call
 from onnxtrain.runtime.feeds import numpy_dtype
-from onnxtrain.runtime.in_place import may_update_in_place
+from onnxtrain.runtime.in_place import overwritable
 from onnxtrain.runtime.values import Values
 
 Arrays = Mapping[str, np.ndarray]
@@ -79,7 +79,14 @@ class Fused:
 
 
 class Separate:
-    """A gradient graph that accumulates, and an optimizer graph."""
+    """A gradient graph that accumulates, and an optimizer graph.
+
+    Args:
+        artifacts: the models and the values to start with.
+        device: where they run.
+        threads: of the gradient graph's pool.
+        in_place: let the optimizer write over old values where that is safe.
+    """
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class Separate:
         *,
         device: str,
         threads: int | None,
-        in_place: bool | None = None,
+        in_place: bool = True,
     ) -> None:
         self.spec, self.update = _spec(artifacts, "train"), _spec(artifacts, "optimizer")
         train = runtime.create(artifacts.source("train"), device=device, threads=threads)
@@ -109,12 +116,10 @@ class Separate:
             self._bind_train(train, old, new)
             for old, new in (self._gradients, self._gradients[::-1])
         ]
-        if in_place is None:
-            in_place = may_update_in_place(_proto(artifacts.source("optimizer")), self.update)
-        self.in_place = in_place
-        self._changing = [t.feeds for t in self.update.outputs if t.feeds]
-        spare = {} if in_place else {n: start[n] for n in self._changing}
-        self._spare = Values(spare, device)
+        changing = [t.feeds for t in self.update.outputs if t.feeds]
+        proto = _proto(artifacts.source("optimizer"))
+        self.in_place = overwritable(proto, self.update) if in_place else set()
+        self._spare = Values({n: start[n] for n in changing if n not in self.in_place}, device)
         self._update = [self._bind_update(optimizer, grads) for grads in self._gradients]
 
     def _bind_train(self, session: object, old: Values, new: Values) -> Call:
@@ -130,8 +135,8 @@ class Separate:
         # The same parameters in the same order, under the names of another graph.
         names = (t.name for t in self.update.inputs_of("gradient"))
         inputs |= {n: gradients[a] for n, a in zip(names, self._gradient_names, strict=True)}
-        target = self._values if self.in_place else self._spare
-        outputs = {t.name: target[t.feeds or ""] for t in self.update.outputs}
+        targets = {**self._values, **self._spare}
+        outputs = {t.name: targets[t.feeds or ""] for t in self.update.outputs}
         return Call(session, self.update, inputs, outputs)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -146,8 +151,7 @@ class Separate:
     def descend(self, feeds: Arrays) -> None:
         """Run the optimizer graph on the accumulated gradients."""
         self._update[self._now].run(feeds)
-        if not self.in_place:
-            self._values.copy_from(self._spare, self._changing)
+        self._values.copy_from(self._spare, list(self._spare))
 
     def gradients(self, *, computed: bool = False) -> list[np.ndarray]:
         """Give the accumulated gradients in the order of the parameters.
