@@ -136,7 +136,7 @@ CASES = [
         pads=[1, 1, 1, 1],
         xfail=_KINK,
     ),
-    _max("large-image", (1, 1, 70, 4), [2, 2], strides=[2, 2]),
+    _max("large-image", (1, 1, 132, 4), [2, 2], strides=[2, 2]),
     OpCase(
         "MaxPool",
         (distinct(1, 2, 6, 6),),
@@ -260,10 +260,10 @@ CASES = [
         strides=[2, 1, 1],
         torch=lambda x: F.avg_pool3d(x, (2, 2, 3), (2, 1, 1)),
     ),
-    _average("large-image", (2, 1, 70, 5), [3, 2], strides=[2, 2], pads=[1, 0, 1, 0]),
+    _average("large-image", (2, 1, 132, 5), [3, 2], strides=[2, 2], pads=[1, 0, 1, 0]),
     _average(
         "large-image-ceil",
-        (2, 1, 70, 5),
+        (2, 1, 132, 5),
         [3, 2],
         strides=[3, 2],
         ceil_mode=1,

@@ -18,7 +18,7 @@ from onnxtrain.autodiff.rules.windows import Windows, fixed_padding, same_pads
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shape_ops import Size
 
-LARGE = 64  # positions along an axis, above which matrices cost more than a convolution
+LARGE = 128  # positions along an axis, above which matrices cost more than a convolution
 
 
 @dataclasses.dataclass(frozen=True)

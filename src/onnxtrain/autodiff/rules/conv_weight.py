@@ -40,7 +40,7 @@ def by_taps(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
     """One product ``dy @ x_t^T`` per tap, summed over the batch."""
-    pieces = _tap_columns(op, x, win, group)
+    pieces = [_flatten(op, p, win.rank) for p in _tap_slices(op, x, win, group)]
     rows = _flatten(op, _split_channels(op, dy, group), win.rank)
     parts = [op.ReduceSum(op.MatMul(rows, op.mT(p)), [0], keepdims=0) for p in pieces]
     return _from_taps(op, parts, w)
@@ -72,8 +72,10 @@ def by_im2col(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
     """One product ``dy @ columns^T``, where the columns hold what every window reads."""
-    pieces = _tap_columns(op, x, win, group)
-    columns = pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=-2)
+    pieces = _tap_slices(op, x, win, group)
+    channel = -1 - win.rank
+    columns = pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=channel)
+    columns = _flatten(op, columns, win.rank)
     rows = _flatten(op, _split_channels(op, dy, group), win.rank)
     dw = op.ReduceSum(op.MatMul(rows, op.mT(columns)), [0], keepdims=0)  # [(group,) out, taps * in]
     if len(pieces) > 1:
@@ -208,11 +210,11 @@ def _merge(op: OpBuilder, x: ir.Value, axis: int, lead: int = 0) -> ir.Value:
     return op.Reshape(x, op.vector([*[1] * lead, *sizes]))
 
 
-def _tap_columns(op: OpBuilder, x: ir.Value, win: Windows, group: int) -> list[ir.Value]:
-    """Give what the windows read at each tap, as [N, C, P] or [N, group, C, P]."""
+def _tap_slices(op: OpBuilder, x: ir.Value, win: Windows, group: int) -> list[ir.Value]:
+    """Give what the windows read at each tap, as [N, C, ...] or [N, group, C, ...]."""
     split = _split_channels(op, pad(op, x, win), group)
     axes = list(range(op.rank(split) - win.rank, op.rank(split)))
-    return [_flatten(op, p, win.rank) for p in tap_slices(op, split, win, axes)]
+    return tap_slices(op, split, win, axes)
 
 
 def _flatten(op: OpBuilder, x: ir.Value, spatial: int) -> ir.Value:
