@@ -1,0 +1,67 @@
+"""What convolution and pooling refuse, and what they give where a norm has no derivative."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import onnxtrain
+from onnxtrain.autodiff.rules.einsum import einsum
+from onnxtrain.errors import UndifferentiableError
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.equation import spell_out
+from tests.cases.evaluate import stock
+
+HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
+UNKNOWN_KERNELS = {
+    "automatic padding of 'x' needs a kernel of known size": """
+        g (float[N,2,H,W] x, float[3,2,K,L] w) => (float[N,3,A,B] y) {
+            y = Conv <auto_pad = "SAME_UPPER", strides = [2, 2]> (x, w)
+        }""",
+    "padding of node 'n' needs a kernel of known size": """
+        g (float[N,2,H,W] x, float[2,3,K,L] w) => (float[N,3,9,9] y) {
+            [n] y = ConvTranspose <output_shape = [9, 9], strides = [2, 2]> (x, w)
+        }""",
+    "no gradient for node 'n': only two spatial axes and a kernel of known size": """
+        g (float[N,2,H,W] x, float[3,2,K,L] w, float[N,M,A,B] offset) => (float[N,3,A,B] y) {
+            [n] y = DeformConv (x, w, offset)
+        }""",
+}
+
+
+@pytest.mark.parametrize("message", UNKNOWN_KERNELS)
+def test_kernel_of_unknown_size_is_refused(message: str) -> None:
+    model = onnx.parser.parse_model(HEADER + UNKNOWN_KERNELS[message])
+    with pytest.raises(UndifferentiableError, match=message):
+        onnxtrain.vjp(model, ["x", "w"])
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize(
+    "node", ["LpPool <kernel_shape = [2, 2], strides = [2, 2], p = {p}>", "GlobalLpPool <p = {p}>"]
+)
+def test_gradient_of_a_norm_is_zero_at_zero(node: str, p: int) -> None:
+    text = f"g (float[1,1,2,2] x) => (float[1,1,1,1] y) {{ y = {node.format(p=p)} (x) }}"
+    model = onnx.parser.parse_model(HEADER + text)
+    run = stock(onnxtrain.vjp(model, ["x"]))
+    y, dx = run([np.zeros((1, 1, 2, 2)), np.ones((1, 1, 1, 1))])
+    assert y.item() == 0
+    assert np.array_equal(dx, np.zeros((1, 1, 2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("equation", "ranks"),
+    [("ij,jk", [2]), ("ij->i", [3]), ("ijk->i", [2]), ("ij->ii", [2]), ("ij->k", [2])],
+)
+def test_equation_that_does_not_fit_is_not_spelled_out(equation: str, ranks: list[int]) -> None:
+    assert spell_out(equation, ranks) is None
+
+
+def test_equation_that_does_not_fit_is_refused() -> None:
+    x, dy = (ir.val(name, ir.DataType.FLOAT, [2, 3]) for name in ("x", "dy"))
+    node = ir.node("Einsum", [x], {"equation": "ij->i"}, name="n")
+    op = OpBuilder(ir.Graph([x, dy], [], nodes=[], opset_imports={"": 21}, name="g"))
+    with pytest.raises(UndifferentiableError, match="equation 'ij->i' of node 'n' does not fit"):
+        einsum(op, dy, x, equation="ij->i", node=node)
