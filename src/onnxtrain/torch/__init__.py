@@ -2,9 +2,11 @@
 
 from onnxtrain.torch.exporting import ExportReport, from_torch, last_report
 from onnxtrain.torch.gradient_graph import export_gradient_graph, export_optimizer_graph
+from onnxtrain.torch.module import TrainableModule
 
 __all__ = [
     "ExportReport",
+    "TrainableModule",
     "export_gradient_graph",
     "export_optimizer_graph",
     "from_torch",
