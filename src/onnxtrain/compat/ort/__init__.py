@@ -1,0 +1,21 @@
+"""``onnxruntime.training`` on stock onnxruntime: change the import, keep the code.
+
+>>> from onnxtrain.compat.ort import artifacts, onnxblock
+>>> from onnxtrain.compat.ort.api import CheckpointState, Module, Optimizer
+
+or, without touching the code that imports it:
+
+>>> import onnxtrain.compat.ort
+>>> onnxtrain.compat.ort.install()  # doctest: +SKIP
+"""
+
+from onnxtrain.compat.ort import api, artifacts, onnxblock
+from onnxtrain.compat.ort.alias import install
+
+
+def is_ortmodule_available() -> bool:
+    """Tell that there is no ORTModule here."""
+    return False
+
+
+__all__ = ["api", "artifacts", "install", "is_ortmodule_available", "onnxblock"]
