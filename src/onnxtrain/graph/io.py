@@ -78,7 +78,7 @@ def _from_file(
         problems, data = Problems("bytes"), bytes(origin)
     elif isinstance(origin, str | os.PathLike):
         path = os.fsdecode(origin)
-        problems = Problems(quote(path))
+        problems = Problems(repr(path))
         data = read_file(path, limits, problems)
         directory = os.path.dirname(os.path.abspath(path))
     else:

@@ -37,7 +37,7 @@ def save(
             hand, or the file system refuses.
     """
     target = os.path.abspath(os.fsdecode(path))
-    label = quote(os.fsdecode(path))
+    label = repr(os.fsdecode(path))
     _check_versions(model, label)
     if isinstance(model, onnx.ModelProto):
         _check_complete(model, label)
