@@ -18,7 +18,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.randomness import portable_dropout
 from onnxtrain.graph.versions import IR_VERSION, OPSET
-from onnxtrain.losses import Attached, attach_loss
+from onnxtrain.losses import Attached, attach_loss, expand_label_losses
 from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
 from onnxtrain.optim import (
     Optimizer,
@@ -148,6 +148,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
         results.append(gradient)
     results += [b.new for b in statistics]
     _set_outputs(op, results)
+    expand_label_losses(model)
     return Backward(
         model=model,
         inputs=_names(inputs),
