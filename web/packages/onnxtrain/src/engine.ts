@@ -1,0 +1,262 @@
+import { Artifacts } from "./artifacts.js";
+import { filled, type HostTensor } from "./dtypes.js";
+import { ArtifactError, CheckpointError, RuntimeError, ShapeError } from "./errors.js";
+import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec } from "./manifest.js";
+import { Runtime, TARGETS, type Device, type OrtSession, type OrtTensor, type RuntimeOptions } from "./runtime.js";
+import { stateKey } from "./safetensors.js";
+
+export type Tensors = ReadonlyMap<string, HostTensor>;
+
+/** What a step is told besides the batch. */
+export interface Control {
+  readonly lr: number;
+  readonly step: number;
+  readonly seed: number;
+  /** Counts batches, for random numbers. */
+  readonly draw: number;
+  readonly reset?: boolean;
+  readonly scale?: number;
+}
+
+/** What runs the models: here, or in a worker. */
+export interface Engine {
+  readonly device: Device;
+  /** Runs a model on a batch; outputs that feed inputs stay, the others are given back. */
+  run(role: ModelRole, batch: Tensors, control: Control): Promise<Map<string, HostTensor>>;
+  /** Runs the inference model with the current weights. */
+  predict(batch: Tensors): Promise<Map<string, HostTensor>>;
+  /** Gives parameters, buffers and state by the names in the manifest. */
+  read(names: readonly string[]): Promise<Map<string, HostTensor>>;
+  write(tensors: Tensors): Promise<void>;
+  exportModel(): Promise<Uint8Array>;
+  release(): Promise<void>;
+}
+
+interface Loaded {
+  readonly spec: ModelSpec;
+  readonly session: OrtSession;
+}
+
+/** Runs models in this thread. Parameters and state stay where the device has them. */
+export class LocalEngine implements Engine {
+  readonly #models = new Map<ModelRole, Promise<Loaded>>();
+  readonly #values = new Map<string, OrtTensor>();
+  #predictor: { version: number; session: OrtSession } | undefined;
+  #version = 0;
+
+  private constructor(
+    readonly artifacts: Artifacts,
+    readonly runtime: Runtime,
+  ) {}
+
+  get device(): Device {
+    return this.runtime.device;
+  }
+
+  /** Loads the runtime and the models of `roles`, and sets the initial values. */
+  static async create(
+    artifacts: Artifacts, device: Device, roles: readonly ModelRole[], values: Tensors, options: RuntimeOptions,
+  ): Promise<LocalEngine> {
+    const engine = new LocalEngine(artifacts, await Runtime.open(device, options));
+    try {
+      await engine.write(values);
+      for (const role of roles) await engine.#model(role);
+    } catch (error) {
+      await engine.release();
+      throw error;
+    }
+    return engine;
+  }
+
+  #model(role: ModelRole): Promise<Loaded> {
+    let found = this.#models.get(role);
+    if (!found) {
+      found = this.#open(role);
+      this.#models.set(role, found);
+      found.catch(() => this.#models.delete(role));
+    }
+    return found;
+  }
+
+  async #open(role: ModelRole): Promise<Loaded> {
+    const { manifest } = this.artifacts;
+    const spec = findModel(manifest, role, TARGETS[this.device]);
+    if (!spec) {
+      const there = manifest.models.map((m) => `${m.role} (${m.target})`).join(", ");
+      throw new ArtifactError(
+        `these artifacts have no ${role} model for ${this.device}, only ${there}\n` +
+          `hint: build them with target="${TARGETS[this.device][0]}"`,
+      );
+    }
+    for (const t of ofRole(spec.inputs, "accumulator")) {
+      if (!this.#values.has(t.name)) this.#set(t.name, filled(t.dtype, t.shape.map(Number), 0));
+    }
+    const data = await this.artifacts.file(spec.file);
+    const onGpu = spec.outputs.filter((t) => t.feeds !== null).map((t) => t.name);
+    try {
+      const external = await this.artifacts.externalData(spec);
+      const session = await this.runtime.session(data, external, { onGpu });
+      this.artifacts.forget(spec.file);
+      return { spec, session };
+    } catch (error) {
+      throw new RuntimeError(`${spec.file} on ${this.device}: ${messageOf(error)}`);
+    }
+  }
+
+  #set(name: string, t: HostTensor): void {
+    this.#replace(name, this.runtime.tensor(t, name));
+  }
+
+  #replace(name: string, tensor: OrtTensor): void {
+    const old = this.#values.get(name);
+    this.#values.set(name, tensor);
+    if (old && old !== tensor) old.dispose();
+  }
+
+  async run(role: ModelRole, batch: Tensors, control: Control): Promise<Map<string, HostTensor>> {
+    const { spec, session } = await this.#model(role);
+    const feeds: Record<string, OrtTensor> = {};
+    const gradients = role === "optimizer" ? await this.#gradientNames() : [];
+    let next = 0;
+    for (const t of spec.inputs) {
+      const given = batch.get(t.name) ?? controlTensor(t.role, t.dtype, control);
+      // The optimizer's gradients are those of the training model, in the same order.
+      const own = t.role === "gradient" ? this.#values.get(gradients[next++] ?? "") : this.#values.get(t.name);
+      const found = given ? this.runtime.tensor(given, t.name) : own;
+      if (!found) throw new ShapeError(`'${t.name}' (${t.role}) of ${spec.file} has no value`);
+      feeds[t.name] = found;
+    }
+    let results: Awaited<ReturnType<OrtSession["run"]>>;
+    try {
+      results = await session.run(feeds);
+    } catch (error) {
+      throw new RuntimeError(`${spec.file} on ${this.device}: ${messageOf(error)}`);
+    }
+    const out = new Map<string, HostTensor>();
+    for (const t of spec.outputs) {
+      const value = results[t.name] as OrtTensor;
+      if (t.feeds !== null) this.#replace(t.feeds, value);
+      else {
+        out.set(t.name, await this.runtime.host(value));
+        value.dispose();
+      }
+    }
+    if (spec.outputs.some((t) => t.feeds !== null)) this.#version++;
+    return out;
+  }
+
+  async #gradientNames(): Promise<string[]> {
+    const { spec } = await this.#model("train");
+    return ofRole(spec.inputs, "accumulator").map((t) => t.name);
+  }
+
+  async predict(batch: Tensors): Promise<Map<string, HostTensor>> {
+    if (this.#predictor?.version !== this.#version) {
+      const model = await this.exportModel();
+      await this.#predictor?.session.release();
+      this.#predictor = undefined;
+      this.#predictor = { version: this.#version, session: await this.runtime.session(model, []) };
+    }
+    const feeds = Object.fromEntries([...batch].map(([n, t]) => [n, this.runtime.tensor(t, n)]));
+    const results = await this.#predictor!.session.run(feeds);
+    const out = new Map<string, HostTensor>();
+    for (const t of inferenceModel(this.artifacts.manifest).outputs) {
+      const value = results[t.name] as OrtTensor;
+      out.set(t.name, await this.runtime.host(value));
+      value.dispose();
+    }
+    return out;
+  }
+
+  async read(names: readonly string[]): Promise<Map<string, HostTensor>> {
+    const found = new Map<string, HostTensor>();
+    for (const name of names) {
+      const value = this.#values.get(name);
+      if (!value) throw new CheckpointError(`'${name}' has no value`);
+      const t = await this.runtime.host(value);
+      found.set(name, { ...t, data: t.data.slice() });
+    }
+    return found;
+  }
+
+  async write(tensors: Tensors): Promise<void> {
+    for (const [name, t] of tensors) this.#set(name, t);
+    this.#version++;
+  }
+
+  async exportModel(): Promise<Uint8Array> {
+    const { manifest } = this.artifacts;
+    const spec = inferenceModel(manifest);
+    const model = (await this.artifacts.file(spec.file)).slice();
+    const weights = [...manifest.parameters, ...manifest.buffers];
+    const values = await this.read(weights.map((w) => w.name));
+    for (const w of weights) {
+      const { data } = values.get(w.name)!;
+      const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
+      for (const place of w.locations) {
+        if (place.file !== spec.file || place.nbytes !== bytes.length || place.offset + place.nbytes > model.length) {
+          throw new ArtifactError(`'${w.name}': its place in ${place.file} is not ${bytes.length} bytes of ${spec.file}`);
+        }
+        model.set(bytes, place.offset);
+      }
+    }
+    return model;
+  }
+
+  async release(): Promise<void> {
+    const loaded = await Promise.allSettled(this.#models.values());
+    this.#models.clear();
+    for (const found of loaded) if (found.status === "fulfilled") await found.value.session.release();
+    await this.#predictor?.session.release();
+    this.#predictor = undefined;
+    for (const value of this.#values.values()) value.dispose();
+    this.#values.clear();
+  }
+}
+
+/** Gives the values that a checkpoint holds, by the names in the manifest; refuses what does not fit. */
+export function valuesOf(manifest: Manifest, tensors: Tensors, label: string): Map<string, HostTensor> {
+  const problems: string[] = [];
+  const found = new Map<string, HostTensor>();
+  const take = (key: string, name: string, shape: readonly number[], dtype: string) => {
+    const t = tensors.get(key);
+    if (!t) problems.push(`'${key}' is missing`);
+    else if (t.dims.join() !== shape.join()) {
+      problems.push(`'${key}' has shape [${t.dims.join(", ")}], expected [${shape.join(", ")}]`);
+    } else if (t.dtype !== dtype) problems.push(`'${key}' is ${t.dtype}, expected ${dtype}`);
+    else found.set(name, t);
+  };
+  for (const w of [...manifest.parameters, ...manifest.buffers]) take(w.name, w.name, w.shape, w.dtype);
+  for (const s of manifest.state) take(stateKey(s.parameter, s.slot), s.name, s.shape, s.dtype);
+  if (problems.length) {
+    const more = problems.length > 5 ? `\n  ... and ${problems.length - 5} more` : "";
+    throw new CheckpointError(
+      `${label} does not fit these artifacts:\n  ${problems.slice(0, 5).join("\n  ")}${more}`,
+    );
+  }
+  return found;
+}
+
+function inferenceModel(manifest: Manifest): ModelSpec {
+  const spec = manifest.models.find((m) => m.role === "infer");
+  if (!spec) throw new ArtifactError("these artifacts have no infer model\nhint: build them again");
+  return spec;
+}
+
+function controlTensor(role: string, dtype: string, c: Control): HostTensor | undefined {
+  if (role === "lr") return { dtype, dims: [1], data: Float32Array.of(c.lr) };
+  if (role === "grad_scale") return { dtype, dims: [1], data: Float32Array.of(c.scale ?? 1) };
+  if (role === "rng") return { dtype, dims: [2], data: Float32Array.of(c.seed, c.draw) };
+  if (role === "reset") return { dtype, dims: [1], data: Uint8Array.of(c.reset === false ? 0 : 1) };
+  if (role === "step") {
+    const data = dtype === "int32" ? Int32Array.of(c.step) : BigInt64Array.of(BigInt(c.step));
+    return { dtype, dims: [1], data };
+  }
+  return undefined;
+}
+
+/** Gives what a runtime threw as text; wasm throws bare numbers when memory is out. */
+const messageOf = (error: unknown): string => {
+  if (typeof error === "number") return `the runtime failed (code ${error}); memory may have run out`;
+  return error instanceof Error ? error.message : String(error);
+};

@@ -1,0 +1,18 @@
+export { Artifacts, type ArtifactSource, type LoadOptions } from "./artifacts.js";
+export type { BatchOptions, Dataset } from "./data.js";
+export type { HostTensor, TypedArray } from "./dtypes.js";
+export {
+  ArtifactError, CheckpointError, DisposedError, ManifestError, OnnxTrainError, RuntimeError, ShapeError,
+} from "./errors.js";
+export type { Batch, TensorLike } from "./feeds.js";
+export {
+  parseManifest, type Location, type Manifest, type ModelSpec, type StateSpec, type TensorSpec, type WeightSpec,
+} from "./manifest.js";
+export type { Device, RuntimeOptions } from "./runtime.js";
+export { readCheckpoint, writeCheckpoint, type Checkpoint, type Meta } from "./safetensors.js";
+export { constant, cosine, linear, stepwise, warmup, type Schedule } from "./schedules.js";
+export { databaseStore, fileStore, privateFileStore, type CheckpointStore } from "./storage.js";
+export {
+  Trainer, type FitOptions, type Metrics, type Outputs, type Progress, type StepResult, type TrainerOptions,
+} from "./trainer.js";
+export { TrainingSession, type TrainingSessionCreateOptions, type UriOrBuffer } from "./training-session.js";

@@ -1,0 +1,150 @@
+import { CheckpointError } from "./errors.js";
+import { count, fromBytes, fromStored, kindOf, toBytes, type HostTensor } from "./dtypes.js";
+import { byCodePoint, compact, entries, join } from "./json-text.js";
+import { concat, sha256 } from "./sha256.js";
+
+/** What a checkpoint holds besides tensors: JSON text by key, sorted when written. */
+export type Meta = ReadonlyMap<string, string>;
+
+export interface Checkpoint {
+  readonly tensors: ReadonlyMap<string, HostTensor>;
+  readonly meta: Meta;
+}
+
+const KEY = "onnxtrain";
+const DIGEST = "sha256";
+const NO_DIGEST = "0".repeat(64);
+const HEADER_LIMIT = 100_000_000;
+
+/** Gives the name under which optimizer state is stored. */
+export const stateKey = (parameter: string, slot: string): string => `optim/${slot}/${parameter}`;
+
+/** Gives the bytes of a checkpoint: the same that Python writes for the same content. */
+export async function writeCheckpoint(
+  tensors: ReadonlyMap<string, HostTensor>,
+  meta: Meta,
+): Promise<Uint8Array> {
+  const size = (name: string) => kindOf(tensors.get(name)!.dtype, name).size;
+  // Wide types first, so that every tensor is aligned; then by name.
+  const order = [...tensors.keys()].sort((a, b) => size(b) - size(a) || byCodePoint(a, b));
+  const text = join(new Map([...meta, [DIGEST, JSON.stringify(NO_DIGEST)]]));
+  const head = [`"__metadata__":{"${KEY}":${JSON.stringify(text)}}`];
+  const data: Uint8Array[] = [];
+  let at = 0;
+  for (const name of order) {
+    const t = tensors.get(name)!;
+    const bytes = toBytes(t);
+    const { stored } = kindOf(t.dtype, name);
+    head.push(
+      `${JSON.stringify(name)}:{"dtype":"${stored}","shape":[${t.dims.join(",")}],` +
+        `"data_offsets":[${at},${at + bytes.length}]}`,
+    );
+    at += bytes.length;
+    data.push(bytes);
+  }
+  let header = new TextEncoder().encode(`{${head.join(",")}}`);
+  header = concat([header, new Uint8Array(-header.length & 7).fill(32)]) as typeof header;
+  const digest = await sha256(header, ...data);
+  const place = indexOf(header, new TextEncoder().encode(NO_DIGEST));
+  header.set(new TextEncoder().encode(digest), place);
+  const length = new Uint8Array(8);
+  new DataView(length.buffer).setBigUint64(0, BigInt(header.length), true);
+  return concat([length, header, ...data]);
+}
+
+/** Gives tensors and metadata of a checkpoint or of any safetensors file; refuses damaged ones. */
+export async function readCheckpoint(data: Uint8Array, label = "checkpoint"): Promise<Checkpoint> {
+  const { header, start } = readHeader(data, label);
+  const { __metadata__: entry, ...rest } = header;
+  const found = Object.entries(rest).map(([name, info]) => describe(name, info, label));
+  found.sort((a, b) => a.begin - b.begin);
+  const tensors = new Map<string, HostTensor>();
+  let expected = 0;
+  for (const { name, dtype, dims, begin, end } of found) {
+    const size = count(dims) * kindOf(dtype).size;
+    if (begin !== expected || end - begin !== size) {
+      throw new CheckpointError(`${label}: tensor '${name}' does not fill its place`);
+    }
+    if (start + end > data.length) {
+      throw new CheckpointError(
+        `${label}: truncated, tensor '${name}' ends at byte ${start + end} of ${data.length}`,
+      );
+    }
+    tensors.set(name, fromBytes(dtype, dims, data.subarray(start + begin, start + end)));
+    expected = end;
+  }
+  const after = data.length - start - expected;
+  if (after !== 0) throw new CheckpointError(`${label}: ${after} bytes after the last tensor`);
+  const meta = readMeta(entry, label);
+  await checkDigest(data, start, meta, label);
+  meta.delete(DIGEST);
+  return { tensors, meta };
+}
+
+function readHeader(data: Uint8Array, label: string): { header: Record<string, unknown>; start: number } {
+  if (data.length < 8) {
+    throw new CheckpointError(`${label}: not a checkpoint, ${data.length} bytes long`);
+  }
+  const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
+  const size = Number(view.getBigUint64(0, true));
+  if (size > HEADER_LIMIT || 8 + size > data.length) {
+    throw new CheckpointError(`${label}: not a checkpoint, or truncated in its header`);
+  }
+  let header: unknown;
+  try {
+    header = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(data.subarray(8, 8 + size)));
+  } catch (error) {
+    throw new CheckpointError(`${label}: the header is damaged: ${(error as Error).message}`);
+  }
+  if (!isObject(header)) throw new CheckpointError(`${label}: the header is not an object`);
+  return { header, start: 8 + size };
+}
+
+function describe(name: string, info: unknown, label: string) {
+  const wrong = (what: string) =>
+    new CheckpointError(`${label}: tensor '${name}' is described wrongly: ${what}`);
+  if (!isObject(info)) throw wrong("not an object");
+  const { dtype: stored, shape, data_offsets: offsets } = info;
+  const dtype = typeof stored === "string" ? fromStored(stored) : undefined;
+  if (dtype === undefined) throw wrong(`element type ${JSON.stringify(stored)}`);
+  const sizes = (v: unknown): v is number[] =>
+    Array.isArray(v) && v.every((n) => Number.isSafeInteger(n) && (n as number) >= 0);
+  if (!sizes(shape) || !sizes(offsets) || offsets.length !== 2) throw wrong("sizes are no numbers");
+  return { name, dtype, dims: shape, begin: offsets[0]!, end: offsets[1]! };
+}
+
+function readMeta(entry: unknown, label: string): Map<string, string> {
+  const text = isObject(entry) ? entry[KEY] : undefined;
+  if (text === undefined) return new Map(); // a plain safetensors file: weights from elsewhere
+  try {
+    if (!isObject(JSON.parse(text as string))) throw new Error("not an object");
+    return entries(compact(text as string));
+  } catch (error) {
+    throw new CheckpointError(`${label}: the metadata is damaged: ${(error as Error).message}`);
+  }
+}
+
+async function checkDigest(data: Uint8Array, start: number, meta: Meta, label: string): Promise<void> {
+  const recorded = meta.get(DIGEST);
+  if (recorded === undefined) return; // written by another tool
+  const digest = String(JSON.parse(recorded));
+  const head = data.slice(8, start);
+  const place = indexOf(head, new TextEncoder().encode(digest));
+  if (place >= 0 && digest.length === 64) head.set(new TextEncoder().encode(NO_DIGEST), place);
+  if ((await sha256(head, data.subarray(start))) !== digest) {
+    throw new CheckpointError(
+      `${label}: damaged, its sha256 is not the recorded one\n` +
+        "hint: take an older checkpoint; its content cannot be trusted",
+    );
+  }
+}
+
+function indexOf(data: Uint8Array, part: Uint8Array): number {
+  for (let i = data.indexOf(part[0]!); i >= 0; i = data.indexOf(part[0]!, i + 1)) {
+    if (part.every((b, j) => data[i + j] === b)) return i;
+  }
+  return -1;
+}
+
+const isObject = (v: unknown): v is Record<string, unknown> =>
+  typeof v === "object" && v !== null && !Array.isArray(v);

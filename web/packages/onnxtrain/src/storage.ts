@@ -1,0 +1,127 @@
+import { nodeModule } from "./artifacts.js";
+import { CheckpointError } from "./errors.js";
+import { inNode } from "./runtime.js";
+
+/** Where `save` and `load` keep checkpoints. A write happens whole or not at all. */
+export interface CheckpointStore {
+  write(name: string, data: Uint8Array): Promise<void>;
+  read(name: string): Promise<Uint8Array>;
+}
+
+const FOLDER = "onnxtrain";
+
+/** Gives files in Node; the origin's private files in pages, IndexedDB where those are absent. */
+export function defaultStore(): CheckpointStore {
+  if (inNode()) return fileStore();
+  const files = globalThis.navigator?.storage;
+  const writable = typeof FileSystemFileHandle === "function" && "createWritable" in FileSystemFileHandle.prototype;
+  return typeof files?.getDirectory === "function" && writable ? privateFileStore() : databaseStore();
+}
+
+const absent = (name: string, why: string): CheckpointError =>
+  new CheckpointError(`'${name}': cannot be read: ${why}`);
+
+/** Checkpoints as files; a name is a path. */
+export function fileStore(): CheckpointStore {
+  const fs = () => import(/* @vite-ignore */ nodeModule("fs/promises")) as Promise<typeof import("node:fs/promises")>;
+  return {
+    async write(name, data) {
+      const { open, rename, rm } = await fs();
+      const part = `${name}.${process.pid}.part`;
+      try {
+        const file = await open(part, "w");
+        try {
+          await file.writeFile(data);
+          await file.sync();
+        } finally {
+          await file.close();
+        }
+        await rename(part, name);
+      } catch (error) {
+        await rm(part, { force: true });
+        throw new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}`);
+      }
+    },
+    async read(name) {
+      try {
+        return new Uint8Array(await (await fs()).readFile(name));
+      } catch (error) {
+        throw absent(name, (error as Error).message);
+      }
+    },
+  };
+}
+
+/** Checkpoints in the origin's private file system. */
+export function privateFileStore(): CheckpointStore {
+  const folder = async () =>
+    (await navigator.storage.getDirectory()).getDirectoryHandle(FOLDER, { create: true });
+  const file = (name: string) => `${encodeURIComponent(name)}.safetensors`;
+  return {
+    async write(name, data) {
+      const handle = await (await folder()).getFileHandle(file(name), { create: true });
+      // The browser writes beside the file and puts it in its place when the stream is closed.
+      const stream = await handle.createWritable();
+      try {
+        await stream.write(data as Uint8Array<ArrayBuffer>);
+        await stream.close();
+      } catch (error) {
+        await stream.abort().catch(() => undefined);
+        throw new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}`);
+      }
+    },
+    async read(name) {
+      try {
+        const handle = await (await folder()).getFileHandle(file(name));
+        const data = new Uint8Array(await (await handle.getFile()).arrayBuffer());
+        // A first write that was interrupted leaves a name without content.
+        if (data.length === 0) throw new Error("there is none");
+        return data;
+      } catch (error) {
+        throw absent(name, (error as Error).message);
+      }
+    },
+  };
+}
+
+/** Checkpoints in IndexedDB, one transaction each. */
+export function databaseStore(): CheckpointStore {
+  const done = <T>(request: IDBRequest<T>) =>
+    new Promise<T>((resolve, reject) => {
+      request.onsuccess = () => resolve(request.result);
+      request.onerror = () => reject(request.error ?? new Error("IndexedDB failed"));
+    });
+  const open = async () => {
+    const request = indexedDB.open(FOLDER, 1);
+    request.onupgradeneeded = () => request.result.createObjectStore("checkpoints");
+    return await done(request);
+  };
+  return {
+    async write(name, data) {
+      const db = await open();
+      try {
+        const transaction = db.transaction("checkpoints", "readwrite");
+        transaction.objectStore("checkpoints").put(data, name);
+        await new Promise<void>((resolve, reject) => {
+          transaction.oncomplete = () => resolve();
+          transaction.onabort = () => reject(transaction.error ?? new Error("aborted"));
+        });
+      } catch (error) {
+        throw new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}`);
+      } finally {
+        db.close();
+      }
+    },
+    async read(name) {
+      const db = await open();
+      try {
+        const store = db.transaction("checkpoints").objectStore("checkpoints");
+        const data = (await done(store.get(name))) as Uint8Array | undefined;
+        if (!data) throw absent(name, "there is none");
+        return data;
+      } finally {
+        db.close();
+      }
+    },
+  };
+}

@@ -1,0 +1,215 @@
+import { Artifacts } from "./artifacts.js";
+import { count, type HostTensor } from "./dtypes.js";
+import { LocalEngine, valuesOf, type Control } from "./engine.js";
+import { CheckpointError, OnnxTrainError } from "./errors.js";
+import { feed, type Batch } from "./feeds.js";
+import { float } from "./json-text.js";
+import { findModel, ofRole, parseManifest, type Manifest, type ModelRole, type ModelSpec, type WeightSpec } from "./manifest.js";
+import { inNode, TARGETS, type Device, type OrtTensor, type RuntimeOptions } from "./runtime.js";
+import { readCheckpoint, stateKey, writeCheckpoint, type Meta } from "./safetensors.js";
+
+/** The address (or path, in Node) of a file, or its bytes. */
+export type UriOrBuffer = string | Uint8Array;
+
+export interface TrainingSessionCreateOptions {
+  readonly checkpointState: UriOrBuffer;
+  readonly trainModel: UriOrBuffer;
+  readonly optimizerModel?: UriOrBuffer;
+  readonly evalModel?: UriOrBuffer;
+  /** `weights.bin`, where the models share constants. */
+  readonly weights?: UriOrBuffer;
+}
+
+type Feeds = Readonly<Record<string, OrtTensor>>;
+type Fetches = readonly string[] | Readonly<Record<string, OrtTensor | null>>;
+export type ReturnType = Readonly<Record<string, OrtTensor>>;
+
+/** The session that users of `onnxruntime-web/training` know, on a stock runtime. */
+export class TrainingSession {
+  readonly #engine: LocalEngine;
+  readonly #manifest: Manifest;
+  readonly #there: ReadonlySet<ModelRole>;
+  #meta: Meta;
+  #step: number;
+  #draw = 0;
+  #reset = true;
+  /** Used by the next optimizer step. */
+  learningRate: number;
+
+  private constructor(engine: LocalEngine, there: ReadonlySet<ModelRole>, meta: Meta) {
+    this.#engine = engine;
+    this.#manifest = engine.artifacts.manifest;
+    this.#there = there;
+    this.#meta = meta;
+    this.#step = Number(JSON.parse(meta.get("step") ?? "0"));
+    this.learningRate = Number(JSON.parse(meta.get("lr") ?? "null") ?? this.#manifest.optimizer.lr);
+  }
+
+  /** Opens the files that `artifacts` wrote; they need no manifest beside them. */
+  static async create(options: TrainingSessionCreateOptions, runtime: RuntimeOptions = {}): Promise<TrainingSession> {
+    const device: Device = runtime.device && runtime.device !== "auto" ? runtime.device : inNode() ? "node" : "wasm";
+    const { tensors, meta } = await readCheckpoint(await bytesOf(options.checkpointState), "checkpointState");
+    const text = meta.get("manifest");
+    if (text === undefined) {
+      throw new CheckpointError("checkpointState: it does not say to which models it belongs\nhint: take the checkpoint that was built with them");
+    }
+    const manifest = parseManifest(text, "checkpointState");
+    const given: [ModelRole, UriOrBuffer | undefined][] = [
+      ["train", options.trainModel], ["optimizer", options.optimizerModel], ["eval", options.evalModel],
+    ];
+    const files = new Map<string, Uint8Array>();
+    const there = new Set<ModelRole>();
+    for (const [role, source] of given) {
+      if (source === undefined) continue;
+      const spec = findModel(manifest, role, TARGETS[device]);
+      if (!spec) throw new CheckpointError(`checkpointState: it knows no ${role} model for ${device}`);
+      files.set(spec.file, await bytesOf(source));
+      there.add(role);
+    }
+    if (options.weights !== undefined && manifest.weights !== null) files.set(manifest.weights, await bytesOf(options.weights));
+    const artifacts = Artifacts.ofParts(text, files, "checkpointState");
+    const values = valuesOf(manifest, tensors, "checkpointState");
+    return new TrainingSession(await LocalEngine.create(artifacts, device, [...there], values, runtime), there, meta);
+  }
+
+  get trainingInputNames(): readonly string[] {
+    return inputsOf(this.#model("train")).map((t) => t.name);
+  }
+
+  get trainingOutputNames(): readonly string[] {
+    return outputsOf(this.#model("train"));
+  }
+
+  /** Empty where there is no eval model. */
+  get evalInputNames(): readonly string[] {
+    return this.#there.has("eval") ? inputsOf(this.#model("eval")).map((t) => t.name) : [];
+  }
+
+  get evalOutputNames(): readonly string[] {
+    return this.#there.has("eval") ? outputsOf(this.#model("eval")) : [];
+  }
+
+  /** Gradients start anew with the next training step. */
+  async lazyResetGrad(): Promise<void> {
+    this.#reset = true;
+  }
+
+  /** Runs a batch forward and backward, and adds to the gradients. */
+  async runTrainStep(feeds: Feeds, fetches?: Fetches | object): Promise<ReturnType> {
+    const names = fetchNames(this.trainingOutputNames, fetches);
+    this.#draw++;
+    const found = await this.#run("train", feeds, names);
+    this.#reset = false;
+    return found;
+  }
+
+  /** Gives loss and outputs of a batch, in evaluation mode. */
+  async runEvalStep(feeds: Feeds, fetches?: Fetches | object): Promise<ReturnType> {
+    if (!this.#there.has("eval")) throw new Error("This TrainingSession has no EvalModel loaded.");
+    return await this.#run("eval", feeds, fetchNames(this.evalOutputNames, fetches));
+  }
+
+  /** Updates the parameters with the gradients. */
+  async runOptimizerStep(): Promise<void> {
+    if (!this.#there.has("optimizer")) throw new Error("This TrainingSession has no OptimizerModel loaded.");
+    this.#step++;
+    await this.#engine.run("optimizer", new Map(), this.#control());
+  }
+
+  async #run(role: ModelRole, feeds: Feeds, names: readonly string[]): Promise<ReturnType> {
+    const batch = feed(inputsOf(this.#model(role)), feeds as Batch);
+    const found = await this.#engine.run(role, batch, this.#control());
+    return Object.fromEntries(names.map((n) => [n, this.#engine.runtime.tensor(found.get(n)!, n)]));
+  }
+
+  #control(): Control {
+    return { lr: this.learningRate, step: this.#step, seed: 0, draw: this.#draw, reset: this.#reset };
+  }
+
+  #model(role: ModelRole): ModelSpec {
+    return findModel(this.#manifest, role, TARGETS[this.#engine.device])!;
+  }
+
+  /** Parameters, and buffers too unless only what is trained is asked for. */
+  #weights(trainableOnly: boolean): readonly WeightSpec[] {
+    const { parameters, buffers } = this.#manifest;
+    const found = trainableOnly ? parameters : [...parameters, ...buffers];
+    const odd = found.find((w) => w.dtype !== "float32");
+    if (odd) throw new OnnxTrainError(`'${odd.name}' is ${odd.dtype}, expected float32 in a buffer of parameters`);
+    return found;
+  }
+
+  /** Gives the number of elements of all parameters. */
+  async getParametersSize(trainableOnly = true): Promise<number> {
+    return this.#weights(trainableOnly).reduce((n, w) => n + count(w.shape), 0);
+  }
+
+  /** Gives all parameters, one after the other, as one float32 vector. */
+  async getContiguousParameters(trainableOnly = true): Promise<OrtTensor> {
+    const weights = this.#weights(trainableOnly);
+    const data = new Float32Array(await this.getParametersSize(trainableOnly));
+    const values = await this.#engine.read(weights.map((w) => w.name));
+    let at = 0;
+    for (const w of weights) {
+      data.set(values.get(w.name)!.data as Float32Array, at);
+      at += count(w.shape);
+    }
+    return this.#engine.runtime.tensor({ dtype: "float32", dims: [data.length], data });
+  }
+
+  /** Sets all parameters from the bytes of such a vector. */
+  async loadParametersBuffer(buffer: Uint8Array, trainableOnly = true): Promise<void> {
+    const size = await this.getParametersSize(trainableOnly);
+    if (buffer.length !== 4 * size) {
+      throw new Error(`the buffer has ${buffer.length} bytes, expected ${4 * size} (${size} float32 parameters)`);
+    }
+    const all = new Float32Array(buffer.slice().buffer);
+    const values = new Map<string, HostTensor>();
+    let at = 0;
+    for (const w of this.#weights(trainableOnly)) {
+      values.set(w.name, { dtype: w.dtype, dims: w.shape, data: all.slice(at, (at += count(w.shape))) });
+    }
+    await this.#engine.write(values);
+  }
+
+  /** Gives a checkpoint to continue from, here or in Python. */
+  async exportCheckpoint(): Promise<Uint8Array> {
+    const { parameters, buffers, state } = this.#manifest;
+    const weights = await this.#engine.read([...parameters, ...buffers].map((w) => w.name));
+    const slots = await this.#engine.read(state.map((s) => s.name));
+    const tensors = new Map([...weights, ...state.map((s) => [stateKey(s.parameter, s.slot), slots.get(s.name)!] as const)]);
+    const meta = new Map([...this.#meta, ["lr", float(this.learningRate)], ["step", String(this.#step)]]);
+    for (const [key, value] of [["properties", "{}"], ["seed", "0"]] as const) if (!meta.has(key)) meta.set(key, value);
+    return await writeCheckpoint(tensors, meta);
+  }
+
+  /** Frees everything. */
+  async release(): Promise<void> {
+    await this.#engine.release();
+  }
+}
+
+const inputsOf = (spec: ModelSpec) => ofRole(spec.inputs, "input", "target");
+const outputsOf = (spec: ModelSpec) => ofRole(spec.outputs, "loss", "metric", "output").map((t) => t.name);
+
+/** The second argument asks for outputs by list or by name; anything else is options of a run. */
+function fetchNames(known: readonly string[], fetches: Fetches | object | undefined): readonly string[] {
+  if (fetches === undefined) return known;
+  if (Array.isArray(fetches)) {
+    if (fetches.length === 0) throw new TypeError("fetches must name at least one output");
+    for (const name of fetches as unknown[]) {
+      if (typeof name !== "string") throw new TypeError(`fetches must be names, got ${typeof name}`);
+      if (!known.includes(name)) throw new RangeError(`no such output: '${name}'; there are ${known.join(", ")}`);
+    }
+    return fetches as string[];
+  }
+  if (typeof fetches !== "object" || fetches === null) throw new TypeError("fetches must be a list or an object");
+  const asked = Object.keys(fetches).filter((n) => known.includes(n));
+  return asked.length ? asked : known;
+}
+
+async function bytesOf(source: UriOrBuffer): Promise<Uint8Array> {
+  if (typeof source !== "string") return source;
+  const at = source.lastIndexOf("/") + 1;
+  return await Artifacts.raw(source.slice(0, at) || ".", source.slice(at));
+}
