@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxtrain.compat.ort import onnxblock
 from onnxtrain.compat.ort.embed import embed, manifest_of
 from onnxtrain.compat.ort.errors import OrtError, OrtIndexError, OrtTypeError, as_ort_errors
+from onnxtrain.compat.ort.export import domains_of
 from onnxtrain.compat.ort.flat import Flat, flat_of, optimizer_model
 from onnxtrain.compat.ort.onnxblock.accessor import opset_of
 from onnxtrain.compat.ort.onnxblock.optim.optim import ClipGradNorm, _Optimizer
@@ -74,7 +75,7 @@ def generate_artifacts(
         nominal_checkpoint: also write ``nominal_checkpoint``, which has names and no values.
         loss_input_names: what the loss is called with, instead of all outputs.
     """
-    base = _read(model)
+    base = _read(model, any_domain=custom_op_library is not None)
     loss_block = _loss_block(loss)
     optim_block = _optimizer_block(optimizer)
     _check_lists(requires_grad, frozen_params, additional_output_names)
@@ -117,7 +118,7 @@ class _Training(onnxblock.TrainingBlock):
         return tuple(dict.fromkeys([*first, *self._outputs]))
 
 
-def _read(model: onnx.ModelProto | str) -> onnx.ModelProto:
+def _read(model: onnx.ModelProto | str, *, any_domain: bool) -> onnx.ModelProto:
     if isinstance(model, onnx.ModelProto):
         if model.ByteSize() > USE_PATH_THRESHOLD:
             raise OrtError("This model is > 2GB. Please pass in a path to the ONNX file instead.")
@@ -125,7 +126,7 @@ def _read(model: onnx.ModelProto | str) -> onnx.ModelProto:
     if not isinstance(model, str | os.PathLike):
         raise OrtError("Please pass in either a string or an ONNX ModelProto for the model.")
     with as_ort_errors():
-        domains = {o.domain for o in onnx.load(model, load_external_data=False).opset_import}
+        domains = domains_of(model) if any_domain else ()
         work = load(model, allow_domains=domains)
         ir.external_data.load_to_model(work)
         return ir.to_proto(work)

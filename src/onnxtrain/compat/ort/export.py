@@ -21,8 +21,10 @@ def export_for_inference(
     """Write a model whose outputs are ``names``, whose weights are those of ``store``."""
     if not names:
         raise OrtError("Expected a non empty vector of graph output names. Got an empty vector.")
+    if isinstance(source, str) and source.endswith(".ort"):
+        raise OrtError("Only an evaluation model in ONNX format can be exported, not an .ort file")
     with as_ort_errors():
-        model = load(source, allow_domains=_domains(source))
+        model = load(source, allow_domains=domains_of(source))
     graph = model.graph
     values = {y.name: y for node in graph for y in node.outputs}
     unknown = [n for n in names if n not in values]
@@ -47,8 +49,8 @@ def export_for_inference(
         save(model, path)
 
 
-def _domains(source: str | bytes) -> set[str]:
-    """Give every operator domain of the model; a session has loaded it already."""
+def domains_of(source: str | os.PathLike[str] | bytes) -> set[str]:
+    """Give every operator domain that a model imports, for one whose author is trusted."""
     if isinstance(source, bytes):
         model = onnx.load_from_string(source)
     else:
