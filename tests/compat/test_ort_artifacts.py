@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+
 from onnxtrain.compat.ort import artifacts, onnxblock
 from onnxtrain.compat.ort.api import CheckpointState, Module, Optimizer
 from onnxtrain.errors import OnnxTrainError
-
 from tests.compat.models import WEIGHTS, arrays_of, batch, mlp, model_of, two_outputs
 
 LossType, OptimType = artifacts.LossType, artifacts.OptimType
@@ -36,9 +36,9 @@ def names(values):
 
 def test_signature_has_all_twelve_parameters():
     assert list(inspect.signature(artifacts.generate_artifacts).parameters) == [
-        "model", "requires_grad", "frozen_params", "loss", "optimizer", "artifact_directory", "prefix",
-        "ort_format", "custom_op_library", "additional_output_names", "nominal_checkpoint",
-        "loss_input_names",
+        "model", "requires_grad", "frozen_params", "loss", "optimizer", "artifact_directory",
+        "prefix", "ort_format", "custom_op_library", "additional_output_names",
+        "nominal_checkpoint", "loss_input_names",
     ]  # fmt: skip
     assert [(m.name, m.value) for m in LossType] == [
         ("MSELoss", 1), ("CrossEntropyLoss", 2), ("BCEWithLogitsLoss", 3), ("L1Loss", 4)

@@ -8,9 +8,9 @@ import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
+
 from onnxtrain.compat.ort import artifacts, onnxblock
 from onnxtrain.compat.ort.api import CheckpointState, LinearLRScheduler, Module, Optimizer
-
 from tests.compat.models import WEIGHTS, arrays_of, batch, mlp, model_of
 
 REFERENCE = {

@@ -79,7 +79,8 @@ def flat_of(model: onnx.ModelProto, parameters: Weights) -> Flat:
             "The optimizer block gives no new parameters\n"
             "hint: build it on onnxblock.optim.AdamW, SGD, or optim.optim.AdamWOptimizer"
         )
-    imports = dict(inner.opset_imports)
+    used = {"", *(node.domain for node in inner.all_nodes())}
+    imports = {domain: v for domain, v in inner.opset_imports.items() if domain in used}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="optimizer")
     op = OpBuilder(graph, "flat/")
     declared = Declared("optimizer", ir.Model(graph, ir_version=IR_VERSION), op)
