@@ -44,7 +44,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @settings(
     max_examples=1500,
-    deadline=1000,
+    deadline=3000,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=damaged())
