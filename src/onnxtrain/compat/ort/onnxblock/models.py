@@ -118,9 +118,11 @@ def set_outputs(model: onnx.ModelProto, names: Sequence[str]) -> None:
         raise OrtLookupError(
             f"The provided name {missing[0]} is not a graph value info or a graph output."
         )
+    inner = [v for n, v in known.items() if n not in names]
     chosen = [known[n] for n in names]
-    del graph.output[:]
+    del graph.output[:], graph.value_info[:]
     graph.output.extend(chosen)
+    graph.value_info.extend(inner)
 
 
 def _names(output: Any) -> list[str]:
