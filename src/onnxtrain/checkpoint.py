@@ -76,7 +76,7 @@ def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[b
         at = end
     head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
-    data = [memoryview(np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8)) for n in order]
+    data = [np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8).data for n in order]
     digest = _digest([head, *data])
     head = head.replace(_NO_DIGEST.encode(), digest.encode(), 1)
     return [len(head).to_bytes(8, "little"), head, *data]

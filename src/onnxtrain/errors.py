@@ -39,6 +39,10 @@ class CheckpointError(OnnxTrainError, ValueError):
     """A checkpoint, manifest or artifact is broken or does not fit the model."""
 
 
+class NonFiniteError(OnnxTrainError, ArithmeticError):
+    """Training has met an infinity or a NaN."""
+
+
 class CompatError(OnnxTrainError):
     """A call of an older API that has no counterpart on a stock runtime."""
 

@@ -206,7 +206,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         isinstance(value, bool) and bool not in _PLAIN[name]
     ):
         raise CheckpointError(f"{where}: {value!r} has the wrong type")
-    if name in ("shape", "aliases"):
+    if isinstance(value, list):
         allowed = (int, str) if name == "shape" else (str,)
         if not all(isinstance(v, allowed) and not isinstance(v, bool) for v in value):
             raise CheckpointError(f"{where}: {value!r} has the wrong type")

@@ -15,7 +15,10 @@ from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.graph.io import save as save_model
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.feeds import feed, to_array
+from onnxtrain.runtime.data import as_source
+from onnxtrain.runtime.evaluation import Evaluation, evaluate
+from onnxtrain.runtime.feeds import feed, numpy_dtype, to_array
+from onnxtrain.runtime.fit import fit
 from onnxtrain.runtime.inference import Predictor, trained_model
 from onnxtrain.runtime.layouts import Fused, Separate
 from onnxtrain.runtime.results import Parameters, StepResult
@@ -68,7 +71,9 @@ class Trainer:
         self.layout = layout
         kind = Fused if layout == "fused" else Separate
         self._engine: Fused | Separate = kind(artifacts, device=device, threads=threads)
-        self._batch = self._engine.spec.inputs_of("input", "target")
+        self.batch_specs = self._engine.spec.inputs_of("input", "target")
+        (self.loss_name,) = (t.name for t in self._engine.spec.outputs_of("loss"))
+        self.metric_names = [t.name for t in self._engine.spec.outputs_of("metric")]
         self._evaluator: Any = None
         self._predictor: Predictor | None = None
         self._differentiator: Separate | None = None
@@ -82,7 +87,20 @@ class Trainer:
     @property
     def inputs(self) -> list[str]:
         """Names of the inputs and targets of a batch, in the order of positional arguments."""
-        return [t.name for t in self._batch]
+        return [t.name for t in self.batch_specs]
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The batch size that the model is fixed to, if it is."""
+        size = (
+            self.batch_specs[0].shape[0] if self.batch_specs and self.batch_specs[0].shape else None
+        )
+        return size if isinstance(size, int) else None
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether gradients are waiting for an update."""
+        return self._micro > 0
 
     def step(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one batch, given by position or by name.
@@ -90,7 +108,7 @@ class Trainer:
         Raises:
             ShapeError: if the batch does not fit; nothing has changed then.
         """
-        feeds = feed(self._batch, batch, named)
+        feeds = feed(self.batch_specs, batch, named)
         return self.commit(self.compute(feeds))
 
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -151,7 +169,7 @@ class Trainer:
         engine = self._differentiator
         for name in self._weight_names():
             engine.write(name, self._engine.view(name))
-        feeds = feed(self._batch, batch, named)
+        feeds = feed(self.batch_specs, batch, named)
         engine.compute({**feeds, **self._control(engine.spec, self.global_step + 1)})
         names = [p.name for p in self.manifest.parameters]
         found = engine.gradients(computed=True)
@@ -174,6 +192,19 @@ class Trainer:
         found = dict(zip(names, runtime.run(self._evaluator, names, feeds), strict=True))
         return StepResult.of(spec, found, self.global_step, updated=False)
 
+    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Evaluation:
+        """Give loss and metrics over all of ``data``, in evaluation mode.
+
+        Args:
+            data: as in :meth:`fit`.
+            batch_size: of arrays.
+        """
+        fixed = self.fixed_batch
+        size = batch_size or fixed or 256
+        return evaluate(self, as_source(data, batch_size=size, drop_last=fixed is not None))
+
+    fit = fit
+
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
         """Give the outputs of the inference model with the current weights."""
         if self._predictor is None:
@@ -192,6 +223,33 @@ class Trainer:
         """Running statistics by name, read and set like :attr:`parameters`."""
         specs = {b.name: b for b in self.manifest.buffers}
         return Parameters(specs, self._engine.view, self._engine.write)
+
+    def view(self, name: str) -> np.ndarray:
+        """Give a parameter, buffer or state tensor without a copy; valid until the next step."""
+        return self._engine.view(name)
+
+    def computed(self) -> list[tuple[str, np.ndarray]]:
+        """Give what :meth:`compute` found for each parameter: its new value, or its gradient."""
+        names = [p.name for p in self.manifest.parameters]
+        if isinstance(self._engine, Fused):
+            return [(f"new value of {n!r}", self._engine.computed(n)) for n in names]
+        found = self._engine.gradients(computed=True)
+        return [(f"gradient of {n!r}", g) for n, g in zip(names, found, strict=True)]
+
+    def traced(self, feeds: Mapping[str, np.ndarray]) -> tuple[bytes | str, dict[str, np.ndarray]]:
+        """Give the model of a step and all that it reads for a batch, to run it again."""
+        spec = self._engine.spec
+        control = self._control(spec, self.global_step + 1, micro=self._micro)
+        values = {**feeds, **control}
+        for t in spec.inputs:
+            if t.name in values:
+                continue
+            if t.role == "accumulator":
+                sizes = tuple(d for d in t.shape if isinstance(d, int))
+                values[t.name] = np.zeros(sizes, numpy_dtype(t.dtype))
+            else:
+                values[t.name] = self._engine.view(t.name)
+        return self.artifacts.source(spec.role), values
 
     def _weight_names(self) -> list[str]:
         return [w.name for w in (*self.manifest.parameters, *self.manifest.buffers)]
