@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
+from importlib import resources
 
+import jsonschema
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 
+from onnxtrain.artifacts.directory import split_tensors
+from onnxtrain.checkpoint import load_checkpoint
 from onnxtrain.compat.ort import artifacts, onnxblock
 from onnxtrain.compat.ort.api import CheckpointState, Module, Optimizer
 from onnxtrain.errors import OnnxTrainError
+from onnxtrain.manifest import Manifest
 from tests.compat.models import WEIGHTS, arrays_of, batch, mlp, model_of, two_outputs
 
 LossType, OptimType = artifacts.LossType, artifacts.OptimType
@@ -69,6 +75,24 @@ def test_models_have_the_opset_of_the_base_model_and_only_standard_operators(tmp
         assert {n.domain for n in model.graph.node} <= {"", "ai.onnx"}
         onnx.checker.check_model(model, full_check=True)
         ort.InferenceSession(model.SerializeToString())
+
+
+@pytest.mark.parametrize("optimizer", [None, OptimType.SGD, onnxblock.optim.AdamW()])
+def test_each_file_carries_the_manifest(tmp_path, optimizer):
+    generate(tmp_path, optimizer=optimizer)
+    text = resources.files("onnxtrain").joinpath("manifest.schema.json").read_text()
+    found = [load_checkpoint(tmp_path / "checkpoint")[1]["manifest"]]
+    for path in tmp_path.glob("*.onnx"):
+        properties = {p.key: p.value for p in onnx.load(path).metadata_props}
+        found.append(json.loads(properties["onnxtrain"]))
+    for manifest in found:
+        jsonschema.validate(manifest, json.loads(text), jsonschema.Draft202012Validator)
+        assert manifest == found[0]
+    assert [m["role"] for m in found[0]["models"]][:2] == ["train", "eval"]
+    # Every value that a model reads is in the checkpoint, as other readers expect it.
+    split_tensors(
+        Manifest.from_json(json.dumps(found[0])), load_checkpoint(tmp_path / "checkpoint")[0], "x"
+    )
 
 
 def test_the_same_call_writes_the_same_bytes(tmp_path):

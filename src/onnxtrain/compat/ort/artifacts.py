@@ -8,11 +8,12 @@ import enum
 import os
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onnxtrain.compat.ort import onnxblock
-from onnxtrain.compat.ort.embed import embed, manifest_of
+from onnxtrain.compat.ort.embed import INITIAL_LR, embed, manifest_of
 from onnxtrain.compat.ort.errors import OrtError, OrtIndexError, OrtTypeError, as_ort_errors
 from onnxtrain.compat.ort.export import domains_of
 from onnxtrain.compat.ort.flat import Flat, flat_of, optimizer_model
@@ -210,13 +211,15 @@ def _write(
         if isinstance(block, _Optimizer):
             chosen = block.settings
             settings = {"name": type(chosen).__name__, **dataclasses.asdict(chosen)}
-        settings.setdefault("lr", 1e-3)
+        settings = {"name": type(block).__name__, "lr": INITIAL_LR, **settings}
     manifest = manifest_of(built, specs, state, settings)
     files = tuple(dataclasses.replace(m, file=prefix + m.file) for m in manifest.models)
     manifest = dataclasses.replace(manifest, models=files, checkpoint=f"{prefix}checkpoint")
     paths = [folder / f"{prefix}{name}" for name in names]
     store = Store.of(*(_arrays(t) for t in (built.trainable, built.frozen, built.buffers)))
     store.manifest = manifest.to_dict(hashes=False)
+    for s in state:
+        store.set_state(s.parameter, s.slot, np.full(s.shape, s.init, s.dtype))
     with as_ort_errors():
         for model, path in zip(models, paths, strict=True):
             embed(model, manifest)

@@ -12,6 +12,7 @@ from onnxtrain.compat.ort.training import Built
 from onnxtrain.manifest import Manifest, ModelSpec, StateSpec, WeightSpec
 
 KEY = "onnxtrain"
+INITIAL_LR = 1e-3
 
 
 def manifest_of(
@@ -24,9 +25,10 @@ def manifest_of(
     return Manifest(
         models=(*built.specs, *models),
         parameters=tuple(weight(t) for t in built.trainable),
-        buffers=tuple(weight(t) for t in built.buffers),
+        # What training does not change is kept beside the running statistics.
+        buffers=tuple(weight(t) for t in (*built.frozen, *built.buffers)),
         state=tuple(state),
-        optimizer=dict(optimizer or {}),
+        optimizer=dict(optimizer or {"name": "none", "lr": INITIAL_LR}),
         loss={"output": built.specs[0].outputs[0].name, "name": "onnxblock"},
         options={"compat": "onnxruntime.training", "mode": "as-is"},
     )

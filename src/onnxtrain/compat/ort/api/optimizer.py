@@ -10,10 +10,9 @@ import onnx
 
 from onnxtrain.compat.ort.api.module import Module
 from onnxtrain.compat.ort.api.running import Model
+from onnxtrain.compat.ort.embed import INITIAL_LR
 from onnxtrain.compat.ort.errors import OrtError
 from onnxtrain.compat.ort.flat import flatten, takes_sequences
-
-_INITIAL_LR = 0.001
 
 
 class Optimizer:
@@ -34,7 +33,7 @@ class Optimizer:
                 shapes = {t.name: t for t in module._train.spec.inputs_of("parameter")}
                 source = flatten(proto, list(shapes.values())).SerializeToString()
         self._model = Model(source, "optimizer", module._device, module._options)
-        self._initial = float(self._model.manifest.optimizer.get("lr", _INITIAL_LR))
+        self._initial = float(self._model.manifest.optimizer.get("lr", INITIAL_LR))
         self._slots = {s.name: s for s in self._model.manifest.state}
 
     def step(self) -> None:
