@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo ops bench clean
+.PHONY: help demo test test-full check rule zoo ops ort-suite bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ zoo: $(VENV)/.dev  ## every zoo model against torch
 
 ops: $(VENV)/.dev  ## ONNX's node tests as a gradient test; rewrites docs/ops.md
 	$(BIN)/python -m tests.node_cases --write
+
+ort-suite: $(VENV)/.dev  ## onnxruntime's own tests of its training API: make ort-suite ORT_SRC=<checkout>
+	$(BIN)/python -m tests.compat.ort_suite "$(ORT_SRC)"
 
 bench: $(VENV)/.dev  ## build time and node counts
 	$(BIN)/python benchmarks/build.py
