@@ -93,8 +93,8 @@ export class LocalEngine implements Engine {
     }
     const data = await this.artifacts.file(spec.file);
     const onGpu = spec.outputs.filter((t) => t.feeds !== null).map((t) => t.name);
+    const external = await this.artifacts.externalData(spec);
     try {
-      const external = await this.artifacts.externalData(spec);
       const session = await this.runtime.session(data, external, { onGpu });
       this.artifacts.forget(spec.file);
       return { spec, session };

@@ -41,7 +41,7 @@ export function join(parts: ReadonlyMap<string, string>): string {
 export const quote = (text: string): string =>
   JSON.stringify(text).replace(
     /[\u007f-\uffff]/g,
-    (c) => (c === "\u007f" ? c : `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`),
+    (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`,
   );
 
 /** Gives a value's text: whole numbers as integers, keys sorted. */

@@ -95,6 +95,13 @@ export class Trainer {
     const { manifest } = artifacts;
     const start = await readCheckpoint(await artifacts.file(manifest.checkpoint), manifest.checkpoint);
     artifacts.forget(manifest.checkpoint);
+    const belongs = start.meta.get("manifest");
+    if (belongs !== undefined && belongs !== withoutHashes(artifacts.text)) {
+      throw new CheckpointError(
+        `manifest.json and ${manifest.checkpoint} do not belong together\n` +
+          "hint: build the artifacts again; importCheckpoint() takes checkpoints of other builds",
+      );
+    }
     const values = valuesOf(manifest, start.tensors, manifest.checkpoint);
     signal?.throwIfAborted();
     const fused = manifest.accumulate === 1 && manifest.models.some((m) => m.role === "step");

@@ -1,7 +1,7 @@
 import { Artifacts } from "./artifacts.js";
 import { count, type HostTensor } from "./dtypes.js";
 import { LocalEngine, valuesOf, type Control } from "./engine.js";
-import { CheckpointError, OnnxTrainError } from "./errors.js";
+import { ArtifactError, CheckpointError, OnnxTrainError } from "./errors.js";
 import { feed, type Batch } from "./feeds.js";
 import { float } from "./json-text.js";
 import { findModel, ofRole, parseManifest, type Manifest, type ModelRole, type ModelSpec, type WeightSpec } from "./manifest.js";
@@ -66,7 +66,7 @@ export class TrainingSession {
       files.set(spec.file, await bytesOf(source));
       there.add(role);
     }
-    if (options.weights !== undefined && manifest.weights !== null) files.set(manifest.weights, await bytesOf(options.weights));
+    if (manifest.weights !== null) files.set(manifest.weights, await bytesOf(weightsOf(options, manifest.weights)));
     const artifacts = Artifacts.ofParts(text, files, "checkpointState");
     const values = valuesOf(manifest, tensors, "checkpointState");
     return new TrainingSession(await LocalEngine.create(artifacts, device, [...there], values, runtime), there, meta);
@@ -206,6 +206,15 @@ function fetchNames(known: readonly string[], fetches: Fetches | object | undefi
   if (typeof fetches !== "object" || fetches === null) throw new TypeError("fetches must be a list or an object");
   const asked = Object.keys(fetches).filter((n) => known.includes(n));
   return asked.length ? asked : known;
+}
+
+/** Models that share constants say where they are only by name: beside the training model. */
+function weightsOf(options: TrainingSessionCreateOptions, file: string): UriOrBuffer {
+  if (options.weights !== undefined) return options.weights;
+  if (typeof options.trainModel === "string") {
+    return options.trainModel.slice(0, options.trainModel.lastIndexOf("/") + 1) + file;
+  }
+  throw new ArtifactError(`these models need ${file}\nhint: give it as \`weights\``);
 }
 
 async function bytesOf(source: UriOrBuffer): Promise<Uint8Array> {

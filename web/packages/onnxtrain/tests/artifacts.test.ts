@@ -1,0 +1,101 @@
+import { cpSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { createServer } from "node:http";
+import type { AddressInfo } from "node:net";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { afterAll, expect, test } from "vitest";
+import { ArtifactError, Artifacts, CheckpointError, ManifestError, parseManifest, Trainer } from "../src/index.js";
+import { withoutHashes } from "../src/manifest.js";
+import { filesOf, fixture, FIXTURES, ROOT } from "./support.js";
+
+const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
+afterAll(() => rmSync(folder, { recursive: true }));
+const source = `${FIXTURES}/mlp-frozen-wasm`;
+
+test("artifacts come from a folder, from files, from a map, from an address", async () => {
+  const f = await fixture("mlp-frozen-wasm");
+  const files = filesOf(source);
+  const server = createServer((request, response) => {
+    const data = files.get(decodeURIComponent(request.url!.split("/").at(-1)!));
+    response.writeHead(data ? 200 : 404).end(data);
+  }).listen(0);
+  const address = `http://localhost:${(server.address() as AddressInfo).port}/art`;
+  const list = [...files].map(([name, data]) => new File([data as Uint8Array<ArrayBuffer>], name));
+  for (const artifacts of [source, `${source}/`, files, Object.fromEntries(files), list, address]) {
+    const trainer = await Trainer.create({ artifacts, device: "node", threads: 1, seed: 5 });
+    expect((await trainer.step(f.batches[0]!)).loss).toBeCloseTo(f.expected.losses[0]!, 4);
+    await trainer.dispose();
+  }
+  await expect(Artifacts.load(`${address}x/no/`)).resolves.toBeDefined();
+  files.delete("step_model.onnx");
+  files.delete("training_model.onnx");
+  await expect(Trainer.create({ artifacts: address })).rejects.toThrow(/training_model.onnx: cannot be read: .*HTTP 404/);
+  server.close();
+});
+
+test("a missing or damaged file is named", async () => {
+  for (const name of ["training_model.onnx", "optimizer_model.onnx", "weights.bin", "checkpoint", "manifest.json"]) {
+    const files = filesOf(source);
+    const data = files.get(name)!.slice();
+    files.delete(name);
+    const gone = Trainer.create({ artifacts: files, device: "node" });
+    await expect(gone).rejects.toThrow(ArtifactError);
+    await expect(gone).rejects.toThrow(`${name}: cannot be read`);
+    data[data.length >> 1]! ^= 64;
+    files.set(name, data);
+    const damaged = Trainer.create({ artifacts: files, device: "node" });
+    const kind = { checkpoint: CheckpointError, "manifest.json": Error }[name] ?? ArtifactError;
+    await expect(damaged).rejects.toThrow(kind);
+    await expect(damaged).rejects.toThrow(name);
+  }
+});
+
+test("an inference model that is damaged is found when it is needed", async () => {
+  const own = join(folder, "own");
+  cpSync(source, own, { recursive: true });
+  const trainer = await Trainer.create({ artifacts: own, device: "node" });
+  rmSync(join(own, "inference_model.onnx"));
+  await expect(trainer.exportModel()).rejects.toThrow(/inference_model.onnx: cannot be read/);
+  await trainer.dispose();
+});
+
+const text = readFileSync(`${FIXTURES}/mlp-wasm/manifest.json`, "utf8");
+type Loose = Record<string, any>;
+const changed = (change: (m: Loose) => void): string => {
+  const data = JSON.parse(text) as Loose;
+  change(data);
+  return JSON.stringify(data);
+};
+
+test.each<[string, string, RegExp]>([
+  ["no JSON", "{", /manifest.json: not JSON/],
+  ["a list", "[]", /not an object/],
+  ["another version", changed((m) => (m["format"] = 2)), /format 2, this version reads 1\nhint/],
+  ["no models", changed((m) => delete m["models"]), /'models' is missing/],
+  ["an unknown entry", changed((m) => (m["extra"] = 1)), /unknown entries: extra/],
+  ["a wrong role", changed((m) => (m["models"][0].inputs[0].role = "x")), /models\[0\]: inputs\[0\]: role: expected one of/],
+  ["a path", changed((m) => (m["models"][0].file = "../x")), /file: expected a plain file name, got "..\/x"/],
+  ["a wrong hash", changed((m) => (m["models"][0].sha256 = "12")), /sha256: expected a sha256/],
+  ["a wrong link", changed((m) => (m["models"][3].outputs[3].feeds = "x.y")), /feeds 'x.y', not an input/],
+  ["a negative size", changed((m) => (m["parameters"][0].shape = [-1])), /shape\[0\]: expected a whole number, got -1/],
+])("a manifest with %s is refused", (_, source, message) => {
+  expect(() => parseManifest(source)).toThrow(ManifestError);
+  expect(() => parseManifest(source)).toThrow(message);
+});
+
+test("the schema that Python ships says the same about what must be there", () => {
+  const schema = JSON.parse(readFileSync(`${ROOT}/src/onnxtrain/manifest.schema.json`, "utf8")) as Loose;
+  for (const name of schema["required"] as string[]) {
+    expect(() => parseManifest(changed((m) => delete m[name]))).toThrow(ManifestError);
+  }
+  expect(Object.keys(schema["properties"]).sort()).toEqual(Object.keys(JSON.parse(text) as object).sort());
+});
+
+test("the text without hashes is what checkpoints hold", () => {
+  const plain = withoutHashes(text);
+  expect(plain).not.toMatch(/[0-9a-f]{64}/);
+  expect(JSON.parse(plain)).toEqual(JSON.parse(changed((m) => {
+    m["files"] = {};
+    for (const model of m["models"]) model.sha256 = "";
+  })));
+});

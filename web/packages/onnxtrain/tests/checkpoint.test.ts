@@ -1,0 +1,128 @@
+import { mkdtempSync, readdirSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { afterAll, describe, expect, test } from "vitest";
+import { CheckpointError, fileStore, readCheckpoint, Trainer, writeCheckpoint } from "../src/index.js";
+import { bytes, distance, fixture, MODELS, runPython } from "./support.js";
+
+const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
+afterAll(() => rmSync(folder, { recursive: true }));
+
+describe.each(MODELS)("checkpoint of %s", (model) => {
+  test("goes Python, Node, Python without a changed byte", async () => {
+    const f = await fixture(`${model}-wasm`);
+    const before = bytes(`${f.folder}/trained.safetensors`);
+    const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
+    await trainer.importCheckpoint(before);
+    expect(trainer.properties).toEqual({ note: "grüße", ratio: 1 });
+    const path = join(folder, `${model}.safetensors`);
+    await trainer.save(path);
+    expect(Buffer.compare(bytes(path), before)).toBe(0);
+    await trainer.dispose();
+  });
+
+  test("training goes on in Python where Node left it", async () => {
+    const f = await fixture(`${model}-wasm`);
+    const half = await Trainer.create({ artifacts: f.folder, device: "node", seed: f.expected.seed, threads: 1 });
+    for (const batch of f.batches.slice(0, 10)) await half.step(batch);
+    const path = join(folder, `${model}-half.safetensors`);
+    await half.save(path);
+    await half.dispose();
+    const printed = runPython(
+      `
+import json, sys
+from onnxtrain.checkpoint import from_bytes
+from onnxtrain.runtime.trainer import Trainer
+folder, path = sys.argv[1:]
+trainer = Trainer(folder, threads=1)
+trainer.load(path)
+batches, _ = from_bytes(open(folder + "/batches.safetensors", "rb").read())
+first, label = trainer.inputs
+print(json.dumps([trainer.step(batches[f"{i}/{first}"], batches[f"{i}/{label}"]).loss for i in range(10, 20)]))
+`,
+      f.folder, path,
+    );
+    expect(distance(JSON.parse(printed) as number[], f.expected.losses.slice(10))).toBeLessThan(1e-4);
+  });
+});
+
+test("a resumed run is bit for bit the run that was not interrupted", async () => {
+  const f = await fixture("cnn-wasm");
+  const options = { artifacts: f.folder, device: "node", seed: 5, threads: 1 } as const;
+  const whole = await Trainer.create(options);
+  for (const batch of f.batches) await whole.step(batch);
+  const first = await Trainer.create(options);
+  for (const batch of f.batches.slice(0, 7)) await first.step(batch);
+  const second = await Trainer.create({ ...options, seed: 0 });
+  await second.importCheckpoint(await first.exportCheckpoint());
+  for (const batch of f.batches.slice(7)) await second.step(batch);
+  expect(Buffer.compare(await whole.exportCheckpoint(), await second.exportCheckpoint())).toBe(0);
+  await Promise.all([whole, first, second].map((t) => t.dispose()));
+});
+
+test("every kind of damage is refused by name, and nothing changes", async () => {
+  const f = await fixture("mlp-wasm");
+  const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
+  const before = await trainer.exportCheckpoint();
+  const good = bytes(`${f.folder}/trained.safetensors`);
+  const flipped = good.slice();
+  flipped[flipped.length - 1]! ^= 1;
+  const cases: [Uint8Array, RegExp][] = [
+    [flipped, /damaged, its sha256/],
+    [good.slice(0, -4), /truncated, tensor '/],
+    [good.slice(0, 100), /truncated in its header/],
+    [good.slice(0, 3), /3 bytes long/],
+    [new Uint8Array([...good, 0]), /1 bytes after the last tensor/],
+    [bytes(`${f.folder}/step_model.onnx`), /not a checkpoint/],
+    [bytes(`${f.folder}/batches.safetensors`), /no progress of a training run/],
+  ];
+  for (const [data, message] of cases) {
+    const failure = trainer.importCheckpoint(data);
+    await expect(failure).rejects.toThrow(CheckpointError);
+    await expect(failure).rejects.toThrow(message);
+  }
+  const other = bytes((await fixture("gru-wasm")).folder + "/trained.safetensors");
+  await expect(trainer.importCheckpoint(other)).rejects.toThrow(/'fc1.weight' is missing/);
+  expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
+  await trainer.dispose();
+});
+
+test("a failed save leaves the old file and no other", async () => {
+  const own = mkdtempSync(join(folder, "store-"));
+  const store = fileStore();
+  const path = join(own, "run");
+  await store.write(path, Uint8Array.of(1, 2, 3));
+  await expect(store.write(join(own, "no", "such"), Uint8Array.of(1))).rejects.toThrow(/cannot be written/);
+  // An unfinished write lies beside the file under another name.
+  writeFileSync(`${path}.1.part`, "half");
+  expect([...(await store.read(path))]).toEqual([1, 2, 3]);
+  await store.write(path, Uint8Array.of(4));
+  expect([...(await store.read(path))]).toEqual([4]);
+  expect(readdirSync(own).sort()).toEqual(["run", "run.1.part"]);
+  await expect(store.read(join(own, "none"))).rejects.toThrow(CheckpointError);
+});
+
+test("Python reads tensors of every type, and writes the same bytes", async () => {
+  const tensors = new Map([
+    ["b/ü", { dtype: "bool", dims: [2], data: Uint8Array.of(1, 0) }],
+    ["f", { dtype: "float32", dims: [1, 2], data: Float32Array.of(1.5, -0) }],
+    ["h", { dtype: "float16", dims: [], data: Uint16Array.of(0x3c00) }],
+    ["d", { dtype: "float64", dims: [0], data: new Float64Array(0) }],
+    ["i", { dtype: "int64", dims: [1], data: BigInt64Array.of(-(2n ** 62n)) }],
+    ["😀", { dtype: "int8", dims: [1], data: Int8Array.of(-1) }],
+    ["\uffff", { dtype: "int8", dims: [1], data: Int8Array.of(-2) }],
+  ]);
+  const meta = new Map([["lr", "1e-05"], ["name", '"gr\\u00fc\\u00dfe"'], ["a", "[1.0,2]"]]);
+  const data = await writeCheckpoint(tensors, meta);
+  const path = join(folder, "types");
+  writeFileSync(path, data);
+  runPython(
+    "import sys; from onnxtrain.checkpoint import *; p = sys.argv[1]; t, m = load_checkpoint(p); save_checkpoint(p + '2', t, m)",
+    path,
+  );
+  expect(Buffer.compare(bytes(`${path}2`), data)).toBe(0);
+  const again = await readCheckpoint(data);
+  expect(again.meta).toEqual(meta);
+  expect(again.tensors.get("i")).toEqual(tensors.get("i"));
+  expect(again.tensors.size).toBe(tensors.size);
+});

@@ -1,0 +1,168 @@
+import { mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { afterAll, expect, test } from "vitest";
+import { cosine, DisposedError, ShapeError, Trainer, type Progress } from "../src/index.js";
+import { bytes, distance, filesOf, fixture, MODELS, runPython } from "./support.js";
+
+const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
+afterAll(() => rmSync(folder, { recursive: true }));
+
+const open = async (name: string) => {
+  const f = await fixture(name);
+  return { f, trainer: await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 }) };
+};
+
+test.each(MODELS)("the exported %s gives our predictions in Python", async (model) => {
+  const { f, trainer } = await open(`${model}-wasm`);
+  await trainer.importCheckpoint(bytes(`${f.folder}/trained.safetensors`));
+  const path = join(folder, `${model}.onnx`);
+  writeFileSync(path, await trainer.exportModel());
+  const [input] = f.expected.inputs;
+  const ours = await trainer.predict({ [input]: f.batches[0]![input]! });
+  const printed = runPython(
+    `
+import json, sys, onnx, onnxruntime
+from onnxtrain.checkpoint import from_bytes
+folder, path = sys.argv[1:]
+onnx.checker.check_model(path, full_check=True)
+session = onnxruntime.InferenceSession(path)
+batches, _ = from_bytes(open(folder + "/batches.safetensors", "rb").read())
+name = session.get_inputs()[0].name
+print(json.dumps(session.run(None, {name: batches["0/" + name]})[0].ravel().tolist()))
+`,
+    f.folder, path,
+  );
+  const theirs = JSON.parse(printed) as number[];
+  expect(distance(ours["logits"]!.data as Float32Array, theirs)).toBeLessThan(1e-5);
+  expect(distance(f.predictions.get("logits")!.data as Float32Array, theirs)).toBeLessThan(1e-5);
+  await trainer.dispose();
+});
+
+test("predictions follow the weights", async () => {
+  const { f, trainer } = await open("mlp-wasm");
+  const x = f.batches[0]!["x"]!;
+  const first = (await trainer.predict({ x }))["logits"]!;
+  await trainer.step(f.batches[0]!);
+  const second = (await trainer.predict({ x }))["logits"]!;
+  expect(distance(first.data as Float32Array, second.data as Float32Array)).toBeGreaterThan(1e-4);
+  await trainer.dispose();
+});
+
+test("bad batches are refused by name, and change nothing", async () => {
+  const { f, trainer } = await open("mlp-wasm");
+  const { x, labels } = f.batches[0] as Record<"x" | "labels", { data: Float32Array; dims: number[]; dtype: string }>;
+  const before = await trainer.exportCheckpoint();
+  const cases: [object, RegExp][] = [
+    [{ x }, /missing from the batch: labels/],
+    [{ x, labels, image: x }, /no such input: image\nhint: the model takes x, labels/],
+    [{ x: { data: x.data, dims: [10, 8] }, labels }, /'x' is float32\[batch, 10\], got shape \[10, 8\]/],
+    [{ x: { data: x.data, dims: [8, 11] }, labels }, /'x' .*got 80 elements for shape \[8, 11\]/],
+    [{ x: x.data.subarray(1), labels }, /'x' .*got 79 elements/],
+    [{ x, labels: [1, 2, 3] }, /'labels' is int64\[batch\], but batch is 3 here and 8 in 'x'/],
+    [{ x, labels: Array(8).fill(0.5) }, /'labels' is int64, got numbers with values that do not fit: 0.5/],
+    [{ x, labels: "abcdefgh" }, /'labels' is int64\[batch\], got string/],
+    [{ x: [[1, 2], [3]], labels: [1, 2] }, /'x' .*rows of unequal length/],
+  ];
+  for (const [batch, message] of cases) {
+    const failure = trainer.step(batch as never);
+    await expect(failure).rejects.toThrow(ShapeError);
+    await expect(failure).rejects.toThrow(message);
+  }
+  expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
+  await trainer.dispose();
+});
+
+test("a failing step of the runtime names the model and changes nothing", async () => {
+  const { f, trainer } = await open("transformer-wasm");
+  const before = await trainer.exportCheckpoint();
+  const batch = { ...f.batches[0]!, tokens: Array(64).fill(1000) };
+  await expect(trainer.step(batch)).rejects.toThrow(/step_model.onnx on node/);
+  expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
+  const { loss } = await trainer.step(f.batches[0]!);
+  expect(Math.abs(loss - f.expected.losses[0]!)).toBeLessThan(1e-4);
+  await trainer.dispose();
+});
+
+test("parameters are read and set by name", async () => {
+  const { trainer } = await open("mlp-wasm");
+  expect(trainer.parameters.map((p) => p.name)).toEqual(["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]);
+  const values = Float32Array.of(1, 2, 3, 4);
+  await trainer.setParameter("fc2.bias", values);
+  values[0] = 9;
+  expect([...((await trainer.getParameter("fc2.bias")).data as Float32Array)]).toEqual([1, 2, 3, 4]);
+  await expect(trainer.setParameter("fc2.bias", [1, 2])).rejects.toThrow(/'fc2.bias' is float32\[4\], got shape \[2\]/);
+  await expect(trainer.getParameter("fc3")).rejects.toThrow(/no such parameter: 'fc3'/);
+  await trainer.dispose();
+});
+
+function clusters(n: number) {
+  const x = new Float32Array(n * 10);
+  const labels = new Uint8Array(n);
+  for (let i = 0; i < n; i++) {
+    labels[i] = i % 4;
+    for (let j = 0; j < 10; j++) x[10 * i + j] = Math.sin(i * 7.3 + j * 3.1) * 0.3 + (j % 4 === i % 4 ? 1 : 0);
+  }
+  return { x, labels };
+}
+
+test("fit learns, follows its schedule and reports validation", async () => {
+  const { trainer } = await open("mlp-wasm");
+  const seen: Progress[] = [];
+  const data = clusters(70);
+  for await (const m of trainer.fit(data, { epochs: 6, batchSize: 16, schedule: cosine(0.02), validation: data })) seen.push(m);
+  expect(seen.length).toBe(30);
+  expect(seen.filter((m) => m.validation).map((m) => m.epoch)).toEqual([1, 2, 3, 4, 5, 6]);
+  expect(seen[0]!.learningRate).toBeCloseTo(0.02);
+  expect(seen.at(-1)!.learningRate).toBeCloseTo(0);
+  expect(seen.at(-1)!.validation!["accuracy"]).toBeGreaterThan(0.95);
+  expect(seen.at(-1)!.totalSteps).toBe(30);
+  await trainer.dispose();
+});
+
+test("fit stops at a signal, and by leaving the loop", async () => {
+  const { trainer } = await open("mlp-wasm");
+  const stop = new AbortController();
+  let steps = 0;
+  const run = async () => {
+    for await (const _ of trainer.fit(clusters(64), { epochs: 100, batchSize: 8, signal: stop.signal })) {
+      if (++steps === 5) stop.abort();
+    }
+  };
+  await expect(run()).rejects.toThrow(/abort/i);
+  expect(trainer.globalStep).toBeLessThan(8);
+  for await (const m of trainer.fit(clusters(64), { batchSize: 8 })) if (m.step > 0) break;
+  await expect(Trainer.create({ artifacts: "nowhere", signal: AbortSignal.abort() })).rejects.toThrow(/abort/i);
+  await trainer.dispose();
+});
+
+test("calls that are not awaited run one after the other", async () => {
+  const { f, trainer } = await open("mlp-wasm");
+  const found = await Promise.all(f.batches.map((b) => trainer.step(b)));
+  expect(distance(found.map((m) => m.loss), f.expected.losses)).toBeLessThan(1e-4);
+  await trainer.dispose();
+});
+
+test("a disposed trainer says so", async () => {
+  const { f, trainer } = await open("mlp-wasm");
+  await trainer.dispose();
+  await trainer.dispose();
+  await expect(trainer.step(f.batches[0]!)).rejects.toThrow(DisposedError);
+});
+
+test("200 rounds of create and dispose keep memory", async () => {
+  const files = filesOf((await fixture("mlp-wasm")).folder);
+  const { batches } = await fixture("mlp-wasm");
+  const round = async (device: "node" | "wasm") => {
+    const trainer = await Trainer.create({ artifacts: files, device, threads: 1 });
+    await trainer.step(batches[0]!);
+    await trainer.dispose();
+  };
+  for (const device of ["node", "wasm"] as const) {
+    for (let i = 0; i < 50; i++) await round(device);
+    const before = process.memoryUsage().rss;
+    for (let i = 0; i < 200; i++) await round(device);
+    const grown = (process.memoryUsage().rss - before) / 2 ** 20;
+    expect(grown, `${device}: MiB after 200 rounds`).toBeLessThan(60);
+  }
+}, 240_000);

@@ -1,0 +1,93 @@
+import * as ort from "onnxruntime-common";
+import { expect, test } from "vitest";
+import type { HostTensor } from "../src/dtypes.js";
+import { Trainer, TrainingSession } from "../src/index.js";
+import { bytes, distance, fixture, type Fixture } from "./support.js";
+
+const filesFor = (f: Fixture) => ({
+  checkpointState: bytes(`${f.folder}/checkpoint`),
+  trainModel: `${f.folder}/training_model.onnx`,
+  optimizerModel: `${f.folder}/optimizer_model.onnx`,
+  evalModel: bytes(`${f.folder}/eval_model.onnx`),
+});
+const tensors = (batch: object, order = 1): Record<string, ort.Tensor> =>
+  Object.fromEntries(
+    (Object.entries(batch) as [string, HostTensor][])
+      .sort(([a], [b]) => (a < b ? -order : order))
+      .map(([n, t]) => [n, new ort.Tensor(t.dtype as "float32", t.data as Float32Array, t.dims)]),
+  );
+
+test.each(["node", "wasm"] as const)("the old loop follows Python on %s, in any order of feeds", async (device) => {
+  const f = await fixture("mlp-wasm");
+  const session = await TrainingSession.create(filesFor(f), { device, threads: 1 });
+  expect(session.trainingInputNames).toEqual(["x", "labels"]);
+  expect(session.trainingOutputNames).toEqual(["loss", "accuracy", "logits"]);
+  const losses: number[] = [];
+  for (const [i, batch] of f.batches.entries()) {
+    const found = await session.runTrainStep(tensors(batch, i % 2 ? 1 : -1));
+    losses.push((found["loss"]!.data as Float32Array)[0]!);
+    await session.runOptimizerStep();
+    await session.lazyResetGrad();
+  }
+  expect(distance(losses, f.expected.losses)).toBeLessThan(1e-4);
+  const { loss, ...rest } = await session.runEvalStep(tensors(f.batches[0]!), ["loss"]);
+  expect(Object.keys(rest)).toEqual([]);
+  expect((loss!.data as Float32Array)[0]).toBeCloseTo(f.expected.eval, 4);
+  const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
+  await trainer.importCheckpoint(await session.exportCheckpoint());
+  expect(trainer.globalStep).toBe(20);
+  await trainer.dispose();
+  await session.release();
+});
+
+test("parameters come and go as one vector", async () => {
+  const f = await fixture("cnn-wasm");
+  const session = await TrainingSession.create(filesFor(f), { threads: 1 });
+  const size = await session.getParametersSize();
+  expect(size).toBe(6 * 9 + 6 + 6 + 6 + 96 * 4 + 4);
+  expect(await session.getParametersSize(false)).toBe(size + 12);
+  const before = (await session.getContiguousParameters()).data as Float32Array;
+  const doubled = before.map((v) => 2 * v);
+  await session.loadParametersBuffer(new Uint8Array(doubled.buffer));
+  expect((await session.getContiguousParameters()).data).toEqual(doubled);
+  await expect(session.loadParametersBuffer(new Uint8Array(8))).rejects.toThrow(`8 bytes, expected ${4 * size}`);
+  await session.release();
+});
+
+test("gradients add up until they are reset, and the learning rate counts", async () => {
+  const f = await fixture("cnn-wasm");
+  const make = () => TrainingSession.create(filesFor(f), { threads: 1 });
+  const moved = async (times: number, lr: number, reset: boolean) => {
+    const session = await make();
+    session.learningRate = lr;
+    const before = (await session.getContiguousParameters()).data as Float32Array;
+    for (let i = 0; i < times; i++) {
+      if (reset) await session.lazyResetGrad();
+      await session.runTrainStep(tensors(f.batches[0]!));
+    }
+    await session.runOptimizerStep();
+    const after = (await session.getContiguousParameters()).data as Float32Array;
+    await session.release();
+    return distance(before, after);
+  };
+  const once = await moved(1, 0.1, false);
+  expect((await moved(1, 0.2, false)) / once).toBeCloseTo(2, 2);
+  expect((await moved(2, 0.1, false)) / once).toBeGreaterThan(1.3);
+  expect(await moved(1, 0, false)).toBe(0);
+  expect((await moved(2, 0.1, true)) / once).toBeLessThan(1.3);
+});
+
+test("what is missing is said in the old words", async () => {
+  const f = await fixture("mlp-wasm");
+  const { checkpointState, trainModel } = filesFor(f);
+  const session = await TrainingSession.create({ checkpointState, trainModel }, { threads: 1 });
+  await expect(session.runOptimizerStep()).rejects.toThrow("This TrainingSession has no OptimizerModel loaded.");
+  await expect(session.runEvalStep({})).rejects.toThrow("This TrainingSession has no EvalModel loaded.");
+  expect(session.evalInputNames).toEqual([]);
+  const batch = tensors(f.batches[0]!);
+  await expect(session.runTrainStep({ x: batch["x"]! })).rejects.toThrow(/missing from the batch: labels/);
+  await expect(session.runTrainStep(batch, [])).rejects.toThrow(TypeError);
+  await expect(session.runTrainStep(batch, ["nothing"])).rejects.toThrow(RangeError);
+  expect(Object.keys(await session.runTrainStep(batch, { loss: null }))).toEqual(["loss"]);
+  await session.release();
+});
