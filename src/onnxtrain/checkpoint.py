@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from onnxtrain.checkpoint_ort import is_odtc, parse_odtc
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.atomic import write_files
 
@@ -137,14 +138,23 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Give tensors and metadata of a checkpoint file."""
+    """Give tensors and metadata of a checkpoint file, also of one by onnxruntime-training."""
     label = repr(os.fsdecode(path))
     try:
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error
-    return from_bytes(data, label)
+    if not is_odtc(data):
+        return from_bytes(data, label)
+    found = parse_odtc(data, label, os.fsdecode(path))
+    if found.nominal:
+        raise CheckpointError(
+            f"{label}: a nominal checkpoint has no weights in it\n"
+            "hint: the weights are in the full checkpoint that was saved beside it"
+        )
+    meta: dict[str, Any] = {"properties": found.properties, "step": found.step}
+    return found.tensors(), meta if found.lr is None else {**meta, "lr": found.lr}
 
 
 def _header(data: bytes, label: str) -> tuple[dict[str, Any], int]:

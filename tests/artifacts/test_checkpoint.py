@@ -1,0 +1,154 @@
+"""Checkpoints: what they hold, and what becomes of damaged ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load, save
+
+from onnxtrain.checkpoint import from_bytes, load_checkpoint, save_checkpoint, to_bytes
+from onnxtrain.errors import CheckpointError
+
+TENSORS = {
+    "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "h": np.ones(3, np.float16),
+    "b": np.ones((2, 1), ml_dtypes.bfloat16),
+    "n": np.array(7, np.int64),
+    "none": np.zeros((0, 4), np.float64),
+    "yes": np.array([True, False, True]),
+    "größe": np.ones(1, np.uint8),
+}
+META = {"step": 3, "lr": 0.1, "properties": {"note": "äöü", "n": 1}}
+
+
+def test_round_trip() -> None:
+    content = to_bytes(TENSORS, META)
+    tensors, meta = from_bytes(content)
+    assert meta == META
+    assert tensors.keys() == TENSORS.keys()
+    for name, array in TENSORS.items():
+        assert tensors[name].dtype == array.dtype
+        np.testing.assert_array_equal(tensors[name], array)
+    assert to_bytes(dict(reversed(TENSORS.items())), dict(reversed(META.items()))) == content
+
+
+def test_other_tools_read_it(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", TENSORS, META)
+    with safe_open(tmp_path / "c", "np") as file:
+        assert list(file.metadata()) == ["onnxtrain"]
+        assert json.loads(file.metadata()["onnxtrain"])["step"] == 3
+    plain = {n: a for n, a in TENSORS.items() if n != "b"}  # numpy's loader knows no bfloat16
+    found = load(to_bytes(plain, META))
+    for name, array in plain.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_it_reads_other_tools() -> None:
+    tensors, meta = from_bytes(save({"w": TENSORS["w"]}, {"format": "np"}))
+    assert meta == {}
+    np.testing.assert_array_equal(tensors["w"], TENSORS["w"])
+
+
+def test_types_that_cannot_be_stored() -> None:
+    with pytest.raises(CheckpointError, match=r"safetensors has not: z \(complex64\)"):
+        to_bytes({"z": np.zeros(1, np.complex64)}, {})
+
+
+def test_every_cut_is_noticed() -> None:
+    content = to_bytes(TENSORS, META)
+    for end in range(len(content)):
+        with pytest.raises(CheckpointError):
+            from_bytes(content[:end])
+    with pytest.raises(CheckpointError, match="bytes after the last tensor"):
+        from_bytes(content + b"x")
+
+
+def test_every_flipped_byte_is_noticed() -> None:
+    content = to_bytes(TENSORS, META)
+    end = content.index(b"}}", 8)
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 0x10
+        try:
+            tensors, meta = from_bytes(bytes(damaged))
+        except CheckpointError:
+            continue
+        # Only the name of the entry itself can go unseen: then it is a file of another tool.
+        assert at < end
+        assert meta == {}
+        assert tensors.keys() == TENSORS.keys()
+
+
+def entry(dtype: str = "F32", shape: tuple[int, ...] = (1,), at: tuple[int, ...] = (0, 4)) -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": at}
+
+
+def header(entries: dict) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a checkpoint, 0 bytes long"),
+        (b"\xff" * 8, "not a checkpoint, or truncated"),
+        (header({}) + b"", None),
+        ((2).to_bytes(8, "little") + b"[]", "the header is not an object"),
+        ((3).to_bytes(8, "little") + b"{,}", "the header is damaged"),
+        ((100_000).to_bytes(8, "little") + b"[" * 100_000, "the header is damaged"),
+        (header({"w": 3}), "a tensor has no offsets"),
+        (header({"w": entry(at=(0,))}), "described wrongly"),
+        (header({"w": entry("F99")}), "described wrongly"),
+        (header({"w": entry(shape=(-1,))}), "are no numbers"),
+        (header({"w": entry(at=(4, 8))}), "not fill its place"),
+        (header({"w": entry(shape=(1 << 62, 4), at=(0, 0))}), "not fill its place"),
+        (header({"w": entry(shape=(2,), at=(0, 8))}) + b"1234", "truncated"),
+        (header({"__metadata__": {"onnxtrain": "{"}}), "the metadata is damaged"),
+        (header({"__metadata__": {"onnxtrain": "[]"}}), "the metadata is not an object"),
+        (header({"__metadata__": {"onnxtrain": '{"step": 1}'}}), "its sha256 is not the recorded"),
+    ],
+)
+def test_files_that_are_none(content: bytes, message: str | None) -> None:
+    if message is None:
+        assert from_bytes(content) == ({}, {})
+        return
+    with pytest.raises(CheckpointError, match=message):
+        from_bytes(content)
+
+
+def test_noise_is_refused() -> None:
+    choose = random.Random(0)
+    for _ in range(300):
+        noise = choose.randbytes(choose.randrange(64))
+        for content in (noise, struct.pack("<Q", len(noise)) + noise):
+            with pytest.raises(CheckpointError):
+                from_bytes(content)
+
+
+def test_an_old_file_stays_when_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, {"w": TENSORS["w"]}, META)
+    before = path.read_bytes()
+
+    def fail(*arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"os.{name}", fail)
+            with pytest.raises(ValueError, match="cannot be written"):
+                save_checkpoint(path, TENSORS, META)
+        assert path.read_bytes() == before
+        assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(tmp_path / "nowhere")
