@@ -1,0 +1,127 @@
+import { existsSync, readFileSync } from "node:fs";
+import { createServer, type Server } from "node:http";
+import type { AddressInfo } from "node:net";
+import { extname, join, normalize } from "node:path";
+import { chromium, type Browser, type Page } from "playwright-core";
+import { FIXTURES, ROOT } from "../support.js";
+
+const TYPES: Record<string, string> = {
+  ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript",
+  ".json": "application/json", ".wasm": "application/wasm",
+};
+const FOLDERS: Record<string, string> = {
+  onnxtrain: `${ROOT}/web/packages/onnxtrain/dist`,
+  ort: `${ROOT}/web/node_modules/onnxruntime-web/dist`,
+  fixtures: FIXTURES,
+};
+const IMPORTS = {
+  onnxtrain: "/onnxtrain/index.js",
+  "onnxruntime-web/wasm": "/ort/ort.wasm.bundle.min.mjs",
+  "onnxruntime-web/webgpu": "/ort/ort.webgpu.bundle.min.mjs",
+};
+const HTML = `<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">
+<script type="importmap">${JSON.stringify({ imports: IMPORTS })}</script>
+<script type="module">import * as onnxtrain from "onnxtrain"; globalThis.onnxtrain = onnxtrain;</script>`;
+
+declare global {
+  /** The package, in pages. */
+  var onnxtrain: typeof import("../../src/index.js");
+}
+
+/** Serves the package, the runtime and the fixtures; with the headers that threads need, or without. */
+export function serve(isolated: boolean): Promise<{ server: Server; address: string }> {
+  const server = createServer((request, response) => {
+    if (isolated) {
+      response.setHeader("Cross-Origin-Opener-Policy", "same-origin");
+      response.setHeader("Cross-Origin-Embedder-Policy", "require-corp");
+    }
+    const path = decodeURIComponent(new URL(request.url!, "http://x").pathname);
+    const [, first = "", ...rest] = normalize(path).split("/");
+    if (path === "/") return response.setHeader("Content-Type", "text/html").end(HTML);
+    const file = FOLDERS[first] && join(FOLDERS[first], ...rest);
+    if (!file || !existsSync(file)) return response.writeHead(404).end();
+    response.setHeader("Content-Type", TYPES[extname(file)] ?? "application/octet-stream");
+    return response.end(readFileSync(file));
+  });
+  return new Promise((resolve) => {
+    server.listen(0, () => {
+      resolve({ server, address: `http://localhost:${(server.address() as AddressInfo).port}/` });
+    });
+  });
+}
+
+const BROWSERS = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
+
+/** Starts the browser of the system, with a GPU in software where one is asked for. */
+export async function start(options: { webgpu?: boolean } = {}): Promise<Browser> {
+  const executablePath = process.env["CHROMIUM"] ?? BROWSERS.find(existsSync);
+  if (!executablePath) throw new Error("no browser: install chromium, or name one in CHROMIUM");
+  const gpu = options.webgpu ? ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"] : [];
+  return await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu] });
+}
+
+/** Opens the empty page; everything that the page complains about is collected. */
+export async function openPage(browser: Browser, address: string): Promise<{ page: Page; complaints: string[] }> {
+  const page = await (await browser.newContext()).newPage();
+  const complaints: string[] = [];
+  page.on("pageerror", (error) => complaints.push(error.message));
+  page.on("console", (message) => {
+    if (message.type() === "error" || message.type() === "warning") complaints.push(message.text());
+  });
+  await page.goto(address);
+  return { page, complaints };
+}
+
+/** What a training run in a page found. */
+export interface Found {
+  device: string;
+  losses: number[];
+  accuracies: number[];
+  evaluated: number;
+  logits: number[];
+  checkpoint: number[];
+  messages: string[];
+  longestFrame: number;
+}
+
+/** Trains on all batches of a fixture in a page. */
+export async function train(
+  page: Page, name: string, options: { device: string; worker?: boolean; seed?: number; threads?: number },
+): Promise<Found> {
+  return await page.evaluate(async ([name, options]) => {
+    const { Trainer, readCheckpoint } = onnxtrain;
+    const base = new URL(`/fixtures/${name}/`, location.href);
+    const get = async (file: string) => new Uint8Array(await (await fetch(new URL(file, base))).arrayBuffer());
+    const expected = JSON.parse(new TextDecoder().decode(await get("expected.json"))) as { inputs: [string, string]; losses: number[] };
+    const { tensors } = await readCheckpoint(await get("batches.safetensors"));
+    const messages: string[] = [];
+    const trainer = await Trainer.create({
+      artifacts: base, ...(options as object), onMessage: (m: string) => messages.push(m),
+    });
+    let longestFrame = 0;
+    let last = performance.now();
+    let watching = true;
+    const watch = () => {
+      longestFrame = Math.max(longestFrame, performance.now() - last);
+      last = performance.now();
+      if (watching) requestAnimationFrame(watch);
+    };
+    requestAnimationFrame(watch);
+    const batch = (i: number) => Object.fromEntries(expected.inputs.map((n) => [n, tensors.get(`${i}/${n}`)!]));
+    const losses: number[] = [];
+    const accuracies: number[] = [];
+    for (let i = 0; i < expected.losses.length; i++) {
+      const found = await trainer.step(batch(i));
+      losses.push(found.loss);
+      accuracies.push(found["accuracy"]!);
+    }
+    watching = false;
+    const evaluated = (await trainer.evaluate([batch(0)])).loss;
+    const [input] = expected.inputs;
+    const { logits } = await trainer.predict({ [input]: batch(0)[input]! });
+    const checkpoint = [...(await trainer.exportCheckpoint())];
+    const { device } = trainer;
+    await trainer.dispose();
+    return { device, losses, accuracies, evaluated, logits: [...(logits!.data as Float32Array)], checkpoint, messages, longestFrame };
+  }, [name, options] as const);
+}
