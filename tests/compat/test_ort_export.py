@@ -26,11 +26,26 @@ class Net(torch.nn.Module):
         return self.head(self.drop(x.flatten(1)))
 
 
-def export(net: torch.nn.Module, path, opset: int) -> onnx.ModelProto:
+class LanguageModel(torch.nn.Module):
+    """A transformer whose output layer shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(11, 8)
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.layers(self.embed(ids)))
+
+
+def export(net: torch.nn.Module, path, opset: int, *inputs: torch.Tensor) -> onnx.ModelProto:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            net, (torch.randn(2, 1, 8, 8),), path,
+            net, inputs or (torch.randn(2, 1, 8, 8),), path,
             dynamo=False, input_names=["input"], output_names=["output"], opset_version=opset,
             dynamic_axes={"input": {0: "batch"}, "output": {0: "batch"}},
             export_params=True, do_constant_folding=False,
@@ -95,3 +110,24 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(tmp_path):
     assert len({module(x, labels).item() for _ in range(4)}) == 1
     module.export_model_for_inferencing(tmp_path / "inference.onnx", ["output"])
     onnx.checker.check_model(onnx.load(tmp_path / "inference.onnx"), full_check=True)
+
+
+def test_a_language_model_with_logits_of_three_axes(tmp_path):
+    torch.manual_seed(0)
+    net = LanguageModel()
+    ids = torch.randint(0, 11, (4, 6))
+    model = export(net, tmp_path / "model.onnx", 14, ids)
+    artifacts.generate_artifacts(
+        model, requires_grad=[n for n, _ in net.named_parameters()], artifact_directory=tmp_path,
+        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.SGD,
+    )  # fmt: skip
+    state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
+    module = Module(tmp_path / "training_model.onnx", state)
+    labels = torch.randint(0, 11, (4, 6))
+    loss = torch.nn.functional.cross_entropy(net(ids).transpose(1, 2), labels)
+    np.testing.assert_allclose(module(ids.numpy(), labels.numpy()), loss.item(), rtol=1e-5)
+    loss.backward()
+    for name, parameter in net.named_parameters():
+        np.testing.assert_allclose(
+            state.parameters[name].grad, parameter.grad, rtol=1e-3, atol=1e-6
+        )

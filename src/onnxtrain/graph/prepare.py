@@ -59,6 +59,8 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     repairs += normalise(model)
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
     constants |= fold(model, constants)
+    if _has_unknown_ranks(model):  # bounds and shapes that were computed are numbers now
+        infer_shapes(model.graph, after)
     remove_identities(model)
     parameters = {n: x for n, x in model.graph.initializers.items() if n in given and is_float(x)}
     remove_dead(model)
@@ -70,6 +72,14 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     model.meta[_UNUSED] = unused
     model.meta[_REPAIRS] = tuple(repairs)
     return model
+
+
+def _has_unknown_ranks(model: ir.Model) -> bool:
+    return any(
+        y.shape is None and isinstance(y.type, ir.TensorType)
+        for node in model.graph
+        for y in node.outputs
+    )
 
 
 def constant_names(model: ir.Model) -> frozenset[str]:
