@@ -133,9 +133,9 @@ HAZARDS: dict[str, tuple[str, dict[str, int], list[str]]] = {
         {"Reshape": 1, "Slice": 1, "Mul": 1},
         ["w"],
     ),
-    "parameter used as an integer shape folded away": (
-        """(float[2] x) => (float[2] y) <float[2] w={1.0,2.0}, int64[1] n={2}>{ s = Expand(w,
-            n) y = Mul(x, s) }""",
+    "expanded parameter folded": (
+        """(float[2] x) => (float[3,2] y) <float[2] w={1.0,2.0}, int64[2] n={3,2}> { s =
+            Expand(w, n) y = Mul(x, s) }""",
         {"Expand": 1, "Mul": 1},
         ["w"],
     ),

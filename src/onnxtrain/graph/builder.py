@@ -1,7 +1,8 @@
 """Emit ONNX nodes by calling them: ``op.MatMul(a, b)``.
 
-CamelCase attributes are ONNX operators and emit exactly one node. snake_case methods are helpers: they
-may fold to a constant, emit several nodes, or none. So the capital letters of a rule show its cost.
+CamelCase attributes are ONNX operators and emit exactly one node. snake_case methods are helpers:
+they may fold to a constant, emit several nodes, or none. So the capital letters of a rule show its
+cost.
 
 >>> import onnx_ir as ir
 >>> x = ir.val("x", ir.DataType.FLOAT, ["n", 4])
@@ -99,7 +100,9 @@ class OpBuilder(ShapeOps):
         """Append one node; give its output, or a tuple of them if ``_outputs`` is above 1."""
         schema = S.schema_of(op_type, self.opset, _domain)
         if schema is None:
-            raise AttributeError(f"no operator {op_type!r} in {_domain or 'ai.onnx'} opset {self.opset}")
+            raise AttributeError(
+                f"no operator {op_type!r} in {_domain or 'ai.onnx'} opset {self.opset}"
+            )
         unknown = attributes.keys() - schema.attributes.keys()
         if unknown:
             raise TypeError(
@@ -108,7 +111,8 @@ class OpBuilder(ShapeOps):
             )
         if not schema.min_input <= len(inputs) <= schema.max_input:
             raise TypeError(
-                f"{op_type} takes {schema.min_input} to {schema.max_input} inputs, got {len(inputs)}"
+                f"{op_type} takes {schema.min_input} to {schema.max_input} inputs, "
+                f"got {len(inputs)}"
             )
         values = self._promote(schema, inputs)
         while values and values[-1] is None:
@@ -148,7 +152,7 @@ class OpBuilder(ShapeOps):
             self._first_of.setdefault(dims, value)
 
     def shape_source(self, x: ir.Value) -> ir.Value:
-        """Give the earliest value of the same shape, so that asking for it keeps nothing else alive."""
+        """Give the earliest value of the same shape: asking for that keeps nothing else alive."""
         dims = S.dims_of(x)
         if dims is None or None in dims or self.before is not None:
             return x
@@ -200,6 +204,7 @@ class OpBuilder(ShapeOps):
             name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor
         )
         self.root.register_initializer(value)
+        S.mark_own_constant(value)
         return value
 
     def input(self, name: str, dtype: ir.DataType, dims: Sequence[Dim] | None) -> ir.Value:
@@ -231,7 +236,9 @@ class OpBuilder(ShapeOps):
         out = node.outputs[index]
         if not out.name:
             out.name = self.names.fresh(f"{node.outputs[0].name}.{index}")
-            known = [(o, o.type, o.shape) for o in node.outputs if o is not out and o.type is not None]
+            known = [
+                (o, o.type, o.shape) for o in node.outputs if o is not out and o.type is not None
+            ]
             S.infer_node(node, self.opset)
             for value, type_, shape in known:
                 value.type, value.shape = type_, shape

@@ -123,11 +123,8 @@ class ShapeOps:
         """Give ``x`` in the shape of ``ref``, which has as many elements."""
         if S.same_shape(x, ref):
             return x
-        dims = S.dims_of(ref)
-        if dims is not None and self._one_unknown(dims):
-            out = self.Reshape(x, [d if isinstance(d, int) else -1 for d in dims])
-        else:
-            out = self.Reshape(x, self.shape_of(ref))
+        sizes = _constant_sizes(S.dims_of(x), S.dims_of(ref))
+        out = self.Reshape(x, self.shape_of(ref) if sizes is None else sizes)
         out.shape = ref.shape
         return out
 
@@ -241,9 +238,20 @@ class ShapeOps:
         """Give ``x`` in another dtype."""
         return x if x.dtype == dtype or dtype is None else self.Cast(x, to=dtype)
 
-    def _one_unknown(self, dims: Sequence[Dim]) -> bool:
-        """Tell whether -1 can stand for the only size that is not a number."""
-        return sum(not isinstance(d, int) for d in dims) == 1 and 0 not in dims
+
+def _constant_sizes(have: Sequence[Dim] | None, want: Sequence[Dim] | None) -> list[int] | None:
+    """Give constant sizes for a Reshape: 0 for a size that stays, -1 for the only unknown one."""
+    if want is None or 0 in want:
+        return None
+    sizes: list[int] = []
+    for i, d in enumerate(want):
+        if isinstance(d, int):
+            sizes.append(d)
+        elif have is not None and i < len(have) and d is not None and have[i] == d:
+            sizes.append(0)
+        else:
+            sizes.append(-1)
+    return sizes if sizes.count(-1) <= 1 else None
 
 
 def _ints(sizes: Sequence[Size]) -> list[int]:

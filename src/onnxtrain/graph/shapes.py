@@ -1,8 +1,8 @@
 """Types and shapes of values, inferred node by node.
 
-onnx's own inference gives dtype, rank and static sizes; :mod:`onnxtrain.graph.symbolic` adds what it
-loses, sizes that are only known by name. Every unknown size gets a name of its own, so that it can be
-followed through the rest of the graph.
+onnx's own inference gives dtype, rank and static sizes; :mod:`onnxtrain.graph.symbolic` adds what
+it loses, sizes that are only known by name. Every unknown size gets a name of its own, so that it
+can be followed through the rest of the graph.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from onnxtrain.graph.dims import Dim
 
 _SMALL_DATA = 64  # elements that onnx's inference is shown
 _DATA_LIMIT = 1024  # elements: larger constants never are shapes, axes or pads
+_OWN = "onnxtrain.own"  # key in Value.meta: a constant that the builder made
 _SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the value itself, as dimensions
 
 FLOATS = frozenset(
@@ -87,6 +88,16 @@ def constant_of(x: ir.Value | None) -> np.ndarray | None:
     return x.const_value.numpy()
 
 
+def is_own_constant(x: ir.Value) -> bool:
+    """Tell whether a value is a number that this library put into the graph."""
+    return x.meta.get(_OWN, False)
+
+
+def mark_own_constant(x: ir.Value) -> None:
+    """Record that an initializer is a number of ours: nobody will train or look for it."""
+    x.meta[_OWN] = True
+
+
 def symbolic_of(x: ir.Value | None) -> tuple[Dim, ...] | None:
     """Give the elements of a small integer tensor (rank 0 or 1) as dimensions, if known."""
     if x is None:
@@ -130,11 +141,8 @@ def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], .
     found = []
     for name, attribute in schema.attributes.items():
         default = attribute.default_value
-        if default.type:
-            value = python_value(ir.serde.deserialize_attribute(default))
-        else:
-            value = None
-        found.append((name, value))
+        given = ir.serde.deserialize_attribute(default) if default.type else None
+        found.append((name, None if given is None else python_value(given)))
     return tuple(found)
 
 
@@ -143,8 +151,10 @@ def infer_node(node: ir.Node, opset: int) -> None:
 
     Sizes that stay unknown are named after the output, so equal names mean equal sizes.
     """
-    from onnxtrain.graph import symbolic  # symbolic's formulas need the accessors above
+    from onnxtrain.graph import quick, symbolic  # their formulas need the accessors above
 
+    if quick.infer(node):
+        return
     if symbolic.infer_control_flow(node):
         pass
     elif (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnxtrain.graph import shapes as S
+from onnxtrain.graph.peephole import rewrite
 from onnxtrain.graph.scopes import subgraphs_of
 
 RANDOM = frozenset(
@@ -25,18 +25,40 @@ RANDOM = frozenset(
 
 
 def simplify(model: ir.Model) -> ir.Model:
-    """Drop dead nodes, identities and repeated subexpressions, in place; give the model back."""
+    """Drop what has no effect or is computed twice, in place; give the model back."""
     remove_dead(model)
     remove_identities(model)
-    while cancel_pairs(model.graph) + share(model.graph):
+    graphs = [model.graph]
+    for node in model.graph.all_nodes():
+        graphs += subgraphs_of(node)
+    while sum(rewrite(graph) + share(graph) for graph in graphs):
         remove_dead(model)
-    remove_dead(model)
     return model
 
 
 def remove_dead(model: ir.Model) -> None:
-    """Drop nodes and initializers that no output depends on."""
+    """Drop nodes, optional outputs and initializers that no output depends on."""
+    _sweep(model.graph)
     passes.RemoveUnusedNodesPass()(model)
+
+
+def _sweep(graph: ir.Graph) -> None:
+    """Drop dead nodes all at once; what only the body of a dead node reads is dead, too."""
+    dead = []
+    for node in reversed(graph):
+        if any(y.uses() or y.is_graph_output() for y in node.outputs):
+            continue
+        dead.append(node)
+        _detach(node)
+        for body in subgraphs_of(node):
+            for inner in body.all_nodes():
+                _detach(inner)
+    graph.remove(dead)
+
+
+def _detach(node: ir.Node) -> None:
+    for i in range(len(node.inputs)):
+        node.replace_input_with(i, None)
 
 
 def remove_identities(model: ir.Model) -> None:
@@ -44,7 +66,8 @@ def remove_identities(model: ir.Model) -> None:
 
     A body that returns one value twice is legal, yet onnxruntime then mixes the two up.
     """
-    for node in list(model.graph.all_nodes()):
+    done: dict[ir.Graph, list[ir.Node]] = {}
+    for node in model.graph.all_nodes():
         if node.op_type != "Identity" or node.domain not in ("", "ai.onnx"):
             continue
         x, y, graph = node.inputs[0], node.outputs[0], node.graph
@@ -62,28 +85,32 @@ def remove_identities(model: ir.Model) -> None:
             y.replace_all_uses_with(x, replace_graph_outputs=True)
         else:
             y.replace_all_uses_with(x)
-        graph.remove(node, safe=True)
+        _detach(node)
+        done.setdefault(graph, []).append(node)
+    for graph, nodes in done.items():
+        graph.remove(nodes)
 
 
 def share(graph: ir.Graph) -> int:
     """Compute equal expressions once; give the number of nodes that became unused."""
     seen: dict[tuple, ir.Node] = {}
     merged = 0
-    outputs = set(graph.outputs)
-    for node in list(graph):
-        if node.op_type in RANDOM or any(True for _ in subgraphs_of(node)):
+    for node in graph:
+        if node.op_type in RANDOM or node.domain not in ("", "ai.onnx"):
+            continue  # what another domain computes may be random
+        if not any(y.uses() for y in node.outputs):
             continue
         key = _key(node)
         if key is None:
             continue
         first = seen.setdefault(key, node)
-        if first is node:
+        pairs = list(zip(node.outputs, first.outputs, strict=True))
+        if first is node or any(
+            old.is_graph_output() or (old.uses() and not new.name) for old, new in pairs
+        ):
             continue
-        if any(y in outputs for y in node.outputs):
-            continue
-        for old, new in zip(node.outputs, first.outputs, strict=True):
+        for old, new in pairs:
             old.replace_all_uses_with(new)
-        graph.remove(node, safe=True)
         merged += 1
     return merged
 
@@ -93,43 +120,9 @@ def _key(node: ir.Node) -> tuple | None:
     for name in sorted(node.attributes):
         attribute = node.attributes[name]
         value = attribute.value
-        if isinstance(value, ir.TensorProtocol):
+        if not isinstance(value, int | float | str | tuple):
+            if attribute.type != ir.AttributeType.TENSOR:
+                return None
             value = (value.dtype, tuple(value.shape), value.tobytes())
-        elif not isinstance(value, int | float | str | tuple):
-            return None
         attributes.append((name, attribute.type, value))
     return (node.domain, node.op_type, tuple(node.inputs), tuple(attributes), len(node.outputs))
-
-
-def cancel_pairs(graph: ir.Graph) -> int:
-    """Undo a transpose of a transpose and a reshape of a reshape; give the number of changes."""
-    changes = 0
-    for node in list(graph):
-        x = node.inputs[0] if node.inputs else None
-        before = None if x is None else x.producer()
-        if before is None or before.graph is not graph or node.domain not in ("", "ai.onnx"):
-            continue
-        if node.op_type == before.op_type == "Transpose":
-            first, second = (list(n.attributes["perm"].as_ints()) for n in (before, node)) if (
-                "perm" in before.attributes and "perm" in node.attributes
-            ) else (None, None)
-            if first is None or second is None:
-                continue
-            both = [first[i] for i in second]
-            if both == list(range(len(both))) and not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(before.inputs[0])
-                graph.remove(node, safe=True)
-            else:
-                node.replace_input_with(0, before.inputs[0])
-                node.attributes["perm"] = ir.AttrInt64s("perm", both)
-            changes += 1
-        elif node.op_type in _RESHAPES and before.op_type in _RESHAPES:
-            source, y = before.inputs[0], node.outputs[0]
-            if source is not None and S.same_shape(source, y) and not y.is_graph_output():
-                y.replace_all_uses_with(source)
-                graph.remove(node, safe=True)
-                changes += 1
-    return changes
-
-
-_RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})

@@ -111,17 +111,15 @@ def mish(op, dy, x):
 def gelu(op, dy, x, *, approximate):
     """``dx = dy (P(x) + x P'(x))``, where ``y = x P(x)``.
 
-    ``P`` is the normal distribution function, or for ``"tanh"``
-    ``(1 + tanh(u)) / 2`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``.
+    ``P`` is the normal distribution function, or for ``"tanh"`` ``(1 + tanh(u)) / 2 = sigmoid(2u)``
+    with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``; then ``P' = P (1 - P) 2u'``.
     """
     if approximate == "tanh":
-        c, k = math.sqrt(2.0 / math.pi), 0.044715
-        square = op.Mul(x, x)
-        t = op.Tanh(op.Mul(op.Mul(x, op.Add(op.Mul(square, k), 1.0)), c))
-        # x^2 may overflow, so the vanishing factor 1 - t^2 goes first.
-        bend = op.Mul(op.Mul(op.Sub(1.0, op.Mul(t, t)), x), 0.5 * c)
+        c, k = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
+        below = op.Sigmoid(op.Mul(x, op.Add(op.Mul(op.Mul(x, x), c * k), c)))
+        # x^2 may overflow, so the vanishing factor P (1 - P) goes first.
+        bend = op.Mul(op.Mul(op.Mul(below, op.Sub(1.0, below)), x), c)
         slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
-        below = op.Mul(op.Add(t, 1.0), 0.5)
     else:
         below = op.Mul(op.Add(op.Erf(op.Mul(x, math.sqrt(0.5))), 1.0), 0.5)
         density = op.Exp(op.Mul(op.Mul(x, x), -0.5))

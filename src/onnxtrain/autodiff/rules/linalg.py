@@ -20,11 +20,12 @@ def matmul(op: OpBuilder, dy: ir.Value, a: ir.Value, b: ir.Value) -> Gradients:
     if op.rank(b) == 1:  # [..., M, K] @ [K] -> [..., M]
         rows, flat = _as_matrix(op, a, op.size(b, 0)), op.Reshape(dy, [-1])
         return op.Mul(op.Unsqueeze(dy, [-1]), b), op.MatMul(flat, rows)
-    da = op.sum_to(op.MatMul(dy, op.mT(b)), a)
-    if op.rank(a) > 2 and op.rank(b) == 2:
+    if op.rank(b) == 2:
         # A weight behind leading axes: one product over all rows, not one per batch and a sum.
-        rows = _as_matrix(op, a, op.size(b, 0))
-        return da, op.MatMul(op.mT(rows), _as_matrix(op, dy, op.size(b, 1)))
+        rows, columns = (_as_matrix(op, v, op.size(b, i)) for i, v in enumerate((a, dy)))
+        da = op.Gemm(dy, b, transB=1) if op.rank(a) == 2 else op.MatMul(dy, op.mT(b))
+        return da, op.Gemm(rows, columns, transA=1)
+    da = op.sum_to(op.MatMul(dy, op.mT(b)), a)
     return da, op.sum_to(op.MatMul(op.mT(a), dy), b)
 
 
