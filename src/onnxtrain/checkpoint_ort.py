@@ -90,14 +90,15 @@ def parse_odtc(data: bytes, label: str, path: str | bytes | None = None) -> OrtC
         for state in group.tables(3):
             moments[state.text(0)] = _tensors(state, 1, external)
     bag = root.table(3)
+    nominal = module is not None and bool(module.number(2, "<?", False))
     return OrtCheckpoint(
-        parameters={} if module is None else _tensors(module, 0, external),
-        frozen={} if module is None else _tensors(module, 1, external),
+        parameters={} if module is None else _tensors(module, 0, external, nominal),
+        frozen={} if module is None else _tensors(module, 1, external, nominal),
         moments=moments,
         step=groups[0].number(1, "<q", 0) if groups else 0,
         lr=groups[0].number(2, "<f", 0.0) if groups else None,
         properties={} if bag is None else _properties(bag),
-        nominal=module is not None and bool(module.number(2, "<?", False)),
+        nominal=nominal,
     )
 
 
@@ -113,10 +114,15 @@ def _properties(bag: _Table) -> dict[str, int | float | str]:
     return found
 
 
-def _tensors(owner: _Table, field: int, external: bytes | None) -> dict[str, np.ndarray]:
+def _tensors(
+    owner: _Table, field: int, external: bytes | None, nominal: bool = False
+) -> dict[str, np.ndarray]:
     found = {}
     for table in owner.tables(field):
         name = table.text(0)
+        if nominal:
+            found[name] = np.empty(0, np.float32)
+            continue
         dims = [int(d) for d in table.vector(2, np.dtype("<i8"))]
         kind = table.number(3, "<i", 0)
         if kind not in _DTYPES:

@@ -81,7 +81,7 @@ def made(
 
     def tensor(name: str, array: np.ndarray, offset: int | None = None) -> int:
         text = b.CreateString(name)
-        data = b.CreateByteVector(array.tobytes()) if offset is None else None
+        data = b.CreateByteVector(array.tobytes()) if offset is None and not nominal else None
         b.StartVector(8, len(dims), 8)
         for d in reversed(dims):
             b.PrependInt64(d)
@@ -166,8 +166,10 @@ def test_files_that_are_none(content: bytes, message: str) -> None:
 
 
 def test_nominal_checkpoints_have_no_weights(tmp_path: Path) -> None:
-    (tmp_path / "c").write_bytes(made(nominal=True))
-    assert read_odtc(tmp_path / "c").nominal
+    (tmp_path / "c").write_bytes(made(nominal=True, moments=0))
+    found = read_odtc(tmp_path / "c")
+    assert found.nominal
+    assert list(found.parameters) == ["w"]
     with pytest.raises(CheckpointError, match="a nominal checkpoint has no weights"):
         load_checkpoint(tmp_path / "c")
 

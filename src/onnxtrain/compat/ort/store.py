@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
+from onnxtrain.checkpoint_ort import is_odtc, read_odtc
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 
 _OPTIMIZER = "optim/"
-_MAGIC = b"ODTC"  # at byte 4 of onnxruntime-training's own checkpoints
 
 Tensor = Any
 """An array, or an OrtValue once a session has made it."""
@@ -137,8 +137,7 @@ class Store:
             manifest=manifest,
         )
         for key in tensors.keys() - set(names):
-            slot, parameter = key.removeprefix(_OPTIMIZER).split("/", 1)
-            store.set_state(parameter, slot, tensors[key])
+            store.set_state(*_state_name(key), tensors[key])
         return store
 
 
@@ -150,13 +149,24 @@ def to_array(value: Tensor) -> np.ndarray:
 def _is_odtc(path: str | os.PathLike[str]) -> bool:
     try:
         with open(path, "rb") as file:
-            return file.read(8)[4:] == _MAGIC
+            return is_odtc(file.read(8))
     except OSError:
         return False  # the reader says what is wrong
 
 
 def _from_odtc(path: str | os.PathLike[str]) -> Store:
-    from onnxtrain.checkpoint_ort import read_odtc
-
     found = read_odtc(path)
-    return found
+    store = Store.of(found.parameters, found.frozen, {})
+    store.properties = dict(found.properties)
+    store.step, store.draws = found.step, found.step
+    store.lr = found.lr or None
+    for key, value in found.tensors().items():
+        if key.startswith(_OPTIMIZER):
+            store.set_state(*_state_name(key), value)
+    return store.nominal_copy() if found.nominal else store
+
+
+def _state_name(key: str) -> tuple[str, str]:
+    """Give parameter and slot of ``optim/<slot>/<parameter>``."""
+    slot, parameter = key.removeprefix(_OPTIMIZER).split("/", 1)
+    return parameter, slot
