@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -16,20 +17,20 @@ from torch import nn
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io import load
 
-BATCH = "batch"
+Axes = Sequence[Mapping[int, str]]
+"""For each input the axes whose size is symbolic, with the name of the size."""
 
 
 class ExportError(OnnxTrainError):
     """torch could not export the module, or not without damage."""
 
 
-def dynamo(
-    module: nn.Module, inputs: Sequence[Any], names: Sequence[str], batched: Sequence[bool]
-) -> ir.Model:
+def dynamo(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes: Axes) -> ir.Model:
     """Export with the modern exporter; ``optimize=False``, or a third of the parameters is gone."""
     options: dict[str, Any] = {}
-    if any(batched):
-        options["dynamic_shapes"] = tuple({0: BATCH} if b else None for b in batched)
+    if any(axes):
+        wanted = tuple(dict(a) or None for a in axes)
+        options["dynamic_shapes"] = (wanted,) if _takes_any_number(module) else wanted
     with quiet():
         program = torch.onnx.export(
             module,
@@ -45,22 +46,25 @@ def dynamo(
     return load(program.model_proto)
 
 
-def legacy(
-    module: nn.Module, inputs: Sequence[Any], names: Sequence[str], batched: Sequence[bool]
-) -> ir.Model:
+def _takes_any_number(module: nn.Module) -> bool:
+    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+    return inspect.Parameter.VAR_POSITIONAL in kinds[:1]
+
+
+def legacy(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes: Axes) -> ir.Model:
     """Export with the tracing exporter, without constant folding."""
     buffer = io.BytesIO()
     mode = torch.onnx.TrainingMode
-    axes = {n: {0: BATCH} for n, b in zip(names, batched, strict=True) if b}
+    named = {n: dict(a) for n, a in zip(names, axes, strict=True) if a}
     with quiet():
         torch.onnx.export(
             module,
             tuple(inputs),
             buffer,
             dynamo=False,
-            training=mode.TRAINING if module.training else mode.EVAL,
+            training=mode.PRESERVE,
             do_constant_folding=False,
-            dynamic_axes=axes or None,
+            dynamic_axes=named or None,
             input_names=list(names),
         )
     return load(buffer.getvalue())

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from onnxtrain.autodiff.gradients import lift
-from onnxtrain.autodiff.opening import open_model
-from onnxtrain.autodiff.split import Split, split
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes import running_statistics
-from onnxtrain.graph.randomness import portable_dropout
-from onnxtrain.runtime import session as runtime
-from onnxtrain.torch.exporting import from_torch, last_report
+from onnxtrain.torch.plans import Call, Plan, make_plan
+from onnxtrain.torch.running import Run, run_forward
 
-_RNG = "onnxtrain.rng"
+_OWN = "module."
 
 
 class TrainableModule(nn.Module):
     """Runs a module's forward and backward passes as two ONNX sessions.
 
-    It is a module like any other: its parameters are the wrapped module's, so every torch optimizer,
-    gradient accumulation, hooks and ``DistributedDataParallel`` work. The module is exported again
-    when the mode, or rank, dtype or gradient needs of an input change; a change of batch size costs
-    nothing. Buffers such as running statistics are updated as torch does; dropout masks are drawn
-    anew for each call from torch's generator.
+    It is a module like any other: its parameters are the wrapped module's, by the same names, so
+    every torch optimizer, gradient accumulation, hooks and ``DistributedDataParallel`` work. The
+    module is exported again when the mode of a part, what needs a gradient, or rank or dtype of an
+    input change; a change of batch size costs nothing, one of another size an export. Buffers such
+    as running statistics are updated as torch does; dropout masks are drawn anew for each call from
+    torch's generator. Under autocast it computes in the precision of its parameters.
 
     Args:
         module: what to run.
-        fallback: run the module in torch, with a warning, if it cannot be exported or differentiated.
+        fallback: run the module in torch, with a warning, where it cannot be exported or
+            differentiated.
         threads: of onnxruntime's pool; ``None`` takes all cores.
     """
 
@@ -46,179 +40,106 @@ class TrainableModule(nn.Module):
         self.module = module
         self.fallback = fallback
         self.threads = threads
-        self._plans: dict[Any, _Plan | None] = {}
+        self.training = module.training
+        self._plans: dict[Any, list[Plan] | None] = {}
+        self.register_state_dict_post_hook(_without_prefix)
+        self.register_load_state_dict_pre_hook(_with_prefix)
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Give what the wrapped module gives."""
+        call = Call.of(args, kwargs)
+        call = _in_full_precision(self.module, call)
         need = torch.is_grad_enabled()
-        key = (self.training, need, tuple(_kind(x, need) for x in inputs))
-        if key not in self._plans:
-            self._plans[key] = self._plan(inputs, need)
-        plan = self._plans[key]
+        plan = self._plan(call, need)
         if plan is None:
-            return self.module(*inputs)
+            return self.module(*args, **kwargs)
         named = dict(self.module.named_parameters())
         parameters = [named[n] for n in plan.parameters]
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        outputs = _Run.apply(plan, self, *tensors, *parameters)
-        return outputs[0] if plan.single else tuple(outputs)
+        if plan.backward is None:
+            feeds = dict(
+                zip([*plan.inputs, *plan.stored], [*call.tensors, *parameters], strict=True)
+            )
+            made = run_forward(plan, self.module, feeds)
+            return plan.result([made[n] for n in plan.outputs])
+        return plan.result(Run.apply(plan, self.module, *call.tensors, *parameters))
 
-    def _plan(self, inputs: Sequence[Any], need: bool) -> _Plan | None:
+    def _plan(self, call: Call, need: bool) -> Plan | None:
+        """Give the plan for a call, from those that there are; ``None`` stands for torch."""
+        modes = tuple(part.training for part in self.module.modules())
+        wanted = tuple(p.requires_grad for p in self.module.parameters()) if need else None
+        key = (modes, wanted, call.kind)
+        plans = self._plans.setdefault(key, [])
+        if plans is None:
+            return None
+        for plan in plans:
+            if plan.fits(call.tensors):
+                return plan
         try:
-            return _make_plan(self.module, inputs, self.training, need, self.threads)
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                plan = make_plan(self.module, call, need, self.threads, plans)
         except OnnxTrainError as error:
             if not self.fallback:
                 raise
             warnings.warn(
-                f"{type(self.module).__name__} runs in torch: {str(error).splitlines()[0]}",
-                stacklevel=3,
+                f"{type(self.module).__name__} runs in torch: {_reason(error)}", stacklevel=4
             )
+            self._plans[key] = None
             return None
+        plans.append(plan)
+        return plan
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give the wrapped module's parameters, by its names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give the wrapped module's buffers, by its names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainableModule:
-        import copy
-
-        twin = TrainableModule(
-            copy.deepcopy(self.module, memo), fallback=self.fallback, threads=self.threads
-        )
-        return twin.train(self.training)
+        return {**self.__dict__, "_plans": {}}  # sessions cannot be copied
 
 
-@dataclasses.dataclass
-class _Plan:
-    """Two sessions and what they exchange."""
-
-    cut: Split
-    forward: Any
-    backward: Any
-    inputs: list[str]
-    parameters: list[str]
-    """Names in the module, one per distinct parameter, in the order of the graph."""
-    stored: list[str]
-    """Names of the same in the graph."""
-    outputs: list[str]
-    buffers: dict[str, str]
-    """Output of the forward graph -> buffer of the module."""
-    read: list[str]
-    """Buffers that the graph takes as inputs."""
-    random: bool
-    single: bool
+def _without_prefix(
+    module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    own = f"{prefix}{_OWN}"
+    for name in [n for n in state if n.startswith(own)]:
+        state[prefix + name.removeprefix(own)] = state.pop(name)
 
 
-def _make_plan(
-    module: nn.Module, inputs: Sequence[Any], training: bool, need: bool, threads: int | None
-) -> _Plan:
-    model = from_torch(module, tuple(inputs), train=training)
-    names = last_report(model).names
-    parameters, stored = [], []
-    for name, at in names.items():
-        if at not in stored:
-            parameters.append(name)
-            stored.append(at)
-    work = open_model(model)
-    graph = work.graph
-    shown = [y.name or "" for y in graph.outputs]
-    portable_dropout(work, rng_input_name=_RNG)
-    random = any(x.name == _RNG for x in graph.inputs)
-    op = OpBuilder(graph, "module/")
-    changed: dict[str, str] = {}
-    for buffer in running_statistics(work, op) if training else []:
-        out = op.Identity(buffer.new)
-        out.name = f"{buffer.name}.out"
-        graph.outputs.append(out)
-        changed[out.name] = buffer.name
-    known = [n for n, _ in module.named_buffers() if n in graph.initializers]
-    lift(graph, [graph.initializers[n] for n in known])
-    labels = [x.name or "" for x in model.graph.inputs]
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    wanted = [n for n, x in zip(labels, tensors, strict=False) if need and x.requires_grad]
-    trained = [
-        at
-        for name, at in zip(parameters, stored, strict=True)
-        if at in graph.initializers and (not need or module.get_parameter(name).requires_grad)
-    ]
-    still = [at for at in stored if at in graph.initializers and at not in trained]
-    lift(graph, [graph.initializers[n] for n in still])
-    cut = split(work, [*wanted, *trained], shown) if wanted or trained else None
-    if cut is None:
-        raise OnnxTrainError("nothing to differentiate: no parameter and no input needs a gradient")
-    return _Plan(
-        cut=cut,
-        forward=runtime.create(cut.forward.SerializeToString(), threads=threads),
-        backward=runtime.create(cut.backward.SerializeToString(), threads=threads)
-        if need
-        else None,
-        inputs=labels,
-        parameters=parameters,
-        stored=stored,
-        outputs=shown,
-        buffers=changed,
-        read=known,
-        random=random,
-        single=len(shown) == 1,
-    )
+def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in [n for n in state if n.startswith(prefix)]:
+        state[f"{prefix}{_OWN}{name.removeprefix(prefix)}"] = state.pop(name)
 
 
-class _Run(torch.autograd.Function):
-    """The two sessions as one differentiable function."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: _Plan, owner: TrainableModule, *tensors: torch.Tensor) -> Any:
-        count = len(plan.inputs)
-        feeds = {n: _array(t) for n, t in zip(plan.inputs, tensors[:count], strict=True)}
-        feeds |= {n: _array(t) for n, t in zip(plan.stored, tensors[count:], strict=True)}
-        buffers = dict(owner.module.named_buffers())
-        feeds |= {n: _array(buffers[n]) for n in plan.read}
-        if plan.random:
-            draw = torch.randint(0, 1 << 24, (2,)).numpy().astype(np.float32)
-            feeds[_RNG] = draw
-        known = {i.name for i in plan.forward.get_inputs()}
-        names = [o.name for o in plan.forward.get_outputs()]
-        run = runtime.run(plan.forward, names, {n: v for n, v in feeds.items() if n in known})
-        made = dict(zip(names, run, strict=True))
-        with torch.no_grad():
-            for out, name in plan.buffers.items():
-                buffers[name].copy_(torch.from_numpy(made[out]))
-            for name, buffer in buffers.items():
-                if plan.buffers and name.endswith("num_batches_tracked"):
-                    buffer.add_(1)
-        ctx.plan = plan
-        ctx.kept = {n: made[n] for n in plan.cut.saved} | {n: feeds[n] for n in plan.cut.passed}
-        ctx.names = [*plan.inputs, *plan.stored]
-        outputs = [torch.from_numpy(made[n]) for n in plan.outputs]
-        ctx.shapes = {n: made[n].shape for n in plan.outputs}
-        ctx.dtypes = {n: made[n].dtype for n in plan.outputs}
-        whole = [t for t in outputs if not t.is_floating_point()]
-        ctx.mark_non_differentiable(*whole)
-        return tuple(outputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        plan: _Plan = ctx.plan
-        feeds = dict(ctx.kept)
-        for name, g in zip(plan.outputs, grads, strict=True):
-            if name not in plan.cut.outputs:
-                continue
-            zeros = np.zeros(ctx.shapes[name], ctx.dtypes[name])
-            feeds[f"{name}_grad"] = zeros if g is None else _array(g)
-        known = {i.name for i in plan.backward.get_inputs()}
-        found = runtime.run(plan.backward, None, {n: v for n, v in feeds.items() if n in known})
-        by_name = {n: torch.from_numpy(v) for n, v in zip(plan.cut.wrt, found, strict=True)}
-        return (None, None, *(by_name.get(n) for n in ctx.names))
+def _in_full_precision(module: nn.Module, call: Call) -> Call:
+    """Undo what autocast has done to the inputs, which the sessions do not know of."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return call
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if len(dtypes) != 1:
+        return call
+    (dtype,) = dtypes
+    tensors = tuple(t.to(dtype) if t.is_floating_point() else t for t in call.tensors)
+    return Call(tensors, call.rest, call.places, call.structure)
 
 
-def _array(t: torch.Tensor) -> np.ndarray:
-    return t.detach().cpu().contiguous().numpy()
-
-
-def _kind(x: Any, need: bool) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return repr(x)
-    return (x.dim(), x.dtype, tuple(x.shape[1:]), need and x.requires_grad)
+def _reason(error: OnnxTrainError) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if not line.startswith("hint:"))
 
 
 __all__ = ["TrainableModule"]

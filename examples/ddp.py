@@ -1,0 +1,130 @@
+"""Train on several processes: TrainableModule inside DistributedDataParallel, on gloo.
+
+    torchrun --nproc-per-node 2 examples/ddp.py --epochs 3 --checkpoint runs/ddp/last.pt
+
+Each process computes its share of every batch with ONNX Runtime; torch.distributed averages the
+gradients. The losses are those of one process with the joint batch. A run that was stopped goes on
+from its checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from onnxtrain.torch import TrainableModule
+
+ROWS, FEATURES, CLASSES = 240, 16, 4
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Give points around four centres, and which one each belongs to."""
+    g = torch.Generator().manual_seed(0)
+    centres = torch.randn(CLASSES, FEATURES, generator=g)
+    labels = torch.randint(0, CLASSES, (ROWS,), generator=g)
+    return centres[labels] + torch.randn(ROWS, FEATURES, generator=g), labels
+
+
+def network() -> nn.Module:
+    """Give the untrained network, the same in every process."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, CLASSES)
+    )
+
+
+def save(
+    path: Path, epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]
+) -> None:
+    """Write a checkpoint: whole, or the old one stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    state = {
+        "epoch": epoch,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "losses": losses,
+    }
+    torch.save(state, part)
+    os.replace(part, path)
+
+
+def train(options: argparse.Namespace, rank: int, world: int) -> list[float]:
+    """Train; give the mean loss of each joint batch."""
+    inner = TrainableModule(network(), threads=1)
+    model = DistributedDataParallel(inner) if world > 1 else inner
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    x, labels = data()
+    start, losses = 0, []
+    if options.checkpoint and options.checkpoint.exists():
+        state = torch.load(options.checkpoint, weights_only=True)
+        inner.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start, losses = state["epoch"], state["losses"]
+        if rank == 0:
+            print(f"resumed after epoch {start}", flush=True)
+    for epoch in range(start, options.epochs):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
+        for rows in order.split(options.batch):
+            mine = rows.chunk(world)[rank]
+            loss = nn.functional.cross_entropy(model(x[mine]), labels[mine])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total = loss.detach().clone()
+            if world > 1:
+                dist.all_reduce(total)
+            losses.append(total.item() / world)
+        if rank == 0 and options.checkpoint:
+            save(options.checkpoint, epoch + 1, inner, optimizer, losses)
+        if rank == 0:
+            print(f"epoch {epoch + 1}: loss {losses[-1]:.5f}", flush=True)
+        if options.die == (epoch + 1, rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return losses
+
+
+def main() -> None:
+    """Join the other processes if there are any, and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=48, help="of all processes together")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--losses", type=Path, help="write them here as JSON")
+    parser.add_argument(
+        "--die",
+        type=lambda s: tuple(map(int, s.split(":"))),
+        metavar="EPOCH:RANK",
+        help="kill that process after that epoch, to see what happens",
+    )
+    options = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    try:
+        losses = train(options, rank, world)
+    except RuntimeError as error:
+        if world == 1:
+            raise
+        raise SystemExit(
+            f"process {rank} of {world} lost the others: {str(error).splitlines()[0]}\n"
+            "hint: start the run again; it goes on from --checkpoint"
+        ) from error
+    if rank == 0 and options.losses:
+        options.losses.write_text(json.dumps(losses))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""torch tensors and OrtValues over the same memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onnxtrain.runtime import session as runtime
+
+
+def to_runtime(t: torch.Tensor) -> Any:
+    """Give an OrtValue over the tensor's memory; it lives as long as the tensor."""
+    t = t.detach()
+    if not t.is_contiguous():
+        t = t.contiguous()
+    kind = runtime.runtime().OrtValue
+    if t.device.type == "cpu" and t.dtype is not torch.bfloat16:
+        return kind.ortvalue_from_numpy(t.numpy())
+    if t.dtype is torch.bool:
+        t = t.view(torch.uint8)  # what DLPack of onnxruntime knows
+    return kind.from_dlpack(t)
+
+
+def to_torch(value: Any) -> torch.Tensor:
+    """Give a tensor over the OrtValue's memory, which it keeps alive."""
+    if value.device_name() == "cpu" and value.data_type() != "tensor(bfloat16)":
+        array = value.numpy()
+        return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
+    t = torch.from_dlpack(value)
+    return t.view(torch.bool) if value.data_type() == "tensor(bool)" else t

@@ -1,0 +1,287 @@
+"""Forward and backward sessions of a module, for one kind of call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.split import split
+from onnxtrain.errors import OnnxTrainError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.finish import finish
+from onnxtrain.graph.modes import running_statistics
+from onnxtrain.graph.randomness import portable_dropout
+from onnxtrain.graph.simplify import simplify
+from onnxtrain.runtime import session as runtime
+from onnxtrain.torch.checking import untracked
+from onnxtrain.torch.exporters import ExportError
+from onnxtrain.torch.exporting import export, last_report
+
+RNG = "onnxtrain.rng"
+_INNER = "inner."
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Arguments of one call, flattened: the tensors, and what else there is."""
+
+    tensors: tuple[torch.Tensor, ...]
+    rest: tuple[Any, ...]
+    """The leaves in order, with ``None`` in place of the tensors."""
+    places: tuple[int, ...]
+    """Where in ``rest`` the tensors belong."""
+    structure: Any
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Flatten the arguments of a call."""
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        places = tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
+        rest = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
+        return cls(tuple(leaves[i] for i in places), rest, places, structure)
+
+    @property
+    def kind(self) -> Any:
+        """What makes two calls different to the exporter, sizes aside."""
+        tensors = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors)
+        rest = tuple(x if isinstance(x, bool | int | float | str) else repr(x) for x in self.rest)
+        return tensors, tuple(map(type, self.rest)), rest, self.places, str(self.structure)
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give arguments of the same structure with other tensors."""
+        leaves = list(self.rest)
+        for place, t in zip(self.places, tensors, strict=True):
+            leaves[place] = t
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+class _Flat(nn.Module):
+    """The module as a function of tensors that gives tensors."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.inner = module
+        self.call = call
+        self.training = module.training
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.call.arguments(tensors)
+        leaves = pytree.tree_leaves(self.inner(*args, **kwargs))
+        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+
+class Session:
+    """An onnxruntime session with its names at hand."""
+
+    def __init__(self, model: onnx.ModelProto, device: torch.device, threads: int | None) -> None:
+        self.session = runtime.create(
+            model.SerializeToString(),
+            device=device.type,
+            device_id=device.index or 0,
+            threads=threads,
+        )
+        self.inputs = [i.name for i in self.session.get_inputs()]
+        self.outputs = [o.name for o in self.session.get_outputs()]
+
+
+@dataclasses.dataclass
+class Plan:
+    """Two sessions and what they exchange."""
+
+    forward: Session | None
+    backward: Session | None
+    """``None`` if no gradient is wanted."""
+    inputs: list[str]
+    dims: list[list[int | str]]
+    """Sizes of the inputs: numbers, or names for any number."""
+    shapes: list[tuple[int, ...]]
+    """Of the example."""
+    parameters: list[str]
+    """Names in the module, one per distinct parameter, in the order of the graph."""
+    stored: list[str]
+    """Names of the same in the graph."""
+    outputs: list[str]
+    buffers: dict[str, str]
+    """Output of the forward graph -> buffer of the module."""
+    counters: list[str]
+    """Buffers that count batches."""
+    read: dict[str, str]
+    """Input of the graph -> buffer of the module."""
+    random: bool
+    device: torch.device
+    saved: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    """Outputs that take a cotangent."""
+    cotangents: tuple[str, ...] = ()
+    """Inputs of the backward graph for those."""
+    wrt: tuple[str, ...] = ()
+    structure: Any = None
+    leaves: tuple[Any, ...] = ()
+    """Outputs that are no tensors, ``None`` in place of those that are."""
+    places: tuple[int, ...] = ()
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether the sizes are those that the graph was made for."""
+        known: dict[str, int] = {}
+        for t, dims in zip(tensors, self.dims, strict=True):
+            for size, dim in zip(t.shape, dims, strict=True):
+                if (size if isinstance(dim, int) else known.setdefault(dim, size)) != (
+                    dim if isinstance(dim, int) else size
+                ):
+                    return False
+        return True
+
+    def result(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Give outputs in the structure that the module gives them."""
+        leaves = list(self.leaves)
+        for place, t in zip(self.places, tensors, strict=True):
+            leaves[place] = t
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+def make_plan(
+    module: nn.Module, call: Call, need: bool, threads: int | None, earlier: Sequence[Plan]
+) -> Plan:
+    """Export the module as it stands, and cut it into a forward and a backward session.
+
+    Args:
+        module: in the modes in which it is to run.
+        call: an example.
+        need: whether gradients are wanted.
+        threads: of onnxruntime.
+        earlier: plans for the same kind of call; axes whose sizes have changed since become
+            symbolic.
+    """
+    device = _device(module, call)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), untracked(module):
+        args, kwargs = call.arguments(call.tensors)
+        leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
+    model = _export(module, call, earlier)
+    names = {name.removeprefix(_INNER): at for name, at in last_report(model).names.items()}
+    parameters, stored = [], []
+    for name, at in names.items():
+        if at not in stored:
+            parameters.append(name)
+            stored.append(at)
+    labels = [x.name or "" for x in model.graph.inputs]
+    dims = [
+        [d if isinstance(d, int) else str(d) for d in x.shape or ()] for x in model.graph.inputs
+    ]
+    work = open_model(model)
+    graph = work.graph
+    shown = [y.name or "" for y in graph.outputs]
+    portable_dropout(work, rng_input_name=RNG)
+    op = OpBuilder(graph, "module/")
+    changed: dict[str, str] = {}
+    for buffer in running_statistics(work, op):
+        out = op.Identity(buffer.new)
+        out.name = f"{buffer.name}.out"
+        graph.outputs.append(out)
+        changed[out.name] = buffer.name.removeprefix(_INNER)
+    read = {
+        f"{_INNER}{n}": n for n, _ in module.named_buffers() if f"{_INNER}{n}" in graph.initializers
+    }
+    lift(graph, [graph.initializers[n] for n in read])
+    wanted = [n for n, t in zip(labels, call.tensors, strict=True) if need and t.requires_grad]
+    for name, at in zip(parameters, stored, strict=True):
+        if need and at in graph.initializers and module.get_parameter(name).requires_grad:
+            wanted.append(at)
+    lift(graph, [graph.initializers[n] for n in stored if n in graph.initializers])
+    plan = Plan(
+        forward=None,
+        backward=None,
+        inputs=labels,
+        dims=dims,
+        shapes=[tuple(t.shape) for t in call.tensors],
+        parameters=parameters,
+        stored=stored,
+        outputs=shown,
+        buffers=changed,
+        counters=_counters(module, changed),
+        read=read,
+        random=any(x.name == RNG for x in graph.inputs),
+        device=device,
+        structure=structure,
+        leaves=tuple(None if isinstance(x, torch.Tensor) else x for x in leaves),
+        places=tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)),
+    )
+    if len(plan.places) != len(shown):
+        raise ExportError(
+            f"{type(module).__name__} gives {len(plan.places)} tensors, its graph {len(shown)}"
+        )
+    _cut(plan, work, wanted, threads)
+    return plan
+
+
+def _cut(plan: Plan, work: ir.Model, wanted: list[str], threads: int | None) -> None:
+    floats = [y.name or "" for y in work.graph.outputs if y.name in plan.outputs and S.is_float(y)]
+    if wanted and floats:
+        cut = split(work, wanted, floats)
+        plan.forward = Session(cut.forward, plan.device, threads)
+        plan.backward = Session(cut.backward, plan.device, threads)
+        plan.saved, plan.passed, plan.wrt = cut.saved, cut.passed, cut.wrt
+        plan.differentiable = cut.outputs
+        names = [x.name for x in cut.backward.graph.input]
+        plan.cotangents = tuple(names[len(names) - len(cut.outputs) :])
+    else:
+        plan.forward = Session(finish(simplify(work)), plan.device, threads)
+
+
+def _export(module: nn.Module, call: Call, earlier: Sequence[Plan]) -> ir.Model:
+    flat = _Flat(module, call)
+    names = [f"input_{i}" for i in range(len(call.tensors))]
+    label = type(module).__name__
+    some = _symbolic(call, earlier)
+    rows = [{i: n for i, n in axes.items() if i == 0} for axes in some]
+    none: list[dict[int, str]] = [{} for _ in some]
+    tries = [some, *([rows] if rows != some else []), *([none] if any(rows) else [])]
+    for axes in tries:
+        try:
+            return export(flat, call.tensors, names, axes, train=None, label=label)
+        except ExportError:
+            if axes is tries[-1]:
+                raise
+    raise AssertionError("there is at least one try")
+
+
+def _symbolic(call: Call, earlier: Sequence[Plan]) -> list[dict[int, str]]:
+    """Name the first axes, and those whose sizes have changed; equal sizes have equal names."""
+    found = []
+    for i, t in enumerate(call.tensors):
+        axes = {
+            axis: f"size_{size}"
+            for axis, size in enumerate(t.shape)
+            if axis == 0 or (size > 1 and any(p.shapes[i][axis] != size for p in earlier))
+        }
+        found.append(axes)
+    return found
+
+
+def _counters(module: nn.Module, changed: Mapping[str, str]) -> list[str]:
+    known = dict(module.named_buffers())
+    names = {
+        f"{n.rpartition('.')[0]}.num_batches_tracked".removeprefix(".") for n in changed.values()
+    }
+    return [n for n in names if n in known]
+
+
+def _device(module: nn.Module, call: Call) -> torch.device:
+    tensors = [*call.tensors, *module.parameters(), *module.buffers()]
+    found = {t.device for t in tensors}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise OnnxTrainError(f"inputs and parameters are on several devices: {names}")
+    device = next(iter(found), torch.device("cpu"))
+    runtime.check_device(device.type)
+    return device
