@@ -1,0 +1,82 @@
+"""Models for older opsets and smaller runtimes, compared with what they came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import LoweringError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.finish import PRODUCER
+from onnxtrain.graph.io import load
+from onnxtrain.lowering import profile as profiles
+from onnxtrain.lowering.check import problems
+from onnxtrain.lowering.pipeline import lower_model
+from onnxtrain.lowering.profile import Profile
+from onnxtrain.runtime.compare import compare
+
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+
+
+def lower(
+    model: Source,
+    profile: str | Profile | None = None,
+    *,
+    opset: int | None = None,
+    dims: Mapping[str, int] | None = None,
+    verify: bool = True,
+) -> onnx.ModelProto:
+    """Give the model for an older opset or a smaller runtime; its weights keep their names.
+
+    Args:
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
+        profile: name of a runtime (``onnxtrain profiles`` lists them).
+        opset: of the result; needed if no profile is named.
+        dims: numbers for symbolic sizes of the inputs. The fewer are left, the more can be lowered.
+        verify: compare the result with the original on random inputs of several shapes.
+
+    Raises:
+        LoweringError: if some nodes cannot be lowered, naming them, or if the result differs.
+    """
+    found = profiles.find(profile) if isinstance(profile, str) else profile
+    if opset is None:
+        if found is None:
+            raise LoweringError("nothing to lower to\nhint: give an opset or a profile")
+        opset = found.prefer
+    sizes = dict(dims or {})
+    lowered, _ = lower_model(load(model), opset, found, sizes)
+    lowered.producer_name = PRODUCER
+    proto = ir.to_proto(lowered)
+    _check(proto)
+    if verify:
+        _verify(model, proto, found, sizes)
+    return proto
+
+
+def _check(proto: onnx.ModelProto) -> None:
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        raise LoweringError(
+            f"the lowered model is not valid ONNX: {S.first_line(error)}"
+        ) from error
+
+
+def _verify(
+    model: Source, proto: onnx.ModelProto, profile: Profile | None, sizes: dict[str, int]
+) -> None:
+    if profile is not None:
+        found = problems(load(proto), profile)
+        if found:
+            raise LoweringError(
+                "\n  ".join([f"not for {profile.name} after all:", *map(str, found)])
+            )
+    difference = compare(ir.to_proto(load(model)), proto, sizes)
+    if difference is not None:
+        raise LoweringError(
+            f"the lowered model differs from the original: {difference}\n"
+            "hint: this is a defect of a lowering; nothing was written"
+        )

@@ -1,0 +1,385 @@
+"""How older opsets spell the operators of the working opset.
+
+A form is registered for an operator and the opset from which on it is not needed any more; it
+changes a ``Draft``, or raises ``UnfitError``. The newest form comes first, so each one starts from
+what the next opset has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.scopes import subgraphs_of
+from onnxtrain.lowering.draft import Draft, UnfitError, fit
+
+Form = Callable[[Draft], None]
+_FORMS: dict[str, list[tuple[int, Form]]] = {}
+_LAST = np.iinfo(np.int64).max
+
+
+def form(*op_types: str, below: int) -> Callable[[Form], Form]:
+    """Register how opsets below a number spell some operators."""
+
+    def register(function: Form) -> Form:
+        for op_type in op_types:
+            _FORMS.setdefault(op_type, []).append((below, function))
+            _FORMS[op_type].sort(key=lambda entry: -entry[0])
+        return function
+
+    return register
+
+
+def draft(node: ir.Node, opset: int, working: int) -> Draft:
+    """Give a node as an opset spells it.
+
+    Raises:
+        UnfitError: if the opset cannot express it.
+    """
+    found = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, working)
+    if node.domain:
+        raise UnfitError(f"an operator of domain {node.domain!r}")
+    _positive_axes(found)
+    for below, function in _FORMS.get(node.op_type, ()):
+        if opset < below:
+            function(found)
+    fit(found, opset)
+    return found
+
+
+def respell(model: ir.Model, opset: int) -> None:
+    """Spell every node as an opset does, in place, and stamp it."""
+    working = model.opset_imports[""]
+    taken: dict[bytes, ir.Value] = {}
+    _respell(model.graph, model.graph, opset, working, taken)
+    model.opset_imports[""] = opset
+
+
+def _respell(
+    graph: ir.Graph, root: ir.Graph, opset: int, working: int, made: dict[bytes, ir.Value]
+) -> None:
+    for node in list(graph):
+        for body in subgraphs_of(node):
+            _respell(body, root, opset, working, made)
+        new = draft(node, opset, working)
+        outputs = list(node.outputs)
+        schema = S.schema_of(new.op_type, opset)
+        assert schema is not None
+        count = min(len(outputs), schema.max_output)
+        replacement = ir.Node(
+            "",
+            new.op_type,
+            [_constant(root, x, made) if isinstance(x, np.ndarray) else x for x in new.inputs],
+            list(new.attributes.values()),
+            num_outputs=count,
+            name=node.name,
+            version=opset,
+        )
+        graph.insert_before(node, replacement)
+        for old, y in zip(outputs, replacement.outputs, strict=False):
+            y.name, y.type, y.shape = old.name, old.type, old.shape
+            y.meta.update(old.meta)  # sizes that are known by name
+            if old.name:
+                old.name = f"{old.name}.old"
+            old.replace_all_uses_with(y, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+
+
+def _constant(root: ir.Graph, array: np.ndarray, made: dict[bytes, ir.Value]) -> ir.Value:
+    key = array.tobytes() + str((array.dtype, array.shape)).encode()
+    if key not in made:
+        name = f"lower/form_{len(made)}"
+        while name in root.initializers:
+            name += "_"
+        tensor = ir.Tensor(array, name=name)
+        made[key] = ir.Value(
+            name=name,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
+        root.register_initializer(made[key])
+    return made[key]
+
+
+_AXIS = frozenset(
+    [
+        "ArgMax",
+        "ArgMin",
+        "Concat",
+        "CumSum",
+        "Flatten",
+        "Gather",
+        "GatherElements",
+        "Hardmax",
+        "LayerNormalization",
+        "LogSoftmax",
+        "LpNormalization",
+        "OneHot",
+        "ScatterElements",
+        "Softmax",
+        "Split",
+        "TopK",
+    ]
+)
+
+
+def _positive_axes(d: Draft) -> None:
+    """Count the axis from the front: before opset 11 there is no other way."""
+    if d.op_type not in _AXIS:
+        return
+    axis = d.get("axis")
+    if axis is not None and axis < 0:
+        d.set("axis", axis + d.rank() + (d.op_type == "OneHot"))  # OneHot adds an axis
+
+
+def _axes(d: Draft, i: int, rank: int) -> list[int] | None:
+    array = d.constant(i, "axes")
+    return None if array is None else [int(a) % rank for a in array.reshape(-1)]
+
+
+_REDUCTIONS = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
+
+
+@form(*(f"Reduce{r}" for r in _REDUCTIONS), below=18)
+@form("ReduceSum", below=13)
+def _reduce(d: Draft) -> None:
+    noop = d.get("noop_with_empty_axes")
+    d.attributes.pop("noop_with_empty_axes", None)
+    axes = _axes(d, 1, d.rank())
+    if not axes:
+        if noop:
+            raise UnfitError(f"{d.op_type} over no axes is not there")
+    else:
+        d.set("axes", axes)
+    d.keep_inputs(1)
+
+
+@form("Squeeze", below=13)
+def _squeeze(d: Draft) -> None:
+    axes = _axes(d, 1, d.rank())
+    if axes is not None:
+        d.set("axes", axes)
+    d.keep_inputs(1)
+
+
+@form("Unsqueeze", below=13)
+def _unsqueeze(d: Draft) -> None:
+    array = d.constant(1, "axes")
+    assert array is not None
+    rank = d.rank() + array.size
+    d.set("axes", sorted(int(a) % rank for a in array.reshape(-1)))
+    d.keep_inputs(1)
+
+
+@form("Split", below=18)
+def _split_parts(d: Draft) -> None:
+    parts = d.get("num_outputs")
+    d.attributes.pop("num_outputs", None)
+    if parts is None:
+        return
+    size = d.dims()[d.get("axis")]
+    if not isinstance(size, int):
+        raise UnfitError("Split of a symbolic size into parts is not there")
+    each = -(-size // parts)
+    rest = [min(each, size - i * each) for i in range(parts)]
+    d.inputs[1:] = [np.asarray(rest, np.int64)]
+
+
+@form("Split", below=13)
+def _split(d: Draft) -> None:
+    sizes = d.constant(1, "the sizes")
+    if sizes is not None:
+        d.set("split", [int(s) for s in sizes])
+    d.keep_inputs(1)
+
+
+@form("Clip", below=11)
+def _clip(d: Draft) -> None:
+    for i, name in ((1, "min"), (2, "max")):
+        bound = d.constant(i, name)
+        if bound is not None:
+            d.set(name, float(bound.reshape(())))
+    d.keep_inputs(1)
+
+
+@form("Pad", below=19)
+def _pad_mode(d: Draft) -> None:
+    if d.get("mode") == "wrap":
+        raise UnfitError("Pad of mode wrap is not there")
+
+
+@form("Pad", below=18)
+def _pad_axes(d: Draft) -> None:
+    axes = _axes(d, 3, d.rank())
+    if axes is None:
+        return
+    pads, rank = d.constant(1, "pads"), d.rank()
+    assert pads is not None
+    full = np.zeros(2 * rank, np.int64)
+    for i, a in enumerate(axes):
+        full[a], full[a + rank] = pads[i], pads[i + len(axes)]
+    d.inputs[1] = full
+    d.keep_inputs(3)
+
+
+@form("Pad", below=11)
+def _pad(d: Draft) -> None:
+    pads, value = d.constant(1, "pads"), d.constant(2, "the filler")
+    assert pads is not None
+    d.set("pads", [int(p) for p in pads])
+    if value is not None:
+        d.set("value", float(value.reshape(())))
+    d.keep_inputs(1)
+
+
+@form("Slice", below=10)
+def _slice(d: Draft) -> None:
+    starts, ends = d.constant(1, "starts"), d.constant(2, "ends")
+    steps = d.constant(4, "steps")
+    assert starts is not None
+    assert ends is not None
+    if steps is not None and any(steps != 1):
+        raise UnfitError("Slice with steps is not there")
+    axes = _axes(d, 3, d.rank()) or list(range(starts.size))
+    d.set("starts", [int(s) for s in starts])
+    d.set("ends", [int(e) for e in ends])
+    d.set("axes", axes)
+    d.keep_inputs(1)
+
+
+@form("TopK", below=10)
+def _top_k(d: Draft) -> None:
+    k = d.constant(1, "k")
+    assert k is not None
+    d.set("k", int(k.reshape(())))
+    d.keep_inputs(1)
+
+
+@form("Dropout", below=12)
+def _dropout(d: Draft) -> None:
+    training = d.constant(2, "training_mode")
+    if training is not None and bool(training):
+        raise UnfitError("Dropout in training mode is not there")
+    ratio = d.constant(1, "ratio")
+    if ratio is not None:
+        d.set("ratio", float(ratio))
+    d.attributes.pop("seed", None)
+    d.keep_inputs(1)
+
+
+@form("BatchNormalization", below=14)
+def _batch_normalization(d: Draft) -> None:
+    d.drop("training_mode", 0)
+
+
+@form("Softmax", "LogSoftmax", "Hardmax", below=13)
+def _softmax(d: Draft) -> None:
+    behind = d.dims()[d.get("axis") % d.rank() + 1 :]
+    if any(size != 1 for size in behind):
+        raise UnfitError(f"{d.op_type} along an axis before the last is not there")
+
+
+@form("Gemm", below=11)
+def _gemm(d: Draft) -> None:
+    if d.input(2) is None:
+        a = d.inputs[0]
+        assert isinstance(a, ir.Value)
+        assert a.dtype is not None
+        d.inputs[2:] = [np.zeros(1, a.dtype.numpy())]
+
+
+@form("Max", "Min", "Sum", "Mean", below=8)
+def _same_shapes(d: Draft) -> None:
+    first = d.inputs[0]
+    for x in d.inputs[1:]:
+        if not (isinstance(x, ir.Value) and isinstance(first, ir.Value) and S.same_shape(x, first)):
+            raise UnfitError(f"{d.op_type} does not broadcast there")
+
+
+@form("Reshape", below=14)
+def _reshape(d: Draft) -> None:
+    if not d.get("allowzero"):
+        return
+    shape = d.input(1)
+    elements = S.symbolic_of(shape) if isinstance(shape, ir.Value) else None
+    if elements is None or 0 in elements:
+        raise UnfitError("Reshape to a size of zero is not there")
+    d.attributes.pop("allowzero", None)
+
+
+@form("Shape", below=15)
+def _shape(d: Draft) -> None:
+    if d.get("end") is not None and d.get("end") >= d.rank():
+        d.attributes.pop("end", None)
+    if d.get("start") or d.get("end") is not None:
+        raise UnfitError("Shape of some axes only is not there")
+    d.attributes.pop("start", None)
+
+
+@form("Cast", below=24)
+def _cast(d: Draft) -> None:
+    d.attributes.pop("round_mode", None)  # means something for float8e8m0 only
+
+
+@form("LSTM", "GRU", "RNN", below=14)
+def _recurrent(d: Draft) -> None:
+    d.drop("layout", 0)
+
+
+@form("ScatterElements", "ScatterND", below=18)
+def _scatter(d: Draft) -> None:
+    if d.get("reduction") in ("max", "min"):
+        raise UnfitError(f"{d.op_type} with reduction {d.get('reduction')} is not there")
+
+
+@form("ScatterElements", below=11)
+def _scatter_elements(d: Draft) -> None:
+    d.drop("reduction", "none")
+    d.op_type = "Scatter"
+    d.attributes = {"axis": ir.AttrInt64("axis", d.get("axis"))}
+
+
+@form("GatherND", below=12)
+def _gather_nd(d: Draft) -> None:
+    d.drop("batch_dims", 0)
+
+
+@form("AveragePool", "MaxPool", below=10)
+def _pool(d: Draft) -> None:
+    d.drop("ceil_mode", 0)
+    dilations = d.get("dilations")
+    if dilations and set(dilations) != {1}:
+        raise UnfitError(f"{d.op_type} with dilations is not there")
+    d.attributes.pop("dilations", None)
+
+
+@form("AveragePool", below=19)
+def _average_pool(d: Draft) -> None:
+    dilations = d.get("dilations")
+    if dilations and set(dilations) != {1}:
+        raise UnfitError("AveragePool with dilations is not there")
+    d.attributes.pop("dilations", None)
+
+
+@form("DepthToSpace", below=11)
+def _depth_to_space(d: Draft) -> None:
+    d.drop("mode", "DCR")
+
+
+@form("GridSample", below=20)
+def _grid_sample(d: Draft) -> None:
+    names = {"linear": "bilinear", "cubic": "bicubic", "nearest": "nearest"}
+    if d.rank() != 4:
+        raise UnfitError("GridSample of other than 4 dimensions is not there")
+    d.set("mode", names[d.get("mode")])
+
+
+@form("DFT", below=20)
+def _dft(d: Draft) -> None:
+    axis = d.constant(2, "the axis")
+    d.set("axis", -2 % d.rank() if axis is None else int(axis) % d.rank())
+    d.keep_inputs(2)

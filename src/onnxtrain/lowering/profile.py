@@ -1,0 +1,137 @@
+"""What a runtime can run, as data: the files in ``profiles/``."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import LoweringError
+from onnxtrain.graph import shapes as S
+from onnxtrain.lowering.draft import Draft
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One runtime: which operators it runs, in which versions, types, ranks and forms."""
+
+    name: str
+    version: str = ""
+    opset: tuple[int, int] = (7, 26)
+    """The oldest and the newest opset it reads."""
+    prefer: int = 17
+    """The opset that a model is lowered to unless one is asked for."""
+    ir: tuple[int, int] = (3, 13)
+    initializers_as_inputs: bool = False
+    control_flow: tuple[str, ...] = ()
+    max_rank: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, list[str]] = field(default_factory=dict)
+    ops: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    avoid: tuple[str, ...] = ()
+    quirks: tuple[str, ...] = ()
+    source: str = ""
+    probed: str = ""
+
+
+def names() -> list[str]:
+    """Give the names of the profiles."""
+    return sorted(_files())
+
+
+@functools.cache
+def find(name: str) -> Profile:
+    """Give a profile by name.
+
+    Raises:
+        LoweringError: if there is none of that name.
+    """
+    files = _files()
+    if name not in files:
+        raise LoweringError(f"no such profile: {name!r}\nhint: there are {', '.join(files)}")
+    return parse(json.loads(files[name].read_text(encoding="utf-8")))
+
+
+def parse(data: Mapping[str, Any]) -> Profile:
+    """Give a profile from its JSON form."""
+    known = set(Profile.__dataclass_fields__) | {"domains", "functions", "comments"}
+    unknown = sorted(set(data) - known)
+    if unknown or "name" not in data:
+        what = f"unknown keys: {', '.join(unknown)}" if unknown else "it has no name"
+        raise LoweringError(f"not a profile: {what}\nhint: see docs/lowering.md for the format")
+    values = {k: v for k, v in data.items() if k in Profile.__dataclass_fields__}
+    for key in ("ir", "control_flow", "avoid", "quirks"):
+        if key in values:
+            values[key] = tuple(values[key])
+    if "opset" in values:
+        values["opset"] = tuple(values["opset"]["ai.onnx"])
+    return Profile(**values)
+
+
+def objection(profile: Profile, d: Draft, opset: int) -> str | None:
+    """Say why a runtime cannot run a node as spelled, ``None`` if it can."""
+    if d.op_type in profile.control_flow:
+        return None
+    entry = profile.ops.get(d.op_type)
+    if entry is None:
+        return f"{profile.name} has no {d.op_type}"
+    if d.op_type in profile.avoid:
+        return f"{profile.name} is better off without {d.op_type}"
+    schema = S.schema_of(d.op_type, opset)
+    since = entry.get("since")
+    if since and schema is not None and not _covers(since, schema.since_version):
+        return f"{profile.name} has no {d.op_type} of version {schema.since_version}"
+    return _attributes(profile, d, entry) or _values(profile, d, entry)
+
+
+def _covers(since: list[Any], version: int) -> bool:
+    """Tell whether versions, or ranges of versions, include one."""
+    for one in since:
+        if isinstance(one, int):
+            if one == version:
+                return True
+        elif one[0] <= version <= (one[0] if one[1] is None else one[1]):
+            return True
+    return False
+
+
+def _attributes(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
+    for name, allowed in entry.get("attrs", {}).items():
+        value = d.get(name)
+        if value is not None and value not in allowed:
+            return f"{profile.name} has no {d.op_type} with {name}={value!r}"
+    for i in entry.get("const_inputs", ()):
+        x = d.input(i)
+        if isinstance(x, ir.Value) and x.const_value is None:
+            return f"{profile.name} wants input {i} of {d.op_type} constant"
+    return None
+
+
+def _values(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
+    ranks = entry.get("ranks")
+    highest = profile.max_rank.get(d.op_type, profile.max_rank.get("*"))
+    dtypes = entry.get("dtypes") or profile.dtypes.get(d.op_type) or profile.dtypes.get("*")
+    free = entry.get("any_dtype", ())  # inputs that the runtime reads when it loads the model
+    for i, x in enumerate([*d.inputs, *d.node.outputs]):
+        if x is None or isinstance(x, np.ndarray) or not x.name:
+            continue
+        rank = None if x.shape is None else len(x.shape)
+        if i == 0 and ranks and rank is not None and rank not in ranks:
+            return f"{profile.name} has no {d.op_type} of rank {rank}"
+        if highest is not None and rank is not None and rank > highest:
+            return f"{profile.name} has no tensors of rank {rank} in {d.op_type}"
+        if dtypes and i not in free and x.dtype is not None and x.dtype.name.lower() not in dtypes:
+            return f"{profile.name} has no {x.dtype.name.lower()} in {d.op_type}"
+    return None
+
+
+@functools.cache
+def _files() -> dict[str, Any]:
+    folder = resources.files("onnxtrain.lowering") / "profiles"
+    found = {f.name.removesuffix(".json"): f for f in folder.iterdir() if f.name.endswith(".json")}
+    return dict(sorted(found.items()))

@@ -1,0 +1,71 @@
+"""The table of lowerings.
+
+A lowering is a function over the builder, registered by operator::
+
+    @lower("Softplus")
+    def softplus(op, x):
+        return op.Add(op.Log(op.Add(op.Exp(op.Neg(op.Abs(x))), 1.0)), op.Relu(x))
+
+It receives the node's inputs by position (``None`` where omitted), attributes by keyword if its
+signature asks for them, with the schema's default filled in, and ``node`` on request. It returns
+the replacement of each output, or ``None`` if it does not apply to this node. It writes operators
+of the working opset; what the target lacks of those is lowered in turn. Several lowerings of one
+operator are tried in the order of their registration, so the cheapest comes first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.errors import LoweringError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+
+Rule = Callable[..., Any]
+RULES: dict[str, list[Rule]] = {}
+
+
+def lower(*op_types: str) -> Callable[[Rule], Rule]:
+    """Register a lowering of some operators."""
+
+    def register(rule: Rule) -> Rule:
+        for op_type in op_types:
+            RULES.setdefault(op_type, []).append(rule)
+        return rule
+
+    return register
+
+
+def rules_for(op_type: str) -> list[Rule]:
+    """Give the lowerings of an operator, cheapest first."""
+    from onnxtrain.lowering import rules  # noqa: F401 - fills the table
+
+    return RULES.get(op_type, [])
+
+
+def apply(rule: Rule, op: OpBuilder, node: ir.Node) -> list[ir.Value | None] | None:
+    """Call a lowering on a node; give the replacements, ``None`` if it does not apply."""
+    parameters = inspect.signature(rule).parameters
+    wants = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = S.attributes_of(node, op.opset)
+    keywords = {p.name: node if p.name == "node" else known.get(p.name) for p in wants}
+    unknown = set(node.attributes) - keywords.keys()
+    if unknown and "node" not in keywords:
+        raise LoweringError(
+            f"{S.describe(node)} has attributes that its lowering does not know: "
+            f"{', '.join(sorted(unknown))}"
+        )
+    takes = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    inputs = list(node.inputs)
+    if len(inputs) > len(takes) and not any(
+        p.kind is p.VAR_POSITIONAL for p in parameters.values()
+    ):
+        raise LoweringError(f"{S.describe(node)} has more inputs than its lowering knows")
+    found = rule(op, *inputs, **keywords)
+    if found is None:
+        return None
+    return list(found) if isinstance(found, tuple | list) else [found]

@@ -1,0 +1,124 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnxtrain.lowering.registry import lower
+
+
+@lower("ConvTranspose")
+def conv_transpose(
+    op, x, w, b=None, *,
+    auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides,
+):  # fmt: skip
+    """Zeros between the pixels, then a convolution with the turned kernel."""
+    n = op.rank(x) - 2
+    kernel, sizes = op.dims(w)[2:], op.dims(x)[2:]
+    if auto_pad != "NOTSET" or output_shape or not all(isinstance(k, int) for k in kernel):
+        return None
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    strides, dilations = strides or [1] * n, dilations or [1] * n
+    pads, extra = pads or [0] * 2 * n, output_padding or [0] * n
+    for i, stride in enumerate(strides):
+        if stride > 1:  # [.., H, ..] @ [H, (H - 1) s + 1]
+            size = sizes[i]
+            table = np.zeros((size, (size - 1) * stride + 1))
+            table[np.arange(size), np.arange(size) * stride] = 1
+            last = op.move_axis(x, i + 2, n + 1)
+            x = op.move_axis(op.MatMul(last, op.const(table, x.dtype)), n + 1, i + 2)
+    for i, k in enumerate(kernel):
+        if k > 1:
+            w = op.Gather(w, op.const(np.arange(k)[::-1].copy()), axis=i + 2)
+    # [C, M / g, ...] -> [M, C / g, ...]
+    channels, each = op.dims(w)[:2]
+    if group > 1:
+        w = op.Reshape(w, [group, channels // group, each, *kernel])
+        w = op.Transpose(w, perm=[0, 2, 1, *range(3, n + 3)])
+        w = op.Reshape(w, [group * each, channels // group, *kernel])
+    else:
+        w = op.Transpose(w, perm=[1, 0, *range(2, n + 2)])
+    before = [(k - 1) * d - p for k, d, p in zip(kernel, dilations, pads[:n], strict=True)]
+    after = [
+        (k - 1) * d - p + e for k, d, p, e in zip(kernel, dilations, pads[n:], extra, strict=True)
+    ]
+    cut = [*(min(p, 0) for p in before), *(min(p, 0) for p in after)]
+    if any(cut):
+        x = op.Pad(x, [0, 0, *cut[:n], 0, 0, *cut[n:]])
+    around = [max(p, 0) for p in (*before, *after)]
+    return op.Conv(x, w, b, dilations=dilations, group=group, pads=around, strides=[1] * n)
+
+
+@lower("Conv")
+def conv_1d(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
+    """A picture of one row, for runtimes with two-dimensional convolutions only."""
+    if op.rank(x) != 3 or auto_pad != "NOTSET":
+        return None
+    pads = pads or [0, 0]
+    y = op.Conv(
+        op.Unsqueeze(x, [2]),
+        op.Unsqueeze(w, [2]),
+        b,
+        dilations=[1, *(dilations or [1])],
+        group=group,
+        pads=[0, pads[0], 0, pads[1]],
+        strides=[1, *(strides or [1])],
+    )
+    return op.Squeeze(y, [2])
+
+
+@lower("Col2Im")
+def col2im(op, x, image, block, *, dilations, pads, strides):
+    """A transposed convolution whose kernels hold a single one each."""
+    picture, window = op.constant(image), op.constant(block)
+    if picture is None or window is None:
+        return None
+    n = len(window)
+    k = int(np.prod(window))
+    strides, dilations, pads = strides or [1] * n, dilations or [1] * n, pads or [0] * 2 * n
+    channels = op.dims(x)[1]
+    if not isinstance(channels, int):
+        return None
+    channels //= k
+    out = [int(p) + pads[i] + pads[i + n] for i, p in enumerate(picture)]
+    reach = [(int(w) - 1) * d + 1 for w, d in zip(window, dilations, strict=True)]
+    steps = [(o - r) // s + 1 for o, r, s in zip(out, reach, strides, strict=True)]
+    spare = [o - (t - 1) * s - r for o, t, s, r in zip(out, steps, strides, reach, strict=True)]
+    batch = op.size(x, 0)
+    first = batch if isinstance(batch, int) else -1
+    columns = op.Reshape(x, [first, channels * k, *steps])
+    w = np.zeros((channels, k, 1, k))
+    w[:, np.arange(k), 0, np.arange(k)] = 1
+    w = w.reshape(channels * k, 1, *(int(v) for v in window))
+    return op.ConvTranspose(
+        columns, op.const(w, x.dtype), dilations=dilations, group=channels, pads=pads,
+        strides=strides, output_padding=spare,
+    )  # fmt: skip
+
+
+@lower("MaxPool")
+def max_pool_rounded_up(
+    op, x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, node
+):
+    """Before opset 10 sizes are rounded down: pad behind by what rounding up adds."""
+    n = op.rank(x) - 2
+    sizes, out = op.dims(x)[2:], op.dims(node.outputs[0])[2:]
+    if not ceil_mode or auto_pad != "NOTSET" or len(node.outputs) > 1:
+        return None
+    if not all(isinstance(s, int) for s in (*sizes, *out)):
+        return None
+    strides, dilations, pads = strides or [1] * n, dilations or [1] * n, pads or [0] * 2 * n
+    behind = []
+    for i in range(n):
+        reach = (out[i] - 1) * strides[i] + (kernel_shape[i] - 1) * dilations[i] + 1
+        behind.append(max(pads[i + n], reach - sizes[i] - pads[i]))
+    if any(b >= k for b, k in zip(behind, kernel_shape, strict=True)):
+        return None
+    return op.MaxPool(
+        x,
+        dilations=dilations,
+        kernel_shape=kernel_shape,
+        pads=[*pads[:n], *behind],
+        strides=strides,
+    )

@@ -1,0 +1,259 @@
+"""Products of matrices, powers and remainders."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.equation import spell_out
+from onnxtrain.lowering.registry import lower
+
+_FLOAT, _DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
+
+
+@lower("Gemm")
+def gemm(op, a, b, c=None, *, alpha, beta, transA, transB):  # noqa: N803 - the attributes' names
+    """``alpha a b + beta c``."""
+    y = op.MatMul(op.mT(a) if transA else a, op.mT(b) if transB else b)
+    y = y if alpha == 1.0 else op.Mul(y, alpha)
+    if c is None:
+        return y
+    return op.Add(y, c if beta == 1.0 else op.Mul(c, beta))
+
+
+@lower("Einsum")
+def einsum(op, *operands, equation):
+    """Two operands at a time: batch letters first, then one product of matrices."""
+    eq = spell_out(equation, [op.rank(x) for x in operands])
+    if eq is None or any(len(set(t)) != len(t) for t in eq.terms):
+        return None
+    if not _sizes_agree(op, eq.terms, operands):
+        return None
+    y, term = operands[0], eq.terms[0]
+    for i, x in enumerate(operands[1:], 1):
+        later = set("".join(eq.terms[i + 1 :])) | set(eq.output)
+        y, term = _pair(op, y, term, x, eq.terms[i], later)
+    y, term = _without(op, y, term, set(eq.output))
+    if term != eq.output:
+        y = op.Transpose(y, perm=[term.index(c) for c in eq.output])
+    return op.Identity(y) if y is operands[0] else y
+
+
+def _sizes_agree(op: OpBuilder, terms, operands) -> bool:
+    """Tell whether no letter broadcasts: its size is the same everywhere."""
+    sizes: dict[str, set] = {}
+    for term, x in zip(terms, operands, strict=True):
+        for letter, d in zip(term, op.dims(x), strict=True):
+            sizes.setdefault(letter, set()).add(d)
+    return all(len(s) == 1 for s in sizes.values())
+
+
+def _without(op: OpBuilder, x: ir.Value, term: str, kept: set[str]) -> tuple[ir.Value, str]:
+    """Sum over the letters that nobody asks for."""
+    axes = [i for i, c in enumerate(term) if c not in kept]
+    if not axes:
+        return x, term
+    return op.ReduceSum(x, axes, keepdims=0), "".join(c for c in term if c in kept)
+
+
+def _pair(op: OpBuilder, a, left: str, b, right: str, later: set[str]):
+    a, left = _without(op, a, left, later | set(right))
+    b, right = _without(op, b, right, later | set(left))
+    batch = [c for c in left if c in right and c in later]
+    inner = [c for c in left if c in right and c not in later]
+    rows = [c for c in left if c not in right]
+    columns = [c for c in right if c not in left]
+    size = {c: op.size(a, i) for i, c in enumerate(left)}
+    size |= {c: op.size(b, i) for i, c in enumerate(right) if c not in size}
+    if not inner:
+        # An outer product: multiply with room for the other's letters.
+        order = [*batch, *rows, *columns]
+        return op.Mul(_spread(op, a, left, order), _spread(op, b, right, order)), "".join(order)
+    a2 = _matrix(op, a, left, batch, rows, inner, size)
+    b2 = _matrix(op, b, right, batch, inner, columns, size)
+    y = op.MatMul(a2, b2)
+    order = [*batch, *rows, *columns]
+    if len(rows) != 1 or len(columns) != 1:
+        y = _reshape(op, y, [size[c] for c in order])
+    return y, "".join(order)
+
+
+def _spread(op: OpBuilder, x: ir.Value, term: str, order: list[str]) -> ir.Value:
+    kept = [c for c in order if c in term]
+    if kept != list(term):
+        x = op.Transpose(x, perm=[term.index(c) for c in kept])
+    missing = [i for i, c in enumerate(order) if c not in term]
+    return op.Unsqueeze(x, missing) if missing else x
+
+
+def _matrix(op: OpBuilder, x: ir.Value, term: str, batch, first, second, size) -> ir.Value:
+    """[batch..., first..., second...] with each group of letters made one axis."""
+    order = [*batch, *first, *second]
+    if order != list(term):
+        x = op.Transpose(x, perm=[term.index(c) for c in order])
+    if len(first) == len(second) == 1:
+        return x
+    sizes = [size[c] for c in batch]
+    return _reshape(op, x, [*sizes, _product(size, first), _product(size, second)])
+
+
+def _product(size: dict, letters: list[str]):
+    values = [size[c] for c in letters]
+    if all(isinstance(v, int) for v in values):
+        return math.prod(values)
+    return None
+
+
+def _reshape(op: OpBuilder, x: ir.Value, sizes: list) -> ir.Value:
+    """Reshape; one size may be open."""
+    if sum(s is None for s in sizes) > 1:
+        raise S.ShapeError("two products of symbolic sizes in one reshape")
+    return op.reshape(x, [-1 if s is None else s for s in sizes])
+
+
+@lower("MatMul")
+def matmul_of_integers(op, a, b):
+    """In double precision, which has integers of 53 bits."""
+    if a.dtype.is_floating_point() or a.dtype in (ir.DataType.INT64, ir.DataType.UINT64):
+        return None
+    return op.Cast(op.MatMul(op.Cast(a, to=_DOUBLE), op.Cast(b, to=_DOUBLE)), to=a.dtype)
+
+
+@lower("Pow")
+def power_by_products(op, x, exponent):
+    """A small whole exponent as products, a half as a root."""
+    e = op.constant(exponent)
+    if e is None or e.size != 1 or e.ndim > op.rank(x):
+        return None
+    number = float(e.reshape(()))
+    if number == 2:
+        return op.Mul(x, x)
+    if number == 3:
+        return op.Mul(op.Mul(x, x), x)
+    if not x.dtype.is_floating_point():
+        return None
+    if number == 0.5:
+        return op.Sqrt(x)
+    return op.Div(1.0, op.Sqrt(x)) if number == -0.5 else None
+
+
+@lower("Pow")
+def power_of_one_type(op, x, exponent):
+    """Before opset 12 both have the same type."""
+    if x.dtype == exponent.dtype or not x.dtype.is_floating_point():
+        return None
+    return op.Pow(x, op.Cast(exponent, to=x.dtype))
+
+
+@lower("Mod")
+def mod(op, a, b, *, fmod):
+    """``a - b floor(a / b)``, for integers with a positive constant divisor."""
+    divisor = op.constant(b)
+    if fmod or a.dtype not in (ir.DataType.INT32, ir.DataType.INT64) or divisor is None:
+        return None
+    if (divisor <= 0).any():
+        return None
+    rest = op.Sub(a, op.Mul(op.Div(a, b), b))  # the quotient is cut off towards zero
+    below = op.Cast(op.Less(rest, op.const(0, a.dtype)), to=a.dtype)
+    return op.Add(rest, op.Mul(below, b))
+
+
+@lower("Reciprocal")
+def reciprocal(op, x):
+    """``1 / x``."""
+    return op.Div(1.0, x)
+
+
+@lower("Neg")
+def neg(op, x):
+    """``-1 x``."""
+    return op.Mul(x, op.const(-1, x.dtype))
+
+
+@lower("Sub")
+def sub(op, a, b):
+    """``a + (-b)``."""
+    return op.Add(a, op.Neg(b))
+
+
+@lower("Sqrt")
+def sqrt(op, x):
+    """``x^0.5``."""
+    return op.Pow(x, 0.5)
+
+
+@lower("Sum")
+def sum_(op, *inputs):
+    """One after the other."""
+    y = inputs[0]
+    for x in inputs[1:]:
+        y = op.Add(y, x)
+    return op.Identity(y) if len(inputs) == 1 else y
+
+
+@lower("Mean")
+def mean(op, *inputs):
+    """The sum over the count."""
+    return op.Mul(op.Sum(*inputs), 1.0 / len(inputs))
+
+
+@lower("Det")
+def det(op, x):
+    """Two and three rows written out."""
+    n = op.dims(x)[-1]
+    if n not in (1, 2, 3):
+        return None
+    r = op.rank(x)
+
+    def at(i, j):
+        row = op.Slice(x, [i], [i + 1], [r - 2])
+        return op.Squeeze(op.Slice(row, [j], [j + 1], [r - 1]), [r - 2, r - 1])
+
+    def minor(i, j, k, m):
+        return op.Sub(op.Mul(at(i, k), at(j, m)), op.Mul(at(i, m), at(j, k)))
+
+    if n == 1:
+        return at(0, 0)
+    if n == 2:
+        return minor(0, 1, 0, 1)
+    total = op.Mul(at(0, 0), minor(1, 2, 1, 2))
+    total = op.Sub(total, op.Mul(at(0, 1), minor(1, 2, 0, 2)))
+    return op.Add(total, op.Mul(at(0, 2), minor(1, 2, 0, 1)))
+
+
+@lower("DFT")
+def dft(op, x, length=None, axis=None, *, inverse, onesided):
+    """A product with the cosines and sines of the transform."""
+    rank = op.rank(x)
+    where = op.constant(axis) if axis is not None else np.asarray(-2)
+    if where is None:
+        return None
+    at = int(where.reshape(())) % rank
+    n, parts = op.dims(x)[at], op.dims(x)[-1]
+    points = n if length is None else op.constant(length)
+    if points is None or not isinstance(n, int) or parts not in (1, 2) or (inverse and onesided):
+        return None
+    points = int(np.asarray(points).reshape(()))
+    if points < n:
+        x, n = op.Slice(x, [0], [points], [at]), points
+    kept = points // 2 + 1 if onesided else points
+    angle = 2 * np.pi * np.outer(np.arange(n), np.arange(kept)) / points
+    scale, turn = (1 / points, 1.0) if inverse else (1.0, -1.0)
+    real, imaginary = np.cos(angle) * scale, turn * np.sin(angle) * scale
+    # The axis last, then [.., n * parts] @ [n * parts, kept * 2].
+    moved = op.move_axis(x, at, rank - 2)  # [..., n, parts]
+    dims = op.dims(moved)
+    table = np.zeros((n, parts, kept, 2))
+    table[:, 0, :, 0], table[:, 0, :, 1] = real, imaginary
+    if parts == 2:
+        table[:, 1, :, 0], table[:, 1, :, 1] = -imaginary, real
+    lead = [op.size(moved, i) for i in range(rank - 2)]
+    flat = op.reshape(moved, [*lead, n * parts])
+    y = op.MatMul(flat, op.const(table.reshape(n * parts, kept * 2), x.dtype))
+    y = op.reshape(y, [*lead, kept, 2])
+    S.set_dims(y, [*dims[:-2], kept, 2])
+    return op.move_axis(y, rank - 2, at)

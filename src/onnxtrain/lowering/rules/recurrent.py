@@ -1,0 +1,134 @@
+"""Recurrences: as Scan, and loops of known length written out."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.decompositions import recurrent, signal
+from onnxtrain.lowering.registry import lower
+
+_MOST = 512  # nodes of a loop that is written out, times its length
+_STEPS = 256
+
+
+@lower("LSTM", "GRU", "RNN")
+def time_first(op, x, w, r, *rest, node, layout):
+    """Before opset 14 time is the first axis."""
+    if not layout:
+        return None
+    attributes = {n: S.python_value(a) for n, a in node.attributes.items() if n != "layout"}
+    swapped = [
+        v if v is None or i not in (2, 3) else op.Transpose(v, perm=[1, 0, 2])
+        for i, v in enumerate(rest)
+    ]
+    found = op.emit(
+        node.op_type, op.Transpose(x, perm=[1, 0, 2]), w, r, *swapped,
+        _outputs=3 if node.op_type == "LSTM" else 2, **attributes,
+    )  # fmt: skip
+    y, *ends = found
+    return [op.Transpose(y, perm=[2, 0, 1, 3]), *(op.Transpose(e, perm=[1, 0, 2]) for e in ends)]
+
+
+lower("LSTM")(recurrent.lstm)
+lower("GRU")(recurrent.gru)
+lower("RNN")(recurrent.rnn)
+lower("STFT")(signal.stft)
+
+
+@lower("Scan")
+def scan(
+    op, *inputs, node, num_scan_inputs, scan_input_axes, scan_input_directions,
+    scan_output_axes, scan_output_directions,
+):  # fmt: skip
+    """Every step written out."""
+    body = node.attributes["body"].as_graph()
+    count = len(inputs) - num_scan_inputs
+    states, scans = list(inputs[:count]), list(inputs[count:])
+    axes = [a % op.rank(v) for a, v in zip(scan_input_axes or [0] * len(scans), scans, strict=True)]
+    steps = op.dims(scans[0])[axes[0]] if scans else None
+    if not _short(body, steps):
+        return None
+    turn = scan_input_directions or [0] * len(scans)
+    ys: list[list[ir.Value]] = [[] for _ in body.outputs[count:]]
+    for t in range(steps):
+        now = []
+        for v, axis, backwards in zip(scans, axes, turn, strict=True):
+            i = steps - 1 - t if backwards else t
+            now.append(op.Squeeze(op.Slice(v, [i], [i + 1], [axis]), [axis]))
+        found = _inline(op, body, [*states, *now])
+        states = found[:count]
+        for collected, y in zip(ys, found[count:], strict=True):
+            collected.append(y)
+    back = scan_output_directions or [0] * len(ys)
+    where = scan_output_axes or [0] * len(ys)
+    results = []
+    for collected, backwards, axis in zip(ys, back, where, strict=True):
+        parts = collected[::-1] if backwards else collected
+        axis = axis % (op.rank(parts[0]) + 1)
+        lifted = [op.Unsqueeze(p, [axis]) for p in parts]
+        results.append(op.Concat(*lifted, axis=axis) if len(lifted) > 1 else lifted[0])
+    return [*states, *results]
+
+
+@lower("Loop")
+def loop(op, trips, condition=None, *carried, node):
+    """Every step written out, where their number is known and nothing stops it."""
+    body = node.attributes["body"].as_graph()
+    count = op.constant(trips) if trips is not None else None
+    start = op.constant(condition) if condition is not None else True
+    goes_on = _goes_on(op, body)
+    if count is None or start is None or not bool(start) or not goes_on:
+        return None
+    steps = int(count.reshape(()))
+    if not _short(body, steps):
+        return None
+    states = list(carried)
+    ys: list[list[ir.Value]] = [[] for _ in body.outputs[1 + len(states) :]]
+    for t in range(steps):
+        _, *found = _inline(op, body, [op.const(t), op.const(True), *states])
+        states = found[: len(states)]
+        for collected, y in zip(ys, found[len(states) :], strict=True):
+            collected.append(op.Unsqueeze(y, [0]))
+    return [*states, *(op.Concat(*c, axis=0) for c in ys)]
+
+
+def _goes_on(op: OpBuilder, body: ir.Graph) -> bool:
+    flag: ir.Value | None = body.outputs[0]
+    while flag is not None:
+        if flag is body.inputs[1]:
+            return True
+        array = op.constant(flag)
+        if array is not None:
+            return bool(array)
+        node = flag.producer()
+        flag = node.inputs[0] if node is not None and node.op_type in ("Identity", "Cast") else None
+    return False
+
+
+def _short(body: ir.Graph, steps: int | str | None) -> bool:
+    return isinstance(steps, int) and 0 < steps <= _STEPS and steps * len(body) <= _MOST * 64
+
+
+def _inline(op: OpBuilder, body: ir.Graph, inputs: list[ir.Value]) -> list[ir.Value]:
+    """Append the nodes of a body once; give its outputs."""
+    values: dict[ir.Value, ir.Value] = dict(zip(body.inputs, inputs, strict=True))
+    for node in body:
+        if any(
+            a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+            for a in node.attributes.values()
+        ):
+            raise S.ShapeError("a loop with control flow inside is not written out")
+        new = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if x is None else values.get(x, x) for x in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+            version=node.version,
+        )
+        found = op.append(new)
+        outputs = found if isinstance(found, tuple) else (found,)
+        values |= dict(zip(node.outputs, outputs, strict=True))
+    return [values.get(y, y) for y in body.outputs]

@@ -1,0 +1,263 @@
+"""Shapes, repetition and the order of elements."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import dims as D
+from onnxtrain.graph import shapes as S
+from onnxtrain.lowering.registry import lower
+
+_INT64 = ir.DataType.INT64
+_LAST = np.iinfo(np.int64).max
+
+
+@lower("Identity")
+def identity(op, x):
+    """A reshape to the same shape, where an output needs a node of its own."""
+    if op.static(x) is not None:
+        return op.Reshape(x, list(op.static(x)))
+    return op.Reshape(x, [0] * op.rank(x)) if op.rank(x) else None
+
+
+@lower("Shape")
+def shape(op, x, *, start, end):
+    """The whole shape, then the part of it."""
+    r = op.rank(x)
+    first = min(max(start + r if start < 0 else start, 0), r)
+    last = r if end is None else min(max(end + r if end < 0 else end, 0), r)
+    if (first, last) == (0, r):
+        return None
+    return op.Slice(op.Shape(x), [first], [last], [0])
+
+
+@lower("Size")
+def size(op, x):
+    """The product of the sizes."""
+    return op.ReduceProd(op.Shape(x), keepdims=0)
+
+
+@lower("Expand")
+def expand(op, x, shape, *, node):
+    """Repeat along the axes where the size was 1."""
+    y = node.outputs[0]
+    have, want = op.dims(x), op.dims(y)
+    lead = len(want) - len(have)
+    repeats = []
+    target = None
+    for i, d in enumerate(want):
+        old = 1 if i < lead else have[i - lead]
+        if old == d and d is not None:
+            repeats.append(1)
+        elif old == 1 and isinstance(d, int):
+            repeats.append(d)
+        elif old == 1:
+            target = op.dims(shape) if target is None else target
+            if target != (len(want),):
+                return None
+            # A broadcast size that is 0 or 1 repeats just as well.
+            repeats.append(op.Slice(shape, [i], [i + 1], [0]))
+        else:
+            return None
+    if lead:
+        x = op.Unsqueeze(x, list(range(lead)))
+    return op.Tile(x, op.vector(repeats))
+
+
+@lower("Tile")
+def tile(op, x, repeats):
+    """Copies side by side, one axis after the other."""
+    counts = op.constant(repeats)
+    if counts is None or 0 in counts or counts.max(initial=1) > 64:
+        return None
+    y = x
+    for axis, n in enumerate(int(c) for c in counts):
+        if n > 1:
+            y = op.Concat(*[y] * n, axis=axis)
+    return op.Identity(x) if y is x else y
+
+
+@lower("ConstantOfShape")
+def constant_of_shape(op, shape, *, value):
+    """One element, repeated."""
+    rank = op.dims(shape)[0]
+    if not isinstance(rank, int) or rank == 0:
+        return None
+    filler = value.numpy().reshape(()) if value is not None else np.float32(0)
+    dtype = value.dtype if value is not None else ir.DataType.FLOAT
+    return op.Tile(op.const(np.full([1] * rank, filler), dtype), shape)
+
+
+@lower("Range")
+def range_(op, start, limit, delta):
+    """Positions of ones: 0 to n - 1, then scaled."""
+    a, step = op.constant(start), op.constant(delta)
+    if (
+        start.dtype != _INT64
+        or a is None
+        or step is None
+        or int(a.reshape(()))
+        or int(step.reshape(())) != 1
+    ):
+        return None
+    n = op.Reshape(limit, [1])
+    ones = op.ConstantOfShape(n, value=ir.tensor(np.ones(1, np.int64)))
+    return op.Squeeze(op.NonZero(ones), [0])
+
+
+@lower("Split")
+def split(op, x, sizes=None, *, axis, num_outputs, node):
+    """A slice for each part."""
+    axis %= op.rank(x)
+    total = op.dims(x)[axis]
+    given = S.symbolic_of(sizes) if sizes is not None else None
+    count = len(node.outputs)
+    if given is not None and all(isinstance(g, int) for g in given):
+        parts = list(given)
+    elif sizes is None and isinstance(total, int):
+        each = -(-total // (num_outputs or count))
+        parts = [min(each, total - i * each) for i in range(count)]
+    else:
+        return None
+    ends = np.cumsum(parts)
+    return tuple(
+        op.Slice(x, [int(e - p)], [int(e)], [axis]) for p, e in zip(parts, ends, strict=True)
+    )
+
+
+@lower("Slice")
+def slice_with_steps(op, x, starts, ends, axes=None, steps=None):
+    """Positions that are known, gathered; or the first of every group of ``step``."""
+    first, last = op.constant(starts), op.constant(ends)
+    stride = None if steps is None else op.constant(steps)
+    if first is None or last is None or stride is None or (stride == 1).all():
+        return None
+    chosen = op.axes(axes, op.rank(x)) if axes is not None else list(range(first.size))
+    if chosen is None:
+        return None
+    y = x
+    for axis, a, b, s in zip(chosen, first, last, stride, strict=True):
+        n = op.dims(x)[axis]
+        if not isinstance(n, int):
+            return None
+        where = list(range(n))[_bounded(int(a)) : _bounded(int(b)) : int(s)]
+        if int(s) < 0 and int(b) <= -n - 1:
+            where = list(range(n))[_bounded(int(a)) :: int(s)]
+        y = op.Gather(y, op.const(np.asarray(where, np.int64)), axis=axis)
+    return y
+
+
+@lower("Slice")
+def slice_to_computed_bounds(op, x, starts, ends, axes=None, steps=None, *, node):
+    """Bounds that turn out to keep everything, or to be known sizes."""
+    if S.same_shape(x, node.outputs[0]):
+        stride = None if steps is None else op.constant(steps)
+        if steps is None or (stride is not None and (stride == 1).all()):
+            return op.Identity(x)
+    return None
+
+
+@lower("Flatten")
+def flatten(op, x, *, axis):
+    """A reshape to two axes."""
+    dims = op.dims(x)
+    axis = axis + len(dims) if axis < 0 else axis
+    left, right = D.product(dims[:axis]), D.product(dims[axis:])
+    if isinstance(right, int):
+        return op.Reshape(x, [-1, right])
+    return op.Reshape(x, [left, -1]) if isinstance(left, int) else None
+
+
+@lower("Squeeze", "Unsqueeze", "Reshape")
+def reshape(op, x, other=None, *, node):
+    """A reshape to a shape that is known, but for one size."""
+    y = node.outputs[0]
+    dims = op.dims(y)
+    unknown = [d for d in dims if not isinstance(d, int)]
+    if len(unknown) > 1 or (unknown and 0 in dims) or node.op_type == "Reshape":
+        return None
+    return op.Reshape(x, [d if isinstance(d, int) else -1 for d in dims])
+
+
+@lower("Reshape")
+def reshape_to_known(op, x, shape, *, allowzero, node):
+    """A computed shape replaced by the sizes it turns out to have."""
+    dims = op.dims(node.outputs[0])
+    unknown = [d for d in dims if not isinstance(d, int)]
+    if op.constant(shape) is not None and not (allowzero and 0 in op.constant(shape)):
+        return None
+    if len(unknown) > 1 or 0 in dims:
+        return None
+    return op.Reshape(x, [d if isinstance(d, int) else -1 for d in dims])
+
+
+@lower("DepthToSpace")
+def depth_to_space(op, x, *, blocksize, mode):
+    """[N, b, b, C, H, W] or [N, C, b, b, H, W] -> [N, C, H, b, W, b]."""
+    n, (c, h, w) = op.size(x, 0), op.dims(x)[1:]
+    b = blocksize
+    if not all(isinstance(d, int) for d in (c, h, w)):
+        return None
+    front = [b, b, c // (b * b)] if mode == "DCR" else [c // (b * b), b, b]
+    perm = [0, 3, 4, 1, 5, 2] if mode == "DCR" else [0, 1, 4, 2, 5, 3]
+    first = -1 if not isinstance(n, int) else n
+    y = op.Transpose(op.Reshape(x, [first, *front, h, w]), perm=perm)
+    return op.Reshape(y, [first, c // (b * b), h * b, w * b])
+
+
+@lower("SpaceToDepth")
+def space_to_depth(op, x, *, blocksize):
+    """[N, C, H, b, W, b] -> [N, b, b, C, H, W]."""
+    n, (c, h, w) = op.size(x, 0), op.dims(x)[1:]
+    b = blocksize
+    if not all(isinstance(d, int) for d in (c, h, w)):
+        return None
+    first = -1 if not isinstance(n, int) else n
+    y = op.Reshape(x, [first, c, h // b, b, w // b, b])
+    return op.Reshape(op.Transpose(y, perm=[0, 3, 5, 1, 2, 4]), [first, c * b * b, h // b, w // b])
+
+
+@lower("Trilu")
+def trilu(op, x, k=None, *, upper):
+    """``Where`` with a constant triangle."""
+    rows, columns = op.dims(x)[-2:]
+    shift = np.zeros((), np.int64) if k is None else op.constant(k)
+    if not isinstance(rows, int) or not isinstance(columns, int) or shift is None:
+        return None
+    ones = np.ones((rows, columns), bool)
+    shift = int(shift.reshape(()))
+    mask = np.triu(ones, shift) if upper else np.tril(ones, shift)
+    return op.Where(op.const(mask), x, op.const(0, x.dtype))
+
+
+@lower("EyeLike")
+def eye_like(op, x, *, dtype, k):
+    """A constant."""
+    shape = op.static(x)
+    kind = ir.DataType(dtype) if dtype else x.dtype
+    return None if shape is None else op.Identity(op.const(np.eye(*shape, k=k), kind))
+
+
+@lower("OneHot")
+def one_hot(op, indices, depth, values, *, axis):
+    """Compare with 0, 1 ...; a negative index counts from the end, others are off."""
+    n = op.constant(depth)
+    if n is None:
+        return None
+    n = int(n.reshape(()))
+    rank = op.rank(indices) + 1
+    axis = axis % rank
+    index = op.Unsqueeze(op.cast(indices, _INT64), [axis])
+    shape = [n if i == axis else 1 for i in range(rank)]
+    number = np.arange(n).reshape(shape)
+    on = op.Or(op.Equal(index, op.const(number)), op.Equal(index, op.const(number - n)))
+    low, high = op.Slice(values, [0], [1], [0]), op.Slice(values, [1], [2], [0])
+    pair = op.constant(values)
+    if pair is not None and list(pair) == [0, 1]:
+        return op.Cast(on, to=values.dtype)
+    return op.Where(on, high, low)
+
+
+def _bounded(i: int) -> int | None:
+    return None if abs(i) >= 1 << 31 and i > 0 else i

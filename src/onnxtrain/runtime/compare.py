@@ -1,0 +1,235 @@
+"""Two models on the same random inputs: the first tensor in which they differ."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from onnxtrain.errors import LoweringError, MissingExtraError, OnnxTrainError
+from onnxtrain.graph import dims as D
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.scopes import captured
+from onnxtrain.graph.simplify import RANDOM
+from onnxtrain.runtime import session
+
+_SIZES = (2, 3, 1, 4, 8, 16)  # tried for symbolic sizes, in this order
+_SHAPES = 2  # how many of them are compared
+_HIGHEST = (7, 2)  # integers below this are drawn; some are indices into small tables
+_RTOL = 1e-3
+_ATOL = 2e-5  # of the largest element
+Arrays = dict[str, np.ndarray]
+Runner = Callable[[Arrays], list[np.ndarray]]
+
+
+def compare(
+    original: onnx.ModelProto, lowered: onnx.ModelProto, sizes: Mapping[str, int]
+) -> str | None:
+    """Say where two models differ on random inputs, ``None`` if they do not.
+
+    On onnxruntime, or on onnx's reference evaluator where that is not installed or cannot run the
+    original.
+
+    Raises:
+        LoweringError: if no input was found on which the original runs, or the lowered model does
+            not run.
+    """
+    first, why = _runner(original)
+    if first is None:
+        raise LoweringError(
+            f"the original model cannot be run: {why}\nhint: lower with verify=False and test it"
+        )
+    done, last = 0, ""
+    second: Runner | None = None
+    for feeds in _feeds(original, sizes):
+        try:
+            expected = first(feeds)
+        except OnnxTrainError as error:
+            last = S.first_line(error)
+            continue
+        if second is None:
+            second, why = _runner(lowered)
+            if second is None:
+                raise LoweringError(f"the lowered model does not load: {why}")
+        try:
+            found = second(feeds)
+        except OnnxTrainError as error:
+            raise LoweringError(f"the lowered model does not run: {S.first_line(error)}") from error
+        names = [y.name for y in original.graph.output]
+        random = _random_outputs(original)
+        for name, a, b in zip(names, expected, found, strict=True):
+            why = _difference(a, b, values=name not in random)
+            if why:
+                place = _first_place(original, lowered, feeds) or f"{name!r} {why}"
+                return f"tensor {place} (inputs of shape {_shapes(feeds)})"
+        done += 1
+        if done == _SHAPES:
+            return None
+    if not done:
+        raise LoweringError(
+            f"no random input was found on which the original runs: {last}\n"
+            "hint: lower with verify=False and compare on inputs of your own"
+        )
+    return None
+
+
+def evaluator(model: onnx.ModelProto) -> Runner:
+    """Give a function that runs a model on onnx's reference evaluator."""
+    reference = ReferenceEvaluator(model)
+
+    def run(feeds: Arrays) -> list[np.ndarray]:
+        try:
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                return [np.asarray(y) for y in reference.run(None, feeds)]
+        except Exception as error:  # its kernels raise whatever they raise
+            raise OnnxTrainError(S.first_line(error)) from error
+
+    return run
+
+
+def _runner(model: onnx.ModelProto) -> tuple[Runner | None, str]:
+    try:
+        found = session.create(model.SerializeToString(), threads=1)
+        return lambda feeds: session.run(found, None, feeds), ""
+    except MissingExtraError:
+        pass
+    except OnnxTrainError as error:
+        why = S.first_line(error)
+        if "refuses" in why and _known_to_runtime(model):
+            return None, why
+    try:
+        return evaluator(model), ""
+    except Exception as error:  # it raises whatever its loader raises
+        return None, S.first_line(error)
+
+
+def _known_to_runtime(model: onnx.ModelProto) -> bool:
+    """Tell whether the opset is one that onnxruntime reads, so that its refusal means something."""
+    return all(o.domain not in ("", "ai.onnx") or o.version <= 26 for o in model.opset_import)
+
+
+def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]:
+    """Give random inputs, shape after shape."""
+    weights = {x.name for x in model.graph.initializer}
+    inputs = [
+        (x.name, ir.serde.deserialize_value_info_proto(x, None))
+        for x in model.graph.input
+        if x.name not in weights
+    ]
+    fixed = {D.symbol(k): v for k, v in sizes.items()}
+    symbols = sorted(
+        {s for _, x in inputs for d in S.dims_of(x) or () for s in D.symbols(d)} - fixed.keys()
+    )
+    for seed, (size, highest) in enumerate(itertools.product(_SIZES, _HIGHEST)):
+        rng = np.random.default_rng(seed)
+        values: dict[str, D.Dim] = {**fixed, **dict.fromkeys(symbols, size)}
+        feeds = {}
+        for name, x in inputs:
+            shape = [D.substitute(d, values) for d in S.dims_of(x) or ()]
+            whole = tuple(d if isinstance(d, int) else size for d in shape)
+            feeds[name] = _draw(rng, whole, x.dtype or ir.DataType.FLOAT, highest)
+        yield feeds
+        if not symbols and seed >= 2 * _SHAPES:
+            return
+
+
+def _draw(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: ir.DataType, highest: int
+) -> np.ndarray:
+    kind = dtype.numpy()
+    if dtype == ir.DataType.BOOL:
+        return rng.random(shape) < 0.5
+    if dtype.is_floating_point():
+        return rng.standard_normal(shape).astype(kind)
+    return rng.integers(0, highest, shape).astype(kind)
+
+
+def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True) -> str:
+    """Say how two arrays differ, an empty string if they do not."""
+    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+        return "" if type(a) is type(b) else "has another type"
+    if a.shape != b.shape:
+        return f"has shape {list(b.shape)}, should be {list(a.shape)}"
+    if a.dtype != b.dtype:
+        return f"is {b.dtype}, should be {a.dtype}"
+    if not values or not a.size:
+        return ""
+    if a.dtype.kind not in "fV":
+        wrong = int((a != b).sum())
+        return f"differs in {wrong} of {a.size} elements" if wrong else ""
+    wide, found = a.astype(np.float64), b.astype(np.float64)
+    finite = np.isfinite(wide)
+    if not np.array_equal(np.isnan(wide), np.isnan(found)):
+        return "has NaN in other places"
+    if not np.array_equal(wide[~finite & ~np.isnan(wide)], found[~finite & ~np.isnan(wide)]):
+        return "has infinities in other places"
+    wide, found = wide[finite], found[finite]
+    if not wide.size:
+        return ""
+    coarse = 64 if a.dtype.itemsize == 2 else 1
+    bound = coarse * (_RTOL * np.abs(wide) + _ATOL * max(np.abs(wide).max(), 1e-3))
+    error = np.abs(wide - found)
+    if (error <= bound).all():
+        return ""
+    return f"is off by {error.max():.2e} (largest element {np.abs(wide).max():.2e})"
+
+
+def _random_outputs(model: onnx.ModelProto) -> set[str]:
+    """Give the outputs that depend on random numbers: only their shapes can be compared."""
+    tainted: set[str] = set()
+    work = ir.from_proto(model)
+    for node in work.graph:
+        kinds = {n.op_type for g in (node,) for n in _inside(g)}
+        inputs = {x.name for x in (*node.inputs, *captured(node)) if x is not None}
+        if kinds & (RANDOM - {"Dropout"}) or _training(node) or inputs & tainted:
+            tainted.update(y.name or "" for y in node.outputs)
+    return tainted & {y.name for y in model.graph.output}
+
+
+def _training(node: ir.Node) -> bool:
+    return node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None
+
+
+def _inside(node: ir.Node) -> Iterator[ir.Node]:
+    yield node
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield from attribute.as_graph().all_nodes()
+
+
+def _first_place(original: onnx.ModelProto, lowered: onnx.ModelProto, feeds: Arrays) -> str | None:
+    """Name the first tensor, in the order of the original, that is in both models and differs."""
+    here = [y for node in original.graph.node for y in node.output if y]
+    there = {y for node in lowered.graph.node for y in node.output}
+    shared = [name for name in here if name in there]
+    try:
+        runners = [_runner(_with_outputs(m, shared))[0] for m in (original, lowered)]
+        if None in runners:
+            return None
+        a, b = (run(feeds) for run in runners if run is not None)
+    except OnnxTrainError:
+        return None
+    for name, x, y in zip(shared, a, b, strict=True):
+        why = _difference(x, y)
+        if why:
+            return f"{name!r} {why}"
+    return None
+
+
+def _with_outputs(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    known = {v.name: v for v in (*model.graph.output, *model.graph.value_info)}
+    del copy.graph.output[:]
+    copy.graph.output.extend(known.get(n, onnx.ValueInfoProto(name=n)) for n in names)
+    return copy
+
+
+def _shapes(feeds: Arrays) -> str:
+    return ", ".join(f"{name} {list(x.shape)}" for name, x in feeds.items())
