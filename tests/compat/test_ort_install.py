@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
-ALIASED = """
+import pytest
+
+import onnxtrain.compat.ort
+from onnxtrain.errors import CompatError
+
+SCRIPT = """
+import sys
 import onnxtrain.compat.ort as compat
+import onnxruntime
+assert not hasattr(onnxruntime, "training") and "onnxruntime.training" not in sys.modules
 compat.install()
 compat.install()
 import onnxruntime.training.onnxblock as onnxblock
@@ -26,39 +35,18 @@ for name in ("blocks loss optim Block ForwardBlock TrainingBlock load_checkpoint
 print("aliased")
 """
 
-UNTOUCHED = """
-import sys
-import onnxtrain.compat.ort
-import onnxruntime
-assert not hasattr(onnxruntime, "training")
-assert "onnxruntime.training" not in sys.modules
-print("untouched")
-"""
 
-TAKEN = """
-import sys, types
-import onnxtrain.compat.ort as compat
-sys.modules["onnxruntime.training"] = types.ModuleType("onnxruntime.training")
-try:
-    compat.install()
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def test_import_changes_nothing_and_install_aliases_every_module():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert "aliased" in done.stdout
 
 
-def test_install_aliases_every_module():
-    assert "aliased" in run(ALIASED)
-
-
-def test_import_alone_changes_nothing():
-    assert "untouched" in run(UNTOUCHED)
-
-
-def test_the_real_package_is_not_replaced():
-    assert "CompatError" in run(TAKEN)
+def test_the_real_package_is_not_replaced(monkeypatch):
+    real = types.ModuleType("onnxruntime.training")
+    monkeypatch.setitem(sys.modules, "onnxruntime.training", real)
+    with pytest.raises(CompatError, match="imported already"):
+        onnxtrain.compat.ort.install()
+    assert sys.modules["onnxruntime.training"] is real
