@@ -15,6 +15,7 @@ from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.composed_batch_norm import compose_batch_norm
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.randomness import portable_dropout
 from onnxtrain.graph.versions import IR_VERSION, OPSET
@@ -148,6 +149,8 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
         results.append(gradient)
     results += [b.new for b in statistics]
     _set_outputs(op, results)
+    if plan.target == "webgpu":
+        compose_batch_norm(op)
     expand_label_losses(model)
     return Backward(
         model=model,
