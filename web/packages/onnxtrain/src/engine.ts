@@ -205,12 +205,13 @@ export class LocalEngine implements Engine {
 
   async release(): Promise<void> {
     const loaded = await Promise.allSettled(this.#models.values());
+    // Tensors on a GPU belong to the session that made them.
+    for (const value of this.#values.values()) value.dispose();
+    this.#values.clear();
     this.#models.clear();
     for (const found of loaded) if (found.status === "fulfilled") await found.value.session.release();
     await this.#predictor?.session.release();
     this.#predictor = undefined;
-    for (const value of this.#values.values()) value.dispose();
-    this.#values.clear();
   }
 }
 
