@@ -36,10 +36,10 @@ _CHEAP = frozenset(
 class Split:
     """Two models that together compute what :func:`onnxtrain.vjp` computes.
 
-    ``forward`` takes the model's inputs and the lifted parameters; it gives the model's outputs, then
-    ``saved``. ``backward`` takes ``saved``, ``passed`` (inputs and parameters of the forward model that
-    it reads again) and ``<output>_grad`` for each chosen output; it gives ``<name>_grad`` for each
-    ``wrt``.
+    ``forward`` takes the model's inputs and the lifted parameters; it gives the model's outputs,
+    then ``saved``. ``backward`` takes ``saved``, ``passed`` (inputs and parameters of the forward
+    model that it reads again) and ``<output>_grad`` for each chosen output; it gives
+    ``<name>_grad`` for each ``wrt``.
     """
 
     forward: onnx.ModelProto

@@ -11,26 +11,16 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.protos import through_proto
+from onnxtrain.graph.schema_bodies import body_by_types, has_body
 
-# Bodies that are worse than useless: Softplus overflows above 88, Range is a Loop,
-# LayerNormalization is 25 nodes of shape arithmetic.
-UNUSABLE = frozenset({"LayerNormalization", "Range", "Softplus"})
+__all__ = ["has_body", "inline_bodies"]
+
 _OWN = "onnxtrain.bodies"  # domain of functions that are inlined at once
 _ROUNDS = 8  # bodies may use operators that have bodies
 
 
-def has_body(op_type: str, opset: int) -> bool:
-    """Tell whether the standard gives a usable function body for an operator."""
-    schema = S.schema_of(op_type, opset)
-    return (
-        schema is not None
-        and op_type not in UNUSABLE
-        and (schema.has_function or schema.has_context_dependent_function)
-    )
-
-
 def inline_bodies(model: ir.Model, chosen: Callable[[str], bool]) -> ir.Model:
-    """Give the model with every operator that ``chosen`` names and that has a body replaced by it."""
+    """Give the model with the operators that ``chosen`` names replaced by their bodies, if any."""
     opset = model.opset_imports[""]
     for _ in range(_ROUNDS):
         kinds = sorted(
@@ -54,7 +44,8 @@ def inline_bodies(model: ir.Model, chosen: Callable[[str], bool]) -> ir.Model:
             )
         except RuntimeError as error:
             raise PrepareError(
-                f"the function bodies of {', '.join(kinds)} cannot be inlined: {S.first_line(error)}"
+                f"the function bodies of {', '.join(kinds)} cannot be inlined: "
+                f"{S.first_line(error)}"
             ) from error
         model.opset_imports.pop(_OWN, None)
         if sum(1 for _ in model.graph.all_nodes()) == before:
@@ -77,20 +68,10 @@ def _with_own_bodies(proto: onnx.ModelProto, kinds: list[str], opset: int) -> on
     for node in proto.graph.node:
         if node.op_type not in kinds or node.domain not in ("", "ai.onnx") or all(node.input):
             continue
-        schema = S.schema_of(node.op_type, opset)
-        if schema is None or not schema.has_context_dependent_function:
+        given = [types.get(name, onnx.TypeProto()) for name in node.input]
+        function = body_by_types(node, given, opset)
+        if function is None:
             continue
-        given = {a.name for a in node.attribute}
-        for name, attribute in schema.attributes.items():
-            if name not in given and attribute.default_value.type:
-                node.attribute.append(attribute.default_value)
-        version = max(v for v in schema.context_dependent_function_opset_versions if v <= opset)
-        text = schema.get_context_dependent_function_with_opset_version(
-            version,
-            node.SerializeToString(),
-            [types.get(name, onnx.TypeProto()).SerializeToString() for name in node.input],
-        )
-        function = onnx.FunctionProto.FromString(text)
         function.domain, function.name = _OWN, f"{node.op_type}.{len(proto.functions)}"
         proto.functions.append(function)
         node.domain, node.op_type = function.domain, function.name

@@ -38,7 +38,9 @@ def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]
     return [mapping.get(y, y) for y in graph.outputs]
 
 
-def _copy_attribute(op: OpBuilder, attribute: ir.Attr, mapping: dict[ir.Value, ir.Value]) -> ir.Attr:
+def _copy_attribute(
+    op: OpBuilder, attribute: ir.Attr, mapping: dict[ir.Value, ir.Value]
+) -> ir.Attr:
     if attribute.type == ir.AttributeType.GRAPH:
         return ir.AttrGraph(attribute.name, _copy_graph(op, attribute.as_graph(), mapping))
     if attribute.type == ir.AttributeType.GRAPHS:

@@ -6,9 +6,9 @@ A decomposition is a function over the builder, registered by operator::
     def bias_gelu(op, x, bias):
         return op.Gelu(op.Add(x, bias))
 
-It receives the node's inputs by position (``None`` where omitted), attributes by keyword if its signature
-asks for them (give the default there: fused operators have no schema), ``node`` on request, and returns
-the replacement of each output. Returning ``None`` leaves the node as it is.
+It receives the node's inputs by position (``None`` where omitted), attributes by keyword if its
+signature asks for them (give the default there: fused operators have no schema), ``node`` on
+request, and returns the replacement of each output. Returning ``None`` leaves the node as it is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def has_decomposition(key: str) -> bool:
 
 
 def decompose(model: ir.Model, only: Callable[[str], bool]) -> list[str]:
-    """Rewrite, in place, the nodes whose key ``only`` accepts; give a line for each kind rewritten."""
+    """Rewrite, in place, the nodes whose key ``only`` accepts; give a line for each kind."""
     _fill()
     done: dict[str, int] = {}
     if not any(_chosen(n, only) for n in model.graph.all_nodes()):
@@ -71,7 +71,9 @@ def _chosen(node: ir.Node, only: Callable[[str], bool]) -> bool:
     return _key(node) in DECOMPOSITIONS and only(_key(node))
 
 
-def _walk(graph: ir.Graph, parent: OpBuilder, only: Callable[[str], bool], done: dict[str, int]) -> None:
+def _walk(
+    graph: ir.Graph, parent: OpBuilder, only: Callable[[str], bool], done: dict[str, int]
+) -> None:
     for node in list(graph):
         for body in subgraphs_of(node):
             _walk(body, parent, only, done)
@@ -104,8 +106,10 @@ def _call(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> Any:
             f"node {node.name!r}: {S.describe(node)} has attributes we do not know: "
             f"{', '.join(sorted(unknown))}"
         )
-    most = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()) - 1
-    if len(node.inputs) > most and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+    kinds = [p.kind for p in parameters.values()]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    most = sum(kind in positional for kind in kinds) - 1  # all but ``op``
+    if len(node.inputs) > most and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise PrepareError(f"node {node.name!r}: {S.describe(node)} has more inputs than we know")
     return function(op, *node.inputs, **keywords)
 

@@ -1,8 +1,8 @@
 """Symbolic dimensions: polynomials in named sizes, written as plain strings.
 
-A dimension is an ``int``, a string such as ``"batch*196"`` or ``"(width + 1)//2"``, or ``None`` when
-nothing is known about it. Strings are kept in one canonical spelling, so two dimensions are provably
-equal exactly when they compare equal.
+A dimension is an ``int``, a string such as ``"batch*196"`` or ``"(width + 1)//2"``, or ``None``
+when nothing is known about it. Strings are kept in one canonical spelling, so two dimensions are
+provably equal exactly when they compare equal.
 
 >>> mul("batch", 2)
 '2*batch'
@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 Dim = int | str | None
 """A dimension: a number, a canonical expression, or unknown."""
@@ -76,6 +76,18 @@ def product(dims: Iterable[Dim]) -> Dim:
     return total
 
 
+def numbers(dims: Sequence[Dim] | None) -> list[int] | None:
+    """Give dimensions as numbers if all of them are.
+
+    >>> numbers([2, 3]), numbers([2, "n"])
+    ([2, 3], None)
+    """
+    if dims is None:
+        return None
+    found = [d for d in dims if isinstance(d, int)]
+    return found if len(found) == len(dims) else None
+
+
 def symbols(d: Dim) -> set[str]:
     """Give the names a dimension is made of."""
     if not isinstance(d, str):
@@ -105,7 +117,7 @@ def broadcast(a: Dim, b: Dim) -> Dim:
     return None
 
 
-def _apply(f, a: Dim, b: Dim) -> Dim:
+def _apply(f: Callable[[_Poly, _Poly], _Poly], a: Dim, b: Dim) -> Dim:
     if a is None or b is None:
         return None
     return _text(f(_parse(a), _parse(b)))
@@ -186,7 +198,8 @@ def _floordiv(p: _Poly, q: _Poly) -> _Poly:
     if p == q:
         return _constant(1)
     if len(q) == 1:
-        (divisor, coefficient), terms = q[0], {}
+        (divisor, coefficient) = q[0]
+        terms: dict[_Monomial, int] = {}
         for m, c in p:
             rest = _without(m, divisor)
             if rest is None or c % coefficient:
@@ -214,7 +227,7 @@ def _text(p: _Poly) -> int | str:
         return 0
     if len(p) == 1 and p[0][0] == ():
         return p[0][1]
-    parts = []
+    parts: list[str] = []
     # Symbols first, the bare number last: "n + 1", not "1 + n".
     for m, c in sorted(p, key=lambda t: (t[0] == (), t[0])):
         body = "*".join(m)

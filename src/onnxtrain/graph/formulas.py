@@ -33,14 +33,6 @@ def elements_in(node: ir.Node, i: int) -> tuple[Dim, ...] | None:
     return S.symbolic_of(input_of(node, i))
 
 
-def numbers(elements: Sequence[Dim] | None) -> list[int] | None:
-    """Give dimensions as numbers if all of them are."""
-    if elements is None:
-        return None
-    found = [e for e in elements if isinstance(e, int)]
-    return found if len(found) == len(elements) else None
-
-
 def count_in(node: ir.Node, i: int) -> int | None:
     """Give the length of a vector input (of axes, of a shape) whose elements are not known."""
     dims = dims_in(node, i)

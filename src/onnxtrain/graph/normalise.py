@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
+from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.dims import Dim
 
 _WINDOWED = frozenset({"Conv", "AveragePool", "LpPool", "MaxPool", "ConvTranspose", "ConvInteger"})
 
@@ -70,17 +74,20 @@ def _explicit_padding(node: ir.Node) -> bool:
     return True
 
 
-def _same_pads(node: ir.Node, dims: tuple, n: int, *, upper: bool) -> list[int] | None:
+def _same_pads(node: ir.Node, dims: Sequence[Dim], n: int, *, upper: bool) -> list[int] | None:
     """Give the padding that makes ``output = ceil(input / stride)``."""
     if "output_shape" in node.attributes or node.attributes.get("ceil_mode", _NO).value:
         return None
     w = node.inputs[1] if len(node.inputs) > 1 else None
-    kernel = _ints(node, "kernel_shape") or (None if w is None else list((S.dims_of(w) or ())[2:]))
+    kernel = _ints(node, "kernel_shape")
+    if not kernel and w is not None:
+        kernel = D.numbers((S.dims_of(w) or ())[2:])
     strides, dilations = _ints(node, "strides") or [1] * n, _ints(node, "dilations") or [1] * n
     extra = _ints(node, "output_padding") or [0] * n
-    if not kernel or not all(isinstance(k, int) for k in kernel):
+    if not kernel:
         return None
-    before, after = [], []
+    before: list[int] = []
+    after: list[int] = []
     for size, k, s, d, e in zip(dims[2:], kernel, strides, dilations, extra, strict=True):
         extent = (k - 1) * d + 1
         if node.op_type == "ConvTranspose":

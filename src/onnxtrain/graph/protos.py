@@ -23,7 +23,8 @@ def through_proto(
     }
     for name, x in large.items():
         if x.shape is None and x.const_value is not None:
-            x.shape, x.type = ir.Shape(x.const_value.shape), ir.TensorType(x.const_value.dtype)
+            x.shape = ir.Shape(x.const_value.shape.numpy())
+            x.type = ir.TensorType(x.const_value.dtype)
         del graph.initializers[name]
         graph.inputs.append(x)
     result = ir.from_proto(transform(ir.to_proto(model)))

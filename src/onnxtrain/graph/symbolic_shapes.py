@@ -17,7 +17,6 @@ from onnxtrain.graph.formulas import (
     dims_in,
     elements_in,
     input_of,
-    numbers,
     slice_end,
 )
 
@@ -96,7 +95,7 @@ def _pad(node: ir.Node, a: Attributes) -> _Dims:
     dims, pads = dims_in(node), elements_in(node, 1)
     if dims is None:
         return None
-    given = list(range(len(dims))) if input_of(node, 3) is None else numbers(elements_in(node, 3))
+    given = list(range(len(dims))) if input_of(node, 3) is None else D.numbers(elements_in(node, 3))
     if pads is None or given is None:
         return [None] * len(dims)  # the rank stays
     axes = [i % len(dims) for i in given]
@@ -114,7 +113,7 @@ def _slice(node: ir.Node, a: Attributes) -> _Dims:
     if input_of(node, 3) is None and starts is not None:
         axes = list(range(len(starts)))
     else:
-        axes = numbers(elements_in(node, 3))
+        axes = D.numbers(elements_in(node, 3))
     if axes is None:
         return [None] * len(dims)
     steps = (1,) * len(axes) if input_of(node, 4) is None else elements_in(node, 4)

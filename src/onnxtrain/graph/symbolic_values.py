@@ -15,7 +15,6 @@ from onnxtrain.graph.formulas import (
     dims_in,
     elements_in,
     input_of,
-    numbers,
     slice_end,
 )
 
@@ -55,7 +54,7 @@ def _concat(node: ir.Node, a: Attributes) -> _Elements:
 
 
 def _gather(node: ir.Node, a: Attributes) -> _Elements:
-    data, at = elements_in(node, 0), numbers(elements_in(node, 1))
+    data, at = elements_in(node, 0), D.numbers(elements_in(node, 1))
     if data is None or at is None or any(not -len(data) <= i < len(data) for i in at):
         return None
     return tuple(data[i] for i in at)
@@ -70,7 +69,7 @@ def _slice(node: ir.Node, a: Attributes) -> _Elements:
 
 
 def _one(node: ir.Node, i: int) -> int | None:
-    found = numbers(elements_in(node, i))
+    found = D.numbers(elements_in(node, i))
     return found[0] if found is not None and len(found) == 1 else None
 
 
@@ -125,7 +124,7 @@ def _reduce_prod(node: ir.Node, a: Attributes) -> _Elements:
 
 def _range(node: ir.Node, a: Attributes) -> _Elements:
     bounds = [S.symbolic_of(x) for x in node.inputs]
-    found = numbers([None if b is None else b[0] for b in bounds])
+    found = D.numbers([None if b is None else b[0] for b in bounds])
     if found is None:
         return None
     values = range(*found)

@@ -97,6 +97,7 @@ class Optimizer:
         for name, p in parameters.items():
             group = self.group_of(name)
             decay = group.weight_decay or 0.0
+            assert p.dtype is not None
             rate = _shared_scalar(op, shared, "lr", lr, p.dtype)
             if group.lr_factor != 1.0:
                 key = (f"lr_factor/{p.dtype}", group.lr_factor)

@@ -62,7 +62,7 @@ def spread(
     axes = _axes(op, x, y, win, auto_pad, ceil_mode)
     fixed = fixed_padding(op, x, y, win, auto_pad)
     static = op.static(x) is not None or all(isinstance(a.size, int) for a in axes)
-    if static and fixed is not None and max(int(a.size) for a in axes) > LARGE:
+    if static and fixed is not None and max(_number(a.size) for a in axes) > LARGE:
         return _by_convolution(op, dy, x, axes, fixed, divide)
     return _by_matrices(op, dy, x, axes, divide)
 
@@ -134,7 +134,7 @@ def _matrix(
     sizes = (axis.size, axis.count, axis.before, axis.after)
     if all(isinstance(s, int) for s in sizes):
         reads = _reads(axis)
-        positions = np.arange(int(axis.size))
+        positions = np.arange(_number(axis.size))
         table = (reads[:, :, None] == positions).sum(1).astype(np.float64)
         table = table / _counts(axis, divide)[:, None] if divide else table
         return op.const(table.T if transposed else table, dtype)
@@ -167,15 +167,20 @@ def _value(op: OpBuilder, size: Size) -> ir.Value:
     return op.const([size]) if isinstance(size, int) else size
 
 
+def _number(size: Size) -> int:
+    assert isinstance(size, int)
+    return size
+
+
 def _reads(axis: Axis) -> np.ndarray:
     """Give the positions that each window reads, outside ones included: [windows, kernel]."""
-    starts = np.arange(int(axis.count)) * axis.stride - int(axis.before)
+    starts = np.arange(_number(axis.count)) * axis.stride - _number(axis.before)
     return starts[:, None] + np.arange(axis.kernel) * axis.dilation
 
 
 def _counts(axis: Axis, divide: str) -> np.ndarray:
     """Give how many elements count in each window."""
-    reads, size = _reads(axis), int(axis.size)
+    reads, size = _reads(axis), _number(axis.size)
     inside = (reads >= 0) & (reads < size)
-    padded = reads < size + int(axis.after)
+    padded = reads < size + _number(axis.after)
     return (inside if divide == "inside" else padded).sum(1)

@@ -1,7 +1,8 @@
 """If, Scan and Loop.
 
-Backward bodies recompute the forward body of one step from what entered it, then run its reverse sweep.
-What entered each step of a Scan or Loop is saved by the forward node in additional scan outputs.
+Backward bodies recompute the forward body of one step from what entered it, then run its reverse
+sweep. What entered each step of a Scan or Loop is saved by the forward node in additional scan
+outputs.
 """
 
 from __future__ import annotations
@@ -68,16 +69,17 @@ def scan(op, dys, *inputs, node):
         *(dys[i] if dys[i] is not None else op.zeros_like(inputs[i]) for i in floats),
         *(op.zeros_like(x) for x in wanted_outer),
     ]
-    step = op.body([*carried, *body.inputs[:n], *body.inputs[n:], *(body.outputs[i] for i in given)])
+    step = op.body([*carried, *body.inputs, *(body.outputs[i] for i in given)])
     ins = list(step.graph.inputs)
     d_state, d_outer = ins[: len(floats)], ins[len(floats) : len(carried)]
-    states, slices = ins[len(carried) : len(carried) + n], ins[len(carried) + n : len(carried) + len(inputs)]
+    entering = ins[len(carried) : len(carried) + len(inputs)]
+    states, slices = entering[:n], entering[n:]
     d_outputs: list[Maybe] = [None] * len(body.outputs)
     for i, d in zip(floats, d_state, strict=True):
         d_outputs[i] = d
     for i, d in zip(given, ins[len(carried) + len(inputs) :], strict=True):
         d_outputs[i] = d
-    mapping = dict(zip(body.inputs, [*states, *slices], strict=True))
+    mapping = dict(zip(body.inputs, entering, strict=True))
     outputs = copy_nodes(step, body, mapping)
     wrt = [*(states[i] for i in floats), *(slices[i] for i in wanted_scans), *wanted_outer]
     grads = _own(step, _sweep(step, outputs, d_outputs, wrt), wrt)
@@ -110,7 +112,7 @@ def scan(op, dys, *inputs, node):
     for i, d in zip(wanted_scans, found[len(carried) :], strict=True):
         result[n + i] = _shaped(d, scans[i])
     by_value = dict(zip(wanted_outer, found[len(floats) : len(carried)], strict=True))
-    return *result, *(by_value.get(x) if by_value.get(x) is None else _shaped(by_value[x], x) for x in outer)
+    return *result, *(None if x not in by_value else _shaped(by_value[x], x) for x in outer)
 
 
 @vjp_multi("Loop")
@@ -205,6 +207,7 @@ def _save_states(op: OpBuilder, node: ir.Node, body: ir.Graph, n: int) -> list[i
         out = node.outputs[first + i]
         out.name = op.names.fresh(f"{node.outputs[0].name}.state{i}")
         outer = node.inputs[i]
+        assert outer is not None
         out.type = state.type or outer.type
         dims = S.dims_of(outer)
         S.set_dims(out, None if dims is None else [length, *dims])
@@ -231,6 +234,7 @@ def _save_loop_states(
     length = S.D.symbol(steps.name)
     S.set_dims(steps, [length])
     for i, state in enumerate(node.inputs[2:]):
+        assert state is not None
         out = node.outputs[first + 1 + i]
         out.name = op.names.fresh(f"{node.outputs[0].name}.state{i}")
         out.type = state.type
@@ -255,7 +259,8 @@ def _name_outputs(op: OpBuilder, node: ir.Node) -> None:
 
 def _scan_length(node: ir.Node, n: int) -> S.Dim:
     axes = _ints(node, "scan_input_axes", len(node.inputs) - n)
-    dims = S.dims_of(node.inputs[n])
+    first = node.inputs[n]
+    dims = None if first is None else S.dims_of(first)
     return None if dims is None else dims[axes[0]]
 
 
@@ -296,5 +301,3 @@ def _ints(node: ir.Node, name: str, n: int) -> list[int]:
 def _shaped(d: ir.Value, x: ir.Value) -> ir.Value:
     d.shape = x.shape
     return d
-
-

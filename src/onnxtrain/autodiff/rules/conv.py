@@ -76,11 +76,12 @@ def input_by_transposed_conv(
     Windows may leave out the last positions of the input, or reach beyond its padding (ceil_mode):
     the result is padded or cut to the size of ``x``, at run time where sizes are not known before.
     """
-    after, extra, cut = [], [], []
+    after: list[int] = []
+    extra: list[int] = []
+    cut: list[int] = []
     for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(dy)[2:], strict=True)):
         stride, extent = win.strides[i], win.extent(i)
-        known = isinstance(size, int) and isinstance(count, int) and extent is not None
-        if known:
+        if isinstance(size, int) and isinstance(count, int) and extent is not None:
             beyond = stride * (count - 1) + extent - win.before[i] - size
         elif stride == 1:
             beyond = win.after[i]

@@ -10,6 +10,7 @@ from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv_weight import weight_gradient
 from onnxtrain.autodiff.rules.windows import Windows, pad_at_run_time, windows
 from onnxtrain.errors import UndifferentiableError
+from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
@@ -69,8 +70,8 @@ def _fit_output(
     """Give the padding that cuts the output to ``output_shape``, or ``dy`` padded at run time."""
     wanted = output_shape[-win.rank :]
     rest = [extra[i] + _extent(win, i, node) - win.strides[i] - wanted[i] for i in range(win.rank)]
-    sizes = op.dims(x)[2:]
-    if all(isinstance(d, int) for d in sizes):
+    sizes = D.numbers(op.dims(x)[2:])
+    if sizes is not None:
         totals = [max(d * s + r, 0) for d, s, r in zip(sizes, win.strides, rest, strict=True)]
         return _padded(win, totals, upper), dy
     total = op.Add(op.Mul(op.Shape(x, start=2), list(win.strides)), rest)

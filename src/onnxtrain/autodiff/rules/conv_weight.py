@@ -204,9 +204,8 @@ def _merge(op: OpBuilder, x: ir.Value, axis: int, lead: int = 0) -> ir.Value:
     """Join axes ``axis`` and ``axis + 1``, with ``lead`` axes of size 1 put in front."""
     dims = op.dims(x)
     sizes = [op.size(x, i) for i in range(len(dims)) if i not in (axis, axis + 1)]
-    both = [dims[axis], dims[axis + 1]]
-    joined = int(both[0]) * int(both[1]) if all(isinstance(d, int) for d in both) else -1
-    sizes.insert(axis, joined)
+    left, right = dims[axis], dims[axis + 1]
+    sizes.insert(axis, left * right if isinstance(left, int) and isinstance(right, int) else -1)
     return op.Reshape(x, op.vector([*[1] * lead, *sizes]))
 
 

@@ -36,6 +36,7 @@ def _gradient(
     op: OpBuilder, dy: ir.Value, operands: Sequence[ir.Value], eq: Equation, index: int
 ) -> ir.Value:
     x = operands[index]
+    assert x.dtype is not None
     terms = [eq.output, *(t for i, t in enumerate(eq.terms) if i != index)]
     values = [dy, *(v for i, v in enumerate(operands) if i != index)]
     spare = iter(spare_letters(*eq.terms, eq.output))

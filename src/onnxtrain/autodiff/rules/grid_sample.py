@@ -42,7 +42,7 @@ class _Axis:
 
 
 @vjp("GridSample")
-def grid_sample(op, dy, x, grid, *, mode, padding_mode, align_corners) -> Gradients:
+def grid_sample(op, dy, x, grid, *, mode: str, padding_mode: str, align_corners) -> Gradients:
     """``dx`` adds ``w * dy`` at the taps; ``dgrid`` sums ``dy * x[tap] * dw/dgrid`` over them."""
     mode = _OLD_NAMES.get(mode, mode)
     spatial = op.rank(x) - 2

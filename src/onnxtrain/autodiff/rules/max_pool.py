@@ -20,6 +20,7 @@ from onnxtrain.autodiff.rules.windows import (
     tap_slices,
     windows,
 )
+from onnxtrain.graph import dims as D
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shape_ops import Size
 
@@ -74,8 +75,8 @@ def _unpooling_kernel(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> 
     """
     if any(s < (win.extent(i) or 0) for i, s in enumerate(win.strides)):
         return None
-    sizes, counts = op.dims(x)[2:], op.dims(y)[2:]
-    if not all(isinstance(d, int) for d in (*sizes, *counts)):
+    sizes, counts = D.numbers(op.dims(x)[2:]), D.numbers(op.dims(y)[2:])
+    if sizes is None or counts is None:
         return None
     return [
         size + before - (count - 1) * stride

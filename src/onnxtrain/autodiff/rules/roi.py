@@ -78,7 +78,7 @@ def roi_align(
     form = _average if mode == "avg" else _maximum
     dx, drows, dcolumns = form(op, dyw, xw, batch_indices, rows, columns, wanted[1])
     drois = None
-    if wanted[1]:
+    if drows is not None and dcolumns is not None:
         (left, right), (top, bottom) = (
             _ends(op, d, s) for d, s in ((dcolumns, columns), (drows, rows))
         )

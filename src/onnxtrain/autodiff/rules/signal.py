@@ -11,9 +11,9 @@ from onnxtrain.autodiff.registry import undefined, vjp
 def dft(op, dy, x, dft_length=None, axis=None, *, inverse, onesided):
     """The adjoint of a discrete Fourier transform is the unscaled transform the other way.
 
-    ``y = F x`` gives ``dx = conj(F)^T dy``: length times the inverse transform; a real ``x`` keeps the
-    real part. Frequencies that ``onesided`` left out count as zero, and so does what ``dft_length``
-    cut off.
+    ``y = F x`` gives ``dx = conj(F)^T dy``: length times the inverse transform; a real ``x`` keeps
+    the real part. Frequencies that ``onesided`` left out count as zero, and so does what
+    ``dft_length`` cut off.
     """
     where = op.const(-2) if axis is None else axis
     at = op.constant(where)

@@ -16,7 +16,7 @@ _RAW, _CAPPED, _BIASED, _PROBABILITIES = range(4)  # values of qk_matmul_output_
 @decomposition("Attention")
 def attention(
     op, q, k, v, attn_mask=None, past_key=None, past_value=None, nonpad_kv_seqlen=None, *,
-    is_causal=0, kv_num_heads=None, q_num_heads=None, qk_matmul_output_mode=0, scale=None,
+    is_causal=0, kv_num_heads, q_num_heads, qk_matmul_output_mode=0, scale=None,
     softcap=0.0, softmax_precision=None, left_window_size=-1, right_window_size=-1, node,
 ):  # fmt: skip
     """``softmax(cap(scale q k^T) + bias) v``; rows without any key give zero.

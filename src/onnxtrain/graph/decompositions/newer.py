@@ -15,7 +15,10 @@ def swish(op, x, *, alpha=1.0):
 
 @decomposition("RMSNormalization")
 def rms_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
-    """``x / sqrt(mean(x^2) + epsilon) * scale`` over the axes from ``axis`` on, in ``stash_type``."""
+    """``x / sqrt(mean(x^2) + epsilon) * scale`` over the axes from ``axis`` on.
+
+    The root is computed in ``stash_type``.
+    """
     axes = list(range(axis % op.rank(x), op.rank(x)))
     wide = op.cast(x, ir.DataType(stash_type))
     mean = op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1)
