@@ -1,0 +1,80 @@
+"""``onnxruntime.training.amp``: loss scalers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LossScaler:
+    """Base of loss scalers: a scale, and what happens to it after each step."""
+
+    def __init__(self, loss_scale: float) -> None:
+        self._input_name: str | None = None
+        self._loss_scale = float(loss_scale)
+        self._initial_loss_scale = float(loss_scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next step."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: float) -> None:
+        self._loss_scale = float(loss_scale)
+
+    @property
+    def input_name(self) -> str | None:
+        """The name of the input that took the scale."""
+        return self._input_name
+
+    @input_name.setter
+    def input_name(self, input_name: str) -> None:
+        self._input_name = input_name
+
+    def reset(self) -> None:
+        """Go back to the first scale."""
+        self._loss_scale = self._initial_loss_scale
+
+    def update(self, train_step_info: Any) -> None:
+        """Adapt to the outcome of a step."""
+        raise NotImplementedError
+
+
+class DynamicLossScaler(LossScaler):
+    """Doubles the scale after a window of finite steps, halves it when one overflows."""
+
+    def __init__(
+        self,
+        automatic_update: bool = True,
+        loss_scale: float = float(1 << 16),
+        up_scale_window: int = 2000,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = float(1 << 24),
+    ) -> None:
+        super().__init__(loss_scale)
+        self.automatic_update = automatic_update
+        self.up_scale_window = up_scale_window
+        self.min_loss_scale = min_loss_scale
+        self.max_loss_scale = max_loss_scale
+        self._stable_steps_count = 0
+
+    def reset(self) -> None:
+        """Go back to the first scale, and count anew."""
+        super().reset()
+        self._stable_steps_count = 0
+
+    def update(self, train_step_info: Any) -> None:
+        """Adapt to whether all gradients were finite."""
+        if not self.automatic_update:
+            return
+        if train_step_info.all_finite:
+            self._stable_steps_count += 1
+            if self._stable_steps_count >= self.up_scale_window:
+                self._loss_scale = min(self.max_loss_scale, self._loss_scale * 2)
+                self._stable_steps_count = 0
+        else:
+            self._loss_scale = max(self.min_loss_scale, self._loss_scale / 2)
+            self._stable_steps_count = 0
+
+
+__all__ = ["DynamicLossScaler", "LossScaler"]

@@ -1,0 +1,326 @@
+"""``ORTTrainer``: a torch module or ONNX model trained on stock ONNX Runtime, in both old forms."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from onnxtrain.artifacts import build
+from onnxtrain.checkpoint import save_checkpoint as write_checkpoint
+from onnxtrain.checkpoint import state_key
+from onnxtrain.compat.ort.amp import LossScaler
+from onnxtrain.compat.ort.descriptions import IODescription, ModelDescription, Signature
+from onnxtrain.compat.ort.optim import TrainStepInfo
+from onnxtrain.compat.ort.trainer_options import ORTTrainerOptions
+from onnxtrain.compat.ort.trainer_settings import later_form, old_form
+from onnxtrain.errors import CompatError
+from onnxtrain.graph.io import load
+from onnxtrain.runtime import Trainer
+from onnxtrain.runtime.feeds import to_array
+from onnxtrain.torch import from_torch, last_report
+
+
+class _WithLoss(nn.Module):
+    """A module with its loss: the last input is the label, the first output the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        if self.loss_fn is None:
+            return self.model(*inputs)
+        output = self.model(*inputs[:-1])
+        first = output[0] if isinstance(output, list | tuple) else output
+        rest = tuple(output) if isinstance(output, list | tuple) else (output,)
+        return (self.loss_fn(first, inputs[-1]), *rest)
+
+
+class ORTTrainer:
+    """Trains a model, one step per call.
+
+    Either ``ORTTrainer(model, loss_fn, model_desc, "AdamOptimizer", map_optimizer_attributes,
+    learning_rate_description, device, ...)`` or ``ORTTrainer(model, model_desc, optim_config,
+    loss_fn=None, options=None)``. The model is exported at the first step. It computes in float32,
+    also where mixed precision is asked for. Parallel training is torch.distributed's business, with
+    :class:`onnxtrain.torch.TrainableModule`.
+    """
+
+    def __init__(self, model: nn.Module | onnx.ModelProto, *args: Any, **kwargs: Any) -> None:
+        later = "optim_config" in kwargs or (args and isinstance(args[0], Mapping))
+        self._model = model
+        self._loss_fn, self._settings = (
+            later_form(*args, **kwargs) if later else old_form(*args, **kwargs)
+        )
+        self._trainer: Trainer | None = None
+        self._names: dict[str, str] = {}
+        self._pending: dict[str, Any] = {}
+        self._strict = False
+        self.is_train = True
+        self._train_step_info = TrainStepInfo(self._settings.config)
+        if self._settings.mixed:
+            warnings.warn("mixed precision is asked for; this computes in float32", stacklevel=2)
+
+    def train(self) -> None:
+        """Let calls train."""
+        self.is_train = True
+
+    def eval(self) -> None:
+        """Let calls evaluate."""
+        self.is_train = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Train or evaluate, as was said last."""
+        return (self.train_step if self.is_train else self.eval_step)(*args, **kwargs)
+
+    def train_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Train on one batch; give the outputs in the order of the description."""
+        s, info = self._settings, self._train_step_info
+        values, rest = self._batch(args, kwargs)
+        trainer = self._started(values)
+        info.step += 1
+        trainer.lr = self._rate(rest, kwargs)
+        found = trainer.compute(self._feeds(values))
+        norm = found.get("grad_norm")
+        info.all_finite = norm is None or bool(np.isfinite(norm).all())
+        if info.all_finite or not s.mixed:
+            result = trainer.commit(found)
+            info.optimization_step += int(result.updated)
+        if s.mixed and s.scaler is not None:
+            s.scaler.update(info)
+        shown = self._shown(found, fetches)
+        if s.mixed and s.scaler is None:
+            shown = [*shown, torch.tensor([info.all_finite])]
+        return shown[0] if len(shown) == 1 else shown
+
+    def eval_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Evaluate one batch; give the outputs in the order of the description."""
+        values, _ = self._batch(args, kwargs)
+        trainer = self._started(values)
+        result = trainer.evaluate_batch(**self._feeds(values))
+        found = {"loss": np.float32(result.loss), **result.outputs}
+        shown = self._shown(found, fetches)
+        return shown[0] if len(shown) == 1 else shown
+
+    def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        names = [n for n, _ in self._settings.signature.inputs]
+        values = dict(zip(names, args, strict=False))
+        values |= {n: v for n, v in kwargs.items() if n in names}
+        missing = [n for n in names if n not in values]
+        if missing:
+            raise CompatError(f"inputs are missing: {', '.join(missing)}")
+        return [values[n] for n in names], list(args[len(names) :])
+
+    def _feeds(self, values: Sequence[Any]) -> dict[str, np.ndarray]:
+        assert self._trainer is not None
+        names = [n for n, _ in self._settings.signature.inputs]
+        known = set(self._trainer.inputs)
+        return {n: to_array(v) for n, v in zip(names, values, strict=True) if n in known}
+
+    def _rate(self, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        s, info = self._settings, self._train_step_info
+        if s.get_lr is not None:
+            return float(s.get_lr(info.optimization_step))
+        if s.rate_input:
+            given = rest[0] if rest else kwargs.get("learning_rate", kwargs.get("lr"))
+            if given is None:
+                raise CompatError(
+                    "the learning rate is missing\nhint: it is the last argument of train_step"
+                )
+            return float(np.asarray(to_array(given)).reshape(-1)[0])
+        if s.schedule is not None:
+            s.schedule._step(info)
+            return float(s.schedule.get_last_lr()[0])
+        return float(s.config.lr)
+
+    def _shown(self, found: Mapping[str, Any], fetches: Sequence[str] | None) -> list[torch.Tensor]:
+        signature = self._settings.signature
+        shown = []
+        for name in fetches or signature.outputs:
+            at = "loss" if name == signature.loss else name
+            if at not in found:
+                raise CompatError(f"no such output: {name!r}\nhint: {', '.join(signature.outputs)}")
+            shown.append(torch.from_numpy(np.array(found[at])))
+        return shown
+
+    def _started(self, values: Sequence[Any]) -> Trainer:
+        """Give the trainer; the first call exports the model and builds it."""
+        if self._trainer is not None:
+            return self._trainer
+        s = self._settings
+        model = self._exported(values)
+        others = [n for n in s.signature.outputs if n != s.signature.loss]
+        artifacts = build(
+            model,
+            loss=s.signature.loss,
+            optimizer=s.config.optimizer_for(list(model.graph.initializers)),
+            freeze=[self._names.get(n, n) for n in s.frozen] or None,
+            outputs=others,
+            mode="as-is",
+            metrics=["grad_norm"] if s.mixed else (),
+            clip=s.config.clip if s.clip and s.config.clip else None,
+            accumulate=s.accumulate,
+        )
+        self._trainer = Trainer(artifacts, device=s.device)
+        if self._pending:
+            self.load_state_dict(self._pending, strict=self._strict)
+        return self._trainer
+
+    def _exported(self, values: Sequence[Any]) -> ir.Model:
+        signature = self._settings.signature
+        if not isinstance(self._model, nn.Module):
+            return load(self._model)
+        names = [n for n, _ in signature.inputs]
+        tensors = tuple(torch.as_tensor(v) for v in values)
+        module = _WithLoss(self._model, self._loss_fn)
+        axes = signature.axes
+        model = from_torch(module, tensors, names=names, dynamic_shapes=axes)
+        for name, at in last_report(model).names.items():
+            self._names.setdefault(name.removeprefix("model."), at.removeprefix("model."))
+        _rename(model, signature)
+        return model
+
+    def state_dict(self, pytorch_format: bool = False) -> dict[str, torch.Tensor]:
+        """Give the weights by their names in the module."""
+        if self._trainer is None:
+            if self._pending:
+                return dict(self._pending)
+            return dict(self._model.state_dict()) if isinstance(self._model, nn.Module) else {}
+        known = {**_frozen(self._trainer), **_weights(self._trainer)}
+        names = self._names or {n: n for n in known}
+        found = {n: torch.from_numpy(known[at]) for n, at in names.items() if at in known}
+        found |= {n: torch.from_numpy(v) for n, v in known.items() if n not in self._names.values()}
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
+        """Set the weights; before the first step, when that comes."""
+        if self._trainer is None:
+            # Copies: a state_dict of torch changes with the module.
+            self._pending = {n: torch.as_tensor(v).clone() for n, v in state_dict.items()}
+            self._strict = strict
+            return
+        known = set(_weights(self._trainer))
+        arrays = {self._names.get(n, n): v for n, v in state_dict.items()}
+        missing = sorted(known - set(arrays))
+        if strict and missing:
+            raise CompatError(f"the state lacks {', '.join(missing[:5])}")
+        self._trainer.load_weights({n: v for n, v in arrays.items() if n in known}, strict=False)
+        self._pending = {}
+
+    def save_as_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Write the model with the current weights and its loss, in evaluation mode."""
+        self._running("save_as_onnx").export(path)
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        user_dict: Mapping[str, Any] | None = None,
+        include_optimizer_states: bool = True,
+    ) -> None:
+        """Write weights, progress and (by default) the optimizer's state, as safetensors."""
+        trainer = self._running("save_checkpoint")
+        info = {"step": self._train_step_info.step, "user_dict": dict(user_dict or {})}
+        if include_optimizer_states:
+            trainer.save(path, {"orttrainer": info})
+            return
+        tensors = trainer.state_dict()
+        for spec in trainer.manifest.state:
+            tensors[state_key(spec.parameter, spec.slot)] = trainer.artifacts.state[spec.name]
+        write_checkpoint(path, tensors, {**trainer.progress(), "step": 0, "orttrainer": info})
+
+    def load_checkpoint(
+        self, *paths: str | os.PathLike[str], strict: bool = True
+    ) -> dict[str, Any]:
+        """Continue from a checkpoint; give the ``user_dict`` that was saved with it."""
+        if len(paths) != 1:
+            raise CompatError("a checkpoint is one file here\nhint: give one path")
+        trainer = self._running("load_checkpoint")
+        meta = trainer.load(paths[0])
+        saved = meta.get("orttrainer", {})
+        self._train_step_info.step = int(saved.get("step", trainer.global_step))
+        self._train_step_info.optimization_step = trainer.global_step
+        return dict(saved.get("user_dict", {}))
+
+    def _running(self, what: str) -> Trainer:
+        if self._trainer is None:
+            raise CompatError(f"{what} needs a step before it, for the export of the model")
+        return self._trainer
+
+
+def _weights(trainer: Trainer) -> dict[str, np.ndarray]:
+    specs = (*trainer.manifest.parameters, *trainer.manifest.buffers)
+    state = trainer.state_dict()
+    return {w.name: state[w.name] for w in specs}
+
+
+def _frozen(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Give the float initializers that are not trained."""
+    model = load(trainer.artifacts.models["infer"])
+    return {
+        n: np.array(x.const_value.numpy())
+        for n, x in model.graph.initializers.items()
+        if x.const_value is not None
+    }
+
+
+def _rename(model: ir.Model, signature: Signature) -> None:
+    graph = model.graph
+    if len(graph.outputs) < len(signature.outputs):
+        raise CompatError(
+            f"the description has {len(signature.outputs)} outputs, the model {len(graph.outputs)}"
+        )
+    for name in [n for n in graph.initializers if n.startswith("model.")]:
+        value = graph.initializers.pop(name)
+        value.name = name.removeprefix("model.")
+        graph.register_initializer(value)
+    wanted = dict(zip(graph.outputs, signature.outputs, strict=False))
+    for node in graph.all_nodes():
+        for y in node.outputs:
+            if y.name in wanted.values() and y not in wanted:
+                y.name = f"{y.name}.inner"
+    for y, name in wanted.items():
+        y.name = name
+
+
+def save_checkpoint(
+    model: ORTTrainer,
+    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_prefix: str = "ORT_checkpoint",
+    checkpoint_state_dict: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of a trainer into a directory."""
+    os.makedirs(checkpoint_dir, exist_ok=True)
+    path = os.path.join(checkpoint_dir, f"{checkpoint_prefix}.safetensors")
+    model.save_checkpoint(path, checkpoint_state_dict)
+
+
+def load_checkpoint(
+    model: ORTTrainer,
+    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_prefix: str = "ORT_checkpoint",
+    strict: bool = False,
+) -> dict[str, Any]:
+    """Let a trainer continue from a checkpoint in a directory; give what was saved beside it."""
+    path = os.path.join(checkpoint_dir, f"{checkpoint_prefix}.safetensors")
+    return model.load_checkpoint(path, strict=strict)
+
+
+__all__ = [
+    "IODescription",
+    "LossScaler",
+    "ModelDescription",
+    "ORTTrainer",
+    "ORTTrainerOptions",
+    "TrainStepInfo",
+    "load_checkpoint",
+    "save_checkpoint",
+]
