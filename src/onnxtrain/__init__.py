@@ -1,22 +1,37 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
+from onnxtrain import losses, optim
+from onnxtrain.artifacts import Artifacts, Clip, build
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
 from onnxtrain.autodiff.registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
+from onnxtrain.convert import lower
 from onnxtrain.graph.io import load
+from onnxtrain.graph.transfer import replace_head
+from onnxtrain.runtime import Callback, EarlyStopping, Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Artifacts",
+    "Callback",
+    "Clip",
+    "EarlyStopping",
     "Report",
     "Split",
+    "Trainer",
+    "build",
     "explain",
     "grad",
     "jvp",
     "load",
+    "losses",
+    "lower",
+    "optim",
     "parameters",
     "register_vjp",
+    "replace_head",
     "split",
     "vjp",
 ]

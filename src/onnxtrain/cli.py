@@ -1,4 +1,4 @@
-"""The command line: ``onnxtrain explain | gradients | ops``."""
+"""The command line: ``onnxtrain explain | gradients | ops | build | train | eval | export``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 import onnxtrain
 from onnxtrain.autodiff.coverage import operators
 from onnxtrain.autodiff.explain import explain as explain_model
+from onnxtrain.commands import register
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io import save
 
@@ -23,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+register(app)
 
 _Model = Annotated[Path, typer.Argument(help="An .onnx file.")]
 _Wrt = Annotated[

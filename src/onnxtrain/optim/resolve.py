@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from onnxtrain.errors import PrepareError
 from onnxtrain.optim.optimizers import (
     LAMB,
     SGD,
@@ -15,6 +14,7 @@ from onnxtrain.optim.optimizers import (
     Optimizer,
     RMSprop,
 )
+from onnxtrain.options import make
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": SGD,
@@ -30,16 +30,13 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def resolve(optimizer: str | Optimizer) -> Optimizer:
-    """Give the optimizer that a name stands for, with its default settings.
+    """Give the optimizer that a name, or a name with options, stands for.
 
     >>> resolve("sgd").lr
     0.001
+    >>> resolve("adamw:lr=0.01,weight_decay=0").lr
+    0.01
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    found = OPTIMIZERS.get(str(optimizer).lower())
-    if found is None:
-        raise PrepareError(
-            f"no such optimizer: {optimizer!r}\nhint: one of {', '.join(OPTIMIZERS)}"
-        )
-    return found()
+    return make(OPTIMIZERS, str(optimizer), "optimizer", {})

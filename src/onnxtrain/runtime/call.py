@@ -13,6 +13,7 @@ from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import ort_value
 
 Arrays = Mapping[str, np.ndarray]
+CONTROL = ("lr", "step", "rng", "grad_scale", "reset")
 
 
 class Call:
@@ -23,6 +24,7 @@ class Call:
         spec: describes it.
         inputs: what is read at each run, by name of the input.
         outputs: where results go, by name of the output; all others come back as arrays.
+        device: where the session runs.
     """
 
     def __init__(
@@ -31,11 +33,18 @@ class Call:
         spec: ModelSpec,
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
+        device: str = "cpu",
     ) -> None:
         self._session = session
         self._binding = session.io_binding()
         for name, value in inputs.items():
             self._binding.bind_ortvalue_input(name, value)
+        self._small: dict[str, np.ndarray] = {}
+        if device == "cpu":  # elsewhere a binding copies, so it must be made again each time
+            for t in spec.inputs_of(*CONTROL):
+                array = np.zeros(t.shape, numpy_dtype(t.dtype))  # pyright: ignore[reportArgumentType]
+                self._small[t.name] = array
+                self._binding.bind_ortvalue_input(t.name, ort_value(array))
         self._scalars: dict[str, np.ndarray] = {}
         self._fresh: list[str] = []
         for t in spec.outputs:
@@ -52,9 +61,13 @@ class Call:
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run on a batch; give the outputs that have no place of their own."""
-        held = [(name, array, ort_value(array)) for name, array in feeds.items()]
-        for name, _, value in held:
-            self._binding.bind_ortvalue_input(name, value)
+        held = []  # until the run is over
+        for name, array in feeds.items():
+            if name in self._small:
+                self._small[name][...] = array
+            else:
+                held.append((array, ort_value(array)))
+                self._binding.bind_ortvalue_input(name, held[-1][1])
         for name in self._fresh:
             # Again each time: the last result would be taken for memory to write to.
             self._binding.bind_output(name, "cpu")

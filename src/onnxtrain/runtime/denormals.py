@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ def _library() -> Any:
 
 
 _LIBRARY = _library()
+_local = threading.local()
 _fast: ctypes.Array[ctypes.c_char] | None = None
 
 
@@ -60,7 +62,11 @@ class FlushDenormals:
     def __enter__(self) -> None:
         self._before = None
         if _fast is not None:
-            self._before = _environment()
+            # One buffer per thread: making one takes longer than all the rest.
+            if not hasattr(_local, "before"):
+                _local.before = ctypes.create_string_buffer(_SIZE)
+            self._before = _local.before
+            _LIBRARY.fegetenv(self._before)
             _LIBRARY.fesetenv(_fast)
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -48,6 +50,23 @@ def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto:
             by_name[name].raw_data = np.ascontiguousarray(read(name)).tobytes()
     del model.metadata_props[:]  # the manifest describes the model that can be trained
     return model
+
+
+def folded(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Give the model after the runtime's own standard-operator optimisations."""
+    ort = runtime.runtime()
+    with tempfile.TemporaryDirectory() as folder:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = os.path.join(folder, "folded.onnx")
+        runtime.create(model.SerializeToString(), options=options)
+        found = onnx.load(options.optimized_model_filepath)
+    used = {node.domain for node in found.graph.node}
+    kept = [o for o in found.opset_import if o.domain in used | {""}]
+    del found.opset_import[:]
+    found.opset_import.extend(kept)
+    return found
 
 
 def _weight_names(artifacts: Artifacts) -> list[str]:

@@ -51,7 +51,7 @@ class Fused:
         self._now = 0
         feeds = {t.name: t.feeds for t in self.spec.outputs if t.feeds is not None}
         self._calls = [
-            Call(session, self.spec, old, {y: new[x] for y, x in feeds.items()})
+            Call(session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device)
             for old, new in (self._sets, self._sets[::-1])
         ]
 
@@ -97,6 +97,7 @@ class Separate:
         in_place: bool = True,
     ) -> None:
         self.spec, self.update = _spec(artifacts, "train"), _spec(artifacts, "optimizer")
+        self._device = device
         train = runtime.create(artifacts.source("train"), device=device, threads=threads)
         # Two pools that spin on the same cores cost more than the update can gain.
         optimizer = runtime.create(artifacts.source("optimizer"), device=device, threads=1)
@@ -126,7 +127,7 @@ class Separate:
         own = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
         outputs = {t.name: new[t.feeds or ""] for t in self.spec.outputs_of("gradient")}
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
-        return Call(session, self.spec, {**own, **old}, outputs)
+        return Call(session, self.spec, {**own, **old}, outputs, self._device)
 
     def _bind_update(self, session: object, gradients: Values) -> Call:
         inputs = {
@@ -137,7 +138,7 @@ class Separate:
         inputs |= {n: gradients[a] for n, a in zip(names, self._gradient_names, strict=True)}
         targets = {**self._values, **self._spare}
         outputs = {t.name: targets[t.feeds or ""] for t in self.update.outputs}
-        return Call(session, self.update, inputs, outputs)
+        return Call(session, self.update, inputs, outputs, self._device)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; give loss, metrics and outputs."""

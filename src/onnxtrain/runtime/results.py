@@ -27,16 +27,26 @@ class StepResult:
     def __float__(self) -> float:
         return self.loss
 
-    @classmethod
-    def of(
-        cls, spec: ModelSpec, found: Mapping[str, np.ndarray], step: int, *, updated: bool
-    ) -> StepResult:
-        """Sort the outputs of a model by their roles."""
-        (loss,) = (t.name for t in spec.outputs_of("loss"))
-        return cls(
-            loss=float(found[loss]),
-            metrics={t.name: float(found[t.name]) for t in spec.outputs_of("metric")},
-            outputs={t.name: found[t.name] for t in spec.outputs_of("output")},
+
+class Outputs:
+    """Names of what a model reports, by role."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        (self.loss,) = (t.name for t in spec.outputs_of("loss"))
+        self.metrics = [t.name for t in spec.outputs_of("metric")]
+        self.others = [t.name for t in spec.outputs_of("output")]
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [self.loss, *self.metrics, *self.others]
+
+    def result(self, found: Mapping[str, np.ndarray], step: int, *, updated: bool) -> StepResult:
+        """Sort what a run gave."""
+        return StepResult(
+            loss=float(found[self.loss]),
+            metrics={n: float(found[n]) for n in self.metrics},
+            outputs={n: found[n] for n in self.others},
             step=step,
             updated=updated,
         )

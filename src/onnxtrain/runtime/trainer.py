@@ -13,15 +13,16 @@ from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
 from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.graph.io import save as save_model
-from onnxtrain.manifest import ModelSpec
+from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.call import CONTROL
 from onnxtrain.runtime.data import as_source
 from onnxtrain.runtime.evaluation import Evaluation, evaluate
 from onnxtrain.runtime.feeds import feed, numpy_dtype, to_array
 from onnxtrain.runtime.fit import fit
-from onnxtrain.runtime.inference import Predictor, trained_model
+from onnxtrain.runtime.inference import Predictor, folded, trained_model
 from onnxtrain.runtime.layouts import Fused, Separate
-from onnxtrain.runtime.results import Parameters, StepResult
+from onnxtrain.runtime.results import Outputs, Parameters, StepResult
 
 _LARGE = 64 << 20  # bytes of parameters and state from which a second copy of them hurts
 _SEEDS = 1 << 24  # float32 holds whole numbers below exactly
@@ -62,8 +63,10 @@ class Trainer:
         self.global_step = 0
         self.properties: dict[str, int | float | str] = {}
         self._micro = 0
+        self._control_specs: dict[str, list[TensorSpec]] = {}
         if artifacts.meta:
             self._restore_progress(artifacts.meta)
+            self.seed = seed or self.seed
         if layout == "auto":
             layout = self._pick()
         if layout == "fused" and self.manifest.accumulate > 1:
@@ -72,8 +75,8 @@ class Trainer:
         kind = Fused if layout == "fused" else Separate
         self._engine: Fused | Separate = kind(artifacts, device=device, threads=threads)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
-        (self.loss_name,) = (t.name for t in self._engine.spec.outputs_of("loss"))
-        self.metric_names = [t.name for t in self._engine.spec.outputs_of("metric")]
+        self._outputs = Outputs(self._engine.spec)
+        self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
         self._evaluator: Any = None
         self._predictor: Predictor | None = None
         self._differentiator: Separate | None = None
@@ -123,12 +126,12 @@ class Trainer:
         self._engine.commit()
         if isinstance(self._engine, Fused):
             self.global_step = number
-            return StepResult.of(self._engine.spec, found, number, updated=True)
+            return self._outputs.result(found, number, updated=True)
         self._micro += 1
         updated = self._micro >= self.manifest.accumulate
         if updated:
             self.flush()
-        return StepResult.of(self._engine.spec, found, number, updated=updated)
+        return self._outputs.result(found, number, updated=updated)
 
     def flush(self) -> bool:
         """Update with the gradients accumulated so far; ``False`` if there are none."""
@@ -145,7 +148,7 @@ class Trainer:
         self, spec: ModelSpec, number: int, *, micro: int = 0, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
-        for t in spec.inputs:
+        for t in self._controls(spec):
             if t.role == "lr":
                 found[t.name] = np.array([self.lr], np.float32)
             elif t.role == "step":
@@ -159,6 +162,12 @@ class Trainer:
             elif t.role == "reset":
                 found[t.name] = np.array([micro == 0])
         return found
+
+    def _controls(self, spec: ModelSpec) -> list[TensorSpec]:
+        """Give the inputs that the trainer sets by itself; looked up once per model."""
+        if spec.role not in self._control_specs:
+            self._control_specs[spec.role] = spec.inputs_of(*CONTROL)
+        return self._control_specs[spec.role]
 
     def gradients(self, *batch: Any, **named: Any) -> dict[str, np.ndarray]:
         """Give the gradients of one batch by parameter name; nothing is updated."""
@@ -188,9 +197,10 @@ class Trainer:
         feeds.update(self._control(spec, 0))
         for t in spec.inputs_of("parameter", "buffer"):
             feeds[t.name] = self._engine.view(t.name)
-        names = [t.name for t in spec.outputs]
-        found = dict(zip(names, runtime.run(self._evaluator, names, feeds), strict=True))
-        return StepResult.of(spec, found, self.global_step, updated=False)
+        outputs = Outputs(spec)
+        found = runtime.run(self._evaluator, outputs.names, feeds)
+        found = dict(zip(outputs.names, found, strict=True))
+        return outputs.result(found, self.global_step, updated=False)
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Evaluation:
         """Give loss and metrics over all of ``data``, in evaluation mode.
@@ -339,11 +349,29 @@ class Trainer:
         self._restore_progress(meta)
         return meta
 
-    def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
-        """Write the inference model with the current weights, or with their moving average."""
-        save_model(
-            trained_model(self.artifacts, self._averaged if ema else self._engine.view), path
-        )
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ema: bool = False,
+        fold: bool = False,
+        opset: int | None = None,
+    ) -> None:
+        """Write the inference model with the current weights.
+
+        Args:
+            path: of the file.
+            ema: the moving average of the weights instead.
+            fold: compute ahead what depends on weights alone, such as a normalisation after a
+                convolution; names of weights may change.
+            opset: of the file, if not the model's own.
+        """
+        model = trained_model(self.artifacts, self._averaged if ema else self._engine.view)
+        if opset is not None:
+            from onnxtrain.convert import lower  # it compares, and needs the runtime for that
+
+            model = lower(model, opset=opset)
+        save_model(folded(model) if fold else model, path)
 
     def _averaged(self, name: str) -> np.ndarray:
         if self.manifest.options.get("ema") is None:

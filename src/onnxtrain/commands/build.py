@@ -1,0 +1,81 @@
+"""``onnxtrain build``: from a model to a directory that trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from onnxtrain.artifacts import build as build_artifacts
+from onnxtrain.errors import PrepareError
+from onnxtrain.losses import Weighted
+from onnxtrain.optim import resolve
+
+
+def build(
+    model: Annotated[Path, typer.Argument(help="An .onnx file.")],
+    output: Annotated[Path, Option("--output", "-o", help="The directory to write.")],
+    loss: Annotated[str, Option(help="cross_entropy, mse:reduction=sum, an output ...")],
+    optimizer: Annotated[str, Option(help="adamw, sgd:momentum=0.9 ...")] = "adamw",
+    lr: Annotated[float | None, Option(help="Learning rate to start with.")] = None,
+    loss_output: Annotated[
+        str | None, Option(help="The output that the loss looks at, if there are several.")
+    ] = None,
+    train: Annotated[list[str] | None, Option(help="Parameters to train: name or glob.")] = None,
+    freeze: Annotated[list[str] | None, Option(help="Parameters to leave alone.")] = None,
+    metric: Annotated[list[str] | None, Option(help="accuracy, top_5, grad_norm ...")] = None,
+    extra: Annotated[list[str] | None, Option(help="Outputs to give besides the loss.")] = None,
+    dim: Annotated[list[str] | None, Option(help="Fix a size: batch=32.")] = None,
+    mode: Annotated[str, Option(help="train or as-is.")] = "train",
+    clip: Annotated[float | None, Option(help="Largest norm of the gradients.")] = None,
+    accumulate: Annotated[int, Option(help="Batches per update.")] = 1,
+    ema: Annotated[float | None, Option(help="Decay of a moving average of weights.")] = None,
+    target: Annotated[str, Option(help="cpu, cuda, wasm, webgpu or portable.")] = "cpu",
+    prefix: Annotated[str, Option(help="In front of every file name.")] = "",
+) -> None:
+    """Write a directory of training artifacts for a model."""
+    chosen = resolve(optimizer)
+    if lr is not None:
+        chosen = dataclasses.replace(chosen, lr=lr)
+    wanted: Any = loss if loss_output is None else [Weighted(loss, output=loss_output)]
+    artifacts = build_artifacts(
+        model,
+        loss=wanted,
+        optimizer=chosen,
+        train=train or None,
+        freeze=freeze or None,
+        metrics=metric or (),
+        outputs=extra or (),
+        dims=dict(_size(d) for d in dim or ()),
+        mode=mode,
+        clip=clip,
+        accumulate=accumulate,
+        ema=ema,
+        target=target,
+    )
+    manifest = artifacts.save(output, prefix)
+    step = manifest.model("step")
+    assert step is not None
+    batch = ", ".join(
+        f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]"
+        for t in step.inputs_of("input", "target")
+    )
+    count = sum(a.size for n, a in artifacts.values.items() if n not in _names(manifest.buffers))
+    typer.echo(f"{output}: {len(manifest.parameters)} parameters, {count:,} numbers to train")
+    typer.echo(f"a batch is {batch}")
+    for line in manifest.options["repairs"]:
+        typer.echo(f"changed: {line}")
+
+
+def _names(weights: Any) -> set[str]:
+    return {w.name for w in weights}
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, equals, value = text.partition("=")
+    if not equals or not value.isdecimal():
+        raise PrepareError(f"not a size: {text!r}\nhint: --dim batch=32")
+    return name, int(value)
