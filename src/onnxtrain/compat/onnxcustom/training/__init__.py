@@ -1,0 +1,10 @@
+"""Counterpart of ``onnxcustom.training``."""
+
+from onnxtrain.compat.onnxcustom.training.errors import (
+    ConvergenceError,
+    ConvergenceWarning,
+    EvaluationError,
+    ProviderError,
+)
+
+__all__ = ["ConvergenceError", "ConvergenceWarning", "EvaluationError", "ProviderError"]

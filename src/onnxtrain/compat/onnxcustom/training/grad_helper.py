@@ -1,0 +1,121 @@
+"""Gradient graphs of models."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.autodiff.gradients import parameters, vjp
+from onnxtrain.errors import CompatError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.finish import finish
+from onnxtrain.graph.simplify import simplify
+
+
+class DerivativeOptions(enum.IntFlag):
+    """What a gradient graph holds."""
+
+    Zero = 0
+    KeepYieldOp = 1
+    KeepOutputs = 2
+    FillGrad = 4
+    Loss = 5
+
+
+def onnx_derivative(
+    onx: onnx.ModelProto,
+    weights: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
+    options: DerivativeOptions = DerivativeOptions.Zero,
+    loss: str | None = None,
+    label: str | None = None,
+    path_name: Any = None,
+) -> onnx.ModelProto:
+    """Give a graph that computes gradients of a model.
+
+    Its inputs are the model's, the weights, and ``<output>_grad`` for each output; its outputs are
+    the gradients of inputs and weights.
+
+    Args:
+        onx: a model; it is not changed.
+        weights: names of initializers; all float ones unless given.
+        inputs: names of inputs; all float ones unless given.
+        options: ``KeepOutputs`` gives the model's outputs too; with ``FillGrad`` besides, gradients
+            of outputs are ones. ``Loss`` differentiates an output called ``loss``.
+        loss: the output to differentiate, for ``Loss`` only.
+        label: the input that holds labels, for ``Loss`` only: it has no gradient.
+        path_name: a file to write the graph to; needed for ``Loss``.
+
+    Raises:
+        CompatError: for ``KeepYieldOp``, an operator that only onnxruntime-training has.
+    """
+    if not isinstance(options, DerivativeOptions):
+        raise TypeError(f"options must be a DerivativeOptions, not {type(options).__name__}")
+    if options == DerivativeOptions.Loss:
+        return _of_loss(onx, weights, loss, label, path_name)
+    if options & DerivativeOptions.KeepYieldOp:
+        if options != DerivativeOptions.KeepYieldOp:
+            raise ValueError("KeepYieldOp must be alone")
+        raise CompatError(
+            "YieldOp is not a standard operator: KeepYieldOp is not there\n"
+            "hint: onnx_derivative(onx) takes the gradients of outputs as inputs instead"
+        )
+    if options & DerivativeOptions.FillGrad and not options & DerivativeOptions.KeepOutputs:
+        raise ValueError("FillGrad needs KeepOutputs")
+    wrt = _wrt(onx, weights, inputs)
+    found = vjp(onx, wrt)
+    work = ir.from_proto(found)
+    graph = work.graph
+    outputs = list(graph.outputs)
+    own = len(onx.graph.output)
+    if options & DerivativeOptions.FillGrad:
+        _fill(work, outputs[:own])
+    keep = outputs if options & DerivativeOptions.KeepOutputs else outputs[own:]
+    graph.outputs.clear()
+    graph.outputs.extend(keep)
+    result = finish(simplify(work))
+    if path_name is not None:
+        onnx.save(result, path_name)
+    return result
+
+
+def _wrt(
+    onx: onnx.ModelProto, weights: Sequence[str] | None, inputs: Sequence[str] | None
+) -> list[str]:
+    graph = ir.from_proto(onx).graph
+    own = [x for x in graph.inputs if x.name not in graph.initializers]
+    first = [x.name or "" for x in own if S.is_float(x)] if inputs is None else list(inputs)
+    return [*first, *(parameters(onx) if weights is None else weights)]
+
+
+def _fill(work: ir.Model, outputs: Sequence[ir.Value]) -> None:
+    """Replace the gradients of the outputs by ones."""
+    graph = work.graph
+    given = {f"{y.name}_grad": y for y in outputs}
+    op = OpBuilder(graph, "fill/")
+    for x in [x for x in graph.inputs if x.name in given]:
+        x.replace_all_uses_with(op.ones_like(given[x.name or ""]))
+        graph.inputs.remove(x)
+    graph.sort()
+
+
+def _of_loss(
+    onx: onnx.ModelProto, weights: Any, loss: str | None, label: str | None, path_name: Any
+) -> onnx.ModelProto:
+    if path_name is None or label is None or loss is None:
+        raise ValueError("options=Loss needs path_name, label and loss")
+    if weights is not None:
+        raise ValueError("options=Loss takes all weights: leave weights=None")
+    labels = [label] if isinstance(label, str) else list(label)
+    first = [n for n in _wrt(onx, [], None) if n not in labels]
+    found = vjp(onx, [*first, *parameters(onx)], loss)
+    work = ir.from_proto(found)
+    _fill(work, [y for y in work.graph.outputs if y.name == loss])
+    result = finish(simplify(work))
+    onnx.save(result, path_name)
+    return result

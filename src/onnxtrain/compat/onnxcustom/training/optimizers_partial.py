@@ -1,0 +1,197 @@
+"""Gradient descent on a model that only predicts; loss, penalty and update are parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnxtrain.compat.onnxcustom.training.base_estimator import (
+    BaseEstimator,
+    check_optimizer_name,
+    validation_interval,
+)
+from onnxtrain.compat.onnxcustom.training.gradient import penalty_gradient
+from onnxtrain.compat.onnxcustom.training.ortgradient import OrtGradientForwardBackward
+from onnxtrain.compat.onnxcustom.training.sgd_learning_loss import BaseLearningLoss
+from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import BaseLearningPenalty
+from onnxtrain.compat.onnxcustom.utils.onnx_helper import float_initializers
+from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
+    device_to_providers,
+    numpy_to_ort_value,
+    runtime_device,
+    to_numpy,
+)
+from onnxtrain.runtime import session as runtime
+
+
+class OrtGradientForwardBackwardOptimizer(BaseEstimator):
+    """Trains weights of a model of features.
+
+    Args:
+        model_onnx: gives predictions, ``[N, 1]`` or more columns.
+        weights_to_train: names of initializers, in any order; all floats unless given.
+        loss_output_name: taken for old programs: the loss is not in the model.
+        max_iter: number of epochs.
+        training_optimizer_name: ``"SGDOptimizer"``.
+        batch_size: rows of a step.
+        learning_rate: a number, a name or a learning rate.
+        device: ``"cpu"`` or ``"cuda"``.
+        warm_start: go on from the model's weights; else they start as noise.
+        verbose: above 0 prints the loss of every epoch.
+        validation_every: epochs between two validations; below 1, a part of ``max_iter``.
+        learning_loss: a name or a loss.
+        enable_logging: taken for old programs.
+        weight_name: the name of the input for weights of rows, if there are any.
+        learning_penalty: a name or a penalty.
+        exc: whether a loss that is not finite is an error; else a warning ends the training.
+    """
+
+    def __init__(
+        self,
+        model_onnx: onnx.ModelProto,
+        weights_to_train: Sequence[str] | None = None,
+        loss_output_name: str = "loss",
+        max_iter: int = 100,
+        training_optimizer_name: str = "SGDOptimizer",
+        batch_size: int = 10,
+        learning_rate: Any = "SGD",
+        device: Any = "cpu",
+        warm_start: bool = False,
+        verbose: int = 0,
+        validation_every: float = 0.1,
+        learning_loss: Any = "square_error",
+        enable_logging: bool = False,
+        weight_name: str | None = None,
+        learning_penalty: Any = None,
+        exc: bool = True,
+    ) -> None:
+        self._keep(locals())
+        super().__init__(model_onnx, learning_rate, device)
+        check_optimizer_name(training_optimizer_name)
+        self.weights_to_train = (
+            float_initializers(model_onnx) if weights_to_train is None else list(weights_to_train)
+        )
+        self.loss_output_name = loss_output_name
+        self.training_optimizer_name = training_optimizer_name
+        self.max_iter, self.batch_size = max_iter, batch_size
+        self.warm_start, self.verbose = warm_start, verbose
+        self.validation_every = validation_interval(validation_every, max_iter)
+        self.learning_loss = BaseLearningLoss.select(learning_loss)
+        self.learning_penalty = BaseLearningPenalty.select(learning_penalty)
+        self.enable_logging, self.weight_name, self.exc = enable_logging, weight_name, exc
+        self.build_onnx_function()
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether the learning rate keeps a velocity for each weight."""
+        return self.learning_rate.needs_grad
+
+    def build_onnx_function(self) -> None:
+        """Build the graphs of the model and of its parts."""
+        self.train_session_ = OrtGradientForwardBackward(
+            self.model_onnx, self.weights_to_train, providers=device_to_providers(self.device)
+        )
+        self.train_function_ = self.train_session_.new_instance()
+        self.learning_loss.build_onnx_function(device=self.device, weight_name=self.weight_name)
+        self.learning_rate.build_onnx_function(device=self.device)
+        self.penalty_onnx_ = penalty_gradient(
+            self.learning_penalty, self.model_onnx, self.weights_to_train
+        )
+        self._penalty = None
+        if self.penalty_onnx_ is not None:
+            data = self.penalty_onnx_.SerializeToString()
+            self._penalty = runtime.create(data, device=runtime_device(self.device), threads=1)
+        self._velocity: dict[str, np.ndarray | None] = {}
+        self._slopes: dict[str, np.ndarray] = {}
+
+    def fit(
+        self, X: Any, y: Any, sample_weight: Any = None, X_val: Any = None, y_val: Any = None
+    ) -> OrtGradientForwardBackwardOptimizer:
+        """Train."""
+        if not self.warm_start:
+            self._velocity = {}
+        self._fit(X, y, sample_weight, X_val, y_val)
+        return self
+
+    def _predict(self, X: np.ndarray, *, training: bool) -> Any:
+        state = [self._values[n] for n in self.weights_to_train]
+        return self.train_function_.forward([X, *state], training=training)[0]
+
+    def _batch(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
+        predicted = self._predict(X, training=True)
+        loss, slope = self.learning_loss.loss_gradient(self.device, y, predicted, weight)
+        _, *slopes = self.train_function_.backward([slope])
+        total = float(to_numpy(loss).reshape(-1)[0])
+        found = {n: to_numpy(g) for n, g in zip(self.weights_to_train, slopes, strict=True)}
+        if self._penalty is not None:
+            # The update divides by the number of rows; a penalty does not depend on it.
+            extra, *pulls = runtime.run(self._penalty, None, dict(self._values))
+            total += float(extra) * len(X)
+            found = {n: g + len(X) * p for (n, g), p in zip(found.items(), pulls, strict=True)}
+        self._slopes = found
+        for name, g in found.items():
+            new, speed = self.learning_rate.update_weights(
+                self._values[name], g, len(X), self._velocity.get(name)
+            )
+            self._values = {**self._values, name: new}
+            self._velocity[name] = speed
+        return total
+
+    def _evaluate(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
+        return float(np.sum(self._scores(X, y, weight)))
+
+    def _scores(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
+        self._trained()
+        predicted = self._predict(X, training=False)
+        found = self.learning_loss.loss_scores(self.device, y, predicted, weight)
+        return to_numpy(found)
+
+    def losses(self, X: Any, y: Any, sample_weight: Any = None) -> np.ndarray:
+        """Give the loss of each row."""
+        return self._scores(X, np.asarray(y), sample_weight).sum(axis=1)
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Give the negative mean loss: higher is better."""
+        return -float(np.mean(self.losses(X, y, sample_weight)))
+
+    def get_full_state(self, kind: Any = "weight") -> Any:
+        """Give values for features (``None``) and weights; a list of kinds gives a list."""
+        if isinstance(kind, list | tuple):
+            return [self.get_full_state(k) for k in kind]
+        free = [None] * len(self.train_session_.input_names)
+        return [*free, *self.get_state(kind)]
+
+    def get_state(self, kind: str = "weight") -> list[Any]:
+        """Give the weights, or the gradients of the last batch, in the order of the names."""
+        values: dict[str, Any] = self._trained()
+        if kind == "grad":
+            values = self._velocity if self.needs_grad else self._slopes
+        elif kind != "weight":
+            raise ValueError(f"no such kind: {kind!r}\nhint: weight or grad")
+        return [numpy_to_ort_value(values[n], self.device) for n in self.weights_to_train]
+
+    def set_state(
+        self, state: Any, check_trained: bool = True, kind: str = "weight", zero: bool = False
+    ) -> None:
+        """Set weights, or velocities with ``kind="grad"``, by name or in order; or all to zero."""
+        if check_trained:
+            self._trained()
+        names = self.weights_to_train
+        given = state if isinstance(state, dict) else dict(zip(names, state, strict=True))
+        arrays = {n: np.array(to_numpy(given[n])) for n in names}
+        if zero:
+            arrays = {n: np.zeros_like(a) for n, a in arrays.items()}
+        if kind == "grad":
+            self._velocity = dict(arrays)
+        else:
+            self._values = arrays
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "velocity": self._velocity}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._velocity = state["velocity"]

@@ -1,0 +1,271 @@
+"""Forward and backward passes of a model, as a function of features and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.autodiff.gradients import vjp
+from onnxtrain.compat.onnxcustom.utils.onnx_helper import (
+    float_initializers,
+    save_onnx_graph,
+    weights_as_inputs,
+)
+from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import numpy_to_ort_value, to_numpy
+from onnxtrain.errors import CompatError
+from onnxtrain.graph import shapes as S
+from onnxtrain.runtime import session as runtime
+
+_PROVIDERS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+
+
+class OrtGradientForwardBackward:
+    """Builds the graphs of a model's forward and backward pass.
+
+    Args:
+        onnx_model: a model; it is not changed.
+        weights_to_train: names of initializers, in any order; all floats unless given.
+        input_names: of the model, unless given.
+        output_names: which outputs to look at; all unless given.
+        class_name: of the class of functions.
+        sess_options: taken for old programs; sessions have the options that training wants.
+        providers: CPU or CUDA.
+        provider_options: as ``sess_options``.
+        run_options: as ``sess_options``.
+        graph_builder_config: as ``sess_options``.
+        device_index: of the GPU.
+        enable_logging: as ``sess_options``.
+        debug: as ``sess_options``.
+    """
+
+    def __init__(
+        self,
+        onnx_model: onnx.ModelProto,
+        weights_to_train: Sequence[str] | None = None,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+        class_name: str | None = None,
+        sess_options: Any = None,
+        providers: Sequence[str] | None = None,
+        provider_options: Any = None,
+        run_options: Any = None,
+        graph_builder_config: Any = None,
+        device_index: int = 0,
+        enable_logging: bool = False,
+        debug: bool = False,
+    ) -> None:
+        known = float_initializers(onnx_model)
+        weights = known if weights_to_train is None else list(weights_to_train)
+        if len(set(weights)) != len(weights):
+            raise ValueError(f"weights_to_train has a name twice: {weights}")
+        absent = [n for n in weights if n not in known]
+        if absent:
+            raise ValueError(f"no such float initializer: {absent}\nhint: the model has {known}")
+        for provider in providers or ():
+            if provider not in _PROVIDERS:
+                raise ValueError(f"no such provider: {provider!r}\nhint: {', '.join(_PROVIDERS)}")
+        self.onnx_model, self.weights_to_train = onnx_model, weights
+        initial = {t.name for t in onnx_model.graph.initializer}
+        own = [x.name for x in onnx_model.graph.input if x.name not in initial]
+        self.input_names = own if input_names is None else list(input_names)
+        outputs = [y.name for y in onnx_model.graph.output]
+        self.output_names = outputs if output_names is None else list(output_names)
+        self.class_name = class_name or f"OrtGradientForwardBackwardFunction_{id(self)}"
+        self.sess_options, self.run_options = sess_options, run_options
+        self.providers = list(providers or ["CPUExecutionProvider"])
+        self.provider_options, self.graph_builder_config = provider_options, graph_builder_config
+        self.device_index = device_index
+        self.enable_logging, self.debug = enable_logging, debug
+        self._build()
+
+    def _build(self) -> None:
+        device = _PROVIDERS[self.providers[0]]
+        runtime.check_device(device)
+        model = self.onnx_model
+        forward = weights_as_inputs(model, self.weights_to_train)
+        known = {x.name: x for x in ir.from_proto(model).graph.inputs}
+        floats = [n for n in self.input_names if n in known and S.is_float(known[n])]
+        wrt = [*floats, *self.weights_to_train]
+        gradient = vjp(model, wrt, self.output_names)
+        own = len(list(model.graph.output))
+        names = [*self.input_names, *self.weights_to_train]
+        results = [y.name for y in gradient.graph.output][own:]
+        slopes = dict(zip(wrt, results, strict=True))
+        count = len(self.output_names)
+        self.cls_type_ = type(
+            self.class_name,
+            (OrtGradientForwardBackwardFunction,),
+            {
+                "_device": device,
+                "_optimized_pre_grad_model": forward,
+                "_trained_onnx": gradient,
+                "_sess_eval": runtime.create(forward.SerializeToString(), device=device),
+                "_sess_grad": runtime.create(gradient.SerializeToString(), device=device),
+                "_input_names": self.input_names,
+                "_output_names": self.output_names,
+                "_weights_to_train": self.weights_to_train,
+                "_grad_input_names": names,
+                "_onx_inp": names,
+                "_onx_out": [slopes.get(n, f"{n}_grad") for n in names],
+                "_bw_fetches_names": [slopes.get(n, f"{n}_grad") for n in names],
+                "_slopes": slopes,
+                "_cotangents": [x.name for x in gradient.graph.input][-count:],
+            },
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(...)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in vars(self).items() if k != "cls_type_"}
+        return {**state, "onnx_model": self.onnx_model.SerializeToString()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.onnx_model = onnx.load_from_string(state["onnx_model"])
+        self._build()
+
+    def get_initializer(self, name: str, exc: bool = True) -> np.ndarray | None:
+        """Give the value of an initializer; without ``exc``, ``None`` if there is none."""
+        for tensor in self.onnx_model.graph.initializer:
+            if tensor.name == name:
+                return np.array(ir.from_proto(tensor).numpy())
+        if exc:
+            known = [t.name for t in self.onnx_model.graph.initializer]
+            raise RuntimeError(f"no such initializer: {name!r}\nhint: the model has {known}")
+        return None
+
+    def new_instance(self) -> OrtGradientForwardBackwardFunction:
+        """Give a function with states of its own."""
+        return self.cls_type_()
+
+    def save_onnx_graph(
+        self, folder: Any, prefix: str | None = None, suffix: str | None = None
+    ) -> dict[str, Any]:
+        """Write the model, its forward and its gradient graph."""
+        found = save_onnx_graph(self, folder, prefix, suffix)
+        inner = f"{type(self).__name__}.cls_type_." if prefix is None else f"{prefix}cls_type_."
+        found["cls_type_"] = self.new_instance().save_onnx_graph(folder, inner, suffix)
+        return found
+
+
+class OrtGradientForwardBackwardFunction:
+    """A function with a gradient; several forward passes may come before their backward passes."""
+
+    _device: ClassVar[str]
+    _optimized_pre_grad_model: ClassVar[onnx.ModelProto]
+    _trained_onnx: ClassVar[onnx.ModelProto]
+    _sess_eval: ClassVar[Any]
+    _sess_grad: ClassVar[Any]
+    _grad_input_names: ClassVar[list[str]]
+    _output_names: ClassVar[list[str]]
+    _slopes: ClassVar[dict[str, str]]
+    _cotangents: ClassVar[list[str]]
+
+    def __init__(self) -> None:
+        self.states_: list[list[Any]] = []
+        self.saved_tensors_: tuple[Any, ...] | None = None
+
+    @staticmethod
+    def input_to_ort(tensors: Iterable[Any], devices: Any = None, debug: bool = False) -> list[Any]:
+        """Give values of onnxruntime."""
+        del devices, debug
+        return [numpy_to_ort_value(to_numpy(t), "cpu") for t in tensors]
+
+    @staticmethod
+    def device_name(device: Any) -> str:
+        """Give the name of a device."""
+        from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import ort_device_to_string
+
+        return ort_device_to_string(device)
+
+    def save_for_backward(self, inputs: Iterable[Any]) -> None:
+        """Keep what a backward pass needs."""
+        self.saved_tensors_ = tuple(inputs)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What was kept last."""
+        if self.saved_tensors_ is None:
+            raise RuntimeError("nothing was saved\nhint: call forward with training=True first")
+        return self.saved_tensors_
+
+    def forward(
+        self, inputs: Iterable[Any], training: bool = False, forward_outputs_cache: Any = None
+    ) -> list[Any]:
+        """Give the outputs for features and weights, in the order of the model.
+
+        Args:
+            inputs: features, then weights: arrays or values of onnxruntime.
+            training: whether a backward pass will follow.
+            forward_outputs_cache: taken for old programs.
+        """
+        del forward_outputs_cache
+        arrays = _arrays(inputs)
+        names = self._grad_input_names
+        if len(arrays) != len(names):
+            raise CompatError(f"{len(arrays)} inputs given, the function takes {', '.join(names)}")
+        if training:
+            self.save_for_backward(arrays)
+            self.states_.append(arrays)
+        feeds = dict(zip(names, arrays, strict=True))
+        found = runtime.run(self._sess_eval, self._output_names, feeds)
+        return [numpy_to_ort_value(a) for a in found]
+
+    def backward(
+        self, grad_outputs: Iterable[Any], backward_outputs_cache: Any = None
+    ) -> list[Any]:
+        """Give the gradient of every input and weight, from the gradients of the outputs.
+
+        The last forward pass that had no backward pass yet is taken. What is not a float has a
+        gradient of ``None``.
+        """
+        del backward_outputs_cache
+        if not self.states_:
+            raise RuntimeError("no forward pass is left\nhint: call forward with training=True")
+        names, arrays = self._grad_input_names, self.states_.pop()
+        feeds = dict(zip(names, arrays, strict=True))
+        shapes = self._output_shapes(feeds)
+        for name, slope, shape in zip(self._cotangents, _arrays(grad_outputs), shapes, strict=True):
+            feeds[name] = np.ascontiguousarray(slope.reshape(shape))
+        wanted = list(self._slopes.values())
+        found = dict(zip(wanted, runtime.run(self._sess_grad, wanted, feeds), strict=True))
+        return [
+            numpy_to_ort_value(found[self._slopes[n]]) if n in self._slopes else None for n in names
+        ]
+
+    def _output_shapes(self, feeds: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
+        """Give the shapes of the outputs: old programs pass gradients that are only reshaped."""
+        rows = len(next(iter(feeds.values())))
+        found = []
+        for y in self._sess_eval.get_outputs():
+            if y.name in self._output_names:
+                shape = [d if isinstance(d, int) else rows if i == 0 else -1
+                         for i, d in enumerate(y.shape)]  # fmt: skip
+                found.append(tuple(shape))
+        return found
+
+    def save_onnx_graph(
+        self, folder: Any, prefix: str | None = None, suffix: str | None = None
+    ) -> dict[str, Any]:
+        """Write the forward and the gradient graph."""
+        holder = _Graphs()
+        holder.optimized_pre_grad_model = self._optimized_pre_grad_model
+        holder.trained_onnx = self._trained_onnx
+        return save_onnx_graph(holder, folder, prefix or "", suffix)
+
+
+class _Graphs:
+    optimized_pre_grad_model: onnx.ModelProto
+    trained_onnx: onnx.ModelProto
+
+
+def _arrays(values: Iterable[Any]) -> list[np.ndarray]:
+    if hasattr(values, "__getitem__") and hasattr(values, "__len__"):
+        items: Any = values  # onnxruntime's vectors want to be indexed
+        return [to_numpy(items[i]) for i in range(len(items))]
+    return [to_numpy(v) for v in values]

@@ -1,0 +1,1 @@
+"""Counterpart of ``onnxcustom.utils``."""

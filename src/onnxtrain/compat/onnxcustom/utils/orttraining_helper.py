@@ -1,0 +1,122 @@
+"""A loss added to a model, and the weights of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import ElasticLearningPenalty
+from onnxtrain.errors import CompatError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.finish import finish
+from onnxtrain.losses.binary import BCE
+
+LOSS_PREFIX = "loss/"  # of what the loss adds; its constants are no weights
+_SCORES = ("squared_error", "l2", "absolute_error", "l1", "elastic", "log")
+
+
+def get_train_initializer(onx: onnx.ModelProto) -> dict[str, tuple[np.ndarray, onnx.TensorProto]]:
+    """Give the float initializers of a model: array and tensor by name."""
+    found = {}
+    for tensor in onx.graph.initializer:
+        kind = ir.DataType(tensor.data_type)
+        if kind in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16):
+            found[tensor.name] = (np.array(ir.from_proto(tensor).numpy()), tensor)
+    return found
+
+
+def add_loss_output(
+    onx: onnx.ModelProto,
+    score_name: str = "squared_error",
+    loss_name: str = "loss",
+    label_name: str = "label",
+    weight_name: str | None = None,
+    penalty: Mapping[str, Any] | None = None,
+    output_index: int | str | None = None,
+    **kwargs: Any,
+) -> onnx.ModelProto:
+    """Give the model with a loss ``[1, 1]`` as first output, its own prediction as second.
+
+    Args:
+        onx: a model; it is not changed.
+        score_name: ``squared_error``, ``absolute_error``, ``elastic`` (``l1_weight``,
+            ``l2_weight``) or ``log`` (``eps``), of two columns of probabilities.
+        loss_name: of the new output.
+        label_name: of the new input.
+        weight_name: of an input for weights of rows, if there is to be one.
+        penalty: ``{weight: {"l1": a, "l2": b}}``, or a number for ``l2``.
+        output_index: number or name of the prediction; the only output unless given.
+        kwargs: settings of the score.
+    """
+    if score_name not in _SCORES:
+        raise NotImplementedError(f"no such score: {score_name!r}\nhint: {', '.join(_SCORES)}")
+    work = open_model(onx)
+    graph = work.graph
+    predicted = _prediction(graph, output_index)
+    op = OpBuilder(graph, LOSS_PREFIX)
+    each = _score(op, predicted, score_name, label_name, kwargs)
+    if weight_name is not None:
+        weight = op.input(weight_name, ir.DataType.FLOAT, [op.dims(predicted)[0]])
+        each = op.Mul(each, op.Unsqueeze(weight, [1]))
+    total = op.ReduceSum(each, keepdims=1)
+    for name, settings in (penalty or {}).items():
+        if name not in graph.initializers:
+            raise CompatError(
+                f"no such weight: {name!r}\nhint: the model has {', '.join(graph.initializers)}"
+            )
+        ratios = settings if isinstance(settings, Mapping) else {"l2": float(settings)}
+        w = graph.initializers[name]
+        term = ElasticLearningPenalty(ratios.get("l1", 0.0), ratios.get("l2", 0.0)).build(op, [w])
+        if term is not None:
+            total = op.Add(total, term)
+    total.name = loss_name
+    total.shape = ir.Shape([1, 1])
+    graph.outputs.clear()
+    graph.outputs.extend([total, predicted])
+    return finish(work)
+
+
+def _prediction(graph: ir.Graph, output_index: int | str | None) -> ir.Value:
+    outputs = list(graph.outputs)
+    if isinstance(output_index, int):
+        return outputs[output_index]
+    if output_index is not None:
+        for y in outputs:
+            if y.name == output_index:
+                return y
+        raise CompatError(f"no such output: {output_index!r}")
+    if len(outputs) != 1:
+        raise CompatError(
+            f"the model has {len(outputs)} outputs\nhint: say which one in output_index"
+        )
+    if S.dims_of(outputs[0]) is None:
+        raise CompatError(f"the rank of {outputs[0].name!r} is not known")
+    return outputs[0]
+
+
+def _score(
+    op: OpBuilder, predicted: ir.Value, score_name: str, label_name: str, kwargs: Mapping[str, Any]
+) -> ir.Value:
+    if score_name == "log":
+        rows = op.dims(predicted)[0]
+        label = op.input(label_name, ir.DataType.INT64, [rows])
+        y = op.Unsqueeze(op.cast(label, predicted.dtype), [1])
+        eps = float(kwargs.get("eps", 1e-6))
+        yes = op.Clip(op.Slice(predicted, [1], [2], [1]), eps, 1.0 - eps)
+        return BCE(reduction="none").each(op, yes, y)
+    dtype = predicted.dtype
+    assert dtype is not None
+    label = op.input(label_name, dtype, list(op.dims(predicted)))
+    d = op.Sub(predicted, label)
+    if score_name in ("squared_error", "l2"):
+        return op.Mul(d, d)
+    if score_name in ("absolute_error", "l1"):
+        return op.Abs(d)
+    l1, l2 = float(kwargs.get("l1_weight", 0.5)), float(kwargs.get("l2_weight", 0.5))
+    return op.Add(op.Mul(op.Abs(d), l1), op.Mul(op.Mul(d, d), l2))

@@ -1,0 +1,249 @@
+"""The examples of onnxcustom's documentation, with assertions on the loss."""
+
+import pickle
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime import InferenceSession
+from sklearn.datasets import make_classification, make_regression
+from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+
+from onnxtrain.compat.onnxcustom import (
+    ConvergenceError,
+    ConvergenceWarning,
+    LearningRateSGD,
+    LearningRateSGDNesterov,
+    NegLogLearningLoss,
+    OrtGradientForwardBackward,
+    OrtGradientForwardBackwardOptimizer,
+    OrtGradientOptimizer,
+    add_loss_output,
+    get_train_initializer,
+    onnx_rename_weights,
+)
+from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import ElasticLearningPenalty
+
+pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+
+
+def convert(model, x: np.ndarray, output: str | None = None) -> onnx.ModelProto:
+    from skl2onnx import to_onnx
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"zipmap": False} if hasattr(model, "classes_") else None
+        found = to_onnx(
+            model, x[:1], black_op={"LinearRegressor"}, options=options, target_opset=18
+        )
+    if output is None:
+        return found
+    needed, kept = {output}, []
+    for node in reversed(found.graph.node):
+        if needed & set(node.output):
+            needed |= set(node.input)
+            kept.insert(0, node)
+    constants = [t for t in found.graph.initializer if t.name in needed]
+    cut = onnx.ValueInfoProto(name=output)
+    cut.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    for d in (None, 1):
+        dim = cut.type.tensor_type.shape.dim.add()
+        if d:
+            dim.dim_value = d
+    for field, items in (("node", kept), ("initializer", constants), ("output", [cut])):
+        found.graph.ClearField(field)
+        getattr(found.graph, field).extend(items)
+    domains = [d for d in found.opset_import if not d.domain]
+    del found.opset_import[:]
+    found.opset_import.extend(domains)
+    return found
+
+
+@pytest.fixture
+def linear():
+    x, y = make_regression(200, n_features=2, bias=2, random_state=0)
+    x, y = x.astype(np.float32), (y / 50).astype(np.float32)
+    reg = LinearRegression().fit(x, y)
+    np.random.seed(0)
+    return x, y, reg, convert(reg, x)
+
+
+def test_linear_regression_with_the_loss_in_the_graph(linear):
+    x, y, reg, onx = linear
+    with_loss = add_loss_output(onx)
+    assert next(o.name for o in with_loss.graph.output) == "loss"
+    weights = list(get_train_initializer(onx))
+    assert weights == ["coef", "intercept"]
+    session = OrtGradientOptimizer(
+        with_loss, weights[::-1], learning_rate=5e-2, max_iter=60, batch_size=10
+    )
+    session.fit(x, y, X_val=x[:50], y_val=y[:50])
+    assert session.train_losses_[-1] < 1e-3 < session.train_losses_[0]
+    assert len(session.validation_losses_) == 10
+    assert session.validation_losses_[-1] < 1e-3
+    state = session.get_state()
+    np.testing.assert_allclose(state["coef"].ravel(), reg.coef_.ravel(), atol=2e-2)
+    trained = session.get_trained_onnx(onx)
+    got = InferenceSession(trained.SerializeToString()).run(None, {"X": x})[0]
+    np.testing.assert_allclose(got.ravel(), reg.predict(x), atol=0.1)
+
+
+@pytest.mark.parametrize("loss", ["square_error", "absolute_error", "elastic_error"])
+def test_forward_backward_linear_regression(linear, loss):
+    x, y, reg, onx = linear
+    rate = LearningRateSGD(0.05, learning_rate="constant")
+    session = OrtGradientForwardBackwardOptimizer(
+        onx, learning_rate=rate, learning_loss=loss, max_iter=100, batch_size=10
+    )
+    session.fit(x, y)
+    assert session.train_losses_[-1] < 0.1 * session.train_losses_[0]
+    coef, _ = (v.numpy() for v in session.get_state())
+    np.testing.assert_allclose(coef.ravel(), reg.coef_.ravel(), atol=5e-2)
+    assert session.score(x, y) == pytest.approx(-np.mean(session.losses(x, y)))
+
+
+def test_nesterov_and_a_penalty(linear):
+    x, y, _, onx = linear
+    settings = {"max_iter": 40, "batch_size": 10, "warm_start": True}
+    rate = LearningRateSGDNesterov(1e-2, learning_rate="constant")
+    free = OrtGradientForwardBackwardOptimizer(onx, learning_rate=rate, **settings).fit(x, y)
+    held = OrtGradientForwardBackwardOptimizer(
+        onx, learning_rate=rate, learning_penalty=ElasticLearningPenalty(0.0, 0.5), **settings
+    ).fit(x, y)
+    size = [np.linalg.norm(s.trained_coef_["coef"]) for s in (free, held)]
+    # At the minimum of mean (p - y)^2 / 2 + |w|^2 / 2, whitened features halve the weights.
+    assert 0.3 * size[0] < size[1] < 0.7 * size[0]
+    assert free.needs_grad
+    assert free.get_state("grad")[0].numpy().shape == (2, 1)
+
+
+def test_weights_of_rows(linear):
+    x, y, reg, onx = linear
+    wrong = y.copy()
+    wrong[100:] = 100
+    weight = np.ones(200, np.float32)
+    weight[100:] = 0
+    session = OrtGradientForwardBackwardOptimizer(
+        onx, learning_rate=0.05, weight_name="weight", max_iter=60
+    ).fit(x, wrong, sample_weight=weight)
+    np.testing.assert_allclose(session.trained_coef_["coef"].ravel(), reg.coef_.ravel(), atol=5e-2)
+
+
+def mlp_data(classes: bool):
+    x = (np.arange(30).reshape(-1, 3) / 100).astype(np.float32)
+    y = np.arange(10).astype(np.float32).reshape(-1, 1)
+    return x, (y >= 5).astype(np.int64) if classes else y
+
+
+@pytest.mark.parametrize("kind", [MLPRegressor, MLPClassifier])
+def test_mlp_gradients_equal_back_propagation_of_sklearn(kind):
+    classes = kind is MLPClassifier
+    x, y = mlp_data(classes)
+    settings = {"hidden_layer_sizes": (5,), "activation": "logistic", "alpha": 0.0}
+    mlp = kind(**settings, max_iter=2, random_state=0).fit(x, y.ravel())
+    onx = onnx_rename_weights(convert(mlp, x, "add_result1" if classes else None))
+    names = ["I0_coefficient", "I1_intercepts", "I2_coefficient1", "I3_intercepts1"]
+    assert list(get_train_initializer(onx))[:4] == names
+    session = OrtGradientForwardBackwardOptimizer(
+        onx,
+        names,
+        learning_rate=1e-5,
+        warm_start=True,
+        max_iter=2,
+        learning_loss=NegLogLearningLoss() if classes else "square_error",
+    )
+    session.fit(x, y)
+    state = [v.numpy().astype(np.float64) for v in session.get_state()]
+    mlp.coefs_, mlp.intercepts_ = state[::2], [s.ravel() for s in state[1::2]]
+
+    few = x[:4].astype(np.float64) * 10
+    target = np.array([[0], [1], [1], [0]])
+    activations, deltas = [few, None, None], [None, None]
+    coefs, intercepts = [None, None], [None, None]
+    loss, coefs, intercepts = mlp._backprop(
+        few, target, None, activations, deltas, coefs, intercepts
+    )
+    function = session.train_function_
+    inputs = [few.astype(np.float32), *(v.numpy() for v in session.get_state())]
+    predicted = function.forward(inputs, training=True)
+    found, slope = session.learning_loss.loss_gradient(session.device, target, predicted[0])
+    gradients = [g.numpy() / len(few) for g in function.backward([slope])[1:]]
+    assert found.numpy().item() / len(few) == pytest.approx(loss, rel=1e-5)
+    for ours, theirs in zip(
+        gradients, [coefs[0], intercepts[0], coefs[1], intercepts[1]], strict=True
+    ):
+        np.testing.assert_allclose(ours.ravel(), theirs.ravel(), rtol=1e-5, atol=1e-6)
+
+
+def test_classifier_with_nesterov_and_penalty():
+    x, y = make_classification(300, n_features=10, random_state=0)
+    x = x.astype(np.float32)
+    mlp = MLPClassifier((10,), max_iter=1, random_state=0).fit(x, y)
+    onx = convert(mlp, x, "add_result1")
+    session = OrtGradientForwardBackwardOptimizer(
+        onx,
+        learning_rate=LearningRateSGDNesterov(1e-1, momentum=0.9, nesterov=True),
+        learning_loss=NegLogLearningLoss(),
+        learning_penalty=ElasticLearningPenalty(l1=0, l2=1e-4),
+        warm_start=True,
+        max_iter=40,
+        batch_size=15,
+    ).fit(x, y.astype(np.int64))
+    assert session.train_losses_[-1] < 0.7 * session.train_losses_[0]
+    got = InferenceSession(session.get_trained_onnx().SerializeToString()).run(None, {"X": x})[0]
+    assert ((got.ravel() > 0) == y).mean() > 0.9
+
+
+def test_grid_search(linear):
+    x, y, _, onx = linear
+    base = OrtGradientForwardBackwardOptimizer(onx, learning_rate=1e-6, max_iter=5)
+    search = GridSearchCV(base, {"learning_rate": [1e-6, 1e-3, 3e-2]}, cv=3).fit(x, y)
+    assert search.best_params_ == {"learning_rate": 3e-2}
+
+
+def test_pickled_estimators_go_on_alike(linear):
+    x, y, _, onx = linear
+    session = OrtGradientForwardBackwardOptimizer(
+        onx, learning_rate="SGDNesterov", max_iter=3, warm_start=True
+    ).fit(x, y)
+    copy = pickle.loads(pickle.dumps(session))
+    assert copy.train_losses_ == session.train_losses_
+    for one in (session, copy):
+        np.random.seed(1)
+        one.fit(x, y)
+    for a, b in zip(session.get_state(), copy.get_state(), strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    first = OrtGradientOptimizer(add_loss_output(onx), ["intercept", "coef"], max_iter=2)
+    again = pickle.loads(pickle.dumps(first.fit(x, y)))
+    np.testing.assert_array_equal(again.get_state()["coef"], first.get_state()["coef"])
+
+
+def test_divergence_is_an_error_or_a_warning(linear):
+    x, y, _, onx = linear
+    settings = {"learning_rate": 1e9, "max_iter": 20}
+    with np.errstate(all="ignore"):
+        with pytest.raises(ConvergenceError, match="the loss is"):
+            OrtGradientForwardBackwardOptimizer(onx, **settings).fit(x, y)
+        with pytest.warns(ConvergenceWarning, match="the loss is"):
+            OrtGradientForwardBackwardOptimizer(onx, exc=False, **settings).fit(x, y)
+
+
+def test_several_forward_passes_before_backward(linear):
+    x, _, reg, onx = linear
+    builder = pickle.loads(pickle.dumps(OrtGradientForwardBackward(onx, ["intercept", "coef"])))
+    assert builder.cls_type_._onx_inp == ["X", "intercept", "coef"]
+    assert builder.cls_type_._onx_out == ["X_grad", "intercept_grad", "coef_grad"]
+    weights = [builder.get_initializer(n) for n in ("intercept", "coef")]
+    function = builder.new_instance()
+    (y,) = function.forward([x[:5], *weights], training=True)
+    np.testing.assert_allclose(y.numpy().ravel(), reg.predict(x[:5]), rtol=1e-5)
+    function.forward([x[:3], *weights], training=True)
+    for rows in (3, 5):
+        _, db, dw = function.backward([np.ones((rows, 1), np.float32)])
+        assert db.numpy().item() == rows
+        np.testing.assert_allclose(dw.numpy().ravel(), x[:rows].sum(0), rtol=1e-5)
+    with pytest.raises(RuntimeError, match="no forward pass is left"):
+        function.backward([np.ones((5, 1), np.float32)])

@@ -1,0 +1,255 @@
+"""Losses, penalties, learning rates, loaders and graph helpers of onnxcustom."""
+
+import itertools
+import pickle
+
+import numpy as np
+import onnx
+import pytest
+from onnxruntime import InferenceSession
+
+from onnxtrain.compat.onnxcustom import (
+    BaseLearningLoss,
+    BaseLearningPenalty,
+    BaseLearningRate,
+    DerivativeOptions,
+    ElasticLearningLoss,
+    LearningRateSGD,
+    LearningRateSGDNesterov,
+    OrtDataLoader,
+    OrtGradientForwardBackward,
+    OrtGradientForwardBackwardOptimizer,
+    OrtGradientOptimizer,
+    add_loss_output,
+    onnx_derivative,
+    onnx_rename_weights,
+    save_onnx_graph,
+)
+from onnxtrain.errors import CompatError
+
+RNG = np.random.default_rng(0)
+ADD = """
+<ir_version: 10, opset_import: ["": 21]>
+g (float[n, 4] X) => (float[n, 4] Y) <float[4] z = {1, 2, 3, 4}, float[4] b = {4, 3, 2, 1}>
+{ h = Mul(X, z)  Y = Add(h, b) }
+"""
+
+
+def model() -> onnx.ModelProto:
+    return onnx.parser.parse_model(ADD)
+
+
+def numeric(loss, expected, predicted, step=1e-3):
+    found = np.zeros_like(predicted)
+    for index in np.ndindex(predicted.shape):
+        for sign in (1, -1):
+            moved = predicted.copy()
+            moved[index] += sign * step
+            value = loss.loss_gradient("cpu", expected, moved)[0].numpy().item()
+            found[index] += sign * value / (2 * step)
+    return found
+
+
+@pytest.mark.parametrize("name", ["square", "absolute", "elastic", "log"])
+def test_gradients_of_losses_have_the_right_sign(name):
+    loss = BaseLearningLoss.select(name)
+    predicted = RNG.normal(size=(6, 1)).astype(np.float32)
+    expected = RNG.normal(size=(6, 1)).astype(np.float32)
+    if name == "log":
+        expected = (expected > 0).astype(np.int64)
+    total, slope = loss.loss_gradient("cpu", expected, predicted)
+    np.testing.assert_allclose(
+        slope.numpy(), numeric(loss, expected, predicted), rtol=1e-2, atol=1e-2
+    )
+    each = loss.loss_scores("cpu", expected, predicted).numpy()
+    assert total.numpy().shape == (1, 1)
+    assert each.sum() == pytest.approx(total.numpy().item(), rel=1e-5)
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_weights_scale_losses():
+    loss = ElasticLearningLoss(0.3, 0.7)
+    loss.build_onnx_function(weight_name="w")
+    predicted, expected = RNG.normal(size=(2, 5, 1)).astype(np.float32)
+    weight = np.arange(5).astype(np.float32)
+    plain = loss.loss_scores("cpu", expected, predicted).numpy().ravel()
+    weighted = loss.loss_scores("cpu", expected, predicted, weight).numpy().ravel()
+    np.testing.assert_allclose(weighted, plain * weight, rtol=1e-6)
+
+
+def test_penalties_add_to_losses():
+    penalty = BaseLearningPenalty.select("elastic", l1=0.25, l2=0.5)
+    w = np.array([1.0, -2.0], np.float32)
+    got = penalty.penalty_loss("cpu", np.array([[1.0]], np.float32), w).numpy().item()
+    assert got == pytest.approx(1 + 0.25 * 3 + 0.5 * 5)
+    assert BaseLearningPenalty.select(None).penalty_loss("cpu", got, w) == got
+    with pytest.raises(ValueError, match="no such penalty"):
+        BaseLearningPenalty.select("l3")
+
+
+def test_learning_rates():
+    rate = LearningRateSGD(0.5, power_t=0.5)
+    np.testing.assert_allclose(list(rate.loop(4)), [0.5, 0.5, 0.5 / 2**0.5, 0.5 / 3**0.5])
+    assert list(LearningRateSGD(0.5, learning_rate="constant").loop(3)) == [0.5] * 3
+    optimal = list(LearningRateSGD(0.5, learning_rate="optimal").loop(50))
+    assert optimal[0] == 0.5
+    assert all(a > b for a, b in itertools.pairwise(optimal))
+    assert BaseLearningRate.select(0.1) == LearningRateSGD(0.1)
+    assert isinstance(BaseLearningRate.select("Nesterov"), LearningRateSGDNesterov)
+    with pytest.raises(ValueError, match="no such schedule"):
+        LearningRateSGD(learning_rate="linear")
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_update_with_momentum(nesterov):
+    rate = LearningRateSGDNesterov(0.1, nesterov=nesterov, momentum=0.9)
+    rate.init_learning_rate()
+    w, g, v = RNG.normal(size=(3, 2, 3)).astype(np.float32)
+    new, speed = rate.update_weights(w, g, 5, v)
+    z = 0.9 * v - 0.02 * g
+    np.testing.assert_allclose(speed, z, rtol=1e-5)
+    np.testing.assert_allclose(new, w + (0.9 * z - 0.02 * g if nesterov else z), rtol=1e-5)
+
+
+def test_data_loader():
+    x = np.arange(50).reshape(25, 2).astype(np.float32)
+    y = np.arange(25).astype(np.float32)
+    loader = OrtDataLoader(x, y, batch_size=10, random_iter=False)
+    assert [len(b[0]) for b in loader.iter_numpy()] == [10, 10, 5]
+    copy = pickle.loads(pickle.dumps(OrtDataLoader(x, y, sample_weight=y, batch_size=10)))
+    np.random.seed(0)
+    batches = list(copy.iter_ortvalue())
+    assert [b[0].shape() for b in batches] == [[10, 2]] * 2
+    for features, label, weight in ([v.numpy() for v in b] for b in batches):
+        np.testing.assert_array_equal(features[:, 0] / 2, label.ravel())
+        np.testing.assert_array_equal(weight, label.ravel())
+    starts = {int(b[0][0, 0]) for _ in range(60) for b in copy.iter_numpy()}
+    assert max(starts) == 30  # the last window is drawn, too
+    session = InferenceSession(model().SerializeToString())
+    assert len(copy) == len(copy.data_ort[0].numpy()) == 25
+    wide = OrtDataLoader(np.ones((6, 4), np.float32), y[:6], batch_size=4, random_iter=False)
+    bind = session.io_binding()
+    rows = []
+    for n in wide.iter_bind(bind, ["X"]):
+        bind.bind_output("Y")
+        session.run_with_iobinding(bind)
+        rows.append(n)
+    assert rows == [4, 2]
+
+
+def run(onx: onnx.ModelProto, **feeds):
+    session = InferenceSession(onx.SerializeToString())
+    names = [y.name for y in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+def test_derivative_options(tmp_path):
+    x = RNG.normal(size=(3, 4)).astype(np.float32)
+    z, b = np.float32([1, 2, 3, 4]), np.float32([4, 3, 2, 1])
+    ones = np.ones((3, 4), np.float32)
+    found = onnx_derivative(model())
+    assert [i.name for i in found.graph.input] == ["X", "z", "b", "Y_grad"]
+    got = run(found, X=x, z=z, b=b, Y_grad=ones)
+    assert list(got) == ["X_grad", "z_grad", "b_grad"]
+    np.testing.assert_allclose(got["z_grad"], x.sum(0), rtol=1e-5)
+
+    both = onnx_derivative(
+        model(), weights=[], options=DerivativeOptions.KeepOutputs | DerivativeOptions.FillGrad
+    )
+    got = run(both, X=x)
+    np.testing.assert_allclose(got["X_grad"], ones * z)
+    np.testing.assert_allclose(got["Y"], x * z + b, rtol=1e-6)
+
+    path = tmp_path / "gradient.onnx"
+    with_loss = add_loss_output(model())
+    onnx_derivative(
+        with_loss, options=DerivativeOptions.Loss, label="label", loss="loss", path_name=path
+    )
+    got = run(onnx.load(path), X=x, label=ones, z=z, b=b)
+    np.testing.assert_allclose(got["b_grad"], 2 * (x * z + b - 1).sum(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (1, TypeError),
+        (DerivativeOptions.FillGrad, ValueError),
+        (DerivativeOptions.Loss, ValueError),
+        (DerivativeOptions.KeepYieldOp | DerivativeOptions.KeepOutputs, ValueError),
+    ],
+)
+def test_options_that_do_not_fit(options, error):
+    with pytest.raises(error):
+        onnx_derivative(model(), options=options)
+
+
+def test_yield_op_is_refused_by_name():
+    with pytest.raises(CompatError, match="YieldOp is not a standard operator"):
+        onnx_derivative(model(), options=DerivativeOptions.KeepYieldOp)
+
+
+@pytest.mark.parametrize(
+    ("score", "wanted"),
+    [
+        ("squared_error", lambda d: d**2),
+        ("l1", np.abs),
+        ("elastic", lambda d: 0.5 * np.abs(d) + 0.5 * d**2),
+    ],
+)
+def test_add_loss_output(score, wanted):
+    onx = add_loss_output(
+        model(), score, weight_name="weight", penalty={"z": {"l1": 0.5, "l2": 0.25}, "b": 2.0}
+    )
+    x, label = RNG.normal(size=(2, 3, 4)).astype(np.float32)
+    weight = np.float32([1, 2, 3])
+    got = run(onx, X=x, label=label, weight=weight)
+    assert list(got) == ["loss", "Y"]
+    assert got["loss"].shape == (1, 1)
+    each = wanted(got["Y"] - label) * weight[:, None]
+    assert got["loss"].item() == pytest.approx(each.sum() + 5 + 7.5 + 60, rel=1e-5)
+
+
+def test_add_log_loss():
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    g (float[n, 2] X) => (float[n, 2] p) { p = Softmax(X) }"""
+    x = RNG.normal(size=(5, 2)).astype(np.float32)
+    y = np.array([0, 1, 1, 0, 1])
+    got = run(add_loss_output(onnx.parser.parse_model(text), "log"), X=x, label=y)
+    assert got["loss"].item() == pytest.approx(-np.log(got["p"][np.arange(5), y]).sum(), rel=1e-5)
+    with pytest.raises(NotImplementedError, match="no such score"):
+        add_loss_output(model(), "huber")
+
+
+def test_rename_and_save(tmp_path):
+    renamed = onnx_rename_weights(model())
+    assert [t.name for t in renamed.graph.initializer] == ["I0_z", "I1_b"]
+    x = np.ones((2, 4), np.float32)
+    np.testing.assert_array_equal(run(renamed, X=x)["Y"], run(model(), X=x)["Y"])
+    estimator = OrtGradientForwardBackwardOptimizer(model())
+    content = estimator.save_onnx_graph(bytes)
+    assert content["model_onnx"] == model().SerializeToString(deterministic=True)
+    assert set(content["train_session_"]["cls_type_"]) == {
+        "optimized_pre_grad_model",
+        "trained_onnx",
+    }
+    files = estimator.save_onnx_graph(str(tmp_path))
+    onnx.checker.check_model(onnx.load(files["learning_loss"]["loss_grad_onnx_"]))
+    with pytest.warns(UserWarning, match="is there already"):
+        save_onnx_graph(estimator, str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        save_onnx_graph(estimator, str(tmp_path / "absent"))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="name twice"):
+        OrtGradientForwardBackward(model(), ["z", "z"])
+    with pytest.raises(ValueError, match="no such float initializer"):
+        OrtGradientForwardBackward(model(), ["y"])
+    with pytest.raises(ValueError, match="no such provider"):
+        OrtGradientForwardBackward(model(), providers=["NONE"])
+    with pytest.raises(NotImplementedError, match="no such optimizer"):
+        OrtGradientForwardBackwardOptimizer(model(), training_optimizer_name="Adam")
+    with pytest.raises(NotImplementedError, match="momentum"):
+        OrtGradientOptimizer(add_loss_output(model()), None, learning_rate="SGDNesterov")
+    with pytest.raises(AttributeError, match="nothing is trained"):
+        OrtGradientForwardBackwardOptimizer(model()).get_state()
