@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo ops ort-suite bench clean
+.PHONY: help demo test test-full check rule zoo ops ort-suite bench web-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -54,5 +54,14 @@ ort-suite: $(VENV)/.dev  ## onnxruntime's own tests of its training API: make or
 bench: $(VENV)/.dev  ## build time and node counts
 	$(BIN)/python benchmarks/build.py
 
+# The runtime's post-install step would fetch CUDA libraries: npm runs no scripts here (.npmrc).
+web/node_modules/.package-lock.json: web/package-lock.json
+	cd web && npm ci
+	@touch $@
+
+web-test: $(VENV)/.demo web/node_modules/.package-lock.json  ## the web package in Node and in Chromium
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+	cd web && npm run check && npm test && npm run test:browser
+
 clean:  ## remove what make made
-	rm -rf $(VENV) runs .cache
+	rm -rf $(VENV) runs .cache web/node_modules web/.fixtures web/packages/*/dist
