@@ -1,5 +1,6 @@
 """Optimizers as ONNX graphs, and learning-rate schedules."""
 
+from onnxtrain.optim.base import Group, Optimizer
 from onnxtrain.optim.clip import clip_by_global_norm, clip_by_value, global_norm, moving_average
 from onnxtrain.optim.optimizers import (
     LAMB,
@@ -9,9 +10,7 @@ from onnxtrain.optim.optimizers import (
     Adagrad,
     Adam,
     AdamW,
-    Group,
     Lion,
-    Optimizer,
     RMSprop,
 )
 from onnxtrain.optim.resolve import OPTIMIZERS, resolve

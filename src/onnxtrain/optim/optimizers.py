@@ -1,139 +1,17 @@
-"""Optimizers, with the argument names, defaults and arithmetic of ``torch.optim``.
-
->>> AdamW(lr=3e-4, groups=(Group("*.bias", weight_decay=0.0),)).group_of("fc.bias").weight_decay
-0.0
-"""
+"""Optimizers, with the argument names, defaults and arithmetic of ``torch.optim``."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.optim import transforms as T
+from onnxtrain.optim.base import Optimizer
 from onnxtrain.optim.transforms import Slot, Transform, Update
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Parameters whose names match a glob pattern, with settings of their own.
-
-    ``None`` keeps the optimizer's setting.
-    """
-
-    pattern: str
-    weight_decay: float | None = None
-    lr_factor: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """Base of all optimizers: a learning rate, and groups of parameters (the first match wins)."""
-
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    groups: Sequence[Group] = ()
-
-    def __post_init__(self) -> None:
-        if not self.lr >= 0.0:
-            raise PrepareError(f"lr must not be negative: {self.lr}")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if (
-                field.name in ("eps", "weight_decay", "momentum")
-                and isinstance(value, float)
-                and value < 0
-            ):
-                raise PrepareError(f"{field.name} must not be negative: {value}")
-        for beta in getattr(self, "betas", ()):
-            if not 0.0 <= beta < 1.0:
-                raise PrepareError(f"betas must be in [0, 1): {getattr(self, 'betas', ())}")
-
-    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Give the transforms that make an update of a gradient."""
-        raise NotImplementedError
-
-    def group_of(self, name: str) -> Group:
-        """Give the settings of a parameter."""
-        for group in self.groups:
-            if fnmatch.fnmatchcase(name, group.pattern):
-                decay = self.weight_decay if group.weight_decay is None else group.weight_decay
-                return dataclasses.replace(group, weight_decay=decay)
-        return Group(name, self.weight_decay)
-
-    def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
-        """Give the state that a parameter needs."""
-        decay = self.group_of(name).weight_decay or 0.0
-        return [s for t in self.chain(decay) for s in t.slots(tuple(dims), dtype)]
-
-    def apply(
-        self,
-        op: OpBuilder,
-        parameters: Mapping[str, ir.Value],
-        gradients: Mapping[str, ir.Value],
-        state: Mapping[str, ir.Value],
-        lr: ir.Value,
-        step: ir.Value,
-    ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
-        """Emit one step; give the new parameters and the new state, by the same names.
-
-        Args:
-            op: where the nodes go.
-            parameters: by name.
-            gradients: by the name of the parameter.
-            state: by ``<parameter>.<slot>``.
-            lr: float32[1].
-            step: int64[1] or int32[1], counting from 1.
-        """
-        new_parameters: dict[str, ir.Value] = {}
-        new_state: dict[str, ir.Value] = {}
-        shared: T.Scalars = {}
-        for name, p in parameters.items():
-            group = self.group_of(name)
-            decay = group.weight_decay or 0.0
-            assert p.dtype is not None
-            rate = _shared_scalar(op, shared, "lr", lr, p.dtype)
-            if group.lr_factor != 1.0:
-                key = (f"lr_factor/{p.dtype}", group.lr_factor)
-                if key not in shared:
-                    shared[key] = op.Mul(rate, group.lr_factor)
-                rate = shared[key]
-            links = self.chain(decay)
-            dims = op.static(p) or ()
-            mine = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
-            u = Update(
-                op,
-                p,
-                gradients[name],
-                mine,
-                rate,
-                _shared_scalar(op, shared, "step", step, p.dtype),
-                shared,
-            )
-            for link in links:
-                link.update(u)
-            new_parameters[name] = self.descend(u, decay)
-            new_state.update({f"{name}.{slot}": v for slot, v in u.new_state.items()})
-        return new_parameters, new_state
-
-    def descend(self, u: Update, weight_decay: float) -> ir.Value:
-        """Give the new parameter."""
-        return u.op.Sub(u.parameter, u.op.Mul(u.gradient, u.lr))
-
-
-def _shared_scalar(
-    op: OpBuilder, shared: T.Scalars, name: str, value: ir.Value, dtype: ir.DataType | None
-) -> ir.Value:
-    key = (f"{name}/{dtype}", 0.0)
-    if key not in shared:
-        shared[key] = op.cast(op.Reshape(value, op.const([])), dtype)
-    return shared[key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Small pieces that optimizers are chained from.
 
-A transform turns a gradient into an update, and may keep state. It knows its state (``slots``) and emits
-nodes (``update``). The last step of every chain subtracts ``lr * update`` from the parameter.
+A transform turns a gradient into an update, and may keep state. It knows its state (``slots``) and
+emits nodes (``update``). The last step of every chain subtracts ``lr * update`` from the parameter.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def decay_weights(rate: float) -> Transform | None:
 
 
 def momentum(factor: float, dampening: float = 0.0, nesterov: bool = False) -> Transform | None:
-    """Accumulate gradients: ``b = factor * b + (1 - dampening) * g``; the first step has ``b = g``."""
+    """Accumulate gradients: ``b = factor * b + (1 - dampening) * g``; ``b = g`` at first."""
 
     def update(u: Update) -> None:
         op, g, old = u.op, u.gradient, u.state["momentum_buffer"]
