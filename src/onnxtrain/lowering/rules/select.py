@@ -57,8 +57,7 @@ def where_finite(op, condition, a, b):
     if not a.dtype.is_floating_point():
         return None
     if may_be_infinite(a):
-        for chosen, other, flip in ((b, a, True),):
-            return _with_minus_infinity(op, condition, chosen, other, flip)
+        return _with_minus_infinity(op, condition, b, a, True)
     if may_be_infinite(b):
         return _with_minus_infinity(op, condition, a, b, False)
     m = op.Cast(condition, to=a.dtype)
@@ -117,93 +116,68 @@ def _times(op: OpBuilder, v: ir.Value, m: ir.Value) -> ir.Value | None:
     return op.Mul(v, m)
 
 
+_FAR = 64  # nodes back that are looked at
+_MOVING = frozenset(
+    [
+        *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather", "Concat"),
+        *("Expand", "Identity", "Flatten", "Tile", "Neg", "Abs", "Relu", "Max", "Min", "Pad"),
+        *("Where", "LeakyRelu", "MaxPool", "Dropout"),
+    ]
+)
 _PASSING = frozenset(
     [
-        "Add",
-        "Sub",
-        "Mul",
-        "Neg",
-        "Abs",
-        "Relu",
-        "MatMul",
-        "Gemm",
-        "Conv",
-        "ConvTranspose",
-        "Reshape",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Slice",
-        "Split",
-        "Gather",
-        "Concat",
-        "Expand",
-        "Identity",
-        "Flatten",
-        "Tile",
-        "Clip",
-        "Max",
-        "Min",
-        "Sum",
-        "ReduceSum",
-        "ReduceMean",
-        "ReduceMax",
-        "LeakyRelu",
-        "AveragePool",
-        "MaxPool",
-        "Pad",
-        "Where",
-        "Gelu",
-        "LayerNormalization",
-        "BatchNormalization",
-        "Einsum",
-        "GlobalAveragePool",
-        "Elu",
-        "Dropout",
-        "Resize",
-        "Upsample",
+        *("Add", "Sub", "Mul", "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Sum", "Clip"),
+        *("ReduceSum", "ReduceMean", "ReduceMax", "AveragePool", "GlobalAveragePool", "Resize"),
+        *("Gelu", "Elu", "LayerNormalization", "BatchNormalization"),
     ]
 )
 _BOUNDED = frozenset(
-    ["Sigmoid", "Tanh", "Softmax", "Cast", "Erf", "Sin", "Cos", "Sign", "OneHot", "HardSigmoid"]
+    ["Sigmoid", "Tanh", "Softmax", "Erf", "Sin", "Cos", "Sign", "OneHot", "HardSigmoid"]
 )
 
 
-def may_be_infinite(x: ir.Value, depth: int = 64) -> bool:
-    """Tell whether a value may be NaN or infinite though the model's inputs and weights are not.
+def may_be_infinite(x: ir.Value) -> bool:
+    """Tell whether a value may be NaN or infinite.
 
-    Sums and products count as finite: what overflows there is lost anyway.
+    An input of the model may, as long as it is only moved; sums and products of inputs count as
+    finite: what overflows there is lost anyway.
     """
-    return _may_be_infinite(x, depth, {})
+    return _may_be_infinite(x, _FAR, {}, moved=True)
 
 
-def _may_be_infinite(x: ir.Value, depth: int, seen: dict[ir.Value, bool]) -> bool:
+_Seen = dict[tuple[ir.Value, bool], bool]
+
+
+def _may_be_infinite(x: ir.Value, depth: int, seen: _Seen, *, moved: bool) -> bool:
     if x.dtype is not None and not x.dtype.is_floating_point():
         return False
-    if x in seen:
-        return seen[x]
+    if (x, moved) not in seen:
+        seen[x, moved] = True  # for what is below
+        seen[x, moved] = _look(x, depth, seen, moved=moved)
+    return seen[x, moved]
+
+
+def _look(x: ir.Value, depth: int, seen: _Seen, *, moved: bool) -> bool:
     array = S.constant_of(x)
     if array is not None:
-        found = not bool(np.isfinite(array.astype(np.float64)).all())
-    else:
-        node = x.producer()
-        if node is None:
-            found = False
-        elif node.domain or depth == 0:
-            found = True
-        elif node.op_type in _BOUNDED:
-            found = node.op_type == "Cast" and _may_be_infinite(_first(node), depth - 1, seen)
-        elif node.op_type in _PASSING:
-            found = any(_may_be_infinite(v, depth - 1, seen) for v in node.inputs if v is not None)
-        else:
-            found = True
-    seen[x] = found
-    return found
-
-
-def _first(node: ir.Node) -> ir.Value:
-    assert node.inputs[0] is not None
-    return node.inputs[0]
+        return not bool(np.isfinite(array.astype(np.float64)).all())
+    node = x.producer()
+    if node is None:
+        return moved
+    if node.domain or depth == 0:
+        return True
+    if node.op_type in _BOUNDED:
+        return False
+    if node.op_type == "Cast":
+        source = node.inputs[0]
+        assert source is not None
+        return _may_be_infinite(source, depth - 1, seen, moved=moved)
+    if node.op_type not in _PASSING and node.op_type not in _MOVING:
+        return True
+    still = moved and node.op_type in _MOVING
+    return any(
+        _may_be_infinite(v, depth - 1, seen, moved=still) for v in node.inputs if v is not None
+    )
 
 
 @lower("Equal")
@@ -260,11 +234,11 @@ def two_by_two(op, *inputs, node):
 @lower("Max", "Min")
 def without_broadcasting(op, a, b, *, node):
     """Before opset 8 both have to have the same shape."""
-    out = op.dims(node.outputs[0])
     y = node.outputs[0]
-    if S.same_shape(a, b) or None in out:
+    like = next((v for v in (y if op.static(y) else a, a, b) if S.same_shape(v, y)), None)
+    if S.same_shape(a, b) or like is None:
         return None
-    return op.emit(node.op_type, op.expand_like(a, y), op.expand_like(b, y))
+    return op.emit(node.op_type, op.expand_like(a, like), op.expand_like(b, like))
 
 
 @lower("Max", "Min")

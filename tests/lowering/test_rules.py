@@ -1,0 +1,71 @@
+"""Every decomposition, at five opsets, in a runtime that lacks the operator."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from onnxtrain.convert import lower
+from onnxtrain.errors import LoweringError
+
+from .cases import CASES
+from .single import OPSETS, Case, everything_but, feeds_of, model_of, op_types, run
+
+
+# Their lowering is an easier form of themselves: tested with all that the opset has, below.
+_EASIER = {"Greater", "Max", "MaxPool"}
+_RECURRENT = ("LSTM", "GRU", "RNN")
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("case", [c for c in CASES if c.op not in _EASIER], ids=str)
+def test_lowered_equals_original(case: Case, opset: int):
+    model = model_of(case)
+    lacking = everything_but(case.op, *(["Scan", "Loop"] if case.op in _RECURRENT else []))
+    expected = run(model, feeds_of(case))
+    if opset in case.refused:
+        with pytest.raises(LoweringError, match="cannot be lowered"):
+            lower(model, lacking, opset=opset)
+        return
+    lowered = lower(model, lacking, opset=opset, verify=False)
+    assert case.op not in op_types(lowered)
+    assert lowered.opset_import[0].version == opset
+    _same(expected, run(lowered, feeds_of(case)), case.tol)
+
+
+@pytest.mark.parametrize("opset", [7, 13])
+@pytest.mark.parametrize("case", [c for c in CASES if c.dynamic], ids=str)
+def test_symbolic_size_or_refusal(case: Case, opset: int):
+    """A symbolic first axis gives the same numbers, or is refused; never others."""
+    model = model_of(case, symbolic=True)
+    try:
+        lowered = lower(model, everything_but(case.op), opset=opset, verify=False)
+    except LoweringError as error:
+        assert "cannot be lowered" in str(error)
+        return
+    _same(run(model_of(case), feeds_of(case)), run(lowered, feeds_of(case)), case.tol)
+
+
+@pytest.mark.parametrize("opset", [7, 9, 11])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plain_opset_or_refusal(case: Case, opset: int):
+    """With all that the opset has; what it cannot say exactly is refused."""
+    model = model_of(case)
+    try:
+        lowered = lower(model, opset=opset, verify=False)
+    except LoweringError as error:
+        assert "cannot be lowered" in str(error)
+        return
+    _same(run(model, feeds_of(case)), run(lowered, feeds_of(case)), case.tol)
+
+
+def _same(expected, found, tol: float) -> None:
+    for a, b in zip(expected, found, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scale = (
+                max(1.0, float(np.nanmax(np.abs(a[np.isfinite(a)]), initial=0.0))) if a.size else 1
+            )
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=tol * scale)
