@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo ops ort-suite bench web-test clean
+.PHONY: help demo test test-full check rule zoo ops ort-suite bench web web-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -59,9 +59,13 @@ web/node_modules/.package-lock.json: web/package-lock.json
 	cd web && npm ci
 	@touch $@
 
+web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that trains a digit classifier
+	$(BIN)/python web/demo/make_artifacts.py web/demo/public
+	cd web && npm run dev
+
 web-test: $(VENV)/.demo web/node_modules/.package-lock.json  ## the web package in Node and in Chromium
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
 	cd web && npm run check && npm test && npm run test:browser
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs .cache web/node_modules web/.fixtures web/packages/*/dist
+	rm -rf $(VENV) runs .cache web/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public

@@ -96,8 +96,8 @@ async function load(device: Device, url: string | undefined): Promise<OrtModule>
   if (url !== undefined) return module(await import(/* @vite-ignore */ url));
   const name = device === "node" ? "onnxruntime-node" : "onnxruntime-web";
   try {
-    if (device === "node") return module(await import(/* @vite-ignore */ name));
-    if (inNode()) return module(await import("onnxruntime-web"));
+    // By a name that bundlers do not see: pages need neither of these.
+    if (inNode()) return module(await import(/* @vite-ignore */ name));
     if (device === "webgpu") return module(await import("onnxruntime-web/webgpu"));
     return module(await import("onnxruntime-web/wasm"));
   } catch (error) {

@@ -1,0 +1,77 @@
+import { PIXELS } from "./digits.js";
+
+/** A canvas to draw on with a pointer; gives the drawing as the digits are: 8x8, centred. */
+export class Pad {
+  readonly #canvas: HTMLCanvasElement;
+  readonly #pen: CanvasRenderingContext2D;
+  #drawing = false;
+  empty = true;
+
+  constructor(canvas: HTMLCanvasElement, onChange: () => void) {
+    this.#canvas = canvas;
+    this.#pen = canvas.getContext("2d", { willReadFrequently: true })!;
+    this.#pen.lineWidth = canvas.width / 9;
+    this.#pen.lineCap = this.#pen.lineJoin = "round";
+    this.#pen.strokeStyle = "white";
+    const at = (event: PointerEvent): [number, number] => {
+      const box = canvas.getBoundingClientRect();
+      return [
+        ((event.clientX - box.left) * canvas.width) / box.width,
+        ((event.clientY - box.top) * canvas.height) / box.height,
+      ];
+    };
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      this.#drawing = true;
+      this.#pen.beginPath();
+      this.#pen.moveTo(...at(event));
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (!this.#drawing) return;
+      this.empty = false;
+      this.#pen.lineTo(...at(event));
+      this.#pen.stroke();
+      onChange();
+    });
+    canvas.addEventListener("pointerup", () => (this.#drawing = false));
+    canvas.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.clear();
+    });
+  }
+
+  clear(): void {
+    this.#pen.clearRect(0, 0, this.#canvas.width, this.#canvas.height);
+    this.empty = true;
+  }
+
+  /** Cuts the drawing out, fits it into 8x8 and averages what falls into each place. */
+  pixels(): Float32Array {
+    const { width, height } = this.#canvas;
+    const ink = this.#pen.getImageData(0, 0, width, height).data;
+    const value = (x: number, y: number) =>
+      x < 0 || y < 0 || x >= width || y >= height ? 0 : ink[4 * (y * width + x) + 3]! / 255;
+    let [left, right, top, bottom] = [width, 0, height, 0];
+    for (let y = 0; y < height; y++) {
+      for (let x = 0; x < width; x++) {
+        if (value(x, y) < 0.5) continue;
+        [left, right] = [Math.min(left, x), Math.max(right, x)];
+        [top, bottom] = [Math.min(top, y), Math.max(bottom, y)];
+      }
+    }
+    const out = new Float32Array(PIXELS);
+    if (left > right) return out;
+    const cell = Math.max((bottom - top) / 8, (right - left) / 7, 4);
+    const [x0, y0] = [(left + right) / 2 - 4 * cell, (top + bottom) / 2 - 4 * cell];
+    const samples = 6;
+    for (let i = 0; i < PIXELS; i++) {
+      let sum = 0;
+      for (let s = 0; s < samples * samples; s++) {
+        const x = x0 + ((i % 8) + ((s % samples) + 0.5) / samples) * cell;
+        const y = y0 + (Math.floor(i / 8) + (Math.floor(s / samples) + 0.5) / samples) * cell;
+        sum += value(Math.floor(x), Math.floor(y));
+      }
+      out[i] = sum / samples ** 2;
+    }
+    return out;
+  }
+}
