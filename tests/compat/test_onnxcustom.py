@@ -94,9 +94,9 @@ def test_linear_regression_with_the_loss_in_the_graph(linear):
 @pytest.mark.parametrize("loss", ["square_error", "absolute_error", "elastic_error"])
 def test_forward_backward_linear_regression(linear, loss):
     x, y, reg, onx = linear
-    rate = LearningRateSGD(0.05, learning_rate="constant")
+    rate = LearningRateSGD(0.1, learning_rate="constant")
     session = OrtGradientForwardBackwardOptimizer(
-        onx, learning_rate=rate, learning_loss=loss, max_iter=100, batch_size=10
+        onx, learning_rate=rate, learning_loss=loss, max_iter=40, batch_size=10
     )
     session.fit(x, y)
     assert session.train_losses_[-1] < 0.1 * session.train_losses_[0]
@@ -107,7 +107,7 @@ def test_forward_backward_linear_regression(linear, loss):
 
 def test_nesterov_and_a_penalty(linear):
     x, y, _, onx = linear
-    settings = {"max_iter": 40, "batch_size": 10, "warm_start": True}
+    settings = {"max_iter": 20, "batch_size": 10, "warm_start": True}
     rate = LearningRateSGDNesterov(1e-2, learning_rate="constant")
     free = OrtGradientForwardBackwardOptimizer(onx, learning_rate=rate, **settings).fit(x, y)
     held = OrtGradientForwardBackwardOptimizer(
@@ -127,7 +127,7 @@ def test_weights_of_rows(linear):
     weight = np.ones(200, np.float32)
     weight[100:] = 0
     session = OrtGradientForwardBackwardOptimizer(
-        onx, learning_rate=0.05, weight_name="weight", max_iter=60
+        onx, learning_rate=0.1, weight_name="weight", max_iter=30
     ).fit(x, wrong, sample_weight=weight)
     np.testing.assert_allclose(session.trained_coef_["coef"].ravel(), reg.coef_.ravel(), atol=5e-2)
 

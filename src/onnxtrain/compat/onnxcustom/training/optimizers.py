@@ -15,7 +15,7 @@ from onnxtrain.compat.onnxcustom.training.base_estimator import (
     validation_interval,
 )
 from onnxtrain.compat.onnxcustom.utils.onnx_helper import float_initializers
-from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import runtime_device
+from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import create_session, runtime_device
 from onnxtrain.compat.onnxcustom.utils.orttraining_helper import LOSS_PREFIX
 from onnxtrain.runtime import session as runtime
 
@@ -76,9 +76,7 @@ class OrtGradientOptimizer(BaseEstimator):
         self.gradient_onnx_ = vjp(self.model_onnx, self.weights_to_train, self.loss_output_name)
         if self.saved_gradient is not None:
             onnx.save(self.gradient_onnx_, self.saved_gradient)
-        self.train_session_ = runtime.create(
-            self.gradient_onnx_.SerializeToString(), device=runtime_device(self.device)
-        )
+        self.train_session_ = create_session(self.gradient_onnx_, runtime_device(self.device))
         self.learning_rate.build_onnx_function(device=self.device)
         initial = {t.name for t in self.model_onnx.graph.initializer}
         self.input_names_ = [x.name for x in self.model_onnx.graph.input if x.name not in initial]

@@ -15,7 +15,11 @@ from onnxtrain.compat.onnxcustom.utils.onnx_helper import (
     save_onnx_graph,
     weights_as_inputs,
 )
-from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import numpy_to_ort_value, to_numpy
+from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
+    create_session,
+    numpy_to_ort_value,
+    to_numpy,
+)
 from onnxtrain.errors import CompatError
 from onnxtrain.graph import shapes as S
 from onnxtrain.runtime import session as runtime
@@ -103,8 +107,8 @@ class OrtGradientForwardBackward:
                 "_device": device,
                 "_optimized_pre_grad_model": forward,
                 "_trained_onnx": gradient,
-                "_sess_eval": runtime.create(forward.SerializeToString(), device=device),
-                "_sess_grad": runtime.create(gradient.SerializeToString(), device=device),
+                "_sess_eval": create_session(forward, device),
+                "_sess_grad": create_session(gradient, device),
                 "_input_names": self.input_names,
                 "_output_names": self.output_names,
                 "_weights_to_train": self.weights_to_train,

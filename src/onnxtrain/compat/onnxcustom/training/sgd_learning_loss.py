@@ -15,6 +15,7 @@ from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.compat.onnxcustom.training.parts import Part
 from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
+    create_session,
     numpy_to_ort_value,
     runtime_device,
     to_numpy,
@@ -78,7 +79,7 @@ class BaseLearningLoss(Part):
             self.build_onnx_function()
         if kind not in self._sessions:
             model = getattr(self, kind)
-            self._sessions[kind] = runtime.create(model.SerializeToString(), device=self.device_)
+            self._sessions[kind] = create_session(model, self.device_)
         x2 = to_numpy(predicted)
         x2 = x2.reshape(len(x2), -1)
         x1 = to_numpy(expected).reshape(x2.shape).astype(self.label_type.numpy())

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 
 from onnxtrain.errors import CompatError
 from onnxtrain.runtime import session as runtime
+
+_SMALL = 1 << 22  # bytes
 
 
 def _native() -> Any:
@@ -65,3 +68,9 @@ def numpy_to_ort_value(array: np.ndarray, device: Any = "cpu") -> Any:
 def to_numpy(value: Any) -> np.ndarray:
     """Give the array in an OrtValue of either kind, or the array itself."""
     return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
+
+
+def create_session(model: onnx.ModelProto, device: str) -> Any:
+    """Give a session; small models get one thread, since several pools would wait for each other."""
+    data = model.SerializeToString()
+    return runtime.create(data, device=device, threads=1 if len(data) < _SMALL else None)

@@ -1,0 +1,219 @@
+"""Estimators on given models: ONNX graphs and fitted pipelines; gradients against scikit-learn."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnxruntime import InferenceSession
+from sklearn.base import clone
+from sklearn.datasets import load_diabetes, load_iris
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import KBinsDiscretizer, PolynomialFeatures, StandardScaler
+
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.errors import PrepareError
+from onnxtrain.optim import SGD
+from onnxtrain.runtime import session as runtime
+from onnxtrain.sklearn import OnnxClassifier, OnnxRegressor, convert
+from onnxtrain.sklearn.epoch import epoch_model
+from onnxtrain.sklearn.nets import dense_net
+from onnxtrain.sklearn.objective import classification_loss, objective, regression_loss
+
+IRIS, KIND = load_iris(return_X_y=True)
+NAMES = np.array(["setosa", "versicolor", "virginica"])[KIND]
+DIABETES, SUGAR = load_diabetes(return_X_y=True)
+SUGAR = SUGAR / 100
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def run(model: onnx.ModelProto, x: np.ndarray) -> list[np.ndarray]:
+    session = InferenceSession(model.SerializeToString())
+    return session.run(None, {session.get_inputs()[0].name: x.astype(np.float32)})
+
+
+CASES = {
+    "regression": (MLPRegressor, 1),
+    "two-classes": (MLPClassifier, 1),
+    "three-classes": (MLPClassifier, 3),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("activation", ["relu", "tanh", "logistic"])
+def test_mlp_gradients_equal_back_propagation_of_sklearn(case, activation):
+    kind, columns = CASES[case]
+    rng = np.random.RandomState(0)
+    x = rng.normal(size=(20, 7))
+    y = {
+        "regression": rng.normal(size=20),
+        "two-classes": np.arange(20) % 2,
+        "three-classes": np.arange(20) % 3,
+    }[case]
+    mlp = kind(hidden_layer_sizes=(6, 4), activation=activation, alpha=0.0, max_iter=1)
+    mlp.set_params(random_state=0).fit(x, y)
+    target = y.reshape(-1, 1) if columns == 1 else np.eye(3)[y]
+    depth = len(mlp.coefs_)
+    loss, coefs, intercepts = mlp._backprop(
+        x, target, None, [x, *[None] * depth], [None] * depth, [None] * depth, [None] * depth
+    )
+
+    net = dense_net([7, 6, 4, columns], activation, rng)
+    for i in range(depth):
+        for stem, values in (("coefs", mlp.coefs_), ("intercepts", mlp.intercepts_)):
+            name = f"{stem}.{i}"
+            tensor = ir.Tensor(values[i].astype(np.float32), name=name)
+            net.graph.initializers[name].const_value = tensor
+    chosen = (
+        regression_loss("squared_error")
+        if kind is MLPRegressor
+        else classification_loss("log_loss", columns, "logits")
+    )
+    function = objective(chosen, weighted=False, penalty=None, weights=())
+    base = open_model(net)
+    names = list(base.graph.initializers)
+    epoch = epoch_model(base, function, SGD(), names, chosen_by_user=True)
+    start = epoch.packs[0].join({n: net.graph.initializers[n].const_value.numpy() for n in names})
+    session = runtime.create(epoch.model.SerializeToString(), threads=1)
+    labels = y.astype(np.int64) if columns == 3 else target.astype(np.float32)
+    found, losses = runtime.run(
+        session,
+        None,
+        {
+            "epoch/X": x.astype(np.float32),
+            "epoch/target": labels,
+            "epoch/order": np.arange(20),
+            "epoch/batches": np.array(1),
+            "epoch/rows_per_batch": np.array([20]),
+            "epoch/rates": np.ones(1, np.float32),
+            "epoch/steps_before": np.zeros(1, np.int64),
+            f"epoch/{epoch.packs[0].name}": start,
+        },
+    )
+    # With a learning rate of 1 the step of plain descent is the gradient.
+    gradients = epoch.packs[0].split(start.astype(np.float64) - found)
+    assert losses[0] == pytest.approx(loss, rel=1e-5)
+    for i in range(depth):
+        np.testing.assert_allclose(gradients[f"coefs.{i}"], coefs[i], atol=1e-5)
+        np.testing.assert_allclose(gradients[f"intercepts.{i}"], intercepts[i], atol=1e-5)
+
+
+PIPELINES = {
+    "plain": lambda: LogisticRegression(),
+    "scaled": lambda: make_pipeline(StandardScaler(), LogisticRegression()),
+    "bins": lambda: make_pipeline(
+        KBinsDiscretizer(4, encode="ordinal", quantile_method="averaged_inverted_cdf"),
+        LogisticRegression(),
+    ),
+    "many": lambda: make_pipeline(
+        StandardScaler(),
+        PCA(3),
+        PolynomialFeatures(2),
+        MLPClassifier((8,), max_iter=20, random_state=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(PIPELINES))
+def test_the_last_step_of_a_pipeline_is_trained(case):
+    pipeline = PIPELINES[case]().fit(IRIS, NAMES)
+    model = OnnxClassifier(pipeline, learning_rate=0.02, max_iter=60, tol=None, random_state=0)
+    before = model.max_iter
+    model.fit(IRIS, NAMES)
+    assert model.loss_curve_[-1] < model.loss_curve_[0]
+    assert model.score(IRIS, NAMES) >= pipeline.score(IRIS, NAMES)
+    label, probabilities = run(model.to_onnx(), IRIS)
+    np.testing.assert_array_equal(label, model.predict(IRIS))
+    np.testing.assert_allclose(probabilities, model.predict_proba(IRIS), atol=1e-5)
+    # Pre-processing is what it was.
+    old, new = (
+        {t.name: ir.from_proto(t).numpy() for t in m.graph.initializer}
+        for m in (convert(pipeline, IRIS), model.to_onnx())
+    )
+    changed = {n for n in old if not np.array_equal(old[n], new[n])}
+    assert changed == set(model.parameters_)
+    assert not any(n.startswith("pre/") for n in changed)
+    assert clone(model).fit(IRIS, NAMES).n_iter_ == before
+
+
+def test_a_pipeline_of_numbers():
+    pipeline = make_pipeline(StandardScaler(), Ridge()).fit(DIABETES[:50], SUGAR[:50])
+    model = OnnxRegressor(pipeline, learning_rate=0.01, max_iter=60, tol=None, random_state=0)
+    model.fit(DIABETES, SUGAR)
+    assert model.score(DIABETES, SUGAR) > 0.5 > pipeline.score(DIABETES, SUGAR)
+    np.testing.assert_allclose(
+        run(model.to_onnx(), DIABETES)[0].ravel(), model.predict(DIABETES), rtol=1e-4
+    )
+
+
+def test_a_pipeline_that_is_not_fitted():
+    with pytest.raises(PrepareError, match="Pipeline is not fitted"):
+        OnnxClassifier(make_pipeline(StandardScaler(), LogisticRegression())).fit(IRIS, NAMES)
+
+
+NET = """
+<ir_version: 10, opset_import: ["": 21]>
+net (float[n, 4] x) => (float[n, 3] p)
+<float[4, 3] w = {0.1, 0.2, 0.3, 0.1, -0.2, 0.3, 0.5, -0.1, 0.3, 0.1, 0.2, 0.1},
+ float[3] b = {0, 0, 0}, float[4] scale = {0.5, 0.5, 0.5, 0.5}>
+{ s = Mul(x, scale)  h = MatMul(s, w)  z = Add(h, b)  p = Softmax <axis = 1> (z) }
+"""
+
+
+def test_any_graph_with_a_frozen_part():
+    graph = onnx.parser.parse_model(NET)
+    settings = {"learning_rate": 0.1, "max_iter": 60, "tol": None, "random_state": 0}
+    model = OnnxClassifier(graph, freeze=["scale"], **settings).fit(IRIS, KIND)
+    assert set(model.parameters_) == {"w", "b"}
+    assert model.score(IRIS, KIND) > 0.95
+    (p,) = run(model.to_onnx(), IRIS)
+    np.testing.assert_allclose(p, model.predict_proba(IRIS), atol=1e-6)
+    whole = OnnxClassifier(graph, **settings).fit(IRIS, KIND)
+    assert set(whole.parameters_) == {"w", "b", "scale"}
+    assert whole.loss_curve_[-1] < whole.loss_curve_[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels", "message"),
+    [
+        ({"output": "q"}, KIND, "no such output: 'q'"),
+        ({"train": ["v"]}, KIND, "no such parameter"),
+        ({}, KIND > 0, r"3 column\(s\) for 2 classes"),
+    ],
+)
+def test_what_does_not_fit_a_graph(settings, labels, message):
+    with pytest.raises(PrepareError, match=message):
+        OnnxClassifier(onnx.parser.parse_model(NET), **settings).fit(IRIS, labels)
+
+
+def test_dropout_and_batch_normalization_train():
+    text = """
+    <ir_version: 10, opset_import: ["": 21]>
+    net (float[n, 10] x) => (float[n, 1] y)
+    <float[8] s = {1, 1, 1, 1, 1, 1, 1, 1}, float[8] b = {0, 0, 0, 0, 0, 0, 0, 0},
+     float[8] m = {0, 0, 0, 0, 0, 0, 0, 0}, float[8] v = {1, 1, 1, 1, 1, 1, 1, 1},
+     float r = {0.2}, bool off = {0}>
+    { h = MatMul(x, w)  n = BatchNormalization(h, s, b, m, v)  a = Relu(n)
+      d = Dropout(a, r, off)  y = MatMul(d, u) }
+    """
+    graph = onnx.parser.parse_model(text)
+    rng = np.random.RandomState(0)
+    for name, shape in (("w", (10, 8)), ("u", (8, 1))):
+        array = (rng.normal(size=shape) / 3).astype(np.float32)
+        graph.graph.initializer.append(ir.to_proto(ir.Tensor(array, name=name)))
+    model = OnnxRegressor(graph, learning_rate=0.01, max_iter=60, tol=None, random_state=0)
+    x = 20 * DIABETES
+    model.fit(x, SUGAR)
+    assert model.loss_curve_[-1] < 0.5 * model.loss_curve_[0]
+    trained = {t.name: ir.from_proto(t).numpy() for t in model.to_onnx().graph.initializer}
+    assert np.abs(trained["m"]).max() > 0  # running statistics moved
+    np.testing.assert_allclose(
+        run(model.to_onnx(), x)[0].ravel(), model.predict(x), rtol=1e-4, atol=1e-4
+    )
