@@ -28,13 +28,7 @@ def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Valu
             candidates.setdefault(name, x)
     candidates.update(unused_parameters(model))
     found = match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
-    wrong = [x for x in found if not S.is_float(x)]
-    if wrong:
-        listing = ", ".join(S.describe_value(x) for x in wrong)
-        raise UndifferentiableError(
-            f"only floats have gradients: {listing}\nhint: leave them out of `wrt`"
-        )
-    return found
+    return _only_floats(found, "wrt")
 
 
 def select_outputs(
@@ -53,9 +47,13 @@ def select_outputs(
     found = match(
         [outputs] if isinstance(outputs, str) else list(outputs), candidates, argument, "output"
     )
-    wrong = [y for y in found if not S.is_float(y)]
+    return _only_floats(found, argument)
+
+
+def _only_floats(found: list[ir.Value], argument: str) -> list[ir.Value]:
+    wrong = [x for x in found if not S.is_float(x)]
     if wrong:
-        listing = ", ".join(S.describe_value(y) for y in wrong)
+        listing = ", ".join(S.describe_value(x) for x in wrong)
         raise UndifferentiableError(
             f"only floats have gradients: {listing}\nhint: leave them out of `{argument}`"
         )

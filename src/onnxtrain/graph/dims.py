@@ -88,6 +88,17 @@ def numbers(dims: Sequence[Dim] | None) -> list[int] | None:
     return found if len(found) == len(dims) else None
 
 
+def clash(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+    """Tell whether two shapes certainly differ: in rank, or in a size that both know.
+
+    >>> clash([2, "n"], [2, 3]), clash(["n", 2], ["n", 3])
+    (False, True)
+    """
+    return len(a) != len(b) or any(
+        isinstance(p, int) and isinstance(q, int) and p != q for p, q in zip(a, b, strict=True)
+    )
+
+
 def symbols(d: Dim) -> set[str]:
     """Give the names a dimension is made of."""
     if not isinstance(d, str):

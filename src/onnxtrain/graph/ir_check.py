@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 import onnx_ir as ir
 
 from onnxtrain.graph.external_data import NO_DIRECTORY, DataFiles, Refused
-from onnxtrain.graph.limits import Kind, Limits, Problems, quote
+from onnxtrain.graph.limits import INVALID, Kind, Limits, Problems, quote
 from onnxtrain.graph.proto_check import BAD_ATTRIBUTE, LONG_NAME, NO_NAME
 from onnxtrain.graph.scopes import subgraphs_of
 from onnxtrain.graph.structure import (
@@ -28,7 +28,7 @@ NO_TYPE = Kind(
 )
 CONTRADICTION = Kind(
     "initializers that contradict their declared type",
-    "the model is not valid ONNX; export it again, or mend it with onnx_ir",
+    INVALID,
 )
 
 Files = Mapping[str, DataFiles]  # by base directory

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from onnxtrain.errors import LoadError
 
+INVALID = "the model is not valid ONNX; export it again, or mend it with onnx_ir"
+"""The way out for most problems."""
+
 _SHOWN = 5
 _CLIP = 80
 

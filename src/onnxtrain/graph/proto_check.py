@@ -9,7 +9,7 @@ import onnx
 from onnx import AttributeProto
 
 from onnxtrain.graph.external_data import DataFiles
-from onnxtrain.graph.limits import Kind, Limits, Problems, quote
+from onnxtrain.graph.limits import INVALID, Kind, Limits, Problems, quote
 from onnxtrain.graph.structure import (
     REDEFINED,
     TOO_DEEP,
@@ -22,14 +22,12 @@ from onnxtrain.graph.structure import (
 )
 from onnxtrain.graph.tensor_data import RANK, UNKNOWN_DTYPE, check_tensor, known_dtype
 
-_INVALID = "the model is not valid ONNX; export it again, or mend it with onnx_ir"
-
 NOT_TEXT = Kind("text that is not UTF-8", "the file is damaged; export the model again")
 LONG_NAME = Kind("names over the length limit", "load(..., limits=Limits(name_length=...))")
-NO_NAME = Kind("parts of the model without a name", _INVALID)
-BAD_ATTRIBUTE = Kind("attributes whose value is not of their type", _INVALID)
-BAD_REFERENCE = Kind("attributes that refer to a parameter no function declares", _INVALID)
-BAD_TYPE = Kind("values of a type that cannot be used", _INVALID)
+NO_NAME = Kind("parts of the model without a name", INVALID)
+BAD_ATTRIBUTE = Kind("attributes whose value is not of their type", INVALID)
+BAD_REFERENCE = Kind("attributes that refer to a parameter no function declares", INVALID)
+BAD_TYPE = Kind("values of a type that cannot be used", INVALID)
 MAPS = Kind(
     "values of map type, which cannot be differentiated",
     "export scikit-learn classifiers with options={'zipmap': False}",

@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from onnxtrain.graph.limits import Kind, Limits, Problems, quote
-
-_INVALID = "the model is not valid ONNX; export it again, or mend it with onnx_ir"
+from onnxtrain.graph.limits import INVALID, Kind, Limits, Problems, quote
 
 TOO_MANY_NODES = Kind(
     "more nodes than the limit", "if you trust the file: load(..., limits=Limits(nodes=...))"
@@ -23,16 +21,16 @@ TOO_DEEP = Kind(
     "subgraphs or function calls nested deeper than the limit",
     "if you trust the file: load(..., limits=Limits(depth=...))",
 )
-REDEFINED = Kind("values that are defined twice", _INVALID)
-DANGLING = Kind("node inputs that nothing defines", _INVALID)
-NO_PRODUCER = Kind("graph outputs that nothing produces", _INVALID)
-CYCLE = Kind("a cycle in the graph", _INVALID)
+REDEFINED = Kind("values that are defined twice", INVALID)
+DANGLING = Kind("node inputs that nothing defines", INVALID)
+NO_PRODUCER = Kind("graph outputs that nothing produces", INVALID)
+CYCLE = Kind("a cycle in the graph", INVALID)
 RECURSIVE = Kind("local functions that call themselves", "ONNX functions cannot be recursive")
 DOMAINS = Kind(
     "operators of unknown domains",
     "load(..., allow_domains={...}) admits a domain whose operators you can run or have rules for",
 )
-NO_OPSET = Kind("operator domains without an opset import", _INVALID)
+NO_OPSET = Kind("operator domains without an opset import", INVALID)
 BAD_OPSET = Kind("opset imports that cannot be used", "newer opsets need a newer onnx package")
 
 # What the ONNX project defines, and the fused operators that `prepare` takes apart.

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.dims import Dim
@@ -109,13 +110,7 @@ def check_rank(loss: Any, x: ir.Value, ranks: Sequence[int], layout: str) -> int
 def check_same_rank(loss: Any, x: ir.Value, target: ir.Value) -> None:
     """Refuse a target that would be broadcast against the prediction: nearly always a slip."""
     have, want = S.dims_of(target), S.dims_of(x)
-    if have is None or want is None:
-        return
-    clash = len(have) != len(want) or any(
-        isinstance(a, int) and isinstance(b, int) and a != b
-        for a, b in zip(have, want, strict=True)
-    )
-    if clash:
+    if have is not None and want is not None and D.clash(have, want):
         raise ShapeError(
             f"{type(loss).__name__}: the target does not have the prediction's shape: "
             f"{S.describe_value(target)} and {S.describe_value(x)}\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain.autodiff.rules.losses import label_weights
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import constant_names, mark_constants
@@ -54,16 +55,8 @@ def _loss(
     ignore_index: int | None,
     reduction: str,
 ) -> ir.Value:
-    # Spelled as in the gradient rules, so that equal parts are found to be equal.
-    ignored, index, w = None, labels, None
-    zero, one = op.const(0.0, logp.dtype), op.const(1.0, logp.dtype)
-    if ignore_index is not None:
-        ignored = op.Equal(labels, ignore_index)
-        index = op.Where(ignored, 0, labels)
-    if weights is not None:
-        w = op.Gather(weights, index)
-    if ignored is not None:
-        w = op.Where(ignored, zero, one if w is None else w)
+    zero = op.const(0.0, logp.dtype)
+    index, ignored, w = label_weights(op, labels, weights, ignore_index, logp.dtype)
     picked = op.GatherElements(logp, op.Unsqueeze(index, [1]), axis=1)
     each = op.Neg(op.Squeeze(picked, [1]))
     if weights is not None:

@@ -112,13 +112,8 @@ def _loss_among(loss_model: ir.Model, results: Sequence[ir.Value]) -> ir.Value:
 
 def _check_fit(x: ir.Value, value: ir.Value) -> None:
     have, want = S.dims_of(value), S.dims_of(x)
-    clash = x.dtype is not None and x.dtype != value.dtype
-    if have is not None and want is not None:
-        clash |= len(have) != len(want) or any(
-            isinstance(a, int) and isinstance(b, int) and a != b
-            for a, b in zip(have, want, strict=False)
-        )
-    if clash:
+    other_type = x.dtype is not None and x.dtype != value.dtype
+    if other_type or (have is not None and want is not None and D.clash(have, want)):
         raise ShapeError(
             f"the loss model wants {S.describe_value(x)}, but the model has "
             f"{S.describe_value(value)}"

@@ -40,16 +40,28 @@ def _wide(x: ir.Value) -> ir.DataType:
     return ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
 
-def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
+def label_weights(
+    op: OpBuilder,
+    labels: ir.Value,
+    weights: ir.Value | None,
+    ignore_index: int | None,
+    dtype: ir.DataType | None,
+) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+    """Give labels with 0 for ignored ones, where those are, and the ``w_n`` unless all are 1."""
     index, ignored, w = labels, None, None
-    wide = _wide(x)
     if ignore_index is not None:
         ignored = op.Equal(labels, ignore_index)
         index = op.Where(ignored, 0, labels)
     if weights is not None:
         w = op.Gather(weights, index)
     if ignored is not None:
-        w = op.Where(ignored, op.const(0.0, x.dtype), op.const(1.0, x.dtype) if w is None else w)
+        w = op.Where(ignored, op.const(0.0, dtype), op.const(1.0, dtype) if w is None else w)
+    return index, ignored, w
+
+
+def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
+    index, ignored, w = label_weights(op, labels, weights, ignore_index, x.dtype)
+    wide = _wide(x)
     if reduction == "mean":
         if w is None:
             static = op.static(labels)
