@@ -15,6 +15,7 @@ import onnxtrain
 from onnxtrain.autodiff.coverage import operators
 from onnxtrain.autodiff.explain import explain as explain_model
 from onnxtrain.commands import register
+from onnxtrain.commands.common import read_size
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io import save
 
@@ -71,9 +72,16 @@ def _options(
 
 
 @app.command()
-def explain(model: _Model, wrt: _Wrt = None, as_json: _Json = False) -> None:
-    """Tell for each node whether and how it is differentiated."""
-    report = explain_model(model, wrt or None)
+def explain(
+    model: _Model,
+    wrt: _Wrt = None,
+    dim: Annotated[
+        list[str] | None, typer.Option(help="A size for the estimate of memory: batch=32.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Tell for each node whether and how it is differentiated, and what training would take."""
+    report = explain_model(model, wrt or None, dims=dict(read_size(d) for d in dim or ()))
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from safetensors.numpy import save_file
 
 import onnxtrain
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import CheckpointError, PrepareError
 from tests.artifacts.models import classifier, data, finished, graph, weight
 
 
@@ -115,3 +118,19 @@ def test_heads_that_cannot_be_replaced() -> None:
     used = finished(op, scores=op.Identity(h), more=op.Tanh(h))
     with pytest.raises(PrepareError, match="feeds other nodes as well"):
         onnxtrain.replace_head(used, "scores", 4)
+
+
+def test_weights_from_elsewhere(tmp_path: Path) -> None:
+    model = classifier()
+    new = {n: np.full_like(a, 2.0) for n, a in weights(model).items()}
+    save_file(new, tmp_path / "w.safetensors")
+    for source in (new, tmp_path / "w.safetensors"):
+        found = weights(onnxtrain.load_weights(model, source))
+        assert all(np.array_equal(found[n], new[n]) for n in new)
+    with pytest.raises(CheckpointError, match=r"missing fc1\.weight.*, unknown other"):
+        onnxtrain.load_weights(model, {"other": np.ones(1)})
+    some = weights(onnxtrain.load_weights(model, {"fc1.bias": np.ones(8)}, strict=False))
+    np.testing.assert_array_equal(some["fc1.bias"], np.ones(8, np.float32))
+    np.testing.assert_array_equal(some["fc2.bias"], weights(model)["fc2.bias"])
+    with pytest.raises(CheckpointError, match=r"'fc1.bias' has shape \[9\], expected \[8\]"):
+        onnxtrain.load_weights(model, {"fc1.bias": np.ones(9)}, strict=False)

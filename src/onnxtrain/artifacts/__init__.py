@@ -2,5 +2,6 @@
 
 from onnxtrain.artifacts.build import Clip, build
 from onnxtrain.artifacts.directory import Artifacts
+from onnxtrain.artifacts.weights import load_weights
 
-__all__ = ["Artifacts", "Clip", "build"]
+__all__ = ["Artifacts", "Clip", "build", "load_weights"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -24,6 +24,7 @@ from onnxtrain.autodiff.registry import (
 from onnxtrain.autodiff.selection import batch_statistics, select_wrt, trainable
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
+from onnxtrain.graph.memory import Memory, estimate
 from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
 
 
@@ -53,6 +54,8 @@ class Report:
     repairs: tuple[str, ...]
     """What was changed to reach the normal form."""
     opset: int
+    memory: Memory
+    """What training would take, estimated from shapes."""
 
     @property
     def differentiable(self) -> bool:
@@ -83,6 +86,7 @@ class Report:
             if entries:
                 lines.append(f"{title}: {len(entries)}")
                 lines += [f"  {name}: {why}" for name, why in entries]
+        lines.append(f"memory: {self.memory}")
         if self.lost:
             lines.append(f"lost: {', '.join(self.lost)}")
         if self.repairs:
@@ -94,12 +98,15 @@ class Report:
 def explain(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model,
     wrt: str | Sequence[str] | None = None,
+    *,
+    dims: Mapping[str, int] | None = None,
 ) -> Report:
     """Tell for each node whether and how it is differentiated, and what becomes of each parameter.
 
     Args:
         model: anything :func:`onnxtrain.load` takes.
         wrt: as in :func:`onnxtrain.vjp`.
+        dims: numbers for symbolic sizes, for the estimate of memory; others count as one.
     """
     original = load(model, allow_domains=own_domains())
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
@@ -130,6 +137,7 @@ def explain(
         lost=tuple(n for n in declared if n not in present),
         repairs=repairs_of(work),
         opset=work.opset_imports[""],
+        memory=estimate(graph, wanted, dims),
     )
 
 

@@ -5,6 +5,7 @@ import typer
 from onnxtrain.commands.build import build
 from onnxtrain.commands.evaluate import evaluate
 from onnxtrain.commands.export import export
+from onnxtrain.commands.lowering import check, lower, profiles
 from onnxtrain.commands.train import train
 
 
@@ -14,3 +15,6 @@ def register(app: typer.Typer) -> None:
     app.command("train")(train)
     app.command("eval")(evaluate)
     app.command("export")(export)
+    app.command("lower")(lower)
+    app.command("check")(check)
+    app.command("profiles")(profiles)

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from onnxtrain.artifacts import build as build_artifacts
-from onnxtrain.errors import PrepareError
+from onnxtrain.commands.common import read_size
 from onnxtrain.losses import Weighted
 from onnxtrain.optim import resolve
 
@@ -49,7 +49,7 @@ def build(
         freeze=freeze or None,
         metrics=metric or (),
         outputs=extra or (),
-        dims=dict(_size(d) for d in dim or ()),
+        dims=dict(read_size(d) for d in dim or ()),
         mode=mode,
         clip=clip,
         accumulate=accumulate,
@@ -72,10 +72,3 @@ def build(
 
 def _names(weights: Any) -> set[str]:
     return {w.name for w in weights}
-
-
-def _size(text: str) -> tuple[str, int]:
-    name, equals, value = text.partition("=")
-    if not equals or not value.isdecimal():
-        raise PrepareError(f"not a size: {text!r}\nhint: --dim batch=32")
-    return name, int(value)

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import OnnxTrainError, PrepareError
 
 Directory = Annotated[Path, typer.Argument(help="A directory that `onnxtrain build` has made.")]
 Data = Annotated[Path, typer.Option(help="An .npz file with an array per input and target.")]
@@ -17,6 +17,14 @@ Checkpoint = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="Threads to use; all cores by default.")]
+
+
+def read_size(text: str) -> tuple[str, int]:
+    """Give name and number of ``batch=32``."""
+    name, equals, value = text.partition("=")
+    if not equals or not value.isdecimal():
+        raise PrepareError(f"not a size: {text!r}\nhint: --dim batch=32")
+    return name, int(value)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:

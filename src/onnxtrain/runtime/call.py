@@ -42,7 +42,8 @@ class Call:
         self._small: dict[str, np.ndarray] = {}
         if device == "cpu":  # elsewhere a binding copies, so it must be made again each time
             for t in spec.inputs_of(*CONTROL):
-                array = np.zeros(t.shape, numpy_dtype(t.dtype))  # pyright: ignore[reportArgumentType]
+                sizes = [d for d in t.shape if isinstance(d, int)]
+                array = np.zeros(sizes, numpy_dtype(t.dtype))
                 self._small[t.name] = array
                 self._binding.bind_ortvalue_input(t.name, ort_value(array))
         self._scalars: dict[str, np.ndarray] = {}
