@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo ops ort-suite bench web web-test clean
+.PHONY: help demo test test-full check rule zoo lower-zoo ops ort-suite bench web web-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ rule: $(VENV)/.dev  ## all questions about one operator: make rule OP=Erf
 
 zoo: $(VENV)/.dev  ## every zoo model against torch
 	$(BIN)/python -m tests.zoo
+
+lower-zoo: $(VENV)/.dev  ## every zoo model at older opsets; rewrites docs/lowering.md
+	$(BIN)/python -m tests.lowering.zoo
 
 ops: $(VENV)/.dev  ## ONNX's node tests as a gradient test; rewrites docs/ops.md
 	$(BIN)/python -m tests.node_cases --write

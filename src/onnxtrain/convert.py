@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -16,6 +19,7 @@ from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.check import problems
 from onnxtrain.lowering.pipeline import lower_model
 from onnxtrain.lowering.profile import Profile
+from onnxtrain.lowering.reduced_ops import read_config
 from onnxtrain.runtime.compare import compare
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
@@ -33,7 +37,8 @@ def lower(
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        profile: name of a runtime (``onnxtrain profiles`` lists them).
+        profile: name of a runtime (``onnxtrain profiles`` lists them) or ``opset-N``; or a file: a
+            profile in JSON, or the operator list of a reduced onnxruntime.
         opset: of the result; needed if no profile is named.
         dims: numbers for symbolic sizes of the inputs. The fewer are left, the more can be lowered.
         verify: compare the result with the original on random inputs of several shapes.
@@ -41,11 +46,14 @@ def lower(
     Raises:
         LoweringError: if some nodes cannot be lowered, naming them, or if the result differs.
     """
-    found = profiles.find(profile) if isinstance(profile, str) else profile
+    found = find_profile(profile) if isinstance(profile, str) else profile
     if opset is None:
-        if found is None:
+        if found is not None:
+            opset = found.prefer
+        elif isinstance(profile, str):
+            opset = int(profile.removeprefix("opset-"))
+        else:
             raise LoweringError("nothing to lower to\nhint: give an opset or a profile")
-        opset = found.prefer
     sizes = dict(dims or {})
     lowered, _ = lower_model(load(model), opset, found, sizes)
     lowered.producer_name = PRODUCER
@@ -54,6 +62,26 @@ def lower(
     if verify:
         _verify(model, proto, found, sizes)
     return proto
+
+
+def find_profile(name: str) -> Profile | None:
+    """Give a profile by name or file, ``None`` for a plain opset.
+
+    Raises:
+        LoweringError: if there is none.
+    """
+    if re.fullmatch(r"opset-\d+", name):
+        return None
+    path = Path(name)
+    if path.suffix in (".json", ".config") and path.is_file():
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".config":
+            return read_config(text, path.name)
+        try:
+            return profiles.parse(json.loads(text))
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise LoweringError(f"{name}: not a profile: {S.first_line(error)}") from error
+    return profiles.find(name)
 
 
 def _check(proto: onnx.ModelProto) -> None:

@@ -74,14 +74,17 @@ NORMS = [
     Case("MeanVarianceNormalization", (f(2, 3, 4, 4),)),
     Case("BatchNormalization", (f(2, 3, 4), w(3), w(3), w(3), Const(pos(3)))),
     Case(
-        "BatchNormalization", (f(4, 3, 5), w(3), w(3), w(3), Const(pos(3))),
-        {"training_mode": 1, "momentum": 0.7}, "training", outputs=3,
+        "BatchNormalization",
+        (f(4, 3, 5), w(3), w(3), w(3), Const(pos(3))),
+        {"training_mode": 1, "momentum": 0.7},
+        "training",
+        outputs=3,
     ),
     Case("LpNormalization", (f(2, 4),), {"p": 2, "axis": -1}),
     Case("Softmax", (f(2, 3, 4),), {"axis": 1}),
     Case("Softmax", (f(2, 40) * 30,), {"axis": -1}, "large"),
     Case("LogSoftmax", (f(2, 3, 4),), {"axis": 1}),
-]  # fmt: skip
+]
 
 REDUCTIONS = [
     Case("ReduceL2", (f(2, 3, 4), c([1, -1])), {"keepdims": 0}),
@@ -146,15 +149,23 @@ RESIZES = [
 ]
 RESIZES += [
     Case(
-        "Resize", (f(1, 2, 4, 5), None, None, c([1, 2, 7, 9])),
-        {"mode": mode, "coordinate_transformation_mode": place}, f"{mode}-{place}", dynamic=False,
+        "Resize",
+        (f(1, 2, 4, 5), None, None, c([1, 2, 7, 9])),
+        {"mode": mode, "coordinate_transformation_mode": place},
+        f"{mode}-{place}",
+        dynamic=False,
     )
     for mode in ("linear", "cubic")
     for place in ("half_pixel", "align_corners", "asymmetric", "pytorch_half_pixel")
-]  # fmt: skip
+]
 RESIZES += [
-    Case("Resize", (f(1, 2, 8, 8), None, c([0.5, 0.5], np.float32)), {"mode": "linear", "axes": [2, 3]}, "smaller"),
-]  # fmt: skip
+    Case(
+        "Resize",
+        (f(1, 2, 8, 8), None, c([0.5, 0.5], np.float32)),
+        {"mode": "linear", "axes": [2, 3]},
+        "smaller",
+    ),
+]
 
 CHOICES = [
     Case("Where", (flags(2, 3), f(2, 3), f(2, 3))),
@@ -173,12 +184,32 @@ CHOICES = [
     Case("GatherElements", (f(3, 4), ints(4, 3, 2, low=-4)), {"axis": 1}, dynamic=False),
     Case("GatherND", (f(3, 4, 5), ints(3, 2, 2)), dynamic=False),
     Case("GatherND", (f(2, 4, 5), ints(4, 2, 1)), {"batch_dims": 1}, "batch", dynamic=False),
-    Case("ScatterElements", (f(3, 4), ints(3, 2, 4), f(2, 4)), {"axis": 0, "reduction": "add"}, "add", dynamic=False),
-    Case("ScatterElements", (f(3, 4), ints(3, 2, 4), f(2, 4)), {"axis": 0, "reduction": "max"}, "max", dynamic=False),
-    Case("ScatterElements", (f(3, 4), c([[0, 1, 2, 0], [2, 0, 1, 1]]), f(2, 4)), {}, "none", dynamic=False),
-    Case("ScatterND", (f(3, 4), ints(3, 5, 1), f(5, 4)), {"reduction": "add"}, "add", dynamic=False),
+    Case(
+        "ScatterElements",
+        (f(3, 4), ints(3, 2, 4), f(2, 4)),
+        {"axis": 0, "reduction": "add"},
+        "add",
+        dynamic=False,
+    ),
+    Case(
+        "ScatterElements",
+        (f(3, 4), ints(3, 2, 4), f(2, 4)),
+        {"axis": 0, "reduction": "max"},
+        "max",
+        dynamic=False,
+    ),
+    Case(
+        "ScatterElements",
+        (f(3, 4), c([[0, 1, 2, 0], [2, 0, 1, 1]]), f(2, 4)),
+        {},
+        "none",
+        dynamic=False,
+    ),
+    Case(
+        "ScatterND", (f(3, 4), ints(3, 5, 1), f(5, 4)), {"reduction": "add"}, "add", dynamic=False
+    ),
     Case("ScatterND", (f(3, 4), c([[1], [0]]), f(2, 4)), {}, "none", dynamic=False),
-]  # fmt: skip
+]
 
 PRODUCTS = [
     Case("Gemm", (f(2, 3), w(4, 3), w(4)), {"transB": 1, "alpha": 0.5, "beta": 2.0}),
@@ -193,28 +224,71 @@ PRODUCTS = [
     Case("Det", (f(2, 3, 3),)),
     Case("DFT", (f(2, 8, 1), None, c(1)), {"onesided": 1}),
     Case("DFT", (f(2, 8, 2), None, c(-2)), {"inverse": 1}, "inverse"),
-    Case("ConvTranspose", (f(1, 4, 5, 6), w(4, 3, 3, 2)), {"strides": [2, 3], "pads": [1, 0, 0, 1], "output_padding": [1, 0]}),
-    Case("ConvTranspose", (f(1, 4, 5), w(4, 2, 3), w(4)), {"group": 2, "dilations": [2], "strides": [2]}, "group"),
+    Case(
+        "ConvTranspose",
+        (f(1, 4, 5, 6), w(4, 3, 3, 2)),
+        {"strides": [2, 3], "pads": [1, 0, 0, 1], "output_padding": [1, 0]},
+    ),
+    Case(
+        "ConvTranspose",
+        (f(1, 4, 5), w(4, 2, 3), w(4)),
+        {"group": 2, "dilations": [2], "strides": [2]},
+        "group",
+    ),
     Case("Col2Im", (f(1, 18, 4), c([4, 4]), c([3, 3])), {}, dynamic=False),
-    Case("MaxPool", (f(1, 2, 7, 6),), {"kernel_shape": [3, 2], "strides": [2, 2], "ceil_mode": 1}, "ceil"),
+    Case(
+        "MaxPool",
+        (f(1, 2, 7, 6),),
+        {"kernel_shape": [3, 2], "strides": [2, 2], "ceil_mode": 1},
+        "ceil",
+    ),
     Case("SoftmaxCrossEntropyLoss", (f(5, 3), ints(3, 5))),
-    Case("SoftmaxCrossEntropyLoss", (f(4, 3, 2), ints(3, 4, 2), Const(pos(3))), {"ignore_index": 1}, "weights", outputs=2),
+    Case(
+        "SoftmaxCrossEntropyLoss",
+        (f(4, 3, 2), ints(3, 4, 2), Const(pos(3))),
+        {"ignore_index": 1},
+        "weights",
+        outputs=2,
+    ),
     Case("NegativeLogLikelihoodLoss", (f(5, 3), ints(3, 5)), {"reduction": "sum"}),
-]  # fmt: skip
+]
 
 _LSTM = (f(3, 2, 4), w(1, 12, 4), w(1, 12, 3), w(1, 24))
 _GRU = (f(3, 2, 4), w(1, 9, 4), w(1, 9, 3), w(1, 18))
 RECURRENCES = [
     Case("LSTM", _LSTM, {"hidden_size": 3}, outputs=3, dynamic=False),
-    Case("LSTM", _LSTM, {"hidden_size": 3, "direction": "reverse"}, "reverse", outputs=3, dynamic=False),
-    Case("LSTM", (f(3, 2, 4), w(2, 12, 4), w(2, 12, 3)), {"hidden_size": 3, "direction": "bidirectional"}, "both", outputs=3, dynamic=False),
+    Case(
+        "LSTM",
+        _LSTM,
+        {"hidden_size": 3, "direction": "reverse"},
+        "reverse",
+        outputs=3,
+        dynamic=False,
+    ),
+    Case(
+        "LSTM",
+        (f(3, 2, 4), w(2, 12, 4), w(2, 12, 3)),
+        {"hidden_size": 3, "direction": "bidirectional"},
+        "both",
+        outputs=3,
+        dynamic=False,
+    ),
     Case("GRU", _GRU, {"hidden_size": 3, "linear_before_reset": 1}, outputs=2, dynamic=False),
-    Case("GRU", _GRU, {"hidden_size": 3, "direction": "reverse"}, "reverse", outputs=2, dynamic=False),
+    Case(
+        "GRU", _GRU, {"hidden_size": 3, "direction": "reverse"}, "reverse", outputs=2, dynamic=False
+    ),
     Case("RNN", (f(3, 2, 4), w(1, 3, 4), w(1, 3, 3)), {"hidden_size": 3}, outputs=2, dynamic=False),
-]  # fmt: skip
+]
 
 CASES = [
-    *ACTIVATIONS, *NORMS, *REDUCTIONS, *SHAPES, *RESIZES, *CHOICES, *PRODUCTS, *RECURRENCES,
-]  # fmt: skip
+    *ACTIVATIONS,
+    *NORMS,
+    *REDUCTIONS,
+    *SHAPES,
+    *RESIZES,
+    *CHOICES,
+    *PRODUCTS,
+    *RECURRENCES,
+]
 
 CAST = Case("Cast", (f(2),), {"to": int(ir.DataType.INT32)})

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from onnxtrain.lowering.registry import lower
 
 # Abramowitz and Stegun, 7.1.26: erf to 1.5e-7.
@@ -126,7 +128,7 @@ def sign_by_quotient(op, x):
     if not x.dtype.is_floating_point():
         return None
     size = op.Abs(x)
-    return op.Div(x, op.Clip(size, float(x.dtype.smallest_normal), None))
+    return op.Div(x, op.Clip(size, float(np.finfo(x.dtype.numpy()).tiny), None))
 
 
 @lower("Relu")

@@ -1,0 +1,100 @@
+"""``onnxtrain lower | check | profiles``: models for older opsets and smaller runtimes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Argument, Option
+
+from onnxtrain.commands.common import read_size
+from onnxtrain.convert import find_profile
+from onnxtrain.convert import lower as lower_model
+from onnxtrain.errors import LoweringError
+from onnxtrain.graph.io import load, save
+from onnxtrain.lowering import profile as profiles_of
+from onnxtrain.lowering.check import problems
+from onnxtrain.lowering.reduced_ops import write_config
+
+_Model = Annotated[Path, Argument(help="An .onnx file.")]
+_Profile = Annotated[
+    str | None,
+    Option(help="A runtime that `onnxtrain profiles` lists, or a profile or operator list file."),
+]
+_Json = Annotated[bool, Option("--json", help="Machine-readable output.")]
+
+
+def lower(
+    model: _Model,
+    output: Annotated[Path, Option("--output", "-o", help="The .onnx file to write.")],
+    profile: _Profile = None,
+    opset: Annotated[int | None, Option(help="Of the result, 7 to 26.")] = None,
+    dim: Annotated[
+        list[str] | None, Option(help="A number for a symbolic size: batch=1; repeatable.")
+    ] = None,
+    verify: Annotated[
+        bool, Option(help="Compare with the original on random inputs before writing.")
+    ] = True,
+    config: Annotated[
+        Path | None, Option(help="Also write the operator list of a reduced onnxruntime.")
+    ] = None,
+) -> None:
+    """Write the model for an older opset or a smaller runtime."""
+    sizes = dict(read_size(d) for d in dim or [])
+    result = lower_model(model, profile, opset=opset, dims=sizes, verify=verify)
+    save(result, output)
+    if config is not None:
+        config.write_text(write_config(load(result)), encoding="utf-8")
+    verified = "compared with the original" if verify else "not compared with the original"
+    version = result.opset_import[0].version
+    typer.echo(f"{output}: opset {version}, {len(result.graph.node)} nodes, {verified}")
+
+
+def check(
+    model: _Model,
+    profile: Annotated[str, Option(help="A runtime that `onnxtrain profiles` lists, or a file.")],
+    as_json: _Json = False,
+) -> None:
+    """Tell which nodes a runtime would not run, and why; exit code 1 if there are any."""
+    chosen = find_profile(profile)
+    if chosen is None:
+        raise LoweringError("a plain opset is no runtime to check for\nhint: onnxtrain profiles")
+    found = problems(load(model), chosen)
+    if as_json:
+        rows = [{"node": p.node, "what": p.what, "why": p.why} for p in found]
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        for problem in found:
+            typer.echo(str(problem))
+        typer.echo(f"{chosen.name}: {len(found)} problem(s)" if found else f"{chosen.name}: runs")
+    if found:
+        raise typer.Exit(1)
+
+
+def profiles(as_json: _Json = False) -> None:
+    """List the runtimes that models can be lowered to."""
+    found = [profiles_of.find(name) for name in profiles_of.names()]
+    if as_json:
+        rows = [
+            {
+                "name": p.name,
+                "version": p.version,
+                "opset": p.opset,
+                "operators": len(p.ops),
+                "source": p.source,
+                "probed": p.probed,
+            }
+            for p in found
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("profile", "version", "opsets", "lowered to", "operators")
+    for p in found:
+        low, high = p.opset
+        table.add_row(p.name, p.version, f"{low}-{high}", str(p.prefer), str(len(p.ops)))
+    Console().print(table)
+    typer.echo("and opset-7 to opset-26: all operators of that opset")
