@@ -11,6 +11,7 @@ from sklearn.datasets import load_iris, make_classification, make_regression
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge
 from sklearn.model_selection import GridSearchCV
+from sklearn.neural_network import MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -67,6 +68,16 @@ def test_penalties_have_their_minimum_whatever_the_learning_rate(penalty, exact,
     # A subgradient step of l1 swings around 0 by learning rate times alpha.
     np.testing.assert_allclose(coefs, exact.coef_, atol=5e-4 if penalty == "l2" else 0.06)
     np.testing.assert_allclose(model.parameters_["intercepts.0"], exact.intercept_, atol=0.02)
+
+
+def test_nets_start_where_those_of_sklearn_do():
+    ours = OnnxRegressor(hidden_layer_sizes=(5, 3), learning_rate=1e-12, max_iter=1, tol=None)
+    theirs = MLPRegressor(hidden_layer_sizes=(5, 3), learning_rate_init=1e-12, max_iter=1)
+    ours.set_params(random_state=3).fit(X, Y)
+    with pytest.warns(ConvergenceWarning):
+        theirs.set_params(random_state=3).fit(X, Y)
+    for i in range(3):
+        np.testing.assert_allclose(ours.parameters_[f"coefs.{i}"], theirs.coefs_[i], rtol=1e-6)
 
 
 def test_several_targets():

@@ -185,10 +185,10 @@ class OnnxEstimator(BaseEstimator):
 
     def _start(self, X: Any, outputs: int) -> None:
         """Begin anew: a net, its first parameters, optimizer state at rest."""
+        # The first draws are those of scikit-learn's nets: the same random_state, the same start.
         self._random = check_random_state(self.random_state)
-        self._random = np.random.RandomState(self._random.randint(0, 2**31 - 1))
-        self._seed = float(self._random.randint(0, _SEEDS))
         self._net = self._make_net(X, outputs, self._random)
+        self._seed = 0.0 if self.model is None else float(self._random.randint(0, _SEEDS))
         self._values = self._net.initial()
         self._state = {}
         self.t_ = 0

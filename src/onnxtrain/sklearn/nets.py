@@ -18,8 +18,9 @@ ACTIVATIONS = {"relu": "Relu", "tanh": "Tanh", "logistic": "Sigmoid", "identity"
 def dense_net(sizes: Sequence[int], activation: str, random: np.random.RandomState) -> ir.Model:
     """Give a net of dense layers, ``X [batch, sizes[0]] -> raw [batch, sizes[-1]]``.
 
-    Weights are called ``coefs.0``, ``intercepts.0`` ... They start as those of scikit-learn's nets
-    do, uniform within a bound that depends on the layer's size; without hidden layers, at zero.
+    Weights are called ``coefs.0``, ``intercepts.0`` ... They start where scikit-learn's nets start
+    with the same random state: uniform within a bound that depends on the layer's size; without
+    hidden layers, at zero.
     """
     if activation not in ACTIVATIONS:
         raise PrepareError(

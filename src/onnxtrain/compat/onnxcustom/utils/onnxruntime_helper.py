@@ -71,6 +71,6 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def create_session(model: onnx.ModelProto, device: str) -> Any:
-    """Give a session; small models get one thread, since several pools would wait for each other."""
+    """Give a session; small models get one thread: several pools would wait for each other."""
     data = model.SerializeToString()
     return runtime.create(data, device=device, threads=1 if len(data) < _SMALL else None)
