@@ -1,7 +1,7 @@
 """Cases for If, Loop and Scan.
 
-onnx's reference evaluator runs neither a reversed or off-axis Scan nor scalar scan outputs of a Loop:
-the finite differences are taken on onnxruntime.
+onnx's reference evaluator runs neither a reversed or off-axis Scan nor scalar scan outputs of a
+Loop: the finite differences are taken on onnxruntime.
 """
 
 from __future__ import annotations

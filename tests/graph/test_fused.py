@@ -204,8 +204,12 @@ def test_quantised_weights(bits: int, points: bool) -> None:
     }
     xv = ir.val("x", ir.DataType.FLOAT, ["n", k])
     inits = [
-        ir.Value(name=key, type=ir.TensorType(ir.DataType.from_numpy(a.dtype)), shape=ir.Shape(a.shape),
-                 const_value=ir.Tensor(a, name=key))
+        ir.Value(
+            name=key,
+            type=ir.TensorType(ir.DataType.from_numpy(a.dtype)),
+            shape=ir.Shape(a.shape),
+            const_value=ir.Tensor(a, name=key),
+        )
         for key, a in constants.items()
     ]  # fmt: skip
     node = ir.Node(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from onnxtrain.errors import LoadError, OnnxTrainError
 from onnxtrain.graph.io import load
+from tests.damage import KINDS, damage
 from tests.graph import small_models as small
 from tests.graph.small_models import parse
 
@@ -25,20 +26,11 @@ def damaged(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
         if not data:
             break
-        at = draw(st.integers(0, len(data) - 1))
-        match draw(st.sampled_from(["flip", "set", "cut", "repeat", "insert", "splice"])):
-            case "flip":
-                data[at] ^= 1 << draw(st.integers(0, 7))
-            case "set":
-                data[at] = draw(st.integers(0, 255))
-            case "cut":
-                del data[at : at + draw(st.integers(1, 40))]
-            case "repeat":
-                data[at:at] = data[at : at + draw(st.integers(1, 40))]
-            case "insert":
-                data[at:at] = draw(st.binary(max_size=8))
-            case "splice":
-                data += draw(st.sampled_from(SEEDS))  # protobuf merges the two messages
+        kind = draw(st.sampled_from([*KINDS, "insert", "splice"]))
+        if kind == "splice":
+            data += draw(st.sampled_from(SEEDS))  # protobuf merges the two messages
+        else:
+            damage(draw, data, kind)
     return bytes(data)
 
 

@@ -1,4 +1,4 @@
-"""Every optimizer against torch.optim, step by step; LAMB and Lion against their papers' formulas."""
+"""Every optimizer against torch.optim, step by step; LAMB and Lion against their papers."""
 
 from __future__ import annotations
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import torch
 from torch import Tensor, nn
+
+from onnxtrain.torch.exporters import quiet
 
 
 class Cnn(nn.Module):
@@ -140,20 +139,3 @@ def exported(name: str, training: bool = False) -> onnx.ModelProto:
         if "running_" in tensor.name:  # tracing in training mode has moved them
             tensor.raw_data = fresh[tensor.name].numpy().tobytes()
     return model
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hold back the exporter's warnings and prints."""
-    threshold = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(threshold)

@@ -134,6 +134,14 @@ def _apply(f: Callable[[_Poly, _Poly], _Poly], a: Dim, b: Dim) -> Dim:
     return _text(f(_parse(a), _parse(b)))
 
 
+_VERBS: dict[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
+    ast.FloorDiv: floordiv,
+}
+
+
 def _evaluate(node: ast.expr, values: dict[str, Dim]) -> Dim:
     match node:
         case ast.Constant(value=int(v)):
@@ -142,11 +150,10 @@ def _evaluate(node: ast.expr, values: dict[str, Dim]) -> Dim:
             return values.get(name, name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return sub(0, _evaluate(operand, values))
-        case ast.BinOp(left=left, op=op, right=right):
-            verb = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}.get(type(op))
-            if verb is not None:
-                return verb(_evaluate(left, values), _evaluate(right, values))
-    raise ValueError(f"not a dimension: {ast.dump(node)}")
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _VERBS:
+            return _VERBS[type(op)](_evaluate(left, values), _evaluate(right, values))
+        case _:
+            raise ValueError(f"not a dimension: {ast.dump(node)}")
 
 
 def _constant(n: int) -> _Poly:
@@ -180,7 +187,8 @@ def _parse_expression(node: ast.expr) -> _Poly:
             return _mul(_parse_expression(left), _parse_expression(right))
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
             return _floordiv(_parse_expression(left), _parse_expression(right))
-    raise ValueError("not a dimension expression")
+        case _:
+            raise ValueError("not a dimension expression")
 
 
 def _normal(terms: dict[_Monomial, int]) -> _Poly:

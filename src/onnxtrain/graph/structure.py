@@ -60,7 +60,7 @@ class Node:
     overload: str
     inputs: list[str]
     outputs: list[str]
-    subgraphs: list[Graph] = field(default_factory=list)
+    subgraphs: list[Graph] = field(default_factory=lambda: [])
 
     @property
     def key(self) -> Key:
@@ -79,11 +79,13 @@ class Graph:
     """A graph, subgraph or function body; ``where`` starts its lines in messages."""
 
     where: str
-    inputs: list[str] = field(default_factory=list)
-    initializers: list[str] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    opsets: list[tuple[str, int]] = field(default_factory=list)  # of the model or function
+    inputs: list[str] = field(default_factory=list[str])
+    initializers: list[str] = field(default_factory=list[str])
+    nodes: list[Node] = field(default_factory=list[Node])
+    outputs: list[str] = field(default_factory=list[str])
+    opsets: list[tuple[str, int]] = field(
+        default_factory=list[tuple[str, int]]
+    )  # of the model or function
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class Structure:
     """A whole model."""
 
     graph: Graph
-    functions: dict[Key, Graph] = field(default_factory=dict)
+    functions: dict[Key, Graph] = field(default_factory=dict[Key, Graph])
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ class _Scope:
     outer: _Scope | None
     holder: int  # index of the holding node in outer.graph.nodes
     depth: int
-    made_by: dict[str, int] = field(default_factory=dict)  # -1: an input or initializer
+    made_by: dict[str, int] = field(default_factory=dict[str, int])  # -1: an input or initializer
 
 
 def plain_domain(domain: str) -> str:
@@ -147,7 +149,7 @@ def _define(scope: _Scope, problems: Problems) -> None:
         if name in made_by:
             problems.add(REDEFINED, f"{graph.where}two inputs {quote(name)}")
         made_by[name] = -1
-    seen = set()
+    seen: set[str] = set()
     for name in graph.initializers:  # an input may have an initializer: its default value
         if name in seen:
             problems.add(REDEFINED, f"{graph.where}two initializers {quote(name)}")
@@ -191,7 +193,8 @@ def _check_uses(scopes: list[_Scope], problems: Problems) -> bool:
         try:
             graphlib.TopologicalSorter(needs[key]).prepare()
         except graphlib.CycleError as error:
-            names = [str(scope.graph.nodes[index]) for index in error.args[1]]
+            around: list[int] = error.args[1]
+            names = [str(scope.graph.nodes[index]) for index in around]
             shown = names if len(names) <= 6 else [*names[:5], "..."]
             problems.add(CYCLE, scope.graph.where + " -> ".join(shown))
     return False

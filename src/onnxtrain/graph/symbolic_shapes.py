@@ -82,7 +82,7 @@ def _concat(node: ir.Node, a: Attributes) -> _Dims:
             return None
     if not parts:
         return None
-    axis = a["axis"] % len(parts[0])
+    axis: int = a["axis"] % len(parts[0])
     out = [next((p[i] for p in parts if isinstance(p[i], int)), d) for i, d in enumerate(parts[0])]
     total: Dim = 0
     for part in parts:
@@ -145,7 +145,7 @@ def _split(node: ir.Node, a: Attributes) -> _Dims:
         return None
     axis = a["axis"] % len(dims)
     if parts is None and input_of(node, 1) is None:
-        n = a.get("num_outputs") or len(node.outputs)
+        n = int(a.get("num_outputs") or len(node.outputs))
         size = D.floordiv(dims[axis], n)
         exact = D.mul(size, n) == dims[axis]
         parts = (size if exact else None,) * n

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, cast
 
 from onnxtrain.errors import PrepareError
 
@@ -55,7 +55,9 @@ class Schedule:
 def _plain(value: Any) -> Any:
     if isinstance(value, Schedule):
         return value.to_dict()
-    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in cast(Iterable[Any], value)]
+    return value
 
 
 def need(condition: bool, message: str) -> None:

@@ -17,7 +17,7 @@ import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from onnxtrain.optim.curves import (
     Constant,
@@ -222,9 +222,9 @@ def from_dict(data: Mapping[str, Any]) -> Schedule:
         raise unknown(str(name), SCHEDULES, "schedule")
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            settings[key] = from_dict(value)
+            settings[key] = from_dict(cast(Mapping[str, Any], value))
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            settings[key] = tuple(from_dict(v) for v in value)
+            settings[key] = tuple(from_dict(v) for v in cast(list[Mapping[str, Any]], value))
     return make(SCHEDULES, name, "schedule", settings)
 
 

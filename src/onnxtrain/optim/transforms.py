@@ -42,7 +42,7 @@ class Update:
     """The number of this step, from 1, a scalar of the parameter's dtype."""
     shared: Scalars
     """Scalars that all parameters of a dtype have in common."""
-    new_state: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
+    new_state: dict[str, ir.Value] = dataclasses.field(default_factory=dict[str, ir.Value])
 
     def scalar(self, name: str, number: float, make: Callable[[], ir.Value]) -> ir.Value:
         """Give a scalar that is emitted once for all parameters."""
