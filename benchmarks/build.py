@@ -105,7 +105,7 @@ def measure(layers: int, fused: bool = False) -> tuple[int, int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Time and size of gradient graphs.")
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 4, 12, 16, 64])
     parser.add_argument("--fused", action="store_true", help="MatMul, Add and Gelu nodes")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
