@@ -11,6 +11,7 @@ from onnxtrain.errors import LoweringError, OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.scopes import subgraphs_of
+from onnxtrain.graph.simplify import remove_dead
 from onnxtrain.lowering.fold import folded
 from onnxtrain.lowering.function_body import body_of
 from onnxtrain.lowering.registry import Rule, apply, rules_for
@@ -60,6 +61,9 @@ def replace_unsupported(model: ir.Model, target: Target, weights: frozenset[str]
     """
     engine = _Engine(OpBuilder(model.graph, prefix="lower/"), target, weights)
     engine.graph(model.graph)
+    if engine.stuck:  # a comparison is not missed if its selection was lowered without it
+        remove_dead(model)
+        engine.stuck = [one for one in engine.stuck if one.node.graph is not None]
     if engine.stuck:
         raise LoweringError(_message(engine.stuck, target))
     return engine.done

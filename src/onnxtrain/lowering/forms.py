@@ -153,16 +153,19 @@ def _reduce(d: Draft) -> None:
     if not axes:
         if noop:
             raise UnfitError(f"{d.op_type} over no axes is not there")
-    else:
-        d.set("axes", axes)
+        axes = list(range(d.rank()))
+    d.set("axes", axes)
     d.keep_inputs(1)
 
 
 @form("Squeeze", below=13)
 def _squeeze(d: Draft) -> None:
     axes = _axes(d, 1, d.rank())
-    if axes is not None:
-        d.set("axes", axes)
+    if axes is None:
+        axes = [i for i, size in enumerate(d.dims()) if size == 1]
+        if not all(isinstance(size, int) for size in d.dims()):
+            raise UnfitError("Squeeze of symbolic sizes needs axes there")
+    d.set("axes", axes)
     d.keep_inputs(1)
 
 

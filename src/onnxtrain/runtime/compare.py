@@ -23,6 +23,7 @@ _SHAPES = 2  # how many of them are compared
 _HIGHEST = (7, 2)  # integers below this are drawn; some are indices into small tables
 _RTOL = 1e-3
 _ATOL = 2e-5  # of the largest element
+_SMALL = 0.05  # a tensor of rounding errors only is not measured against itself
 Arrays = dict[str, np.ndarray]
 Runner = Callable[[Arrays], list[np.ndarray]]
 
@@ -174,7 +175,7 @@ def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True) -> str:
     if not wide.size:
         return ""
     coarse = 64 if a.dtype.itemsize == 2 else 1
-    bound = coarse * (_RTOL * np.abs(wide) + _ATOL * max(np.abs(wide).max(), 1e-3))
+    bound = coarse * (_RTOL * np.abs(wide) + _ATOL * max(np.abs(wide).max(), _SMALL))
     error = np.abs(wide - found)
     if (error <= bound).all():
         return ""

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.lowering.finite import may_be_infinite
 from onnxtrain.lowering.registry import lower
 
 _BOOL, _INT64, _DOUBLE = ir.DataType.BOOL, ir.DataType.INT64, ir.DataType.DOUBLE
@@ -114,70 +115,6 @@ def _times(op: OpBuilder, v: ir.Value, m: ir.Value) -> ir.Value | None:
         if c == 1.0:
             return m
     return op.Mul(v, m)
-
-
-_FAR = 64  # nodes back that are looked at
-_MOVING = frozenset(
-    [
-        *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather", "Concat"),
-        *("Expand", "Identity", "Flatten", "Tile", "Neg", "Abs", "Relu", "Max", "Min", "Pad"),
-        *("Where", "LeakyRelu", "MaxPool", "Dropout"),
-    ]
-)
-_PASSING = frozenset(
-    [
-        *("Add", "Sub", "Mul", "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Sum", "Clip"),
-        *("ReduceSum", "ReduceMean", "ReduceMax", "AveragePool", "GlobalAveragePool", "Resize"),
-        *("Gelu", "Elu", "LayerNormalization", "BatchNormalization"),
-    ]
-)
-_BOUNDED = frozenset(
-    ["Sigmoid", "Tanh", "Softmax", "Erf", "Sin", "Cos", "Sign", "OneHot", "HardSigmoid"]
-)
-
-
-def may_be_infinite(x: ir.Value) -> bool:
-    """Tell whether a value may be NaN or infinite.
-
-    An input of the model may, as long as it is only moved; sums and products of inputs count as
-    finite: what overflows there is lost anyway.
-    """
-    return _may_be_infinite(x, _FAR, {}, moved=True)
-
-
-_Seen = dict[tuple[ir.Value, bool], bool]
-
-
-def _may_be_infinite(x: ir.Value, depth: int, seen: _Seen, *, moved: bool) -> bool:
-    if x.dtype is not None and not x.dtype.is_floating_point():
-        return False
-    if (x, moved) not in seen:
-        seen[x, moved] = True  # for what is below
-        seen[x, moved] = _look(x, depth, seen, moved=moved)
-    return seen[x, moved]
-
-
-def _look(x: ir.Value, depth: int, seen: _Seen, *, moved: bool) -> bool:
-    array = S.constant_of(x)
-    if array is not None:
-        return not bool(np.isfinite(array.astype(np.float64)).all())
-    node = x.producer()
-    if node is None:
-        return moved
-    if node.domain or depth == 0:
-        return True
-    if node.op_type in _BOUNDED:
-        return False
-    if node.op_type == "Cast":
-        source = node.inputs[0]
-        assert source is not None
-        return _may_be_infinite(source, depth - 1, seen, moved=moved)
-    if node.op_type not in _PASSING and node.op_type not in _MOVING:
-        return True
-    still = moved and node.op_type in _MOVING
-    return any(
-        _may_be_infinite(v, depth - 1, seen, moved=still) for v in node.inputs if v is not None
-    )
 
 
 @lower("Equal")

@@ -127,11 +127,13 @@ def split(op, x, sizes=None, *, axis, num_outputs, node):
 
 
 @lower("Slice")
-def slice_with_steps(op, x, starts, ends, axes=None, steps=None):
-    """Positions that are known, gathered; or the first of every group of ``step``."""
+def slice_by_positions(op, x, starts, ends, axes=None, steps=None):
+    """Positions that are known, gathered."""
     first, last = op.constant(starts), op.constant(ends)
-    stride = None if steps is None else op.constant(steps)
-    if first is None or last is None or stride is None or (stride == 1).all():
+    if first is None or last is None:
+        return None
+    stride = np.ones_like(first) if steps is None else op.constant(steps)
+    if stride is None:
         return None
     chosen = op.axes(axes, op.rank(x)) if axes is not None else list(range(first.size))
     if chosen is None:
