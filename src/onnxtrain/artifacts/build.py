@@ -40,6 +40,7 @@ from onnxtrain.optim import resolve as resolve_optimizer
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 Names = str | Sequence[str] | None
+_LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ def build(
     """
     _check_options(mode, accumulate, ema, precision, recompute, target, randomness)
     source = specialise(load(model), dims or {})
+    _check_size(source)
     apart = separate_statistics(source)
     base = open_model(source)
     chosen = resolve_optimizer(optimizer)
@@ -173,6 +175,16 @@ def _check_options(
         raise PrepareError(f"accumulate must be at least 1: {accumulate}")
     if ema is not None and not 0.0 < ema < 1.0:
         raise PrepareError(f"ema must lie between 0 and 1: {ema}")
+
+
+def _check_size(model: ir.Model) -> None:
+    stored = (x.const_value for x in model.graph.initializers.values())
+    size = sum(t.nbytes for t in stored if t is not None)
+    if size > _LARGEST:
+        raise PrepareError(
+            f"weights of {size:,} bytes: artifacts over 2 GiB are not there yet\n"
+            "hint: use onnxtrain.vjp, whose parameters are inputs"
+        )
 
 
 def _clip(clip: float | Clip | None) -> Clip:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 
 from onnxtrain.artifacts.declare import FILES
 from onnxtrain.artifacts.inference import locate
@@ -92,6 +93,8 @@ class Artifacts:
                     f"{name}: not the file that the manifest names (sha256 differs)\n"
                     "hint: it was damaged or changed; build the artifacts again"
                 )
+            if name != manifest.weights:
+                _check_model(data, name, manifest.weights)
         tensors, meta = from_bytes(_read(folder / manifest.checkpoint), manifest.checkpoint)
         values, state = split_tensors(manifest, tensors, manifest.checkpoint)
         if meta.pop("manifest", None) != manifest.to_dict(hashes=False):
@@ -230,6 +233,29 @@ class _Shared:
                 ("length", str(len(raw))),
             ):
                 tensor.external_data.add(key=key, value=value)
+
+
+def _check_model(data: bytes, name: str, weights: str | None) -> None:
+    """Refuse what is no model, or refers to files other than the shared weights."""
+    try:
+        proto = onnx.load_from_string(data)
+    except DecodeError as error:
+        raise CheckpointError(f"{name}: not an ONNX model") from error
+    graphs = [proto.graph]
+    while graphs:
+        graph = graphs.pop()
+        tensors = list(graph.initializer)
+        for node in graph.node:
+            for a in node.attribute:
+                tensors += [a.t, *a.tensors]
+                graphs += [g for g in (a.g, *a.graphs) if g.node]
+        for tensor in tensors:
+            for entry in tensor.external_data:
+                if entry.key == "location" and entry.value != weights:
+                    raise CheckpointError(
+                        f"{name}: tensor {tensor.name!r} is in the file {entry.value!r}, which is "
+                        "none of these artifacts"
+                    )
 
 
 def _sha(data: bytes) -> str:
