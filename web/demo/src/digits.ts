@@ -1,32 +1,39 @@
-/** Images of 8x8 numbers from 0 to 1, and what they show. */
+/** Images of numbers from 0 to 1, one after the other, and what they show. */
 export type Digits = {
   readonly image: Float32Array;
   readonly labels: Uint8Array;
 };
 
-export const PIXELS = 64;
+/** Digits to train on, digits that are never trained on, and how many pixels a side has. */
+export interface Data {
+  readonly train: Digits;
+  readonly test: Digits;
+  readonly size: number;
+}
 
-/** Loads the digits: those to train on, and those that are never trained on. */
-export async function loadDigits(): Promise<{ train: Digits; test: Digits }> {
-  const get = async (name: string) => {
-    const response = await fetch(`./data/${name}`);
-    if (!response.ok) throw new Error(`${name}: HTTP ${response.status}`);
+/** Loads digits by their name. */
+export async function loadDigits(name: string): Promise<Data> {
+  const get = async (file: string) => {
+    const response = await fetch(`./data/${file}`);
+    if (!response.ok) throw new Error(`${file}: HTTP ${response.status}`);
     return response;
   };
-  const about = (await (await get("digits.json")).json()) as { count: number; test: number; top: number };
-  const pixels = new Uint8Array(await (await get("digits.bin")).arrayBuffer());
-  const labels = new Uint8Array(await (await get("labels.bin")).arrayBuffer());
+  const about = (await (await get(`${name}.json`)).json()) as { count: number; size: number; test: number; top: number };
+  const pixels = new Uint8Array(await (await get(`${name}.bin`)).arrayBuffer());
+  const labels = new Uint8Array(await (await get(`${name}-labels.bin`)).arrayBuffer());
   const image = Float32Array.from(pixels, (v) => v / about.top);
   const split = about.count - about.test;
+  const at = split * about.size ** 2;
   return {
-    train: { image: image.subarray(0, split * PIXELS), labels: labels.subarray(0, split) },
-    test: { image: image.subarray(split * PIXELS), labels: labels.subarray(split) },
+    train: { image: image.subarray(0, at), labels: labels.subarray(0, split) },
+    test: { image: image.subarray(at), labels: labels.subarray(split) },
+    size: about.size,
   };
 }
 
 /** Gives the first rows. */
 export const first = (d: Digits, n: number): Digits => ({
-  image: d.image.subarray(0, n * PIXELS),
+  image: d.image.subarray(0, (n * d.image.length) / d.labels.length),
   labels: d.labels.subarray(0, n),
 });
 

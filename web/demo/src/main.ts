@@ -1,5 +1,5 @@
 import { constant, cosine, linear, Trainer, type Schedule } from "onnxtrain";
-import { first, loadDigits, PIXELS, softmax, type Digits } from "./digits.js";
+import { first, loadDigits, softmax, type Data, type Digits } from "./digits.js";
 import { Pad } from "./pad.js";
 import { Chart } from "./chart.js";
 
@@ -9,7 +9,7 @@ const number = (id: string): number => Number(text(id));
 const say = (message: string): void => void ($("status").textContent = message);
 const SHOWN = 30;
 
-const data = loadDigits();
+let data: Promise<Data> = loadDigits(text("data"));
 const chart = new Chart($("chart"));
 const pad = new Pad($("pad"), () => void predictDrawing());
 let trainer: Trainer | undefined;
@@ -17,7 +17,7 @@ let stop: AbortController | undefined;
 let goOn: (() => void) | undefined;
 let drawingBusy = false;
 
-const saveName = () => `digits-${text("model")}`;
+const saveName = () => `${text("data")}-${text("model")}`;
 
 async function open(): Promise<Trainer> {
   await trainer?.dispose();
@@ -25,7 +25,7 @@ async function open(): Promise<Trainer> {
   const device = text("device") as "wasm" | "webgpu";
   say("Loading ONNX Runtime and the model ...");
   trainer = await Trainer.create({
-    artifacts: new URL(`./art/${text("model")}-${device}/`, location.href),
+    artifacts: new URL(`./art/${text("model")}-${text("data")}-${device}/`, location.href),
     device,
     onMessage: say,
   });
@@ -101,7 +101,7 @@ async function predictDrawing(): Promise<void> {
   if (!trainer || pad.empty || drawingBusy) return;
   drawingBusy = true;
   try {
-    const { logits } = await trainer.predict({ image: pad.pixels() });
+    const { logits } = await trainer.predict({ image: pad.pixels((await data).size) });
     softmax(logits!.data as Float32Array).forEach((p, i) => {
       $("bars").children[i]!.querySelector("meter")!.value = p;
     });
@@ -163,19 +163,32 @@ for (let i = 0; i < 10; i++) {
   item.innerHTML = `<span>${i}</span><meter min="0" max="1" value="0" aria-label="probability of ${i}"></meter>`;
   $("bars").append(item);
 }
-const { test } = await data;
-for (let i = 0; i < SHOWN; i++) {
-  const figure = document.createElement("figure");
-  const canvas = document.createElement("canvas");
-  canvas.width = canvas.height = 8;
-  const pixels = new ImageData(8, 8);
-  for (let p = 0; p < PIXELS; p++) {
-    const v = 255 * test.image[i * PIXELS + p]!;
-    pixels.data.set([v, v, v, 255], 4 * p);
-  }
-  canvas.getContext("2d")!.putImageData(pixels, 0, 0);
-  const caption = document.createElement("figcaption");
-  caption.textContent = "?";
-  figure.append(canvas, caption);
-  $("grid").append(figure);
+/** Shows the first of the unseen digits. */
+async function layOut(): Promise<void> {
+  const { test, train: all, size } = await data;
+  $<HTMLInputElement>("rows").max = $<HTMLInputElement>("rows").value = String(all.labels.length);
+  const figures = Array.from({ length: SHOWN }, (_, i) => {
+    const figure = document.createElement("figure");
+    const canvas = document.createElement("canvas");
+    canvas.width = canvas.height = size;
+    const pixels = new ImageData(size, size);
+    for (let p = 0; p < size ** 2; p++) {
+      const v = 255 * test.image[i * size ** 2 + p]!;
+      pixels.data.set([v, v, v, 255], 4 * p);
+    }
+    canvas.getContext("2d")!.putImageData(pixels, 0, 0);
+    const caption = document.createElement("figcaption");
+    caption.textContent = "?";
+    figure.append(canvas, caption);
+    return figure;
+  });
+  $("grid").replaceChildren(...figures);
 }
+
+$("data").onchange = () => void attempt(async () => {
+  await trainer?.dispose();
+  trainer = undefined;
+  data = loadDigits(text("data"));
+  await layOut();
+});
+await layOut();

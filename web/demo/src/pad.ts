@@ -1,6 +1,4 @@
-import { PIXELS } from "./digits.js";
-
-/** A canvas to draw on with a pointer; gives the drawing as the digits are: 8x8, centred. */
+/** A canvas to draw on with a pointer; gives the drawing as the digits are: small and centred. */
 export class Pad {
   readonly #canvas: HTMLCanvasElement;
   readonly #pen: CanvasRenderingContext2D;
@@ -44,8 +42,8 @@ export class Pad {
     this.empty = true;
   }
 
-  /** Cuts the drawing out, fits it into 8x8 and averages what falls into each place. */
-  pixels(): Float32Array {
+  /** Cuts the drawing out, fits it into the image and averages what falls into each place. */
+  pixels(size: number): Float32Array {
     const { width, height } = this.#canvas;
     const ink = this.#pen.getImageData(0, 0, width, height).data;
     const value = (x: number, y: number) =>
@@ -58,16 +56,18 @@ export class Pad {
         [top, bottom] = [Math.min(top, y), Math.max(bottom, y)];
       }
     }
-    const out = new Float32Array(PIXELS);
+    const out = new Float32Array(size * size);
     if (left > right) return out;
-    const cell = Math.max((bottom - top) / 8, (right - left) / 7, 4);
-    const [x0, y0] = [(left + right) / 2 - 4 * cell, (top + bottom) / 2 - 4 * cell];
+    // The small digits fill their images; those of MNIST have a margin of four pixels.
+    const inner = size < 16 ? size : size - 8;
+    const cell = Math.max((bottom - top) / inner, (right - left) / (inner - 1), 4);
+    const [x0, y0] = [((left + right) - size * cell) / 2, ((top + bottom) - size * cell) / 2];
     const samples = 6;
-    for (let i = 0; i < PIXELS; i++) {
+    for (let i = 0; i < size * size; i++) {
       let sum = 0;
       for (let s = 0; s < samples * samples; s++) {
-        const x = x0 + ((i % 8) + ((s % samples) + 0.5) / samples) * cell;
-        const y = y0 + (Math.floor(i / 8) + (Math.floor(s / samples) + 0.5) / samples) * cell;
+        const x = x0 + ((i % size) + ((s % samples) + 0.5) / samples) * cell;
+        const y = y0 + (Math.floor(i / size) + (Math.floor(s / samples) + 0.5) / samples) * cell;
         sum += value(Math.floor(x), Math.floor(y));
       }
       out[i] = sum / samples ** 2;
