@@ -27,8 +27,9 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml
 demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into runs/demo/
 	$(BIN)/python examples/digits.py
 
-test: $(VENV)/.dev check  ## everything CI runs
+test: $(VENV)/.dev check  ## everything CI runs, Python and web
 	$(BIN)/python -m pytest -n 2 -q -m "not full"
+	$(MAKE) web-test
 
 test-full: $(VENV)/.dev check  ## the long loops too
 	$(BIN)/python -m pytest -n 2 -q
