@@ -131,7 +131,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     if plan.mode == "train":
         repairs += to_training(model, trainable=set(plan.candidates))
     inputs = list(graph.inputs)
-    attached, rng, extra = _attach(model, plan)
+    attached, rng, shown = _attach(model, plan)
     chosen = _reaching_parameters(graph, plan, attached.loss)
     op = OpBuilder(graph, "grad/", target=plan.target)
     statistics = running_statistics(model, op)
@@ -141,6 +141,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     lift(graph, [*chosen, *buffers])
     seed = op.const(1.0, attached.loss.dtype)
     found = differentiate(op, {attached.loss: seed}, chosen)
+    extra = _by_name(graph, shown)
     results = [attached.loss, *attached.metrics.values(), *extra.values()]
     for x in chosen:
         gradient = found[x]
@@ -211,7 +212,8 @@ def eval_graph(model: ir.Model, plan: Plan, names: Sequence[str]) -> Finished:
     """Loss and metrics of one batch, in evaluation mode."""
     graph = model.graph
     inputs = list(graph.inputs)
-    attached, rng, extra = _attach(model, plan, evaluation=True)
+    attached, rng, shown = _attach(model, plan, evaluation=True)
+    extra = _by_name(graph, shown)
     op = OpBuilder(graph, "eval/", target=plan.target)
     declared = Declared("eval", model, op)
     declared.take(inputs, "input")
@@ -292,23 +294,27 @@ def _reaching_parameters(graph: ir.Graph, plan: Plan, loss: ir.Value) -> list[ir
 
 def _attach(
     model: ir.Model, plan: Plan, *, evaluation: bool = False
-) -> tuple[Attached, list[ir.Value], dict[str, ir.Value]]:
-    """Add the loss and make randomness an input; give also that input and the extra outputs."""
+) -> tuple[Attached, list[ir.Value], dict[str, str]]:
+    """Add the loss and make randomness an input; give also that and the names of extra outputs."""
     graph = model.graph
     attached = attach_loss(
         model, plan.loss, metrics=plan.graph_metrics, outputs=plan.outputs, target=plan.target
     )
     # As outputs they keep their names when something is put in their place.
     graph.outputs.extend(y for y in attached.outputs.values() if y not in list(graph.outputs))
-    names = {n: y.name for n, y in attached.outputs.items()}
+    names = {n: y.name or "" for n, y in attached.outputs.items()}
     if evaluation:
         to_evaluation(model)
     before = set(graph.inputs)
     if plan.randomness == "portable":
         portable_dropout(model, rng_input_name="rng")
-    rng = [x for x in graph.inputs if x not in before]
+    return attached, [x for x in graph.inputs if x not in before], names
+
+
+def _by_name(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, ir.Value]:
+    """Give outputs of the graph, whatever values they are by now."""
     known = {y.name: y for y in graph.outputs}
-    return attached, rng, {n: known[name] for n, name in names.items()}
+    return {n: known[name] for n, name in names.items()}
 
 
 def _set_outputs(op: OpBuilder, values: Sequence[ir.Value]) -> None:

@@ -29,15 +29,19 @@ def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
     Returns:
         A line for each kind of change.
     """
-    changed = {"BatchNormalization": 0, "Dropout": 0}
+    changed, inside = {"BatchNormalization": 0, "Dropout": 0}, 0
     for node in list(model.graph.all_nodes()):
         if node.domain != "":
             continue
         if node.op_type == "BatchNormalization":
             scale = node.inputs[1]
-            if scale is not None and scale.name in trainable and not _int(node, "training_mode"):
-                node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
-                changed["BatchNormalization"] += 1
+            if scale is None or scale.name not in trainable or _int(node, "training_mode"):
+                continue
+            if node.graph is not model.graph:
+                inside += 1  # new statistics could not leave the body
+                continue
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+            changed["BatchNormalization"] += 1
         elif node.op_type == "Dropout" and not _always_on(node):
             op = OpBuilder(model.graph, "mode/")
             ratio = node.inputs[1] if len(node.inputs) > 1 else None
@@ -46,7 +50,10 @@ def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
                 node.replace_input_with(1, op.const(0.5, ir.DataType.FLOAT))
             node.replace_input_with(2, op.const(True))
             changed["Dropout"] += 1
-    return [f"{kind} put into training mode: {n} node(s)" for kind, n in changed.items() if n]
+    lines = [f"{kind} put into training mode: {n} node(s)" for kind, n in changed.items() if n]
+    if inside:
+        lines.append(f"BatchNormalization in a loop or branch left on its statistics: {inside}")
+    return lines
 
 
 def to_evaluation(model: ir.Model) -> list[str]:
@@ -191,9 +198,24 @@ def _restore_statistics(node: ir.Node) -> None:
     node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
     for i, out in enumerate(node.outputs[1:], 3):
         statistic = node.inputs[i]
-        if statistic is not None:
-            out.replace_all_uses_with(statistic, replace_graph_outputs=True)
+        if statistic is None:
+            continue
+        if out.is_graph_output():
+            _put_identity(node, statistic, out)
+        out.replace_all_uses_with(statistic)
     node.resize_outputs(1)
+
+
+def _put_identity(node: ir.Node, x: ir.Value, y: ir.Value) -> None:
+    """Make ``x`` the graph output that ``y`` is, under the name that it has."""
+    assert isinstance(node.graph, ir.Graph)
+    identity = ir.Node("", "Identity", [x], num_outputs=1, version=node.version)
+    new = identity.outputs[0]
+    new.name, new.type, new.shape = y.name, y.type, y.shape
+    identity.name = y.name
+    y.name = f"{y.name}.replaced"
+    node.graph.insert_before(node, identity)
+    y.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
 def _bypass(node: ir.Node) -> None:
@@ -205,13 +227,7 @@ def _bypass(node: ir.Node) -> None:
         node.resize_inputs(2)
         return
     if y.is_graph_output():
-        node.resize_inputs(1)
-        identity = ir.Node("", "Identity", [x], num_outputs=1, name=node.name, version=node.version)
-        new = identity.outputs[0]
-        new.name, new.type, new.shape = y.name, y.type, y.shape
-        y.name = f"{y.name}.dropout"
-        graph.insert_before(node, identity)
-        y.replace_all_uses_with(new, replace_graph_outputs=True)
+        _put_identity(node, x, y)
     else:
         y.replace_all_uses_with(x)
     graph.remove(node, safe=True)

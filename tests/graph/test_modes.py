@@ -1,0 +1,118 @@
+"""Training and evaluation mode of BatchNormalization and Dropout."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.graph.modes import separate_statistics, to_evaluation, to_training
+from tests.artifacts.models import with_norm
+
+_HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+_NORM = """<float[2] s = {1.0, 2.0}, float[2] b = {0.5, 0.0}, float[2] m = {0.0, 1.0},
+ float[2] v = {1.0, 4.0}, float r = {0.5}, bool t = {1}>"""
+
+
+def opened(text: str) -> ir.Model:
+    return open_model(onnx.parser.parse_model(_HEAD + text))
+
+
+def kinds(model: ir.Model) -> list[str]:
+    return [n.op_type for n in model.graph.all_nodes()]
+
+
+def test_what_is_put_into_training_mode() -> None:
+    model = opened(
+        f"""g (float[N, 2] x) => (float[N, 2] y) {_NORM}
+        {{ h = BatchNormalization(x, s, b, m, v)  d = Dropout(h, r)  y = Dropout(d, r, t) }}"""
+    )
+    assert to_training(model, trainable={"s"}) == [
+        "BatchNormalization put into training mode: 1 node(s)",
+        "Dropout put into training mode: 1 node(s)",
+    ]
+    assert to_training(model, trainable={"s"}) == []
+    (norm,) = (n for n in model.graph if n.op_type == "BatchNormalization")
+    assert norm.attributes["training_mode"].as_int() == 1
+
+
+def test_frozen_norms_stay_on_their_statistics() -> None:
+    model = opened(
+        f"g (float[N, 2] x) => (float[N, 2] y) {_NORM} {{ y = BatchNormalization(x, s, b, m, v) }}"
+    )
+    assert to_training(model, trainable={"b"}) == []
+
+
+def test_norms_inside_branches_stay_on_their_statistics() -> None:
+    model = opened(
+        f"""g (bool c, float[N, 2] x) => (float[N, 2] y) {_NORM} {{
+            y = If (c) <
+                then_branch = a () => (float[N, 2] p) {{ p = BatchNormalization(x, s, b, m, v) }},
+                else_branch = e () => (float[N, 2] q) {{ q = Identity(x) }}
+            >
+        }}"""
+    )
+    (line,) = to_training(model, trainable={"s"})
+    assert line == "BatchNormalization in a loop or branch left on its statistics: 1"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "h, m2, v2 = BatchNormalization<training_mode=1>(x, s, b, m, v) y = Dropout(h, r, t)",
+        "h = Dropout(x, r, t) y = BatchNormalization(h, s, b, m, v)",
+        "d, k = Dropout(x, r, t) f = Cast<to=1>(k) y = BatchNormalization(f, s, b, m, v)",
+    ],
+)
+def test_evaluation_mode(body: str) -> None:
+    """Evaluation uses the statistics and drops nothing."""
+    model = opened(f"g (float[N, 2] x) => (float[N, 2] y) {_NORM} {{ {body} }}")
+    assert to_evaluation(model)
+    assert to_evaluation(model) == [] or "k" in body
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    seen = np.ones_like(x) if "k" in body else x  # the mask of an idle Dropout is all true
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    expected = (seen - [0, 1]) / np.sqrt(np.array([1, 4]) + 1e-5) * [1, 2] + [0.5, 0]
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], expected, rtol=1e-5)
+
+
+def test_statistics_that_the_model_shows() -> None:
+    """Outputs of new statistics keep ONNX's meaning beside ours, which has torch's variance."""
+    model = with_norm(training=True)
+    (norm,) = (n for n in model.graph.node if n.op_type == "BatchNormalization")
+    for name in norm.output[1:]:
+        value = model.graph.output.add()
+        value.name = name
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+        value.type.tensor_type.shape.dim.add().dim_value = 4
+    shown = list(norm.output[1:])
+    artifacts = onnxtrain.build(
+        model,
+        loss=[onnxtrain.losses.Weighted("mse", output="y")],
+        optimizer="sgd",
+        outputs=shown,
+    )
+    trainer = onnxtrain.Trainer(artifacts)
+    x = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    result = trainer.step(x, np.zeros((3, 3), np.float32))
+    mean, variance = (result.outputs[n] for n in shown)
+    batch = x.transpose(1, 0, 2).reshape(4, -1)
+    np.testing.assert_allclose(mean, 0.1 * batch.mean(1), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(variance, 0.9 + 0.1 * batch.var(1), rtol=1e-5)
+    unbiased = 0.9 + 0.1 * batch.var(1, ddof=1)
+    np.testing.assert_allclose(trainer.buffers["norm.running_var"], unbiased, rtol=1e-5)
+
+
+def test_statistics_get_initializers_of_their_own() -> None:
+    model = opened(
+        "g (float[N, 2] x) => (float[N, 2] y)"
+        "<float[2] one = {1.0, 1.0}, float[2] zero = {0.0, 0.0}>"
+        "{ y = BatchNormalization(x, one, zero, zero, one) }"
+    )
+    assert separate_statistics(model) == ["statistics stored apart from parameters: 2"]
+    assert separate_statistics(model) == []
+    assert list(model.graph.initializers) == ["one", "zero", "one.running_mean", "one.running_var"]
