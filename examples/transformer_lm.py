@@ -33,7 +33,7 @@ from onnxtrain.torch import from_torch
 
 TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 OURS = {"sgd": optim.SGD, "adam": optim.Adam, "lamb": optim.LAMB}
-RATES = {"sgd": 2.0, "adam": 2e-3, "lamb": 1e-2}
+RATES = {"sgd": 0.5, "adam": 2e-3, "lamb": 1e-2}
 
 
 class TransformerLM(nn.Module):

@@ -112,3 +112,18 @@ def test_what_cannot_be_exported_says_why() -> None:
 def test_names_must_fit() -> None:
     with pytest.raises(ExportError, match="1 inputs, but 2 names"):
         from_torch(nn.Linear(2, 2), torch.ones(1, 2), names=["a", "b"])
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.table + torch.tensor([0.5, 1.5, 2.5])
+
+
+def test_buffers_and_literals_are_no_parameters() -> None:
+    model = from_torch(Buffered(), torch.ones(2, 3))
+    assert list(onnxtrain.parameters(model)) == ["fc.weight", "fc.bias"]

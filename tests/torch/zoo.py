@@ -61,6 +61,9 @@ def run(entry: ZooModel, mode: str) -> Outcome:
     except OnnxTrainError as error:
         return Outcome("refused", note=" ".join(str(error).split())[:200])
     trainer = Trainer(artifacts, threads=1)
+    foreign = {p.name for p in trainer.manifest.parameters} - set(report.names.values())
+    if foreign:
+        return Outcome("fail", report.exporter, f"no parameters of the module: {sorted(foreign)}")
     names = [x.name for x in model.graph.inputs]
     feeds = {n: x.numpy() for n, x in zip(names, inputs, strict=True) if n in trainer.inputs}
     loss = trainer.step(**feeds).loss

@@ -60,7 +60,7 @@ def legacy(module: nn.Module, inputs: Sequence[Any], names: Sequence[str], axes:
         torch.onnx.export(
             module,
             tuple(inputs),
-            buffer,
+            buffer,  # pyright: ignore[reportArgumentType] - torch's annotation forgets file objects
             dynamo=False,
             training=mode.PRESERVE,
             do_constant_folding=False,

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.torch import exporters
@@ -48,7 +49,8 @@ def from_torch(
     torch's exporters silently export BatchNorm in inference form, drop attention dropout and merge
     or fold parameters. What can be repaired is repaired; then the result is run and compared with
     torch, in evaluation mode and (with ``train``) in training mode, dropout aside, and at another
-    batch size. :func:`last_report` tells what was done.
+    batch size. Buffers other than running statistics become constants. :func:`last_report` tells
+    what was done.
 
     Args:
         module: any module; its mode and parameters are left as they were.
@@ -73,7 +75,9 @@ def from_torch(
             raise ExportError(f"{len(inputs)} inputs, but dynamic_shapes has {len(axes)} entries")
     else:
         axes = _batch_axes(inputs) if dynamic_batch else [{} for _ in inputs]
-    return export(module, inputs, labels, axes, train=train, label=type(module).__name__)
+    model = export(module, inputs, labels, axes, train=train, label=type(module).__name__)
+    _fix_constants(model, set(last_report(model).names.values()))
+    return model
 
 
 def export(
@@ -105,6 +109,32 @@ def export(
         f"{label} cannot be exported as it is:\n  " + "\n  ".join(rejected) + "\n"
         "hint: replace what the messages name, or export parts of the module"
     )
+
+
+def _fix_constants(model: ir.Model, parameters: set[str]) -> None:
+    """Turn buffers and literals into Constant nodes, so that nobody takes them for parameters.
+
+    Running statistics stay initializers: training replaces them.
+    """
+    graph = model.graph
+    for name, value in list(graph.initializers.items()):
+        if name in parameters or not S.is_float(value) or value.const_value is None:
+            continue
+        if any(use.node.op_type == "BatchNormalization" and use.idx > 2 for use in value.uses()):
+            continue
+        node = ir.node(
+            "Constant", [], attributes={"value": ir.AttrTensor("value", value.const_value)}
+        )
+        (new,) = node.outputs
+        new.type, new.shape = value.type, value.shape
+        value.replace_all_uses_with(new, replace_graph_outputs=True)
+        del graph.initializers[name]
+        new.name = name
+        first = next(iter(graph), None)
+        if first is None:
+            graph.append(node)
+        else:
+            graph.insert_before(first, node)
 
 
 def _batch_axes(inputs: Sequence[Any]) -> list[dict[int, str]]:
