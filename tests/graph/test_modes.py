@@ -116,3 +116,22 @@ def test_statistics_get_initializers_of_their_own() -> None:
     assert separate_statistics(model) == ["statistics stored apart from parameters: 2"]
     assert separate_statistics(model) == []
     assert list(model.graph.initializers) == ["one", "zero", "one.running_mean", "one.running_var"]
+
+
+def test_evaluation_mode_of_old_models() -> None:
+    """Opset 13: five outputs mean training; the file keeps its opset."""
+    text = f"""<ir_version: 7, opset_import: ["" : 13]>
+    g (float[N, 2] x) => (float[N, 2] y) {_NORM} {{
+        h, m2, v2, sm, sv = BatchNormalization(x, s, b, m, v)  d = Dropout(h, r, t)
+        y = Mul(d, s)
+    }}"""
+    artifacts = onnxtrain.build(onnx.parser.parse_model(text), loss="mse", optimizer="sgd:lr=0.1")
+    model = artifacts.models["infer"]
+    assert [n.op_type for n in model.graph.node] == ["BatchNormalization", "Mul"]
+    assert model.opset_import[0].version == 13
+    trainer = onnxtrain.Trainer(artifacts)
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    norm = (x - [0, 1]) / np.sqrt(np.array([1, 4]) + 1e-5) * [1, 2] + [0.5, 0]
+    np.testing.assert_allclose(trainer.predict(x)["y"], norm * [1, 2], rtol=1e-5)
+    trainer.step(x, x)
+    np.testing.assert_allclose(trainer.buffers["m"], [0.2, 1.2], rtol=1e-5)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -16,7 +17,7 @@ from onnxtrain.artifacts import Artifacts, Clip, build
 from onnxtrain.errors import CheckpointError, OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.runtime import Trainer
 from onnxtrain.runtime.layouts import Separate
-from tests.artifacts.models import classifier, data, with_norm
+from tests.artifacts.models import classifier, data, finished, graph, weight, with_norm
 
 from .nets import batches, exported
 
@@ -448,6 +449,23 @@ def test_inputs_that_have_our_names() -> None:
         ours, plain = Trainer(artifacts, layout=layout), Trainer(made(optimizer="adam"))
         for _ in range(3):
             assert ours.step(step=x, labels=labels).loss == plain.step(x, labels).loss
+
+
+def test_an_input_called_rng() -> None:
+    op = graph()
+    x = op.input("rng", ir.DataType.FLOAT, ["batch", 4])
+    h = op.Dropout(x, op.const(0.5, ir.DataType.FLOAT))
+    y = op.MatMul(h, weight(op, "w", np.ones((4, 2), np.float32)))
+    artifacts = build(finished(op, y=y), loss="mse", optimizer="sgd")
+    spec = artifacts.manifest.model("step")
+    assert spec is not None
+    assert {t.name: t.role for t in spec.inputs if "rng" in t.name} == {
+        "rng": "input",
+        "rng_": "rng",
+    }
+    trainer = Trainer(artifacts)
+    batch = np.ones((64, 4), np.float32), np.zeros((64, 2), np.float32)
+    assert trainer.step(*batch).loss != trainer.step(*batch).loss
 
 
 def test_names_that_state_needs() -> None:

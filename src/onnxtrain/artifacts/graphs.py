@@ -14,7 +14,7 @@ from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder import OpBuilder, names_in
 from onnxtrain.graph.composed_batch_norm import compose_batch_norm
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.randomness import portable_dropout
@@ -307,7 +307,10 @@ def _attach(
         to_evaluation(model)
     before = set(graph.inputs)
     if plan.randomness == "portable":
-        portable_dropout(model, rng_input_name="rng")
+        taken, name = names_in(graph), "rng"
+        while name in taken:
+            name += "_"
+        portable_dropout(model, rng_input_name=name)
     return attached, [x for x in graph.inputs if x not in before], names
 
 

@@ -15,13 +15,11 @@ from onnxtrain.graph.simplify import remove_dead
 from onnxtrain.graph.versions import NEWEST_IR, NEWEST_OPSET
 from onnxtrain.manifest import Location, ModelSpec
 
-_MODES_SINCE = 14  # opset from which on BatchNormalization has a mode
-
 
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
     """Give the plain model in evaluation mode, its weights as raw bytes under their own names."""
     model = source.clone()
-    if model.opset_imports.get("", 0) >= _MODES_SINCE and to_evaluation(model):
+    if to_evaluation(model):
         remove_dead(model)
     for x in model.graph.initializers.values():
         if S.is_float(x) and x.const_value is not None:

@@ -9,6 +9,8 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
+_MODES_SINCE = 14  # opset from which on BatchNormalization has a mode
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
@@ -57,12 +59,18 @@ def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
 
 
 def to_evaluation(model: ir.Model) -> list[str]:
-    """Put BatchNormalization on its running statistics and drop Dropout, in place."""
+    """Put BatchNormalization on its running statistics and drop Dropout, in place.
+
+    The model need not be prepared: before opset 14, more than one output stood for training mode.
+    """
     changed = {"BatchNormalization": 0, "Dropout": 0}
+    old = model.opset_imports.get("", 0) < _MODES_SINCE
     for node in list(model.graph.all_nodes()):
-        if node.domain != "":
+        if node.domain not in ("", "ai.onnx"):
             continue
-        if node.op_type == "BatchNormalization" and _int(node, "training_mode"):
+        if node.op_type == "BatchNormalization" and (
+            _int(node, "training_mode") or (old and len(node.outputs) > 1)
+        ):
             _restore_statistics(node)
             changed["BatchNormalization"] += 1
         elif node.op_type == "Dropout":
@@ -195,8 +203,8 @@ def _always_on(node: ir.Node) -> bool:
 
 
 def _restore_statistics(node: ir.Node) -> None:
-    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
-    for i, out in enumerate(node.outputs[1:], 3):
+    node.attributes.pop("training_mode", None)
+    for i, out in enumerate(node.outputs[1:3], 3):
         statistic = node.inputs[i]
         if statistic is None:
             continue
