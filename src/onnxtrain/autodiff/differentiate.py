@@ -24,6 +24,7 @@ from onnxtrain.autodiff.registry import (
     key_of,
 )
 from onnxtrain.errors import UndifferentiableError
+from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.scopes import captured
@@ -99,7 +100,9 @@ def _stands_in(node: ir.Node, live: set[ir.Value]) -> bool:
     )
 
 
-def needed_for(nodes: Sequence[ir.Node], values: Mapping[ir.Value, ir.Value] | Sequence[ir.Value]) -> set[ir.Node]:
+def needed_for(
+    nodes: Sequence[ir.Node], values: Mapping[ir.Value, ir.Value] | Sequence[ir.Value]
+) -> set[ir.Node]:
     """Give the nodes that ``values`` depend on."""
     wanted, needed = set(values), set()
     for node in reversed(nodes):
@@ -128,17 +131,11 @@ def _sources(node: ir.Node) -> list[ir.Value | None]:
 def _stamp(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
     """Record that a gradient has the type and shape of what it is the gradient of."""
     have, want = S.dims_of(dx), S.dims_of(x)
-    if dx.dtype not in S.FLOATS if x.dtype in QUANTISED else dx.dtype != x.dtype:
-        raise AssertionError(f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}")
-    if have is not None and want is not None:
-        clash = len(have) != len(want) or any(
-            isinstance(a, int) and isinstance(b, int) and a != b
-            for a, b in zip(have, want, strict=True)
+    wrong = dx.dtype not in S.FLOATS if x.dtype in QUANTISED else dx.dtype != x.dtype
+    if wrong or (have is not None and want is not None and D.clash(have, want)):
+        raise AssertionError(
+            f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}"
         )
-        if clash:
-            raise AssertionError(
-                f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}"
-            )
     if dx.producer() is not None and x.shape is not None and have != want:
         dx.shape = x.shape
 
@@ -146,7 +143,9 @@ def _stamp(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
 def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -> str:
     kinds = sorted({key_of(n) for n in missing})
     goal = ", ".join(repr(y.name) for y in outputs)
-    lines = [f"no gradient rule for {len(kinds)} operator(s) on the path to {goal}: {', '.join(kinds)}"]
+    lines = [
+        f"no gradient rule for {len(kinds)} operator(s) on the path to {goal}: {', '.join(kinds)}"
+    ]
     lines += [f"  node {n.name!r}: {S.describe(n)}" for n in missing[:10]]
     if len(missing) > 10:
         lines.append(f"  ... and {len(missing) - 10} more")

@@ -1,7 +1,8 @@
 """Gradient rules, by operator.
 
-Look-up order for a node: a rule, a declared zero or missing gradient, the operator's official function
-body (inlined by ``prepare``), an error. Operators of another domain are keyed ``"Domain::Op"``.
+Look-up order for a node: a rule, a declared zero or missing gradient, the operator's official
+function body (inlined by ``prepare``), an error. Operators of another domain are keyed
+``"Domain::Op"``.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def no_gradient(*ops: str, why: str, refuse: bool = False) -> None:
     REFUSED.update(ops if refuse else ())
 
 
-def register_vjp(op: str, *, multi: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_vjp(
+    op: str, *, multi: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register your own gradient rule, for a custom operator or in place of a built-in rule.
 
     Args:

@@ -13,10 +13,13 @@ from onnxtrain.graph import shapes as S
 _SMALL = 4096  # elements: what we fold ourselves; a runtime folds the rest when it loads the model
 
 _FOLDABLE = frozenset(
-    "Abs Add And Cast CastLike Concat ConstantOfShape Div Equal Expand Gather Greater GreaterOrEqual "
-    "Identity Less LessOrEqual Max Min Mod Mul Neg Not Or Range Reciprocal ReduceMax ReduceMin "
-    "ReduceProd ReduceSum Reshape Shape Size Slice Split Sqrt Squeeze Sub Tile Transpose Trilu "
-    "Unsqueeze Where".split()
+    (
+        *("Abs", "Add", "And", "Cast", "CastLike", "Concat", "ConstantOfShape", "Div", "Equal"),
+        *("Expand", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual"),
+        *("Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range", "Reciprocal", "ReduceMax"),
+        *("ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Shape", "Size", "Slice", "Split"),
+        *("Sqrt", "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where"),
+    )
 )
 
 
@@ -42,14 +45,21 @@ def fold(model: ir.Model, constants: set[str]) -> set[str]:
         if y.is_graph_output():
             continue
         array = _known_integers(y)
-        if array is None and node.inputs and all(_is_constant(x, constants | added) for x in node.inputs):
-            array = _evaluate(node, opset)
+        if array is None and node.inputs:
+            known = constants | added
+            if all(_is_constant(x, known) for x in node.inputs):
+                array = _evaluate(node, opset)
         if array is None or array.size > _SMALL:
             continue
         name = y.name or ""
         assert y.dtype is not None
-        tensor = ir.Tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=y.dtype, name=name)
-        value = ir.Value(name=name, type=ir.TensorType(y.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+        own = np.ascontiguousarray(array).reshape(array.shape)
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(y.dtype),
+            shape=ir.Shape(array.shape),
+            const_value=ir.Tensor(own, dtype=y.dtype, name=name),
+        )
         y.name = f"{name}.folded"
         y.replace_all_uses_with(value)
         graph.remove(node, safe=True)
@@ -80,10 +90,11 @@ def _known_integers(y: ir.Value) -> np.ndarray | None:
 
 
 def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
-    if any(x is not None and x.dtype in (ir.DataType.BFLOAT16, ir.DataType.STRING) for x in node.inputs):
+    given = [x for x in node.inputs if x is not None]
+    if any(x.dtype in (ir.DataType.BFLOAT16, ir.DataType.STRING) for x in given):
         return None
     proto = ir.serde.serialize_node(node)
-    feeds = {x.name: x.const_value.numpy() for x in node.inputs if x is not None and x.const_value is not None}
+    feeds = {x.name or "": x.const_value.numpy() for x in given if x.const_value is not None}
     graph = onnx.GraphProto(name="fold", node=[proto])
     for name in feeds:
         graph.input.append(onnx.ValueInfoProto(name=name))

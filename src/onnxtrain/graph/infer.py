@@ -13,8 +13,8 @@ from onnxtrain.graph.scopes import subgraphs_of
 def infer_shapes(graph: ir.Graph, opset: int) -> None:
     """Set type and shape of every value; unify the exporter's symbols with inferred sizes.
 
-    An exporter may call a size ``s7`` where inference finds ``2*batch``: the inferred form wins, and the
-    exporter's name is replaced by it from there on.
+    An exporter may call a size ``s7`` where inference finds ``2*batch``: the inferred form wins,
+    and the exporter's name is replaced by it from there on.
     """
     _Inference(opset).run(graph)
 
@@ -31,7 +31,8 @@ class _Inference:
                 self.inputs |= D.symbols(d)
         for x in graph.initializers.values():
             if x.const_value is not None and x.shape is None:
-                x.shape, x.type = ir.Shape(x.const_value.shape), ir.TensorType(x.const_value.dtype)
+                x.shape = ir.Shape(x.const_value.shape.numpy())
+                x.type = ir.TensorType(x.const_value.dtype)
         for node in graph:
             self._node(node)
 
@@ -104,7 +105,8 @@ class _Inference:
         body = node.attributes["body"].as_graph()
         if node.op_type == "Loop":
             carried = zip(body.inputs[2:], node.inputs[2:], strict=False)
-            for inner, kind in zip(body.inputs[:2], (ir.DataType.INT64, ir.DataType.BOOL), strict=True):
+            kinds = (ir.DataType.INT64, ir.DataType.BOOL)
+            for inner, kind in zip(body.inputs[:2], kinds, strict=True):
                 inner.type = inner.type or ir.TensorType(kind)
                 if inner.shape is None:
                     inner.shape = ir.Shape([])

@@ -151,11 +151,12 @@ def infer_node(node: ir.Node, opset: int) -> None:
 
     Sizes that stay unknown are named after the output, so equal names mean equal sizes.
     """
-    from onnxtrain.graph import quick, symbolic  # their formulas need the accessors above
+    # Their formulas need the accessors above.
+    from onnxtrain.graph import control_flow_shapes, quick, symbolic
 
     if quick.infer(node):
         return
-    if symbolic.infer_control_flow(node):
+    if control_flow_shapes.infer_control_flow(node):
         pass
     elif (
         node.op_type in _LIKE_FIRST

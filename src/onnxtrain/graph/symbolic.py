@@ -11,10 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph import symbolic_shapes, symbolic_values, window_shapes
-from onnxtrain.graph.control_flow_shapes import infer_control_flow
 from onnxtrain.graph.formulas import Formula
-
-__all__ = ["infer_control_flow", "refine"]
 
 _SHAPES: dict[str, Formula] = {**symbolic_shapes.FORMULAS, **window_shapes.FORMULAS}
 _VALUES: dict[str, Formula] = symbolic_values.FORMULAS

@@ -74,6 +74,7 @@ def det(op: OpBuilder, dy: ir.Value, x: ir.Value) -> Gradients:
     Right for singular matrices too, at the price of n^2 determinants per matrix: the standard has
     neither an inverse nor a solver.
     """
+    assert x.dtype is not None
     n = op.size(x, -1)
     eye = op.eye(n, x.dtype)
     replaced = op.Unsqueeze(op.Cast(eye, to=ir.DataType.BOOL), [1, 3])  # [i, 1, k, 1]

@@ -1,8 +1,8 @@
 """RNN, GRU and LSTM as Scan over time.
 
-The products with the inputs are taken out of the loop, one for all steps; what is left per step is the
-product with the previous hidden state. Shapes below: T steps, B sequences, I inputs, H hidden units, D
-directions (1 or 2).
+The products with the inputs are taken out of the loop, one for all steps; what is left per step is
+the product with the previous hidden state. Shapes below: T steps, B sequences, I inputs, H hidden
+units, D directions (1 or 2).
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def gru(
 
     def prepare_weights(d):
         rd = op.Transpose(_part(op, r, d), perm=[1, 0])  # [H, 3H]
-        parts = {"zr": op.Slice(rd, [0], [2 * hidden], [1]), "n": op.Slice(rd, [2 * hidden], [3 * hidden], [1])}
+        parts = {
+            "zr": op.Slice(rd, [0], [2 * hidden], [1]),
+            "n": op.Slice(rd, [2 * hidden], [3 * hidden], [1]),
+        }
         if linear_before_reset:
             parts["all"] = rd
             if b is not None:
@@ -74,6 +77,7 @@ def gru(
         (h,) = states
         x_zr = body.Slice(gates, [0], [2 * hidden], [-1])
         x_n = body.Slice(gates, [2 * hidden], [3 * hidden], [-1])
+        h_n: ir.Value | None = None
         if linear_before_reset:
             product = body.MatMul(h, weights["all"])
             h_zr = body.Slice(product, [0], [2 * hidden], [-1])
@@ -85,7 +89,7 @@ def gru(
         zr = f(body, _clip(body, body.Add(x_zr, h_zr), clip))
         z = body.Slice(zr, [0], [hidden], [-1])
         reset = body.Slice(zr, [hidden], [2 * hidden], [-1])
-        if linear_before_reset:
+        if h_n is not None:
             inner = body.Mul(reset, h_n)
         else:
             inner = body.MatMul(body.Mul(reset, h), weights["n"])
@@ -144,26 +148,30 @@ def lstm(
 
 
 def _run(
-    op: OpBuilder, x: ir.Value, w: ir.Value, b: Maybe, lens: Maybe, initial: list[Maybe], cell: Cell,
-    prepare_weights: Callable[[int], dict[str, ir.Value]], *, gates: int, direction: str, layout: int,
-    hidden: int, node: ir.Node, late_bias: bool = False,
+    op: OpBuilder, x: ir.Value, w: ir.Value, b: Maybe, lens: Maybe, initial: list[Maybe],
+    cell: Cell, prepare_weights: Callable[[int], dict[str, ir.Value]], *, gates: int,
+    direction: str, layout: int, hidden: int, node: ir.Node, late_bias: bool = False,
 ) -> tuple[ir.Value, list[ir.Value]]:  # fmt: skip
     """Run every direction; give Y and the final states, in the layout of the node."""
     if layout:
         x = op.Transpose(x, perm=[1, 0, 2])  # [B, T, I] -> [T, B, I]
         initial = [None if s is None else op.Transpose(s, perm=[1, 0, 2]) for s in initial]
-    turns = {"forward": [0], "reverse": [1], "bidirectional": [0, 1]}[direction]
+    turns = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
     ys, finals = [], []
     for d, turn in enumerate(turns):
         steps = x
         if turn and lens is not None:  # every sequence turns around its own end
-            steps = op.ReverseSequence(x, op.cast(lens, ir.DataType.INT64), batch_axis=1, time_axis=0)
+            steps = op.ReverseSequence(
+                x, op.cast(lens, ir.DataType.INT64), batch_axis=1, time_axis=0
+            )
         projected = op.MatMul(steps, op.Transpose(_part(op, w, d), perm=[1, 0]))
         bias = _bias(op, b, d, gates, hidden, late_bias)
         if bias is not None:
             projected = op.Add(projected, bias)
         states = [_initial(op, s, d, x, hidden) for s in initial]
-        y, last = _scan(op, projected, states, lens, cell, prepare_weights(d), d, turn and lens is None)
+        y, last = _scan(
+            op, projected, states, lens, cell, prepare_weights(d), d, turn and lens is None
+        )
         if turn and lens is not None:
             y = op.ReverseSequence(y, op.cast(lens, ir.DataType.INT64), batch_axis=1, time_axis=0)
         ys.append(op.Unsqueeze(y, [1]))  # [T, 1, B, H]
@@ -269,8 +277,13 @@ _DEFAULTS = {
 
 
 def _activations(
-    op: OpBuilder, names: list[Any] | None, default: list[str], alphas: list[float] | None,
-    betas: list[float] | None, n: int, node: ir.Node,
+    op: OpBuilder,
+    names: list[Any] | None,
+    default: list[str],
+    alphas: list[float] | None,
+    betas: list[float] | None,
+    n: int,
+    node: ir.Node,
 ) -> list[list[Callable[[OpBuilder, ir.Value], ir.Value]]]:
     """Give the activation functions of each direction.
 
@@ -289,7 +302,9 @@ def _activations(
             b = betas.pop(0)
         function = _ACTIVATIONS.get(key)
         if function is None:
-            raise PrepareError(f"node {node.name!r}: {node.op_type} with activation {name!r} is unknown")
+            raise PrepareError(
+                f"node {node.name!r}: {node.op_type} with activation {name!r} is unknown"
+            )
         found.append(lambda o, v, f=function, a=a, b=b: f(o, v, a, b))
     each = len(found) // n
     return [found[d * each : (d + 1) * each] for d in range(n)]
