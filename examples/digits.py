@@ -59,7 +59,13 @@ def main(epochs: int = 20) -> float:
 
     trainer = onnxtrain.Trainer(OUT / "artifacts")
     trainer.fit(
-        (x, y), epochs, batch_size=64, validation=(x_test, y_test), schedule="cosine", directory=OUT
+        (x, y),
+        epochs,
+        batch_size=64,
+        drop_last=True,
+        validation=(x_test, y_test),
+        schedule="cosine",
+        directory=OUT,
     )
     trainer.export(OUT / "model.onnx")
 
