@@ -43,7 +43,7 @@ def test_symbolic_size_or_refusal(case: Case, opset: int):
     _same(run(model_of(case), feeds_of(case)), run(lowered, feeds_of(case)), case.tol)
 
 
-@pytest.mark.parametrize("opset", [7, 9, 11])
+@pytest.mark.parametrize("opset", [7, *(pytest.param(n, marks=pytest.mark.full) for n in (9, 11))])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plain_opset_or_refusal(case: Case, opset: int):
     """With all that the opset has; what it cannot say exactly is refused."""

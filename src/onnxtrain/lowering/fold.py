@@ -88,7 +88,7 @@ def _known(y: ir.Value) -> np.ndarray | None:
 
 def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
     feeds = {
-        x.name: x.const_value.numpy()
+        x.name or "": x.const_value.numpy()
         for x in node.inputs
         if x is not None and x.const_value is not None
     }

@@ -64,7 +64,7 @@ def _emit(
 
 
 def _function(op: OpBuilder, node: ir.Node) -> onnx.FunctionProto | None:
-    schema = S.schema_of(node.op_type, op.opset)
+    schema: Any = S.schema_of(node.op_type, op.opset)  # onnx's stubs lack these members
     assert schema is not None
     if not schema.has_context_dependent_function:
         return schema.function_body

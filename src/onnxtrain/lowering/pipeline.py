@@ -99,4 +99,7 @@ def _stamp(model: ir.Model, target: Target) -> None:
         graph.inputs.extend(x for x in graph.initializers.values() if x not in listed)
     for x in graph.initializers.values():
         if x.const_value is not None and x.shape is None:
-            x.shape, x.type = ir.Shape(x.const_value.shape), ir.TensorType(x.const_value.dtype)
+            x.shape, x.type = (
+                ir.Shape(x.const_value.shape.numpy()),
+                ir.TensorType(x.const_value.dtype),
+            )

@@ -110,10 +110,11 @@ def constant_scales(node: ir.Node) -> list[float] | None:
     for a, size in zip(axes, sizes, strict=True):
         if size == dims[a]:
             continue
-        if not isinstance(size, int) or not isinstance(dims[a], int):
+        before = dims[a]
+        if not isinstance(size, int) or not isinstance(before, int):
             return None
-        scale = float(np.float32(size / dims[a]))
-        if int(np.floor(np.float32(dims[a]) * np.float32(scale))) != size:
+        scale = float(np.float32(size / before))
+        if int(np.floor(np.float32(before) * np.float32(scale))) != size:
             return None
         found[a] = scale
     return found

@@ -110,9 +110,12 @@ def _scatter_rows(
     is gathered; ``max`` and ``min`` look at all [N, M, W] pairs.
     """
     (n, width), m = op.dims(x), op.dims(updates)[0]
-    if not isinstance(n, int) or not isinstance(m, int) or n * m * width > _MOST_PAIRS or not m:
+    if not isinstance(n, int) or not isinstance(m, int) or not isinstance(width, int):
+        return None
+    if not m or n * m * width > _MOST_PAIRS:
         return None
     dtype = x.dtype
+    assert dtype is not None
     hit = op.Equal(op.const(np.arange(n).reshape(n, 1)), op.Reshape(rows, [1, m]))  # [N, M]
     if reduction == "add":
         if not dtype.is_floating_point():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -46,7 +48,8 @@ def _along(
                     return None
                 parts.insert(0 if front else len(parts), block)
     elif isinstance(n, int):
-        where = np.pad(np.arange(n), (before, after), mode=mode)
+        padding: Any = mode
+        where = np.pad(np.arange(n), (before, after), mode=padding)
         front = [_one(op, x, axis, int(w)) for w in where[:before]]
         back = [_one(op, x, axis, int(w)) for w in where[before + n :]]
         parts = [*front, x, *back]
@@ -70,7 +73,7 @@ def _one(op: OpBuilder, x: ir.Value, axis: int, i: int) -> ir.Value:
 def _block(op: OpBuilder, x: ir.Value, axis: int, count: int, filler) -> ir.Value | None:
     """Give ``count`` slices of one value."""
     assert x.dtype is not None
-    dims = list(op.dims(x))
+    dims: list[Any] = list(op.dims(x))
     dims[axis] = count
     number = np.asarray(filler).reshape(())
     if all(isinstance(d, int) for d in dims):

@@ -48,7 +48,7 @@ def scan(
     states, scans = list(inputs[:count]), list(inputs[count:])
     axes = [a % op.rank(v) for a, v in zip(scan_input_axes or [0] * len(scans), scans, strict=True)]
     steps = op.dims(scans[0])[axes[0]] if scans else None
-    if not _short(body, steps):
+    if not isinstance(steps, int) or not _short(body, steps):
         return None
     turn = scan_input_directions or [0] * len(scans)
     ys: list[list[ir.Value]] = [[] for _ in body.outputs[count:]]

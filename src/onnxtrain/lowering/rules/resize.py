@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -117,9 +119,10 @@ def _table(node: ir.Node, n: int, m: int, factor: float | None) -> np.ndarray:
     model = onnx.ModelProto(
         ir_version=10, graph=graph, opset_import=[onnx.OperatorSetIdProto(version=19)]
     )
-    feeds = {"x": np.eye(n, dtype=np.float32)}
+    feeds: dict[str, Any] = {"x": np.eye(n, dtype=np.float32)}
     if factor is not None:
         feeds["scales"] = np.asarray([factor, 1.0], np.float32)
     else:
         feeds["sizes"] = np.asarray([m, n], np.int64)
-    return np.asarray(ReferenceEvaluator(model).run(None, feeds)[0])
+    (table,) = ReferenceEvaluator(model).run(None, feeds)
+    return np.asarray(table)

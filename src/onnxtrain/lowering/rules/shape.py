@@ -114,7 +114,7 @@ def split(op, x, sizes=None, *, axis, num_outputs, node):
     given = S.symbolic_of(sizes) if sizes is not None else None
     count = len(node.outputs)
     if given is not None and all(isinstance(g, int) for g in given):
-        parts = list(given)
+        parts = [int(g) for g in given if g is not None]
     elif sizes is None and isinstance(total, int):
         each = -(-total // (num_outputs or count))
         parts = [min(each, total - i * each) for i in range(count)]
