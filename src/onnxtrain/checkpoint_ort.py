@@ -131,7 +131,7 @@ def _tensors(
         if any(d < 0 for d in dims):
             raise table.damaged(f"tensor {name!r} has shape {dims}")
         count = int(np.prod(dims, dtype=object)) if dims else 1
-        raw = memoryview(table.vector(4, np.dtype(np.uint8)))
+        raw = table.vector(4, np.dtype(np.uint8)).data
         at = table.number(6, "<q", -1)
         if not len(raw) and at >= 0 and external is not None:
             raw = memoryview(external)[at : at + count * dtype.itemsize]

@@ -143,7 +143,7 @@ def _split(node: ir.Node, a: Attributes) -> _Dims:
     dims, parts = dims_in(node), elements_in(node, 1)
     if dims is None:
         return None
-    axis = a["axis"] % len(dims)
+    axis: int = a["axis"] % len(dims)
     if parts is None and input_of(node, 1) is None:
         n = int(a.get("num_outputs") or len(node.outputs))
         size = D.floordiv(dims[axis], n)

@@ -14,22 +14,13 @@ from onnxtrain.compat.ort.onnxblock.graph import add_input, exists, splice, type
 
 
 class _Loss(Block):
-    """A loss between a prediction and a target of its shape."""
+    """What the losses share: a reduction, and the emission of the nodes."""
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise OrtError(f"Reduction {reduction} not supported.")
         self._reduction = reduction
-
-    def _loss(self) -> losses.Loss:
-        raise NotImplementedError
-
-    def build(self, loss_input_name: str, target_name: str = "target") -> str:
-        """Give the name of the loss; the target input is added unless a value has its name."""
-        if not exists(self.base, target_name):
-            add_input(self.base, target_name, type_of(self.base, loss_input_name))
-        return self._emit(self._loss(), loss_input_name, target_name)
 
     def _emit(self, loss: losses.Loss, prediction: str, target: str) -> str:
         accessor = active()
@@ -41,21 +32,34 @@ class _Loss(Block):
         return name
 
 
-class MSELoss(_Loss):
+class _ElementLoss(_Loss):
+    """A loss whose target has the type of the prediction."""
+
+    def _loss(self) -> losses.Loss:
+        raise NotImplementedError
+
+    def build(self, loss_input_name: str, target_name: str = "target") -> str:
+        """Give the name of the loss; the target input is added unless a value has its name."""
+        if not exists(self.base, target_name):
+            add_input(self.base, target_name, type_of(self.base, loss_input_name))
+        return self._emit(self._loss(), loss_input_name, target_name)
+
+
+class MSELoss(_ElementLoss):
     """``(x - t)^2``."""
 
     def _loss(self) -> losses.Loss:
         return losses.MSE(reduction=self._reduction)
 
 
-class L1Loss(_Loss):
+class L1Loss(_ElementLoss):
     """``|x - t|``."""
 
     def _loss(self) -> losses.Loss:
         return losses.L1(reduction=self._reduction)
 
 
-class BCEWithLogitsLoss(_Loss):
+class BCEWithLogitsLoss(_ElementLoss):
     """Binary cross entropy of logits, stable for logits of any size.
 
     Args:
