@@ -88,7 +88,8 @@ def check_readable(out: Path) -> None:
 
 def kill_until(kills: int, folder: Path, whole: Path, root: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.runtime.victim", "onnxruntime"])
+    slow_to_import = ["onnxruntime", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+    context.set_forkserver_preload(["tests.runtime.victim", *slow_to_import])
     choose = random.Random(5)
     out, runs, done = root / "run0", 0, 0
     kill_once(context, folder, root / "warm-up", 120)  # starts the server, which takes longest
