@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from onnxruntime import InferenceSession
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris
@@ -19,7 +20,7 @@ from onnxtrain.optim import SGD
 from onnxtrain.runtime import session as runtime
 from onnxtrain.sklearn import OnnxClassifier, OnnxRegressor, convert
 from onnxtrain.sklearn.epoch import epoch_model
-from onnxtrain.sklearn.nets import dense_net
+from onnxtrain.sklearn.nets import dense_net, dense_weights
 from onnxtrain.sklearn.objective import classification_loss, objective, regression_loss
 
 IRIS, KIND = load_iris(return_X_y=True)
@@ -65,25 +66,22 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(case, activation):
         x, target, None, [x, *[None] * depth], [None] * depth, [None] * depth, [None] * depth
     )
 
-    net = dense_net([7, 6, 4, columns], activation, rng)
+    weights = {}
     for i in range(depth):
-        for stem, values in (("coefs", mlp.coefs_), ("intercepts", mlp.intercepts_)):
-            name = f"{stem}.{i}"
-            tensor = ir.Tensor(values[i].astype(np.float32), name=name)
-            net.graph.initializers[name].const_value = tensor
+        weights[f"coefs.{i}"] = mlp.coefs_[i].astype(np.float32)
+        weights[f"intercepts.{i}"] = mlp.intercepts_[i].astype(np.float32)
     chosen = (
         regression_loss("squared_error")
         if kind is MLPRegressor
         else classification_loss("log_loss", columns, "logits")
     )
     function = objective(chosen, weighted=False, penalty=None, weights=())
-    base = open_model(net)
+    base = open_model(dense_net(activation, weights))
     names = list(base.graph.initializers)
     epoch = epoch_model(base, function, SGD(), names, chosen_by_user=True)
-    start = epoch.packs[0].join({n: net.graph.initializers[n].const_value.numpy() for n in names})
     session = runtime.create(epoch.model.SerializeToString(), threads=1)
     labels = y.astype(np.int64) if columns == 3 else target.astype(np.float32)
-    found, losses = runtime.run(
+    *found, losses = runtime.run(
         session,
         None,
         {
@@ -93,16 +91,48 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(case, activation):
             "epoch/batches": np.array(1),
             "epoch/rows_per_batch": np.array([20]),
             "epoch/rates": np.ones(1, np.float32),
-            "epoch/steps_before": np.zeros(1, np.int64),
-            f"epoch/{epoch.packs[0].name}": start,
+            "epoch/steps_before": np.array(0),
+            **{f"epoch/{n}": a for n, a in weights.items()},
         },
     )
     # With a learning rate of 1 the step of plain descent is the gradient.
-    gradients = epoch.packs[0].split(start.astype(np.float64) - found)
+    gradients = {
+        n: weights[n].astype(np.float64) - a for n, a in zip(epoch.parameters, found, strict=True)
+    }
     assert losses[0] == pytest.approx(loss, rel=1e-5)
     for i in range(depth):
         np.testing.assert_allclose(gradients[f"coefs.{i}"], coefs[i], atol=1e-5)
         np.testing.assert_allclose(gradients[f"intercepts.{i}"], intercepts[i], atol=1e-5)
+
+
+def test_training_follows_torch():
+    rng = np.random.RandomState(0)
+    x = rng.normal(size=(300, 12)).astype(np.float32)
+    y = np.tanh(x[:, 0] + x[:, 1] * x[:, 2]).astype(np.float32)
+    model = OnnxRegressor(hidden_layer_sizes=(16, 8), max_iter=20, tol=None, random_state=5)
+    model.fit(x, y)
+
+    random = np.random.RandomState(5)
+    layers = []
+    weights = list(dense_weights([12, 16, 8, 1], "relu", random).values())
+    for w, b in zip(weights[::2], weights[1::2], strict=True):
+        linear = torch.nn.Linear(*w.shape)
+        linear.weight.data, linear.bias.data = torch.from_numpy(w.T.copy()), torch.from_numpy(b)
+        layers += [linear, torch.nn.ReLU()]
+    net = torch.nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    curve = []
+    for _ in range(20):
+        total = 0.0
+        for pick in torch.from_numpy(random.permutation(300)).split(64):
+            optimizer.zero_grad()
+            error = net(torch.from_numpy(x)[pick]) - torch.from_numpy(y)[pick, None]
+            loss = (error**2).mean() / 2
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(pick)
+        curve.append(total / 300)
+    np.testing.assert_allclose(model.loss_curve_, curve, rtol=1e-5)
 
 
 PIPELINES = {

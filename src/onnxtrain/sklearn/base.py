@@ -26,8 +26,8 @@ from onnxtrain.optim import OPTIMIZERS, Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.runtime import session as runtime
 from onnxtrain.sklearn.epochs import Epochs
-from onnxtrain.sklearn.net import Net, net_of
-from onnxtrain.sklearn.nets import dense_net
+from onnxtrain.sklearn.net import Net, cached, net_of
+from onnxtrain.sklearn.nets import dense_net, dense_weights
 from onnxtrain.sklearn.pipeline import convert
 
 _SEEDS = 1 << 24
@@ -131,15 +131,36 @@ class OnnxEstimator(BaseEstimator):
             raise PrepareError(f"columns missing from X: {', '.join(missing)}")
         return {n: _column(X[n], kind) for n, kind in inputs}
 
-    def _make_net(self, X: Any, outputs: int, random: np.random.RandomState) -> Net:
-        model, key = self.model, None
-        if model is None:
-            sizes = [X.shape[1], *np.atleast_1d(np.asarray(self.hidden_layer_sizes, int)), outputs]
-            model = dense_net([int(s) for s in sizes], self.activation, random)
-            key = ("dense", tuple(sizes), self.activation)
-        elif hasattr(model, "get_params") and not isinstance(model, type):
-            model = convert(model, X)
+    def _make_net(
+        self, X: Any, outputs: int, random: np.random.RandomState
+    ) -> tuple[Net, dict[str, np.ndarray]]:
+        """Give the net and its first parameters."""
+        if self.model is None:
+            hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int))
+            sizes = [int(n) for n in (X.shape[1], *hidden, outputs)]
+            weights = dense_weights(sizes, self.activation, random)
+            key = (
+                "dense",
+                tuple(sizes),
+                self.activation,
+                self._classifies,
+                self.train,
+                self.freeze,
+            )
 
+            def make() -> Net:
+                empty = {n: np.zeros_like(a) for n, a in weights.items()}
+                return self._cut(X, dense_net(self.activation, empty), key)
+
+            plain = all(isinstance(n, str | None) for n in (self.train, self.freeze))
+            return cached(("net", *key) if plain else None, make), weights
+        model = self.model
+        if hasattr(model, "get_params") and not isinstance(model, type):
+            model = convert(model, X)
+        net = self._cut(X, model, None)
+        return net, net.initial()
+
+    def _cut(self, X: Any, model: Any, key: tuple[Any, ...] | None) -> Net:
         def rows(given: ir.Model) -> dict[str, np.ndarray]:
             inputs = [(x.name or "", _kind(x)) for x in given.graph.inputs]
             few = X[:3] if len(X) >= 3 else _repeated(X)
@@ -187,9 +208,8 @@ class OnnxEstimator(BaseEstimator):
         """Begin anew: a net, its first parameters, optimizer state at rest."""
         # The first draws are those of scikit-learn's nets: the same random_state, the same start.
         self._random = check_random_state(self.random_state)
-        self._net = self._make_net(X, outputs, self._random)
+        self._net, self._values = self._make_net(X, outputs, self._random)
         self._seed = 0.0 if self.model is None else float(self._random.randint(0, _SEEDS))
-        self._values = self._net.initial()
         self._state = {}
         self.t_ = 0
         self.n_iter_ = 0

@@ -90,6 +90,7 @@ def epoch_model(
     parameters: Sequence[str],
     *,
     chosen_by_user: bool,
+    rows: int | None = None,
 ) -> Epoch:
     """Build the model of an epoch.
 
@@ -99,6 +100,7 @@ def epoch_model(
         optimizer: makes the updates.
         parameters: names of the initializers to train.
         chosen_by_user: whether each of them must reach the loss.
+        rows: the size of every batch, if ``base`` has it as a fixed size; sizes are constants then.
     """
     statistics = batch_statistics(base.graph)
     plan = Plan(
@@ -118,13 +120,15 @@ def epoch_model(
     origin = backward(base.clone(), plan)
     copy = origin.copy("step", "cpu")
     packs = _packs(copy, optimizer)
-    return _Looping(origin, copy, packs, optimizer).build()
+    return _Looping(origin, copy, packs, optimizer, rows).build()
 
 
 def _packs(copy: Copy, optimizer: Optimizer) -> list[Pack]:
     shapes = {n: tuple(copy.op.static(x) or ()) for n, x in copy.parameters.items()}
     dtypes = {n: x.dtype.numpy() for n, x in copy.parameters.items() if x.dtype is not None}
-    if type(optimizer) not in _ELEMENTWISE or optimizer.groups:
+    # Plain descent is two nodes: less than it takes to put the parameters together.
+    plain = isinstance(optimizer, SGD) and not optimizer.momentum and not optimizer.weight_decay
+    if plain or type(optimizer) not in _ELEMENTWISE or optimizer.groups:
         return [Pack(n, ((n, s),), dtypes[n], flat=False) for n, s in shapes.items()]
     return [
         Pack(
@@ -141,9 +145,15 @@ class _Looping:
     """The pieces of the loop while it is put together."""
 
     def __init__(
-        self, origin: Backward, copy: Copy, packs: Sequence[Pack], optimizer: Optimizer
+        self,
+        origin: Backward,
+        copy: Copy,
+        packs: Sequence[Pack],
+        optimizer: Optimizer,
+        rows: int | None,
     ) -> None:
         self.origin, self.copy, self.packs, self.optimizer = origin, copy, packs, optimizer
+        self.rows = rows
         self.state: dict[str, tuple[tuple[int, ...], np.dtype[Any], float]] = {}
 
     def build(self) -> Epoch:
@@ -226,19 +236,20 @@ class _Looping:
         copy = self.copy
         data = [*copy.front, *copy.targets]
 
-        def outside(name: str) -> ir.Value:
+        def outside(name: str, *, whole: bool = False) -> ir.Value:
             x = inner[name]
             assert x.dtype is not None
             assert x.shape is not None
             dims = [d if isinstance(d, int) else str(d.value) for d in x.shape]
-            return outer.input(f"epoch/{name}", x.dtype, dims)
+            return outer.input(f"epoch/{name}", x.dtype, ["rows", *dims[1:]] if whole else dims)
 
-        whole = {x.name or "": outside(x.name or "") for x in data}
-        order = outer.input("epoch/order", _INT64, ["rows"])
+        whole = {x.name or "": outside(x.name or "", whole=True) for x in data}
+        fixed = self.rows is not None
+        places = ["batches", self.rows] if self.rows is not None else ["rows"]
+        order = outer.input("epoch/order", _INT64, places)
         batches = outer.input("epoch/batches", _INT64, [])
-        rows = outer.input("epoch/rows_per_batch", _INT64, [1])
         rates = outer.input("epoch/rates", _FLOAT, ["batches"])
-        before = outer.input("epoch/steps_before", _INT64, [1])
+        before = outer.input("epoch/steps_before", _INT64, [])
         seed = [outer.input("epoch/seed", _FLOAT, [1])] if copy.rng else []
         starts = [outside(name) for name in carried]
         for x in still:
@@ -247,17 +258,20 @@ class _Looping:
         first = next(iter(body), None)
         op = OpBuilder(body, "batch/", before=first)
         index, going = op.input("batch/index", _INT64, []), op.input("batch/going", _BOOL, [])
-        at = op.Reshape(index, [1])
-        start = op.Mul(at, rows)
-        pick = op.Slice(order, start, op.Add(start, rows))
+        if fixed:
+            pick = op.Gather(order, index, axis=0)
+        else:
+            rows = outer.input("epoch/rows_per_batch", _INT64, [1])
+            start = op.Mul(index, rows)
+            pick = op.Slice(order, start, op.Add(start, rows))
         for name, x in whole.items():
             batch = op.Gather(x, pick, axis=0)
             inner[name].replace_all_uses_with(batch)
-        inner["learning_rate"].replace_all_uses_with(op.Gather(rates, at))
-        step = op.Add(op.Add(at, before), 1)
-        inner["step"].replace_all_uses_with(step)
+        _replace_by_scalar(op, inner["learning_rate"], op.Gather(rates, index, axis=0))
+        number = op.Add(op.Add(index, before), 1) if copy.rng or inner["step"].uses() else index
+        _replace_by_scalar(op, inner["step"], number)
         if copy.rng:
-            draw = op.Cast(op.Mod(step, 1 << 24), to=_FLOAT)
+            draw = op.Cast(op.Mod(op.Reshape(number, [1]), 1 << 24), to=_FLOAT)
             inner[copy.rng[0].name or ""].replace_all_uses_with(op.Concat(seed[0], draw, axis=0))
         results = list(body.outputs)
         body.inputs.clear()
@@ -284,3 +298,13 @@ class _Looping:
         losses.shape = ir.Shape(["batches"])
         outer_graph.outputs.extend(loop.outputs)
         return finish(ir.Model(outer_graph, ir_version=IR_VERSION))
+
+
+def _replace_by_scalar(op: OpBuilder, x: ir.Value, scalar: ir.Value) -> None:
+    """Put a scalar in the place of ``x [1]``; nodes that make a scalar of it are not needed."""
+    for node, _ in list(x.uses()):
+        if node.op_type == "Reshape" and node.outputs[0].shape == ir.Shape([]):
+            node.outputs[0].replace_all_uses_with(scalar)
+            op.graph.remove(node, safe=True)
+    if x.uses():
+        x.replace_all_uses_with(op.Reshape(scalar, [1]))

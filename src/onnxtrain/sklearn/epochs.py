@@ -12,6 +12,7 @@ from onnxtrain.sklearn.objective import WEIGHT, Penalty
 
 if TYPE_CHECKING:
     from onnxtrain.sklearn.base import OnnxEstimator
+    from onnxtrain.sklearn.epoch import Epoch
 
 
 class Epochs:
@@ -30,14 +31,31 @@ class Epochs:
         self.count = -(-self.rows // self.batch)
         penalty = Penalty.of(owner.penalty, owner.alpha, owner.l1_ratio)
         threads = net.threads(owner.threads, self.batch, owner._values)
-        self.epoch, self.session = net.epoch(
-            owner._loss(),
-            owner._optimizer(),
-            penalty,
-            weighted=weight is not None,
-            device=owner.device,
-            threads=threads,
-        )
+        loss, optimizer = owner._loss(), owner._optimizer()
+
+        def prepared(rows: int | None) -> tuple[Epoch, Any]:
+            return net.epoch(
+                loss,
+                optimizer,
+                penalty,
+                weighted=weight is not None,
+                device=owner.device,
+                threads=threads,
+                rows=rows,
+            )
+
+        # Batches of one size go through a graph that knows it; what is left over, through another.
+        full = self.rows // self.batch
+        fixed = net.built and full > 1
+        self.parts: list[_Part] = []
+        if fixed:
+            self.epoch, self.session = prepared(self.batch)
+            self.parts.append(_Part(self.session, 0, full, self.batch, fixed=True))
+        if not fixed or full < self.count:
+            first = full if fixed else 0
+            self.epoch, self.session = prepared(None)
+            size = self.rows - full * self.batch if fixed else self.batch
+            self.parts.append(_Part(self.session, first, self.count, size, fixed=False))
         features = net.preprocess(owner._feeds(X, net.inputs))
         self.data = {f"epoch/{n}": features[n] for n in self.epoch.inputs}
         kinds = {x.name: x.type for x in self.session.get_inputs()}
@@ -50,8 +68,6 @@ class Epochs:
         self.data["epoch/target"] = np.ascontiguousarray(y)
         if weight is not None:
             self.data[f"epoch/{WEIGHT}"] = weight
-        self.data["epoch/batches"] = np.array(self.count, np.int64)
-        self.data["epoch/rows_per_batch"] = np.array([self.batch], np.int64)
         if self.epoch.random:
             self.data["epoch/seed"] = np.array([owner._seed], np.float32)
         still = [b for b in net.buffers if b not in self.epoch.buffers]
@@ -61,8 +77,6 @@ class Epochs:
         self.share = sizes / self.rows
         self.schedule = _schedule(owner.schedule, self.count * int(owner.max_iter))
         self.carried = self._load()
-        wanted = {x.name for x in self.session.get_inputs()}
-        self.data = {n: a for n, a in self.data.items() if n in wanted}
         self.names = [f"epoch/{n}.out" for n in self.epoch.carried]
 
     def _load(self) -> list[np.ndarray]:
@@ -83,16 +97,9 @@ class Epochs:
         else:
             numbers = range(owner.t_ + 1, owner.t_ + self.count + 1)
             rates = np.array([self.schedule.lr(base, n) for n in numbers], np.float32)
-        feeds = {
-            **self.data,
-            **{f"epoch/{n}": a for n, a in zip(self.epoch.carried, self.carried, strict=True)},
-            "epoch/order": order.astype(np.int64, copy=False),
-            "epoch/rates": rates,
-            "epoch/steps_before": np.array([owner.t_], np.int64),
-        }
-        *self.carried, losses = runtime.run(self.session, [*self.names, "epoch/losses"], feeds)
+        losses = [part.run(self, order, rates) for part in self.parts]
         owner.t_ += self.count
-        return float(losses.astype(np.float64) @ self.share)
+        return float(np.concatenate(losses).astype(np.float64) @ self.share)
 
     def store(self) -> None:
         """Give the owner the parameters and the state of the moment."""
@@ -104,6 +111,34 @@ class Epochs:
         values.update({n: found[n] for n in epoch.buffers})
         owner._values = values
         owner._state = {n: found[n] for n in epoch.state}
+
+
+class _Part:
+    """Some batches of an epoch, all of one size but for the last one."""
+
+    def __init__(self, session: Any, first: int, last: int, rows: int, *, fixed: bool) -> None:
+        self.session, self.first, self.last = session, first, last
+        self.rows, self.fixed = rows, fixed
+        self.inputs = [x.name for x in session.get_inputs()]
+
+    def run(self, whole: Epochs, order: np.ndarray, rates: np.ndarray) -> np.ndarray:
+        """Train on the batches; give their losses."""
+        start = self.first * whole.batch
+        count = self.last - self.first
+        pick = order[start : start + count * self.rows].astype(np.int64, copy=False)
+        feeds = {
+            **whole.data,
+            **{f"epoch/{n}": a for n, a in zip(whole.epoch.carried, whole.carried, strict=True)},
+            "epoch/order": pick.reshape(count, self.rows) if self.fixed else pick,
+            "epoch/batches": np.array(count, np.int64),
+            "epoch/rows_per_batch": np.array([self.rows], np.int64),
+            "epoch/rates": rates[self.first : self.last],
+            "epoch/steps_before": np.array(whole.owner.t_ + self.first, np.int64),
+        }
+        feeds = {n: feeds[n] for n in self.inputs}
+        names = [*whole.names, "epoch/losses"]
+        *whole.carried, losses = runtime.run(self.session, names, feeds)
+        return losses
 
 
 def _schedule(given: Any, total: int) -> Schedule | None:

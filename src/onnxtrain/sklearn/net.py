@@ -19,7 +19,9 @@ from onnxtrain.autodiff.opening import open_model
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io import load
 from onnxtrain.graph.modes import to_evaluation
+from onnxtrain.graph.specialise import specialise
 from onnxtrain.optim import Optimizer
 from onnxtrain.runtime import session as runtime
 from onnxtrain.sklearn.epoch import Epoch, epoch_model
@@ -81,6 +83,11 @@ class Net:
         names = (*self.parameters, *self.buffers)
         return {n: np.array(_tensor(known[n]).numpy()) for n in names}
 
+    @property
+    def built(self) -> bool:
+        """Whether it was built here, with a batch that may have any size."""
+        return self.key[0] == "dense"
+
     def threads(self, given: int | None, rows: int, values: Mapping[str, np.ndarray]) -> int | None:
         """Give a number of threads: one for small nets, all cores for others."""
         if given is not None:
@@ -97,21 +104,28 @@ class Net:
         weighted: bool,
         device: str,
         threads: int | None,
+        rows: int | None = None,
     ) -> tuple[Epoch, Any]:
-        """Give the model of an epoch and a session for it."""
+        """Give the model of an epoch, of batches of ``rows`` rows if given, and a session."""
 
         def make() -> tuple[Epoch, Any]:
             function = objective(loss, weighted=weighted, penalty=penalty, weights=self.penalised)
-            base = open_model(onnx.load_from_string(self.tail))
+            source = load(onnx.load_from_string(self.tail))
+            base = open_model(source if rows is None else specialise(source, {"batch": rows}))
             found = epoch_model(
-                base, function, optimizer, self.parameters, chosen_by_user=self.chosen_by_user
+                base,
+                function,
+                optimizer,
+                self.parameters,
+                chosen_by_user=self.chosen_by_user,
+                rows=rows,
             )
             data = found.model.SerializeToString()
             return found, runtime.create(data, device=device, threads=threads)
 
         settings = dataclasses.replace(optimizer, lr=1.0)  # the rate is an input
         named = None if callable(loss) else repr(loss)
-        key = (self.key, named, repr(settings), penalty, weighted, device, threads)
+        key = (self.key, named, repr(settings), penalty, weighted, device, threads, rows)
         return cached(None if named is None else ("epoch", *key), make)
 
     def run(

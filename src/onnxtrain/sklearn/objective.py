@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
@@ -24,6 +25,7 @@ from onnxtrain.losses import (
     MultiMargin,
     resolve,
 )
+from onnxtrain.losses.base import check_same_rank
 from onnxtrain.options import unknown
 
 PENALTIES = ("l1", "l2", "elasticnet", "elastic")
@@ -36,9 +38,16 @@ WEIGHT = "sample_weight"
 class SquaredError(MSE):
     """``(x - t)^2 / 2``: scikit-learn's squared error has this factor."""
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit half the squares."""
-        return op.Mul(super().each(op, prediction, *targets), 0.5)
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit half the mean; the sum of squares is one node, and so is its gradient."""
+        if self.reduction != "mean":
+            return op.Mul(super().build(op, prediction, *targets), 0.5)
+        check_same_rank(self, prediction, *targets)
+        total = op.ReduceSumSquare(op.Sub(prediction, *targets), keepdims=0)
+        sizes = op.static(prediction)
+        if sizes is not None:
+            return op.Mul(total, 0.5 / float(np.prod(sizes)))
+        return op.Div(op.Mul(total, 0.5), op.count(prediction))
 
 
 REGRESSION = {"squared_error": SquaredError, "absolute_error": L1, "huber": Huber}
