@@ -35,7 +35,9 @@ class Run(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> Any:
         """Run the backward session."""
         plan: Plan = ctx.plan
         own = set(plan.inputs) | set(plan.stored)

@@ -17,7 +17,8 @@ from onnxtrain.runtime import session as runtime
 from onnxtrain.torch.exporters import ExportError
 
 _TOLERANCE = 1e-2
-_STOPS = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__)
+_DATA: Any = torch.Tensor.data
+_STOPS = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach, _DATA.__get__)
 
 
 class _Watch(TorchFunctionMode):

@@ -12,7 +12,7 @@ _HOMES = {
     "ORTTrainerOptions": "orttrainer",
     "TrainStepInfo": "optim",
 }
-_MODULES = ("agent", "amp", "experimental", "optim", "ortmodule", "orttrainer")
+_MODULES = ("amp", "experimental", "optim", "ortmodule", "orttrainer")
 
 
 def __getattr__(name: str) -> Any:
