@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from onnxtrain.runtime import session as runtime
+
+
+def to_array(t: torch.Tensor) -> np.ndarray:
+    """Give an array over the tensor's memory; numpy knows no bfloat16."""
+    t = t.detach()
+    return (t if t.is_contiguous() else t.contiguous()).numpy()
 
 
 def to_runtime(t: torch.Tensor) -> Any:

@@ -50,10 +50,10 @@ class TrainableModule(nn.Module):
         call = Call.of(args, kwargs)
         call = _in_full_precision(self.module, call)
         need = torch.is_grad_enabled()
-        plan = self._plan(call, need)
+        named = dict(self.module.named_parameters())
+        plan = self._plan(call, tuple(p.requires_grad for p in named.values()) if need else None)
         if plan is None:
             return self.module(*args, **kwargs)
-        named = dict(self.module.named_parameters())
         parameters = [named[n] for n in plan.parameters]
         if plan.backward is None:
             feeds = dict(
@@ -63,10 +63,9 @@ class TrainableModule(nn.Module):
             return plan.result([made[n] for n in plan.outputs])
         return plan.result(Run.apply(plan, self.module, *call.tensors, *parameters))
 
-    def _plan(self, call: Call, need: bool) -> Plan | None:
+    def _plan(self, call: Call, wanted: tuple[bool, ...] | None) -> Plan | None:
         """Give the plan for a call, from those that there are; ``None`` stands for torch."""
         modes = tuple(part.training for part in self.module.modules())
-        wanted = tuple(p.requires_grad for p in self.module.parameters()) if need else None
         key = (modes, wanted, call.kind)
         plans = self._plans.setdefault(key, [])
         if plans is None:
@@ -76,7 +75,7 @@ class TrainableModule(nn.Module):
                 return plan
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                plan = make_plan(self.module, call, need, self.threads, plans)
+                plan = make_plan(self.module, call, wanted is not None, self.threads, plans)
         except OnnxTrainError as error:
             if not self.fallback:
                 raise

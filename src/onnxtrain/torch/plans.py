@@ -92,6 +92,9 @@ class Session:
         )
         self.inputs = [i.name for i in self.session.get_inputs()]
         self.outputs = [o.name for o in self.session.get_outputs()]
+        kinds = [x.type for x in (*self.session.get_inputs(), *self.session.get_outputs())]
+        self.arrays = not any("bfloat16" in kind for kind in kinds)
+        """Whether numpy knows every type."""
 
 
 @dataclasses.dataclass
