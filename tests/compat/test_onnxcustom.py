@@ -94,9 +94,11 @@ def test_linear_regression_with_the_loss_in_the_graph(linear):
 @pytest.mark.parametrize("loss", ["square_error", "absolute_error", "elastic_error"])
 def test_forward_backward_linear_regression(linear, loss):
     x, y, reg, onx = linear
-    rate = LearningRateSGD(0.1, learning_rate="constant")
+    # The gradient of an absolute error does not vanish: the last steps must be small.
+    step, epochs = (0.01, 150) if loss == "absolute_error" else (0.1, 40)
+    rate = LearningRateSGD(step, learning_rate="constant")
     session = OrtGradientForwardBackwardOptimizer(
-        onx, learning_rate=rate, learning_loss=loss, max_iter=40, batch_size=10
+        onx, learning_rate=rate, learning_loss=loss, max_iter=epochs, batch_size=10
     )
     session.fit(x, y)
     assert session.train_losses_[-1] < 0.1 * session.train_losses_[0]
