@@ -9,6 +9,9 @@ from .check import check
 from .export import export
 from .models import ZOO, ZooModel
 
+# torch.cond looks at .grad of values inside when it is traced.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 
 def _runs():
     for entry in ZOO.values():
