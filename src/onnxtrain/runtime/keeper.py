@@ -45,9 +45,7 @@ class Keeper:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{trainer.global_step:09d}.safetensors"
         trainer.save(path, extra)
-        for old in self.all()[: -self.keep]:
-            with suppress(FileNotFoundError):
-                old.unlink()
+        self._prune()
         return path
 
     def save_best(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
@@ -57,8 +55,14 @@ class Keeper:
         return self.folder / BEST
 
     def sweep(self) -> None:
-        """Remove what a killed run was writing."""
+        """Remove what a killed run was writing, and what it had no time to remove."""
         if self.folder.is_dir():
             for path in self.folder.glob(".*.tmp"):
                 with suppress(FileNotFoundError):
                     path.unlink()
+        self._prune()
+
+    def _prune(self) -> None:
+        for old in self.all()[: -self.keep]:
+            with suppress(FileNotFoundError):
+                old.unlink()

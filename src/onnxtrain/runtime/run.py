@@ -257,13 +257,13 @@ class Run:
         if options.directory is None:
             return None
         self.keeper = Keeper(options.directory / CHECKPOINTS, options.keep)
-        self.keeper.sweep()
         path = self.keeper.newest()
         if path is not None and not options.resume:
             raise OnnxTrainError(
                 f"{options.directory} holds a run already: {path.name}\n"
                 "hint: resume=True continues it; else choose another directory"
             )
+        self.keeper.sweep()  # after the refusal: another run's files are not ours to remove
         return path
 
     def _restore(self, meta: dict[str, Any], label: str) -> None:
