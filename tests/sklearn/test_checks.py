@@ -9,7 +9,7 @@ from sklearn.utils.estimator_checks import estimator_checks_generator
 
 from onnxtrain.sklearn import OnnxClassifier, OnnxRegressor
 
-ROUNDING = "nets compute in float32: equal to 1e-6, the check wants 1e-7"
+ROUNDING = "nets compute in float32: equal to 1e-4, the check wants 1e-7"
 SLOW = "1,000 steps of 1e-3 do not move an intercept across data of deviation 20"
 ESTIMATORS = {
     "regressor": (OnnxRegressor(), {}),
