@@ -1,0 +1,1 @@
+"""Benchmarks: onnxtrain beside other engines, on the same nets, weights and data."""

@@ -1,0 +1,111 @@
+"""Language models, in plain torch; all give scores ``[words, vocabulary]``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+
+class TransformerLM(nn.Module):
+    """Embedding, positions, two encoder layers with a causal mask, decoder; [bptt, batch] words."""
+
+    def __init__(
+        self, tokens: int, size: int = 200, heads: int = 2, hidden: int = 200, layers: int = 2
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.size, self.tokens = size, tokens
+        self.embed = nn.Embedding(tokens, size)
+        layer = nn.TransformerEncoderLayer(size, heads, hidden, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.decoder = nn.Linear(size, tokens)
+        angles = torch.arange(64.0)[:, None] * torch.exp(
+            torch.arange(0, size, 2) * (-math.log(10000.0) / size)
+        )
+        table = torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
+        self.register_buffer("positions", table[:, None, :], persistent=False)
+        nn.init.uniform_(self.embed.weight, -0.1, 0.1)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Give scores of the next word at each place."""
+        length = words.shape[0]
+        mask = torch.triu(torch.full((length, length), float("-inf")), diagonal=1)
+        x = self.embed(words) * math.sqrt(self.size) + self.positions[:length]
+        y = self.encoder(x, mask=mask, is_causal=True)
+        return self.decoder(y).reshape(-1, self.tokens)
+
+
+class GruLM(nn.Module):
+    """Embedding, two GRU layers, decoder; [bptt, batch] words."""
+
+    def __init__(self, tokens: int, size: int = 200, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = tokens
+        self.embed = nn.Embedding(tokens, size)
+        self.gru = nn.GRU(size, size, layers)
+        self.decoder = nn.Linear(size, tokens)
+        nn.init.uniform_(self.embed.weight, -0.1, 0.1)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Give scores of the next word at each place."""
+        y, _ = self.gru(self.embed(words))
+        return self.decoder(y).reshape(-1, self.tokens)
+
+
+class Block(nn.Module):
+    """Causal attention and a dense part, each behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Give the block's features."""
+        batch, length, width = x.shape
+        q, k, v = self.c_attn(self.ln_1(x)).chunk(3, dim=2)
+        q, k, v = (
+            t.reshape(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for t in (q, k, v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """A decoder in the manner of GPT-2: learned places, output tied to the embedding."""
+
+    def __init__(
+        self, tokens: int, width: int = 256, layers: int = 4, heads: int = 4, context: int = 128
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = tokens
+        self.wte, self.wpe = nn.Embedding(tokens, width), nn.Embedding(context, width)
+        self.h = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.ln_f = nn.LayerNorm(width)
+        for m in self.modules():
+            if isinstance(m, nn.Linear | nn.Embedding):
+                nn.init.normal_(m.weight, std=0.02)
+            if isinstance(m, nn.Linear):
+                nn.init.zeros_(m.bias)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Give scores of the next word at each place."""
+        x = self.wte(words) + self.wpe(torch.arange(words.shape[1]))
+        y = self.ln_f(self.h(x))
+        return nn.functional.linear(y, self.wte.weight).reshape(-1, self.tokens)
