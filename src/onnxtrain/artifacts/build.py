@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.declare import dtype_name
+from onnxtrain.artifacts.declare import dtype_name, key_of
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
     Plan,
@@ -24,6 +24,10 @@ from onnxtrain.artifacts.graphs import (
     training_graph,
 )
 from onnxtrain.artifacts.inference import inference_model
+from onnxtrain.artifacts.precision import OWNER, Precision, initial
+from onnxtrain.artifacts.precision import resolve as resolve_precision
+from onnxtrain.artifacts.several_steps import several_steps, steps_wanted
+from onnxtrain.artifacts.web import joined
 from onnxtrain.autodiff.opening import open_model
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable
 from onnxtrain.errors import PrepareError
@@ -64,11 +68,12 @@ def build(
     clip: float | Clip | None = None,
     accumulate: int = 1,
     ema: float | None = None,
-    precision: str = "float32",
+    precision: str | Precision = "float32",
     recompute: Sequence[str] = (),
     target: str = "cpu",
     dims: Mapping[str, int] | None = None,
     randomness: str = "portable",
+    steps_per_call: int | None = None,
 ) -> Artifacts:
     """Give training, evaluation, optimizer, step and inference models with their manifest.
 
@@ -87,14 +92,23 @@ def build(
         clip: the largest joint norm of the gradients, or a :class:`Clip`.
         accumulate: how many batches the optimizer sees as one, by default.
         ema: decay of a moving average of the weights.
-        precision: ``"float32"``; mixed precision is not there yet.
+        precision: ``"float32"``, or ``"bf16-mixed"`` or ``"fp16-mixed"``: products in 16 bits,
+            parameters and all else in float32; a :class:`Precision` also sets the loss scaling.
         recompute: blocks to compute twice to save memory; not there yet.
-        target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``.
+        target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
+            ``web`` gives the forms for wasm and WebGPU together.
         dims: sizes to fix, by the name of the symbolic dimension.
         randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
             runtime; ``"native"`` uses the runtime's own random operators.
+        steps_per_call: with more than one, there is also a step model that trains so many batches
+            in one call. ``None`` is 8 for small models on wasm, else 1.
     """
-    _check_options(mode, accumulate, ema, precision, recompute, target, randomness)
+    if target == "web":
+        asked = {n: v for n, v in locals().items() if n not in ("model", "target")}
+        wasm = build(model, **{**asked, "target": "wasm"})
+        return joined(wasm, build(model, **{**asked, "target": "webgpu", "steps_per_call": 1}))
+    _check_options(mode, accumulate, ema, recompute, target, randomness)
+    exactness = resolve_precision(precision, target)
     source = specialise(load(model), dims or {})
     _check_size(source)
     apart = separate_statistics(source)
@@ -114,12 +128,13 @@ def build(
         ema=ema,
         target=target,
         randomness=randomness,
+        precision=exactness,
     )
     origin = backward(base.clone(), plan)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
     weights = tuple(_weight(n, a) for n, a in arrays.items())
-    state = _state(plan, arrays)
+    state = [*_state(plan, arrays), *exactness.state()]
     _check_names(origin.parameters, origin.buffers, state)
     specs = [
         training_graph(origin, plan),
@@ -127,8 +142,13 @@ def build(
         optimizer_graph(plan, weights, state),
         step_graph(origin, plan, state),
     ]
+    slots = {s.name: _initial(s, arrays) for s in state}
+    size = sum(a.nbytes for group in (arrays, values, slots) for a in group.values())
+    count = steps_wanted(steps_per_call, target, accumulate, size)
+    if count > 1:
+        specs.append(several_steps(specs[-1], count))
     infer, infer_spec = inference_model(source)
-    models = {spec.role: proto for proto, spec in specs}
+    models = {key_of(spec): proto for proto, spec in specs}
     models["infer"] = infer
     manifest = Manifest(
         models=(*(spec for _, spec in specs), infer_spec),
@@ -142,13 +162,13 @@ def build(
             "clip": dataclasses.asdict(plan.clip),
             "dims": dict(dims or {}),
             "ema": ema,
+            "loss_scale": exactness.settings(),
             "mode": mode,
-            "precision": precision,
+            "precision": exactness.name,
             "randomness": randomness,
             "repairs": [*apart, *repairs_of(base), *origin.repairs],
         },
     )
-    slots = {s.name: _initial(s, arrays) for s in state}
     return Artifacts(manifest, models, {**arrays, **values}, slots)
 
 
@@ -156,7 +176,6 @@ def _check_options(
     mode: str,
     accumulate: int,
     ema: float | None,
-    precision: str,
     recompute: Sequence[str],
     target: str,
     randomness: str,
@@ -164,9 +183,7 @@ def _check_options(
     if mode not in ("train", "as-is"):
         raise PrepareError(f"no such mode: {mode!r}\nhint: train or as-is")
     if target not in TARGETS:
-        raise PrepareError(f"no such target: {target!r}\nhint: one of {', '.join(TARGETS)}")
-    if precision != "float32":
-        raise PrepareError(f"precision {precision!r} is not there yet\nhint: float32")
+        raise PrepareError(f"no such target: {target!r}\nhint: one of {', '.join(TARGETS)}, web")
     if recompute:
         raise PrepareError("recompute is not there yet\nhint: leave it empty")
     if randomness not in ("portable", "native"):
@@ -279,6 +296,8 @@ def _check_names(
 
 
 def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    if spec.parameter == OWNER:
+        return initial(spec)
     array = arrays[spec.parameter]
     if spec.slot == "ema":
         return np.array(array)

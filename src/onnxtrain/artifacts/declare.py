@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import onnx
@@ -20,6 +21,29 @@ FILES = {
     "step": "step_model.onnx",
     "infer": "inference_model.onnx",
 }
+_NAMES = re.compile(
+    rf"({'|'.join(f.removesuffix('.onnx') for f in FILES.values())})((?:\.[a-z0-9]+)*)\.onnx$"
+)
+
+
+def plain_name(file: str) -> str:
+    """Give a model's file name without the prefix that it was saved with.
+
+    >>> plain_name("net_step_model.x8.onnx")
+    'step_model.x8.onnx'
+    """
+    found = _NAMES.search(file)
+    return file if found is None else found[0]
+
+
+def key_of(spec: ModelSpec) -> str:
+    """Give what a model is called among its like: its role, and what tells it from the plain one.
+
+    >>> key_of(ModelSpec("step", "net_step_model.x8.onnx", (), ()))
+    'step.x8'
+    """
+    found = _NAMES.search(spec.file)
+    return spec.role + ("" if found is None else found[2])
 
 
 class Declared:

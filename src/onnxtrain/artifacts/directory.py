@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 
-from onnxtrain.artifacts.declare import FILES
+from onnxtrain.artifacts.declare import key_of, plain_name
 from onnxtrain.artifacts.inference import locate
 from onnxtrain.checkpoint import from_bytes, state_key, to_bytes
 from onnxtrain.errors import CheckpointError
@@ -32,7 +32,8 @@ class Artifacts:
 
     manifest: Manifest
     models: dict[str, onnx.ModelProto]
-    """By role; empty if they were loaded from a directory and stay there."""
+    """By role, and ``step.x8`` or ``step.webgpu`` for other forms of one; empty if they were loaded
+    from a directory and stay there."""
     values: dict[str, np.ndarray]
     """Parameters and buffers by name."""
     state: dict[str, np.ndarray]
@@ -48,7 +49,7 @@ class Artifacts:
             raise CheckpointError(f"these artifacts have no {role} model")
         if self.directory is not None:
             return str(self.directory / spec.file)
-        return self.models[role].SerializeToString(deterministic=True)
+        return self.models[key_of(spec)].SerializeToString(deterministic=True)
 
     def checkpoint_bytes(self, manifest: Manifest | None = None) -> bytes:
         """Give the content of the checkpoint file."""
@@ -107,7 +108,7 @@ class Artifacts:
     def _read_models(self) -> dict[str, onnx.ModelProto]:
         assert self.directory is not None
         return {
-            m.role: onnx.load(self.directory / m.file, load_external_data=True)
+            key_of(m): onnx.load(self.directory / m.file, load_external_data=True)
             for m in self.manifest.models
         }
 
@@ -149,8 +150,8 @@ def assemble(
     shared = _Shared(f"{prefix}weights.bin")
     protos: dict[str, onnx.ModelProto] = {}
     for spec in artifacts.manifest.models:
-        proto = protos[prefix + _plain_name(spec.file)] = onnx.ModelProto()
-        proto.CopyFrom(models[spec.role])
+        proto = protos[prefix + plain_name(spec.file)] = onnx.ModelProto()
+        proto.CopyFrom(models[key_of(spec)])
         del proto.metadata_props[:]
         if spec.role != "infer":
             shared.move(proto)
@@ -173,15 +174,9 @@ def assemble(
     return files, manifest
 
 
-def _plain_name(file: str) -> str:
-    """Give a model's file name without the prefix it was saved with."""
-    return next((name for name in FILES.values() if file.endswith(name)), file)
-
-
 def _renamed(manifest: Manifest, prefix: str, weights: str | None) -> Manifest:
     models = tuple(
-        dataclasses.replace(m, file=prefix + _plain_name(m.file), sha256="")
-        for m in manifest.models
+        dataclasses.replace(m, file=prefix + plain_name(m.file), sha256="") for m in manifest.models
     )
     return dataclasses.replace(
         manifest, models=models, checkpoint=f"{prefix}checkpoint", weights=weights, files={}

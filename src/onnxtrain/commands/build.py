@@ -33,7 +33,10 @@ def build(
     clip: Annotated[float | None, Option(help="Largest norm of the gradients.")] = None,
     accumulate: Annotated[int, Option(help="Batches per update.")] = 1,
     ema: Annotated[float | None, Option(help="Decay of a moving average of weights.")] = None,
-    target: Annotated[str, Option(help="cpu, cuda, wasm, webgpu or portable.")] = "cpu",
+    target: Annotated[str, Option(help="cpu, cuda, wasm, webgpu, web or portable.")] = "cpu",
+    steps_per_call: Annotated[
+        int | None, Option(help="Also a step model for so many batches; 8 for small ones on wasm.")
+    ] = None,
     prefix: Annotated[str, Option(help="In front of every file name.")] = "",
 ) -> None:
     """Write a directory of training artifacts for a model."""
@@ -55,6 +58,7 @@ def build(
         accumulate=accumulate,
         ema=ema,
         target=target,
+        steps_per_call=steps_per_call,
     )
     manifest = artifacts.save(output, prefix)
     step = manifest.model("step")
