@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 from torch import nn
 
 from onnxtrain import optim
+from onnxtrain.errors import LoweringError
 from onnxtrain.torch import export_gradient_graph, export_optimizer_graph
 
 
@@ -53,6 +55,44 @@ def test_binary_classifier(tmp_path: Path) -> None:
             np.testing.assert_allclose(g, p.grad.numpy(), rtol=1e-4, atol=1e-6)
 
 
+def run(path: Path, model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> dict:
+    session = onnxruntime.InferenceSession(str(path))
+    values = {n: p.detach().numpy() for n, p in model.named_parameters()}
+    feeds = {"input": x.numpy(), "labels": labels.numpy(), **values}
+    names = [o.name for o in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+@pytest.mark.parametrize(
+    "opset", [12, *(pytest.param(n, marks=pytest.mark.full) for n in (9, 15, 22, 26))]
+)
+def test_another_opset_gives_the_same_results(opset: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = MyModel(), tmp_path / "g.onnx"
+    x, labels = torch.randn(6, 10), torch.randint(0, 2, (6, 1)).float()
+    export_gradient_graph(model, binary_cross_entropy, x, labels, path, opset)
+    assert [(o.domain, o.version) for o in onnx.load(path).opset_import] == [("", opset)]
+    loss = binary_cross_entropy(model(x), labels)
+    loss.backward()
+    got = run(path, model, x, labels)
+    np.testing.assert_allclose(got["loss"], loss.item(), rtol=1e-5)
+    for name, p in model.named_parameters():
+        np.testing.assert_allclose(got[f"{name}_grad"], p.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_opsets_that_cannot_be(tmp_path: Path) -> None:
+    model, x, labels = nn.Linear(4, 3), torch.randn(5, 4), torch.tensor([0, 1, 1, 2, 0])
+    path = tmp_path / "g.onnx"
+    for opset in (6, 27):
+        with pytest.raises(LoweringError, match=f"no such opset: {opset}"):
+            export_gradient_graph(model, nn.CrossEntropyLoss(), x, labels, path, opset)
+        with pytest.raises(LoweringError, match=f"no such opset: {opset}"):
+            export_optimizer_graph(model.named_parameters(), opset_version=opset)
+    with pytest.raises(LoweringError, match=r"(?s)lowered to opset 9.*SoftmaxCrossEntropyLoss"):
+        export_gradient_graph(model, nn.CrossEntropyLoss(), x, labels, path, opset_version=9)
+    assert not path.exists()
+
+
 def test_frozen_parameters_are_inputs_without_gradient(tmp_path: Path) -> None:
     model, path = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), tmp_path / "g.onnx"
     model[0].weight.requires_grad_(False)
@@ -70,14 +110,20 @@ def test_frozen_parameters_are_inputs_without_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [("adam", torch.optim.Adam), (optim.SGD(momentum=0.9), torch.optim.SGD)],
-    ids=["adam", "sgd"],
+    ("ours", "theirs", "opset"),
+    [
+        ("adam", torch.optim.Adam, 21),
+        ("adam", torch.optim.Adam, 12),
+        (optim.SGD(momentum=0.9), torch.optim.SGD, 21),
+        (optim.SGD(momentum=0.9), torch.optim.SGD, 9),
+    ],
+    ids=["adam", "adam-12", "sgd", "sgd-9"],
 )
-def test_optimizer_graph(ours, theirs, tmp_path: Path) -> None:
+def test_optimizer_graph(ours, theirs, opset: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, path = nn.Linear(3, 2), tmp_path / "optimizer.onnx"
-    export_optimizer_graph(model.named_parameters(), ours, path)
+    made = export_optimizer_graph(model.named_parameters(), ours, path, opset)
+    assert [o.version for o in made.opset_import if not o.domain] == [opset]
     session = onnxruntime.InferenceSession(str(path))
     inputs = {i.name: i for i in session.get_inputs()}
     values = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}

@@ -14,11 +14,14 @@ from torch import nn
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.opening import open_model
-from onnxtrain.errors import PrepareError
+from onnxtrain.convert import lower
+from onnxtrain.errors import LoweringError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.finish import finish
 from onnxtrain.graph.io import save
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.graph.versions import OPSET
+from onnxtrain.lowering.target import NEWEST, OLDEST
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.torch.exporting import from_torch, last_report
@@ -46,7 +49,7 @@ def export_gradient_graph(
     example_input: torch.Tensor,
     example_labels: torch.Tensor,
     gradient_graph_path: str | os.PathLike[str],
-    opset_version: int = 21,
+    opset_version: int = OPSET,
 ) -> None:
     """Write a model that computes output, loss and the gradient of every parameter.
 
@@ -59,10 +62,14 @@ def export_gradient_graph(
         example_input: for the export.
         example_labels: for the export.
         gradient_graph_path: where to write.
-        opset_version: of the file; 21 is what the graph is made in, a lower one is not there yet.
+        opset_version: of the file. The graph is made in opset 21; for another one
+            :func:`onnxtrain.lower` rewrites it, and compares both on random values.
+
+    Raises:
+        ExportError: if no exporter gives a model that equals the module.
+        LoweringError: if a node cannot be expressed in the opset; it names them all.
     """
-    if opset_version > 26:
-        raise PrepareError(f"no runtime takes opset {opset_version}\nhint: 26 is the newest")
+    _check_opset(opset_version)
     exported = from_torch(
         _WithLoss(model, loss_fn), (example_input, example_labels), train=model.training
     )
@@ -91,7 +98,17 @@ def export_gradient_graph(
         out = op.Identity(op.zeros_like(x) if g is None else g)
         out.name, out.type, out.shape = f"{name}_grad", x.type, x.shape
         graph.outputs.append(out)
-    save(finish(simplify(work)), gradient_graph_path)
+    save(_at_opset(finish(simplify(work)), opset_version), gradient_graph_path)
+
+
+def _check_opset(opset: int) -> None:
+    """Refuse what can never be, before seconds go into the export."""
+    if not OLDEST <= opset <= NEWEST:
+        raise LoweringError(f"no such opset: {opset}\nhint: one of {OLDEST} to {NEWEST}")
+
+
+def _at_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    return proto if opset == OPSET else lower(proto, opset=opset)
 
 
 def _rename(op: OpBuilder, value: ir.Value, name: str) -> None:
@@ -107,15 +124,26 @@ def export_optimizer_graph(
     named_params: Iterable[tuple[str, Any]],
     optimizer: str | Optimizer = "adam",
     path: str | os.PathLike[str] | None = None,
+    opset_version: int = OPSET,
 ) -> onnx.ModelProto:
     """Give a model of one optimizer step, with functional state; write it if a path is given.
 
     For each parameter ``p`` the inputs are ``p``, ``p.gradient``, ``p.learning_rate`` (float32[1]),
     ``p.step`` (int64[1]) and its state, as ``p.exp_avg``; the outputs are ``p.out``, ``p.step.out``
     and the new state, as ``p.exp_avg.out``.
+
+    Args:
+        named_params: names and values, as of ``module.named_parameters()``; only shapes are read.
+        optimizer: a name or an :class:`onnxtrain.optim.Optimizer`.
+        path: where to write.
+        opset_version: as in :func:`export_gradient_graph`.
+
+    Raises:
+        LoweringError: if a node cannot be expressed in the opset.
     """
+    _check_opset(opset_version)
     chosen = resolve_optimizer(optimizer)
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="optimizer")
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="optimizer")
     model = ir.Model(graph, ir_version=10)
     op = OpBuilder(graph, "update/")
     for name, value in named_params:
@@ -134,7 +162,7 @@ def export_optimizer_graph(
             out = op.Identity(result)
             out.name = f"{label}.out"
             graph.outputs.append(out)
-    proto = finish(simplify(model))
+    proto = _at_opset(finish(simplify(model)), opset_version)
     if path is not None:
         save(proto, path)
     return proto
