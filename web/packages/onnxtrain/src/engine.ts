@@ -1,7 +1,7 @@
 import { Artifacts } from "./artifacts.js";
 import { filled, type HostTensor } from "./dtypes.js";
 import { ArtifactError, CheckpointError, RuntimeError, ShapeError } from "./errors.js";
-import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec } from "./manifest.js";
+import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec, type TensorSpec } from "./manifest.js";
 import { Runtime, TARGETS, type Device, type OrtSession, type OrtTensor, type RuntimeOptions } from "./runtime.js";
 import { stateKey } from "./safetensors.js";
 
@@ -21,8 +21,11 @@ export interface Control {
 /** What runs the models: here, or in a worker. */
 export interface Engine {
   readonly device: Device;
-  /** Runs a model on a batch; outputs that feed inputs stay, the others are given back. */
-  run(role: ModelRole, batch: Tensors, control: Control): Promise<Map<string, HostTensor>>;
+  /**
+   * Runs a model on a batch; outputs that feed inputs stay, the others are given back. A list of
+   * controls stands for as many batches, stacked.
+   */
+  run(role: ModelRole, batch: Tensors, control: Control | readonly Control[]): Promise<Map<string, HostTensor>>;
   /** Runs the inference model with the current weights. */
   predict(batch: Tensors): Promise<Map<string, HostTensor>>;
   /** Gives parameters, buffers and state by the names in the manifest. */
@@ -39,7 +42,7 @@ interface Loaded {
 
 /** Runs models in this thread. Parameters and state stay where the device has them. */
 export class LocalEngine implements Engine {
-  readonly #models = new Map<ModelRole, Promise<Loaded>>();
+  readonly #models = new Map<string, Promise<Loaded>>();
   readonly #values = new Map<string, OrtTensor>();
   #predictor: { version: number; session: OrtSession } | undefined;
   #version = 0;
@@ -68,19 +71,20 @@ export class LocalEngine implements Engine {
     return engine;
   }
 
-  #model(role: ModelRole): Promise<Loaded> {
-    let found = this.#models.get(role);
+  #model(role: ModelRole, steps = 1): Promise<Loaded> {
+    const key = `${role} ${steps}`;
+    let found = this.#models.get(key);
     if (!found) {
-      found = this.#open(role);
-      this.#models.set(role, found);
-      found.catch(() => this.#models.delete(role));
+      found = this.#open(role, steps);
+      this.#models.set(key, found);
+      found.catch(() => this.#models.delete(key));
     }
     return found;
   }
 
-  async #open(role: ModelRole): Promise<Loaded> {
+  async #open(role: ModelRole, steps: number): Promise<Loaded> {
     const { manifest } = this.artifacts;
-    const spec = findModel(manifest, role, TARGETS[this.device]);
+    const spec = findModel(manifest, role, TARGETS[this.device], steps);
     if (!spec) {
       const there = manifest.models.map((m) => `${m.role} (${m.target})`).join(", ");
       throw new ArtifactError(
@@ -113,13 +117,14 @@ export class LocalEngine implements Engine {
     if (old && old !== tensor) old.dispose();
   }
 
-  async run(role: ModelRole, batch: Tensors, control: Control): Promise<Map<string, HostTensor>> {
-    const { spec, session } = await this.#model(role);
+  async run(role: ModelRole, batch: Tensors, control: Control | readonly Control[]): Promise<Map<string, HostTensor>> {
+    const controls = "length" in control ? control : [control];
+    const { spec, session } = await this.#model(role, controls.length);
     const feeds: Record<string, OrtTensor> = {};
     const gradients = role === "optimizer" ? await this.#gradientNames() : [];
     let next = 0;
     for (const t of spec.inputs) {
-      const given = batch.get(t.name) ?? controlTensor(t.role, t.dtype, control);
+      const given = batch.get(t.name) ?? controlTensor(t, controls);
       // The optimizer's gradients are those of the training model, in the same order.
       const own = t.role === "gradient" ? this.#values.get(gradients[next++] ?? "") : this.#values.get(t.name);
       const found = given ? this.runtime.tensor(given, t.name) : own;
@@ -244,14 +249,16 @@ function inferenceModel(manifest: Manifest): ModelSpec {
   return spec;
 }
 
-function controlTensor(role: string, dtype: string, c: Control): HostTensor | undefined {
-  if (role === "lr") return { dtype, dims: [1], data: Float32Array.of(c.lr) };
-  if (role === "grad_scale") return { dtype, dims: [1], data: Float32Array.of(c.scale ?? 1) };
-  if (role === "rng") return { dtype, dims: [2], data: Float32Array.of(c.seed, c.draw) };
-  if (role === "reset") return { dtype, dims: [1], data: Uint8Array.of(c.reset === false ? 0 : 1) };
+function controlTensor({ role, dtype, shape }: TensorSpec, controls: readonly Control[]): HostTensor | undefined {
+  const dims = shape.map(Number);
+  const floats = (of: (c: Control) => readonly number[]) => ({ dtype, dims, data: Float32Array.from(controls.flatMap(of)) });
+  if (role === "lr") return floats((c) => [c.lr]);
+  if (role === "grad_scale") return floats((c) => [c.scale ?? 1]);
+  if (role === "rng") return floats((c) => [c.seed, c.draw]);
+  if (role === "reset") return { dtype, dims, data: Uint8Array.from(controls, (c) => (c.reset === false ? 0 : 1)) };
   if (role === "step") {
-    const data = dtype === "int32" ? Int32Array.of(c.step) : BigInt64Array.of(BigInt(c.step));
-    return { dtype, dims: [1], data };
+    const steps = controls.map((c) => c.step);
+    return { dtype, dims, data: dtype === "int32" ? Int32Array.from(steps) : BigInt64Array.from(steps, BigInt) };
   }
   return undefined;
 }

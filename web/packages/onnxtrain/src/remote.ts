@@ -101,7 +101,7 @@ export class WorkerEngine implements Engine {
     return this.#ask<T>((id) => ({ id, method, args }));
   }
 
-  run(role: ModelRole, batch: Tensors, control: Control): Promise<Map<string, HostTensor>> {
+  run(role: ModelRole, batch: Tensors, control: Control | readonly Control[]): Promise<Map<string, HostTensor>> {
     return this.#call("run", role, batch, control);
   }
 

@@ -1,7 +1,7 @@
 import { Artifacts, type ArtifactSource } from "./artifacts.js";
 import { batchCount, batches, type BatchOptions, type Dataset } from "./data.js";
 import type { HostTensor, TypedArray } from "./dtypes.js";
-import { valuesOf, type Control, type Engine } from "./engine.js";
+import { valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
 import { CheckpointError, DisposedError, OnnxTrainError, ShapeError } from "./errors.js";
 import { feed, fit, type Batch, type TensorLike } from "./feeds.js";
 import { compact, entries, float, join, write } from "./json-text.js";
@@ -10,6 +10,7 @@ import { openEngine } from "./open-engine.js";
 import { TARGETS, type Device, type RuntimeOptions } from "./runtime.js";
 import { readCheckpoint, stateKey, writeCheckpoint, type Meta } from "./safetensors.js";
 import type { Schedule } from "./schedules.js";
+import { grouped, nth, stacked, stepsPerCall } from "./several-steps.js";
 import { defaultStore, type CheckpointStore } from "./storage.js";
 
 /** Random numbers take the seed and the count of batches as float32, which holds these exactly. */
@@ -45,6 +46,11 @@ export interface FitOptions extends BatchOptions {
   readonly epochs?: number;
   readonly schedule?: Schedule;
   readonly validation?: Dataset;
+  /**
+   * How many batches go to the runtime in one call, if the artifacts have a model for that: so it
+   * is unless this is 1. Parameters are then up to so many steps ahead of what the loop has seen.
+   */
+  readonly stepsPerCall?: number;
   readonly signal?: AbortSignal;
 }
 
@@ -137,21 +143,33 @@ export class Trainer {
   /** Trains on one batch. */
   async step(batch: Batch, options: { signal?: AbortSignal } = {}): Promise<StepResult> {
     options.signal?.throwIfAborted();
-    const feeds = feed(this.#batchSpecs(), batch);
+    return (await this.#train([feed(this.#batchSpecs(), batch)], undefined, options.signal))[0]!;
+  }
+
+  /** Trains on batches in one call; the learning rate becomes that of the last. */
+  async #train(feeds: readonly Tensors[], rates: readonly number[] | undefined, signal?: AbortSignal): Promise<StepResult[]> {
     return await this.#alone(async () => {
-      options.signal?.throwIfAborted();
-      const number = this.#step + 1;
+      signal?.throwIfAborted();
+      const first = this.#step + 1;
       const role = this.#fused ? "step" : "train";
-      const found = await this.#engine.run(role, feeds, this.#control(number));
+      this.learningRate = rates?.at(-1) ?? this.learningRate;
+      const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: rates?.[i] ?? this.learningRate }));
+      const several = feeds.length > 1;
+      const found = await this.#engine.run(role, several ? stacked(feeds) : feeds[0]!, several ? controls : controls[0]!);
       this.#meta = new Map();
       if (this.#fused) {
-        this.#step = number;
-        return this.#result(role, found, number, true);
+        this.#step += feeds.length;
+        return feeds.map((_, i) => this.#result(role, several ? nth(found, i) : found, first + i, true));
       }
       this.#micro++;
       const updated = this.#micro >= this.manifest.accumulate && (await this.#flush());
-      return this.#result(role, found, number, updated);
+      return [this.#result(role, found, first, updated)];
     });
+  }
+
+  async *#feeds(data: Dataset, order: BatchOptions): AsyncGenerator<Tensors> {
+    const specs = this.#batchSpecs();
+    for await (const batch of batches(data, specs, order)) yield feed(specs, batch);
   }
 
   /** Updates with the gradients accumulated so far; `false` if there are none. */
@@ -177,16 +195,24 @@ export class Trainer {
     if (schedule && total === undefined) {
       throw new OnnxTrainError("a schedule needs data whose length is known\nhint: give columns or a list of batches");
     }
+    const possible = stepsPerCall(this.manifest, this.device);
+    const together = options.stepsPerCall ?? possible;
+    if (together !== 1 && together !== possible) {
+      const there = possible === 1 ? "" : ` or ${possible}`;
+      throw new OnnxTrainError(`stepsPerCall: ${together}, but these artifacts have models for 1${there} on ${this.device}`);
+    }
     let done = 0;
     for (let epoch = 1; epoch <= epochs; epoch++) {
       const order = { shuffle: true, ...options, seed: (options.seed ?? this.#seed) * 1009 + epoch };
       let last: Progress | undefined;
-      for await (const batch of batches(data, this.#batchSpecs(), order)) {
+      for await (const group of grouped(this.#feeds(data, order), together)) {
         if (last) yield last;
-        done++;
-        if (schedule) this.learningRate = schedule(done, total!);
-        const found = await this.step(batch, { signal });
-        last = { ...found, epoch, learningRate: this.learningRate, totalSteps: total } as Progress;
+        const rates = group.map((_, i) => schedule?.(done + i + 1, total!) ?? this.learningRate);
+        done += group.length;
+        const found = await this.#train(group, rates, signal);
+        const seen = found.map((f, i) => ({ ...f, epoch, learningRate: rates[i], totalSteps: total }) as Progress);
+        last = seen.pop();
+        yield* seen;
       }
       if (!this.#fused) await this.flush();
       if (!last) throw new ShapeError("the data has no batches");
