@@ -1,9 +1,11 @@
 import { Artifacts } from "./artifacts.js";
 import { filled, type HostTensor } from "./dtypes.js";
-import { ArtifactError, CheckpointError, RuntimeError, ShapeError } from "./errors.js";
-import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec, type TensorSpec } from "./manifest.js";
+import { ArtifactError, CheckpointError, ShapeError } from "./errors.js";
+import { failed } from "./failures.js";
+import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec, type TensorSpec, type WeightSpec } from "./manifest.js";
 import { Runtime, TARGETS, type Device, type OrtSession, type OrtTensor, type RuntimeOptions } from "./runtime.js";
 import { stateKey } from "./safetensors.js";
+import { weightsAsInputs } from "./weight-inputs.js";
 
 export type Tensors = ReadonlyMap<string, HostTensor>;
 
@@ -44,8 +46,7 @@ interface Loaded {
 export class LocalEngine implements Engine {
   readonly #models = new Map<string, Promise<Loaded>>();
   readonly #values = new Map<string, OrtTensor>();
-  #predictor: { version: number; session: OrtSession } | undefined;
-  #version = 0;
+  #predictor: Promise<OrtSession> | undefined;
 
   private constructor(
     readonly artifacts: Artifacts,
@@ -103,7 +104,7 @@ export class LocalEngine implements Engine {
       this.artifacts.forget(spec.file);
       return { spec, session };
     } catch (error) {
-      throw new RuntimeError(`${spec.file} on ${this.device}: ${messageOf(error)}`);
+      throw failed(error, `${spec.file} on ${this.device}`);
     }
   }
 
@@ -133,9 +134,9 @@ export class LocalEngine implements Engine {
     }
     let results: Awaited<ReturnType<OrtSession["run"]>>;
     try {
-      results = await session.run(feeds);
+      results = await this.runtime.run(session, feeds);
     } catch (error) {
-      throw new RuntimeError(`${spec.file} on ${this.device}: ${messageOf(error)}`);
+      throw failed(error, `${spec.file} on ${this.device}`);
     }
     const out = new Map<string, HostTensor>();
     for (const t of spec.outputs) {
@@ -146,7 +147,6 @@ export class LocalEngine implements Engine {
         value.dispose();
       }
     }
-    if (spec.outputs.some((t) => t.feeds !== null)) this.#version++;
     return out;
   }
 
@@ -156,21 +156,37 @@ export class LocalEngine implements Engine {
   }
 
   async predict(batch: Tensors): Promise<Map<string, HostTensor>> {
-    if (this.#predictor?.version !== this.#version) {
-      const model = await this.exportModel();
-      await this.#predictor?.session.release();
-      this.#predictor = undefined;
-      this.#predictor = { version: this.#version, session: await this.runtime.session(model, []) };
+    const { manifest } = this.artifacts;
+    const spec = inferenceModel(manifest);
+    const weights = inferenceWeights(manifest);
+    if (!this.#predictor) {
+      this.#predictor = this.#openPredictor(spec, weights);
+      this.#predictor.catch(() => (this.#predictor = undefined));
     }
+    const session = await this.#predictor;
     const feeds = Object.fromEntries([...batch].map(([n, t]) => [n, this.runtime.tensor(t, n)]));
-    const results = await this.#predictor!.session.run(feeds);
+    for (const { name } of weights) feeds[name] = this.#values.get(name)!;
     const out = new Map<string, HostTensor>();
-    for (const t of inferenceModel(this.artifacts.manifest).outputs) {
-      const value = results[t.name] as OrtTensor;
-      out.set(t.name, await this.runtime.host(value));
-      value.dispose();
+    try {
+      const results = await this.runtime.run(session, feeds);
+      for (const t of spec.outputs) {
+        const value = results[t.name] as OrtTensor;
+        out.set(t.name, await this.runtime.host(value));
+        value.dispose();
+      }
+    } catch (error) {
+      throw failed(error, `${spec.file} on ${this.device}`);
     }
     return out;
+  }
+
+  async #openPredictor(spec: ModelSpec, weights: readonly WeightSpec[]): Promise<OrtSession> {
+    const model = weightsAsInputs(await this.artifacts.file(spec.file), weights);
+    try {
+      return await this.runtime.session(model, []);
+    } catch (error) {
+      throw failed(error, `${spec.file} on ${this.device}`);
+    }
   }
 
   async read(names: readonly string[]): Promise<Map<string, HostTensor>> {
@@ -186,7 +202,6 @@ export class LocalEngine implements Engine {
 
   async write(tensors: Tensors): Promise<void> {
     for (const [name, t] of tensors) this.#set(name, t);
-    this.#version++;
   }
 
   async exportModel(): Promise<Uint8Array> {
@@ -215,7 +230,7 @@ export class LocalEngine implements Engine {
     this.#values.clear();
     this.#models.clear();
     for (const found of loaded) if (found.status === "fulfilled") await found.value.session.release();
-    await this.#predictor?.session.release();
+    await (await this.#predictor?.catch(() => undefined))?.release();
     this.#predictor = undefined;
   }
 }
@@ -249,6 +264,10 @@ function inferenceModel(manifest: Manifest): ModelSpec {
   return spec;
 }
 
+/** Gives the weights that the inference model has. */
+const inferenceWeights = (manifest: Manifest): WeightSpec[] =>
+  [...manifest.parameters, ...manifest.buffers].filter((w) => w.locations.length > 0);
+
 function controlTensor({ role, dtype, shape }: TensorSpec, controls: readonly Control[]): HostTensor | undefined {
   const dims = shape.map(Number);
   const floats = (of: (c: Control) => readonly number[]) => ({ dtype, dims, data: Float32Array.from(controls.flatMap(of)) });
@@ -262,9 +281,3 @@ function controlTensor({ role, dtype, shape }: TensorSpec, controls: readonly Co
   }
   return undefined;
 }
-
-/** Gives what a runtime threw as text; wasm throws bare numbers when memory is out. */
-const messageOf = (error: unknown): string => {
-  if (typeof error === "number") return `the runtime failed (code ${error}); memory may have run out`;
-  return error instanceof Error ? error.message : String(error);
-};

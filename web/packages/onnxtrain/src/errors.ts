@@ -28,13 +28,24 @@ export class RuntimeError extends OnnxTrainError {
   override name = "RuntimeError";
 }
 
+/** Memory ran out; what was saved before is intact. */
+export class OutOfMemoryError extends RuntimeError {
+  override name = "OutOfMemoryError";
+}
+
+/** The GPU is gone, and what was on it; what was saved before is intact. */
+export class DeviceLostError extends RuntimeError {
+  override name = "DeviceLostError";
+}
+
 /** The trainer was used after `dispose()`. */
 export class DisposedError extends OnnxTrainError {
   override name = "DisposedError";
 }
 
 const KINDS = [
-  ManifestError, ArtifactError, CheckpointError, ShapeError, RuntimeError, DisposedError,
+  ManifestError, ArtifactError, CheckpointError, ShapeError, RuntimeError, OutOfMemoryError, DeviceLostError,
+  DisposedError,
 ] as const;
 
 /** Gives an error of the same kind from its name, for errors that crossed a thread. */

@@ -2,6 +2,7 @@
 import type { InferenceSession, Tensor } from "onnxruntime-common";
 import { kindOf, type HostTensor, type TypedArray } from "./dtypes.js";
 import { RuntimeError } from "./errors.js";
+import { deviceLost, failed } from "./failures.js";
 
 export type OrtModule = typeof import("onnxruntime-common");
 export type OrtTensor = Tensor;
@@ -30,8 +31,15 @@ export const TARGETS: Record<Device, readonly string[]> = {
   webgpu: ["webgpu", "portable"],
 };
 
+/** Runtimes whose GPU is gone, and why; they never get another. */
+const LOST = new WeakMap<OrtModule, string>();
+
 /** One loaded ONNX Runtime and how to make sessions with it. */
 export class Runtime {
+  /** What waits for a GPU and is told when that is lost. */
+  readonly #waiting = new Set<(error: Error) => void>();
+  #watched = false;
+
   private constructor(
     readonly ort: OrtModule,
     readonly device: Device,
@@ -41,6 +49,8 @@ export class Runtime {
   /** Loads the runtime for a device. */
   static async open(device: Device, options: RuntimeOptions = {}): Promise<Runtime> {
     const ort = await load(device, options.runtimeUrl);
+    const gone = device === "webgpu" ? LOST.get(ort) : undefined;
+    if (gone !== undefined) throw deviceLost("webgpu", gone);
     if (device !== "node") {
       const wasm = ort.env.wasm;
       // Without these headers memory cannot be shared between threads.
@@ -69,7 +79,28 @@ export class Runtime {
         options.onGpu.map((name) => [name, "gpu-buffer" as const]),
       );
     }
-    return await this.ort.InferenceSession.create(model, settings);
+    const session = await this.ort.InferenceSession.create(model, settings);
+    if (this.device === "webgpu") await this.#watch();
+    return session;
+  }
+
+  async #watch(): Promise<void> {
+    if (this.#watched) return;
+    this.#watched = true;
+    const gpu = (await this.ort.env.webgpu.device) as unknown as { lost?: Promise<{ message: string }> } | undefined;
+    void gpu?.lost?.then(({ message }) => {
+      LOST.set(this.ort, message);
+      for (const fail of this.#waiting) fail(deviceLost("webgpu", message));
+    });
+  }
+
+  /** Runs a session; a GPU that is lost meanwhile ends the wait. */
+  async run(session: OrtSession, feeds: Record<string, OrtTensor>): Promise<InferenceSession.OnnxValueMapType> {
+    if (this.device !== "webgpu") return await session.run(feeds);
+    return await new Promise((resolve, reject) => {
+      this.#waiting.add(reject);
+      session.run(feeds).then(resolve, reject).finally(() => this.#waiting.delete(reject));
+    });
   }
 
   /** Gives ONNX Runtime's tensor over the same memory. */
@@ -82,7 +113,12 @@ export class Runtime {
 
   /** Gives the content of ONNX Runtime's tensor in plain memory. */
   async host(t: OrtTensor): Promise<HostTensor> {
-    const data = (await t.getData()) as TypedArray;
+    let data: TypedArray;
+    try {
+      data = (await t.getData()) as TypedArray;
+    } catch (error) {
+      throw failed(error, `reading from ${this.device}`);
+    }
     const { array } = kindOf(t.type);
     // Some browsers give float16 as an array type of its own; we hold its bits.
     const own = data instanceof (array as unknown as new () => object)

@@ -4,7 +4,7 @@ import { LocalEngine, valuesOf, type Control } from "./engine.js";
 import { ArtifactError, CheckpointError, OnnxTrainError } from "./errors.js";
 import { feed, type Batch } from "./feeds.js";
 import { float } from "./json-text.js";
-import { findModel, ofRole, parseManifest, type Manifest, type ModelRole, type ModelSpec, type WeightSpec } from "./manifest.js";
+import { findModel, ofRole, parseManifest, type Manifest, type ModelRole, type ModelSpec, type Role, type WeightSpec } from "./manifest.js";
 import { inNode, TARGETS, type Device, type OrtTensor, type RuntimeOptions } from "./runtime.js";
 import { readCheckpoint, stateKey, writeCheckpoint, type Meta } from "./safetensors.js";
 
@@ -130,10 +130,14 @@ export class TrainingSession {
     return findModel(this.#manifest, role, TARGETS[this.#engine.device])!;
   }
 
-  /** Parameters, and buffers too unless only what is trained is asked for. */
+  /** Parameters in the order of the training model's inputs, frozen ones and buffers among them if asked for. */
   #weights(trainableOnly: boolean): readonly WeightSpec[] {
     const { parameters, buffers } = this.#manifest;
-    const found = trainableOnly ? parameters : [...parameters, ...buffers];
+    const known = new Map([...parameters, ...buffers].map((w) => [w.name, w]));
+    const listed = JSON.parse(this.#meta.get("parameters") ?? "null") as Record<"trainable" | "frozen", string[]> | null;
+    const named = new Set(listed ? [...listed.trainable, ...listed.frozen] : known.keys());
+    const roles: Role[] = trainableOnly ? ["parameter"] : ["parameter", "frozen", "buffer"];
+    const found = ofRole(this.#model("train").inputs, ...roles).filter((t) => named.has(t.name)).map((t) => known.get(t.name)!);
     const odd = found.find((w) => w.dtype !== "float32");
     if (odd) throw new OnnxTrainError(`'${odd.name}' is ${odd.dtype}, expected float32 in a buffer of parameters`);
     return found;

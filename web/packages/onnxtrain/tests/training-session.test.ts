@@ -1,8 +1,9 @@
+import { readFileSync } from "node:fs";
 import * as ort from "onnxruntime-common";
 import { expect, test } from "vitest";
 import type { HostTensor } from "../src/dtypes.js";
 import { Trainer, TrainingSession } from "../src/index.js";
-import { bytes, distance, fixture, type Fixture } from "./support.js";
+import { bytes, distance, fixture, FIXTURES, type Fixture } from "./support.js";
 
 const filesFor = (f: Fixture) => ({
   checkpointState: bytes(`${f.folder}/checkpoint`),
@@ -89,5 +90,36 @@ test("what is missing is said in the old words", async () => {
   await expect(session.runTrainStep(batch, [])).rejects.toThrow(TypeError);
   await expect(session.runTrainStep(batch, ["nothing"])).rejects.toThrow(RangeError);
   expect(Object.keys(await session.runTrainStep(batch, { loss: null }))).toEqual(["loss"]);
+  await session.release();
+});
+
+test("files of the old Python door train, frozen parameters keep their place in the vector", async () => {
+  const folder = `${FIXTURES}/old`;
+  const expected = JSON.parse(readFileSync(`${folder}/expected.json`, "utf8")) as Record<"vector" | "losses" | "x" | "labels", number[]>;
+  const session = await TrainingSession.create(
+    {
+      checkpointState: `${folder}/checkpoint`, trainModel: `${folder}/training_model.onnx`,
+      optimizerModel: `${folder}/optimizer_model.onnx`, evalModel: `${folder}/eval_model.onnx`,
+    },
+    { threads: 1 },
+  );
+  const vector = (await session.getContiguousParameters(false)).data as Float32Array;
+  expect([...vector]).toEqual(expected.vector);
+  expect(await session.getParametersSize(false)).toBe(expected.vector.length);
+  expect(await session.getParametersSize()).toBe(expected.vector.length - 48);
+  const feeds = {
+    x: new ort.Tensor("float32", Float32Array.from(expected.x), [8, 10]),
+    labels: new ort.Tensor("int64", BigInt64Array.from(expected.labels, BigInt), [8]),
+  };
+  const losses: number[] = [];
+  for (let i = 0; i < 5; i++) {
+    losses.push(((await session.runTrainStep(feeds))[session.trainingOutputNames[0]!]!.data as Float32Array)[0]!);
+    await session.runOptimizerStep();
+    await session.lazyResetGrad();
+  }
+  expect(distance(losses, expected.losses)).toBeLessThan(1e-5);
+  // The vector goes back whole, the frozen part too.
+  await session.loadParametersBuffer(new Uint8Array(vector.buffer), false);
+  expect([...((await session.getContiguousParameters(false)).data as Float32Array)]).toEqual(expected.vector);
   await session.release();
 });
