@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ONNXJS := tests/lowering/onnxjs/node_modules/.package-lock.json
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo lower-zoo ops ort-suite bench web web-test clean
+.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench web web-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -28,7 +29,7 @@ demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into ru
 	$(BIN)/python examples/digits.py
 
 # A fixed seed: CI says the same twice. Plain pytest draws another order and other data each time.
-test: $(VENV)/.dev web/node_modules/.package-lock.json check  ## everything CI runs, Python and web
+test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) check  ## everything CI runs, Python and web
 	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1
 	$(MAKE) web-test
 
@@ -48,7 +49,13 @@ zoo: $(VENV)/.dev  ## every zoo model against torch, its gradients and one train
 	$(BIN)/python -m tests.zoo
 	$(BIN)/python -m tests.torch.zoo
 
-lower-zoo: $(VENV)/.dev  ## every zoo model at older opsets; rewrites docs/lowering.md
+onnxjs: $(ONNXJS)  ## install onnxjs 0.1.8, in which the tests run lowered models
+
+$(ONNXJS): tests/lowering/onnxjs/package-lock.json
+	cd tests/lowering/onnxjs && npm ci
+	@touch $@
+
+lower-zoo: $(VENV)/.dev $(ONNXJS)  ## every zoo model at older opsets; rewrites docs/lowering.md
 	$(BIN)/python -m tests.lowering.zoo
 
 ops: $(VENV)/.dev  ## ONNX's node tests as a gradient test; rewrites docs/ops.md
@@ -74,4 +81,4 @@ web-test: $(VENV)/.demo web/node_modules/.package-lock.json  ## the web package 
 	cd web && npm run check && npm test && npm run test:browser
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs .cache web/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public
+	rm -rf $(VENV) runs .cache web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public

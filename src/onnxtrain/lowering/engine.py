@@ -81,12 +81,14 @@ class _Engine:
 
     def graph(self, graph: ir.Graph) -> None:
         for node in list(graph):
-            for body in subgraphs_of(node):
-                self.graph(body)
             try:
                 self.node(node, ())
             except _StuckError as stuck:
                 self.stuck.append(_StuckError(node, stuck.reasons))
+                continue
+            if node.graph is not None:  # it stays, with its bodies
+                for body in subgraphs_of(node):
+                    self.graph(body)
 
     def node(self, node: ir.Node, chain: tuple[Rule, ...]) -> None:
         why = self.target.obstacle(node)
@@ -129,12 +131,24 @@ class _Engine:
         ]
         if any(i >= len(found) or found[i] is None for i in wanted):
             raise LoweringError(f"output {node.outputs[wanted[-1]].name!r} is not expressible")
+        late: list[_StuckError] = []
         for new in made:
             for body in subgraphs_of(new):
                 for inner in list(body):
                     self.node(inner, (*chain, rule))
-            self.node(new, (*chain, rule))
+            try:
+                self.node(new, (*chain, rule))
+            except _StuckError as stuck:
+                # A comparison is not missed if what reads it is lowered without it.
+                if not all(y.dtype == ir.DataType.BOOL for y in new.outputs):
+                    raise
+                late.append(_StuckError(new, stuck.reasons))
         values = [self._now(v) for v in found]
+        if late:
+            _remove_unread(made, values)
+        for stuck in late:
+            if stuck.node.graph is not None:
+                raise stuck
         for i in wanted:
             source = values[i].producer()  # pyright: ignore[reportOptionalMemberAccess]
             assert source is None or source.graph is not None, "a removed node is still in use"
@@ -189,6 +203,13 @@ class _Engine:
                 by_graph.setdefault(node.graph, []).append(node)
         for graph, nodes in by_graph.items():
             graph.remove(nodes, safe=True)
+
+
+def _remove_unread(nodes: list[ir.Node], wanted: list[ir.Value | None]) -> None:
+    for node in reversed(nodes):
+        graph = node.graph
+        if graph is not None and not any(y.uses() or y in wanted for y in node.outputs):
+            graph.remove(node, safe=True)
 
 
 def _reasons(error: Exception) -> list[str]:

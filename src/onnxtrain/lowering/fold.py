@@ -48,6 +48,8 @@ def drop_inference_no_ops(model: ir.Model) -> None:
         if node.domain or not isinstance(graph, ir.Graph):
             continue
         x, y = node.inputs[0] if node.inputs else None, node.outputs[0] if node.outputs else None
+        if node.op_type == "Concat":
+            _drop_empty_parts(node)
         if x is None or y is None or y.is_graph_output():
             continue
         idle = (
@@ -58,6 +60,17 @@ def drop_inference_no_ops(model: ir.Model) -> None:
         if idle:
             y.replace_all_uses_with(x)
             graph.remove(node, safe=True)
+
+
+def _drop_empty_parts(node: ir.Node) -> None:
+    """Take what has no elements out of a Concat."""
+    axis = node.attributes["axis"].as_int()
+    dims = [None if x is None else S.dims_of(x) for x in node.inputs]
+    kept = [x for x, sizes in zip(node.inputs, dims, strict=True) if not sizes or sizes[axis] != 0]
+    if kept and len(kept) < len(node.inputs):
+        for i, x in enumerate(kept):
+            node.replace_input_with(i, x)
+        node.resize_inputs(len(kept))
 
 
 def _idle_dropout(node: ir.Node) -> bool:

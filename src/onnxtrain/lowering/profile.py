@@ -121,6 +121,9 @@ def _values(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
         if x is None or isinstance(x, np.ndarray) or not x.name:
             continue
         rank = None if x.shape is None else len(x.shape)
+        batch = entry.get("batch")  # the size of the first axis, where others give wrong numbers
+        if i == 0 and batch is not None and (S.dims_of(x) or (None,))[0] != batch:
+            return f"{profile.name} has {d.op_type} of batch {batch} only"
         if i == 0 and ranks and rank is not None and rank not in ranks:
             return f"{profile.name} has no {d.op_type} of rank {rank}"
         if highest is not None and rank is not None and rank > highest:

@@ -6,6 +6,8 @@ import numpy as np
 
 from onnxtrain.lowering.registry import lower
 
+_MOST = 256  # convolutions that one is made of
+
 
 @lower("ConvTranspose")
 def conv_transpose(
@@ -66,6 +68,53 @@ def conv_1d(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads,
         strides=[1, *(strides or [1])],
     )
     return op.Squeeze(y, [2])
+
+
+@lower("Conv")
+def conv_3d(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
+    """For each slice of the result, a picture that has the slices under the kernel as channels."""
+    if op.rank(x) != 5 or auto_pad != "NOTSET" or op.static(x) is None or op.static(w) is None:
+        return None
+    pads, strides, dilations = pads or [0] * 6, strides or [1] * 3, dilations or [1] * 3
+    deep, step, spread = op.dims(w)[2], strides[0], dilations[0]
+    if pads[0] or pads[3]:
+        x = op.Pad(x, [pads[0], pads[3]], op.const(0, x.dtype), [2])
+    n, channels, depth, high, wide = op.dims(x)
+    reach = (deep - 1) * spread + 1
+    m, each = op.dims(w)[:2]
+    kernel = op.Reshape(w, [m, each * deep, *op.dims(w)[3:]])
+    slices = []
+    for start in range(0, depth - reach + 1, step):
+        part = op.Slice(x, [start], [start + reach], [2], [spread])
+        y = op.Conv(
+            op.Reshape(part, [n, channels * deep, high, wide]),
+            kernel,
+            b,
+            dilations=dilations[1:],
+            group=group,
+            pads=[*pads[1:3], *pads[4:6]],
+            strides=strides[1:],
+        )
+        slices.append(op.Unsqueeze(y, [2]))
+    if not 0 < len(slices) <= _MOST:
+        return None
+    return op.Concat(*slices, axis=2) if len(slices) > 1 else slices[0]
+
+
+@lower("Conv")
+def conv_by_picture(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
+    """One convolution for each member of the batch, for runtimes that are wrong for several."""
+    n = op.dims(x)[0]
+    if not isinstance(n, int) or not 1 < n <= _MOST or auto_pad != "NOTSET":
+        return None
+    ys = [
+        op.Conv(
+            op.Slice(x, [i], [i + 1], [0]), w, b,
+            dilations=dilations, group=group, pads=pads, strides=strides,
+        )
+        for i in range(n)
+    ]  # fmt: skip
+    return op.Concat(*ys, axis=0)
 
 
 @lower("Col2Im")

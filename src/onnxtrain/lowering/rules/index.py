@@ -123,11 +123,10 @@ def _scatter_rows(
         return op.Add(x, op.MatMul(op.Cast(hit, to=dtype), updates))
     if reduction == "none":
         # 1 + the number of the last update of each row, 0 if there is none.
-        number = op.Mul(
-            op.Cast(hit, to=ir.DataType.FLOAT),
-            op.const(np.arange(1.0, m + 1)[None], ir.DataType.FLOAT),
-        )
-        last = op.Cast(op.ReduceMax(number, [1], keepdims=1), to=_INT64)
+        float32 = ir.DataType.FLOAT
+        number = op.Mul(op.Cast(hit, to=float32), op.const(np.arange(1.0, m + 1)[None], float32))
+        padded = op.Concat(op.const(np.zeros((n, 1)), float32), number, axis=1)
+        last = op.ArgMax(padded, axis=1, keepdims=1)
         # Row i of x, or update j: positions in one table [N + M, W].
         table = op.Concat(x, updates, axis=0)
         own = np.arange(n).reshape(n, 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.decompositions import recurrent, signal
+from onnxtrain.lowering.inlining import inline
 from onnxtrain.lowering.registry import lower
 
 _MOST = 512  # nodes of a loop that is written out, times its length
@@ -57,7 +59,7 @@ def scan(
         for v, axis, backwards in zip(scans, axes, turn, strict=True):
             i = steps - 1 - t if backwards else t
             now.append(op.Squeeze(op.Slice(v, [i], [i + 1], [axis]), [axis]))
-        found = _inline(op, body, [*states, *now])
+        found = inline(op, body, [*states, *now])
         states = found[:count]
         for collected, y in zip(ys, found[count:], strict=True):
             collected.append(y)
@@ -74,23 +76,34 @@ def scan(
 
 @lower("Loop")
 def loop(op, trips, condition=None, *carried, node):
-    """Every step written out, where their number is known and nothing stops it."""
+    """Every step written out, where their number is known: by its count, or step by step."""
     body = node.attributes["body"].as_graph()
-    count = op.constant(trips) if trips is not None else None
-    start = op.constant(condition) if condition is not None else True
-    goes_on = _goes_on(op, body)
-    if count is None or start is None or not bool(start) or not goes_on:
+    count = None if trips is None else op.constant(trips)
+    start = np.asarray(True) if condition is None else op.constant(condition)
+    if start is None or (trips is not None and count is None):
         return None
-    steps = int(count.reshape(()))
-    if not _short(body, steps):
+    most = _STEPS if count is None else int(count.reshape(()))
+    known = count is not None and _goes_on(op, body)
+    if not _short(body, most if known else 1):
         return None
+    going: np.ndarray | None = start
     states = list(carried)
     ys: list[list[ir.Value]] = [[] for _ in body.outputs[1 + len(states) :]]
-    for t in range(steps):
-        _, *found = _inline(op, body, [op.const(t), op.const(True), *states])
+    for t in range(most):
+        if going is None:
+            return None  # whether the loop goes on depends on the data
+        if not bool(going):
+            break
+        flag, *found = inline(op, body, [op.const(t), op.const(True), *states])
         states = found[: len(states)]
         for collected, y in zip(ys, found[len(states) :], strict=True):
             collected.append(op.Unsqueeze(y, [0]))
+        going = start if known else op.constant(flag)
+    else:
+        if count is None:
+            return None  # too long to be written out
+    if not all(ys):
+        return None
     return [*states, *(op.Concat(*c, axis=0) for c in ys)]
 
 
@@ -109,26 +122,3 @@ def _goes_on(op: OpBuilder, body: ir.Graph) -> bool:
 
 def _short(body: ir.Graph, steps: int | str | None) -> bool:
     return isinstance(steps, int) and 0 < steps <= _STEPS and steps * len(body) <= _MOST * 64
-
-
-def _inline(op: OpBuilder, body: ir.Graph, inputs: list[ir.Value]) -> list[ir.Value]:
-    """Append the nodes of a body once; give its outputs."""
-    values: dict[ir.Value, ir.Value] = dict(zip(body.inputs, inputs, strict=True))
-    for node in body:
-        if any(
-            a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-            for a in node.attributes.values()
-        ):
-            raise S.ShapeError("a loop with control flow inside is not written out")
-        new = ir.Node(
-            node.domain,
-            node.op_type,
-            [None if x is None else values.get(x, x) for x in node.inputs],
-            list(node.attributes.values()),
-            num_outputs=len(node.outputs),
-            version=node.version,
-        )
-        found = op.append(new)
-        outputs = found if isinstance(found, tuple) else (found,)
-        values |= dict(zip(node.outputs, outputs, strict=True))
-    return [values.get(y, y) for y in body.outputs]

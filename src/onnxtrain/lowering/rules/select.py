@@ -187,6 +187,16 @@ def of_integers(op, a, b, *, node):
     return op.Where(above, a, b)
 
 
+@lower("Max", "Min")
+def by_reduction(op, a, b, *, node):
+    """The largest along a new axis with both of them."""
+    if not S.same_shape(a, b):
+        return None
+    last = op.rank(a)
+    both = op.Concat(op.Unsqueeze(a, [last]), op.Unsqueeze(b, [last]), axis=last)
+    return op.emit(f"Reduce{node.op_type}", both, [last], keepdims=0)
+
+
 @lower("IsNaN")
 def is_nan(op, x):
     """A number is above 0 or below 1."""

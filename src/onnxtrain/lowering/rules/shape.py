@@ -194,6 +194,41 @@ def reshape_to_known(op, x, shape, *, allowzero, node):
     return op.Reshape(x, [d if isinstance(d, int) else -1 for d in dims])
 
 
+@lower("Reshape", "Transpose")
+def by_position(op, x, shape=None, *, node):
+    """Positions in the flat tensor, gathered, for runtimes that move floats only."""
+    before, after = op.static(x), op.static(node.outputs[0])
+    if x.dtype not in (ir.DataType.INT32, _INT64) or before is None or after is None:
+        return None
+    flat, order = _flat(op, x, np.arange(int(np.prod(before))).reshape(before))
+    if flat is None:
+        return None
+    places = np.argsort(order).reshape(before)
+    if node.op_type == "Transpose":
+        perm = node.attributes["perm"].as_ints() if "perm" in node.attributes else None
+        places = places.transpose(perm)
+    return op.Gather(flat, op.const(places.reshape(after)), axis=0)
+
+
+def _flat(op, x, order):
+    """Give the elements as a vector, and which they are; made of slices along the short axes."""
+    if not order.ndim:
+        return op.Unsqueeze(x, [0]), order.reshape(1)
+    slices = 1
+    while order.ndim > 1:
+        axis = int(np.argmin(order.shape))
+        count = order.shape[axis]
+        slices *= count
+        if slices > 256:
+            return None, order
+        if count == 1:
+            x = op.Squeeze(x, [axis])
+        else:
+            x = op.Concat(*(op.Gather(x, op.const(i), axis=axis) for i in range(count)), axis=0)
+        order = np.concatenate([np.take(order, i, axis) for i in range(count)])
+    return x, order
+
+
 @lower("DepthToSpace")
 def depth_to_space(op, x, *, blocksize, mode):
     """[N, b, b, C, H, W] or [N, C, b, b, H, W] -> [N, C, H, b, W, b]."""
