@@ -106,6 +106,6 @@ class GPT2(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """Give scores of the next word at each place."""
-        x = self.wte(words) + self.wpe(torch.arange(words.shape[1]))
+        x = self.wte(words) + self.wpe(torch.arange(words.shape[1], device=words.device))
         y = self.ln_f(self.h(x))
         return nn.functional.linear(y, self.wte.weight).reshape(-1, self.tokens)

@@ -1,4 +1,4 @@
-"""A model bound to the memory that it reads and writes."""
+"""A model bound to the memory that it reads and writes, on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Call:
         spec: describes it.
         inputs: what is read at each run, by name of the input.
         outputs: where results go, by name of the output; all others come back as arrays.
-        device: where the session runs.
     """
 
     def __init__(
@@ -33,19 +32,17 @@ class Call:
         spec: ModelSpec,
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Any],
-        device: str = "cpu",
     ) -> None:
         self._session = session
         self._binding = session.io_binding()
         for name, value in inputs.items():
             self._binding.bind_ortvalue_input(name, value)
         self._small: dict[str, np.ndarray] = {}
-        if device == "cpu":  # elsewhere a binding copies, so it must be made again each time
-            for t in spec.inputs_of(*CONTROL):
-                sizes = [d for d in t.shape if isinstance(d, int)]
-                array = np.zeros(sizes, numpy_dtype(t.dtype))
-                self._small[t.name] = array
-                self._binding.bind_ortvalue_input(t.name, ort_value(array))
+        for t in spec.inputs_of(*CONTROL):
+            sizes = [d for d in t.shape if isinstance(d, int)]
+            array = np.zeros(sizes, numpy_dtype(t.dtype))
+            self._small[t.name] = array
+            self._binding.bind_ortvalue_input(t.name, ort_value(array))
         self._scalars: dict[str, np.ndarray] = {}
         self._fresh: list[str] = []
         for t in spec.outputs:

@@ -8,7 +8,7 @@ Both compute first and change nothing until ``commit``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
@@ -18,6 +18,7 @@ from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.call import Call
+from onnxtrain.runtime.device_call import DeviceCall
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.in_place import overwritable
 from onnxtrain.runtime.values import Values
@@ -42,17 +43,23 @@ class Layout(Protocol):
 class Fused:
     """One graph per step, two sets of buffers in turn; they are never the same memory."""
 
-    def __init__(self, artifacts: Artifacts, *, device: str, threads: int | None) -> None:
+    def __init__(
+        self, artifacts: Artifacts, *, device: str, threads: int | None, capture: bool = False
+    ) -> None:
         self.spec = _spec(artifacts, "step")
-        session = runtime.create(artifacts.source("step"), device=device, threads=threads)
+        source = artifacts.source("step")
+        session = runtime.create(source, device=device, threads=threads, capture=capture)
         start = {**artifacts.values, **artifacts.state}
         kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
         self._sets = [Values(kept, device), Values(kept, device)]
         self._now = 0
         feeds = {t.name: t.feeds for t in self.spec.outputs if t.feeds is not None}
         self._calls = [
-            Call(session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device)
-            for old, new in (self._sets, self._sets[::-1])
+            _call(session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device, graph_id)
+            for old, new, graph_id in (
+                (*self._sets, 1 if capture else None),
+                (*self._sets[::-1], 2 if capture else None),
+            )
         ]
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -70,6 +77,10 @@ class Fused:
     def view(self, name: str) -> np.ndarray:
         """Give a tensor, valid until the next step."""
         return self._sets[self._now].view(name)
+
+    def value(self, name: str) -> Any:
+        """Give what the runtime takes for a tensor, valid until the next step."""
+        return self._sets[self._now][name]
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a tensor; both sets, since no step replaces what is only read."""
@@ -118,18 +129,18 @@ class Separate:
             for old, new in (self._gradients, self._gradients[::-1])
         ]
         changing = [t.feeds for t in self.update.outputs if t.feeds]
-        proto = _proto(artifacts.source("optimizer"))
+        proto = model_of(artifacts.source("optimizer"))
         self.in_place = overwritable(proto, self.update) if in_place else set()
         self._spare = Values({n: start[n] for n in changing if n not in self.in_place}, device)
         self._update = [self._bind_update(optimizer, grads) for grads in self._gradients]
 
-    def _bind_train(self, session: object, old: Values, new: Values) -> Call:
+    def _bind_train(self, session: object, old: Values, new: Values) -> Call | DeviceCall:
         own = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
         outputs = {t.name: new[t.feeds or ""] for t in self.spec.outputs_of("gradient")}
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
-        return Call(session, self.spec, {**own, **old}, outputs, self._device)
+        return _call(session, self.spec, {**own, **old}, outputs, self._device)
 
-    def _bind_update(self, session: object, gradients: Values) -> Call:
+    def _bind_update(self, session: object, gradients: Values) -> Call | DeviceCall:
         inputs = {
             t.name: self._values[t.name] for t in self.update.inputs if t.name in self._values
         }
@@ -138,7 +149,7 @@ class Separate:
         inputs |= {n: gradients[a] for n, a in zip(names, self._gradient_names, strict=True)}
         targets = {**self._values, **self._spare}
         outputs = {t.name: targets[t.feeds or ""] for t in self.update.outputs}
-        return Call(session, self.update, inputs, outputs, self._device)
+        return _call(session, self.update, inputs, outputs, self._device)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; give loss, metrics and outputs."""
@@ -167,10 +178,23 @@ class Separate:
         """Give a tensor, valid until the next step."""
         return self._values.view(name)
 
+    def value(self, name: str) -> Any:
+        """Give what the runtime takes for a tensor, valid until the next step."""
+        return self._values[name]
+
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a tensor."""
         if name in self._values:
             self._values.write(name, array)
+
+
+def _call(
+    session: object, spec: ModelSpec, inputs: Mapping[str, Any], outputs: Mapping[str, Any],
+    device: str, graph_id: int | None = None,
+) -> Call | DeviceCall:  # fmt: skip
+    if device == "cpu":
+        return Call(session, spec, inputs, outputs)
+    return DeviceCall(session, spec, inputs, outputs, device, graph_id)
 
 
 def _spec(artifacts: Artifacts, role: str) -> ModelSpec:
@@ -184,7 +208,8 @@ def _sizes(shape: tuple[int | str, ...]) -> tuple[int, ...]:
     return tuple(d for d in shape if isinstance(d, int))
 
 
-def _proto(source: bytes | str) -> onnx.ModelProto:
+def model_of(source: bytes | str) -> onnx.ModelProto:
+    """Give the graph of a model, without weights that lie in other files."""
     if isinstance(source, str):
         return onnx.load(source, load_external_data=False)
     return onnx.load_from_string(source)

@@ -46,6 +46,7 @@ def create(
     device_id: int = 0,
     threads: int | None = None,
     options: Any = None,
+    capture: bool = False,
 ) -> Any:
     """Give a session for a model, with the options that training wants.
 
@@ -55,12 +56,14 @@ def create(
         device_id: which of several.
         threads: of the session's pool; ``None`` leaves the choice to onnxruntime.
         options: the caller's own ``SessionOptions``, taken as they are.
+        capture: record a run as a CUDA graph and replay it; shapes and addresses must stay.
     """
     ort = runtime()
-    options = _options(ort, threads) if options is None else options
+    options = session_options(threads) if options is None else options
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
-        providers.insert(0, ("CUDAExecutionProvider", {"device_id": device_id}))
+        settings = {"device_id": device_id, "enable_cuda_graph": int(capture)}
+        providers.insert(0, ("CUDAExecutionProvider", settings))
     try:
         with learning_mode():
             return ort.InferenceSession(source, options, providers=providers)
@@ -68,7 +71,9 @@ def create(
         raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
 
 
-def _options(ort: Any, threads: int | None) -> Any:
+def session_options(threads: int | None) -> Any:
+    """Give the options that training wants."""
+    ort = runtime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are raised, and need not be printed too
     # Patterns of a dynamic batch are rarely reused and double the memory of large models.
@@ -99,12 +104,12 @@ def run_values(session: Any, names: list[str], feeds: dict[str, Any]) -> list[An
         raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
 
 
-def run_bound(session: Any, binding: Any) -> None:
+def run_bound(session: Any, binding: Any, options: Any = None) -> None:
     """Run a session on what is bound to it."""
     try:
         with FlushDenormals():
-            # No RunOptions: with them a call costs ten times as much.
-            session.run_with_iobinding(binding)
+            # Without RunOptions where possible: with them a call costs ten times as much.
+            session.run_with_iobinding(binding, options)
     except Exception as error:  # onnxruntime's errors share no base class
         raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
 

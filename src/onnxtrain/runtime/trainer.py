@@ -16,6 +16,7 @@ from onnxtrain.graph.io import save as save_model
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.call import CONTROL
+from onnxtrain.runtime.capture import decide
 from onnxtrain.runtime.data import as_source
 from onnxtrain.runtime.evaluation import Evaluation, evaluate
 from onnxtrain.runtime.feeds import feed, numpy_dtype, to_array
@@ -23,6 +24,7 @@ from onnxtrain.runtime.fit import fit
 from onnxtrain.runtime.inference import Predictor, folded, trained_model
 from onnxtrain.runtime.layouts import Fused, Separate
 from onnxtrain.runtime.results import Outputs, Parameters, StepResult
+from onnxtrain.runtime.values import ort_value
 
 _LARGE = 64 << 20  # bytes of parameters and state from which a second copy of them hurts
 _SEEDS = 1 << 24  # float32 holds whole numbers below exactly
@@ -38,6 +40,8 @@ class Trainer:
             numbers.
         seed: of dropout masks and of the order of the data.
         threads: of onnxruntime's pool; ``None`` takes all cores.
+        capture: on CUDA, record a step as a CUDA graph and replay it; ``None`` does so where the
+            artifacts allow it: every size fixed by ``build(dims=...)``, no control flow.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Trainer:
         layout: str = "auto",
         seed: int = 0,
         threads: int | None = None,
+        capture: bool | None = None,
     ) -> None:
         if not isinstance(artifacts, Artifacts):
             artifacts = Artifacts.load(artifacts)
@@ -72,8 +77,12 @@ class Trainer:
         if layout == "fused" and self.manifest.accumulate > 1:
             raise OnnxTrainError("accumulated gradients need layout='separate'")
         self.layout = layout
-        kind = Fused if layout == "fused" else Separate
-        self._engine: Fused | Separate = kind(artifacts, device=device, threads=threads)
+        self._engine: Fused | Separate
+        self.captured = decide(artifacts, capture, device=device, layout=layout)
+        if layout == "fused":
+            self._engine = Fused(artifacts, device=device, threads=threads, capture=self.captured)
+        else:
+            self._engine = Separate(artifacts, device=device, threads=threads)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
@@ -84,6 +93,8 @@ class Trainer:
     def _pick(self) -> str:
         if self.manifest.accumulate > 1 or self.manifest.model("step") is None:
             return "separate"
+        if self.device != "cpu":
+            return "fused"  # the update is not worth a second call
         arrays = (*self.artifacts.values.values(), *self.artifacts.state.values())
         return "separate" if sum(a.nbytes for a in arrays) > _LARGE else "fused"
 
@@ -176,13 +187,15 @@ class Trainer:
                 self.artifacts, device=self.device, threads=self.threads
             )
         engine = self._differentiator
-        for name in self._weight_names():
+        scaler = [t.name for t in engine.spec.inputs_of("state")]
+        for name in (*self._weight_names(), *scaler):
             engine.write(name, self._engine.view(name))
         feeds = feed(self.batch_specs, batch, named)
         engine.compute({**feeds, **self._control(engine.spec, self.global_step + 1)})
         names = [p.name for p in self.manifest.parameters]
         found = engine.gradients(computed=True)
-        return {n: np.array(g) for n, g in zip(names, found, strict=True)}
+        scale = self._engine.view(*scaler) if scaler else 1
+        return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, found, strict=True)}
 
     def evaluate_batch(self, *batch: Any, **named: Any) -> StepResult:
         """Give loss, metrics and outputs of one batch in evaluation mode."""
@@ -195,10 +208,16 @@ class Trainer:
             )
         feeds = feed(spec.inputs_of("input", "target"), batch, named)
         feeds.update(self._control(spec, 0))
-        for t in spec.inputs_of("parameter", "buffer"):
-            feeds[t.name] = self._engine.view(t.name)
         outputs = Outputs(spec)
-        found = runtime.run(self._evaluator, outputs.names, feeds)
+        own = [t.name for t in spec.inputs_of("parameter", "buffer")]
+        if self.device == "cpu":
+            feeds.update({n: self._engine.view(n) for n in own})
+            found = runtime.run(self._evaluator, outputs.names, feeds)
+        else:  # weights stay where they are
+            values = {n: ort_value(a, self.device) for n, a in feeds.items()}
+            values.update({n: self._engine.value(n) for n in own})
+            results = runtime.run_values(self._evaluator, outputs.names, values)
+            found = [np.array(r.numpy()) for r in results]
         found = dict(zip(outputs.names, found, strict=True))
         return outputs.result(found, self.global_step, updated=False)
 

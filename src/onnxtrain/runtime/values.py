@@ -53,7 +53,10 @@ class Values(Mapping[str, Any]):
     def copy_from(self, other: Values, names: list[str]) -> None:
         """Set some tensors to those of another set."""
         for name in names:
-            self.write(name, other.view(name))
+            if self._shared:
+                self.write(name, other.view(name))
+            else:  # from memory of the device to memory of the device
+                self._values[name].update_inplace(other[name])
 
 
 def ort_value(array: np.ndarray, device: str = "cpu") -> Any:

@@ -1,0 +1,74 @@
+"""The bindings for a device, run on the CPU; what stands against a recording."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onnxtrain import losses, optim
+from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.errors import MissingExtraError, OnnxTrainError
+from onnxtrain.runtime import Trainer, layouts
+from onnxtrain.runtime.capture import decide, obstacle
+from onnxtrain.runtime.device_call import DeviceCall
+from onnxtrain.runtime.placement import placement
+from tests.artifacts.models import classifier, data
+
+LOSS = [losses.Weighted("cross_entropy", output="scores")]
+
+
+def made(**options: object) -> Artifacts:
+    settings = {"loss": LOSS, "optimizer": optim.AdamW(lr=0.01), **options}
+    return build(classifier(), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["fused", "separate"])
+def test_bindings_of_a_device_give_the_same_steps(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Trainer(made(), layout=layout)
+
+    def bound(session, spec, inputs, outputs, device, graph_id=None):
+        return DeviceCall(session, spec, inputs, outputs, device, graph_id)
+
+    monkeypatch.setattr(layouts, "_call", bound)
+    device = Trainer(made(), layout=layout)
+    for seed, size in enumerate((8, 8, 5, 8)):
+        batch = data(size, seed=seed)
+        kept = [np.array(a) for a in batch]
+        assert plain.step(*batch).loss == device.step(*batch).loss
+        for a, b in zip(batch, kept, strict=True):
+            np.testing.assert_array_equal(a, b)  # the caller's arrays are not written
+    device.lr = plain.lr = 0.5
+    assert plain.step(*batch).loss == device.step(*batch).loss
+    for name, array in plain.state_dict().items():
+        np.testing.assert_array_equal(array, device.state_dict()[name], err_msg=name)
+
+
+def test_free_sizes_and_bodies_stand_against_a_recording() -> None:
+    free, fixed = made(), made(dims={"batch": 8})
+    for artifacts, expected in ((free, "free sizes"), (fixed, None)):
+        spec = artifacts.manifest.model("step")
+        assert spec is not None
+        found = obstacle(layouts.model_of(artifacts.source("step")), spec)
+        assert (found is None) if expected is None else (found is not None and expected in found)
+    assert decide(fixed, None, device="cuda", layout="fused")
+    assert not decide(free, None, device="cuda", layout="fused")
+    assert not decide(fixed, None, device="cpu", layout="fused")
+    with pytest.raises(OnnxTrainError, match="free sizes: batch"):
+        decide(free, True, device="cuda", layout="fused")
+    with pytest.raises(OnnxTrainError, match="separate models"):
+        decide(fixed, True, device="cuda", layout="separate")
+    with pytest.raises(OnnxTrainError, match="the device is cpu"):
+        Trainer(fixed, capture=True)
+
+
+def test_placement_counts_nodes() -> None:
+    found = placement(made().source("step"), device="cpu")
+    assert found.counts["CPUExecutionProvider"] > 10
+    assert found.clean
+
+
+def test_placement_on_a_device_that_is_not_there() -> None:
+    with pytest.raises(MissingExtraError, match="no CUDA"):
+        placement(made().source("step"))
