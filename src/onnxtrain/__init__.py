@@ -1,7 +1,7 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, Clip, build, load_weights
+from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
 from onnxtrain.autodiff.registry import register_vjp
@@ -18,6 +18,7 @@ __all__ = [
     "Callback",
     "Clip",
     "EarlyStopping",
+    "Precision",
     "Report",
     "Split",
     "Trainer",

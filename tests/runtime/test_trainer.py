@@ -483,7 +483,7 @@ def test_names_that_state_needs() -> None:
     [
         ({"mode": "eval"}, "no such mode: 'eval'"),
         ({"target": "tpu"}, "no such target: 'tpu'"),
-        ({"precision": "float16"}, "precision 'float16' is not there yet"),
+        ({"precision": "float16"}, "no such precision: 'float16'"),
         ({"recompute": ["x"]}, "recompute is not there yet"),
         ({"randomness": "quantum"}, "no such randomness"),
         ({"accumulate": 0}, "accumulate must be at least 1"),

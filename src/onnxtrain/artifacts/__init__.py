@@ -2,6 +2,7 @@
 
 from onnxtrain.artifacts.build import Clip, build
 from onnxtrain.artifacts.directory import Artifacts
+from onnxtrain.artifacts.precision import Precision
 from onnxtrain.artifacts.weights import load_weights
 
-__all__ = ["Artifacts", "Clip", "build", "load_weights"]
+__all__ = ["Artifacts", "Clip", "Precision", "build", "load_weights"]

@@ -10,13 +10,16 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts.declare import Declared
+from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
+from onnxtrain.graph.autocast import autocast
 from onnxtrain.graph.builder import OpBuilder, names_in
 from onnxtrain.graph.composed_batch_norm import compose_batch_norm
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
+from onnxtrain.graph.narrow import narrow_inputs
 from onnxtrain.graph.randomness import portable_dropout
 from onnxtrain.graph.versions import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss, expand_label_losses
@@ -53,6 +56,7 @@ class Plan:
     ema: float | None
     target: str
     randomness: str
+    precision: Precision = dataclasses.field(default_factory=Precision)
 
     @property
     def graph_metrics(self) -> tuple[Any, ...]:
@@ -79,6 +83,8 @@ class Backward:
     changing: tuple[str, ...]
     """Those of ``buffers`` that a training step updates."""
     repairs: tuple[str, ...]
+    scale: str | None = None
+    """The input that the loss is scaled by, if it is."""
 
     def copy(self, role: str, target: str) -> Copy:
         """Give a copy to add nodes to."""
@@ -97,6 +103,7 @@ class Copy:
         self.front = [known[n] for n in origin.inputs]
         self.targets = [known[n] for n in origin.targets]
         self.rng = [] if origin.rng is None else [known[origin.rng]]
+        self.scale = [] if origin.scale is None else [known[origin.scale]]
         self.parameters = {n: known[n] for n in origin.parameters}
         self.buffers = {n: known[n] for n in origin.buffers}
         results = iter(list(model.graph.outputs))
@@ -106,6 +113,10 @@ class Copy:
         self.gradients = {n: next(results) for n in origin.parameters}
         self.new_buffers = {n: next(results) for n in origin.changing}
         model.graph.outputs.clear()
+
+    def unscaled(self) -> dict[str, ir.Value]:
+        """Give the gradients of the loss itself."""
+        return unscaled(self.op, self.gradients, *self.scale) if self.scale else self.gradients
 
     def report(self, norm_of: Mapping[str, ir.Value] | None) -> None:
         """Declare loss, metrics and the model's own outputs."""
@@ -130,6 +141,8 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     repairs: list[str] = []
     if plan.mode == "train":
         repairs += to_training(model, trainable=set(plan.candidates))
+    if plan.precision.half is not None:
+        autocast(model, plan.precision.half, target=plan.target)
     inputs = list(graph.inputs)
     attached, rng, shown = _attach(model, plan)
     chosen = _reaching_parameters(graph, plan, attached.loss)
@@ -139,7 +152,9 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     still = [graph.initializers[n] for n in plan.buffers if n in graph.initializers]
     buffers = [*changing, *(x for x in still if x not in changing)]
     lift(graph, [*chosen, *buffers])
-    seed = op.const(1.0, attached.loss.dtype)
+    scale = [op.input(SCALE, _FLOAT, [1])] if plan.precision.scaled else []
+    dtype = attached.loss.dtype
+    seed = op.cast(scalar(op, *scale), dtype) if scale else op.const(1.0, dtype)
     found = differentiate(op, {attached.loss: seed}, chosen)
     extra = _by_name(graph, shown)
     results = [attached.loss, *attached.metrics.values(), *extra.values()]
@@ -164,6 +179,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
         buffers=_names(buffers),
         changing=_names(changing),
         repairs=tuple(repairs),
+        scale=scale[0].name if scale else None,
     )
 
 
@@ -174,6 +190,7 @@ def training_graph(origin: Backward, plan: Plan) -> Finished:
     _declare_batch(copy)
     declared.take(list(copy.parameters.values()), "parameter")
     declared.take(list(copy.buffers.values()), "buffer")
+    declared.take(copy.scale, "state")
     old = {
         n: declared.input(
             f"{n}_grad.accumulation.buffer", "accumulator", _dtype(g), op.static(g) or ()
@@ -183,7 +200,7 @@ def training_graph(origin: Backward, plan: Plan) -> Finished:
     reset = declared.input("lazy_reset_grad", "reset", _BOOL, [1])
     declared.take(copy.rng, "rng")
     flag = op.Reshape(reset, op.const([]))
-    copy.report(copy.gradients if GRAD_NORM in plan.metrics else None)
+    copy.report(copy.unscaled() if GRAD_NORM in plan.metrics else None)
     for name, g in copy.gradients.items():
         total = op.Where(flag, g, op.Add(old[name], g))
         declared.output(f"{name}_grad.accumulation.out", "gradient", total, old[name])
@@ -201,9 +218,12 @@ def step_graph(origin: Backward, plan: Plan, state: Sequence[StateSpec]) -> Fini
     declared.take(copy.rng, "rng")
     declared.take(list(copy.parameters.values()), "parameter")
     declared.take(list(copy.buffers.values()), "buffer")
-    slots = _state_inputs(declared, state)
-    copy.report(copy.gradients if GRAD_NORM in plan.metrics else None)
-    _update(declared, plan, copy.parameters, copy.gradients, slots, lr, step)
+    declared.take(copy.scale, "state")
+    given = {x.name or "": x for x in copy.scale}
+    slots = given | _state_inputs(declared, [s for s in state if s.name not in given])
+    gradients = copy.unscaled()
+    copy.report(gradients if GRAD_NORM in plan.metrics else None)
+    _update(declared, plan, copy.parameters, gradients, slots, lr, step)
     copy.declare_new_buffers()
     return declared.finished(plan.target)
 
@@ -251,8 +271,11 @@ def optimizer_graph(
 
     parameters, gradients = inputs("", "parameter"), inputs("_grad", "gradient")
     slots = _state_inputs(declared, state)
-    factor = op.Reshape(scale, op.const([]))
-    scaled = {n: op.Mul(g, op.cast(factor, g.dtype)) for n, g in gradients.items()}
+    factor = scalar(op, scale)
+    if plan.precision.scaled:
+        scaled = unscaled(op, gradients, slots[SCALE], factor)
+    else:
+        scaled = {n: op.Mul(g, op.cast(factor, g.dtype)) for n, g in gradients.items()}
     _update(declared, plan, parameters, scaled, slots, lr, step)
     return declared.finished(plan.target)
 
@@ -262,6 +285,9 @@ def _update(
     slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
 ) -> None:  # fmt: skip
     op = declared.op
+    guard = Guard(op, plan.precision, slots, grads) if plan.precision.scaled else None
+    if guard is not None:
+        step = guard.steps_done(step)
     if plan.clip.norm is not None:
         grads = clip_by_global_norm(op, grads, plan.clip.norm)
     if plan.clip.value is not None:
@@ -271,6 +297,9 @@ def _update(
         averages = {n: slots[f"{n}.ema"] for n in parameters}
         averaged = moving_average(op, averages, new, plan.ema)
         new_state.update({f"{n}.ema": v for n, v in averaged.items()})
+    if guard is not None:
+        new, new_state = guard.keep(parameters, new), guard.keep(slots, new_state)
+        new_state.update(guard.new_state())
     for name, value in new.items():
         declared.output(f"{name}.out", "parameter", value, parameters[name])
     for name, slot in slots.items():
@@ -297,6 +326,8 @@ def _attach(
 ) -> tuple[Attached, list[ir.Value], dict[str, str]]:
     """Add the loss and make randomness an input; give also that and the names of extra outputs."""
     graph = model.graph
+    if plan.target == "webgpu":
+        narrow_inputs(graph, plan.target)
     attached = attach_loss(
         model, plan.loss, metrics=plan.graph_metrics, outputs=plan.outputs, target=plan.target
     )
@@ -310,7 +341,7 @@ def _attach(
         taken, name = names_in(graph), "rng"
         while name in taken:
             name += "_"
-        portable_dropout(model, rng_input_name=name)
+        portable_dropout(model, rng_input_name=name, target=plan.target)
     return attached, [x for x in graph.inputs if x not in before], names
 
 

@@ -54,7 +54,7 @@ def bad_loss(
 def bad_update(trainer: Trainer, feeds: Mapping[str, np.ndarray]) -> str | None:
     """Say which new value or gradient of a computed step is not finite, if one is."""
     first = first_bad(trainer.computed())
-    if first is None:
+    if first is None or trainer.manifest.options.get("loss_scale"):  # such a step is skipped
         return None
     node = find_node(*trainer.traced(feeds))
     return (

@@ -1,0 +1,161 @@
+"""Mixed precision of a build, and dynamic loss scaling in the graphs.
+
+float16 reaches down to 6e-8 only, so small gradients would vanish in it. The reverse sweep
+therefore starts from a scale instead of one, and the optimizer divides by it. If a gradient is not
+finite, the step changes nothing but the scale, which shrinks; after enough good steps it grows: the
+rules of ``torch.amp.GradScaler``. bfloat16 has the range of float32 and needs none of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.manifest import StateSpec
+
+OWNER = "loss_scale"
+SCALE, GOOD, SKIPPED = f"{OWNER}.scale", f"{OWNER}.good_steps", f"{OWNER}.skipped"
+_HALVES = {"bf16-mixed": ir.DataType.BFLOAT16, "fp16-mixed": ir.DataType.FLOAT16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """How a step computes; the numbers say how the loss of ``fp16-mixed`` is scaled."""
+
+    name: str = "float32"
+    """``float32``, ``bf16-mixed`` or ``fp16-mixed``."""
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    """How many good steps in a row let the scale grow."""
+
+    def __post_init__(self) -> None:
+        if self.name != "float32" and self.name not in _HALVES:
+            raise PrepareError(
+                f"no such precision: {self.name!r}\nhint: float32, {' or '.join(_HALVES)}"
+            )
+        if (
+            not (self.init_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0)
+            or not 0 < self.growth_interval < 1 << 24
+        ):
+            raise PrepareError(
+                f"no loss scale can be kept by {self}\nhint: init_scale > 0, growth_factor > 1, "
+                "0 < backoff_factor < 1, growth_interval from 1 to 2**24"
+            )
+
+    @property
+    def half(self) -> ir.DataType | None:
+        """The type of products, if it is not float32."""
+        return _HALVES.get(self.name)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.half == ir.DataType.FLOAT16
+
+    def state(self) -> list[StateSpec]:
+        """Give what the scaler keeps from step to step: the scale and two counters."""
+        starts = {SCALE: self.init_scale, GOOD: 0.0, SKIPPED: 0.0} if self.scaled else {}
+        return [
+            StateSpec(n, OWNER, n.removeprefix(f"{OWNER}."), "float32", (1,), start)
+            for n, start in starts.items()
+        ]
+
+    def settings(self) -> dict[str, Any] | None:
+        """Give the numbers of the scaler for the manifest, if there is one."""
+        values = dataclasses.asdict(self)
+        del values["name"]
+        return values if self.scaled else None
+
+
+def resolve(precision: str | Precision, target: str) -> Precision:
+    """Give the precision asked for.
+
+    Raises:
+        PrepareError: if there is none of that name, or not for this target.
+    """
+    found = Precision(precision) if isinstance(precision, str) else precision
+    if found.half is not None and target == "webgpu":
+        raise PrepareError(
+            f"precision {found.name!r} is not there for WebGPU\n"
+            "hint: float32, or target cuda, cpu, wasm or portable"
+        )
+    return found
+
+
+def initial(spec: StateSpec) -> np.ndarray:
+    """Give the start of a tensor of the scaler."""
+    return np.full(spec.shape, spec.init, np.float32)
+
+
+class Guard:
+    """The scaler inside a graph that updates parameters.
+
+    Args:
+        op: where nodes go.
+        precision: with the scaler's numbers.
+        slots: its state, by name, as inputs of the graph.
+        gradients: scaled ones, already multiplied with what else there is.
+    """
+
+    def __init__(
+        self,
+        op: OpBuilder,
+        precision: Precision,
+        slots: Mapping[str, ir.Value],
+        gradients: Mapping[str, ir.Value],
+    ) -> None:
+        self.op, self.precision, self.slots = op, precision, slots
+        # x - x is zero for every finite number and NaN for all else; a plain sum could overflow.
+        marks = [op.ReduceSum(op.Sub(g, g), keepdims=0) for g in gradients.values()]
+        marks = [op.cast(m, ir.DataType.FLOAT) for m in marks]
+        total = marks[0] if len(marks) == 1 else op.Sum(*marks)
+        self.good = op.Equal(total, 0.0)
+        """A scalar: all gradients are finite."""
+
+    def steps_done(self, step: ir.Value) -> ir.Value:
+        """Give the number of this step among those that were not skipped."""
+        return self.op.Sub(step, self.op.cast(self.slots[SKIPPED], step.dtype))
+
+    def keep(self, old: Mapping[str, ir.Value], new: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+        """Give the new values, or the old ones if this step is skipped."""
+        return {n: self.op.Where(self.good, v, old[n]) for n, v in new.items()}
+
+    def new_state(self) -> dict[str, ir.Value]:
+        """Give the scaler's state after this step."""
+        op, p = self.op, self.precision
+        scale, good, skipped = (self.slots[n] for n in (SCALE, GOOD, SKIPPED))
+        more = op.Add(good, 1.0)
+        due = op.GreaterOrEqual(more, float(p.growth_interval))
+        larger = op.Mul(scale, p.growth_factor)
+        fits = op.Less(larger, float(np.finfo(np.float32).max))
+        grown = op.Where(op.And(due, fits), larger, scale)
+        return {
+            SCALE: op.Where(self.good, grown, op.Mul(scale, p.backoff_factor)),
+            GOOD: op.Where(op.And(self.good, op.Not(due)), more, 0.0),
+            SKIPPED: op.Where(self.good, skipped, op.Add(skipped, 1.0)),
+        }
+
+
+def scalar(op: OpBuilder, value: ir.Value) -> ir.Value:
+    """Give the only element of a tensor of shape [1]."""
+    return op.Reshape(value, op.const([]))
+
+
+def unscaled(
+    op: OpBuilder,
+    gradients: Mapping[str, ir.Value],
+    scale: ir.Value,
+    factor: ir.Value | None = None,
+) -> dict[str, ir.Value]:
+    """Give gradients divided by the loss scale, and multiplied with a scalar if there is one."""
+    one = op.const(1.0, ir.DataType.FLOAT) if factor is None else factor
+    inverse = op.Div(one, scalar(op, scale))
+    return {n: op.Mul(g, op.cast(inverse, g.dtype)) for n, g in gradients.items()}
