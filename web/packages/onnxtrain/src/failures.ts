@@ -1,7 +1,7 @@
 /** What the runtime throws, told apart: memory, the GPU, anything else. */
 import { DeviceLostError, OnnxTrainError, OutOfMemoryError, RuntimeError } from "./errors.js";
 
-const MEMORY = /bad_alloc|out of memory|out-of-memory|failed to allocate|allocation failed|memory\.grow|memory access out of bounds|invalid (typed )?array (buffer )?length|exceeds the max(imum)? buffer size/i;
+const MEMORY = /bad_alloc|out of memory|out-of-memory|failed to allocate|allocation failed|memory\.grow|memory access out of bounds|invalid (typed )?array (buffer )?length|tensor shape is too large|exceeds the max(imum)? buffer size/i;
 const LOST = /device (was|is|has been) (lost|destroyed)|device.?lost|lost device|instance (was )?dropped|external instance reference/i;
 
 /** Gives an error of ours for what a runtime threw; `where` names the model and the device. */

@@ -144,7 +144,8 @@ function infer(s: TensorSpec, length: number, sizes: Map<string, { size: number;
   }
   if (open === 0 && known === length) return dims;
   const hint = open > 1 ? "\nhint: give { data, dims }" : "";
-  throw new ShapeError(`${expectation(s)}, ${got}${hint}`);
+  const bound = s.shape.flatMap((d) => (sizes.has(String(d)) ? [`${d} is ${sizes.get(String(d))!.size} in '${sizes.get(String(d))!.by}'`] : []));
+  throw new ShapeError(`${expectation(s)}, ${got}${bound.length ? `, but ${[...new Set(bound)].join(", ")}` : ""}${hint}`);
 }
 
 const RANGES: Record<string, readonly [number, number]> = {

@@ -1,0 +1,191 @@
+import type { Server } from "node:http";
+import { readFileSync } from "node:fs";
+import type { Browser } from "playwright-core";
+import { afterAll, beforeAll, expect, test } from "vitest";
+import type { Trainer } from "../../src/index.js";
+import { openPage, serve, start } from "./page.js";
+
+let browser: Browser;
+let site: { server: Server; address: string };
+beforeAll(async () => {
+  [browser, site] = await Promise.all([start(), serve(true)]);
+});
+afterAll(async () => {
+  await browser?.close();
+  site?.server.close();
+});
+
+test("memory that runs out is said by name, in a worker and beside one, and nothing is lost", async () => {
+  const { page } = await openPage(browser, site.address);
+  const found = await page.evaluate(async () => {
+    const { Trainer, OutOfMemoryError, RuntimeError } = onnxtrain;
+    const batch = (width: number) => ({ x: { data: new Float32Array(width).fill(0.01), dims: [1, width] }, labels: [1] });
+    const results: { errors: string[]; same: boolean; step: number }[] = [];
+    for (const worker of [true, false]) {
+      const trainer = await Trainer.create({ artifacts: "/fixtures/outer-wasm", device: "wasm", worker });
+      await trainer.step(batch(10));
+      await trainer.save("memory");
+      const before = await trainer.exportCheckpoint();
+      const errors: string[] = [];
+      // Tensors of just below 4 GiB, which is all that wasm can have, and of more.
+      for (const width of [32_767, 100_000]) {
+        const error = await trainer.step(batch(width)).then(() => undefined, (e: Error) => e);
+        errors.push(`${error instanceof OutOfMemoryError && error instanceof RuntimeError} ${error?.message}`);
+      }
+      const after = await trainer.exportCheckpoint();
+      const same = before.length === after.length && before.every((b, i) => b === after[i]);
+      await trainer.step(batch(20));
+      await trainer.load("memory");
+      results.push({ errors, same, step: trainer.globalStep });
+      await trainer.dispose();
+    }
+    return results;
+  });
+  for (const { errors, same, step } of found) {
+    for (const e of errors) expect(e).toMatch(/^true step_model[\w.]*\.onnx on wasm: memory ran out: .*\nhint: take smaller batches/s);
+    expect(same).toBe(true);
+    expect(step).toBe(1);
+  }
+}, 120_000);
+
+test("what is wrong with artifacts and batches is said by name", async () => {
+  const { page } = await openPage(browser, site.address);
+  const words = await page.evaluate(async () => {
+    const { Trainer } = onnxtrain;
+    const files = new Map<string, Uint8Array>();
+    for (const name of ["manifest.json", "checkpoint", "step_model.onnx", "inference_model.onnx"]) {
+      files.set(name, new Uint8Array(await (await fetch(`/fixtures/mlp-wasm/${name}`)).arrayBuffer()));
+    }
+    const manifest = new TextDecoder().decode(files.get("manifest.json"));
+    const put = (name: string, text: string) => new Map(files).set(name, new TextEncoder().encode(text));
+    const without = (name: string) => new Map([...files].filter(([n]) => n !== name));
+    const damaged = new Map(files).set("step_model.onnx", files.get("step_model.onnx")!.map((b, i) => (i === 500 ? b ^ 1 : b)));
+    const make = async (artifacts: Map<string, Uint8Array>) =>
+      await Trainer.create({ artifacts, device: "wasm" }).then(() => "nothing", (e: Error) => `${e.name}: ${e.message}`);
+    const trainer = await Trainer.create({ artifacts: files, device: "wasm" });
+    const step = async (batch: object) => await trainer.step(batch as never).then(() => "nothing", (e: Error) => `${e.name}: ${e.message}`);
+    const x = new Float32Array(20);
+    const found = {
+      version: await make(put("manifest.json", manifest.replace('"format": 1', '"format": 9'))),
+      text: await make(put("manifest.json", "<!doctype html>")),
+      lost: await make(without("step_model.onnx")),
+      damaged: await make(damaged),
+      shape: await step({ x: { data: x, dims: [4, 5] }, labels: [1, 2, 3, 0] }),
+      rows: await step({ x, labels: [1, 2, 3] }),
+      type: await step({ x, labels: [0.5, 1] }),
+      missing: await step({ x }),
+    };
+    await trainer.dispose();
+    return found;
+  });
+  expect(words.version).toMatch(/^ManifestError: manifest.json: format 9, this version reads 1/);
+  expect(words.text).toMatch(/^ManifestError: manifest.json: not JSON/);
+  expect(words.lost).toMatch(/^ArtifactError: step_model.onnx: cannot be read: there are manifest.json, /);
+  expect(words.damaged).toMatch(/^ArtifactError: step_model.onnx: not the file that the manifest names \(sha256 differs\)/);
+  expect(words.shape).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got shape \[4, 5\]/);
+  expect(words.rows).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got 20 elements, but batch is 3 in 'labels'/);
+  expect(words.type).toMatch(/^ShapeError: 'labels' is int64, got numbers with values that do not fit: 0.5/);
+  expect(words.missing).toMatch(/^ShapeError: missing from the batch: labels/);
+});
+
+test("training goes on in a hidden tab, and after a tab was frozen", async () => {
+  const { page } = await openPage(browser, site.address);
+  const steps = await page.evaluate(async () => {
+    // What browsers do to a hidden tab: no frames, one timer a second.
+    Object.defineProperty(document, "visibilityState", { value: "hidden" });
+    document.dispatchEvent(new Event("visibilitychange"));
+    globalThis.requestAnimationFrame = () => 0;
+    const timer = globalThis.setTimeout;
+    globalThis.setTimeout = ((work: () => void, ms = 0) => timer(work, Math.max(1000, ms))) as never;
+    const { Trainer } = onnxtrain;
+    const trainer = await Trainer.create({ artifacts: "/fixtures/mlp-wasm", device: "wasm" });
+    const data = { x: Float32Array.from({ length: 6400 }, (_, i) => Math.sin(i)), labels: new Uint8Array(640).map((_, i) => i % 4) };
+    let steps = 0;
+    for await (const _ of trainer.fit(data, { batchSize: 8 })) steps++;
+    Object.assign(globalThis, { trainer, data });
+    return steps;
+  });
+  expect(steps).toBe(80);
+  const cdp = await page.context().newCDPSession(page);
+  await page.evaluate(() => {
+    const { trainer, data } = globalThis as unknown as { trainer: Trainer; data: never };
+    const run = async () => {
+      let steps = 0;
+      for await (const _ of trainer.fit(data, { batchSize: 8, epochs: 10 })) steps++;
+      document.title = `steps ${steps}`;
+    };
+    void run();
+  });
+  await cdp.send("Page.setWebLifecycleState", { state: "frozen" });
+  await new Promise((resolve) => setTimeout(resolve, 500));
+  await cdp.send("Page.setWebLifecycleState", { state: "active" });
+  await page.waitForFunction(() => document.title === "steps 800", undefined, { timeout: 60_000, polling: 200 });
+}, 120_000);
+
+test("200 rounds of create and dispose keep the tab's memory; workers end", async () => {
+  const { page } = await openPage(browser, site.address);
+  const rounds = async (count: number, worker: boolean): Promise<void> => {
+    await page.evaluate(async ([count, worker]) => {
+      const { Trainer } = onnxtrain;
+      const files = new Map<string, Uint8Array>();
+      for (const name of ["manifest.json", "checkpoint", "step_model.onnx", "inference_model.onnx"]) {
+        files.set(name, new Uint8Array(await (await fetch(`/fixtures/mlp-wasm/${name}`)).arrayBuffer()));
+      }
+      for (let i = 0; i < count; i++) {
+        const trainer = await Trainer.create({ artifacts: files, device: "wasm", worker, threads: 1 });
+        await trainer.step({ x: new Float32Array(20).fill(0.5), labels: [1, 2] });
+        await trainer.predict({ x: new Float32Array(20) });
+        await trainer.dispose();
+      }
+    }, [count, worker] as const);
+  };
+  const cdp = await page.context().newCDPSession(page);
+  const devtools = await browser.newBrowserCDPSession();
+  /** Memory of the tab's scripts, and of all processes that draw pages, in MiB. */
+  const memory = async () => {
+    await cdp.send("HeapProfiler.collectGarbage");
+    const { usedSize } = await cdp.send("Runtime.getHeapUsage");
+    const { processInfo } = await devtools.send("SystemInfo.getProcessInfo");
+    const pages = processInfo.filter((p) => p.type === "renderer");
+    const resident = pages.reduce((n, p) => n + Number(readFileSync(`/proc/${p.id}/statm`, "utf8").split(" ")[1]) * 4096, 0);
+    return { scripts: usedSize / 2 ** 20, resident: resident / 2 ** 20 };
+  };
+  await rounds(20, false);
+  const before = await memory();
+  await rounds(200, false);
+  const after = await memory();
+  console.log(`200 rounds: scripts ${(after.scripts - before.scripts).toFixed(1)} MiB, resident ${(after.resident - before.resident).toFixed(0)} MiB`);
+  expect(after.scripts - before.scripts).toBeLessThan(5);
+  expect(after.resident - before.resident).toBeLessThan(80);
+  await rounds(3, true);
+  await expect.poll(() => page.workers().length).toBe(0);
+}, 240_000);
+
+test("the page stays live while the worker trains", async () => {
+  const { page } = await openPage(browser, site.address);
+  const { gaps, steps } = await page.evaluate(async () => {
+    const { Trainer } = onnxtrain;
+    const trainer = await Trainer.create({ artifacts: "/fixtures/cnn-wasm", device: "wasm" });
+    const n = 4096;
+    const data = { x: Float32Array.from({ length: 64 * n }, (_, i) => Math.sin(i)), labels: new Uint8Array(n).map((_, i) => i % 4) };
+    const gaps: number[] = [];
+    let watching = true;
+    let last = performance.now();
+    const frame = () => {
+      gaps.push(performance.now() - last);
+      last = performance.now();
+      if (watching) requestAnimationFrame(frame);
+    };
+    requestAnimationFrame(frame);
+    let steps = 0;
+    for await (const _ of trainer.fit(data, { batchSize: 256, epochs: 6 })) steps++;
+    watching = false;
+    await trainer.dispose();
+    return { gaps: gaps.sort((a, b) => a - b), steps };
+  });
+  const at = (share: number) => gaps[Math.floor(share * (gaps.length - 1))]!;
+  console.log(`while training ${steps} steps: ${gaps.length} frames, median ${at(0.5).toFixed(0)} ms, 95 % below ${at(0.95).toFixed(0)} ms`);
+  expect(steps).toBe(96);
+  expect(gaps.length).toBeGreaterThan(10);
+  expect(at(0.5)).toBeLessThan(60);
+}, 60_000);
