@@ -28,6 +28,13 @@ assert onnxruntime.training is compat
 assert artifacts is compat.artifacts and onnxblock is compat.onnxblock
 assert onnxblock.blocks is compat.onnxblock.blocks
 assert Module is compat.api.Module
+from onnxruntime import SessionOptions, TrainingParameters, TrainingSession
+from onnxruntime.capi._pybind_state import (
+    OrtModuleGraphBuilder, OrtModuleGraphBuilderConfiguration, OrtValueCache,
+    PartialGraphExecutionState, TrainingAgent, TrainingGraphTransformerConfiguration)
+assert TrainingAgent is compat.agent.TrainingAgent
+assert onnxruntime.training.TrainingParameters is TrainingParameters
+assert "torch" not in sys.modules
 assert onnxruntime.training.is_ortmodule_available() is True  # torch is installed here
 for name in ("blocks loss optim Block ForwardBlock TrainingBlock load_checkpoint_to_model "
              "save_checkpoint base custom_op_library empty_base").split():

@@ -1,4 +1,4 @@
-"""Names of ``onnxruntime.training`` that need torch, imported when somebody asks for them."""
+"""Names of ``onnxruntime.training`` that are imported when somebody asks; some need torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ _HOMES = {
     "ORTTrainer": "orttrainer",
     "ORTTrainerOptions": "orttrainer",
     "TrainStepInfo": "optim",
+    "TrainingParameters": "training_session",
+    "TrainingSession": "training_session",
 }
-_MODULES = ("amp", "experimental", "optim", "ortmodule", "orttrainer")
+_MODULES = (
+    "agent",
+    "amp",
+    "experimental",
+    "optim",
+    "ortmodule",
+    "orttrainer",
+    "training_session",
+)
 
 
 def __getattr__(name: str) -> Any:

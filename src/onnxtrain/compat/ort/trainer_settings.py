@@ -93,13 +93,9 @@ def old_form(
             "ORTTrainer trains in one process here\n"
             "hint: onnxtrain.torch.TrainableModule in DistributedDataParallel"
         )
-    if training_optimizer_name not in _NAMES:
-        raise CompatError(
-            f"no such optimizer: {training_optimizer_name!r}\nhint: {', '.join(_NAMES)}"
-        )
     return loss_fn, Settings(
         Signature.of(model_desc),
-        _Attributes(training_optimizer_name, map_optimizer_attributes),
+        Attributes(training_optimizer_name, map_optimizer_attributes),
         _device(device),
         accumulate=gradient_accumulation_steps,
         clip=enable_grad_norm_clip,
@@ -111,10 +107,12 @@ def old_form(
     )
 
 
-class _Attributes:
+class Attributes:
     """The configuration that ``map_optimizer_attributes`` describes, weight by weight."""
 
     def __init__(self, name: str, attributes: Callable[[str], Mapping[str, Any]] | None) -> None:
+        if name not in _NAMES:
+            raise CompatError(f"no such optimizer: {name!r}\nhint: {', '.join(_NAMES)}")
         self.lr = 0.001
         self._kind = _NAMES[name]
         self._attributes = attributes

@@ -1,0 +1,223 @@
+"""The second old API: forward and backward as two calls, over :func:`onnxtrain.split`.
+
+>>> builder, config = OrtModuleGraphBuilder(), OrtModuleGraphBuilderConfiguration()
+>>> config.initializer_names = config.initializer_names_to_train = ["fc.weight", "fc.bias"]
+>>> builder.initialize(model, config)  # doctest: +SKIP
+>>> builder.build()  # doctest: +SKIP
+>>> session = onnxruntime.InferenceSession(builder.get_gradient_model())  # doctest: +SKIP
+
+and ``TrainingAgent(session, ...)`` runs it. None of this needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.compat.ort.errors import OrtError
+from onnxtrain.compat.ort.graph_builder import (
+    GraphInfo,
+    OrtModuleGraphBuilder,
+    OrtModuleGraphBuilderConfiguration,
+    Parts,
+    TrainingGraphTransformerConfiguration,
+)
+from onnxtrain.compat.ort.ort_values import as_value, check_value, deliver, items
+from onnxtrain.errors import OnnxTrainError
+from onnxtrain.runtime import session as runtime
+
+
+class PartialGraphExecutionState:
+    """What one forward pass leaves for its backward pass; one object for each pass."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] | None = None
+        self._owner: TrainingAgent | None = None
+
+    def _keep(self, owner: TrainingAgent, values: dict[str, Any]) -> None:
+        self._owner, self._values = owner, values
+
+    def _take(self, owner: TrainingAgent) -> dict[str, Any]:
+        if self._values is None:
+            raise OrtError(
+                "Error in backward pass execution: this state holds no forward pass\n"
+                "hint: call run_forward with it first; a state serves one backward pass"
+            )
+        if self._owner is not owner:
+            raise OrtError("Error in backward pass execution: the state is of another agent")
+        values, self._values = self._values, None
+        return values
+
+
+class OrtValueCache:
+    """Values by name that forward passes share; here no graph has any to share."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def insert(self, node_arg_name: str, value: Any) -> None:
+        """Keep a value, unless there is one of that name."""
+        self._values.setdefault(node_arg_name, value)
+
+    def keys(self) -> list[str]:
+        """Give the names."""
+        return list(self._values)
+
+    def count(self, node_arg_name: str) -> int:
+        """Give 1 if there is a value of that name, else 0."""
+        return int(node_arg_name in self._values)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._values.clear()
+
+    def remove(self, node_arg_name: str) -> None:
+        """Forget one value."""
+        if node_arg_name not in self._values:
+            raise OrtError(f"NodeArg not found in cache: {node_arg_name}")
+        del self._values[node_arg_name]
+
+
+class TrainingAgent:
+    """Runs the forward and the backward pass of a model that a builder made.
+
+    Several forward passes may come before their backward passes, in any order, each with a state of
+    its own.
+
+    Args:
+        session: an ``InferenceSession``, or its ``_sess``, of ``get_gradient_model()``.
+        fw_feed_names: the order of what forward passes are given: features, then weights.
+        fw_outputs_device_info: taken for old programs; the session says where it runs.
+        bw_fetches_names: which gradients a backward pass gives, in which order.
+        bw_outputs_device_info: as ``fw_outputs_device_info``.
+        local_rank: as ``fw_outputs_device_info``.
+
+    Raises:
+        CompatError: if the session's model is not of ``OrtModuleGraphBuilder``, or has no such
+            input or gradient.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        fw_feed_names: Sequence[str],
+        fw_outputs_device_info: Sequence[Any] | None = None,
+        bw_fetches_names: Sequence[str] | None = None,
+        bw_outputs_device_info: Sequence[Any] | None = None,
+        local_rank: int = 0,
+    ) -> None:
+        del fw_outputs_device_info, bw_outputs_device_info, local_rank
+        session = getattr(session, "_sess", session)
+        self._parts = parts = Parts.of(session.model_meta.custom_metadata_map)
+        device = "cuda" if "CUDAExecutionProvider" in session.get_providers() else "cpu"
+        threads = session.session_options.intra_op_num_threads or None
+        self._device = device
+        self._forward = runtime.create(parts.forward, device=device, threads=threads)
+        self._backward = runtime.create(parts.backward, device=device, threads=threads)
+        self._inputs = {x.name: x for x in self._forward.get_inputs()}
+        self._slopes = {x.name: x for x in self._backward.get_inputs()}
+        self._feeds, known = list(fw_feed_names), [*parts.inputs]
+        if sorted(self._feeds) != sorted(known):
+            raise OrtError(
+                f"fw_feed_names are {', '.join(self._feeds)}; the model takes {', '.join(known)}"
+            )
+        self._fetches = list(parts.gradients if bw_fetches_names is None else bw_fetches_names)
+        strange = [n for n in self._fetches if n not in parts.gradients]
+        if strange:
+            raise OrtError(
+                f"no such gradient: {', '.join(strange)}\nhint: {', '.join(parts.gradients)}"
+            )
+
+    def run_forward(
+        self,
+        feeds: Iterable[Any],
+        fetches: Any,
+        state: PartialGraphExecutionState,
+        cache: OrtValueCache | None = None,
+    ) -> None:
+        """Put the outputs of the model into ``fetches``, and what backward needs into ``state``.
+
+        Args:
+            feeds: arrays or OrtValues, in the order of ``fw_feed_names``. An OrtValue that the
+                backward pass reads must not change before that.
+            fetches: a list or an ``OrtValueVector``.
+            state: of this pass.
+            cache: taken for old programs.
+        """
+        del cache
+        feeds = items(feeds)
+        given = self._given(feeds, self._feeds, self._inputs, "forward")
+        names = [x.name for x in self._forward.get_outputs()]
+        made = self._run(self._forward, names, given, "forward")
+        parts = self._parts
+        kept = {n: made[n] for n in parts.saved}
+        for name, value in zip(self._feeds, feeds, strict=True):
+            if name in parts.passed:
+                # Arrays are often changed in place before their backward pass comes.
+                array = isinstance(value, np.ndarray)
+                kept[name] = as_value(value.copy(), self._device) if array else given[name]
+        state._keep(self, kept)
+        deliver(fetches, [made[n] for n in parts.outputs])
+
+    def run_backward(
+        self, feeds: Iterable[Any], fetches: Any, state: PartialGraphExecutionState
+    ) -> None:
+        """Put the gradients that were asked for into ``fetches``.
+
+        Args:
+            feeds: gradients of the differentiable outputs, in their order.
+            fetches: a list or an ``OrtValueVector``.
+            state: of the forward pass.
+        """
+        names = list(self._parts.cotangents)
+        given = self._given(feeds, names, self._slopes, "backward")
+        values = {**state._take(self), **given}
+        known = {n: values[n] for n in self._slopes}
+        wanted = list(dict.fromkeys(self._fetches))
+        made = self._run(self._backward, wanted, known, "backward")
+        deliver(fetches, [made[n] for n in self._fetches])
+
+    def _given(
+        self, feeds: Iterable[Any], names: list[str], known: dict[str, Any], what: str
+    ) -> dict[str, Any]:
+        values = [as_value(v, self._device) for v in items(feeds)]
+        if len(values) != len(names):
+            raise OrtError(
+                f"Error in {what} pass execution: {len(values)} values given, not {len(names)}\n"
+                f"hint: give them in this order: {', '.join(names)}"
+            )
+        for name, value in zip(names, values, strict=True):
+            if name in known:
+                check_value(value, known[name], what)
+        return dict(zip(names, values, strict=True))
+
+    def _run(self, session: Any, names: list[str], feeds: dict[str, Any], what: str) -> Any:
+        taken = {x.name for x in session.get_inputs()}
+        feeds = {n: v for n, v in feeds.items() if n in taken}
+        try:
+            if self._device == "cpu":
+                found = runtime.run_values(session, names, feeds)
+            else:
+                binding = session.io_binding()
+                for name, value in feeds.items():
+                    binding.bind_ortvalue_input(name, value)
+                for name in names:
+                    binding.bind_output(name, self._device)
+                runtime.run_bound(session, binding)
+                found = binding.get_outputs()
+        except OnnxTrainError as error:
+            raise OrtError(f"Error in {what} pass execution: {error}") from error
+        return dict(zip(names, found, strict=True))
+
+
+__all__ = [
+    "GraphInfo",
+    "OrtModuleGraphBuilder",
+    "OrtModuleGraphBuilderConfiguration",
+    "OrtValueCache",
+    "PartialGraphExecutionState",
+    "TrainingAgent",
+    "TrainingGraphTransformerConfiguration",
+]

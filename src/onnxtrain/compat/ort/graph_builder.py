@@ -1,0 +1,232 @@
+"""``OrtModuleGraphBuilder``: a model with its gradient, from a model and the names to train."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.autodiff.gradients import lift, vjp
+from onnxtrain.autodiff.split import Split, split
+from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io import load
+from onnxtrain.graph.simplify import simplify
+
+_KEY = "onnxtrain.agent"
+
+
+@dataclasses.dataclass
+class TrainingGraphTransformerConfiguration:
+    """Settings of the old engine's rewriting; without effect."""
+
+    enable_gelu_approximation: bool = False
+    attn_dropout_recompute: bool = False
+    gelu_recompute: bool = False
+    transformer_layer_recompute: bool = False
+    number_recompute_layers: int = 0
+    allow_layer_norm_mod_precision: bool = False
+    propagate_cast_ops_config: Any = None
+
+
+@dataclasses.dataclass
+class OrtModuleGraphBuilderConfiguration:
+    """What to differentiate with respect to; all else is taken for old programs."""
+
+    initializer_names: Sequence[str] = ()
+    """Initializers that become inputs, after the model's own."""
+    initializer_names_to_train: Sequence[str] = ()
+    """Those of them that get a gradient."""
+    input_names_require_grad: Sequence[str] = ()
+    build_gradient_graph: bool = True
+    use_memory_efficient_gradient: bool = False
+    graph_transformer_config: Any = dataclasses.field(
+        default_factory=TrainingGraphTransformerConfiguration
+    )
+    enable_caching: bool = False
+    loglevel: Any = None
+
+
+@dataclasses.dataclass
+class GraphInfo:
+    """Names of what goes into the two passes and comes out of them."""
+
+    user_input_names: list[str]
+    user_input_grad_names: dict[str, str]
+    user_output_names: list[str]
+    initializer_names: list[str]
+    initializer_names_to_train: list[str]
+    initializer_grad_names_to_train: list[str]
+    module_output_gradient_name: list[str]
+    """What a backward pass is given, in order."""
+    output_grad_indices_non_differentiable: list[int]
+    output_grad_indices_require_full_shape: list[int] = dataclasses.field(default_factory=list)
+    module_output_indices_requires_save_for_backward: list[int] = dataclasses.field(
+        default_factory=list
+    )
+    frontier_node_arg_map: dict[str, str] = dataclasses.field(default_factory=dict)
+    cached_node_arg_names: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The two models inside a gradient model, and their names."""
+
+    forward: bytes
+    backward: bytes
+    inputs: list[str]
+    outputs: list[str]
+    saved: list[str]
+    passed: list[str]
+    cotangents: list[str]
+    gradients: list[str]
+
+    def to_text(self) -> str:
+        """Give all of it as text, for the properties of a model."""
+        fields = dataclasses.asdict(self)
+        for name in ("forward", "backward"):
+            fields[name] = base64.b64encode(zlib.compress(fields[name])).decode()
+        return json.dumps(fields)
+
+    @classmethod
+    def of(cls, properties: Mapping[str, str]) -> Parts:
+        """Read the parts from the properties of a model."""
+        if _KEY not in properties:
+            raise OrtError(
+                "the session's model has no backward pass\n"
+                "hint: make it with OrtModuleGraphBuilder.get_gradient_model()"
+            )
+        fields = json.loads(properties[_KEY])
+        for name in ("forward", "backward"):
+            fields[name] = zlib.decompress(base64.b64decode(fields[name]))
+        return cls(**fields)
+
+
+class OrtModuleGraphBuilder:
+    """Builds the gradient of a model; ``initialize``, ``build``, then ask for the results."""
+
+    def __init__(self) -> None:
+        self._model: ir.Model | None = None
+        self._config = OrtModuleGraphBuilderConfiguration()
+        self._cut: Split | None = None
+        self._parts: Parts | None = None
+        self._inputs: list[str] = []
+        self._weights: list[str] = []
+
+    def initialize(
+        self, serialized_model: bytes | onnx.ModelProto, config: OrtModuleGraphBuilderConfiguration
+    ) -> None:
+        """Take a model and what to differentiate with respect to."""
+        with as_ort_errors():
+            model = load(serialized_model)
+        graph = model.graph
+        known = list(graph.initializers)
+        weights = list(config.initializer_names)
+        wrong = [n for n in weights if n not in graph.initializers]
+        if wrong:
+            raise OrtError(f"no such initializer: {', '.join(wrong)}\nhint: {', '.join(known)}")
+        wrong = [n for n in config.initializer_names_to_train if n not in weights]
+        if wrong:
+            raise OrtError(
+                f"initializer_names_to_train has {', '.join(wrong)}, initializer_names has not"
+            )
+        inputs = [x.name or "" for x in graph.inputs]
+        wrong = [n for n in config.input_names_require_grad if n not in inputs]
+        if wrong:
+            raise OrtError(f"no such input: {', '.join(wrong)}\nhint: {', '.join(inputs)}")
+        lift(graph, [graph.initializers[n] for n in weights])
+        self._model, self._config = model, config
+        self._inputs, self._weights = inputs, weights
+        self._cut = self._parts = None
+
+    def build(self, *without_effect: Any) -> None:
+        """Build the graphs; shapes or settings of the old engine may be given, without effect."""
+        del without_effect
+        model = self._initialized()
+        if not self._config.build_gradient_graph:
+            return
+        by_name = {x.name: x for x in model.graph.inputs}
+        wanted = [n for n in self._config.input_names_require_grad if S.is_float(by_name[n])]
+        wrt = [*wanted, *self._config.initializer_names_to_train]
+        with as_ort_errors():
+            cut = self._cut = split(model, wrt)
+        count = len(cut.outputs)
+        names = [x.name for x in cut.backward.graph.input]
+        self._parts = Parts(
+            cut.forward.SerializeToString(),
+            cut.backward.SerializeToString(),
+            [*self._inputs, *self._weights],
+            [y.name or "" for y in model.graph.outputs],
+            list(cut.saved),
+            list(cut.passed),
+            names[len(names) - count :],
+            [y.name for y in cut.backward.graph.output],
+        )
+
+    def get_gradient_model(self) -> bytes:
+        """Give a model from features and weights to gradients, for a ``TrainingAgent``.
+
+        Run by itself it gives the gradients of the sum of all outputs. The two models that the
+        agent runs travel inside of it.
+        """
+        parts, cut = self._built()
+        model = load(vjp(self._initialized(), cut.wrt))
+        graph = model.graph
+        op = OpBuilder(graph, "seed/")
+        by_name = {x.name: x for x in graph.inputs}
+        cotangents = list(graph.inputs)[len(parts.inputs) :]
+        for x, name in zip(cotangents, cut.outputs, strict=True):
+            y = next(y for y in graph.outputs if y.name == name)
+            ones = op.Expand(op.const(1.0, y.dtype), op.Shape(y))
+            x.replace_all_uses_with(ones)
+        graph.inputs.clear()
+        graph.inputs.extend(by_name[n] for n in parts.inputs)
+        del graph.outputs[: len(parts.outputs)]
+        graph.sort()
+        proto = finish(simplify(model))
+        proto.metadata_props.add(key=_KEY, value=parts.to_text())
+        return proto.SerializeToString()
+
+    def get_forward_model(self) -> bytes:
+        """Give the model alone, with the weights as inputs."""
+        return finish(load(self._initialized())).SerializeToString()
+
+    get_model = get_gradient_model
+    get_inference_optimized_model = get_forward_model
+
+    def get_graph_info(self) -> GraphInfo:
+        """Give the names."""
+        parts, cut = self._built()
+        slopes = dict(zip(cut.wrt, parts.gradients, strict=True))
+        trained = list(self._config.initializer_names_to_train)
+        return GraphInfo(
+            list(self._inputs),
+            {n: slopes[n] for n in self._inputs if n in slopes},
+            list(parts.outputs),
+            list(self._weights),
+            trained,
+            [slopes[n] for n in trained],
+            list(parts.cotangents),
+            [i for i, n in enumerate(parts.outputs) if n not in cut.outputs],
+        )
+
+    def _initialized(self) -> ir.Model:
+        if self._model is None:
+            raise OrtError("the builder has no model\nhint: call initialize(model, config) first")
+        return self._model
+
+    def _built(self) -> tuple[Parts, Split]:
+        if self._parts is None or self._cut is None:
+            raise OrtError(
+                "there is no gradient graph\n"
+                "hint: call build() first, with build_gradient_graph=True in the configuration"
+            )
+        return self._parts, self._cut

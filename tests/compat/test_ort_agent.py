@@ -1,0 +1,213 @@
+"""The old forward and backward calls, over two models on stock onnxruntime."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnxruntime.capi._pybind_state import OrtValueVector
+
+from onnxtrain import vjp
+from onnxtrain.compat.ort.agent import (
+    OrtModuleGraphBuilder,
+    OrtModuleGraphBuilderConfiguration,
+    OrtValueCache,
+    PartialGraphExecutionState,
+    TrainingAgent,
+    TrainingGraphTransformerConfiguration,
+)
+from onnxtrain.errors import CompatError
+
+from .models import WEIGHTS, arrays_of, batch, mlp, two_outputs
+
+
+def built(model, weights=None, train=None, inputs=()):
+    config = OrtModuleGraphBuilderConfiguration()
+    config.initializer_names = list(arrays_of(model)) if weights is None else weights
+    config.initializer_names_to_train = config.initializer_names if train is None else train
+    config.input_names_require_grad = list(inputs)
+    config.build_gradient_graph = True
+    config.graph_transformer_config = TrainingGraphTransformerConfiguration()
+    builder = OrtModuleGraphBuilder()
+    builder.initialize(model.SerializeToString(), config)
+    builder.build()
+    return builder
+
+
+def agent_of(builder) -> TrainingAgent:
+    session = onnxruntime.InferenceSession(builder.get_gradient_model())
+    feeds = [x.name for x in session.get_inputs()]
+    fetches = [y.name for y in session.get_outputs()]
+    return TrainingAgent(session._sess, feeds, [], fetches, [])
+
+
+def expected(model, wrt, feeds, slopes):
+    """Give outputs and gradients of one call of the joint model."""
+    session = onnxruntime.InferenceSession(vjp(model, wrt).SerializeToString())
+    names = [x.name for x in session.get_inputs()]
+    return session.run(None, dict(zip(names, [*feeds, *slopes], strict=True)))
+
+
+def numbers(values) -> list[np.ndarray]:
+    return [values[i].numpy() for i in range(len(values))]
+
+
+def test_passes_equal_the_joint_model():
+    model = mlp()
+    builder, weights = built(model, inputs=["input"]), list(arrays_of(model).values())
+    info = builder.get_graph_info()
+    assert info.user_input_names == ["input"]
+    assert info.user_input_grad_names == {"input": "input_grad"}
+    assert info.initializer_names == WEIGHTS
+    assert info.initializer_grad_names_to_train == [f"{n}_grad" for n in WEIGHTS]
+    assert info.user_output_names == ["output"]
+    assert info.module_output_gradient_name == ["output_grad"]
+    agent = agent_of(builder)
+    x, _ = batch()
+    slope = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    outputs, slopes, state = [], [], PartialGraphExecutionState()
+    agent.run_forward([x, *weights], outputs, state, OrtValueCache())
+    agent.run_backward([slope], slopes, state)
+    wanted = expected(model, ["input", *WEIGHTS], [x, *weights], [slope])
+    for got, want in zip([*numbers(outputs), *numbers(slopes)], wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_several_forwards_before_their_backwards():
+    """Passes end in another order than they began; weights change in between, in place."""
+    model = mlp()
+    agent, weights = agent_of(built(model)), [w.copy() for w in arrays_of(model).values()]
+    rng, states, wanted = np.random.default_rng(1), [], []
+    for size in (3, 5, 2):
+        x, slope = (rng.standard_normal((size, n)).astype(np.float32) for n in (6, 3))
+        state = PartialGraphExecutionState()
+        agent.run_forward([x, *weights], [], state)
+        states.append((state, slope))
+        wanted.append(expected(model, WEIGHTS, [x, *weights], [slope])[1:])
+        for w in weights:
+            w *= 1.5
+    for i in (1, 0, 2):
+        state, slope = states[i]
+        slopes: list = []
+        agent.run_backward([slope], slopes, state)
+        for got, want in zip(numbers(slopes), wanted[i], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_values_and_vectors_of_onnxruntime():
+    model = mlp()
+    agent, x = agent_of(built(model)), batch()[0]
+    arrays = [x, *arrays_of(model).values()]
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(a) for a in arrays]
+    feeds, fetches, slopes = OrtValueVector(), OrtValueVector(), OrtValueVector()
+    for value in values:
+        feeds.push_back(value._ortvalue)
+    state = PartialGraphExecutionState()
+    agent.run_forward(feeds, fetches, state)
+    slope = OrtValueVector()
+    slope.push_back(fetches[0])
+    agent.run_backward(slope, slopes, state)
+    wanted = expected(model, WEIGHTS, arrays, [fetches[0].numpy()])
+    for got, want in zip([*numbers(fetches), *numbers(slopes)], wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_weights_are_inputs_and_fetches_choose():
+    model = two_outputs()
+    names = list(arrays_of(model))
+    builder = built(model, train=["weight3", "bias1"])
+    info = builder.get_graph_info()
+    assert info.module_output_gradient_name == ["output1_grad", "output2_grad"]
+    session = onnxruntime.InferenceSession(builder.get_gradient_model())
+    assert [x.name for x in session.get_inputs()] == ["input", *names]
+    agent = TrainingAgent(session, ["input", *names], bw_fetches_names=["weight3_grad"])
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((2, 4)).astype(np.float32)
+    slopes = [rng.standard_normal((2, n)).astype(np.float32) for n in (3, 2)]
+    outputs, got, state = [], [], PartialGraphExecutionState()
+    agent.run_forward([x, *arrays_of(model).values()], outputs, state)
+    agent.run_backward(slopes, got, state)
+    weight = arrays_of(model)["weight3"]
+    *own, want = expected(model, ["weight3"], [x, weight], slopes)
+    for a, b in zip([*numbers(outputs), *numbers(got)], [*own, want], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_models_run_by_themselves():
+    """The gradient model gives gradients of the sum of outputs, the forward model its outputs."""
+    model = mlp()
+    builder, weights = built(model), arrays_of(model)
+    x, _ = batch()
+    ones = np.ones((8, 3), np.float32)
+    want = expected(model, WEIGHTS, [x, *weights.values()], [ones])
+    alone = onnxruntime.InferenceSession(builder.get_gradient_model())
+    for a, b in zip(alone.run(None, {"input": x, **weights}), want[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    forward = onnxruntime.InferenceSession(builder.get_inference_optimized_model())
+    np.testing.assert_allclose(
+        forward.run(None, {"input": x, **weights})[0], want[0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_wrong_use_is_named():
+    model = mlp()
+    agent, weights = agent_of(built(model)), list(arrays_of(model).values())
+    x, state = batch()[0], PartialGraphExecutionState()
+    slope = np.ones((8, 3), np.float32)
+    with pytest.raises(CompatError, match="holds no forward pass"):
+        agent.run_backward([slope], [], state)
+    with pytest.raises(RuntimeError, match=r"4 values given, not 5(?s:.)*input, fc1\.weight"):
+        agent.run_forward(weights, [], state)
+    with pytest.raises(CompatError, match=r"'input' is tensor\(double\) \[8, 6\]"):
+        agent.run_forward([x.astype(np.float64), *weights], [], state)
+    with pytest.raises(CompatError, match=r"'input' has shape \[8, 5\]"):
+        agent.run_forward([x[:, :5], *weights], [], state)
+    with pytest.raises(TypeError, match="neither an OrtValue nor an array: str"):
+        agent.run_forward(["x", *weights], [], state)
+    agent.run_forward([x, *weights], [], state)
+    with pytest.raises(CompatError, match="2 values given, not 1"):
+        agent.run_backward([slope, slope], [], state)
+    with pytest.raises(CompatError, match=r"backward(?s:.)*'output_grad' is tensor\(int64\)"):
+        agent.run_backward([slope.astype(np.int64)], [], state)
+    with pytest.raises(CompatError, match="of another agent"):
+        agent_of(built(model)).run_backward([slope], [], state)
+    agent.run_backward([slope], [], state)
+    with pytest.raises(CompatError, match="holds no forward pass"):
+        agent.run_backward([slope], [], state)
+
+
+def test_wrong_builds_are_named():
+    model = mlp()
+    builder = OrtModuleGraphBuilder()
+    with pytest.raises(CompatError, match="has no model"):
+        builder.build()
+    with pytest.raises(CompatError, match=r"no such initializer: fc9\.weight"):
+        built(model, ["fc9.weight"])
+    with pytest.raises(CompatError, match=r"to_train has fc1\.bias"):
+        built(model, ["fc1.weight"], ["fc1.bias"])
+    with pytest.raises(CompatError, match="no such input: image"):
+        built(model, inputs=["image"])
+    builder.initialize(model.SerializeToString(), OrtModuleGraphBuilderConfiguration())
+    with pytest.raises(CompatError, match="no gradient graph"):
+        builder.get_gradient_model()
+    plain = onnxruntime.InferenceSession(model.SerializeToString())
+    with pytest.raises(CompatError, match="has no backward pass"):
+        TrainingAgent(plain, ["input"])
+    session = onnxruntime.InferenceSession(built(model).get_gradient_model())
+    with pytest.raises(CompatError, match="the model takes input"):
+        TrainingAgent(session, ["input"])
+    with pytest.raises(CompatError, match="no such gradient: x"):
+        TrainingAgent(session, ["input", *WEIGHTS], bw_fetches_names=["x"])
+
+
+def test_cache():
+    cache = OrtValueCache()
+    cache.insert("a", 1)
+    cache.insert("a", 2)
+    assert (cache.keys(), cache.count("a"), cache.count("b")) == (["a"], 1, 0)
+    with pytest.raises(RuntimeError, match="NodeArg not found in cache: b"):
+        cache.remove("b")
+    cache.remove("a")
+    cache.insert("c", 3)
+    cache.clear()
+    assert cache.keys() == []
