@@ -9,9 +9,13 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts import build as build_artifacts
+from onnxtrain.artifacts.declare import key_of
 from onnxtrain.commands.common import read_size
+from onnxtrain.errors import LoweringError
 from onnxtrain.losses import Weighted
+from onnxtrain.lowering.leaving import PROFILES, leaving
 from onnxtrain.optim import resolve
 
 
@@ -37,9 +41,15 @@ def build(
     steps_per_call: Annotated[
         int | None, Option(help="Also a step model for so many batches; 8 for small ones on wasm.")
     ] = None,
+    placement: Annotated[
+        bool, Option("--placement", help="Tell which nodes would leave the GPU.")
+    ] = False,
     prefix: Annotated[str, Option(help="In front of every file name.")] = "",
 ) -> None:
     """Write a directory of training artifacts for a model."""
+    gpu = {"web": "webgpu"}.get(target, target)
+    if placement and gpu not in PROFILES:
+        raise LoweringError(f"--placement: target {target!r} has no GPU\nhint: webgpu, web or cuda")
     chosen = resolve(optimizer)
     if lr is not None:
         chosen = dataclasses.replace(chosen, lr=lr)
@@ -72,6 +82,23 @@ def build(
     typer.echo(f"a batch is {batch}")
     for line in manifest.options["repairs"]:
         typer.echo(f"changed: {line}")
+    if placement:
+        _tell_placement(artifacts, gpu)
+
+
+def _tell_placement(artifacts: Artifacts, target: str) -> None:
+    for spec in artifacts.manifest.models:
+        if spec.target != target or spec.role not in ("train", "step"):
+            continue
+        proto = artifacts.models[key_of(spec)]
+        found = leaving(proto, target)
+        moving = sum(bool(x.moved) for x in found)
+        typer.echo(
+            f"placement on {target}, {spec.file}: {moving} of {len(proto.graph.node)} nodes leave "
+            f"the GPU with float tensors, {len(found) - moving} with numbers of the CPU"
+        )
+        for entry in found:
+            typer.echo(f"  {entry}")
 
 
 def _names(weights: Any) -> set[str]:

@@ -24,7 +24,9 @@ __all__ = ["portable_dropout", "uniform_mask"]
 _IDS = 4  # how many streams a node may use
 
 
-def portable_dropout(model: ir.Model, rng_input_name: str = "rng") -> ir.Model:
+def portable_dropout(
+    model: ir.Model, rng_input_name: str = "rng", *, target: str = "cpu"
+) -> ir.Model:
     """Rewrite Dropout in training and the random operators, in place; give the model back.
 
     If there are any, the model gets an input ``rng``: float32 [2] = (seed, step), whole numbers
@@ -33,13 +35,14 @@ def portable_dropout(model: ir.Model, rng_input_name: str = "rng") -> ir.Model:
     Args:
         model: a prepared model, with shapes inferred.
         rng_input_name: the name of the new input.
+        target: which spelling to choose; the numbers are the same.
 
     Raises:
         PrepareError: if the name is taken, or a random node stands in a Scan.
     """
     if not any(_is_random(n) for n in model.graph.all_nodes()):
         return model
-    op = OpBuilder(model.graph, prefix="random/")
+    op = OpBuilder(model.graph, prefix="random/", target=target)
     if rng_input_name in op.names.taken:
         raise PrepareError(
             f"the model has a value called {rng_input_name!r}\n"
@@ -76,7 +79,9 @@ class _Rewriter:
                 if any(_is_random(n) for n in body.all_nodes()):
                     self.walk(body, self._inner(node, body, rng))
             if _is_random(node):
-                stream.op = OpBuilder(graph, self.op.prefix, before=node, parent=self.op)
+                stream.op = OpBuilder(
+                    graph, self.op.prefix, target=self.op.target, before=node, parent=self.op
+                )
                 values = _REWRITES[node.op_type](stream, node, self.next_id)
                 self.next_id += _IDS
                 _replace(graph, stream.op, node, values)

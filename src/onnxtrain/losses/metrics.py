@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any, ClassVar
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
@@ -103,11 +104,23 @@ class Accuracy(_OfClasses):
             yes, wanted = op.Greater(prediction, self.threshold), op.Greater(target, 0.5)
             return self.mean(op, op.Equal(yes, wanted), None)
         axis = self.class_axis(prediction)
+        classes = op.dims(prediction)[axis]
+        if op.target == "webgpu" and isinstance(classes, int) and not S.is_float(target):
+            largest = _first_largest(op, prediction, axis, classes)
+            return self.mean(op, op.Equal(largest, op.cast(target, FLOAT)), target)
         found = op.ArgMax(prediction, axis=axis, keepdims=0)
         if S.is_float(target):
             return self.mean(op, op.Equal(found, op.ArgMax(target, axis=axis, keepdims=0)), None)
         hit = op.Equal(op.cast(found, target.dtype), target)
         return self.mean(op, hit, target)
+
+
+def _first_largest(op: OpBuilder, x: ir.Value, axis: int, classes: int) -> ir.Value:
+    """Give the class of the largest score as float32: what ArgMax gives a GPU cannot cast."""
+    top = op.Equal(x, op.ReduceMax(x, [axis], keepdims=1))
+    sizes = [classes if i == axis else 1 for i in range(S.rank_of(x) or 1)]
+    numbers = op.const(np.arange(classes, dtype=np.float32).reshape(sizes))
+    return op.ReduceMin(op.Where(top, numbers, float(classes)), [axis], keepdims=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,6 +74,15 @@ def unique(op, dys, x, *, axis, node):
     return scatter_rows(op, first, dys[0], x, axis, unique=True)
 
 
+def _narrow(indices: ir.Value) -> ir.Value:
+    """Give indices as they were before a cast from int32: GPUs may move no int64."""
+    source = indices.producer()
+    if source is None or source.op_type != "Cast":
+        return indices
+    given = source.inputs[0]
+    return given if given is not None and given.dtype == ir.DataType.INT32 else indices
+
+
 def scatter_rows(op, indices, dy, data, axis, *, unique: bool = False) -> ir.Value:
     """Give zeros like ``data`` with the slices of ``dy`` added at ``indices`` along ``axis``."""
     rank, k = op.rank(data), op.rank(indices)
@@ -87,7 +96,7 @@ def scatter_rows(op, indices, dy, data, axis, *, unique: bool = False) -> ir.Val
         zeros = op.full([op.size(data, a) for a in to_front], 0.0, wide.dtype)
     else:
         zeros = zeros_like(op, data, wide.dtype)
-    where = op.Unsqueeze(op.cast(indices, ir.DataType.INT64), [-1])
+    where = op.cast(op.Unsqueeze(_narrow(indices), [-1]), ir.DataType.INT64)
     out = op.ScatterND(zeros, where, wide, reduction=None if unique else "add")
     if axis:
         out = op.Transpose(out, perm=[to_front.index(i) for i in range(rank)])
