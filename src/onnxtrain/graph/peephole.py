@@ -1,7 +1,8 @@
 """Local rewrites of finished graphs: what has no effect goes, neighbours are joined.
 
-Each rewrite gives the same numbers bit for bit and looks at one node and its inputs. None touches a
-random operator, a parameter, or the name of an input or output of the model.
+Each rewrite looks at one node and its inputs and gives the same numbers bit for bit, except that a
+transposed product becomes the product in the other order, where kernels may round differently. None
+touches a random operator, a parameter, or the name of an input or output of the model.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _neutral(node: ir.Node) -> ir.Value | None:
 def _join(node: ir.Node) -> int:
     """Read past an input's producer where the node can do its work; give 1 if something changed."""
     if node.op_type == "Transpose":
-        return _join_transposes(node)
+        return _join_transposes(node) or _swap_product(node)
     if node.op_type == "Reshape":
         return _join_reshapes(node)
     if node.op_type in _BROADCASTING:
@@ -103,6 +104,32 @@ def _join_transposes(node: ir.Node) -> int:
         return 0
     node.replace_input_with(0, before.inputs[0])
     node.attributes["perm"] = ir.AttrInt64s("perm", [first[i] for i in perm])
+    return 1
+
+
+def _swap_product(node: ir.Node) -> int:
+    """``(A B)^T = B^T A^T``: the weight gradient of ``x W^T`` comes out as ``W`` lies."""
+    before = _producer(node.inputs[0], node)
+    if before is None or before.op_type != "Gemm" or _perm(node) != [1, 0]:
+        return 0
+    product = before.outputs[0]
+    if len(product.uses()) > 1 or product.is_graph_output():
+        return 0
+    if len(before.inputs) > 2 and before.inputs[2] is not None:
+        return 0
+    a, b = before.inputs[:2]
+    flags = [before.attributes.get(f) for f in ("transA", "transB")]
+    first, second = (0 if f is None else f.as_int() for f in flags)
+    alpha = before.attributes.get("alpha")
+    node.op_type = "Gemm"
+    node.resize_inputs(2)
+    node.replace_input_with(0, b)
+    node.replace_input_with(1, a)
+    node.attributes.clear()
+    node.attributes["transA"] = ir.AttrInt64("transA", 1 - second)
+    node.attributes["transB"] = ir.AttrInt64("transB", 1 - first)
+    if alpha is not None:
+        node.attributes["alpha"] = alpha
     return 1
 
 

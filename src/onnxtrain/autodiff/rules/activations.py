@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import onnx_ir as ir
+
 from onnxtrain.autodiff.registry import vjp
 
 vjp("Sigmoid")(lambda op, dy, x, *, y: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
@@ -108,18 +110,23 @@ def mish(op, dy, x):
 
 
 @vjp("Gelu")
-def gelu(op, dy, x, *, approximate):
+def gelu(op, dy, x, *, y, approximate):
     """``dx = dy (P(x) + x P'(x))``, where ``y = x P(x)``.
 
     ``P`` is the normal distribution function, or for ``"tanh"`` ``(1 + tanh(u)) / 2 = sigmoid(2u)``
-    with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``; then ``P' = P (1 - P) 2u'``.
+    with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``; then ``x P' = y (1 - P) 2u'``.
     """
     if approximate == "tanh":
         c, k = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
-        below = op.Sigmoid(op.Mul(x, op.Add(op.Mul(op.Mul(x, x), c * k), c)))
-        # x^2 may overflow, so the vanishing factor P (1 - P) goes first.
-        bend = op.Mul(op.Mul(op.Mul(below, op.Sub(1.0, below)), x), c)
-        slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
+        steep = op.Add(op.Mul(op.Mul(x, x), c * k), c)  # 2u / x
+        below = op.Sigmoid(op.Mul(x, steep))
+        bend = op.Mul(y, op.Sub(1.0, below))
+        if x.dtype == ir.DataType.FLOAT16:
+            # x^2 may overflow, so the vanishing factor goes first.
+            bend = op.Mul(bend, c)
+            slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
+        else:
+            slope = op.Mul(bend, op.Sub(op.Mul(steep, 3.0), 2.0 * c))
     else:
         below = op.Mul(op.Add(op.Erf(op.Mul(x, math.sqrt(0.5))), 1.0), 0.5)
         density = op.Exp(op.Mul(op.Mul(x, x), -0.5))
