@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench web web-test clean
+.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build web web-test clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -64,7 +64,21 @@ ops: $(VENV)/.dev  ## ONNX's node tests as a gradient test; rewrites docs/ops.md
 ort-suite: $(VENV)/.dev  ## onnxruntime's own tests of its training API: make ort-suite ORT_SRC=<checkout>
 	$(BIN)/python -m tests.compat.ort_suite "$(ORT_SRC)"
 
-bench: $(VENV)/.dev  ## build time and node counts
+# Other engines, each in its own environment under .cache/bench; torch.compile needs g++.
+bench-setup: $(VENV)/.dev  ## the environments and exported nets of the benchmarks
+	@command -v g++ >/dev/null || { apt-get update -qq && apt-get install -y -qq g++; }
+	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.prepare
+
+bench: bench-setup  ## every engine on every net, growth and gradients; rewrites docs/benchmarks.md
+	$(BIN)/python -m benchmarks --write
+	$(BIN)/python -m benchmarks.growth --write
+	$(BIN)/python -m benchmarks.gradients --write
+
+bench-quick: bench-setup  ## three nets, under three minutes once everything is set up
+	$(BIN)/python -m benchmarks --quick
+
+bench-build: $(VENV)/.dev  ## build time and node counts of gradient graphs
 	$(BIN)/python benchmarks/build.py
 
 # The runtime's post-install step would fetch CUDA libraries: npm runs no scripts here (.npmrc).

@@ -4,8 +4,9 @@
     python -m benchmarks.prepare mlp cnn
 
 The model is exported once by ``onnxtrain.torch.from_torch``. ``model.onnx`` keeps the batch
-symbolic, ``static.onnx`` has it fixed, which is what all engines get; ``state.npz`` holds the
-module's weights under its own names, ``batch.npz`` the data. Made again when the nets change.
+symbolic, ``static.onnx`` has it fixed, ``opset17.onnx`` is the same for engines that know no newer
+operators; ``parameters.txt`` names what is trained, ``state.npz`` holds the module's weights under
+its own names, ``batch.npz`` the data. Made again when the nets change.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import WORKLOADS, Workload, find
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
 MODELS = CACHE / "models"
-FORMAT = 1  # of the files made here
+FORMAT = 2  # of the files made here
 
 
-def key() -> str:
-    """Give what changes whenever the files have to be made again."""
-    found = hashlib.sha256()
-    for path in sorted((ROOT / "benchmarks" / "workloads").glob("*.py")):
+def key(workload: Workload) -> str:
+    """Give what changes whenever the files of a workload have to be made again."""
+    facts = (FORMAT, workload.name, workload.shape, workload.classes, workload.rows)
+    found = hashlib.sha256(repr(facts).encode())
+    for path in sorted((ROOT / "benchmarks" / "workloads").glob("[!_]*.py")):
         found.update(path.read_bytes())
-    found.update(str(FORMAT).encode())
     return found.hexdigest()
 
 
@@ -38,20 +39,22 @@ def prepared(workload: Workload) -> Path:
     """Give the folder with the files of a workload, made if they are missing or old."""
     folder = MODELS / workload.name
     mark = folder / "key.json"
-    if mark.exists() and json.loads(mark.read_text())["key"] == key():
+    if mark.exists() and json.loads(mark.read_text())["key"] == key(workload):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     _export(workload, folder)
-    mark.write_text(json.dumps({"key": key()}))
+    mark.write_text(json.dumps({"key": key(workload)}))
     return folder
 
 
 def _export(workload: Workload, folder: Path) -> None:
+    import onnx
     import onnx_ir as ir
     import torch
 
+    import onnxtrain
     from onnxtrain.graph.specialise import specialise
-    from onnxtrain.torch import from_torch
+    from onnxtrain.torch import from_torch, last_report
 
     module = workload.module()
     x, labels = workload.batch()
@@ -60,12 +63,16 @@ def _export(workload: Workload, folder: Path) -> None:
     axes = [{workload.batch_axis: "batch"}]
     model = from_torch(module, torch.from_numpy(x), names=["x"], dynamic_shapes=axes)
     ir.save(model, folder / "model.onnx")
+    names = dict.fromkeys(last_report(model).names.values())
+    (folder / "parameters.txt").write_text("\n".join(names) + "\n")
     ir.save(specialise(model, workload.dims()), folder / "static.onnx")
+    lowered = onnxtrain.lower(str(folder / "static.onnx"), opset=17, verify=False)
+    onnx.save(lowered, folder / "opset17.onnx")
 
 
 def main() -> None:
     for name in sys.argv[1:] or WORKLOADS:
-        print(f"{name}: {prepared(WORKLOADS[name]).relative_to(ROOT)}", flush=True)
+        print(f"{name}: {prepared(find(name)).relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":

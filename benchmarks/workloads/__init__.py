@@ -115,7 +115,14 @@ WORKLOADS: dict[str, Workload] = {
             "mobilenetv2", "MobileNetV2 64x64, batch 16", _mobilenet, (16, 3, 64, 64), 100, 16
         ),
         Workload("vit", "ViT-tiny 32x32, batch 32", _vit, (32, 3, 32, 32), 100, 32),
-        Workload("gru", "GRU LM, vocabulary 2,000", _gru, classes=2000, **_WORDS),
+        Workload(
+            "gru",
+            "GRU LM, vocabulary 2,000",
+            _gru,
+            classes=2000,
+            lr=(("sgd", 5.0), ("adamw", 1e-3)),
+            **_WORDS,
+        ),
         Workload(
             "gpt2",
             "GPT-2-like, 4 x 256, sequence 128, batch 8",
@@ -127,3 +134,12 @@ WORKLOADS: dict[str, Workload] = {
         ),
     )
 }
+
+
+def find(name: str) -> Workload:
+    """Give a workload by name: one of ``WORKLOADS``, or a point of a growth curve."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    from benchmarks.workloads import growth
+
+    return growth.point(name)

@@ -1,0 +1,51 @@
+"""What a run was made on."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def facts() -> dict[str, Any]:
+    """Give date, processor, memory, load and versions."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "load_before": [round(x, 2) for x in os.getloadavg()],
+        "commit": _commit(),
+        "versions": {n: _version(n) for n in ("onnxtrain", "onnxruntime", "onnx", "onnx-ir")},
+    }
+
+
+def _cpu() -> str:
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    flags = found.get("flags", "").split()
+    width = next((f for f in ("avx512f", "avx2", "avx") if f in flags), "no avx")
+    name = found.get("model name", platform.processor())
+    family, model = found.get("cpu family"), found.get("model")
+    return f"{name} (family {family} model {model}, {width})" if family else name
+
+
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(asked, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() or "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
