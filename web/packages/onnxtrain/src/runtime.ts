@@ -31,14 +31,13 @@ export const TARGETS: Record<Device, readonly string[]> = {
   webgpu: ["webgpu", "portable"],
 };
 
-/** Runtimes whose GPU is gone, and why; they never get another. */
-const LOST = new WeakMap<OrtModule, string>();
-
 /** One loaded ONNX Runtime and how to make sessions with it. */
 export class Runtime {
   /** What waits for a GPU and is told when that is lost. */
   readonly #waiting = new Set<(error: Error) => void>();
   #watched = false;
+  /** Why there is no GPU any more. */
+  #gone: string | undefined;
 
   private constructor(
     readonly ort: OrtModule,
@@ -49,8 +48,6 @@ export class Runtime {
   /** Loads the runtime for a device. */
   static async open(device: Device, options: RuntimeOptions = {}): Promise<Runtime> {
     const ort = await load(device, options.runtimeUrl);
-    const gone = device === "webgpu" ? LOST.get(ort) : undefined;
-    if (gone !== undefined) throw deviceLost("webgpu", gone);
     if (device !== "node") {
       const wasm = ort.env.wasm;
       // Without these headers memory cannot be shared between threads.
@@ -89,7 +86,7 @@ export class Runtime {
     this.#watched = true;
     const gpu = (await this.ort.env.webgpu.device) as unknown as { lost?: Promise<{ message: string }> } | undefined;
     void gpu?.lost?.then(({ message }) => {
-      LOST.set(this.ort, message);
+      this.#gone = message;
       for (const fail of this.#waiting) fail(deviceLost("webgpu", message));
     });
   }
@@ -97,6 +94,7 @@ export class Runtime {
   /** Runs a session; a GPU that is lost meanwhile ends the wait. */
   async run(session: OrtSession, feeds: Record<string, OrtTensor>): Promise<InferenceSession.OnnxValueMapType> {
     if (this.device !== "webgpu") return await session.run(feeds);
+    if (this.#gone !== undefined) throw deviceLost("webgpu", this.#gone);
     return await new Promise((resolve, reject) => {
       this.#waiting.add(reject);
       session.run(feeds).then(resolve, reject).finally(() => this.#waiting.delete(reject));
@@ -117,7 +115,7 @@ export class Runtime {
     try {
       data = (await t.getData()) as TypedArray;
     } catch (error) {
-      throw failed(error, `reading from ${this.device}`);
+      throw this.#gone === undefined ? failed(error, `reading from ${this.device}`) : deviceLost("webgpu", this.#gone);
     }
     const { array } = kindOf(t.type);
     // Some browsers give float16 as an array type of its own; we hold its bits.

@@ -2,7 +2,7 @@ import { existsSync, readFileSync } from "node:fs";
 import { createServer, type Server } from "node:http";
 import type { AddressInfo } from "node:net";
 import { extname, join, normalize } from "node:path";
-import { chromium, type Browser, type Page } from "playwright-core";
+import { chromium, type Browser, type BrowserContext, type Page } from "playwright-core";
 import { FIXTURES, ROOT } from "../support.js";
 
 const TYPES: Record<string, string> = {
@@ -52,17 +52,23 @@ export function serve(isolated: boolean): Promise<{ server: Server; address: str
 
 const BROWSERS = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
 
-/** Starts the browser of the system, with a GPU in software where one is asked for. */
+/** Gives the browser of the system, or the one that CHROMIUM names. */
+export function browserPath(): string {
+  const found = process.env["CHROMIUM"] ?? BROWSERS.find(existsSync);
+  if (!found) throw new Error("no browser: install chromium, or name one in CHROMIUM");
+  return found;
+}
+
+/** Starts the browser, with a GPU in software where one is asked for. */
 export async function start(options: { webgpu?: boolean } = {}): Promise<Browser> {
-  const executablePath = process.env["CHROMIUM"] ?? BROWSERS.find(existsSync);
-  if (!executablePath) throw new Error("no browser: install chromium, or name one in CHROMIUM");
+  const executablePath = browserPath();
   const gpu = options.webgpu ? ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"] : [];
   return await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu] });
 }
 
 /** Opens the empty page; everything that the page complains about is collected. */
-export async function openPage(browser: Browser, address: string): Promise<{ page: Page; complaints: string[] }> {
-  const page = await (await browser.newContext()).newPage();
+export async function openPage(browser: Browser | BrowserContext, address: string): Promise<{ page: Page; complaints: string[] }> {
+  const page = await ("newContext" in browser ? await browser.newContext() : browser).newPage();
   const complaints: string[] = [];
   page.on("pageerror", (error) => complaints.push(error.message));
   page.on("console", (message) => {
@@ -81,7 +87,6 @@ export interface Found {
   logits: number[];
   checkpoint: number[];
   messages: string[];
-  longestFrame: number;
 }
 
 /** Trains on all batches of a fixture in a page. */
@@ -98,15 +103,6 @@ export async function train(
     const trainer = await Trainer.create({
       artifacts: base, ...(options as object), onMessage: (m: string) => messages.push(m),
     });
-    let longestFrame = 0;
-    let last = performance.now();
-    let watching = true;
-    const watch = () => {
-      longestFrame = Math.max(longestFrame, performance.now() - last);
-      last = performance.now();
-      if (watching) requestAnimationFrame(watch);
-    };
-    requestAnimationFrame(watch);
     const batch = (i: number) => Object.fromEntries(expected.inputs.map((n) => [n, tensors.get(`${i}/${n}`)!]));
     const losses: number[] = [];
     const accuracies: number[] = [];
@@ -115,13 +111,12 @@ export async function train(
       losses.push(found.loss);
       accuracies.push(found["accuracy"]!);
     }
-    watching = false;
     const evaluated = (await trainer.evaluate([batch(0)])).loss;
     const [input] = expected.inputs;
     const { logits } = await trainer.predict({ [input]: batch(0)[input]! });
     const checkpoint = [...(await trainer.exportCheckpoint())];
     const { device } = trainer;
     await trainer.dispose();
-    return { device, losses, accuracies, evaluated, logits: [...(logits!.data as Float32Array)], checkpoint, messages, longestFrame };
+    return { device, losses, accuracies, evaluated, logits: [...(logits!.data as Float32Array)], checkpoint, messages };
   }, [name, options] as const);
 }

@@ -1,6 +1,7 @@
 import type { Server } from "node:http";
 import type { Browser } from "playwright-core";
 import { afterAll, beforeAll, expect, test } from "vitest";
+import type { Trainer } from "../../src/index.js";
 import { distance, fixture, MODELS } from "../support.js";
 import { openPage, serve, start, train } from "./page.js";
 
@@ -23,5 +24,69 @@ test.each(MODELS)("%s follows Python on a GPU in software", async (model) => {
   expect(distance(found.losses, f.expected.losses)).toBeLessThan(1e-4);
   expect(Math.abs(found.evaluated - f.expected.eval)).toBeLessThan(1e-4);
   expect(distance(found.logits, f.predictions.get("logits")!.data as Float32Array)).toBeLessThan(1e-3);
+  await page.close();
+}, 300_000);
+
+test("a GPU that is lost is said by name; what was saved goes on elsewhere", async () => {
+  const { page } = await openPage(browser, site.address);
+  const batch = "({ x: new Float32Array(20).fill(0.5), labels: [1, 2] })";
+  await page.evaluate(async (batch) => {
+    const { Trainer } = onnxtrain;
+    const trainer = await Trainer.create({ artifacts: "/fixtures/mlp-webgpu", device: "webgpu" });
+    await trainer.step(eval(batch));
+    await trainer.save("gpu");
+    await trainer.step(eval(batch));
+    Object.assign(globalThis, { trainer });
+  }, batch);
+  // The worker's runtime is the module that it loaded; its GPU goes as a driver's crash takes it.
+  const [worker] = page.workers();
+  await worker!.evaluate("import('/ort/ort.webgpu.bundle.min.mjs').then(async (ort) => (await ort.env.webgpu.device).destroy())");
+  const found = await page.evaluate(async (batch) => {
+    const { DeviceLostError, Trainer } = onnxtrain;
+    const { trainer } = globalThis as unknown as { trainer: Trainer };
+    const step = await trainer.step(eval(batch)).catch((e: Error) => e);
+    const read = await trainer.exportCheckpoint().catch((e: Error) => e);
+    const kinds = [step, read].map((e) => e instanceof DeviceLostError);
+    await trainer.dispose();
+    const again = await Trainer.create({ artifacts: "/fixtures/mlp-webgpu", device: "webgpu" });
+    await again.load("gpu");
+    const after = { device: again.device, step: again.globalStep, loss: (await again.step(eval(batch))).loss };
+    await again.dispose();
+    return { kinds, message: (step as Error).message, ...after };
+  }, batch);
+  expect(found.kinds).toEqual([true, true]);
+  expect(found.message).toMatch(/the GPU was lost: .*\nhint: make a new Trainer and load\(\) the last checkpoint/s);
+  expect(found.device).toBe("webgpu");
+  expect(found.step).toBe(1);
+  expect(found.loss).toBeGreaterThan(0);
+  await page.close();
+}, 300_000);
+
+test("without a worker a GPU is used again after dispose and after a loss", async () => {
+  const { page } = await openPage(browser, site.address);
+  await page.addScriptTag({ type: "module", content: 'import * as ort from "onnxruntime-web/webgpu"; globalThis.ort = ort;' });
+  const found = await page.evaluate(async () => {
+    const { DeviceLostError, Trainer } = onnxtrain;
+    const messages: string[] = [];
+    let lost = false;
+    const run = async (lose = false) => {
+      const trainer = await Trainer.create({
+        artifacts: "/fixtures/mlp-webgpu", device: "webgpu", worker: false, onMessage: (m) => messages.push(m),
+      });
+      await trainer.step({ x: new Float32Array(20).fill(0.5), labels: [1, 2] });
+      if (lose) {
+        const { ort } = globalThis as unknown as { ort: { env: { webgpu: { device: Promise<{ destroy(): void }> } } } };
+        (await ort.env.webgpu.device).destroy();
+        lost = await trainer.predict({ x: new Float32Array(20) }).then(() => false, (e) => e instanceof DeviceLostError);
+      }
+      const { device } = trainer;
+      await trainer.dispose();
+      return device;
+    };
+    return { devices: [await run(), await run(true), await run()], messages, lost };
+  });
+  expect(found.devices).toEqual(["webgpu", "webgpu", "webgpu"]);
+  expect(found.messages).toEqual([]);
+  expect(found.lost).toBe(true);
   await page.close();
 }, 300_000);
