@@ -15,6 +15,12 @@ LARGE = 4096  # bytes from which a tensor counts as weights in a skeleton
 
 
 def _transformer() -> Any:
+    from benchmarks.cuda.encoder import Encoder
+
+    return Encoder()
+
+
+def _gpt2() -> Any:
     from benchmarks.workloads import text
 
     return text.GPT2(8000, width=768, layers=6, heads=12, context=128)
@@ -31,8 +37,17 @@ NETS: dict[str, Workload] = {
         Workload("cnn", "CNN 28x28, batch 256", _cnn, (256, 1, 28, 28), 10, 256),
         Workload(
             "transformer",
-            "transformer 6 x 768, sequence 128, batch 32, vocabulary 8,000",
+            "transformer encoder 6 x 768, ReLU, sequence 128, batch 32, vocabulary 8,000",
             _transformer,
+            (32, 128),
+            8000,
+            32 * 128,
+            words=True,
+        ),
+        Workload(
+            "gpt2",
+            "GPT-2-like 6 x 768, GELU, sequence 128, batch 32, vocabulary 8,000",
+            _gpt2,
             (32, 128),
             8000,
             32 * 128,

@@ -211,7 +211,7 @@ def main() -> None:
         model = filled(source, net.module()) if source else exported(net)
         for optimizer in args.optimizers:
             for precision in args.precisions:
-                if precision != "float32" and name != "transformer":
+                if precision != "float32" and name not in ("transformer", "gpt2"):
                     continue
                 if args.profile:
                     ours, _ = our_step(net, model, optimizer, precision, **how)
@@ -219,7 +219,7 @@ def main() -> None:
                     theirs = torch_step(net, optimizer, precision)[0]
                     print(f"torch, {name} {optimizer} {precision}\n{kernels(theirs)}")
                     continue
-                count = args.steps or (20 if name == "transformer" else 100)
+                count = args.steps or (20 if name in ("transformer", "gpt2") else 100)
                 row = measure(net, model, optimizer, precision, args.rounds, count, **how)
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
                 rows.append(row)

@@ -91,7 +91,7 @@ def _join(node: ir.Node) -> int:
     if node.op_type == "Transpose":
         return _join_transposes(node) or _swap_product(node)
     if node.op_type == "Reshape":
-        return _join_reshapes(node)
+        return _join_reshapes(node) or _unfold_transpose(node)
     if node.op_type in _BROADCASTING:
         return _drop_expands(node) or _join_negations(node)
     return _join_gemm(node) if node.op_type == "Gemm" else 0
@@ -140,6 +140,31 @@ def _join_reshapes(node: ir.Node) -> int:
     if any(not isinstance(s, int) or s == 0 for s in shape):
         return 0  # a zero stands for the size that the middle one has
     node.replace_input_with(0, before.inputs[0])
+    return 1
+
+
+def _unfold_transpose(node: ir.Node) -> int:
+    """Swap the last two axes as they are, if leading axes are joined for that and split again."""
+    swap = _producer(node.inputs[0], node)
+    fold = None if swap is None or swap.op_type != "Transpose" else _producer(swap.inputs[0], swap)
+    if swap is None or fold is None or fold.op_type != "Reshape" or _perm(swap) != [0, 2, 1]:
+        return 0
+    x, middle = fold.inputs[0], S.dims_of(fold.outputs[0])
+    before = None if x is None else S.dims_of(x)
+    after = S.dims_of(node.outputs[0])
+    if before is None or middle is None or after is None or len(before) < 4:
+        return 0
+    if None in before or list(middle[1:]) != list(before[-2:]):
+        return 0
+    if list(after) != [*before[:-2], before[-1], before[-2]]:
+        return 0
+    rank = len(before)
+    node.op_type = "Transpose"
+    node.resize_inputs(1)
+    node.replace_input_with(0, x)
+    node.attributes.clear()
+    perm = [*range(rank - 2), rank - 1, rank - 2]
+    node.attributes["perm"] = ir.AttrInt64s("perm", perm)
     return 1
 
 

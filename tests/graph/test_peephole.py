@@ -1,0 +1,78 @@
+"""Rewrites that move a transpose into its neighbour: fewer nodes, the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import parser
+
+from onnxtrain.graph.simplify import simplify
+
+HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
+
+
+def both(text: str, *shapes: tuple[int, ...]) -> tuple[list[str], list[np.ndarray]]:
+    """Give the operators after the rewrite; check that both graphs give the same numbers."""
+    model = parser.parse_model(HEAD + text)
+    model = onnx.shape_inference.infer_shapes(model)
+    random = np.random.default_rng(0)
+    feeds = {
+        x.name: random.standard_normal(shape).astype(np.float32)
+        for x, shape in zip(model.graph.input, shapes, strict=True)
+    }
+    found = ir.to_proto(simplify(ir.from_proto(model)))
+    results = []
+    for proto in (model, found):
+        session = onnxruntime.InferenceSession(
+            proto.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        results.append(session.run(None, feeds)[0])
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-6)
+    return [n.op_type for n in found.graph.node], results
+
+
+@pytest.mark.parametrize("flags", ["transA=1", "transB=1", "transA=1, transB=1", "alpha=0.5"])
+def test_a_transposed_product_is_the_other_product(flags: str) -> None:
+    a, b = ((4, 3) if "transA" in flags else (3, 4)), ((5, 4) if "transB" in flags else (4, 5))
+    text = f"""g (float[{a[0]},{a[1]}] a, float[{b[0]},{b[1]}] b) => (float[5,3] y) {{
+        p = Gemm<{flags}>(a, b)
+        y = Transpose<perm=[1,0]>(p)
+    }}"""
+    assert both(text, a, b)[0] == ["Gemm"]
+
+
+def test_a_product_with_a_bias_or_another_reader_stays() -> None:
+    biased = """g (float[3,4] a, float[4,5] b, float[5] c) => (float[5,3] y) {
+        p = Gemm(a, b, c)
+        y = Transpose<perm=[1,0]>(p)
+    }"""
+    assert both(biased, (3, 4), (4, 5), (5,))[0] == ["Gemm", "Transpose"]
+    shared = """g (float[3,4] a, float[4,3] b) => (float[3,3] y) {
+        p = Gemm(a, b)
+        t = Transpose<perm=[1,0]>(p)
+        y = Add(p, t)
+    }"""
+    assert both(shared, (3, 4), (4, 3))[0] == ["Gemm", "Transpose", "Add"]
+
+
+def test_joined_and_split_axes_are_left_alone() -> None:
+    text = """g (float[2,6,3,4] x) => (float[2,6,4,3] y)
+        <int64[3] joined = {12,3,4}, int64[4] split = {2,6,4,3}> {
+        a = Reshape(x, joined)
+        b = Transpose<perm=[0,2,1]>(a)
+        y = Reshape(b, split)
+    }"""
+    assert both(text, (2, 6, 3, 4))[0] == ["Transpose"]
+
+
+def test_axes_that_are_split_otherwise_stay() -> None:
+    text = """g (float[2,6,3,4] x) => (float[3,4,4,3] y)
+        <int64[3] joined = {12,3,4}, int64[4] split = {3,4,4,3}> {
+        a = Reshape(x, joined)
+        b = Transpose<perm=[0,2,1]>(a)
+        y = Reshape(b, split)
+    }"""
+    assert both(text, (2, 6, 3, 4))[0] == ["Reshape", "Transpose", "Reshape"]
