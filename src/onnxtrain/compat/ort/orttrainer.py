@@ -149,7 +149,7 @@ class ORTTrainer:
             at = "loss" if name == signature.loss else name
             if at not in found:
                 raise CompatError(f"no such output: {name!r}\nhint: {', '.join(signature.outputs)}")
-            shown.append(torch.from_numpy(np.array(found[at])))
+            shown.append(torch.from_numpy(np.array(found[at])).to(self._settings.device))
         return shown
 
     def _started(self, values: Sequence[Any]) -> Trainer:
@@ -180,7 +180,9 @@ class ORTTrainer:
         if not isinstance(self._model, nn.Module):
             return load(self._model)
         names = [n for n, _ in signature.inputs]
-        tensors = tuple(torch.as_tensor(v) for v in values)
+        # The module may have stayed where it was made while the batches are on a GPU.
+        device = next((p.device for p in self._model.parameters()), None)
+        tensors = tuple(torch.as_tensor(v, device=device) for v in values)
         module = _WithLoss(self._model, self._loss_fn)
         axes = signature.axes
         model = from_torch(module, tensors, names=names, dynamic_shapes=axes)

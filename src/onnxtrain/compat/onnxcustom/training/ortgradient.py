@@ -9,7 +9,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradients import vjp
 from onnxtrain.compat.onnxcustom.utils.onnx_helper import (
     float_initializers,
     save_onnx_graph,
@@ -20,8 +19,14 @@ from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
     numpy_to_ort_value,
     to_numpy,
 )
+from onnxtrain.compat.ort.agent import (
+    OrtModuleGraphBuilder,
+    OrtModuleGraphBuilderConfiguration,
+    OrtValueCache,
+    PartialGraphExecutionState,
+    TrainingAgent,
+)
 from onnxtrain.errors import CompatError
-from onnxtrain.graph import shapes as S
 from onnxtrain.runtime import session as runtime
 
 _PROVIDERS = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
@@ -89,35 +94,47 @@ class OrtGradientForwardBackward:
     def _build(self) -> None:
         device = _PROVIDERS[self.providers[0]]
         runtime.check_device(device)
-        model = self.onnx_model
+        model = onnx.ModelProto()
+        model.CopyFrom(self.onnx_model)
+        outputs = {y.name: y for y in self.onnx_model.graph.output}
+        del model.graph.output[:]
+        model.graph.output.extend(outputs[n] for n in self.output_names)
         forward = weights_as_inputs(model, self.weights_to_train)
-        known = {x.name: x for x in ir.from_proto(model).graph.inputs}
-        floats = [n for n in self.input_names if n in known and S.is_float(known[n])]
-        wrt = [*floats, *self.weights_to_train]
-        gradient = vjp(model, wrt, self.output_names)
-        own = len(list(model.graph.output))
+        config = OrtModuleGraphBuilderConfiguration()
+        config.initializer_names = config.initializer_names_to_train = self.weights_to_train
+        config.input_names_require_grad = self.input_names
+        builder = OrtModuleGraphBuilder()
+        builder.initialize(model, config)
+        builder.build()
+        gradient, info = builder.get_gradient_model(), builder.get_graph_info()
+        session = create_session(onnx.load_from_string(gradient), device)
         names = [*self.input_names, *self.weights_to_train]
-        results = [y.name for y in gradient.graph.output][own:]
-        slopes = dict(zip(wrt, results, strict=True))
-        count = len(self.output_names)
+        slopes = dict(info.user_input_grad_names)
+        slopes |= dict(
+            zip(self.weights_to_train, info.initializer_grad_names_to_train, strict=True)
+        )
+        wanted = [slopes[n] for n in names if n in slopes]
         self.cls_type_ = type(
             self.class_name,
             (OrtGradientForwardBackwardFunction,),
             {
                 "_device": device,
                 "_optimized_pre_grad_model": forward,
-                "_trained_onnx": gradient,
+                "_trained_onnx": onnx.load_from_string(gradient),
+                "_sess": session,
                 "_sess_eval": create_session(forward, device),
-                "_sess_grad": create_session(gradient, device),
+                "_training_agent": TrainingAgent(session, names, bw_fetches_names=wanted),
+                "_cache": OrtValueCache(),
+                "_graph_info": info,
+                "_graph_builder": builder,
                 "_input_names": self.input_names,
                 "_output_names": self.output_names,
                 "_weights_to_train": self.weights_to_train,
                 "_grad_input_names": names,
                 "_onx_inp": names,
                 "_onx_out": [slopes.get(n, f"{n}_grad") for n in names],
-                "_bw_fetches_names": [slopes.get(n, f"{n}_grad") for n in names],
+                "_bw_fetches_names": wanted,
                 "_slopes": slopes,
-                "_cotangents": [x.name for x in gradient.graph.input][-count:],
             },
         )
 
@@ -164,14 +181,15 @@ class OrtGradientForwardBackwardFunction:
     _optimized_pre_grad_model: ClassVar[onnx.ModelProto]
     _trained_onnx: ClassVar[onnx.ModelProto]
     _sess_eval: ClassVar[Any]
-    _sess_grad: ClassVar[Any]
+    _training_agent: ClassVar[TrainingAgent]
+    _cache: ClassVar[OrtValueCache]
     _grad_input_names: ClassVar[list[str]]
+    _bw_fetches_names: ClassVar[list[str]]
     _output_names: ClassVar[list[str]]
     _slopes: ClassVar[dict[str, str]]
-    _cotangents: ClassVar[list[str]]
 
     def __init__(self) -> None:
-        self.states_: list[list[Any]] = []
+        self.states_: list[tuple[PartialGraphExecutionState, list[Any]]] = []
         self.saved_tensors_: tuple[Any, ...] | None = None
 
     @staticmethod
@@ -208,14 +226,17 @@ class OrtGradientForwardBackwardFunction:
             training: whether a backward pass will follow.
             forward_outputs_cache: taken for old programs.
         """
-        del forward_outputs_cache
         arrays = _arrays(inputs)
         names = self._grad_input_names
         if len(arrays) != len(names):
             raise CompatError(f"{len(arrays)} inputs given, the function takes {', '.join(names)}")
         if training:
+            state, found = PartialGraphExecutionState(), []
+            cache = self._cache if forward_outputs_cache is None else forward_outputs_cache
+            self._training_agent.run_forward(arrays, found, state, cache)
             self.save_for_backward(arrays)
-            self.states_.append(arrays)
+            self.states_.append((state, [v.shape() for v in found]))
+            return found
         feeds = dict(zip(names, arrays, strict=True))
         found = runtime.run(self._sess_eval, self._output_names, feeds)
         return [numpy_to_ort_value(a) for a in found]
@@ -231,27 +252,16 @@ class OrtGradientForwardBackwardFunction:
         del backward_outputs_cache
         if not self.states_:
             raise RuntimeError("no forward pass is left\nhint: call forward with training=True")
-        names, arrays = self._grad_input_names, self.states_.pop()
-        feeds = dict(zip(names, arrays, strict=True))
-        shapes = self._output_shapes(feeds)
-        for name, slope, shape in zip(self._cotangents, _arrays(grad_outputs), shapes, strict=True):
-            feeds[name] = np.ascontiguousarray(slope.reshape(shape))
-        wanted = list(self._slopes.values())
-        found = dict(zip(wanted, runtime.run(self._sess_grad, wanted, feeds), strict=True))
-        return [
-            numpy_to_ort_value(found[self._slopes[n]]) if n in self._slopes else None for n in names
+        state, shapes = self.states_.pop()
+        # Old programs pass gradients that are only to be reshaped.
+        slopes = [
+            np.ascontiguousarray(slope.reshape(shape))
+            for slope, shape in zip(_arrays(grad_outputs), shapes, strict=True)
         ]
-
-    def _output_shapes(self, feeds: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
-        """Give the shapes of the outputs: old programs pass gradients that are only reshaped."""
-        rows = len(next(iter(feeds.values())))
-        found = []
-        for y in self._sess_eval.get_outputs():
-            if y.name in self._output_names:
-                shape = [d if isinstance(d, int) else rows if i == 0 else -1
-                         for i, d in enumerate(y.shape)]  # fmt: skip
-                found.append(tuple(shape))
-        return found
+        found: list[Any] = []
+        self._training_agent.run_backward(slopes, found, state)
+        by_name = dict(zip(self._bw_fetches_names, found, strict=True))
+        return [by_name.get(self._slopes.get(n, "")) for n in self._grad_input_names]
 
     def save_onnx_graph(
         self, folder: Any, prefix: str | None = None, suffix: str | None = None
