@@ -1,0 +1,93 @@
+import { execFileSync } from "node:child_process";
+import { cpSync, mkdtempSync, readdirSync, readFileSync, rmSync, symlinkSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import type { Browser, Page } from "playwright-core";
+import { afterAll, beforeAll, expect, test } from "vitest";
+import { FIXTURES, python, ROOT } from "../support.js";
+import { start } from "./page.js";
+import { bundle, install, pack, serveFolder } from "./project.js";
+
+const EXAMPLES = `${ROOT}/examples/web`;
+const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
+let browser: Browser;
+let archive: string;
+beforeAll(async () => {
+  archive = pack(folder);
+  execFileSync(python(), [`${EXAMPLES}/make_artifacts.py`, join(folder, "art")], { stdio: "inherit" });
+  browser = await start();
+}, 120_000);
+afterAll(async () => {
+  await browser?.close();
+  rmSync(folder, { recursive: true });
+});
+
+/** Opens what a folder serves, and gives back what the page complained about. */
+async function visit(served: string, work: (page: Page) => Promise<void>): Promise<void> {
+  const site = await serveFolder(served);
+  const page = await browser.newPage();
+  const errors: string[] = [];
+  page.on("pageerror", (error) => errors.push(error.message));
+  try {
+    await page.goto(site.address);
+    await work(page);
+    expect(errors).toEqual([]);
+  } finally {
+    await page.close();
+    site.server.close();
+  }
+}
+
+const accuracy = async (page: Page) => parseFloat(/([\d.]+) % right/.exec(await page.getByRole("status").innerText())![1]!);
+
+test("every example is short", () => {
+  for (const name of ["plain", "react", "gradient-graph"]) {
+    const files = readdirSync(`${EXAMPLES}/${name}`, { recursive: true, encoding: "utf8" });
+    const code = files.filter((f) => /\.(html|jsx?)$/.test(f) && !f.includes("node_modules"));
+    expect(code.length).toBeGreaterThan(0);
+    for (const file of code) {
+      const lines = readFileSync(`${EXAMPLES}/${name}/${file}`, "utf8").split("\n").length;
+      expect(lines, `${name}/${file}`).toBeLessThan(60);
+    }
+  }
+});
+
+test("a plain page trains without a bundler, and stops", async () => {
+  const own = join(folder, "plain");
+  install(own, archive, "onnxruntime-web");
+  cpSync(`${EXAMPLES}/plain`, own, { recursive: true });
+  symlinkSync(join(folder, "art"), join(own, "art"));
+  await visit(own, async (page) => {
+    await page.getByRole("button", { name: "Train" }).click();
+    await page.waitForFunction(() => document.title === "done", undefined, { timeout: 90_000 });
+    expect(await accuracy(page)).toBeGreaterThan(90);
+    await page.getByRole("button", { name: "Train" }).click();
+    await page.getByRole("button", { name: "Stop" }).click();
+    await page.getByText("Stopped.").waitFor();
+  });
+}, 180_000);
+
+test("a React component trains", async () => {
+  const own = join(folder, "react");
+  install(own, archive, "onnxruntime-web", "react", "react-dom", "vite");
+  for (const file of ["index.html", "vite.config.js", "src"]) cpSync(`${EXAMPLES}/react/${file}`, join(own, file), { recursive: true });
+  bundle(own);
+  cpSync(join(folder, "art"), join(own, "dist/art"), { recursive: true });
+  await visit(join(own, "dist"), async (page) => {
+    await page.getByRole("button", { name: "Train" }).click();
+    await page.getByText("Done: 10 of 10").waitFor({ timeout: 90_000 });
+    expect(await accuracy(page)).toBeGreaterThan(90);
+    expect(await page.getByRole("button", { name: "Train" }).isEnabled()).toBe(true);
+  });
+}, 240_000);
+
+test("the loop by hand trains in a page", async () => {
+  const own = join(folder, "gradient-graph");
+  install(own, archive, "onnxruntime-web");
+  cpSync(`${EXAMPLES}/gradient-graph`, own, { recursive: true });
+  cpSync(`${FIXTURES}/graphs`, own, { recursive: true });
+  await visit(own, async (page) => {
+    await page.waitForFunction(() => document.title === "done", undefined, { timeout: 90_000 });
+    expect(parseFloat(/loss ([\d.]+)/.exec(await page.locator("#status").innerText())![1]!)).toBeLessThan(0.5);
+  });
+}, 120_000);
