@@ -122,7 +122,7 @@ class Optimizer:
 
     def descend(self, u: Update, weight_decay: float) -> ir.Value:
         """Give the new parameter."""
-        return u.op.Sub(u.parameter, u.op.Mul(u.gradient, u.lr))
+        return u.op.Sub(u.parameter, u.op.Mul(u.gradient, u.rate()))
 
 
 def _shared_scalar(

@@ -43,6 +43,20 @@ class Update:
     shared: Scalars
     """Scalars that all parameters of a dtype have in common."""
     new_state: dict[str, ir.Value] = dataclasses.field(default_factory=dict[str, ir.Value])
+    factor: ir.Value | None = None
+    """A scalar that ``gradient`` still is to be multiplied with."""
+
+    def settle(self) -> None:
+        """Multiply the gradient with what is pending; for links that look at its size."""
+        if self.factor is not None:
+            self.gradient, self.factor = self.op.Mul(self.gradient, self.factor), None
+
+    def rate(self) -> ir.Value:
+        """Give the scalar that ``gradient`` is multiplied with before it is subtracted."""
+        if self.factor is None:
+            return self.lr
+        pending, lr = self.factor, self.lr
+        return self.scalar(f"rate/{pending.name}/{lr.name}", 0.0, lambda: self.op.Mul(lr, pending))
 
     def scalar(self, name: str, number: float, make: Callable[[], ir.Value]) -> ir.Value:
         """Give a scalar that is emitted once for all parameters."""
@@ -94,6 +108,7 @@ def add_weight_decay(rate: float) -> Transform | None:
     """Add ``rate * parameter`` to the gradient, as L2 regularisation does."""
 
     def update(u: Update) -> None:
+        u.settle()
         u.gradient = u.op.Add(u.gradient, u.op.Mul(u.parameter, rate))
 
     return Transform(update) if rate else None
@@ -163,13 +178,14 @@ def scale_by_adam(
         if not correct:
             u.gradient = op.Div(m, op.Add(root, eps))
             return
+        # m / bias1 / (root / bias2 + eps), with the scalars taken out of the passes over tensors.
+        bias1 = one_minus_power(u, beta1)
         bias2 = u.scalar("root_bias2", beta2, lambda: op.Sqrt(one_minus_power(u, beta2)))
+        small = eps
         if late_eps:
-            root, scale = op.Add(op.Div(root, bias2), eps), one_minus_power(u, beta1)
-        else:
-            root = op.Add(root, eps)
-            scale = u.scalar(f"hf/{beta1}", beta2, lambda: op.Div(one_minus_power(u, beta1), bias2))
-        u.gradient = op.Div(op.Div(m, scale), root)
+            small = u.scalar(f"eps/{eps}", beta2, lambda: op.Mul(bias2, eps))
+        u.gradient = op.Div(m, op.Add(root, small))
+        u.factor = u.scalar(f"bias/{beta1}", beta2, lambda: op.Div(bias2, bias1))
 
     names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
     return Transform(update, like(*names))
@@ -179,6 +195,7 @@ def scale_by_trust_ratio() -> Transform:
     """Scale the update to the norm of the parameter, layer by layer (LAMB)."""
 
     def update(u: Update) -> None:
+        u.settle()
         op = u.op
         norm_p, norm_u = (
             op.Sqrt(op.ReduceSum(op.Mul(x, x), keepdims=0)) for x in (u.parameter, u.gradient)

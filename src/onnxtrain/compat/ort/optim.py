@@ -187,6 +187,7 @@ class BoundedLamb(optim.Optimizer):
         )
 
     def _trust(self, u: Update) -> None:
+        u.settle()
         op = u.op
 
         def norm(x: ir.Value) -> ir.Value:
