@@ -22,7 +22,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "load_before": [round(x, 2) for x in os.getloadavg()],
         "commit": _commit(),
-        "versions": {n: _version(n) for n in ("onnxtrain", "onnxruntime", "onnx", "onnx-ir")},
+        "versions": {n: version(n) for n in ("onnxtrain", "onnxruntime", "onnx", "onnx-ir")},
     }
 
 
@@ -44,7 +44,8 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _version(name: str) -> str:
+def version(name: str) -> str:
+    """Give the version of an installed package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -107,7 +107,12 @@ class Onnxsim(Engine):
         """Make the loop."""
         tuned_options(threads)
         model = onnx.load(str(folder / "opset17.onnx"))
-        model, _ = onnxsim.simplify(model, initializers_as_constants=False)
+        # Layers start as copies of one another; as one initializer they would train as one.
+        model, _ = onnxsim.simplify(
+            model,
+            initializers_as_constants=False,
+            skipped_optimizers=["eliminate_duplicate_initializer"],
+        )
         with np.load(folder / "batch.npz") as data:
             x, labels = data["x"], data["labels"]
         rows, classes = len(labels), facts["classes"]
@@ -116,9 +121,10 @@ class Onnxsim(Engine):
         kind = sgd() if optimizer == "sgd" else "adam"
         trained = (folder / "parameters.txt").read_text().split()
         known = {t.name for t in model.graph.initializer}
-        self.loop = onnxsim.compile_training_loop(
-            model, "loss", [n for n in trained if n in known], kind
-        )
+        lost = [n for n in trained if n not in known]
+        if lost:
+            raise ValueError(f"onnxsim.simplify removed parameters: {', '.join(lost)}")
+        self.loop = onnxsim.compile_training_loop(model, "loss", trained, kind)
         hot = np.zeros((rows, classes), np.float32)
         hot[np.arange(rows), labels] = 1.0
         self.feeds = {"x": x, "labels": hot}

@@ -1,0 +1,145 @@
+"""How step time grows with batch, depth and parameters, beside torch's.
+
+    python -m benchmarks.growth            # prints the table
+    python -m benchmarks.growth --write    # docs/benchmarks.md and docs/images/growth_*.png
+
+AdamW, two engines in turns, losses compared as in the large table. Ends when the budget is spent:
+points that were not reached are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+from benchmarks import machine, page, report, verdicts
+from benchmarks.measure import Builder, Cell, measure
+from benchmarks.peers import OURS, PEERS, REFERENCE, ROOT
+from benchmarks.prepare import prepared
+from benchmarks.workloads import find, growth
+
+IMAGES = ROOT / "docs" / "images"
+OUT = ROOT / "runs" / "bench" / "growth.json"
+SECONDS = 4.0  # of timing per point
+
+
+def run(threads: int, budget: float) -> tuple[list[Cell], list[str]]:
+    """Give the points that were measured, and the names of those that were not."""
+    builder, order = Builder(), random.Random(0)
+    cells: list[Cell] = []
+    end = time.monotonic() + budget
+    names = growth.names()
+    # The dearest point of each curve comes last.
+    names.sort(key=lambda n: int(n.partition("-")[2]) >= 10**8)
+    for i, name in enumerate(names):
+        if time.monotonic() > end:
+            return cells, names[i:]
+        workload = find(name)
+        prepared(workload)
+        cell = measure(
+            workload,
+            "adamw",
+            threads,
+            [OURS, REFERENCE],
+            builder,
+            seconds=SECONDS,
+            limits={},
+            order=order,
+        )
+        cells.append(cell)
+        print(report.line(cell, "wall"), flush=True)
+    return cells, []
+
+
+def curve(cells: list[Cell], axis: str, engine: str) -> tuple[list[int], list[verdicts.Spread]]:
+    """Give the sizes along an axis and an engine's milliseconds there."""
+    found = sorted(
+        (int(c.workload.partition("-")[2]), c.engines[engine])
+        for c in cells
+        if c.workload.startswith(f"{axis}-") and c.engines[engine].status == "timed"
+    )
+    return [n for n, _ in found], [verdicts.Spread.of([1000 * t for t in e.wall]) for _, e in found]
+
+
+def draw(cells: list[Cell], threads: int) -> None:
+    """Write one picture for each axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    titles = {
+        "batch": "CNN, step time against batch",
+        "depth": "decoder of width 128, against layers",
+        "parameters": "MLP of two hidden layers, against parameters",
+    }
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for axis, title in titles.items():
+        figure, axes = pyplot.subplots(figsize=(5.2, 3.6))
+        for engine in (OURS.name, REFERENCE.name):
+            sizes, times = curve(cells, axis, engine)
+            axes.plot(sizes, [t.median for t in times], "o-", ms=4, label=PEERS[engine].title)
+            low, high = [t.low for t in times], [t.high for t in times]
+            axes.fill_between(sizes, low, high, alpha=0.2)
+        axes.set(xlabel=axis, ylabel="ms per step", title=f"{title}, AdamW, threads: {threads}")
+        axes.title.set_fontsize(9)
+        if axis != "depth":
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+        axes.grid(True, alpha=0.3)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(IMAGES / f"growth_{axis}.png", dpi=110)
+        pyplot.close(figure)
+
+
+def text(cells: list[Cell], skipped: list[str], facts: dict, threads: int) -> str:
+    """Give the section in Markdown."""
+    rows = []
+    for cell in cells:
+        found = report.ratio(cell, REFERENCE.name, "wall")
+        said = f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})" if found else ""
+        shown = [report.milliseconds(cell.engines[n], "wall") for n in cell.engines]
+        rows.append([find(cell.workload).title, *shown, said])
+    head = ["net", *(f"{PEERS[n].title}, ms" for n in (OURS.name, REFERENCE.name)), "ratio"]
+    pictures = " ".join(
+        f"![step time against {a}](images/growth_{a}.png)" for a in ("batch", "depth", "parameters")
+    )
+    parts = [
+        (
+            f"{facts['date']}, commit {facts['commit']}: `python -m benchmarks.growth --write "
+            f"--threads {threads}`, {facts['cores']} cores of {facts['cpu']}, load average before "
+            f"{facts['load_before'][0]:.2f}."
+        ),
+        pictures,
+        report.markdown(head, rows, left=1),
+    ]
+    if skipped:
+        parts.append(f"Not reached within the budget: {', '.join(skipped)}.")
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=330.0, help="seconds")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    facts = machine.facts()
+    cells, skipped = run(options.threads, options.budget)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"machine": facts, "cells": [c.to_json() for c in cells], "skipped": skipped}
+    options.out.write_text(json.dumps(kept, indent=1))
+    made = text(cells, skipped, facts, options.threads)
+    if options.write:
+        draw(cells, options.threads)
+        page.write(made, "growth")
+    print(made)
+
+
+if __name__ == "__main__":
+    main()
