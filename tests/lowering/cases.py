@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 
+from .control import CONTROL
+from .make import c, f, flags, ints, pos, w
+from .newer import NEWER
 from .single import Case, Const
-
-_rng = np.random.default_rng(0)
-
-
-def f(*shape: int, scale: float = 1.0) -> np.ndarray:
-    return np.asarray(_rng.standard_normal(shape) * scale, np.float32)
-
-
-def pos(*shape: int) -> np.ndarray:
-    return np.asarray(_rng.random(shape) + 0.5, np.float32)
-
-
-def ints(high: int, *shape: int, low: int = 0) -> np.ndarray:
-    return np.asarray(_rng.integers(low, high, shape), np.int64)
-
-
-def flags(*shape: int) -> np.ndarray:
-    return _rng.random(shape) < 0.5
-
-
-def c(value, dtype=np.int64) -> Const:
-    return Const(np.asarray(value, dtype))
-
-
-def w(*shape: int) -> Const:
-    return Const(f(*shape))
-
+from .types import TYPES
 
 _POINTS = np.asarray([-30, -3, -1, -0.5, -1e-3, 0, 1e-3, 0.5, 1, 3, 30, 90], np.float32)
 _EXTREME = np.asarray([1.0, -np.inf, np.inf, np.nan, 2.0, 0.0], np.float32)
@@ -176,7 +152,8 @@ CHOICES = [
     Case("Equal", (_EXTREME, _EXTREME[::-1].copy()), id="floats"),
     Case("GreaterOrEqual", (_EXTREME, np.full(6, 1, np.float32))),
     Case("LessOrEqual", (ints(4, 6), ints(4, 6)), id="integers"),
-    Case("Greater", (ints(4, 6), ints(4, 6)), id="integers"),
+    Case("Greater", (ints(4, 6), ints(4, 6)), id="integers", limits={}),
+    Case("Less", (ints(4, 6), ints(4, 6)), id="integers", limits={}),
     Case("Max", (f(2, 3), f(3), f(2, 1)), dynamic=False),
     Case("Min", (ints(9, 2, 3), ints(9, 3)), id="integers"),
     Case("IsNaN", (_EXTREME,)),
@@ -241,6 +218,7 @@ PRODUCTS = [
         (f(1, 2, 7, 6),),
         {"kernel_shape": [3, 2], "strides": [2, 2], "ceil_mode": 1},
         "ceil",
+        limits={"MaxPool": {"attrs": {"ceil_mode": [0]}}},
     ),
     Case("SoftmaxCrossEntropyLoss", (f(5, 3), ints(3, 5))),
     Case(
@@ -256,7 +234,7 @@ PRODUCTS = [
 _LSTM = (f(3, 2, 4), w(1, 12, 4), w(1, 12, 3), w(1, 24))
 _GRU = (f(3, 2, 4), w(1, 9, 4), w(1, 9, 3), w(1, 18))
 RECURRENCES = [
-    Case("LSTM", _LSTM, {"hidden_size": 3}, outputs=3, dynamic=False),
+    Case("LSTM", _LSTM, {"hidden_size": 3}, outputs=3, dynamic=False, also_lacks=("Scan", "Loop")),
     Case(
         "LSTM",
         _LSTM,
@@ -264,6 +242,7 @@ RECURRENCES = [
         "reverse",
         outputs=3,
         dynamic=False,
+        also_lacks=("Scan", "Loop"),
     ),
     Case(
         "LSTM",
@@ -272,12 +251,33 @@ RECURRENCES = [
         "both",
         outputs=3,
         dynamic=False,
+        also_lacks=("Scan", "Loop"),
     ),
-    Case("GRU", _GRU, {"hidden_size": 3, "linear_before_reset": 1}, outputs=2, dynamic=False),
     Case(
-        "GRU", _GRU, {"hidden_size": 3, "direction": "reverse"}, "reverse", outputs=2, dynamic=False
+        "GRU",
+        _GRU,
+        {"hidden_size": 3, "linear_before_reset": 1},
+        outputs=2,
+        dynamic=False,
+        also_lacks=("Scan", "Loop"),
     ),
-    Case("RNN", (f(3, 2, 4), w(1, 3, 4), w(1, 3, 3)), {"hidden_size": 3}, outputs=2, dynamic=False),
+    Case(
+        "GRU",
+        _GRU,
+        {"hidden_size": 3, "direction": "reverse"},
+        "reverse",
+        outputs=2,
+        dynamic=False,
+        also_lacks=("Scan", "Loop"),
+    ),
+    Case(
+        "RNN",
+        (f(3, 2, 4), w(1, 3, 4), w(1, 3, 3)),
+        {"hidden_size": 3},
+        outputs=2,
+        dynamic=False,
+        also_lacks=("Scan", "Loop"),
+    ),
 ]
 
 CASES = [
@@ -289,6 +289,7 @@ CASES = [
     *CHOICES,
     *PRODUCTS,
     *RECURRENCES,
+    *CONTROL,
+    *NEWER,
+    *TYPES,
 ]
-
-CAST = Case("Cast", (f(2),), {"to": int(ir.DataType.INT32)})

@@ -38,13 +38,18 @@ class Case:
     refused: tuple[int, ...] = ()
     """Opsets at which no lowering is exact."""
     tol: float = 1e-5
+    since: int = 21
+    """The opset that the node is written in."""
+    limits: Mapping[str, Mapping[str, Any]] | None = None
+    """What the runtime's profile says of some operators; ``None``: it lacks this one."""
+    also_lacks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.op}-{self.id}" if self.id else self.op
 
 
 def model_of(case: Case, *, symbolic: bool = False) -> onnx.ModelProto:
-    """The node as a model at opset 21."""
+    """The node as a model at its opset."""
     values, inputs, stored = [], [], []
     for i, x in enumerate(case.inputs):
         if x is None:
@@ -67,12 +72,18 @@ def model_of(case: Case, *, symbolic: bool = False) -> onnx.ModelProto:
             value = ir.val(f"x{i}", ir.DataType.from_numpy(array.dtype), dims)
             inputs.append(value)
         values.append(value)
-    attributes = ir.convenience.convert_attributes(dict(case.attrs))
+    given = {k: v() if callable(v) else v for k, v in case.attrs.items()}
+    attributes = ir.convenience.convert_attributes(given)
     node = ir.Node("", case.op, values, attributes, num_outputs=case.outputs, name="node")
     for i, y in enumerate(node.outputs):
         y.name = f"y{i}"
     graph = ir.Graph(
-        inputs, node.outputs, nodes=[node], initializers=stored, opset_imports={"": 21}, name="g"
+        inputs,
+        node.outputs,
+        nodes=[node],
+        initializers=stored,
+        opset_imports={"": case.since},
+        name="g",
     )
     proto = ir.to_proto(ir.Model(graph, ir_version=10))
     return onnx.shape_inference.infer_shapes(proto, data_prop=True)
@@ -95,12 +106,19 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray
     return session.run(None, feeds)
 
 
-def everything_but(*op_types: str) -> Profile:
-    """A runtime that has every operator except some."""
+def everything_but(*op_types: str, **limits: Mapping[str, Any]) -> Profile:
+    """A runtime that has every operator except some, others with limits."""
     every = {s.name for s in onnx.defs.get_all_schemas_with_history() if s.domain == ""}
     return Profile(
-        name=f"without {', '.join(op_types)}", ops={o: {} for o in every - set(op_types)}
+        name=f"without {', '.join(op_types)}",
+        ops={**{o: {} for o in every - set(op_types)}, **limits},
     )
+
+
+def lacking(case: Case) -> Profile:
+    """The runtime in which a case has to be lowered."""
+    own = (case.op,) if case.limits is None else ()
+    return everything_but(*own, *case.also_lacks, **(case.limits or {}))
 
 
 def only(*op_types: str) -> Profile:

@@ -95,7 +95,7 @@ class _Engine:
         if why is None:
             return
         reasons = [why]
-        choices: list[Rule] = [*rules_for(node.op_type), body_of]
+        choices: list[Rule] = [self._constant, *rules_for(node.op_type), body_of]
         for rule in choices if len(chain) < _DEPTH else ():
             # A lowering may meet its own operator in an easier form, but not for ever.
             if chain.count(rule) > 2:
@@ -115,6 +115,11 @@ class _Engine:
                 self.done[node.op_type] += 1
             return
         raise _StuckError(node, list(dict.fromkeys(reasons)))
+
+    def _constant(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
+        """Give what the node computes, if that is known: an output that was not folded."""
+        array = folded(node, op.opset, self.weights)
+        return None if array is None else op.const(array, node.outputs[0].dtype)
 
     def _try(
         self, rule: Rule, node: ir.Node, chain: tuple[Rule, ...]
@@ -199,6 +204,10 @@ class _Engine:
         made, self.created = self.created[mark:], self.created[:mark]
         by_graph: dict[ir.Graph, list[ir.Node]] = {}
         for node in made:
+            for body in subgraphs_of(node):  # they may read what goes, too
+                for inner in body.all_nodes():
+                    for i in range(len(inner.inputs)):
+                        inner.replace_input_with(i, None)
             if isinstance(node.graph, ir.Graph):
                 by_graph.setdefault(node.graph, []).append(node)
         for graph, nodes in by_graph.items():

@@ -8,8 +8,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.bodies import has_body
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.schema_bodies import body_by_types, has_body
 
 
 def body_of(op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> list[ir.Value | None] | None:
@@ -68,21 +68,10 @@ def _function(op: OpBuilder, node: ir.Node) -> onnx.FunctionProto | None:
     assert schema is not None
     if not schema.has_context_dependent_function:
         return schema.function_body
-    versions = [v for v in schema.context_dependent_function_opset_versions if v <= op.opset]
-    if not versions:
-        return None
-    proto = ir.serde.serialize_node(node)
-    given = {a.name for a in proto.attribute}
-    for name, attribute in schema.attributes.items():
-        if name not in given and attribute.default_value.type:
-            proto.attribute.append(attribute.default_value)
     types = []
     for x in node.inputs:
         kind = onnx.TypeProto() if x is None or x.type is None else ir.serde.serialize_type(x.type)
         if x is not None and x.shape is not None:
             ir.serde.serialize_shape_into(kind, x.shape)
-        types.append(kind.SerializeToString())
-    text = schema.get_context_dependent_function_with_opset_version(
-        max(versions), proto.SerializeToString(), types
-    )
-    return onnx.FunctionProto.FromString(text)
+        types.append(kind)
+    return body_by_types(ir.serde.serialize_node(node), types, op.opset)

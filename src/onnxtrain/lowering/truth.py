@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.lowering.finite import may_be_infinite
 
@@ -49,6 +50,8 @@ def _look(op: OpBuilder, x: ir.Value, seen: _Seen) -> ir.Value | None:
         return _combined(op, kind, [_integer(op, v, seen) for v in inputs if v is not None])
     if kind == "IsNaN":
         return _not(op, _is_number(op, a))
+    if kind == "IsInf":
+        return _is_infinite(op, node)
     b = inputs[1] if len(inputs) > 1 else None
     if kind == "Equal" and b is not None:
         return _equal(op, a, b)
@@ -62,6 +65,16 @@ def _look(op: OpBuilder, x: ir.Value, seen: _Seen) -> ir.Value | None:
     if kind == "Concat":
         return _moved(op, node, [None if v is None else _integer(op, v, seen) for v in inputs])
     return None
+
+
+def _is_infinite(op: OpBuilder, node: ir.Node) -> ir.Value | None:
+    x = node.inputs[0]
+    assert x is not None
+    top = op.const(float(ir.DataType(x.dtype).max), x.dtype)
+    known = S.attributes_of(node, op.opset)
+    parts = [_above(op, x, top)] if known["detect_positive"] else []
+    parts += [_above(op, op.Neg(top), x)] if known["detect_negative"] else []
+    return _combined(op, "Or", parts) if len(parts) == 2 else next(iter(parts), None)
 
 
 def _moved(op: OpBuilder, node: ir.Node, inputs: list[ir.Value | None]) -> ir.Value | None:

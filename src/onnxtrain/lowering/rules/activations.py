@@ -52,12 +52,6 @@ def mish(op, x):
     return op.Mul(x, op.Tanh(op.Softplus(x)))
 
 
-@lower("Swish")
-def swish(op, x, *, alpha):
-    """``x sigmoid(alpha x)``."""
-    return op.Mul(x, op.Sigmoid(x if alpha in (None, 1.0) else op.Mul(x, alpha)))
-
-
 @lower("HardSigmoid")
 def hard_sigmoid(op, x, *, alpha, beta):
     """``clip(alpha x + beta, 0, 1)``."""

@@ -25,16 +25,6 @@ def layer_normalization(op, x, scale, bias=None, *, axis, epsilon, stash_type):
     return y if bias is None else op.Add(y, bias), mean, inverse
 
 
-@lower("RMSNormalization")
-def rms_normalization(op, x, scale, *, axis, epsilon, stash_type):
-    """``x / sqrt(mean(x^2) + epsilon) * scale``."""
-    axes = list(range(axis % op.rank(x), op.rank(x)))
-    wide = op.cast(x, ir.DataType(stash_type))
-    mean = op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1)
-    normal = op.Div(wide, op.Sqrt(op.Add(mean, epsilon)))
-    return op.Mul(op.cast(normal, x.dtype), scale)
-
-
 @lower("GroupNormalization")
 def group_normalization(op, x, scale, bias, *, epsilon, num_groups, stash_type):
     """Standardise each group of channels: [N, C, ...] -> [N, G, C/G * ...]."""

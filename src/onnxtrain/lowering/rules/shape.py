@@ -90,20 +90,26 @@ def constant_of_shape(op, shape, *, value):
 
 
 @lower("Range")
-def range_(op, start, limit, delta):
-    """Positions of ones: 0 to n - 1, then scaled."""
-    a, step = op.constant(start), op.constant(delta)
-    if (
-        start.dtype != _INT64
-        or a is None
-        or step is None
-        or int(a.reshape(()))
-        or int(step.reshape(())) != 1
-    ):
+def range_known(op, start, limit, delta):
+    """A constant."""
+    bounds = [op.constant(v) for v in (start, limit, delta)]
+    if any(b is None for b in bounds):
         return None
-    n = op.Reshape(limit, [1])
-    ones = op.ConstantOfShape(n, value=ir.tensor(np.ones(1, np.int64)))
-    return op.Squeeze(op.NonZero(ones), [0])
+    return op.const(np.arange(*(b.reshape(()) for b in bounds)), start.dtype)
+
+
+@lower("Range")
+def range_(op, start, limit, delta):
+    """The positions of as many ones, counted from ``start``."""
+    step = op.constant(delta)
+    if start.dtype != _INT64 or step is None or int(step.reshape(())) != 1:
+        return None
+    first = op.constant(start)
+    from_zero = first is not None and not int(first.reshape(()))
+    count = limit if from_zero else op.Max(op.Sub(limit, start), op.const(0))
+    ones = op.ConstantOfShape(op.Reshape(count, [1]), value=ir.tensor(np.ones(1, np.int64)))
+    y = op.Squeeze(op.NonZero(ones), [0])
+    return y if from_zero else op.Add(y, start)
 
 
 @lower("Split")

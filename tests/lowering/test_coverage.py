@@ -1,0 +1,60 @@
+"""Every decomposition is met by cases, which run at the opsets 7, 11, 13, 17 and 20."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+
+from onnxtrain.convert import lower
+from onnxtrain.errors import LoweringError
+from onnxtrain.graph import decompose
+from onnxtrain.lowering import engine
+from onnxtrain.lowering.registry import RULES, apply, rules_for
+
+from .cases import CASES
+from .single import OPSETS, everything_but, lacking, model_of
+from .test_truth import FLOAT, LACKS, MASKS, model
+
+
+def test_opsets():
+    assert OPSETS == (7, 11, 13, 17, 20)
+
+
+def test_every_operator_has_a_case():
+    rules_for("Add")
+    decompose.has_decomposition("Add")
+    standard = {name for name in decompose.DECOMPOSITIONS if "::" not in name}
+    wanted = (set(RULES) | standard) - {"SimplifiedLayerNormalization"}  # onnxruntime's own name
+    assert wanted - {case.op for case in CASES} == set()
+    lowered = {case.op for case in CASES if not set(OPSETS) <= set(case.refused)}
+    assert wanted - lowered == set()
+
+
+def test_every_decomposition_is_used(monkeypatch: pytest.MonkeyPatch):
+    """Not only one of several for an operator; at opset 7, where all are needed."""
+    used: Counter[str] = Counter()
+
+    def watched(rule, op, node):
+        found = apply(rule, op, node)
+        if found is not None:
+            used[rule.__name__] += 1
+        return found
+
+    monkeypatch.setattr(engine, "apply", watched)
+    for case in CASES:
+        if 7 in case.refused:
+            continue
+        lower(model_of(case), lacking(case), opset=7, verify=False)
+    for case in CASES:
+        _try(model_of(case), None, 7)
+        _try(model_of(case, symbolic=True), lacking(case), 13)
+    for name in ("Greater", "same"):
+        _try(model(MASKS[name], FLOAT, 4), everything_but(*LACKS), 7)
+    rules_for("Add")
+    every = {rule.__name__ for rules in RULES.values() for rule in rules}
+    assert every - used.keys() == set()
+
+
+def _try(proto, profile, opset: int) -> None:
+    with contextlib.suppress(LoweringError):  # what is refused is not asked for here
+        lower(proto, profile, opset=opset, verify=False)
