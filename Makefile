@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build web web-test clean
+.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build web web-test style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -29,7 +29,7 @@ demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into ru
 	$(BIN)/python examples/digits.py
 
 # A fixed seed: CI says the same twice. Plain pytest draws another order and other data each time.
-test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) check  ## everything CI runs, Python and web
+test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium check  ## everything CI runs, Python and web
 	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1
 	$(MAKE) web-test
 
@@ -90,9 +90,14 @@ web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that t
 	$(BIN)/python web/demo/make_artifacts.py web/demo/public
 	cd web && npm run dev
 
-web-test: $(VENV)/.demo web/node_modules/.package-lock.json  ## the web package in Node and in Chromium
+chromium:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+
+web-test: $(VENV)/.demo web/node_modules/.package-lock.json chromium  ## the web package in Node and in Chromium
 	cd web && npm run check && npm test && npm run test:browser
+
+style-transfer: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium  ## train a style, lower it to opset 7, run it in browser runtimes
+	$(BIN)/python examples/style_transfer/run.py $(STYLE_FLAGS)
 
 clean:  ## remove what make made
 	rm -rf $(VENV) runs .cache web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public
