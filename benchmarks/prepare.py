@@ -1,6 +1,6 @@
 """Every workload as files that every engine reads: the model, its first weights, a batch.
 
-    python -m benchmarks.prepare            # all, into .cache/bench/models
+    python -m benchmarks.prepare            # all, growth curves included, into .cache/bench/models
     python -m benchmarks.prepare mlp cnn
 
 The model is exported once by ``onnxtrain.torch.from_torch``. ``model.onnx`` keeps the batch
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.workloads import WORKLOADS, Workload, find
+from benchmarks.workloads import WORKLOADS, Workload, find, growth
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
@@ -71,7 +71,7 @@ def _export(workload: Workload, folder: Path) -> None:
 
 
 def main() -> None:
-    for name in sys.argv[1:] or WORKLOADS:
+    for name in sys.argv[1:] or [*WORKLOADS, *growth.names()]:
         print(f"{name}: {prepared(find(name)).relative_to(ROOT)}", flush=True)
 
 

@@ -48,11 +48,9 @@ class OrtTraining(Engine):
         options.log_severity_level = 4
         options.add_session_config_entry("session.set_denormal_as_zero", "1")
         self.state = api.CheckpointState.load_checkpoint(str(made / "checkpoint"))
+        # Without its evaluation model, which is not valid where there is batch normalization.
         self.module = api.Module(
-            str(made / "training_model.onnx"),
-            self.state,
-            str(made / "eval_model.onnx"),
-            session_options=options,
+            str(made / "training_model.onnx"), self.state, session_options=options
         )
         self.optimizer = api.Optimizer(str(made / "optimizer_model.onnx"), self.module)
         self.module.train()
