@@ -97,6 +97,9 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
+    batch_first = any(a.name == "layout" and a.i for n in model.graph.node for a in n.attribute)
+    if batch_first:  # onnxruntime has it in its schema only
+        return ReferenceEvaluator(model).run(None, feeds)
     try:
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -13,6 +13,7 @@ from onnxtrain.lowering.registry import RULES, apply, rules_for
 
 from .cases import CASES
 from .single import OPSETS, everything_but, lacking, model_of
+from .test_symbolic import WANTS_CONSTANTS, cut, reshaped
 from .test_truth import FLOAT, LACKS, MASKS, model
 
 
@@ -48,11 +49,13 @@ def test_every_decomposition_is_used(monkeypatch: pytest.MonkeyPatch):
     for case in CASES:
         _try(model_of(case), None, 7)
         _try(model_of(case, symbolic=True), lacking(case), 13)
-    for name in ("Greater", "same"):
+    for name in ("Greater", "same", "finite"):
         _try(model(MASKS[name], FLOAT, 4), everything_but(*LACKS), 7)
+    _try(reshaped(), WANTS_CONSTANTS, 7)
+    _try(cut(), WANTS_CONSTANTS, 7)
     rules_for("Add")
     every = {rule.__name__ for rules in RULES.values() for rule in rules}
-    assert every - used.keys() == set()
+    assert sorted(every - used.keys()) == []
 
 
 def _try(proto, profile, opset: int) -> None:

@@ -19,6 +19,11 @@ EXTREME = np.asarray([-np.inf, -1e38, -1, -1e-45, 0, 1e-45, 1, 1e38, np.inf, np.
 PAIRS = [a.ravel() for a in np.meshgrid(EXTREME, EXTREME)]
 WHOLE = [a.ravel() for a in np.meshgrid(*[np.asarray([-(1 << 29), -2, -1, 0, 1, 2, 1 << 29])] * 2)]
 
+
+def _floats(op: OpBuilder, x: ir.Value) -> ir.Value:
+    return x if x.dtype == FLOAT else op.Gather(op.const(np.zeros(1), FLOAT), op.Sub(x, x))
+
+
 MASKS = {
     "Greater": lambda op, a, b: op.Greater(a, b),
     "Less": lambda op, a, b: op.Less(a, b),
@@ -30,6 +35,7 @@ MASKS = {
     "Or": lambda op, a, b: op.Or(op.Greater(a, b), op.Equal(a, op.const(1, a.dtype))),
     "Xor": lambda op, a, b: op.Xor(op.Greater(a, b), op.Less(b, op.const(1, a.dtype))),
     "same": lambda op, a, b: op.Equal(op.Greater(a, b), op.Less(b, op.const(1, a.dtype))),
+    "finite": lambda op, a, b: op.Greater(op.Tanh(_floats(op, a)), op.Tanh(_floats(op, b))),
     "nonzero": lambda op, a, b: op.Cast(a, to=BOOL),
     "moved": lambda op, a, b: op.Reshape(
         op.Transpose(op.Reshape(op.Greater(a, b), [-1, 1]), perm=[1, 0]), [-1]

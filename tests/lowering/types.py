@@ -46,4 +46,11 @@ TYPES = [
     Case("TopK", (w(5, 2, 3), c([2])), {"axis": 0, "largest": 0}, "smallest", outputs=2),
     Case("TopK", (f(3, 7), c([3])), id="may-be-infinite", outputs=2, refused=OPSETS),
     Case("Max", (f(2, 3), Const(f(3))), id="two", dynamic=False),
+    Case("Sign", (f(9),), id="quotient", also_lacks=("Greater", "Less")),
+    Case("Clip", (f(9), c(-0.5, np.float32), c(2, np.float32)), id="relu",
+         also_lacks=("Max", "Min", "ReduceMax", "ReduceMin")),
+    Case("Pow", (pos(2, 3), ints(3, 2, 3)), id="types", limits={}),
+    Case("Where", (Const(flags(2, 3)), w(2, 3), c(-np.inf, np.float32)), id="bias"),
+    Case("LSTM", (f(2, 3, 4), w(1, 12, 4), w(1, 12, 3), w(1, 24)), {"hidden_size": 3, "layout": 1},
+         "batch-first", outputs=3, dynamic=False, limits={"LSTM": {"attrs": {"layout": [0]}}}),
 ]  # fmt: skip

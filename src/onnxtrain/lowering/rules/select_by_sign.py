@@ -1,4 +1,4 @@
-"""Selection without booleans: a comparison as the number 0 or 1.
+"""Comparisons without booleans: the number 0 or 1.
 
 For runtimes that have neither comparisons nor ``Cast``. The signs of differences say the same as
 comparisons, but for infinities; where those may occur, nothing is lowered.
@@ -14,15 +14,6 @@ from onnxtrain.lowering.finite import may_be_infinite
 from onnxtrain.lowering.registry import lower
 
 _MOVING = ("Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-
-
-@lower("Where")
-def where_by_sign(op, condition, a, b):
-    """``a m + b (1 - m)`` where both are finite."""
-    if not a.dtype.is_floating_point() or may_be_infinite(a) or may_be_infinite(b):
-        return None
-    m = _mask(op, condition, a.dtype)
-    return None if m is None else op.Add(op.Mul(a, m), op.Mul(b, op.Sub(1.0, m)))
 
 
 @lower("Cast")

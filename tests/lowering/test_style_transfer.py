@@ -1,0 +1,212 @@
+"""The style-transfer example: training, old weight files, and pictures in real runtimes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "style_transfer"
+MODULES = ("net", "pictures", "features", "loss", "train", "runtimes", "run", "decompositions")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The example's modules, which have short names, out of the way afterwards."""
+    before = {name: sys.modules.pop(name, None) for name in MODULES}
+    sys.path.insert(0, str(FOLDER))
+    try:
+        found: dict[str, ModuleType] = {name: importlib.import_module(name) for name in MODULES}
+        yield SimpleNamespace(**found)
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+@pytest.fixture(scope="module")
+def tiny(example):
+    """Settings of a moment's training, and features that were not trained."""
+    torch.manual_seed(0)
+    features = example.features.train_features(steps=0)
+    settings = example.train.Settings(
+        image_size=32, style_size=32, batch_size=2, steps=2, epochs=1, lr=1e-3
+    )
+    return settings, features
+
+
+def needs(engine: str) -> None:
+    """Skip where the runtime is not installed; `make test` installs all of them."""
+    if not shutil.which("node"):
+        pytest.skip("needs node")
+    if "onnxjs" in engine and not (_modules() / "onnxjs").is_dir():
+        pytest.skip("needs onnxjs: make onnxjs")
+    if "Chromium" in engine:
+        if not os.environ.get("CHROMIUM") and not any(map(shutil.which, BROWSERS)):
+            pytest.skip("needs chromium")
+        if not (FOLDER.parents[1] / "web/node_modules/onnxruntime-web").is_dir():
+            pytest.skip("needs onnxruntime-web: npm ci in web/")
+
+
+def _modules() -> Path:
+    return Path(os.environ.get("ONNXJS_MODULES", Path(__file__).parent / "onnxjs" / "node_modules"))
+
+
+def test_loss_and_steps_are_torchs(example, tiny):
+    settings, features = tiny
+    ours = example.train.style_loss(settings, features, example.train.fresh(settings))
+    trainer = example.train.trainer_of(ours, settings)
+    assert set(trainer.parameters) == {f"net.{n}" for n, _ in ours.net.named_parameters()}
+    last = list(ours.net.deconv3.parameters())
+    others = [p for n, p in ours.net.named_parameters() if not n.startswith("deconv3.")]
+    lr = settings.lr
+    groups = [{"params": others, "lr": lr}, {"params": last, "lr": lr * example.train.GAIN}]
+    descent = torch.optim.Adam(groups)
+    ((image,), *_) = example.train.batches(settings)
+    losses = []
+    for step in range(4):
+        descent.zero_grad()
+        loss, content, style = ours(torch.from_numpy(image))
+        loss.backward()
+        descent.step()
+        found = trainer.step(image)
+        # Where a gradient is about 0, Adam's first steps follow its rounding.
+        assert found.loss == pytest.approx(loss.item(), rel=1e-5 if step == 0 else 2e-2)
+        if step == 0:
+            assert found.metrics["content"] == pytest.approx(content.item(), rel=1e-5)
+            assert found.metrics["style"] == pytest.approx(style.item(), rel=1e-5)
+        losses.append(found.loss)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("channels", [8, 16, 32])
+def test_weight_files_of_pytorchs_example(example, tmp_path, channels: int):
+    torch.manual_seed(channels)
+    net = example.net.TransformerNet(channels).eval()
+    state = dict(net.state_dict())
+    norms = [n for n, m in net.named_modules() if isinstance(m, nn.InstanceNorm2d)]
+    assert len(norms) == 15
+    for name in norms:  # as old versions of torch wrote them
+        count = state[f"{name}.weight"].shape[0]
+        state |= {
+            f"{name}.running_mean": torch.ones(count),
+            f"{name}.running_var": torch.ones(count),
+        }
+    torch.save(state, tmp_path / "old.model")
+    image = torch.rand(1, 3, 16, 24) * 255
+    with torch.no_grad():
+        assert torch.equal(example.net.load_net(tmp_path / "old.model")(image), net(image))
+    del state["res1.conv1.conv2d.weight"]
+    with pytest.raises(RuntimeError, match=r"res1\.conv1\.conv2d\.weight"):
+        example.net.from_state(state)
+    with pytest.raises(ValueError, match="no weights of a TransformerNet"):
+        example.net.from_state({"features.0.weight": torch.zeros(1)})
+
+
+def test_vgg16_weights(example, tmp_path):
+    wanted = example.features.FeatureNet(example.features.VGG16)
+    assert wanted.taps == [3, 8, 15, 22]
+    state = {f"features.{n}": v for n, v in wanted.features.state_dict().items()}
+    torch.save({**state, "classifier.0.bias": torch.zeros(3)}, tmp_path / "vgg16.pth")
+    found = example.features.load_vgg16(tmp_path / "vgg16.pth")
+    image = torch.rand(1, 3, 16, 16) * 255
+    for a, b in zip(found(image), wanted(image), strict=True):
+        assert torch.equal(a, b)
+    assert not any(p.requires_grad for p in found.parameters())
+
+
+def test_lowering_leaves_fewer_kinds_of_operators(example, tiny):
+    net = example.train.fresh(tiny[0]).eval()
+    rows = {row.form: row.cells[3:7] for row in example.run.forms(net, 32)}
+    nodes = {form: int(cells[0]) for form, cells in rows.items()}
+    kinds = {form: tuple(map(int, cells[1:])) for form, cells in rows.items()}
+    assert list(kinds.values()) == [(15, 2, 16), (15, 2, 16), (15, 2, 0), (0, 0, 0)]
+    assert nodes["opset 7"] == 64 < nodes["opset 7, no Pad"] < nodes["opset 7, base operators"]
+
+
+@pytest.mark.parametrize(
+    "engine", ["onnxjs, Node", "onnxruntime-web, Chromium", "onnxjs WebGL, Chromium"]
+)
+def test_pictures_of_real_runtimes_are_torchs(example, tiny, engine: str):
+    needs(engine)
+    net = example.train.fresh(tiny[0]).eval()
+    image = example.pictures.planes(
+        example.pictures.middle(example.pictures.load("china", 32), 32)
+    )[None]
+    rows = example.run.forms(net, 32)
+    if "WebGL" in engine:  # a GPU in software takes its time
+        rows = rows[1:2]
+    picture = example.run.compare(rows, engine, image, net)  # raises above 1e-2
+    assert picture.shape == image.shape
+    assert picture.std() > 1
+    refused = [row.form for row in rows if row.results[engine] == "refused"]
+    assert refused == (["exported, opset 20"] if engine == "onnxjs, Node" else [])
+
+
+def test_page_styles_an_uploaded_picture(example, tiny, tmp_path):
+    needs("Chromium")
+    net = example.train.fresh(tiny[0])
+    example.train.write(net, tmp_path)
+    (tmp_path / "styles.json").write_text(json.dumps([{"name": "mine", "file": "style.onnx"}]))
+    example.pictures.save(
+        tmp_path / "given.png", example.pictures.planes(example.pictures.load("flower", 96))
+    )
+    arguments = [tmp_path, tmp_path / "given.png", "128", tmp_path / "pixels"]
+    done = subprocess.run(
+        ["node", FOLDER / "runners" / "page.mjs", *arguments],
+        capture_output=True, text=True, check=True, timeout=240,
+    )  # fmt: skip
+    said = json.loads(done.stdout)
+    assert said["complaints"] == []
+    assert said["status"].startswith("128 x 84 in ")
+    before, after = (
+        np.moveaxis(
+            np.fromfile(tmp_path / f"pixels.{n}", np.uint8).reshape(84, 128, 4)[..., :3], -1, 0
+        )
+        for n in ("before", "after")
+    )
+    with torch.no_grad():
+        expected = net.eval()(torch.from_numpy(before[None].astype(np.float32))).numpy()[0]
+    assert np.abs(expected.clip(0, 255) - after).max() < 0.5 + example.run.LIMIT
+
+
+def test_command_line(tmp_path):
+    small = "--steps 1 --epochs 1 --image-size 32 --style-size 32 --batch-size 1 --feature-steps 1"
+    options = "--style-image flower --content-weight 2 --style-weight 3 --num-channels 8"
+    subprocess.run(
+        [sys.executable, FOLDER / "train.py", *small.split(), *options.split(), "--out", tmp_path],
+        check=True, timeout=300, capture_output=True,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(tmp_path / "style.onnx")
+    (styled,) = session.run(None, {"image": np.zeros((2, 3, 20, 36), np.float32)})
+    assert styled.shape == (2, 3, 20, 36)
+    assert torch.load(tmp_path / "style.pth")["conv1.conv2d.weight"].shape == (8, 3, 9, 9)
+    assert {o.version for o in onnx.load(tmp_path / "style.onnx").opset_import if not o.domain} == {
+        20
+    }
+
+
+def test_every_way_to_write_an_operator_is_right(example):
+    ways = example.decompositions
+    x = np.random.default_rng(0).normal(0, 1, (1, ways.C, ways.H, ways.H)).astype(np.float32)
+    groups = (ways.NORMS, ways.ENLARGEMENTS, ways.REFLECTIONS)
+    for texts, wanted in zip(groups, ways.expected(x), strict=True):
+        for name, text in texts.items():
+            session = onnxruntime.InferenceSession(ways.model(text).SerializeToString())
+            (found,) = session.run(None, {"x": x})
+            np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=name)

@@ -1,0 +1,50 @@
+"""Sizes that are computed, in a runtime that wants to know them, while one stays symbolic."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from onnxtrain.convert import lower
+from onnxtrain.graph.builder import OpBuilder
+
+from .single import OPSETS, everything_but, run
+
+WANTS_CONSTANTS = everything_but(
+    "Shape", Reshape={"const_inputs": [1]}, Slice={"const_inputs": [1, 2]}
+)
+
+
+def _model(make) -> onnx.ModelProto:
+    op = OpBuilder(ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="g"))
+    x = op.input("x", ir.DataType.FLOAT, ["n", 6])
+    z = op.input("z", ir.DataType.FLOAT, ["n", 2, 3])
+    y = make(op, x, z)
+    y.name = "y"
+    op.graph.outputs.append(op.Add(y, op.const(1.0)))
+    return ir.to_proto(ir.Model(op.graph, ir_version=10))
+
+
+def reshaped() -> onnx.ModelProto:
+    """x in the shape of z."""
+    return _model(lambda op, x, z: op.Add(op.Reshape(x, op.Shape(z)), z))
+
+
+def cut() -> onnx.ModelProto:
+    """As many rows of x as z has: all of them."""
+    return _model(lambda op, x, z: op.Slice(x, [0], op.Shape(z, end=1), [0]))
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("make", [reshaped, cut])
+def test_computed_size(make, opset: int):
+    model = make()
+    lowered = lower(model, WANTS_CONSTANTS, opset=opset)
+    assert "Shape" not in {n.op_type for n in lowered.graph.node}
+    rng = np.random.default_rng(0)
+    for n in (1, 4):
+        feeds = {
+            "x": rng.standard_normal((n, 6)).astype(np.float32),
+            "z": rng.standard_normal((n, 2, 3)).astype(np.float32),
+        }
+        np.testing.assert_array_equal(run(lowered, feeds)[0], run(model, feeds)[0])
