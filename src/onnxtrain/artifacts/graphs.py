@@ -11,13 +11,13 @@ import onnx_ir as ir
 
 from onnxtrain.artifacts.declare import Declared
 from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
-from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.recompute import differentiate_again
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.autocast import autocast
 from onnxtrain.graph.builder import OpBuilder, names_in
-from onnxtrain.graph.composed_batch_norm import compose_batch_norm
+from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compose_batch_norm
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.narrow import narrow_inputs
 from onnxtrain.graph.randomness import portable_dropout
@@ -57,6 +57,7 @@ class Plan:
     target: str
     randomness: str
     precision: Precision = dataclasses.field(default_factory=Precision)
+    recompute: str | tuple[str, ...] = ()
 
     @property
     def graph_metrics(self) -> tuple[Any, ...]:
@@ -155,7 +156,9 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     scale = [op.input(SCALE, _FLOAT, [1])] if plan.precision.scaled else []
     dtype = attached.loss.dtype
     seed = op.cast(scalar(op, *scale), dtype) if scale else op.const(1.0, dtype)
-    found = differentiate(op, {attached.loss: seed}, chosen)
+    found = differentiate_again(
+        op, {attached.loss: seed}, chosen, recompute=plan.recompute, batch=[*inputs, *rng]
+    )
     extra = _by_name(graph, shown)
     results = [attached.loss, *attached.metrics.values(), *extra.values()]
     for x in chosen:
@@ -165,7 +168,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
         results.append(gradient)
     results += [b.new for b in statistics]
     _set_outputs(op, results)
-    if plan.target == "webgpu":
+    if plan.target in WITHOUT_BATCH_STATISTICS:
         compose_batch_norm(op)
     expand_label_losses(model)
     return Backward(

@@ -6,6 +6,9 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 
+WITHOUT_BATCH_STATISTICS = frozenset({"cuda", "webgpu"})
+"""Targets whose runtime refuses BatchNormalization in training mode."""
+
 
 def compose_batch_norm(op: OpBuilder) -> int:
     """Put plain operators in the place of training-mode nodes; give how many there were."""
