@@ -24,10 +24,12 @@ from onnxtrain.artifacts.graphs import (
     training_graph,
 )
 from onnxtrain.artifacts.inference import inference_model
+from onnxtrain.artifacts.opset import at_opset
 from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
 from onnxtrain.artifacts.several_steps import several_steps, steps_wanted
 from onnxtrain.artifacts.web import joined
+from onnxtrain.autodiff.blocks import copy_scopes
 from onnxtrain.autodiff.opening import open_model
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable
 from onnxtrain.errors import PrepareError
@@ -37,6 +39,7 @@ from onnxtrain.graph.io import load
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.prepare import constant_names, repairs_of
 from onnxtrain.graph.specialise import specialise
+from onnxtrain.graph.versions import OPSET
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
@@ -69,11 +72,12 @@ def build(
     accumulate: int = 1,
     ema: float | None = None,
     precision: str | Precision = "float32",
-    recompute: Sequence[str] = (),
+    recompute: str | Sequence[str] = (),
     target: str = "cpu",
     dims: Mapping[str, int] | None = None,
     randomness: str = "portable",
     steps_per_call: int | None = None,
+    opset: int | None = None,
 ) -> Artifacts:
     """Give training, evaluation, optimizer, step and inference models with their manifest.
 
@@ -94,7 +98,8 @@ def build(
         ema: decay of a moving average of the weights.
         precision: ``"float32"``, or ``"bf16-mixed"`` or ``"fp16-mixed"``: products in 16 bits,
             parameters and all else in float32; a :class:`Precision` also sets the loss scaling.
-        recompute: blocks to compute twice to save memory; not there yet.
+        recompute: what to compute again in the backward pass instead of keeping it: ``"auto"``,
+            or globs of scopes (``"layers.*"``), nodes, or values that blocks end with.
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
         dims: sizes to fix, by the name of the symbolic dimension.
@@ -102,17 +107,21 @@ def build(
             runtime; ``"native"`` uses the runtime's own random operators.
         steps_per_call: with more than one, there is also a step model that trains so many batches
             in one call. ``None`` is 8 for small models on wasm, else 1.
+        opset: of all models, where a runtime wants an older one; each then goes through
+            :func:`onnxtrain.lower` and is compared with what it came from.
     """
     if target == "web":
         asked = {n: v for n, v in locals().items() if n not in ("model", "target")}
         wasm = build(model, **{**asked, "target": "wasm"})
         return joined(wasm, build(model, **{**asked, "target": "webgpu", "steps_per_call": 1}))
-    _check_options(mode, accumulate, ema, recompute, target, randomness)
+    _check_options(mode, accumulate, ema, target, randomness)
     exactness = resolve_precision(precision, target)
     source = specialise(load(model), dims or {})
     _check_size(source)
     apart = separate_statistics(source)
     base = open_model(source)
+    if recompute:
+        copy_scopes(source, base)
     chosen = resolve_optimizer(optimizer)
     buffers = _buffer_names(base)
     plan = Plan(
@@ -129,6 +138,7 @@ def build(
         target=target,
         randomness=randomness,
         precision=exactness,
+        recompute=recompute if isinstance(recompute, str) else tuple(recompute),
     )
     origin = backward(base.clone(), plan)
     arrays = {n: _array(base, n) for n in origin.parameters}
@@ -150,6 +160,8 @@ def build(
     infer, infer_spec = inference_model(source)
     models = {key_of(spec): proto for proto, spec in specs}
     models["infer"] = infer
+    if opset is not None:
+        models = at_opset(models, opset)
     manifest = Manifest(
         models=(*(spec for _, spec in specs), infer_spec),
         parameters=weights,
@@ -164,8 +176,10 @@ def build(
             "ema": ema,
             "loss_scale": exactness.settings(),
             "mode": mode,
+            "opset": OPSET if opset is None else opset,
             "precision": exactness.name,
             "randomness": randomness,
+            "recompute": recompute if isinstance(recompute, str) else list(recompute),
             "repairs": [*apart, *repairs_of(base), *origin.repairs],
         },
     )
@@ -176,7 +190,6 @@ def _check_options(
     mode: str,
     accumulate: int,
     ema: float | None,
-    recompute: Sequence[str],
     target: str,
     randomness: str,
 ) -> None:
@@ -184,8 +197,6 @@ def _check_options(
         raise PrepareError(f"no such mode: {mode!r}\nhint: train or as-is")
     if target not in TARGETS:
         raise PrepareError(f"no such target: {target!r}\nhint: one of {', '.join(TARGETS)}, web")
-    if recompute:
-        raise PrepareError("recompute is not there yet\nhint: leave it empty")
     if randomness not in ("portable", "native"):
         raise PrepareError(f"no such randomness: {randomness!r}\nhint: portable or native")
     if accumulate < 1:

@@ -1,0 +1,305 @@
+"""Memory for time: activations of chosen blocks are computed again in the backward pass.
+
+Nodes of a block are copied, and the backward pass reads the copies, so that the runtime frees the
+first results at once. Two things must hold on every runtime, whatever it makes of the graph:
+
+* The copies must not be merged with the originals again. onnxruntime shares equal expressions, so
+  the copies start from ``Where(late, x, x)``: that is ``x`` bit for bit, NaN and infinity included,
+  but no optimizer can know without looking at both branches.
+* They must not run early, or nothing is saved. ``late`` is a boolean made of numbers of the
+  backward pass: of the gradients that arrive at the block's outputs, and of results that used the
+  copies of the block before. Its value is of no importance, and may come from a NaN.
+
+Only one input of the nodes that a block starts with is treated so, the smallest: often a vector of
+weights, so the trick costs next to nothing. Random operators are never copied, nor is what does not
+depend on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.blocks import find_blocks
+from onnxtrain.autodiff.differentiate import differentiate, reached_from
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.dims import Dim
+from onnxtrain.graph.scopes import subgraphs_of
+from onnxtrain.graph.simplify import RANDOM
+
+Block = Sequence[ir.Node]
+
+# Inputs after the first one of these say how to compute, and some runtimes read them on the host.
+_FIRST_ONLY = frozenset({"Clip", "Expand", "Pad", "Range", "Resize", "Slice", "Tile"})
+_SHAPES = ("Shape", "Size")
+_SYMBOL = 64  # what a symbolic size counts as when inputs are compared
+
+
+def differentiate_again(
+    op: OpBuilder,
+    cotangents: Mapping[ir.Value, ir.Value],
+    wrt: Sequence[ir.Value],
+    *,
+    recompute: str | Sequence[str],
+    batch: Iterable[ir.Value],
+) -> dict[ir.Value, ir.Value | None]:
+    """Append the reverse sweep as ``differentiate`` does, with blocks that are computed again.
+
+    Args:
+        op: a builder over the graph.
+        cotangents: as for ``differentiate``.
+        wrt: likewise.
+        recompute: as for ``find_blocks``; nothing if it is empty.
+        batch: the inputs that differ from batch to batch.
+    """
+    if not recompute:
+        return differentiate(op, cotangents, wrt)
+    nodes = list(op.graph)
+    live = reached_from(nodes, wrt)
+    again = Recomputation(op, find_blocks(nodes, recompute, live), batch)
+    watched = [y for outputs in again.outputs for y in outputs if y in live]
+    found = differentiate(op, cotangents, [*wrt, *watched])
+    again.apply(found)
+    return found
+
+
+def outputs_of(block: Block) -> list[ir.Value]:
+    """Give the values of a block that others read: they are kept."""
+    inside = set(block)
+    return [y for node in block for y in node.outputs if _leaves(y, inside)]
+
+
+def _leaves(y: ir.Value, inside: set[ir.Node]) -> bool:
+    return y.is_graph_output() or any(
+        use.node not in inside and use.node.op_type not in _SHAPES for use in y.uses()
+    )
+
+
+class Recomputation:
+    """Blocks of a forward pass to be computed again; made before the reverse sweep is there.
+
+    Args:
+        op: a builder over the graph, which holds the forward pass alone.
+        blocks: disjoint sets of nodes, each in order.
+        batch: the inputs that differ from batch to batch.
+    """
+
+    def __init__(self, op: OpBuilder, blocks: Sequence[Block], batch: Iterable[ir.Value]) -> None:
+        self.op = op
+        self.forward = list(op.graph)
+        self.order = {node: i for i, node in enumerate(self.forward)}
+        self.moving = _reached(self.forward, batch)
+        whole = _closed(self.forward, blocks)
+        self.blocks = sorted((b for b in whole if b), key=lambda b: self.order[b[0]])
+        self.outputs = [outputs_of(b) for b in self.blocks]
+
+    def apply(self, gradients: Mapping[ir.Value, ir.Value | None]) -> int:
+        """Copy nodes for the reverse sweep that was appended meanwhile; give how many.
+
+        Args:
+            gradients: of the outputs of the blocks, as far as there are any.
+        """
+        backward = [n for n in self.op.graph if n not in self.order]
+        # The reverse sweep may have asked nodes for more outputs.
+        inside = [
+            {y for n in b for y in n.outputs if y.name} - set(outs)
+            for b, outs in zip(self.blocks, self.outputs, strict=True)
+        ]
+        _share_shapes(self.op, self.forward, backward, set().union(*inside))
+        copied, waiting = 0, []
+        for block, outputs, inner in reversed(
+            list(zip(self.blocks, self.outputs, inside, strict=True))
+        ):
+            arriving = [g for y in outputs if (g := gradients.get(y)) is not None]
+            if not arriving:
+                continue
+            sources = [*arriving, *waiting]
+            earlier = _ancestors(sources)
+            users = [
+                (use.node, use.idx)
+                for y in inner
+                for use in y.uses()
+                if use.node not in self.order and use.node not in earlier
+            ]
+            if not users:
+                continue
+            copies = self._copy(block, {node.inputs[i] for node, i in users}, inner, sources)
+            users.sort(key=lambda use: (use[0].name or "", use[1]))
+            for node, i in users:
+                x = node.inputs[i]
+                if x in copies:
+                    node.replace_input_with(i, copies[x])
+            copied += len({y.producer() for y in copies.values()})
+            waiting = _last([node for node, _ in users], earlier)
+        self.op.graph.sort()
+        return copied
+
+    def _copy(
+        self,
+        block: Block,
+        wanted: set[ir.Value | None],
+        inner: set[ir.Value],
+        sources: Sequence[ir.Value],
+    ) -> dict[ir.Value, ir.Value]:
+        """Append copies of the nodes that make the wanted values; give what stands for what."""
+        needed = set(wanted)
+        chosen: list[ir.Node] = []
+        for node in reversed(block):
+            if any(y in needed for y in node.outputs) and _may_copy(node, self.moving):
+                chosen.append(node)
+                needed.update(x for x in node.inputs if x in inner)
+        late: ir.Value | None = None
+        gates: dict[ir.Value, ir.Value] = {}
+        copies: dict[ir.Value, ir.Value] = {}
+        for node in reversed(chosen):
+            inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
+            if not any(x in copies for x in node.inputs if x is not None):
+                at = _smallest(node)
+                if at is None:
+                    continue  # nothing to hold it back with: its results are kept
+                x = inputs[at]
+                assert x is not None
+                if x not in gates:
+                    late = _late(self.op, sources) if late is None else late
+                    gates[x] = self.op.Where(late, x, x)
+                inputs[at] = gates[x]
+            # Running statistics are written once only.
+            count = 1 if node.op_type == "BatchNormalization" else len(node.outputs)
+            copy = ir.Node(
+                node.domain,
+                node.op_type,
+                inputs,
+                attributes=node.attributes.values(),
+                num_outputs=count,
+                version=node.version,
+            )
+            self.op.append(copy)
+            for old, new in zip(node.outputs, copy.outputs, strict=False):
+                if not old.name:
+                    new.name = ""
+                    continue
+                new.type, new.shape = old.type, old.shape
+                copies[old] = new
+        return {old: new for old, new in copies.items() if old in inner}
+
+
+def _closed(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.Node]]:
+    """Give the blocks with what lies between their nodes.
+
+    A gradient that arrives at an output then never comes from inside the block.
+    """
+    taken = {node for block in blocks for node in block}
+    found = []
+    for block in blocks:
+        after, before = set(block), set(block)
+        for node in nodes:
+            if any(x.producer() in after for x in node.inputs if x is not None):
+                after.add(node)
+        for node in reversed(nodes):
+            if any(use.node in before for y in node.outputs for use in y.uses()):
+                before.add(node)
+        own, between = set(block), (after & before) - taken
+        taken |= between
+        found.append([n for n in nodes if n in own or n in between])
+    return found
+
+
+def _may_copy(node: ir.Node, moving: set[ir.Value]) -> bool:
+    return (
+        node.domain in ("", "ai.onnx")
+        and node.op_type not in RANDOM
+        and not any(True for _ in subgraphs_of(node))
+        and any(x in moving for x in node.inputs if x is not None)
+        and any(y.dtype != ir.DataType.INT64 for y in node.outputs)
+    )
+
+
+def _reached(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
+    found = set(values)
+    for node in nodes:
+        if node.op_type not in _SHAPES and any(x in found for x in node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def _smallest(node: ir.Node) -> int | None:
+    """Give the place of the smallest float input that takes part in the arithmetic."""
+    found = {
+        i: _size(x)
+        for i, x in enumerate(node.inputs)
+        if x is not None
+        and x.dtype == ir.DataType.FLOAT
+        and (i == 0 or node.op_type not in _FIRST_ONLY)
+        and (i < 3 or node.op_type != "BatchNormalization")
+    }
+    return min(found, key=lambda i: (found[i], i)) if found else None
+
+
+def _size(x: ir.Value) -> float:
+    dims = S.dims_of(x)
+    if dims is None:
+        return math.inf
+    return math.prod(d if isinstance(d, int) else _SYMBOL for d in dims)
+
+
+def _late(op: OpBuilder, sources: Sequence[ir.Value]) -> ir.Value:
+    """Give a boolean scalar that is there only when all of some values are."""
+    firsts = [
+        op.cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), ir.DataType.FLOAT) for x in sources
+    ]
+    joined = firsts[0] if len(firsts) == 1 else op.Concat(*firsts, axis=0)
+    return op.Cast(op.ReduceSum(joined, keepdims=0), to=ir.DataType.BOOL)
+
+
+def _ancestors(values: Iterable[ir.Value], stop: set[ir.Node] | None = None) -> set[ir.Node]:
+    found: set[ir.Node] = set()
+    stop = stop or set()
+    pending = [y.producer() for y in values]
+    while pending:
+        node = pending.pop()
+        if node is None or node in found or node in stop:
+            continue
+        found.add(node)
+        pending += [x.producer() for x in node.inputs if x is not None]
+    return found
+
+
+def _last(nodes: Sequence[ir.Node], earlier: set[ir.Node]) -> list[ir.Value]:
+    """Give a float result of each node that no other of them depends on."""
+    unique = list(dict.fromkeys(nodes))
+    before: set[ir.Node] = set()
+    for node in unique:
+        before |= _ancestors([x for x in node.inputs if x is not None], earlier | before)
+    return [
+        y
+        for n in unique
+        if n not in before
+        for y in n.outputs[:1]
+        if y.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    ]
+
+
+def _share_shapes(
+    op: OpBuilder,
+    forward: Sequence[ir.Node],
+    backward: Sequence[ir.Node],
+    hidden: set[ir.Value],
+) -> None:
+    """Ask values that are kept for their shape, where an earlier one has the same."""
+    kept: dict[tuple[Dim, ...], ir.Value] = {}
+
+    def see(values: Iterable[ir.Value]) -> None:
+        for x in values:
+            dims = S.dims_of(x)
+            if x not in hidden and dims is not None and None not in dims:
+                kept.setdefault(dims, x)
+
+    see(op.graph.inputs)
+    for node in (*forward, *backward):
+        x = node.inputs[0] if node.op_type in _SHAPES else None
+        if x is not None and x in hidden and (dims := S.dims_of(x)) in kept:
+            node.replace_input_with(0, kept[dims])
+        see(node.outputs)
