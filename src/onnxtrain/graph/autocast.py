@@ -26,8 +26,10 @@ NATIVE = frozenset({"cuda"})
 PRODUCTS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
 # Before opset 22 the other operators know no bfloat16: they stay in float32 there.
 _NATIVE_PRODUCTS = {FLOAT16: PRODUCTS, BFLOAT16: frozenset({"Gemm", "MatMul"})}
-# Moving values about commutes with casts, and so do the gradients of these.
-_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"})
+# Moving values about commutes with casts, as Relu does, and so do the gradients of these.
+_MOVES = frozenset(
+    {"Flatten", "Identity", "Relu", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+)
 
 
 def autocast(model: ir.Model, half: ir.DataType, *, target: str) -> int:

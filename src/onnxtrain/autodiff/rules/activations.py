@@ -22,6 +22,8 @@ def relu(op, dy, x, *, y):
 
     A product with the step would be faster on CPU, but gives NaN where ``dy`` is infinite.
     """
+    if y.dtype == ir.DataType.BFLOAT16:  # CUDA compares none; y is not negative
+        return op.Where(op.Cast(y, to=ir.DataType.BOOL), dy, 0.0)
     return op.Where(op.Greater(y, 0.0), dy, 0.0)
 
 
