@@ -9,7 +9,7 @@ export class Chart {
   readonly #plot: uPlot;
 
   constructor(place: HTMLElement) {
-    const color = getComputedStyle(document.body).color;
+    const color = () => getComputedStyle(document.body).color;
     const axis = { stroke: color, grid: { stroke: "#8884" }, ticks: { stroke: "#8884" } };
     const size = () => ({ width: Math.max(place.clientWidth, 240), height: 220 });
     this.#plot = new uPlot(
@@ -27,6 +27,7 @@ export class Chart {
       place,
     );
     addEventListener("resize", () => this.#plot.setSize(size()));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#plot.redraw());
   }
 
   add(step: number, loss: number, accuracy: number | undefined): void {

@@ -1,91 +1,118 @@
-import { constant, cosine, linear, Trainer, type Schedule } from "onnxtrain";
-import { first, loadDigits, softmax, type Data, type Digits } from "./digits.js";
-import { Pad } from "./pad.js";
+import { constant, cosine, linear, Trainer, type Dataset, type Schedule } from "onnxtrain";
 import { Chart } from "./chart.js";
+import { first, loadDigits, softmax, type Data, type Digits } from "./digits.js";
+import { ownPanel, ownRun } from "./own.js";
+import { Pad } from "./pad.js";
+import { $, attempt, download, number, say, show, text } from "./ui.js";
 
-const $ = <T extends HTMLElement>(id: string): T => document.getElementById(id) as T;
-const text = (id: string): string => $<HTMLInputElement>(id).value;
-const number = (id: string): number => Number(text(id));
-const say = (message: string): void => void ($("status").textContent = message);
+/** Digits that are shown, and how often they are asked about while training runs, in ms. */
 const SHOWN = 30;
+const LIVE = 400;
+/** What is good for each set of digits. */
+const DEFAULTS: Record<string, { batch: number; epochs: number }> = {
+  digits: { batch: 32, epochs: 10 },
+  mnist: { batch: 64, epochs: 5 },
+};
 
 let data: Promise<Data> = loadDigits(text("data"));
 const chart = new Chart($("chart"));
 const pad = new Pad($("pad"), () => void predictDrawing());
 let trainer: Trainer | undefined;
+/** Whether the trainer knows digits, or is of somebody's own model. */
+let digits = false;
 let stop: AbortController | undefined;
 let goOn: (() => void) | undefined;
 let drawingBusy = false;
 
 const saveName = () => `${text("data")}-${text("model")}`;
+const device = () => text("device") as "wasm" | "webgpu";
+
+async function close(): Promise<void> {
+  const old = trainer;
+  trainer = undefined;
+  await old?.dispose();
+}
 
 async function open(): Promise<Trainer> {
-  await trainer?.dispose();
-  trainer = undefined;
-  const device = text("device") as "wasm" | "webgpu";
+  await close();
   say("Loading ONNX Runtime and the model ...");
+  digits = true;
   trainer = await Trainer.create({
-    artifacts: new URL(`./art/${text("model")}-${text("data")}-${device}/`, location.href),
-    device,
-    onMessage: say,
+    artifacts: new URL(`./art/${text("model")}-${text("data")}/`, location.href), device: device(), onMessage: say,
   });
   return trainer;
 }
 
-async function train(resumed: boolean): Promise<void> {
-  const { train: all, test } = await data;
-  const own = resumed && trainer ? trainer : await open();
-  stop = new AbortController();
+/** Trains on rows; `clicked` is when the person asked for it. */
+async function train(own: Trainer, rows: Dataset, test: Dataset, clicked: number): Promise<void> {
+  const { signal } = (stop = new AbortController());
   busy(true);
   chart.clear();
+  show("accuracy", "-");
   const schedules: Record<string, (lr: number) => Schedule> = { cosine, linear, constant };
-  const began = performance.now();
+  const epochs = number("epochs");
+  const options = {
+    epochs, batchSize: number("batch"), validation: test, signal,
+    schedule: schedules[text("schedule")]!(number("lr")),
+  };
+  let began = performance.now();
   let shown = 0;
+  let asked = 0;
   let steps = 0;
   try {
-    const options = {
-      epochs: number("epochs"), batchSize: number("batch"), validation: test, signal: stop.signal,
-      schedule: schedules[text("schedule")]!(number("lr")),
-    };
-    for await (const m of own.fit(first(all, number("rows")), options)) {
-      steps++;
-      chart.add(m.step, m.loss, m.validation?.["accuracy"]);
+    for await (const m of own.fit(rows, options)) {
       const now = performance.now();
+      if (++steps === 1) show("first", `${((now - clicked) / 1000).toFixed(2)} s`);
+      const accuracy = m.validation?.["accuracy"];
+      chart.add(m.step, m.loss, accuracy);
       if (now - shown > 100 || m.validation) {
         shown = now;
         const speed = (1000 * steps) / (now - began);
-        $("loss").textContent = m.loss.toFixed(4);
-        $("speed").textContent = speed.toFixed(0);
-        $("eta").textContent = `${((m.totalSteps! - steps) / speed).toFixed(0)} s`;
+        show("loss", m.loss.toFixed(4));
+        show("speed", speed.toFixed(0));
+        show("eta", `${((m.totalSteps! - steps) / speed).toFixed(0)} s`);
         chart.draw();
       }
       if (m.validation) {
-        $("accuracy").textContent = `${(100 * m.validation["accuracy"]!).toFixed(1)} %`;
-        say(`Epoch ${m.epoch} of ${options.epochs} on ${own.device}.`);
-        await showDigits(test);
-        await predictDrawing();
+        show("accuracy", accuracy === undefined ? `loss ${m.validation.loss.toFixed(4)}` : `${(100 * accuracy).toFixed(1)} %`);
+        say(`Epoch ${m.epoch} of ${epochs} on ${own.device}.`);
       }
-      if (goOn !== undefined) await new Promise<void>((resolve) => (goOn = resolve));
+      if (digits && (now - asked > LIVE || m.validation)) {
+        await showDigits();
+        await predictDrawing();
+        asked = performance.now();
+      }
+      if (goOn !== undefined) {
+        const paused = performance.now();
+        say("Paused.");
+        await new Promise<void>((resolve) => (goOn = resolve));
+        began += performance.now() - paused;
+      }
     }
     say(`Done: ${steps} steps in ${((performance.now() - began) / 1000).toFixed(1)} s on ${own.device}.`);
   } catch (error) {
-    say(stop.signal.aborted ? "Stopped." : `Failed: ${(error as Error).message}`);
+    say(signal.aborted ? "Stopped." : `Failed: ${(error as Error).message}`);
   } finally {
     busy(false);
   }
 }
 
-function busy(on: boolean): void {
-  goOn = undefined;
-  $("pause").textContent = "Pause";
-  $<HTMLButtonElement>("start").disabled = on;
-  $<HTMLButtonElement>("resume").disabled = on;
-  $<HTMLButtonElement>("pause").disabled = $<HTMLButtonElement>("stop").disabled = !on;
+async function trainDigits(own: Trainer, clicked: number): Promise<void> {
+  const { train: all, test } = await data;
+  await train(own, first(all, number("rows")), first(test, number("tests")), clicked);
 }
 
-async function showDigits(test: Digits): Promise<void> {
+function busy(on: boolean): void {
+  goOn = undefined;
+  show("pause", "Pause");
+  for (const id of ["start", "resume"]) $<HTMLButtonElement>(id).disabled = on;
+  for (const id of ["pause", "stop"]) $<HTMLButtonElement>(id).disabled = !on;
+  $<HTMLButtonElement>("own-start").disabled = on || !ownRun(device);
+}
+
+async function showDigits(): Promise<void> {
   if (!trainer) return;
-  const { image, labels } = first(test, SHOWN);
+  const { image, labels } = first((await data).test, SHOWN);
   const { logits } = await trainer.predict({ image });
   const figures = $("grid").children;
   for (let i = 0; i < SHOWN; i++) {
@@ -98,7 +125,7 @@ async function showDigits(test: Digits): Promise<void> {
 }
 
 async function predictDrawing(): Promise<void> {
-  if (!trainer || pad.empty || drawingBusy) return;
+  if (!trainer || !digits || pad.empty || drawingBusy) return;
   drawingBusy = true;
   try {
     const { logits } = await trainer.predict({ image: pad.pixels((await data).size) });
@@ -110,23 +137,11 @@ async function predictDrawing(): Promise<void> {
   }
 }
 
-function download(name: string, bytes: Uint8Array): void {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([bytes as Uint8Array<ArrayBuffer>]));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
-
-async function attempt(work: () => Promise<void>): Promise<void> {
-  try {
-    await work();
-  } catch (error) {
-    say(`Failed: ${(error as Error).message}`);
-  }
-}
-
-$("start").onclick = () => void train(false);
+$("start").onclick = () => {
+  const clicked = performance.now();
+  busy(true);
+  void attempt(async () => await trainDigits(await open(), clicked)).finally(() => busy(false));
+};
 $("stop").onclick = () => {
   stop?.abort();
   goOn?.();
@@ -134,12 +149,11 @@ $("stop").onclick = () => {
 $("pause").onclick = () => {
   if (goOn === undefined) {
     goOn = () => undefined;
-    $("pause").textContent = "Resume";
-    say("Paused.");
+    show("pause", "Resume");
   } else {
     const resume = goOn;
     goOn = undefined;
-    $("pause").textContent = "Pause";
+    show("pause", "Pause");
     resume();
   }
 };
@@ -149,24 +163,39 @@ $("save").onclick = () => void attempt(async () => {
   say(`Saved at step ${trainer!.globalStep}.`);
 });
 $("resume").onclick = () => void attempt(async () => {
+  const clicked = performance.now();
   const own = await open();
   await own.load(saveName());
   say(`Continues from step ${own.globalStep}.`);
-  await train(true);
+  await trainDigits(own, clicked);
+});
+$("own-start").onclick = () => void attempt(async () => {
+  const clicked = performance.now();
+  const run = ownRun(device)!;
+  await close();
+  digits = false;
+  say("Loading ONNX Runtime and your model ...");
+  trainer = await run.open();
+  await train(trainer, run.train, run.test, clicked);
 });
 $("model-file").onclick = () => void attempt(async () => download("model.onnx", await (trainer ?? (await open())).exportModel()));
 $("checkpoint-file").onclick = () =>
   void attempt(async () => download("checkpoint.safetensors", await (trainer ?? (await open())).exportCheckpoint()));
+ownPanel(() => busy(false));
 
 for (let i = 0; i < 10; i++) {
   const item = document.createElement("li");
   item.innerHTML = `<span>${i}</span><meter min="0" max="1" value="0" aria-label="probability of ${i}"></meter>`;
   $("bars").append(item);
 }
+
 /** Shows the first of the unseen digits. */
 async function layOut(): Promise<void> {
   const { test, train: all, size } = await data;
-  $<HTMLInputElement>("rows").max = $<HTMLInputElement>("rows").value = String(all.labels.length);
+  for (const [id, { labels }] of [["rows", all], ["tests", test]] as [string, Digits][]) {
+    $<HTMLInputElement>(id).max = $<HTMLInputElement>(id).value = String(labels.length);
+  }
+  for (const [id, value] of Object.entries(DEFAULTS[text("data")]!)) $<HTMLInputElement>(id).value = String(value);
   const figures = Array.from({ length: SHOWN }, (_, i) => {
     const figure = document.createElement("figure");
     const canvas = document.createElement("canvas");
@@ -186,8 +215,8 @@ async function layOut(): Promise<void> {
 }
 
 $("data").onchange = () => void attempt(async () => {
-  await trainer?.dispose();
-  trainer = undefined;
+  stop?.abort();
+  await close();
   data = loadDigits(text("data"));
   await layOut();
 });

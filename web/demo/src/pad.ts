@@ -32,8 +32,22 @@ export class Pad {
       onChange();
     });
     canvas.addEventListener("pointerup", () => (this.#drawing = false));
+    let [x, y] = [canvas.width / 2, canvas.height / 2];
     canvas.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.clear();
+      const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+      if (!way) return;
+      event.preventDefault();
+      const from: [number, number] = [x, y];
+      x = Math.min(canvas.width, Math.max(0, x + way[0]! * 8));
+      y = Math.min(canvas.height, Math.max(0, y + way[1]! * 8));
+      if (event.shiftKey) return;
+      this.empty = false;
+      this.#pen.beginPath();
+      this.#pen.moveTo(...from);
+      this.#pen.lineTo(x, y);
+      this.#pen.stroke();
+      onChange();
     });
   }
 

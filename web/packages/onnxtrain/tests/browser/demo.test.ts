@@ -1,11 +1,11 @@
 import { execFileSync } from "node:child_process";
-import { mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { cpSync, mkdirSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import type { Browser, Page } from "playwright-core";
 import { build, preview, type PreviewServer } from "vite";
 import { afterAll, beforeAll, expect, test } from "vitest";
-import { python, ROOT, runPython } from "../support.js";
+import { FIXTURES, python, ROOT, runPython } from "../support.js";
 import { start } from "./page.js";
 
 const root = `${ROOT}/web/demo`;
@@ -37,8 +37,12 @@ test("a person trains, pauses, draws, saves, comes back and takes the model alon
   const errors: string[] = [];
   page.on("pageerror", (error) => errors.push(error.message));
   await page.goto(address);
-  await page.getByRole("button", { name: "Train" }).click();
+  await page.getByRole("button", { name: "Train", exact: true }).click();
   await until(page, "Epoch 2");
+  const wait = parseFloat(await page.locator("#first").innerText());
+  console.log(`from the click to the first step: ${wait} s`);
+  // Below 3 s on a machine that does nothing else; this one may be busy.
+  expect(wait).toBeLessThan(15);
   await page.getByRole("button", { name: "Pause" }).click();
   await until(page, "Paused");
   const loss = await page.locator("#loss").innerText();
@@ -56,7 +60,7 @@ test("a person trains, pauses, draws, saves, comes back and takes the model alon
   await page.getByRole("button", { name: "Save", exact: true }).click();
   await until(page, "Saved at step 450");
   await page.reload();
-  await page.locator("summary").click();
+  await page.getByText("Settings").click();
   await page.getByLabel("Epochs").fill("1");
   await page.getByRole("button", { name: "Continue saved" }).click();
   await until(page, "Done: 45 steps");
@@ -83,7 +87,7 @@ test("the page fits a phone, works by keyboard, and stops", async () => {
   const page = await browser.newPage({ viewport: { width: 360, height: 740 }, colorScheme: "dark" });
   await page.goto(address);
   expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(360);
-  await page.locator("summary").focus();
+  await page.locator("summary").first().focus();
   await page.keyboard.press("Enter");
   await page.getByLabel("Model").selectOption("cnn");
   await page.getByLabel("Epochs").fill("200");
@@ -94,24 +98,103 @@ test("the page fits a phone, works by keyboard, and stops", async () => {
   await until(page, "Stopped");
   expect(await status(page)).toBe("Stopped.");
   expect(await page.locator("#start").isEnabled()).toBe(true);
+  // A stroke by keys: the model answers.
+  await page.locator("#pad").focus();
+  for (let i = 0; i < 12; i++) await page.keyboard.press("ArrowDown");
+  await page.waitForFunction(() => [...document.querySelectorAll("meter")].some((m) => m.value > 0.2));
   await page.close();
 }, 300_000);
 
-// The time is printed, not asserted: it depends on what else the machine is doing.
-test.each([["mlp", 3, 90], ["cnn", 4, 94], ["attention", 2, 85]] as const)("MNIST with the %s", async (model, epochs, wanted) => {
+// Times are printed and bounded generously: they depend on what else the machine is doing.
+test.each([["mlp", 91, 60], ["cnn", 96, 240], ["attention", 90, 240]] as const)("MNIST with the %s", async (model, wanted, limit) => {
   const page = await browser.newPage();
   await page.goto(address);
-  await page.locator("summary").click();
+  await page.getByText("Settings").click();
   await page.locator("#data").selectOption("mnist");
   await page.getByLabel("Model").selectOption(model);
-  await page.getByLabel("Epochs").fill(String(epochs));
-  await page.getByLabel("Batch size").fill("64");
   await page.waitForFunction(() => document.querySelector<HTMLInputElement>("#rows")!.value === "10000");
-  await page.getByRole("button", { name: "Train" }).click();
+  if (model !== "mlp") await page.getByLabel("Epochs").fill("3");
+  await page.getByRole("button", { name: "Train", exact: true }).click();
   await until(page, "Done");
   const seconds = parseFloat(/in ([\d.]+) s/.exec(await status(page))![1]!);
   const accuracy = parseFloat(await page.locator("#accuracy").innerText());
   console.log(`MNIST, ${model}: ${accuracy} % after ${seconds} s`);
   expect(accuracy).toBeGreaterThan(wanted);
+  expect(seconds).toBeLessThan(limit);
   await page.close();
 }, 300_000);
+
+test("a person trains a model of their own with numbers from a CSV and an NPZ", async () => {
+  const own = `${FIXTURES}/mlp-wasm`;
+  const names = ["manifest.json", "checkpoint", "step_model.onnx", "eval_model.onnx", "inference_model.onnx"];
+  const manifest = JSON.parse(readFileSync(`${own}/manifest.json`, "utf8")) as { models: { file: string }[] };
+  const files = [...new Set([...names, ...manifest.models.map((m) => m.file)])];
+  mkdirSync(join(folder, "art"));
+  for (const name of files) cpSync(`${own}/${name}`, join(folder, "art", name));
+  // The class is the largest of the first four numbers.
+  runPython(
+    `
+import sys, numpy as np
+x = np.random.default_rng(0).standard_normal((400, 10)).astype(np.float32); labels = x[:, :4].argmax(1)
+folder = sys.argv[1]
+np.savez_compressed(folder + "/good.npz", x=x, labels=labels)
+np.savez(folder + "/short.npz", x=x[:, :9], labels=labels)
+np.savez(folder + "/unnamed.npz", rows=x, labels=labels)
+head = ",".join([f"x.{i}" for i in range(10)] + ["labels"])
+rows = [",".join([*(f"{v:.5f}" for v in row), str(l)]) for row, l in zip(x, labels)]
+open(folder + "/good.csv", "w").write("\\n".join([head, *rows]))
+open(folder + "/word.csv", "w").write("\\n".join([head, *rows[:2], rows[2].replace(rows[2].split(",")[3], "much")]))
+open(folder + "/few.csv", "w").write("\\n".join([head.replace("x.9,", "")] + [",".join(r.split(",")[1:]) for r in rows]))
+open(folder + "/half.csv", "w").write("\\n".join([head, *rows[:5], rows[5].rsplit(",", 1)[0] + ",0.5"]))
+`,
+    folder,
+  );
+  const page = await browser.newPage();
+  await page.goto(address);
+  await page.getByText("Train your own model").click();
+  await page.setInputFiles("#own-data", join(folder, "good.csv"));
+  await page.getByText("Failed: give the folder of artifacts first").waitFor();
+  await page.setInputFiles("#own-model", join(folder, "art"));
+  const state = page.locator("#own-state");
+  await expect.poll(() => state.innerText()).toMatch(/It takes x \(float32\[batch, 10\]\) and labels \(int64\[batch\]\)/);
+  for (const [file, words] of [
+    ["word.csv", /word.csv: column 'x.3', line 4: 'much' is not a number/],
+    ["few.csv", /few.csv: the model takes 'x' \(float32\[batch, 10\]\), which is 10 columns; there are 9: x.0, x.1/],
+    ["half.csv", /half.csv: column 'labels', line 7: 0.5 is no whole number, 'labels' \(int64\[batch\]\) takes those/],
+    ["short.npz", /short.npz: the model takes 'x' \(float32\[batch, 10\]\), the array has shape \[400, 9\]/],
+    ["unnamed.npz", /unnamed.npz: the model takes 'x' .*the archive has rows, labels/],
+  ] as const) {
+    await page.setInputFiles("#own-data", join(folder, file));
+    await expect.poll(() => state.innerText(), { timeout: 10_000 }).toMatch(words);
+  }
+  await page.getByText("Settings").click();
+  await page.getByLabel("Learning rate").fill("0.02");
+  for (const file of ["good.npz", "good.csv"]) {
+    await page.setInputFiles("#own-data", join(folder, file));
+    await expect.poll(() => state.innerText(), { timeout: 10_000 }).toContain(`400 rows from ${file}`);
+    await page.getByRole("button", { name: "Train my model" }).click();
+    await until(page, "Done: 100 steps");
+    expect(parseFloat(await page.locator("#accuracy").innerText())).toBeGreaterThan(75);
+    await page.evaluate(() => (document.querySelector("#status")!.textContent = ""));
+  }
+  await page.close();
+}, 180_000);
+
+test.runIf(process.env["SCREENSHOTS"])("pictures for the docs", async () => {
+  for (const [name, scheme, width, height] of [["light", "light", 1100, 900], ["dark", "dark", 1100, 900], ["phone", "light", 390, 844]] as const) {
+    const page = await browser.newPage({ viewport: { width, height }, colorScheme: scheme });
+    await page.goto(address);
+    await page.getByRole("button", { name: "Train", exact: true }).click();
+    await until(page, "Epoch 4");
+    const box = (await page.locator("#pad").boundingBox())!;
+    const at = (x: number, y: number) => [box.x + x * box.width, box.y + y * box.height] as const;
+    await page.mouse.move(...at(0.3, 0.25));
+    await page.mouse.down();
+    for (const [x, y] of [[0.7, 0.25], [0.45, 0.8]] as const) await page.mouse.move(...at(x, y), { steps: 8 });
+    await page.mouse.up();
+    await until(page, "Done");
+    await page.evaluate(() => scrollTo(0, 0));
+    await page.screenshot({ path: `${ROOT}/docs/images/demo-${name}.png` });
+    await page.close();
+  }
+}, 180_000);
