@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build web web-test style-transfer chromium clean
+.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -80,6 +80,19 @@ bench-quick: bench-setup  ## three nets, under three minutes once everything is 
 
 bench-build: $(VENV)/.dev  ## build time and node counts of gradient graphs
 	$(BIN)/python benchmarks/build.py
+
+benchmarks/web/node_modules/.package-lock.json: benchmarks/web/package-lock.json
+	cd benchmarks/web && npm ci
+	@touch $@
+
+BENCH_WEB := .cache/bench-web
+bench-web: $(VENV)/.dev chromium web/node_modules/.package-lock.json benchmarks/web/node_modules/.package-lock.json  ## training in Chromium beside other libraries; rewrites docs/benchmarks-web.md
+	$(BIN)/python -m benchmarks.peers ort-training
+	cd web && npm run build --workspace onnxtrain
+	$(BIN)/python benchmarks/web/nets.py $(BENCH_WEB)
+	.cache/bench/venvs/ort-training/bin/python benchmarks/web/official.py $(BENCH_WEB) 2>$(BENCH_WEB)/official.log
+	node benchmarks/web/run.mjs $(BENCH_WEB) benchmarks/web/results.json
+	$(BIN)/python benchmarks/web/report.py benchmarks/web/results.json docs
 
 # The runtime's post-install step would fetch CUDA libraries: npm runs no scripts here (.npmrc).
 web/node_modules/.package-lock.json: web/package-lock.json

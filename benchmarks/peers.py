@@ -1,6 +1,7 @@
 """The engines that are timed, and the virtual environments they run from.
 
     python -m benchmarks.peers          # makes what is missing, under .cache/bench/venvs
+    python -m benchmarks.peers torch    # only some
 
 Needs nothing but Python itself, and for ``torch.compile`` a C++ compiler (``g++``).
 """
@@ -94,10 +95,11 @@ def make(name: str) -> None:
 def main() -> None:
     if shutil.which("g++") is None:
         print("no g++: torch.compile will be shown as refused; install g++ to time it")
-    for name in missing():
+    wanted = sys.argv[1:] or list(REQUIREMENTS)
+    for name in (n for n in missing() if n in wanted):
         print(f"making {VENVS.relative_to(ROOT)}/{name}: {REQUIREMENTS[name]}", flush=True)
         make(name)
-    print(f"environments ready: {', '.join(REQUIREMENTS)}")
+    print(f"environments ready: {', '.join(wanted)}")
 
 
 if __name__ == "__main__":

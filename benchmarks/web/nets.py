@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from torch.nn import functional as F
 
 from onnxtrain import build
+from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.optim import SGD, AdamW
 
 BATCH, COUNT, CLASSES = 64, 16, 10
@@ -36,54 +37,44 @@ class Net:
         self.shape = shape
         self.rng = np.random.default_rng(1)
         self.weights: Weights = {}
-        self.constants: Weights = {}
-        self.nodes: list[onnx.NodeProto] = []
+        self.op = OpBuilder(ir.Graph([], [], nodes=[], opset_imports={"": 17}, name="net"))
+        self.x = self.op.input("x", ir.DataType.FLOAT, ["batch", *shape])
 
-    def weight(self, name: str, *shape: int, fan_in: int) -> str:
-        """Give the name of a weight drawn as torch draws it."""
+    def weight(self, name: str, *shape: int, fan_in: int) -> ir.Value:
+        """Give a weight drawn as torch draws it."""
         bound = 1 / np.sqrt(fan_in)
-        self.weights[name] = self.rng.uniform(-bound, bound, shape).astype(np.float32)
-        return name
+        return self._stored(name, self.rng.uniform(-bound, bound, shape))
 
-    def filled(self, name: str, value: float, size: int) -> str:
-        """Give the name of a weight filled with one value."""
-        self.weights[name] = np.full(size, value, np.float32)
-        return name
+    def filled(self, name: str, value: float, size: int) -> ir.Value:
+        """Give a weight filled with one value."""
+        return self._stored(name, np.full(size, value))
 
-    def constant(self, array: Any, dtype: Any = np.int64) -> str:
-        """Give the name of a constant."""
-        name = f"constant_{len(self.constants)}"
-        self.constants[name] = np.asarray(array, dtype)
-        return name
+    def _stored(self, name: str, array: np.ndarray) -> ir.Value:
+        array = self.weights[name] = array.astype(np.float32)
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.FLOAT),
+            shape=ir.Shape(array.shape),
+            const_value=ir.Tensor(array, name=name),
+        )
+        self.op.graph.register_initializer(value)
+        return value
 
-    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        """Add a node; give its output."""
-        out = f"{kind}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, list(inputs), [out], **attributes))
-        return out
-
-    def gemm(self, name: str, x: str, given: int, wanted: int) -> str:
+    def gemm(self, name: str, x: ir.Value, given: int, wanted: int) -> ir.Value:
         """Add a layer for rows."""
         w = self.weight(f"{name}.weight", wanted, given, fan_in=given)
-        return self.op("Gemm", x, w, self.weight(f"{name}.bias", wanted, fan_in=given), transB=1)
+        return self.op.Gemm(x, w, self.weight(f"{name}.bias", wanted, fan_in=given), transB=1)
 
-    def dense(self, name: str, x: str, given: int, wanted: int) -> str:
+    def dense(self, name: str, x: ir.Value, given: int, wanted: int) -> ir.Value:
         """Add a layer for the last axis."""
         w = self.weight(f"{name}.weight", given, wanted, fan_in=given)
-        return self.op("Add", self.op("MatMul", x, w), self.filled(f"{name}.bias", 0, wanted))
+        return self.op.Add(self.op.MatMul(x, w), self.filled(f"{name}.bias", 0, wanted))
 
-    def finished(self, logits: str) -> onnx.ModelProto:
+    def finished(self, logits: ir.Value) -> onnx.ModelProto:
         """Give the model."""
-        self.nodes[-1].output[0] = "logits"
-        stored = [numpy_helper.from_array(a, n) for n, a in (self.weights | self.constants).items()]
-        graph = helper.make_graph(
-            self.nodes,
-            "net",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", *self.shape])],
-            [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", CLASSES])],
-            stored,
-        )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        logits.name = "logits"
+        self.op.graph.outputs.append(logits)
+        model = ir.to_proto(ir.Model(self.op.graph, ir_version=8))
         onnx.checker.check_model(model, full_check=True)
         return model
 
@@ -91,52 +82,53 @@ class Net:
 def mlp() -> tuple[Net, onnx.ModelProto]:
     """784-128-10."""
     net = Net(784)
-    h = net.op("Relu", net.gemm("fc1", "x", 784, 128))
+    h = net.op.Relu(net.gemm("fc1", net.x, 784, 128))
     return net, net.finished(net.gemm("fc2", h, 128, CLASSES))
 
 
 def cnn() -> tuple[Net, onnx.ModelProto]:
     """Two convolutions, max-pool, two layers."""
     net = Net(1, 28, 28)
+    op = net.op
 
-    def conv(name: str, x: str, given: int, wanted: int) -> str:
+    def conv(name: str, x: ir.Value, given: int, wanted: int) -> ir.Value:
         w = net.weight(f"{name}.weight", wanted, given, 3, 3, fan_in=9 * given)
         b = net.weight(f"{name}.bias", wanted, fan_in=9 * given)
-        return net.op("Relu", net.op("Conv", x, w, b, kernel_shape=[3, 3]))
+        return op.Relu(op.Conv(x, w, b, kernel_shape=[3, 3]))
 
-    h = conv("conv2", conv("conv1", "x", 1, 32), 32, 64)
-    h = net.op("Flatten", net.op("MaxPool", h, kernel_shape=[2, 2], strides=[2, 2]))
-    h = net.op("Relu", net.gemm("fc1", h, 9216, 128))
+    h = conv("conv2", conv("conv1", net.x, 1, 32), 32, 64)
+    h = op.Flatten(op.MaxPool(h, kernel_shape=[2, 2], strides=[2, 2]))
+    h = op.Relu(net.gemm("fc1", h, 9216, 128))
     return net, net.finished(net.gemm("fc2", h, 128, CLASSES))
 
 
 def transformer() -> tuple[Net, onnx.ModelProto]:
     """Two blocks of self-attention over the rows of the image."""
     net, width, heads, tokens = Net(28, 28), 32, 4, 28
+    op = net.op
 
-    def norm(name: str, x: str) -> str:
+    def norm(name: str, x: ir.Value) -> ir.Value:
         scale, shift = net.filled(f"{name}.weight", 1, width), net.filled(f"{name}.bias", 0, width)
-        return net.op("LayerNormalization", x, scale, shift, axis=-1, epsilon=1e-5)
+        return op.LayerNormalization(x, scale, shift, axis=-1, epsilon=1e-5)
 
-    def split(x: str, perm: list[int]) -> str:
-        shape = net.constant([0, tokens, heads, width // heads])
-        return net.op("Transpose", net.op("Reshape", x, shape), perm=perm)
+    def split(x: ir.Value, perm: list[int]) -> ir.Value:
+        shape = op.const([0, tokens, heads, width // heads])
+        return op.Transpose(op.Reshape(x, shape), perm=perm)
 
-    h = net.dense("embed", "x", 28, width)
-    h = net.op("Add", h, net.weight("position", tokens, width, fan_in=width))
+    h = net.dense("embed", net.x, 28, width)
+    h = op.Add(h, net.weight("position", tokens, width, fan_in=width))
     for i in range(2):
         y = norm(f"block{i}.norm1", h)
         q = split(net.dense(f"block{i}.q", y, width, width), [0, 2, 1, 3])
         k = split(net.dense(f"block{i}.k", y, width, width), [0, 2, 3, 1])
         v = split(net.dense(f"block{i}.v", y, width, width), [0, 2, 1, 3])
-        scale = net.constant((width / heads) ** -0.5, np.float32)
-        scores = net.op("Softmax", net.op("Mul", net.op("MatMul", q, k), scale), axis=-1)
-        mixed = net.op("Transpose", net.op("MatMul", scores, v), perm=[0, 2, 1, 3])
-        mixed = net.op("Reshape", mixed, net.constant([0, tokens, width]))
-        h = net.op("Add", h, net.dense(f"block{i}.out", mixed, width, width))
-        inner = net.op("Relu", net.dense(f"block{i}.up", norm(f"block{i}.norm2", h), width, 64))
-        h = net.op("Add", h, net.dense(f"block{i}.down", inner, 64, width))
-    h = net.op("ReduceMean", norm("norm", h), axes=[1], keepdims=0)
+        scores = op.Softmax(op.Mul(op.MatMul(q, k), (width / heads) ** -0.5), axis=-1)
+        mixed = op.Transpose(op.MatMul(scores, v), perm=[0, 2, 1, 3])
+        mixed = op.Reshape(mixed, op.const([0, tokens, width]))
+        h = op.Add(h, net.dense(f"block{i}.out", mixed, width, width))
+        inner = op.Relu(net.dense(f"block{i}.up", norm(f"block{i}.norm2", h), width, 64))
+        h = op.Add(h, net.dense(f"block{i}.down", inner, 64, width))
+    h = op.ReduceMean(norm("norm", h), axes=[1], keepdims=0)
     return net, net.finished(net.gemm("head", h, width, CLASSES))
 
 
@@ -203,7 +195,7 @@ def true_losses(
     found = []
     for t, (rows, labels) in enumerate(zip(x, y, strict=True), 1):
         loss = F.cross_entropy(forward(w, torch.tensor(rows)), torch.tensor(labels).long())
-        found.append(float(loss))
+        found.append(loss.item())
         gradients = torch.autograd.grad(loss, list(w.values()))
         with torch.no_grad():
             for (n, p), g in zip(w.items(), gradients, strict=True):

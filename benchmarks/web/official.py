@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import onnx
-from onnxruntime.training import artifacts
+from onnxruntime.training import artifacts  # pyright: ignore[reportMissingImports]
 
 for folder in sorted(p.parent for p in Path(sys.argv[1]).glob("*/task.json")):
     names = [w["name"] for w in json.loads((folder / "task.json").read_text())["weights"]]
@@ -19,8 +19,12 @@ for folder in sorted(p.parent for p in Path(sys.argv[1]).glob("*/task.json")):
     ):
         out = folder / f"official-{kind}"
         out.mkdir(exist_ok=True)
+        model = onnx.load(folder / "model.onnx")
+        for node in model.graph.node:  # its gradient wants the optional outputs
+            if node.op_type == "LayerNormalization":
+                node.output.extend(f"{node.output[0]}.{n}" for n in ("mean", "inv"))
         artifacts.generate_artifacts(
-            onnx.load(folder / "model.onnx"),
+            model,
             requires_grad=names,
             loss=artifacts.LossType.CrossEntropyLoss,
             optimizer=optimizer,

@@ -1,0 +1,124 @@
+"""Writes the table and the picture of a run: ``python report.py RESULTS.json docs/``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("agg")
+from matplotlib import pyplot as plt
+
+MODELS = {
+    "mlp": "MLP 784-128-10",
+    "cnn": "CNN conv32-conv64-maxpool-fc128-fc10",
+    "transformer": "transformer, 2 layers, width 32, 28 tokens",
+}
+OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD"}
+# Their time / ours on wasm with one thread; what was aimed at, met or not.
+TARGETS = {
+    ("mlp", "onnxruntime-web/training 1.19.2"): 1.0,
+    ("cnn", "onnxruntime-web/training 1.19.2"): 1.1,
+    ("mlp", "TensorFlow.js wasm"): 4.0,
+    ("mlp", "jax-js wasm"): 3.0,
+    ("cnn", "jax-js wasm"): 10.0,
+}
+COLOURS = ["#2563eb", "#93c5fd", "#d97706", "#059669", "#6ee7b7", "#9333ea"]
+
+
+def table(group: dict[str, Any]) -> list[str]:
+    """Give the lines of one table."""
+    gpu = group["device"] == "webgpu"
+    head = "| system | ms per step | their time / ours | middle half of the rounds |"
+    lines = [head + (" dispatches per step |" if gpu else " aim |"), "|---|---|---|---|---|"]
+    for row in group["rows"]:
+        if "failed" in row:
+            lines.append(f"| {row['name']} | - | - | - | does not train: {_plain(row['failed'])} |")
+            continue
+        aim = TARGETS.get((group["model"], row["name"])) if group["optimizer"] == "adamw" else None
+        last = f"{row['dispatches']:.0f}" if gpu else "" if aim is None else _verdict(row, aim)
+        ratio = (
+            f"{row['ratio']:.2f} | {row['low']:.2f} to {row['high']:.2f}"
+            if "ratio" in row
+            else "- | -"
+        )
+        lines.append(f"| {row['name']} | {row['ms']:.2f} | {ratio} | {last} |")
+    return lines
+
+
+def _verdict(row: dict[str, Any], aim: float) -> str:
+    return f"{aim:g}: {'met' if row['ratio'] >= aim else 'missed'}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "/").replace("page.evaluate: ", "").strip()
+
+
+HEAD = """\
+# Training in a browser, timed
+
+`make bench-web` makes this page. One Chromium, one page per system, batches of 64, rounds in
+random order; a ratio compares times of the same round, and its median is shown. All systems start
+from the same weights, see the same batches and must give the losses that torch gives (within 2e-3,
+for the form of the optimizer that they have: TensorFlow.js decays no weights, the old official
+build has eps 1e-6 and no decay). Everything runs in the page's own thread, and there is no other.
+WebGPU and WebGL are SwiftShader here, a GPU in software: that checks the graphs and counts
+dispatches, and says nothing about real GPUs.
+
+Chromium {browser}, onnxruntime-web 1.30.0, TensorFlow.js 4.22.0, jax-js 0.1.25; {cores} cores of
+{cpu}; load average {load:.1f} before and {loadAfter:.1f} after; {date}.
+
+![their time / ours](images/benchmarks-web.png)
+
+"""
+TAIL = """\
+`onnxtrain` trains as many batches per call as `onnxtrain build --target web` chooses: 8 for the
+small models, 1 for the CNN. On WebGPU the distance to jax-js goes with the dispatches: it fuses
+elementwise operators into few kernels, while ONNX Runtime dispatches a kernel per operator.
+"""
+
+
+def page(results: dict[str, Any]) -> str:
+    """Give the text of the page."""
+    text = HEAD.format(**results, date=results["started"][:10])
+    for group in results["groups"]:
+        where = "wasm" if group["device"] == "wasm" else "WebGPU in software"
+        text += f"## {MODELS[group['model']]}, {OPTIMIZERS[group['optimizer']]}, {where}\n\n"
+        text += "\n".join(table(group)) + "\n\n"
+    return text + TAIL
+
+
+def picture(results: dict[str, Any], path: Path) -> None:
+    """Draw the ratios on wasm."""
+    groups = [g for g in results["groups"] if g["device"] == "wasm"]
+    figure, axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 3.4), sharey=False)
+    for axis, group in zip(axes if len(groups) > 1 else [axes], groups, strict=True):
+        rows = [r for r in group["rows"] if "ratio" in r]
+        places = range(len(rows))
+        values = [r["ratio"] for r in rows]
+        spread = [[r["ratio"] - r["low"] for r in rows], [r["high"] - r["ratio"] for r in rows]]
+        axis.barh(places, values, xerr=spread, color=COLOURS[: len(rows)], error_kw={"lw": 0.8})
+        axis.axvline(1, color="#334155", lw=0.8)
+        axis.set_xscale("log")
+        axis.set_yticks(list(places), [r["name"].replace(" wasm", "") for r in rows], fontsize=6)
+        axis.invert_yaxis()
+        axis.set_title(f"{group['model']}, {OPTIMIZERS[group['optimizer']]}", fontsize=9)
+        axis.tick_params(axis="x", labelsize=7)
+        axis.set_xlabel("their time / ours", fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(results: Path, docs: Path) -> None:
+    """Write both."""
+    found = json.loads(results.read_text())
+    (docs / "images").mkdir(exist_ok=True)
+    picture(found, docs / "images" / "benchmarks-web.png")
+    (docs / "benchmarks-web.md").write_text(page(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,31 @@
+/** The training build that onnxruntime-web had until 1.19.2. */
+import * as ort from "/node_modules/onnxruntime-web-training/dist/ort.training.wasm.min.mjs";
+
+export async function prepare(task, { optimizer }) {
+  ort.env.wasm.numThreads = 1;
+  ort.env.wasm.wasmPaths = "/node_modules/onnxruntime-web-training/dist/";
+  const base = `${task.base}official-${optimizer}/`;
+  const session = await ort.TrainingSession.create({
+    checkpointState: `${base}checkpoint`, trainModel: `${base}training_model.onnx`,
+    evalModel: `${base}eval_model.onnx`, optimizerModel: `${base}optimizer_model.onnx`,
+  }, { executionProviders: ["wasm"] });
+  const feeds = task.batches.map(({ x, labels }) => ({
+    x: new ort.Tensor("float32", x, task.dims),
+    labels: new ort.Tensor("int64", BigInt64Array.from(labels, BigInt), [task.batch]),
+  }));
+  const loss = session.trainingOutputNames[0];
+  let next = 0;
+  return {
+    losses: optimizer === "adamw" ? "official" : "sgd",
+    async train(steps) {
+      const losses = [];
+      for (let i = 0; i < steps; i++) {
+        const found = await session.runTrainStep(feeds[next++ % task.count]);
+        losses.push(found[loss].data[0]);
+        await session.runOptimizerStep();
+        await session.lazyResetGrad();
+      }
+      return losses;
+    },
+  };
+}

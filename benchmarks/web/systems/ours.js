@@ -1,0 +1,20 @@
+/** onnxtrain on stock onnxruntime-web. */
+import { Trainer } from "onnxtrain";
+
+export async function prepare(task, { optimizer, device, together, artifacts }) {
+  const trainer = await Trainer.create({ artifacts: `${task.base}${artifacts ?? optimizer}/`, device, worker: false, threads: 1 });
+  if (trainer.device !== device) throw new Error(`runs on ${trainer.device}`);
+  let next = 0;
+  return {
+    losses: optimizer,
+    async train(steps) {
+      const list = Array.from({ length: steps }, () => {
+        const { x, labels } = task.batches[next++ % task.count];
+        return { x: { data: x, dims: task.dims }, labels };
+      });
+      const losses = [];
+      for await (const m of trainer.fit(list, { stepsPerCall: together })) losses.push(m.loss);
+      return losses;
+    },
+  };
+}

@@ -1,0 +1,17 @@
+/** What all systems are given: weights, batches and true losses of one model. */
+export async function task(model) {
+  const base = `/work/${model}/`;
+  const get = async (file) => await (await fetch(base + file)).arrayBuffer();
+  const facts = await (await fetch(`${base}task.json`)).json();
+  const [stored, data] = await Promise.all([get("weights.bin"), get("batches.bin")]);
+  const size = facts.shape.reduce((a, b) => a * b, 1) * facts.batch;
+  const weights = facts.weights.map(({ name, shape, offset }) => {
+    const count = shape.reduce((a, b) => a * b, 1);
+    return { name, shape, data: new Float32Array(stored, 4 * offset, count) };
+  });
+  const batches = Array.from({ length: facts.count }, (_, i) => ({
+    x: new Float32Array(data, 4 * i * size, size),
+    labels: new Int32Array(data, 4 * (facts.count * size + i * facts.batch), facts.batch),
+  }));
+  return { ...facts, base, weights, batches, dims: [facts.batch, ...facts.shape] };
+}
