@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.differentiate import differentiate, needed_for
 from onnxtrain.autodiff.gradients import Names, Outside, Source, lift, start
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compose_batch_norm
 from onnxtrain.graph.finish import finish
 from onnxtrain.graph.scopes import captured
 from onnxtrain.graph.simplify import simplify
@@ -70,6 +71,8 @@ def split(model: Source, wrt: Names = None, outputs: Names = None, *, target: st
     grads = differentiate(op, cotangents, wrt_values)
     for x in wrt_values:
         outside.output(f"{x.name}_grad", grads[x], x)
+    if target in WITHOUT_BATCH_STATISTICS:
+        compose_batch_norm(op)
     simplify(work)
     names = [x.name or "" for x in wrt_values]
     kept = [y.name or "" for y in own]

@@ -12,7 +12,8 @@ from onnxtrain.runtime import session as runtime
 
 def to_array(t: torch.Tensor) -> np.ndarray:
     """Give an array over the tensor's memory; numpy knows no bfloat16."""
-    t = t.detach()
+    if t.requires_grad:
+        t = t.detach()
     return (t if t.is_contiguous() else t.contiguous()).numpy()
 
 
@@ -24,9 +25,17 @@ def to_runtime(t: torch.Tensor) -> Any:
     kind = runtime.runtime().OrtValue
     if t.device.type == "cpu" and t.dtype is not torch.bfloat16:
         return kind.ortvalue_from_numpy(t.numpy())
-    if t.dtype is torch.bool:
-        t = t.view(torch.uint8)  # what DLPack of onnxruntime knows
-    return kind.from_dlpack(t)
+    return kind.from_dlpack(_Flags(t) if t.dtype is torch.bool else t)
+
+
+class _Flags:
+    """A tensor of bools as onnxruntime imports it: bytes in DLPack, the type told apart."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.dtype, self._bytes = t.dtype, t.view(torch.uint8)
+
+    def __dlpack__(self) -> Any:
+        return self._bytes.__dlpack__()
 
 
 def to_torch(value: Any) -> torch.Tensor:
