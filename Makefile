@@ -106,7 +106,7 @@ web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that t
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
 
-web-test: $(VENV)/.demo web/node_modules/.package-lock.json chromium  ## the web package in Node and in Chromium
+web-test: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## the web package in Node and in Chromium
 	cd web && npm run check && npm test && npm run test:browser
 
 style-transfer: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium  ## train a style, lower it to opset 7, run it in browser runtimes

@@ -1,11 +1,12 @@
 import { createHash } from "node:crypto";
+import { readFileSync } from "node:fs";
 import { expect, test } from "vitest";
 import { decode, encode } from "../src/dtypes.js";
 import { feed, fit } from "../src/feeds.js";
 import { byCodePoint, compact, entries, float, join, quote, write } from "../src/json-text.js";
 import { constant, cosine, linear, stepwise, warmup } from "../src/schedules.js";
 import { plainSha256 } from "../src/sha256.js";
-import { runPython } from "./support.js";
+import { ROOT, runPython } from "./support.js";
 
 test("our sha256 is Node's", () => {
   for (const n of [0, 1, 55, 56, 63, 64, 65, 1000]) {
@@ -90,4 +91,12 @@ test("schedules", () => {
   expect(at(cosine(1))).toEqual([1, 0.853553, 0.5, 0.146447, 0]);
   expect(at(stepwise(1, 2, 0.5))).toEqual([1, 1, 0.5, 0.5, 0.25]);
   expect(at(warmup(3, constant(4)))).toEqual([1, 2, 3, 4, 4]);
+});
+
+test("every public name has a place in the docs", () => {
+  const source = readFileSync(`${ROOT}/web/packages/onnxtrain/src/index.ts`, "utf8");
+  const names = [...source.matchAll(/\{([^}]*)\}/g)].flatMap((m) => m[1]!.split(",").map((n) => n.trim().replace(/^type /, ""))).filter(Boolean);
+  expect(names.length).toBeGreaterThan(40);
+  const docs = readFileSync(`${ROOT}/docs/web.md`, "utf8");
+  expect(names.filter((n) => !new RegExp(`\\b${n}\\b`).test(docs))).toEqual([]);
 });
