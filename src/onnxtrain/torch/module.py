@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.torch.plans import Call, Plan, make_plan
+from onnxtrain.torch.plans import Call, Plan, make_plan, state_of
 from onnxtrain.torch.running import Run, run_forward
 
 _OWN = "module."
@@ -50,11 +51,12 @@ class TrainableModule(nn.Module):
         call = Call.of(args, kwargs)
         call = _in_full_precision(self.module, call)
         need = torch.is_grad_enabled()
-        named = dict(self.module.named_parameters())
-        plan = self._plan(call, tuple(p.requires_grad for p in named.values()) if need else None)
+        modes, known = state_of(self.module)
+        wanted = tuple(p.requires_grad for p in known) if need else None
+        plan = self._plan(call, tuple(modes), wanted)
         if plan is None:
             return self.module(*args, **kwargs)
-        parameters = [named[n] for n in plan.parameters]
+        parameters = [known[i] for i in plan.order]
         if plan.backward is None:
             feeds = dict(
                 zip([*plan.inputs, *plan.stored], [*call.tensors, *parameters], strict=True)
@@ -63,9 +65,10 @@ class TrainableModule(nn.Module):
             return plan.result([made[n] for n in plan.outputs])
         return plan.result(Run.apply(plan, self.module, *call.tensors, *parameters))
 
-    def _plan(self, call: Call, wanted: tuple[bool, ...] | None) -> Plan | None:
+    def _plan(
+        self, call: Call, modes: tuple[bool, ...], wanted: tuple[bool, ...] | None
+    ) -> Plan | None:
         """Give the plan for a call, from those that there are; ``None`` stands for torch."""
-        modes = tuple(part.training for part in self.module.modules())
         key = (modes, wanted, call.kind)
         plans = self._plans.setdefault(key, [])
         if plans is None:
@@ -133,7 +136,7 @@ def _in_full_precision(module: nn.Module, call: Call) -> Call:
         return call
     (dtype,) = dtypes
     tensors = tuple(t.to(dtype) if t.is_floating_point() else t for t in call.tensors)
-    return Call(tensors, call.rest, call.places, call.structure)
+    return dataclasses.replace(call, tensors=tensors)
 
 
 def _reason(error: OnnxTrainError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,21 +42,30 @@ class Call:
     places: tuple[int, ...]
     """Where in ``rest`` the tensors belong."""
     structure: Any
+    form: Any
+    """Everything but the tensors, as a key."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Flatten the arguments of a call."""
+        if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+            return cls(args, *_only_tensors(len(args)))
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         places = tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
         rest = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        return cls(tuple(leaves[i] for i in places), rest, places, structure)
+        return cls(
+            tuple(leaves[i] for i in places),
+            rest,
+            places,
+            structure,
+            _form(rest, places, structure),
+        )
 
     @property
     def kind(self) -> Any:
         """What makes two calls different to the exporter, sizes aside."""
         tensors = tuple((t.dim(), t.dtype, t.device, t.requires_grad) for t in self.tensors)
-        rest = tuple(x if isinstance(x, bool | int | float | str) else repr(x) for x in self.rest)
-        return tensors, tuple(map(type, self.rest)), rest, self.places, str(self.structure)
+        return tensors, self.form
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give arguments of the same structure with other tensors."""
@@ -63,6 +73,19 @@ class Call:
         for place, t in zip(self.places, tensors, strict=True):
             leaves[place] = t
         return pytree.tree_unflatten(leaves, self.structure)
+
+
+@functools.lru_cache(maxsize=64)
+def _only_tensors(count: int) -> tuple[Any, ...]:
+    """Give all but the tensors of a call with so many of them: most calls are such."""
+    rest, places = (None,) * count, tuple(range(count))
+    structure = pytree.tree_structure((rest, {}), is_leaf=lambda x: x is None)
+    return rest, places, structure, _form(rest, places, structure)
+
+
+def _form(rest: tuple[Any, ...], places: tuple[int, ...], structure: Any) -> Any:
+    values = tuple(x if isinstance(x, bool | int | float | str) else repr(x) for x in rest)
+    return tuple(map(type, rest)), values, places, str(structure)
 
 
 class _Flat(nn.Module):
@@ -133,6 +156,8 @@ class Plan:
     leaves: tuple[Any, ...] = ()
     """Outputs that are no tensors, ``None`` in place of those that are."""
     places: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+    """Places of ``parameters`` in the order in which :func:`state_of` gives them."""
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Tell whether the sizes are those that the graph was made for."""
@@ -147,6 +172,8 @@ class Plan:
 
     def result(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Give outputs in the structure that the module gives them."""
+        if self.structure.is_leaf():
+            return tensors[0]
         leaves = list(self.leaves)
         for place, t in zip(self.places, tensors, strict=True):
             leaves[place] = t
@@ -218,6 +245,7 @@ def make_plan(
         structure=structure,
         leaves=tuple(None if isinstance(x, torch.Tensor) else x for x in leaves),
         places=tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)),
+        order=_order(module, parameters),
     )
     if len(plan.places) != len(shown):
         raise ExportError(
@@ -230,7 +258,7 @@ def make_plan(
 def _cut(plan: Plan, work: ir.Model, wanted: list[str], threads: int | None) -> None:
     floats = [y.name or "" for y in work.graph.outputs if y.name in plan.outputs and S.is_float(y)]
     if wanted and floats:
-        cut = split(work, wanted, floats)
+        cut = split(work, wanted, floats, target=plan.device.type)
         plan.forward = Session(cut.forward, plan.device, threads)
         plan.backward = Session(cut.backward, plan.device, threads)
         plan.saved, plan.passed, plan.wrt = cut.saved, cut.passed, cut.wrt
@@ -269,6 +297,35 @@ def _symbolic(call: Call, earlier: Sequence[Plan]) -> list[dict[int, str]]:
         }
         found.append(axes)
     return found
+
+
+def state_of(module: nn.Module) -> tuple[list[bool], list[nn.Parameter]]:
+    """Give the modes of all parts and the parameters, each once, in one walk over the module."""
+    modes: list[bool] = []
+    parameters: dict[nn.Parameter, None] = {}
+    _walk(module, set(), modes, parameters)
+    return modes, list(parameters)
+
+
+def _walk(
+    module: nn.Module,
+    seen: set[nn.Module],
+    modes: list[bool],
+    parameters: dict[nn.Parameter, None],
+) -> None:
+    seen.add(module)
+    modes.append(module.training)
+    for p in module._parameters.values():
+        if p is not None:
+            parameters[p] = None
+    for part in module._modules.values():
+        if part is not None and part not in seen:
+            _walk(part, seen, modes, parameters)
+
+
+def _order(module: nn.Module, names: Sequence[str]) -> tuple[int, ...]:
+    places = {p: i for i, p in enumerate(state_of(module)[1])}
+    return tuple(places[module.get_parameter(n)] for n in names)
 
 
 def _counters(module: nn.Module, changed: Mapping[str, str]) -> list[str]:

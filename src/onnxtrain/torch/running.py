@@ -61,30 +61,32 @@ def run_forward(
 ) -> dict[str, torch.Tensor]:
     """Run the forward session and update the module's buffers; give everything it put out."""
     assert plan.forward is not None
-    buffers = dict(module.named_buffers()) if plan.read or plan.buffers else {}
-    others = {
-        at: buffers[name].clone() for at, name in plan.read.items() if at in plan.forward.inputs
-    }
+    buffers: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
+    if plan.read or plan.buffers:
+        buffers = dict(module.named_buffers())
+        taken = plan.forward.inputs
+        others = {at: buffers[n].clone() for at, n in plan.read.items() if at in taken}
     if plan.random:
         draw = torch.randint(0, 1 << 24, (2,)).to(torch.float32)
         others[RNG] = draw.to(plan.device)
     made = _run(plan, plan.forward, {**named, **others})
-    with torch.no_grad():
-        for out, name in plan.buffers.items():
-            buffers[name].copy_(made[out])
-        for name in plan.counters:
-            buffers[name].add_(1)
+    if plan.buffers or plan.counters:
+        with torch.no_grad():
+            for out, name in plan.buffers.items():
+                buffers[name].copy_(made[out])
+            for name in plan.counters:
+                buffers[name].add_(1)
     return {**others, **made}
 
 
 def _run(plan: Plan, at: Session, feeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    given = [feeds[n] for n in at.inputs]
     if plan.device.type == "cpu" and at.arrays:
         # Arrays share memory as OrtValues do, and cost a third of the time to hand over.
-        arrays = {n: to_array(t) for n, t in zip(at.inputs, given, strict=True)}
+        arrays = {n: to_array(feeds[n]) for n in at.inputs}
         results = runtime.run(at.session, at.outputs, arrays)
         return {n: torch.from_numpy(a) for n, a in zip(at.outputs, results, strict=True)}
-    values = {n: to_runtime(t) for n, t in zip(at.inputs, given, strict=True)}
+    values = {n: to_runtime(feeds[n]) for n in at.inputs}
     if plan.device.type == "cpu":
         found = runtime.run_values(at.session, at.outputs, values)
     else:
