@@ -13,6 +13,7 @@ from benchmarks.measure import Cell
 from benchmarks.peers import PEERS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+BUSY = 0.25  # load per core from which a run does not count
 TOP = 6  # operators of a missed row
 
 
@@ -86,12 +87,20 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
         ),
         f"- load average before {_numbers(machine['load_before'])}"
         + (f", after {_numbers(machine['load_after'])}" if "load_after" in machine else ""),
+        *_busy(machine),
         "- times are " + ("processor time" if clock == "cpu" else "wall-clock time"),
     ]
     for name, found in versions.items():
         said = ", ".join(f"{k} {v}" for k, v in found.items())
         lines.append(f"- {PEERS[name].title}: {said}")
     return "\n".join(lines)
+
+
+def _busy(machine: dict[str, Any]) -> list[str]:
+    """Give a warning if other work was on the machine when the run began."""
+    if machine["load_before"][0] <= BUSY * machine["cores"]:
+        return []
+    return ["- **other work was on the machine: these ratios are not to be quoted**"]
 
 
 def _numbers(values: list[float]) -> str:

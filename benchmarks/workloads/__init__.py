@@ -114,7 +114,15 @@ WORKLOADS: dict[str, Workload] = {
         Workload(
             "mobilenetv2", "MobileNetV2 64x64, batch 16", _mobilenet, (16, 3, 64, 64), 100, 16
         ),
-        Workload("vit", "ViT-tiny 32x32, batch 32", _vit, (32, 3, 32, 32), 100, 32),
+        Workload(
+            "vit",
+            "ViT-tiny 32x32, batch 32",
+            _vit,
+            (32, 3, 32, 32),
+            100,
+            32,
+            lr=(("sgd", 5e-3), ("adamw", 2e-4)),
+        ),
         Workload(
             "gru",
             "GRU LM, vocabulary 2,000",

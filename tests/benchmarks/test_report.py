@@ -134,6 +134,9 @@ def test_the_whole_page() -> None:
     assert "0 of 1 targets with a time on both sides are met; missed: mlp sgd 1t / torch." in text
     assert "MatMul 1.00 ms (50%)" in text
     assert "- onnxsim loop, refused: why (mlp sgd 1t)" in text
+    assert "not to be quoted" not in text
+    machine["load_before"] = [1.5, 0.2, 0.3]
+    assert "other work was on the machine" in page.generated(results)
 
 
 def test_compile_without_a_target_runs_with_sgd_only() -> None:
