@@ -21,6 +21,7 @@ from onnxtrain.runtime.data import as_source
 from onnxtrain.runtime.evaluation import Evaluation, evaluate
 from onnxtrain.runtime.feeds import feed, numpy_dtype, to_array
 from onnxtrain.runtime.fit import fit
+from onnxtrain.runtime.flat import flat_of
 from onnxtrain.runtime.inference import Predictor, folded, trained_model
 from onnxtrain.runtime.layouts import Fused, Separate
 from onnxtrain.runtime.results import Outputs, Parameters, StepResult
@@ -36,8 +37,8 @@ class Trainer:
     Args:
         artifacts: what :func:`onnxtrain.build` gave, or a directory.
         device: ``"cpu"`` or ``"cuda"``.
-        layout: ``"fused"``, ``"separate"`` or ``"auto"``, which picks by size; both give the same
-            numbers.
+        layout: ``"fused"``, ``"separate"`` or ``"auto"``, which picks the faster one; both give
+            the same numbers.
         seed: of dropout masks and of the order of the data.
         threads: of onnxruntime's pool; ``None`` takes all cores.
         capture: on CUDA, record a step as a CUDA graph and replay it; ``None`` does so where the
@@ -72,8 +73,10 @@ class Trainer:
         if artifacts.meta:
             self._restore_progress(artifacts.meta)
             self.seed = seed or self.seed
+        separate = device == "cpu" and layout != "fused"
+        flat = flat_of(artifacts, threads=threads) if separate else None
         if layout == "auto":
-            layout = self._pick()
+            layout = self._pick() if flat is None else "separate"
         if layout == "fused" and self.manifest.accumulate > 1:
             raise OnnxTrainError("accumulated gradients need layout='separate'")
         self.layout = layout
@@ -82,7 +85,7 @@ class Trainer:
         if layout == "fused":
             self._engine = Fused(artifacts, device=device, threads=threads, capture=self.captured)
         else:
-            self._engine = Separate(artifacts, device=device, threads=threads)
+            self._engine = flat or Separate(artifacts, device=device, threads=threads)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics

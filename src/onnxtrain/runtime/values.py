@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +18,7 @@ class Values(Mapping[str, Any]):
     """Tensors in one allocation, each aligned; ``values[name]`` is what the runtime takes."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], device: str) -> None:
-        self._arrays = _arena(arrays)
+        self._arrays, self._raw = _arena(arrays)
         self._values = {n: ort_value(a, device) for n, a in self._arrays.items()}
         # On the CPU both sides see the same memory, so nothing need be copied.
         self._shared = device == "cpu" and all(
@@ -42,6 +42,18 @@ class Values(Mapping[str, Any]):
             return self._arrays[name]
         like = self._arrays[name]
         return self._values[name].numpy().view(like.dtype).reshape(like.shape)
+
+    def line(self, names: Sequence[str]) -> np.ndarray:
+        """Give tensors of one type as one vector, with the gaps between them; on the CPU only.
+
+        Args:
+            names: of neighbours, in the order in which they were given.
+        """
+        assert self._shared
+        first, last = self._arrays[names[0]], self._arrays[names[-1]]
+        start = first.ctypes.data - self._raw.ctypes.data
+        end = last.ctypes.data + last.nbytes - self._raw.ctypes.data
+        return self._raw[start:end].view(first.dtype)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a tensor; shape and type are the caller's business."""
@@ -67,7 +79,7 @@ def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
     return kind.ortvalue_from_numpy(array, device, 0)
 
 
-def _arena(like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _arena(like: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
     offsets, end = {}, 0
     for name, array in like.items():
         offsets[name] = end
@@ -80,4 +92,4 @@ def _arena(like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         view = raw[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
         view[...] = array
         views[name] = view
-    return views
+    return views, raw
