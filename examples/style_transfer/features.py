@@ -105,7 +105,7 @@ def places(count: int, size: int, rng: np.random.Generator) -> tuple[np.ndarray,
     return planes(np.stack(patches)), np.asarray(labels)
 
 
-def train_features(steps: int = 150, batch: int = 32, size: int = 32, seed: int = 0) -> FeatureNet:
+def train_features(steps: int = 180, batch: int = 32, size: int = 32, seed: int = 0) -> FeatureNet:
     """Give a small feature net, trained with onnxtrain; every layer gives 1 on average."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -121,9 +121,7 @@ def train_features(steps: int = 150, batch: int = 32, size: int = 32, seed: int 
     if steps:
         rows = places(batch * min(steps, 60), size, rng)
         epochs = -(-steps * batch // len(rows[0]))
-        history = trainer.fit(rows, epochs=epochs, batch_size=batch, schedule="cosine")
-        found = history.epochs[-1]
-        print(f"feature net: {found}")
+        trainer.fit(rows, epochs=epochs, batch_size=batch, schedule="cosine")
     module.load_state_dict(
         {name: torch.from_numpy(trainer.parameters[name]) for name, _ in module.named_parameters()},
         strict=False,

@@ -19,10 +19,12 @@ def mosaic(size: int = 256, seed: int = 0) -> np.ndarray:
     grid = np.stack(np.meshgrid(np.arange(cells), np.arange(cells), indexing="ij"), -1)
     points = (grid + rng.uniform(0.1, 0.9, grid.shape)).reshape(-1, 2) * (size / cells)
     palette = np.array(
-        [[222, 84, 45], [243, 178, 53], [34, 102, 141], [20, 50, 92], [142, 36, 62], [236, 226, 198],
-         [64, 145, 128]], float,
+        [[222, 84, 45], [243, 178, 53], [34, 102, 141], [20, 50, 92], [142, 36, 62],
+         [236, 226, 198], [64, 145, 128]], float,
     )  # fmt: skip
-    colours = palette[rng.integers(0, len(palette), len(points))] + rng.normal(0, 10, (len(points), 3))
+    colours = palette[rng.integers(0, len(palette), len(points))] + rng.normal(
+        0, 10, (len(points), 3)
+    )
     at = np.stack(np.meshgrid(np.arange(size), np.arange(size), indexing="ij"), -1)[:, :, None]
     distance = np.sqrt(((at - points) ** 2).sum(-1))
     nearest = np.argsort(distance, axis=-1)[..., :2]
@@ -67,7 +69,9 @@ def middle(picture: np.ndarray, size: int) -> np.ndarray:
     return picture[top : top + size, left : left + size]
 
 
-def crops(pictures: list[np.ndarray], size: int, count: int, rng: np.random.Generator) -> np.ndarray:
+def crops(
+    pictures: list[np.ndarray], size: int, count: int, rng: np.random.Generator
+) -> np.ndarray:
     """Cut squares out at random, every other one mirrored: [count, 3, size, size]."""
     found = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Train a style with onnxtrain: ``python train.py --style-image mosaic --style-weight 2 --out DIR``.
+"""Train a style with onnxtrain: ``python train.py --style-image FILE --style-weight 2 --out DIR``.
 
 Leaves in DIR: ``style.pth`` (weights in the layout of PyTorch's example), ``style.onnx`` (for
 pictures of any size), and what ``fit`` leaves: ``metrics.csv``, the curve, checkpoints.
@@ -111,7 +111,9 @@ def train(
         directory=out,
         progress=progress,
     )
-    learned = {name.removeprefix("net."): torch.from_numpy(v) for name, v in trainer.parameters.items()}
+    learned = {
+        name.removeprefix("net."): torch.from_numpy(v) for name, v in trainer.parameters.items()
+    }
     net.load_state_dict(learned)
     return net.eval()
 
@@ -139,11 +141,12 @@ def main() -> None:
         option = "--" + field.name.replace("_", "-")
         kind = type(field.default)
         parser.add_argument(option, type=kind, default=field.default, help=HELP.get(field.name))
+    parser.add_argument("--feature-steps", type=int, default=180, help="for our own feature net")
     parser.add_argument("--vgg16", type=Path, help="torchvision's weight file, for better features")
     parser.add_argument("--out", type=Path, default=Path("runs/style_transfer/style"))
     given = vars(parser.parse_args())
-    vgg16, out = given.pop("vgg16"), given.pop("out")
-    features = load_vgg16(vgg16) if vgg16 else train_features()
+    vgg16, out, steps = given.pop("vgg16"), given.pop("out"), given.pop("feature_steps")
+    features = load_vgg16(vgg16) if vgg16 else train_features(steps)
     write(train(Settings(**given), features, out), out)
     print(f"in {out}: style.pth, style.onnx")
 

@@ -50,6 +50,13 @@ def tiny(example):
     return settings, features
 
 
+@pytest.fixture(scope="module")
+def forms(example, tiny):
+    """A net, and its models for 32 x 32 pixels."""
+    net = example.train.fresh(tiny[0]).eval()
+    return net, example.run.forms(net, 32)
+
+
 def needs(engine: str) -> None:
     """Skip where the runtime is not installed; `make test` installs all of them."""
     if not shutil.which("node"):
@@ -130,9 +137,8 @@ def test_vgg16_weights(example, tmp_path):
     assert not any(p.requires_grad for p in found.parameters())
 
 
-def test_lowering_leaves_fewer_kinds_of_operators(example, tiny):
-    net = example.train.fresh(tiny[0]).eval()
-    rows = {row.form: row.cells[3:7] for row in example.run.forms(net, 32)}
+def test_lowering_leaves_fewer_kinds_of_operators(forms):
+    rows = {row.form: row.cells[3:7] for row in forms[1]}
     nodes = {form: int(cells[0]) for form, cells in rows.items()}
     kinds = {form: tuple(map(int, cells[1:])) for form, cells in rows.items()}
     assert list(kinds.values()) == [(15, 2, 16), (15, 2, 16), (15, 2, 0), (0, 0, 0)]
@@ -142,13 +148,10 @@ def test_lowering_leaves_fewer_kinds_of_operators(example, tiny):
 @pytest.mark.parametrize(
     "engine", ["onnxjs, Node", "onnxruntime-web, Chromium", "onnxjs WebGL, Chromium"]
 )
-def test_pictures_of_real_runtimes_are_torchs(example, tiny, engine: str):
+def test_pictures_of_real_runtimes_are_torchs(example, forms, engine: str):
     needs(engine)
-    net = example.train.fresh(tiny[0]).eval()
-    image = example.pictures.planes(
-        example.pictures.middle(example.pictures.load("china", 32), 32)
-    )[None]
-    rows = example.run.forms(net, 32)
+    net, rows = forms
+    image = example.pictures.planes(example.pictures.load("china", 32)[:, :32])[None]
     if "WebGL" in engine:  # a GPU in software takes its time
         rows = rows[1:2]
     picture = example.run.compare(rows, engine, image, net)  # raises above 1e-2
@@ -158,10 +161,10 @@ def test_pictures_of_real_runtimes_are_torchs(example, tiny, engine: str):
     assert refused == (["exported, opset 20"] if engine == "onnxjs, Node" else [])
 
 
-def test_page_styles_an_uploaded_picture(example, tiny, tmp_path):
+def test_page_styles_an_uploaded_picture(example, forms, tmp_path):
     needs("Chromium")
-    net = example.train.fresh(tiny[0])
-    example.train.write(net, tmp_path)
+    net, rows = forms
+    onnx.save(rows[0].model, tmp_path / "style.onnx")
     (tmp_path / "styles.json").write_text(json.dumps([{"name": "mine", "file": "style.onnx"}]))
     example.pictures.save(
         tmp_path / "given.png", example.pictures.planes(example.pictures.load("flower", 96))
@@ -181,7 +184,7 @@ def test_page_styles_an_uploaded_picture(example, tiny, tmp_path):
         for n in ("before", "after")
     )
     with torch.no_grad():
-        expected = net.eval()(torch.from_numpy(before[None].astype(np.float32))).numpy()[0]
+        expected = net(torch.from_numpy(before[None].astype(np.float32))).numpy()[0]
     assert np.abs(expected.clip(0, 255) - after).max() < 0.5 + example.run.LIMIT
 
 
