@@ -33,13 +33,28 @@ async function close(): Promise<void> {
   await old?.dispose();
 }
 
+/** A trainer made before anybody asked, so that training starts at once. */
+let prepared: { readonly choice: string; readonly trainer: Promise<Trainer | undefined> } | undefined;
+const choice = () => [text("model"), text("data"), device()].join();
+const create = () =>
+  Trainer.create({ artifacts: new URL(`./art/${text("model")}-${text("data")}/`, location.href), device: device(), onMessage: say });
+
+function prepare(): void {
+  const old = prepared;
+  // What goes wrong here is said when training is asked for.
+  prepared = { choice: choice(), trainer: create().catch(() => undefined) };
+  void old?.trainer.then((t) => t?.dispose());
+}
+
 async function open(): Promise<Trainer> {
   await close();
   say("Loading ONNX Runtime and the model ...");
+  const early = prepared;
+  prepared = undefined;
+  const found = await early?.trainer;
+  if (early && early.choice !== choice()) await found?.dispose();
   digits = true;
-  trainer = await Trainer.create({
-    artifacts: new URL(`./art/${text("model")}-${text("data")}/`, location.href), device: device(), onMessage: say,
-  });
+  trainer = early?.choice === choice() && found ? found : await create();
   return trainer;
 }
 
@@ -219,5 +234,8 @@ $("data").onchange = () => void attempt(async () => {
   await close();
   data = loadDigits(text("data"));
   await layOut();
+  prepare();
 });
+$("model").onchange = $("device").onchange = prepare;
 await layOut();
+prepare();

@@ -4,7 +4,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { gzipSync } from "node:zlib";
 import { afterAll, beforeAll, expect, test } from "vitest";
-import { FIXTURES } from "../support.js";
+import { FIXTURES, ROOT, runPython } from "../support.js";
 import { start } from "./page.js";
 import { bundle, install, pack, serveFolder } from "./project.js";
 
@@ -37,6 +37,26 @@ test("the package trains in an empty Node project; it is small and has nothing e
   const found = JSON.parse(printed) as { loss: number; device: string };
   expect(found.device).toBe("node");
   expect(found.loss).toBeGreaterThan(0);
+}, 180_000);
+
+test("the example for Node goes on from Python's checkpoint, and Python from its", () => {
+  const own = join(folder, "example");
+  install(own, archive, "onnxruntime-node");
+  cpSync(`${ROOT}/examples/node/train.mjs`, join(own, "train.mjs"));
+  cpSync(`${FIXTURES}/mlp-wasm/trained.safetensors`, join(own, "run.safetensors"));
+  const printed = execFileSync("node", ["train.mjs", `${FIXTURES}/mlp-wasm`, "run.safetensors"], { cwd: own, encoding: "utf8", timeout: 120_000 });
+  expect(printed).toMatch(/^4 parameters, at step 20\n/);
+  expect(printed.trim().split("\n").length).toBe(6);
+  const steps = runPython(
+    `
+import sys, onnx
+from onnxtrain.runtime.trainer import Trainer
+trainer = Trainer(sys.argv[1]); trainer.load(sys.argv[2] + "/run.safetensors"); onnx.checker.check_model(sys.argv[2] + "/model.onnx")
+print(trainer.global_step)
+`,
+    `${FIXTURES}/mlp-wasm`, own,
+  );
+  expect(Number(steps)).toBe(20 + 5 * 63);
 }, 180_000);
 
 test("without a runtime the error names what to install", () => {
