@@ -11,9 +11,12 @@ from onnxtrain.errors import LoweringError, OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.scopes import subgraphs_of
-from onnxtrain.graph.simplify import remove_dead
-from onnxtrain.lowering.fold import folded
+from onnxtrain.graph.simplify import simplify
+from onnxtrain.lowering.flatter import flattened
+from onnxtrain.lowering.fold import drop_inference_no_ops, folded
 from onnxtrain.lowering.function_body import body_of
+from onnxtrain.lowering.legalise import in_other_types
+from onnxtrain.lowering.profile import highest_rank
 from onnxtrain.lowering.registry import Rule, apply, rules_for
 from onnxtrain.lowering.target import Target
 
@@ -62,8 +65,13 @@ def replace_unsupported(model: ir.Model, target: Target, weights: frozenset[str]
     engine = _Engine(OpBuilder(model.graph, prefix="lower/"), target, weights)
     engine.graph(model.graph)
     if engine.stuck:  # a comparison is not missed if its selection was lowered without it
-        remove_dead(model)
-        engine.stuck = [one for one in engine.stuck if one.node.graph is not None]
+        drop_inference_no_ops(model)
+        simplify(model)
+        engine.stuck = [
+            one
+            for one in engine.stuck
+            if one.node.graph is not None and target.obstacle(one.node) is not None
+        ]
     if engine.stuck:
         raise LoweringError(_message(engine.stuck, target))
     return engine.done
@@ -78,6 +86,7 @@ class _Engine:
         self.stuck: list[_StuckError] = []
         self.created: list[ir.Node] = []
         self.moved: dict[ir.Value, ir.Value] = {}
+        self.adapting: tuple[Rule, ...] = (self._in_other_types, self._flattened)
 
     def graph(self, graph: ir.Graph) -> None:
         for node in list(graph):
@@ -95,7 +104,10 @@ class _Engine:
         if why is None:
             return
         reasons = [why]
-        choices: list[Rule] = [self._constant, *rules_for(node.op_type), body_of]
+        choices: list[Rule] = [
+            *(self._constant, *self.adapting),
+            *(*rules_for(node.op_type), body_of),
+        ]
         for rule in choices if len(chain) < _DEPTH else ():
             # A lowering may meet its own operator in an easier form, but not for ever.
             if chain.count(rule) > 2:
@@ -121,6 +133,15 @@ class _Engine:
         array = folded(node, op.opset, self.weights)
         return None if array is None else op.const(array, node.outputs[0].dtype)
 
+    def _in_other_types(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
+        profile = self.target.profile
+        return None if profile is None else in_other_types(op, node, profile)
+
+    def _flattened(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
+        profile = self.target.profile
+        limit = None if profile is None else highest_rank(profile, node.op_type)
+        return None if limit is None else flattened(op, node, limit)
+
     def _try(
         self, rule: Rule, node: ir.Node, chain: tuple[Rule, ...]
     ) -> list[ir.Value | None] | None:
@@ -138,6 +159,11 @@ class _Engine:
             raise LoweringError(f"output {node.outputs[wanted[-1]].name!r} is not expressible")
         late: list[_StuckError] = []
         for new in made:
+            if new.op_type in ("Cast", "Reshape") and rule in self.adapting:
+                # It goes when it meets the one of the node before or behind, or is missed then.
+                why = self.target.obstacle(new)
+                self.stuck += [] if why is None else [_StuckError(new, [why])]
+                continue
             for body in subgraphs_of(new):
                 for inner in list(body):
                     self.node(inner, (*chain, rule))

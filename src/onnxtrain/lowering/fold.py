@@ -10,6 +10,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.scopes import subgraphs_of
 from onnxtrain.graph.simplify import RANDOM
+from onnxtrain.lowering.legalise import undone
 
 _LIMIT = 1 << 20  # elements of a folded constant
 
@@ -42,7 +43,7 @@ def folded(node: ir.Node, opset: int, weights: frozenset[str]) -> np.ndarray | N
 
 
 def drop_inference_no_ops(model: ir.Model) -> None:
-    """Remove Dropout that is not in training mode, and Cast to the type that is there."""
+    """Remove Dropout that is not in training mode, Cast to the type that is there, and the like."""
     for node in list(model.graph.all_nodes()):
         graph = node.graph
         if node.domain or not isinstance(graph, ir.Graph):
@@ -57,8 +58,9 @@ def drop_inference_no_ops(model: ir.Model) -> None:
             or (node.op_type == "Cast" and x.dtype == y.dtype and x.dtype is not None)
             or (node.op_type == "Expand" and S.same_shape(x, y))
         )
-        if idle:
-            y.replace_all_uses_with(x)
+        source = x if idle else undone(node)
+        if source is not None:
+            y.replace_all_uses_with(source)
             graph.remove(node, safe=True)
 
 

@@ -112,11 +112,25 @@ def _attributes(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | N
     return None
 
 
+def dtypes_of(profile: Profile, op_type: str) -> tuple[list[str] | None, tuple[int, ...]]:
+    """Give the types of an operator, ``None`` for all, and which inputs may have any.
+
+    Those are inputs that the runtime reads when it loads the model.
+    """
+    entry = profile.ops.get(op_type, {})
+    found = entry.get("dtypes") or profile.dtypes.get(op_type) or profile.dtypes.get("*")
+    return found, tuple(entry.get("any_dtype", ()))
+
+
+def highest_rank(profile: Profile, op_type: str) -> int | None:
+    """Give the most axes that tensors of an operator may have, ``None`` for any number."""
+    return profile.max_rank.get(op_type, profile.max_rank.get("*"))
+
+
 def _values(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
     ranks = entry.get("ranks")
-    highest = profile.max_rank.get(d.op_type, profile.max_rank.get("*"))
-    dtypes = entry.get("dtypes") or profile.dtypes.get(d.op_type) or profile.dtypes.get("*")
-    free = entry.get("any_dtype", ())  # inputs that the runtime reads when it loads the model
+    highest = highest_rank(profile, d.op_type)
+    dtypes, free = dtypes_of(profile, d.op_type)
     for i, x in enumerate([*d.inputs, *d.node.outputs]):
         if x is None or isinstance(x, np.ndarray) or not x.name:
             continue
