@@ -71,7 +71,8 @@ export async function prepare(task, { model, optimizer, device }) {
     async train(steps) {
       const found = [];
       for (let i = 0; i < steps; i++) {
-        const { x, y } = batches[next++ % task.count];
+        const [at, of] = task.at(next++);
+        const [{ x }, { y }] = [batches[at], batches[of]];
         let l;
         if (optimizer === "sgd") [l, weights] = sgd(weights, x.ref, y.ref);
         else {

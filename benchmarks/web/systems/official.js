@@ -20,7 +20,8 @@ export async function prepare(task, { optimizer }) {
     async train(steps) {
       const losses = [];
       for (let i = 0; i < steps; i++) {
-        const found = await session.runTrainStep(feeds[next++ % task.count]);
+        const [at, of] = task.at(next++);
+        const found = await session.runTrainStep({ x: feeds[at].x, labels: feeds[of].labels });
         losses.push(found[loss].data[0]);
         await session.runOptimizerStep();
         await session.lazyResetGrad();

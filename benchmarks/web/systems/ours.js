@@ -9,8 +9,8 @@ export async function prepare(task, { optimizer, device, together, artifacts }) 
     losses: optimizer,
     async train(steps) {
       const list = Array.from({ length: steps }, () => {
-        const { x, labels } = task.batches[next++ % task.count];
-        return { x: { data: x, dims: task.dims }, labels };
+        const [i, j] = task.at(next++);
+        return { x: { data: task.batches[i].x, dims: task.dims }, labels: task.batches[j].labels };
       });
       const losses = [];
       for await (const m of trainer.fit(list, { stepsPerCall: together })) losses.push(m.loss);

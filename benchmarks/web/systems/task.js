@@ -13,5 +13,7 @@ export async function task(model) {
     x: new Float32Array(data, 4 * i * size, size),
     labels: new Int32Array(data, 4 * (facts.count * size + i * facts.batch), facts.batch),
   }));
-  return { ...facts, base, weights, batches, dims: [facts.batch, ...facts.shape] };
+  /** Which images and labels step `i` sees. Later passes mix them, else all is learned by heart and numbers underflow. */
+  const at = (i) => [i % facts.count, (i + Math.floor(i / facts.count)) % facts.count];
+  return { ...facts, base, weights, batches, at, dims: [facts.batch, ...facts.shape] };
 }

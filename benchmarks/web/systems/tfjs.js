@@ -57,7 +57,8 @@ export async function prepare(task, { model, optimizer, device }) {
     async train(steps) {
       const found = [];
       for (let i = 0; i < steps; i++) {
-        const { x, y } = batches[next++ % task.count];
+        const [at, of] = task.at(next++);
+        const [{ x }, { y }] = [batches[at], batches[of]];
         found.push(rule.minimize(() => tf.losses.softmaxCrossEntropy(y, forwards[model](tf, weights, x)), true));
       }
       const losses = [];

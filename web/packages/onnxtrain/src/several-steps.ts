@@ -33,13 +33,15 @@ export async function* grouped(batches: AsyncIterable<Tensors>, count: number): 
 
 const sizes = (batch: Tensors): string => [...batch.values()].map((t) => t.dims.join()).join(";");
 
-/** Gives one batch with a leading axis from batches of equal sizes. */
-export function stacked(batches: readonly Tensors[]): Map<string, HostTensor> {
+/** Gives one batch with a leading axis from batches of equal sizes, in memory that `old` leaves behind. */
+export function stacked(batches: readonly Tensors[], old?: Tensors): Map<string, HostTensor> {
   const found = new Map<string, HostTensor>();
   for (const [name, { dtype, dims, data }] of batches[0]!) {
     const size = data.length;
-    const all = new (data.constructor as new (n: number) => Float32Array)(size * batches.length);
-    batches.forEach((b, i) => all.set(b.get(name)!.data as Float32Array, i * size));
+    const spare = old?.get(name)?.data;
+    const fits = spare?.length === size * batches.length && spare.constructor === data.constructor;
+    const all = fits ? spare : new (data.constructor as new (n: number) => Float32Array)(size * batches.length);
+    batches.forEach((b, i) => (all as Float32Array).set(b.get(name)!.data as Float32Array, i * size));
     found.set(name, { dtype, dims: [batches.length, ...dims], data: all as TypedArray });
   }
   return found;

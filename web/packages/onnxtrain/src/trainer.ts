@@ -76,6 +76,8 @@ export class Trainer {
   #micro = 0;
   #seed: number;
   #meta: Meta = new Map();
+  /** The last batches of several steps: the memory is used again. */
+  #stack: Tensors | undefined;
   #queue: Promise<unknown> = Promise.resolve();
   #disposed = false;
 
@@ -155,7 +157,8 @@ export class Trainer {
       this.learningRate = rates?.at(-1) ?? this.learningRate;
       const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: rates?.[i] ?? this.learningRate }));
       const several = feeds.length > 1;
-      const found = await this.#engine.run(role, several ? stacked(feeds) : feeds[0]!, several ? controls : controls[0]!);
+      if (several) this.#stack = stacked(feeds, this.#stack);
+      const found = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
       this.#meta = new Map();
       if (this.#fused) {
         this.#step += feeds.length;
