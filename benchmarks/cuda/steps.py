@@ -2,6 +2,7 @@
 
     python -m benchmarks.cuda.steps                       # needs torch with CUDA, onnxruntime-gpu
     python -m benchmarks.cuda.steps --only cnn --profile  # kernels of both, by time
+    python -m benchmarks.cuda.steps --json steps.json && python -m benchmarks.cuda.report steps.json
 
 Both get each batch as arrays of the host and give back the loss of each step. TF32 is on for both,
 torch's optimizers are the fused ones. Losses of the first steps must agree, or no time is shown.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +33,6 @@ from benchmarks.workloads import Workload
 from onnxtrain import optim
 from onnxtrain.runtime.placement import placement
 
-TARGETS = {
-    ("mlp", "float32"): 0.5,
-    ("cnn", "float32"): 0.9,
-    ("transformer", "float32"): 1.0,
-    ("transformer", "bf16-mixed"): 1.1,
-}
 CHECKED = 5  # steps whose losses are compared
 TOLERANCE = {"float32": 5e-3, "bf16-mixed": 2e-2}
 Step = Callable[[], float]
@@ -56,11 +53,6 @@ class Row:
     captured: bool
     nodes: dict[str, int]
     left: tuple[str, ...]
-
-    @property
-    def ratio(self) -> float:
-        """Our time over torch's."""
-        return self.ours_ms / self.torch_ms
 
 
 def torch_step(net: Workload, optimizer: str, precision: str) -> tuple[Step, Step]:
@@ -163,29 +155,17 @@ def kernels(step: Step, count: int = 5, top: int = 18) -> str:
     return "\n".join(lines)
 
 
-def table(rows: list[Row]) -> str:
-    """Give the rows as Markdown."""
-    heads = (
-        "net", "optimizer", "precision", "ours ms", "torch eager ms", "torch, loss not read",
-        "ours / torch (range)", "target", "CUDA graph", "nodes", "left the GPU",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for r in rows:
-        target = TARGETS.get((r.net, r.precision))
-        verdict = (
-            "report"
-            if target is None
-            else f"{target} "
-            + ("met" if r.ratio <= target else f"missed by {r.ratio / target - 1:.0%}")
-        )
-        nodes = ", ".join(f"{k.removesuffix('ExecutionProvider')} {v}" for k, v in r.nodes.items())
-        lines.append(
-            f"| {NETS[r.net].title} | {r.optimizer} | {r.precision} | {r.ours_ms:.3f} | "
-            f"{r.torch_ms:.3f} | {r.torch_async_ms:.3f} | "
-            f"{r.ratio:.2f} ({r.spread[0]:.2f}-{r.spread[1]:.2f}) | {verdict} | "
-            f"{'yes' if r.captured else 'no'} | {nodes} | {len(r.left) or 'none'} |"
-        )
-    return "\n".join(lines)
+def facts() -> dict[str, str]:
+    """Give what the figures depend on."""
+    import onnxruntime
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "GPU": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "onnxruntime-gpu": onnxruntime.__version__,
+        "command": "python -m benchmarks.cuda.steps " + " ".join(sys.argv[1:]),
+    }
 
 
 def main() -> None:
@@ -225,9 +205,9 @@ def main() -> None:
                 rows.append(row)
                 gc.collect()
                 torch.cuda.empty_cache()
-    print(table(rows))
     if args.json:
-        args.json.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1))
+        found = {"facts": facts(), "rows": [dataclasses.asdict(r) for r in rows]}
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
