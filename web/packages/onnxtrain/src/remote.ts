@@ -50,10 +50,21 @@ export class WorkerEngine implements Engine {
 
   /** Starts a worker and opens the models there. */
   static async create(
-    artifacts: Artifacts, device: Device, roles: readonly ModelRole[], values: Tensors, options: RuntimeOptions,
+    artifacts: Artifacts, device: Device, roles: readonly ModelRole[], values: Tensors,
+    options: RuntimeOptions & { readonly signal?: AbortSignal },
   ): Promise<WorkerEngine> {
-    const engine = new WorkerEngine(artifacts, device);
-    const { threads, wasmPaths } = options;
+    let engine: WorkerEngine;
+    try {
+      engine = new WorkerEngine(artifacts, device);
+    } catch (error) {
+      throw new RuntimeError(
+        `the worker cannot be started: ${(error as Error).message}\n` +
+          "hint: serve onnxtrain from the page's own origin, or give worker: false",
+      );
+    }
+    const { threads, wasmPaths, signal } = options;
+    const stop = () => engine.#fail(signal!.reason as Error);
+    signal?.addEventListener("abort", stop, { once: true });
     const runtimeUrl = options.runtimeUrl ?? addressOf(device);
     const open: Opening = { text: artifacts.text, device, roles, values, options: { threads, wasmPaths, runtimeUrl } };
     try {
@@ -61,6 +72,8 @@ export class WorkerEngine implements Engine {
     } catch (error) {
       engine.#worker.terminate();
       throw error;
+    } finally {
+      signal?.removeEventListener("abort", stop);
     }
     return engine;
   }

@@ -21,6 +21,9 @@ export function defaultStore(): CheckpointStore {
 const absent = (name: string, why: string): CheckpointError =>
   new CheckpointError(`'${name}': cannot be read: ${why}`);
 
+const unwritten = (name: string, error: unknown): CheckpointError =>
+  new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}\nhint: is there space? What was saved before is intact`);
+
 /** Checkpoints as files; a name is a path. */
 export function fileStore(): CheckpointStore {
   const fs = () => import(/* @vite-ignore */ nodeModule("fs/promises")) as Promise<typeof import("node:fs/promises")>;
@@ -39,7 +42,7 @@ export function fileStore(): CheckpointStore {
         await rename(part, name);
       } catch (error) {
         await rm(part, { force: true });
-        throw new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}`);
+        throw unwritten(name, error);
       }
     },
     async read(name) {
@@ -59,15 +62,16 @@ export function privateFileStore(): CheckpointStore {
   const file = (name: string) => `${encodeURIComponent(name)}.safetensors`;
   return {
     async write(name, data) {
-      const handle = await (await folder()).getFileHandle(file(name), { create: true });
-      // The browser writes beside the file and puts it in its place when the stream is closed.
-      const stream = await handle.createWritable();
+      let stream: FileSystemWritableFileStream | undefined;
       try {
+        const handle = await (await folder()).getFileHandle(file(name), { create: true });
+        // The browser writes beside the file and puts it in its place when the stream is closed.
+        stream = await handle.createWritable();
         await stream.write(data as Uint8Array<ArrayBuffer>);
         await stream.close();
       } catch (error) {
-        await stream.abort().catch(() => undefined);
-        throw new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}`);
+        await stream?.abort().catch(() => undefined);
+        throw unwritten(name, error);
       }
     },
     async read(name) {
@@ -98,8 +102,9 @@ export function databaseStore(): CheckpointStore {
   };
   return {
     async write(name, data) {
-      const db = await open();
+      let db: IDBDatabase | undefined;
       try {
+        db = await open();
         const transaction = db.transaction("checkpoints", "readwrite");
         transaction.objectStore("checkpoints").put(data, name);
         await new Promise<void>((resolve, reject) => {
@@ -107,20 +112,23 @@ export function databaseStore(): CheckpointStore {
           transaction.onabort = () => reject(transaction.error ?? new Error("aborted"));
         });
       } catch (error) {
-        throw new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}`);
+        throw unwritten(name, error);
       } finally {
-        db.close();
+        db?.close();
       }
     },
     async read(name) {
-      const db = await open();
+      let db: IDBDatabase | undefined;
       try {
+        db = await open();
         const store = db.transaction("checkpoints").objectStore("checkpoints");
         const data = (await done(store.get(name))) as Uint8Array | undefined;
-        if (!data) throw absent(name, "there is none");
+        if (!data) throw new Error("there is none");
         return data;
+      } catch (error) {
+        throw absent(name, (error as Error).message);
       } finally {
-        db.close();
+        db?.close();
       }
     },
   };

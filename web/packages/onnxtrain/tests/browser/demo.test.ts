@@ -105,6 +105,19 @@ test("the page fits a phone, works by keyboard, and stops", async () => {
   await page.close();
 }, 300_000);
 
+test("without a GPU the page says so and trains on wasm", async () => {
+  const page = await browser.newPage();
+  await page.goto(address);
+  await page.getByText("Settings").click();
+  await page.getByLabel("Device").selectOption("webgpu");
+  await until(page, "WebGPU is not used, training runs on wasm");
+  await page.getByLabel("Epochs").fill("1");
+  await page.getByRole("button", { name: "Train", exact: true }).click();
+  await until(page, "Done: 45 steps");
+  expect(await status(page)).toMatch(/on wasm\.$/);
+  await page.close();
+}, 120_000);
+
 // Times are printed and bounded generously: they depend on what else the machine is doing.
 test.each([["mlp", 91, 60], ["cnn", 96, 240], ["attention", 90, 240]] as const)("MNIST with the %s", async (model, wanted, limit) => {
   const page = await browser.newPage();

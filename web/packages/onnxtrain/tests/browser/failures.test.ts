@@ -189,3 +189,38 @@ test("the page stays live while the worker trains", async () => {
   expect(gaps.length).toBeGreaterThan(10);
   expect(at(0.5)).toBeLessThan(60);
 }, 60_000);
+
+test("a save without space is said, and the last one is intact", async () => {
+  const { page } = await openPage(browser, site.address);
+  const save = (from: number, count: number) =>
+    page.evaluate(async ([from, count]) => {
+      const store = onnxtrain.privateFileStore();
+      // Noise, which browsers cannot make smaller.
+      const data = new Uint8Array(count);
+      for (let at = 0; at < count; at += 65536) crypto.getRandomValues(data.subarray(at, at + 65536));
+      data[0] = from;
+      const words = await store.write("run", data).then(() => "saved", (e: Error) => `${e.name}: ${e.message}`);
+      const kept = await store.read("run");
+      return { words, first: kept[0]!, length: kept.length };
+    }, [from, count] as const);
+  expect(await save(1, 1_000_000)).toEqual({ words: "saved", first: 1, length: 1_000_000 });
+  const cdp = await page.context().newCDPSession(page);
+  await cdp.send("Storage.overrideQuotaForOrigin", { origin: new URL(site.address).origin, quotaSize: 4_000_000 });
+  const found = await save(2, 30_000_000);
+  expect(found.words).toMatch(/^CheckpointError: 'run': cannot be written: .*\nhint: is there space\? What was saved before is intact/s);
+  expect({ first: found.first, length: found.length }).toEqual({ first: 1, length: 1_000_000 });
+  await page.close();
+}, 60_000);
+
+test("a signal ends creation at once, and its worker", async () => {
+  const { page } = await openPage(browser, site.address);
+  const found = await page.evaluate(async () => {
+    const stop = new AbortController();
+    const making = onnxtrain.Trainer.create({ artifacts: "/fixtures/cnn-wasm", device: "wasm", signal: stop.signal });
+    setTimeout(() => stop.abort(), 60);
+    return await making.then(() => "made", (e: Error) => e.name);
+  });
+  expect(found).toBe("AbortError");
+  await expect.poll(() => page.workers().length).toBe(0);
+  await page.close();
+}, 60_000);
