@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = Path(__file__).with_name("targets.json")
-MOVED = 0.05  # losses may differ by this part of how far the reference moved
+MOVED = 0.02  # losses may differ by this part of how far the reference moved
 CLOSE = 1e-4  # and by this part of the loss itself
 MOVES = 2e-3  # the reference has to move by this part of the loss, or comparing says nothing
 

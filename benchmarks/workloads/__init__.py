@@ -110,9 +110,23 @@ WORKLOADS: dict[str, Workload] = {
         Workload("cnn", "CNN 28x28, batch 64", _cnn, (64, 1, 28, 28), 10, 64),
         Workload("lm28k", "LM, vocabulary 28,782", _lm(28782), classes=28782, **_WORDS),
         Workload("lm2k", "LM, vocabulary 2,000", _lm(2000), classes=2000, **_WORDS),
-        Workload("resnet18", "ResNet-18 64x64, batch 16", _resnet, (16, 3, 64, 64), 100, 16),
         Workload(
-            "mobilenetv2", "MobileNetV2 64x64, batch 16", _mobilenet, (16, 3, 64, 64), 100, 16
+            "resnet18",
+            "ResNet-18 64x64, batch 16",
+            _resnet,
+            (16, 3, 64, 64),
+            100,
+            16,
+            lr=(("sgd", 5e-3), ("adamw", 1e-4)),
+        ),
+        Workload(
+            "mobilenetv2",
+            "MobileNetV2 64x64, batch 16",
+            _mobilenet,
+            (16, 3, 64, 64),
+            100,
+            16,
+            lr=(("sgd", 0.02), ("adamw", 2e-4)),
         ),
         Workload(
             "vit",
