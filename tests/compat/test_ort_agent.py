@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -19,6 +22,8 @@ from onnxtrain.compat.ort.agent import (
 from onnxtrain.errors import CompatError
 
 from .models import WEIGHTS, arrays_of, batch, mlp, two_outputs
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def built(model, weights=None, train=None, inputs=()):
@@ -198,6 +203,19 @@ def test_wrong_builds_are_named():
         TrainingAgent(session, ["input"])
     with pytest.raises(CompatError, match="no such gradient: x"):
         TrainingAgent(session, ["input", *WEIGHTS], bw_fetches_names=["x"])
+
+
+def test_the_page_runs_as_written():
+    page = (ROOT / "docs" / "coming-from-onnxruntime-training.md").read_text()
+    section = page.partition("## Forward and backward as two calls")[2]
+    (block,) = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    model = mlp()
+    scope = {"model": model, "weights": arrays_of(model), "features": batch()[0]}
+    exec(compile(block, "coming-from", "exec"), {**scope, "onnxruntime": onnxruntime}, scope)
+    slope = 2 * scope["outputs"][0].numpy()
+    want = expected(model, WEIGHTS, [scope["features"], *scope["weights"].values()], [slope])
+    for got, value in zip(numbers(scope["gradients"]), want[1:], strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
 
 
 def test_cache():
