@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.errors import LoweringError
+from onnxtrain.errors import LoweringError, ProfileError, VerificationError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.finish import PRODUCER
 from onnxtrain.graph.io import load
@@ -20,8 +21,9 @@ from onnxtrain.lowering.check import problems
 from onnxtrain.lowering.pipeline import lower_model
 from onnxtrain.lowering.profile import Profile
 from onnxtrain.lowering.reduced_ops import read_config
-from onnxtrain.runtime.compare import compare
+from onnxtrain.runtime.compare import REFERENCE, compare
 
+COMPARED = "onnxtrain.compared_on"
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
 
@@ -44,7 +46,12 @@ def lower(
         verify: compare the result with the original on random inputs of several shapes.
 
     Raises:
-        LoweringError: if some nodes cannot be lowered, naming them, or if the result differs.
+        ProfileError: if there is no such profile.
+        LoweringError: if some nodes cannot be lowered, naming them and why.
+        VerificationError: if the result differs, naming the first tensor that does.
+
+    Where onnxruntime is not installed, models are compared on onnx's reference evaluator, with a
+    warning; ``compared_on`` tells the runtime from the result.
     """
     found = find_profile(profile) if isinstance(profile, str) else profile
     if opset is None:
@@ -60,15 +67,21 @@ def lower(
     proto = ir.to_proto(lowered)
     _check(proto)
     if verify:
-        _verify(model, proto, found, sizes)
+        runtime = _verify(model, proto, found, sizes)
+        proto.metadata_props.add(key=COMPARED, value=runtime)
     return proto
+
+
+def compared_on(model: onnx.ModelProto) -> str | None:
+    """Give the runtime on which a lowered model was compared with its original, if it was."""
+    return next((p.value for p in model.metadata_props if p.key == COMPARED), None)
 
 
 def find_profile(name: str) -> Profile | None:
     """Give a profile by name or file, ``None`` for a plain opset.
 
     Raises:
-        LoweringError: if there is none.
+        ProfileError: if there is none.
     """
     if re.fullmatch(r"opset-\d+", name):
         return None
@@ -80,7 +93,7 @@ def find_profile(name: str) -> Profile | None:
         try:
             return profiles.parse(json.loads(text))
         except (json.JSONDecodeError, TypeError, KeyError) as error:
-            raise LoweringError(f"{name}: not a profile: {S.first_line(error)}") from error
+            raise ProfileError(f"{name}: not a profile: {S.first_line(error)}") from error
     return profiles.find(name)
 
 
@@ -95,16 +108,23 @@ def _check(proto: onnx.ModelProto) -> None:
 
 def _verify(
     model: Source, proto: onnx.ModelProto, profile: Profile | None, sizes: dict[str, int]
-) -> None:
+) -> str:
+    """Give the runtime on which the two are equal."""
     if profile is not None:
         found = problems(load(proto), profile)
         if found:
-            raise LoweringError(
+            raise VerificationError(
                 "\n  ".join([f"not for {profile.name} after all:", *map(str, found)])
             )
-    difference = compare(ir.to_proto(load(model)), proto, sizes)
-    if difference is not None:
-        raise LoweringError(
-            f"the lowered model differs from the original: {difference}\n"
+    found = compare(ir.to_proto(load(model)), proto, sizes)
+    if found.difference is not None:
+        raise VerificationError(
+            f"the lowered model differs from the original: {found.difference}\n"
             "hint: this is a defect of a lowering; nothing was written"
         )
+    if found.runtime == REFERENCE:
+        warnings.warn(
+            f"onnxruntime is not installed, or does not run this: compared on {REFERENCE}",
+            stacklevel=3,
+        )
+    return found.runtime

@@ -35,6 +35,14 @@ class LoweringError(OnnxTrainError):
     """The model cannot be expressed in the operators of the target."""
 
 
+class ProfileError(LoweringError):
+    """There is no such runtime profile, or its file does not say what one has to."""
+
+
+class VerificationError(LoweringError):
+    """A lowered model does not do what the original does; nothing was written."""
+
+
 class CheckpointError(OnnxTrainError, ValueError):
     """A checkpoint, manifest or artifact is broken or does not fit the model."""
 

@@ -8,14 +8,15 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain import cli
-from onnxtrain.convert import lower
-from onnxtrain.errors import LoweringError
+from onnxtrain.convert import compared_on, lower
+from onnxtrain.errors import LoweringError, MissingExtraError, ProfileError, VerificationError
 from onnxtrain.graph.io import load
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.check import problems
 from onnxtrain.lowering.reduced_ops import read_config, write_config
 from onnxtrain.lowering.registry import RULES, rules_for
-from onnxtrain.runtime.compare import compare
+from onnxtrain.runtime import session
+from onnxtrain.runtime.compare import Comparison, compare
 
 from .make import f, w
 from .single import Case, everything_but, feeds_of, model_of, only, op_types, run
@@ -63,7 +64,8 @@ def test_impossible_lowering_names_nodes_and_reasons():
     ],
 )
 def test_bad_requests(arguments, first_line: str):
-    with pytest.raises(LoweringError) as caught:
+    kind = ProfileError if "no such profile" in first_line else LoweringError
+    with pytest.raises(kind) as caught:
         lower(model_of(NORM), **arguments)
     assert str(caught.value).splitlines()[0] == first_line
 
@@ -73,7 +75,7 @@ def test_a_wrong_lowering_is_found_and_named(monkeypatch):
     rules_for("Add")
     wrong = [lambda op, x, scale, bias, *, epsilon: op.Mul(x, 1.0)]
     monkeypatch.setitem(RULES, "InstanceNormalization", wrong)
-    with pytest.raises(LoweringError, match="differs from the original: tensor 'y0' is off by"):
+    with pytest.raises(VerificationError, match="differs from the original: tensor 'y0' is off by"):
         lower(model_of(NORM), everything_but("InstanceNormalization"), opset=17)
 
 
@@ -83,9 +85,36 @@ def test_compare_finds_the_first_tensor():
     b.CopyFrom(a)
     b.graph.node[0].op_type = "Add"
     found = compare(a, b, {})
-    assert found is not None
-    assert found.startswith("tensor 'y0' is off by")
-    assert compare(a, a, {}) is None
+    assert found.difference is not None
+    assert found.difference.startswith("tensor 'y0' is off by")
+    assert compare(a, a, {}) == Comparison(None, "onnxruntime")
+
+
+def _right_for_two_rows(op, x):
+    rows = op.Cast(op.Shape(x, end=1), to=x.dtype)
+    return op.Mul(op.Mul(x, -1.0), op.Sub(rows, 1.0))
+
+
+def test_several_shapes_are_compared(monkeypatch):
+    """A lowering that is right for two rows only is found."""
+    rules_for("Add")
+    model = model_of(Case("Neg", (np.abs(f(2, 3)),)), symbolic=True)
+    monkeypatch.setitem(RULES, "Neg", [_right_for_two_rows])
+    with pytest.raises(VerificationError, match=r"inputs of shape x0 \[3, 3\]"):
+        lower(model, everything_but("Neg"), opset=17)
+
+
+def test_reference_evaluator_where_onnxruntime_is_missing(monkeypatch):
+    def missing(*_, **__):
+        raise MissingExtraError("onnxruntime is not installed")
+
+    model = model_of(NORM)
+    assert compared_on(lower(model, opset=13)) == "onnxruntime"
+    monkeypatch.setattr(session, "create", missing)
+    with pytest.warns(UserWarning, match="compared on onnx's reference evaluator"):
+        lowered = lower(model, opset=13)
+    assert compared_on(lowered) == "onnx's reference evaluator"
+    assert compared_on(lower(model, opset=13, verify=False)) is None
 
 
 def test_dims_become_numbers():
@@ -110,7 +139,7 @@ def test_check_names_the_nodes():
 
 
 def test_bad_profile_file():
-    with pytest.raises(LoweringError, match="not a profile: unknown keys: opps"):
+    with pytest.raises(ProfileError, match="not a profile: unknown keys: opps"):
         profiles.parse({"name": "x", "opps": {}})
 
 
@@ -121,7 +150,7 @@ def test_reduced_build_config_round_trip():
     found = read_config('# comment\nai.onnx;13;Add{"inputs": {}},Mul\ncom.x;1;Foo\n', "my.config")
     assert found.opset == (13, 13)
     assert set(found.ops) == {"Add", "Mul"}
-    with pytest.raises(LoweringError, match="line 1: not an operator list"):
+    with pytest.raises(ProfileError, match="line 1: not an operator list"):
         read_config("Add,Mul\n", "bad.config")
 
 
@@ -136,7 +165,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         return caught.value.code or 0
 
     assert run_cli("lower", source, "--opset", "9", "-o", target) == 0
-    assert "compared with the original" in capsys.readouterr().out
+    assert "compared with the original on onnxruntime" in capsys.readouterr().out
     assert "Gelu" not in op_types(onnx.load(target))
     assert run_cli("check", source, "--profile", "onnxjs-0.1.8-cpu") == 1
     assert "has no Gelu" in capsys.readouterr().out
@@ -145,6 +174,11 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     missing = tmp_path / "c.onnx"
     assert run_cli("lower", source, "--profile", "nothing", "-o", missing) == 1
     assert "no such profile" in capsys.readouterr().err
+    assert not missing.exists()
+    rules_for("Add")
+    monkeypatch.setitem(RULES, "Gelu", [lambda op, x, *, approximate: op.Mul(x, 1.0)])
+    assert run_cli("lower", source, "--opset", "9", "-o", missing) == 1
+    assert "differs from the original: tensor 'y0'" in capsys.readouterr().err
     assert not missing.exists()
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from onnxtrain.commands.common import read_size
-from onnxtrain.convert import find_profile
+from onnxtrain.convert import compared_on, find_profile
 from onnxtrain.convert import lower as lower_model
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.io import load, save
@@ -49,7 +49,10 @@ def lower(
     save(result, output)
     if config is not None:
         config.write_text(write_config(load(result)), encoding="utf-8")
-    verified = "compared with the original" if verify else "not compared with the original"
+    runtime = compared_on(result)
+    verified = "not compared with the original"
+    if runtime is not None:
+        verified = f"compared with the original on {runtime}"
     version = result.opset_import[0].version
     typer.echo(f"{output}: opset {version}, {len(result.graph.node)} nodes, {verified}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.errors import LoweringError
+from onnxtrain.errors import ProfileError
 from onnxtrain.graph import shapes as S
 from onnxtrain.lowering.draft import Draft
 
@@ -49,11 +49,11 @@ def find(name: str) -> Profile:
     """Give a profile by name.
 
     Raises:
-        LoweringError: if there is none of that name.
+        ProfileError: if there is none of that name.
     """
     files = _files()
     if name not in files:
-        raise LoweringError(f"no such profile: {name!r}\nhint: there are {', '.join(files)}")
+        raise ProfileError(f"no such profile: {name!r}\nhint: there are {', '.join(files)}")
     return parse(json.loads(files[name].read_text(encoding="utf-8")))
 
 
@@ -63,7 +63,7 @@ def parse(data: Mapping[str, Any]) -> Profile:
     unknown = sorted(set(data) - known)
     if unknown or "name" not in data:
         what = f"unknown keys: {', '.join(unknown)}" if unknown else "it has no name"
-        raise LoweringError(f"not a profile: {what}\nhint: see docs/lowering.md for the format")
+        raise ProfileError(f"not a profile: {what}\nhint: see docs/lowering.md for the format")
     values = {k: v for k, v in data.items() if k in Profile.__dataclass_fields__}
     for key in ("ir", "control_flow", "avoid", "quirks"):
         if key in values:

@@ -10,7 +10,7 @@ import re
 
 import onnx_ir as ir
 
-from onnxtrain.errors import LoweringError
+from onnxtrain.errors import ProfileError
 from onnxtrain.lowering.profile import Profile
 
 _BRACES = re.compile(r"\{[^{}]*\}")
@@ -27,7 +27,7 @@ def read_config(text: str, name: str) -> Profile:
             line = _BRACES.sub("", line)
         parts = [p.strip() for p in line.split(";")]
         if len(parts) != 3 or not re.fullmatch(r"\d+(,\d+)*", parts[1].replace(" ", "")):
-            raise LoweringError(
+            raise ProfileError(
                 f"{name}, line {number}: not an operator list: {line!r}\n"
                 "hint: domain;opset;Op,Op,... as create_reduced_build_config.py writes it"
             )
@@ -37,7 +37,7 @@ def read_config(text: str, name: str) -> Profile:
         for opset in parts[1].split(","):
             by_opset.setdefault(int(opset), set()).update(ops)
     if not by_opset:
-        raise LoweringError(f"{name}: lists no operators of ai.onnx")
+        raise ProfileError(f"{name}: lists no operators of ai.onnx")
     # Kernels are built for the versions of each listed opset; only those are certain.
     newest = max(by_opset)
     return Profile(

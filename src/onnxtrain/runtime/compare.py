@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from onnxtrain.errors import LoweringError, MissingExtraError, OnnxTrainError
+from onnxtrain.errors import MissingExtraError, OnnxTrainError, VerificationError
 from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.scopes import captured
@@ -29,21 +30,32 @@ Arrays = dict[str, np.ndarray]
 Runner = Callable[[Arrays], list[np.ndarray]]
 
 
+REFERENCE = "onnx's reference evaluator"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Where two models differ, ``None`` if they do not, and what they were run on."""
+
+    difference: str | None
+    runtime: str
+
+
 def compare(
     original: onnx.ModelProto, lowered: onnx.ModelProto, sizes: Mapping[str, int]
-) -> str | None:
-    """Say where two models differ on random inputs, ``None`` if they do not.
+) -> Comparison:
+    """Compare two models on random inputs of several shapes.
 
     On onnxruntime, or on onnx's reference evaluator where that is not installed or cannot run the
     original.
 
     Raises:
-        LoweringError: if no input was found on which the original runs, or the lowered model does
-            not run.
+        VerificationError: if no input was found on which the original runs, or the lowered model
+            does not run.
     """
-    first, why = _runner(original, fall_back=True)
+    first, why, runtime = _runner(original, fall_back=True)
     if first is None:
-        raise LoweringError(
+        raise VerificationError(
             f"the original model cannot be run: {why}\nhint: lower with verify=False and test it"
         )
     done, last = 0, ""
@@ -55,13 +67,16 @@ def compare(
             last = S.first_line(error)
             continue
         if second is None:
-            second, why = _runner(lowered)
+            second, why, other = _runner(lowered)
+            runtime = runtime if runtime == other else REFERENCE
             if second is None:
-                raise LoweringError(f"the lowered model does not load: {why}")
+                raise VerificationError(f"the lowered model does not load: {why}")
         try:
             found = second(feeds)
         except OnnxTrainError as error:
-            raise LoweringError(f"the lowered model does not run: {S.first_line(error)}") from error
+            raise VerificationError(
+                f"the lowered model does not run: {S.first_line(error)}"
+            ) from error
         names = [y.name for y in original.graph.output]
         random = _random_outputs(original)
         shaken: list[np.ndarray] | None = None
@@ -72,16 +87,16 @@ def compare(
                 why = _difference(a, b, values=name not in random, noise=_noise(a, shaken[i]))
             if why:
                 place = _first_place(original, lowered, feeds) or f"{name!r} {why}"
-                return f"tensor {place} (inputs of shape {_shapes(feeds)})"
+                return Comparison(f"tensor {place} (inputs of shape {_shapes(feeds)})", runtime)
         done += 1
         if done == _SHAPES:
-            return None
+            break
     if not done:
-        raise LoweringError(
+        raise VerificationError(
             f"no random input was found on which the original runs: {last}\n"
             "hint: lower with verify=False and compare on inputs of your own"
         )
-    return None
+    return Comparison(None, runtime)
 
 
 def evaluator(model: onnx.ModelProto) -> Runner:
@@ -99,21 +114,21 @@ def evaluator(model: onnx.ModelProto) -> Runner:
     return run
 
 
-def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner | None, str]:
-    """Give a function that runs a model, or ``None`` and why not."""
+def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner | None, str, str]:
+    """Give a function that runs a model, or ``None`` and why not; and what it runs on."""
     try:
         found = session.create(model.SerializeToString(), threads=1)
-        return lambda feeds: session.run(found, None, feeds), ""
+        return lambda feeds: session.run(found, None, feeds), "", "onnxruntime"
     except MissingExtraError:
         pass
     except OnnxTrainError as error:
         why = S.first_line(error)
         if not fall_back and _known_to_runtime(model):
-            return None, why
+            return None, why, ""
     try:
-        return evaluator(model), ""
+        return evaluator(model), "", REFERENCE
     except Exception as error:  # it raises whatever its loader raises
-        return None, S.first_line(error)
+        return None, S.first_line(error), ""
 
 
 def _known_to_runtime(model: onnx.ModelProto) -> bool:
@@ -133,7 +148,8 @@ def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]
     symbols = sorted(
         {s for _, x in inputs for d in S.dims_of(x) or () for s in D.symbols(d)} - fixed.keys()
     )
-    for seed, (size, highest) in enumerate(itertools.product(_SIZES, _HIGHEST)):
+    tried = _SIZES if symbols else _SIZES[:_SHAPES]
+    for seed, (highest, size) in enumerate(itertools.product(_HIGHEST, tried)):
         rng = np.random.default_rng(seed)
         values: dict[str, D.Dim] = {**fixed, **dict.fromkeys(symbols, size)}
         feeds = {}
@@ -142,8 +158,6 @@ def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]
             whole = tuple(d if isinstance(d, int) else size for d in shape)
             feeds[name] = _draw(rng, whole, x.dtype or ir.DataType.FLOAT, highest)
         yield feeds
-        if not symbols and seed >= 2 * _SHAPES:
-            return
 
 
 def _draw(
