@@ -44,6 +44,9 @@ def build(
     placement: Annotated[
         bool, Option("--placement", help="Tell which nodes would leave the GPU.")
     ] = False,
+    opset: Annotated[
+        int | None, Option(help="Of all models, where a runtime wants an older one than 21.")
+    ] = None,
     prefix: Annotated[str, Option(help="In front of every file name.")] = "",
 ) -> None:
     """Write a directory of training artifacts for a model."""
@@ -69,6 +72,7 @@ def build(
         ema=ema,
         target=target,
         steps_per_call=steps_per_call,
+        opset=opset,
     )
     manifest = artifacts.save(output, prefix)
     step = manifest.model("step")
