@@ -7,8 +7,9 @@ first results at once. Two things must hold on every runtime, whatever it makes 
   the copies start from ``Where(late, x, x)``: that is ``x`` bit for bit, NaN and infinity included,
   but no optimizer can know without looking at both branches.
 * They must not run early, or nothing is saved. ``late`` is a boolean made of numbers of the
-  backward pass: of the gradients that arrive at the block's outputs, and of results that used the
-  copies of the block before. Its value is of no importance, and may come from a NaN.
+  backward pass: of the gradients that arrive at the block's outputs, and of all that the backward
+  pass of the following block ends with, or else a runtime might leave the gradients of all weights
+  for the end. Its value is of no importance, and may come from a NaN.
 
 Only one input of the nodes that a block starts with is treated so, the smallest: often a vector of
 weights, so the trick costs next to nothing. Random operators are never copied, nor is what does not
@@ -100,7 +101,7 @@ class Recomputation:
         """Copy nodes for the reverse sweep that was appended meanwhile; give how many.
 
         Args:
-            gradients: of the outputs of the blocks, as far as there are any.
+            gradients: of parameters and of the outputs of the blocks, as far as there are any.
         """
         backward = [n for n in self.op.graph if n not in self.order]
         # The reverse sweep may have asked nodes for more outputs.
@@ -133,9 +134,24 @@ class Recomputation:
                 if x in copies:
                     node.replace_input_with(i, copies[x])
             copied += len({y.producer() for y in copies.values()})
-            waiting = _last([node for node, _ in users], earlier)
+            ends = [g for x in self._own(block, gradients) if (g := gradients[x]) is not None]
+            last = [*(node for node, _ in users), *(g.producer() for g in ends)]
+            waiting = _last([n for n in last if n is not None], earlier)
         self.op.graph.sort()
         return copied
+
+    def _own(self, block: Block, values: Iterable[ir.Value]) -> list[ir.Value]:
+        """Give those of some values that only this block reads: parameters of its own."""
+        inside = set(block)
+
+        def only_here(x: ir.Value) -> bool:
+            readers = [use.node for use in x.uses() if use.node in self.order]
+            return all(
+                n in inside or all(y not in self.moving and only_here(y) for y in n.outputs)
+                for n in readers
+            )
+
+        return [x for x in values if x.producer() is None and only_here(x)]
 
     def _copy(
         self,
@@ -151,29 +167,34 @@ class Recomputation:
             if any(y in needed for y in node.outputs) and _may_copy(node, self.moving):
                 chosen.append(node)
                 needed.update(x for x in node.inputs if x in inner)
-        late: ir.Value | None = None
         gates: dict[ir.Value, ir.Value] = {}
         copies: dict[ir.Value, ir.Value] = {}
+        late: list[ir.Value] = []
+
+        def held_back(x: ir.Value | None) -> ir.Value:
+            assert x is not None
+            if not late:
+                late.append(_late(self.op, sources))
+            if x not in gates:
+                gates[x] = self.op.Where(late[0], x, x)
+            return gates[x]
+
         for node in reversed(chosen):
             inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
             if not any(x in copies for x in node.inputs if x is not None):
                 at = _smallest(node)
                 if at is None:
                     continue  # nothing to hold it back with: its results are kept
-                x = inputs[at]
-                assert x is not None
-                if x not in gates:
-                    late = _late(self.op, sources) if late is None else late
-                    gates[x] = self.op.Where(late, x, x)
-                inputs[at] = gates[x]
-            # Running statistics are written once only.
-            count = 1 if node.op_type == "BatchNormalization" else len(node.outputs)
+                inputs[at] = held_back(inputs[at])
+            first_only = node.op_type == "BatchNormalization"
+            if first_only:  # onnxruntime writes statistics over these: let them be of its own
+                inputs[3:] = [held_back(x) for x in inputs[3:]]
             copy = ir.Node(
                 node.domain,
                 node.op_type,
                 inputs,
                 attributes=node.attributes.values(),
-                num_outputs=count,
+                num_outputs=len(node.outputs),
                 version=node.version,
             )
             self.op.append(copy)
@@ -182,7 +203,8 @@ class Recomputation:
                     new.name = ""
                     continue
                 new.type, new.shape = old.type, old.shape
-                copies[old] = new
+                if old is node.outputs[0] or not first_only:
+                    copies[old] = new
         return {old: new for old, new in copies.items() if old in inner}
 
 
