@@ -37,6 +37,11 @@ def build(
     clip: Annotated[float | None, Option(help="Largest norm of the gradients.")] = None,
     accumulate: Annotated[int, Option(help="Batches per update.")] = 1,
     ema: Annotated[float | None, Option(help="Decay of a moving average of weights.")] = None,
+    precision: Annotated[str, Option(help="float32, bf16-mixed or fp16-mixed.")] = "float32",
+    recompute: Annotated[
+        list[str] | None,
+        Option(help="Compute again to save memory: auto, or scopes, nodes and boundaries by glob."),
+    ] = None,
     target: Annotated[str, Option(help="cpu, cuda, wasm, webgpu, web or portable.")] = "cpu",
     steps_per_call: Annotated[
         int | None, Option(help="Also a step model for so many batches; 8 for small ones on wasm.")
@@ -70,6 +75,8 @@ def build(
         clip=clip,
         accumulate=accumulate,
         ema=ema,
+        precision=precision,
+        recompute="auto" if recompute == ["auto"] else recompute or (),
         target=target,
         steps_per_call=steps_per_call,
         opset=opset,

@@ -1,0 +1,222 @@
+"""Blocks computed again in the backward pass: same numbers, less memory."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain import losses, optim
+from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.autodiff.blocks import find_blocks
+from onnxtrain.autodiff.opening import open_model
+from onnxtrain.errors import PrepareError
+from onnxtrain.runtime import Trainer
+from onnxtrain.torch import from_torch
+from onnxtrain.torch.exporters import quiet
+from tests.runtime.nets import Block, batches, exported
+
+LEVEL = onnxruntime.GraphOptimizationLevel
+WIDTH, TIME, WORDS = 16, 6, 11
+
+
+class Deep(nn.Module):
+    """Blocks with dropout in a row."""
+
+    def __init__(self, layers: int = 4, width: int = WIDTH) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, width)
+        parts = [nn.Sequential(Block(width, 2), nn.Dropout(0.2)) for _ in range(layers)]
+        self.blocks = nn.Sequential(*parts)
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.tokens(ids)))
+
+
+@functools.cache
+def deep(layers: int = 4, width: int = WIDTH) -> onnx.ModelProto:
+    torch.manual_seed(0)
+    buffer = io.BytesIO()
+    with quiet():
+        torch.onnx.export(
+            Deep(layers, width).train(),
+            (torch.zeros(2, TIME, dtype=torch.long),),
+            buffer,
+            dynamo=False,
+            opset_version=17,
+            input_names=["x"],
+            output_names=["y"],
+            dynamic_axes={"x": {0: "batch", 1: "time"}},
+            training=torch.onnx.TrainingMode.TRAINING,
+            do_constant_folding=False,
+        )
+    return onnx.load_from_string(buffer.getvalue())
+
+
+def made(model: Any, recompute: Any, **options: Any) -> Artifacts:
+    options = {"optimizer": optim.SGD(lr=0.1), "loss": losses.CrossEntropy(axis=-1), **options}
+    return build(model, recompute=recompute, **options)
+
+
+def counts(model: onnx.ModelProto) -> collections.Counter[str]:
+    return collections.Counter(n.op_type for n in model.graph.node)
+
+
+def run_plain(
+    artifacts: Artifacts, batch: tuple[np.ndarray, ...], poison: float | None = None
+) -> dict[str, np.ndarray]:
+    """Loss and gradients, the graph run as it is written."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = LEVEL.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(artifacts.models["train"].SerializeToString(), options)
+    spec = artifacts.manifest.model("train")
+    assert spec is not None
+    feeds: dict[str, Any] = dict(zip((t.name for t in spec.inputs), batch, strict=False))
+    for t in spec.inputs:
+        if t.role in ("parameter", "buffer"):
+            feeds[t.name] = np.array(artifacts.values[t.name])
+        elif t.role == "accumulator":
+            feeds[t.name] = np.zeros([d for d in t.shape if isinstance(d, int)], np.float32)
+        elif t.role in ("reset", "rng"):
+            feeds[t.name] = np.array([True]) if t.role == "reset" else np.float32([5, 1])
+    if poison is not None:
+        feeds["head.bias"][0] = poison
+    names = [y.name for y in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+TOKENS = batches("transformer", 1, size=4)[0]
+WAYS = ["auto", ("blocks.[0-9]",), ("blocks.1", "blocks.3"), ("*/blocks.[02]/*Add_1_output_0",)]
+
+
+@functools.cache
+def deep_made(recompute: Any) -> Artifacts:
+    return made(deep(), recompute)
+
+
+@pytest.mark.parametrize("recompute", WAYS, ids=str)
+@pytest.mark.parametrize("poison", [None, np.nan, np.inf])
+def test_bits_are_the_same(recompute: Any, poison: float | None) -> None:
+    """Also with NaN and infinity in the gradients that hold the copies back."""
+    plain, again = deep_made(()), deep_made(recompute)
+    assert counts(again.models["train"])["Softmax"] > counts(plain.models["train"])["Softmax"]
+    expected, found = run_plain(plain, TOKENS, poison), run_plain(again, TOKENS, poison)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name].view(np.int32), value.view(np.int32), name)
+
+
+@pytest.mark.parametrize("layout", ["fused", "separate"])
+def test_training_is_the_same(layout: str) -> None:
+    """With dropout; onnxruntime may join more nodes of the forward pass, hence the last bits."""
+    trainers = [Trainer(deep_made(way), layout=layout, threads=1, seed=3) for way in ((), "auto")]
+    for batch in batches("transformer", 6):
+        first, second = (t.step(*batch).loss for t in trainers)
+        assert second == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "webgpu"])
+def test_batch_norm_and_pooling(target: str) -> None:
+    """Statistics are updated once; indices of maxima are made again as well."""
+    model, batch = exported("cnn", training=True), batches("cnn", 1)[0]
+    ways = [
+        made(model, way, loss="cross_entropy", target=target)
+        for way in ((), ["/Relu_1_output_0"], ["conv1", "norm1"])
+    ]
+    found = [run_plain(a, batch) for a in ways]
+    for other in found[1:]:
+        for name, value in found[0].items():
+            np.testing.assert_array_equal(other[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+def test_mixed_precision(precision: str) -> None:
+    ways = [made(deep(), way, precision=precision) for way in ((), "auto")]
+    losses = [[Trainer(a, threads=1, seed=1).step(*TOKENS).loss] for a in ways]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_native_randomness_is_not_drawn_twice() -> None:
+    artifacts = made(deep(), "auto", randomness="native")
+    assert counts(artifacts.models["train"])["Dropout"] == 4
+    assert counts(artifacts.models["train"])["Softmax"] > 4
+
+
+def test_onnxruntime_does_not_merge_the_copies(tmp_path: Path) -> None:
+    """It shares equal expressions already at its basic level."""
+    kept = []
+    for level in (LEVEL.ORT_ENABLE_BASIC, LEVEL.ORT_ENABLE_ALL):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = level
+        options.log_severity_level = 4
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        model = deep_made(("blocks.[0-9]",)).models["step"]
+        onnxruntime.InferenceSession(model.SerializeToString(), options)
+        kept.append(counts(onnx.load(tmp_path / "optimized.onnx"))["Softmax"])
+    assert kept == [8, 8]
+
+
+def test_blocks() -> None:
+    nodes = list(open_model(deep()).graph)
+    blocks = find_blocks(nodes, ["blocks.[0-9]"], set())
+    assert len(blocks) == 4
+    assert not set(blocks[0]) & set(blocks[1])
+    between = find_blocks(nodes, ["*/blocks.[02]/*Add_1_output_0"], set())
+    assert len(between) == 2
+    assert between[1][-1].outputs[0].name == "/blocks/blocks.2/blocks.2.0/Add_1_output_0"
+    with pytest.raises(PrepareError, match=r"called 'blocks.x'\nhint: did you mean blocks\."):
+        find_blocks(nodes, ["blocks.x"], set())
+
+
+def test_scopes_of_the_new_exporter() -> None:
+    """They are in the metadata of nodes."""
+    model = from_torch(Deep(2).train(), (torch.zeros(2, TIME, dtype=torch.long),))
+    plain, again = (made(model, way).models["train"] for way in ((), ["blocks.[01]"]))
+    assert counts(again)["Softmax"] == 2 * counts(plain)["Softmax"] == 4
+
+
+def test_same_bytes() -> None:
+    first, second = (made(deep(), "auto").models["step"], deep_made("auto").models["step"])
+    assert first.SerializeToString(deterministic=True) == second.SerializeToString(
+        deterministic=True
+    )
+
+
+CHILD = """
+import sys, pathlib, numpy as np
+from onnxtrain.runtime import Trainer
+def peak():
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM"))
+trainer = Trainer(sys.argv[1], threads=1, layout="separate")
+ids = np.arange(32 * 64).reshape(32, 64) % 11
+before = peak()
+for _ in range(2):
+    trainer.step(ids, ids)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
+def test_peak_memory_falls(tmp_path: Path) -> None:
+    """Eight blocks: without, all activations of all blocks are alive at once."""
+    found = []
+    for i, way in enumerate(((), "auto", ["blocks.[0-9]"])):
+        made(deep(8, 32), way).save(tmp_path / str(i))
+        command = [sys.executable, "-c", CHILD, str(tmp_path / str(i))]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        found.append(int(done.stdout))
+    assert found[1] < 0.6 * found[0]
+    assert found[2] < 0.6 * found[0]
