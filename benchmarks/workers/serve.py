@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -51,8 +50,12 @@ def resident() -> float:
 
 
 def peak() -> float:
-    """Give the most memory that this process had so far, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    """Give the most memory that this process had so far, in MB.
+
+    Not ``ru_maxrss``: that of a new process starts with what its parent had.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def first_line(error: BaseException) -> str:

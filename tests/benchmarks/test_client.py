@@ -95,3 +95,11 @@ def test_an_engine_that_takes_too_long_is_refused(toy: Peer) -> None:
 def test_an_engine_without_environment_is_refused() -> None:
     with pytest.raises(client.Refused, match="make bench-setup"):
         client.Client(Peer("x", "x", "no-such-environment", "x"), 1, "test")
+
+
+def test_memory_of_an_engine_is_not_that_of_its_parent(toy: Peer) -> None:
+    ballast = bytearray(400_000_000)
+    ballast[::4096] = b"x" * len(ballast[::4096])
+    with client.Client(toy, 1, "test") as engine:
+        assert prepare(engine, "sgd")["peak_mb"] < 100
+    assert len(ballast) == 400_000_000
