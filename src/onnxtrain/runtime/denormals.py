@@ -1,14 +1,15 @@
 """Denormal numbers count as zero inside a run, and as themselves everywhere else.
 
 Vanishing gradients would run at a tenth of the speed otherwise. onnxruntime switches the mode on in
-the thread that creates a session and leaves it on; here it is switched around each run, so that the
-caller's own arithmetic is not touched and a run in another thread computes the same numbers.
+the thread that creates the first session and leaves it on; here it is switched around each run, so
+that the caller's own arithmetic is not touched and a run in another thread computes the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import platform
 import sys
 import threading
 from collections.abc import Iterator
@@ -31,7 +32,6 @@ def _library() -> Any:
 
 _LIBRARY = _library()
 _local = threading.local()
-_fast: ctypes.Array[ctypes.c_char] | None = None
 
 
 def _environment() -> ctypes.Array[ctypes.c_char] | None:
@@ -39,6 +39,25 @@ def _environment() -> ctypes.Array[ctypes.c_char] | None:
         return None
     buffer = ctypes.create_string_buffer(_SIZE)
     return None if _LIBRARY.fegetenv(buffer) else buffer
+
+
+def _known_mode() -> ctypes.Array[ctypes.c_char] | None:
+    """Give the mode where its bits are known; elsewhere the first session has to show it.
+
+    A session that the caller made before ours may have left nothing to be seen.
+    """
+    buffer = _environment() if sys.platform == "linux" else None
+    place, bits = _BITS.get(platform.machine(), (0, 0))
+    if buffer is None or not bits:
+        return None
+    word = int.from_bytes(buffer.raw[place : place + 4], sys.byteorder) | bits
+    ctypes.memmove(ctypes.addressof(buffer) + place, word.to_bytes(4, sys.byteorder), 4)
+    return buffer
+
+
+# Where the control word lies in glibc's fenv_t, and its bits: FTZ and DAZ of MXCSR, FZ of FPCR.
+_BITS = {"x86_64": (28, 0x8040), "aarch64": (0, 1 << 24)}
+_fast: ctypes.Array[ctypes.c_char] | None = _known_mode()
 
 
 @contextmanager
@@ -50,7 +69,10 @@ def learning_mode() -> Iterator[None]:
         yield
     finally:
         if before is not None:
-            _fast = _environment()
+            after = _environment()
+            # Only the first session of a process switches the mode on: later ones show nothing.
+            if after is not None and after.raw != before.raw:
+                _fast = after
             _LIBRARY.fesetenv(before)
 
 

@@ -1,0 +1,50 @@
+"""Denormals are zero inside a run, however many sessions there are, and themselves outside."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.finish import finish
+from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.denormals import FlushDenormals
+
+TINY = np.full(64, 1e-40, np.float32)
+
+
+def _doubling() -> bytes:
+    x = ir.val("x", ir.DataType.FLOAT, ["n"])
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 21}, name="g")
+    graph.outputs.append(OpBuilder(graph).Mul(x, 2.0))
+    return finish(ir.Model(graph, ir_version=10)).SerializeToString()
+
+
+def test_every_session_flushes_and_the_caller_does_not() -> None:
+    sessions = [runtime.create(_doubling(), threads=1) for _ in range(3)]
+    for session in sessions:
+        assert not runtime.run(session, None, {"x": TINY})[0].any()
+        assert (TINY * np.float32(2)).all()
+
+
+def test_another_thread_flushes_too() -> None:
+    session = runtime.create(_doubling(), threads=1)
+    found: list[bool] = []
+
+    def work() -> None:
+        found.append(bool(runtime.run(session, None, {"x": TINY})[0].any()))
+        found.append(bool((TINY * np.float32(2)).all()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [False, True]
+
+
+def test_the_mode_ends_with_its_context() -> None:
+    with FlushDenormals():
+        inside = TINY * np.float32(2)
+    assert not inside.any()
+    assert (TINY * np.float32(2)).all()
