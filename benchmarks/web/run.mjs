@@ -10,7 +10,7 @@ import { writeFileSync } from "node:fs";
 import { cpus, loadavg } from "node:os";
 import { open, serve, start, train } from "./browser.mjs";
 
-const [work, out, seconds = "25", ...chosen] = process.argv.slice(2);
+const [work, out, seconds = "15", ...chosen] = process.argv.slice(2);
 const MODELS = ["mlp", "cnn", "transformer"];
 /** Batches per call of ours: what `onnxtrain build --target web` chooses for these models. */
 const TOGETHER = { mlp: 8, cnn: 1, transformer: 8 };
@@ -54,7 +54,7 @@ async function group(browser, address, model, optimizer, device) {
       if (!(entry.off < TOLERANCE)) throw new Error(`wrong: a loss is off by ${entry.off.toExponential(1)}`);
       // Until the engine has compiled the hot code for good, and to learn how long a step takes.
       const whole = system.together ?? 1;
-      const until = performance.now() + (device === "webgpu" ? 0 : 3000);
+      const until = performance.now() + (device === "webgpu" ? 0 : 2000);
       let warm;
       do warm = await train(entry.page, whole);
       while (performance.now() < until);

@@ -47,6 +47,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
         },
         (6,),
     ),
+    "groups": (
+        classifier,
+        {
+            "loss": SCORES, "metrics": ["accuracy", "grad_norm"],
+            "optimizer": optim.AdamW(groups=[optim.Group("*.bias", weight_decay=0.0)]),
+        },
+        (6,),
+    ),
     "batch norm": (with_norm, {}, (4, 5)),
     "batch norm as it is": (with_norm, {"mode": "as-is"}, (4, 5)),
     "dropout": (dropping, {}, (6,)),
@@ -116,6 +124,19 @@ def test_one_value_reported_twice() -> None:
         if t.role in ("loss", "output"):
             np.testing.assert_array_equal(np.ravel(by_name[t.name]), x_.sum(2).mean(1))
     np.testing.assert_array_equal(by_name["w.out"], np.ones((2, 1)))
+
+
+def test_small_parameters_are_updated_together() -> None:
+    def nodes(**options: Any) -> list[str]:
+        built_ = built(classifier(), loss=SCORES, steps_per_call=2, **options)
+        scan = next(n for n in built_.models["step.x2"].graph.node if n.op_type == "Scan")
+        body = next(a.g for a in scan.attribute if a.name == "body")
+        return [n.op_type for n in body.node]
+
+    assert nodes().count("Sqrt") == 2  # of the scalar and of the moments
+    biases = [optim.Group("*.bias", lr_factor=0.5)]
+    assert nodes(optimizer=optim.AdamW(groups=biases)).count("Sqrt") == 3
+    assert nodes(optimizer="lamb").count("Sqrt") > 4  # looks at whole tensors
 
 
 def test_defaults() -> None:

@@ -25,6 +25,7 @@ from onnxtrain.artifacts.graphs import (
 )
 from onnxtrain.artifacts.inference import inference_model
 from onnxtrain.artifacts.opset import at_opset
+from onnxtrain.artifacts.packing import packed
 from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
 from onnxtrain.artifacts.several_steps import several_steps, steps_wanted
@@ -156,7 +157,9 @@ def build(
     size = sum(a.nbytes for group in (arrays, values, slots) for a in group.values())
     count = steps_wanted(steps_per_call, target, accumulate, size)
     if count > 1:
-        specs.append(several_steps(specs[-1], count))
+        leaner, fewer, packs = packed(origin, plan, state)
+        lean = step_graph(leaner, plan, fewer)
+        specs.append(several_steps(lean, count, specs[-1][1], packs))
     infer, infer_spec = inference_model(source)
     models = {key_of(spec): proto for proto, spec in specs}
     models["infer"] = infer

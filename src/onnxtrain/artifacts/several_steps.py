@@ -7,12 +7,14 @@ on it that way. The fused step becomes the body of a Scan; what training changes
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.artifacts.packing import Pack
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph.builder import Names, names_in
+from onnxtrain.graph.builder import Names, OpBuilder, names_in
 from onnxtrain.graph.finish import finish
 from onnxtrain.graph.versions import IR_VERSION, OPSET
 from onnxtrain.manifest import ModelSpec, TensorSpec
@@ -26,27 +28,35 @@ DEFAULT = 8
 
 
 def several_steps(
-    step: tuple[onnx.ModelProto, ModelSpec], count: int
+    step: tuple[onnx.ModelProto, ModelSpec], count: int, plain: ModelSpec, packs: Sequence[Pack]
 ) -> tuple[onnx.ModelProto, ModelSpec]:
     """Give a model that does ``count`` steps, one after the other, and its entry in the manifest.
 
     Batches get a leading axis of size ``count``; learning rate and step number have one element per
     step; loss, metrics and outputs come stacked. The results are those of single steps.
+
+    Args:
+        step: one step, its small parameters packed as ``packs`` say.
+        count: how many.
+        plain: inputs and outputs of a single step, nothing packed.
+        packs: parameters and state that are one tensor in ``step``.
     """
-    proto, spec = step
+    proto, inner = step
     body = ir.from_proto(proto).graph
     results = {y.name or "": y for y in body.outputs}
-    fed = {t.feeds: t for t in spec.outputs if t.feeds is not None}
-    carried = [t for t in spec.inputs if t.name in fed]
-    scanned = [t for t in spec.inputs if t.name not in fed and t.role not in _KEPT]
-    stacked = [t for t in spec.outputs if t.feeds is None]
+    fed = {t.feeds: t for t in inner.outputs if t.feeds is not None}
+    carried = [t for t in inner.inputs if t.name in fed]
+    scanned = [t for t in inner.inputs if t.name not in fed and t.role not in _KEPT]
+    stacked = [t for t in inner.outputs if t.feeds is None]
 
-    inputs = tuple(_several(t, count) if t in scanned else t for t in spec.inputs)
+    inputs = tuple(t if t.role in _KEPT else _several(t, count) for t in plain.inputs)
     outer = ir.Graph(
         [_value(t) for t in inputs], [], nodes=[], opset_imports={"": OPSET}, name="steps_model"
     )
     given = {x.name or "": x for x in outer.inputs}
-    names = Names({*names_in(body), *given, *results})
+    names = Names({*names_in(body), *given, *results, *(t.name for t in plain.outputs)})
+    op = OpBuilder(outer, "steps/")
+    op.names.taken |= names.taken
     own = _take_inputs(body, given, {t.name for t in (*carried, *scanned)}, names)
     _hoist(body, outer)
     body.inputs.clear()
@@ -57,28 +67,50 @@ def several_steps(
     for y in body.outputs:
         y.name = names.fresh(f"{y.name}/each")
 
-    feeds = [given[t.name] for t in carried]
-    for t in scanned:
-        x = given[t.name]
-        feeds.append(_column(outer, x, count, names) if t.role in _BY_STEP else x)
-    outputs = tuple(t if t.feeds is not None else _several(t, count) for t in spec.outputs)
+    whole = {p.name: p for p in packs}
+    feeds: list[ir.Value] = []
+    for t in (*carried, *scanned):
+        if t.name in whole:
+            feeds.append(whole[t.name].join(op, [given[n] for n in whole[t.name].members]))
+        else:
+            x = given[t.name]
+            feeds.append(op.Unsqueeze(x, op.const([1])) if t.role in _BY_STEP else x)
+    outputs = tuple(t if t.feeds is not None else _several(t, count) for t in plain.outputs)
     finals = {t.name: _value(t) for t in outputs}
-    outer.append(
-        ir.Node(
-            "",
-            "Scan",
-            feeds,
-            [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(scanned))],
-            outputs=[finals[t.name] for t in (*(fed[t.name] for t in carried), *stacked)],
-            name=names.fresh("steps"),
-        )
-    )
+    new = {t.feeds: finals[t.name] for t in outputs if t.feeds is not None}
+    ends: list[ir.Value] = []
+    for t in (*carried, *stacked):
+        if t.name in whole:
+            shape = ir.Shape([sum(whole[t.name].sizes)])
+            kind = own[t.name].type
+            ends.append(ir.Value(name=op.names.fresh("steps/packed"), type=kind, shape=shape))
+        else:
+            ends.append(new[t.name] if t in carried else finals[t.name])
+    attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(scanned))]
+    outer.append(ir.Node("", "Scan", feeds, attributes, outputs=ends, name=names.fresh("steps")))
+    for t, end in zip(carried, ends, strict=False):
+        if t.name not in whole:
+            continue
+        pack = whole[t.name]
+        for member, part in zip(pack.members, pack.split(op, end), strict=True):
+            finals[_out(outputs, member)] = _renamed(part, new[member])
     outer.outputs.extend(finals[t.name] for t in outputs)
     model = ir.Model(outer, ir_version=IR_VERSION)
-    file = spec.file.removesuffix(".onnx") + f".x{count}.onnx"
+    file = plain.file.removesuffix(".onnx") + f".x{count}.onnx"
     return finish(model), dataclasses.replace(
-        spec, file=file, steps_per_call=count, inputs=inputs, outputs=outputs
+        plain, file=file, steps_per_call=count, inputs=inputs, outputs=outputs
     )
+
+
+def _out(outputs: Sequence[TensorSpec], member: str) -> str:
+    return next(t.name for t in outputs if t.feeds == member)
+
+
+def _renamed(value: ir.Value, like: ir.Value) -> ir.Value:
+    """Give a value under the name of another, which is not used then."""
+    name, like.name = like.name, None
+    value.name, value.type, value.shape = name, like.type, like.shape
+    return value
 
 
 def steps_wanted(asked: int | None, target: str, accumulate: int, size: int) -> int:
@@ -123,17 +155,6 @@ def _hoist(body: ir.Graph, outer: ir.Graph) -> None:
         if x.const_value is not None and x.const_value.nbytes >= LARGE:
             del body.initializers[name]
             outer.register_initializer(x)
-
-
-def _column(graph: ir.Graph, x: ir.Value, count: int, names: Names) -> ir.Value:
-    """Give [count] numbers as [count, 1]: one step sees a tensor of one element."""
-    name = names.fresh(f"{x.name}/axes")
-    axes = ir.Value(name=name, const_value=ir.tensor([1], name=name))
-    graph.register_initializer(axes)
-    name = names.fresh(f"{x.name}/column")
-    out = ir.Value(name=name, type=x.type, shape=ir.Shape([count, 1]))
-    graph.append(ir.Node("", "Unsqueeze", [x, axes], outputs=[out], name=name))
-    return out
 
 
 def _several(t: TensorSpec, count: int) -> TensorSpec:
