@@ -134,7 +134,7 @@ def write(net: TransformerNet, out: Path) -> None:
     onnx.save(ir.to_proto(exported(net)), out / "style.onnx")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     for field in fields(Settings):
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--feature-steps", type=int, default=180, help="for our own feature net")
     parser.add_argument("--vgg16", type=Path, help="torchvision's weight file, for better features")
     parser.add_argument("--out", type=Path, default=Path("runs/style_transfer/style"))
-    given = vars(parser.parse_args())
+    given = vars(parser.parse_args(arguments))
     vgg16, out, steps = given.pop("vgg16"), given.pop("out"), given.pop("feature_steps")
     features = load_vgg16(vgg16) if vgg16 else train_features(steps)
     write(train(Settings(**given), features, out), out)

@@ -188,13 +188,11 @@ def test_page_styles_an_uploaded_picture(example, forms, tmp_path):
     assert np.abs(expected.clip(0, 255) - after).max() < 0.5 + example.run.LIMIT
 
 
-def test_command_line(tmp_path):
+def test_command_line(example, tmp_path, capsys):
     small = "--steps 1 --epochs 1 --image-size 32 --style-size 32 --batch-size 1 --feature-steps 1"
     options = "--style-image flower --content-weight 2 --style-weight 3 --num-channels 8"
-    subprocess.run(
-        [sys.executable, FOLDER / "train.py", *small.split(), *options.split(), "--out", tmp_path],
-        check=True, timeout=300, capture_output=True,
-    )  # fmt: skip
+    example.train.main([*small.split(), *options.split(), "--out", str(tmp_path)])
+    assert "style.onnx" in capsys.readouterr().out
     session = onnxruntime.InferenceSession(tmp_path / "style.onnx")
     (styled,) = session.run(None, {"image": np.zeros((2, 3, 20, 36), np.float32)})
     assert styled.shape == (2, 3, 20, 36)
