@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -46,6 +48,7 @@ class Client:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 bufsize=0,
+                start_new_session=True,
             )
         self.rest = b""
 
@@ -85,9 +88,9 @@ class Client:
         return f"process ended with {code}: {lines[-1].strip() if lines else 'no message'}"
 
     def close(self) -> None:
-        """End the process."""
-        if self.process.poll() is None:
-            self.process.kill()
+        """End the process and those it started: torch.compile has compilers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

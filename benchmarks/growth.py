@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks import machine, page, report, verdicts
@@ -31,9 +32,8 @@ def run(threads: int, budget: float) -> tuple[list[Cell], list[str]]:
     builder, order = Builder(), random.Random(0)
     cells: list[Cell] = []
     end = time.monotonic() + budget
-    names = growth.names()
-    # The dearest point of each curve comes last.
-    names.sort(key=lambda n: int(n.partition("-")[2]) >= 10**8)
+    # The curves grow together, so that each has points when the budget is spent.
+    names = [n for group in zip_longest(*growth.curves()) for n in group if n]
     for i, name in enumerate(names):
         if time.monotonic() > end:
             return cells, names[i:]
@@ -64,6 +64,15 @@ def curve(cells: list[Cell], axis: str, engine: str) -> tuple[list[int], list[ve
     return [n for n, _ in found], [verdicts.Spread.of([1000 * t for t in e.wall]) for _, e in found]
 
 
+def axes_of(cells: list[Cell]) -> list[str]:
+    """Give the axes along which both engines have times."""
+    return [
+        a
+        for a in ("batch", "depth", "parameters")
+        if all(curve(cells, a, e.name)[0] for e in (OURS, REFERENCE))
+    ]
+
+
 def draw(cells: list[Cell], threads: int) -> None:
     """Write one picture for each axis."""
     import matplotlib
@@ -77,7 +86,8 @@ def draw(cells: list[Cell], threads: int) -> None:
         "parameters": "MLP of two hidden layers, against parameters",
     }
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for axis, title in titles.items():
+    for axis in axes_of(cells):
+        title = titles[axis]
         figure, axes = pyplot.subplots(figsize=(5.2, 3.6))
         for engine in (OURS.name, REFERENCE.name):
             sizes, times = curve(cells, axis, engine)
@@ -105,15 +115,14 @@ def text(cells: list[Cell], skipped: list[str], facts: dict, threads: int) -> st
         shown = [report.milliseconds(cell.engines[n], "wall") for n in cell.engines]
         rows.append([find(cell.workload).title, *shown, said])
     head = ["net", *(f"{PEERS[n].title}, ms" for n in (OURS.name, REFERENCE.name)), "ratio"]
-    pictures = " ".join(
-        f"![step time against {a}](images/growth_{a}.png)" for a in ("batch", "depth", "parameters")
-    )
+    pictures = " ".join(f"![step time against {a}](images/growth_{a}.png)" for a in axes_of(cells))
     parts = [
         (
             f"{facts['date']}, commit {facts['commit']}: `python -m benchmarks.growth --write "
             f"--threads {threads}`, {facts['cores']} cores of {facts['cpu']}, load average before "
             f"{facts['load_before'][0]:.2f}."
         ),
+        *page.busy(facts),
         pictures,
         report.markdown(head, rows, left=1),
     ]

@@ -87,7 +87,7 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
         ),
         f"- load average before {_numbers(machine['load_before'])}"
         + (f", after {_numbers(machine['load_after'])}" if "load_after" in machine else ""),
-        *_busy(machine),
+        *busy(machine),
         "- times are " + ("processor time" if clock == "cpu" else "wall-clock time"),
     ]
     for name, found in versions.items():
@@ -96,7 +96,7 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
     return "\n".join(lines)
 
 
-def _busy(machine: dict[str, Any]) -> list[str]:
+def busy(machine: dict[str, Any]) -> list[str]:
     """Give a warning if other work was on the machine when the run began."""
     if machine["load_before"][0] <= BUSY * machine["cores"]:
         return []

@@ -13,13 +13,18 @@ PARAMETERS = (10**4, 10**5, 10**6, 10**7, 10**8)
 _VOCABULARY, _SEQUENCE, _BATCH = 1000, 64, 4
 
 
+def curves() -> list[list[str]]:
+    """Give the points of each curve."""
+    return [
+        [f"batch-{n}" for n in BATCHES],
+        [f"depth-{n}" for n in DEPTHS],
+        [f"parameters-{n}" for n in PARAMETERS],
+    ]
+
+
 def names() -> list[str]:
     """Give the points of all curves."""
-    return [
-        *(f"batch-{n}" for n in BATCHES),
-        *(f"depth-{n}" for n in DEPTHS),
-        *(f"parameters-{n}" for n in PARAMETERS),
-    ]
+    return [name for curve in curves() for name in curve]
 
 
 def point(name: str) -> Workload:
