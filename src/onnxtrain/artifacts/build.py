@@ -30,6 +30,7 @@ from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
 from onnxtrain.artifacts.several_steps import several_steps, steps_wanted
 from onnxtrain.artifacts.web import joined
+from onnxtrain.artifacts.weights import aliases_of
 from onnxtrain.autodiff.blocks import copy_scopes
 from onnxtrain.autodiff.opening import open_model
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable
@@ -144,7 +145,10 @@ def build(
     origin = backward(base.clone(), plan)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
-    weights = tuple(_weight(n, a) for n, a in arrays.items())
+    aliases = aliases_of(source)
+    weights = tuple(
+        dataclasses.replace(_weight(n, a), aliases=aliases.get(n, ())) for n, a in arrays.items()
+    )
     state = [*_state(plan, arrays), *exactness.state()]
     _check_names(origin.parameters, origin.buffers, state)
     specs = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +12,30 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.checkpoint import load_checkpoint
-from onnxtrain.errors import CheckpointError
+from onnxtrain.errors import CheckpointError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
 
+ALIASES = "onnxtrain.aliases"
+"""Metadata of a model: other names of its tied weights, a JSON object of lists."""
+
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+
+
+def aliases_of(model: ir.Model) -> dict[str, tuple[str, ...]]:
+    """Give the other names of tied weights, as the exporter recorded them.
+
+    Raises:
+        PrepareError: if the record is damaged.
+    """
+    text = model.metadata_props.get(ALIASES, "{}")
+    try:
+        found = {name: tuple(others) for name, others in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: {error}") from error
+    if not all(isinstance(other, str) for others in found.values() for other in others):
+        raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: names are strings")
+    return found
 
 
 def load_weights(

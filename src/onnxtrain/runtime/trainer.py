@@ -315,8 +315,10 @@ class Trainer:
         if isinstance(weights, str | os.PathLike):
             weights = load_checkpoint(weights)[0]
         known = {w.name: w for w in (*self.manifest.parameters, *self.manifest.buffers)}
+        tied = {alias: w.name for w in known.values() for alias in w.aliases}
+        weights = {**{tied[n]: v for n, v in weights.items() if n in tied}, **weights}
         arrays = {n: to_array(v) for n, v in weights.items() if n in known}
-        extra = [n for n in weights if n not in known and not n.startswith("optim/")]
+        extra = [n for n in weights if n not in {*known, *tied} and not n.startswith("optim/")]
         missing = [n for n in known if n not in arrays]
         if strict and (extra or missing):
             raise CheckpointError(

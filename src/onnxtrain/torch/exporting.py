@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from onnxtrain.artifacts.weights import ALIASES
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes import to_evaluation
@@ -104,11 +106,21 @@ def export(
                 rejected.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
                 continue
             model.meta[_REPORT] = ExportReport(name, tuple(repairs), tuple(rejected), stored)
+            _record_aliases(model, stored)
             return model
     raise ExportError(
         f"{label} cannot be exported as it is:\n  " + "\n  ".join(rejected) + "\n"
         "hint: replace what the messages name, or export parts of the module"
     )
+
+
+def _record_aliases(model: ir.Model, stored: Mapping[str, str]) -> None:
+    aliases: dict[str, list[str]] = {}
+    for name, at in stored.items():
+        if name != at:
+            aliases.setdefault(at, []).append(name)
+    if aliases:
+        model.metadata_props[ALIASES] = json.dumps(aliases, sort_keys=True)
 
 
 def _fix_constants(model: ir.Model, parameters: set[str]) -> None:
