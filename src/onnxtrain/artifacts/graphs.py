@@ -21,6 +21,7 @@ from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compos
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.narrow import narrow_inputs
 from onnxtrain.graph.randomness import portable_dropout
+from onnxtrain.graph.reorder import pool_first
 from onnxtrain.graph.versions import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss, expand_label_losses
 from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
@@ -146,6 +147,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
         autocast(model, plan.precision.half, target=plan.target)
     inputs = list(graph.inputs)
     attached, rng, shown = _attach(model, plan)
+    pool_first(graph)
     chosen = _reaching_parameters(graph, plan, attached.loss)
     op = OpBuilder(graph, "grad/", target=plan.target)
     statistics = running_statistics(model, op)

@@ -1,8 +1,9 @@
 """Local rewrites of finished graphs: what has no effect goes, neighbours are joined.
 
 Each rewrite looks at one node and its inputs and gives the same numbers bit for bit, except that a
-transposed product becomes the product in the other order, where kernels may round differently. None
-touches a random operator, a parameter, or the name of an input or output of the model.
+transposed product becomes the product in the other order, where kernels may round differently, and
+that a negative zero may keep its sign. None touches a random operator, a parameter, or the name of
+an input or output of the model.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.pieces import join_pads
 
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 _BROADCASTING = frozenset(
@@ -93,7 +95,7 @@ def _join(node: ir.Node) -> int:
     if node.op_type == "Reshape":
         return _join_reshapes(node) or _unfold_transpose(node)
     if node.op_type in _BROADCASTING:
-        return _drop_expands(node) or _join_negations(node)
+        return _drop_expands(node) or _join_negations(node) or join_pads(node)
     return _join_gemm(node) if node.op_type == "Gemm" else 0
 
 

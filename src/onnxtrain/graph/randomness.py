@@ -125,6 +125,8 @@ def _dropout(stream: RandomStream, node: ir.Node, node_id: int) -> list[ir.Value
     drop = 0.5 if ratio is None else S.constant_of(ratio)
     if drop is not None and S.constant_of(mode) is not None:
         keep: float | ir.Value = 1.0 - float(np.asarray(drop).reshape(()))
+        if keep == 1.0 and len(node.outputs) == 1:  # nothing is dropped
+            return [x]
         scale = op.const(1.0 / keep if keep else 0.0, x.dtype)
     else:
         ratio = op.const(0.5) if ratio is None else op.cast(ratio, ir.DataType.FLOAT)
