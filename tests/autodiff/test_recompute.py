@@ -84,14 +84,16 @@ def run_plain(
     session = onnxruntime.InferenceSession(artifacts.models["train"].SerializeToString(), options)
     spec = artifacts.manifest.model("train")
     assert spec is not None
-    feeds: dict[str, Any] = dict(zip((t.name for t in spec.inputs), batch, strict=False))
+    feeds: dict[str, Any] = {
+        t.name: x.astype(t.dtype) for t, x in zip(spec.inputs, batch, strict=False)
+    }
     for t in spec.inputs:
         if t.role in ("parameter", "buffer"):
             feeds[t.name] = np.array(artifacts.values[t.name])
         elif t.role == "accumulator":
             feeds[t.name] = np.zeros([d for d in t.shape if isinstance(d, int)], np.float32)
         elif t.role in ("reset", "rng"):
-            feeds[t.name] = np.array([True]) if t.role == "reset" else np.float32([5, 1])
+            feeds[t.name] = np.array([True]) if t.role == "reset" else np.array([5, 1], np.float32)
     if poison is not None:
         feeds["head.bias"][0] = poison
     names = [y.name for y in session.get_outputs()]
@@ -213,10 +215,9 @@ print(peak() - before)
 def test_peak_memory_falls(tmp_path: Path) -> None:
     """Eight blocks: without, all activations of all blocks are alive at once."""
     found = []
-    for i, way in enumerate(((), "auto", ["blocks.[0-9]"])):
+    for i, way in enumerate(((), "auto")):
         made(deep(8, 32), way).save(tmp_path / str(i))
         command = [sys.executable, "-c", CHILD, str(tmp_path / str(i))]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         found.append(int(done.stdout))
     assert found[1] < 0.6 * found[0]
-    assert found[2] < 0.6 * found[0]
