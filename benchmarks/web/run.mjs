@@ -61,7 +61,7 @@ async function group(browser, address, model, optimizer, device) {
       entry.steps = whole * Math.max(1, Math.round(150 / warm.ms / whole));
       entry.dispatches = warm.dispatches;
     } catch (error) {
-      entry.failed = error.message.slice(0, 200);
+      entry.failed = error.message.split("\n")[0].replace("page.evaluate: ", "").slice(0, 200);
       await entry.page?.close();
       console.log(`  ${system.name}: ${entry.failed}`);
     }

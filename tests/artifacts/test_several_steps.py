@@ -139,6 +139,24 @@ def test_small_parameters_are_updated_together() -> None:
     assert nodes(optimizer="lamb").count("Sqrt") > 4  # looks at whole tensors
 
 
+def test_state_that_fades_becomes_zero() -> None:
+    artifacts = built(classifier(), loss=SCORES, steps_per_call=2)
+    spec = artifacts.manifest.model("step", steps=2)
+    assert spec is not None
+    rows = np.zeros((2, BATCH, 6), np.float32)
+    given = {"input": rows, "target": np.zeros((2, BATCH), np.int64), "step": np.array([1, 2])}
+    given["lr"] = np.zeros(2, np.float32)
+    start = {**artifacts.values, **artifacts.state}
+    start["fc1.weight.exp_avg"] = np.full_like(start["fc1.weight.exp_avg"], 1e-36)
+    feeds = {t.name: given[t.role] if t.role in given else start[t.name] for t in spec.inputs}
+    session = ort.InferenceSession(artifacts.source("step", steps=2))
+    names = ["fc1.weight.exp_avg.out", "fc2.bias.exp_avg.out", "fc1.weight.out"]
+    faded, live, weight_ = (np.asarray(v) for v in session.run(names, feeds))
+    assert not faded.any()
+    assert live.any()
+    np.testing.assert_array_equal(weight_, start["fc1.weight"])
+
+
 def test_defaults() -> None:
     def counts(**options: Any) -> list[int]:
         made = built(with_norm(), **options).manifest.models

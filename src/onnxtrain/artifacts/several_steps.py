@@ -22,6 +22,10 @@ from onnxtrain.manifest import ModelSpec, TensorSpec
 LARGE = 1024  # bytes: larger constants lie outside the body, where files share them
 _KEPT = ("parameter", "buffer", "state", "frozen")
 _BY_STEP = ("lr", "step")
+_FADING = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
+TINY = 1e-35
+"""State below this becomes 0 after each call. The moments of dead units shrink for ever, and
+WebAssembly cannot flush denormal numbers, on which a processor takes a hundred times as long."""
 SMALL = 4_000_000
 """Bytes of parameters and state up to which several steps per call are the default for wasm."""
 DEFAULT = 8
@@ -80,16 +84,20 @@ def several_steps(
     new = {t.feeds: finals[t.name] for t in outputs if t.feeds is not None}
     ends: list[ir.Value] = []
     for t in (*carried, *stacked):
-        if t.name in whole:
-            shape = ir.Shape([sum(whole[t.name].sizes)])
-            kind = own[t.name].type
-            ends.append(ir.Value(name=op.names.fresh("steps/packed"), type=kind, shape=shape))
+        if t.name in whole or _fades(t):
+            like = own[t.name]
+            name = op.names.fresh("steps/end")
+            ends.append(ir.Value(name=name, type=like.type, shape=like.shape))
         else:
             ends.append(new[t.name] if t in carried else finals[t.name])
     attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(scanned))]
     outer.append(ir.Node("", "Scan", feeds, attributes, outputs=ends, name=names.fresh("steps")))
     for t, end in zip(carried, ends, strict=False):
+        if _fades(t):
+            end = op.Shrink(end, lambd=TINY, bias=0.0)
         if t.name not in whole:
+            if _fades(t):
+                finals[_out(outputs, t.name)] = _renamed(end, new[t.name])
             continue
         pack = whole[t.name]
         for member, part in zip(pack.members, pack.split(op, end), strict=True):
@@ -100,6 +108,11 @@ def several_steps(
     return finish(model), dataclasses.replace(
         plain, file=file, steps_per_call=count, inputs=inputs, outputs=outputs
     )
+
+
+def _fades(t: TensorSpec) -> bool:
+    """Tell whether elements may sink below what the processor handles at full speed."""
+    return t.role == "state" and t.dtype == "float32" and t.name.endswith(_FADING)
 
 
 def _out(outputs: Sequence[TensorSpec], member: str) -> str:
