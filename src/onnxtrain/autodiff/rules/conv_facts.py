@@ -63,6 +63,11 @@ class Facts:
         return self.channels is not None and self.channels < 8
 
     @property
+    def tiny_image(self) -> bool:
+        """Whether the output is known to have 16 positions or fewer, and more than one tap."""
+        return self.taps != 1 and self.positions is not None and self.positions <= 16
+
+    @property
     def small_image(self) -> bool:
         """Whether summing weights over the batch costs more than transposing the images."""
         if self.channels is None or self.outs is None or self.positions is None:

@@ -155,10 +155,12 @@ _CPU: Choices = [
     (lambda f: True, "depthwise"),
     (lambda f: not f.few_taps, "lifted"),
     (lambda f: f.group > 1 and f.strided, "lifted"),
+    (lambda f: f.small_image and f.tiny_image and not f.strided, "lifted"),
     (lambda f: f.small_image, "merged"),
     (lambda f: f.taps == 1, "im2col"),
     (lambda f: f.narrow and f.strided and not f.nine_taps, "lifted"),
     (lambda f: f.narrow, "im2col"),
+    (lambda f: f.group == 1, "merged"),
     (lambda f: True, "taps"),
 ]
 # A convolution with a kernel of the size of the image loses precision on WebGPU: products instead.
