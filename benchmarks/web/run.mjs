@@ -55,7 +55,7 @@ async function group(browser, address, model, optimizer, device) {
       if (!(entry.off < TOLERANCE)) throw new Error(`wrong: a loss is off by ${entry.off.toExponential(1)}`);
       // Until the engine has compiled the hot code for good, and to learn how long a step takes.
       const whole = system.together ?? 1;
-      const until = performance.now() + (device === "webgpu" ? 0 : 2000);
+      const until = performance.now() + (device === "webgpu" ? 0 : 1000);
       let warm;
       do warm = await train(entry.page, whole);
       while (performance.now() < until);
@@ -84,7 +84,7 @@ async function group(browser, address, model, optimizer, device) {
     return {
       name, steps, off, rounds: rounds.length, opened: Math.round(opened), ms: median(times), best: Math.min(...times),
       cpu: median(rounds.map((r) => r.cpu)), dispatches,
-      ...(ours.failed ? {} : { ratio: median(ratios("ms")), low: quantile(ratios("ms"), 0.25), high: quantile(ratios("ms"), 0.75), cpuRatio: median(ratios("cpu")) }),
+      ...(ours.failed ? {} : { ratio: median(ratios("ms")), low: quantile(ratios("ms"), 0.25), high: quantile(ratios("ms"), 0.75), cpuRatio: median(ratios("cpu")), bestRatio: Math.min(...times) / Math.min(...ours.rounds.map((r) => r.ms)) }),
     };
   });
   for (const entry of running) await entry.page.close();
@@ -99,7 +99,7 @@ for (const model of chosen.length ? chosen : MODELS) {
     console.log(`${model}, ${optimizer}, ${device}`);
     const found = await group(browser, server.address, model, optimizer, device);
     for (const r of found.rows) {
-      if (!r.failed) console.log(`  ${r.name.padEnd(34)} ${r.ms.toFixed(2)} ms, their time / ours ${r.ratio?.toFixed(2)} (by processor time ${r.cpuRatio?.toFixed(2)}), ${r.rounds} rounds`);
+      if (!r.failed) console.log(`  ${r.name.padEnd(34)} ${r.ms.toFixed(2)} ms, their time / ours ${r.ratio?.toFixed(2)} (best against best ${r.bestRatio?.toFixed(2)}, by processor time ${r.cpuRatio?.toFixed(2)}), ${r.rounds} rounds`);
     }
     results.groups.push(found);
     writeFileSync(out, `${JSON.stringify({ ...results, loadAfter: loadavg()[0] }, null, 1)}\n`);
