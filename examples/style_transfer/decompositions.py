@@ -21,14 +21,16 @@ N = H * H
 TAIL = "m = Mul(n, s) y = Add(m, b)"
 CENTRE = "d = Sub(x, a) q = Mul(d, d)"
 ROOT = "e = Add(v, eps) r = Sqrt(e) n = Div(d, r)"
+FACTOR = "e = Add(v, eps) r = Sqrt(e) k = Div(s, r) m = Mul(d, k) y = Add(m, b)"
 RULE = " (the lowering's)"
 
 NORMS = {
     "InstanceNormalization": "y = InstanceNormalization<epsilon=1e-5>(x, s1, b1)",
     "ReduceMean"
-    + RULE: f"a = ReduceMean<axes=[2,3]>(x) {CENTRE} v = ReduceMean<axes=[2,3]>(q) {ROOT} {TAIL}",
-    "GlobalAveragePool": f"""a = GlobalAveragePool(x) {CENTRE} v = GlobalAveragePool(q)
-        {ROOT} {TAIL}""",
+    + RULE: f"a = ReduceMean<axes=[2,3]>(x) {CENTRE} v = ReduceMean<axes=[2,3]>(q) {FACTOR}",
+    "ReduceMean, scaled last": f"""a = ReduceMean<axes=[2,3]>(x) {CENTRE}
+        v = ReduceMean<axes=[2,3]>(q) {ROOT} {TAIL}""",
+    "GlobalAveragePool": f"a = GlobalAveragePool(x) {CENTRE} v = GlobalAveragePool(q) {FACTOR}",
     "ReduceMean of rows": f"""f = Reshape(x, rows) a = ReduceMean<axes=[3]>(f)
         d = Sub(f, a) q = Mul(d, d) v = ReduceMean<axes=[3]>(q) e = Add(v, eps) r = Sqrt(e)
         n0 = Div(d, r) n = Reshape(n0, whole) {TAIL}""",
