@@ -32,25 +32,28 @@ COLOURS = ["#2563eb", "#93c5fd", "#d97706", "#059669", "#6ee7b7", "#9333ea"]
 def table(group: dict[str, Any]) -> list[str]:
     """Give the lines of one table."""
     gpu = group["device"] == "webgpu"
-    head = "| system | ms per step | their time / ours | middle half of the rounds |"
-    lines = [head + (" dispatches per step |" if gpu else " aim |"), "|---|---|---|---|---|"]
+    head = "| system | ms per step | their time / ours | middle half | best / best |"
+    lines = [head + (" dispatches per step |" if gpu else " aim |"), "|---|---|---|---|---|---|"]
     for row in group["rows"]:
         if "failed" in row:
-            lines.append(f"| {row['name']} | - | - | - | does not train: {_plain(row['failed'])} |")
+            why = _plain(row["failed"])
+            lines.append(f"| {row['name']} | - | - | - | - | does not train: {why} |")
             continue
         aim = TARGETS.get((group["model"], row["name"])) if group["optimizer"] == "adamw" else None
         last = f"{row['dispatches']:.0f}" if gpu else "" if aim is None else _verdict(row, aim)
-        ratio = (
-            f"{row['ratio']:.2f} | {row['low']:.2f} to {row['high']:.2f}"
-            if "ratio" in row
-            else "- | -"
-        )
+        ratio = "- | - | -"
+        if "ratio" in row:
+            ratio = f"{row['ratio']:.2f} | {row['low']:.2f} to {row['high']:.2f}"
+            ratio += f" | {row['bestRatio']:.2f}"
         lines.append(f"| {row['name']} | {row['ms']:.2f} | {ratio} | {last} |")
     return lines
 
 
 def _verdict(row: dict[str, Any], aim: float) -> str:
-    return f"{aim:g}: {'met' if row['ratio'] >= aim else 'missed'}"
+    """Say whether an aim was met; both ways of comparing have to say so."""
+    middle, best = row["ratio"] >= aim, row["bestRatio"] >= aim
+    said = "met" if middle and best else "met by the median only" if middle else "missed"
+    return f"{aim:g}: {said}"
 
 
 def _plain(text: str) -> str:
@@ -75,6 +78,11 @@ Chromium {browser}, onnxruntime-web 1.30.0, TensorFlow.js 4.22.0, jax-js 0.1.25;
 
 """
 TAIL = """\
+A run is some thousand steps of the MLP. After about 800 steps the moments of dead units have shrunk
+to denormal numbers, on which processors are slow and which WebAssembly cannot flush; our models of
+several steps set them to zero between calls, the others do not. Best against best compares the
+quickest rounds, before that happens.
+
 `onnxtrain` trains as many batches per call as `onnxtrain build --target web` chooses: 8 for the
 small models, 1 for the CNN. On WebGPU the distance to jax-js goes with the dispatches: it fuses
 elementwise operators into few kernels, while ONNX Runtime dispatches a kernel per operator.
