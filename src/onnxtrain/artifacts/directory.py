@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ class Artifacts:
             return str(self.directory / spec.file)
         return self.models[key_of(spec)].SerializeToString(deterministic=True)
 
+    def over(self, view: Callable[[str], np.ndarray]) -> Artifacts:
+        """Give the same with other arrays for all values, of the same shapes."""
+        values, state = ({n: view(n) for n in part} for part in (self.values, self.state))
+        return dataclasses.replace(self, values=values, state=state)
+
     def checkpoint_bytes(self, manifest: Manifest | None = None) -> bytes:
         """Give the content of the checkpoint file."""
         manifest = manifest or self.manifest
@@ -88,14 +93,13 @@ class Artifacts:
             **{m.file: m.sha256 for m in manifest.models},
             **manifest.files,
         }.items():
-            data = _read(folder / name)
-            if hashlib.sha256(data).hexdigest() != digest:
+            if _digest(folder / name) != digest:
                 raise CheckpointError(
                     f"{name}: not the file that the manifest names (sha256 differs)\n"
                     "hint: it was damaged or changed; build the artifacts again"
                 )
             if name != manifest.weights:
-                _check_model(data, name, manifest.weights)
+                _check_model(_read(folder / name), name, manifest.weights)
         tensors, meta = from_bytes(_read(folder / manifest.checkpoint), manifest.checkpoint)
         values, state = split_tensors(manifest, tensors, manifest.checkpoint)
         if meta.pop("manifest", None) != manifest.to_dict(hashes=False):
@@ -261,7 +265,20 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(
-            f"{path.name}: cannot be read: {error.strerror}\n"
-            f"hint: is {path.parent} a directory of artifacts?"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _digest(path: Path) -> str:
+    """Give the sha256 of a file, which may be larger than memory should be."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name}: cannot be read: {error.strerror}\n"
+        f"hint: is {path.parent} a directory of artifacts?"
+    )

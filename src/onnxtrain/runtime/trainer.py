@@ -55,6 +55,7 @@ class Trainer:
         threads: int | None = None,
         capture: bool | None = None,
     ) -> None:
+        loaded = not isinstance(artifacts, Artifacts)
         if not isinstance(artifacts, Artifacts):
             artifacts = Artifacts.load(artifacts)
         runtime.check_device(device)
@@ -86,6 +87,8 @@ class Trainer:
             self._engine = Fused(artifacts, device=device, threads=threads, capture=self.captured)
         else:
             self._engine = flat or Separate(artifacts, device=device, threads=threads)
+        if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
+            self.artifacts = artifacts.over(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
