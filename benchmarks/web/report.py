@@ -83,8 +83,9 @@ to denormal numbers, on which processors are slow and which WebAssembly cannot f
 several steps set them to zero between calls, the others do not. Best against best compares the
 quickest rounds, before that happens.
 
-`onnxtrain` trains as many batches per call as `onnxtrain build --target web` chooses: 8 for the
-small models, 1 for the CNN. On WebGPU the distance to jax-js goes with the dispatches: it fuses
+`onnxtrain` trains 8 batches per call on wasm, as `onnxtrain build --target web` chooses for models
+with up to 20 MB of parameters and state, and one per call on WebGPU, where state stays on the GPU.
+On WebGPU the distance to jax-js goes with the dispatches: it fuses
 elementwise operators into few kernels, while ONNX Runtime dispatches a kernel per operator.
 """
 

@@ -13,7 +13,7 @@ import { open, serve, start, train } from "./browser.mjs";
 const [work, out, seconds = "15", ...chosen] = process.argv.slice(2);
 const MODELS = ["mlp", "cnn", "transformer"];
 /** Batches per call of ours: what `onnxtrain build --target web` chooses for these models. */
-const TOGETHER = { mlp: 8, cnn: 1, transformer: 8 };
+const TOGETHER = { mlp: 8, cnn: 8, transformer: 8 };
 const ROUNDS = 24;
 const TOLERANCE = 2e-3;
 
