@@ -39,6 +39,10 @@ class ProfileError(LoweringError):
     """There is no such runtime profile, or its file does not say what one has to."""
 
 
+class ProbeError(LoweringError):
+    """A pack of probe models or its results cannot be read, or a runtime cannot be probed."""
+
+
 class VerificationError(LoweringError):
     """A lowered model does not do what the original does; nothing was written."""
 

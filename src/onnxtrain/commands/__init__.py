@@ -6,6 +6,7 @@ from onnxtrain.commands.build import build
 from onnxtrain.commands.evaluate import evaluate
 from onnxtrain.commands.export import export
 from onnxtrain.commands.lowering import check, lower, profiles
+from onnxtrain.commands.probe import probe
 from onnxtrain.commands.train import train
 
 
@@ -18,3 +19,4 @@ def register(app: typer.Typer) -> None:
     app.command("lower")(lower)
     app.command("check")(check)
     app.command("profiles")(profiles)
+    app.add_typer(probe, name="probe")

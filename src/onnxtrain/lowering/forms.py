@@ -373,6 +373,12 @@ def _depth_to_space(d: Draft) -> None:
     d.drop("mode", "DCR")
 
 
+@form("RoiAlign", below=16)
+def _roi_align(d: Draft) -> None:
+    # The only mode there, and not the default of later versions.
+    d.drop("coordinate_transformation_mode", "output_half_pixel")
+
+
 @form("GridSample", below=20)
 def _grid_sample(d: Draft) -> None:
     names = {"linear": "bilinear", "cubic": "bicubic", "nearest": "nearest"}

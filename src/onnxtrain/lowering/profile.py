@@ -84,12 +84,12 @@ def objection(profile: Profile, d: Draft, opset: int) -> str | None:
         return f"{profile.name} is better off without {d.op_type}"
     schema = S.schema_of(d.op_type, opset)
     since = entry.get("since")
-    if since and schema is not None and not _covers(since, schema.since_version):
+    if since and schema is not None and not covers(since, schema.since_version):
         return f"{profile.name} has no {d.op_type} of version {schema.since_version}"
     return _attributes(profile, d, entry) or _values(profile, d, entry)
 
 
-def _covers(since: list[Any], version: int) -> bool:
+def covers(since: list[Any], version: int) -> bool:
     """Tell whether versions, or ranges of versions, include one."""
     for one in since:
         if isinstance(one, int):
@@ -105,6 +105,12 @@ def _attributes(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | N
         value = d.get(name)
         if value is not None and value not in allowed:
             return f"{profile.name} has no {d.op_type} with {name}={value!r}"
+    most_in, most_out = entry.get("arity", (None, None))  # of inputs and outputs that are used
+    used = [i for i, y in enumerate(d.node.outputs) if y.uses() or y.is_graph_output()]
+    if most_in is not None and len(d.inputs) > most_in:
+        return f"{profile.name} has no {d.op_type} with {len(d.inputs)} inputs"
+    if most_out is not None and used and used[-1] >= most_out:
+        return f"{profile.name} has no output {used[-1]} of {d.op_type}"
     for i in entry.get("const_inputs", ()):
         x = d.input(i)
         if isinstance(x, ir.Value) and x.const_value is None:

@@ -1,0 +1,158 @@
+"""One node as a model, with its inputs and what has to come out."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from onnxtrain.graph import shapes as S
+
+# Types that numpy and JavaScript have, too.
+TYPES = {
+    "float": np.dtype("<f4"),
+    "double": np.dtype("<f8"),
+    "float16": np.dtype("<f2"),
+    "int8": np.dtype("i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "uint8": np.dtype("u1"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
+    "bool": np.dtype("?"),
+}
+NAMES = {v: k for k, v in TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One node: which of its inputs are fed, and which are stored in the model."""
+
+    name: str
+    op: str
+    opset: int
+    inputs: tuple[np.ndarray | None, ...]
+    """By position; ``None`` is left out."""
+    outputs: tuple[np.ndarray | None, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    stored: frozenset[int] = frozenset()
+    """Positions of the inputs that are initializers."""
+    variant: str = ""
+
+    @property
+    def id(self) -> str:
+        """Give the name with the variant, which no other case of an opset has."""
+        return f"{self.name}-{self.variant}" if self.variant else self.name
+
+    @property
+    def elements(self) -> int:
+        """Give how many numbers go in and out."""
+        return sum(a.size for a in (*self.inputs, *self.outputs) if a is not None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is a tensor without elements, which many runtimes do not have."""
+        return any(a is not None and not a.size for a in (*self.inputs, *self.outputs))
+
+    @property
+    def main(self) -> np.ndarray | None:
+        """Give the first input, if there is one."""
+        return self.inputs[0] if self.inputs else None
+
+
+def model_of(case: Case) -> ir.Model:
+    """Give the case as a model of one node."""
+    values: list[ir.Value | None] = []
+    fed, stored = [], []
+    for i, array in enumerate(case.inputs):
+        if array is None:
+            values.append(None)
+            continue
+        tensor = ir.Tensor(array, name=f"x{i}")
+        value = ir.Value(
+            name=f"x{i}", shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype)
+        )
+        if i in case.stored:
+            value.const_value = tensor
+            stored.append(value)
+        else:
+            fed.append(value)
+        values.append(value)
+    node = ir.Node(
+        "",
+        case.op,
+        values,
+        ir.convenience.convert_attributes(case.attributes),
+        num_outputs=len(case.outputs),
+        name="node",
+        version=case.opset,
+    )
+    for i, (y, array) in enumerate(zip(node.outputs, case.outputs, strict=True)):
+        y.name = "" if array is None else f"y{i}"
+        if array is not None:
+            y.shape = ir.Shape(array.shape)
+            y.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+    kept = [y for y in node.outputs if y.name]
+    graph = ir.Graph(
+        fed, kept, nodes=[node], initializers=stored, opset_imports={"": case.opset}, name="probe"
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+def computed(case: Case) -> tuple[np.ndarray | None, ...] | None:
+    """Give the outputs by onnx's reference evaluator, ``None`` where it fails or has odd types."""
+    proto = ir.to_proto(model_of(case))
+    feeds = {
+        f"x{i}": a for i, a in enumerate(case.inputs) if a is not None and i not in case.stored
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # overflows of the evaluator are no news
+            found = iter(ReferenceEvaluator(proto).run(None, feeds))
+    except Exception:
+        return None
+    result = tuple(None if y is None else np.asarray(next(found)) for y in case.outputs)
+    known = all(a is None or a.dtype in NAMES for a in result)
+    return result if known else None
+
+
+def of_proto(
+    name: str, model: onnx.ModelProto, inputs: list[Any], outputs: list[Any]
+) -> Case | None:
+    """Give a node test of onnx as a case; ``None`` if it is no single node over plain tensors."""
+    if len(model.graph.node) != 1 or model.graph.node[0].domain or model.graph.initializer:
+        return None
+    parsed = ir.from_proto(model)
+    node = parsed.graph[0]
+    given = dict(zip((x.name for x in parsed.graph.inputs), inputs, strict=False))
+    wanted = dict(zip((y.name for y in parsed.graph.outputs), outputs, strict=False))
+    arrays = [None if x is None or not x.name else given.get(x.name) for x in node.inputs]
+    results = [wanted.get(y.name) if y.name else None for y in node.outputs]
+    for value, array in zip([*node.inputs, *node.outputs], [*arrays, *results], strict=True):
+        if value is not None and value.name and not _is_plain(array):
+            return None
+    if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in _attributes(node)):
+        return None
+    return Case(
+        name.removeprefix("test_"),
+        node.op_type,
+        parsed.opset_imports[""],
+        tuple(arrays),
+        tuple(results),
+        {a.name: S.python_value(a) for a in _attributes(node)},
+    )
+
+
+def _attributes(node: ir.Node) -> list[ir.Attr]:
+    return list(node.attributes.values())
+
+
+def _is_plain(array: Any) -> bool:
+    return isinstance(array, np.ndarray | np.generic) and array.dtype in NAMES

@@ -1,0 +1,173 @@
+"""What results say of one operator: versions that run, and limits that explain the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from onnxtrain.lowering.draft import default_of
+
+Entry = dict[str, Any]
+_RANKS = range(7)  # that a profile lists where some do not run
+
+
+@dataclass
+class Finding:
+    """An operator: its line in a profile, what was wrong with it, and other remarks."""
+
+    limits: dict[str, Any] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    """That were right at least once, and not wrong in a way no limit tells."""
+    probed: list[int] = field(default_factory=list)
+    quirks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def is_right(entry: Entry) -> bool:
+    """Tell whether the runtime gave the right numbers."""
+    return entry["status"] == "right"
+
+
+def _type(entry: Entry) -> str:
+    types = entry["dtypes"]["inputs"][:1] or entry["dtypes"]["outputs"][:1]
+    return types[0] or ""
+
+
+def study(op: str, entries: dict[str, Entry], *, lenient: bool, every_type: list[str]) -> Finding:
+    """Give what is known of an operator.
+
+    Args:
+        op: its name.
+        entries: results by identifier.
+        lenient: keep a version that is wrong in a way that no limit tells.
+        every_type: types to keep where nothing is known of them.
+    """
+    found = Finding(probed=sorted({e["since_version"] for e in entries.values()}))
+    plain = {k: e for k, e in entries.items() if e["variant"] != "fed" and not e["empty"]}
+    if not any(map(is_right, plain.values())):
+        plain = {k: e for k, e in entries.items() if e["variant"] != "fed"}
+    running = {e["since_version"] for e in plain.values() if is_right(e)}
+    left = {k: e for k, e in plain.items() if e["since_version"] in running}
+    left = _types(found, left, every_type)
+    left = _ranks(found, left)
+    left = _batches(found, left)
+    left = _attributes(found, op, left)
+    left = _arity(found, left)
+    _constants(found, entries)
+    for name, entry in left.items():
+        if is_right(entry):
+            continue
+        text = f"{name}: {entry['status']}: {entry.get('message', '')}"
+        if entry["status"] == "refused":
+            found.remarks.append(text)
+            continue
+        found.quirks.append(text)
+        if not lenient:
+            running.discard(entry["since_version"])
+    found.versions = sorted(running)
+    return found
+
+
+def _split(
+    entries: dict[str, Entry], key: Callable[[Entry], Any]
+) -> tuple[set[Any], set[Any], dict[str, Entry]]:
+    """Give the keys that are right at least once, those that never are, and the former's entries."""
+    good = {key(e) for e in entries.values() if is_right(e)}
+    bad = {key(e) for e in entries.values()} - good
+    return good, bad, {k: e for k, e in entries.items() if key(e) not in bad}
+
+
+def _quirk(found: Finding, entries: dict[str, Entry], rest: dict[str, Entry], what: str) -> None:
+    gone = [e for k, e in entries.items() if k not in rest and e["status"] in ("wrong", "crashed")]
+    if gone:
+        worst = max((e.get("error") or 0 for e in gone), default=0)
+        note = f", off by {worst:.3g}" if worst else f": {gone[0].get('message', '')}"
+        found.quirks.append(f"{gone[0]['status']} for {what}{note}")
+
+
+def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[str, Entry]:
+    good, bad, rest = _split(entries, _type)
+    if not bad:
+        return entries
+    seen = {t for e in entries.values() for side in e["dtypes"].values() for t in side if t}
+    allowed = good | {t for e in rest.values() if is_right(e) for t in e["dtypes"]["outputs"]}
+    allowed |= set(every) - seen
+    found.limits["dtypes"] = sorted(allowed)
+    others = {
+        i
+        for e in rest.values()
+        for i, t in enumerate(e["dtypes"]["inputs"])
+        if i and t and t not in allowed and is_right(e)
+    }
+    if others:
+        found.limits["any_dtype"] = sorted(others)
+    _quirk(found, entries, rest, " and ".join(sorted(bad)))
+    return rest
+
+
+def _ranks(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
+    _, bad, rest = _split(entries, lambda e: e["rank"])
+    if not bad or None in bad:
+        return entries
+    found.limits["ranks"] = [r for r in _RANKS if r not in bad]
+    _quirk(found, entries, rest, f"rank {' and '.join(map(str, sorted(bad)))}")
+    return rest
+
+
+def _batches(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
+    pictures = {k: e for k, e in entries.items() if (e["rank"] or 0) >= 3 and e["batch"]}
+    good, bad, rest = _split(pictures, lambda e: e["batch"] > 1)
+    if bad != {True} or good != {False}:
+        return entries
+    found.limits["batch"] = 1
+    _quirk(found, pictures, rest, "batch above 1")
+    return {k: e for k, e in entries.items() if k in rest or k not in pictures}
+
+
+def _attributes(found: Finding, op: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+    for name in sorted({n for e in entries.values() for n in e["attrs"]}):
+
+        def value(e: Entry, name: str = name) -> Any:
+            return e["attrs"].get(name, default_of(op, e["opset"], name))
+
+        good, bad, rest = _split(entries, value)
+        if not bad or bad == {None}:
+            continue
+        found.limits.setdefault("attrs", {})[name] = sorted(
+            (v for v in good if v is not None), key=str
+        )
+        said = " and ".join(f"{name}={v}" for v in sorted(bad, key=str) if v is not None)
+        _quirk(found, entries, rest, said)
+        entries = rest
+    return entries
+
+
+def _arity(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Limit the number of inputs and outputs where all above some number fail."""
+    right = [e["arity"] for e in entries.values() if is_right(e)]
+    if not right:
+        return entries
+    most = [max(n[side] for n in right) for side in (0, 1)]
+    rest = {
+        k: e
+        for k, e in entries.items()
+        if all(a <= m for a, m in zip(e["arity"], most, strict=True))
+    }
+    if len(rest) < len(entries):
+        found.limits["arity"] = most
+        _quirk(found, entries, rest, f"more than {most[0]} inputs or {most[1]} outputs")
+    return rest
+
+
+def _constants(found: Finding, entries: dict[str, Entry]) -> None:
+    """Find inputs that have to be stored in the model."""
+    positions: set[int] = set()
+    for name, entry in entries.items():
+        if entry["variant"] != "fed" or is_right(entry):
+            continue
+        twin = entries.get(name.replace("-fed@", "@"))
+        if twin is not None and is_right(twin):
+            positions |= set(twin["stored"])
+    if positions:
+        found.limits["const_inputs"] = sorted(positions)

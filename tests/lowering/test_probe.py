@@ -1,0 +1,164 @@
+"""``onnxtrain probe``: a tiny pack in onnxruntime and in real onnxjs, and profiles of both."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from onnxtrain.cli import app
+from onnxtrain.errors import MissingExtraError, ProbeError
+from onnxtrain.lowering import profile as profiles
+from onnxtrain.lowering.probe.case import Case
+from onnxtrain.lowering.probe.pack import make_pack, read_pack
+from onnxtrain.lowering.probe.run import run_pack
+from onnxtrain.lowering.probe.sources import own_cases
+from onnxtrain.lowering.probe.table import profile_of, read_results, text_of
+
+from . import onnxjs_zoo
+
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
+
+
+def tiny_cases():
+    """Convolutions, an activation, a sum over axes, and an answer that is wrong on purpose."""
+    axes = np.asarray([1], np.int64)
+    return [
+        *(c for c in own_cases() if c.op == "Conv"),
+        Case("relu", "Relu", 14, (X,), (np.maximum(X, 0),)),
+        Case("sum", "ReduceSum", 13, (X, axes), (X.sum(1, keepdims=True),)),
+        Case("sin", "Sin", 22, (X,), (X,)),
+        Case("where", "Where", 16, (X > 0, X, -X), (np.abs(X),)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pack")
+    make_pack(folder, [7, 13, 21], tiny_cases())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_onnxruntime(pack):
+    output = pack / "ort.json"
+    assert " crashed" in run_pack(pack, "onnxruntime", output)
+    return read_results(output)
+
+
+def test_pack_lists_each_version_once(pack):
+    nodes = {n["id"]: n for n in read_pack(pack)["nodes"]}
+    assert {n["since_version"] for n in nodes.values() if n["op"] == "Relu"} == {6, 13, 14}
+    assert nodes["sum@7"]["inputs"][0]["dims"] == [3, 4]
+    assert nodes["sum@13"]["stored"] == [1]
+    assert len(nodes["sum-fed@13"]["inputs"]) == 2
+    assert {n["batch"] for n in nodes.values() if n["op"] == "Conv"} == {1, 2}
+    assert nodes["relu-double@21"]["dtypes"] == {"inputs": ["double"], "outputs": ["double"]}
+    assert "where@7" not in nodes  # opset 7 has none
+    assert (pack / "probe.mjs").stat().st_size > 0
+    assert (pack / "probe.html").stat().st_size > 0
+
+
+def test_onnxruntime(in_onnxruntime):
+    states = {k: r["status"] for k, r in in_onnxruntime["results"].items()}
+    assert {k for k, s in states.items() if s == "wrong"} == {"sin@7"}
+    assert states["conv_2d_batch2@7"] == states["sum-fed@13"] == states["relu@21"] == "right"
+    assert in_onnxruntime["results"]["sin@7"]["error"] == pytest.approx(
+        np.abs(np.sin(X) - X).max(), rel=1e-3
+    )
+
+
+def test_profile(in_onnxruntime):
+    found = profile_of(in_onnxruntime, "mine")
+    assert found["ops"]["Relu"]["since"] == [6, 13, 14]
+    assert found["probed"]
+    assert any(q.startswith("Sin: ") for q in found["quirks"])
+    assert "Sin" not in found["ops"]  # right in some types and ranks, but who knows in which
+    again = profiles.parse(json.loads(text_of(found)))
+    assert again.name == "mine"
+    assert "batch" not in again.ops["Conv"]
+
+
+def test_profile_keeps_what_its_base_says_of_the_rest(in_onnxruntime):
+    base = profiles.parse({"name": "b", "ops": {"Cos": {}, "Relu": {}}, "control_flow": ["If"]})
+    found = profile_of(in_onnxruntime, "mine", base)
+    assert found["ops"]["Cos"] == {}
+    assert found["comments"]["Cos"] == "not probed"
+    assert found["control_flow"] == ["If"]
+
+
+@pytest.mark.skipif(bool(onnxjs_zoo.why_not()), reason=onnxjs_zoo.why_not())
+def test_convolution_of_onnxjs_is_found_wrong_for_two_pictures(pack, tmp_path):
+    output = tmp_path / "onnxjs.json"
+    command = ["node", pack / "probe.mjs", pack, "onnxjs", output]
+    environment = {**os.environ, "NODE_PATH": str(onnxjs_zoo.FOLDER / "node_modules")}
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
+    results = read_results(output)
+    states = {k: r["status"] for k, r in results["results"].items()}
+    assert results["version"] == "0.1.8"
+    assert states["conv_2d_batch1@7"] == "right"
+    assert states["conv_2d_batch2@7"] == "wrong"
+    assert states["conv_1d_batch1@7"] == "refused"
+    found = profile_of(results, "onnxjs")
+    assert found["ops"]["Conv"]["batch"] == 1
+    assert 3 not in found["ops"]["Conv"]["ranks"]
+    assert any(q.startswith("Conv: wrong for batch above 1") for q in found["quirks"])
+
+
+def test_crash_costs_one_node(pack, tmp_path):
+    """A runtime that ends the process at some nodes, in place of tract."""
+    (tmp_path / "tract.py").write_text(
+        "import os\n"
+        "def version(): return '0'\n"
+        "class Onnx:\n"
+        "    def load(self, path):\n"
+        "        if 'relu' in str(path): os._exit(9)\n"
+        "        raise ValueError('no\\nmore')\n"
+    )
+    script = pack / "probe.py"
+    output = tmp_path / "results.json"
+    python = sys.executable
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([python, script, "tract", "-o", output], check=True, env=environment)
+    found = read_results(output)["results"]
+    assert {r["status"] for k, r in found.items() if "relu" in k} == {"crashed"}
+    assert {r["message"] for k, r in found.items() if "relu" not in k} == {"no"}
+    with pytest.raises(ProbeError, match="nothing was right"):
+        profile_of(read_results(output), "none")
+
+
+def test_errors(pack, tmp_path):
+    with pytest.raises(ProbeError, match="hint: onnxtrain probe pack"):
+        run_pack(tmp_path, "onnxruntime", tmp_path / "r.json")
+    with pytest.raises(ProbeError, match="no such runtime: 'abacus'"):
+        run_pack(pack, "abacus", tmp_path / "r.json")
+    with pytest.raises(ProbeError, match="has no providers"):
+        run_pack(pack, "tract", tmp_path / "r.json", provider="CUDAExecutionProvider")
+    with pytest.raises(ProbeError, match="has no NoSuchProvider"):
+        run_pack(pack, "onnxruntime", tmp_path / "r.json", provider="NoSuchProvider")
+    with pytest.raises(ProbeError, match="no such opset: 5"):
+        make_pack(tmp_path, [5], [])
+    (tmp_path / "pack.json").write_text("{}")
+    with pytest.raises(ProbeError, match="not the listing of a pack"):
+        read_pack(tmp_path)
+    with pytest.raises(ProbeError, match="no results of a probe"):
+        read_results(tmp_path / "pack.json")
+
+
+def test_missing_runtime_is_named(pack, tmp_path):
+    assert importlib.util.find_spec("tract") is None, "the test environment has no tract"
+    with pytest.raises(MissingExtraError, match="hint: pip install tract"):
+        run_pack(pack, "tract", tmp_path / "r.json")
+
+
+def test_commands(pack, in_onnxruntime, tmp_path):
+    output = tmp_path / "mine.json"
+    arguments = ["probe", "profile", str(pack / "ort.json"), "-o", str(output), "--base", "ort-cpu"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert profiles.parse(json.loads(output.read_text())).name == "mine"
