@@ -174,11 +174,15 @@ MODELS: dict[str, tuple[Callable[[], tuple[Net, onnx.ModelProto]], Callable[...,
 
 
 def batches(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Give images between 0 and 1, a pattern per class and noise, and their classes."""
+    """Give images around 0, a pattern per class and noise, and their classes.
+
+    Around 0, so that hidden units stay alive: moments of dead ones become denormal numbers, and
+    those would be timed then.
+    """
     rng = np.random.default_rng(7)
-    patterns = rng.uniform(0, 1, (CLASSES, *shape))
+    patterns = rng.uniform(-1, 1, (CLASSES, *shape))
     labels = rng.integers(0, CLASSES, (COUNT, BATCH))
-    x = 0.4 * patterns[labels] + 0.6 * rng.uniform(0, 1, (COUNT, BATCH, *shape))
+    x = 0.4 * patterns[labels] + 0.6 * rng.uniform(-1, 1, (COUNT, BATCH, *shape))
     return x.astype(np.float32), labels.astype(np.int32)
 
 

@@ -78,10 +78,9 @@ Chromium {browser}, onnxruntime-web 1.30.0, TensorFlow.js 4.22.0, jax-js 0.1.25;
 
 """
 TAIL = """\
-A run is some thousand steps of the MLP. After about 800 steps the moments of dead units have shrunk
-to denormal numbers, on which processors are slow and which WebAssembly cannot flush; our models of
-several steps set them to zero between calls, the others do not. Best against best compares the
-quickest rounds, before that happens.
+The data keep hidden units alive: moments of dead units shrink to denormal numbers after some 900
+steps, which slows every system that does not flush them, and that is not what is compared here.
+Best / best compares the quickest rounds, the other columns rounds of all.
 
 `onnxtrain` trains 8 batches per call on wasm, as `onnxtrain build --target web` chooses for models
 with up to 20 MB of parameters and state, and one per call on WebGPU, where state stays on the GPU.

@@ -25,7 +25,7 @@ _BY_STEP = ("lr", "step")
 _FADING = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
 TINY = 1e-35
 """State below this becomes 0 after each call. The moments of dead units shrink for ever, and
-WebAssembly cannot flush denormal numbers, on which a processor takes a hundred times as long."""
+WebAssembly cannot flush denormal numbers, on which processors are much slower."""
 SMALL = 20_000_000
 """Bytes of parameters and state up to which several steps per call are the default for wasm."""
 DEFAULT = 8
