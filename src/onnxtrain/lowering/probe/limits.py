@@ -9,6 +9,7 @@ from typing import Any
 from onnxtrain.lowering.draft import default_of
 
 Entry = dict[str, Any]
+_LONGEST = 120  # characters of a message
 _RANKS = range(7)  # that a profile lists where some do not run
 
 
@@ -55,24 +56,31 @@ def study(op: str, entries: dict[str, Entry], *, lenient: bool, every_type: list
     left = _attributes(found, op, left)
     left = _arity(found, left)
     _constants(found, entries)
-    for name, entry in left.items():
-        if is_right(entry):
-            continue
-        text = f"{name}: {entry['status']}: {entry.get('message', '')}"
-        if entry["status"] == "refused":
-            found.remarks.append(text)
-            continue
-        found.quirks.append(text)
-        if not lenient:
-            running.discard(entry["since_version"])
+    failed = {k: e for k, e in left.items() if not is_right(e)}
+    found.remarks += _told({k: e for k, e in failed.items() if e["status"] == "refused"})
+    silent = {k: e for k, e in failed.items() if e["status"] != "refused"}
+    found.quirks += _told(silent)
+    if not lenient:
+        running -= {e["since_version"] for e in silent.values()}
     found.versions = sorted(running)
     return found
+
+
+def _told(entries: dict[str, Entry]) -> list[str]:
+    """Give a line for each case, with the opsets."""
+    opsets: dict[str, list[int]] = {}
+    texts: dict[str, str] = {}
+    for name, entry in entries.items():
+        case = name.rpartition("@")[0]
+        opsets.setdefault(case, []).append(entry["opset"])
+        texts[case] = f"{entry['status']}: {entry.get('message', '')[:_LONGEST]}"
+    return [f"{c} (opset {', '.join(map(str, sorted(opsets[c])))}): {t}" for c, t in texts.items()]
 
 
 def _split(
     entries: dict[str, Entry], key: Callable[[Entry], Any]
 ) -> tuple[set[Any], set[Any], dict[str, Entry]]:
-    """Give the keys that are right at least once, those that never are, and the former's entries."""
+    """Give the keys that are right at least once, those that never are, and the former's rows."""
     good = {key(e) for e in entries.values() if is_right(e)}
     bad = {key(e) for e in entries.values()} - good
     return good, bad, {k: e for k, e in entries.items() if key(e) not in bad}
@@ -80,6 +88,7 @@ def _split(
 
 def _quirk(found: Finding, entries: dict[str, Entry], rest: dict[str, Entry], what: str) -> None:
     gone = [e for k, e in entries.items() if k not in rest and e["status"] in ("wrong", "crashed")]
+    gone = [e for e in gone if not e.get("message", "").startswith("type ")]  # loud enough
     if gone:
         worst = max((e.get("error") or 0 for e in gone), default=0)
         note = f", off by {worst:.3g}" if worst else f": {gone[0].get('message', '')}"
@@ -88,8 +97,15 @@ def _quirk(found: Finding, entries: dict[str, Entry], rest: dict[str, Entry], wh
 
 def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[str, Entry]:
     good, bad, rest = _split(entries, _type)
+    for name, entry in entries.items():  # wrong where the same node in float is right
+        twin = entries.get(name.replace(f"-{entry['variant']}@", "@"))
+        silent = entry["status"] in ("wrong", "crashed") and entry["variant"] == _type(entry)
+        if silent and twin is not None and is_right(twin):
+            bad.add(_type(entry))
     if not bad:
         return entries
+    good -= bad
+    rest = {k: e for k, e in entries.items() if _type(e) not in bad}
     seen = {t for e in entries.values() for side in e["dtypes"].values() for t in side if t}
     allowed = good | {t for e in rest.values() if is_right(e) for t in e["dtypes"]["outputs"]}
     allowed |= set(every) - seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -24,7 +24,8 @@ from onnxtrain.lowering.probe.spelling import NEWEST, OLDEST, spelled, versions
 FORMAT = 1
 LISTING = "pack.json"
 SCRIPTS = ("probe.py", "probe.mjs", "runtimes.mjs", "probe.html")
-_MOST = 10  # cases of an operator at a version that differ in type, rank or attributes
+_MOST = 24  # cases of an operator at a version
+_ALIKE = 2  # of them with the same types, ranks and attributes
 _TYPED_AT = (OLDEST, 13)  # and the newest: opsets at which other types are tried
 _SWITCHES = frozenset(
     {
@@ -131,18 +132,18 @@ def _models(cases: list[Case], opsets: list[int]) -> Iterator[tuple[Case, int, o
         if S.schema_of(case.op, case.opset) is not None:
             by_op[case.op].append(variants.stored(case))
     for op in sorted(by_op):
-        taken: dict[int, set[Any]] = defaultdict(set)
+        taken: dict[int, Counter[Any]] = defaultdict(Counter)
         varied: set[int] = set()
         for case in by_op[op]:
             at = versions(case, opsets)
             for opset in at:
                 kind = _kind(case)
-                if kind in taken[opset] or len(taken[opset]) >= _MOST:
+                if taken[opset][kind] >= _ALIKE or taken[opset].total() >= _MOST:
                     continue
                 model = spelled(case, opset)
                 if model is None:
                     continue
-                taken[opset].add(kind)
+                taken[opset][kind] += 1
                 yield case, opset, model
                 if opset not in varied and _is_float(case):
                     varied.add(opset)

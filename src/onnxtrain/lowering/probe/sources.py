@@ -6,8 +6,12 @@ import dataclasses
 import warnings
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 
-from onnxtrain.lowering.probe.case import Case, computed, of_proto
+from onnxtrain.graph import shapes as S
+from onnxtrain.lowering.draft import default_of
+from onnxtrain.lowering.probe.case import TYPES, Case, computed, of_proto
 
 _RANDOM = frozenset(
     {
@@ -15,7 +19,7 @@ _RANDOM = frozenset(
         "RandomUniformLike",
     }
 )
-_LARGEST = 4096  # numbers in and out
+_LARGEST = 8192  # numbers in and out
 
 
 def onnx_cases() -> list[Case]:
@@ -33,24 +37,55 @@ def onnx_cases() -> list[Case]:
     found = []
     for test in tests:
         assert test.model is not None
-        case = of_proto(test.name, test.model, *test.data_sets[0])
+        assert test.data_sets is not None
+        inputs, outputs = test.data_sets[0]
+        case = of_proto(test.name, test.model, list(inputs), list(outputs))
         if case is not None and not _is_random(case) and case.elements <= _LARGEST:
-            found.append(case)
+            found.append(_newest(case))
     return sorted(found, key=lambda c: (c.is_empty, c.elements, c.name))
 
 
 def _is_random(case: Case) -> bool:
-    draws = case.op == "Dropout" and len(case.inputs) > 2 and case.inputs[2] is not None
-    return case.op in _RANDOM or (draws and bool(case.inputs[2]))
+    training = case.inputs[2:3] if case.op == "Dropout" else ()
+    return case.op in _RANDOM or any(a is not None and bool(a) for a in training)
+
+
+def _newest(case: Case) -> Case:
+    """Give the case at the newest version of its operator, if that has the same signature."""
+    newest = onnx.defs.onnx_opset_version()
+    a, b = (S.schema_of(case.op, o) for o in (case.opset, newest))
+    if a is None or b is None or a.since_version == b.since_version or b.deprecated:
+        return case
+    same = (len(a.inputs), len(a.outputs)) == (len(b.inputs), len(b.outputs))
+    defaults = [{n: default_of(case.op, s.since_version, n) for n in s.attributes} for s in (a, b)]
+    alike = same and defaults[0] == defaults[1]
+    return dataclasses.replace(case, opset=b.since_version) if alike else case
 
 
 def own_cases() -> list[Case]:
-    """Give convolutions and pooling of one, two and three dimensions, for one picture and two."""
-    found = []
+    """Give casts, and layers of one, two and three dimensions for one picture and two."""
+    found = _casts()
     for axes in (1, 2, 3):
         for batch in (1, 2):
             found += _windows(axes, batch)
     return [c for c in map(_answered, found) if c is not None]
+
+
+def _casts() -> list[Case]:
+    types = ("float", "int64", "int32", "bool", "double", "float16", "uint8")
+    pairs = [(a, b) for a in types for b in types if a != b and {a, b} & {"float", "int64"}]
+    x = np.asarray([[0, 1, 2], [3, 0, 5]])
+    return [
+        Case(
+            f"cast_{a}_{b}",
+            "Cast",
+            25,
+            (x.astype(TYPES[a]),),
+            (x.astype(TYPES[a]).astype(TYPES[b]),),
+            {"to": int(ir.DataType[b.upper()])},
+        )
+        for a, b in pairs
+    ]
 
 
 def _windows(axes: int, batch: int) -> list[Case]:

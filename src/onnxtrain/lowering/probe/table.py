@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnx_ir as ir
 
 from onnxtrain.errors import ProbeError
 from onnxtrain.graph import shapes as S
@@ -58,9 +57,9 @@ def profile_of(results: dict[str, Any], name: str, base: Profile | None = None) 
     ops = {} if base is None else {k: dict(v) for k, v in base.ops.items() if k not in by_op}
     comments = dict.fromkeys(ops, "not probed")
     quirks: list[str] = []
-    every = [] if base is None else [t.name.lower() for t in ir.DataType]
     for op, found in by_op.items():
-        finding = study(op, found, lenient=base is not None and op in base.ops, every_type=every)
+        lenient = base is not None and op in base.ops
+        finding = study(op, found, lenient=lenient, every_type=_types(op) if lenient else [])
         versions = sorted({*finding.versions, *_unprobed(op, finding.probed, base)})
         quirks += [f"{op}: {q}" for q in finding.quirks]
         if finding.remarks:
@@ -107,6 +106,20 @@ def _lines(value: Any) -> str:
     if isinstance(value, list) and any(isinstance(v, str) and len(v) > 12 for v in value):
         return "[\n" + ",\n".join(f"  {json.dumps(v)}" for v in value) + "\n ]"
     return json.dumps(value)
+
+
+def _types(op: str) -> list[str]:
+    """Give the types that the standard has for the first input of an operator, in any version."""
+    found = set()
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.name != op or schema.domain or not schema.inputs:
+            continue
+        kind = schema.inputs[0].type_str
+        for constraint in schema.type_constraints:
+            if constraint.type_param_str == kind:
+                found |= set(constraint.allowed_type_strs)
+    plain = (t.removeprefix("tensor(").removesuffix(")") for t in found)
+    return sorted(t for t in plain if t.isalnum())
 
 
 def _unprobed(op: str, probed: list[int], base: Profile | None) -> list[int]:

@@ -106,6 +106,8 @@ def _cast(array: np.ndarray, name: str, op: str) -> np.ndarray:
     if dtype.kind == "f":
         return array.astype(dtype)
     whole = np.rint(np.clip(np.nan_to_num(array), -20, 20) * 3)
+    if op == "ReduceProd":
+        whole = np.sign(whole)  # a product of others would not fit
     if dtype.kind == "u" or op in _POSITIVE:
         whole = np.abs(whole) + (op in _POSITIVE)
     return whole.astype(dtype)
