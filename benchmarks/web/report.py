@@ -80,7 +80,8 @@ Chromium {browser}, onnxruntime-web 1.30.0, TensorFlow.js 4.22.0, jax-js 0.1.25;
 TAIL = """\
 The data keep hidden units alive: moments of dead units shrink to denormal numbers after some 900
 steps, which slows every system that does not flush them, and that is not what is compared here.
-Best / best compares the quickest rounds, the other columns rounds of all.
+Best / best compares the quickest rounds, the other columns rounds of all. The CNN is not timed on
+TensorFlow.js webgl, which takes minutes per round on a GPU in software.
 
 `onnxtrain` trains 8 batches per call on wasm, as `onnxtrain build --target web` chooses for models
 with up to 20 MB of parameters and state, and one per call on WebGPU, where state stays on the GPU.

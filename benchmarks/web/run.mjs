@@ -28,7 +28,8 @@ const systems = (model, device) => device === "webgpu"
       { name: `onnxtrain, ${9 - TOGETHER[model]} per call`, file: "ours", device, together: 9 - TOGETHER[model] },
       { name: "onnxruntime-web/training 1.19.2", file: "official", device },
       { name: "TensorFlow.js wasm", file: "tfjs", device },
-      { name: "TensorFlow.js webgl", file: "tfjs", device: "webgl" },
+      // Convolutions on WebGL in software take minutes per round.
+      ...(model === "cnn" ? [] : [{ name: "TensorFlow.js webgl", file: "tfjs", device: "webgl" }]),
       { name: "jax-js wasm", file: "jax", device },
     ];
 
