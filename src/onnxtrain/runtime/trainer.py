@@ -26,6 +26,7 @@ from onnxtrain.runtime.inference import Predictor, folded, trained_model
 from onnxtrain.runtime.layouts import Fused, Separate
 from onnxtrain.runtime.results import Outputs, Parameters, StepResult
 from onnxtrain.runtime.values import ort_value
+from onnxtrain.runtime.weights import fitting
 
 _LARGE = 64 << 20  # bytes of parameters and state from which a second copy of them hurts
 _SEEDS = 1 << 24  # float32 holds whole numbers below exactly
@@ -317,24 +318,7 @@ class Trainer:
         """
         if isinstance(weights, str | os.PathLike):
             weights = load_checkpoint(weights)[0]
-        known = {w.name: w for w in (*self.manifest.parameters, *self.manifest.buffers)}
-        tied = {alias: w.name for w in known.values() for alias in w.aliases}
-        weights = {**{tied[n]: v for n, v in weights.items() if n in tied}, **weights}
-        arrays = {n: to_array(v) for n, v in weights.items() if n in known}
-        extra = [n for n in weights if n not in {*known, *tied} and not n.startswith("optim/")]
-        missing = [n for n in known if n not in arrays]
-        if strict and (extra or missing):
-            raise CheckpointError(
-                f"weights do not fit: missing {_few(missing)}, unknown {_few(extra)}\n"
-                "hint: strict=False sets those that fit"
-            )
-        wrong = [
-            f"{n!r} has shape {list(a.shape)}, expected {list(known[n].shape)}"
-            for n, a in arrays.items()
-            if tuple(a.shape) != known[n].shape
-        ]
-        if wrong:
-            raise CheckpointError("weights do not fit:\n  " + "\n  ".join(wrong[:5]))
+        arrays = fitting(weights, self.manifest, strict=strict)
         for name, array in arrays.items():
             self._engine.write(name, array.astype(self._engine.view(name).dtype))
         return list(arrays)
@@ -405,8 +389,3 @@ class Trainer:
             raise OnnxTrainError("no moving average was kept\nhint: build(..., ema=0.999)")
         slots = {s.name for s in self.manifest.state}
         return self._engine.view(f"{name}.ema" if f"{name}.ema" in slots else name)
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(names[:5]) or "nothing") + more
