@@ -10,7 +10,6 @@ import onnx_ir as ir
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.registry import NO_GRADIENT, RULES, USER_RULES, ZERO
 from onnxtrain.graph.io import load
-from onnxtrain.graph.parts import split_parts
 from onnxtrain.graph.prepare import prepare
 
 
@@ -19,9 +18,7 @@ def open_model(model: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Mode
 
     Operators without a rule whose body the ONNX standard gives are replaced by it.
     """
-    work = prepare(load(model, allow_domains=own_domains()), inline=lacks_rule)
-    split_parts(work)
-    return work
+    return prepare(load(model, allow_domains=own_domains()), inline=lacks_rule)
 
 
 def own_domains() -> set[str]:
