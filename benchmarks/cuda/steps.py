@@ -164,8 +164,13 @@ def facts() -> dict[str, str]:
         "GPU": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "onnxruntime-gpu": onnxruntime.__version__,
-        "command": "python -m benchmarks.cuda.steps " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.cuda.steps", *map(_plain, sys.argv[1:])]),
     }
+
+
+def _plain(argument: str) -> str:
+    """Give an argument without the folders of one machine."""
+    return Path(argument).name if "/" in argument else argument
 
 
 def main() -> None:
