@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from onnxtrain.lowering.draft import default_of
 
 Entry = dict[str, Any]
 _LONGEST = 120  # characters of a message
+_SIZES = re.compile(r"[_-]?(\d+d|batch\d+|rank\d+)")
 _RANKS = range(7)  # that a profile lists where some do not run
 
 
@@ -102,10 +104,16 @@ def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[
         silent = entry["status"] in ("wrong", "crashed") and entry["variant"] == _type(entry)
         if silent and twin is not None and is_right(twin):
             bad.add(_type(entry))
-    if not bad:
+    made = {t for e in entries.values() if is_right(e) for t in e["dtypes"]["outputs"]}
+    unmade = {t for e in entries.values() for t in e["dtypes"]["outputs"]} - made
+    if not bad and not unmade:
         return entries
-    good -= bad
-    rest = {k: e for k, e in entries.items() if _type(e) not in bad}
+    good -= bad | unmade
+    rest = {
+        k: e
+        for k, e in entries.items()
+        if _type(e) not in bad and not unmade & set(e["dtypes"]["outputs"])
+    }
     seen = {t for e in entries.values() for side in e["dtypes"].values() for t in side if t}
     allowed = good | {t for e in rest.values() if is_right(e) for t in e["dtypes"]["outputs"]}
     allowed |= set(every) - seen
@@ -118,14 +126,27 @@ def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[
     }
     if others:
         found.limits["any_dtype"] = sorted(others)
-    _quirk(found, entries, rest, " and ".join(sorted(bad)))
+    _quirk(found, entries, rest, " and ".join(sorted(bad | unmade)))
     return rest
 
 
+def _family(name: str) -> str:
+    """Give the name of a case without its opset, rank and batch."""
+    return _SIZES.sub("", name.rpartition("@")[0])
+
+
 def _ranks(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
-    _, bad, rest = _split(entries, lambda e: e["rank"])
+    _, bad, _ = _split(entries, lambda e: e["rank"])
+    # Numbers that are wrong are blamed on the rank only if the same node is right in another one.
+    known = {_family(k) for k, e in entries.items() if is_right(e)}
+    bad -= {
+        e["rank"]
+        for k, e in entries.items()
+        if e["status"] in ("wrong", "crashed") and _family(k) not in known
+    }
     if not bad or None in bad:
         return entries
+    rest = {k: e for k, e in entries.items() if e["rank"] not in bad}
     found.limits["ranks"] = [r for r in _RANKS if r not in bad]
     _quirk(found, entries, rest, f"rank {' and '.join(map(str, sorted(bad)))}")
     return rest

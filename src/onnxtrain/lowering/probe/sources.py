@@ -63,29 +63,59 @@ def _newest(case: Case) -> Case:
 
 
 def own_cases() -> list[Case]:
-    """Give casts, and layers of one, two and three dimensions for one picture and two."""
-    found = _casts()
+    """Give casts, activations, and layers of 1 to 3 dimensions for one picture and two."""
+    found = [*_casts(), *_activations()]
     for axes in (1, 2, 3):
         for batch in (1, 2):
             found += _windows(axes, batch)
     return [c for c in map(_answered, found) if c is not None]
 
 
+def _last(op: str) -> int:
+    """Give the newest version of an operator."""
+    schema = S.schema_of(op, onnx.defs.onnx_opset_version())
+    assert schema is not None
+    return schema.since_version
+
+
 def _casts() -> list[Case]:
     types = ("float", "int64", "int32", "bool", "double", "float16", "uint8")
     pairs = [(a, b) for a in types for b in types if a != b and {a, b} & {"float", "int64"}]
     x = np.asarray([[0, 1, 2], [3, 0, 5]])
-    return [
-        Case(
-            f"cast_{a}_{b}",
-            "Cast",
-            25,
-            (x.astype(TYPES[a]),),
-            (x.astype(TYPES[a]).astype(TYPES[b]),),
-            {"to": int(ir.DataType[b.upper()])},
+    found = []
+    for a, b in pairs:
+        given = x.astype(TYPES[a])
+        wanted = given.astype(TYPES[b])
+        to = {"to": int(ir.DataType[b.upper()])}
+        found.append(Case(f"cast_{a}_{b}", "Cast", _last("Cast"), (given,), (wanted,), to))
+        like = np.ones(1, TYPES[b])
+        found.append(
+            Case(f"cast_like_{a}_{b}", "CastLike", _last("CastLike"), (given, like), (wanted,))
         )
-        for a, b in pairs
-    ]
+    return found
+
+
+def _activations() -> list[Case]:
+    """Both sides of zero, and no default: onnx's own test of Celu has positive numbers only."""
+    settings: dict[str, dict[str, float]] = {
+        "Celu": {"alpha": 0.7},
+        "Elu": {"alpha": 0.7},
+        "HardSigmoid": {"alpha": 0.3, "beta": 0.4},
+        "HardSwish": {},
+        "LeakyRelu": {"alpha": 0.2},
+        "Mish": {},
+        "Selu": {"alpha": 1.2, "gamma": 0.9},
+        "Shrink": {"lambd": 0.4, "bias": 0.2},
+        "Softplus": {},
+        "Softsign": {},
+        "ThresholdedRelu": {"alpha": 0.5},
+    }
+    x = np.linspace(-4, 4, 12, dtype=np.float32).reshape(3, 4)
+    found = []
+    for op, attributes in settings.items():
+        name = f"{op.lower()}_both_sides"
+        found.append(Case(name, op, _last(op), (x,), (x,), dict(attributes)))
+    return found
 
 
 def _windows(axes: int, batch: int) -> list[Case]:
