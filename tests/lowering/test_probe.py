@@ -15,6 +15,7 @@ from onnxtrain.cli import app
 from onnxtrain.errors import MissingExtraError, ProbeError
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.probe.case import Case
+from onnxtrain.lowering.probe.limits import study
 from onnxtrain.lowering.probe.pack import make_pack, read_pack
 from onnxtrain.lowering.probe.run import run_pack
 from onnxtrain.lowering.probe.sources import own_cases
@@ -162,3 +163,18 @@ def test_commands(pack, in_onnxruntime, tmp_path):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert profiles.parse(json.loads(output.read_text())).name == "mine"
+
+
+def test_wrong_numbers_are_not_blamed_on_the_rank_of_another_node():
+    about = {
+        "op": "Celu", "since_version": 12, "opset": 12, "batch": 3, "arity": [1, 1], "attrs": {},
+        "dtypes": {"inputs": ["float"], "outputs": ["float"]}, "stored": [], "variant": "",
+        "empty": False,
+    }  # fmt: skip
+    right, wrong = ({**about, "status": s} for s in ("right", "wrong"))
+    others = {"celu@12": {**right, "rank": 4}, "celu_both_sides@12": {**wrong, "rank": 2}}
+    assert study("Celu", others, lenient=False, every_type=[]).versions == []
+    same = {"celu_4d@12": {**right, "rank": 4}, "celu_2d@12": {**wrong, "rank": 2}}
+    found = study("Celu", same, lenient=False, every_type=[])
+    assert found.versions == [12]
+    assert 2 not in found.limits["ranks"]
