@@ -87,9 +87,18 @@ class Tract:
         names = [loaded.input_name(i) for i in range(loaded.input_count())]
         gives = [loaded.output_name(i) for i in range(loaded.output_count())]
         runnable = loaded.into_model().into_runnable()
-        found = [t.to_numpy() for t in runnable.run([feeds[n] for n in names])]
+        found = [self._array(t) for t in runnable.run([feeds[n] for n in names])]
         by_name = dict(zip(gives, found))  # noqa: B905 - Python 3.9 has no strict
         return [by_name.get(n, found[i]) for i, n in enumerate(outputs)]
+
+    def _array(self, tensor):
+        try:
+            return tensor.to_numpy()
+        except self.tract.TractError as error:
+            if "TDim" not in str(error):
+                raise
+            # Integers that may be sizes have a type of their own, which numpy lacks.
+            return tensor.convert_to(self.tract.DatumType.I64).to_numpy()
 
 
 class OpenCv:
