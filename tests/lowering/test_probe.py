@@ -19,6 +19,7 @@ from onnxtrain.lowering.probe.limits import study
 from onnxtrain.lowering.probe.pack import make_pack, read_pack
 from onnxtrain.lowering.probe.run import run_pack
 from onnxtrain.lowering.probe.sources import own_cases
+from onnxtrain.lowering.probe.spelling import spelled
 from onnxtrain.lowering.probe.table import profile_of, read_results, text_of
 
 from . import onnxjs_zoo
@@ -178,3 +179,15 @@ def test_wrong_numbers_are_not_blamed_on_the_rank_of_another_node():
     found = study("Celu", same, lenient=False, every_type=[])
     assert found.versions == [12]
     assert 2 not in found.limits["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "known"), [("half_pixel", False), (None, False), ("output_half_pixel", True)]
+)
+def test_roi_align_is_not_spelled_in_a_mode_that_an_opset_lacks(mode, known):
+    """Before opset 16 there was one mode, which is not the default since."""
+    x = np.ones((1, 1, 4, 4), np.float32)
+    boxes, of = np.asarray([[0, 0, 3, 3]], np.float32), np.zeros(1, np.int64)
+    attributes = {} if mode is None else {"coordinate_transformation_mode": mode}
+    case = Case("roi", "RoiAlign", 22, (x, boxes, of), (x[:, :, :1, :1],), attributes)
+    assert (spelled(case, 10) is not None) == known
