@@ -19,8 +19,8 @@ const head = `<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,
 const tags = SCRIPTS.map((s) => `<script src="${MODULES}/@tensorflow/${s}"></script>`).join("");
 
 /** Serves without the headers that shared memory needs: everybody has one thread. */
-export function serve(work) {
-  const folders = { onnxtrain: join(HERE, "../../web/packages/onnxtrain/dist"), work, node_modules: join(HERE, "node_modules"), systems: join(HERE, "systems") };
+export function serve(nets) {
+  const folders = { onnxtrain: join(HERE, "../../web/packages/onnxtrain/dist"), nets, node_modules: join(HERE, "node_modules"), systems: join(HERE, "systems") };
   const server = createServer((request, response) => {
     const path = decodeURIComponent(new URL(request.url, "http://x").pathname);
     const [, first, ...rest] = normalize(path).split("/");

@@ -5,34 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain import optim
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
 from onnxtrain.runtime import Trainer, layouts
 from onnxtrain.runtime.capture import decide, obstacle
 from onnxtrain.runtime.device_call import DeviceCall
 from onnxtrain.runtime.placement import placement
-from tests.artifacts.models import classifier, data
+from tests.artifacts.models import data
 
-LOSS = [losses.Weighted("cross_entropy", output="scores")]
-
-
-def made(**options: object) -> Artifacts:
-    settings = {"loss": LOSS, "optimizer": optim.AdamW(lr=0.01), **options}
-    return build(classifier(), **settings)  # type: ignore[arg-type]
+from .made import made
 
 
 @pytest.mark.parametrize("layout", ["fused", "separate"])
 def test_bindings_of_a_device_give_the_same_steps(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Trainer(made(), layout=layout)
+    plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
 
     def bound(session, spec, inputs, outputs, device, graph_id=None):
         return DeviceCall(session, spec, inputs, outputs, device, graph_id)
 
     monkeypatch.setattr(layouts, "_call", bound)
-    device = Trainer(made(), layout=layout)
+    device = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
     for seed, size in enumerate((8, 8, 5, 8)):
         batch = data(size, seed=seed)
         kept = [np.array(a) for a in batch]

@@ -1,6 +1,6 @@
 /** What all systems are given: weights, batches and true losses of one model. */
 export async function task(model) {
-  const base = `/work/${model}/`;
+  const base = `/nets/${model}/`;
   const get = async (file) => await (await fetch(base + file)).arrayBuffer();
   const facts = await (await fetch(`${base}task.json`)).json();
   const [stored, data] = await Promise.all([get("weights.bin"), get("batches.bin")]);

@@ -192,7 +192,7 @@ def worker(folder, runtime, provider):
         names = [t["name"] for t in node["outputs"]]
         try:
             found = engine.run(folder / node["file"], feeds, names)
-        except Exception as error:
+        except Exception as error:  # whatever a runtime raises is its refusal
             say({"status": "refused", "message": first_line(error)})
             continue
         say(judged(found, node["outputs"], engine.scalars))
