@@ -7,7 +7,7 @@ import pytest
 
 from onnxtrain import optim
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
-from onnxtrain.runtime import Trainer, layouts
+from onnxtrain.runtime import Trainer, flat, layouts
 from onnxtrain.runtime.capture import decide, obstacle
 from onnxtrain.runtime.device_call import DeviceCall
 from onnxtrain.runtime.placement import placement
@@ -25,7 +25,8 @@ def test_bindings_of_a_device_give_the_same_steps(
     def bound(session, spec, inputs, outputs, device, graph_id=None):
         return DeviceCall(session, spec, inputs, outputs, device, graph_id)
 
-    monkeypatch.setattr(layouts, "_call", bound)
+    for module in (flat, layouts):
+        monkeypatch.setattr(module, "bound_call", bound)
     device = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
     for seed, size in enumerate((8, 8, 5, 8)):
         batch = data(size, seed=seed)
@@ -40,21 +41,21 @@ def test_bindings_of_a_device_give_the_same_steps(
 
 
 def test_free_sizes_and_bodies_stand_against_a_recording() -> None:
-    free, fixed = made(), made(dims={"batch": 8})
-    for artifacts, expected in ((free, "free sizes"), (fixed, None)):
-        spec = artifacts.manifest.model("step")
-        assert spec is not None
-        found = obstacle(layouts.model_of(artifacts.source("step")), spec)
-        assert (found is None) if expected is None else (found is not None and expected in found)
-    assert decide(fixed, None, device="cuda", layout="fused")
-    assert not decide(free, None, device="cuda", layout="fused")
-    assert not decide(fixed, None, device="cpu", layout="fused")
+    free, fixed = (
+        (layouts.model_of(a.source("step")), a.manifest.model("step"))
+        for a in (made(), made(dims={"batch": 8}))
+    )
+    assert fixed[1] is not None
+    assert obstacle(fixed[0], fixed[1]) is None
+    assert decide(*fixed, None, device="cuda")
+    assert not decide(*free, None, device="cuda")
+    assert not decide(*fixed, None, device="cpu")
     with pytest.raises(OnnxTrainError, match="free sizes: batch"):
-        decide(free, True, device="cuda", layout="fused")
-    with pytest.raises(OnnxTrainError, match="separate models"):
-        decide(fixed, True, device="cuda", layout="separate")
+        decide(*free, True, device="cuda")
+    with pytest.raises(OnnxTrainError, match="a model of its own"):
+        decide(None, None, True, device="cuda")
     with pytest.raises(OnnxTrainError, match="the device is cpu"):
-        Trainer(fixed, capture=True)
+        Trainer(made(dims={"batch": 8}), capture=True)
 
 
 def test_placement_counts_nodes() -> None:

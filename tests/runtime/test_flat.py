@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from onnxtrain import optim
-from onnxtrain.runtime import flat as module
+from onnxtrain.runtime import descent, flat
+from onnxtrain.runtime.device_call import DeviceCall
 from onnxtrain.runtime.flat import Flat, flat_of
 from onnxtrain.runtime.layouts import Separate
 from onnxtrain.runtime.trainer import Trainer
+from onnxtrain.runtime.values import Values
 from tests.artifacts.models import data
 from tests.runtime.test_trainer import made
 
@@ -30,18 +34,57 @@ ALIKE = {
 def test_flat_updates_equal_those_of_each_tensor(
     name: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(descent, "PIECE", piece)
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
-    flat, plain = Trainer(artifacts, layout="separate"), Trainer(artifacts, layout="separate")
-    assert isinstance(flat._engine, Flat)
+    long, plain = Trainer(artifacts, layout="separate"), Trainer(artifacts, layout="separate")
     plain._engine = Separate(artifacts, device="cpu", threads=1)
+    same_steps(long, plain)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_flat_updates_in_memory_of_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifacts = made(optimizer=ALIKE[name], ema=0.9)
+    plain = Trainer(artifacts, layout="separate")
+
+    def on_device(updates, values, gradients):
+        return descent.DeviceDescent(updates, values, gradients, "cpu", capture=False)
+
+    monkeypatch.setattr(flat, "Values", functools.partial(Values, shared=False))
+    monkeypatch.setattr(flat, "bound_call", DeviceCall)
+    monkeypatch.setattr(flat, "Descent", on_device)
+    same_steps(Trainer(artifacts, layout="separate"), plain)
+
+
+def same_steps(long: Trainer, plain: Trainer) -> None:
+    """Train both and compare everything bit for bit; set a tensor in between."""
+    assert isinstance(long._engine, Flat)
+    name = long.manifest.parameters[0].name
     for seed in range(4):
         batch = data(8, seed=seed)
-        assert flat.step(*batch).loss == plain.step(*batch).loss
-    ours, theirs = flat.state_dict(), plain.state_dict()
+        assert long.step(*batch).loss == plain.step(*batch).loss
+        for trainer in (long, plain):
+            trainer.parameters[name] = trainer.parameters[name] * np.float32(0.5)
+    ours, theirs = long.state_dict(), plain.state_dict()
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         np.testing.assert_array_equal(value, theirs[key], err_msg=key)
+
+
+def test_values_in_memory_of_their_own() -> None:
+    arrays = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.arange(4, dtype=np.float32),
+        "n": np.array(7, np.int64),
+        "none": np.zeros((0, 3), np.float32),
+    }
+    values = Values(arrays, "cpu", shared=False)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(values.view(name), array)
+    values.write("b", np.full(4, 9, np.float32))
+    line = values.line_value(["a", "b"]).numpy()
+    assert line.shape == (20,)  # two rows of 64 bytes, the second only as far as it is used
+    np.testing.assert_array_equal(line, [0, 1, 2, 3, 4, 5, *[0] * 10, 9, 9, 9, 9])
+    np.testing.assert_array_equal(arrays["b"], np.arange(4))
 
 
 @pytest.mark.parametrize(

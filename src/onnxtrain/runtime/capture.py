@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import onnx
 
-from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.manifest import ModelSpec
-from onnxtrain.runtime.layouts import model_of
 
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
@@ -27,27 +25,28 @@ def obstacle(model: onnx.ModelProto, spec: ModelSpec) -> str | None:
     return None
 
 
-def decide(artifacts: Artifacts, wanted: bool | None, *, device: str, layout: str) -> bool:
+def decide(
+    model: onnx.ModelProto | None, spec: ModelSpec | None, wanted: bool | None, *, device: str
+) -> bool:
     """Tell whether the steps of a run are to be recorded.
 
     Args:
-        artifacts: what is to be run.
+        model: what is to be run at each step; ``None`` if gradients are accumulated in between.
+        spec: describes it.
         wanted: ``None`` records where that can be done.
         device: where it runs.
-        layout: fused or separate.
 
     Raises:
         OnnxTrainError: if it was asked for and cannot be done, with the reason.
     """
     if wanted is False or (wanted is None and device != "cuda"):
         return False
-    spec = artifacts.manifest.model("step")
     if device != "cuda":
         reason = f"the device is {device}"
-    elif layout != "fused" or spec is None:
-        reason = "gradients and update are separate models"
+    elif model is None or spec is None:
+        reason = "gradients are accumulated, and the update is a model of its own"
     else:
-        reason = obstacle(model_of(artifacts.source("step")), spec)
+        reason = obstacle(model, spec)
     if reason is not None and wanted:
         raise OnnxTrainError(
             f"a step cannot be captured: {reason}\n"

@@ -11,20 +11,17 @@ import onnx
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.call import Call
+from onnxtrain.runtime.capture import decide
+from onnxtrain.runtime.descent import Descent, DeviceDescent
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.flat_graphs import (
     GRADIENT,
-    FlatUpdate,
     FlatUpdates,
     flat_updates,
     without_accumulation,
 )
-from onnxtrain.runtime.layouts import Separate, model_of
-from onnxtrain.runtime.values import Values, ort_value
-
-PIECE = 1 << 15
-"""Elements that are updated at once; what they need fits into the second-level cache."""
+from onnxtrain.runtime.layouts import Separate, bound_call, model_of
+from onnxtrain.runtime.values import Values
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -33,10 +30,17 @@ class Flat(Separate):
     """Gradients of one batch and an update over vectors; see :func:`flat_of` for when it can be."""
 
     def __init__(  # Separate's own is for another set of graphs
-        self, artifacts: Artifacts, train: Any, updates: FlatUpdates, *, threads: int | None
+        self,
+        artifacts: Artifacts,
+        train: Any,
+        updates: FlatUpdates,
+        *,
+        device: str,
+        threads: int | None,
+        capture: bool,
     ) -> None:
         self.spec, self.update = _roles(artifacts)
-        self._device = "cpu"
+        self._device, self.captured = device, capture
         start = {**artifacts.values, **artifacts.state}
         own = {t.name for t in (*self.spec.inputs, *self.update.inputs)}
         order = [
@@ -47,7 +51,7 @@ class Flat(Separate):
             for m in g.members
         ]
         order += [n for n in start if n in own and n not in set(order)]
-        self._values = Values({n: start[n] for n in order}, "cpu")
+        self._values = Values({n: start[n] for n in order}, device)
         names = {t.name for t in self.update.inputs_of("gradient")}
         accumulators = [t.name for t in self.spec.inputs_of("accumulator")]
         self._gradient_names = [t.name for t in self.update.inputs_of("gradient")]
@@ -58,18 +62,30 @@ class Flat(Separate):
             n: np.zeros([int(d) for d in known[n].shape], numpy_dtype(known[n].dtype))
             for n in lines
         }
-        self._gradient = Values(zeros, "cpu")
+        self._gradient = Values(zeros, device)
         self._buffers = [t.feeds or "" for t in self.spec.outputs_of("buffer")]
-        self._fresh = Values({n: start[n] for n in self._buffers}, "cpu")
+        self._fresh = Values({n: start[n] for n in self._buffers}, device)
         places = dict(zip(accumulators, self._gradient_names, strict=True))
         inputs = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
         outputs = {
             t.name: self._gradient[places[t.feeds or ""]] for t in self.spec.outputs_of("gradient")
         }
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
-        session = runtime.create(train.SerializeToString(), threads=threads)
-        self._call = Call(session, _without(self.spec, "accumulator", "reset"), inputs, outputs)
-        self._descent = Descent(updates, self._values, self._gradient)
+        session = runtime.create(
+            train.SerializeToString(), device=device, threads=threads, capture=capture
+        )
+        spec = _without(self.spec, "accumulator", "reset")
+        graph_id = 1 if capture else None
+        self._call = bound_call(session, spec, inputs, outputs, device, graph_id)
+        self._descent: Descent | DeviceDescent
+        if device == "cpu":
+            self._descent = Descent(updates, self._values, self._gradient)
+        else:
+            self._descent = DeviceDescent(
+                updates, self._values, self._gradient, device, capture=capture
+            )
+            for n in order:
+                self._values.write(n, start[n])
         self.in_place = {n for n in order if n in start}
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -89,76 +105,13 @@ class Flat(Separate):
         return [self._gradient.view(n) for n in self._gradient_names]
 
 
-class Descent:
-    """Runs flat updates over all pieces of the vectors."""
-
-    def __init__(self, updates: FlatUpdates, values: Values, gradients: Values) -> None:
-        self._controls: dict[str, np.ndarray] = {}
-        self._scalars: dict[str, np.ndarray] = {}
-        self._shared = self._bind_scalars(updates)
-        self._pieces: list[tuple[Any, Any, list[tuple[np.ndarray, np.ndarray]]]] = []
-        for group in updates.groups:
-            session = runtime.create(group.model.SerializeToString(), threads=1)
-            lines = {
-                key: (gradients if key == GRADIENT else values).line(
-                    [m[key] for m in group.members]
-                )
-                for key in group.members[0]
-            }
-            for start in range(0, len(lines[GRADIENT]), PIECE):
-                part = {key: line[start : start + PIECE] for key, line in lines.items()}
-                self._pieces.append((session, *self._bind(session, group, part)))
-
-    def _bind_scalars(self, updates: FlatUpdates) -> tuple[Any, Any]:
-        session = runtime.create(updates.scalars.SerializeToString(), threads=1)
-        binding = session.io_binding()
-        kinds = {"tensor(float)": np.float32, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
-        kinds |= {"tensor(double)": np.float64, "tensor(float16)": np.float16}
-        kinds |= {"tensor(bool)": np.bool_}
-        for x in session.get_inputs():
-            self._controls[x.name] = np.zeros(x.shape, kinds[x.type])
-            binding.bind_ortvalue_input(x.name, ort_value(self._controls[x.name]))
-        for y in session.get_outputs():
-            name = (
-                y.name.removesuffix(".out")
-                if y.name.removesuffix(".out") in self._controls
-                else y.name
-            )
-            self._scalars[name] = np.zeros(y.shape, kinds[y.type])
-            binding.bind_ortvalue_output(y.name, ort_value(self._scalars[name]))
-        return session, binding
-
-    def _bind(
-        self, session: Any, group: FlatUpdate, part: dict[str, np.ndarray]
-    ) -> tuple[Any, list[tuple[np.ndarray, np.ndarray]]]:
-        """Give a binding of one piece, and what to copy after it ran."""
-        binding, copies = session.io_binding(), []
-        for key, array in part.items():
-            value = ort_value(array)
-            binding.bind_ortvalue_input(key, value)
-            if key == GRADIENT:
-                continue
-            if key not in group.in_place:
-                copies.append((array, np.empty_like(array)))
-                value = ort_value(copies[-1][1])
-            binding.bind_ortvalue_output(f"{key}.out", value)
-        for name in group.scalars:
-            binding.bind_ortvalue_input(name, ort_value(self._scalars[name]))
-        return binding, copies
-
-    def run(self, feeds: Arrays) -> None:
-        """Update everything; ``feeds`` are learning rate, step and scale."""
-        for name, array in self._controls.items():
-            array[...] = feeds[name]
-        if self._scalars:
-            runtime.run_bound(*self._shared)
-        for session, binding, copies in self._pieces:
-            runtime.run_bound(session, binding)
-            for target, source in copies:
-                target[...] = source
-
-
-def flat_of(artifacts: Artifacts, *, threads: int | None) -> Flat | None:
+def flat_of(
+    artifacts: Artifacts,
+    *,
+    device: str = "cpu",
+    threads: int | None,
+    capture: bool | None = False,
+) -> Flat | None:
     """Give the layout if batches are not accumulated and the optimizer treats elements alike."""
     if artifacts.manifest.accumulate > 1 or artifacts.manifest.options.get("loss_scale"):
         return None
@@ -173,7 +126,8 @@ def flat_of(artifacts: Artifacts, *, threads: int | None) -> Flat | None:
     train = without_accumulation(whole, spec)
     if updates is None or train is None:
         return None
-    return Flat(artifacts, train, updates, threads=threads)
+    recorded = decide(train, spec, capture, device=device)
+    return Flat(artifacts, train, updates, device=device, threads=threads, capture=recorded)
 
 
 def _roles(artifacts: Artifacts) -> tuple[Any, Any]:

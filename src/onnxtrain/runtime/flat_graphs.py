@@ -119,7 +119,7 @@ def flat_updates(
     groups = tuple(
         FlatUpdate(
             built[text],
-            frozenset(overwritable(built[text], _spec_of(built[text]))),
+            frozenset(overwritable(built[text], results_of(built[text]))),
             tuple(members[i] for i in numbers),
             shared[text],
         )
@@ -270,7 +270,8 @@ def _copies(graph: onnx.GraphProto, name: str) -> set[str]:
     return found
 
 
-def _spec_of(model: onnx.ModelProto) -> ModelSpec:
+def results_of(model: onnx.ModelProto) -> ModelSpec:
+    """Give the outputs of an update, each with the input that it replaces."""
     outputs = tuple(
         TensorSpec(y.name, "", (), "state", y.name.removesuffix(".out")) for y in model.graph.output
     )

@@ -18,6 +18,7 @@ from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.call import Call
+from onnxtrain.runtime.capture import decide
 from onnxtrain.runtime.device_call import DeviceCall
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.in_place import overwritable
@@ -44,10 +45,17 @@ class Fused:
     """One graph per step, two sets of buffers in turn; they are never the same memory."""
 
     def __init__(
-        self, artifacts: Artifacts, *, device: str, threads: int | None, capture: bool = False
+        self,
+        artifacts: Artifacts,
+        *,
+        device: str,
+        threads: int | None,
+        capture: bool | None = False,
     ) -> None:
         self.spec = _spec(artifacts, "step")
         source = artifacts.source("step")
+        capture = decide(model_of(source), self.spec, capture, device=device)
+        self.captured = capture
         session = runtime.create(source, device=device, threads=threads, capture=capture)
         start = {**artifacts.values, **artifacts.state}
         kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
@@ -55,7 +63,9 @@ class Fused:
         self._now = 0
         feeds = {t.name: t.feeds for t in self.spec.outputs if t.feeds is not None}
         self._calls = [
-            _call(session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device, graph_id)
+            bound_call(
+                session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device, graph_id
+            )
             for old, new, graph_id in (
                 (*self._sets, 1 if capture else None),
                 (*self._sets[::-1], 2 if capture else None),
@@ -108,7 +118,7 @@ class Separate:
         in_place: bool = True,
     ) -> None:
         self.spec, self.update = _spec(artifacts, "train"), _spec(artifacts, "optimizer")
-        self._device = device
+        self._device, self.captured = device, False
         train = runtime.create(artifacts.source("train"), device=device, threads=threads)
         # Two pools that spin on the same cores cost more than the update can gain.
         optimizer = runtime.create(artifacts.source("optimizer"), device=device, threads=1)
@@ -138,7 +148,7 @@ class Separate:
         own = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
         outputs = {t.name: new[t.feeds or ""] for t in self.spec.outputs_of("gradient")}
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
-        return _call(session, self.spec, {**own, **old}, outputs, self._device)
+        return bound_call(session, self.spec, {**own, **old}, outputs, self._device)
 
     def _bind_update(self, session: object, gradients: Values) -> Call | DeviceCall:
         inputs = {
@@ -149,7 +159,7 @@ class Separate:
         inputs |= {n: gradients[a] for n, a in zip(names, self._gradient_names, strict=True)}
         targets = {**self._values, **self._spare}
         outputs = {t.name: targets[t.feeds or ""] for t in self.update.outputs}
-        return _call(session, self.update, inputs, outputs, self._device)
+        return bound_call(session, self.update, inputs, outputs, self._device)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; give loss, metrics and outputs."""
@@ -188,10 +198,11 @@ class Separate:
             self._values.write(name, array)
 
 
-def _call(
+def bound_call(
     session: object, spec: ModelSpec, inputs: Mapping[str, Any], outputs: Mapping[str, Any],
     device: str, graph_id: int | None = None,
 ) -> Call | DeviceCall:  # fmt: skip
+    """Give a session with its bindings, for the CPU or for a device."""
     if device == "cpu":
         return Call(session, spec, inputs, outputs)
     return DeviceCall(session, spec, inputs, outputs, device, graph_id)

@@ -75,19 +75,24 @@ class Trainer:
         if artifacts.meta:
             self._restore_progress(artifacts.meta)
             self.seed = seed or self.seed
-        separate = device == "cpu" and layout != "fused"
-        flat = flat_of(artifacts, threads=threads) if separate else None
+        # On a device an update without state is not worth a second call.
+        separate = layout != "fused" and (device == "cpu" or bool(artifacts.state))
+        flat = None
+        if separate:
+            flat = flat_of(artifacts, device=device, threads=threads, capture=capture)
         if layout == "auto":
             layout = self._pick() if flat is None else "separate"
         if layout == "fused" and self.manifest.accumulate > 1:
             raise OnnxTrainError("accumulated gradients need layout='separate'")
         self.layout = layout
         self._engine: Fused | Separate
-        self.captured = decide(artifacts, capture, device=device, layout=layout)
         if layout == "fused":
-            self._engine = Fused(artifacts, device=device, threads=threads, capture=self.captured)
+            self._engine = Fused(artifacts, device=device, threads=threads, capture=capture)
         else:
             self._engine = flat or Separate(artifacts, device=device, threads=threads)
+            if capture and flat is None:
+                decide(None, None, capture, device=device)
+        self.captured = self._engine.captured
         if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
             self.artifacts = artifacts.over(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 
 from onnxtrain.runtime import session as runtime
 
@@ -15,17 +17,31 @@ _BFLOAT16 = 16  # TensorProto.BFLOAT16
 
 
 class Values(Mapping[str, Any]):
-    """Tensors in one allocation, each aligned; ``values[name]`` is what the runtime takes."""
+    """Tensors in one allocation, each aligned; ``values[name]`` is what the runtime takes.
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], device: str) -> None:
+    Args:
+        arrays: what they hold at first.
+        device: where they are to be.
+        shared: whether arrays may see the same memory, so that nothing need be copied; on the CPU
+            only.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], device: str, *, shared: bool | None = None
+    ) -> None:
+        self._device = device
+        self._shared = device == "cpu" if shared is None else shared
         self._arrays, self._raw = _arena(arrays)
-        self._values = {n: ort_value(a, device) for n, a in self._arrays.items()}
-        # On the CPU both sides see the same memory, so nothing need be copied.
-        self._shared = device == "cpu" and all(
-            v.data_ptr() == self._arrays[n].ctypes.data
-            for n, v in self._values.items()
-            if self._arrays[n].size
-        )
+        self._memory = self._raw if self._shared else ort_value(self._raw, device)
+        first = self._raw.ctypes.data
+        self._at = {n: a.ctypes.data - first for n, a in self._arrays.items()}
+        if self._shared:
+            self._values = {n: ort_value(a) for n, a in self._arrays.items()}
+        else:
+            host = self._arrays
+            self._arrays = {n: np.broadcast_to(a.dtype.type(0), a.shape) for n, a in host.items()}
+            self._raw = np.empty(0, np.uint8)
+            self._values = {n: self._window(self._at[n], a) for n, a in self._arrays.items()}
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -50,10 +66,31 @@ class Values(Mapping[str, Any]):
             names: of neighbours, in the order in which they were given.
         """
         assert self._shared
-        first, last = self._arrays[names[0]], self._arrays[names[-1]]
-        start = first.ctypes.data - self._raw.ctypes.data
-        end = last.ctypes.data + last.nbytes - self._raw.ctypes.data
-        return self._raw[start:end].view(first.dtype)
+        start, end = self._range(names)
+        return self._raw[start:end].view(self._arrays[names[0]].dtype)
+
+    def line_value(self, names: Sequence[str]) -> Any:
+        """Give what the runtime takes for neighbours as one vector, wherever they are."""
+        start, end = self._range(names)
+        kind = self._arrays[names[0]].dtype
+        count = (end - start) // kind.itemsize
+        return self._window(start, np.broadcast_to(kind.type(0), (count,)))
+
+    def _range(self, names: Sequence[str]) -> tuple[int, int]:
+        last = self._arrays[names[-1]]
+        return self._at[names[0]], self._at[names[-1]] + last.size * last.itemsize
+
+    def _window(self, at: int, like: np.ndarray) -> Any:
+        """Give a value in the memory of the device, without memory of its own."""
+        binding = _window_session().io_binding()
+        kind = _BFLOAT16 if like.dtype == ml_dtypes.bfloat16 else like.dtype.type
+        address = (
+            self._memory.ctypes.data
+            if isinstance(self._memory, np.ndarray)
+            else self._memory.data_ptr()
+        )
+        binding.bind_output("y", self._device, 0, kind, like.shape, address + at)
+        return binding.get_outputs()[0]
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a tensor; shape and type are the caller's business."""
@@ -79,16 +116,30 @@ def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
     return kind.ortvalue_from_numpy(array, device, 0)
 
 
+@functools.cache
+def _window_session() -> Any:
+    """Give a session for the one way to say where a value lies: as the place of an output."""
+    x, y = (onnx.ValueInfoProto(name=n) for n in "xy")
+    for value in (x, y):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    node = onnx.NodeProto(op_type="Identity", input=["x"], output=["y"])
+    graph = onnx.GraphProto(name="window", node=[node], input=[x], output=[y])
+    opsets = [onnx.OperatorSetIdProto(version=21)]
+    model = onnx.ModelProto(graph=graph, opset_import=opsets, ir_version=10)
+    return runtime.create(model.SerializeToString(), threads=1)
+
+
 def _arena(like: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
     offsets, end = {}, 0
     for name, array in like.items():
         offsets[name] = end
         end += -(-max(array.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-    raw = np.zeros(end + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    whole = np.zeros(end + _ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % _ALIGNMENT
+    raw = whole[start : start + end]
     views = {}
     for name, array in like.items():
-        at = start + offsets[name]
+        at = offsets[name]
         view = raw[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
         view[...] = array
         views[name] = view

@@ -1,0 +1,148 @@
+"""Updates over long vectors: on the CPU piece by piece in the cache, on a device all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.device_call import DeviceCall
+from onnxtrain.runtime.flat_graphs import GRADIENT, FlatUpdate, FlatUpdates, results_of
+from onnxtrain.runtime.values import Values, ort_value
+
+PIECE = 1 << 15
+"""Elements that are updated at once on the CPU; what they need fits into the second-level cache."""
+
+_KINDS = {
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+Arrays = Mapping[str, np.ndarray]
+
+
+class Scalars:
+    """What all updates of a step share, computed from learning rate, step and scale on the CPU."""
+
+    def __init__(self, updates: FlatUpdates) -> None:
+        self.found: dict[str, np.ndarray] = {}
+        """The results by name; :meth:`compute` writes them in place."""
+        self._controls: dict[str, np.ndarray] = {}
+        self._session = runtime.create(updates.scalars.SerializeToString(), threads=1)
+        self._binding = self._session.io_binding()
+        for x in self._session.get_inputs():
+            self._controls[x.name] = np.zeros(x.shape, _KINDS[x.type])
+            self._binding.bind_ortvalue_input(x.name, ort_value(self._controls[x.name]))
+        for y in self._session.get_outputs():
+            plain = y.name.removesuffix(".out")
+            name = plain if plain in self._controls else y.name
+            self.found[name] = np.zeros(y.shape, _KINDS[y.type])
+            self._binding.bind_ortvalue_output(y.name, ort_value(self.found[name]))
+
+    def compute(self, feeds: Arrays) -> None:
+        """Set :attr:`found` for one step."""
+        for name, array in self._controls.items():
+            array[...] = feeds[name]
+        if self.found:
+            runtime.run_bound(self._session, self._binding)
+
+
+class Descent:
+    """Runs flat updates over all pieces of the vectors, in memory of the CPU."""
+
+    def __init__(self, updates: FlatUpdates, values: Values, gradients: Values) -> None:
+        self._scalars = Scalars(updates)
+        self._pieces: list[tuple[Any, Any, list[tuple[np.ndarray, np.ndarray]]]] = []
+        for group in updates.groups:
+            session = runtime.create(group.model.SerializeToString(), threads=1)
+            lines = {
+                key: (gradients if key == GRADIENT else values).line(
+                    [m[key] for m in group.members]
+                )
+                for key in group.members[0]
+            }
+            for start in range(0, len(lines[GRADIENT]), PIECE):
+                part = {key: line[start : start + PIECE] for key, line in lines.items()}
+                self._pieces.append((session, *self._bind(session, group, part)))
+
+    def _bind(
+        self, session: Any, group: FlatUpdate, part: dict[str, np.ndarray]
+    ) -> tuple[Any, list[tuple[np.ndarray, np.ndarray]]]:
+        """Give a binding of one piece, and what to copy after it ran."""
+        binding, copies = session.io_binding(), []
+        for key, array in part.items():
+            value = ort_value(array)
+            binding.bind_ortvalue_input(key, value)
+            if key == GRADIENT:
+                continue
+            if key not in group.in_place:
+                copies.append((array, np.empty_like(array)))
+                value = ort_value(copies[-1][1])
+            binding.bind_ortvalue_output(f"{key}.out", value)
+        for name in group.scalars:
+            binding.bind_ortvalue_input(name, ort_value(self._scalars.found[name]))
+        return binding, copies
+
+    def run(self, feeds: Arrays) -> None:
+        """Update everything; ``feeds`` are learning rate, step and scale."""
+        self._scalars.compute(feeds)
+        for session, binding, copies in self._pieces:
+            runtime.run_bound(session, binding)
+            for target, source in copies:
+                target[...] = source
+
+
+class DeviceDescent:
+    """Runs each flat update once over whole vectors, in memory of a device.
+
+    Args:
+        updates: the graphs.
+        values: parameters and state, written in place.
+        gradients: of the parameters.
+        device: where they are.
+        capture: record the runs and replay them. The recording itself may run an update more than
+            once, and is made here: the caller sets the values after it.
+    """
+
+    def __init__(
+        self, updates: FlatUpdates, values: Values, gradients: Values, device: str, *, capture: bool
+    ) -> None:
+        self._scalars = Scalars(updates)
+        self._calls: list[tuple[DeviceCall, tuple[str, ...], list[tuple[Any, Any]]]] = []
+        for group in updates.groups:
+            session = runtime.create(
+                group.model.SerializeToString(), device=device, threads=1, capture=capture
+            )
+            inputs, outputs, copies = {}, {}, []
+            for key in group.members[0]:
+                source = gradients if key == GRADIENT else values
+                inputs[key] = line = source.line_value([m[key] for m in group.members])
+                if key == GRADIENT:
+                    continue
+                if key not in group.in_place:
+                    spare = ort_value(line.numpy(), device)
+                    copies.append((line, spare))
+                    line = spare
+                outputs[f"{key}.out"] = line
+            call = DeviceCall(
+                session, results_of(group.model), inputs, outputs, device, 1 if capture else None
+            )
+            self._calls.append((call, group.scalars, copies))
+        if capture:
+            self._run()
+
+    def run(self, feeds: Arrays) -> None:
+        """Update everything; ``feeds`` are learning rate, step and scale."""
+        self._scalars.compute(feeds)
+        self._run()
+
+    def _run(self) -> None:
+        for call, scalars, copies in self._calls:
+            call.run({n: self._scalars.found[n] for n in scalars})
+            for target, source in copies:
+                target.update_inplace(source)
