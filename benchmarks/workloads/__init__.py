@@ -126,7 +126,7 @@ WORKLOADS: dict[str, Workload] = {
             (16, 3, 64, 64),
             100,
             16,
-            lr=(("sgd", 0.02), ("adamw", 2e-4)),
+            lr=(("sgd", 1e-5), ("adamw", 2e-4)),
         ),
         Workload(
             "vit",
