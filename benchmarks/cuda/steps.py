@@ -13,6 +13,7 @@ whose torch cannot export.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import datetime
 import gc
@@ -128,10 +129,11 @@ def measure(
         found.append(tuple(times if i % 2 else times[::-1]))  # type: ignore[arg-type]
     a, b, c = (statistics.median(column) for column in zip(*found, strict=True))
     ratios = sorted(x / y for x, y, _ in found)
-    where = placement(trainer.artifacts.source("step"))
+    where = [placement(source) for source in trainer.step_models]
+    nodes = sum((collections.Counter(w.counts) for w in where), collections.Counter())
     return Row(
         net.name, optimizer, precision, a, b, c, (ratios[0], ratios[-1]), worst,
-        trainer.captured, where.counts, where.left,
+        trainer.captured, dict(nodes), tuple(n for w in where for n in w.left),
     )  # fmt: skip
 
 

@@ -71,9 +71,9 @@ class Flat(Separate):
             t.name: self._gradient[places[t.feeds or ""]] for t in self.spec.outputs_of("gradient")
         }
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
-        session = runtime.create(
-            train.SerializeToString(), device=device, threads=threads, capture=capture
-        )
+        source = train.SerializeToString()
+        self.sources = (source, *(g.model.SerializeToString() for g in updates.groups))
+        session = runtime.create(source, device=device, threads=threads, capture=capture)
         spec = _without(self.spec, "accumulator", "reset")
         graph_id = 1 if capture else None
         self._call = bound_call(session, spec, inputs, outputs, device, graph_id)

@@ -55,7 +55,7 @@ class Fused:
         self.spec = _spec(artifacts, "step")
         source = artifacts.source("step")
         capture = decide(model_of(source), self.spec, capture, device=device)
-        self.captured = capture
+        self.captured, self.sources = capture, (source,)
         session = runtime.create(source, device=device, threads=threads, capture=capture)
         start = {**artifacts.values, **artifacts.state}
         kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
@@ -119,6 +119,7 @@ class Separate:
     ) -> None:
         self.spec, self.update = _spec(artifacts, "train"), _spec(artifacts, "optimizer")
         self._device, self.captured = device, False
+        self.sources = (artifacts.source("train"), artifacts.source("optimizer"))
         train = runtime.create(artifacts.source("train"), device=device, threads=threads)
         # Two pools that spin on the same cores cost more than the update can gain.
         optimizer = runtime.create(artifacts.source("optimizer"), device=device, threads=1)

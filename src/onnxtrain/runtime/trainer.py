@@ -111,6 +111,11 @@ class Trainer:
         return "separate" if sum(a.nbytes for a in arrays) > _LARGE else "fused"
 
     @property
+    def step_models(self) -> tuple[bytes | str, ...]:
+        """The models that a step runs, as :func:`onnxtrain.runtime.placement.placement` takes."""
+        return self._engine.sources
+
+    @property
     def inputs(self) -> list[str]:
         """Names of the inputs and targets of a batch, in the order of positional arguments."""
         return [t.name for t in self.batch_specs]
