@@ -41,12 +41,26 @@ def test_flat_updates_equal_those_of_each_tensor(
     same_steps(long, plain)
 
 
+def test_pieces_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descent, "PIECE", 16)
+    monkeypatch.setattr(descent, "_WORTH_A_THREAD", 1)
+    artifacts = made(optimizer=ALIKE["adamw"], ema=0.9)
+    long = Trainer(artifacts, layout="separate", threads=3)
+    engine = long._engine
+    assert isinstance(engine, Flat)
+    assert isinstance(engine._descent, descent.Descent)
+    assert engine._descent._crew.helpers == 2
+    plain = Trainer(artifacts, layout="separate")
+    plain._engine = Separate(artifacts, device="cpu", threads=1)
+    same_steps(long, plain)
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_flat_updates_in_memory_of_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
     plain = Trainer(artifacts, layout="separate")
 
-    def on_device(updates, values, gradients):
+    def on_device(updates, values, gradients, **_):
         return descent.DeviceDescent(updates, values, gradients, "cpu", capture=False)
 
     monkeypatch.setattr(flat, "Values", functools.partial(Values, shared=False))

@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.crew import Crew, Piece, cores
 from onnxtrain.runtime.device_call import DeviceCall
 from onnxtrain.runtime.flat_graphs import GRADIENT, FlatUpdate, FlatUpdates, results_of
 from onnxtrain.runtime.values import Values, ort_value
 
 PIECE = 1 << 15
 """Elements that are updated at once on the CPU; what they need fits into the second-level cache."""
+
+_WORTH_A_THREAD = 8
+"""Pieces from which waking another thread costs less than it saves."""
 
 _KINDS = {
     "tensor(float)": np.float32,
@@ -33,6 +37,7 @@ class Scalars:
         self.found: dict[str, np.ndarray] = {}
         """The results by name; :meth:`compute` writes them in place."""
         self._controls: dict[str, np.ndarray] = {}
+        self._first = True
         self._session = runtime.create(updates.scalars.SerializeToString(), threads=1)
         self._binding = self._session.io_binding()
         for x in self._session.get_inputs():
@@ -46,18 +51,36 @@ class Scalars:
 
     def compute(self, feeds: Arrays) -> None:
         """Set :attr:`found` for one step."""
+        changed = self._first
         for name, array in self._controls.items():
-            array[...] = feeds[name]
-        if self.found:
+            new = feeds[name]
+            if array != new:
+                array[...], changed = new, True
+        if changed and self.found:
+            self._first = False
             runtime.run_bound(self._session, self._binding)
 
 
 class Descent:
-    """Runs flat updates over all pieces of the vectors, in memory of the CPU."""
+    """Runs flat updates over all pieces of the vectors, in memory of the CPU.
 
-    def __init__(self, updates: FlatUpdates, values: Values, gradients: Values) -> None:
+    Args:
+        updates: the graphs.
+        values: parameters and state, written in place.
+        gradients: of the parameters.
+        threads: that may share the pieces; ``None`` for one per core.
+    """
+
+    def __init__(
+        self,
+        updates: FlatUpdates,
+        values: Values,
+        gradients: Values,
+        *,
+        threads: int | None,
+    ) -> None:
         self._scalars = Scalars(updates)
-        self._pieces: list[tuple[Any, Any, list[tuple[np.ndarray, np.ndarray]]]] = []
+        self._pieces: list[Piece] = []
         for group in updates.groups:
             session = runtime.create(group.model.SerializeToString(), threads=1)
             lines = {
@@ -69,6 +92,8 @@ class Descent:
             for start in range(0, len(lines[GRADIENT]), PIECE):
                 part = {key: line[start : start + PIECE] for key, line in lines.items()}
                 self._pieces.append((session, *self._bind(session, group, part)))
+        most = len(self._pieces) // _WORTH_A_THREAD
+        self._crew = Crew(min(cores() if threads is None else threads, most))
 
     def _bind(
         self, session: Any, group: FlatUpdate, part: dict[str, np.ndarray]
@@ -91,10 +116,7 @@ class Descent:
     def run(self, feeds: Arrays) -> None:
         """Update everything; ``feeds`` are learning rate, step and scale."""
         self._scalars.compute(feeds)
-        for session, binding, copies in self._pieces:
-            runtime.run_bound(session, binding)
-            for target, source in copies:
-                target[...] = source
+        self._crew.run(self._pieces)
 
 
 class DeviceDescent:

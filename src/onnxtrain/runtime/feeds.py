@@ -51,6 +51,29 @@ def feed(
     return {s.name: _fit(s, to_array(given[s.name]), sizes) for s in specs}
 
 
+class Feeder:
+    """Matches batches to the same inputs again and again; a known form costs next to nothing."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = specs
+        self._names = [s.name for s in specs]
+        self._types = [numpy_dtype(s.dtype) for s in specs]
+        self._shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Give what :func:`feed` gives."""
+        if not named and len(positional) == len(self._shapes):
+            wanted = zip(positional, self._types, self._shapes, strict=True)
+            if all(
+                type(a) is np.ndarray and a.dtype == t and a.shape == s and a.flags.c_contiguous
+                for a, t, s in wanted
+            ):
+                return dict(zip(self._names, positional, strict=True))
+        found = feed(self._specs, positional, named)
+        self._shapes = [a.shape for a in found.values()]
+        return found
+
+
 def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]]) -> np.ndarray:
     want = numpy_dtype(spec.dtype)
     if array.dtype != want:

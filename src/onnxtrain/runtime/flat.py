@@ -79,7 +79,7 @@ class Flat(Separate):
         self._call = bound_call(session, spec, inputs, outputs, device, graph_id)
         self._descent: Descent | DeviceDescent
         if device == "cpu":
-            self._descent = Descent(updates, self._values, self._gradient)
+            self._descent = Descent(updates, self._values, self._gradient, threads=threads)
         else:
             self._descent = DeviceDescent(
                 updates, self._values, self._gradient, device, capture=capture

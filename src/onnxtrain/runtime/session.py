@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
 from onnxtrain.runtime.denormals import FlushDenormals, learning_mode
 
+Copies = Sequence[tuple[np.ndarray, np.ndarray]]
 DEVICES = ("cpu", "cuda")
 
 
@@ -110,6 +112,18 @@ def run_bound(session: Any, binding: Any, options: Any = None) -> None:
         with FlushDenormals():
             # Without RunOptions where possible: with them a call costs ten times as much.
             session.run_with_iobinding(binding, options)
+    except Exception as error:  # onnxruntime's errors share no base class
+        raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
+
+
+def run_each(calls: Iterable[tuple[Any, Any, Copies]]) -> None:
+    """Run sessions on what is bound to them, one after the other; after each, copy arrays."""
+    try:
+        with FlushDenormals():  # once: for a small model it takes as long as a run
+            for session, binding, copies in calls:
+                session.run_with_iobinding(binding)
+                for target, source in copies:
+                    target[...] = source
     except Exception as error:  # onnxruntime's errors share no base class
         raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
 

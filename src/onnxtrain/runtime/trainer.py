@@ -19,7 +19,7 @@ from onnxtrain.runtime.call import CONTROL
 from onnxtrain.runtime.capture import decide
 from onnxtrain.runtime.data import as_source
 from onnxtrain.runtime.evaluation import Evaluation, evaluate
-from onnxtrain.runtime.feeds import feed, numpy_dtype, to_array
+from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
 from onnxtrain.runtime.fit import fit
 from onnxtrain.runtime.flat import flat_of
 from onnxtrain.runtime.inference import Predictor, folded, trained_model
@@ -96,6 +96,7 @@ class Trainer:
         if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
             self.artifacts = artifacts.over(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
+        self._feed = Feeder(self.batch_specs)
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
         self._evaluator: Any = None
@@ -123,10 +124,8 @@ class Trainer:
     @property
     def fixed_batch(self) -> int | None:
         """The batch size that the model is fixed to, if it is."""
-        size = (
-            self.batch_specs[0].shape[0] if self.batch_specs and self.batch_specs[0].shape else None
-        )
-        return size if isinstance(size, int) else None
+        sizes = [t.shape[0] for t in self.batch_specs[:1] if t.shape]
+        return next((d for d in sizes if isinstance(d, int)), None)
 
     @property
     def accumulating(self) -> bool:
@@ -139,8 +138,7 @@ class Trainer:
         Raises:
             ShapeError: if the batch does not fit; nothing has changed then.
         """
-        feeds = feed(self.batch_specs, batch, named)
-        return self.commit(self.compute(feeds))
+        return self.commit(self.compute(self._feed(batch, named)))
 
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""

@@ -1,0 +1,55 @@
+"""Batches of a known form pass quickly, all others are looked at in full."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onnxtrain.errors import ShapeError
+from onnxtrain.manifest import TensorSpec
+from onnxtrain.runtime.feeds import Feeder
+
+SPECS = (
+    TensorSpec("x", "float32", ("batch", 3), "input"),
+    TensorSpec("y", "int64", ("batch",), "target"),
+)
+
+
+def batch(size: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones((size, 3), np.float32), np.ones(size, np.int64)
+
+
+def test_known_forms_are_passed_on_as_they_are() -> None:
+    feeder = Feeder(SPECS)
+    feeder(batch(4), {})
+    x, y = batch(4)
+    found = feeder((x, y), {})
+    assert found["x"] is x
+    assert found["y"] is y
+
+
+def test_after_a_known_form_others_are_converted() -> None:
+    feeder = Feeder(SPECS)
+    feeder(batch(4), {})
+    x, y = batch(4)
+    turned = np.ones((3, 4), np.float32).T
+    for given in ((turned, y), (x.astype(np.float64), y), (x.tolist(), y.tolist())):
+        found = feeder(given, {})
+        assert found["x"].flags.c_contiguous
+        assert (found["x"].dtype, found["x"].shape) == (np.float32, (4, 3))
+    assert feeder((), {"x": x, "y": y})["x"].shape == (4, 3)
+    assert feeder(batch(5), {})["x"].shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [(np.ones((4, 2), np.float32), np.ones(4, np.int64)), (np.ones((4, 3), np.float32),), batch(4)],
+    ids=["shape", "missing", "sizes"],
+)
+def test_after_a_known_form_misfits_are_refused(given: tuple[np.ndarray, ...]) -> None:
+    feeder = Feeder(SPECS)
+    feeder(batch(4), {})
+    if len(given) == 2 and given[0].shape == (4, 3):
+        given = (given[0], np.ones(3, np.int64))
+    with pytest.raises(ShapeError):
+        feeder(given, {})
