@@ -37,6 +37,7 @@ def _facts(case: OpCase) -> Facts:
         image=x[0, 0].size,
         positions=1,
         overpadded="overpadded" in case.name,
+        addable=group == 1 and x.ndim == 4,
     )
 
 
@@ -74,8 +75,14 @@ def test_weight_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None
         for form in conv_rule.INPUT_FORMS
         for case in conv.CASES
         if form == "transposed"
+        or (form == "columns" and _facts(case).addable)
         or (form == "pairs" and _facts(case).depthwise)
-        or (_facts(case).depthwise and not _facts(case).strided and not _facts(case).overpadded)
+        or (
+            form == "flipped"
+            and _facts(case).depthwise
+            and not _facts(case).strided
+            and not _facts(case).overpadded
+        )
     ],
 )
 def test_input_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:

@@ -13,11 +13,13 @@ from onnxtrain.artifacts.declare import Declared
 from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
 from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.recompute import differentiate_again
+from onnxtrain.autodiff.rules.conv_columns import multiply_small_images
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.autocast import autocast
 from onnxtrain.graph.builder import OpBuilder, names_in
 from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compose_batch_norm
+from onnxtrain.graph.fold_norm import fold_norms
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.narrow import narrow_inputs
 from onnxtrain.graph.randomness import portable_dropout
@@ -148,6 +150,8 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     inputs = list(graph.inputs)
     attached, rng, shown = _attach(model, plan)
     pool_first(graph)
+    if not plan.recompute:
+        fold_norms(model, plan.target)
     chosen = _reaching_parameters(graph, plan, attached.loss)
     op = OpBuilder(graph, "grad/", target=plan.target)
     statistics = running_statistics(model, op)
@@ -170,9 +174,10 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
         results.append(gradient)
     results += [b.new for b in statistics]
     _set_outputs(op, results)
+    multiply_small_images(op)
     if plan.target in WITHOUT_BATCH_STATISTICS:
         compose_batch_norm(op)
-    expand_label_losses(model)
+    expand_label_losses(model, plan.target)
     return Backward(
         model=model,
         inputs=_names(inputs),

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.rules.windows import Windows
+from onnxtrain.graph import dims as D
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.dims import Dim
 
@@ -30,6 +31,8 @@ class Facts:
     """Positions in the output."""
     overpadded: bool = False
     """Whether some windows read padding only."""
+    addable: bool = False
+    """Whether a product can give the input's gradient, windows added up by Col2Im."""
 
     @property
     def few_taps(self) -> bool:
@@ -58,9 +61,23 @@ class Facts:
         return self.pairs is not None and self.pairs <= limit
 
     @property
+    def one_group(self) -> bool:
+        """Whether all channels are in one group, and their numbers are known."""
+        return self.group == 1 and self.channels is not None and self.outs is not None
+
+    @property
+    def dense(self) -> bool:
+        """Whether there is one group with more than a few channels."""
+        return self.one_group and not self.narrow
+
+    @property
     def narrow(self) -> bool:
         """Whether one tap alone makes too small a product."""
         return self.channels is not None and self.channels < 8
+
+    def positions_up_to(self, limit: int) -> bool:
+        """Whether the output is known to have that few positions."""
+        return self.positions is not None and self.positions <= limit
 
     @property
     def tiny_image(self) -> bool:
@@ -91,7 +108,30 @@ def facts_of(
         overpadded=any(
             p >= (win.extent(i % win.rank) or 0) for i, p in enumerate(win.pads) if p > 0
         ),
+        addable=_addable(op, x, dy, w, win, group),
     )
+
+
+def one_to_one(win: Windows) -> bool:
+    """Tell whether every window reads one position of its own, and all positions are read."""
+    return win.count == 1 and not any(win.pads) and all(s == 1 for s in win.strides)
+
+
+def _addable(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> bool:
+    """Tell whether all sizes are known, and onnxruntime has a Col2Im for them if one is needed."""
+    image, count = D.numbers(op.dims(x)[2:]), D.numbers(op.dims(dy)[2:])
+    if group != 1 or D.numbers(op.dims(w)) is None or image is None or count is None:
+        return False
+    if one_to_one(win):
+        return True
+    if win.rank != 2 or x.dtype != ir.DataType.FLOAT:
+        return False
+    ends = [
+        size + win.before[i] + win.after[i] - (win.extent(i) or 0) for i, size in enumerate(image)
+    ]
+    return list(count) == [end // s + 1 for end, s in zip(ends, win.strides, strict=True)]
 
 
 def _product(sizes: Sequence[Dim]) -> int | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onnxtrain.autodiff.rules import conv_columns as small
 from onnxtrain.autodiff.rules import conv_depthwise as depthwise
 from onnxtrain.autodiff.rules.conv_facts import Facts, facts_of
 from onnxtrain.autodiff.rules.windows import Windows, pad, tap_slices
@@ -137,6 +138,8 @@ FORMS: dict[str, Form] = {
     "taps": Form(by_taps, lambda f: f.taps is not None),
     "merged": Form(by_merged_taps, lambda f: f.taps is not None),
     "im2col": Form(by_im2col, lambda f: f.taps is not None),
+    "columns": Form(small.weight_by_columns, lambda f: f.few_taps and f.one_group),
+    "tap_columns": Form(small.weight_by_tap_columns, lambda f: f.few_taps and f.one_group),
     "lifted": Form(by_lifted_conv),
     "swapped": Form(by_swapped_conv),
     "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
@@ -155,6 +158,12 @@ _CPU: Choices = [
     (lambda f: True, "depthwise"),
     (lambda f: not f.few_taps, "lifted"),
     (lambda f: f.group > 1 and f.strided, "lifted"),
+    (small.by_product, "columns"),
+    (
+        lambda f: f.dense and f.nine_taps and f.positions_up_to(64 if f.taps != 1 else 16),
+        "tap_columns",
+    ),
+    (lambda f: f.dense and f.nine_taps and f.taps != 1 and f.strided, "tap_columns"),
     (lambda f: f.small_image and f.tiny_image and not f.strided, "lifted"),
     (lambda f: f.small_image, "merged"),
     (lambda f: f.taps == 1, "im2col"),

@@ -1,0 +1,155 @@
+"""Convolutions of small images as one product over the whole batch.
+
+A convolution kernel multiplies image by image, and reads the whole weight for each. Where images
+have a few positions only, that is most of its time. Here a row of ``columns`` holds what a window
+reads; all windows of the batch make one matrix, and the weight is read once, as it lies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.rules.conv_facts import Facts, facts_of, one_to_one
+from onnxtrain.autodiff.rules.windows import Windows, tap_slices, windows
+from onnxtrain.graph import dims as D
+from onnxtrain.graph.builder import OpBuilder
+
+FEW = 8
+"""Up to so many output positions the forward convolution is spelled as a product, too."""
+
+
+def columns(op: OpBuilder, x: ir.Value, win: Windows, *, by_tap: bool) -> ir.Value:
+    """Give [N * positions, channels * taps]; taps vary slowest if ``by_tap``, else fastest.
+
+    The first order is made with one copy less, the second one is the order of a weight.
+    """
+    n = win.rank
+    channels = op.dims(x)[1]
+    assert isinstance(channels, int)
+    last = op.Transpose(x, perm=[0, *win.axes, 1])
+    axes = list(range(1, 1 + n))
+    if any(win.pads):
+        last = op.Pad(last, win.pads, None, axes)
+    slices = tap_slices(op, last, win, axes)
+    if len(slices) == 1:
+        return op.Reshape(slices[0], [-1, channels])
+    stacked = op.Concat(*(op.Unsqueeze(s, [1 + n]) for s in slices), axis=1 + n)
+    if not by_tap:
+        stacked = op.Transpose(stacked, perm=[*range(1 + n), 2 + n, 1 + n])
+    return op.Reshape(stacked, [-1, channels * len(slices)])
+
+
+def weight_by_columns(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """``dW = dy^T @ columns``; a forward convolution that is a product shares the columns."""
+    return op.reshape_like(op.MatMul(_rows(op, dy), columns(op, x, win, by_tap=False)), w)
+
+
+def weight_by_tap_columns(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """``dW = dy^T @ columns`` with the taps in front, put in order afterwards."""
+    dw = op.MatMul(_rows(op, dy), columns(op, x, win, by_tap=True))
+    if win.count == 1:
+        return op.reshape_like(dw, w)
+    outs, channels = op.dims(w)[:2]
+    dw = op.Transpose(op.Reshape(dw, [outs, win.count, channels]), perm=[0, 2, 1])
+    return op.reshape_like(dw, w)
+
+
+def input_by_columns(
+    op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """``dy @ W`` is the gradient of the columns; Col2Im adds up what several windows read."""
+    outs, channels = op.dims(w)[:2]
+    positions, image = op.dims(dy)[2:], op.dims(x)[2:]
+    rows = op.Reshape(op.Transpose(dy, perm=[0, *win.axes, 1]), [-1, outs])
+    found = op.MatMul(rows, op.Reshape(w, [outs, -1]))
+    n = win.rank
+    if one_to_one(win):
+        found = op.Reshape(found, [-1, *positions, channels])
+        return op.Transpose(found, perm=[0, 1 + n, *range(1, 1 + n)])
+    assert win.static_kernel is not None
+    count = D.numbers(positions)
+    assert count is not None
+    found = op.Reshape(found, [-1, math.prod(count), op.dims(found)[1]])
+    return op.Col2Im(
+        op.Transpose(found, perm=[0, 2, 1]),
+        op.const(list(image)),
+        op.const(list(win.static_kernel)),
+        dilations=win.dilations,
+        pads=win.pads,
+        strides=win.strides,
+    )
+
+
+def multiply_small_images(op: OpBuilder) -> int:
+    """Spell forward convolutions of small images by a parameter as products; give how many."""
+    if op.target != "cpu":
+        return 0
+    changed = 0
+    for node in list(op.graph):
+        if node.op_type != "Conv" or node.domain not in ("", "ai.onnx"):
+            continue
+        x, w, b = (*node.inputs, None)[:3]
+        y = node.outputs[0]
+        if x is None or w is None or not w.is_graph_input() or y.is_graph_output():
+            continue
+        win = _windows_of(node, w)
+        if win is None or not by_product(facts_of(op, x, y, w, win, _group(node))):
+            continue
+        inside = OpBuilder(op.graph, op.prefix, target=op.target, before=node, parent=op)
+        y.replace_all_uses_with(_product_of(inside, x, w, b, y, win))
+        op.graph.remove(node, safe=True)
+        changed += 1
+    return changed
+
+
+def by_product(facts: Facts) -> bool:
+    """Tell whether the forward convolution had better be a product."""
+    return facts.dense and facts.nine_taps and facts.positions_up_to(FEW)
+
+
+def _product_of(
+    op: OpBuilder, x: ir.Value, w: ir.Value, b: ir.Value | None, y: ir.Value, win: Windows
+) -> ir.Value:
+    """Give ``columns @ W^T + b`` in the shape of ``y``."""
+    outs, positions, n = op.dims(w)[0], op.dims(y)[2:], win.rank
+    rows = columns(op, x, win, by_tap=False)
+    found = op.Gemm(rows, op.Reshape(w, [outs, -1]), b, transB=1)
+    found = op.Reshape(found, [-1, *positions, outs])
+    found = op.Transpose(found, perm=[0, 1 + n, *range(1, 1 + n)])
+    found.type, found.shape = y.type, y.shape
+    return found
+
+
+def _windows_of(node: ir.Node, w: ir.Value) -> Windows | None:
+    """Give the windows of a convolution with explicit padding."""
+    auto = node.attributes.get("auto_pad")
+    if auto is not None and auto.as_string() not in ("NOTSET", "VALID"):
+        return None
+    given = {}
+    for name in ("strides", "dilations", "pads"):
+        attribute = node.attributes.get(name)
+        given[name] = None if attribute is None else list(attribute.as_ints())
+    shape = w.shape
+    if shape is None:
+        return None
+    if auto is not None and auto.as_string() == "VALID":
+        given["pads"] = None
+    kernel = [d if isinstance(d, int) else None for d in shape][2:]
+    return windows(kernel, **given)
+
+
+def _group(node: ir.Node) -> int:
+    attribute = node.attributes.get("group")
+    return 1 if attribute is None else attribute.as_int()
+
+
+def _rows(op: OpBuilder, dy: ir.Value) -> ir.Value:
+    """[N, C, ...] -> [C, N * positions]."""
+    swapped = op.Transpose(dy, perm=[1, 0, *range(2, op.rank(dy))])
+    return op.Reshape(swapped, [op.dims(dy)[1], -1])
