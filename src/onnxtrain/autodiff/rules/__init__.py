@@ -10,7 +10,7 @@ and, by keyword, only what its signature asks for::
 
     y         the node's first output          outputs   all of them
     <name>    an attribute, default filled in  node      the ir.Node itself (last resort)
-    wanted    one flag per input: is its gradient needed at all (for costly rules)
+    wanted    one flag per input, captured ones last: is its gradient needed at all
 
 It returns one gradient per input (trailing ones may be left out); ``None`` means "no gradient";
 ``undefined("why")`` stands for a gradient we do not have, and raises only if that one is wanted.

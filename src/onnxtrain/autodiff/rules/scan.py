@@ -1,0 +1,206 @@
+"""Scan: the steps in reverse.
+
+The backward body runs the reverse sweep of one step. It reads what entered the step and what was
+costly to compute in it, which the forward node saves in additional scan outputs; the rest it
+computes again. Gradients of weights that are products are taken after the loop, for all steps at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.bodies import (
+    append_identities,
+    name_outputs,
+    own,
+    refuse_randomness,
+    shaped,
+    sweep,
+)
+from onnxtrain.autodiff.flow import accumulate
+from onnxtrain.autodiff.registry import vjp_multi
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.copying import copy_nodes
+from onnxtrain.graph.scopes import captured
+
+Maybe = ir.Value | None
+_COSTLY = frozenset(
+    {
+        *("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Sigmoid", "Tanh", "Erf", "Exp"),
+        *("Log", "Softmax", "LogSoftmax", "Softplus", "Gelu", "Pow", "LayerNormalization"),
+    }
+)
+_SAVED = "onnxtrain.saved"
+
+
+@vjp_multi("Scan")
+def scan(op, dys, *inputs, node, wanted):
+    """A Scan over the steps in reverse, which carries the gradients of the states."""
+    refuse_randomness(node)
+    body = node.attributes["body"].as_graph()
+    n = len(inputs) - node.attributes["num_scan_inputs"].as_int()
+    scans = inputs[n:]
+    outer = captured(node)
+    axes_in = _ints(node, "scan_input_axes", len(scans))
+    turns_in = _ints(node, "scan_input_directions", len(scans))
+    n_out = len(body.outputs) - n
+    axes_out = _ints(node, "scan_output_axes", n_out)[: len(node.outputs) - n]
+    turns_out = _ints(node, "scan_output_directions", n_out)[: len(node.outputs) - n]
+
+    floats = [i for i in range(n) if S.is_float(inputs[i])]
+    wanted_scans = [i for i, x in enumerate(scans) if S.is_float(x) and wanted[n + i]]
+    wanted_outer = [
+        x for x, w in zip(outer, wanted[len(inputs) :], strict=True) if w and S.is_float(x)
+    ]
+    given = [i for i in range(n, len(dys)) if dys[i] is not None]
+
+    d_states = [dys[i] if dys[i] is not None else op.zeros_like(inputs[i]) for i in floats]
+    step = op.body([*d_states, *wanted_outer, *body.inputs, *(body.outputs[i] for i in given)])
+    ins = iter(list(step.graph.inputs))
+    d_now = [next(ins) for _ in floats]
+    totals = {x: next(ins) for x in wanted_outer}
+    states = [next(ins) for _ in range(n)]
+    slices = [next(ins) for _ in scans]
+    d_outputs: list[Maybe] = [None] * len(body.outputs)
+    for i, d in (*zip(floats, d_now, strict=True), *zip(given, ins, strict=True)):
+        d_outputs[i] = d
+    mapping = dict(zip(body.inputs, [*states, *slices], strict=True))
+    outputs = copy_nodes(step, body, mapping)
+    wrt = [*(states[i] for i in floats), *(slices[i] for i in wanted_scans)]
+    swept = sweep(step, outputs, d_outputs, [*wrt, *wanted_outer])
+    of_outer = dict(zip(wanted_outer, swept[len(wrt) :], strict=True))
+    grads = own(step, swept[: len(wrt)], wrt)
+
+    products = {x: p for x, g in of_outer.items() if (p := _factors(g)) is not None}
+    for x in products:
+        step.graph.inputs.remove(totals.pop(x))
+    news = own(step, [of_outer[x] for x in totals], list(totals))
+    sums = [accumulate(step, old, new) for old, new in zip(totals.values(), news, strict=True)]
+    # What entered the step is there for all steps already.
+    factors = {v: None for p in products.values() for v, _ in p if v not in states}
+    step.graph.outputs.extend(
+        [*grads[: len(floats)], *sums, *grads[len(floats) :], *map(step.Identity, factors)]
+    )
+    kept = _costly(step.graph, mapping)
+    saved = _save(op, node, body, n, [*body.inputs[:n], *kept])
+    for copy in kept.values():
+        entry = ir.Value(name=op.names.fresh(f"{op.prefix}kept"), type=copy.type, shape=copy.shape)
+        copy.replace_all_uses_with(entry)
+        step.graph.inputs.append(entry)
+
+    carried = [*d_states, *(op.zeros_like(x) for x in totals)]
+    fed = [*saved[:n], *scans, *(dys[i] for i in given), *saved[n:]]
+    found = op.Scan(
+        *carried,
+        *fed,
+        body=step.graph,
+        num_scan_inputs=len(fed),
+        scan_input_axes=[0] * n + axes_in + [axes_out[i - n] for i in given] + [0] * len(kept),
+        scan_input_directions=[
+            *[1] * n,
+            *(1 - t for t in turns_in),
+            *(1 - turns_out[i - n] for i in given),
+            *[1] * len(kept),
+        ],
+        # The factors' first step comes first, as in what was saved.
+        scan_output_axes=[*(axes_in[i] for i in wanted_scans), *[0] * len(factors)] or None,
+        scan_output_directions=[*(1 - turns_in[i] for i in wanted_scans), *[1] * len(factors)]
+        or None,
+        _outputs=len(carried) + len(wanted_scans) + len(factors),
+    )
+    results = iter(found if isinstance(found, tuple) else [found])
+    result: list[Maybe] = [None] * len(inputs)
+    for i in floats:
+        result[i] = shaped(next(results), inputs[i])
+    by_value: dict[ir.Value, Maybe] = {x: shaped(next(results), x) for x in totals}
+    for i in wanted_scans:
+        result[n + i] = shaped(next(results), scans[i])
+    stacks = {v: _stack(next(results), v, saved[0] if n else fed[0]) for v in factors}
+    stacks |= dict(zip(states, saved, strict=False))
+    for x, (a, b) in products.items():
+        rows = [op.Reshape(stacks[v], [-1, columns]) for v, columns in (a, b)]
+        by_value[x] = shaped(op.Gemm(*rows, transA=1), x)
+    return *result, *(by_value.get(x) for x in outer)
+
+
+def _factors(g: Maybe) -> list[tuple[ir.Value, int]] | None:
+    """Give ``a`` and ``b``, each with its columns, where a gradient is ``a^T b``."""
+    made = None if g is None else g.producer()
+    if made is None or made.op_type != "Gemm" or len(made.inputs) != 2:
+        return None
+    if {k: a.value for k, a in made.attributes.items()} != {"transA": 1}:
+        return None
+    found = []
+    for v in made.inputs:
+        dims = None if v is None else S.dims_of(v)
+        if v is None or dims is None or not isinstance(dims[1], int) or v.graph is not made.graph:
+            return None
+        found.append((v, dims[1]))
+    return found
+
+
+def _costly(graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Give costly values that the outputs of a backward body need: the forward's, and its copy."""
+    copies = {copy: value for value, copy in mapping.items()}
+    needed = set(graph.outputs)
+    found: dict[ir.Value, ir.Value] = {}
+    for node in reversed(graph):
+        if not needed.intersection(node.outputs):
+            continue
+        y = node.outputs[0]
+        if y in copies and node.op_type in _COSTLY and len(node.outputs) == 1:
+            found[copies[y]] = y
+            continue
+        needed.update(x for x in (*node.inputs, *captured(node)) if x is not None)
+    return dict(reversed(found.items()))
+
+
+def _stack(stack: ir.Value, one: ir.Value, like: ir.Value) -> ir.Value:
+    dims, length = S.dims_of(one), S.dims_of(like)
+    stack.type = one.type
+    S.set_dims(stack, None if dims is None or length is None else [length[0], *dims])
+    return stack
+
+
+def _save(
+    op: OpBuilder, node: ir.Node, body: ir.Graph, n: int, values: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """Make a Scan give values of its body for all steps, as additional scan outputs; give those."""
+    saved: dict[ir.Value, ir.Value] = node.meta.setdefault(_SAVED, {})
+    fresh = [v for v in values if v not in saved]
+    if len(node.outputs) < len(body.outputs):  # trailing outputs were omitted
+        node.resize_outputs(len(body.outputs))
+    first = len(body.outputs)
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if name in node.attributes:
+            kept = [*node.attributes[name].as_ints(), *[0] * len(fresh)]
+            node.attributes[name] = ir.AttrInt64s(name, kept[: first - n + len(fresh)])
+    append_identities(op, body, fresh)
+    node.resize_outputs(first + len(fresh))
+    length = _length(node, n)
+    for i, value in enumerate(fresh):
+        out = node.outputs[first + i]
+        out.name = op.names.fresh(f"{node.outputs[0].name}.{value.name}")
+        state = node.inputs[body.inputs.index(value)] if value in body.inputs else None
+        out.type = value.type or (None if state is None else state.type)
+        dims = S.dims_of(value if state is None else state)
+        S.set_dims(out, None if dims is None else [length, *dims])
+        saved[value] = out
+    name_outputs(op, node)
+    return [saved[v] for v in values]
+
+
+def _length(node: ir.Node, n: int) -> S.Dim:
+    axes = _ints(node, "scan_input_axes", len(node.inputs) - n)
+    first = node.inputs[n]
+    dims = None if first is None else S.dims_of(first)
+    return None if dims is None else dims[axes[0]]
+
+
+def _ints(node: ir.Node, name: str, n: int) -> list[int]:
+    attribute = node.attributes.get(name)
+    return [0] * n if attribute is None else list(attribute.as_ints())

@@ -1,0 +1,52 @@
+"""What the backward pass of a loop computes in its steps, and what outside."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+import onnxtrain
+
+STEPS, BATCH, WIDTH = 5, 3, 4
+
+
+def recurrent(op: str) -> ir.Model:
+    """Give a net of one recurrent layer whose weights are inputs."""
+    gates = {"GRU": 3, "LSTM": 4, "RNN": 1}[op] * WIDTH
+    reset = ", linear_before_reset = 1" if op == "GRU" else ""
+    return ir.from_onnx_text(
+        f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        net (float[{STEPS},{BATCH},{WIDTH}] x, float[1,{gates},{WIDTH}] w,
+             float[1,{gates},{WIDTH}] r, float[1,{2 * gates}] b) => (float sum) {{
+          y = {op} <hidden_size = {WIDTH}{reset}> (x, w, r, b)
+          sum = ReduceSum <keepdims = 0> (y)
+        }}
+        """
+    )
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, onnx.AttributeProto]:
+    return {a.name: a for a in node.attribute}
+
+
+@pytest.mark.parametrize("op", ["GRU", "LSTM", "RNN"])
+def test_products_of_the_forward_steps_are_kept_and_those_of_weights_are_outside(op: str) -> None:
+    found = onnxtrain.grad(recurrent(op), wrt=["x", "r"])
+    scans = [n for n in found.graph.node if n.op_type == "Scan"]
+    assert len(scans) == 2
+    body = attributes(scans[1])["body"].g.node
+    kinds = [n.op_type for n in body]
+    assert not {"MatMul", "Sigmoid", "Tanh"}.intersection(kinds)
+    # One product is left: from the gates back to the state.
+    products = [n for n in body if n.op_type == "Gemm"]
+    assert len(products) == 1
+    assert "transA" not in attributes(products[0])
+
+
+def test_constants_in_a_body_have_no_gradient() -> None:
+    found = onnxtrain.grad(recurrent("GRU"), wrt=["x"])
+    backward = [n for n in found.graph.node if n.op_type == "Scan"][1]
+    carried = len(backward.input) - attributes(backward)["num_scan_inputs"].i
+    assert carried == 1  # the state's, and nothing for the 1 of (1 - z) or for weights
