@@ -71,3 +71,51 @@ def test_the_gradient_shares_what_the_loss_computes() -> None:
 def test_nothing_to_do() -> None:
     prepared = open_model(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, ["n", 4]))}))
     assert [n.op_type for n in expand_label_losses(prepared).graph] == ["Tanh"]
+
+
+LOSSES = [
+    CrossEntropy(),
+    CrossEntropy(ignore_index=None, reduction="sum"),
+    CrossEntropy(ignore_index=2, weight=WEIGHT),
+]
+
+
+def gradient_model(loss: Loss, target: str) -> ir.Model:
+    prepared = open_model(model_of(lambda op: {"y": op.Mul(op.input("x", FLOAT, ["n", 4]), 2.0)}))
+    attached = attach_loss(prepared, loss)
+    op = OpBuilder(prepared.graph, prefix="grad/")
+    x = prepared.graph.inputs[0]
+    grad = differentiate(op, {attached.loss: op.ones_like(attached.loss)}, [x])[x]
+    out = op.Identity(grad)
+    out.name = "x_grad"
+    prepared.graph.outputs.append(out)
+    return simplify(expand_label_losses(prepared, target))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 30.0, 200.0, 1e6])
+def test_probabilities_in_place_of_logarithms(loss: Loss, scale: float) -> None:
+    """Scores so far apart that probabilities vanish have exact losses all the same."""
+    feeds = {
+        "x": (scale * rng.standard_normal((7, 4))).astype(np.float32),
+        "labels": np.array([0, 1, 3, 2, 1, 0, 3]),
+    }
+    quick, plain = (gradient_model(loss, target) for target in ("cpu", "cuda"))
+    kinds = [n.op_type for n in quick.graph]
+    assert kinds.count("Softmax") == 1
+    assert "Exp" not in kinds
+    assert "Softmax" not in [n.op_type for n in plain.graph]
+    names = ["loss", "x_grad"]
+    found, expected = (session_of(ir.to_proto(m)).run(names, feeds) for m in (quick, plain))
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("label", [0, 1])
+def test_scores_that_are_infinite_or_no_numbers(odd: float, label: int) -> None:
+    feeds = {"x": np.array([[odd, 0, 1, 2]], np.float32), "labels": np.array([label])}
+    models = (gradient_model(CrossEntropy(ignore_index=None), t) for t in ("cpu", "cuda"))
+    found, expected = (session_of(ir.to_proto(m)).run(["loss", "x_grad"], feeds) for m in models)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.finish import finish
-from onnxtrain.graph.simplify import simplify
+from onnxtrain.graph.for_cpu import finish_for
 from onnxtrain.manifest import ModelSpec, TensorSpec
 
 FILES = {
@@ -103,7 +103,7 @@ class Declared:
         graph.outputs.extend(y for y, _, _ in self._outputs)
         graph.name = FILES[self.role].removesuffix(".onnx")
         names = [y.name for y in graph.outputs]
-        proto = finish(simplify(self.model))
+        proto = finish(finish_for(self.model, target))
         assert [y.name for y in proto.graph.output] == names, "simplify keeps outputs"
         outputs = [
             describe(y, role, None if feeds is None else feeds.name)

@@ -7,6 +7,8 @@ gradient computes, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 
 from onnxtrain.autodiff.rules.losses import label_weights
@@ -15,9 +17,10 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import constant_names, mark_constants
 
 _SMALL = 64  # elements of a constant that may be shared
+_TINY = 1e-30  # a probability below has few digits, or none, in float32
 
 
-def expand_label_losses(model: ir.Model) -> ir.Model:
+def expand_label_losses(model: ir.Model, target: str = "cpu") -> ir.Model:
     """Replace label losses of the main graph by plain operators, in place; give the model back.
 
     To be called after differentiation and before ``simplify``: the operators' own gradient rules
@@ -28,37 +31,80 @@ def expand_label_losses(model: ir.Model) -> ir.Model:
             continue
         if node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             known = set(model.graph.initializers)
-            _expand(model.graph, node)
+            _expand(model.graph, node, target)
             mark_constants(model, set(model.graph.initializers) - known)
     _merge_constants(model)
     return model
 
 
-def _expand(graph: ir.Graph, node: ir.Node) -> None:
-    op = OpBuilder(graph, prefix="loss/", before=node)
+def _expand(graph: ir.Graph, node: ir.Node, target: str) -> None:
+    op = OpBuilder(graph, prefix="loss/", target=target, before=node)
     x, labels, weights = (*node.inputs, None)[:3]
     assert x is not None
     assert labels is not None
     options = S.attributes_of(node, op.opset)
-    logp = op.LogSoftmax(x, axis=1) if node.op_type == "SoftmaxCrossEntropyLoss" else x
-    loss = _loss(op, logp, labels, weights, options["ignore_index"], options["reduction"])
+    exponentials = _exponentials(op, node, x)
+    if node.op_type != "SoftmaxCrossEntropyLoss":
+        logp = x
+    elif exponentials:
+        logp = op.Softmax(x, axis=1)
+        for exp in exponentials:
+            exp.outputs[0].replace_all_uses_with(logp)
+        graph.remove(exponentials, safe=True)
+    else:
+        logp = op.LogSoftmax(x, axis=1)
+
+    def pick(at: ir.Value) -> ir.Value:
+        picked = op.Squeeze(op.GatherElements(logp, at, axis=1), [1])
+        return _logarithm(op, picked, x, at) if exponentials else picked
+
+    loss = _loss(op, pick, x, labels, weights, options["ignore_index"], options["reduction"])
     for old, new in zip(node.outputs, (loss, logp), strict=False):
         _replace(graph, old, new)
     graph.remove(node, safe=True)
 
 
+def _exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
+    """Give the readers of a loss's log-probabilities if all want probabilities: the gradient does.
+
+    onnxruntime's CPU kernel of Softmax costs as much as that of LogSoftmax; an exponential of all
+    scores is saved.
+    """
+    if op.target != "cpu" or len(node.outputs) < 2 or node.outputs[1].is_graph_output():
+        return []
+    if x.dtype != ir.DataType.FLOAT or op.rank(x) != 2:
+        return []
+    others = {use.node.op_type for use in x.uses() if use.node is not node}
+    if others & {"LogSoftmax", "SoftmaxCrossEntropyLoss"}:
+        return []  # a metric computes the logarithms anyway
+    readers = [use.node for use in node.outputs[1].uses()]
+    plain = all(n.op_type == "Exp" and n.graph is node.graph for n in readers)
+    return readers if plain and not any(n.outputs[0].is_graph_output() for n in readers) else []
+
+
+def _logarithm(op: OpBuilder, p: ir.Value, x: ir.Value, at: ir.Value) -> ir.Value:
+    """Give the logarithms of the labels' probabilities, exact for tiny and vanished ones, too.
+
+    Those rows, in most batches none, are computed again with LogSoftmax.
+    """
+    rows = op.Reshape(op.NonZero(op.Less(p, _TINY)), [-1])
+    logp = op.LogSoftmax(op.Gather(x, rows, axis=0), axis=1)
+    exact = op.Squeeze(op.GatherElements(logp, op.Gather(at, rows, axis=0), axis=1), [1])
+    return op.ScatterElements(op.Log(p), rows, exact, axis=0)
+
+
 def _loss(
     op: OpBuilder,
-    logp: ir.Value,
+    pick: Callable[[ir.Value], ir.Value],
+    x: ir.Value,
     labels: ir.Value,
     weights: ir.Value | None,
     ignore_index: int | None,
     reduction: str,
 ) -> ir.Value:
-    zero = op.const(0.0, logp.dtype)
-    index, ignored, w = label_weights(op, labels, weights, ignore_index, logp.dtype)
-    picked = op.GatherElements(logp, op.Unsqueeze(index, [1]), axis=1)
-    each = op.Neg(op.Squeeze(picked, [1]))
+    zero = op.const(0.0, x.dtype)
+    index, ignored, w = label_weights(op, labels, weights, ignore_index, x.dtype)
+    each = op.Neg(pick(op.Unsqueeze(index, [1])))
     if weights is not None:
         each = op.Mul(each, w)
     if ignored is not None:

@@ -100,7 +100,7 @@ def _dweights(op, chosen, logp, loss, weights, at, reduction):
 
 @vjp_multi("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy_loss(
-    op, dys, scores, labels, weights=None, *, outputs, node, ignore_index, reduction
+    op, dys, scores, labels, weights=None, *, outputs, node, wanted, ignore_index, reduction
 ):
     """``dscores = each (p - onehot(label)) + dlogp - p sum(dlogp)`` with ``p = e^logp``.
 
@@ -120,7 +120,7 @@ def softmax_cross_entropy_loss(
             missing = op.Sub(op.GatherElements(p, at, axis=1), 1.0)
             away = op.ScatterElements(p, at, missing, axis=1)
         dx = op.Mul(away, chosen.column(op, chosen.each))
-        if weights is not None:
+        if weights is not None and wanted[2]:
             dw = _dweights(op, chosen, logp, outputs[0], weights, at, reduction)
     if dlogp is not None:
         through = op.Sub(dlogp, op.Mul(p, op.ReduceSum(dlogp, [1], keepdims=1)))

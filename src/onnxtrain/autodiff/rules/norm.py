@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradient, Gradients, vjp, vjp_multi
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -41,7 +42,7 @@ def per_channel(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
 
 
 @vjp_multi("LayerNormalization")
-def layer_normalization(op, dys, x, scale, bias=None, *, node, axis, epsilon):
+def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon):
     """Mean and inverse deviation are the node's own outputs, which may have gradients themselves.
 
     ``dx = r * (g - mean(g) - xh * mean(g * xh)) + (dmean - xh * r^2 * dr) / size``.
@@ -50,13 +51,14 @@ def layer_normalization(op, dys, x, scale, bias=None, *, node, axis, epsilon):
     axes = list(range(axis % op.rank(x), op.rank(x)))
     dtype = working_dtype(x)
     xw = op.cast(x, dtype)
+    plain = bias is None and dtype == x.dtype and _is_one(op, scale)
     if dtype == ir.DataType.FLOAT and _stash(op, node) == ir.DataType.FLOAT:
         mean, r = op.extra_output(node, 1), op.extra_output(node, 2)
-        centered = op.Sub(xw, mean)
+        xh = y if plain else op.Mul(op.Sub(xw, mean), r)
     else:
         centered = center(op, xw, axes)
         r = inverse_std(op, centered, axes, epsilon)
-    xh = op.Mul(centered, r)
+        xh = op.Mul(centered, r)
     dx = dscale = dbias = None
     if dy is not None:
         dyw = op.cast(dy, dtype)
@@ -64,16 +66,16 @@ def layer_normalization(op, dys, x, scale, bias=None, *, node, axis, epsilon):
         dscale = op.cast(op.sum_to(product, op.cast(scale, dtype)), scale.dtype)
         dbias = None if bias is None else op.cast(op.sum_to(dyw, op.cast(bias, dtype)), bias.dtype)
         scale_w = op.cast(scale, dtype)
-        g = op.Mul(dyw, scale_w)
-        by_product = op.target != "cuda"  # where products of float32 are rounded to TF32
+        g = dyw if plain else op.Mul(dyw, scale_w)
+        # Not where products of float32 are rounded to TF32, nor with a constant: that is packed.
+        by_product = op.target != "cuda" and not plain
         if by_product and len(axes) == 1 and op.dims(scale) == op.dims(x)[-1:] != (None,):
             # Over the last axis the two means are matrix products, which saves a pass over x.
             column = op.Unsqueeze(op.Div(scale_w, op.count(xw, axes)), [1])
             shift, tilt = op.MatMul(dyw, column), op.MatMul(product, column)
         else:
-            shift, tilt = (
-                op.ReduceMean(v, axes, keepdims=1) for v in (g, op.Mul(product, scale_w))
-            )
+            tilted = product if plain else op.Mul(product, scale_w)
+            shift, tilt = (op.ReduceMean(v, axes, keepdims=1) for v in (g, tilted))
         dx = op.Mul(op.Sub(op.Sub(g, shift), op.Mul(xh, tilt)), r)
     extra = None
     if dmean is not None:
@@ -90,6 +92,12 @@ def layer_normalization(op, dys, x, scale, bias=None, *, node, axis, epsilon):
 def _stash(op: OpBuilder, node: ir.Node) -> ir.DataType:
     attribute = node.attributes.get("stash_type")
     return ir.DataType(attribute.as_int()) if attribute is not None else ir.DataType.FLOAT
+
+
+def _is_one(op: OpBuilder, scale: ir.Value) -> bool:
+    """Tell whether the scale is a constant of ours that changes nothing."""
+    array = op.constant(scale) if S.is_own_constant(scale) else None
+    return array is not None and bool((array == 1.0).all())
 
 
 def _minus(op: OpBuilder, a: Gradient, b: ir.Value) -> ir.Value:
