@@ -22,6 +22,7 @@ from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compos
 from onnxtrain.graph.fold_norm import fold_norms
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.narrow import narrow_inputs
+from onnxtrain.graph.pool_indices import find_indices
 from onnxtrain.graph.randomness import portable_dropout
 from onnxtrain.graph.reorder import pool_first
 from onnxtrain.graph.versions import IR_VERSION, OPSET
@@ -175,6 +176,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     results += [b.new for b in statistics]
     _set_outputs(op, results)
     multiply_small_images(op)
+    find_indices(op)
     if plan.target in WITHOUT_BATCH_STATISTICS:
         compose_batch_norm(op)
     expand_label_losses(model, plan.target)
