@@ -8,7 +8,10 @@ the file (without the length in front, and with zeros in its own place).
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
@@ -23,6 +26,7 @@ from onnxtrain.graph.atomic import write_files
 KEY = "onnxtrain"
 _DIGEST = "sha256"
 _NO_DIGEST = "0" * 64
+_OWN_PAGES = 1 << 16  # bytes
 _HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -98,9 +102,23 @@ def from_bytes(
     Raises:
         CheckpointError: if it is truncated, damaged or not a checkpoint.
     """
-    header, start = _header(data, label)
+    return from_file(io.BytesIO(data), label)
+
+
+def from_file(
+    file: BinaryIO, label: str = "checkpoint"
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Give tensors and metadata of an open checkpoint; nothing is in memory twice.
+
+    Raises:
+        CheckpointError: if it is truncated, damaged or not a checkpoint.
+    """
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    header, head = _header(file, length, label)
+    start = 8 + len(head)
     entry = header.pop("__metadata__", {})
-    tensors: dict[str, np.ndarray] = {}
+    places: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
     expected = 0
     for name, info in sorted(header.items(), key=lambda item: _begin(item[1], label)):
         dtype, shape, (begin, end) = _describe(name, info, label)
@@ -108,19 +126,29 @@ def from_bytes(
         if begin != expected or end - begin != size:
             raise CheckpointError(f"{label}: tensor {name!r} does not fill its place")
         expected = end
-        if start + end > len(data):
+        if start + end > length:
             raise CheckpointError(
-                f"{label}: truncated, tensor {name!r} ends at byte {start + end} of {len(data)}"
+                f"{label}: truncated, tensor {name!r} ends at byte {start + end} of {length}"
             )
-        flat = np.frombuffer(data, dtype, int(size // dtype.itemsize), start + begin)
-        tensors[name] = flat.reshape(shape)
-    if start + expected != len(data):
-        raise CheckpointError(
-            f"{label}: {len(data) - start - expected} bytes after the last tensor"
-        )
+        places.append((name, dtype, shape))
+    if start + expected != length:
+        raise CheckpointError(f"{label}: {length - start - expected} bytes after the last tensor")
     meta = _meta(entry, label)
-    _check_digest(data, start, meta, label)
+    tensors = {name: _empty(shape, dtype) for name, dtype, shape in places}
+    raw = [a.reshape(-1).view(np.uint8).data for a in tensors.values()]
+    for part in raw:
+        if file.readinto(part) != len(part):  # type: ignore[attr-defined]  # files and BytesIO do
+            raise CheckpointError(f"{label}: truncated while it was read")
+    _check_digest(head, raw, meta, label)
     return tensors, meta
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    if size < _OWN_PAGES:
+        return np.empty(shape, dtype)
+    # Pages of its own go back to the system with the array; the heap would keep them.
+    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
 
 def save_checkpoint(
@@ -142,11 +170,12 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray]
     label = repr(os.fsdecode(path))
     try:
         with open(path, "rb") as file:
+            if not is_odtc(file.read(8)):
+                return from_file(file, label)
+            file.seek(0)
             data = file.read()
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error
-    if not is_odtc(data):
-        return from_bytes(data, label)
     found = parse_odtc(data, label, os.fsdecode(path))
     if found.nominal:
         raise CheckpointError(
@@ -157,27 +186,28 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray]
     return found.tensors(), meta if found.lr is None else {**meta, "lr": found.lr}
 
 
-def _header(data: bytes, label: str) -> tuple[dict[str, Any], int]:
-    if len(data) < 8:
-        raise CheckpointError(f"{label}: not a checkpoint, {len(data)} bytes long")
-    size = int.from_bytes(data[:8], "little")
-    if size > _HEADER_LIMIT or 8 + size > len(data):
+def _header(file: BinaryIO, length: int, label: str) -> tuple[dict[str, Any], bytes]:
+    if length < 8:
+        raise CheckpointError(f"{label}: not a checkpoint, {length} bytes long")
+    size = int.from_bytes(file.read(8), "little")
+    if size > _HEADER_LIMIT or 8 + size > length:
         raise CheckpointError(f"{label}: not a checkpoint, or truncated in its header")
+    head = file.read(size)
     try:
-        header = json.loads(data[8 : 8 + size])
+        header = json.loads(head)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label}: the header is damaged: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{label}: the header is not an object")
-    return header, 8 + size
+    return header, head
 
 
-def _check_digest(data: bytes, start: int, meta: dict[str, Any], label: str) -> None:
+def _check_digest(head: bytes, raw: Iterable[memoryview], meta: dict[str, Any], label: str) -> None:
     if not meta:
         return  # written by another tool
     digest = meta.pop(_DIGEST, None)
-    head = data[8:start].replace(str(digest).encode(), _NO_DIGEST.encode(), 1)
-    if digest is None or _digest([head, memoryview(data)[start:]]) != digest:
+    head = head.replace(str(digest).encode(), _NO_DIGEST.encode(), 1)
+    if digest is None or _digest([head, *raw]) != digest:
         raise CheckpointError(
             f"{label}: damaged, its sha256 is not the recorded one\n"
             "hint: take an older checkpoint; its content cannot be trusted"

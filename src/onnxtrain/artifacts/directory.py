@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from onnxtrain.artifacts.declare import key_of, plain_name
 from onnxtrain.artifacts.inference import locate
-from onnxtrain.checkpoint import from_bytes, state_key, to_bytes
+from onnxtrain.checkpoint import from_file, state_key, to_bytes
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.atomic import content, write_files
 from onnxtrain.manifest import Location, Manifest, WeightSpec
@@ -55,6 +55,11 @@ class Artifacts:
         """Give the same with other arrays for all values, of the same shapes."""
         values, state = ({n: view(n) for n in part} for part in (self.values, self.state))
         return dataclasses.replace(self, values=values, state=state)
+
+    def forget(self) -> None:
+        """Let go of all values, which somebody else has by now; their names stay."""
+        for part in (self.values, self.state):
+            part.update(dict.fromkeys(part, np.empty(0)))
 
     def checkpoint_bytes(self, manifest: Manifest | None = None) -> bytes:
         """Give the content of the checkpoint file."""
@@ -100,7 +105,12 @@ class Artifacts:
                 )
             if name != manifest.weights:
                 _check_model(_read(folder / name), name, manifest.weights)
-        tensors, meta = from_bytes(_read(folder / manifest.checkpoint), manifest.checkpoint)
+        path = folder / manifest.checkpoint
+        try:
+            with path.open("rb") as file:
+                tensors, meta = from_file(file, manifest.checkpoint)
+        except OSError as error:
+            raise _unreadable(path, error) from error
         values, state = split_tensors(manifest, tensors, manifest.checkpoint)
         if meta.pop("manifest", None) != manifest.to_dict(hashes=False):
             raise CheckpointError(
@@ -132,7 +142,7 @@ def split_tensors(
         elif array.dtype.name != dtype:
             problems.append(f"{key!r} is {array.dtype}, expected {dtype}")
         else:
-            return np.array(array)
+            return array
         return np.empty(0)
 
     values = {

@@ -38,6 +38,7 @@ class Flat(Separate):
         device: str,
         threads: int | None,
         capture: bool,
+        release: bool = False,
     ) -> None:
         self.spec, self.update = _roles(artifacts)
         self._device, self.captured = device, capture
@@ -51,7 +52,14 @@ class Flat(Separate):
             for m in g.members
         ]
         order += [n for n in start if n in own and n not in set(order)]
-        self._values = Values({n: start[n] for n in order}, device)
+        self._buffers = [t.feeds or "" for t in self.spec.outputs_of("buffer")]
+        self._fresh = Values({n: start[n] for n in self._buffers}, device)
+        taken = {n: start[n] for n in order}
+        release = release and device == "cpu"
+        if release:
+            start.clear()
+            artifacts.forget()
+        self._values = Values(taken, device, release=release)
         names = {t.name for t in self.update.inputs_of("gradient")}
         accumulators = [t.name for t in self.spec.inputs_of("accumulator")]
         self._gradient_names = [t.name for t in self.update.inputs_of("gradient")]
@@ -59,12 +67,12 @@ class Flat(Separate):
         lines = [m[GRADIENT] for g in updates.groups for m in g.members]
         assert names == set(lines)
         zeros = {
-            n: np.zeros([int(d) for d in known[n].shape], numpy_dtype(known[n].dtype))
+            n: np.broadcast_to(
+                np.zeros((), numpy_dtype(known[n].dtype)), [int(d) for d in known[n].shape]
+            )
             for n in lines
         }
         self._gradient = Values(zeros, device)
-        self._buffers = [t.feeds or "" for t in self.spec.outputs_of("buffer")]
-        self._fresh = Values({n: start[n] for n in self._buffers}, device)
         places = dict(zip(accumulators, self._gradient_names, strict=True))
         inputs = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
         outputs = {
@@ -86,7 +94,7 @@ class Flat(Separate):
             )
             for n in order:
                 self._values.write(n, start[n])
-        self.in_place = {n for n in order if n in start}
+        self.in_place = set(order)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; give loss, metrics and outputs."""
@@ -111,8 +119,18 @@ def flat_of(
     device: str = "cpu",
     threads: int | None,
     capture: bool | None = False,
+    release: bool = False,
 ) -> Flat | None:
-    """Give the layout if batches are not accumulated and the optimizer treats elements alike."""
+    """Give the layout if batches are not accumulated and the optimizer treats elements alike.
+
+    Args:
+        artifacts: the models and the values to start with.
+        device: where they run.
+        threads: of the gradient graph's pool, and of the update.
+        capture: see :class:`onnxtrain.runtime.trainer.Trainer`.
+        release: on the CPU, let go of the artifacts' values while they are copied: all of them
+            are never there twice.
+    """
     if artifacts.manifest.accumulate > 1 or artifacts.manifest.options.get("loss_scale"):
         return None
     spec, update = _roles(artifacts)
@@ -127,7 +145,11 @@ def flat_of(
     if updates is None or train is None:
         return None
     recorded = decide(train, spec, capture, device=device)
-    return Flat(artifacts, train, updates, device=device, threads=threads, capture=recorded)
+    del whole
+    return Flat(
+        artifacts, train, updates,
+        device=device, threads=threads, capture=recorded, release=release,
+    )  # fmt: skip
 
 
 def _roles(artifacts: Artifacts) -> tuple[Any, Any]:

@@ -98,9 +98,9 @@ def flat_updates(
         return None
     owner = {name: i for i, names in enumerate(members) for name in names.values()}
     parts = _parts(graph, owner)
-    types = _types(model)
-    if parts is None or types is None:
+    if parts is None:
         return None
+    types = _types(model, owner)
     scale = spec.input("grad_scale")
     ones = _copies(graph, scale.name) if scale is not None else set()
     fresh = {t.feeds: t.name for t in spec.outputs if t.feeds is not None}
@@ -256,9 +256,14 @@ def _model(like: onnx.ModelProto, graph: onnx.GraphProto) -> onnx.ModelProto:
     return onnx.ModelProto(graph=graph, opset_import=like.opset_import, ir_version=like.ir_version)
 
 
-def _types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto] | None:
-    graph = onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
-    return {v.name: v.type for v in (*graph.input, *graph.value_info, *graph.output)}
+def _types(model: onnx.ModelProto, owner: dict[str, int]) -> dict[str, onnx.TypeProto]:
+    """Give the types of inputs and of all that belongs to no parameter."""
+    nodes = [node for node in model.graph.node if not any(y in owner for y in node.output)]
+    part = onnx.GraphProto(name="scalars", node=nodes, input=model.graph.input)
+    part.initializer.extend(model.graph.initializer)
+    whole = _model(model, part)
+    graph = onnx.shape_inference.infer_shapes(whole, strict_mode=True, data_prop=True).graph
+    return {v.name: v.type for v in (*graph.input, *graph.value_info)}
 
 
 def _copies(graph: onnx.GraphProto, name: str) -> set[str]:
@@ -286,7 +291,7 @@ def _prune(graph: onnx.GraphProto) -> None:
         if any(y in needed for y in node.output):
             kept.append(node)
             needed.update(node.input)
-            needed.update(_outer(node))
+            needed.update(inner_names(node))
     del graph.node[:]
     graph.node.extend(reversed(kept))
     tensors = [x for x in graph.initializer if x.name in needed]
@@ -294,7 +299,7 @@ def _prune(graph: onnx.GraphProto) -> None:
     graph.initializer.extend(tensors)
 
 
-def _outer(node: onnx.NodeProto) -> set[str]:
+def inner_names(node: onnx.NodeProto) -> set[str]:
     """Give all names that the bodies of a node mention."""
     found: set[str] = set()
     for a in node.attribute:
@@ -302,7 +307,7 @@ def _outer(node: onnx.NodeProto) -> set[str]:
             found.update(y.name for y in body.output)
             for inner in body.node:
                 found.update(inner.input)
-                found |= _outer(inner)
+                found |= inner_names(inner)
     return found
 
 

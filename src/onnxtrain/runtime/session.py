@@ -12,6 +12,7 @@ from onnxtrain.errors import MissingExtraError, OnnxTrainError
 from onnxtrain.runtime.denormals import FlushDenormals, learning_mode
 
 Copies = Sequence[tuple[np.ndarray, np.ndarray]]
+_FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
 DEVICES = ("cpu", "cuda")
 
 
@@ -83,6 +84,8 @@ def session_options(threads: int | None) -> Any:
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    # Zeros to scatter into are made when they are needed: kept, they take as much as a weight.
+    options.add_session_config_entry(_FOLDED, str(1 << 20))
     if threads is not None:
         options.intra_op_num_threads = threads
     return options

@@ -64,8 +64,7 @@ class Trainer:
             raise OnnxTrainError(f"no such layout: {layout!r}\nhint: auto, fused or separate")
         if not 0 <= seed < _SEEDS:
             raise OnnxTrainError(f"seed must lie in [0, 2**24): {seed}")
-        self.artifacts = artifacts
-        self.manifest = artifacts.manifest
+        self.artifacts, self.manifest = artifacts, artifacts.manifest
         self.device, self.threads, self.seed = device, threads, seed
         self.lr = float(self.manifest.optimizer["lr"])
         self.global_step = 0
@@ -75,11 +74,12 @@ class Trainer:
         if artifacts.meta:
             self._restore_progress(artifacts.meta)
             self.seed = seed or self.seed
-        # On a device an update without state is not worth a second call.
-        separate = layout != "fused" and (device == "cpu" or bool(artifacts.state))
         flat = None
-        if separate:
-            flat = flat_of(artifacts, device=device, threads=threads, capture=capture)
+        # On a device an update without state is not worth a second call.
+        if layout != "fused" and (device == "cpu" or artifacts.state):
+            flat = flat_of(
+                artifacts, device=device, threads=threads, capture=capture, release=loaded
+            )
         if layout == "auto":
             layout = self._pick() if flat is None else "separate"
         if layout == "fused" and self.manifest.accumulate > 1:

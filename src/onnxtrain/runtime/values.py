@@ -24,14 +24,20 @@ class Values(Mapping[str, Any]):
         device: where they are to be.
         shared: whether arrays may see the same memory, so that nothing need be copied; on the CPU
             only.
+        release: take each array out of ``arrays`` once it is copied.
     """
 
     def __init__(
-        self, arrays: Mapping[str, np.ndarray], device: str, *, shared: bool | None = None
+        self,
+        arrays: dict[str, np.ndarray],
+        device: str,
+        *,
+        shared: bool | None = None,
+        release: bool = False,
     ) -> None:
         self._device = device
         self._shared = device == "cpu" if shared is None else shared
-        self._arrays, self._raw = _arena(arrays)
+        self._arrays, self._raw = _arena(arrays, release=release)
         self._memory = self._raw if self._shared else ort_value(self._raw, device)
         first = self._raw.ctypes.data
         self._at = {n: a.ctypes.data - first for n, a in self._arrays.items()}
@@ -129,7 +135,9 @@ def _window_session() -> Any:
     return runtime.create(model.SerializeToString(), threads=1)
 
 
-def _arena(like: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _arena(
+    like: dict[str, np.ndarray], *, release: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
     offsets, end = {}, 0
     for name, array in like.items():
         offsets[name] = end
@@ -138,8 +146,8 @@ def _arena(like: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], np.nd
     start = -whole.ctypes.data % _ALIGNMENT
     raw = whole[start : start + end]
     views = {}
-    for name, array in like.items():
-        at = offsets[name]
+    for name, at in offsets.items():
+        array = like.pop(name) if release else like[name]
         view = raw[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
         view[...] = array
         views[name] = view
