@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 
 from onnxtrain.artifacts import Artifacts
+from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.capture import decide
 from onnxtrain.runtime.descent import Descent, DeviceDescent
@@ -20,6 +21,7 @@ from onnxtrain.runtime.flat_graphs import (
     flat_updates,
     without_accumulation,
 )
+from onnxtrain.runtime.folding import Folded, folded
 from onnxtrain.runtime.layouts import Separate, bound_call, model_of
 from onnxtrain.runtime.values import Values
 
@@ -39,8 +41,12 @@ class Flat(Separate):
         threads: int | None,
         capture: bool,
         release: bool = False,
+        fold: Folded | None = None,
     ) -> None:
         self.spec, self.update = _roles(artifacts)
+        self._results = {} if fold is None else fold.results
+        if fold is not None:
+            train, updates = fold.train, fold.updates
         self._device, self.captured = device, capture
         start = {**artifacts.values, **artifacts.state}
         own = {t.name for t in (*self.spec.inputs, *self.update.inputs)}
@@ -60,31 +66,35 @@ class Flat(Separate):
             start.clear()
             artifacts.forget()
         self._values = Values(taken, device, release=release)
-        names = {t.name for t in self.update.inputs_of("gradient")}
         accumulators = [t.name for t in self.spec.inputs_of("accumulator")]
         self._gradient_names = [t.name for t in self.update.inputs_of("gradient")]
         known = {t.name: t for t in self.update.inputs}
         lines = [m[GRADIENT] for g in updates.groups for m in g.members]
-        assert names == set(lines)
-        zeros = {
-            n: np.broadcast_to(
-                np.zeros((), numpy_dtype(known[n].dtype)), [int(d) for d in known[n].shape]
-            )
-            for n in lines
-        }
-        self._gradient = Values(zeros, device)
+        self._gradient = Values({n: _zeros(known[n]) for n in lines}, device)
+        # Values that a step gives whole have two homes in turn; all others are changed in place.
+        self._homes = (self._values, Values({n: _zeros(known[n]) for n in self._results}, device))
+        self._now = 0
         places = dict(zip(accumulators, self._gradient_names, strict=True))
         inputs = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
-        outputs = {
-            t.name: self._gradient[places[t.feeds or ""]] for t in self.spec.outputs_of("gradient")
-        }
+        gradients = {t.name: places[t.feeds or ""] for t in self.spec.outputs_of("gradient")}
+        outputs = {t: self._gradient[n] for t, n in gradients.items() if n in self._gradient}
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
         source = train.SerializeToString()
         self.sources = (source, *(g.model.SerializeToString() for g in updates.groups))
         session = runtime.create(source, device=device, threads=threads, capture=capture)
-        spec = _without(self.spec, "accumulator", "reset")
+        self.asks = self._bound_spec(fold, set(outputs))
         graph_id = 1 if capture else None
-        self._call = bound_call(session, spec, inputs, outputs, device, graph_id)
+        self._calls = [
+            bound_call(
+                session,
+                self.asks,
+                {**inputs, **{n: old[n] for n in self._results}},
+                {**outputs, **{y: new[n] for n, y in self._results.items()}},
+                device,
+                graph_id,
+            )
+            for old, new in (self._homes, self._homes[::-1])[: 2 if self._results else 1]
+        ]
         self._descent: Descent | DeviceDescent
         if device == "cpu":
             self._descent = Descent(updates, self._values, self._gradient, threads=threads)
@@ -98,19 +108,55 @@ class Flat(Separate):
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; give loss, metrics and outputs."""
-        return self._call.run({n: a for n, a in feeds.items() if n != "lazy_reset_grad"})
+        return self._calls[self._now].run(feeds)
 
     def commit(self) -> None:
-        """Take over the new buffers."""
+        """Take over the new buffers, and new values where they are there already."""
         self._values.copy_from(self._fresh, self._buffers)
+        if self._results:
+            self._now = 1 - self._now
 
     def descend(self, feeds: Arrays) -> None:
         """Update all parameters with the gradients."""
         self._descent.run(feeds)
 
-    def gradients(self, *, computed: bool = False) -> list[np.ndarray]:
-        """Give the gradients in the order of the parameters."""
-        return [self._gradient.view(n) for n in self._gradient_names]
+    def findings(self, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+        """Give what the last computation found for each parameter, with words for it."""
+        new = self._homes[1 - self._now]
+        return [
+            (f"new value of {n!r}", new.view(n))
+            if n in self._results
+            else (f"gradient of {n!r}", self._gradient.view(g))
+            for n, g in zip(names, self._gradient_names, strict=True)
+        ]
+
+    def view(self, name: str) -> np.ndarray:
+        """Give a tensor, valid until the next step."""
+        return self._home(name).view(name)
+
+    def value(self, name: str) -> Any:
+        """Give what the runtime takes for a tensor, valid until the next step."""
+        return self._home(name)[name]
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a tensor."""
+        if name in self._values:
+            self._home(name).write(name, array)
+
+    def _home(self, name: str) -> Values:
+        return self._homes[self._now] if name in self._results else self._values
+
+    def _bound_spec(self, fold: Folded | None, bound: set[str]) -> ModelSpec:
+        """Give what the gradient graph takes and gives as it is run here."""
+        spec = self.spec
+        inputs = tuple(t for t in spec.inputs if t.role not in ("accumulator", "reset"))
+        if fold is None:
+            return dataclasses.replace(spec, role="gradients", inputs=inputs)
+        outputs = [t for t in spec.outputs if t.role != "gradient" or t.name in bound]
+        outputs += [TensorSpec(y, "", (), "gradient") for y in self._results.values()]
+        return dataclasses.replace(
+            spec, role="gradients", inputs=(*inputs, *fold.controls), outputs=tuple(outputs)
+        )
 
 
 def flat_of(
@@ -149,6 +195,7 @@ def flat_of(
     return Flat(
         artifacts, train, updates,
         device=device, threads=threads, capture=recorded, release=release,
+        fold=_folded(train, updates, spec, update) if device == "cpu" else None,
     )  # fmt: skip
 
 
@@ -156,5 +203,15 @@ def _roles(artifacts: Artifacts) -> tuple[Any, Any]:
     return artifacts.manifest.model("train"), artifacts.manifest.model("optimizer")
 
 
-def _without(spec: Any, *roles: str) -> Any:
-    return dataclasses.replace(spec, inputs=tuple(t for t in spec.inputs if t.role not in roles))
+def _folded(
+    train: onnx.ModelProto, updates: FlatUpdates, spec: ModelSpec, update: ModelSpec
+) -> Folded | None:
+    accumulators = [t.name for t in spec.inputs_of("accumulator")]
+    outputs = {t.feeds: t.name for t in spec.outputs_of("gradient")}
+    names = [t.name for t in update.inputs_of("gradient")]
+    return folded(train, updates, {n: outputs[a] for n, a in zip(names, accumulators, strict=True)})
+
+
+def _zeros(like: TensorSpec) -> np.ndarray:
+    """Give zeros that take no memory of their own."""
+    return np.broadcast_to(np.zeros((), numpy_dtype(like.dtype)), [int(d) for d in like.shape])

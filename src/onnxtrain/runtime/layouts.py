@@ -7,7 +7,7 @@ Both compute first and change nothing until ``commit``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,7 +55,7 @@ class Fused:
         self.spec = _spec(artifacts, "step")
         source = artifacts.source("step")
         capture = decide(model_of(source), self.spec, capture, device=device)
-        self.captured, self.sources = capture, (source,)
+        self.captured, self.sources, self.asks = capture, (source,), self.spec
         session = runtime.create(source, device=device, threads=threads, capture=capture)
         start = {**artifacts.values, **artifacts.state}
         kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
@@ -80,9 +80,10 @@ class Fused:
         """Make the computed values the current ones."""
         self._now = 1 - self._now
 
-    def computed(self, name: str) -> np.ndarray:
-        """Give a tensor as the last computation left it."""
-        return self._sets[1 - self._now].view(name)
+    def findings(self, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+        """Give what the last computation found for each parameter, with words for it."""
+        new = self._sets[1 - self._now]
+        return [(f"new value of {n!r}", new.view(n)) for n in names]
 
     def view(self, name: str) -> np.ndarray:
         """Give a tensor, valid until the next step."""
@@ -118,7 +119,7 @@ class Separate:
         in_place: bool = True,
     ) -> None:
         self.spec, self.update = _spec(artifacts, "train"), _spec(artifacts, "optimizer")
-        self._device, self.captured = device, False
+        self._device, self.captured, self.asks = device, False, self.spec
         self.sources = (artifacts.source("train"), artifacts.source("optimizer"))
         train = runtime.create(artifacts.source("train"), device=device, threads=threads)
         # Two pools that spin on the same cores cost more than the update can gain.
@@ -184,6 +185,11 @@ class Separate:
         """
         values = self._gradients[1 - self._now if computed else self._now]
         return [values.view(n) for n in self._gradient_names]
+
+    def findings(self, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+        """Give what the last computation found for each parameter, with words for it."""
+        found = zip(names, self.gradients(computed=True), strict=True)
+        return [(f"gradient of {n!r}", g) for n, g in found]
 
     def view(self, name: str) -> np.ndarray:
         """Give a tensor, valid until the next step."""

@@ -143,7 +143,7 @@ class Trainer:
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""
         number = self.global_step + 1
-        control = self._control(self._engine.spec, number, micro=self._micro)
+        control = self._control(self._engine.asks, number, micro=self._micro)
         return self._engine.compute({**feeds, **control})
 
     def commit(self, found: Mapping[str, np.ndarray]) -> StepResult:
@@ -274,11 +274,7 @@ class Trainer:
 
     def computed(self) -> list[tuple[str, np.ndarray]]:
         """Give what :meth:`compute` found for each parameter: its new value, or its gradient."""
-        names = [p.name for p in self.manifest.parameters]
-        if isinstance(self._engine, Fused):
-            return [(f"new value of {n!r}", self._engine.computed(n)) for n in names]
-        found = self._engine.gradients(computed=True)
-        return [(f"gradient of {n!r}", g) for n, g in zip(names, found, strict=True)]
+        return self._engine.findings([p.name for p in self.manifest.parameters])
 
     def traced(self, feeds: Mapping[str, np.ndarray]) -> tuple[bytes | str, dict[str, np.ndarray]]:
         """Give the model of a step and all that it reads for a batch, to run it again."""
