@@ -83,4 +83,21 @@ CASES = [
         outputs=3,
         id="training-one-axis",
     ),
+    # Without memory the new statistics are the batch's own, which the gradient reads.
+    OpCase(
+        OP,
+        (f(3, 2, 3, 2), f(2), f(2), f(2), positive(2)),
+        {"training_mode": 1, "momentum": 0.0},
+        torch=training(momentum=0.0),
+        outputs=3,
+        id="training-forgetful",
+    ),
+    OpCase(
+        OP,
+        (f(2, 3, 6, 7), f(3), f(3), fixed(f(3)), fixed(positive(3))),
+        {"training_mode": 1, "momentum": 0.0},
+        torch=first(training(momentum=0.0)),
+        outputs=("y", "_mean", "_var"),
+        id="training-forgetful-many-positions",
+    ),
 ]

@@ -125,7 +125,8 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
     as torch does. Statistics that several nodes share are updated by each in turn.
 
     onnxruntime writes the new statistics over the old ones, wherever these come from. So the nodes
-    are given zeros of their own, and what they put out is the batch's share alone.
+    are given zeros of their own, and what they put out is the batch's share alone: on CPU all of
+    the batch's statistics, which the gradient needs as well, elsewhere what they add.
     """
     graph = model.graph
     newest: dict[ir.Value, ir.Value] = {}
@@ -139,6 +140,10 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
             continue
         momentum = node.attributes.get("momentum")
         kept = 0.9 if momentum is None else momentum.as_float()
+        part = 1.0
+        if op.target == "cpu":
+            part = 1.0 - kept
+            node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
         _name_statistics(op, node)
         for i, out in ((3, 1), (4, 2)):
             old = node.inputs[i]
@@ -150,7 +155,9 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
             share = last[old] = node.outputs[out]
             before = op.Mul(newest.get(old, old), kept)
             if share.uses() or share.is_graph_output():
-                share = _restore_meaning(op, share, before)
+                share = _restore_meaning(op, share, part, before)
+            elif part != 1.0:
+                share = op.Mul(share, part)
             if i == 4 and unbiased:
                 share = op.Mul(share, _bessel(op, node, share.dtype))
             newest[old] = op.Add(before, share)
@@ -167,18 +174,19 @@ def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
             out.type, out.shape = old.type, old.shape
 
 
-def _restore_meaning(op: OpBuilder, share: ir.Value, before: ir.Value) -> ir.Value:
-    """Give those who read a new statistic all of it, not the batch's share alone."""
+def _restore_meaning(op: OpBuilder, share: ir.Value, part: float, before: ir.Value) -> ir.Value:
+    """Give those who read a new statistic all of it; return the part that the batch adds."""
     name = share.name
     share.name = op.names.fresh(f"{name}.share")
-    total = op.Add(before, share)
-    adder = total.producer()
+    added = op.Mul(share, part)
+    total = op.Add(before, added)
+    scaler = added.producer()
     total.name = name
     share.replace_all_uses_with(total, replace_graph_outputs=True)
-    assert adder is not None
-    adder.replace_input_with(1, share)
+    assert scaler is not None
+    scaler.replace_input_with(0, share)
     op.graph.sort()
-    return share
+    return added
 
 
 def _bessel(op: OpBuilder, node: ir.Node, dtype: ir.DataType | None) -> ir.Value:

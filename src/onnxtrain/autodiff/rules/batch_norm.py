@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp_multi
 from onnxtrain.autodiff.rules.norm import center, per_channel, working_dtype
+from onnxtrain.graph import dims as D
 from onnxtrain.graph.builder import OpBuilder
+
+FEW = 32
+"""Up to so many positions, numbers per channel are repeated for each of them on CPU."""
 
 
 @vjp_multi("BatchNormalization")
 def batch_normalization(
-    op, dys, x, scale, bias, mean, var, *, epsilon, momentum, training_mode
+    op, dys, x, scale, bias, mean, var, *, node, epsilon, momentum, training_mode
 ) -> Gradients:
     """Frozen: an affine map per channel. Training: the statistics depend on ``x`` as well."""
-    form = _training if training_mode else _frozen
-    return form(op, dys, (x, scale, bias, mean, var), epsilon, momentum)
+    inputs = (x, scale, bias, mean, var)
+    if not training_mode:
+        return _frozen(op, dys, inputs, epsilon, momentum)
+    return _training(op, dys, inputs, epsilon, momentum, node)
 
 
 def _frozen(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gradients:
@@ -39,7 +48,9 @@ def _frozen(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Grad
     return _as_inputs(op, (dx, dscale, dbias, dmean, dvar), inputs)
 
 
-def _training(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gradients:
+def _training(
+    op: OpBuilder, dys, inputs, epsilon: float, momentum: float, node: ir.Node
+) -> Gradients:
     """``dx = scale * r * (dy - mean(dy) - xc * r^2 * mean(dy * xc))`` with ``xc = x - mean(x)``.
 
     The running statistics are ``momentum * old + (1 - momentum) * batch``, with the variance of the
@@ -50,22 +61,26 @@ def _training(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gr
     dtype = working_dtype(x)
     xw, scale_w = op.cast(x, dtype), op.cast(scale, dtype)
     axes = _reduced(op, x)
-    centered = center(op, xw, axes)
+    variance = None
+    if op.target == "cpu" and momentum == 0.0 and op.rank(x) > 1:  # its outputs are the batch's
+        mean, variance = (op.cast(op.extra_output(node, i), dtype) for i in (1, 2))
+        centered = op.Sub(xw, _spread(op, mean, x))
+    else:
+        centered = center(op, xw, axes)
     size = op.count(xw, axes)
     dx = dscale = dbias = None
     if dy is not None:
         dy = op.cast(dy, dtype)
-        variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
+        if variance is None:
+            variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
         r = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
         dbias = op.ReduceSum(dy, axes, keepdims=0)
         dscale = op.Mul(op.ReduceSum(op.Mul(dy, centered), axes, keepdims=0), r)
-        gain = op.Mul(scale_w, r)
-        tilt = op.Div(op.Mul(op.Mul(gain, r), dscale), size)
-        dx = op.Mul(dy, per_channel(op, gain, x))
-        dx = op.Sub(dx, op.Mul(centered, per_channel(op, tilt, x)))
+        tilt = op.Div(op.Mul(r, dscale), size)
+        dx = op.Sub(dy, op.Mul(centered, _spread(op, tilt, x)))
         # Taking the mean of what is left, not sum(dy) / count, keeps sum(dx) at zero: a bias
         # in front of the normalisation gets rounding noise only.
-        dx = op.Sub(dx, op.ReduceMean(dx, axes, keepdims=1))
+        dx = _scaled_difference(op, dx, op.Mul(scale_w, r), axes)
     dmean = dvar = None
     if drun_mean is not None:
         dmean = op.Mul(op.cast(drun_mean, dtype), momentum)
@@ -76,6 +91,31 @@ def _training(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gr
         share = op.Div(op.Mul(op.cast(drun_var, dtype), 2.0 * (1.0 - momentum)), size)
         dx = _plus(op, dx, op.Mul(centered, per_channel(op, share, x)))
     return _as_inputs(op, (dx, dscale, dbias, dmean, dvar), inputs)
+
+
+def _scaled_difference(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
+    """Give ``gain * (x - mean(x))``; on CPU in one pass, by the operator for given statistics."""
+    channels = op.dims(gain)[0]
+    fits = op.target == "cpu" and x.dtype == ir.DataType.FLOAT and op.rank(x) > 1
+    if fits and isinstance(channels, int):
+        zero, one = (op.const(np.full(channels, v), x.dtype) for v in (0.0, 1.0))
+        mean = op.ReduceMean(x, axes, keepdims=0)
+        return op.BatchNormalization(x, gain, zero, mean, one, epsilon=0.0)
+    return op.Mul(op.Sub(x, op.ReduceMean(x, axes, keepdims=1)), per_channel(op, gain, x))
+
+
+def _spread(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
+    """Give a vector of one number per channel so that it broadcasts against ``x``.
+
+    On CPU it is repeated for every position where these are few, as onnxruntime takes each run of
+    positions on its own. A product does that, since an Expand would be left to the broadcast.
+    """
+    sizes = D.numbers(op.dims(x)[1:])
+    positions = 0 if sizes is None else math.prod(sizes[1:])
+    if op.target != "cpu" or sizes is None or not 1 < positions <= FEW:
+        return per_channel(op, v, x)
+    ones = op.const(np.ones((1, positions)), v.dtype)
+    return op.Reshape(op.MatMul(op.Reshape(v, [-1, 1]), ones), list(sizes))
 
 
 def _reduced(op: OpBuilder, x: ir.Value) -> list[int]:
