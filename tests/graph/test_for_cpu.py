@@ -118,3 +118,15 @@ def test_no_folding_for_others(options: dict) -> None:
     artifacts = build(model, loss=CrossEntropy(axis=-1), optimizer="sgd", **options)
     nodes = artifacts.models["train"].graph.node
     assert any("norm.weight" in n.input for n in nodes if n.op_type == "LayerNormalization")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize(("rows", "flat"), [(4, True), (400, True), (400, False)])
+def test_bias_of_a_wide_layer(rows: int, flat: bool, dynamic: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 700), nn.Tanh(), nn.Linear(700, 6))
+    shape = (rows,) if flat else (rows // 8, 8)
+    x, labels = torch.randn(*shape, 10), torch.randint(0, 6, shape)
+    graph = check(net, x, labels, axis=-1, dynamic=dynamic).graph
+    joined = any("0.bias" in n.input for n in graph.node if n.op_type in ("Gemm", "Add"))
+    assert joined == (rows == 4 or dynamic)

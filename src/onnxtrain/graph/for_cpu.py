@@ -8,6 +8,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.late_scale import scale_late
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.graph.turned_products import turn_products
+from onnxtrain.graph.wide_bias import widen_inputs
 
 
 def finish_for(model: ir.Model, target: str) -> ir.Model:
@@ -15,6 +16,6 @@ def finish_for(model: ir.Model, target: str) -> ir.Model:
     simplify(model)
     if target == "cpu":
         op = OpBuilder(model.graph, "cpu/", target=target)
-        if scale_late(op) + turn_products(op):
+        if scale_late(op) + turn_products(op) + widen_inputs(op):
             simplify(model)
     return model
