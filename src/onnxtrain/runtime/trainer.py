@@ -39,7 +39,7 @@ class Trainer:
         artifacts: what :func:`onnxtrain.build` gave, or a directory.
         device: ``"cpu"`` or ``"cuda"``.
         layout: ``"fused"``, ``"separate"`` or ``"auto"``, which picks the faster one; both give
-            the same numbers.
+            the same numbers, with plain SGD up to rounding.
         seed: of dropout masks and of the order of the data.
         threads: of onnxruntime's pool; ``None`` takes all cores.
         capture: on CUDA, record a step as a CUDA graph and replay it; ``None`` does so where the
