@@ -18,6 +18,8 @@ from onnxtrain.graph.builder import OpBuilder
 
 FEW = 8
 """Up to so many output positions the forward convolution is spelled as a product, too."""
+FEW_ROWS = 512
+"""So, too, with twice the positions, if there are so few windows in the whole batch."""
 
 
 def columns(op: OpBuilder, x: ir.Value, win: Windows, *, by_tap: bool) -> ir.Value:
@@ -55,9 +57,9 @@ def weight_by_tap_columns(
     dw = op.MatMul(_rows(op, dy), columns(op, x, win, by_tap=True))
     if win.count == 1:
         return op.reshape_like(dw, w)
-    outs, channels = op.dims(w)[:2]
-    dw = op.Transpose(op.Reshape(dw, [outs, win.count, channels]), perm=[0, 2, 1])
-    return op.reshape_like(dw, w)
+    # A Reshape at the end would be a copy, as the result is an output of the graph.
+    outs, channels, *kernel = op.dims(w)
+    return op.Transpose(op.Reshape(dw, [outs, *kernel, channels]), perm=_channels_second(win.rank))
 
 
 def input_by_columns(
@@ -71,7 +73,7 @@ def input_by_columns(
     n = win.rank
     if one_to_one(win):
         found = op.Reshape(found, [-1, *positions, channels])
-        return op.Transpose(found, perm=[0, 1 + n, *range(1, 1 + n)])
+        return op.Transpose(found, perm=_channels_second(n))
     assert win.static_kernel is not None
     count = D.numbers(positions)
     assert count is not None
@@ -110,7 +112,10 @@ def multiply_small_images(op: OpBuilder) -> int:
 
 def by_product(facts: Facts) -> bool:
     """Tell whether the forward convolution had better be a product."""
-    return facts.dense and facts.nine_taps and facts.positions_up_to(FEW)
+    if not facts.dense or not facts.nine_taps:
+        return False
+    few_rows = facts.rows is not None and facts.rows <= FEW_ROWS and facts.taps != 1
+    return facts.positions_up_to(2 * FEW if few_rows else FEW)
 
 
 def _product_of(
@@ -121,7 +126,7 @@ def _product_of(
     rows = columns(op, x, win, by_tap=False)
     found = op.Gemm(rows, op.Reshape(w, [outs, -1]), b, transB=1)
     found = op.Reshape(found, [-1, *positions, outs])
-    found = op.Transpose(found, perm=[0, 1 + n, *range(1, 1 + n)])
+    found = op.Transpose(found, perm=_channels_second(n))
     found.type, found.shape = y.type, y.shape
     return found
 
@@ -147,6 +152,11 @@ def _windows_of(node: ir.Node, w: ir.Value) -> Windows | None:
 def _group(node: ir.Node) -> int:
     attribute = node.attributes.get("group")
     return 1 if attribute is None else attribute.as_int()
+
+
+def _channels_second(rank: int) -> list[int]:
+    """Give the order that moves channels from the end to the second place."""
+    return [0, 1 + rank, *range(1, 1 + rank)]
 
 
 def _rows(op: OpBuilder, dy: ir.Value) -> ir.Value:

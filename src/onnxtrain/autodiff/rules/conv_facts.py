@@ -33,6 +33,8 @@ class Facts:
     """Whether some windows read padding only."""
     addable: bool = False
     """Whether a product can give the input's gradient, windows added up by Col2Im."""
+    rows: int | None = None
+    """Positions in the output, over the whole batch."""
 
     @property
     def few_taps(self) -> bool:
@@ -109,6 +111,7 @@ def facts_of(
             p >= (win.extent(i % win.rank) or 0) for i, p in enumerate(win.pads) if p > 0
         ),
         addable=_addable(op, x, dy, w, win, group),
+        rows=_product([op.dims(dy)[0], *op.dims(dy)[2:]]),
     )
 
 
