@@ -141,6 +141,7 @@ def build(
         randomness=randomness,
         precision=exactness,
         recompute=recompute if isinstance(recompute, str) else tuple(recompute),
+        lowered=opset is not None,
     )
     origin = backward(base.clone(), plan)
     arrays = {n: _array(base, n) for n in origin.parameters}

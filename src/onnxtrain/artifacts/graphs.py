@@ -62,6 +62,8 @@ class Plan:
     randomness: str
     precision: Precision = dataclasses.field(default_factory=Precision)
     recompute: str | tuple[str, ...] = ()
+    lowered: bool = False
+    """The models go to an older opset, where few operators take sizes that data decide."""
 
     @property
     def graph_metrics(self) -> tuple[Any, ...]:
@@ -179,7 +181,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     find_indices(op)
     if plan.target in WITHOUT_BATCH_STATISTICS:
         compose_batch_norm(op)
-    expand_label_losses(model, plan.target)
+    expand_label_losses(model, "portable" if plan.lowered else plan.target)
     return Backward(
         model=model,
         inputs=_names(inputs),
