@@ -130,3 +130,19 @@ def test_bias_of_a_wide_layer(rows: int, flat: bool, dynamic: bool) -> None:
     graph = check(net, x, labels, axis=-1, dynamic=dynamic).graph
     joined = any("0.bias" in n.input for n in graph.node if n.op_type in ("Gemm", "Add"))
     assert joined == (rows == 4 or dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+def test_queries_keys_and_values_are_cut_where_they_lie(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    net = nn.Sequential(layer, nn.Linear(8, 5)).train()
+    x, labels = torch.randn(4, 6, 8), torch.randint(0, 5, (4, 6))
+    graph = check(net, x, labels, axis=-1, dynamic=dynamic).graph
+    splits = [n for n in graph.node if n.op_type == "Split" and n.name.startswith("parts/")]
+    assert [len(n.output) for n in splits] == [3]
+    assert not any(n.op_type == "Transpose" and _rank(n) == 5 for n in graph.node)
+
+
+def _rank(node: onnx.NodeProto) -> int:
+    return next(len(a.ints) for a in node.attribute if a.name == "perm")

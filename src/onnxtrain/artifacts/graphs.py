@@ -22,6 +22,7 @@ from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compos
 from onnxtrain.graph.fold_norm import fold_norms
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.narrow import narrow_inputs
+from onnxtrain.graph.packed_parts import split_packed
 from onnxtrain.graph.pool_indices import find_indices
 from onnxtrain.graph.randomness import portable_dropout
 from onnxtrain.graph.reorder import pool_first
@@ -155,6 +156,7 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     pool_first(graph)
     if not plan.recompute:
         fold_norms(model, plan.target)
+        split_packed(model, plan.target)
     chosen = _reaching_parameters(graph, plan, attached.loss)
     op = OpBuilder(graph, "grad/", target=plan.target)
     statistics = running_statistics(model, op)
