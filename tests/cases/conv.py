@@ -45,6 +45,7 @@ CASES = [
     _case("one-by-one", (2, 4, 3, 5), (3, 4, 1, 1), bias=True),
     _case("one-by-one-strided", (2, 4, 5, 5), (3, 4, 1, 1), strides=[2, 2]),
     _case("wide", (2, 17, 5, 4), (3, 17, 3, 3), pads=[1, 1, 1, 1]),
+    _case("wide-strided", (2, 9, 6, 7), (3, 9, 3, 2), strides=[2, 2], pads=[1, 0, 1, 1], bias=True),
     _case("grouped", (2, 4, 5, 5), (6, 2, 3, 3), group=2, pads=[1, 1, 1, 1], bias=True),
     _case(
         "grouped-strided", (2, 6, 7, 6), (6, 2, 3, 3), group=3, strides=[2, 2], pads=[1, 0, 0, 1]

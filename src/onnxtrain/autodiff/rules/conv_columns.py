@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.rules.conv_facts import Facts, facts_of, one_to_one
-from onnxtrain.autodiff.rules.windows import Windows, tap_slices, windows
+from onnxtrain.autodiff.rules.windows import Windows, windows
 from onnxtrain.graph import dims as D
 from onnxtrain.graph.builder import OpBuilder
 
@@ -22,25 +23,55 @@ FEW_ROWS = 512
 """So, too, with twice the positions, if there are so few windows in the whole batch."""
 
 
+def fits(facts: Facts) -> bool:
+    """Tell whether there can be columns: of one group, over images of known size."""
+    return facts.few_taps and facts.one_group and facts.image is not None
+
+
 def columns(op: OpBuilder, x: ir.Value, win: Windows, *, by_tap: bool) -> ir.Value:
     """Give [N * positions, channels * taps]; taps vary slowest if ``by_tap``, else fastest.
 
     The first order is made with one copy less, the second one is the order of a weight.
     """
-    n = win.rank
-    channels = op.dims(x)[1]
+    channels, taps = op.dims(x)[1], win.count
     assert isinstance(channels, int)
+    assert taps is not None
     last = op.Transpose(x, perm=[0, *win.axes, 1])
-    axes = list(range(1, 1 + n))
-    if any(win.pads):
-        last = op.Pad(last, win.pads, None, axes)
-    slices = tap_slices(op, last, win, axes)
-    if len(slices) == 1:
-        return op.Reshape(slices[0], [-1, channels])
-    stacked = op.Concat(*(op.Unsqueeze(s, [1 + n]) for s in slices), axis=1 + n)
-    if not by_tap:
-        stacked = op.Transpose(stacked, perm=[*range(1 + n), 2 + n, 1 + n])
-    return op.Reshape(stacked, [-1, channels * len(slices)])
+    if one_to_one(win):
+        return op.Reshape(last, [-1, channels])
+    reads = _gathered(op, last, win)
+    if not by_tap and taps > 1:
+        reads = op.Transpose(reads, perm=[0, 1, 3, 2])
+    return op.Reshape(reads, [-1, channels * taps])
+
+
+def _gathered(op: OpBuilder, last: ir.Value, win: Windows) -> ir.Value:
+    """Give [N, positions, taps, channels]: at each position, what its window reads.
+
+    Outside of the image it reads a position of zeros, put behind all others.
+    """
+    image = D.numbers(op.dims(last)[1:-1])
+    assert image is not None
+    place: np.ndarray = np.zeros((1, 1), np.int64)
+    inside: np.ndarray = np.ones((1, 1), bool)
+    for i, size in enumerate(image):
+        extent = win.extent(i)
+        assert extent is not None
+        count = (size + win.before[i] + win.after[i] - extent) // win.strides[i] + 1
+        starts = np.arange(count) * win.strides[i] - win.before[i]
+        at = starts[:, None] + np.arange(0, extent, win.dilations[i])
+        shape = [len(place) * len(at), -1]
+        within = (at >= 0) & (at < size)
+        place = (place[:, None, :, None] * size + at[None, :, None, :]).reshape(shape)
+        inside = (inside[:, None, :, None] & within[None, :, None, :]).reshape(shape)
+    area = math.prod(image)
+    flat = op.Reshape(last, [0, area, op.dims(last)[-1]])
+    if (
+        not inside.all()
+    ):  # of all axes: onnxruntime errs when it moves a Transpose past a partial one
+        flat = op.Pad(flat, [0, 0, 0, 0, 1, 0])
+    where = np.where(inside, place, area)
+    return op.Gather(flat, op.const(where, ir.DataType.INT64), axis=1)
 
 
 def weight_by_columns(
@@ -112,7 +143,7 @@ def multiply_small_images(op: OpBuilder) -> int:
 
 def by_product(facts: Facts) -> bool:
     """Tell whether the forward convolution had better be a product."""
-    if not facts.dense or not facts.nine_taps:
+    if not fits(facts) or not facts.dense or not facts.nine_taps:
         return False
     few_rows = facts.rows is not None and facts.rows <= FEW_ROWS and facts.taps != 1
     return facts.positions_up_to(2 * FEW if few_rows else FEW)
