@@ -10,7 +10,7 @@ import pytest
 
 from onnxtrain import optim
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.runtime import Trainer
+from onnxtrain.runtime import Trainer, folding
 from onnxtrain.runtime.flat import Flat
 from onnxtrain.runtime.layouts import Separate
 from tests.artifacts.models import finished, graph, weight
@@ -63,9 +63,14 @@ def check_same(ours: Trainer, plain: Trainer) -> None:
     ],
     ids=["plain", "groups"],
 )
-def test_folded_steps_are_the_same(batch: int | str, optimizer: optim.Optimizer) -> None:
+@pytest.mark.parametrize("few", [0, 8])
+def test_folded_steps_are_the_same(
+    batch: int | str, optimizer: optim.Optimizer, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folding, "_FEW", few)
     ours, plain = both(net(batch, optimizer=optimizer))
-    assert folded_names(ours) == {"table", "wide", "narrow"}
+    rest = {"bias"} if few else set()
+    assert folded_names(ours) == {"table", "wide", "narrow"} | rest
     for seed in range(5):
         for trainer in (ours, plain):
             trainer.lr = 0.5 / (1 + seed)
@@ -77,7 +82,8 @@ def test_folded_steps_are_the_same(batch: int | str, optimizer: optim.Optimizer)
     check_same(ours, plain)
 
 
-def test_nothing_changes_before_it_is_committed() -> None:
+def test_nothing_changes_before_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "_FEW", 0)
     trainer = Trainer(net("batch"), threads=1)
     for seed in range(2):  # from either of the two homes
         before = trainer.state_dict()

@@ -115,8 +115,9 @@ class Descent:
 
     def run(self, feeds: Arrays) -> None:
         """Update everything; ``feeds`` are learning rate, step and scale."""
-        self._scalars.compute(feeds)
-        self._crew.run(self._pieces)
+        if self._pieces:
+            self._scalars.compute(feeds)
+            self._crew.run(self._pieces)
 
 
 class DeviceDescent:

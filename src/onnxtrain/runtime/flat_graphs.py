@@ -238,6 +238,10 @@ def _scalar_model(
         name = f"{n}.out" if n in given else n
         graph.output.append(onnx.ValueInfoProto(name=name, type=types[n]))
     _prune(graph)
+    used = {x for node in graph.node for x in node.input}
+    inputs = [x for x in graph.input if x.name in used]
+    del graph.input[:]
+    graph.input.extend(inputs)
     return _model(model, graph)
 
 

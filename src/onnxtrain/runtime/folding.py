@@ -28,6 +28,8 @@ _TYPES: dict[int, str] = {
     onnx.TensorProto.INT64: "int64",
     onnx.TensorProto.INT32: "int32",
 }
+_FEW = 8
+"""Parameters that may be left over for all to be updated within the training graph."""
 Node = onnx.NodeProto
 
 
@@ -60,20 +62,29 @@ def folded(
     groups: list[FlatUpdate] = []
     results: dict[str, str] = {}
     rates: dict[str, None] = {}
+    left: list[tuple[FlatUpdate, dict[str, str]]] = []
     for group in updates.groups:
         rate = _rate(group)
-        left: list[dict[str, str]] = []
         for member in group.members:
-            name = member[PARAMETER]
-            if rate is None or not part.fold(name, gradients[member[GRADIENT]], rate):
-                left.append(member)
-                continue
-            results[name] = f"{_PREFIX}{name}"
-            rates[rate] = None
-        if left:
-            groups.append(dataclasses.replace(group, members=tuple(left)))
+            if rate is not None and part.fold(member[PARAMETER], gradients[member[GRADIENT]], rate):
+                results[member[PARAMETER]] = f"{_PREFIX}{member[PARAMETER]}"
+                rates[rate] = None
+            else:
+                left.append((group, member))
     if not results:
         return None
+    if len(left) <= _FEW and all(_rate(group) is not None for group, _ in left):
+        # Two nodes for each are quicker than another run.
+        for group, member in left:
+            rate, name = _rate(group) or "", member[PARAMETER]
+            part.append(name, gradients[member[GRADIENT]], rate)
+            results[name] = f"{_PREFIX}{name}"
+            rates[rate] = None
+        left = []
+    for group in updates.groups:
+        members = tuple(m for g, m in left if g is group)
+        if members:
+            groups.append(dataclasses.replace(group, members=members))
     controls = part.finish(updates.scalars, list(rates))
     return Folded(found, FlatUpdates(tuple(groups), updates.scalars), results, controls)
 
@@ -109,12 +120,22 @@ class _Part:
         nodes = self._product(maker, name, info) or self._rows(maker, name)
         if not nodes:
             return False
+        self.drop.update((gradient, maker.output[0]))
+        self._add(nodes, name, info, rate)
+        return True
+
+    def append(self, name: str, gradient: str, rate: str) -> None:
+        """Replace a gradient by the new value of its parameter, as it is spelled elsewhere."""
+        small = f"{_PREFIX}{name}/change"
+        scaled = Node(op_type="Mul", input=[gradient], output=[small])
+        info = self.outputs[gradient]
+        self._add([scaled, Node(op_type="Add", input=[name, small])], name, info, rate)
+
+    def _add(self, nodes: list[Node], name: str, info: onnx.ValueInfoProto, rate: str) -> None:
         nodes[0].input.append(f"{_PREFIX}minus/{rate}")
         nodes[-1].output.append(f"{_PREFIX}{name}")
         self.fresh += nodes
-        self.drop.update((gradient, maker.output[0]))
         info.name = f"{_PREFIX}{name}"
-        return True
 
     def _product(self, maker: Node, name: str, info: onnx.ValueInfoProto) -> list[Node]:
         plain = maker.op_type == "Gemm" and (len(maker.input) == 2 or not maker.input[2])
