@@ -25,6 +25,7 @@ class Records:
         folder: where the files go.
         columns: of the csv file; the others are in the jsonl file only.
         resume_at: keep the rows up to this step that an earlier run has left; ``None`` keeps none.
+        epochs: how many are over at that step; the row of the next one would be written again.
         tensorboard: write event files; ``None`` does if TensorBoard is installed.
     """
 
@@ -34,11 +35,12 @@ class Records:
         columns: Iterable[str],
         *,
         resume_at: int | None = None,
+        epochs: int = 0,
         tensorboard: bool | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.columns = folder, list(columns)
-        kept = [] if resume_at is None else self._kept(resume_at)
+        kept = [] if resume_at is None else self._kept(resume_at, epochs)
         self.rows: list[Row] = kept
         write_files(
             str(folder),
@@ -53,7 +55,7 @@ class Records:
             tensorboard = importlib.util.find_spec("tensorboard") is not None
         self._events = EventFile(folder / "events") if tensorboard else None
 
-    def _kept(self, step: int) -> list[Row]:
+    def _kept(self, step: int, epochs: int) -> list[Row]:
         path = self.folder / _JSONL
         if not path.exists():
             return []
@@ -63,7 +65,9 @@ class Records:
                 row = json.loads(line)
             except ValueError:
                 continue  # a killed run may leave half a line
-            if isinstance(row, dict) and int(row.get("step", 0)) <= step:
+            if not isinstance(row, dict) or int(row.get("step", 0)) > step:
+                continue
+            if row.get("kind") != "epoch" or int(row.get("epoch", 0)) <= epochs:
                 rows.append(row)
         return rows
 

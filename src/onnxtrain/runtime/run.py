@@ -142,6 +142,7 @@ class Run:
                 options.directory,
                 self._columns(),
                 resume_at=resume_at,
+                epochs=self.epoch,
                 tensorboard=options.tensorboard,
             )
             self._recall(self.records.rows)
