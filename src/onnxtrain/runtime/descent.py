@@ -16,6 +16,7 @@ from onnxtrain.runtime.values import Values, ort_value
 PIECE = 1 << 15
 """Elements that are updated at once on the CPU; what they need fits into the second-level cache."""
 
+_ALIGNED = 16  # elements
 _WORTH_A_THREAD = 8
 """Pieces from which waking another thread costs less than it saves."""
 
@@ -89,8 +90,12 @@ class Descent:
                 )
                 for key in group.members[0]
             }
-            for start in range(0, len(lines[GRADIENT]), PIECE):
-                part = {key: line[start : start + PIECE] for key, line in lines.items()}
+            length = len(lines[GRADIENT])
+            # Equal parts: a run costs the same for a rest of a few elements.
+            parts = max(round(length / PIECE), 1)
+            size = -(-max(length, 1) // parts // _ALIGNED) * _ALIGNED
+            for start in range(0, length, size):
+                part = {key: line[start : start + size] for key, line in lines.items()}
                 self._pieces.append((session, *self._bind(session, group, part)))
         most = len(self._pieces) // _WORTH_A_THREAD
         self._crew = Crew(min(cores() if threads is None else threads, most))
