@@ -102,3 +102,41 @@ def test_every_target_has_a_form_for_anything(target: str) -> None:
 def test_forms_that_spell_out_taps_are_not_chosen_without_a_kernel() -> None:
     unknown = Facts(taps=None, strided=False, channels=None, outs=None, group=1)
     assert {choose(target, unknown) for target in CHOICES} <= {"lifted", "swapped"}
+
+
+@pytest.mark.parametrize(
+    ("positions", "outs", "addable", "form"),
+    [
+        (16, 8, True, "columns"),
+        (17, 255, True, "transposed"),
+        (49, 256, True, "columns"),
+        (50, 256, True, "transposed"),
+        (16, 256, False, "transposed"),
+        (None, 256, True, "transposed"),
+    ],
+)
+def test_small_images_have_their_own_form_of_the_input_gradient_on_cpu(
+    positions: int | None, outs: int, addable: bool, form: str
+) -> None:
+    facts = Facts(9, False, 32, outs, 1, positions, positions, addable=addable)
+    assert conv_rule.choose_input("cpu", facts) == form
+    others = {t: conv_rule.choose_input(t, facts) for t in TARGETS if t != "cpu"}
+    assert set(others.values()) == {"transposed"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "form"),
+    [
+        (Facts(9, False, 32, 32, 1, 8, 8), "columns"),
+        (Facts(9, False, 32, 32, 1, 16, 16, rows=512), "columns"),
+        (Facts(9, False, 32, 32, 1, 16, 16, rows=513), "tap_columns"),
+        (Facts(9, False, 32, 32, 1, 64, 64), "tap_columns"),
+        (Facts(9, False, 32, 32, 1, 81, 81), "merged"),
+        (Facts(9, True, 32, 32, 1, 400, 100), "tap_columns"),
+        (Facts(9, True, 32, 32, 1, None, None), "merged"),
+        (Facts(1, False, 32, 32, 1, 16, 16, rows=32), "tap_columns"),
+        (Facts(1, False, 32, 32, 1, 64, 64), "im2col"),
+    ],
+)
+def test_small_and_strided_images_have_columns_on_cpu(facts: Facts, form: str) -> None:
+    assert choose("cpu", facts) == form

@@ -72,7 +72,7 @@ def test_other_poolings_keep_the_operator(shape: list, attrs: dict) -> None:
 
 
 def test_other_types_and_targets_keep_the_operator() -> None:
-    attrs = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    attrs: dict[str, Any] = {"kernel_shape": [2, 2], "strides": [2, 2]}
     assert _spell(_model([2, 3, 4, 4], ir.DataType.DOUBLE, **attrs)) == 0
     model = _model([2, 3, 4, 4], **attrs)
     assert [_spell(model, t) for t in ("cuda", "wasm", "webgpu", "portable")] == [0] * 4

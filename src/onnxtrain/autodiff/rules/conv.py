@@ -61,8 +61,10 @@ def input_gradient(
 
 def choose_input(target: str, facts: Facts) -> str:
     """Name the form for a target; on CPUs there are faster ones for some sizes."""
-    if target == "cpu" and facts.addable and facts.positions_up_to(16):
-        return "columns"
+    if target == "cpu" and facts.addable:
+        wide = facts.outs is not None and facts.outs >= 256
+        if facts.positions_up_to(49 if wide else 16):
+            return "columns"
     if target in ("cpu", "wasm") and facts.depthwise:
         if facts.pairs_up_to(4096):
             return "pairs"
