@@ -100,6 +100,11 @@ class Descent:
         most = len(self._pieces) // _WORTH_A_THREAD
         self._crew = Crew(min(cores() if threads is None else threads, most))
 
+    @property
+    def shared(self) -> bool:
+        """Whether other threads work on the pieces too."""
+        return self._crew.helpers > 0
+
     def _bind(
         self, session: Any, group: FlatUpdate, part: dict[str, np.ndarray]
     ) -> tuple[Any, list[tuple[np.ndarray, np.ndarray]]]:
@@ -136,6 +141,8 @@ class DeviceDescent:
         capture: record the runs and replay them. The recording itself may run an update more than
             once, and is made here: the caller sets the values after it.
     """
+
+    shared = False
 
     def __init__(
         self, updates: FlatUpdates, values: Values, gradients: Values, device: str, *, capture: bool

@@ -81,7 +81,14 @@ class Flat(Separate):
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
         source = train.SerializeToString()
         self.sources = (source, *(g.model.SerializeToString() for g in updates.groups))
-        session = runtime.create(source, device=device, threads=threads, capture=capture)
+        self._descent: Descent | DeviceDescent
+        shared = False
+        if device == "cpu":
+            self._descent = Descent(updates, self._values, self._gradient, threads=threads)
+            shared = self._descent.shared
+        session = runtime.create(
+            source, device=device, threads=threads, capture=capture, rest=shared
+        )
         self.asks = self._bound_spec(fold, set(outputs))
         graph_id = 1 if capture else None
         self._calls = [
@@ -95,10 +102,7 @@ class Flat(Separate):
             )
             for old, new in (self._homes, self._homes[::-1])[: 2 if self._results else 1]
         ]
-        self._descent: Descent | DeviceDescent
-        if device == "cpu":
-            self._descent = Descent(updates, self._values, self._gradient, threads=threads)
-        else:
+        if device != "cpu":
             self._descent = DeviceDescent(
                 updates, self._values, self._gradient, device, capture=capture
             )

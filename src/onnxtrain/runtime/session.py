@@ -50,6 +50,7 @@ def create(
     threads: int | None = None,
     options: Any = None,
     capture: bool = False,
+    rest: bool = False,
 ) -> Any:
     """Give a session for a model, with the options that training wants.
 
@@ -60,9 +61,12 @@ def create(
         threads: of the session's pool; ``None`` leaves the choice to onnxruntime.
         options: the caller's own ``SessionOptions``, taken as they are.
         capture: record a run as a CUDA graph and replay it; shapes and addresses must stay.
+        rest: let the pool sleep between runs, since other threads want its cores then.
     """
     ort = runtime()
     options = session_options(threads) if options is None else options
+    if rest:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
         settings = {"device_id": device_id, "enable_cuda_graph": int(capture)}
