@@ -29,7 +29,8 @@ def close(a: Tensor | None, b: Tensor | None, name: str = "") -> None:
         assert a is None or not a.any(), name
         return
     assert a is not None, name
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")
+    # A bias in front of a normalisation has the gradient 0; torch's own rounding is 1.2e-5 there.
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, msg=lambda m: f"{name}: {m}")
 
 
 def loss_of(outputs: Any) -> Tensor:
