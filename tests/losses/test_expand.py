@@ -10,7 +10,7 @@ from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.opening import open_model
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.losses import NLL, CrossEntropy, Loss, attach_loss, expand_label_losses
+from onnxtrain.losses import NLL, CrossEntropy, Loss, attach_loss, expand, expand_label_losses
 from tests.losses.compare import session_of
 from tests.losses.small import FLOAT, model_of
 
@@ -80,6 +80,12 @@ LOSSES = [
 ]
 
 
+@pytest.fixture
+def all_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four classes are many."""
+    monkeypatch.setattr(expand, "WIDE", 4)
+
+
 def gradient_model(loss: Loss, target: str) -> ir.Model:
     prepared = open_model(model_of(lambda op: {"y": op.Mul(op.input("x", FLOAT, ["n", 4]), 2.0)}))
     attached = attach_loss(prepared, loss)
@@ -92,6 +98,13 @@ def gradient_model(loss: Loss, target: str) -> ir.Model:
     return simplify(expand_label_losses(prepared, target))
 
 
+def test_few_classes_keep_logarithms() -> None:
+    kinds = [n.op_type for n in gradient_model(CrossEntropy(), "cpu").graph]
+    assert "NonZero" not in kinds
+    assert kinds.count("LogSoftmax") == kinds.count("Exp") == 1
+
+
+@pytest.mark.usefixtures("all_wide")
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 30.0, 200.0, 1e6])
 def test_probabilities_in_place_of_logarithms(loss: Loss, scale: float) -> None:
@@ -111,6 +124,7 @@ def test_probabilities_in_place_of_logarithms(loss: Loss, scale: float) -> None:
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.usefixtures("all_wide")
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("label", [0, 1])
 def test_scores_that_are_infinite_or_no_numbers(odd: float, label: int) -> None:

@@ -17,6 +17,8 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import constant_names, mark_constants
 
 _SMALL = 64  # elements of a constant that may be shared
+WIDE = 256
+"""Classes from which a pass over all scores costs more than some small nodes."""
 _TINY = 1e-30  # a probability below has few digits, or none, in float32
 
 
@@ -72,7 +74,8 @@ def _exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
     """
     if op.target != "cpu" or len(node.outputs) < 2 or node.outputs[1].is_graph_output():
         return []
-    if x.dtype != ir.DataType.FLOAT or op.rank(x) != 2:
+    classes = op.dims(x)[1] if op.rank(x) == 2 else None
+    if x.dtype != ir.DataType.FLOAT or not isinstance(classes, int) or classes < WIDE:
         return []
     others = {use.node.op_type for use in x.uses() if use.node is not node}
     if others & {"LogSoftmax", "SoftmaxCrossEntropyLoss"}:
