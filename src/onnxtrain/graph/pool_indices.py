@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import dims as D
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
 _EXACT = 1 << 24
@@ -53,15 +54,13 @@ def _whole_windows(
     if x is None or x.dtype != ir.DataType.FLOAT or op.rank(x) != 4:
         return no
     size = D.numbers(op.dims(x)[1:])
-    kernel, strides = _ints(node, "kernel_shape"), _ints(node, "strides")
-    if size is None or kernel is None or strides != kernel:
+    options = S.attributes_of(node, op.opset)
+    kernel = options["kernel_shape"]
+    if size is None or options["strides"] != kernel:
         return no
-    unusual = [_ints(node, "pads") or [0], _ints(node, "dilations") or [1]]
-    auto = node.attributes.get("auto_pad")
-    order = node.attributes.get("storage_order")
-    if any(unusual[0]) or any(d != 1 for d in unusual[1]):
+    if any(options["pads"] or ()) or any(d != 1 for d in options["dilations"] or ()):
         return no
-    if (auto is not None and auto.as_string() != "NOTSET") or (order is not None and order.value):
+    if options["auto_pad"] != "NOTSET" or options["storage_order"]:
         return no
     (height, width), (rows, columns) = size[1:], kernel
     if height % rows or width % columns or height * width > _EXACT:
@@ -100,8 +99,3 @@ def _first_maxima(
     images = op.Reshape(op.iota(op.size(x, 0)), [-1, 1, 1, 1])
     ends = op.Add(op.Mul(images, channels * area), op.const(ends, ir.DataType.INT64))
     return op.Sub(ends, op.Cast(best, to=ir.DataType.INT64))
-
-
-def _ints(node: ir.Node, name: str) -> list[int] | None:
-    attribute = node.attributes.get(name)
-    return None if attribute is None else list(attribute.as_ints())

@@ -143,6 +143,7 @@ class DeviceDescent:
     """
 
     shared = False
+    """No thread of the CPU works on it."""
 
     def __init__(
         self, updates: FlatUpdates, values: Values, gradients: Values, device: str, *, capture: bool

@@ -82,13 +82,16 @@ class Flat(Separate):
         source = train.SerializeToString()
         self.sources = (source, *(g.model.SerializeToString() for g in updates.groups))
         self._descent: Descent | DeviceDescent
-        shared = False
         if device == "cpu":
             self._descent = Descent(updates, self._values, self._gradient, threads=threads)
-            shared = self._descent.shared
-        session = runtime.create(
-            source, device=device, threads=threads, capture=capture, rest=shared
-        )
+        else:
+            self._descent = DeviceDescent(
+                updates, self._values, self._gradient, device, capture=capture
+            )
+            for n in order:
+                self._values.write(n, start[n])
+        rest = self._descent.shared
+        session = runtime.create(source, device=device, threads=threads, capture=capture, rest=rest)
         self.asks = self._bound_spec(fold, set(outputs))
         graph_id = 1 if capture else None
         self._calls = [
@@ -102,12 +105,6 @@ class Flat(Separate):
             )
             for old, new in (self._homes, self._homes[::-1])[: 2 if self._results else 1]
         ]
-        if device != "cpu":
-            self._descent = DeviceDescent(
-                updates, self._values, self._gradient, device, capture=capture
-            )
-            for n in order:
-                self._values.write(n, start[n])
         self.in_place = set(order)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:

@@ -38,13 +38,12 @@ class Values(Mapping[str, Any]):
         self._device = device
         self._shared = device == "cpu" if shared is None else shared
         self._arrays, self._raw = _arena(arrays, release=release)
-        self._memory = self._raw if self._shared else ort_value(self._raw, device)
         first = self._raw.ctypes.data
         self._at = {n: a.ctypes.data - first for n, a in self._arrays.items()}
         if self._shared:
             self._values = {n: ort_value(a) for n, a in self._arrays.items()}
         else:
-            host = self._arrays
+            host, self._memory = self._arrays, ort_value(self._raw, device)
             self._arrays = {n: np.broadcast_to(a.dtype.type(0), a.shape) for n, a in host.items()}
             self._raw = np.empty(0, np.uint8)
             self._values = {n: self._window(self._at[n], a) for n, a in self._arrays.items()}
@@ -76,7 +75,7 @@ class Values(Mapping[str, Any]):
         return self._raw[start:end].view(self._arrays[names[0]].dtype)
 
     def line_value(self, names: Sequence[str]) -> Any:
-        """Give what the runtime takes for neighbours as one vector, wherever they are."""
+        """Give what the runtime takes for neighbours as one vector, in memory of a device."""
         start, end = self._range(names)
         kind = self._arrays[names[0]].dtype
         count = (end - start) // kind.itemsize
@@ -90,12 +89,8 @@ class Values(Mapping[str, Any]):
         """Give a value in the memory of the device, without memory of its own."""
         binding = _window_session().io_binding()
         kind = _BFLOAT16 if like.dtype == ml_dtypes.bfloat16 else like.dtype.type
-        address = (
-            self._memory.ctypes.data
-            if isinstance(self._memory, np.ndarray)
-            else self._memory.data_ptr()
-        )
-        binding.bind_output("y", self._device, 0, kind, like.shape, address + at)
+        address = self._memory.data_ptr() + at
+        binding.bind_output("y", self._device, 0, kind, like.shape, address)
         return binding.get_outputs()[0]
 
     def write(self, name: str, array: np.ndarray) -> None:

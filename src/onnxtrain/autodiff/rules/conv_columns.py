@@ -8,6 +8,7 @@ reads; all windows of the batch make one matrix, and the weight is read once, as
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +16,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.rules.conv_facts import Facts, facts_of, one_to_one
 from onnxtrain.autodiff.rules.windows import Windows, windows
 from onnxtrain.graph import dims as D
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
 FEW = 8
@@ -131,8 +133,9 @@ def multiply_small_images(op: OpBuilder) -> int:
         y = node.outputs[0]
         if x is None or w is None or not w.is_graph_input() or y.is_graph_output():
             continue
-        win = _windows_of(node, w)
-        if win is None or not by_product(facts_of(op, x, y, w, win, _group(node))):
+        options = S.attributes_of(node, op.opset)
+        win = _windows_of(options, w)
+        if win is None or not by_product(facts_of(op, x, y, w, win, options["group"])):
             continue
         inside = OpBuilder(op.graph, op.prefix, target=op.target, before=node, parent=op)
         y.replace_all_uses_with(_product_of(inside, x, w, b, y, win))
@@ -162,27 +165,13 @@ def _product_of(
     return found
 
 
-def _windows_of(node: ir.Node, w: ir.Value) -> Windows | None:
+def _windows_of(options: dict[str, Any], w: ir.Value) -> Windows | None:
     """Give the windows of a convolution with explicit padding."""
-    auto = node.attributes.get("auto_pad")
-    if auto is not None and auto.as_string() not in ("NOTSET", "VALID"):
+    if w.shape is None or options["auto_pad"] not in ("NOTSET", "VALID"):
         return None
-    given = {}
-    for name in ("strides", "dilations", "pads"):
-        attribute = node.attributes.get(name)
-        given[name] = None if attribute is None else list(attribute.as_ints())
-    shape = w.shape
-    if shape is None:
-        return None
-    if auto is not None and auto.as_string() == "VALID":
-        given["pads"] = None
-    kernel = [d if isinstance(d, int) else None for d in shape][2:]
-    return windows(kernel, **given)
-
-
-def _group(node: ir.Node) -> int:
-    attribute = node.attributes.get("group")
-    return 1 if attribute is None else attribute.as_int()
+    pads = None if options["auto_pad"] == "VALID" else options["pads"]
+    kernel = [d if isinstance(d, int) else None for d in w.shape][2:]
+    return windows(kernel, strides=options["strides"], dilations=options["dilations"], pads=pads)
 
 
 def _channels_second(rank: int) -> list[int]:
