@@ -50,7 +50,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure; give everything as plain data."""
+    """Measure; return everything as plain data."""
     names = plan.chosen(
         options.workloads or (QUICK if options.quick else None), plan.all_workloads(), "workload"
     )

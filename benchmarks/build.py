@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 import onnxtrain
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
 
@@ -27,7 +27,7 @@ VOCABULARY, CONTEXT, WIDTH, HEADS = 1000, 64, 96, 12
 
 
 def gpt2(layers: int, fused: bool = False) -> ir.Model:
-    """Give a decoder with symbolic batch and sequence, and its loss.
+    """Return a decoder with symbolic batch and sequence, and its loss.
 
     As exporters write it: the linear layers are Gemm between Reshapes, Gelu is spelt out. With
     ``fused`` they are MatMul and Add, and one node.
@@ -95,9 +95,9 @@ def gpt2(layers: int, fused: bool = False) -> ir.Model:
 
 
 def measure(layers: int, fused: bool = False) -> tuple[int, int, float]:
-    """Give forward nodes, backward nodes and seconds."""
+    """Return forward nodes, backward nodes and seconds."""
     model = gpt2(layers, fused)
-    forward = len(list(simplify(open_model(model)).graph.all_nodes()))
+    forward = len(list(simplify(load_normalized(model)).graph.all_nodes()))
     start = time.process_time()
     made = onnxtrain.grad(model, WRT)
     seconds = time.process_time() - start

@@ -30,7 +30,7 @@ ROUNDS, SLICE = 7, 0.2  # a round runs an engine for about that many seconds
 
 
 def lifted(name: str) -> onnx.ModelProto:
-    """Give the net with its parameters as inputs, which is what onnx-ad differentiates by."""
+    """Return the net with its parameters as inputs, which is what onnx-ad differentiates by."""
     folder = prepared(WORKLOADS[name])
     model = onnx.load(str(folder / "opset17.onnx"))
     trained = (folder / "parameters.txt").read_text().split()
@@ -46,7 +46,7 @@ def lifted(name: str) -> onnx.ModelProto:
 
 
 def values(name: str) -> list[np.ndarray]:
-    """Give the batch and the parameters, in the order of the lifted model's inputs."""
+    """Return the batch and the parameters, in the order of the lifted model's inputs."""
     folder = prepared(WORKLOADS[name])
     trained = (folder / "parameters.txt").read_text().split()
     model = onnx.load(str(folder / "opset17.onnx"))
@@ -56,7 +56,7 @@ def values(name: str) -> list[np.ndarray]:
 
 
 def session(model: onnx.ModelProto) -> Any:
-    """Give a session with one thread."""
+    """Return a session with one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
@@ -68,14 +68,14 @@ def session(model: onnx.ModelProto) -> Any:
 
 
 def ours(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Give our gradient graph, for every float input."""
+    """Return our gradient graph, for every float input."""
     kind = onnx.TensorProto.FLOAT
     wrt = [v.name for v in model.graph.input if v.type.tensor_type.elem_type == kind]
     return onnxtrain.vjp(model, wrt)
 
 
 def theirs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Give onnx-ad's gradient graph."""
+    """Return onnx-ad's gradient graph."""
     import onnx_ad
 
     return onnx_ad.reverse(model, layout="onnx")
@@ -84,7 +84,7 @@ def theirs(model: onnx.ModelProto) -> onnx.ModelProto:
 def attempt(
     make: Callable[[onnx.ModelProto], onnx.ModelProto], model: onnx.ModelProto
 ) -> dict[str, Any]:
-    """Give build seconds, nodes and a session, or the refusal."""
+    """Return build seconds, nodes and a session, or the refusal."""
     start = time.process_time()
     try:
         made = make(model)
@@ -95,7 +95,7 @@ def attempt(
 
 
 def measure(name: str) -> list[str]:
-    """Give a row of the table."""
+    """Return a row of the table."""
     model = lifted(name)
     inputs = values(name)
     rows, classes = WORKLOADS[name].rows, WORKLOADS[name].classes
@@ -121,7 +121,7 @@ def measure(name: str) -> list[str]:
 
 
 def _agreement(found: dict[str, list[np.ndarray]]) -> str:
-    """Give the largest difference of a gradient, as a part of its largest element."""
+    """Return the largest difference of a gradient, as a part of its largest element."""
     pairs = zip(found["onnxtrain"][1:], found["onnx-ad"][1:], strict=True)
     worst = max(
         float(np.abs(a - b.reshape(a.shape)).max() / max(np.abs(a).max(), 1e-12)) for a, b in pairs
@@ -130,7 +130,7 @@ def _agreement(found: dict[str, list[np.ndarray]]) -> str:
 
 
 def _times(sessions: dict[str, Any], feeds: dict[str, dict[str, np.ndarray]]) -> dict[str, float]:
-    """Give the median milliseconds of each side, taken in turns."""
+    """Return the median milliseconds of each side, taken in turns."""
     counts, spent = {}, {s: [] for s in sessions}
     for side, s in sessions.items():
         start = time.perf_counter()

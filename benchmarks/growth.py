@@ -28,7 +28,7 @@ SECONDS = 4.0  # of timing per point
 
 
 def run(threads: int, budget: float) -> tuple[list[Cell], list[str]]:
-    """Give the points that were measured, and the names of those that were not."""
+    """Return the points that were measured, and the names of those that were not."""
     builder, order = Builder(), random.Random(0)
     cells: list[Cell] = []
     end = time.monotonic() + budget
@@ -55,7 +55,7 @@ def run(threads: int, budget: float) -> tuple[list[Cell], list[str]]:
 
 
 def curve(cells: list[Cell], axis: str, engine: str) -> tuple[list[int], list[verdicts.Spread]]:
-    """Give the sizes along an axis and an engine's milliseconds there."""
+    """Return the sizes along an axis and an engine's milliseconds there."""
     found = sorted(
         (int(c.workload.partition("-")[2]), c.engines[engine])
         for c in cells
@@ -65,7 +65,7 @@ def curve(cells: list[Cell], axis: str, engine: str) -> tuple[list[int], list[ve
 
 
 def axes_of(cells: list[Cell]) -> list[str]:
-    """Give the axes along which both engines have times."""
+    """Return the axes along which both engines have times."""
     return [
         a
         for a in ("batch", "depth", "parameters")
@@ -107,7 +107,7 @@ def draw(cells: list[Cell], threads: int) -> None:
 
 
 def text(cells: list[Cell], skipped: list[str], facts: dict, threads: int) -> str:
-    """Give the section in Markdown."""
+    """Return the section in Markdown."""
     rows = []
     for cell in cells:
         found = report.ratio(cell, REFERENCE.name, "wall")

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def facts() -> dict[str, Any]:
-    """Give date, processor, memory, load and versions."""
+    """Return date, processor, memory, load and versions."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu(),
@@ -45,7 +45,7 @@ def _commit() -> str:
 
 
 def version(name: str) -> str:
-    """Give the version of an installed package."""
+    """Return the version of an installed package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

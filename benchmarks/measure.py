@@ -45,7 +45,7 @@ class Cell:
     engines: dict[str, Timing]
 
     def to_json(self) -> dict[str, Any]:
-        """Give it as plain data."""
+        """Return it as plain data."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -62,7 +62,7 @@ class Builder:
         self.found: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def build(self, peer: Peer, workload: Workload, optimizer: str) -> tuple[Path, dict[str, Any]]:
-        """Give the folder and what building cost."""
+        """Return the folder and what building cost."""
         made = CACHE / "built" / peer.name / f"{workload.name}-{optimizer}"
         at = (peer.name, workload.name, optimizer)
         mark = made / "built.json"
@@ -84,7 +84,7 @@ class Builder:
 def start(
     peer: Peer, workload: Workload, optimizer: str, threads: int, builder: Builder, limit: float
 ) -> tuple[Client | None, Timing]:
-    """Give a process that is ready to run steps, or why there is none."""
+    """Return a process that is ready to run steps, or why there is none."""
     client = None
     try:
         made, cost = CACHE, {}
@@ -136,7 +136,7 @@ def measure(
     limits: dict[str, float],
     order: random.Random,
 ) -> Cell:
-    """Give all engines' times, taken in turns.
+    """Return all engines' times, taken in turns.
 
     Args:
         workload: what to train.

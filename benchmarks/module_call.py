@@ -19,7 +19,7 @@ ROUNDS, STEPS = 15, 300
 
 
 def spent(module: nn.Module, x: torch.Tensor) -> float:
-    """Give the microseconds of a step."""
+    """Return the microseconds of a step."""
     start = time.perf_counter()
     for _ in range(STEPS):
         module(x).square().mean().backward()

@@ -22,14 +22,14 @@ STEPS, WARM = 10, 3
 def profile(
     workload: str, optimizer: str, threads: int, steps: int = STEPS
 ) -> list[dict[str, Any]]:
-    """Give kinds of nodes with milliseconds and calls per step, the dearest first."""
+    """Return kinds of nodes with milliseconds and calls per step, the dearest first."""
     return grouped(
         events(workload, optimizer, threads, steps), steps, lambda e: e["args"]["op_name"]
     )
 
 
 def grouped(found: list[dict[str, Any]], steps: int, name: Any) -> list[dict[str, Any]]:
-    """Give the events by name: milliseconds and calls per step, and the part of all time."""
+    """Return the events by name: milliseconds and calls per step, and the part of all time."""
     spent: dict[str, list[float]] = collections.defaultdict(list)
     for event in found:
         spent[name(event)].append(event["dur"] / 1000)
@@ -42,7 +42,7 @@ def grouped(found: list[dict[str, Any]], steps: int, name: Any) -> list[dict[str
 
 
 def events(workload: str, optimizer: str, threads: int, steps: int) -> list[dict[str, Any]]:
-    """Give the profiler's records of the kernels of some steps."""
+    """Return the profiler's records of the kernels of some steps."""
     import numpy as np
     import onnxruntime
 
@@ -83,7 +83,7 @@ def events(workload: str, optimizer: str, threads: int, steps: int) -> list[dict
 
 
 def _kernels(path: Path, steps: int) -> list[dict[str, Any]]:
-    """Give the kernels of the last steps of one session."""
+    """Return the kernels of the last steps of one session."""
     records = json.loads(path.read_text())
     kernels = [e for e in records if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     runs = [e for e in records if e["name"] == "model_run"]
@@ -95,7 +95,7 @@ def _kernels(path: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], limit: int) -> str:
-    """Give the dearest rows in Markdown."""
+    """Return the dearest rows in Markdown."""
     lines = ["| operator | ms per step | calls per step | part |", "|---|---:|---:|---:|"]
     lines += [
         f"| {r['op']} | {r['ms']:.2f} | {r['calls']:.0f} | {100 * r['part']:.0f}% |"

@@ -18,7 +18,7 @@ TOP = 6  # operators of a missed row
 
 
 def markers(name: str) -> tuple[str, str]:
-    """Give the lines that enclose a generated part."""
+    """Return the lines that enclose a generated part."""
     return f"<!-- {name} -->", f"<!-- /{name} -->"
 
 
@@ -37,7 +37,7 @@ def write(text: str, name: str = "benchmark", path: Path = PAGE) -> None:
 
 
 def generated(results: dict[str, Any]) -> str:
-    """Give the page's tables for the results of a run."""
+    """Return the page's tables for the results of a run."""
     cells = [Cell.from_json(c) for c in results["cells"]]
     clock = results["clock"]
     parts = [_facts(results["machine"], cells, clock), _counts(cells, clock)]
@@ -97,7 +97,7 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
 
 
 def busy(machine: dict[str, Any]) -> list[str]:
-    """Give a warning if other work was on the machine when the run began."""
+    """Return a warning if other work was on the machine when the run began."""
     if machine["load_before"][0] <= BUSY * machine["cores"]:
         return []
     return ["- **other work was on the machine: these ratios are not to be quoted**"]

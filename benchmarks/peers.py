@@ -44,7 +44,7 @@ class Peer:
     """Whether training starts from files that are built before."""
 
     def python(self) -> Path:
-        """Give the interpreter of its environment."""
+        """Return the interpreter of its environment."""
         folder = ROOT / ".venv" if self.venv is None else VENVS / self.venv
         return folder / "bin" / "python"
 
@@ -70,7 +70,7 @@ PEERS = {
 
 
 def missing() -> list[str]:
-    """Give the environments that are not there as they should be."""
+    """Return the environments that are not there as they should be."""
     return [
         name
         for name, lines in REQUIREMENTS.items()

@@ -27,7 +27,7 @@ class Task:
 def tasks(
     workloads: list[str], optimizers: list[str], threads: list[int], peers: list[str]
 ) -> list[Task]:
-    """Give the cells; where ``torch.compile`` has no target it is shown with SGD only."""
+    """Return the cells; where ``torch.compile`` has no target it is shown with SGD only."""
     found = []
     for workload in workloads:
         bound = verdicts.target(workload, COMPILE) is not None
@@ -38,7 +38,7 @@ def tasks(
 
 
 def chosen(names: list[str] | None, known: list[str], what: str) -> list[str]:
-    """Give what was asked for, all if nothing was.
+    """Return what was asked for, all if nothing was.
 
     Raises:
         SystemExit: if there is no such name.
@@ -50,12 +50,12 @@ def chosen(names: list[str] | None, known: list[str], what: str) -> list[str]:
 
 
 def engines(task: Task) -> list[Peer]:
-    """Give the engines of a cell."""
+    """Return the engines of a cell."""
     return [PEERS[n] for n in task.peers]
 
 
 def all_workloads() -> list[str]:
-    """Give the names of the table's rows."""
+    """Return the names of the table's rows."""
     return list(WORKLOADS)
 
 
@@ -69,7 +69,7 @@ class Clock:
         self.overhead: list[float] = []
 
     def share(self) -> float:
-        """Give the seconds of timing of the next cell."""
+        """Return the seconds of timing of the next cell."""
         left = self.end - time.monotonic()
         overhead = sum(self.overhead) / len(self.overhead) if self.overhead else 0.0
         return max(LEAST, left / max(1, self.cells) - overhead)

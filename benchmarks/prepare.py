@@ -27,7 +27,7 @@ FORMAT = 2  # of the files made here
 
 
 def key(workload: Workload) -> str:
-    """Give what changes whenever the files of a workload have to be made again."""
+    """Return what changes whenever the files of a workload have to be made again."""
     facts = (FORMAT, workload.name, workload.shape, workload.classes, workload.rows)
     found = hashlib.sha256(repr(facts).encode())
     for path in sorted((ROOT / "benchmarks" / "workloads").glob("[!_]*.py")):
@@ -36,7 +36,7 @@ def key(workload: Workload) -> str:
 
 
 def prepared(workload: Workload) -> Path:
-    """Give the folder with the files of a workload, made if they are missing or old."""
+    """Return the folder with the files of a workload, made if they are missing or old."""
     folder = MODELS / workload.name
     mark = folder / "key.json"
     if mark.exists() and json.loads(mark.read_text())["key"] == key(workload):
@@ -53,7 +53,7 @@ def _export(workload: Workload, folder: Path) -> None:
     import torch
 
     import onnxtrain
-    from onnxtrain.graph.specialise import specialise
+    from onnxtrain.graph.shapes.specialise import specialise
     from onnxtrain.torch import from_torch, last_report
 
     module = workload.module()

@@ -68,7 +68,7 @@ def export(args: argparse.Namespace, folder: Path) -> None:
 def serve(folder: Path, batch: int, length: int, threads: int) -> None:
     """Run one step per line of standard input; answer with its time, loss and the peak so far."""
     from onnxtrain.artifacts import Artifacts
-    from onnxtrain.runtime import Trainer
+    from onnxtrain.training import Trainer
 
     trainer = Trainer(Artifacts.load(folder), threads=threads, layout="separate")
     rng = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def serve(folder: Path, batch: int, length: int, threads: int) -> None:
 
 
 def peak() -> float:
-    """Give the largest resident size of this process so far, in MB."""
+    """Return the largest resident size of this process so far, in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM")) / 1024
 

@@ -12,18 +12,18 @@ from benchmarks.workloads import WORKLOADS
 
 
 def rival_names(cells: Iterable[Cell]) -> list[str]:
-    """Give the engines besides ours that occur, in the order of the list of engines."""
+    """Return the engines besides ours that occur, in the order of the list of engines."""
     seen = {n for c in cells for n in c.engines}
     return [n for n in PEERS if n in seen and n != OURS.name]
 
 
 def times(timing: Timing, clock: str) -> list[float]:
-    """Give the seconds per step of each round."""
+    """Return the seconds per step of each round."""
     return timing.cpu if clock == "cpu" else timing.wall
 
 
 def ratio(cell: Cell, rival: str, clock: str) -> verdicts.Spread | None:
-    """Give our time over theirs, if both have one."""
+    """Return our time over theirs, if both have one."""
     ours, theirs = cell.engines[OURS.name], cell.engines.get(rival)
     if theirs is None or ours.status != "timed" or theirs.status != "timed":
         return None
@@ -31,7 +31,7 @@ def ratio(cell: Cell, rival: str, clock: str) -> verdicts.Spread | None:
 
 
 def missed(cell: Cell, clock: str) -> bool:
-    """Give whether some target of the row is not met."""
+    """Return whether some target of the row is not met."""
     for rival in cell.engines:
         found = ratio(cell, rival, clock) if rival != OURS.name else None
         if found is not None and verdicts.missed(
@@ -42,19 +42,19 @@ def missed(cell: Cell, clock: str) -> bool:
 
 
 def markdown(head: list[str], rows: list[list[str]], left: int = 2) -> str:
-    """Give a table whose first ``left`` columns are text."""
+    """Return a table whose first ``left`` columns are text."""
     marks = ["---"] * left + ["---:"] * (len(head) - left)
     lines = [head, marks, *rows]
     return "\n".join("| " + " | ".join(x) + " |" for x in lines)
 
 
 def title(cell: Cell) -> str:
-    """Give the name of the row's net."""
+    """Return the name of the row's net."""
     return WORKLOADS[cell.workload].title if cell.workload in WORKLOADS else cell.workload
 
 
 def ratio_table(cells: list[Cell], clock: str) -> str:
-    """Give our time over theirs with the verdict on each target."""
+    """Return our time over theirs with the verdict on each target."""
     rivals = rival_names(cells)
     rows = []
     for cell in cells:
@@ -81,7 +81,7 @@ def _against(cell: Cell, rival: str, clock: str) -> str:
 
 
 def milliseconds(timing: Timing, clock: str) -> str:
-    """Give the median with the spread, or why there is no time."""
+    """Return the median with the spread, or why there is no time."""
     if timing.status != "timed":
         return timing.status
     s = verdicts.Spread.of([1000 * t for t in times(timing, clock)])
@@ -90,7 +90,7 @@ def milliseconds(timing: Timing, clock: str) -> str:
 
 
 def per_engine(cells: list[Cell], value: Callable[[Timing], str], *, threads: bool = True) -> str:
-    """Give a table with one column per engine."""
+    """Return a table with one column per engine."""
     names = [OURS.name, *rival_names(cells)]
     rows = []
     for cell in cells:
@@ -103,7 +103,7 @@ def per_engine(cells: list[Cell], value: Callable[[Timing], str], *, threads: bo
 
 
 def memory_table(cells: list[Cell]) -> str:
-    """Give the most memory above import, in MB, and whether ours is within torch's."""
+    """Return the most memory above import, in MB, and whether ours is within torch's."""
     names = [OURS.name, *rival_names(cells)]
     allowed = verdicts.targets()["memory"]
     rows = []
@@ -124,7 +124,7 @@ def _memory(timing: Timing | None) -> float | None:
 
 
 def cost(timing: Timing) -> str:
-    """Give build and session seconds, or why there are none."""
+    """Return build and session seconds, or why there are none."""
     f = timing.facts
     if not f:
         return timing.status
@@ -133,7 +133,7 @@ def cost(timing: Timing) -> str:
 
 
 def refusals(cells: list[Cell]) -> str:
-    """Give a list of what engines refused, got wrong, or had no time for."""
+    """Return a list of what engines refused, got wrong, or had no time for."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         for name, timing in cell.engines.items():
@@ -153,7 +153,7 @@ def _short(text: str) -> str:
 
 
 def summary(cells: list[Cell], clock: str) -> dict[str, Any]:
-    """Give how many targets are met, and the rows that miss one."""
+    """Return how many targets are met, and the rows that miss one."""
     met, failed = 0, []
     for cell in cells:
         for rival in cell.engines:
@@ -169,7 +169,7 @@ def summary(cells: list[Cell], clock: str) -> dict[str, Any]:
 
 
 def line(cell: Cell, clock: str) -> str:
-    """Give a cell on one line, for the terminal."""
+    """Return a cell on one line, for the terminal."""
     parts = [f"{cell.workload:12} {cell.optimizer:6} {cell.threads}t"]
     for name, timing in cell.engines.items():
         found = ratio(cell, name, clock) if name != OURS.name else None

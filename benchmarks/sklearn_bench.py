@@ -28,7 +28,7 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.preprocessing import scale
 
 from onnxtrain.sklearn import OnnxClassifier, OnnxRegressor
-from onnxtrain.sklearn.nets import dense_weights
+from onnxtrain.sklearn.dense_nets import dense_weights
 
 HIDDEN = (50, 10)
 DOCS = Path(__file__).parents[1] / "docs"
@@ -58,7 +58,7 @@ class Case:
     classes: int = 1
 
     def data(self) -> tuple[np.ndarray, np.ndarray]:
-        """Give features and targets."""
+        """Return features and targets."""
         if self.kind != "classifier":
             X, y = make_regression(self.rows, self.columns, noise=5.0, random_state=0)
             return X.astype(np.float32), scale(y).astype(np.float32)
@@ -86,7 +86,7 @@ RATE = {"linear": 5e-3, "regressor": 1e-3, "classifier": 1e-3}
 
 
 def final_loss(case: Case, X: np.ndarray, y: np.ndarray, predict: Callable) -> float:
-    """Give the loss of the trained model over all data, by one formula for everybody."""
+    """Return the loss of the trained model over all data, by one formula for everybody."""
     if case.kind != "classifier":
         return float(np.mean((predict(X).reshape(-1) - y) ** 2) / 2)
     p = np.clip(predict(X), 1e-10, 1)
@@ -193,7 +193,7 @@ CONTESTANTS = {"scikit-learn": with_sklearn, "onnxtrain": with_onnxtrain, "torch
 
 
 def measure(case: Case) -> tuple[list[str], dict[str, list[float]]]:
-    """Give a row of the table, and a loss curve for each contestant."""
+    """Return a row of the table, and a loss curve for each contestant."""
     X, y = case.data()
     first = with_onnxtrain(dataclasses.replace(case, epochs=1), X, y, 0).seconds
     again = with_onnxtrain(dataclasses.replace(case, epochs=1), X, y, 0).seconds
@@ -218,7 +218,7 @@ def measure(case: Case) -> tuple[list[str], dict[str, list[float]]]:
 
 
 def spread(losses: list[float]) -> str:
-    """Give the median and, in brackets, the smallest and the largest."""
+    """Return the median and, in brackets, the smallest and the largest."""
     return f"{np.median(losses):.3g} ({min(losses):.2g} to {max(losses):.2g})"
 
 

@@ -17,7 +17,7 @@ MOVES = 2e-3  # the reference has to move by this part of the loss, or comparing
 
 
 def disagreement(reference: Sequence[float], losses: Sequence[float]) -> str | None:
-    """Give why the losses of the first steps are not those of the reference, if so."""
+    """Return why the losses of the first steps are not those of the reference, if so."""
     if len(reference) != len(losses):
         return f"{len(losses)} losses instead of {len(reference)}"
     moved = max(reference) - min(reference)
@@ -29,7 +29,7 @@ def disagreement(reference: Sequence[float], losses: Sequence[float]) -> str | N
 
 
 def moves(reference: Sequence[float]) -> bool:
-    """Give whether the reference moves enough for a step without update to be noticed."""
+    """Return whether the reference moves enough for a step without update to be noticed."""
     return max(reference) - min(reference) >= MOVES * abs(reference[0])
 
 
@@ -43,27 +43,27 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Give it for some values."""
+        """Return it for some values."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Give our time over theirs, taken in each round: what disturbs a round disturbs both."""
+    """Return our time over theirs, taken in each round: what disturbs a round disturbs both."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def targets() -> dict[str, Any]:
-    """Give the targets as they are written down."""
+    """Return the targets as they are written down."""
     return json.loads(TARGETS.read_text())
 
 
 def target(workload: str, engine: str) -> float | None:
-    """Give the largest allowed ratio, if there is one."""
+    """Return the largest allowed ratio, if there is one."""
     return targets()["time"].get(workload, {}).get(engine)
 
 
 def verdict(found: float, allowed: float | None) -> str:
-    """Give what a ratio says about its target."""
+    """Return what a ratio says about its target."""
     if allowed is None:
         return ""
     if found <= allowed:
@@ -72,5 +72,5 @@ def verdict(found: float, allowed: float | None) -> str:
 
 
 def missed(found: float, allowed: float | None) -> bool:
-    """Give whether there is a target and it is not met."""
+    """Return whether there is a target and it is not met."""
     return allowed is not None and found > allowed

@@ -36,7 +36,7 @@ class Speaker:
         return items[min(int(self._random.paretovariate(0.8)) - 1, 10**6) % len(items)]
 
     def _noun_phrase(self, depth: int) -> tuple[str, bool]:
-        """Give a phrase and whether it is plural."""
+        """Return a phrase and whether it is plural."""
         if self._random.random() < 0.25:
             return self._hero, False
         plural = self._random.random() < 0.4
@@ -54,7 +54,7 @@ class Speaker:
         return verb if plural else (verb + "es" if verb.endswith("ch") else verb + "s")
 
     def sentence(self) -> str:
-        """Give one sentence; sentences in a row are about the same person for a while."""
+        """Return one sentence; sentences in a row are about the same person for a while."""
         if self._random.random() < 0.2:
             self._hero = self._pick(_NAMES)
         subject, plural = self._noun_phrase(1)
@@ -68,6 +68,6 @@ class Speaker:
 
 
 def text(seed: int, sentences: int) -> str:
-    """Give a text, one sentence per line."""
+    """Return a text, one sentence per line."""
     speaker = Speaker(seed)
     return "\n".join(speaker.sentence() for _ in range(sentences)) + "\n"

@@ -27,7 +27,7 @@ ROWS, FEATURES, CLASSES = 240, 16, 4
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Give points around four centres, and which one each belongs to."""
+    """Return points around four centres, and which one each belongs to."""
     g = torch.Generator().manual_seed(0)
     centres = torch.randn(CLASSES, FEATURES, generator=g)
     labels = torch.randint(0, CLASSES, (ROWS,), generator=g)
@@ -35,7 +35,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def network() -> nn.Module:
-    """Give the untrained network, the same in every process."""
+    """Return the untrained network, the same in every process."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(FEATURES, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, CLASSES)
@@ -59,7 +59,7 @@ def save(
 
 
 def train(options: argparse.Namespace, rank: int, world: int) -> list[float]:
-    """Train; give the mean loss of each joint batch."""
+    """Train; return the mean loss of each joint batch."""
     inner = TrainableModule(network(), threads=1)
     model = DistributedDataParallel(inner) if world > 1 else inner
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

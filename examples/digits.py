@@ -20,7 +20,7 @@ OUT = Path("runs/demo")
 
 
 def digit_net(hidden: int = 64) -> onnx.ModelProto:
-    """Give an untrained classifier, image [batch, 64] -> logits [batch, 10]."""
+    """Return an untrained classifier, image [batch, 64] -> logits [batch, 10]."""
     rng = np.random.default_rng(0)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="digits")
     op = OpBuilder(graph)
@@ -43,14 +43,14 @@ def digit_net(hidden: int = 64) -> onnx.ModelProto:
 
 
 def main(epochs: int = 20) -> float:
-    """Train, write the results, and give the accuracy on held-out digits."""
+    """Train, write the results, and return the accuracy on held-out digits."""
     shutil.rmtree(OUT, ignore_errors=True)
     data = load_digits()
     x, x_test, y, y_test = train_test_split(
         (data.data / 16).astype(np.float32), data.target.astype(np.int64), random_state=0
     )
     optimizer = onnxtrain.optim.AdamW(
-        lr=1e-2, groups=[onnxtrain.optim.Group("*.bias", weight_decay=0.0)]
+        lr=1e-2, groups=[onnxtrain.optim.ParamGroup("*.bias", weight_decay=0.0)]
     )
     artifacts = onnxtrain.build(
         digit_net(), loss="cross_entropy", optimizer=optimizer, metrics=["accuracy"]

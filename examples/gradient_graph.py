@@ -35,12 +35,12 @@ class MyModel(nn.Module):
         self.fc2 = nn.Linear(5, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the probabilities."""
+        """Return the probabilities."""
         return torch.sigmoid(self.fc2(self.relu(self.fc1(x))))
 
 
 def binary_cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Give the mean loss in bits."""
+    """Return the mean loss in bits."""
     return -torch.mean(labels * torch.log2(output) + (1 - labels) * torch.log2(1 - output))
 
 
@@ -55,19 +55,19 @@ class MnistNet(nn.Module):
         self.fc2 = nn.Linear(hidden, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the scores."""
+        """Return the scores."""
         return self.fc2(self.relu(self.fc1((x - self.mean) / self.std)))
 
 
 def points() -> tuple[Data, Data]:
-    """Give made-up points with two yes-or-no labels each: to train on, to test on."""
+    """Return made-up points with two yes-or-no labels each: to train on, to test on."""
     x = np.random.default_rng(0).standard_normal((2048, 10)).astype(np.float32)
     y = np.stack([x[:, 0] > 0, x[:, 1] + x[:, 2] > 0], axis=1).astype(np.float32)
     return (x[:1792], y[:1792]), (x[1792:], y[1792:])
 
 
 def digits() -> tuple[Data, Data]:
-    """Give scikit-learn's digits: to train on, to test on."""
+    """Return scikit-learn's digits: to train on, to test on."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -119,12 +119,12 @@ class Loop:
         self.state |= {f"{n}.learning_rate": np.array([lr], np.float32) for n in weights}
 
     def run(self, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
-        """Give output, loss and gradients."""
+        """Return output, loss and gradients."""
         found = self.gradient.run(None, {"input": x, "labels": y, **self.weights})
         return dict(zip(self.outputs, found, strict=True))
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Train on a batch; give its loss."""
+        """Train on a batch; return its loss."""
         found = self.run(x, y)
         feeds = (
             self.state | self.weights | {f"{n}.gradient": found[f"{n}_grad"] for n in self.weights}
@@ -137,13 +137,13 @@ class Loop:
 
 
 def accuracy(output: np.ndarray, labels: np.ndarray) -> float:
-    """Give the share of right answers, for classes or for yes-or-no labels."""
+    """Return the share of right answers, for classes or for yes-or-no labels."""
     right = (output > 0.5) == labels if labels.ndim == 2 else output.argmax(1) == labels
     return float(right.mean())
 
 
 def main(given: list[str] | None = None) -> dict[str, float]:
-    """Write the graphs and train them; give first and last loss and the accuracy on test data."""
+    """Write the graphs and train them; return first and last loss and the accuracy on test data."""
     options = arguments(given)
     torch.manual_seed(0)
     if options.model == "mymodel":

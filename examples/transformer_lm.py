@@ -28,8 +28,8 @@ import corpus
 
 from onnxtrain import losses, optim
 from onnxtrain.artifacts import build
-from onnxtrain.runtime import Trainer
 from onnxtrain.torch import from_torch
+from onnxtrain.training import Trainer
 
 TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 OURS = {"sgd": optim.SGD, "adam": optim.Adam, "lamb": optim.LAMB}
@@ -59,7 +59,7 @@ class TransformerLM(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Give scores of the next word at each place: [bptt, batch] -> [bptt, batch, tokens]."""
+        """Return scores of the next word at each place: [bptt, batch] -> [bptt, batch, tokens]."""
         length = words.shape[0]
         mask = torch.triu(torch.full((length, length), float("-inf")), diagonal=1)
         x = self.embed(words) * math.sqrt(self.size) + self.positions[:length]
@@ -94,19 +94,19 @@ def read(folder: Path | None) -> Text:
 
 
 def columns(words: np.ndarray, batch: int) -> np.ndarray:
-    """Give the text as ``batch`` columns that run on from batch to batch."""
+    """Return the text as ``batch`` columns that run on from batch to batch."""
     return words[: len(words) // batch * batch].reshape(batch, -1).T.copy()
 
 
 def batches(data: np.ndarray, bptt: int):
-    """Give words and the words that follow them, the short last batch included."""
+    """Return words and the words that follow them, the short last batch included."""
     for i in range(0, len(data) - 1, bptt):
         n = min(bptt, len(data) - 1 - i)
         yield data[i : i + n], data[i + 1 : i + 1 + n]
 
 
 def unigram_perplexity(text: Text) -> float:
-    """Give the perplexity of word frequencies alone, which a model has to beat."""
+    """Return the perplexity of word frequencies alone, which a model has to beat."""
     counts = np.bincount(text.train, minlength=text.vocabulary) + 1.0
     return float(np.exp(-np.log(counts / counts.sum())[text.valid].mean()))
 
@@ -129,12 +129,12 @@ class OnnxSide:
         self.trainer = Trainer(artifacts, threads=options.threads)
 
     def step(self, words: np.ndarray, following: np.ndarray, lr: float) -> float:
-        """Train on one batch; give its loss."""
+        """Train on one batch; return its loss."""
         self.trainer.lr = lr
         return self.trainer.step(words, following).loss
 
     def evaluate(self, words: np.ndarray, following: np.ndarray) -> float:
-        """Give the loss of one batch."""
+        """Return the loss of one batch."""
         return self.trainer.evaluate_batch(words, following).loss
 
     def save(self, folder: Path) -> None:
@@ -163,7 +163,7 @@ class TorchSide:
         )
 
     def step(self, words: np.ndarray, following: np.ndarray, lr: float) -> float:
-        """Train on one batch; give its loss."""
+        """Train on one batch; return its loss."""
         self.module.train()
         self.optimizer.param_groups[0]["lr"] = lr
         loss = self._loss(words, following)
@@ -174,20 +174,20 @@ class TorchSide:
         return loss.item()
 
     def evaluate(self, words: np.ndarray, following: np.ndarray) -> float:
-        """Give the loss of one batch."""
+        """Return the loss of one batch."""
         self.module.eval()
         with torch.no_grad():
             return self._loss(words, following).item()
 
 
 def perplexity(side: OnnxSide | TorchSide, data: np.ndarray, bptt: int) -> float:
-    """Give the perplexity over a whole part, every word counted once."""
+    """Return the perplexity over a whole part, every word counted once."""
     total = sum(len(a) * side.evaluate(a, b) for a, b in batches(data, bptt))
     return math.exp(total / (len(data) - 1))
 
 
 def run(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Train; give the validation perplexities of each side after each epoch."""
+    """Train; return the validation perplexities of each side after each epoch."""
     if options.lr is None:
         options.lr = RATES[options.optimizer]
     text = read(options.text)

@@ -1,4 +1,4 @@
-"""One table, many questions: see tests/cases/base.py for how to add a case."""
+"""One table, many checks: see tests/cases/base.py for how to add a case."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 
 import pytest
 
-from tests.cases import questions
+from tests.cases import checks
 from tests.cases.base import OpCase
 from tests.cases.collect import CASES, FAMILIES, load_family
 
 
-def ask(question: str) -> pytest.MarkDecorator:
-    """Parametrise a test over all cases, with the expected failures of this question marked."""
+def parametrize_cases(check: str) -> pytest.MarkDecorator:
+    """Parametrise a test over all cases, with the expected failures of this check marked."""
     params = []
     for case in CASES:
         head, _, reason = case.xfail.partition(":")
-        expected = set(re.split(r"\s*,\s*", head)) & {question, "all"}
+        expected = set(re.split(r"\s*,\s*", head)) & {check, "all"}
         marks = [pytest.mark.xfail(reason=reason.strip(), strict=True)] if expected else []
         params.append(pytest.param(case, id=case.name, marks=marks))
     return pytest.mark.parametrize("case", params)
@@ -27,45 +27,45 @@ def test_family(family: str) -> None:
     assert all(isinstance(case, OpCase) for case in load_family(family))
 
 
-@ask("finite")
+@parametrize_cases("finite")
 def test_finite_differences(case: OpCase) -> None:
-    questions.finite(case)
+    checks.finite(case)
 
 
-@ask("oracle")
+@parametrize_cases("oracle")
 def test_equals_oracle(case: OpCase) -> None:
-    questions.oracle(case)
+    checks.oracle(case)
 
 
-@ask("dynamic")
+@parametrize_cases("dynamic")
 def test_dynamic_equals_static(case: OpCase) -> None:
     if case.dynamic.startswith("none"):
         pytest.skip(case.dynamic)
-    questions.dynamic(case)
+    checks.dynamic(case)
 
 
-@ask("second")
+@parametrize_cases("second")
 def test_second_order(case: OpCase) -> None:
     if case.order < 2:
         pytest.skip("the case asks for the first derivative only")
-    questions.second(case)
+    checks.second(case)
 
 
-@ask("standard")
+@parametrize_cases("standard")
 def test_standard_operators(case: OpCase) -> None:
-    questions.standard(case)
+    checks.standard(case)
 
 
-@ask("rebuild")
+@parametrize_cases("rebuild")
 def test_same_bytes_again(case: OpCase) -> None:
-    questions.rebuild(case)
+    checks.rebuild(case)
 
 
-@ask("closed")
+@parametrize_cases("closed")
 def test_closed_under_differentiation(case: OpCase) -> None:
-    questions.closed(case)
+    checks.closed(case)
 
 
-@ask("targets")
+@parametrize_cases("targets")
 def test_targets_agree(case: OpCase) -> None:
-    questions.targets(case)
+    checks.targets(case)

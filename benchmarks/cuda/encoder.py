@@ -21,7 +21,7 @@ class Encoder(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Give scores of the next word at each place."""
+        """Return scores of the next word at each place."""
         length, device = words.shape[1], words.device
         mask = torch.triu(torch.full((length, length), float("-inf"), device=device), diagonal=1)
         x = self.embed(words) + self.places(torch.arange(length, device=device))

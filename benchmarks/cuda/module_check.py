@@ -43,7 +43,7 @@ def case(run: Case) -> Case:
 
 
 def off(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-6) -> float:
-    """Give the largest difference, relative to the largest element, or to ``floor`` if larger."""
+    """Return the largest difference, relative to the largest element, or to ``floor`` if larger."""
     if got.device != want.device or got.dtype != want.dtype or got.shape != want.shape:
         raise AssertionError(f"{got.device} {got.dtype} {list(got.shape)}, not {want.device}")
     a, b = got.detach().double(), want.detach().double()
@@ -51,7 +51,7 @@ def off(got: torch.Tensor, want: torch.Tensor, floor: float = 1e-6) -> float:
 
 
 def compare(module: nn.Module, batches: list[tuple[Any, ...]], steps: bool = True) -> float:
-    """Train a module and its wrapped copy; give the worst error of what they give and hold."""
+    """Train a module and its wrapped copy; return the worst error of what they give and hold."""
     theirs, ours = module, TrainableModule(copy.deepcopy(module))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (theirs, ours)]
     worst = 0.0
@@ -131,7 +131,7 @@ class Words(nn.Module):
         self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 4)
 
     def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Give scores of the mean word that the mask leaves."""
+        """Return scores of the mean word that the mask leaves."""
         found = self.embed(words) * mask.unsqueeze(-1)
         return self.head(found.sum(1))
 
@@ -227,7 +227,7 @@ def options(device: torch.device) -> Any:
 
 
 def timed(device: torch.device) -> tuple[float, float]:
-    """Give medians of a step of torch and of ours, in ms, on a net that is worth a GPU."""
+    """Return medians of a step of torch and of ours, in ms, on a net that is worth a GPU."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True)
     theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(device)

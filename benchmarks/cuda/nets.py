@@ -58,7 +58,7 @@ NETS: dict[str, Workload] = {
 
 
 def exported(net: Workload) -> onnx.ModelProto:
-    """Give the net as ONNX, its batch symbolic."""
+    """Return the net as ONNX, its batch symbolic."""
     import torch
 
     from onnxtrain.torch import from_torch
@@ -68,7 +68,7 @@ def exported(net: Workload) -> onnx.ModelProto:
 
 
 def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Give the model with zeros for weights, which travels small."""
+    """Return the model with zeros for weights, which travels small."""
     for tensor in model.graph.initializer:
         array = ir.from_proto(tensor).numpy()
         if array.nbytes >= LARGE and array.dtype.kind == "f":
@@ -77,7 +77,7 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def filled(path: Path, module: Any) -> onnx.ModelProto:
-    """Give a skeleton with the weights of a module, which have the same names."""
+    """Return a skeleton with the weights of a module, which have the same names."""
     model = onnx.load(path)
     state = {n: t.detach().cpu().numpy() for n, t in module.state_dict().items()}
     for tensor in model.graph.initializer:

@@ -34,7 +34,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Give the rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = [f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
     for r in rows:
         low, high = r["spread"]
@@ -51,7 +51,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def figures(found: dict[str, Any], kernels: str = "") -> str:
-    """Give the part of the page that is measured."""
+    """Return the part of the page that is measured."""
     facts = "; ".join(f"{k}: {v}" for k, v in found["facts"].items() if k != "command")
     parts = [facts, f"```\n{found['facts']['command']}\n```", table(found["rows"])]
     if kernels:

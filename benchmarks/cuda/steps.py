@@ -57,7 +57,7 @@ class Row:
 
 
 def torch_step(net: Workload, optimizer: str, precision: str) -> tuple[Step, Step]:
-    """Give a step of torch eager that reads the loss, and one that does not wait for it."""
+    """Return a step of torch eager that reads the loss, and one that does not wait for it."""
     module = net.module().cuda().train()
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     update = kind(module.parameters(), lr=net.rate(optimizer), fused=True)
@@ -84,7 +84,7 @@ def _unread(step: Callable[[], Any]) -> float:
 def our_step(
     net: Workload, model: Any, optimizer: str, precision: str, *, fixed: bool, capture: bool | None
 ) -> tuple[Step, onnxtrain.Trainer]:
-    """Give a step of the trainer, and the trainer."""
+    """Return a step of the trainer, and the trainer."""
     rate = net.rate(optimizer)
     chosen = optim.SGD(lr=rate) if optimizer == "sgd" else optim.AdamW(lr=rate)
     artifacts = onnxtrain.build(
@@ -101,7 +101,7 @@ def our_step(
 
 
 def timed(step: Step, count: int) -> float:
-    """Give milliseconds per step."""
+    """Return milliseconds per step."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -138,7 +138,7 @@ def measure(
 
 
 def kernels(step: Step, count: int = 5, top: int = 18) -> str:
-    """Give a table of the GPU's kernels by time, for whatever runs in this process."""
+    """Return a table of the GPU's kernels by time, for whatever runs in this process."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -158,7 +158,7 @@ def kernels(step: Step, count: int = 5, top: int = 18) -> str:
 
 
 def facts() -> dict[str, str]:
-    """Give what the figures depend on."""
+    """Return what the figures depend on."""
     import onnxruntime
 
     return {
@@ -171,7 +171,7 @@ def facts() -> dict[str, str]:
 
 
 def _plain(argument: str) -> str:
-    """Give an argument without the folders of one machine."""
+    """Return an argument without the folders of one machine."""
     return Path(argument).name if "/" in argument else argument
 
 

@@ -41,12 +41,12 @@ class Net:
         self.x = self.op.input("x", ir.DataType.FLOAT, ["batch", *shape])
 
     def weight(self, name: str, *shape: int, fan_in: int) -> ir.Value:
-        """Give a weight drawn as torch draws it."""
+        """Return a weight drawn as torch draws it."""
         bound = 1 / np.sqrt(fan_in)
         return self._stored(name, self.rng.uniform(-bound, bound, shape))
 
     def filled(self, name: str, value: float, size: int) -> ir.Value:
-        """Give a weight filled with one value."""
+        """Return a weight filled with one value."""
         return self._stored(name, np.full(size, value))
 
     def _stored(self, name: str, array: np.ndarray) -> ir.Value:
@@ -71,7 +71,7 @@ class Net:
         return self.op.Add(self.op.MatMul(x, w), self.filled(f"{name}.bias", 0, wanted))
 
     def finished(self, logits: ir.Value) -> onnx.ModelProto:
-        """Give the model."""
+        """Return the model."""
         logits.name = "logits"
         self.op.graph.outputs.append(logits)
         model = ir.to_proto(ir.Model(self.op.graph, ir_version=8))
@@ -174,7 +174,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[Net, onnx.ModelProto]], Callable[...,
 
 
 def batches(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Give images around 0, a pattern per class and noise, and their classes.
+    """Return images around 0, a pattern per class and noise, and their classes.
 
     Around 0, so that hidden units stay alive: moments of dead ones become denormal numbers, and
     those would be timed then.
@@ -189,7 +189,7 @@ def batches(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 def true_losses(
     forward: Callable[..., Any], weights: Weights, x: np.ndarray, y: np.ndarray, kind: str
 ) -> list[float]:
-    """Give the losses of the first steps, one per batch.
+    """Return the losses of the first steps, one per batch.
 
     ``adam`` is AdamW without decay, as TensorFlow.js has it; ``official`` is what the old training
     build computes: no decay, eps 1e-6 added before the bias correction.

@@ -30,7 +30,7 @@ COLOURS = ["#2563eb", "#93c5fd", "#d97706", "#059669", "#6ee7b7", "#9333ea"]
 
 
 def table(group: dict[str, Any]) -> list[str]:
-    """Give the lines of one table."""
+    """Return the lines of one table."""
     gpu = group["device"] == "webgpu"
     head = "| system | ms per step | their time / ours | middle half | best / best |"
     lines = [head + (" dispatches per step |" if gpu else " aim |"), "|---|---|---|---|---|---|"]
@@ -91,7 +91,7 @@ elementwise operators into few kernels, while ONNX Runtime dispatches a kernel p
 
 
 def page(results: dict[str, Any]) -> str:
-    """Give the text of the page."""
+    """Return the text of the page."""
     text = HEAD.format(**results, date=results["started"][:10])
     for group in results["groups"]:
         where = "wasm" if group["device"] == "wasm" else "WebGPU in software"

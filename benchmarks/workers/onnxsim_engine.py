@@ -35,7 +35,7 @@ def tuned_options(threads: int) -> None:
 
 
 def sgd() -> CustomOptimizer:
-    """Give plain SGD in its form of an optimizer."""
+    """Return plain SGD in its form of an optimizer."""
     names = ("param", "grad", "lr")
     shapes = ([2, 2], [2, 2], [])
     nodes = [
@@ -134,7 +134,7 @@ class Onnxsim(Engine):
         return self.loop(self.feeds, lr=lr)
 
     def versions(self) -> dict[str, str]:
-        """Give the versions that matter."""
+        """Return the versions that matter."""
         return {"onnxsim": onnxsim.__version__, "onnxruntime": onnxruntime.__version__}
 
 

@@ -34,7 +34,7 @@ class Onnxtrain(Engine):
         return float(self.trainer.step(*self.batch).loss)
 
     def versions(self) -> dict[str, str]:
-        """Give the versions that matter."""
+        """Return the versions that matter."""
         return {"onnxruntime": onnxruntime.__version__, "onnxtrain": onnxtrain.__version__}
 
 

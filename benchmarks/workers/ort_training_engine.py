@@ -66,7 +66,7 @@ class OrtTraining(Engine):
         return float(loss)
 
     def versions(self) -> dict[str, str]:
-        """Give the versions that matter."""
+        """Return the versions that matter."""
         return {"onnxruntime-training": onnxruntime.__version__, "onnx": onnx.__version__}
 
 

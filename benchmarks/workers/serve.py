@@ -35,22 +35,22 @@ class Engine:
         raise NotImplementedError
 
     def step(self, lr: float) -> float:
-        """Train one step on the batch; give its loss."""
+        """Train one step on the batch; return its loss."""
         raise NotImplementedError
 
     def versions(self) -> dict[str, str]:
-        """Give the versions that matter."""
+        """Return the versions that matter."""
         raise NotImplementedError
 
 
 def resident() -> float:
-    """Give the memory of this process now, in MB."""
+    """Return the memory of this process now, in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
 
 def peak() -> float:
-    """Give the most memory that this process had so far, in MB.
+    """Return the most memory that this process had so far, in MB.
 
     Not ``ru_maxrss``: that of a new process starts with what its parent had.
     """
@@ -59,7 +59,7 @@ def peak() -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """Give the kind of an error and the first line of its message."""
+    """Return the kind of an error and the first line of its message."""
     lines = [x.strip() for x in str(error).splitlines() if x.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -123,7 +123,7 @@ class Session:
         }
 
     def run(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """Run steps; give seconds for each on average."""
+        """Run steps; return seconds for each on average."""
         count, step = ask["steps"], self.engine.step
         step(SETTLED)  # caches and clock after the pause
         cpu, wall = time.process_time(), time.perf_counter()

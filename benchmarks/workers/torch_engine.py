@@ -55,7 +55,7 @@ class Torch(Engine):
         return loss.item()
 
     def versions(self) -> dict[str, str]:
-        """Give the versions that matter."""
+        """Return the versions that matter."""
         return {"torch": torch.__version__, "numpy": np.__version__}
 
 

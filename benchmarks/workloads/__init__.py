@@ -32,11 +32,11 @@ class Workload:
     lr: tuple[tuple[str, float], ...] = (("sgd", 0.02), ("adamw", 1e-3))
 
     def rate(self, optimizer: str) -> float:
-        """Give the learning rate of the steps whose losses are compared."""
+        """Return the learning rate of the steps whose losses are compared."""
         return dict(self.lr)[optimizer]
 
     def batch(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Give an input and its labels."""
+        """Return an input and its labels."""
         random = np.random.RandomState(seed)
         if self.words:
             x = random.randint(0, self.classes, self.shape).astype(np.int64)
@@ -45,7 +45,7 @@ class Workload:
         return x, random.randint(0, self.classes, self.rows).astype(np.int64)
 
     def dims(self) -> dict[str, int]:
-        """Give the size of the symbolic dimension of the exported model."""
+        """Return the size of the symbolic dimension of the exported model."""
         return {"batch": self.shape[self.batch_axis]}
 
 
@@ -159,7 +159,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def find(name: str) -> Workload:
-    """Give a workload by name: one of ``WORKLOADS``, or a point of a growth curve."""
+    """Return a workload by name: one of ``WORKLOADS``, or a point of a growth curve."""
     if name in WORKLOADS:
         return WORKLOADS[name]
     from benchmarks.workloads import growth

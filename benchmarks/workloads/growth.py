@@ -14,7 +14,7 @@ _VOCABULARY, _SEQUENCE, _BATCH = 1000, 64, 4
 
 
 def curves() -> list[list[str]]:
-    """Give the points of each curve."""
+    """Return the points of each curve."""
     return [
         [f"batch-{n}" for n in BATCHES],
         [f"depth-{n}" for n in DEPTHS],
@@ -23,12 +23,12 @@ def curves() -> list[list[str]]:
 
 
 def names() -> list[str]:
-    """Give the points of all curves."""
+    """Return the points of all curves."""
     return [name for curve in curves() for name in curve]
 
 
 def point(name: str) -> Workload:
-    """Give the net of one point of a curve."""
+    """Return the net of one point of a curve."""
     axis, _, size = name.partition("-")
     n = int(size)
     if axis == "batch":

@@ -31,7 +31,7 @@ class TransformerLM(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Give scores of the next word at each place."""
+        """Return scores of the next word at each place."""
         length = words.shape[0]
         mask = torch.triu(torch.full((length, length), float("-inf")), diagonal=1)
         x = self.embed(words) * math.sqrt(self.size) + self.positions[:length]
@@ -54,7 +54,7 @@ class GruLM(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Give scores of the next word at each place."""
+        """Return scores of the next word at each place."""
         y, _ = self.gru(self.embed(words))
         return self.decoder(y).reshape(-1, self.tokens)
 
@@ -74,7 +74,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the block's features."""
+        """Return the block's features."""
         batch, length, width = x.shape
         q, k, v = self.c_attn(self.ln_1(x)).chunk(3, dim=2)
         q, k, v = (
@@ -105,7 +105,7 @@ class GPT2(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Give scores of the next word at each place."""
+        """Return scores of the next word at each place."""
         x = self.wte(words) + self.wpe(torch.arange(words.shape[1], device=words.device))
         y = self.ln_f(self.h(x))
         return nn.functional.linear(y, self.wte.weight).reshape(-1, self.tokens)

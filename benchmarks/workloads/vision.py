@@ -7,13 +7,13 @@ from torch import nn
 
 
 def mlp() -> nn.Module:
-    """Give 784-128-10 with a ReLU."""
+    """Return 784-128-10 with a ReLU."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def cnn() -> nn.Module:
-    """Give two 3x3 convolutions, a 2x2 max pool and two dense layers."""
+    """Return two 3x3 convolutions, a 2x2 max pool and two dense layers."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
@@ -44,7 +44,7 @@ class BasicBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the block's features."""
+        """Return the block's features."""
         y = torch.relu(self.bn1(self.conv1(x)))
         return torch.relu(self.bn2(self.conv2(y)) + self.way(x))
 
@@ -73,7 +73,7 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give scores."""
+        """Return scores."""
         return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
 
 
@@ -101,7 +101,7 @@ class Inverted(nn.Module):
         self.around = stride == 1 and channels == out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the block's features."""
+        """Return the block's features."""
         return x + self.layers(x) if self.around else self.layers(x)
 
 
@@ -134,7 +134,7 @@ class MobileNetV2(nn.Module):
                 nn.init.kaiming_normal_(m.weight, mode="fan_out")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give scores."""
+        """Return scores."""
         return self.fc(self.features(x).mean((2, 3)))
 
 
@@ -151,7 +151,7 @@ class ViTBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the block's features."""
+        """Return the block's features."""
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=2)
         q, k, v = (
@@ -176,7 +176,7 @@ class ViT(nn.Module):
         self.norm, self.fc = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give scores."""
+        """Return scores."""
         patches = self.patch(x).flatten(2).transpose(1, 2)
         token = self.token.expand(x.shape[0], -1, -1)
         y = self.blocks(torch.cat([token, patches], dim=1) + self.places)

@@ -71,7 +71,7 @@ REFLECTIONS = {
 
 
 def constants() -> dict[str, np.ndarray]:
-    """Give the weights, shapes and matrices that the texts name."""
+    """Return the weights, shapes and matrices that the texts name."""
     rng = np.random.default_rng(0)
     s, b = rng.normal(1, 0.1, (2, C)).astype(np.float32)
     order = np.pad(np.arange(H), 1, mode="reflect")
@@ -90,7 +90,7 @@ def constants() -> dict[str, np.ndarray]:
 
 
 def expected(x: np.ndarray) -> list[np.ndarray]:
-    """Give what numpy makes of each."""
+    """Return what numpy makes of each."""
     known = constants()
     wide = x.astype(np.float64)
     mean, var = wide.mean((2, 3), keepdims=True), wide.var((2, 3), keepdims=True)
@@ -100,7 +100,7 @@ def expected(x: np.ndarray) -> list[np.ndarray]:
 
 
 def model(body: str) -> onnx.ModelProto:
-    """Give the model of a text at opset 7, with the constants that it uses as initializers."""
+    """Return the model of a text at opset 7, with the constants that it uses as initializers."""
     names = set(re.findall(r"\b\w+\b", body))
     head = (
         f'<ir_version: 3, opset_import: ["": 7]> g (float[1,{C},{H},{H}] x) => (float[1,{C},a,b] y)'
@@ -132,7 +132,7 @@ def cell(found: Found, wanted: np.ndarray) -> str:
 
 
 def table(repeat: int) -> str:
-    """Time everything; give the table in Markdown."""
+    """Time everything; return the table in Markdown."""
     x = np.random.default_rng(1).normal(0, 1, (1, C, H, H)).astype(np.float32)
     groups = {"InstanceNorm": NORMS, "Upsample x2": ENLARGEMENTS, "reflection": REFLECTIONS}
     flat = [(what, how, body) for what, ways in groups.items() for how, body in ways.items()]

@@ -46,7 +46,7 @@ class FeatureNet(nn.Module):
         self.register_buffer("spread", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255)
 
     def forward(self, image: Tensor) -> list[Tensor]:
-        """Give the features of a picture of 0..255, those of large pictures first."""
+        """Return the features of a picture of 0..255, those of large pictures first."""
         x = (image - self.mean) / self.spread
         found = []
         for i, layer in enumerate(self.features):
@@ -57,7 +57,7 @@ class FeatureNet(nn.Module):
 
 
 def load_vgg16(path: str | Path) -> FeatureNet:
-    """Give VGG16's features (relu1_2, 2_2, 3_3, 4_3) from torchvision's weight file."""
+    """Return VGG16's features (relu1_2, 2_2, 3_3, 4_3) from torchvision's weight file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     net = FeatureNet(VGG16)
     wanted = net.features.state_dict()
@@ -66,7 +66,7 @@ def load_vgg16(path: str | Path) -> FeatureNet:
 
 
 def frozen(net: FeatureNet) -> FeatureNet:
-    """Give the net, never to be trained again."""
+    """Return the net, never to be trained again."""
     return net.eval().requires_grad_(requires_grad=False)
 
 
@@ -79,12 +79,12 @@ class _Places(nn.Module):
         self.head = nn.Linear(features(torch.zeros(1, 3, 16, 16))[-1].shape[1], places)
 
     def forward(self, patch: Tensor) -> Tensor:
-        """Give scores of the places."""
+        """Return scores of the places."""
         return self.head(self.body(patch)[-1].mean((2, 3)))
 
 
 def places(count: int, size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Give patches with the number of their place, in altered colour, direction and zoom.
+    """Return patches with the number of their place, in altered colour, direction and zoom.
 
     The places are the tiles, 4 x 4 each, of scikit-learn's two pictures and of the mosaic.
     """
@@ -106,7 +106,7 @@ def places(count: int, size: int, rng: np.random.Generator) -> tuple[np.ndarray,
 
 
 def train_features(steps: int = 180, batch: int = 32, size: int = 32, seed: int = 0) -> FeatureNet:
-    """Give a small feature net, trained with onnxtrain; every layer gives 1 on average."""
+    """Return a small feature net, trained with onnxtrain; every layer gives 1 on average."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     net = FeatureNet()

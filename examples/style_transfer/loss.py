@@ -12,7 +12,7 @@ CONTENT = (0, 1)
 
 
 def gram(features: Tensor) -> Tensor:
-    """Give how channels go together: [N, C, H, W] -> [N, C, C]."""
+    """Return how channels go together: [N, C, H, W] -> [N, C, C]."""
     n, c, h, w = features.shape
     flat = features.reshape(n, c, h * w)
     return flat @ flat.transpose(1, 2) / (c * h * w)
@@ -41,7 +41,7 @@ class StyleLoss(nn.Module):
         self.sizes = [float(wanted.square().mean()) for wanted in self.grams]
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give the loss, and the two that it is the weighted sum of."""
+        """Return the loss, and the two that it is the weighted sum of."""
         ours, given = self.features(self.net(image)), self.features(image)
         content = torch.stack([(ours[i] - given[i]).square().mean() for i in CONTENT]).mean()
         pairs = zip(ours, self.grams, self.sizes, strict=True)

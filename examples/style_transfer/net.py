@@ -39,7 +39,7 @@ class Residual(nn.Module):
         self.in2 = nn.InstanceNorm2d(channels, affine=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the sum of both ways."""
+        """Return the sum of both ways."""
         return x + self.in2(self.conv2(torch.relu(self.in1(self.conv1(x)))))
 
 
@@ -82,7 +82,7 @@ class TransformerNet(nn.Module):
 
 
 def from_state(state: Mapping[str, Tensor]) -> TransformerNet:
-    """Give the net of a weight file; how many channels it has is seen from the weights.
+    """Return the net of a weight file; how many channels it has is seen from the weights.
 
     Files of old PyTorch versions hold running statistics, which instance norm does not use:
     those are left out. Anything else that is missing or left over is an error.
@@ -96,5 +96,5 @@ def from_state(state: Mapping[str, Tensor]) -> TransformerNet:
 
 
 def load_net(path: str | Path) -> TransformerNet:
-    """Give the net of a ``.pth`` or ``.model`` file, of this or of PyTorch's example."""
+    """Return the net of a ``.pth`` or ``.model`` file, of this or of PyTorch's example."""
     return from_state(torch.load(path, map_location="cpu", weights_only=True))

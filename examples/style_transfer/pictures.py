@@ -35,7 +35,7 @@ def mosaic(size: int = 256, seed: int = 0) -> np.ndarray:
 
 
 def load(name: str | Path, size: int | None = None) -> np.ndarray:
-    """Give a picture as [H, W, 3] float32 of 0..255: ``china``, ``flower``, ``mosaic`` or a file.
+    """Return a picture as [H, W, 3] float32 of 0..255: ``china``, ``flower``, ``mosaic`` or a file.
 
     With a size the shorter side becomes that long.
     """
@@ -53,7 +53,7 @@ def load(name: str | Path, size: int | None = None) -> np.ndarray:
 
 
 def load_all(source: str | Path, size: int) -> list[np.ndarray]:
-    """Give the pictures of a folder, or scikit-learn's for ``samples``, at a shorter side."""
+    """Return the pictures of a folder, or scikit-learn's for ``samples``, at a shorter side."""
     if str(source) == "samples":
         return [load(name, size) for name in SAMPLES]
     names = {".jpg", ".jpeg", ".png"}

@@ -48,7 +48,7 @@ class Row:
 
     @property
     def cells(self) -> list[str]:
-        """Give the cells of the table."""
+        """Return the cells of the table."""
         counts = Counter(node.op_type for node in self.model.graph.node)
         return [
             str(self.channels), self.form, f"{self.model.ByteSize() / 1024:.0f}",
@@ -62,13 +62,13 @@ HEAD = ["channels", "model", "KiB", "nodes", "InstanceNorm", "Upsample", "Pad", 
 
 
 def table(rows: list[Row]) -> str:
-    """Give the rows in Markdown."""
+    """Return the rows in Markdown."""
     lines = [HEAD, ["---"] * len(HEAD), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def forms(net: TransformerNet, size: int) -> list[Row]:
-    """Give the net as exported, and at opset 7 in fewer and fewer operators, for one size."""
+    """Return the net as exported, and at opset 7 in fewer and fewer operators, for one size."""
     model = exported(net)
     dims = {"batch": 1, "height": size, "width": size}
     channels = net.conv1.conv2d.out_channels
@@ -81,7 +81,7 @@ def forms(net: TransformerNet, size: int) -> list[Row]:
 
 
 def without_pad() -> Profile:
-    """Give the profile of onnxjs in Node, where slices that are joined are faster than Pad.
+    """Return the profile of onnxjs in Node, where slices that are joined are faster than Pad.
 
     decompositions.py tells so; its InstanceNormalization and Upsample are best left alone.
     """
@@ -89,7 +89,7 @@ def without_pad() -> Profile:
 
 
 def compare(rows: list[Row], engine: str, image: np.ndarray, net: TransformerNet) -> np.ndarray:
-    """Note how far each model is from PyTorch in a runtime; give the last picture."""
+    """Note how far each model is from PyTorch in a runtime; return the last picture."""
     with torch.no_grad():
         expected = net(torch.from_numpy(image)).numpy()
     picture = expected

@@ -36,7 +36,7 @@ class Found:
 def run(
     engine: str, models: list[onnx.ModelProto], image: np.ndarray, repeat: int = 1, limit: int = 900
 ) -> list[Found]:
-    """Give what a runtime makes of models with one input, each loaded by itself."""
+    """Return what a runtime makes of models with one input, each loaded by itself."""
     script, argument = ENGINES[engine]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

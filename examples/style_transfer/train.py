@@ -55,7 +55,7 @@ HELP = {
 
 
 def fresh(settings: Settings) -> TransformerNet:
-    """Give a net that starts near grey, with the contrast of a picture, and almost no blocks."""
+    """Return a net that starts near grey, with the contrast of a picture, and almost no blocks."""
     torch.manual_seed(settings.seed)
     net = TransformerNet(settings.num_channels)
     with torch.no_grad():
@@ -67,18 +67,18 @@ def fresh(settings: Settings) -> TransformerNet:
 
 
 def style_loss(settings: Settings, features: FeatureNet, net: TransformerNet) -> StyleLoss:
-    """Give the module that is trained: the net, the fixed features, and the style's own."""
+    """Return the module that is trained: the net, the fixed features, and the style's own."""
     style = torch.from_numpy(planes(load(settings.style_image, settings.style_size))[None])
     return StyleLoss(net, features, style, settings.content_weight, settings.style_weight)
 
 
 def trainer_of(module: StyleLoss, settings: Settings) -> onnxtrain.Trainer:
-    """Give a trainer of the net inside the loss; the features stay as they are."""
+    """Return a trainer of the net inside the loss; the features stay as they are."""
     size = settings.image_size
     model = from_torch(module, torch.rand(2, 3, size, size) * 255, names=["image"])
     for output, name in zip(model.graph.outputs, ("loss", "content", "style"), strict=True):
         output.name = name
-    groups = [onnxtrain.optim.Group("net.deconv3.*", lr_factor=GAIN)]
+    groups = [onnxtrain.optim.ParamGroup("net.deconv3.*", lr_factor=GAIN)]
     artifacts = onnxtrain.build(
         model,
         loss="loss",
@@ -90,7 +90,7 @@ def trainer_of(module: StyleLoss, settings: Settings) -> onnxtrain.Trainer:
 
 
 def batches(settings: Settings, epoch: int = 0) -> list[tuple[np.ndarray]]:
-    """Give the squares of one epoch."""
+    """Return the squares of one epoch."""
     rng = np.random.default_rng((settings.seed, epoch))
     pictures = load_all(settings.dataset, 2 * settings.image_size)
     size, count = settings.image_size, settings.batch_size
@@ -100,7 +100,7 @@ def batches(settings: Settings, epoch: int = 0) -> list[tuple[np.ndarray]]:
 def train(
     settings: Settings, features: FeatureNet, out: Path | None = None, progress: bool | str = True
 ) -> TransformerNet:
-    """Give the trained net."""
+    """Return the trained net."""
     net = fresh(settings)
     trainer = trainer_of(style_loss(settings, features, net), settings)
     trainer.fit(
@@ -119,7 +119,7 @@ def train(
 
 
 def exported(net: TransformerNet) -> ir.Model:
-    """Give the net as a model for pictures of any size."""
+    """Return the net as a model for pictures of any size."""
     axes = [{0: "batch", 2: "height", 3: "width"}]
     example = torch.rand(2, 3, 32, 40) * 255
     model = from_torch(net.eval(), example, train=False, names=["image"], dynamic_shapes=axes)

@@ -6,10 +6,10 @@ from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
 from onnxtrain.autodiff.registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
-from onnxtrain.convert import lower
 from onnxtrain.graph.io import load
-from onnxtrain.graph.transfer import replace_head
-from onnxtrain.runtime import Callback, EarlyStopping, Trainer
+from onnxtrain.lowering.api import lower
+from onnxtrain.replace_head import replace_head
+from onnxtrain.training import Callback, EarlyStopping, Trainer
 
 __version__ = "0.1.0"
 

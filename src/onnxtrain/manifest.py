@@ -46,15 +46,15 @@ class ModelSpec:
     sha256: str = ""
 
     def input(self, role: str) -> TensorSpec | None:
-        """Give the first input of a role."""
+        """Return the first input of a role."""
         return next((t for t in self.inputs if t.role == role), None)
 
     def inputs_of(self, *roles: str) -> list[TensorSpec]:
-        """Give the inputs of some roles, in order."""
+        """Return the inputs of some roles, in order."""
         return [t for t in self.inputs if t.role in roles]
 
     def outputs_of(self, *roles: str) -> list[TensorSpec]:
-        """Give the outputs of some roles, in order."""
+        """Return the outputs of some roles, in order."""
         return [t for t in self.outputs if t.role in roles]
 
 
@@ -111,7 +111,7 @@ class Manifest:
     format: int = FORMAT
 
     def model(self, role: str, target: str | None = None, steps: int = 1) -> ModelSpec | None:
-        """Give the model of a role, for a target if one is named."""
+        """Return the model of a role, for a target if one is named."""
         return next(
             (
                 m
@@ -122,11 +122,11 @@ class Manifest:
         )
 
     def to_json(self, *, hashes: bool = True) -> str:
-        """Give the text of ``manifest.json``, with sorted keys."""
+        """Return the text of ``manifest.json``, with sorted keys."""
         return json.dumps(self.to_dict(hashes=hashes), indent=1, sort_keys=True) + "\n"
 
     def to_dict(self, *, hashes: bool = True) -> dict[str, Any]:
-        """Give the manifest as plain data."""
+        """Return the manifest as plain data."""
         data = json.loads(json.dumps(dataclasses.asdict(self)))
         if not hashes:
             data["files"] = {}

@@ -23,7 +23,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 
 def parse_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Give the name and the options of ``"name:key=value,key=value"``.
+    """Return the name and the options of ``"name:key=value,key=value"``.
 
     A value is a number, a list in brackets, true, false, none, or else a word.
     """
@@ -42,7 +42,7 @@ def parse_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def make(kinds: Mapping[str, type], text: str, what: str, options: Mapping[str, Any]) -> Any:
-    """Give an object of the dataclass that ``text`` names; options in ``text`` come first.
+    """Return an object of the dataclass that ``text`` names; options in ``text`` come first.
 
     Args:
         kinds: dataclasses by name.
@@ -79,7 +79,7 @@ def make(kinds: Mapping[str, type], text: str, what: str, options: Mapping[str, 
 
 
 def unknown(name: str, choices: Iterable[str], what: str) -> PrepareError:
-    """Give the error for a name that does not exist, with near matches."""
+    """Return the error for a name that does not exist, with near matches."""
     known = list(choices)
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(known)}"

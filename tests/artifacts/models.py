@@ -93,8 +93,8 @@ def example() -> Artifacts:
     """Artifacts with one of everything: groups, frozen weights, metrics, averages, clipping."""
     return build(
         classifier(features=40, hidden=16),
-        loss=[losses.Weighted("cross_entropy", output="scores")],
-        optimizer=optim.AdamW(groups=[optim.Group("*.bias", weight_decay=0.0)]),
+        loss=[losses.LossTerm("cross_entropy", output="scores")],
+        optimizer=optim.AdamW(groups=[optim.ParamGroup("*.bias", weight_decay=0.0)]),
         freeze="fc1.weight",
         metrics=["accuracy", "grad_norm"],
         ema=0.9,

@@ -13,9 +13,9 @@ import pytest
 from onnxtrain import optim
 from onnxtrain.artifacts import build
 from onnxtrain.checkpoint import load_checkpoint
-from onnxtrain.checkpoint_ort import parse_odtc, read_odtc
+from onnxtrain.checkpoint.ort_checkpoint import parse_odtc, read_odtc
 from onnxtrain.errors import CheckpointError
-from onnxtrain.runtime import Trainer
+from onnxtrain.training import Trainer
 from tests.artifacts.models import finished, graph, weight
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

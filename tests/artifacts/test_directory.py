@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from onnxtrain.artifacts import Artifacts, build
 from onnxtrain.errors import CheckpointError, PrepareError
-from onnxtrain.runtime import Trainer
+from onnxtrain.training import Trainer
 
 from .models import data, example, with_norm
 

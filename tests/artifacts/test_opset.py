@@ -12,14 +12,15 @@ import onnxruntime as ort
 import pytest
 from typer.testing import CliRunner
 
-from onnxtrain import cli, losses, optim
+from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.commands import main as cli
 from onnxtrain.errors import LoweringError
 from onnxtrain.manifest import Manifest
-from onnxtrain.runtime.trainer import Trainer
+from onnxtrain.training.trainer import Trainer
 from tests.artifacts.models import classifier, finished, graph, weight, with_norm
 
-SCORES = [losses.Weighted("cross_entropy", output="scores")]
+SCORES = [losses.LossTerm("cross_entropy", output="scores")]
 
 
 def pictures() -> onnx.ModelProto:

@@ -18,8 +18,8 @@ from onnx import TensorProto
 from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts, Precision, build
 from onnxtrain.errors import PrepareError
-from onnxtrain.runtime import Trainer
-from tests.runtime.nets import NETS, batches, exported, module
+from onnxtrain.training import Trainer
+from tests.training.nets import NETS, batches, exported, module
 
 HALVES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 TOLERANCE = {"bf16-mixed": 2e-2, "fp16-mixed": 2e-3}  # of losses; 16 bits are 4e-3 and 5e-4

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.cases import questions
+from tests.cases import checks
 from tests.cases.base import OpCase, away_from_zero, const, distinct, f, fixed, ints, positive
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -261,9 +261,9 @@ DEFECTS = [
 
 @pytest.mark.parametrize("case", DEFECTS, ids=lambda case: case.name)
 def test_equals_torch(case: OpCase) -> None:
-    questions.oracle(case)
+    checks.oracle(case)
 
 
 @pytest.mark.parametrize("case", DEFECTS, ids=lambda case: case.name)
 def test_dynamic_shapes_equal_static(case: OpCase) -> None:
-    questions.dynamic(case)
+    checks.dynamic(case)

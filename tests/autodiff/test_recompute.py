@@ -19,13 +19,13 @@ from torch import nn
 
 from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.autodiff.blocks import find_blocks
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.recompute_blocks import find_blocks
 from onnxtrain.errors import PrepareError
-from onnxtrain.runtime import Trainer
 from onnxtrain.torch import from_torch
-from onnxtrain.torch.exporters import quiet
-from tests.runtime.nets import Block, batches, exported
+from onnxtrain.torch.torch_exporters import quiet
+from onnxtrain.training import Trainer
+from tests.training.nets import Block, batches, exported
 
 LEVEL = onnxruntime.GraphOptimizationLevel
 WIDTH, TIME, WORDS = 16, 6, 11
@@ -171,7 +171,7 @@ def test_onnxruntime_does_not_merge_the_copies(tmp_path: Path) -> None:
 
 
 def test_blocks() -> None:
-    nodes = list(open_model(deep()).graph)
+    nodes = list(load_normalized(deep()).graph)
     blocks = find_blocks(nodes, ["blocks.[0-9]"], set())
     assert len(blocks) == 4
     assert not set(blocks[0]) & set(blocks[1])
@@ -198,7 +198,7 @@ def test_same_bytes() -> None:
 
 CHILD = """
 import sys, pathlib, numpy as np
-from onnxtrain.runtime import Trainer
+from onnxtrain.training import Trainer
 def peak():
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM"))

@@ -12,7 +12,7 @@ STEPS, BATCH, WIDTH = 5, 3, 4
 
 
 def recurrent(op: str) -> ir.Model:
-    """Give a net of one recurrent layer whose weights are inputs."""
+    """Return a net of one recurrent layer whose weights are inputs."""
     gates = {"GRU": 3, "LSTM": 4, "RNN": 1}[op] * WIDTH
     reset = ", linear_before_reset = 1" if op == "GRU" else ""
     return ir.from_onnx_text(

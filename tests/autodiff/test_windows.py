@@ -11,7 +11,7 @@ import onnxtrain
 from onnxtrain.autodiff.rules.einsum import einsum
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.equation import spell_out
+from onnxtrain.graph.shapes.equation import spell_out
 from tests.cases.evaluate import stock
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'

@@ -6,7 +6,7 @@ found by itself): the plain case and the awkward one (broadcast, negative axis, 
     OpCase("Erf", (f(2, 3),), torch=torch.erf),
     OpCase("Elu", (f(4, 5),), {"alpha": 0.5}, torch=lambda x: F.elu(x, 0.5), id="alpha"),
 
-``make rule OP=Erf`` then asks all questions of ``tests/test_op_cases.py`` about them.
+``make rule OP=Erf`` then asks all checks of ``tests/test_op_cases.py`` about them.
 
 Draws, one per input of the node (``None`` is an omitted optional input):
     f(2, 3)  positive(4)  away_from_zero(3)  distinct(3, 4)  between(-0.9, 0.9, 5)
@@ -34,7 +34,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-QUESTIONS = ("finite", "oracle", "dynamic", "second", "standard", "rebuild", "closed", "targets")
+CHECKS = ("finite", "oracle", "dynamic", "second", "standard", "rebuild", "closed", "targets")
 FORWARD = ("reference", "torch", "onnxruntime", "vjp")
 
 
@@ -113,7 +113,7 @@ def _as_draw(values: Draw | Any, dtype: Any = None) -> Draw:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OpCase:
-    """One operator, one way to use it. Every question of test_op_cases.py is asked about it."""
+    """One operator, one way to use it. Every check of test_op_cases.py is asked about it."""
 
     op: str
     inputs: tuple[Draw | None, ...]
@@ -125,7 +125,7 @@ class OpCase:
     tol: float = 1e-4
     """Largest error of float32 on onnxruntime, relative to the largest entry of the gradient."""
     xfail: str = ""
-    """``"question[,question]: reason"``; the questions are those of QUESTIONS, or ``all``."""
+    """``"check[,check]: reason"``; the checks are those of CHECKS, or ``all``."""
     id: str = ""
     outputs: int | Sequence[str] = 1
     """How many, or their names: "" omits an optional output, "_..." is computed but unused."""
@@ -133,7 +133,7 @@ class OpCase:
     model: str | Callable[[int], onnx.ModelProto | ir.Model] | None = None
     """Instead of a single node: the text of an ONNX graph, or a function of the element type
     (TensorProto.FLOAT or DOUBLE). Its graph inputs are ``inputs``, without const and None. In text
-    the word ``float`` becomes ``double`` for the float64 questions."""
+    the word ``float`` becomes ``double`` for the float64 checks."""
     forward: str = "reference"
     """Who computes the function for finite differences: onnx's float64 "reference"; where that is
     wrong or absent "torch" (the oracle, float64) or "onnxruntime" (float32, loose); "vjp": the
@@ -142,7 +142,7 @@ class OpCase:
     """``"batch: reason"`` or ``"none: reason"`` where the gradient needs static dimensions."""
 
     def __post_init__(self) -> None:
-        for text, heads in ((self.dynamic, ("batch", "none")), (self.xfail, (*QUESTIONS, "all"))):
+        for text, heads in ((self.dynamic, ("batch", "none")), (self.xfail, (*CHECKS, "all"))):
             if text in ("", "all"):
                 continue
             head, _, reason = text.partition(":")

@@ -10,7 +10,7 @@ from collections import Counter
 import tests.cases
 from tests.cases.base import OpCase
 
-TOOLS = {"base", "collect", "coverage", "evaluate", "questions"}
+TOOLS = {"base", "collect", "coverage", "evaluate", "checks"}
 FAMILIES = sorted(m.name for m in pkgutil.iter_modules(tests.cases.__path__) if m.name not in TOOLS)
 
 

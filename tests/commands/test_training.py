@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.cli import app
+from onnxtrain.commands.main import app
 from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError
-from onnxtrain.runtime import Trainer
+from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
 
 
@@ -116,8 +116,8 @@ def test_debug_nan(place: Path) -> None:
 
 
 def test_errors_are_one_block(place: Path) -> None:
-    command = [sys.executable, "-m", "onnxtrain.cli"]
-    script = "from onnxtrain.cli import main; main()"
+    command = [sys.executable, "-m", "onnxtrain.commands.main"]
+    script = "from onnxtrain.commands.main import main; main()"
     command = [sys.executable, "-c", script, "eval", str(place), "--data", str(place / "test.npz")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1

@@ -21,7 +21,7 @@ def model_of(
     opset: int = 17,
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """Give the model of ``build(op, *inputs, **weights)``, which returns outputs by name."""
+    """Return the model of ``build(op, *inputs, **weights)``, which returns outputs by name."""
     rng = np.random.default_rng(seed)
     values = {n: ir.val(n, ir.DataType.FLOAT, list(dims)) for n, dims in inputs.items()}
     graph = ir.Graph(list(values.values()), [], nodes=[], opset_imports={"": opset}, name="g")
@@ -71,12 +71,12 @@ def two_outputs() -> onnx.ModelProto:
 
 
 def batch(features: int = 6, classes: int = 3, size: int = 8, seed: int = 1):
-    """Give inputs and class labels."""
+    """Return inputs and class labels."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((size, features)).astype(np.float32)
     return x, rng.integers(0, classes, size)
 
 
 def arrays_of(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """Give the initializers by name."""
+    """Return the initializers by name."""
     return {t.name: ir.serde.deserialize_tensor(t).numpy() for t in model.graph.initializer}

@@ -47,7 +47,7 @@ def agent_of(builder) -> TrainingAgent:
 
 
 def expected(model, wrt, feeds, slopes):
-    """Give outputs and gradients of one call of the joint model."""
+    """Return outputs and gradients of one call of the joint model."""
     session = onnxruntime.InferenceSession(vjp(model, wrt).SerializeToString())
     names = [x.name for x in session.get_inputs()]
     return session.run(None, dict(zip(names, [*feeds, *slopes], strict=True)))

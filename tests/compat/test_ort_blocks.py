@@ -43,7 +43,7 @@ class Wrapped(onnxblock.ForwardBlock):
 
 
 def run(build, *arrays, opset=None):
-    """Give what ``build(*names)`` computes on an otherwise empty model."""
+    """Return what ``build(*names)`` computes on an otherwise empty model."""
     block = Wrapped(build)
     with onnxblock.empty_base(opset) as accessor:
         for i, array in enumerate(arrays):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnxtrain.checkpoint_ort import read_odtc
+from onnxtrain.checkpoint.ort_checkpoint import read_odtc
 from onnxtrain.compat.ort import artifacts
 from onnxtrain.compat.ort import store as stores
 from onnxtrain.compat.ort.api import CheckpointState, Module, Optimizer

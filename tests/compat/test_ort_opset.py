@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxtrain.compat.ort.opset import bring_down
+from onnxtrain.compat.ort.build.opset import bring_down
 from tests.compat.models import model_of
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from onnxtrain.compat.ort import onnxblock
 from onnxtrain.compat.ort.api import CheckpointState, Module, Optimizer
-from onnxtrain.compat.ort.flat import flatten, optimizer_model, takes_sequences
+from onnxtrain.compat.ort.build.tensor_optimizer import flatten, optimizer_model, takes_sequences
 from onnxtrain.manifest import WeightSpec
 from tests.compat.models import WEIGHTS, batch, mlp
 

@@ -65,7 +65,7 @@ def test_sgd_takes_the_steps_of_the_gradient(model, tmp_path):
 
 
 def add_scalar(model):
-    """Give the model with its loss also as a scalar."""
+    """Return the model with its loss also as a scalar."""
     import onnx_ir as ir
 
     from onnxtrain.graph.builder import OpBuilder

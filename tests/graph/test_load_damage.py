@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onnxtrain.errors import LoadError, OnnxTrainError
 from onnxtrain.graph.io import load
-from tests.damage import KINDS, damage
+from tests.corrupt_bytes import KINDS, damage
 from tests.graph import small_models as small
 from tests.graph.small_models import parse
 

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.graph.modes import separate_statistics, to_evaluation, to_training
 from tests.artifacts.models import with_norm
 
@@ -19,7 +19,7 @@ _NORM = """<float[2] s = {1.0, 2.0}, float[2] b = {0.5, 0.0}, float[2] m = {0.0,
 
 
 def opened(text: str) -> ir.Model:
-    return open_model(onnx.parser.parse_model(_HEAD + text))
+    return load_normalized(onnx.parser.parse_model(_HEAD + text))
 
 
 def kinds(model: ir.Model) -> list[str]:
@@ -92,7 +92,7 @@ def test_statistics_that_the_model_shows() -> None:
     shown = list(norm.output[1:])
     artifacts = onnxtrain.build(
         model,
-        loss=[onnxtrain.losses.Weighted("mse", output="y")],
+        loss=[onnxtrain.losses.LossTerm("mse", output="y")],
         optimizer="sgd",
         outputs=shown,
     )

@@ -15,7 +15,7 @@ HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 
 def both(text: str, *shapes: tuple[int, ...]) -> tuple[list[str], list[np.ndarray]]:
-    """Give the operators after the rewrite; check that both graphs give the same numbers."""
+    """Return the operators after the rewrite; check that both graphs give the same numbers."""
     model = parser.parse_model(HEAD + text)
     model = onnx.shape_inference.infer_shapes(model)
     random = np.random.default_rng(0)

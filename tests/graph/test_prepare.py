@@ -7,9 +7,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.autodiff.opening import open_model
-from onnxtrain.graph.finish import finish
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.graph.io import load
+from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.prepare import constant_names, prepare, repairs_of
 from tests.cases.evaluate import stock
 
@@ -255,6 +255,6 @@ def test_parameters_keep_names_and_order() -> None:
 
 def test_the_same_model_gives_the_same_bytes() -> None:
     model = onnx.parser.parse_model(NESTED)
-    once, again = (finish(open_model(model)).SerializeToString() for _ in range(2))
+    once, again = (finish(load_normalized(model)).SerializeToString() for _ in range(2))
     assert once == again
     assert model == onnx.parser.parse_model(NESTED)

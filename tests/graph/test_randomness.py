@@ -11,10 +11,10 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph import random_numbers
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.infer import infer_shapes
-from onnxtrain.graph.randomness import portable_dropout, uniform_mask
+from onnxtrain.graph.modes import random_numbers
+from onnxtrain.graph.modes.randomness import portable_dropout, uniform_mask
+from onnxtrain.graph.shapes.infer import infer_shapes
 from tests.cases.evaluate import reference, stock
 
 ROWS, COLUMNS = 2048, random_numbers.COLUMNS

@@ -12,8 +12,8 @@ import onnxruntime
 import pytest
 
 from onnxtrain.errors import SaveError
-from onnxtrain.graph import write
 from onnxtrain.graph.io import load, save
+from onnxtrain.graph.io import write_model as write
 from tests.graph import small_models as small
 from tests.graph.small_models import parse
 

@@ -8,8 +8,8 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import UndifferentiableError
+from tests.cases.checks import nodes_of
 from tests.cases.evaluate import stock
-from tests.cases.questions import nodes_of
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>\n'
 CHUNKS = """

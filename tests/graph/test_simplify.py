@@ -10,8 +10,8 @@ import pytest
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
-from onnxtrain.graph.infer import infer_shapes
+from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.simplify import simplify
 from tests.cases.evaluate import stock
 

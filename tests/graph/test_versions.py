@@ -8,15 +8,15 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph.finish import finish
 from onnxtrain.graph.io import load
-from onnxtrain.graph.versions import to_working_opset
+from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.prepare.versions import to_working_opset
 from tests.cases import attention
 from tests.cases.base import OpCase, ir_version
+from tests.cases.checks import feeds
 from tests.cases.evaluate import reference, stock
-from tests.cases.questions import feeds
 
 IR_OF = {7: 3, 8: 3, 9: 4, 10: 5, 11: 6, 12: 7, 13: 7}
 BN = "float[2,3,4] x, float[3] s, float[3] b, float[3] m, float[3] v"
@@ -202,7 +202,7 @@ def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 def test_raised_gives_the_numbers_of_the_original(name: str) -> None:
     model = parse(*OLD[name][:2])
     values = draw(model)
-    raised = finish(open_model(model))
+    raised = finish(load_normalized(model))
     assert (raised.opset_import[0].version, raised.ir_version) == (21, 10)
     same(stock(raised)(values), stock(model)(values))
 
@@ -223,7 +223,7 @@ def test_raised_gives_the_numbers_of_the_original(name: str) -> None:
 def test_numbers_take_the_type_of_the_input(kind: str, text: str, expected: Any) -> None:
     model = parse(9, f"g ({kind}[4] x) => ({kind}[4] y) {{ {text} }}")
     x = np.array([-1.0, 0.125, 0.25, 3.0], kind)
-    (y,) = stock(finish(open_model(model)))([x])
+    (y,) = stock(finish(load_normalized(model)))([x])
     assert y.dtype == x.dtype
     np.testing.assert_array_equal(y, expected(x))
 
@@ -236,7 +236,7 @@ def test_training_batch_norm_from_before_its_attribute() -> None:
     )
     model = parse(9, text)
     x, s, b = draw(model)
-    (y,) = stock(finish(open_model(model)))([x, s, b])
+    (y,) = stock(finish(load_normalized(model)))([x, s, b])
     mean, var = x.mean((0, 2), keepdims=True), x.var((0, 2), keepdims=True)
     expected = (x - mean) / np.sqrt(var + 1e-5) * s[:, None] + b[:, None]
     np.testing.assert_allclose(y, expected, atol=1e-5)
@@ -251,7 +251,7 @@ def test_a_model_that_cannot_be_raised_is_refused() -> None:
 def test_ir_3_initializers_are_parameters() -> None:
     model = parse(8, "g (float[N,2] x) => (float[N,2] y) <float[2] w={1.0,2.0}> { y = Mul(x,w) }")
     assert [v.name for v in model.graph.input] == ["x", "w"]
-    work = open_model(model)
+    work = load_normalized(model)
     assert [x.name for x in work.graph.inputs] == ["x"]
     assert list(work.graph.initializers) == ["w"]
 
@@ -284,7 +284,7 @@ NEW = table("""
 @pytest.mark.parametrize("name", NEW)
 def test_newer_models_come_down_or_keep_their_opset(name: str) -> None:
     opset, text, expected = NEW[name]
-    work = open_model(parse(opset, text))
+    work = load_normalized(parse(opset, text))
     assert work.opset_imports[""] == expected
     assert {n.version for n in work.graph.all_nodes()} == {expected}
     assert work.ir_version == (10 if expected == 21 else max(ir_version(opset), 11))
@@ -296,7 +296,7 @@ def test_coming_down_keeps_the_numbers(name: str) -> None:
     opset, text, _ = NEW[name]
     model = parse(opset, text)
     values = draw(model)
-    same(stock(finish(open_model(model)))(values), reference(model)(values))
+    same(stock(finish(load_normalized(model)))(values), reference(model)(values))
 
 
 # onnxruntime 1.31 refuses a mask shorter than the keys, and knows no windows.
@@ -308,7 +308,7 @@ NOT_IN_REFERENCE = ("Attention-raw-scores",)
 @pytest.mark.parametrize("case", attention.CASES, ids=repr)
 def test_attention_is_that_of_both_evaluators(case: OpCase) -> None:
     model = case.build()
-    work = finish(open_model(model))
+    work = finish(load_normalized(model))
     assert work.opset_import[0].version == 21
     ours = stock(work)(feeds(case))
     if case.name not in NOT_IN_REFERENCE:
@@ -326,7 +326,7 @@ def test_masked_scores_are_infinite_where_they_are_shown(opset: int) -> None:
     )
     model = parse(opset, text)
     values = draw(model)
-    y, s = stock(finish(open_model(model)))(values)
+    y, s = stock(finish(load_normalized(model)))(values)
     assert np.array_equal(np.isneginf(s[0, 0]), [[False, True, True], [False, False, True]])
     same([y, s], reference(model)(values))
 
@@ -334,4 +334,4 @@ def test_masked_scores_are_infinite_where_they_are_shown(opset: int) -> None:
 def test_what_no_runtime_knows_is_refused() -> None:
     _, text, _ = NEW["attribute"]
     with pytest.raises(PrepareError, match=r"opset 28 is newer than any runtime takes \(26\)"):
-        open_model(parse(28, text))
+        load_normalized(parse(28, text))

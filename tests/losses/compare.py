@@ -38,7 +38,7 @@ def loss_model(
     target: str = "cpu",
     dynamic: bool = True,
 ) -> onnx.ModelProto:
-    """Give a model of ``y_i = 2 x_i``, the loss of them, its sum, and the gradients of the x_i."""
+    """Return a model of ``y_i = 2 x_i``, their loss, its sum, and the gradients of the x_i."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="model")
     op = OpBuilder(graph, target=target)
     ys = []

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 
 import onnxtrain
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses import Attached
 from tests.losses.compare import session_of
@@ -19,7 +19,7 @@ FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
 
 def model_of(build: Callable[[OpBuilder], dict[str, ir.Value]]) -> onnx.ModelProto:
-    """Give the model of a function that makes inputs and gives outputs by name."""
+    """Return the model of a function that makes inputs and gives outputs by name."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="model")
     op = OpBuilder(graph)
     for name, value in build(op).items():
@@ -48,35 +48,35 @@ X = rng.standard_normal((6, 4)).astype(np.float32)
 
 
 def classifier() -> ir.Model:
-    """Give logits [batch, 3] of x [batch, 4]."""
+    """Return logits [batch, 3] of x [batch, 4]."""
 
     def build(op: OpBuilder) -> dict[str, ir.Value]:
         x = op.input("x", FLOAT, ["batch", 4])
         return {"logits": op.MatMul(x, weight(op, "w", W1))}
 
-    return open_model(model_of(build))
+    return load_normalized(model_of(build))
 
 
 def two_heads() -> ir.Model:
-    """Give a [batch, 3] and b [batch, 2] of x [batch, 4]."""
+    """Return a [batch, 3] and b [batch, 2] of x [batch, 4]."""
 
     def build(op: OpBuilder) -> dict[str, ir.Value]:
         x = op.input("x", FLOAT, ["batch", 4])
         a = op.MatMul(x, weight(op, "wa", W1))
         return {"a": a, "b": op.MatMul(x, weight(op, "wb", W2))}
 
-    return open_model(model_of(build))
+    return load_normalized(model_of(build))
 
 
 def run(attached: Attached, **feeds: np.ndarray) -> dict[str, np.ndarray]:
-    """Give the outputs of a model with its loss."""
+    """Return the outputs of a model with its loss."""
     session = session_of(ir.to_proto(attached.model))
     names = [y.name for y in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
 def gradients(attached: Attached, wrt: list[str], **feeds: np.ndarray) -> dict[str, np.ndarray]:
-    """Give the gradients of the loss, by the names of the parameters."""
+    """Return the gradients of the loss, by the names of the parameters."""
     proto = ir.to_proto(attached.model)
     values = onnxtrain.parameters(proto, wrt)
     session: onnxruntime.InferenceSession = session_of(onnxtrain.grad(proto, wrt, of="loss"))

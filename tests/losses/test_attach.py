@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain import losses as L
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.autodiff.selection import trainable
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses import Weighted, attach_loss
+from onnxtrain.losses import LossTerm, attach_loss
 from tests.losses.small import (
     FLOAT,
     INT64,
@@ -58,7 +58,7 @@ def check_cross_entropy(attached: L.Attached, labels: str = "labels") -> None:
         "cross-entropy:ignore_index=none",
         L.CrossEntropy(),
         L.CrossEntropy,
-        Weighted("cross_entropy", output="logits"),
+        LossTerm("cross_entropy", output="logits"),
         [L.CrossEntropy()],
     ],
     ids=str,
@@ -74,7 +74,7 @@ def test_names_and_objects(loss: L.LossLike) -> None:
 
 def test_only_the_models_own_weights_are_trainable() -> None:
     loss = L.CrossEntropy(weight=[1.0, 2.0, 3.0], label_smoothing=0.1)
-    attached = attach_loss(classifier(), [loss, Weighted("mse", target="t", weight=0.3)])
+    attached = attach_loss(classifier(), [loss, LossTerm("mse", target="t", weight=0.3)])
     assert [x.name for x in trainable(attached.model)] == ["w"]
 
 
@@ -95,7 +95,7 @@ def test_int32_labels_for_webgpu() -> None:
 
 def test_weighted_sum_over_two_outputs() -> None:
     attached = attach_loss(
-        two_heads(), [Weighted("mse", output="a", weight=0.4), Weighted("l1", "b", 0.6)]
+        two_heads(), [LossTerm("mse", output="a", weight=0.4), LossTerm("l1", "b", 0.6)]
     )
     assert signature(attached) == [
         ("target_1", FLOAT, ("batch", "3")),
@@ -110,7 +110,7 @@ def test_weighted_sum_over_two_outputs() -> None:
 
 
 def test_two_terms_share_a_target_by_name() -> None:
-    terms = [Weighted("cross_entropy", "a", target="labels"), Weighted("nll", "b", target="labels")]
+    terms = [LossTerm("cross_entropy", "a", target="labels"), LossTerm("nll", "b", target="labels")]
     attached = attach_loss(two_heads(), terms)
     assert signature(attached) == [("labels", INT64, ("batch",))]
     labels = LABELS % 2
@@ -125,7 +125,7 @@ def test_an_autoencoders_target_is_its_input() -> None:
         x = op.input("x", FLOAT, ["batch", 4])
         return {"y": op.MatMul(x, weight(op, "w", np.eye(4, dtype=np.float32) * 2))}
 
-    attached = attach_loss(open_model(model_of(build)), Weighted("mse", target="x"))
+    attached = attach_loss(load_normalized(model_of(build)), LossTerm("mse", target="x"))
     assert attached.targets == []
     np.testing.assert_allclose(run(attached, x=X)["loss"], np.mean(X**2), rtol=1e-5)
 
@@ -137,8 +137,8 @@ def test_a_triplet_of_outputs_or_of_inputs() -> None:
 
     rows = [X, X[::-1].copy(), X[[1, 0, 3, 2, 5, 4]]]
     expected = F.triplet_margin_loss(*(torch.tensor(r @ W1) for r in rows))
-    for loss in ("triplet_margin", Weighted("triplet_margin", output=["a", "p", "n"])):
-        attached = attach_loss(open_model(model_of(build)), loss)
+    for loss in ("triplet_margin", LossTerm("triplet_margin", output=["a", "p", "n"])):
+        attached = attach_loss(load_normalized(model_of(build)), loss)
         assert attached.targets == []
         found = run(attached, **{f"x_{n}": r for n, r in zip("apn", rows, strict=True)})
         np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
@@ -156,7 +156,7 @@ def test_a_scalar_that_is_there_already(name: str, shape: list[int]) -> None:
         mean = op.ReduceMean(op.Mul(y, y), keepdims=0)
         return {"y": y, name: op.Reshape(mean, op.const(shape))}
 
-    attached = attach_loss(open_model(model_of(build)), name)
+    attached = attach_loss(load_normalized(model_of(build)), name)
     assert attached.targets == []
     outputs = [y.name for y in attached.model.graph.outputs]
     assert outputs == (["loss", "y"] if name == "loss" else ["loss", "y", "total"])
@@ -191,13 +191,13 @@ def test_functions_over_the_builder(function) -> None:
 
 def test_a_function_on_chosen_outputs() -> None:
     attached = attach_loss(
-        two_heads(), Weighted(lambda op, y: op.ReduceMax(y, keepdims=0), "b", 2.0)
+        two_heads(), LossTerm(lambda op, y: op.ReduceMax(y, keepdims=0), "b", 2.0)
     )
     np.testing.assert_allclose(run(attached, x=X)["loss"], 2 * np.max(X @ W2), rtol=1e-5)
 
 
 def loss_model(logits: str = "logits", scale: bool = True):
-    """Give a model that computes the mean of (scale * (logits - wanted))^2, and another output."""
+    """Return a model of the mean of (scale * (logits - wanted))^2, and another output."""
 
     def build(op: OpBuilder) -> dict[str, ir.Value]:
         d = op.Sub(op.input(logits, FLOAT, ["N", 3]), op.input("wanted", FLOAT, ["N", 3]))
@@ -232,7 +232,7 @@ def test_another_model(form: str, tmp_path) -> None:
 
 
 def test_another_model_on_a_chosen_output() -> None:
-    attached = attach_loss(two_heads(), Weighted(loss_model(), output="a", weight=0.5))
+    attached = attach_loss(two_heads(), LossTerm(loss_model(), output="a", weight=0.5))
     found = run(attached, x=X, wanted=TA)["loss"]
     np.testing.assert_allclose(found, 0.5 * np.mean(([1, 2, 3] * (X @ W1 - TA)) ** 2), rtol=1e-5)
 
@@ -240,7 +240,7 @@ def test_another_model_on_a_chosen_output() -> None:
 def test_reduction_none_is_reduced_only_on_request() -> None:
     with pytest.raises(ShapeError, match=r"the loss is not a scalar: .*FLOAT\[batch,3\]"):
         attach_loss(classifier(), L.MSE(reduction="none"))
-    attached = attach_loss(classifier(), Weighted(L.MSE(reduction="none"), reduce="mean"))
+    attached = attach_loss(classifier(), LossTerm(L.MSE(reduction="none"), reduce="mean"))
     found = run(attached, x=X, target=TA)["loss"]
     np.testing.assert_allclose(found, np.mean((X @ W1 - TA) ** 2), rtol=1e-5)
 
@@ -250,7 +250,7 @@ def test_half_precision_is_compared_in_float32() -> None:
         x = op.input("x", ir.DataType.FLOAT16, ["batch", 4])
         return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float16)))}
 
-    attached = attach_loss(open_model(model_of(build)), "mse", metrics=["mae"])
+    attached = attach_loss(load_normalized(model_of(build)), "mse", metrics=["mae"])
     assert attached.loss.dtype == FLOAT
     assert signature(attached) == [("target", FLOAT, ("batch", "3"))]
     found = run(attached, x=X.astype(np.float16), target=TA + 300)
@@ -264,8 +264,8 @@ def test_inner_values_can_be_asked_for() -> None:
         return {"y": op.MatMul(h, weight(op, "w", W1))}
 
     attached = attach_loss(
-        open_model(model_of(build)),
-        [L.MSE(), Weighted("l1", output="hidden", weight=0.1)],
+        load_normalized(model_of(build)),
+        [L.MSE(), LossTerm("l1", output="hidden", weight=0.1)],
         outputs=["hidden"],
     )
     assert attached.outputs["hidden"].name == "hidden"
@@ -278,7 +278,7 @@ def test_an_inner_value_called_loss_makes_room() -> None:
         h.name = "loss"
         return {"y": op.Exp(op.MatMul(h, weight(op, "w", W1)))}
 
-    attached = attach_loss(open_model(model_of(build)), "mse")
+    attached = attach_loss(load_normalized(model_of(build)), "mse")
     assert run(attached, x=X, target=TA)["loss"].shape == ()
 
 
@@ -287,7 +287,7 @@ def test_a_name_that_is_taken() -> None:
         x, other = op.input("labels", FLOAT, ["batch", 4]), op.input("unused", FLOAT, [1])
         return {"y": op.Add(op.MatMul(x, weight(op, "w", W1)), other)}
 
-    attached = attach_loss(open_model(model_of(build)), "cross_entropy")
+    attached = attach_loss(load_normalized(model_of(build)), "cross_entropy")
     assert [x.name for x in attached.targets] == ["labels_1"]
 
 
@@ -300,14 +300,14 @@ REFUSED = [
     (classifier, "logit", "no such loss or output: 'logit'\nhint: did you mean logits"),
     (classifier, "mse:delta=1", "mse has no option 'delta'"),
     (classifier, [], "the list of losses is empty"),
-    (classifier, Weighted([L.MSE()]), "a Weighted holds one loss"),
+    (classifier, LossTerm([L.MSE()]), "a LossTerm holds one loss"),
     (classifier, 3, "not a loss: int"),
-    (two_heads, "mse", "which output does MSE look at. the model has a, b\nhint: Weighted"),
-    (two_heads, Weighted("mse", output="c"), "no such output: 'c'\nhint: the model has a, b"),
-    (classifier, Weighted("mse", target=["t", "u"]), r"MSE takes 1 target\(s\), got t, u"),
-    (classifier, Weighted("mse", target="logits"), "'logits' is taken by a value of the model"),
-    (classifier, Weighted("nll", target="x"), r"NLL wants class indices, not x: FLOAT\[batch,4\]"),
-    (classifier, Weighted(lambda op, y: y, target="t"), "target=t: only loss objects have targets"),
+    (two_heads, "mse", "which output does MSE look at. the model has a, b\nhint: LossTerm"),
+    (two_heads, LossTerm("mse", output="c"), "no such output: 'c'\nhint: the model has a, b"),
+    (classifier, LossTerm("mse", target=["t", "u"]), r"MSE takes 1 target\(s\), got t, u"),
+    (classifier, LossTerm("mse", target="logits"), "'logits' is taken by a value of the model"),
+    (classifier, LossTerm("nll", target="x"), r"NLL wants class indices, not x: FLOAT\[batch,4\]"),
+    (classifier, LossTerm(lambda op, y: y, target="t"), "target=t: only loss objects have targets"),
     (classifier, lambda op, y: 3.0, "the loss function gave float"),
     (two_heads, lambda op, y: y, r"the loss function takes \(y\), but the model has a, b"),
     (classifier, lambda op, y: op.Cast(op.Size(y), to=INT64), "the loss is not a float"),
@@ -327,7 +327,7 @@ def test_refusals(model, loss: L.LossLike, message: str) -> None:
         ("logits", r"the loss is not a scalar: logits: FLOAT\[batch,3\]"),
         (lambda op, y: y, r"the loss is not a scalar: logits: FLOAT\[batch,3\]"),
         ("ctc", r"CTC does not take logits: FLOAT\[batch,3\]\nhint: it wants log-prob"),
-        (Weighted("mse", target="x"), "MSE: the target does not have the prediction's shape"),
+        (LossTerm("mse", target="x"), "MSE: the target does not have the prediction's shape"),
     ],
     ids=["output", "function", "rank", "target"],
 )
@@ -340,7 +340,7 @@ def test_a_loss_model_that_does_not_fit() -> None:
     with pytest.raises(
         ShapeError, match=r"the loss model wants logits: FLOAT\[N,3\], but the model has b: FLOAT"
     ):
-        attach_loss(two_heads(), Weighted(loss_model(), output="b"))
+        attach_loss(two_heads(), LossTerm(loss_model(), output="b"))
 
     def build(op: OpBuilder) -> dict[str, ir.Value]:
         y = op.input("logits", FLOAT, ["N", 3])
@@ -358,14 +358,14 @@ def test_loss_is_the_name_of_something_else() -> None:
         return {"y": op.MatMul(x, weight(op, "w", W1))}
 
     with pytest.raises(PrepareError, match=r"the name 'loss' is taken by loss: FLOAT\[batch,4\]"):
-        attach_loss(open_model(model_of(build)), "mse")
+        attach_loss(load_normalized(model_of(build)), "mse")
 
 
 def test_an_unknown_target() -> None:
     with pytest.raises(PrepareError, match="no such target: 'tpu'"):
         attach_loss(classifier(), "mse", target="tpu")
     with pytest.raises(PrepareError, match="reduce is 'mean' or 'sum', not 'max'"):
-        Weighted("mse", reduce="max")
+        LossTerm("mse", reduce="max")
     with pytest.raises(PrepareError, match="no such output: 'hiden'"):
         attach_loss(classifier(), "mse", outputs=["hiden"])
 
@@ -375,15 +375,15 @@ def test_what_a_term_may_look_at() -> None:
         y = op.MatMul(op.input("x", FLOAT, ["batch", 4]), weight(op, "w", W1))
         return {"y": y, "best": op.ArgMax(y, axis=1), "size": op.ReduceMean(y, keepdims=0)}
 
-    model = open_model(model_of(build))
+    model = load_normalized(model_of(build))
     with pytest.raises(
         PrepareError, match=r"a loss looks at floats, not at best: INT64\[batch,1\]"
     ):
-        attach_loss(model, Weighted("mse", output="best"))
+        attach_loss(model, LossTerm("mse", output="best"))
     with pytest.raises(
         PrepareError, match="'size' is an output already; it does not look at others"
     ):
-        attach_loss(model, Weighted("size", output="y"))
+        attach_loss(model, LossTerm("size", output="y"))
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits", "mse"])
@@ -392,7 +392,7 @@ def test_double_precision(loss: str) -> None:
         x = op.input("x", ir.DataType.DOUBLE, ["batch", 4])
         return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float64)))}
 
-    attached = attach_loss(open_model(model_of(build)), loss)
+    attached = attach_loss(load_normalized(model_of(build)), loss)
     assert attached.loss.dtype == ir.DataType.DOUBLE
     y, t = torch.tensor(X.astype(np.float64) @ W1), torch.tensor(TA.astype(np.float64))
     expected = {

@@ -17,7 +17,7 @@ rng = np.random.default_rng(3)
 
 
 def draw(times: int, batch: int, classes: int, labels: int, blank: int = 0):
-    """Give x, of which the model takes twice as log-probabilities, labels and lengths."""
+    """Return x, of which the model takes twice as log-probabilities, labels and lengths."""
     x = rng.standard_normal((times, batch, classes))
     x = np.log(np.exp(x) / np.exp(x).sum(-1, keepdims=True)) / 2
     targets = rng.integers(0, classes - 1, (batch, labels))

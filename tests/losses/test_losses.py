@@ -137,7 +137,7 @@ CASES: dict[str, Case] = {
 
 
 def torch_options(options: dict) -> dict:
-    """Give the options with arrays as tensors."""
+    """Return the options with arrays as tensors."""
     return {
         k: torch.tensor(v, dtype=torch.float64) if k.endswith("weight") else v
         for k, v in options.items()

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain import losses as L
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses import Weighted, attach_loss
+from onnxtrain.losses import LossTerm, attach_loss
 from tests.losses.small import FLOAT, INT64, W1, W2, X, classifier, model_of, run, two_heads
 
 rng = np.random.default_rng(2)
@@ -21,7 +21,7 @@ LOGITS = torch.tensor(X @ W1)
 
 
 def sequence(layout: list) -> ir.Model:
-    return open_model(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, layout))}))
+    return load_normalized(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, layout))}))
 
 
 @pytest.mark.parametrize("target", ["cpu", "webgpu"])
@@ -117,7 +117,7 @@ def test_nothing_counts() -> None:
 
 
 def test_several_losses_need_a_word() -> None:
-    terms = [Weighted("cross_entropy", "a"), Weighted("cross_entropy", "b")]
+    terms = [LossTerm("cross_entropy", "a"), LossTerm("cross_entropy", "b")]
     with pytest.raises(
         PrepareError, match=r"which output does 'accuracy' look at\? the losses look at a, b"
     ):
@@ -150,7 +150,7 @@ def test_an_output_of_the_model() -> None:
         y = op.Tanh(op.input("x", FLOAT, ["batch", 4]))
         return {"y": y, "size": op.ReduceMean(y, keepdims=0)}
 
-    attached = attach_loss(open_model(model_of(build)), Weighted("mse", "y"), metrics=["size"])
+    attached = attach_loss(load_normalized(model_of(build)), LossTerm("mse", "y"), metrics=["size"])
     assert [y.name for y in attached.model.graph.outputs] == ["loss", "size", "y"]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain.convert import lower
 from onnxtrain.errors import OnnxTrainError
+from onnxtrain.lowering.api import lower
 from tests.zoo.export import export, input_names
 from tests.zoo.models import ZOO
 
@@ -45,7 +45,7 @@ def why_not() -> str:
 def in_onnxjs(
     names: Iterable[str], folder: Path, *, verify: bool = False
 ) -> dict[str, tuple[Outcome, Outcome]]:
-    """Lower models for batch 1 and run them; give the outcome of the original and the lowered."""
+    """Lower models for batch 1 and run them; return the outcome of the original and the lowered."""
     jobs: list[dict[str, Any]] = []
     expected: dict[str, list[np.ndarray]] = {}
     lowered: dict[str, Outcome] = {}

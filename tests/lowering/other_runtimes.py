@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onnxtrain.convert import lower
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.lowering.probe.pack import FORMAT, _tensor
+from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.probe.bundle import FORMAT, _tensor
 from onnxtrain.lowering.probe.run import run_pack
 from onnxtrain.lowering.probe.table import read_results
 from tests.zoo.export import export, input_names

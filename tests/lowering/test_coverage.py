@@ -5,16 +5,16 @@ from collections import Counter
 
 import pytest
 
-from onnxtrain.convert import lower
 from onnxtrain.errors import LoweringError
-from onnxtrain.graph import decompose
-from onnxtrain.lowering import engine
+from onnxtrain.graph.prepare import decompose
+from onnxtrain.lowering import replace as engine
+from onnxtrain.lowering.api import lower
 from onnxtrain.lowering.registry import RULES, apply, rules_for
 
 from .cases import CASES
 from .single import OPSETS, everything_but, lacking, model_of
 from .test_symbolic import WANTS_CONSTANTS, cut, reshaped
-from .test_truth import FLOAT, LACKS, MASKS, model
+from .test_bool_as_int import FLOAT, LACKS, MASKS, model
 
 
 def test_opsets():

@@ -7,9 +7,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.convert import lower
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.lowering.api import lower
 
 from .single import everything_but, run
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxtrain.convert import lower
+from onnxtrain.lowering.api import lower
 from tests.zoo.models import ZOO
 
 from . import onnxjs_zoo

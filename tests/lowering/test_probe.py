@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from onnxtrain.cli import app
+from onnxtrain.commands.main import app
 from onnxtrain.errors import MissingExtraError, ProbeError
 from onnxtrain.lowering import profile as profiles
+from onnxtrain.lowering.probe.bundle import make_bundle, read_bundle
 from onnxtrain.lowering.probe.case import Case
 from onnxtrain.lowering.probe.limits import study
-from onnxtrain.lowering.probe.pack import make_pack, read_pack
 from onnxtrain.lowering.probe.run import run_pack
 from onnxtrain.lowering.probe.sources import own_cases
 from onnxtrain.lowering.probe.spelling import spelled
@@ -42,7 +42,7 @@ def tiny_cases():
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pack")
-    make_pack(folder, [7, 13, 21], tiny_cases())
+    make_bundle(folder, [7, 13, 21], tiny_cases())
     return folder
 
 
@@ -54,7 +54,7 @@ def in_onnxruntime(pack):
 
 
 def test_pack_lists_each_version_once(pack):
-    nodes = {n["id"]: n for n in read_pack(pack)["nodes"]}
+    nodes = {n["id"]: n for n in read_bundle(pack)["nodes"]}
     assert {n["since_version"] for n in nodes.values() if n["op"] == "Relu"} == {6, 13, 14}
     assert nodes["sum@7"]["inputs"][0]["dims"] == [3, 4]
     assert nodes["sum@13"]["stored"] == [1]
@@ -144,10 +144,10 @@ def test_errors(pack, tmp_path):
     with pytest.raises(ProbeError, match="has no NoSuchProvider"):
         run_pack(pack, "onnxruntime", tmp_path / "r.json", provider="NoSuchProvider")
     with pytest.raises(ProbeError, match="no such opset: 5"):
-        make_pack(tmp_path, [5], [])
+        make_bundle(tmp_path, [5], [])
     (tmp_path / "pack.json").write_text("{}")
     with pytest.raises(ProbeError, match="not the listing of a pack"):
-        read_pack(tmp_path)
+        read_bundle(tmp_path)
     with pytest.raises(ProbeError, match="no results of a probe"):
         read_results(tmp_path / "pack.json")
 

@@ -5,9 +5,9 @@ import warnings
 import numpy as np
 import pytest
 
-from onnxtrain.convert import lower
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.io import load
+from onnxtrain.lowering.api import lower
 from onnxtrain.lowering.check import problems
 
 from .cases import CASES

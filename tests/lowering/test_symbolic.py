@@ -5,8 +5,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.convert import lower
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.lowering.api import lower
 
 from .single import OPSETS, everything_but, run
 

@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from onnxtrain.convert import lower
 from onnxtrain.errors import OnnxTrainError
+from onnxtrain.lowering.api import lower
 from tests.zoo.export import export, input_names
 from tests.zoo.models import ZOO, ZooModel
 

@@ -22,7 +22,7 @@ SHAPES = {"fc.weight": (4, 3), "fc.bias": (3,), "conv.weight": (2, 3, 2, 2), "sc
 def optimizer_session(
     optimizer: optim.Optimizer, target: str = "cpu"
 ) -> tuple[onnxruntime.InferenceSession, dict[str, np.ndarray]]:
-    """Build the optimizer graph over SHAPES; give a session and the initial state."""
+    """Build the optimizer graph over SHAPES; return a session and the initial state."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="optimizer")
     op = OpBuilder(graph, target=target)
     lr = op.input("learning_rate", ir.DataType.FLOAT, [1])
@@ -229,7 +229,10 @@ def test_lion_without_sign_is_the_same() -> None:
 def test_groups() -> None:
     ours = optim.AdamW(
         weight_decay=0.1,
-        groups=[optim.Group("*.bias", weight_decay=0.0), optim.Group("conv.*", lr_factor=0.1)],
+        groups=[
+            optim.ParamGroup("*.bias", weight_decay=0.0),
+            optim.ParamGroup("conv.*", lr_factor=0.1),
+        ],
     )
     lrs = lambda t: 0.01 / t  # noqa: E731
 

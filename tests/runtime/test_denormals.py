@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io.finish import finish
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.denormals import FlushDenormals
 

@@ -14,13 +14,13 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import KBinsDiscretizer, PolynomialFeatures, StandardScaler
 
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import PrepareError
 from onnxtrain.optim import SGD
 from onnxtrain.runtime import session as runtime
 from onnxtrain.sklearn import OnnxClassifier, OnnxRegressor, convert
-from onnxtrain.sklearn.epoch import epoch_model
-from onnxtrain.sklearn.nets import dense_net, dense_weights
+from onnxtrain.sklearn.dense_nets import dense_net, dense_weights
+from onnxtrain.sklearn.epoch_graph import epoch_model
 from onnxtrain.sklearn.objective import classification_loss, objective, regression_loss
 
 IRIS, KIND = load_iris(return_X_y=True)
@@ -76,7 +76,7 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(case, activation):
         else classification_loss("log_loss", columns, "logits")
     )
     function = objective(chosen, weighted=False, penalty=None, weights=())
-    base = open_model(dense_net(activation, weights))
+    base = load_normalized(dense_net(activation, weights))
     names = list(base.graph.initializers)
     epoch = epoch_model(base, function, SGD(), names, chosen_by_user=True)
     session = runtime.create(epoch.model.SerializeToString(), threads=1)

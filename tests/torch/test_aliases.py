@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from onnxtrain.artifacts import build
-from onnxtrain.artifacts.weights import ALIASES
+from onnxtrain.artifacts.pretrained_weights import ALIASES
 from onnxtrain.errors import CheckpointError, PrepareError
-from onnxtrain.runtime import Trainer
 from onnxtrain.torch import from_torch
+from onnxtrain.training import Trainer
 
 
 class Tied(nn.Module):

@@ -15,9 +15,9 @@ from onnxtrain import optim
 from onnxtrain.artifacts import build
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
-from onnxtrain.runtime import Trainer
 from onnxtrain.torch import from_torch, last_report
-from onnxtrain.torch.stops import flat
+from onnxtrain.torch.stop_gradient import flat
+from onnxtrain.training import Trainer
 from tests.zoo.models import ZOO, ZooModel
 
 RATE = 0.05
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def graph_loss(op, *outputs):
-    """Give the mean square of every float output, added up."""
+    """Return the mean square of every float output, added up."""
     total = None
     for y in outputs:
         if S.is_float(y):
@@ -47,7 +47,7 @@ def graph_loss(op, *outputs):
 
 
 def torch_loss(outputs) -> torch.Tensor:
-    """Give the same in torch."""
+    """Return the same in torch."""
     return sum(y.square().mean() for y in flat(outputs) if y.is_floating_point())
 
 

@@ -1,7 +1,8 @@
-"""Hashes of all that is built from the zoo: ``python -m tests.zoo.fingerprints OUT [--against OLD]``.
+"""Hashes of all that is built from the zoo.
 
-A change that only moves or renames code leaves every hash as it was. With ``--against`` the entries
-that differ from an earlier run are listed, and the exit code says whether there are any.
+``python -m tests.zoo.fingerprints OUT [--against OLD]`` records them. A change that only moves or
+renames code leaves every hash as it was. With ``--against`` the entries that differ from
+an earlier run are listed, and the exit code says whether there are any.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import onnxtrain
 from onnxtrain.errors import OnnxTrainError
-from tests.damage import KINDS, damage
+from tests.corrupt_bytes import KINDS, damage
 
 from .export import export
 from .models import ZOO

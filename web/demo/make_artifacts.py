@@ -31,7 +31,7 @@ class Net:
         self.image = self.op.input("image", ir.DataType.FLOAT, ["batch", 1, size, size])
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """Give an initializer."""
+        """Return an initializer."""
         array = array.astype(np.float32)
         value = ir.Value(
             name=name,
@@ -43,12 +43,12 @@ class Net:
         return value
 
     def weight(self, name: str, *shape: int, fan_in: int) -> ir.Value:
-        """Give an initializer drawn as torch draws it."""
+        """Return an initializer drawn as torch draws it."""
         bound = 1 / np.sqrt(fan_in)
         return self.constant(name, self.rng.uniform(-bound, bound, shape))
 
     def linear(self, name: str, x: ir.Value, given: int, wanted: int) -> ir.Value:
-        """Give a fully connected layer."""
+        """Return a fully connected layer."""
         return self.op.Gemm(
             x,
             self.weight(f"{name}.weight", wanted, given, fan_in=given),
@@ -57,27 +57,27 @@ class Net:
         )
 
     def conv(self, name: str, x: ir.Value, given: int, wanted: int) -> ir.Value:
-        """Give a 3x3 convolution that keeps the size."""
+        """Return a 3x3 convolution that keeps the size."""
         w = self.weight(f"{name}.weight", wanted, given, 3, 3, fan_in=9 * given)
         b = self.weight(f"{name}.bias", wanted, fan_in=9 * given)
         return self.op.Conv(x, w, b, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
 
     def finished(self, logits: ir.Value) -> onnx.ModelProto:
-        """Give the model."""
+        """Return the model."""
         logits.name = "logits"
         self.op.graph.outputs.append(logits)
         return ir.to_proto(ir.Model(self.op.graph, ir_version=10))
 
 
 def mlp(size: int) -> onnx.ModelProto:
-    """Give two layers."""
+    """Return two layers."""
     net, hidden = Net(size), 64 if size < 16 else 128
     h = net.op.Relu(net.linear("fc1", net.op.Flatten(net.image), size * size, hidden))
     return net.finished(net.linear("fc2", h, hidden, 10))
 
 
 def attention(size: int) -> onnx.ModelProto:
-    """Give one block of self-attention over the rows of the image."""
+    """Return one block of self-attention over the rows of the image."""
     net, width, heads = Net(size), 32, 4
     op = net.op
 
@@ -106,7 +106,7 @@ def attention(size: int) -> onnx.ModelProto:
 
 
 def cnn(size: int) -> onnx.ModelProto:
-    """Give two convolutions, each with BatchNormalization and max-pool, Dropout and a layer."""
+    """Return two convolutions, each with BatchNormalization and max-pool, Dropout and a layer."""
     net = Net(size)
     op = net.op
 
@@ -125,7 +125,7 @@ def cnn(size: int) -> onnx.ModelProto:
 
 
 def digits() -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-    """Give images, labels and what the page has to know about them; the last rows are for tests."""
+    """Return images, labels and what the page has to know of them; the last rows are for tests."""
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
     about = {"count": len(order), "size": 8, "test": 360, "top": 16}
@@ -133,7 +133,7 @@ def digits() -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
 
 
 def mnist(train: int = 10_000, test: int = 2_000) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-    """Give the first images of the training and of the test files."""
+    """Return the first images of the training and of the test files."""
 
     def read(name: str, header: int, count: int, width: int) -> np.ndarray:
         return np.fromfile(MNIST / name, np.uint8, count * width, offset=header)

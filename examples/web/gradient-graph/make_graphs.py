@@ -23,7 +23,7 @@ class MyModel(nn.Module):
         self.fc1, self.relu, self.fc2 = nn.Linear(10, 5), nn.ReLU(), nn.Linear(5, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the probabilities of both classes."""
+        """Return the probabilities of both classes."""
         return torch.sigmoid(self.fc2(self.relu(self.fc1(x))))
 
 
@@ -35,12 +35,12 @@ class MnistNet(nn.Module):
         self.fc1, self.relu, self.fc2 = nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Give the logits of the digits."""
+        """Return the logits of the digits."""
         return self.fc2(self.relu(self.fc1((x - 0.1307) / 0.3081)))
 
 
 def binary_cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Give the bits that it takes to tell the classes."""
+    """Return the bits that it takes to tell the classes."""
     first, second = torch.log2(output[:, 0]), torch.log2(output[:, 1])
     return -torch.mean(target * first + (1 - target) * second)
 

@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.declare import dtype_name, key_of
+from onnxtrain.artifacts.at_opset import at_opset
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
-    Plan,
+    BuildOptions,
     backward,
     eval_graph,
     optimizer_graph,
@@ -24,15 +24,15 @@ from onnxtrain.artifacts.graphs import (
     training_graph,
 )
 from onnxtrain.artifacts.inference import inference_model
-from onnxtrain.artifacts.opset import at_opset
+from onnxtrain.artifacts.merge_targets import merge_targets
+from onnxtrain.artifacts.multi_step import multi_step_model, steps_wanted
 from onnxtrain.artifacts.packing import packed
 from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
-from onnxtrain.artifacts.several_steps import several_steps, steps_wanted
-from onnxtrain.artifacts.web import joined
-from onnxtrain.artifacts.weights import aliases_of
-from onnxtrain.autodiff.blocks import copy_scopes
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.artifacts.pretrained_weights import aliases_of
+from onnxtrain.artifacts.signature import dtype_name, key_of
+from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.recompute_blocks import copy_scopes
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
@@ -40,8 +40,8 @@ from onnxtrain.graph.builder import TARGETS
 from onnxtrain.graph.io import load
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.prepare import constant_names, repairs_of
-from onnxtrain.graph.specialise import specialise
-from onnxtrain.graph.versions import OPSET
+from onnxtrain.graph.prepare.versions import OPSET
+from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
@@ -81,7 +81,7 @@ def build(
     steps_per_call: int | None = None,
     opset: int | None = None,
 ) -> Artifacts:
-    """Give training, evaluation, optimizer, step and inference models with their manifest.
+    """Return training, evaluation, optimizer, step and inference models with their manifest.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
@@ -115,18 +115,20 @@ def build(
     if target == "web":
         asked = {n: v for n, v in locals().items() if n not in ("model", "target")}
         wasm = build(model, **{**asked, "target": "wasm"})
-        return joined(wasm, build(model, **{**asked, "target": "webgpu", "steps_per_call": 1}))
+        return merge_targets(
+            wasm, build(model, **{**asked, "target": "webgpu", "steps_per_call": 1})
+        )
     _check_options(mode, accumulate, ema, target, randomness)
     exactness = resolve_precision(precision, target)
     source = specialise(load(model), dims or {})
     _check_size(source)
     apart = separate_statistics(source)
-    base = open_model(source)
+    base = load_normalized(source)
     if recompute:
         copy_scopes(source, base)
     chosen = resolve_optimizer(optimizer)
     buffers = _buffer_names(base)
-    plan = Plan(
+    options = BuildOptions(
         loss=loss,
         optimizer=chosen,
         metrics=tuple(metrics),
@@ -143,28 +145,28 @@ def build(
         recompute=recompute if isinstance(recompute, str) else tuple(recompute),
         lowered=opset is not None,
     )
-    origin = backward(base.clone(), plan)
+    origin = backward(base.clone(), options)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
     aliases = aliases_of(source)
     weights = tuple(
         dataclasses.replace(_weight(n, a), aliases=aliases.get(n, ())) for n, a in arrays.items()
     )
-    state = [*_state(plan, arrays), *exactness.state()]
+    state = [*_state(options, arrays), *exactness.state()]
     _check_names(origin.parameters, origin.buffers, state)
     specs = [
-        training_graph(origin, plan),
-        eval_graph(base.clone(), plan, origin.parameters),
-        optimizer_graph(plan, weights, state),
-        step_graph(origin, plan, state),
+        training_graph(origin, options),
+        eval_graph(base.clone(), options, origin.parameters),
+        optimizer_graph(options, weights, state),
+        step_graph(origin, options, state),
     ]
     slots = {s.name: _initial(s, arrays) for s in state}
     size = sum(a.nbytes for group in (arrays, values, slots) for a in group.values())
     count = steps_wanted(steps_per_call, target, accumulate, size)
     if count > 1:
-        leaner, fewer, packs = packed(origin, plan, state)
-        lean = step_graph(leaner, plan, fewer)
-        specs.append(several_steps(lean, count, specs[-1][1], packs))
+        leaner, fewer, packs = packed(origin, options, state)
+        lean = step_graph(leaner, options, fewer)
+        specs.append(multi_step_model(lean, count, specs[-1][1], packs))
     infer, infer_spec = inference_model(source)
     models = {key_of(spec): proto for proto, spec in specs}
     models["infer"] = infer
@@ -179,7 +181,7 @@ def build(
         loss={"output": "loss", "name": loss if isinstance(loss, str) else type(loss).__name__},
         accumulate=accumulate,
         options={
-            "clip": dataclasses.asdict(plan.clip),
+            "clip": dataclasses.asdict(options.clip),
             "dims": dict(dims or {}),
             "ema": ema,
             "loss_scale": exactness.settings(),
@@ -232,7 +234,7 @@ def _clip(clip: float | Clip | None) -> Clip:
 
 
 def _candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
-    """Give the initializers that may be trained, in the order of the file."""
+    """Return the initializers that may be trained, in the order of the file."""
     statistics = batch_statistics(base.graph)
     if train is None:
         found = trainable(base)
@@ -263,7 +265,7 @@ def _list(names: Names) -> list[str]:
 
 
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
-    """Give names; patterns stand for outputs, a plain name may be any value of the model."""
+    """Return names; patterns stand for outputs, a plain name may be any value of the model."""
     known = [y.name or "" for y in base.graph.outputs]
     found: dict[str, None] = {}
     for name in _list(outputs):
@@ -287,15 +289,15 @@ def _weight(name: str, array: np.ndarray) -> WeightSpec:
     return WeightSpec(name, array.dtype.name, tuple(array.shape))
 
 
-def _state(plan: Plan, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
+def _state(options: BuildOptions, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
     found = []
     for name, array in arrays.items():
         dtype, shape = ir.DataType.from_numpy(array.dtype), tuple(array.shape)
         found += [
             StateSpec(f"{name}.{s.name}", name, s.name, dtype_name(s.dtype), tuple(s.dims), s.init)
-            for s in plan.optimizer.slots(name, shape, dtype)
+            for s in options.optimizer.slots(name, shape, dtype)
         ]
-        if plan.ema is not None:
+        if options.ema is not None:
             found.append(StateSpec(f"{name}.ema", name, "ema", array.dtype.name, shape, 0.0))
     return found
 

@@ -13,11 +13,11 @@ import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 
-from onnxtrain.artifacts.declare import key_of, plain_name
 from onnxtrain.artifacts.inference import locate
+from onnxtrain.artifacts.signature import key_of, plain_name
 from onnxtrain.checkpoint import from_file, state_key, to_bytes
 from onnxtrain.errors import CheckpointError
-from onnxtrain.graph.atomic import content, write_files
+from onnxtrain.graph.io.atomic import content, write_files
 from onnxtrain.manifest import Location, Manifest, WeightSpec
 
 MANIFEST = "manifest.json"
@@ -43,7 +43,7 @@ class Artifacts:
     directory: Path | None = None
 
     def source(self, role: str, target: str | None = None, steps: int = 1) -> bytes | str:
-        """Give a model as a runtime takes it: its path on disk, or its bytes."""
+        """Return a model as a runtime takes it: its path on disk, or its bytes."""
         spec = self.manifest.model(role, target, steps)
         if spec is None:
             raise CheckpointError(f"these artifacts have no {role} model")
@@ -52,7 +52,7 @@ class Artifacts:
         return self.models[key_of(spec)].SerializeToString(deterministic=True)
 
     def over(self, view: Callable[[str], np.ndarray]) -> Artifacts:
-        """Give the same with other arrays for all values, of the same shapes."""
+        """Return the same with other arrays for all values, of the same shapes."""
         values, state = ({n: view(n) for n in part} for part in (self.values, self.state))
         return dataclasses.replace(self, values=values, state=state)
 
@@ -62,14 +62,14 @@ class Artifacts:
             part.update(dict.fromkeys(part, np.empty(0)))
 
     def checkpoint_bytes(self, manifest: Manifest | None = None) -> bytes:
-        """Give the content of the checkpoint file."""
+        """Return the content of the checkpoint file."""
         manifest = manifest or self.manifest
         slots = {s.name: state_key(s.parameter, s.slot) for s in self.manifest.state}
         tensors = {**self.values, **{slots[n]: a for n, a in self.state.items()}}
         return to_bytes(tensors, {**self.meta, "manifest": manifest.to_dict(hashes=False)})
 
     def save(self, directory: str | os.PathLike[str], prefix: str = "") -> Manifest:
-        """Write the directory, whole or not at all; give the manifest as written.
+        """Write the directory, whole or not at all; return the manifest as written.
 
         Args:
             directory: made if it is not there.
@@ -130,7 +130,7 @@ class Artifacts:
 def split_tensors(
     manifest: Manifest, tensors: Mapping[str, np.ndarray], label: str
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Give (parameters and buffers, optimizer state) of a checkpoint that fits the manifest."""
+    """Return (parameters and buffers, optimizer state) of a checkpoint that fits the manifest."""
     problems: list[str] = []
 
     def take(key: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -160,7 +160,7 @@ def split_tensors(
 def assemble(
     artifacts: Artifacts, models: Mapping[str, onnx.ModelProto], prefix: str
 ) -> tuple[dict[str, bytes], Manifest]:
-    """Give the files of a directory by name, and the manifest; the manifest comes last."""
+    """Return the files of a directory by name, and the manifest; the manifest comes last."""
     shared = _Shared(f"{prefix}weights.bin")
     protos: dict[str, onnx.ModelProto] = {}
     for spec in artifacts.manifest.models:
@@ -198,7 +198,7 @@ def _renamed(manifest: Manifest, prefix: str, weights: str | None) -> Manifest:
 
 
 def _with_places(manifest: Manifest, protos: Mapping[str, onnx.ModelProto]) -> Manifest:
-    """Give the manifest with the places of weights in the inference model."""
+    """Return the manifest with the places of weights in the inference model."""
     infer = next((m.file for m in manifest.models if m.role == "infer"), None)
     places: dict[str, Location] = {}
     if infer is not None:
@@ -279,7 +279,7 @@ def _read(path: Path) -> bytes:
 
 
 def _digest(path: Path) -> str:
-    """Give the sha256 of a file, which may be larger than memory should be."""
+    """Return the sha256 of a file, which may be larger than memory should be."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

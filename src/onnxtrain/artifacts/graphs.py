@@ -9,24 +9,18 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.declare import Declared
 from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
+from onnxtrain.artifacts.signature import GraphSignature
 from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.recompute import differentiate_again
-from onnxtrain.autodiff.rules.conv_columns import multiply_small_images
+from onnxtrain.autodiff.rules.conv.columns import conv_as_matmul
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph.autocast import autocast
 from onnxtrain.graph.builder import OpBuilder, names_in
-from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compose_batch_norm
-from onnxtrain.graph.fold_norm import fold_norms
 from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
-from onnxtrain.graph.narrow import narrow_inputs
-from onnxtrain.graph.packed_parts import split_packed
-from onnxtrain.graph.pool_indices import find_indices
-from onnxtrain.graph.randomness import portable_dropout
-from onnxtrain.graph.reorder import pool_first
-from onnxtrain.graph.versions import IR_VERSION, OPSET
+from onnxtrain.graph.modes.autocast import autocast
+from onnxtrain.graph.modes.randomness import portable_dropout
+from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss, expand_label_losses
 from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
 from onnxtrain.optim import (
@@ -36,6 +30,12 @@ from onnxtrain.optim import (
     global_norm,
     moving_average,
 )
+from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
+from onnxtrain.passes.decompose_batch_norm import WITHOUT_BATCH_STATISTICS, decompose_batch_norm
+from onnxtrain.passes.int32_inputs import int32_inputs
+from onnxtrain.passes.maxpool_indices import maxpool_indices
+from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
+from onnxtrain.passes.split_qkv import split_qkv
 
 if TYPE_CHECKING:
     from onnxtrain.artifacts.build import Clip
@@ -46,7 +46,7 @@ Finished = tuple[onnx.ModelProto, ModelSpec]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BuildOptions:
     """What was asked for, resolved."""
 
     loss: Any
@@ -95,7 +95,7 @@ class Backward:
     """The input that the loss is scaled by, if it is."""
 
     def copy(self, role: str, target: str) -> Copy:
-        """Give a copy to add nodes to."""
+        """Return a copy to add nodes to."""
         return Copy(self, role, target)
 
 
@@ -106,7 +106,7 @@ class Copy:
         model = origin.model.clone()
         model.meta.update(origin.model.meta)
         self.op = OpBuilder(model.graph, "step/", target=target)
-        self.declared = Declared(role, model, self.op)
+        self.signature = GraphSignature(role, model, self.op)
         known = {x.name or "": x for x in model.graph.inputs}
         self.front = [known[n] for n in origin.inputs]
         self.targets = [known[n] for n in origin.targets]
@@ -123,52 +123,52 @@ class Copy:
         model.graph.outputs.clear()
 
     def unscaled(self) -> dict[str, ir.Value]:
-        """Give the gradients of the loss itself."""
+        """Return the gradients of the loss itself."""
         return unscaled(self.op, self.gradients, *self.scale) if self.scale else self.gradients
 
     def report(self, norm_of: Mapping[str, ir.Value] | None) -> None:
         """Declare loss, metrics and the model's own outputs."""
-        self.declared.output("loss", "loss", self.loss)
+        self.signature.output("loss", "loss", self.loss)
         for name, value in self.metrics.items():
-            self.declared.output(name, "metric", value)
+            self.signature.output(name, "metric", value)
         if norm_of is not None:
             norm = global_norm(self.op, norm_of)
-            self.declared.output(GRAD_NORM, "metric", norm)
+            self.signature.output(GRAD_NORM, "metric", norm)
         for name, value in self.outputs.items():
-            self.declared.output(name, "output", value)
+            self.signature.output(name, "output", value)
 
     def declare_new_buffers(self) -> None:
         """Declare the updated statistics."""
         for name, value in self.new_buffers.items():
-            self.declared.output(f"{name}.out", "buffer", value, self.buffers[name])
+            self.signature.output(f"{name}.out", "buffer", value, self.buffers[name])
 
 
-def backward(model: ir.Model, plan: Plan) -> Backward:
+def backward(model: ir.Model, options: BuildOptions) -> Backward:
     """Differentiate the loss in the mode asked for; ``model`` is used up."""
     graph = model.graph
     repairs: list[str] = []
-    if plan.mode == "train":
-        repairs += to_training(model, trainable=set(plan.candidates))
-    if plan.precision.half is not None:
-        autocast(model, plan.precision.half, target=plan.target)
+    if options.mode == "train":
+        repairs += to_training(model, trainable=set(options.candidates))
+    if options.precision.half is not None:
+        autocast(model, options.precision.half, target=options.target)
     inputs = list(graph.inputs)
-    attached, rng, shown = _attach(model, plan)
-    pool_first(graph)
-    if not plan.recompute:
-        fold_norms(model, plan.target)
-        split_packed(model, plan.target)
-    chosen = _reaching_parameters(graph, plan, attached.loss)
-    op = OpBuilder(graph, "grad/", target=plan.target)
+    attached, rng, shown = _attach(model, options)
+    relu_after_maxpool(graph)
+    if not options.recompute:
+        absorb_norm_scale(model, options.target)
+        split_qkv(model, options.target)
+    chosen = _reaching_parameters(graph, options, attached.loss)
+    op = OpBuilder(graph, "grad/", target=options.target)
     statistics = running_statistics(model, op)
     changing = [b.old for b in statistics]
-    still = [graph.initializers[n] for n in plan.buffers if n in graph.initializers]
+    still = [graph.initializers[n] for n in options.buffers if n in graph.initializers]
     buffers = [*changing, *(x for x in still if x not in changing)]
     lift(graph, [*chosen, *buffers])
-    scale = [op.input(SCALE, _FLOAT, [1])] if plan.precision.scaled else []
+    scale = [op.input(SCALE, _FLOAT, [1])] if options.precision.scaled else []
     dtype = attached.loss.dtype
     seed = op.cast(scalar(op, *scale), dtype) if scale else op.const(1.0, dtype)
     found = differentiate_again(
-        op, {attached.loss: seed}, chosen, recompute=plan.recompute, batch=[*inputs, *rng]
+        op, {attached.loss: seed}, chosen, recompute=options.recompute, batch=[*inputs, *rng]
     )
     extra = _by_name(graph, shown)
     results = [attached.loss, *attached.metrics.values(), *extra.values()]
@@ -179,11 +179,11 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
         results.append(gradient)
     results += [b.new for b in statistics]
     _set_outputs(op, results)
-    multiply_small_images(op)
-    find_indices(op)
-    if plan.target in WITHOUT_BATCH_STATISTICS:
-        compose_batch_norm(op)
-    expand_label_losses(model, "portable" if plan.lowered else plan.target)
+    conv_as_matmul(op)
+    maxpool_indices(op)
+    if options.target in WITHOUT_BATCH_STATISTICS:
+        decompose_batch_norm(op)
+    expand_label_losses(model, "portable" if options.lowered else options.target)
     return Backward(
         model=model,
         inputs=_names(inputs),
@@ -199,134 +199,134 @@ def backward(model: ir.Model, plan: Plan) -> Backward:
     )
 
 
-def training_graph(origin: Backward, plan: Plan) -> Finished:
+def training_graph(origin: Backward, options: BuildOptions) -> Finished:
     """Loss and accumulated gradients of one batch."""
-    copy = origin.copy("train", plan.target)
-    op, declared = copy.op, copy.declared
+    copy = origin.copy("train", options.target)
+    op, signature = copy.op, copy.signature
     _declare_batch(copy)
-    declared.take(list(copy.parameters.values()), "parameter")
-    declared.take(list(copy.buffers.values()), "buffer")
-    declared.take(copy.scale, "state")
+    signature.declare(list(copy.parameters.values()), "parameter")
+    signature.declare(list(copy.buffers.values()), "buffer")
+    signature.declare(copy.scale, "state")
     old = {
-        n: declared.input(
+        n: signature.input(
             f"{n}_grad.accumulation.buffer", "accumulator", _dtype(g), op.static(g) or ()
         )
         for n, g in copy.gradients.items()
     }
-    reset = declared.input("lazy_reset_grad", "reset", _BOOL, [1])
-    declared.take(copy.rng, "rng")
+    reset = signature.input("lazy_reset_grad", "reset", _BOOL, [1])
+    signature.declare(copy.rng, "rng")
     flag = op.Reshape(reset, op.const([]))
-    copy.report(copy.unscaled() if GRAD_NORM in plan.metrics else None)
+    copy.report(copy.unscaled() if GRAD_NORM in options.metrics else None)
     for name, g in copy.gradients.items():
         total = op.Where(flag, g, op.Add(old[name], g))
-        declared.output(f"{name}_grad.accumulation.out", "gradient", total, old[name])
+        signature.output(f"{name}_grad.accumulation.out", "gradient", total, old[name])
     copy.declare_new_buffers()
-    return declared.finished(plan.target)
+    return signature.build(options.target)
 
 
-def step_graph(origin: Backward, plan: Plan, state: Sequence[StateSpec]) -> Finished:
+def step_graph(origin: Backward, options: BuildOptions, state: Sequence[StateSpec]) -> Finished:
     """One whole step: loss, new parameters, new state, new buffers."""
-    copy = origin.copy("step", plan.target)
-    declared = copy.declared
+    copy = origin.copy("step", options.target)
+    signature = copy.signature
     _declare_batch(copy)
-    lr = declared.input("learning_rate", "lr", _FLOAT, [1])
-    step = declared.input("step", "step", _step_type(plan), [1])
-    declared.take(copy.rng, "rng")
-    declared.take(list(copy.parameters.values()), "parameter")
-    declared.take(list(copy.buffers.values()), "buffer")
-    declared.take(copy.scale, "state")
+    lr = signature.input("learning_rate", "lr", _FLOAT, [1])
+    step = signature.input("step", "step", _step_type(options), [1])
+    signature.declare(copy.rng, "rng")
+    signature.declare(list(copy.parameters.values()), "parameter")
+    signature.declare(list(copy.buffers.values()), "buffer")
+    signature.declare(copy.scale, "state")
     given = {x.name or "": x for x in copy.scale}
-    slots = given | _state_inputs(declared, [s for s in state if s.name not in given])
+    slots = given | _state_inputs(signature, [s for s in state if s.name not in given])
     gradients = copy.unscaled()
-    copy.report(gradients if GRAD_NORM in plan.metrics else None)
-    _update(declared, plan, copy.parameters, gradients, slots, lr, step)
+    copy.report(gradients if GRAD_NORM in options.metrics else None)
+    _update(signature, options, copy.parameters, gradients, slots, lr, step)
     copy.declare_new_buffers()
-    return declared.finished(plan.target)
+    return signature.build(options.target)
 
 
-def eval_graph(model: ir.Model, plan: Plan, names: Sequence[str]) -> Finished:
+def eval_graph(model: ir.Model, options: BuildOptions, names: Sequence[str]) -> Finished:
     """Loss and metrics of one batch, in evaluation mode."""
     graph = model.graph
     inputs = list(graph.inputs)
-    attached, rng, shown = _attach(model, plan, evaluation=True)
+    attached, rng, shown = _attach(model, options, evaluation=True)
     extra = _by_name(graph, shown)
-    op = OpBuilder(graph, "eval/", target=plan.target)
-    declared = Declared("eval", model, op)
-    declared.take(inputs, "input")
-    declared.take(attached.targets, "target")
-    for role, wanted in (("parameter", names), ("buffer", plan.buffers)):
+    op = OpBuilder(graph, "eval/", target=options.target)
+    signature = GraphSignature("eval", model, op)
+    signature.declare(inputs, "input")
+    signature.declare(attached.targets, "target")
+    for role, wanted in (("parameter", names), ("buffer", options.buffers)):
         values = [graph.initializers[n] for n in wanted if n in graph.initializers]
         lift(graph, values)
-        declared.take(values, role)
-    declared.take(rng, "rng")
+        signature.declare(values, role)
+    signature.declare(rng, "rng")
     graph.outputs.clear()
-    declared.output("loss", "loss", attached.loss)
+    signature.output("loss", "loss", attached.loss)
     for name, value in attached.metrics.items():
-        declared.output(name, "metric", value)
+        signature.output(name, "metric", value)
     for name, value in extra.items():
-        declared.output(name, "output", value)
-    return declared.finished(plan.target)
+        signature.output(name, "output", value)
+    return signature.build(options.target)
 
 
 def optimizer_graph(
-    plan: Plan, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
+    options: BuildOptions, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
 ) -> Finished:
     """New parameters and state from accumulated gradients."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="optimizer")
-    op = OpBuilder(graph, "step/", target=plan.target)
-    declared = Declared("optimizer", ir.Model(graph, ir_version=IR_VERSION), op)
-    lr = declared.input("learning_rate", "lr", _FLOAT, [1])
-    step = declared.input("step", "step", _step_type(plan), [1])
-    scale = declared.input("grad_scale", "grad_scale", _FLOAT, [1])
+    op = OpBuilder(graph, "step/", target=options.target)
+    signature = GraphSignature("optimizer", ir.Model(graph, ir_version=IR_VERSION), op)
+    lr = signature.input("learning_rate", "lr", _FLOAT, [1])
+    step = signature.input("step", "step", _step_type(options), [1])
+    scale = signature.input("grad_scale", "grad_scale", _FLOAT, [1])
 
     def inputs(suffix: str, role: str) -> dict[str, ir.Value]:
         return {
-            w.name: declared.input(w.name + suffix, role, _from_name(w.dtype), w.shape)
+            w.name: signature.input(w.name + suffix, role, _from_name(w.dtype), w.shape)
             for w in weights
         }
 
     parameters, gradients = inputs("", "parameter"), inputs("_grad", "gradient")
-    slots = _state_inputs(declared, state)
+    slots = _state_inputs(signature, state)
     factor = scalar(op, scale)
-    if plan.precision.scaled:
+    if options.precision.scaled:
         scaled = unscaled(op, gradients, slots[SCALE], factor)
     else:
         scaled = {n: op.Mul(g, op.cast(factor, g.dtype)) for n, g in gradients.items()}
-    _update(declared, plan, parameters, scaled, slots, lr, step)
-    return declared.finished(plan.target)
+    _update(signature, options, parameters, scaled, slots, lr, step)
+    return signature.build(options.target)
 
 
 def _update(
-    declared: Declared, plan: Plan, parameters: dict[str, ir.Value], grads: dict[str, ir.Value],
-    slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
+    signature: GraphSignature, options: BuildOptions, parameters: dict[str, ir.Value],
+    grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
 ) -> None:  # fmt: skip
-    op = declared.op
-    guard = Guard(op, plan.precision, slots, grads) if plan.precision.scaled else None
+    op = signature.op
+    guard = Guard(op, options.precision, slots, grads) if options.precision.scaled else None
     if guard is not None:
         step = guard.steps_done(step)
-    if plan.clip.norm is not None:
-        grads = clip_by_global_norm(op, grads, plan.clip.norm)
-    if plan.clip.value is not None:
-        grads = clip_by_value(op, grads, plan.clip.value)
-    new, new_state = plan.optimizer.apply(op, parameters, grads, slots, lr, step)
-    if plan.ema is not None:
+    if options.clip.norm is not None:
+        grads = clip_by_global_norm(op, grads, options.clip.norm)
+    if options.clip.value is not None:
+        grads = clip_by_value(op, grads, options.clip.value)
+    new, new_state = options.optimizer.apply(op, parameters, grads, slots, lr, step)
+    if options.ema is not None:
         averages = {n: slots[f"{n}.ema"] for n in parameters}
-        averaged = moving_average(op, averages, new, plan.ema)
+        averaged = moving_average(op, averages, new, options.ema)
         new_state.update({f"{n}.ema": v for n, v in averaged.items()})
     if guard is not None:
         new, new_state = guard.keep(parameters, new), guard.keep(slots, new_state)
         new_state.update(guard.new_state())
     for name, value in new.items():
-        declared.output(f"{name}.out", "parameter", value, parameters[name])
+        signature.output(f"{name}.out", "parameter", value, parameters[name])
     for name, slot in slots.items():
-        declared.output(f"{name}.out", "state", new_state[name], slot)
+        signature.output(f"{name}.out", "state", new_state[name], slot)
 
 
-def _reaching_parameters(graph: ir.Graph, plan: Plan, loss: ir.Value) -> list[ir.Value]:
+def _reaching_parameters(graph: ir.Graph, options: BuildOptions, loss: ir.Value) -> list[ir.Value]:
     useful = reaching(graph, [loss])
-    candidates = [graph.initializers[n] for n in plan.candidates if n in graph.initializers]
+    candidates = [graph.initializers[n] for n in options.candidates if n in graph.initializers]
     dead = [x.name or "" for x in candidates if x not in useful]
-    if dead and plan.chosen_by_user:
+    if dead and options.chosen_by_user:
         raise PrepareError(
             f"no differentiable path to the loss from: {', '.join(dead)}\n"
             "hint: leave them out of `train`"
@@ -338,14 +338,18 @@ def _reaching_parameters(graph: ir.Graph, plan: Plan, loss: ir.Value) -> list[ir
 
 
 def _attach(
-    model: ir.Model, plan: Plan, *, evaluation: bool = False
+    model: ir.Model, options: BuildOptions, *, evaluation: bool = False
 ) -> tuple[Attached, list[ir.Value], dict[str, str]]:
-    """Add the loss and make randomness an input; give also that and the names of extra outputs."""
+    """Add the loss and make randomness an input; return that and the names of extra outputs too."""
     graph = model.graph
-    if plan.target == "webgpu":
-        narrow_inputs(graph, plan.target)
+    if options.target == "webgpu":
+        int32_inputs(graph, options.target)
     attached = attach_loss(
-        model, plan.loss, metrics=plan.graph_metrics, outputs=plan.outputs, target=plan.target
+        model,
+        options.loss,
+        metrics=options.graph_metrics,
+        outputs=options.outputs,
+        target=options.target,
     )
     # As outputs they keep their names when something is put in their place.
     graph.outputs.extend(y for y in attached.outputs.values() if y not in list(graph.outputs))
@@ -353,16 +357,16 @@ def _attach(
     if evaluation:
         to_evaluation(model)
     before = set(graph.inputs)
-    if plan.randomness == "portable":
+    if options.randomness == "portable":
         taken, name = names_in(graph), "rng"
         while name in taken:
             name += "_"
-        portable_dropout(model, rng_input_name=name, target=plan.target)
+        portable_dropout(model, rng_input_name=name, target=options.target)
     return attached, [x for x in graph.inputs if x not in before], names
 
 
 def _by_name(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, ir.Value]:
-    """Give outputs of the graph, whatever values they are by now."""
+    """Return outputs of the graph, whatever values they are by now."""
     known = {y.name: y for y in graph.outputs}
     return {n: known[name] for n, name in names.items()}
 
@@ -376,12 +380,12 @@ def _set_outputs(op: OpBuilder, values: Sequence[ir.Value]) -> None:
 
 
 def _declare_batch(copy: Copy) -> None:
-    copy.declared.take(copy.front, "input")
-    copy.declared.take(copy.targets, "target")
+    copy.signature.declare(copy.front, "input")
+    copy.signature.declare(copy.targets, "target")
 
 
-def _state_inputs(declared: Declared, state: Sequence[StateSpec]) -> dict[str, ir.Value]:
-    return {s.name: declared.input(s.name, "state", _from_name(s.dtype), s.shape) for s in state}
+def _state_inputs(signature: GraphSignature, state: Sequence[StateSpec]) -> dict[str, ir.Value]:
+    return {s.name: signature.input(s.name, "state", _from_name(s.dtype), s.shape) for s in state}
 
 
 def _from_name(dtype: str) -> ir.DataType:
@@ -393,8 +397,8 @@ def _dtype(x: ir.Value) -> ir.DataType:
     return x.dtype
 
 
-def _step_type(plan: Plan) -> ir.DataType:
-    return ir.DataType.INT32 if plan.target == "webgpu" else _INT64
+def _step_type(options: BuildOptions) -> ir.DataType:
+    return ir.DataType.INT32 if options.target == "webgpu" else _INT64
 
 
 def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:

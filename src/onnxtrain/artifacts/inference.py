@@ -8,16 +8,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.declare import FILES, describe
+from onnxtrain.artifacts.signature import FILES, describe
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.modes import to_evaluation
+from onnxtrain.graph.prepare.versions import NEWEST_IR, NEWEST_OPSET
 from onnxtrain.graph.simplify import remove_dead
-from onnxtrain.graph.versions import NEWEST_IR, NEWEST_OPSET
 from onnxtrain.manifest import Location, ModelSpec
 
 
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
-    """Give the plain model in evaluation mode, its weights as raw bytes under their own names."""
+    """Return the plain model in evaluation mode, its weights as raw bytes under their own names."""
     model = source.clone()
     if to_evaluation(model):
         remove_dead(model)
@@ -39,7 +39,7 @@ def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
 
 
 def locate(data: bytes, file: str) -> dict[str, Location]:
-    """Give where the raw bytes of each initializer lie in a serialised model."""
+    """Return where the raw bytes of each initializer lie in a serialised model."""
     found: dict[str, Location] = {}
     for field, start, end in _fields(data, 0, len(data)):
         if field != 7:  # ModelProto.graph
@@ -59,7 +59,7 @@ def locate(data: bytes, file: str) -> dict[str, Location]:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Give (number, start, end) of each length-delimited field of a message."""
+    """Return (number, start, end) of each length-delimited field of a message."""
     while at < end:
         key, at = _varint(data, at)
         kind = key & 7

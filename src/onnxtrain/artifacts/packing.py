@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import Backward, Plan
+from onnxtrain.artifacts.graphs import Backward, BuildOptions
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.manifest import StateSpec
 from onnxtrain.optim import SGD, Adam, AdamW
@@ -54,10 +54,10 @@ class Pack:
 
 
 def packed(
-    origin: Backward, plan: Plan, state: Sequence[StateSpec]
+    origin: Backward, options: BuildOptions, state: Sequence[StateSpec]
 ) -> tuple[Backward, list[StateSpec], list[Pack]]:
-    """Give the same with small parameters and their state packed, and what was packed how."""
-    packs = _packs(origin, plan)
+    """Return the same with small parameters and their state packed, and what was packed how."""
+    packs = _packs(origin, options)
     if not packs:
         return origin, list(state), []
     model = origin.model.clone()
@@ -69,8 +69,8 @@ def packed(
     gradients = dict(zip(origin.parameters, outputs[first:], strict=False))
     gone: set[str] = set()
     first_node = next(iter(graph), None)
-    back = OpBuilder(graph, "pack/", target=plan.target)
-    front = OpBuilder(graph, "pack/", target=plan.target, before=first_node, parent=back)
+    back = OpBuilder(graph, "pack/", target=options.target)
+    front = OpBuilder(graph, "pack/", target=options.target, before=first_node, parent=back)
     for pack in packs:
         values = [known[n] for n in pack.members]
         values[0].name = front.names.fresh(f"{pack.name}/member")
@@ -102,10 +102,10 @@ def packed(
     )
 
 
-def _packs(origin: Backward, plan: Plan) -> list[Pack]:
-    """Give parameters with equal settings that an optimizer of single elements updates."""
-    plain = plan.ema is None and plan.precision.half is None and not plan.precision.scaled
-    if not plain or type(plan.optimizer) not in _BY_ELEMENT:
+def _packs(origin: Backward, options: BuildOptions) -> list[Pack]:
+    """Return parameters with equal settings that an optimizer of single elements updates."""
+    plain = options.ema is None and options.precision.half is None and not options.precision.scaled
+    if not plain or type(options.optimizer) not in _BY_ELEMENT:
         return []
     shapes: dict[str, tuple[int, ...]] = {}
     alike: dict[tuple[float | None, float], list[str]] = collections.defaultdict(list)
@@ -115,7 +115,7 @@ def _packs(origin: Backward, plan: Plan) -> list[Pack]:
             continue
         shapes[name] = tuple(d for d in x.shape or () if isinstance(d, int))
         if math.prod(shapes[name]) <= SMALL:
-            group = plan.optimizer.group_of(name)
+            group = options.optimizer.group_of(name)
             alike[group.weight_decay, group.lr_factor].append(name)
     return [
         Pack(tuple(names), tuple(shapes[n] for n in names))

@@ -61,7 +61,7 @@ class Precision:
         return self.half == ir.DataType.FLOAT16
 
     def state(self) -> list[StateSpec]:
-        """Give what the scaler keeps from step to step: the scale and two counters."""
+        """Return what the scaler keeps from step to step: the scale and two counters."""
         starts = {SCALE: self.init_scale, GOOD: 0.0, SKIPPED: 0.0} if self.scaled else {}
         return [
             StateSpec(n, OWNER, n.removeprefix(f"{OWNER}."), "float32", (1,), start)
@@ -69,14 +69,14 @@ class Precision:
         ]
 
     def settings(self) -> dict[str, Any] | None:
-        """Give the numbers of the scaler for the manifest, if there is one."""
+        """Return the numbers of the scaler for the manifest, if there is one."""
         values = dataclasses.asdict(self)
         del values["name"]
         return values if self.scaled else None
 
 
 def resolve(precision: str | Precision, target: str) -> Precision:
-    """Give the precision asked for.
+    """Return the precision asked for.
 
     Raises:
         PrepareError: if there is none of that name, or not for this target.
@@ -91,7 +91,7 @@ def resolve(precision: str | Precision, target: str) -> Precision:
 
 
 def initial(spec: StateSpec) -> np.ndarray:
-    """Give the start of a tensor of the scaler."""
+    """Return the start of a tensor of the scaler."""
     return np.full(spec.shape, spec.init, np.float32)
 
 
@@ -121,15 +121,15 @@ class Guard:
         """A scalar: all gradients are finite."""
 
     def steps_done(self, step: ir.Value) -> ir.Value:
-        """Give the number of this step among those that were not skipped."""
+        """Return the number of this step among those that were not skipped."""
         return self.op.Sub(step, self.op.cast(self.slots[SKIPPED], step.dtype))
 
     def keep(self, old: Mapping[str, ir.Value], new: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-        """Give the new values, or the old ones if this step is skipped."""
+        """Return the new values, or the old ones if this step is skipped."""
         return {n: self.op.Where(self.good, v, old[n]) for n, v in new.items()}
 
     def new_state(self) -> dict[str, ir.Value]:
-        """Give the scaler's state after this step."""
+        """Return the scaler's state after this step."""
         op, p = self.op, self.precision
         scale, good, skipped = (self.slots[n] for n in (SCALE, GOOD, SKIPPED))
         more = op.Add(good, 1.0)
@@ -145,7 +145,7 @@ class Guard:
 
 
 def scalar(op: OpBuilder, value: ir.Value) -> ir.Value:
-    """Give the only element of a tensor of shape [1]."""
+    """Return the only element of a tensor of shape [1]."""
     return op.Reshape(value, op.const([]))
 
 
@@ -155,7 +155,7 @@ def unscaled(
     scale: ir.Value,
     factor: ir.Value | None = None,
 ) -> dict[str, ir.Value]:
-    """Give gradients divided by the loss scale, and multiplied with a scalar if there is one."""
+    """Return gradients divided by the loss scale, and multiplied with a scalar if there is one."""
     one = op.const(1.0, ir.DataType.FLOAT) if factor is None else factor
     inverse = op.Div(one, scalar(op, scale))
     return {n: op.Mul(g, op.cast(inverse, g.dtype)) for n, g in gradients.items()}

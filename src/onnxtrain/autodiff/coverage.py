@@ -8,9 +8,9 @@ import onnx
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.registry import NO_GRADIENT, RULES, ZERO
-from onnxtrain.graph.bodies import has_body
-from onnxtrain.graph.decompose import has_decomposition
-from onnxtrain.graph.versions import NEWEST_OPSET
+from onnxtrain.graph.prepare.decompose import has_decomposition
+from onnxtrain.graph.prepare.function_bodies import has_body
+from onnxtrain.graph.prepare.versions import NEWEST_OPSET
 
 # Deprecated operators, which raising the opset replaces.
 _SUCCESSORS = {"Scatter": "ScatterElements", "Upsample": "Resize"}
@@ -28,7 +28,7 @@ class OperatorReport:
 
 
 def operators() -> list[OperatorReport]:
-    """Give one line per operator of the default domain, sorted by name.
+    """Return one line per operator of the default domain, sorted by name.
 
     >>> {o.name: o.how for o in operators()}["MatMul"]
     'rule'

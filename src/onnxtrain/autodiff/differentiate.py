@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
-from onnxtrain.autodiff.flow import QUANTISED, accumulate, carries_gradient
+from onnxtrain.autodiff.accumulate import QUANTISED, accumulate, carries_gradient
 from onnxtrain.autodiff.registry import (
     NO_GRADIENT,
     Undefined,
@@ -24,16 +24,16 @@ from onnxtrain.autodiff.registry import (
     key_of,
 )
 from onnxtrain.errors import UndifferentiableError
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.scopes import captured
+from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.shapes import dims as D
 
 
 def differentiate(
     op: OpBuilder, cotangents: Mapping[ir.Value, ir.Value], wrt: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value | None]:
-    """Append the reverse sweep of ``op.graph``; give the gradient of each ``wrt``.
+    """Append the reverse sweep of ``op.graph``; return the gradient of each ``wrt``.
 
     Args:
         op: a builder over the graph; new nodes go where it puts them.
@@ -84,7 +84,7 @@ def differentiate(
 
 
 def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Value]:
-    """Give the values that depend differentiably on ``wrt``."""
+    """Return the values that depend differentiably on ``wrt``."""
     live = set(wrt)
     for node in nodes:
         if not is_stopped(node) and any(x in live for x in differentiable_inputs(node)):
@@ -103,7 +103,7 @@ def _stands_in(node: ir.Node, live: set[ir.Value]) -> bool:
 def needed_for(
     nodes: Sequence[ir.Node], values: Mapping[ir.Value, ir.Value] | Sequence[ir.Value]
 ) -> set[ir.Node]:
-    """Give the nodes that ``values`` depend on."""
+    """Return the nodes that ``values`` depend on."""
     wanted, needed = set(values), set()
     for node in reversed(nodes):
         if any(y in wanted for y in node.outputs):
@@ -113,7 +113,7 @@ def needed_for(
 
 
 def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
-    """Give the inputs of a node, captured ones included, through which a gradient may flow."""
+    """Return the inputs of a node, captured ones included, through which a gradient may flow."""
     rule = find_rule(node)
     constant = rule.constant_inputs if rule is not None else {}
     return [
@@ -124,7 +124,7 @@ def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
 
 
 def _sources(node: ir.Node) -> list[ir.Value | None]:
-    """Give the inputs of a node, then what its subgraphs capture, in a fixed order."""
+    """Return the inputs of a node, then what its subgraphs capture, in a fixed order."""
     return [*node.inputs, *captured(node)]
 
 

@@ -12,7 +12,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiable_inputs, needed_for, reached_from
-from onnxtrain.autodiff.opening import open_model, own_domains
+from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
+from onnxtrain.autodiff.memory_estimate import Memory, estimate
 from onnxtrain.autodiff.registry import (
     NO_GRADIENT,
     ZERO,
@@ -24,7 +25,6 @@ from onnxtrain.autodiff.registry import (
 from onnxtrain.autodiff.selection import batch_statistics, select_wrt, trainable
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
-from onnxtrain.graph.memory import Memory, estimate
 from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
 
 
@@ -59,11 +59,11 @@ class Report:
 
     @property
     def differentiable(self) -> bool:
-        """Tell whether every node on the way has a gradient."""
+        """Return whether every node on the way has a gradient."""
         return not any(n.how == "missing" for n in self.nodes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the report as plain data, ready for JSON."""
+        """Return the report as plain data, ready for JSON."""
         return {**dataclasses.asdict(self), "differentiable": self.differentiable}
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def explain(
     *,
     dims: Mapping[str, int] | None = None,
 ) -> Report:
-    """Tell for each node whether and how it is differentiated, and what becomes of each parameter.
+    """Return for each node whether and how it is differentiated, and the fate of each parameter.
 
     Args:
         model: anything :func:`onnxtrain.load` takes.
@@ -110,7 +110,7 @@ def explain(
     """
     original = load(model, allow_domains=own_domains())
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
-    work = open_model(original)
+    work = load_normalized(original)
     graph = work.graph
     wanted = trainable(work) if wrt is None else select_wrt(work, wrt)
     live = reached_from(list(graph), wanted)
@@ -142,7 +142,7 @@ def explain(
 
 
 def _refused(graph: ir.Graph, live: set[ir.Value]) -> set[ir.Node]:
-    """Give the nodes that it is an error to differentiate through, on the way to a float output."""
+    """Return the nodes on the way to a float output through which nothing can be differentiated."""
     nodes = [n for n in graph if not is_stopped(n) or is_refused(n)]
     flowing = needed_for(nodes, [y for y in graph.outputs if S.is_float(y)])
     return {n for n in flowing if is_refused(n) and live.intersection(n.inputs)}

@@ -10,13 +10,13 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiate
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.autodiff.registry import find_rule
 from onnxtrain.autodiff.selection import select_outputs, select_wrt
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import TARGETS, OpBuilder
-from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.simplify import simplify
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
@@ -26,7 +26,7 @@ Names = str | Sequence[str] | None
 def vjp(
     model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu"
 ) -> onnx.ModelProto:
-    """Give a model that computes vector-Jacobian products besides the model's own outputs.
+    """Return a model that computes vector-Jacobian products besides the model's own outputs.
 
     Its inputs are the model's, then the lifted parameters in ``wrt`` order (without defaults), then
     ``<output>_grad`` for each chosen output; its outputs are the model's, then ``<name>_grad`` for
@@ -58,7 +58,7 @@ def vjp(
 def grad(
     model: Source, wrt: Names = None, of: str | None = None, *, target: str = "cpu"
 ) -> onnx.ModelProto:
-    """Give a model that computes the gradient of one scalar output besides the model's outputs.
+    """Return a model that computes the gradient of one scalar output besides the model's outputs.
 
     Like :func:`vjp`, without cotangent inputs.
 
@@ -90,7 +90,7 @@ def grad(
 def jvp(
     model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu"
 ) -> onnx.ModelProto:
-    """Give a model that computes Jacobian-vector products besides the model's own outputs.
+    """Return a model that computes Jacobian-vector products besides the model's own outputs.
 
     Its inputs are the model's, then the lifted parameters in ``wrt`` order, then ``<name>_tangent``
     for each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
@@ -119,11 +119,11 @@ def jvp(
 
 
 def parameters(model: Source, wrt: Names = None) -> dict[str, np.ndarray]:
-    """Give the values of the initializers that ``wrt`` names, in the order of :func:`vjp`'s inputs.
+    """Return the values of initializers that ``wrt`` names, in the order of :func:`vjp`'s inputs.
 
     Inputs of the model among ``wrt`` have no value and are left out.
     """
-    work = open_model(model)
+    work = load_normalized(model)
     return {
         x.name or "": np.array(x.const_value.numpy())
         for x in select_wrt(work, wrt)
@@ -150,7 +150,7 @@ def start(
 ) -> tuple[ir.Model, list[ir.Value], list[ir.Value]]:
     if target not in TARGETS:
         raise PrepareError(f"no such target: {target!r}\nhint: choose one of {', '.join(TARGETS)}")
-    work = open_model(model)
+    work = load_normalized(model)
     chosen = choose(work, outputs)
     wrt_values = select_wrt(work, wrt)
     if wrt is not None:
@@ -181,7 +181,7 @@ def _refuse_settings(wrt: Sequence[ir.Value]) -> None:
 
 
 def _the_output(model: ir.Model, of: Names) -> list[ir.Value]:
-    """Give the one output that ``of`` names; ``None`` stands for the only one, or for ``loss``."""
+    """Return the output that ``of`` names; ``None`` stands for the only one, or for ``loss``."""
     names = [y.name or "" for y in model.graph.outputs]
     if of is None:
         of = names[0] if len(names) == 1 else "loss" if "loss" in names else None

@@ -23,12 +23,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.blocks import find_blocks
 from onnxtrain.autodiff.differentiate import differentiate, reached_from
+from onnxtrain.autodiff.recompute_blocks import find_blocks
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.dims import Dim
-from onnxtrain.graph.scopes import subgraphs_of
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.simplify import RANDOM
 
 Block = Sequence[ir.Node]
@@ -68,7 +68,7 @@ def differentiate_again(
 
 
 def outputs_of(block: Block) -> list[ir.Value]:
-    """Give the values of a block that others read: they are kept."""
+    """Return the values of a block that others read: they are kept."""
     inside = set(block)
     return [y for node in block for y in node.outputs if _leaves(y, inside)]
 
@@ -98,7 +98,7 @@ class Recomputation:
         self.outputs = [outputs_of(b) for b in self.blocks]
 
     def apply(self, gradients: Mapping[ir.Value, ir.Value | None]) -> int:
-        """Copy nodes for the reverse sweep that was appended meanwhile; give how many.
+        """Copy nodes for the reverse sweep that was appended meanwhile; return how many.
 
         Args:
             gradients: of parameters and of the outputs of the blocks, as far as there are any.
@@ -141,7 +141,7 @@ class Recomputation:
         return copied
 
     def _own(self, block: Block, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Give those of some values that only this block reads: parameters of its own."""
+        """Return those of some values that only this block reads: parameters of its own."""
         inside = set(block)
 
         def only_here(x: ir.Value) -> bool:
@@ -160,7 +160,7 @@ class Recomputation:
         inner: set[ir.Value],
         sources: Sequence[ir.Value],
     ) -> dict[ir.Value, ir.Value]:
-        """Append copies of the nodes that make the wanted values; give what stands for what."""
+        """Append copies of the nodes that make the wanted values; return what stands for what."""
         needed = set(wanted)
         chosen: list[ir.Node] = []
         for node in reversed(block):
@@ -209,7 +209,7 @@ class Recomputation:
 
 
 def _closed(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.Node]]:
-    """Give the blocks with what lies between their nodes.
+    """Return the blocks with what lies between their nodes.
 
     A gradient that arrives at an output then never comes from inside the block.
     """
@@ -248,7 +248,7 @@ def _reached(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> set[ir.Val
 
 
 def _smallest(node: ir.Node) -> int | None:
-    """Give the place of the smallest float input that takes part in the arithmetic."""
+    """Return the place of the smallest float input that takes part in the arithmetic."""
     found = {
         i: _size(x)
         for i, x in enumerate(node.inputs)
@@ -268,7 +268,7 @@ def _size(x: ir.Value) -> float:
 
 
 def _late(op: OpBuilder, sources: Sequence[ir.Value]) -> ir.Value:
-    """Give a boolean scalar that is there only when all of some values are."""
+    """Return a boolean scalar that is there only when all of some values are."""
     firsts = [
         op.cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), ir.DataType.FLOAT) for x in sources
     ]
@@ -290,7 +290,7 @@ def _ancestors(values: Iterable[ir.Value], stop: set[ir.Node] | None = None) -> 
 
 
 def _last(nodes: Sequence[ir.Node], earlier: set[ir.Node]) -> list[ir.Value]:
-    """Give a float result of each node that no other of them depends on."""
+    """Return a float result of each node that no other of them depends on."""
     unique = list(dict.fromkeys(nodes))
     before: set[ir.Node] = set()
     for node in unique:

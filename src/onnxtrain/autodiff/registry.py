@@ -29,7 +29,7 @@ class Undefined:
 
 
 def undefined(why: str) -> Any:
-    """Give the marker a rule returns in place of a gradient that it cannot do right."""
+    """Return the marker a rule returns in place of a gradient that it cannot do right."""
     return Undefined(why)
 
 
@@ -59,29 +59,29 @@ USER_RULES: dict[str, Rule] = {}
 
 
 def key_of(node: ir.Node) -> str:
-    """Give the registry key of a node: ``"Relu"`` or ``"com.acme::Swirl"``."""
+    """Return the registry key of a node: ``"Relu"`` or ``"com.acme::Swirl"``."""
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
 
 
 def find_rule(node: ir.Node) -> Rule | None:
-    """Give the rule of a node; users' own go first."""
+    """Return the rule of a node; users' own go first."""
     key = key_of(node)
     return USER_RULES.get(key) or RULES.get(key)
 
 
 def is_stopped(node: ir.Node) -> bool:
-    """Tell whether no gradient flows through the node, by declaration."""
+    """Return whether no gradient flows through the node, by declaration."""
     key = key_of(node)
     return key not in USER_RULES and key not in RULES and (key in ZERO or key in NO_GRADIENT)
 
 
 def is_refused(node: ir.Node) -> bool:
-    """Tell whether it is an error to differentiate through the node."""
+    """Return whether it is an error to differentiate through the node."""
     return is_stopped(node) and key_of(node) in REFUSED
 
 
 def has_own_rule(node: ir.Node) -> bool:
-    """Tell whether the user registered a rule for the node."""
+    """Return whether the user registered a rule for the node."""
     return key_of(node) in USER_RULES
 
 
@@ -158,7 +158,7 @@ def call_rule(
     dys: list[Gradient],
     wanted: tuple[bool, ...],
 ) -> list[Any]:
-    """Apply a rule; give one entry per input: a value, ``None`` or :class:`Undefined`."""
+    """Apply a rule; return one entry per input: a value, ``None`` or :class:`Undefined`."""
     attributes = attributes_of(node, op.opset) if rule.wants else {}
     context = {"y": node.outputs[0], "outputs": node.outputs, "node": node, "wanted": wanted}
     keywords = {

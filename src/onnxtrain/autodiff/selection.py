@@ -15,7 +15,7 @@ from onnxtrain.graph.prepare import constant_names, unused_parameters
 
 
 def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Value]:
-    """Give the inputs and initializers that ``wrt`` names, in that order, each once.
+    """Return the inputs and initializers that ``wrt`` names, in that order, each once.
 
     ``None`` stands for every trainable parameter, in the order of the file.
     """
@@ -34,7 +34,7 @@ def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Valu
 def select_outputs(
     model: ir.Model, outputs: str | Sequence[str] | None, argument: str = "outputs"
 ) -> list[ir.Value]:
-    """Give the graph outputs that ``outputs`` names; ``None`` stands for all float ones."""
+    """Return the graph outputs that ``outputs`` names; ``None`` stands for all float ones."""
     if outputs is None:
         found = [y for y in model.graph.outputs if S.is_float(y)]
         if not found:
@@ -61,7 +61,7 @@ def _only_floats(found: list[ir.Value], argument: str) -> list[ir.Value]:
 
 
 def trainable(model: ir.Model) -> list[ir.Value]:
-    """Give the float initializers through which a gradient reaches a float output.
+    """Return the float initializers through which a gradient reaches a float output.
 
     Running statistics of BatchNormalization are not among them, nor are the constants of the graph.
     """
@@ -77,7 +77,7 @@ def trainable(model: ir.Model) -> list[ir.Value]:
 
 
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
-    """Give the values that BatchNormalization nodes read as running mean and variance."""
+    """Return the values that BatchNormalization nodes read as running mean and variance."""
     found: set[ir.Value] = set()
     for node in graph.all_nodes():
         if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx"):
@@ -86,7 +86,7 @@ def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
 
 
 def reaching(graph: ir.Graph, outputs: Sequence[ir.Value] | None = None) -> set[ir.Value]:
-    """Give every value from which a differentiable path leads to ``outputs``.
+    """Return every value from which a differentiable path leads to ``outputs``.
 
     ``None`` stands for every float output of the graph.
     """
@@ -99,7 +99,7 @@ def reaching(graph: ir.Graph, outputs: Sequence[ir.Value] | None = None) -> set[
 
 
 def flowing_inputs(node: ir.Node) -> list[ir.Value]:
-    """Give the inputs of a node that pass a gradient on to some output of it."""
+    """Return the inputs of a node that pass a gradient on to some output of it."""
     from onnxtrain.autodiff.registry import is_stopped
 
     return [] if is_stopped(node) else differentiable_inputs(node)

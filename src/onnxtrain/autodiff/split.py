@@ -10,10 +10,10 @@ import onnx_ir as ir
 from onnxtrain.autodiff.differentiate import differentiate, needed_for
 from onnxtrain.autodiff.gradients import Names, Outside, Source, lift, start
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.composed_batch_norm import WITHOUT_BATCH_STATISTICS, compose_batch_norm
-from onnxtrain.graph.finish import finish
-from onnxtrain.graph.scopes import captured
+from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.passes.decompose_batch_norm import WITHOUT_BATCH_STATISTICS, decompose_batch_norm
 
 # Cheaper to compute again than to keep: they move or rename elements, or read only a shape.
 _CHEAP = frozenset(
@@ -53,7 +53,7 @@ class Split:
 
 
 def split(model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu") -> Split:
-    """Give forward and backward as two models, so that several forwards may precede a backward.
+    """Return forward and backward as two models, so that several forwards may precede a backward.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
@@ -72,7 +72,7 @@ def split(model: Source, wrt: Names = None, outputs: Names = None, *, target: st
     for x in wrt_values:
         outside.output(f"{x.name}_grad", grads[x], x)
     if target in WITHOUT_BATCH_STATISTICS:
-        compose_batch_norm(op)
+        decompose_batch_norm(op)
     simplify(work)
     names = [x.name or "" for x in wrt_values]
     kept = [y.name or "" for y in own]

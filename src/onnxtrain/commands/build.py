@@ -11,11 +11,11 @@ from typer import Option
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts import build as build_artifacts
-from onnxtrain.artifacts.declare import key_of
+from onnxtrain.artifacts.signature import key_of
 from onnxtrain.commands.common import read_size
 from onnxtrain.errors import LoweringError
-from onnxtrain.losses import Weighted
-from onnxtrain.lowering.leaving import PROFILES, leaving
+from onnxtrain.losses import LossTerm
+from onnxtrain.lowering.placement import PROFILES, nodes_off_gpu
 from onnxtrain.optim import resolve
 
 
@@ -61,7 +61,7 @@ def build(
     chosen = resolve(optimizer)
     if lr is not None:
         chosen = dataclasses.replace(chosen, lr=lr)
-    wanted: Any = loss if loss_output is None else [Weighted(loss, output=loss_output)]
+    wanted: Any = loss if loss_output is None else [LossTerm(loss, output=loss_output)]
     artifacts = build_artifacts(
         model,
         loss=wanted,
@@ -102,7 +102,7 @@ def _tell_placement(artifacts: Artifacts, target: str) -> None:
         if spec.target != target or spec.role not in ("train", "step"):
             continue
         proto = artifacts.models[key_of(spec)]
-        found = leaving(proto, target)
+        found = nodes_off_gpu(proto, target)
         moving = sum(bool(x.moved) for x in found)
         typer.echo(
             f"placement on {target}, {spec.file}: {moving} of {len(proto.graph.node)} nodes leave "

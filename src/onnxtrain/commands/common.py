@@ -20,7 +20,7 @@ Threads = Annotated[int | None, typer.Option(help="Threads to use; all cores by 
 
 
 def read_size(text: str) -> tuple[str, int]:
-    """Give name and number of ``batch=32``."""
+    """Return name and number of ``batch=32``."""
     name, equals, value = text.partition("=")
     if not equals or not value.isdecimal():
         raise PrepareError(f"not a size: {text!r}\nhint: --dim batch=32")
@@ -28,7 +28,7 @@ def read_size(text: str) -> tuple[str, int]:
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Give the arrays of an .npz file by name."""
+    """Return the arrays of an .npz file by name."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}

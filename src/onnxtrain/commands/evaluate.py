@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from onnxtrain.commands.common import Checkpoint, Data, Device, Directory, Threads, read_npz
-from onnxtrain.runtime import Trainer
+from onnxtrain.training import Trainer
 
 
 def evaluate(

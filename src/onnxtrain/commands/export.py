@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from onnxtrain.commands.common import Checkpoint, Directory
-from onnxtrain.runtime import Trainer
+from onnxtrain.training import Trainer
 
 
 def export(

@@ -12,11 +12,11 @@ from rich.table import Table
 from typer import Argument, Option
 
 from onnxtrain.commands.common import read_size
-from onnxtrain.convert import compared_on, find_profile
-from onnxtrain.convert import lower as lower_model
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.io import load, save
 from onnxtrain.lowering import profile as profiles_of
+from onnxtrain.lowering.api import compared_on, find_profile
+from onnxtrain.lowering.api import lower as lower_model
 from onnxtrain.lowering.check import problems
 from onnxtrain.lowering.reduced_ops import write_config
 
@@ -62,7 +62,7 @@ def check(
     profile: Annotated[str, Option(help="A runtime that `onnxtrain profiles` lists, or a file.")],
     as_json: _Json = False,
 ) -> None:
-    """Tell which nodes a runtime would not run, and why; exit code 1 if there are any."""
+    """List the nodes that a runtime would not run, and why; exit code 1 if there are any."""
     chosen = find_profile(profile)
     if chosen is None:
         raise LoweringError("a plain opset is no runtime to check for\nhint: onnxtrain profiles")

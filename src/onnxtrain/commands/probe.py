@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from onnxtrain.convert import find_profile
 from onnxtrain.errors import ProbeError
-from onnxtrain.lowering.probe.pack import make_pack
+from onnxtrain.lowering.api import find_profile
+from onnxtrain.lowering.probe.bundle import make_bundle
 from onnxtrain.lowering.probe.run import run_pack
 from onnxtrain.lowering.probe.table import profile_of, read_results, text_of
 
@@ -30,7 +30,7 @@ def pack(
     ] = None,
 ) -> None:
     """Write a pack of single-node models, with runners for Python, Node and browsers."""
-    listing = make_pack(folder, opset or ())
+    listing = make_bundle(folder, opset or ())
     operators = {n["op"] for n in listing["nodes"]}
     typer.echo(f"{folder}: {len(listing['nodes'])} nodes of {len(operators)} operators")
 

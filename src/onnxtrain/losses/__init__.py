@@ -1,16 +1,17 @@
 """Losses and metrics as ONNX graphs."""
 
+from onnxtrain.deprecated import aliases
 from onnxtrain.losses.attach import Attached, LossLike, MetricLike, attach_loss
-from onnxtrain.losses.base import Loss, Target
+from onnxtrain.losses.base import Loss, TargetSpec
 from onnxtrain.losses.binary import BCE, BCEWithLogits, Hinge, HingeEmbedding
+from onnxtrain.losses.classification import NLL, CrossEntropy, MultiMargin
 from onnxtrain.losses.ctc import CTC
 from onnxtrain.losses.embedding import CosineEmbedding, TripletMargin
-from onnxtrain.losses.expand import expand_label_losses
-from onnxtrain.losses.labels import NLL, CrossEntropy, MultiMargin
 from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity, TopK
 from onnxtrain.losses.names import LOSSES
 from onnxtrain.losses.regression import L1, MSE, Huber, KLDiv, SmoothL1
-from onnxtrain.losses.terms import Weighted, resolve
+from onnxtrain.losses.terms import LossTerm, resolve
+from onnxtrain.passes.expand_label_losses import expand_label_losses
 
 __all__ = [
     "BCE",
@@ -32,16 +33,21 @@ __all__ = [
     "KLDiv",
     "Loss",
     "LossLike",
+    "LossTerm",
     "Metric",
     "MetricLike",
     "MultiMargin",
     "Perplexity",
     "SmoothL1",
-    "Target",
+    "TargetSpec",
     "TopK",
     "TripletMargin",
-    "Weighted",
     "attach_loss",
     "expand_label_losses",
     "resolve",
 ]
+
+__getattr__ = aliases(
+    __name__,
+    {"Target": "onnxtrain.losses.TargetSpec", "Weighted": "onnxtrain.losses.LossTerm"},
+)

@@ -12,11 +12,11 @@ from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import TARGETS, OpBuilder
 from onnxtrain.graph.prepare import mark_constants
-from onnxtrain.losses.base import Loss, Target, reduced
+from onnxtrain.losses.base import Loss, TargetSpec, reduced
+from onnxtrain.losses.context import LossContext
 from onnxtrain.losses.from_model import insert_model
-from onnxtrain.losses.measure import MetricLike, Term, build_metrics
-from onnxtrain.losses.scope import Scope
-from onnxtrain.losses.terms import Existing, FromModel, LossLike, Weighted, resolve
+from onnxtrain.losses.metric_terms import MetricLike, Term, build_metrics
+from onnxtrain.losses.terms import Existing, FromModel, LossLike, LossTerm, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def attach_loss(
         model: a model in the normal form.
         loss: a name (``"cross_entropy"``, ``"mse"``), a loss object, the name of a scalar output, a
             function ``(op, *outputs) -> value``, another ONNX model, or a list of
-            :class:`Weighted`, which are added up.
+            :class:`LossTerm`, which are added up.
         metrics: names or objects, or functions as above.
         outputs: names of further values of the model that the caller wants to have at hand.
         target: which spelling to choose; with ``"webgpu"`` class labels are int32.
@@ -81,7 +81,7 @@ def attach_loss(
 
 
 def _stands_for(y: ir.Value, loss: ir.Value) -> bool:
-    """Tell whether an output called loss is the loss itself, perhaps of shape [1]."""
+    """Return whether an output called loss is the loss itself, perhaps of shape [1]."""
     producer = loss.producer()
     reshaped = producer is not None and producer.op_type == "Reshape" and producer.inputs[0] is y
     return y.name == "loss" and (y is loss or reshaped)
@@ -97,10 +97,10 @@ def _sum(op: OpBuilder, terms: Sequence[Term]) -> ir.Value:
     return total
 
 
-class _Attaching(Scope):
-    def build_terms(self, terms: Sequence[Weighted]) -> list[Term]:
+class _Attaching(LossContext):
+    def build_terms(self, terms: Sequence[LossTerm]) -> list[Term]:
         """Emit all terms; the names of their targets are numbered if several want the same."""
-        plans: list[tuple[Weighted, list[ir.Value], list[Target]]] = []
+        plans: list[tuple[LossTerm, list[ir.Value], list[TargetSpec]]] = []
         for term in terms:
             if isinstance(term.loss, Loss):
                 sources = self.predictions(term.loss, term.outputs)
@@ -122,9 +122,9 @@ class _Attaching(Scope):
 
     def build_loss(
         self,
-        term: Weighted,
+        term: LossTerm,
         sources: list[ir.Value],
-        wanted: list[Target],
+        wanted: list[TargetSpec],
         common: Counter[str],
         numbers: Counter[str],
     ) -> Term:
@@ -149,7 +149,7 @@ class _Attaching(Scope):
         value = self.scalar(term, value)
         return Term(term, value, loss, predictions[0], sources[0], targets)
 
-    def build_other(self, term: Weighted) -> ir.Value:
+    def build_other(self, term: LossTerm) -> ir.Value:
         if term.target_names:
             raise PrepareError(
                 f"target={', '.join(term.target_names)}: only loss objects have targets to name\n"
@@ -166,8 +166,8 @@ class _Attaching(Scope):
             return insert_model(self.model, self.op, term.loss.source, self.own, chosen)
         return self.call(term.loss, term.outputs)
 
-    def scalar(self, term: Weighted, value: ir.Value) -> ir.Value:
-        """Give a loss in shape []; refuse what is not one number, unless it is to be reduced."""
+    def scalar(self, term: LossTerm, value: ir.Value) -> ir.Value:
+        """Return a loss in shape []; refuse what is not one number, unless it is to be reduced."""
         if not S.is_float(value):
             raise PrepareError(f"the loss is not a float: {S.describe_value(value)}")
         dims = S.dims_of(value)
@@ -178,6 +178,6 @@ class _Attaching(Scope):
         if term.reduce is None:
             raise ShapeError(
                 f"the loss is not a scalar: {S.describe_value(value)}\n"
-                "hint: use reduction='mean' or 'sum', or Weighted(loss, reduce='mean')"
+                "hint: use reduction='mean' or 'sum', or LossTerm(loss, reduce='mean')"
             )
         return reduced(self.op, value, term.reduce)

@@ -10,16 +10,16 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, ShapeError
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.dims import Dim
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.dims import Dim
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class TargetSpec:
     """An input that a loss adds to a model."""
 
     name: str
@@ -47,12 +47,12 @@ class Loss:
                 f"hint: one of {', '.join(self.reductions)}"
             )
 
-    def targets(self, prediction: ir.Value) -> list[Target]:
-        """Give the arguments after the prediction: here, a float tensor of the same shape."""
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return the arguments after the prediction: here, a float tensor of the same shape."""
         return [like("target", prediction)]
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit the loss; give a scalar, or with ``reduction="none"`` one loss per element."""
+        """Emit the loss; return a scalar, or with ``reduction="none"`` one loss per element."""
         return self.reduce(op, self.each(op, prediction, *targets))
 
     def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
@@ -65,26 +65,26 @@ class Loss:
 
 
 def reduced(op: OpBuilder, x: ir.Value, how: str) -> ir.Value:
-    """Give the mean or the sum of all elements, or with ``"none"`` the elements."""
+    """Return the mean or the sum of all elements, or with ``"none"`` the elements."""
     if how == "none" or op.rank(x) == 0:
         return x
     return op.ReduceMean(x, keepdims=0) if how == "mean" else op.ReduceSum(x, keepdims=0)
 
 
-def like(name: str, prediction: ir.Value) -> Target:
-    """Give a target of the shape and dtype of a prediction."""
-    return Target(name, _dtype(prediction), _dims(prediction))
+def like(name: str, prediction: ir.Value) -> TargetSpec:
+    """Return a target of the shape and dtype of a prediction."""
+    return TargetSpec(name, _dtype(prediction), _dims(prediction))
 
 
-def labels_for(name: str, prediction: ir.Value, axis: int) -> Target:
-    """Give class indices for a prediction that has its classes along ``axis``."""
+def labels_for(name: str, prediction: ir.Value, axis: int) -> TargetSpec:
+    """Return class indices for a prediction that has its classes along ``axis``."""
     dims = _dims(prediction)
-    return Target(name, INT64, tuple(d for i, d in enumerate(dims) if i != axis))
+    return TargetSpec(name, INT64, tuple(d for i, d in enumerate(dims) if i != axis))
 
 
-def rows_of(name: str, prediction: ir.Value, dtype: ir.DataType | None = None) -> Target:
-    """Give a target with one number for each row of a prediction ``[..., D]``."""
-    return Target(name, dtype or _dtype(prediction), _dims(prediction)[:-1])
+def rows_of(name: str, prediction: ir.Value, dtype: ir.DataType | None = None) -> TargetSpec:
+    """Return a target with one number for each row of a prediction ``[..., D]``."""
+    return TargetSpec(name, dtype or _dtype(prediction), _dims(prediction)[:-1])
 
 
 def _dims(x: ir.Value) -> tuple[Dim, ...]:
@@ -98,7 +98,7 @@ def _dtype(x: ir.Value) -> ir.DataType:
 
 
 def check_rank(loss: Any, x: ir.Value, ranks: Sequence[int], layout: str) -> int:
-    """Give the rank of a prediction; a ``ShapeError`` that shows the layout if it does not fit."""
+    """Return the rank of a prediction, or raise a ``ShapeError`` that shows the layout."""
     rank = S.rank_of(x)
     if rank not in ranks:
         raise ShapeError(
@@ -119,7 +119,7 @@ def check_same_rank(loss: Any, x: ir.Value, target: ir.Value) -> None:
 
 
 def frozen(values: Any) -> Any:
-    """Give the numbers of an array or nested list as tuples, which can be compared."""
+    """Return the numbers of an array or nested list as tuples, which can be compared."""
     if values is None:
         return None
     plain = np.asarray(values, np.float64).tolist()
@@ -133,7 +133,7 @@ def frozen(values: Any) -> Any:
 def class_weights(
     loss: Any, op: OpBuilder, weight: Sequence[float] | None, x: ir.Value, axis: int
 ) -> ir.Value | None:
-    """Give the weights of the classes as a constant; refuse a wrong number of them."""
+    """Return the weights of the classes as a constant; refuse a wrong number of them."""
     if weight is None:
         return None
     classes = S.dims_of(x)[axis] if S.dims_of(x) else None  # pyright: ignore[reportOptionalSubscript]

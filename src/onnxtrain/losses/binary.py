@@ -15,7 +15,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Give ``log(1 + e^x)`` without overflow.
+    """Return ``log(1 + e^x)`` without overflow.
 
     Runtimes without a kernel for Softplus expand it to the plain formula, which overflows above 88;
     the CPU's kernel is for float32 only. Elsewhere it is ``x / 2 + (|x| / 2 + log(1 + e^-|x|))``:
@@ -55,7 +55,7 @@ class BCE(Loss):
 
 
 def _log(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Give ``max(log x, -100)`` of a probability, with a finite derivative at 0."""
+    """Return ``max(log x, -100)`` of a probability, with a finite derivative at 0."""
     gone = op.LessOrEqual(x, _TINY)
     one, least = op.const(1.0, x.dtype), op.const(-100.0, x.dtype)
     return op.Where(gone, least, op.Log(op.Where(gone, one, x)))
@@ -125,5 +125,5 @@ class HingeEmbedding(Loss):
 
 
 def clamp(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Give ``max(x, 0)``; at 0 the gradient passes, as through torch's ``clamp``."""
+    """Return ``max(x, 0)``; at 0 the gradient passes, as through torch's ``clamp``."""
     return op.Clip(x, op.const(0.0, x.dtype))

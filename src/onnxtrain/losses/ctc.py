@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import INT64, Loss, Target, check_rank
+from onnxtrain.losses.base import INT64, Loss, TargetSpec, check_rank
 
 # Stands for log(0): an infinity would make its own differences NaN.
 _NEVER = -1e30
@@ -42,14 +42,14 @@ class CTC(Loss):
     blank: int = 0
     zero_infinity: bool = False
 
-    def targets(self, prediction: ir.Value) -> list[Target]:
-        """Give the labels and the lengths."""
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return the labels and the lengths."""
         check_rank(self, prediction, (3,), "log-probabilities [T, N, C]")
         _, batch, _ = S.dims_of(prediction) or (None,) * 3
         return [
-            Target("labels", INT64, (batch, "label_length")),
-            Target("input_lengths", INT64, (batch,)),
-            Target("target_lengths", INT64, (batch,)),
+            TargetSpec("labels", INT64, (batch, "label_length")),
+            TargetSpec("input_lengths", INT64, (batch,)),
+            TargetSpec("target_lengths", INT64, (batch,)),
         ]
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
@@ -100,7 +100,7 @@ class CTC(Loss):
     def _extended(
         self, op: OpBuilder, labels: ir.Value, target_lengths: ir.Value
     ) -> tuple[ir.Value, ir.Value]:
-        """Give ``e`` [N, 2 S + 1] and whether ``e_(s-2)`` may be followed by ``e_s``."""
+        """Return ``e`` [N, 2 S + 1] and whether ``e_(s-2)`` may be followed by ``e_s``."""
         blank = op.const(self.blank)
         inside = op.Less(op.iota(op.size(labels, 1)), op.Unsqueeze(target_lengths, [1]))
         labels = op.Where(inside, labels, blank)
@@ -138,7 +138,7 @@ class CTC(Loss):
 
 
 def _at_one_time(x: ir.Value) -> ir.Value:
-    """Give a value that has the type of ``x`` without its first axis."""
+    """Return a value that has the type of ``x`` without its first axis."""
     slice_ = ir.Value(name=x.name, type=x.type)
     S.set_dims(slice_, (S.dims_of(x) or ())[1:])
     return slice_

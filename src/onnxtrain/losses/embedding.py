@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import Loss, Target, check_same_rank, like, rows_of
+from onnxtrain.losses.base import Loss, TargetSpec, check_same_rank, like, rows_of
 from onnxtrain.losses.binary import clamp
 
 _EPSILON = 1e-12  # torch's, added to squared lengths
@@ -29,8 +29,8 @@ class CosineEmbedding(Loss):
 
     predictions: ClassVar[int] = 2
 
-    def targets(self, prediction: ir.Value) -> list[Target]:
-        """Give the vectors to compare with, and 1 or -1 for each row."""
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return the vectors to compare with, and 1 or -1 for each row."""
         _check_rows(self, prediction)
         return [like("other", prediction), rows_of("target", prediction)]
 
@@ -84,8 +84,8 @@ class TripletMargin(Loss):
         if not self.p > 0:
             raise PrepareError(f"TripletMargin needs p above 0: {self.p}")
 
-    def targets(self, prediction: ir.Value) -> list[Target]:
-        """Give the vectors that are to be near and far."""
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return the vectors that are to be near and far."""
         _check_rows(self, prediction)
         return [like("positive", prediction), like("negative", prediction)]
 

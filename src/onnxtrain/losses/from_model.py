@@ -7,14 +7,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import PrepareError, ShapeError
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.copying import copy_nodes
-from onnxtrain.graph.dims import Dim
+from onnxtrain.graph.builder.copy_nodes import copy_nodes
 from onnxtrain.graph.io import load
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.dims import Dim
 
 
 def insert_model(
@@ -24,7 +24,7 @@ def insert_model(
     outputs: Sequence[ir.Value],
     chosen: Sequence[ir.Value] = (),
 ) -> ir.Value:
-    """Copy a loss model's nodes; give its scalar output.
+    """Copy a loss model's nodes; return its scalar output.
 
     Inputs of the loss model are matched by name to ``outputs``, then to inputs of the model; the
     rest become inputs. Its initializers are copied as constants.
@@ -44,10 +44,10 @@ def insert_model(
         raise PrepareError(
             f"the loss model reads no output of the model: it has {_names(inputs)}, "
             f"the model {_names(outputs)}\n"
-            "hint: name its inputs after outputs, or use Weighted(loss_model, output=[...])"
+            "hint: name its inputs after outputs, or use LossTerm(loss_model, output=[...])"
         )
     _rename_sizes(inputs, by_name)
-    loss_model = open_model(loss_model)
+    loss_model = load_normalized(loss_model)
     if loss_model.opset_imports[""] != model.opset_imports[""]:
         raise PrepareError(
             f"the loss model has opset {loss_model.opset_imports['']}, "
@@ -79,7 +79,7 @@ def insert_model(
 
 
 def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> None:
-    """Give the sizes of the loss model's inputs the names that they have in the model."""
+    """Return the sizes of the loss model's inputs the names that they have in the model."""
     names: dict[str, Dim] = {}
     for x in inputs:
         value = by_name.get(x.name or "")

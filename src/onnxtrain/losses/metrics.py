@@ -14,7 +14,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.base import FLOAT, Loss, check_same_rank, reduced
 from onnxtrain.losses.binary import BCE, BCEWithLogits
-from onnxtrain.losses.labels import NLL, CrossEntropy, class_axis
+from onnxtrain.losses.classification import NLL, CrossEntropy, class_axis
 from onnxtrain.options import make
 
 
@@ -40,7 +40,7 @@ class Metric:
         return self.name or self.default_name
 
     def beside(self, loss: Loss | None) -> Metric:
-        """Give the metric with what it leaves open taken from the loss."""
+        """Return the metric with what it leaves open taken from the loss."""
         changes = {
             f.name: getattr(loss, f.name)
             for f in dataclasses.fields(self)
@@ -51,7 +51,7 @@ class Metric:
         return dataclasses.replace(self, **changes)
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit the metric; give a float32 scalar."""
+        """Emit the metric; return a float32 scalar."""
         raise NotImplementedError
 
 
@@ -63,11 +63,11 @@ class _OfClasses(Metric):
     ignore_index: int | None = None
 
     def class_axis(self, x: ir.Value) -> int:
-        """Give the class axis as a position."""
+        """Return the class axis as a position."""
         return class_axis(self, x, 1 if self.axis is None else self.axis)
 
     def mean(self, op: OpBuilder, hit: ir.Value, labels: ir.Value | None) -> ir.Value:
-        """Give the share of hits among the labels that count; NaN if none does."""
+        """Return the share of hits among the labels that count; NaN if none does."""
         hits = op.cast(hit, FLOAT)
         if labels is None or self.ignore_index is None:
             return reduced(op, hits, "mean")
@@ -116,7 +116,7 @@ class Accuracy(_OfClasses):
 
 
 def _first_largest(op: OpBuilder, x: ir.Value, axis: int, classes: int) -> ir.Value:
-    """Give the class of the largest score as float32: what ArgMax gives a GPU cannot cast."""
+    """Return the class of the largest score as float32: what ArgMax gives a GPU cannot cast."""
     top = op.Equal(x, op.ReduceMax(x, [axis], keepdims=1))
     sizes = [classes if i == axis else 1 for i in range(S.rank_of(x) or 1)]
     numbers = op.const(np.arange(classes, dtype=np.float32).reshape(sizes))
@@ -200,7 +200,7 @@ METRICS: dict[str, type[Metric]] = {
 
 
 def metric_by_name(name: str) -> Metric:
-    """Give the metric that a name, or a name with options, stands for.
+    """Return the metric that a name, or a name with options, stands for.
 
     >>> metric_by_name("top_3") == metric_by_name("top_k:k=3") == TopK(3)
     True

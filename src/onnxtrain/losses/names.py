@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onnxtrain.losses.base import Loss
 from onnxtrain.losses.binary import BCE, BCEWithLogits, Hinge, HingeEmbedding
+from onnxtrain.losses.classification import NLL, CrossEntropy, MultiMargin
 from onnxtrain.losses.ctc import CTC
 from onnxtrain.losses.embedding import CosineEmbedding, TripletMargin
-from onnxtrain.losses.labels import NLL, CrossEntropy, MultiMargin
 from onnxtrain.losses.regression import L1, MSE, Huber, KLDiv, SmoothL1
 from onnxtrain.options import make
 
@@ -30,7 +30,7 @@ LOSSES: dict[str, type[Loss]] = {
 
 
 def loss_by_name(name: str) -> Loss:
-    """Give the loss that a name, or a name with options, stands for.
+    """Return the loss that a name, or a name with options, stands for.
 
     >>> loss_by_name("cross_entropy:label_smoothing=0.1,axis=-1").label_smoothing
     0.1

@@ -17,7 +17,7 @@ from onnxtrain.options import parse_options, unknown
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighted:
+class LossTerm:
     """A loss on certain outputs, as a term of a sum.
 
     Args:
@@ -64,7 +64,7 @@ LossLike = (
     | Loss
     | type[Loss]
     | Callable[..., ir.Value]
-    | Weighted
+    | LossTerm
     | Sequence[Any]
 )
 """A name, a loss object, an output's name, a function over the builder, a model, or a list."""
@@ -84,8 +84,8 @@ class FromModel:
     source: Any
 
 
-def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[Weighted, ...]:
-    """Give the terms of a loss, each with a Loss, Existing, FromModel or function in it.
+def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[LossTerm, ...]:
+    """Return the terms of a loss, each with a Loss, Existing, FromModel or function in it.
 
     >>> resolve("mse")[0].loss
     MSE(reduction='mean')
@@ -94,9 +94,9 @@ def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[Weighted, ..
         if not loss:
             raise PrepareError("the list of losses is empty\nhint: give at least one")
         return tuple(term for one in loss for term in resolve(one, model))
-    term = loss if isinstance(loss, Weighted) else Weighted(loss)
-    if isinstance(term.loss, list | tuple | Weighted):
-        raise PrepareError("a Weighted holds one loss\nhint: give a list of Weighted instead")
+    term = loss if isinstance(loss, LossTerm) else LossTerm(loss)
+    if isinstance(term.loss, list | tuple | LossTerm):
+        raise PrepareError("a LossTerm holds one loss\nhint: give a list of LossTerm instead")
     return (dataclasses.replace(term, loss=_kind(term.loss, model)),)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.infer import infer_shapes
-from onnxtrain.lowering.draft import Draft
+from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.lowering.node_draft import Draft
 from onnxtrain.lowering.profile import Profile, objection
 
 
@@ -25,7 +25,7 @@ class Problem:
 
 
 def problems(model: ir.Model, profile: Profile) -> list[Problem]:
-    """Give what stands between a loaded model and a runtime, as the model is."""
+    """Return what stands between a loaded model and a runtime, as the model is."""
     opset = model.opset_imports.get("", 0)
     found: list[Problem] = []
     low, high = profile.opset

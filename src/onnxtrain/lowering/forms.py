@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.scopes import subgraphs_of
-from onnxtrain.lowering.draft import Draft, UnfitError, fit
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.lowering.node_draft import Draft, UnfitError, fit
 
 Form = Callable[[Draft], None]
 _FORMS: dict[str, list[tuple[int, Form]]] = {}
@@ -34,7 +34,7 @@ def form(*op_types: str, below: int) -> Callable[[Form], Form]:
 
 
 def draft(node: ir.Node, opset: int, working: int) -> Draft:
-    """Give a node as an opset spells it.
+    """Return a node as an opset spells it.
 
     Raises:
         UnfitError: if the opset cannot express it.

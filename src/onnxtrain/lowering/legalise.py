@@ -18,7 +18,7 @@ TRUTH = "onnxtrain.truth"  # in the meta of a value that is 0 and 1 only
 
 
 def in_other_types(op: OpBuilder, node: ir.Node, profile: Profile) -> list[ir.Value | None] | None:
-    """Give the outputs of a node computed in types that the runtime has, ``None`` if it has none.
+    """Return the outputs of a node computed in types that the runtime has, ``None`` if it has none.
 
     ``Cast`` is none of these nodes: there the type is what it is about.
     """
@@ -85,7 +85,7 @@ _LOGIC = frozenset({"And", "Or", "Xor", "Not", "Equal"})
 
 
 def _logic(op: OpBuilder, node: ir.Node, dtype: ir.DataType) -> ir.Value:
-    """Give a combination of booleans, computed with numbers."""
+    """Return a combination of booleans, computed with numbers."""
     a, *rest = (op.Cast(x, to=dtype) for x in node.inputs if x is not None)
     one = op.const(1, dtype)
     if node.op_type == "Not":
@@ -103,7 +103,7 @@ def _logic(op: OpBuilder, node: ir.Node, dtype: ir.DataType) -> ir.Value:
 
 
 def undone(node: ir.Node) -> ir.Value | None:
-    """Give the value that a Cast of a Cast brings back, if that loses nothing."""
+    """Return the value that a Cast of a Cast brings back, if that loses nothing."""
     x, y = node.inputs[0], node.outputs[0]
     before = None if x is None else x.producer()
     if node.op_type != "Cast" or x is None or before is None or before.op_type != "Cast":

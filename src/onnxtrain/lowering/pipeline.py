@@ -10,24 +10,24 @@ import onnx.version_converter
 import onnx_ir as ir
 
 from onnxtrain.errors import LoweringError
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.infer import infer_shapes
+from onnxtrain.graph.io.through_proto import through_proto
 from onnxtrain.graph.prepare import constant_names, prepare
-from onnxtrain.graph.protos import through_proto
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.graph.simplify import remove_dead, simplify
-from onnxtrain.graph.specialise import specialise
-from onnxtrain.lowering.engine import replace_unsupported
-from onnxtrain.lowering.fold import drop_inference_no_ops, fold_constants
+from onnxtrain.lowering.destination import NEWEST, OLDEST, Destination
+from onnxtrain.lowering.fold_constants import drop_inference_no_ops, fold_constants
 from onnxtrain.lowering.forms import respell
 from onnxtrain.lowering.profile import Profile
-from onnxtrain.lowering.target import NEWEST, OLDEST, Target
+from onnxtrain.lowering.replace import replace_unsupported
 
 
 def lower_model(
     model: ir.Model, opset: int, profile: Profile | None, sizes: Mapping[str, int]
 ) -> tuple[ir.Model, Counter[str]]:
-    """Give a loaded model at an opset, in the operators of a profile, and what was replaced.
+    """Return a loaded model at an opset, in the operators of a profile, and what was replaced.
 
     Args:
         model: from ``load``; must not be used any more.
@@ -42,7 +42,7 @@ def lower_model(
     working = model.opset_imports[""]
     _tidy(model, weights)
     symbols = {s for x in model.graph.inputs for d in S.dims_of(x) or () for s in D.symbols(d)}
-    target = Target(opset, working, profile, sorted(symbols))
+    target = Destination(opset, working, profile, sorted(symbols))
     replaced = replace_unsupported(model, target, weights)
     if replaced:
         # Folding may leave what a rule made for the general case in a plainer form.
@@ -91,7 +91,7 @@ def _raise(model: ir.Model, opset: int) -> ir.Model:
         ) from error
 
 
-def _stamp(model: ir.Model, target: Target) -> None:
+def _stamp(model: ir.Model, target: Destination) -> None:
     model.ir_version = target.ir_version
     graph = model.graph
     if target.initializers_as_inputs:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import ProfileError
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.draft import Draft
+from onnxtrain.lowering.node_draft import Draft
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Profile:
 
 
 def names() -> list[str]:
-    """Give the names of the profiles."""
+    """Return the names of the profiles."""
     return sorted(_files())
 
 
 @functools.cache
 def find(name: str) -> Profile:
-    """Give a profile by name.
+    """Return a profile by name.
 
     Raises:
         ProfileError: if there is none of that name.
@@ -58,7 +58,7 @@ def find(name: str) -> Profile:
 
 
 def parse(data: Mapping[str, Any]) -> Profile:
-    """Give a profile from its JSON form."""
+    """Return a profile from its JSON form."""
     known = set(Profile.__dataclass_fields__) | {"domains", "functions", "comments"}
     unknown = sorted(set(data) - known)
     if unknown or "name" not in data:
@@ -90,7 +90,7 @@ def objection(profile: Profile, d: Draft, opset: int) -> str | None:
 
 
 def covers(since: list[Any], version: int) -> bool:
-    """Tell whether versions, or ranges of versions, include one."""
+    """Return whether versions, or ranges of versions, include one."""
     for one in since:
         if isinstance(one, int):
             if one == version:
@@ -119,7 +119,7 @@ def _attributes(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | N
 
 
 def dtypes_of(profile: Profile, op_type: str) -> tuple[list[str] | None, tuple[int, ...]]:
-    """Give the types of an operator, ``None`` for all, and which inputs may have any.
+    """Return the types of an operator, ``None`` for all, and which inputs may have any.
 
     Those are inputs that the runtime reads when it loads the model.
     """
@@ -129,7 +129,7 @@ def dtypes_of(profile: Profile, op_type: str) -> tuple[list[str] | None, tuple[i
 
 
 def highest_rank(profile: Profile, op_type: str) -> int | None:
-    """Give the most axes that tensors of an operator may have, ``None`` for any number."""
+    """Return the most axes that tensors of an operator may have, ``None`` for any number."""
     return profile.max_rank.get(op_type, profile.max_rank.get("*"))
 
 

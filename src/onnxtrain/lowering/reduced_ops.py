@@ -17,7 +17,7 @@ _BRACES = re.compile(r"\{[^{}]*\}")
 
 
 def read_config(text: str, name: str) -> Profile:
-    """Give the profile of a build from the text of its ``required_operators.config``."""
+    """Return the profile of a build from the text of its ``required_operators.config``."""
     by_opset: dict[int, set[str]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         line = line.split("#", 1)[0].strip()
@@ -51,7 +51,7 @@ def read_config(text: str, name: str) -> Profile:
 
 
 def write_config(model: ir.Model) -> str:
-    """Give the text of a ``required_operators.config`` for a model."""
+    """Return the text of a ``required_operators.config`` for a model."""
     opset = model.opset_imports.get("", 0)
     ops = sorted({n.op_type for n in model.graph.all_nodes() if n.domain in ("", "ai.onnx")})
     return f"ai.onnx;{opset};{','.join(ops)}\n"

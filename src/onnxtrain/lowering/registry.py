@@ -41,14 +41,14 @@ def lower(*op_types: str) -> Callable[[Rule], Rule]:
 
 
 def rules_for(op_type: str) -> list[Rule]:
-    """Give the lowerings of an operator, cheapest first."""
+    """Return the lowerings of an operator, cheapest first."""
     from onnxtrain.lowering import rules  # noqa: F401 - fills the table
 
     return RULES.get(op_type, [])
 
 
 def apply(rule: Rule, op: OpBuilder, node: ir.Node) -> list[ir.Value | None] | None:
-    """Call a lowering on a node; give the replacements, ``None`` if it does not apply."""
+    """Call a lowering on a node; return the replacements, ``None`` if it does not apply."""
     parameters = inspect.signature(rule).parameters
     wants = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     known = S.attributes_of(node, op.opset)

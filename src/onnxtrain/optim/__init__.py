@@ -1,6 +1,7 @@
 """Optimizers as ONNX graphs, and learning-rate schedules."""
 
-from onnxtrain.optim.base import Group, Optimizer
+from onnxtrain.deprecated import aliases
+from onnxtrain.optim.base import Optimizer, ParamGroup
 from onnxtrain.optim.clip import clip_by_global_norm, clip_by_value, global_norm, moving_average
 from onnxtrain.optim.optimizers import (
     LAMB,
@@ -48,12 +49,12 @@ __all__ = [
     "Cosine",
     "CosineRestarts",
     "Exponential",
-    "Group",
     "Linear",
     "Lion",
     "MultiStep",
     "OneCycle",
     "Optimizer",
+    "ParamGroup",
     "Polynomial",
     "RMSprop",
     "ReduceOnPlateau",
@@ -68,3 +69,5 @@ __all__ = [
     "resolve",
     "resolve_schedule",
 ]
+
+__getattr__ = aliases(__name__, {"Group": "onnxtrain.optim.ParamGroup"})

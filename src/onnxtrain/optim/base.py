@@ -1,6 +1,6 @@
 """What all optimizers share: settings by groups of parameters, and the emission of a step.
 
->>> Optimizer(groups=(Group("*.bias", weight_decay=0.1),)).group_of("fc.bias").weight_decay
+>>> Optimizer(groups=(ParamGroup("*.bias", weight_decay=0.1),)).group_of("fc.bias").weight_decay
 0.1
 """
 
@@ -19,7 +19,7 @@ from onnxtrain.optim.transforms import Slot, Transform, Update
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Parameters whose names match a glob pattern, with settings of their own.
 
     ``None`` keeps the optimizer's setting.
@@ -36,7 +36,7 @@ class Optimizer:
 
     lr: float = 1e-3
     weight_decay: float = 0.0
-    groups: Sequence[Group] = ()
+    groups: Sequence[ParamGroup] = ()
 
     def __post_init__(self) -> None:
         if not self.lr >= 0.0:
@@ -54,19 +54,19 @@ class Optimizer:
                 raise PrepareError(f"betas must be in [0, 1): {getattr(self, 'betas', ())}")
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Give the transforms that make an update of a gradient."""
+        """Return the transforms that make an update of a gradient."""
         raise NotImplementedError
 
-    def group_of(self, name: str) -> Group:
-        """Give the settings of a parameter."""
+    def group_of(self, name: str) -> ParamGroup:
+        """Return the settings of a parameter."""
         for group in self.groups:
             if fnmatch.fnmatchcase(name, group.pattern):
                 decay = self.weight_decay if group.weight_decay is None else group.weight_decay
                 return dataclasses.replace(group, weight_decay=decay)
-        return Group(name, self.weight_decay)
+        return ParamGroup(name, self.weight_decay)
 
     def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
-        """Give the state that a parameter needs."""
+        """Return the state that a parameter needs."""
         decay = self.group_of(name).weight_decay or 0.0
         return [s for t in self.chain(decay) for s in t.slots(tuple(dims), dtype)]
 
@@ -79,7 +79,7 @@ class Optimizer:
         lr: ir.Value,
         step: ir.Value,
     ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
-        """Emit one step; give the new parameters and the new state, by the same names.
+        """Emit one step; return the new parameters and the new state, by the same names.
 
         Args:
             op: where the nodes go.
@@ -116,12 +116,12 @@ class Optimizer:
             )
             for link in links:
                 link.update(u)
-            new_parameters[name] = self.descend(u, decay)
+            new_parameters[name] = self.subtract_update(u, decay)
             new_state.update({f"{name}.{slot}": v for slot, v in u.new_state.items()})
         return new_parameters, new_state
 
-    def descend(self, u: Update, weight_decay: float) -> ir.Value:
-        """Give the new parameter."""
+    def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
+        """Return the new parameter."""
         return u.op.Sub(u.parameter, u.op.Mul(u.gradient, u.rate()))
 
 

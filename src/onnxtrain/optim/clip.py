@@ -10,7 +10,7 @@ from onnxtrain.graph.builder import OpBuilder
 
 
 def global_norm(op: OpBuilder, gradients: Mapping[str, ir.Value]) -> ir.Value:
-    """Give the norm of all gradients taken as one vector, a float32 scalar."""
+    """Return the norm of all gradients taken as one vector, a float32 scalar."""
     squares = [
         op.cast(op.ReduceSum(op.Mul(g, g), keepdims=0), ir.DataType.FLOAT)
         for g in gradients.values()
@@ -44,7 +44,7 @@ def moving_average(
     parameters: Mapping[str, ir.Value],
     decay: float,
 ) -> dict[str, ir.Value]:
-    """Give ``decay * average + (1 - decay) * parameter`` for each parameter."""
+    """Return ``decay * average + (1 - decay) * parameter`` for each parameter."""
     return {
         name: op.Add(op.Mul(averages[name], decay), op.Mul(p, 1.0 - decay))
         for name, p in parameters.items()

@@ -85,9 +85,9 @@ class AdamW(Optimizer):
             ),
         )
 
-    def descend(self, u: Update, weight_decay: float) -> ir.Value:
+    def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
         """Subtract the update; in the hf form, decay what results."""
-        new = super().descend(u, weight_decay)
+        new = super().subtract_update(u, weight_decay)
         if self.form == "torch" or not weight_decay:
             return new
         u.parameter = new
@@ -274,7 +274,7 @@ class Adafactor(Optimizer):
         )
         u.gradient = op.Mul(update, op.Mul(relative, bound))
 
-    def descend(self, u: Update, weight_decay: float) -> ir.Value:
+    def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
         """Subtract the update, which has its step size already."""
         return u.op.Sub(u.parameter, u.gradient)
 

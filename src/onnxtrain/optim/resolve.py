@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def resolve(optimizer: str | Optimizer) -> Optimizer:
-    """Give the optimizer that a name, or a name with options, stands for.
+    """Return the optimizer that a name, or a name with options, stands for.
 
     >>> resolve("sgd").lr
     0.001

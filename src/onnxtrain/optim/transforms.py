@@ -46,20 +46,20 @@ class Update:
     factor: ir.Value | None = None
     """A scalar that ``gradient`` still is to be multiplied with."""
 
-    def settle(self) -> None:
+    def apply_pending_scale(self) -> None:
         """Multiply the gradient with what is pending; for links that look at its size."""
         if self.factor is not None:
             self.gradient, self.factor = self.op.Mul(self.gradient, self.factor), None
 
     def rate(self) -> ir.Value:
-        """Give the scalar that ``gradient`` is multiplied with before it is subtracted."""
+        """Return the scalar that ``gradient`` is multiplied with before it is subtracted."""
         if self.factor is None:
             return self.lr
         pending, lr = self.factor, self.lr
         return self.scalar(f"rate/{pending.name}/{lr.name}", 0.0, lambda: self.op.Mul(lr, pending))
 
     def scalar(self, name: str, number: float, make: Callable[[], ir.Value]) -> ir.Value:
-        """Give a scalar that is emitted once for all parameters."""
+        """Return a scalar that is emitted once for all parameters."""
         key = (f"{name}/{self.parameter.dtype}", number)
         if key not in self.shared:
             self.shared[key] = make()
@@ -75,17 +75,17 @@ class Transform:
 
 
 def chain(*transforms: Transform | None) -> tuple[Transform, ...]:
-    """Give the transforms in order, without the absent ones."""
+    """Return the transforms in order, without the absent ones."""
     return tuple(t for t in transforms if t is not None)
 
 
 def like(*names: str, init: float = 0.0) -> Callable[[tuple[int, ...], ir.DataType], list[Slot]]:
-    """Give state tensors of the parameter's own shape."""
+    """Return state tensors of the parameter's own shape."""
     return lambda dims, dtype: [Slot(name, dims, dtype, init) for name in names]
 
 
 def one_minus_power(u: Update, beta: float) -> ir.Value:
-    """Give ``1 - beta**step`` without cancellation, also where float32 is all there is.
+    """Return ``1 - beta**step`` without cancellation, also where float32 is all there is.
 
     With ``x = -step * ln(beta)`` it is ``1 - exp(-x) = 2 t / (1 + t)``, ``t = tanh(x / 2)``.
     """
@@ -100,7 +100,7 @@ def one_minus_power(u: Update, beta: float) -> ir.Value:
 
 
 def average(op: OpBuilder, old: ir.Value, new: ir.Value, beta: float) -> ir.Value:
-    """Give ``beta * old + (1 - beta) * new``."""
+    """Return ``beta * old + (1 - beta) * new``."""
     return op.Add(op.Mul(old, beta), op.Mul(new, 1.0 - beta))
 
 
@@ -108,7 +108,7 @@ def add_weight_decay(rate: float) -> Transform | None:
     """Add ``rate * parameter`` to the gradient, as L2 regularisation does."""
 
     def update(u: Update) -> None:
-        u.settle()
+        u.apply_pending_scale()
         u.gradient = u.op.Add(u.gradient, u.op.Mul(u.parameter, rate))
 
     return Transform(update) if rate else None
@@ -195,7 +195,7 @@ def scale_by_trust_ratio() -> Transform:
     """Scale the update to the norm of the parameter, layer by layer (LAMB)."""
 
     def update(u: Update) -> None:
-        u.settle()
+        u.apply_pending_scale()
         op = u.op
         norm_p, norm_u = (
             op.Sqrt(op.ReduceSum(op.Mul(x, x), keepdims=0)) for x in (u.parameter, u.gradient)
@@ -208,7 +208,7 @@ def scale_by_trust_ratio() -> Transform:
 
 
 def sign(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Give the sign of every element; composed where a runtime has no kernel for Sign."""
+    """Return the sign of every element; composed where a runtime has no kernel for Sign."""
     if op.target != "webgpu":
         return op.Sign(x)
     positive = op.Cast(op.Greater(x, 0.0), to=x.dtype)

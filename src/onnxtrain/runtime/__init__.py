@@ -1,12 +1,9 @@
-"""Training on stock ONNX Runtime."""
+"""Models on stock ONNX Runtime: the only package that imports it."""
 
-from onnxtrain.runtime.callbacks import Best, Callback, EarlyStopping
-from onnxtrain.runtime.evaluation import Evaluation
-from onnxtrain.runtime.results import Parameters, StepResult
-from onnxtrain.runtime.run import History, Run
-from onnxtrain.runtime.trainer import Trainer
+from onnxtrain.deprecated import aliases
 
-__all__ = [
+# They are a layer higher now; nothing here imports them.
+_TRAINING = (
     "Best",
     "Callback",
     "EarlyStopping",
@@ -16,4 +13,6 @@ __all__ = [
     "Run",
     "StepResult",
     "Trainer",
-]
+)
+
+__getattr__ = aliases(__name__, {name: f"onnxtrain.training.{name}" for name in _TRAINING})

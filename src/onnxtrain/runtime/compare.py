@@ -13,9 +13,9 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.errors import MissingExtraError, OnnxTrainError, VerificationError
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.scopes import captured
+from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.simplify import RANDOM
 from onnxtrain.runtime import session
 
@@ -100,7 +100,7 @@ def compare(
 
 
 def evaluator(model: onnx.ModelProto) -> Runner:
-    """Give a function that runs a model on onnx's reference evaluator."""
+    """Return a function that runs a model on onnx's reference evaluator."""
     reference = ReferenceEvaluator(model)
 
     def run(feeds: Arrays) -> list[np.ndarray]:
@@ -115,7 +115,7 @@ def evaluator(model: onnx.ModelProto) -> Runner:
 
 
 def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner | None, str, str]:
-    """Give a function that runs a model, or ``None`` and why not; and what it runs on."""
+    """Return a function that runs a model, or ``None`` and why not; and what it runs on."""
     try:
         found = session.create(model.SerializeToString(), threads=1)
         return lambda feeds: session.run(found, None, feeds), "", "onnxruntime"
@@ -132,12 +132,12 @@ def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner 
 
 
 def _known_to_runtime(model: onnx.ModelProto) -> bool:
-    """Tell whether the opset is one that onnxruntime reads, so that its refusal means something."""
+    """Return whether onnxruntime reads the opset, so that its refusal means something."""
     return all(o.domain not in ("", "ai.onnx") or o.version <= 26 for o in model.opset_import)
 
 
 def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]:
-    """Give random inputs, shape after shape."""
+    """Return random inputs, shape after shape."""
     weights = {x.name for x in model.graph.initializer}
     inputs = [
         (x.name, ir.serde.deserialize_value_info_proto(x, None))
@@ -172,7 +172,7 @@ def _draw(
 
 
 def _shake(feeds: Arrays) -> Arrays:
-    """Give inputs that are other ones in the last digit."""
+    """Return inputs that are other ones in the last digit."""
     rng = np.random.default_rng(0)
     return {
         n: x * (1 + rng.choice([-1, 1], x.shape) * np.finfo(x.dtype).eps).astype(x.dtype)
@@ -183,7 +183,7 @@ def _shake(feeds: Arrays) -> Arrays:
 
 
 def _noise(a: np.ndarray, shaken: np.ndarray) -> float:
-    """Give the largest change of a result, 0 if it is not made of numbers."""
+    """Return the largest change of a result, 0 if it is not made of numbers."""
     if a.dtype.kind != "f" or a.shape != shaken.shape:
         return 0.0
     gap = np.abs(a.astype(np.float64) - shaken.astype(np.float64))
@@ -222,7 +222,7 @@ def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: flo
 
 
 def _random_outputs(model: onnx.ModelProto) -> set[str]:
-    """Give the outputs that depend on random numbers: only their shapes can be compared."""
+    """Return the outputs that depend on random numbers: only their shapes can be compared."""
     tainted: set[str] = set()
     work = ir.from_proto(model)
     for node in work.graph:

@@ -42,7 +42,7 @@ def _environment() -> ctypes.Array[ctypes.c_char] | None:
 
 
 def _known_mode() -> ctypes.Array[ctypes.c_char] | None:
-    """Give the mode where its bits are known; elsewhere the first session has to show it.
+    """Return the mode where its bits are known; elsewhere the first session has to show it.
 
     A session that the caller made before ours may have left nothing to be seen.
     """

@@ -15,7 +15,7 @@ from onnxtrain.runtime.values import ort_value
 Arrays = Mapping[str, np.ndarray]
 
 
-class DeviceCall:
+class DeviceSession:
     """A session whose bindings stay; the addresses too, so that a run can be captured.
 
     Args:
@@ -58,7 +58,7 @@ class DeviceCall:
         self._options = None if graph_id is None else _capture(graph_id)
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Run on a batch; give the outputs that have no place of their own."""
+        """Run on a batch; return the outputs that have no place of their own."""
         for name, array in feeds.items():
             self._feed(name, array)
         for name in self._fresh:

@@ -13,12 +13,12 @@ from onnxtrain.manifest import TensorSpec
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Give the numpy type of a manifest's dtype."""
+    """Return the numpy type of a manifest's dtype."""
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def to_array(value: Any) -> np.ndarray:
-    """Give an array of anything array-like; torch tensors included, torch not needed."""
+    """Return an array of anything array-like; torch tensors included, torch not needed."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     return np.asarray(value)
@@ -61,7 +61,7 @@ class Feeder:
         self._shapes: list[tuple[int, ...]] = []
 
     def __call__(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Give what :func:`feed` gives."""
+        """Return what :func:`feed` gives."""
         if not named and len(positional) == len(self._shapes):
             wanted = zip(positional, self._types, self._shapes, strict=True)
             if all(
@@ -95,7 +95,7 @@ def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]])
 
 
 def _convert(spec: TensorSpec, array: np.ndarray, want: np.dtype[Any]) -> np.ndarray:
-    """Give the array in another type; fractions are rounded, nothing else may change."""
+    """Return the array in another type; fractions are rounded, nothing else may change."""
     refusal = f"{spec.name!r} is {spec.dtype}, got {array.dtype}"
     if not (_is_float(array.dtype) or array.dtype.kind in "iub"):
         raise ShapeError(refusal)

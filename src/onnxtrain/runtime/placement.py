@@ -29,7 +29,7 @@ class Placement:
 
 
 def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
-    """Give where the nodes of a model run; shape arithmetic on the CPU is left out of ``left``.
+    """Return where the nodes of a model run; shape arithmetic on the CPU is left out of ``left``.
 
     Args:
         source: serialised model, or a path.
@@ -56,7 +56,7 @@ def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
 
 
 def _float_nodes(model: onnx.ModelProto) -> dict[str, bool]:
-    """Tell for each node whether it reads or writes a float tensor of rank 1 or more."""
+    """Return for each node whether it reads or writes a float tensor of rank 1 or more."""
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     graph = ir.from_proto(inferred).graph
     return {

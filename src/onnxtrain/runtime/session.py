@@ -17,7 +17,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def runtime() -> ModuleType:
-    """Give the onnxruntime module.
+    """Return the onnxruntime module.
 
     Raises:
         MissingExtraError: with the command that installs it.
@@ -52,7 +52,7 @@ def create(
     capture: bool = False,
     rest: bool = False,
 ) -> Any:
-    """Give a session for a model, with the options that training wants.
+    """Return a session for a model, with the options that training wants.
 
     Args:
         source: serialised model, or a path if it has external data.
@@ -79,7 +79,7 @@ def create(
 
 
 def session_options(threads: int | None) -> Any:
-    """Give the options that training wants."""
+    """Return the options that training wants."""
     ort = runtime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are raised, and need not be printed too

@@ -58,14 +58,14 @@ class Values(Mapping[str, Any]):
         return len(self._values)
 
     def view(self, name: str) -> np.ndarray:
-        """Give a tensor without copying it, if that can be done; it changes with the next step."""
+        """Return a tensor without a copy, if that can be done; it changes with the next step."""
         if self._shared:
             return self._arrays[name]
         like = self._arrays[name]
         return self._values[name].numpy().view(like.dtype).reshape(like.shape)
 
     def line(self, names: Sequence[str]) -> np.ndarray:
-        """Give tensors of one type as one vector, with the gaps between them; on the CPU only.
+        """Return tensors of one type as one vector, with the gaps between them; on the CPU only.
 
         Args:
             names: of neighbours, in the order in which they were given.
@@ -75,7 +75,7 @@ class Values(Mapping[str, Any]):
         return self._raw[start:end].view(self._arrays[names[0]].dtype)
 
     def line_value(self, names: Sequence[str]) -> Any:
-        """Give what the runtime takes for neighbours as one vector, in memory of a device."""
+        """Return what the runtime takes for neighbours as one vector, in memory of a device."""
         start, end = self._range(names)
         kind = self._arrays[names[0]].dtype
         count = (end - start) // kind.itemsize
@@ -86,7 +86,7 @@ class Values(Mapping[str, Any]):
         return self._at[names[0]], self._at[names[-1]] + last.size * last.itemsize
 
     def _window(self, at: int, like: np.ndarray) -> Any:
-        """Give a value in the memory of the device, without memory of its own."""
+        """Return a value in the memory of the device, without memory of its own."""
         binding = _window_session().io_binding()
         kind = _BFLOAT16 if like.dtype == ml_dtypes.bfloat16 else like.dtype.type
         address = self._memory.data_ptr() + at
@@ -110,7 +110,7 @@ class Values(Mapping[str, Any]):
 
 
 def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
-    """Give an OrtValue; on the CPU it is the array's own memory."""
+    """Return an OrtValue; on the CPU it is the array's own memory."""
     kind = runtime.runtime().OrtValue
     if array.dtype == ml_dtypes.bfloat16:
         return kind.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), _BFLOAT16)
@@ -119,7 +119,7 @@ def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
 
 @functools.cache
 def _window_session() -> Any:
-    """Give a session for the one way to say where a value lies: as the place of an output."""
+    """Return a session for the one way to say where a value lies: as the place of an output."""
     x, y = (onnx.ValueInfoProto(name=n) for n in "xy")
     for value in (x, y):
         value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT

@@ -25,9 +25,9 @@ from onnxtrain.errors import PrepareError
 from onnxtrain.optim import OPTIMIZERS, Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.runtime import session as runtime
-from onnxtrain.sklearn.epochs import Epochs
-from onnxtrain.sklearn.net import Net, cached, net_of
-from onnxtrain.sklearn.nets import dense_net, dense_weights
+from onnxtrain.sklearn.dense_nets import dense_net, dense_weights
+from onnxtrain.sklearn.epoch_runner import Epochs
+from onnxtrain.sklearn.estimator_net import Net, cached, net_of
 from onnxtrain.sklearn.pipeline import convert
 
 _SEEDS = 1 << 24
@@ -79,11 +79,11 @@ class OnnxEstimator(BaseEstimator):
         raise NotImplementedError
 
     def score(self, *data: Any, **options: Any) -> float:
-        """Give the score of predictions for rows; estimators say which."""
+        """Return the score of predictions for rows; estimators say which."""
         raise NotImplementedError
 
     def __sklearn_clone__(self) -> Any:
-        """Give an unfitted copy; ``model`` is shared, since a fitted pipeline must stay fitted."""
+        """Return an unfitted copy; ``model`` is shared, for a fitted pipeline must stay fitted."""
         settings = self.get_params(deep=False)
         model = settings.pop("model")
         kind: Any = type(self)
@@ -92,7 +92,7 @@ class OnnxEstimator(BaseEstimator):
     # -- data ---------------------------------------------------------------------------------
 
     def _is_table(self, X: Any) -> bool:
-        """Tell whether X is to be fed by column: a data frame for a model of several inputs."""
+        """Return whether X is to be fed by column: a data frame for a model of several inputs."""
         return self.model is not None and hasattr(X, "columns")
 
     def _check(self, X: Any, y: Any = _NO_Y, *, reset: bool, **options: Any) -> Any:
@@ -134,7 +134,7 @@ class OnnxEstimator(BaseEstimator):
     def _make_net(
         self, X: Any, outputs: int, random: np.random.RandomState
     ) -> tuple[Net, dict[str, np.ndarray]]:
-        """Give the net and its first parameters."""
+        """Return the net and its first parameters."""
         if self.model is None:
             hidden = np.atleast_1d(np.asarray(self.hidden_layer_sizes, int))
             sizes = [int(n) for n in (X.shape[1], *hidden, outputs)]
@@ -292,7 +292,7 @@ class OnnxEstimator(BaseEstimator):
         return y
 
     def _run(self, X: Any) -> np.ndarray:
-        """Give raw predictions for checked data."""
+        """Return raw predictions for checked data."""
         feeds = self._net.preprocess(self._feeds(X, self._net.inputs))
         threads = self._net.threads(self.threads, min(len(X), 64), self._values)
         return self._net.run(self._values, feeds, device=self.device, threads=threads)
@@ -322,12 +322,12 @@ class OnnxEstimator(BaseEstimator):
         return {n: np.array(self._values[n]) for n in self._net.parameters}
 
     def to_onnx(self) -> onnx.ModelProto:
-        """Give the trained model, pre-processing included."""
+        """Return the trained model, pre-processing included."""
         check_is_fitted(self, "_net")
         return self._net.trained(self._values)
 
     def __sklearn_is_fitted__(self) -> bool:
-        """Tell whether there is a net."""
+        """Return whether there is a net."""
         return hasattr(self, "_net")
 
 

@@ -177,7 +177,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Give raw scores, ``[rows, classes]``, or ``[rows]`` for two classes."""
+        """Return raw scores, ``[rows, classes]``, or ``[rows]`` for two classes."""
         raw = self._run(self._ready(X)).reshape(-1, self._net.columns)
         if self._net.kind == "probabilities":
             raw = np.log(np.maximum(raw, np.finfo(np.float32).tiny))
@@ -189,7 +189,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     @available_if(_gives_probabilities)
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Give the probability of each class."""
+        """Return the probability of each class."""
         raw = self._run(self._ready(X)).reshape(-1, self._net.columns).astype(np.float64)
         if self._net.columns == 1:
             p = raw if self._net.kind == "probabilities" else _sigmoid(raw)
@@ -200,13 +200,13 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         return e / e.sum(1, keepdims=True)
 
     def predict(self, X: Any) -> np.ndarray:
-        """Give the likeliest class of each row."""
+        """Return the likeliest class of each row."""
         scores = self.decision_function(X)
         codes = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
         return self.classes_[codes]
 
     def to_onnx(self) -> onnx.ModelProto:
-        """Give the trained model, pre-processing included.
+        """Return the trained model, pre-processing included.
 
         A net that was built from the data gives ``label`` and ``probabilities``; any other keeps
         its own outputs.

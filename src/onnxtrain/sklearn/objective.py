@@ -66,7 +66,7 @@ class Penalty:
 
     @classmethod
     def of(cls, name: str | None, alpha: float, l1_ratio: float) -> Penalty | None:
-        """Give the penalty that a name stands for."""
+        """Return the penalty that a name stands for."""
         if name is None:
             return None
         if name not in PENALTIES:
@@ -95,7 +95,7 @@ class Penalty:
 
 
 def regression_loss(loss: Any) -> Any:
-    """Give the loss object or function that the parameter ``loss`` of a regressor means."""
+    """Return the loss object or function that the parameter ``loss`` of a regressor means."""
     if isinstance(loss, str):
         if loss in REGRESSION:
             return REGRESSION[loss]()
@@ -109,7 +109,7 @@ def regression_loss(loss: Any) -> Any:
 
 
 def classification_loss(loss: Any, columns: int, kind: str) -> Any:
-    """Give the loss object or function of a classifier whose net has so many columns."""
+    """Return the loss object or function of a classifier whose net has so many columns."""
     single = columns == 1
     if loss == "log_loss":
         if kind == "logits":
@@ -142,7 +142,7 @@ class _SignedHinge(Hinge):
 def objective(
     loss: Any, *, weighted: bool, penalty: Penalty | None, weights: Sequence[str]
 ) -> Callable[..., ir.Value]:
-    """Give the loss function for a net with one output.
+    """Return the loss function for a net with one output.
 
     Args:
         loss: a loss object, or a function ``(op, prediction, target)`` of one number per element.

@@ -25,7 +25,7 @@ _PLAIN = {"LinearRegressor", "LinearClassifier", "Scaler", "Normalizer"}
 
 
 def convert(estimator: Any, X: Any) -> onnx.ModelProto:
-    """Give a fitted estimator or pipeline as an ONNX model.
+    """Return a fitted estimator or pipeline as an ONNX model.
 
     Args:
         estimator: fitted; what skl2onnx can convert.

@@ -137,7 +137,7 @@ class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
         return self
 
     def predict(self, X: Any) -> np.ndarray:
-        """Give predictions, ``[rows]`` or ``[rows, targets]`` as ``y`` was."""
+        """Return predictions, ``[rows]`` or ``[rows, targets]`` as ``y`` was."""
         X = self._ready(X)
         found = self._run(X)
         if getattr(X, "dtype", None) == np.float64:

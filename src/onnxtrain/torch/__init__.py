@@ -1,6 +1,6 @@
 """From ``torch.nn.Module`` to ONNX models that train as the module does."""
 
-from onnxtrain.torch.exporting import ExportReport, from_torch, last_report
+from onnxtrain.torch.export import ExportReport, from_torch, last_report
 from onnxtrain.torch.gradient_graph import export_gradient_graph, export_optimizer_graph
 from onnxtrain.torch.module import TrainableModule
 

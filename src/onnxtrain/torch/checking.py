@@ -18,8 +18,8 @@ from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.runtime import session as runtime
-from onnxtrain.torch.exporters import Axes, ExportError
-from onnxtrain.torch.stops import flat, gradients_and_stops, require_same_gradients
+from onnxtrain.torch.stop_gradient import flat, gradients_and_stops, require_same_gradients
+from onnxtrain.torch.torch_exporters import Axes, ExportError
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _DROPOUT_FUNCTIONS = (
@@ -147,7 +147,7 @@ def _require_equal(want: Sequence[torch.Tensor], got: Sequence[np.ndarray], mode
 
 
 def _longer(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
-    """Give the inputs with one more row on the axis that the first symbolic one stands for."""
+    """Return the inputs with one more row on the axis that the first symbolic one stands for."""
     size = next(a[0] for a in axes if 0 in a)
     return tuple(
         torch.cat([x, x[:1]]) if a.get(0) == size else x for x, a in zip(inputs, axes, strict=True)
@@ -155,7 +155,7 @@ def _longer(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
 
 
 def ignores(module: nn.Module, inputs: Sequence[Any], names: Sequence[str]) -> bool:
-    """Tell whether the forward pass reads none of these parameters: NaN in them changes nothing."""
+    """Return whether the forward pass ignores these parameters: NaN in them changes nothing."""
 
     def outputs() -> list[torch.Tensor]:
         with torch.no_grad(), untracked(module), _no_dropout(module):

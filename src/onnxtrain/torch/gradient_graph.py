@@ -13,18 +13,18 @@ from torch import nn
 
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.gradients import lift
-from onnxtrain.autodiff.opening import open_model
-from onnxtrain.convert import lower
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
 from onnxtrain.graph.io import save
+from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.prepare.versions import OPSET
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.graph.versions import OPSET
-from onnxtrain.lowering.target import NEWEST, OLDEST
+from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.destination import NEWEST, OLDEST
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
-from onnxtrain.torch.exporting import from_torch, last_report
+from onnxtrain.torch.export import from_torch, last_report
 
 
 class _WithLoss(nn.Module):
@@ -38,7 +38,7 @@ class _WithLoss(nn.Module):
     def forward(
         self, input: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give output and loss."""
+        """Return output and loss."""
         output = self.model(input)
         return output, self.loss_fn(output, labels)
 
@@ -79,7 +79,7 @@ def export_gradient_graph(
         for name, at in last_report(exported).names.items()
         if name.startswith(prefix)
     }
-    work = open_model(exported)
+    work = load_normalized(exported)
     graph = work.graph
     parameters = [graph.initializers[stored[n]] for n, _ in model.named_parameters()]
     lift(graph, parameters)
@@ -126,7 +126,7 @@ def export_optimizer_graph(
     path: str | os.PathLike[str] | None = None,
     opset_version: int = OPSET,
 ) -> onnx.ModelProto:
-    """Give a model of one optimizer step, with functional state; write it if a path is given.
+    """Return a model of one optimizer step, with functional state; write it if a path is given.
 
     For each parameter ``p`` the inputs are ``p``, ``p.gradient``, ``p.learning_rate`` (float32[1]),
     ``p.step`` (int64[1]) and its state, as ``p.exp_avg``; the outputs are ``p.out``, ``p.step.out``

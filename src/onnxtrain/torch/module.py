@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.torch.plans import Call, Plan, make_plan, state_of
-from onnxtrain.torch.running import Run, run_forward
+from onnxtrain.torch.autograd_function import Run, run_forward
+from onnxtrain.torch.compiled_call import CompiledCall, FlatArguments, compile_call, state_of
 
 _OWN = "module."
 
@@ -42,43 +42,45 @@ class TrainableModule(nn.Module):
         self.fallback = fallback
         self.threads = threads
         self.training = module.training
-        self._plans: dict[Any, list[Plan] | None] = {}
+        self._plans: dict[Any, list[CompiledCall] | None] = {}
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Give what the wrapped module gives."""
-        call = Call.of(args, kwargs)
+        """Return what the wrapped module gives."""
+        call = FlatArguments.of(args, kwargs)
         call = _in_full_precision(self.module, call)
         need = torch.is_grad_enabled()
         modes, known = state_of(self.module)
         wanted = tuple(p.requires_grad for p in known) if need else None
-        plan = self._plan(call, tuple(modes), wanted)
-        if plan is None:
+        compiled = self._plan(call, tuple(modes), wanted)
+        if compiled is None:
             return self.module(*args, **kwargs)
-        parameters = [known[i] for i in plan.order]
-        if plan.backward is None:
+        parameters = [known[i] for i in compiled.order]
+        if compiled.backward is None:
             feeds = dict(
-                zip([*plan.inputs, *plan.stored], [*call.tensors, *parameters], strict=True)
+                zip([*compiled.inputs, *compiled.stored], [*call.tensors, *parameters], strict=True)
             )
-            made = run_forward(plan, self.module, feeds)
-            return plan.result([made[n] for n in plan.outputs])
-        return plan.result(Run.apply(plan, self.module, *call.tensors, *parameters))
+            made = run_forward(compiled, self.module, feeds)
+            return compiled.result([made[n] for n in compiled.outputs])
+        return compiled.result(Run.apply(compiled, self.module, *call.tensors, *parameters))
 
     def _plan(
-        self, call: Call, modes: tuple[bool, ...], wanted: tuple[bool, ...] | None
-    ) -> Plan | None:
-        """Give the plan for a call, from those that there are; ``None`` stands for torch."""
+        self, call: FlatArguments, modes: tuple[bool, ...], wanted: tuple[bool, ...] | None
+    ) -> CompiledCall | None:
+        """Return the compiled call, from those that there are; ``None`` stands for torch."""
         key = (modes, wanted, call.kind)
-        plans = self._plans.setdefault(key, [])
-        if plans is None:
+        compiled_calls = self._plans.setdefault(key, [])
+        if compiled_calls is None:
             return None
-        for plan in plans:
-            if plan.fits(call.tensors):
-                return plan
+        for compiled in compiled_calls:
+            if compiled.fits(call.tensors):
+                return compiled
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                plan = make_plan(self.module, call, wanted is not None, self.threads, plans)
+                compiled = compile_call(
+                    self.module, call, wanted is not None, self.threads, compiled_calls
+                )
         except OnnxTrainError as error:
             if not self.fallback:
                 raise
@@ -87,19 +89,19 @@ class TrainableModule(nn.Module):
             )
             self._plans[key] = None
             return None
-        plans.append(plan)
-        return plan
+        compiled_calls.append(compiled)
+        return compiled
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the wrapped module's parameters, by its names."""
+        """Return the wrapped module's parameters, by its names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give the wrapped module's buffers, by its names."""
+        """Return the wrapped module's buffers, by its names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,7 +129,7 @@ def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         state[f"{prefix}{_OWN}{name.removeprefix(prefix)}"] = state.pop(name)
 
 
-def _in_full_precision(module: nn.Module, call: Call) -> Call:
+def _in_full_precision(module: nn.Module, call: FlatArguments) -> FlatArguments:
     """Undo what autocast has done to the inputs, which the sessions do not know of."""
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return call

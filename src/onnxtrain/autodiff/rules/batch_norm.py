@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp_multi
 from onnxtrain.autodiff.rules.norm import center, per_channel, working_dtype
-from onnxtrain.graph import dims as D
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shapes import dims as D
 
 FEW = 32
 """Up to so many positions, numbers per channel are repeated for each of them on CPU."""
@@ -94,7 +94,7 @@ def _training(
 
 
 def _scaled_difference(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
-    """Give ``gain * (x - mean(x))``; on CPU in one pass, by the operator for given statistics."""
+    """Return ``gain * (x - mean(x))``; on CPU in one pass, by the operator for given statistics."""
     channels = op.dims(gain)[0]
     fits = op.target == "cpu" and x.dtype == ir.DataType.FLOAT and op.rank(x) > 1
     if fits and isinstance(channels, int):
@@ -105,7 +105,7 @@ def _scaled_difference(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[in
 
 
 def _spread(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
-    """Give a vector of one number per channel so that it broadcasts against ``x``.
+    """Return a vector of one number per channel so that it broadcasts against ``x``.
 
     On CPU it is repeated for every position where these are few, as onnxruntime takes each run of
     positions on its own. A product does that, since an Expand would be left to the broadcast.
@@ -119,7 +119,7 @@ def _spread(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
 
 
 def _reduced(op: OpBuilder, x: ir.Value) -> list[int]:
-    """Give the axes of a channel's elements: all but axis 1; a vector is one channel."""
+    """Return the axes of a channel's elements: all but axis 1; a vector is one channel."""
     return [i for i in range(op.rank(x)) if i != 1]
 
 
@@ -128,7 +128,7 @@ def _plus(op: OpBuilder, a: ir.Value | None, b: ir.Value) -> ir.Value:
 
 
 def _as_inputs(op: OpBuilder, gradients, inputs) -> Gradients:
-    """Give the gradients the inputs' dtypes; a vector's one channel is summed to shape [1]."""
+    """Return the gradients the inputs' dtypes; a vector's one channel is summed to shape [1]."""
     found = []
     for g, x in zip(gradients, inputs, strict=True):
         if g is not None:

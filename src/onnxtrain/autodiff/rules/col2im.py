@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
-from onnxtrain.autodiff.rules.windows import pad, windows
+from onnxtrain.autodiff.rules.conv.windows import pad, windows
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shape_ops import Size
+from onnxtrain.graph.builder.shape_ops import Size
 
 
 @vjp("Col2Im")
@@ -51,7 +51,7 @@ def _block_sizes(op: OpBuilder, block_shape: ir.Value, n: int) -> list[Size]:
 
 
 def _positions(op: OpBuilder, size: Size, block: Size, stride: int, dilation: int) -> ir.Value:
-    """Give [block, positions]: where on an axis each element of each block lies."""
+    """Return [block, positions]: where on an axis each element of each block lies."""
     if isinstance(size, int) and isinstance(block, int):
         count = (size - (block - 1) * dilation - 1) // stride + 1
         table = np.arange(block)[:, None] * dilation + np.arange(count) * stride

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.bodies import (
+from onnxtrain.autodiff.accumulate import accumulate
+from onnxtrain.autodiff.registry import vjp_multi
+from onnxtrain.autodiff.subgraphs import (
     append_identities,
     name_outputs,
     own,
@@ -18,13 +20,12 @@ from onnxtrain.autodiff.bodies import (
     shaped,
     sweep,
 )
-from onnxtrain.autodiff.flow import accumulate
-from onnxtrain.autodiff.registry import vjp_multi
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.copying import copy_nodes
-from onnxtrain.graph.scopes import captured
+from onnxtrain.graph.builder.copy_nodes import copy_nodes
+from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.shapes import dims as D
 
 Maybe = ir.Value | None
 
@@ -101,7 +102,7 @@ def loop(op, dys, trip_count, cond, *states, node):
 def _save_loop_states(
     op: OpBuilder, node: ir.Node, body: ir.Graph, n: int
 ) -> tuple[list[ir.Value], ir.Value]:
-    """Make a Loop give what entered each step and the step numbers; give those."""
+    """Make a Loop give what entered each step and the step numbers; return those."""
     key = "onnxtrain.saved"
     if key in node.meta:
         return node.meta[key]
@@ -113,7 +114,7 @@ def _save_loop_states(
     steps = node.outputs[first]
     steps.name = op.names.fresh(f"{node.outputs[0].name}.steps")
     steps.type = ir.TensorType(ir.DataType.INT64)
-    length = S.D.symbol(steps.name)
+    length = D.symbol(steps.name)
     S.set_dims(steps, [length])
     for i, state in enumerate(node.inputs[2:]):
         assert state is not None

@@ -30,5 +30,5 @@ def dropout(op, dy, x, ratio=None, training_mode=None, *, node) -> Gradients:
 
 
 def _as_scalar(op: OpBuilder, v: ir.Value) -> ir.Value:
-    """Give a number without axes; some exporters write ratio and mode as vectors of one."""
+    """Return a number without axes; some exporters write ratio and mode as vectors of one."""
     return v if op.rank(v) == 0 else op.Reshape(v, op.const([], ir.DataType.INT64))

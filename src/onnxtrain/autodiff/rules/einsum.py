@@ -8,11 +8,11 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.errors import UndifferentiableError
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.dims import Dim
-from onnxtrain.graph.equation import Equation, spare_letters, spell_out
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.shapes.equation import Equation, spare_letters, spell_out
 
 
 @vjp("Einsum")
@@ -62,7 +62,7 @@ def _gradient(
 
 
 def _to_shape(op: OpBuilder, dx: ir.Value, x: ir.Value, sizes: Sequence[set[Dim]]) -> ir.Value:
-    """Give ``dx`` in the shape of ``x``: sum broadcast axes, expand summed ones.
+    """Return ``dx`` in the shape of ``x``: sum broadcast axes, expand summed ones.
 
     Args:
         op: the builder.

@@ -15,7 +15,7 @@ from onnxtrain.graph.builder import OpBuilder
 
 
 def sign(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Give -1, 0 or 1; on WebGPU without Sign, which runs on the CPU there."""
+    """Return -1, 0 or 1; on WebGPU without Sign, which runs on the CPU there."""
     if op.target != "webgpu":
         return op.Sign(x)
     zero, one, minus = (op.const(v, x.dtype) for v in (0.0, 1.0, -1.0))

@@ -91,7 +91,7 @@ def _length(op: OpBuilder, x: ir.Value, axis: int, dtype: ir.DataType) -> ir.Val
 def _axis(
     op: OpBuilder, g: ir.Value, length: ir.Value, mode: str, padding: str, align: bool
 ) -> _Axis:
-    """Give the taps along one axis for the coordinates ``g``, [N, Q]."""
+    """Return the taps along one axis for the coordinates ``g``, [N, Q]."""
     last = op.Sub(length, 1.0)
     moved = op.Add(g, 1.0)
     if align:
@@ -122,7 +122,7 @@ def _axis(
 
 
 def _polynomial(op: OpBuilder, rows: list[ir.Value], t: ir.Value) -> ir.Value:
-    """Give ``rows[0] + t * (rows[1] + t * ...)``."""
+    """Return ``rows[0] + t * (rows[1] + t * ...)``."""
     total = rows[-1]
     for row in reversed(rows[:-1]):
         total = op.Add(op.Mul(total, t), row)
@@ -132,7 +132,7 @@ def _polynomial(op: OpBuilder, rows: list[ir.Value], t: ir.Value) -> ir.Value:
 def _inside(
     op: OpBuilder, place: ir.Value, length: ir.Value, padding: str, align: bool
 ) -> tuple[ir.Value, ir.Value]:
-    """Give coordinates brought inside the image, and their derivative: 1, -1, 0 at the border."""
+    """Return coordinates brought inside the image, and their derivative: 1, -1, 0 at the border."""
     last = op.Sub(length, 1.0)
     turn = None
     if padding == "reflection":
@@ -154,7 +154,7 @@ def _inside(
 
 
 def _product(op: OpBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Give the outer product of [N, Q, K] per axis: [N, Q, K, ..., K]."""
+    """Return the outer product of [N, Q, K] per axis: [N, Q, K, ..., K]."""
     total = _spread(op, parts[0], 0, len(parts))
     for i, part in enumerate(parts[1:], start=1):
         total = op.Mul(total, _spread(op, part, i, len(parts)))
@@ -167,7 +167,7 @@ def _spread(op: OpBuilder, part: ir.Value, i: int, count: int) -> ir.Value:
 
 
 def _flat_index(op: OpBuilder, axes: list[_Axis], x: ir.Value, rows: ir.Value) -> ir.Value:
-    """Give the row of ``[N * P, C]`` that each tap reads: [N, Q, T]."""
+    """Return the row of ``[N * P, C]`` that each tap reads: [N, Q, T]."""
     total = None
     for i, axis in enumerate(axes):
         part = _spread(op, axis.index, i, len(axes))
@@ -183,7 +183,7 @@ def _flat_index(op: OpBuilder, axes: list[_Axis], x: ir.Value, rows: ir.Value) -
 
 
 def _number(op: OpBuilder, x: ir.Value, axis: int) -> ir.Value:
-    """Give one size as an int64 scalar."""
+    """Return one size as an int64 scalar."""
     size = op.size(x, axis)
     if isinstance(size, int):
         return op.const(size, ir.DataType.INT64)

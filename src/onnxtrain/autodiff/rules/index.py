@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import vjp, vjp_multi
-from onnxtrain.graph import sizes as Z
-from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.builder import size_arithmetic as Z
+from onnxtrain.graph.builder.size_arithmetic import Size
 
 _NARROW = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -75,7 +75,7 @@ def unique(op, dys, x, *, axis, node):
 
 
 def _narrow(indices: ir.Value) -> ir.Value:
-    """Give indices as they were before a cast from int32: GPUs may move no int64."""
+    """Return indices as they were before a cast from int32: GPUs may move no int64."""
     source = indices.producer()
     if source is None or source.op_type != "Cast":
         return indices
@@ -84,7 +84,7 @@ def _narrow(indices: ir.Value) -> ir.Value:
 
 
 def scatter_rows(op, indices, dy, data, axis, *, unique: bool = False) -> ir.Value:
-    """Give zeros like ``data`` with the slices of ``dy`` added at ``indices`` along ``axis``."""
+    """Return zeros like ``data`` with the slices of ``dy`` added at ``indices`` along ``axis``."""
     rank, k = op.rank(data), op.rank(indices)
     axis %= rank
     # ScatterND writes along leading axes, so the gathered axis goes to the front.
@@ -104,7 +104,7 @@ def scatter_rows(op, indices, dy, data, axis, *, unique: bool = False) -> ir.Val
 
 
 def scatter_flat(op, where, dy, x, *, unique: bool = True) -> ir.Value:
-    """Give zeros like ``x`` with ``dy`` added at ``where``, as :func:`positions` counts."""
+    """Return zeros like ``x`` with ``dy`` added at ``where``, as :func:`positions` counts."""
     wide = dy if unique else widened(op, dy)
     zeros = op.full([_count(op, x)], 0.0, wide.dtype)
     where, flat = op.Reshape(where, [-1]), op.Reshape(wide, [-1])
@@ -113,7 +113,7 @@ def scatter_flat(op, where, dy, x, *, unique: bool = True) -> ir.Value:
 
 
 def positions(op, x) -> ir.Value:
-    """Give an int64 tensor of the shape of ``x`` that counts its elements."""
+    """Return an int64 tensor of the shape of ``x`` that counts its elements."""
     count = _count(op, x)
     # A long constant would be stored in the file.
     line = op.Range(0, count, 1) if isinstance(count, int) and count > 4096 else op.iota(count)
@@ -134,14 +134,14 @@ def with_batch_indices(op, indices, batch_dims: int) -> ir.Value:
 
 
 def zeros_like(op, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-    """Give zeros of the shape of ``x`` in another dtype."""
+    """Return zeros of the shape of ``x`` in another dtype."""
     zeros = op.full(op.shape_of(x), 0.0, dtype)
     zeros.shape = x.shape
     return zeros
 
 
 def widened(op, x: ir.Value) -> ir.Value:
-    """Give a half-precision value in float32, in which sums are made (and have CPU kernels)."""
+    """Return a half-precision value in float32, in which sums are made (and have CPU kernels)."""
     return op.Cast(x, to=ir.DataType.FLOAT) if x.dtype in _NARROW else x
 
 
@@ -151,7 +151,7 @@ def _count(op, x: ir.Value) -> Size:
 
 
 def _run(indices: np.ndarray | None) -> tuple[int, int] | None:
-    """Give start and length if constant indices are one or several in a row, all of one sign."""
+    """Return start and length if constant indices are one or several in a row, all of one sign."""
     if indices is None or indices.ndim > 1 or indices.size == 0:
         return None
     flat = indices.reshape(-1)

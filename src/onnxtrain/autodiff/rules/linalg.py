@@ -30,7 +30,7 @@ def matmul(op: OpBuilder, dy: ir.Value, a: ir.Value, b: ir.Value) -> Gradients:
 
 
 def _as_matrix(op: OpBuilder, x: ir.Value, width: int | ir.Value) -> ir.Value:
-    """Give ``x`` with all axes but the last joined."""
+    """Return ``x`` with all axes but the last joined."""
     return x if op.rank(x) == 2 else op.reshape(x, [-1, width])
 
 

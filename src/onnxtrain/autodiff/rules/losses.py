@@ -31,12 +31,12 @@ class _Labels:
     """``each / w_n``."""
 
     def column(self, op: OpBuilder, v: ir.Value) -> ir.Value:
-        """Give one value per label so that it broadcasts against the scores."""
+        """Return one value per label so that it broadcasts against the scores."""
         return op.Unsqueeze(v, [1]) if op.rank(v) else v
 
 
 def _wide(x: ir.Value) -> ir.DataType:
-    """Give the dtype for sums over labels: float32 for the half precisions."""
+    """Return the dtype for sums over labels: float32 for the half precisions."""
     return ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
 
@@ -47,7 +47,7 @@ def label_weights(
     ignore_index: int | None,
     dtype: ir.DataType | None,
 ) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-    """Give labels with 0 for ignored ones, where those are, and the ``w_n`` unless all are 1."""
+    """Return labels with 0 for ignored ones, where those are, and the ``w_n`` unless all are 1."""
     index, ignored, w = labels, None, None
     if ignore_index is not None:
         ignored = op.Equal(labels, ignore_index)
@@ -75,7 +75,7 @@ def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
 
 
 def _is_label(op, x, at):
-    """Tell for every score whether it belongs to the label: a comparison, where scatter is slow."""
+    """Return whether each score belongs to the label: a comparison, where scatter is slow."""
     classes = op.size(x, 1)
     if isinstance(classes, int):
         numbers = op.const(np.arange(classes), at.dtype)

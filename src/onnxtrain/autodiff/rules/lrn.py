@@ -29,7 +29,7 @@ def lrn(op, dy, x, *, alpha, beta, bias, size):
 
 
 def _window_mean(op: OpBuilder, x: ir.Value, before: int, after: int) -> ir.Value:
-    """Give the mean over channels ``c - before .. c + after``, with zeros outside."""
+    """Return the mean over channels ``c - before .. c + after``, with zeros outside."""
     planes = op.Reshape(x, op.vector([0, 1, op.size(x, 1), -1]))  # 0 keeps the batch
     pooled = op.AveragePool(
         planes,

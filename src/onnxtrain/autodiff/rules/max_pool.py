@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
-from onnxtrain.autodiff.rules.conv import input_gradient
-from onnxtrain.autodiff.rules.windows import (
+from onnxtrain.autodiff.rules.conv.conv import input_gradient
+from onnxtrain.autodiff.rules.conv.windows import (
     Windows,
     crop_like,
     fixed_padding,
@@ -20,9 +20,9 @@ from onnxtrain.autodiff.rules.windows import (
     tap_slices,
     windows,
 )
-from onnxtrain.graph import dims as D
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shape_ops import Size
+from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.shapes import dims as D
 
 WITHOUT_INDICES = frozenset({"webgpu", "portable"})
 """Targets where MaxPool has no Indices output."""
@@ -69,7 +69,7 @@ def max_pool(
 
 
 def _unpooling_kernel(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> list[int] | None:
-    """Give the kernel with which MaxUnpool makes an output of the size of ``x``.
+    """Return the kernel with which MaxUnpool makes an output of the size of ``x``.
 
     ``None`` if windows overlap, as MaxUnpool does not add, or if sizes are not known.
     """
@@ -125,7 +125,7 @@ def _by_first_match(
 
 
 def _reaching(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> Windows:
-    """Give windows with padding up to where the last one ends, which ceil_mode lets hang over."""
+    """Return windows with padding up to where the last one ends, which ceil_mode lets hang over."""
     after = []
     for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(y)[2:], strict=True)):
         stride, extent = win.strides[i], win.extent(i)
@@ -177,7 +177,7 @@ def max_unpool(
 
 
 def _size(op: OpBuilder, x: ir.Value) -> Size:
-    """Give the number of elements."""
+    """Return the number of elements."""
     static = op.static(x)
     return op.Reshape(op.Size(x), [1]) if static is None else int(np.prod(static))
 

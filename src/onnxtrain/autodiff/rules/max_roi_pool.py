@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.registry import Gradients, undefined, vjp
 from onnxtrain.autodiff.rules.norm import working_dtype
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shape_ops import Size
+from onnxtrain.graph.builder.shape_ops import Size
 
 
 @vjp("MaxRoiPool")
@@ -42,7 +42,7 @@ def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale) -> Gradients:
 def _first_maximum(
     op: OpBuilder, x: ir.Value, images: ir.Value, row_bins: ir.Value, column_bins: ir.Value
 ) -> ir.Value:
-    """Give the place of each bin's maximum in its plane; region by region, to save memory."""
+    """Return the place of each bin's maximum in its plane; region by region, to save memory."""
     outside = op.const(-np.inf, x.dtype)
     width = _number(op, op.size(x, 3))
     scanned = (images, row_bins, column_bins)
@@ -68,7 +68,7 @@ def _element(body: OpBuilder, v: ir.Value) -> ir.Value:
 def _bins(
     op: OpBuilder, rois: ir.Value, axis: int, bins: int, size: Size, scale: float
 ) -> ir.Value:
-    """Tell which pixels along an axis belong to which bin of which region: [R, bins, size]."""
+    """Return which pixels along an axis belong to which bin of which region: [R, bins, size]."""
     dtype = rois.dtype
     low, high = (_rounded(op, op.Mul(_column(op, rois, axis + i), scale)) for i in (1, 3))
     extent = op.Clip(op.Add(op.Sub(high, low), 1.0), 1.0)

@@ -19,24 +19,24 @@ _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 def working_dtype(x: ir.Value) -> ir.DataType:
-    """Give the dtype in which statistics are computed: float32 for the half precisions."""
+    """Return the dtype in which statistics are computed: float32 for the half precisions."""
     assert x.dtype is not None
     return ir.DataType.FLOAT if x.dtype in _HALF else x.dtype
 
 
 def center(op: OpBuilder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
-    """Give ``x`` without its mean over ``axes``."""
+    """Return ``x`` without its mean over ``axes``."""
     return op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
 
 
 def inverse_std(op: OpBuilder, centered: ir.Value, axes: Sequence[int], epsilon: float) -> ir.Value:
-    """Give ``1 / sqrt(mean(centered^2) + epsilon)`` over ``axes``."""
+    """Return ``1 / sqrt(mean(centered^2) + epsilon)`` over ``axes``."""
     variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
     return op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
 
 
 def per_channel(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
-    """Give a vector of one number per channel so that it broadcasts against ``x``."""
+    """Return a vector of one number per channel so that it broadcasts against ``x``."""
     spatial = op.rank(x) - 2
     return op.Unsqueeze(v, list(range(1, spatial + 1))) if spatial > 0 else v
 
@@ -95,7 +95,7 @@ def _stash(op: OpBuilder, node: ir.Node) -> ir.DataType:
 
 
 def _is_one(op: OpBuilder, scale: ir.Value) -> bool:
-    """Tell whether the scale is a constant of ours that changes nothing."""
+    """Return whether the scale is a constant of ours that changes nothing."""
     array = op.constant(scale) if S.is_own_constant(scale) else None
     return array is not None and bool((array == 1.0).all())
 
@@ -184,7 +184,7 @@ def lp_normalization(op, dy, x, *, y, axis, p):
 
 
 def _sign(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Give -1, 0 or 1; WebGPU has no Sign."""
+    """Return -1, 0 or 1; WebGPU has no Sign."""
     if op.target != "webgpu":
         return op.Sign(x)
     ones = op.const(1.0, x.dtype), op.const(-1.0, x.dtype)

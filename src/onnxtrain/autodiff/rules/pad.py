@@ -75,7 +75,7 @@ def _crop_at_run_time(op, dy, pads, axes):
 
 
 def _amounts(op, x, pads, axes) -> dict[int, tuple[int, int]] | None:
-    """Give (before, after) by axis, ``None`` if they are only known at run time."""
+    """Return (before, after) by axis, ``None`` if they are only known at run time."""
     amounts = op.constant(pads)
     where = op.axes(axes, op.rank(x))
     if amounts is None or where is None:

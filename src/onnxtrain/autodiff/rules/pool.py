@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
-from onnxtrain.autodiff.rules.bands import spread
+from onnxtrain.autodiff.rules.conv.window_sum import window_sum_transpose
+from onnxtrain.autodiff.rules.conv.windows import windows
 from onnxtrain.autodiff.rules.elementwise import sign
-from onnxtrain.autodiff.rules.windows import windows
 from onnxtrain.graph.builder import OpBuilder
 
 
@@ -29,7 +29,7 @@ def average_pool(
     """``dx`` is, for each element, the sum of ``dy / count`` over the windows that it is in."""
     win = windows(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
     divide = "padded" if count_include_pad else "inside"
-    return spread(op, dy, x, y, win, auto_pad, ceil_mode, divide)
+    return window_sum_transpose(op, dy, x, y, win, auto_pad, ceil_mode, divide)
 
 
 @vjp("LpPool")
@@ -49,7 +49,7 @@ def lp_pool(
 ) -> Gradients:
     """``dx = sign(x) |x|^(p-1) * sum of dy y^(1-p)`` over the windows; 0 where a norm is 0."""
     win = windows(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
-    total = spread(op, _over_norm(op, dy, y, p), x, y, win, auto_pad, ceil_mode)
+    total = window_sum_transpose(op, _over_norm(op, dy, y, p), x, y, win, auto_pad, ceil_mode)
     return op.Mul(_signed_power(op, x, p - 1), total)
 
 
@@ -67,7 +67,7 @@ def global_average_pool(op: OpBuilder, dy: ir.Value, x: ir.Value) -> Gradients:
 
 
 def _over_norm(op: OpBuilder, dy: ir.Value, y: ir.Value, p: int) -> ir.Value:
-    """Give ``dy y^(1-p)``, finite where y is 0: there x is 0, too, and so is their product."""
+    """Return ``dy y^(1-p)``, finite where y is 0: there x is 0, too, and so is their product."""
     if p == 1:
         return dy
     norm = op.Where(op.Equal(y, 0.0), 1.0, y)
@@ -75,7 +75,7 @@ def _over_norm(op: OpBuilder, dy: ir.Value, y: ir.Value, p: int) -> ir.Value:
 
 
 def _signed_power(op: OpBuilder, x: ir.Value, exponent: int) -> ir.Value:
-    """Give ``sign(x) |x|^exponent``."""
+    """Return ``sign(x) |x|^exponent``."""
     if exponent == 0:
         return sign(op, x)
     if exponent == 1:

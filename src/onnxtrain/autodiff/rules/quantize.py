@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import no_gradient, vjp
-from onnxtrain.graph import sizes as Z
+from onnxtrain.graph.builder import size_arithmetic as Z
 
 # DynamicQuantizeLinear has a body, which computes a scale and then uses QuantizeLinear.
 no_gradient("QuantizeLinear", why="it rounds to integers", refuse=True)

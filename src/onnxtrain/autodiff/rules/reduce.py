@@ -18,7 +18,7 @@ _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def spread(op: OpBuilder, v: ir.Value, axes: ir.Value | None, keepdims: int) -> ir.Value:
-    """Give ``v``, of the shape of a reduction, so that it broadcasts against what was reduced."""
+    """Return ``v``, of the shape of a reduction, so that it broadcasts against what was reduced."""
     if keepdims or axes is None:
         return v
     known = op.constant(axes)
@@ -26,7 +26,7 @@ def spread(op: OpBuilder, v: ir.Value, axes: ir.Value | None, keepdims: int) -> 
 
 
 def divide(op: OpBuilder, v: ir.Value, n: int | ir.Value) -> ir.Value:
-    """Give ``v / n`` for a count ``n``, which may be more than half precision can hold."""
+    """Return ``v / n`` for a count ``n``, which may be more than half precision can hold."""
     if isinstance(n, int):
         return op.Mul(v, 1.0 / max(n, 1))
     if v.dtype not in _HALF:
@@ -55,7 +55,7 @@ def reduce_mean(op, dy, x, axes=None, *, y, keepdims, noop_with_empty_axes):
 
 
 def _count(op: OpBuilder, x: ir.Value, axes: list[int]) -> int | ir.Value:
-    """Give the number of elements along some axes, as a number or an int64 scalar."""
+    """Return the number of elements along some axes, as a number or an int64 scalar."""
     sizes = [op.size(x, a) for a in axes]
     known = [s for s in sizes if isinstance(s, int)]
     if len(known) == len(sizes):

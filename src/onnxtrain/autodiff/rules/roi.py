@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.registry import Gradient, Gradients, vjp
 from onnxtrain.autodiff.rules.norm import working_dtype
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shape_ops import Size
+from onnxtrain.graph.builder.shape_ops import Size
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _samples(
     *,
     at_least_one: bool,
 ) -> _Samples:
-    """Give the samples of ``bins`` bins from ``low`` on; without a ratio, one per pixel."""
+    """Return the samples of ``bins`` bins from ``low`` on; without a ratio, one per pixel."""
     dtype = low.dtype
     own = extent
     if at_least_one:
@@ -129,7 +129,7 @@ def _samples(
 
 
 def _ends(op: OpBuilder, dplace: ir.Value, s: _Samples) -> tuple[ir.Value, ir.Value]:
-    """Give the gradients of a region's two ends, [R, 1] each, from those of its samples."""
+    """Return the gradients of a region's two ends, [R, 1] each, from those of its samples."""
     dplace = op.Mul(dplace, s.moving)
     total = op.ReduceSum(dplace, [1, 2], keepdims=0)
     turned = op.ReduceSum(op.Mul(dplace, s.lever), [1, 2], keepdims=0)
@@ -171,21 +171,21 @@ def _average(
 
 
 def _distances(op: OpBuilder, s: _Samples) -> ir.Value:
-    """Give how far each sample is from each pixel: [R, bins, G, size]."""
+    """Return how far each sample is from each pixel: [R, bins, G, size]."""
     dtype = s.length.dtype
     pixels = op.Range(op.const(0.0, dtype), s.length, op.const(1.0, dtype))
     return op.Sub(op.Unsqueeze(s.place, [3]), pixels)
 
 
 def _weights(op: OpBuilder, s: _Samples) -> ir.Value:
-    """Give the weight of each pixel in each bin's mean: [R, bins, size]."""
+    """Return the weight of each pixel in each bin's mean: [R, bins, size]."""
     hats = op.Relu(op.Sub(1.0, op.Abs(_distances(op, s))))  # [R, bins, G, size]
     kept = op.Mul(hats, op.Unsqueeze(s.weight, [3]))
     return op.Div(op.ReduceSum(kept, [2], keepdims=0), s.count)
 
 
 def _slopes(op: OpBuilder, da: ir.Value, s: _Samples) -> ir.Value:
-    """Give the gradients of the samples' places, [R, bins, G], from those of the weights."""
+    """Return the gradients of the samples' places, [R, bins, G], from those of the weights."""
     distance = _distances(op, s)
     near = op.Less(op.Abs(distance), 1.0)
     slope = op.Where(near, op.Neg(op.Sign(distance)), op.const(0.0, distance.dtype))
@@ -246,13 +246,13 @@ def _maximum(
 
 
 def _tap_slopes(op: OpBuilder, dweight: ir.Value, s: _Samples) -> ir.Value:
-    """Give the gradients of the samples' places: one tap's weight grows as the other's falls."""
+    """Return the gradients of the samples' places: one tap's weight grows as the other's falls."""
     low, high = op.Split(dweight, axis=2, num_outputs=2, _outputs=2)
     return op.Mul(op.Sub(high, low), s.weight)
 
 
 def _taps(op: OpBuilder, s: _Samples) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Give index, weight and existence of both neighbours of every sample."""
+    """Return index, weight and existence of both neighbours of every sample."""
     low = op.Floor(s.place)
     high = op.Clip(op.Add(low, 1.0), 0.0, op.Sub(s.length, 1.0))
     fraction = op.Sub(s.place, low)

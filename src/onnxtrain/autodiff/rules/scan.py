@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.bodies import (
+from onnxtrain.autodiff.accumulate import accumulate
+from onnxtrain.autodiff.registry import vjp_multi
+from onnxtrain.autodiff.subgraphs import (
     append_identities,
     name_outputs,
     own,
@@ -20,12 +22,11 @@ from onnxtrain.autodiff.bodies import (
     shaped,
     sweep,
 )
-from onnxtrain.autodiff.flow import accumulate
-from onnxtrain.autodiff.registry import vjp_multi
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.copying import copy_nodes
-from onnxtrain.graph.scopes import captured
+from onnxtrain.graph.builder.copy_nodes import copy_nodes
+from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.shapes import dims as D
 
 Maybe = ir.Value | None
 _COSTLY = frozenset(
@@ -128,7 +129,7 @@ def scan(op, dys, *inputs, node, wanted):
 
 
 def _factors(g: Maybe) -> list[tuple[ir.Value, int]] | None:
-    """Give ``a`` and ``b``, each with its columns, where a gradient is ``a^T b``."""
+    """Return ``a`` and ``b``, each with its columns, where a gradient is ``a^T b``."""
     made = None if g is None else g.producer()
     if made is None or made.op_type != "Gemm" or len(made.inputs) != 2:
         return None
@@ -144,7 +145,7 @@ def _factors(g: Maybe) -> list[tuple[ir.Value, int]] | None:
 
 
 def _costly(graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
-    """Give costly values that the outputs of a backward body need: the forward's, and its copy."""
+    """Return costly values that outputs of a backward body need: the forward's, and its copy."""
     copies = {copy: value for value, copy in mapping.items()}
     needed = set(graph.outputs)
     found: dict[ir.Value, ir.Value] = {}
@@ -169,7 +170,7 @@ def _stack(stack: ir.Value, one: ir.Value, like: ir.Value) -> ir.Value:
 def _save(
     op: OpBuilder, node: ir.Node, body: ir.Graph, n: int, values: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """Make a Scan give values of its body for all steps, as additional scan outputs; give those."""
+    """Add values of a Scan's body, for all steps, to its scan outputs; return those."""
     saved: dict[ir.Value, ir.Value] = node.meta.setdefault(_SAVED, {})
     fresh = [v for v in values if v not in saved]
     if len(node.outputs) < len(body.outputs):  # trailing outputs were omitted
@@ -194,7 +195,7 @@ def _save(
     return [saved[v] for v in values]
 
 
-def _length(node: ir.Node, n: int) -> S.Dim:
+def _length(node: ir.Node, n: int) -> D.Dim:
     axes = _ints(node, "scan_input_axes", len(node.inputs) - n)
     first = node.inputs[n]
     dims = None if first is None else S.dims_of(first)

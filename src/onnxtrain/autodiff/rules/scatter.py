@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import vjp
 from onnxtrain.autodiff.rules.index import widened
-from onnxtrain.graph.decompositions.tensor_scatter import written
+from onnxtrain.graph.prepare.decompositions.tensor_scatter import written
 
 Scatter = Callable[..., Any]
 Gather = Callable[[ir.Value], ir.Value]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.flow import carries_gradient
+from onnxtrain.autodiff.accumulate import carries_gradient
 from onnxtrain.autodiff.registry import vjp, vjp_multi
-from onnxtrain.graph.copying import copy_nodes
-from onnxtrain.graph.scopes import captured
-from onnxtrain.graph.sequence_ops import map_sequences
+from onnxtrain.graph.builder.copy_nodes import copy_nodes
+from onnxtrain.graph.builder.sequence_ops import map_sequences
+from onnxtrain.graph.captured_values import captured
 
 
 @vjp("SequenceConstruct")
@@ -102,7 +102,7 @@ def optional_get_element(op, dy, x):
 
 
 def _summed(op, grads, x):
-    """Give the gradient of an input of SequenceMap from those of its steps."""
+    """Return the gradient of an input of SequenceMap from those of its steps."""
     if grads is None or isinstance(x.type, ir.SequenceType):
         return grads
     # An empty sequence cannot be joined, so a zero goes in front.
@@ -113,7 +113,7 @@ def _summed(op, grads, x):
 
 
 def _from_front(op, sequence, position):
-    """Give a position of an existing element, or behind the last one, as a number from 0 on."""
+    """Return a position of an existing element, or behind the last one, as a number from 0 on."""
     known = op.constant(position)
     if known is not None and int(known.reshape(-1)[0]) >= 0:
         return position

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import vjp
 from onnxtrain.autodiff.rules.index import positions, scatter_flat, scatter_rows
-from onnxtrain.graph import sizes as Z
-from onnxtrain.graph.sizes import Size
+from onnxtrain.graph.builder import size_arithmetic as Z
+from onnxtrain.graph.builder.size_arithmetic import Size
 
 
 @vjp("Slice")
@@ -58,7 +58,7 @@ class _Cut:
 
 
 def _cuts(op, dy, x, starts, axes, steps) -> list[_Cut] | None:
-    """Give for each sliced axis its step and the padding that restores its size."""
+    """Return for each sliced axis its step and the padding that restores its size."""
     rank = op.rank(x)
     count = op.dims(starts)[0]
     if not isinstance(count, int):

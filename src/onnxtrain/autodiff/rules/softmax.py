@@ -19,7 +19,7 @@ def softmax(op, dy, x, *, y, axis):
 
 
 def _is_guarded(y: ir.Value) -> bool:
-    """Tell whether a Where overwrites part of ``y``.
+    """Return whether a Where overwrites part of ``y``.
 
     Attention does so for rows that are masked as a whole: their softmax is NaN, their ``dy`` zero,
     and the product must not come back as NaN.

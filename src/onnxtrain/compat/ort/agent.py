@@ -62,11 +62,11 @@ class OrtValueCache:
         self._values.setdefault(node_arg_name, value)
 
     def keys(self) -> list[str]:
-        """Give the names."""
+        """Return the names."""
         return list(self._values)
 
     def count(self, node_arg_name: str) -> int:
-        """Give 1 if there is a value of that name, else 0."""
+        """Return 1 if there is a value of that name, else 0."""
         return int(node_arg_name in self._values)
 
     def clear(self) -> None:

@@ -13,15 +13,19 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.compat.ort import onnxblock
-from onnxtrain.compat.ort.embed import INITIAL_LR, embed, manifest_of
+from onnxtrain.compat.ort.build.embed import INITIAL_LR, embed, manifest_of
+from onnxtrain.compat.ort.build.export import domains_of
+from onnxtrain.compat.ort.build.ort_format import write_ort_format
+from onnxtrain.compat.ort.build.tensor_optimizer import (
+    TensorOptimizer,
+    optimizer_model,
+    tensor_optimizer_of,
+)
+from onnxtrain.compat.ort.build.training_models import Built
 from onnxtrain.compat.ort.errors import OrtError, OrtIndexError, OrtTypeError, as_ort_errors
-from onnxtrain.compat.ort.export import domains_of
-from onnxtrain.compat.ort.flat import Flat, flat_of, optimizer_model
 from onnxtrain.compat.ort.onnxblock.accessor import opset_of
 from onnxtrain.compat.ort.onnxblock.optim.optim import ClipGradNorm, _Optimizer
-from onnxtrain.compat.ort.ort_format import write_ort_format
 from onnxtrain.compat.ort.store import Store
-from onnxtrain.compat.ort.training import Built
 from onnxtrain.graph.io import load, save
 
 USE_PATH_THRESHOLD = 2147483648
@@ -173,8 +177,8 @@ def _check_lists(
         )
 
 
-def _flat(block: onnxblock.Block, training: _Training, opset: int) -> Flat:
-    """Give the flat form of an optimizer: the library's own, or a wrapped one."""
+def _flat(block: onnxblock.Block, training: _Training, opset: int) -> TensorOptimizer:
+    """Return the flat form of an optimizer: the library's own, or a wrapped one."""
     assert training.built is not None
     weights = manifest_of(training.built).parameters
     clip = block.clip_grad if isinstance(block, _Optimizer) else None
@@ -188,18 +192,18 @@ def _flat(block: onnxblock.Block, training: _Training, opset: int) -> Flat:
         made = (
             block.to_model_proto() if isinstance(block, onnxblock.ForwardBlock) else accessor.model
         )
-    return flat_of(made, weights)
+    return tensor_optimizer_of(made, weights)
 
 
 def _write(
     folder: Path,
     prefix: str,
     built: Built,
-    flat: Flat | None,
+    flat: TensorOptimizer | None,
     block: onnxblock.Block | None,
     nominal: bool,
 ) -> list[Path]:
-    """Write the files; give the paths of the models."""
+    """Write the files; return the paths of the models."""
     models = [built.training, built.evaluation]
     names = ["training_model.onnx", "eval_model.onnx"]
     specs, state, settings = [], [], {}

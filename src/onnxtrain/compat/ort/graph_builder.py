@@ -17,8 +17,8 @@ from onnxtrain.autodiff.split import Split, split
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
 from onnxtrain.graph.io import load
+from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.simplify import simplify
 
 _KEY = "onnxtrain.agent"
@@ -90,7 +90,7 @@ class Parts:
     gradients: list[str]
 
     def to_text(self) -> str:
-        """Give all of it as text, for the properties of a model."""
+        """Return all of it as text, for the properties of a model."""
         fields = dataclasses.asdict(self)
         for name in ("forward", "backward"):
             fields[name] = base64.b64encode(zlib.compress(fields[name])).decode()
@@ -172,7 +172,7 @@ class OrtModuleGraphBuilder:
         )
 
     def get_gradient_model(self) -> bytes:
-        """Give a model from features and weights to gradients, for a ``TrainingAgent``.
+        """Return a model from features and weights to gradients, for a ``TrainingAgent``.
 
         Run by itself it gives the gradients of the sum of all outputs. The two models that the
         agent runs travel inside of it.
@@ -196,14 +196,14 @@ class OrtModuleGraphBuilder:
         return proto.SerializeToString()
 
     def get_forward_model(self) -> bytes:
-        """Give the model alone, with the weights as inputs."""
+        """Return the model alone, with the weights as inputs."""
         return finish(load(self._initialized())).SerializeToString()
 
     get_model = get_gradient_model
     get_inference_optimized_model = get_forward_model
 
     def get_graph_info(self) -> GraphInfo:
-        """Give the names."""
+        """Return the names."""
         parts, cut = self._built()
         slopes = dict(zip(cut.wrt, parts.gradients, strict=True))
         trained = list(self._config.initializer_names_to_train)

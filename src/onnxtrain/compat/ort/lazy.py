@@ -34,5 +34,5 @@ def __getattr__(name: str) -> Any:
 
 
 def is_ortmodule_available() -> bool:
-    """Tell whether torch is there, which is all that ORTModule needs."""
+    """Return whether torch is there, which is all that ORTModule needs."""
     return importlib.util.find_spec("torch") is not None

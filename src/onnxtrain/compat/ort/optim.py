@@ -47,11 +47,11 @@ class _OptimizerConfig:
             setattr(self, key, value)
 
     def to_optimizer(self) -> optim.Optimizer:
-        """Give the optimizer that does the same."""
+        """Return the optimizer that does the same."""
         raise NotImplementedError
 
     def optimizer_for(self, names: Sequence[str]) -> optim.Optimizer:
-        """Give the optimizer for these weights."""
+        """Return the optimizer for these weights."""
         for group in self.params:
             unknown = [n for n in group["params"] if n not in names]
             if unknown:
@@ -63,8 +63,8 @@ class _OptimizerConfig:
         """The largest joint norm of the gradients."""
         return self.defaults.get("max_norm_clip")
 
-    def groups(self) -> tuple[optim.Group, ...]:
-        """Give the groups; only weight decay may differ between them."""
+    def groups(self) -> tuple[optim.ParamGroup, ...]:
+        """Return the groups; only weight decay may differ between them."""
         found = []
         for group in self.params:
             for key, value in group.items():
@@ -74,12 +74,14 @@ class _OptimizerConfig:
                         f"hint: set {key} for all parameters"
                     )
             decay = group.get("lambda_coef", self.defaults.get("lambda_coef", 0.0))
-            found += [optim.Group(literal(n), weight_decay=float(decay)) for n in group["params"]]
+            found += [
+                optim.ParamGroup(literal(n), weight_decay=float(decay)) for n in group["params"]
+            ]
         return tuple(found)
 
 
 def literal(name: str) -> str:
-    """Give the pattern that matches this name alone."""
+    """Return the pattern that matches this name alone."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
@@ -92,7 +94,7 @@ class SGDConfig(_OptimizerConfig):
         super().__init__("SGDOptimizer", params, {"lr": lr})
 
     def to_optimizer(self) -> optim.Optimizer:
-        """Give SGD."""
+        """Return SGD."""
         return optim.SGD(lr=self.lr)
 
 
@@ -121,7 +123,7 @@ class AdamConfig(_OptimizerConfig):
         super().__init__("AdamOptimizer", params, settings)
 
     def to_optimizer(self) -> optim.Optimizer:
-        """Give AdamW; decay before the update is torch's form, after it that of Hugging Face."""
+        """Return AdamW; decay before the update is torch's form, after it that of Hugging Face."""
         d = self.defaults
         return optim.AdamW(
             lr=self.lr,
@@ -154,7 +156,7 @@ class LambConfig(_OptimizerConfig):
         super().__init__("LambOptimizer", params, settings)
 
     def to_optimizer(self) -> optim.Optimizer:
-        """Give LAMB with these bounds."""
+        """Return LAMB with these bounds."""
         d = self.defaults
         return BoundedLamb(
             lr=self.lr,
@@ -187,7 +189,7 @@ class BoundedLamb(optim.Optimizer):
         )
 
     def _trust(self, u: Update) -> None:
-        u.settle()
+        u.apply_pending_scale()
         op = u.op
 
         def norm(x: ir.Value) -> ir.Value:
@@ -207,16 +209,16 @@ class _LRScheduler:
         self._last_lr: list[float] = []
 
     def factor(self, step: int, base: float) -> float:
-        """Give what the configured learning rate is multiplied with."""
+        """Return what the configured learning rate is multiplied with."""
         raise NotImplementedError
 
     def get_lr(self, train_step_info: TrainStepInfo) -> list[float]:
-        """Give the learning rate of a step."""
+        """Return the learning rate of a step."""
         base = train_step_info.optimizer_config.lr
         return [base * self.factor(train_step_info.optimization_step, base)]
 
     def get_last_lr(self) -> list[float]:
-        """Give the learning rate of the last step."""
+        """Return the learning rate of the last step."""
         return self._last_lr
 
     def _step(self, train_step_info: TrainStepInfo) -> None:
@@ -242,7 +244,7 @@ class _Warmup(_LRScheduler):
         return self.after((step - self._warmup_steps) / span, base)
 
     def after(self, progress: float, base: float) -> float:
-        """Give the factor after the warm-up."""
+        """Return the factor after the warm-up."""
         raise NotImplementedError
 
 

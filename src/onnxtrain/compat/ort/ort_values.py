@@ -12,7 +12,7 @@ from onnxtrain.runtime import session as runtime
 
 
 def items(values: Iterable[Any]) -> list[Any]:
-    """Give the elements of a list or of onnxruntime's vector."""
+    """Return the elements of a list or of onnxruntime's vector."""
     if hasattr(values, "__getitem__") and hasattr(values, "__len__"):
         vector: Any = values  # onnxruntime's vectors want to be indexed
         return [vector[i] for i in range(len(vector))]
@@ -20,7 +20,7 @@ def items(values: Iterable[Any]) -> list[Any]:
 
 
 def as_value(value: Any, device: str) -> Any:
-    """Give a Python OrtValue for a value of either kind, an array or a tensor of DLPack."""
+    """Return a Python OrtValue for a value of either kind, an array or a tensor of DLPack."""
     kind = runtime.runtime().OrtValue
     if isinstance(value, kind):
         return value

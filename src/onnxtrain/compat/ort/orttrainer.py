@@ -17,15 +17,15 @@ from onnxtrain.artifacts import build
 from onnxtrain.checkpoint import save_checkpoint as write_checkpoint
 from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.amp import LossScaler
-from onnxtrain.compat.ort.descriptions import IODescription, ModelDescription, Signature
 from onnxtrain.compat.ort.optim import TrainStepInfo
-from onnxtrain.compat.ort.trainer_options import ORTTrainerOptions
-from onnxtrain.compat.ort.trainer_settings import later_form, old_form
+from onnxtrain.compat.ort.trainer.descriptions import IODescription, ModelDescription, Signature
+from onnxtrain.compat.ort.trainer.options import ORTTrainerOptions
+from onnxtrain.compat.ort.trainer.settings import later_form, old_form
 from onnxtrain.errors import CompatError
 from onnxtrain.graph.io import load
-from onnxtrain.runtime import Trainer
 from onnxtrain.runtime.feeds import to_array
 from onnxtrain.torch import from_torch, last_report
+from onnxtrain.training import Trainer
 
 
 class _WithLoss(nn.Module):
@@ -83,7 +83,7 @@ class ORTTrainer:
         return (self.train_step if self.is_train else self.eval_step)(*args, **kwargs)
 
     def train_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
-        """Train on one batch; give the outputs in the order of the description."""
+        """Train on one batch; return the outputs in the order of the description."""
         s, info = self._settings, self._train_step_info
         values, rest = self._batch(args, kwargs)
         trainer = self._started(values)
@@ -103,7 +103,7 @@ class ORTTrainer:
         return shown[0] if len(shown) == 1 else shown
 
     def eval_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:
-        """Evaluate one batch; give the outputs in the order of the description."""
+        """Evaluate one batch; return the outputs in the order of the description."""
         values, _ = self._batch(args, kwargs)
         trainer = self._started(values)
         result = trainer.evaluate_batch(**self._feeds(values))
@@ -153,7 +153,7 @@ class ORTTrainer:
         return shown
 
     def _started(self, values: Sequence[Any]) -> Trainer:
-        """Give the trainer; the first call exports the model and builds it."""
+        """Return the trainer; the first call exports the model and builds it."""
         if self._trainer is not None:
             return self._trainer
         s = self._settings
@@ -192,7 +192,7 @@ class ORTTrainer:
         return model
 
     def state_dict(self, pytorch_format: bool = False) -> dict[str, torch.Tensor]:
-        """Give the weights by their names in the module."""
+        """Return the weights by their names in the module."""
         if self._trainer is None:
             if self._pending:
                 return dict(self._pending)
@@ -242,7 +242,7 @@ class ORTTrainer:
     def load_checkpoint(
         self, *paths: str | os.PathLike[str], strict: bool = True
     ) -> dict[str, Any]:
-        """Continue from a checkpoint; give the ``user_dict`` that was saved with it."""
+        """Continue from a checkpoint; return the ``user_dict`` that was saved with it."""
         if len(paths) != 1:
             raise CompatError("a checkpoint is one file here\nhint: give one path")
         trainer = self._running("load_checkpoint")
@@ -265,7 +265,7 @@ def _weights(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def _frozen(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Give the float initializers that are not trained."""
+    """Return the float initializers that are not trained."""
     model = load(trainer.artifacts.models["infer"])
     return {
         n: np.array(x.const_value.numpy())
@@ -311,7 +311,7 @@ def load_checkpoint(
     checkpoint_prefix: str = "ORT_checkpoint",
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Let a trainer continue from a checkpoint in a directory; give what was saved beside it."""
+    """Let a trainer continue from a checkpoint in a directory; return what was saved beside it."""
     path = os.path.join(checkpoint_dir, f"{checkpoint_prefix}.safetensors")
     return model.load_checkpoint(path, strict=strict)
 

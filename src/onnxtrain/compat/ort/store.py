@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
-from onnxtrain.checkpoint_ort import is_odtc, read_odtc
+from onnxtrain.checkpoint.ort_checkpoint import is_odtc, read_odtc
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 
 _OPTIMIZER = "optim/"
@@ -50,7 +50,7 @@ class Store:
         frozen: Mapping[str, np.ndarray],
         buffers: Mapping[str, np.ndarray],
     ) -> Store:
-        """Give a fresh store of arrays."""
+        """Return a fresh store of arrays."""
         return cls(list(trainable), list(frozen), {**trainable, **frozen, **buffers})
 
     @property
@@ -64,13 +64,13 @@ class Store:
         return any(n not in self.values for n in self.parameters)
 
     def nominal_copy(self) -> Store:
-        """Give the names without the parameters' values."""
+        """Return the names without the parameters' values."""
         named = {*self.trainable, *self.frozen}
         rest = {n: v for n, v in self.values.items() if n not in named}
         return dataclasses.replace(self, values=rest, state={}, slots={}, gradients={})
 
     def array(self, name: str) -> np.ndarray:
-        """Give a copy of a parameter or statistic."""
+        """Return a copy of a parameter or statistic."""
         return to_array(self.values[name])
 
     def set(self, name: str, array: np.ndarray) -> None:
@@ -142,7 +142,7 @@ class Store:
 
 
 def to_array(value: Tensor) -> np.ndarray:
-    """Give an array of a tensor, which nothing else writes to."""
+    """Return an array of a tensor, which nothing else writes to."""
     return np.array(value) if isinstance(value, np.ndarray) else value.numpy()
 
 
@@ -167,6 +167,6 @@ def _from_odtc(path: str | os.PathLike[str]) -> Store:
 
 
 def _state_name(key: str) -> tuple[str, str]:
-    """Give parameter and slot of ``optim/<slot>/<parameter>``."""
+    """Return parameter and slot of ``optim/<slot>/<parameter>``."""
     slot, parameter = key.removeprefix(_OPTIMIZER).split("/", 1)
     return parameter, slot

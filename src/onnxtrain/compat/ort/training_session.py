@@ -25,11 +25,11 @@ from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.errors import OrtError, OrtTypeError, as_ort_errors
 from onnxtrain.compat.ort.optim import literal
 from onnxtrain.compat.ort.ort_values import as_value
-from onnxtrain.compat.ort.trainer_settings import Attributes
+from onnxtrain.compat.ort.trainer.settings import Attributes
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
-from onnxtrain.runtime import Trainer
+from onnxtrain.training import Trainer
 
 _MOMENTS = {"exp_avg": "Moment_1", "exp_avg_sq": "Moment_2"}
 
@@ -152,17 +152,17 @@ class TrainingSession:
         self.loss_scale_input_name = None
 
     def get_inputs(self) -> list[NodeArg]:
-        """Give what a run is fed: the model's inputs, then the learning rate."""
+        """Return what a run is fed: the model's inputs, then the learning rate."""
         return [*self._inputs, NodeArg(self._rate, "tensor(float)", [1])]
 
     def get_outputs(self) -> list[NodeArg]:
-        """Give what a run can give: the model's outputs."""
+        """Return what a run can give: the model's outputs."""
         return list(self._outputs)
 
     def run(
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], options: Any = None
     ) -> list[np.ndarray]:
-        """Take one training step; give outputs of the model, as they were before the update."""
+        """Take one training step; return outputs of the model, as they were before the update."""
         del options
         known = [y.name for y in self._outputs]
         wanted = list(output_names or known)
@@ -189,7 +189,7 @@ class TrainingSession:
         return [np.array(found[n]) for n in wanted]
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Give weights and the optimizer's state, copied, by their old names."""
+        """Return weights and the optimizer's state, copied, by their old names."""
         tensors, places = self._trainer.state_dict(), self._places()
         found = {name: np.array(tensors[at]) for name, at in places.items()}
         count = np.array([self._trainer.global_step + 1])
@@ -217,7 +217,7 @@ class TrainingSession:
             trainer.load_state_dict(tensors)
 
     def _places(self) -> dict[str, str]:
-        """Give for each old name the key in the trainer's state."""
+        """Return for each old name the key in the trainer's state."""
         found = {p.name: p.name for p in self._trainer.manifest.parameters}
         for spec in self._trainer.manifest.state:
             if spec.slot in _MOMENTS:
@@ -226,7 +226,7 @@ class TrainingSession:
         return found
 
     def is_output_fp32_node(self, output_name: str) -> bool:
-        """Tell whether an output is of float32."""
+        """Return whether an output is of float32."""
         return any(y.name == output_name and y.type == "tensor(float)" for y in self._outputs)
 
 
@@ -251,7 +251,7 @@ def _refuse(parameters: TrainingParameters) -> None:
 
 
 def _to_scalar(model: ir.Model, name: str) -> list[int]:
-    """Let the loss be a scalar, which training wants; give the shape that it had."""
+    """Let the loss be a scalar, which training wants; return the shape that it had."""
     graph = model.graph
     at = next((i for i, y in enumerate(graph.outputs) if y.name == name), None)
     if at is None:

@@ -48,27 +48,27 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Give the name with the variant, which no other case of an opset has."""
+        """Return the name with the variant, which no other case of an opset has."""
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
     @property
     def elements(self) -> int:
-        """Give how many numbers go in and out."""
+        """Return how many numbers go in and out."""
         return sum(a.size for a in (*self.inputs, *self.outputs) if a is not None)
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is a tensor without elements, which many runtimes do not have."""
+        """Return whether there is a tensor without elements, which many runtimes do not have."""
         return any(a is not None and not a.size for a in (*self.inputs, *self.outputs))
 
     @property
     def main(self) -> np.ndarray | None:
-        """Give the first input, if there is one."""
+        """Return the first input, if there is one."""
         return self.inputs[0] if self.inputs else None
 
 
 def model_of(case: Case) -> ir.Model:
-    """Give the case as a model of one node."""
+    """Return the case as a model of one node."""
     values: list[ir.Value | None] = []
     fed, stored = [], []
     for i, array in enumerate(case.inputs):
@@ -107,7 +107,7 @@ def model_of(case: Case) -> ir.Model:
 
 
 def computed(case: Case) -> tuple[np.ndarray | None, ...] | None:
-    """Give the outputs by onnx's reference evaluator, ``None`` where it fails or has odd types."""
+    """Return outputs of onnx's reference evaluator, ``None`` where it fails or has odd types."""
     proto = ir.to_proto(model_of(case))
     feeds = {
         f"x{i}": a for i, a in enumerate(case.inputs) if a is not None and i not in case.stored
@@ -126,7 +126,7 @@ def computed(case: Case) -> tuple[np.ndarray | None, ...] | None:
 def of_proto(
     name: str, model: onnx.ModelProto, inputs: list[Any], outputs: list[Any]
 ) -> Case | None:
-    """Give a node test of onnx as a case; ``None`` if it is no single node over plain tensors."""
+    """Return a node test of onnx as a case; ``None`` if it is no single node over plain tensors."""
     if len(model.graph.node) != 1 or model.graph.node[0].domain or model.graph.initializer:
         return None
     parsed = ir.from_proto(model)

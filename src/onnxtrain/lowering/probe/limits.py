@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from onnxtrain.lowering.draft import default_of
+from onnxtrain.lowering.node_draft import default_of
 
 Entry = dict[str, Any]
 _LONGEST = 120  # characters of a message
@@ -28,7 +28,7 @@ class Finding:
 
 
 def is_right(entry: Entry) -> bool:
-    """Tell whether the runtime gave the right numbers."""
+    """Return whether the runtime gave the right numbers."""
     return entry["status"] == "right"
 
 
@@ -38,7 +38,7 @@ def _type(entry: Entry) -> str:
 
 
 def study(op: str, entries: dict[str, Entry], *, lenient: bool, every_type: list[str]) -> Finding:
-    """Give what is known of an operator.
+    """Return what is known of an operator.
 
     Args:
         op: its name.
@@ -69,7 +69,7 @@ def study(op: str, entries: dict[str, Entry], *, lenient: bool, every_type: list
 
 
 def _told(entries: dict[str, Entry]) -> list[str]:
-    """Give a line for each case, with the opsets."""
+    """Return a line for each case, with the opsets."""
     opsets: dict[str, list[int]] = {}
     texts: dict[str, str] = {}
     for name, entry in entries.items():
@@ -82,7 +82,7 @@ def _told(entries: dict[str, Entry]) -> list[str]:
 def _split(
     entries: dict[str, Entry], key: Callable[[Entry], Any]
 ) -> tuple[set[Any], set[Any], dict[str, Entry]]:
-    """Give the keys that are right at least once, those that never are, and the former's rows."""
+    """Return the keys that are right at least once, those that never are, and the former's rows."""
     good = {key(e) for e in entries.values() if is_right(e)}
     bad = {key(e) for e in entries.values()} - good
     return good, bad, {k: e for k, e in entries.items() if key(e) not in bad}
@@ -131,7 +131,7 @@ def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[
 
 
 def _family(name: str) -> str:
-    """Give the name of a case without its opset, rank and batch."""
+    """Return the name of a case without its opset, rank and batch."""
     return _SIZES.sub("", name.rpartition("@")[0])
 
 

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from onnxtrain.errors import MissingExtraError, ProbeError
-from onnxtrain.lowering.probe.pack import read_pack
+from onnxtrain.lowering.probe.bundle import read_bundle
 
 RUNTIMES = ("onnxruntime", "tract", "opencv")
 _MISSING = 3  # exit code of the runner
@@ -17,7 +17,7 @@ _MISSING = 3  # exit code of the runner
 def run_pack(
     folder: Path, runtime: str, output: Path, *, provider: str = "", python: str = sys.executable
 ) -> str:
-    """Run every node of a pack, write what became of each, and give the counts in words.
+    """Run every node of a pack, write what became of each, and return the counts in words.
 
     Args:
         folder: of the pack.
@@ -37,7 +37,7 @@ def run_pack(
         )
     if provider and runtime != "onnxruntime":
         raise ProbeError(f"{runtime} has no providers\nhint: leave out --provider {provider}")
-    read_pack(folder)
+    read_bundle(folder)
     script = resources.files("onnxtrain.lowering.probe") / "files" / "probe.py"
     with resources.as_file(script) as path:
         command = [python, path, runtime, "--pack", folder, "-o", output, f"--provider={provider}"]

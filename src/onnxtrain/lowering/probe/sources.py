@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.draft import default_of
+from onnxtrain.lowering.node_draft import default_of
 from onnxtrain.lowering.probe.case import TYPES, Case, computed, of_proto
 
 _RANDOM = frozenset(
@@ -23,7 +23,7 @@ _LARGEST = 8192  # numbers in and out
 
 
 def onnx_cases() -> list[Case]:
-    """Give the node tests of the installed onnx that have one answer, small ones first."""
+    """Return the node tests of the installed onnx that have one answer, small ones first."""
     state = np.random.get_state()
     np.random.seed(0)  # onnx draws the inputs from numpy's global generator
     try:
@@ -51,7 +51,7 @@ def _is_random(case: Case) -> bool:
 
 
 def _newest(case: Case) -> Case:
-    """Give the case at the newest version of its operator, if that has the same signature."""
+    """Return the case at the newest version of its operator, if that has the same signature."""
     newest = onnx.defs.onnx_opset_version()
     a, b = (S.schema_of(case.op, o) for o in (case.opset, newest))
     if a is None or b is None or a.since_version == b.since_version or b.deprecated:
@@ -63,7 +63,7 @@ def _newest(case: Case) -> Case:
 
 
 def own_cases() -> list[Case]:
-    """Give casts, activations, and layers of 1 to 3 dimensions for one picture and two."""
+    """Return casts, activations, and layers of 1 to 3 dimensions for one picture and two."""
     found = [*_casts(), *_activations()]
     for axes in (1, 2, 3):
         for batch in (1, 2):
@@ -72,7 +72,7 @@ def own_cases() -> list[Case]:
 
 
 def _last(op: str) -> int:
-    """Give the newest version of an operator."""
+    """Return the newest version of an operator."""
     schema = S.schema_of(op, onnx.defs.onnx_opset_version())
     assert schema is not None
     return schema.since_version

@@ -7,10 +7,10 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.simplify import remove_dead
-from onnxtrain.lowering.draft import UnfitError
+from onnxtrain.lowering.destination import NEWEST, OLDEST, Destination
 from onnxtrain.lowering.forms import respell
+from onnxtrain.lowering.node_draft import UnfitError
 from onnxtrain.lowering.probe.case import Case, model_of
-from onnxtrain.lowering.target import NEWEST, OLDEST, Target
 
 _LAST = onnx.defs.onnx_opset_version()
 
@@ -21,7 +21,7 @@ def _since(op: str, opset: int) -> int:
 
 
 def versions(case: Case, opsets: list[int]) -> list[int]:
-    """Give the opsets, newest first, at which the operator differs from the next one's."""
+    """Return the opsets, newest first, at which the operator differs from the next one's."""
     found: dict[int, int] = {}
     for opset in sorted(opsets, reverse=True):
         schema = S.schema_of(case.op, min(opset, case.opset))
@@ -31,7 +31,7 @@ def versions(case: Case, opsets: list[int]) -> list[int]:
 
 
 def spelled(case: Case, opset: int) -> onnx.ModelProto | None:
-    """Give the model at an opset, ``None`` if it is not one node there."""
+    """Return the model at an opset, ``None`` if it is not one node there."""
     if case.op == "Dropout" and len(case.outputs) > 1 and opset < 12:
         return None  # what the mask is where nothing is dropped was not said then
     model = model_of(case)
@@ -47,7 +47,7 @@ def spelled(case: Case, opset: int) -> onnx.ModelProto | None:
     remove_dead(model)
     if len(model.graph) != 1:
         return None
-    target = Target(opset, opset)
+    target = Destination(opset, opset)
     model.ir_version = target.ir_version
     if target.initializers_as_inputs:
         listed = set(model.graph.inputs)

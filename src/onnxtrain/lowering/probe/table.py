@@ -11,8 +11,8 @@ import onnx
 
 from onnxtrain.errors import ProbeError
 from onnxtrain.graph import shapes as S
+from onnxtrain.lowering.probe.bundle import FORMAT
 from onnxtrain.lowering.probe.limits import Entry, is_right, study
-from onnxtrain.lowering.probe.pack import FORMAT
 from onnxtrain.lowering.profile import Profile, covers
 
 _SHOWN = 3  # remarks about an operator
@@ -20,7 +20,7 @@ _PREFERRED = 21  # the working opset: nothing has to be respelled for it
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Give what a runner has written.
+    """Return what a runner has written.
 
     Raises:
         ProbeError: if it is something else.
@@ -37,7 +37,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def profile_of(results: dict[str, Any], name: str, base: Profile | None = None) -> dict[str, Any]:
-    """Give a profile, in its JSON form, of what a runtime did right.
+    """Return a profile, in its JSON form, of what a runtime did right.
 
     Args:
         results: from ``read_results``.
@@ -91,7 +91,7 @@ def profile_of(results: dict[str, Any], name: str, base: Profile | None = None) 
 
 
 def text_of(profile: dict[str, Any]) -> str:
-    """Give a profile as text, one line for each operator."""
+    """Return a profile as text, one line for each operator."""
     parts = [f" {json.dumps(k)}: {_lines(v)}" for k, v in profile.items()]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -109,7 +109,7 @@ def _lines(value: Any) -> str:
 
 
 def _types(op: str) -> list[str]:
-    """Give the types that the standard has for the first input of an operator, in any version."""
+    """Return the types that the standard has for the first input of an operator, in any version."""
     found = set()
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.name != op or schema.domain or not schema.inputs:
@@ -123,7 +123,7 @@ def _types(op: str) -> list[str]:
 
 
 def _unprobed(op: str, probed: list[int], base: Profile | None) -> list[int]:
-    """Give the versions that no node of the pack has, and the base does."""
+    """Return the versions that no node of the pack has, and the base does."""
     if base is None or op not in base.ops:
         return []
     since = base.ops[op].get("since")

@@ -34,7 +34,7 @@ _POSITIVE = frozenset({"Div", "Mod", "Pow", "BitShift", "Reciprocal", "Sqrt", "L
 
 
 def stored(case: Case) -> Case:
-    """Give the case with weights and parameters inside the model."""
+    """Return the case with weights and parameters inside the model."""
     schema = S.schema_of(case.op, case.opset)
     if schema is None or case.stored:
         return case
@@ -50,14 +50,14 @@ def stored(case: Case) -> Case:
 
 
 def fed(case: Case) -> Case | None:
-    """Give the case with nothing inside the model, ``None`` if that is so already."""
+    """Return the case with nothing inside the model, ``None`` if that is so already."""
     if not case.stored:
         return None
     return dataclasses.replace(case, stored=frozenset(), variant="fed")
 
 
 def in_types(case: Case) -> Iterator[Case]:
-    """Give the case in other types that the standard allows there."""
+    """Return the case in other types that the standard allows there."""
     schema = S.schema_of(case.op, case.opset)
     main = case.main
     if schema is None or main is None or main.dtype != np.float32 or not schema.inputs:
@@ -80,7 +80,7 @@ def in_types(case: Case) -> Iterator[Case]:
 
 
 def in_ranks(case: Case) -> Iterator[Case]:
-    """Give a node that works element by element with 1 and with 5 axes."""
+    """Return a node that works element by element with 1 and with 5 axes."""
     arrays = [a for a in (*case.inputs, *case.outputs) if a is not None]
     alike = len({a.shape for a in arrays}) == 1 and not case.attributes and not case.stored
     if not alike or not arrays[0].ndim or not arrays[0].size:
@@ -114,5 +114,5 @@ def _cast(array: np.ndarray, name: str, op: str) -> np.ndarray:
 
 
 def type_name(array: np.ndarray) -> str:
-    """Give the name that onnx has for the type of an array."""
+    """Return the name that onnx has for the type of an array."""
     return NAMES[array.dtype]

@@ -203,5 +203,5 @@ def cosh(op, x):
 
 
 def _negative(op, x):
-    """Give ``min(x, 0)`` as ``-relu(-x)``: exact, and no broadcasting."""
+    """Return ``min(x, 0)`` as ``-relu(-x)``: exact, and no broadcasting."""
     return op.Neg(op.Relu(op.Neg(x)))

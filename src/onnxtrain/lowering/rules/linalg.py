@@ -7,9 +7,10 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.errors import ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.equation import spell_out
+from onnxtrain.graph.shapes.equation import spell_out
 from onnxtrain.lowering.registry import lower
 
 _FLOAT, _DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -44,7 +45,7 @@ def einsum(op, *operands, equation):
 
 
 def _sizes_agree(op: OpBuilder, terms, operands) -> bool:
-    """Tell whether no letter broadcasts: its size is the same everywhere."""
+    """Return whether no letter broadcasts: its size is the same everywhere."""
     sizes: dict[str, set] = {}
     for term, x in zip(terms, operands, strict=True):
         for letter, d in zip(term, op.dims(x), strict=True):
@@ -111,7 +112,7 @@ def _product(size: dict, letters: list[str]):
 def _reshape(op: OpBuilder, x: ir.Value, sizes: list) -> ir.Value:
     """Reshape; one size may be open."""
     if sum(s is None for s in sizes) > 1:
-        raise S.ShapeError("two products of symbolic sizes in one reshape")
+        raise ShapeError("two products of symbolic sizes in one reshape")
     return op.reshape(x, [-1 if s is None else s for s in sizes])
 
 

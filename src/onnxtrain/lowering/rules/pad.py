@@ -71,7 +71,7 @@ def _one(op: OpBuilder, x: ir.Value, axis: int, i: int) -> ir.Value:
 
 
 def _block(op: OpBuilder, x: ir.Value, axis: int, count: int, filler) -> ir.Value | None:
-    """Give ``count`` slices of one value."""
+    """Return ``count`` slices of one value."""
     assert x.dtype is not None
     dims: list[Any] = list(op.dims(x))
     dims[axis] = count

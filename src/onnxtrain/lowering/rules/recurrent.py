@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.decompositions import recurrent, signal
+from onnxtrain.graph.prepare.decompositions import recurrent, signal
 from onnxtrain.lowering.inlining import inline
 from onnxtrain.lowering.registry import lower
 

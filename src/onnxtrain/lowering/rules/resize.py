@@ -108,7 +108,7 @@ _KEPT = (
 
 
 def _table(node: ir.Node, n: int, m: int, factor: float | None) -> np.ndarray:
-    """Give the matrix [m, n] that one axis is multiplied with."""
+    """Return the matrix [m, n] that one axis is multiplied with."""
     kept = [a for name, a in node.attributes.items() if name in _KEPT]
     names = ["x", "", "scales"] if factor is not None else ["x", "", "", "sizes"]
     proto = onnx.NodeProto(op_type="Resize", input=names, output=["y"])

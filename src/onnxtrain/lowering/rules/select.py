@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.lowering.finite import may_be_infinite
 from onnxtrain.lowering.registry import lower
+from onnxtrain.lowering.value_range import may_be_infinite
 
 _BOOL, _INT64, _DOUBLE = ir.DataType.BOOL, ir.DataType.INT64, ir.DataType.DOUBLE
 _MOST = 1 << 22  # elements: positions of a larger tensor would make the file large

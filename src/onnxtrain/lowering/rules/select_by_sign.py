@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.lowering.finite import may_be_infinite
 from onnxtrain.lowering.registry import lower
+from onnxtrain.lowering.value_range import may_be_infinite
 
 _MOVING = ("Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
@@ -26,7 +26,7 @@ def cast_of_a_comparison(op, x, *, to, saturate):
 
 
 def _mask(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
-    """Give a condition as 0 and 1, ``None`` if it is not made of comparisons of finite floats."""
+    """Return a condition as 0 and 1, ``None`` if it is not made of comparisons of finite floats."""
     array = op.constant(x)
     if array is not None:
         return op.const(array.astype(np.float32), dtype)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.graph import dims as D
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.shapes import dims as D
 from onnxtrain.lowering.registry import lower
 
 _INT64 = ir.DataType.INT64
@@ -217,7 +217,7 @@ def by_position(op, x, shape=None, *, node):
 
 
 def _flat(op, x, order):
-    """Give the elements as a vector, and which they are; made of slices along the short axes."""
+    """Return the elements as a vector, and which they are; made of slices along the short axes."""
     if not order.ndim:
         return op.Unsqueeze(x, [0]), order.reshape(1)
     slices = 1

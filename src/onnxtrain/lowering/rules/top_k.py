@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxtrain.lowering.finite import may_be_infinite
 from onnxtrain.lowering.registry import lower
+from onnxtrain.lowering.value_range import may_be_infinite
 
 _MOST = 64  # elements that are looked for one by one
 _WIDEST = 1024  # the table of what is taken out has the square of this

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.lowering.bool_as_int import BOOL, WHOLE, as_integer
 from onnxtrain.lowering.registry import lower
-from onnxtrain.lowering.truth import BOOL, WHOLE, as_integer
 
 _BASE = 2048  # digits; three of them are more than 32 bits
 

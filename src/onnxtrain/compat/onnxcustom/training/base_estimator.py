@@ -45,7 +45,7 @@ class BaseEstimator:
         runtime_device(device)
 
     def __sklearn_tags__(self) -> Any:
-        """Give scikit-learn's description of an estimator: nothing special."""
+        """Return scikit-learn's description of an estimator: nothing special."""
         from sklearn.base import BaseEstimator as SklearnEstimator
 
         return SklearnEstimator().__sklearn_tags__()
@@ -55,7 +55,7 @@ class BaseEstimator:
         return [n for n in inspect.signature(cls.__init__).parameters if n != "self"]
 
     def get_params(self, deep: bool = False) -> dict[str, Any]:
-        """Give the settings as they were given."""
+        """Return the settings as they were given."""
         del deep
         return dict(self._given)
 
@@ -97,7 +97,7 @@ class BaseEstimator:
         return save_onnx_graph(self, folder, prefix, suffix)
 
     def get_trained_onnx(self, model: onnx.ModelProto | None = None) -> onnx.ModelProto:
-        """Give the model, or another one with the same weights, as trained."""
+        """Return the model, or another one with the same weights, as trained."""
         return replace_initializers(model or self.model_onnx, self._trained())
 
     @property
@@ -111,7 +111,7 @@ class BaseEstimator:
         return self._values
 
     def _initial(self) -> dict[str, np.ndarray]:
-        """Give the weights to start from: those of the model, or noise unless ``warm_start``."""
+        """Return the weights to start from: those of the model, or noise unless ``warm_start``."""
         if self.warm_start and hasattr(self, "_values"):
             return self._values
         found = {}
@@ -165,16 +165,16 @@ class BaseEstimator:
         return float(total / len(data))
 
     def _batch(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
-        """Train on one batch; give the sum of its losses."""
+        """Train on one batch; return the sum of its losses."""
         raise NotImplementedError
 
     def _evaluate(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
-        """Give the sum of the losses of one batch."""
+        """Return the sum of the losses of one batch."""
         raise NotImplementedError
 
 
 def validation_interval(validation_every: float, max_iter: int) -> int:
-    """Give the number of iterations between two validations; a fraction is one of ``max_iter``."""
+    """Return how many iterations are between two validations; a fraction is one of ``max_iter``."""
     if validation_every < 1:
         return max(int(max_iter * validation_every), 1)
     return int(validation_every)

@@ -71,7 +71,7 @@ class OrtDataLoader:
         return tuple(numpy_to_ort_value(a, self.device) for a in self.data_np)
 
     def windows(self) -> Iterator[slice]:
-        """Give the rows of each batch of an epoch."""
+        """Return the rows of each batch of an epoch."""
         rows, size = len(self), self.batch_size
         if rows <= size or not self.random_iter:
             yield from (slice(at, min(at + size, rows)) for at in range(0, rows, size))
@@ -80,17 +80,17 @@ class OrtDataLoader:
             yield slice(at, at + size)
 
     def iter_numpy(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Give batches as arrays."""
+        """Return batches as arrays."""
         for rows in self.windows():
             yield tuple(a[rows] for a in self.data_np)
 
     def iter_ortvalue(self) -> Iterator[tuple[Any, ...]]:
-        """Give batches as values of onnxruntime."""
+        """Return batches as values of onnxruntime."""
         for batch in self.iter_numpy():
             yield tuple(numpy_to_ort_value(a, self.device) for a in batch)
 
     def iter_bind(self, bind: Any, names: Sequence[str]) -> Iterator[int]:
-        """Bind each batch to the inputs of a session; give its number of rows."""
+        """Bind each batch to the inputs of a session; return its number of rows."""
         for batch in self.iter_ortvalue():
             for name, value in zip(names, batch, strict=False):
                 bind.bind_ortvalue_input(name, value)

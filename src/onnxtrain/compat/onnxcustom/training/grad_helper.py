@@ -13,7 +13,7 @@ from onnxtrain.autodiff.gradients import parameters, vjp
 from onnxtrain.errors import CompatError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.simplify import simplify
 
 
@@ -36,7 +36,7 @@ def onnx_derivative(
     label: str | None = None,
     path_name: Any = None,
 ) -> onnx.ModelProto:
-    """Give a graph that computes gradients of a model.
+    """Return a graph that computes gradients of a model.
 
     Its inputs are the model's, the weights, and ``<output>_grad`` for each output; its outputs are
     the gradients of inputs and weights.

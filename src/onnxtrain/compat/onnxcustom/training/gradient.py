@@ -11,15 +11,15 @@ from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import BaseLearningPenalty
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.graph.versions import IR_VERSION, OPSET
 
 
 def penalty_gradient(
     penalty: BaseLearningPenalty, model: onnx.ModelProto, names: Sequence[str]
 ) -> onnx.ModelProto | None:
-    """Give a graph from weights to the penalty and its gradients; ``None`` if there is none."""
+    """Return a graph from weights to the penalty and its gradients; ``None`` if there is none."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="penalty")
     op = OpBuilder(graph)
     known = {t.name: ir.from_proto(t) for t in model.graph.initializer}

@@ -130,7 +130,7 @@ class OrtGradientOptimizer(BaseEstimator):
         return float(loss.reshape(-1)[0])
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Give the trained weights by name."""
+        """Return the trained weights by name."""
         return self.trained_coef_
 
     def set_state(self, state_dict: dict[str, np.ndarray]) -> None:

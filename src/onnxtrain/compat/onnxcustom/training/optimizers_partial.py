@@ -150,22 +150,22 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
         return to_numpy(found)
 
     def losses(self, X: Any, y: Any, sample_weight: Any = None) -> np.ndarray:
-        """Give the loss of each row."""
+        """Return the loss of each row."""
         return self._scores(X, np.asarray(y), sample_weight).sum(axis=1)
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Give the negative mean loss: higher is better."""
+        """Return the negative mean loss: higher is better."""
         return -float(np.mean(self.losses(X, y, sample_weight)))
 
     def get_full_state(self, kind: Any = "weight") -> Any:
-        """Give values for features (``None``) and weights; a list of kinds gives a list."""
+        """Return values for features (``None``) and weights; a list of kinds gives a list."""
         if isinstance(kind, list | tuple):
             return [self.get_full_state(k) for k in kind]
         free = [None] * len(self.train_session_.input_names)
         return [*free, *self.get_state(kind)]
 
     def get_state(self, kind: str = "weight") -> list[Any]:
-        """Give the weights, or the gradients of the last batch, in the order of the names."""
+        """Return the weights, or the gradients of the last batch, in the order of the names."""
         values: dict[str, Any] = self._trained()
         if kind == "grad":
             values = self._velocity if self.needs_grad else self._slopes

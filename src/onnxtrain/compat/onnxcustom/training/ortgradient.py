@@ -151,7 +151,7 @@ class OrtGradientForwardBackward:
         self._build()
 
     def get_initializer(self, name: str, exc: bool = True) -> np.ndarray | None:
-        """Give the value of an initializer; without ``exc``, ``None`` if there is none."""
+        """Return the value of an initializer; without ``exc``, ``None`` if there is none."""
         for tensor in self.onnx_model.graph.initializer:
             if tensor.name == name:
                 return np.array(ir.from_proto(tensor).numpy())
@@ -161,7 +161,7 @@ class OrtGradientForwardBackward:
         return None
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
-        """Give a function with states of its own."""
+        """Return a function with states of its own."""
         return self.cls_type_()
 
     def save_onnx_graph(
@@ -194,13 +194,13 @@ class OrtGradientForwardBackwardFunction:
 
     @staticmethod
     def input_to_ort(tensors: Iterable[Any], devices: Any = None, debug: bool = False) -> list[Any]:
-        """Give values of onnxruntime."""
+        """Return values of onnxruntime."""
         del devices, debug
         return [numpy_to_ort_value(to_numpy(t), "cpu") for t in tensors]
 
     @staticmethod
     def device_name(device: Any) -> str:
-        """Give the name of a device."""
+        """Return the name of a device."""
         from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import ort_device_to_string
 
         return ort_device_to_string(device)
@@ -219,7 +219,7 @@ class OrtGradientForwardBackwardFunction:
     def forward(
         self, inputs: Iterable[Any], training: bool = False, forward_outputs_cache: Any = None
     ) -> list[Any]:
-        """Give the outputs for features and weights, in the order of the model.
+        """Return the outputs for features and weights, in the order of the model.
 
         Args:
             inputs: features, then weights: arrays or values of onnxruntime.
@@ -244,7 +244,7 @@ class OrtGradientForwardBackwardFunction:
     def backward(
         self, grad_outputs: Iterable[Any], backward_outputs_cache: Any = None
     ) -> list[Any]:
-        """Give the gradient of every input and weight, from the gradients of the outputs.
+        """Return the gradient of every input and weight, from the gradients of the outputs.
 
         The last forward pass that had no backward pass yet is taken. What is not a float has a
         gradient of ``None``.

@@ -12,7 +12,7 @@ class Part:
     """An object with settings that can be compared, printed, pickled and saved."""
 
     def get_params(self, deep: bool = False) -> dict[str, Any]:
-        """Give the settings."""
+        """Return the settings."""
         del deep
         names = inspect.signature(type(self).__init__).parameters
         return {n: getattr(self, n) for n in names if n != "self" and hasattr(self, n)}

@@ -22,9 +22,9 @@ from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
 )
 from onnxtrain.errors import CompatError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.graph.versions import IR_VERSION, OPSET
 from onnxtrain.losses.binary import softplus
 from onnxtrain.runtime import session as runtime
 
@@ -98,20 +98,20 @@ class BaseLearningLoss(Part):
     def loss_gradient(
         self, device: Any, expected: Any, predicted: Any, weight: Any = None
     ) -> tuple[Any, Any]:
-        """Give the loss ``[1, 1]`` and its gradient with respect to the prediction."""
+        """Return the loss ``[1, 1]`` and its gradient with respect to the prediction."""
         found = self._run("loss_grad_onnx_", expected, predicted, weight)
         loss, slope = found
         slope = slope.reshape(to_numpy(predicted).shape)
         return numpy_to_ort_value(loss, "cpu"), numpy_to_ort_value(slope, device)
 
     def loss_scores(self, device: Any, expected: Any, predicted: Any, weight: Any = None) -> Any:
-        """Give the loss of each observation."""
+        """Return the loss of each observation."""
         (found,) = self._run("loss_score_onnx_", expected, predicted, weight)
         return numpy_to_ort_value(found, device)
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningLoss:
-        """Give the loss that a name stands for; a loss is given back."""
+        """Return the loss that a name stands for; a loss is given back."""
         if isinstance(class_name, BaseLearningLoss):
             return class_name
         for names, kind in _NAMES.items():

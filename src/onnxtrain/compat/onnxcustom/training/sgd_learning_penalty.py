@@ -21,13 +21,13 @@ class BaseLearningPenalty(Part):
         raise NotImplementedError
 
     def penalty_loss(self, device: Any, loss: Any, *weights: Any) -> Any:
-        """Give the loss with the penalty of some weights added to it."""
+        """Return the loss with the penalty of some weights added to it."""
         del weights, device
         return loss
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningPenalty:
-        """Give the penalty that a name stands for; a penalty is given back."""
+        """Return the penalty that a name stands for; a penalty is given back."""
         if isinstance(class_name, BaseLearningPenalty):
             return class_name
         if class_name in (None, ""):
@@ -63,7 +63,7 @@ class ElasticLearningPenalty(BaseLearningPenalty):
         return total
 
     def penalty_loss(self, device: Any, loss: Any, *weights: Any) -> Any:
-        """Give the loss with the penalty added."""
+        """Return the loss with the penalty added."""
         arrays = [to_numpy(w) for w in weights]
         extra = sum(self.l1 * np.abs(w).sum() + self.l2 * np.square(w).sum() for w in arrays)
         return numpy_to_ort_value((to_numpy(loss) + extra).astype(np.float32), device)

@@ -11,8 +11,8 @@ import onnx_ir as ir
 from onnxtrain.compat.onnxcustom.training.parts import Part
 from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import runtime_device
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
-from onnxtrain.graph.versions import IR_VERSION, OPSET
+from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.runtime import session as runtime
 
 
@@ -43,7 +43,7 @@ class BaseLearningRate(Part):
         raise NotImplementedError
 
     def loop(self, n: int = 1000) -> Iterator[float]:
-        """Give the first ``n`` values."""
+        """Return the first ``n`` values."""
         self.init_learning_rate()
         for i in range(n):
             yield self.value
@@ -58,12 +58,12 @@ class BaseLearningRate(Part):
     def update_weights(
         self, weight: np.ndarray, gradient: np.ndarray, batch_size: int, velocity: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Give the new weight, and the new velocity."""
+        """Return the new weight, and the new velocity."""
         raise NotImplementedError
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningRate:
-        """Give the learning rate that a name or a number stands for."""
+        """Return the learning rate that a name or a number stands for."""
         if isinstance(class_name, BaseLearningRate):
             return class_name
         if isinstance(class_name, float | int):
@@ -139,7 +139,7 @@ class LearningRateSGD(BaseLearningRate):
     def update_weights(
         self, weight: np.ndarray, gradient: np.ndarray, batch_size: int, velocity: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Give the new weight."""
+        """Return the new weight."""
         feeds = self._feeds(weight, gradient, batch_size)
         (new,) = runtime.run(self._sessions["axpy"], None, feeds)
         return new.reshape(weight.shape).astype(weight.dtype), None
@@ -192,7 +192,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
     def update_weights(
         self, weight: np.ndarray, gradient: np.ndarray, batch_size: int, velocity: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Give the new weight and the new velocity."""
+        """Return the new weight and the new velocity."""
         feeds = self._feeds(weight, gradient, batch_size)
         start = np.zeros(weight.size, np.float32) if velocity is None else np.ravel(velocity)
         new, z = runtime.run(self._sessions["axpy"], None, {**feeds, "Z1": start})

@@ -14,7 +14,7 @@ from onnxtrain.graph import shapes as S
 
 
 def onnx_rename_weights(onx: onnx.ModelProto) -> onnx.ModelProto:
-    """Rename initializers to ``I0_x``, ``I1_y`` ... in place, in their order; give the model.
+    """Rename initializers to ``I0_x``, ``I1_y`` ... in place, in their order; return the model.
 
     The old classes wanted sorted names; these do not, but programs may expect the new ones.
     """
@@ -41,7 +41,7 @@ def _rename(graph: onnx.GraphProto, new: dict[str, str]) -> None:
 
 
 def replace_initializers(onx: onnx.ModelProto, values: dict[str, np.ndarray]) -> onnx.ModelProto:
-    """Give a copy of a model with other values of initializers."""
+    """Return a copy of a model with other values of initializers."""
     copy = onnx.ModelProto()
     copy.CopyFrom(onx)
     for tensor in copy.graph.initializer:
@@ -52,7 +52,7 @@ def replace_initializers(onx: onnx.ModelProto, values: dict[str, np.ndarray]) ->
 
 
 def weights_as_inputs(onx: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
-    """Give the model with some initializers as inputs, after its own."""
+    """Return the model with some initializers as inputs, after its own."""
     work = ir.from_proto(onx)
     for name in names:
         value = work.graph.initializers.pop(name)
@@ -66,7 +66,7 @@ def weights_as_inputs(onx: onnx.ModelProto, names: list[str]) -> onnx.ModelProto
 
 
 def float_initializers(onx: onnx.ModelProto) -> list[str]:
-    """Give the names of all float initializers."""
+    """Return the names of all float initializers."""
     known = ir.from_proto(onx).graph.initializers
     return [n for n, x in known.items() if S.is_float(x)]
 
@@ -74,7 +74,7 @@ def float_initializers(onx: onnx.ModelProto) -> list[str]:
 def save_onnx_graph(
     obj: Any, folder: Any, prefix: str | None = None, suffix: str | None = None
 ) -> dict[str, Any]:
-    """Write every ONNX graph that an object and its parts hold; give the files by attribute.
+    """Write every ONNX graph that an object and its parts hold; return the files by attribute.
 
     Args:
         obj: has ONNX models among its attributes.

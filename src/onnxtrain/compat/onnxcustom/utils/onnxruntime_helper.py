@@ -18,7 +18,7 @@ def _native() -> Any:
 
 
 def get_ort_device(device: Any) -> Any:
-    """Give onnxruntime's device for ``"cpu"``, ``"cuda"``, ``"gpu"``, ``"cuda:1"`` or a device."""
+    """Return onnxruntime's device for ``"cpu"``, ``"cuda"``, ``"gpu"``, ``"cuda:1"`` or another."""
     if not isinstance(device, str):
         return device
     kind, _, number = device.partition(":")
@@ -32,7 +32,7 @@ def get_ort_device(device: Any) -> Any:
 
 
 def ort_device_to_string(device: Any) -> str:
-    """Give the name of a device."""
+    """Return the name of a device."""
     if isinstance(device, str):
         return device
     kind = "cpu" if device.device_type() == _native().OrtDevice.cpu() else "cuda"
@@ -40,21 +40,21 @@ def ort_device_to_string(device: Any) -> str:
 
 
 def device_to_providers(device: Any) -> list[str]:
-    """Give the execution providers for a device."""
+    """Return the execution providers for a device."""
     if ort_device_to_string(device) == "cpu":
         return ["CPUExecutionProvider"]
     return ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
 
 def runtime_device(device: Any) -> str:
-    """Give ``"cpu"`` or ``"cuda"``; refuse what this installation does not have."""
+    """Return ``"cpu"`` or ``"cuda"``; refuse what this installation does not have."""
     kind = ort_device_to_string(device).partition(":")[0].replace("gpu", "cuda")
     runtime.check_device(kind)
     return kind
 
 
 def numpy_to_ort_value(array: np.ndarray, device: Any = "cpu") -> Any:
-    """Give an OrtValue with the content of an array."""
+    """Return an OrtValue with the content of an array."""
     kind = ort_device_to_string(device).partition(":")[0].replace("gpu", "cuda")
     factory = runtime.runtime().OrtValue
     if kind != "cpu" or not array.size:
@@ -66,11 +66,11 @@ def numpy_to_ort_value(array: np.ndarray, device: Any = "cpu") -> Any:
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """Give the array in an OrtValue of either kind, or the array itself."""
+    """Return the array in an OrtValue of either kind, or the array itself."""
     return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
 
 
 def create_session(model: onnx.ModelProto, device: str) -> Any:
-    """Give a session; small models get one thread: several pools would wait for each other."""
+    """Return a session; small models get one thread: several pools would wait for each other."""
     data = model.SerializeToString()
     return runtime.create(data, device=device, threads=1 if len(data) < _SMALL else None)

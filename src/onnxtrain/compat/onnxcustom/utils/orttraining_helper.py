@@ -9,12 +9,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.opening import open_model
+from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import ElasticLearningPenalty
 from onnxtrain.errors import CompatError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.finish import finish
+from onnxtrain.graph.io.finish import finish
 from onnxtrain.losses.binary import BCE
 
 LOSS_PREFIX = "loss/"  # of what the loss adds; its constants are no weights
@@ -22,7 +22,7 @@ _SCORES = ("squared_error", "l2", "absolute_error", "l1", "elastic", "log")
 
 
 def get_train_initializer(onx: onnx.ModelProto) -> dict[str, tuple[np.ndarray, onnx.TensorProto]]:
-    """Give the float initializers of a model: array and tensor by name."""
+    """Return the float initializers of a model: array and tensor by name."""
     found = {}
     for tensor in onx.graph.initializer:
         kind = ir.DataType(tensor.data_type)
@@ -41,7 +41,7 @@ def add_loss_output(
     output_index: int | str | None = None,
     **kwargs: Any,
 ) -> onnx.ModelProto:
-    """Give the model with a loss ``[1, 1]`` as first output, its own prediction as second.
+    """Return the model with a loss ``[1, 1]`` as first output, its own prediction as second.
 
     Args:
         onx: a model; it is not changed.
@@ -56,7 +56,7 @@ def add_loss_output(
     """
     if score_name not in _SCORES:
         raise NotImplementedError(f"no such score: {score_name!r}\nhint: {', '.join(_SCORES)}")
-    work = open_model(onx)
+    work = load_normalized(onx)
     graph = work.graph
     predicted = _prediction(graph, output_index)
     op = OpBuilder(graph, LOSS_PREFIX)

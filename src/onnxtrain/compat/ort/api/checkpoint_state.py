@@ -135,7 +135,7 @@ class CheckpointState:
 
     @classmethod
     def load_checkpoint(cls, checkpoint_uri: str | os.PathLike[str]) -> CheckpointState:
-        """Give the state in a checkpoint file: full or nominal, ours or onnxruntime-training's."""
+        """Return the state in a checkpoint: full or nominal, ours or onnxruntime-training's."""
         return cls(Store.load(checkpoint_uri))
 
     @classmethod

@@ -10,8 +10,8 @@ import numpy as np
 
 from onnxtrain.compat.ort.api.checkpoint_state import CheckpointState
 from onnxtrain.compat.ort.api.running import Device, Model, zeros
+from onnxtrain.compat.ort.build.export import export_for_inference
 from onnxtrain.compat.ort.errors import OrtError
-from onnxtrain.compat.ort.export import export_for_inference
 from onnxtrain.manifest import TensorSpec
 
 _DRAWS = 2**24  # float32 counts that far exactly
@@ -161,11 +161,11 @@ class Module:
         return [t for t in found if t.role == "parameter"] if trainable_only else found
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
-        """Give the number of elements of the parameters."""
+        """Return the number of elements of the parameters."""
         return sum(math.prod(_sizes(t)) for t in self._parameters(trainable_only))
 
     def get_contiguous_parameters(self, trainable_only: bool = False) -> Any:
-        """Give all parameters as one vector, in the order of the training model's inputs."""
+        """Return all parameters as one vector, in the order of the training model's inputs."""
         store = self._state._state
         if store.nominal:
             raise OrtError(_EMPTY)
@@ -208,16 +208,16 @@ class Module:
         )
 
     def input_names(self) -> list[str]:
-        """Give the names of the inputs of a step, in order."""
+        """Return the names of the inputs of a step, in order."""
         return [t.name for t in self._model().spec.inputs_of("input", "target")]
 
     def output_names(self) -> list[str]:
-        """Give the names of what a step gives back, in order."""
+        """Return the names of what a step gives back, in order."""
         return [t.name for t in self._model().spec.outputs_of("loss", "metric", "output")]
 
 
 def _native(x: Any) -> Any:
-    """Give an array or OrtValue; torch tensors and lists become arrays."""
+    """Return an array or OrtValue; torch tensors and lists become arrays."""
     if isinstance(x, np.ndarray) or hasattr(x, "device_name"):
         return x
     return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)

@@ -10,9 +10,9 @@ import onnx
 
 from onnxtrain.compat.ort.api.module import Module
 from onnxtrain.compat.ort.api.running import Model
-from onnxtrain.compat.ort.embed import INITIAL_LR
+from onnxtrain.compat.ort.build.embed import INITIAL_LR
+from onnxtrain.compat.ort.build.tensor_optimizer import flatten, takes_sequences
 from onnxtrain.compat.ort.errors import OrtError
-from onnxtrain.compat.ort.flat import flatten, takes_sequences
 
 
 class Optimizer:
@@ -72,5 +72,5 @@ class Optimizer:
         self._store.lr = float(learning_rate)
 
     def get_learning_rate(self) -> float:
-        """Give the learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return self._initial if self._store.lr is None else self._store.lr

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain.compat.ort.embed import KEY
+from onnxtrain.compat.ort.build.embed import KEY
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 from onnxtrain.manifest import Manifest, ModelSpec
 from onnxtrain.runtime import session as runtime
@@ -24,7 +24,7 @@ class Device:
             runtime.check_device(self.kind)
 
     def value(self, array: np.ndarray) -> Any:
-        """Give a tensor of the runtime."""
+        """Return a tensor of the runtime."""
         array = np.ascontiguousarray(array).reshape(array.shape)
         return runtime.runtime().OrtValue.ortvalue_from_numpy(array, self.kind, self.number)
 
@@ -48,7 +48,7 @@ class Model:
         self.spec: ModelSpec = spec
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Give all outputs by name; arrays only if something fed is made of strings."""
+        """Return all outputs by name; arrays only if something fed is made of strings."""
         names = [t.name for t in self.spec.outputs]
         with as_ort_errors():
             if any(_is_text(value) for value in feeds.values()):
@@ -63,7 +63,7 @@ class Model:
 
 
 def zeros(shape: Sequence[int | str], dtype: str) -> np.ndarray:
-    """Give zeros of a described tensor; sizes that are not known count as 0."""
+    """Return zeros of a described tensor; sizes that are not known count as 0."""
     return np.zeros([d if isinstance(d, int) else 0 for d in shape], dtype)
 
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import onnx
 
 from onnxtrain.compat.ort.errors import OrtError
-from onnxtrain.graph.versions import IR_VERSION, NEWEST_IR, NEWEST_OPSET, OPSET
+from onnxtrain.graph.prepare.versions import IR_VERSION, NEWEST_IR, NEWEST_OPSET, OPSET
 
 _TOKEN = re.compile(r"onnx::.+::(\d+)$")
 
@@ -60,7 +60,7 @@ class ModelAccessor:
         return self._path is not None
 
     def fresh(self, token: str) -> str:
-        """Give a name that the model does not have: ``onnx::<token>::<number>``."""
+        """Return a name that the model does not have: ``onnx::<token>::<number>``."""
         self._count += 1
         return f"onnx::{token}::{self._count}"
 
@@ -70,12 +70,12 @@ _LIBRARY: ContextVar[str | None] = ContextVar("onnxtrain.onnxblock.library", def
 
 
 def active() -> ModelAccessor:
-    """Give the accessor of the innermost ``base`` or ``empty_base``."""
+    """Return the accessor of the innermost ``base`` or ``empty_base``."""
     return _ACTIVE.get() or _NONE
 
 
 def active_library() -> str | None:
-    """Give the library of custom operators, if one is set."""
+    """Return the library of custom operators, if one is set."""
     return _LIBRARY.get()
 
 
@@ -141,7 +141,7 @@ def _activated(accessor: ModelAccessor) -> Iterator[ModelAccessor]:
 
 
 def opset_of(model: onnx.ModelProto) -> int:
-    """Give the version of the standard operators that a model imports."""
+    """Return the version of the standard operators that a model imports."""
     found = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
     return max(found, default=OPSET)
 

@@ -28,13 +28,13 @@ class Block(ABC):
 
     @abstractmethod
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Add nodes to ``self.base``; give the name of the output, or names."""
+        """Add nodes to ``self.base``; return the name of the output, or names."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Build on the active model; give what ``build`` gives."""
+        """Build on the active model; return what ``build`` gives."""
         self.base = active().model
         return self.build(*args, **kwargs)
 
     def infer_shapes_on_base(self) -> onnx.ModelProto:
-        """Give the active model with the shapes of its values written down."""
+        """Return the active model with the shapes of its values written down."""
         return onnx.shape_inference.infer_shapes(active().model)

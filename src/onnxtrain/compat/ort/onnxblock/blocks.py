@@ -23,7 +23,7 @@ class _BinaryOp(Block):
         self._op_name = op_name
 
     def build(self, input_name1: str, input_name2: str) -> Any:
-        """Give the name of the result."""
+        """Return the name of the result."""
         name = _known(self._op_name)
         return splice(
             active(), name.lower(), [input_name1, input_name2], lambda op, a, b: op.emit(name, a, b)
@@ -67,7 +67,7 @@ class _UnaryOp(Block):
         self._attributes = attributes
 
     def build(self, input_name: str) -> Any:
-        """Give the name of the result."""
+        """Return the name of the result."""
         name = _known(self._op_name)
         values = {k: int(v) if isinstance(v, bool) else v for k, v in self._attributes.items()}
         return splice(
@@ -125,7 +125,7 @@ class Pow(Block):
         self._exponent = exponent
 
     def build(self, pow_input_name: str) -> Any:
-        """Give the name of the result."""
+        """Return the name of the result."""
         return splice(
             active(), "pow", [pow_input_name], lambda op, x: op.Pow(x, [float(self._exponent)])
         )
@@ -139,7 +139,7 @@ class Constant(Block):
         self._value = value_float
 
     def build(self) -> str:
-        """Give the name of the initializer."""
+        """Return the name of the initializer."""
         return add_initializer(active(), "initializer", np.array([self._value], np.float32))
 
 
@@ -147,7 +147,7 @@ class SequenceConstruct(Block):
     """A sequence of tensors."""
 
     def build(self, *sequence_input_names: str) -> Any:
-        """Give the name of the sequence."""
+        """Return the name of the sequence."""
         return splice(
             active(),
             "sequenceconstruct",
@@ -160,7 +160,7 @@ class ReduceAllL2(Block):
     """The norm of several tensors taken as one vector, of shape [1]."""
 
     def build(self, *reduce_node_input_names: str) -> Any:
-        """Give the name of the norm."""
+        """Return the name of the norm."""
 
         def build(op: Any, *xs: ir.Value) -> ir.Value:
             squares = [op.cast(op.ReduceSumSquare(x, keepdims=0), ir.DataType.FLOAT) for x in xs]
@@ -178,7 +178,7 @@ class Clip(Block):
         self._max = clip_max
 
     def build(self, clip_input_name: str) -> Any:
-        """Give the name of the result."""
+        """Return the name of the result."""
 
         def build(op: Any, x: ir.Value) -> ir.Value:
             bounds = (None if b is None else op.const(b, x.dtype) for b in (self._min, self._max))
@@ -191,7 +191,7 @@ class PassThrough(Block):
     """Nothing: the names come back."""
 
     def build(self, *input_names: str) -> tuple[str, ...]:
-        """Give the names."""
+        """Return the names."""
         return input_names
 
 
@@ -203,7 +203,7 @@ class InputLike(Block):
         self._like = like
 
     def build(self, input_name: str | None = None) -> str:
-        """Give the name of the new input."""
+        """Return the name of the new input."""
         graph = self.base.graph
         for value in (*graph.input, *graph.output):
             if value.name == self._like:
@@ -241,7 +241,7 @@ class LabelEncoder(Block):
         }
 
     def build(self, label_encoder_input_name: str) -> Any:
-        """Give the name of the result."""
+        """Return the name of the result."""
 
         def build(op: Any, x: ir.Value) -> ir.Value:
             return op.emit("LabelEncoder", x, _domain="ai.onnx.ml", **self._attributes)
@@ -257,7 +257,7 @@ class Cast(Block):
         self._to = to
 
     def build(self, cast_input_name: str) -> Any:
-        """Give the name of the result."""
+        """Return the name of the result."""
         return splice(
             active(), "cast", [cast_input_name], lambda op, x: op.Cast(x, to=int(self._to))
         )
@@ -280,7 +280,7 @@ class Linear(Block):
         self._factors = {"alpha": alpha, "beta": beta}
 
     def build(self, linear_input_name: str) -> Any:
-        """Give the name of the result."""
+        """Return the name of the result."""
         accessor = active()
         names = [linear_input_name]
         shapes = {"linear.weight": self._sizes, "linear.bias": self._sizes[1:]}

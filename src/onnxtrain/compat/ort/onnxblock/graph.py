@@ -9,15 +9,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.compat.ort.build.opset import bring_down
 from onnxtrain.compat.ort.errors import OrtError, OrtLookupError, as_ort_errors
 from onnxtrain.compat.ort.onnxblock.accessor import ModelAccessor, opset_of
-from onnxtrain.compat.ort.opset import bring_down
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.versions import OPSET
+from onnxtrain.graph.prepare.versions import OPSET
 
 
 def type_of(model: onnx.ModelProto, name: str) -> onnx.TypeProto:
-    """Give the type of a value of the graph, inferred if it is not written down."""
+    """Return the type of a value of the graph, inferred if it is not written down."""
     found = _declared(model.graph, name)
     if found is None:
         try:
@@ -49,7 +49,7 @@ def _declared(graph: onnx.GraphProto, name: str) -> onnx.TypeProto | None:
 
 
 def exists(model: onnx.ModelProto, name: str) -> bool:
-    """Tell whether some value of the graph has this name."""
+    """Return whether some value of the graph has this name."""
     graph = model.graph
     if any(x.name == name for x in (*graph.input, *graph.initializer)):
         return True
@@ -57,14 +57,14 @@ def exists(model: onnx.ModelProto, name: str) -> bool:
 
 
 def add_input(model: onnx.ModelProto, name: str, kind: onnx.TypeProto) -> str:
-    """Add a graph input; give its name."""
+    """Add a graph input; return its name."""
     value = model.graph.input.add(name=name)
     value.type.CopyFrom(kind)
     return name
 
 
 def add_initializer(accessor: ModelAccessor, token: str, array: np.ndarray) -> str:
-    """Add an initializer under a new name; give the name."""
+    """Add an initializer under a new name; return the name."""
     name = accessor.fresh(token)
     accessor.model.graph.initializer.append(
         ir.serde.serialize_tensor(ir.Tensor(np.ascontiguousarray(array), name=name))
@@ -79,7 +79,7 @@ def splice(
     build: Callable[..., Any],
     outputs: Sequence[str] = (),
 ) -> str | tuple[str, ...]:
-    """Let ``build(op, *values)`` append nodes to the model; give the name or names of its results.
+    """Let ``build(op, *values)`` append nodes to the model; return the names of its results.
 
     Args:
         accessor: holds the model.

@@ -7,11 +7,11 @@ from typing import Any
 
 import onnx
 
-from onnxtrain.compat.ort.embed import embed, manifest_of
+from onnxtrain.compat.ort.build.embed import embed, manifest_of
+from onnxtrain.compat.ort.build.training_models import Built, Request, build_training
 from onnxtrain.compat.ort.errors import OrtError, OrtLookupError
 from onnxtrain.compat.ort.onnxblock.accessor import active, active_library
 from onnxtrain.compat.ort.onnxblock.block import Block
-from onnxtrain.compat.ort.training import Built, Request, build_training
 
 
 class ForwardBlock(Block):
@@ -20,7 +20,7 @@ class ForwardBlock(Block):
     _model: onnx.ModelProto | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Build on the active model, which gets the new outputs; give what ``build`` gives."""
+        """Build on the active model, which gets the new outputs; return what ``build`` gives."""
         accessor = active()
         self.base = accessor.model
         output = self.build(*args, **kwargs)
@@ -31,7 +31,7 @@ class ForwardBlock(Block):
         return output
 
     def to_model_proto(self) -> onnx.ModelProto:
-        """Give the forward model."""
+        """Return the forward model."""
         if self._model is None:
             raise OrtError("Please build the forward models first before trying to retrieve it.")
         return self._model
@@ -44,7 +44,7 @@ class Parameters(tuple):
 
     @classmethod
     def of(cls, built: Built) -> Parameters:
-        """Give the tensors that became inputs of the training model."""
+        """Return the tensors that became inputs of the training model."""
         pair = cls((built.trainable, built.frozen))
         pair.buffers = built.buffers
         return pair
@@ -58,7 +58,7 @@ class TrainingBlock(Block):
     loss_name: str | None = None
 
     def _wanted(self) -> dict[str, bool]:
-        """Give names by whether they require a gradient; there also without ``__init__``."""
+        """Return names by whether they require a gradient; there also without ``__init__``."""
         return vars(self).setdefault("_requires_grad", {})
 
     def requires_grad(self, argument_name: str, value: bool = True) -> None:
@@ -93,7 +93,7 @@ class TrainingBlock(Block):
         return output
 
     def parameters(self) -> Parameters:
-        """Give the tensors that became inputs: (trainable, frozen)."""
+        """Return the tensors that became inputs: (trainable, frozen)."""
         if self.built is None:
             raise OrtError(
                 "Please build the training model first before trying to retrieve the parameters."
@@ -101,7 +101,7 @@ class TrainingBlock(Block):
         return Parameters.of(self.built)
 
     def to_model_proto(self) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-        """Give the training model and the evaluation model."""
+        """Return the training model and the evaluation model."""
         if self.built is None:
             raise OrtError(
                 "Please build the training and eval models first before trying to retrieve them."

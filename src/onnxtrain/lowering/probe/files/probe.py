@@ -50,7 +50,7 @@ class OnnxRuntime:
         self.version = onnxruntime.__version__
 
     def run(self, path, feeds, outputs):
-        """Give the outputs, in order."""
+        """Return the outputs, in order."""
         options = self.ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 4
@@ -82,7 +82,7 @@ class Tract:
         self.version = tract.version()
 
     def run(self, path, feeds, outputs):
-        """Give the outputs, in order."""
+        """Return the outputs, in order."""
         loaded = self.tract.Onnx().load(path)
         names = [loaded.input_name(i) for i in range(loaded.input_count())]
         gives = [loaded.output_name(i) for i in range(loaded.output_count())]
@@ -114,7 +114,7 @@ class OpenCv:
         self.version = cv2.__version__
 
     def run(self, path, feeds, outputs):
-        """Give the outputs, in order."""
+        """Return the outputs, in order."""
         net = self.cv2.dnn.readNetFromONNX(str(path))
         for name, array in feeds.items():
             net.setInput(array, name)
@@ -125,7 +125,7 @@ RUNTIMES = {"onnxruntime": OnnxRuntime, "tract": Tract, "opencv": OpenCv}
 
 
 def array_of(tensor):
-    """Give a tensor of the listing as an array."""
+    """Return a tensor of the listing as an array."""
     import numpy as np
 
     data = np.frombuffer(base64.b64decode(tensor["data"]), TYPES[tensor["type"]])
@@ -133,7 +133,7 @@ def array_of(tensor):
 
 
 def judged(found, tensors, scalars=True):
-    """Give what became of a node that was run: right or wrong, with the largest error."""
+    """Return what became of a node that was run: right or wrong, with the largest error."""
     import numpy as np
 
     worst = 0.0
@@ -165,7 +165,7 @@ def judged(found, tensors, scalars=True):
 
 
 def first_line(error):
-    """Give the first line of an error's message that says something."""
+    """Return the first line of an error's message that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
 
@@ -217,7 +217,7 @@ class Worker:
         self.lines.put(None)
 
     def ask(self, what, seconds):
-        """Give the answer, or how the process ended."""
+        """Return the answer, or how the process ended."""
         try:
             if what is not None:
                 self.process.stdin.write(json.dumps(what) + "\n")

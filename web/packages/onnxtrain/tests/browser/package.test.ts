@@ -50,7 +50,7 @@ test("the example for Node goes on from Python's checkpoint, and Python from its
   const steps = runPython(
     `
 import sys, onnx
-from onnxtrain.runtime.trainer import Trainer
+from onnxtrain.training.trainer import Trainer
 trainer = Trainer(sys.argv[1]); trainer.load(sys.argv[2] + "/run.safetensors"); onnx.checker.check_model(sys.argv[2] + "/model.onnx")
 print(trainer.global_step)
 `,

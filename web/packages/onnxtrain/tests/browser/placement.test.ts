@@ -23,7 +23,7 @@ test.each(["mlp", "cnn", "transformer"])("the runtime keeps on the GPU what the 
   const told = JSON.parse(runPython(
     `
 import dataclasses, json, sys, onnx
-from onnxtrain.lowering.leaving import leaving
+from onnxtrain.lowering.placement import leaving
 model = onnx.load(sys.argv[1], load_external_data=False)
 print(json.dumps([dataclasses.asdict(x) for x in leaving(model)]))
 `,

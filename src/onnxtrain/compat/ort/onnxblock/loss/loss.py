@@ -39,7 +39,7 @@ class _ElementLoss(_Loss):
         raise NotImplementedError
 
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
-        """Give the name of the loss; the target input is added unless a value has its name."""
+        """Return the name of the loss; the target input is added unless a value has its name."""
         if not exists(self.base, target_name):
             add_input(self.base, target_name, type_of(self.base, loss_input_name))
         return self._emit(self._loss(), loss_input_name, target_name)
@@ -97,7 +97,7 @@ class CrossEntropyLoss(_Loss):
         self._weight, self._ignore_index = weight, ignore_index
 
     def build(self, scores_input_name: str, labels_name: str = "labels") -> str:
-        """Give the name of the loss; the labels input is added unless a value has its name."""
+        """Return the name of the loss; the labels input is added unless a value has its name."""
         scores = _sizes(type_of(self.base, scores_input_name), scores_input_name)
         if exists(self.base, labels_name):
             labels = _sizes(type_of(self.base, labels_name), labels_name)
@@ -129,7 +129,7 @@ def _sizes(kind: onnx.TypeProto, name: str) -> tuple[_Size, ...]:
 def _class_axis(
     scores: tuple[_Size, ...], labels: tuple[_Size, ...], scores_name: str, labels_name: str
 ) -> int:
-    """Give the axis that the labels lack: the last one, or axis 1 as in torch."""
+    """Return the axis that the labels lack: the last one, or axis 1 as in torch."""
     if len(scores) < 3:
         return len(scores) - 1
     said = f"{scores_name} {list(scores)} and {labels_name} {list(labels)}"

@@ -33,7 +33,7 @@ class ClipGradNorm(Block):
         self.max_norm = max_norm
 
     def build(self, gradients_name: str) -> Any:
-        """Give the name of the sequence of scaled gradients."""
+        """Return the name of the sequence of scaled gradients."""
         _need_sequences(self.base)
 
         def build(op: Any, gradients: ir.Value) -> ir.Value:
@@ -46,7 +46,7 @@ class _SequenceOptimizer(Block):
     """An optimizer of the library, applied to each element of sequences."""
 
     def _run(self, optimizer: optim.Optimizer, lr: str, step: str | None, names: list[str]) -> str:
-        """Give the name of the flag; new values of all but the gradients are registered."""
+        """Return the name of the flag; new values of all but the gradients are registered."""
         _need_sequences(self.base)
         accessor = active()
         slots = [s.name for s in optimizer.slots("p", (1,), ir.DataType.FLOAT)]
@@ -74,7 +74,7 @@ class SGDOptimizer(_SequenceOptimizer):
     """Plain gradient descent."""
 
     def build(self, learning_rate_name: str, params_name: str, gradients_name: str) -> str:
-        """Give the name of the flag that says that parameters were updated."""
+        """Return the name of the flag that says that parameters were updated."""
         return self._run(optim.SGD(), learning_rate_name, None, [params_name, gradients_name])
 
 
@@ -100,7 +100,7 @@ class AdamWOptimizer(_SequenceOptimizer):
         first_order_moment_sequence_name: str,
         second_order_moment_sequence_name: str,
     ) -> str:
-        """Give the name of the flag that says that parameters were updated."""
+        """Return the name of the flag that says that parameters were updated."""
         names = [
             parameter_sequence_name,
             gradient_sequence_name,
@@ -124,7 +124,7 @@ class _Optimizer(ForwardBlock):
     def build(
         self, parameters: tuple[Sequence[onnx.TensorProto], Sequence[onnx.TensorProto]]
     ) -> str:
-        """Give the name of the flag that says that parameters were updated."""
+        """Return the name of the flag that says that parameters were updated."""
         trainable, _ = parameters
         if not trainable:
             raise OrtIndexError("The optimizer has no trainable parameter\nhint: use requires_grad")
@@ -186,7 +186,7 @@ def adamw_settings(
     eps: float | None,
     weight_decay: float | None,
 ) -> optim.AdamW:
-    """Give the library's AdamW with the old defaults and the old form."""
+    """Return the library's AdamW with the old defaults and the old form."""
     return optim.AdamW(
         form="hf",
         betas=(float(betas[0]), float(betas[1])),

@@ -14,7 +14,7 @@ Step = Callable[..., Sequence[ir.Value]]
 def map_sequences(
     op: OpBuilder, sequences: Sequence[ir.Value], step: Step, *, results: int
 ) -> list[ir.Value]:
-    """Give the sequences of ``step(body, *elements)`` over the elements at each place."""
+    """Return the sequences of ``step(body, *elements)`` over the elements at each place."""
     first = _element(sequences[0])
     length = op.SequenceLength(sequences[0])
     empty = [op.SequenceEmpty(dtype=int(first.dtype)) for _ in range(results)]

@@ -1,0 +1,137 @@
+"""A graph whose inputs and outputs are declared one by one, each with its role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.io.finish import finish
+from onnxtrain.manifest import ModelSpec, TensorSpec
+from onnxtrain.passes.cpu import optimize_for_cpu
+
+FILES = {
+    "train": "training_model.onnx",
+    "eval": "eval_model.onnx",
+    "optimizer": "optimizer_model.onnx",
+    "step": "step_model.onnx",
+    "infer": "inference_model.onnx",
+}
+_NAMES = re.compile(
+    rf"({'|'.join(f.removesuffix('.onnx') for f in FILES.values())})((?:\.[a-z0-9]+)*)\.onnx$"
+)
+
+
+def plain_name(file: str) -> str:
+    """Return a model's file name without the prefix that it was saved with.
+
+    >>> plain_name("net_step_model.x8.onnx")
+    'step_model.x8.onnx'
+    """
+    found = _NAMES.search(file)
+    return file if found is None else found[0]
+
+
+def key_of(spec: ModelSpec) -> str:
+    """Return what a model is called among its like: its role, and what tells it from the plain one.
+
+    >>> key_of(ModelSpec("step", "net_step_model.x8.onnx", (), ()))
+    'step.x8'
+    """
+    found = _NAMES.search(spec.file)
+    return spec.role + ("" if found is None else found[2])
+
+
+class GraphSignature:
+    """A graph under construction; the order of declarations is the order of the contract."""
+
+    def __init__(self, role: str, model: ir.Model, op: OpBuilder) -> None:
+        self.role, self.model, self.op = role, model, op
+        self._inputs: list[tuple[ir.Value, str]] = []
+        self._outputs: list[tuple[ir.Value, str, ir.Value | None]] = []
+
+    def declare(self, values: Sequence[ir.Value], role: str) -> None:
+        """Declare values that are inputs of the graph already."""
+        self._inputs += [(x, role) for x in values]
+
+    def input(self, name: str, role: str, dtype: ir.DataType, dims: Sequence[int]) -> ir.Value:
+        """Declare a new input; its name gets ``.2``, ``.3`` ... if it is taken outside."""
+        value = ir.Value(type=ir.TensorType(dtype), shape=ir.Shape(dims))
+        value.name = self._claim(name)
+        self.declare([value], role)
+        return value
+
+    def output(
+        self, name: str, role: str, value: ir.Value, feeds: ir.Value | None = None
+    ) -> ir.Value:
+        """Declare an output, a value of its own with this name."""
+        out = self.op.Identity(value)
+        shape, kind = value.shape, value.type
+        out.name = self._claim(name)
+        out.type, out.shape = kind, shape
+        self._outputs.append((out, role, feeds))
+        return out
+
+    def _claim(self, wanted: str) -> str:
+        """Return a name, taking it away from a value inside the graph if need be."""
+        op = self.op
+        outside = {x.name for x, _ in self._inputs} | {y.name for y, _, _ in self._outputs}
+        outside |= {x.name for x in self.model.graph.inputs} | set(self.model.graph.initializers)
+        name, n = wanted, 2
+        while name in outside:
+            name, n = f"{wanted}.{n}", n + 1
+        if name in op.names.taken:
+            for node in self.model.graph.all_nodes():
+                if node.name == name:
+                    node.name = op.names.fresh(f"{name}.inner")
+                for y in node.outputs:
+                    if y.name == name:
+                        y.name = op.names.fresh(f"{name}.inner")
+        op.names.taken.add(name)
+        return name
+
+    def build(self, target: str) -> tuple[onnx.ModelProto, ModelSpec]:
+        """Simplify, serialise and describe the model."""
+        graph = self.model.graph
+        graph.inputs.clear()
+        graph.inputs.extend(x for x, _ in self._inputs)
+        graph.outputs.clear()
+        graph.outputs.extend(y for y, _, _ in self._outputs)
+        graph.name = FILES[self.role].removesuffix(".onnx")
+        names = [y.name for y in graph.outputs]
+        proto = finish(optimize_for_cpu(self.model, target))
+        assert [y.name for y in proto.graph.output] == names, "simplify keeps outputs"
+        outputs = [
+            describe(y, role, None if feeds is None else feeds.name)
+            for y, (_, role, feeds) in zip(graph.outputs, self._outputs, strict=True)
+        ]
+        spec = ModelSpec(
+            role=self.role,
+            file=FILES[self.role],
+            target=target,
+            inputs=tuple(describe(x, role) for x, role in self._inputs),
+            outputs=tuple(outputs),
+        )
+        return proto, spec
+
+
+def describe(x: ir.Value, role: str, feeds: str | None = None) -> TensorSpec:
+    """Return the entry of an input or output in the manifest."""
+    dims = S.dims_of(x) or ()
+    shape = tuple(d if isinstance(d, int) else str(d or "?") for d in dims)
+    return TensorSpec(x.name or "", dtype_name(x.dtype), shape, role, feeds)
+
+
+def dtype_name(dtype: ir.DataType | None) -> str:
+    """Return the manifest's word for a type: numpy's.
+
+    >>> dtype_name(ir.DataType.FLOAT)
+    'float32'
+    """
+    if dtype is None:
+        return "sequence"
+    return "string" if dtype == ir.DataType.STRING else dtype.numpy().name

@@ -1,0 +1,1 @@
+"""Graphs that update parameters, in the layouts that runtimes bind."""

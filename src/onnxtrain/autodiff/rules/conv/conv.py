@@ -1,0 +1,117 @@
+"""Convolution."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.registry import Gradients, vjp
+from onnxtrain.autodiff.rules.conv import depthwise as depthwise
+from onnxtrain.autodiff.rules.conv.columns import input_by_columns
+from onnxtrain.autodiff.rules.conv.conv_shape import ConvShape, facts_of
+from onnxtrain.autodiff.rules.conv.weight_grad import weight_gradient
+from onnxtrain.autodiff.rules.conv.windows import (
+    Windows,
+    crop_like,
+    fixed_padding,
+    pad_at_run_time,
+    same_pads,
+    windows,
+)
+from onnxtrain.graph.builder import OpBuilder
+
+
+@vjp("Conv")
+def conv(
+    op: OpBuilder,
+    dy: ir.Value,
+    x: ir.Value,
+    w: ir.Value,
+    b: ir.Value | None = None,
+    *,
+    y: ir.Value,
+    auto_pad: str,
+    dilations: list[int] | None,
+    group: int,
+    kernel_shape: list[int] | None,
+    pads: list[int] | None,
+    strides: list[int] | None,
+) -> Gradients:
+    """``dX`` is the transposed convolution of ``dy`` with W; ``dW`` correlates X with ``dy``."""
+    win = windows(
+        kernel_shape or op.dims(w)[2:], strides, dilations, pads if auto_pad == "NOTSET" else None
+    )
+    db = None if b is None else op.ReduceSum(dy, [0, *win.axes], keepdims=0)
+    fixed = fixed_padding(op, x, y, win, auto_pad)
+    if fixed is not None:
+        dx = input_gradient(op, dy, w, x, fixed, group)
+        return dx, weight_gradient(op, x, dy, w, fixed, group), db
+    before, after = same_pads(op, x, y, win, upper=auto_pad == "SAME_UPPER")
+    padded = pad_at_run_time(op, x, before, after)
+    dx = crop_like(op, input_gradient(op, dy, w, padded, win, group), before, x)
+    return dx, weight_gradient(op, padded, dy, w, win, group), db
+
+
+def input_gradient(
+    op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int = 1
+) -> ir.Value:
+    """Return the gradient of a convolution's input ``x``."""
+    name = choose_input(op.target, facts_of(op, x, dy, w, win, group))
+    return INPUT_FORMS[name](op, dy, w, x, win, group)
+
+
+def choose_input(target: str, facts: ConvShape) -> str:
+    """Name the form for a target; on CPUs there are faster ones for some sizes."""
+    if target == "cpu" and facts.addable:
+        wide = facts.outs is not None and facts.outs >= 256
+        if facts.positions_up_to(49 if wide else 16):
+            return "columns"
+    if target in ("cpu", "wasm") and facts.depthwise:
+        if facts.pairs_up_to(4096):
+            return "pairs"
+        if not facts.strided and not facts.overpadded:
+            return "flipped"
+    return "transposed"
+
+
+def input_by_transposed_conv(
+    op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """A transposed convolution of ``dy`` with W.
+
+    Windows may leave out the last positions of the input, or reach beyond its padding (ceil_mode):
+    the result is padded or cut to the size of ``x``, at run time where sizes are not known before.
+    """
+    after: list[int] = []
+    extra: list[int] = []
+    cut: list[int] = []
+    for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(dy)[2:], strict=True)):
+        stride, extent = win.strides[i], win.extent(i)
+        if isinstance(size, int) and isinstance(count, int) and extent is not None:
+            beyond = stride * (count - 1) + extent - win.before[i] - size
+        elif stride == 1:
+            beyond = win.after[i]
+        else:
+            beyond = 1 - stride
+            cut.append(2 + i)
+        after.append(max(beyond, 0))
+        extra.append(max(-beyond, 0))
+    dx = op.ConvTranspose(
+        dy,
+        w,
+        dilations=win.dilations,
+        group=group,
+        output_padding=extra if any(extra) else None,
+        pads=[*win.before, *after],
+        strides=win.strides,
+    )
+    if cut:
+        dx = op.Slice(dx, [0] * len(cut), op.vector([op.size(x, a) for a in cut]), cut)
+    return dx
+
+
+INPUT_FORMS = {
+    "transposed": input_by_transposed_conv,
+    "columns": input_by_columns,
+    "pairs": depthwise.input_by_pairs,
+    "flipped": depthwise.input_by_flipped_conv,
+}

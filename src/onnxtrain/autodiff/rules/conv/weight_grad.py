@@ -1,0 +1,250 @@
+"""The weight gradient of a convolution, in several spellings.
+
+``dW[o, c, t] = sum over n and p of x[n, c, p * stride - before + t * dilation] * dy[n, o, p]``, for
+output channel o, input channel c, tap t, batch n and position p.
+
+All forms give the same numbers; runtimes differ by factors in how fast they are at each of them.
+``CHOICES`` says which one goes where, first match first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.rules.conv import columns as small
+from onnxtrain.autodiff.rules.conv import depthwise as depthwise
+from onnxtrain.autodiff.rules.conv.conv_shape import ConvShape, facts_of
+from onnxtrain.autodiff.rules.conv.windows import Windows, pad, tap_slices
+from onnxtrain.graph.builder import OpBuilder
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A way to spell the gradient, and when it can be used at all."""
+
+    build: Callable[[OpBuilder, ir.Value, ir.Value, ir.Value, Windows, int], ir.Value]
+    fits: Callable[[ConvShape], bool] = lambda facts: True
+
+
+def weight_gradient(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """Return the gradient of ``w`` in ``y = Conv(x, w)``."""
+    name = choose(op.target, facts_of(op, x, dy, w, win, group))
+    return FORMS[name].build(op, x, dy, w, win, group)
+
+
+def by_taps(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One product ``dy @ x_t^T`` per tap, summed over the batch."""
+    pieces = [_flatten(op, p, win.rank) for p in _tap_slices(op, x, win, group)]
+    rows = _flatten(op, _split_channels(op, dy, group), win.rank)
+    parts = [op.ReduceSum(op.MatMul(rows, op.mT(p)), [0], keepdims=0) for p in pieces]
+    return _from_taps(op, parts, w)
+
+
+def by_merged_taps(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One product per tap over batch and positions at once: few large products, no sum after."""
+    order = [1, 0, *win.axes]
+    slices = tap_slices(op, op.Transpose(pad(op, x, win), perm=order), win)
+    rows = _merged_rows(op, op.Transpose(dy, perm=order), group)
+    parts = [op.MatMul(rows, op.mT(_merged_rows(op, p, group))) for p in slices]
+    return _from_taps(op, parts, w)
+
+
+def _merged_rows(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:
+    """[C, N, ...] -> [C, N * positions], or [group, C / group, N * positions]."""
+    rows = op.Reshape(x, [0, -1])
+    if group == 1:
+        return rows
+    channels = op.dims(x)[0]
+    if isinstance(channels, int):
+        return op.reshape(rows, [group, channels // group, -1])
+    return op.reshape(rows, [group, -1, op.size(rows, 1)])
+
+
+def by_im2col(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One product ``dy @ columns^T``, where the columns hold what every window reads."""
+    pieces = _tap_slices(op, x, win, group)
+    channel = -1 - win.rank
+    columns = pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=channel)
+    columns = _flatten(op, columns, win.rank)
+    rows = _flatten(op, _split_channels(op, dy, group), win.rank)
+    dw = op.ReduceSum(op.MatMul(rows, op.mT(columns)), [0], keepdims=0)  # [(group,) out, taps * in]
+    if len(pieces) > 1:
+        dw = op.Transpose(op.reshape(dw, [op.size(w, 0), len(pieces), -1]), perm=[0, 2, 1])
+    return op.reshape_like(dw, w)
+
+
+def by_lifted_conv(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One convolution with an axis more: the batch is the channel, the channel an axis to slide on.
+
+    ``x`` becomes [1, group * N, C, ...], ``dy`` the weight [O, N, 1, ...]; strides are dilations.
+    """
+    if group == 1:
+        image = op.Unsqueeze(x, [0])
+    else:
+        split = _split_channels(op, x, group)
+        split = op.Transpose(split, perm=[1, 0, *range(2, op.rank(split))])
+        image = _merge(op, split, 0, lead=1)
+    kernel = op.Unsqueeze(op.Transpose(dy, perm=[1, 0, *win.axes]), [2])
+    dw = op.Conv(
+        image,
+        kernel,
+        dilations=[1, *win.strides],
+        group=group,
+        pads=[0, *win.before, 0, *win.after],
+        strides=[1, *win.dilations],
+    )
+    return op.Squeeze(_cut(op, dw, w, offset=1), [0])
+
+
+def by_swapped_conv(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """One convolution in which batch and channel trade places; stride and dilation swap.
+
+    ``x`` becomes [C, group * N, ...], ``dy`` the weight [O, N, ...].
+    """
+    if group == 1:
+        image = op.Transpose(x, perm=[1, 0, *win.axes])
+    else:
+        split = _split_channels(op, x, group)
+        split = op.Transpose(split, perm=[2, 1, 0, *range(3, op.rank(split))])
+        image = _merge(op, split, 1)
+    kernel = op.Transpose(dy, perm=[1, 0, *win.axes])
+    dw = op.Conv(
+        image,
+        kernel,
+        dilations=win.strides,
+        group=group,
+        pads=win.pads,
+        strides=win.dilations,
+    )
+    return op.Transpose(_cut(op, dw, w, offset=0), perm=[1, 0, *win.axes])
+
+
+FORMS: dict[str, Form] = {
+    "taps": Form(by_taps, lambda f: f.taps is not None),
+    "merged": Form(by_merged_taps, lambda f: f.taps is not None),
+    "im2col": Form(by_im2col, lambda f: f.taps is not None),
+    "columns": Form(small.weight_by_columns, small.fits),
+    "tap_columns": Form(small.weight_by_tap_columns, small.fits),
+    "lifted": Form(by_lifted_conv),
+    "swapped": Form(by_swapped_conv),
+    "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
+    "pairs": Form(depthwise.weight_by_pairs, lambda f: f.depthwise and f.pairs is not None),
+    "scan": Form(
+        depthwise.weight_by_scan, lambda f: f.depthwise and not f.strided and f.pairs is not None
+    ),
+}
+
+Choices = list[tuple[Callable[[ConvShape], bool], str]]
+
+_CPU: Choices = [
+    (lambda f: f.pairs_up_to(16384 if f.strided else 10000), "pairs"),
+    (lambda f: True, "scan"),
+    (lambda f: f.depthwise and f.strided, "swapped"),
+    (lambda f: True, "depthwise"),
+    (lambda f: not f.few_taps, "lifted"),
+    (lambda f: f.group > 1 and f.strided, "lifted"),
+    (small.by_product, "columns"),
+    (
+        lambda f: f.dense and f.nine_taps and f.positions_up_to(64 if f.taps != 1 else 16),
+        "tap_columns",
+    ),
+    (lambda f: f.dense and f.nine_taps and f.taps != 1 and f.strided, "tap_columns"),
+    (lambda f: f.small_image and f.tiny_image and not f.strided, "lifted"),
+    (lambda f: f.small_image, "merged"),
+    (lambda f: f.taps == 1, "im2col"),
+    (lambda f: f.narrow and f.strided and not f.nine_taps, "lifted"),
+    (lambda f: f.narrow, "im2col"),
+    (lambda f: f.group == 1, "merged"),
+    (lambda f: True, "taps"),
+]
+# A convolution with a kernel of the size of the image loses precision on WebGPU: products instead.
+_PRODUCTS: Choices = [
+    (lambda f: f.pairs_up_to(4096), "pairs"),
+    (lambda f: True, "depthwise"),
+    (lambda f: True, "im2col"),
+    (lambda f: True, "swapped"),
+]
+CHOICES: dict[str, Choices] = {
+    "cpu": _CPU,
+    "wasm": [(lambda f: f.group == 1 and f.few_taps, "im2col"), *_CPU],
+    "cuda": [(lambda f: True, "swapped")],
+    "webgpu": _PRODUCTS,
+    "portable": _PRODUCTS,
+}
+
+
+def choose(target: str, facts: ConvShape) -> str:
+    """Name the form for a target: the first that is asked for and that fits."""
+    return next(name for asked, name in CHOICES[target] if asked(facts) and FORMS[name].fits(facts))
+
+
+def _split_channels(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:
+    """[N, group * C, ...] -> [N, group, C, ...]; untouched if there is one group."""
+    if group == 1:
+        return x
+    channels, *rest = op.dims(x)[1:]
+    if isinstance(channels, int):
+        split = [group, channels // group]
+        unknown = sum(not isinstance(d, int) for d in rest)
+        sizes = [
+            -1 if unknown == 1 and not isinstance(d, int) else op.size(x, 2 + i)
+            for i, d in enumerate(rest)
+        ]
+    else:
+        split = [group, -1]
+        sizes = [op.size(x, 2 + i) for i in range(len(rest))]
+    return op.Reshape(x, op.vector([0, *split, *sizes]))  # 0: the batch, as it is
+
+
+def _merge(op: OpBuilder, x: ir.Value, axis: int, lead: int = 0) -> ir.Value:
+    """Join axes ``axis`` and ``axis + 1``, with ``lead`` axes of size 1 put in front."""
+    dims = op.dims(x)
+    sizes = [op.size(x, i) for i in range(len(dims)) if i not in (axis, axis + 1)]
+    left, right = dims[axis], dims[axis + 1]
+    sizes.insert(axis, left * right if isinstance(left, int) and isinstance(right, int) else -1)
+    return op.Reshape(x, op.vector([*[1] * lead, *sizes]))
+
+
+def _tap_slices(op: OpBuilder, x: ir.Value, win: Windows, group: int) -> list[ir.Value]:
+    """Return what the windows read at each tap, as [N, C, ...] or [N, group, C, ...]."""
+    split = _split_channels(op, pad(op, x, win), group)
+    axes = list(range(op.rank(split) - win.rank, op.rank(split)))
+    return tap_slices(op, split, win, axes)
+
+
+def _flatten(op: OpBuilder, x: ir.Value, spatial: int) -> ir.Value:
+    """Join the last axes to one."""
+    return x if spatial == 1 else op.Reshape(x, [*[0] * (op.rank(x) - spatial), -1])
+
+
+def _from_taps(op: OpBuilder, parts: list[ir.Value], w: ir.Value) -> ir.Value:
+    """Return a weight from its values at each tap."""
+    if len(parts) == 1:
+        return op.reshape_like(parts[0], w)
+    stacked = op.reshape(op.Concat(*parts, axis=0), [len(parts), -1])
+    return op.reshape_like(op.Transpose(stacked, perm=[1, 0]), w)
+
+
+def _cut(op: OpBuilder, dw: ir.Value, w: ir.Value, offset: int) -> ir.Value:
+    """Cut what the stride left over: spatial axes to the size of the kernel."""
+    have, want = op.dims(dw)[2 + offset :], op.dims(w)[2:]
+    axes = [i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b]
+    if not axes:
+        return dw
+    ends = op.vector([op.size(w, 2 + i) for i in axes])
+    return op.Slice(dw, [0] * len(axes), ends, [2 + offset + i for i in axes])

@@ -1,0 +1,12 @@
+"""Checkpoints: our own safetensors files, and those of onnxruntime-training."""
+
+from onnxtrain.checkpoint.safetensors_file import (
+    from_bytes,
+    from_file,
+    load_checkpoint,
+    save_checkpoint,
+    state_key,
+    to_bytes,
+)
+
+__all__ = ["from_bytes", "from_file", "load_checkpoint", "save_checkpoint", "state_key", "to_bytes"]

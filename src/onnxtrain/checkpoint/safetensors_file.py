@@ -1,0 +1,254 @@
+"""Checkpoints: one safetensors file that any tool reads.
+
+Parameters and buffers bear their own names, optimizer state is ``optim/<slot>/<parameter>``. All
+else is one metadata entry, ``onnxtrain``: a JSON object with sorted keys, among them the sha256 of
+the file (without the length in front, and with zeros in its own place).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from onnxtrain.checkpoint.ort_checkpoint import is_odtc, parse_odtc
+from onnxtrain.errors import CheckpointError
+from onnxtrain.graph.io.atomic import write_files
+
+KEY = "onnxtrain"
+_DIGEST = "sha256"
+_NO_DIGEST = "0" * 64
+_OWN_PAGES = 1 << 16  # bytes
+_HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def state_key(parameter: str, slot: str) -> str:
+    """Return the name under which optimizer state is stored.
+
+    >>> state_key("fc.weight", "exp_avg")
+    'optim/exp_avg/fc.weight'
+    """
+    return f"optim/{slot}/{parameter}"
+
+
+def to_bytes(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> bytes:
+    """Return the content of a checkpoint file: the same bytes for the same content."""
+    return b"".join(_parts(tensors, meta))
+
+
+def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[bytes | memoryview]:
+    arrays = {name: np.asarray(a) for name, a in tensors.items()}
+    odd = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype not in _NAMES]
+    if odd:
+        raise CheckpointError(f"tensors of a type that safetensors has not: {', '.join(odd)}")
+    # Wide types first, so that every tensor is aligned; then by name.
+    order = sorted(arrays, key=lambda n: (-arrays[n].dtype.itemsize, n))
+    text = json.dumps({**meta, _DIGEST: _NO_DIGEST}, sort_keys=True, separators=(",", ":"))
+    header: dict[str, Any] = {"__metadata__": {KEY: text}}
+    at = 0
+    for name in order:
+        end = at + arrays[name].nbytes
+        header[name] = {
+            "dtype": _NAMES[arrays[name].dtype],
+            "shape": list(arrays[name].shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    data = [np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8).data for n in order]
+    digest = _digest([head, *data])
+    head = head.replace(_NO_DIGEST.encode(), digest.encode(), 1)
+    return [len(head).to_bytes(8, "little"), head, *data]
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def from_bytes(
+    data: bytes, label: str = "checkpoint"
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return tensors and metadata of a checkpoint.
+
+    Raises:
+        CheckpointError: if it is truncated, damaged or not a checkpoint.
+    """
+    return from_file(io.BytesIO(data), label)
+
+
+def from_file(
+    file: BinaryIO, label: str = "checkpoint"
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return tensors and metadata of an open checkpoint; nothing is in memory twice.
+
+    Raises:
+        CheckpointError: if it is truncated, damaged or not a checkpoint.
+    """
+    length = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    header, head = _header(file, length, label)
+    start = 8 + len(head)
+    entry = header.pop("__metadata__", {})
+    places: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
+    expected = 0
+    for name, info in sorted(header.items(), key=lambda item: _begin(item[1], label)):
+        dtype, shape, (begin, end) = _describe(name, info, label)
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize if shape else dtype.itemsize
+        if begin != expected or end - begin != size:
+            raise CheckpointError(f"{label}: tensor {name!r} does not fill its place")
+        expected = end
+        if start + end > length:
+            raise CheckpointError(
+                f"{label}: truncated, tensor {name!r} ends at byte {start + end} of {length}"
+            )
+        places.append((name, dtype, shape))
+    if start + expected != length:
+        raise CheckpointError(f"{label}: {length - start - expected} bytes after the last tensor")
+    meta = _meta(entry, label)
+    tensors = {name: _empty(shape, dtype) for name, dtype, shape in places}
+    raw = [a.reshape(-1).view(np.uint8).data for a in tensors.values()]
+    for part in raw:
+        if file.readinto(part) != len(part):  # type: ignore[attr-defined]  # files and BytesIO do
+            raise CheckpointError(f"{label}: truncated while it was read")
+    _check_digest(head, raw, meta, label)
+    return tensors, meta
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    if size < _OWN_PAGES:
+        return np.empty(shape, dtype)
+    # Pages of its own go back to the system with the array; the heap would keep them.
+    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint: the old file or the new one is there at any moment, never a part."""
+    target = os.path.abspath(os.fsdecode(path))
+    parts = _parts(tensors, meta)
+
+    def write(file: BinaryIO) -> None:
+        for part in parts:
+            file.write(part)
+
+    write_files(repr(os.fsdecode(path)), {target: write})
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return tensors and metadata of a checkpoint file, also of one by onnxruntime-training."""
+    label = repr(os.fsdecode(path))
+    try:
+        with open(path, "rb") as file:
+            if not is_odtc(file.read(8)):
+                return from_file(file, label)
+            file.seek(0)
+            data = file.read()
+    except OSError as error:
+        raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error
+    found = parse_odtc(data, label, os.fsdecode(path))
+    if found.nominal:
+        raise CheckpointError(
+            f"{label}: a nominal checkpoint has no weights in it\n"
+            "hint: the weights are in the full checkpoint that was saved beside it"
+        )
+    meta: dict[str, Any] = {"properties": found.properties, "step": found.step}
+    return found.tensors(), meta if found.lr is None else {**meta, "lr": found.lr}
+
+
+def _header(file: BinaryIO, length: int, label: str) -> tuple[dict[str, Any], bytes]:
+    if length < 8:
+        raise CheckpointError(f"{label}: not a checkpoint, {length} bytes long")
+    size = int.from_bytes(file.read(8), "little")
+    if size > _HEADER_LIMIT or 8 + size > length:
+        raise CheckpointError(f"{label}: not a checkpoint, or truncated in its header")
+    head = file.read(size)
+    try:
+        header = json.loads(head)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{label}: the header is damaged: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{label}: the header is not an object")
+    return header, head
+
+
+def _check_digest(head: bytes, raw: Iterable[memoryview], meta: dict[str, Any], label: str) -> None:
+    if not meta:
+        return  # written by another tool
+    digest = meta.pop(_DIGEST, None)
+    head = head.replace(str(digest).encode(), _NO_DIGEST.encode(), 1)
+    if digest is None or _digest([head, *raw]) != digest:
+        raise CheckpointError(
+            f"{label}: damaged, its sha256 is not the recorded one\n"
+            "hint: take an older checkpoint; its content cannot be trusted"
+        )
+
+
+def _begin(info: Any, label: str) -> int:
+    try:
+        begin = info["data_offsets"][0]
+    except (KeyError, IndexError, TypeError):
+        begin = None
+    if not isinstance(begin, int):
+        raise CheckpointError(f"{label}: the header is damaged: a tensor has no offsets")
+    return begin
+
+
+def _describe(
+    name: str, info: Any, label: str
+) -> tuple[np.dtype[Any], tuple[int, ...], tuple[int, int]]:
+    try:
+        dtype, shape = _DTYPES[info["dtype"]], tuple(info["shape"])
+        begin, end = info["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{label}: tensor {name!r} is described wrongly: {error}") from error
+    if not all(
+        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in (*shape, begin, end)
+    ):
+        raise CheckpointError(
+            f"{label}: tensor {name!r} is described wrongly: sizes are no numbers"
+        )
+    return dtype, shape, (begin, end)
+
+
+def _meta(entry: Any, label: str) -> dict[str, Any]:
+    text = entry.get(KEY) if isinstance(entry, dict) else None
+    if text is None:
+        return {}  # a plain safetensors file: weights from elsewhere
+    try:
+        meta = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{label}: the metadata is damaged: {error}") from error
+    if not isinstance(meta, dict):
+        raise CheckpointError(f"{label}: the metadata is not an object")
+    return meta

@@ -1,0 +1,1 @@
+"""The models that ``generate_artifacts`` and the other old entry points write."""

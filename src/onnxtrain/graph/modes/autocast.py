@@ -1,0 +1,183 @@
+"""Mixed precision: products in 16 bits, everything else in float32.
+
+Parameters stay float32. What a product reads is cast to 16 bits in front of it, what it gives is
+cast back behind it, so that the gradient of Cast carries the reverse sweep through the same types.
+
+There are two spellings. Where a runtime has 16-bit kernels (``NATIVE``), products run in 16 bits,
+and so does what only moves their results about. Elsewhere the operands and the result are rounded
+to 16 bits and the product itself is float32, which is what 16-bit kernels with float32 sums
+compute: onnxruntime's CPU has no bfloat16 products, and computes float16 ones in float32 without
+any rounding.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.captured_values import subgraphs_of
+
+FLOAT, BFLOAT16, FLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT16
+
+NATIVE = frozenset({"cuda"})
+"""Targets whose runtime multiplies in 16 bits."""
+
+PRODUCTS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
+# Before opset 22 the other operators know no bfloat16: they stay in float32 there.
+_NATIVE_PRODUCTS = {FLOAT16: PRODUCTS, BFLOAT16: frozenset({"Gemm", "MatMul"})}
+# Moving values about commutes with casts, as Relu does, and so do the gradients of these.
+_MOVES = frozenset(
+    {"Flatten", "Identity", "Relu", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+)
+
+
+def autocast(model: ir.Model, half: ir.DataType, *, target: str) -> int:
+    """Compute the products of a model in 16 bits, in place; return how many there are.
+
+    Args:
+        model: a prepared model, not differentiated yet; names of its outputs stay.
+        half: ``BFLOAT16`` or ``FLOAT16``.
+        target: one of ``TARGETS``.
+    """
+    root = OpBuilder(model.graph, "half/", target=target)
+    kind = _Native if target in NATIVE else _Rounded
+    graphs: list[ir.Graph] = [model.graph]
+    for node in model.graph.all_nodes():
+        graphs += subgraphs_of(node)
+    return sum(kind(root, graph, half).run() for graph in graphs)
+
+
+class _Pass:
+    """Goes through one graph; what it inserts stands directly before or behind a node."""
+
+    def __init__(self, root: OpBuilder, graph: ir.Graph, half: ir.DataType) -> None:
+        self.root, self.graph, self.half = root, graph, half
+        self.cast: dict[ir.Value, ir.Value] = {}
+        """What stands for a float32 value as the operand of a product."""
+        self.count = 0
+
+    def run(self) -> int:
+        nodes = list(self.graph)
+        for node, after in zip(nodes, [*nodes[1:], None], strict=True):
+            if node.domain in ("", "ai.onnx"):
+                self.visit(node, after)
+        return self.count
+
+    def visit(self, node: ir.Node, after: ir.Node | None) -> None:
+        raise NotImplementedError
+
+    def builder(self, before: ir.Node | None) -> OpBuilder:
+        parent = None if self.graph is self.root.graph else self.root
+        if parent is None and before is None:
+            return self.root
+        return OpBuilder(
+            self.graph, self.root.prefix, target=self.root.target, before=before, parent=self.root
+        )
+
+    def is_bias(self, add: ir.Node, product: ir.Value) -> ir.Value | None:
+        """Return the other operand of an Add, if it is a vector of weights."""
+        (a, b) = add.inputs
+        other = b if a is product else a
+        if other is None or not other.is_initializer() or other.dtype != FLOAT:
+            return None
+        dims = S.dims_of(other)
+        return other if dims is not None and len(dims) <= 1 else None
+
+    def replace(
+        self, y: ir.Value, after: ir.Node | None, through: tuple[ir.DataType, ...]
+    ) -> ir.Value:
+        """Put casts behind a value; return the last one, which has its name and place."""
+        op, new = self.builder(after), y
+        kind, shape, name = ir.TensorType(FLOAT), y.shape, y.name
+        uses = list(y.uses())
+        for dtype in through:
+            new = op.Cast(new, to=dtype)
+            new.shape = shape
+        new.type = kind
+        for use in uses:
+            use.node.replace_input_with(use.idx, new)
+        if y.is_graph_output():
+            graph = y.graph
+            assert graph is not None
+            for i, out in enumerate(graph.outputs):
+                if out is y:
+                    graph.outputs[i] = new
+        y.name = self.root.names.fresh(f"{name}.{self.half.name.lower()}")
+        new.name = name
+        return new
+
+
+class _Rounded(_Pass):
+    """Rounds operands and results, multiplies in float32."""
+
+    def visit(self, node: ir.Node, after: ir.Node | None) -> None:
+        if node.op_type not in PRODUCTS or node.outputs[0].dtype != FLOAT:
+            return
+        self.count += 1
+        for i, x in enumerate(node.inputs):
+            if x is not None and x.dtype == FLOAT:
+                node.replace_input_with(i, self.rounded(x, node))
+        y = node.outputs[0]
+        uses = list(y.uses())
+        follower = uses[0].node if len(uses) == 1 and not y.is_graph_output() else None
+        if follower is not None and follower.op_type == "Add" and follower.graph is self.graph:
+            bias = self.is_bias(follower, y)
+            if bias is not None:  # a linear layer: one rounding, after the sum
+                at = list(follower.inputs).index(bias)
+                follower.replace_input_with(at, self.rounded(bias, follower))
+                self.replace(follower.outputs[0], _next(follower), (self.half, FLOAT))
+                return
+        self.replace(y, after, (self.half, FLOAT))
+
+    def rounded(self, x: ir.Value, before: ir.Node) -> ir.Value:
+        if x not in self.cast:
+            op = self.builder(before)
+            self.cast[x] = op.Cast(op.Cast(x, to=self.half), to=FLOAT)
+        return self.cast[x]
+
+
+class _Native(_Pass):
+    """Multiplies in 16 bits."""
+
+    def __init__(self, root: OpBuilder, graph: ir.Graph, half: ir.DataType) -> None:
+        super().__init__(root, graph, half)
+        self.made: dict[ir.Value, ir.Value] = {}
+        """float32 values that are casts of 16-bit ones, with these."""
+
+    def visit(self, node: ir.Node, after: ir.Node | None) -> None:
+        if not node.outputs or any(y.dtype != FLOAT for y in node.outputs):
+            return
+        operands = [i for i, x in enumerate(node.inputs) if x is not None and x.dtype == FLOAT]
+        if node.op_type in _NATIVE_PRODUCTS[self.half]:
+            self.count += 1
+        elif node.op_type in _MOVES:
+            if node.inputs[0] not in self.made:
+                return
+            operands = [0]
+        elif node.op_type != "Add" or not self.adds_bias(node):
+            return
+        for i in operands:
+            x = node.inputs[i]
+            assert x is not None
+            node.replace_input_with(i, self.narrow(x, node))
+        for y in node.outputs:
+            y.type = ir.TensorType(self.half)
+            self.made[self.replace(y, after, (FLOAT,))] = y
+
+    def adds_bias(self, node: ir.Node) -> bool:
+        return any(x in self.made and self.is_bias(node, x) is not None for x in node.inputs if x)
+
+    def narrow(self, x: ir.Value, before: ir.Node) -> ir.Value:
+        if x in self.made:
+            return self.made[x]
+        if x not in self.cast:
+            self.cast[x] = self.builder(before).Cast(x, to=self.half)
+        return self.cast[x]
+
+
+def _next(node: ir.Node) -> ir.Node | None:
+    assert node.graph is not None
+    nodes = list(node.graph)
+    at = nodes.index(node)
+    return nodes[at + 1] if at + 1 < len(nodes) else None

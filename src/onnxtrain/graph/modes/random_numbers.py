@@ -1,0 +1,241 @@
+"""Random numbers as a pure function of (seed, step, node, element), the same bits on every backend.
+
+Only exact operations are used: products and sums of whole numbers below 2^24, scaling by powers of
+two, and Floor. Whatever order, fusion or reduced-precision matrix unit a backend chooses, the bits
+are the same, and no integer or bit operators are needed.
+
+The elements of a tensor, in order, fill rows of 1024. A row gets a key of 16 bytes, hashed at run
+time from (seed, step, row); a column has a fixed random key of 16 bytes, whose order depends on the
+node. The element is the fraction of their inner product over 2^14. Against a threshold such numbers
+are as good as independent (tests/graph/test_randomness.py), for one matrix product and three cheap
+operators each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.shapes import dims as D
+
+COLUMNS = 1024
+LANES = 16
+BITS = 14
+"""Resolution of a probability: 2^-14."""
+SOURCES = 4
+"""At most so many numbers make up ``rng``: seed, step, and the counts of enclosing loops."""
+
+Shape = ir.Value | Sequence[Size]
+"""A value whose shape is meant, or sizes."""
+
+
+def uniform_mask(
+    op: OpBuilder, shape: Shape, rng: ir.Value, node_id: int, keep_probability: float | ir.Value
+) -> ir.Value:
+    """Return a bool tensor that is true with ``keep_probability``, to the nearest 2^-14.
+
+    Args:
+        op: where nodes go.
+        shape: a value of the wanted shape, or its sizes.
+        rng: float32 [2] = (seed, step), whole numbers from 0 to 2^24 - 1.
+        node_id: a small number that no other random node of the model bears.
+        keep_probability: a number, or a float32 scalar known at run time.
+    """
+    return RandomStream(op, rng).mask(shape, node_id, keep_probability)
+
+
+class RandomStream:
+    """The random numbers of one ``rng``; the keys of rows are shared between nodes.
+
+    Args:
+        op: where nodes go; may be replaced as the graph is walked, in order.
+        rng: float32 [n], n up to 4: seed, step, and the counts of enclosing loops.
+    """
+
+    def __init__(self, op: OpBuilder, rng: ir.Value) -> None:
+        self.op = op
+        self.rng = rng
+        self._lanes: tuple[ir.Value, ir.Value] | None = None
+        self._keys: dict[D.Dim, ir.Value] = {}
+
+    def mask(self, shape: Shape, node_id: int, keep: float | ir.Value) -> ir.Value:
+        """Return a bool tensor that is true with probability ``keep``."""
+        op = self.op
+        if not isinstance(keep, ir.Value):
+            keep = op.const(round(keep * 2**BITS) / 2**BITS, ir.DataType.FLOAT)
+        total = _total(op, shape)
+        fractions = _fractions(op, self._row_keys(shape, total), node_id, total)
+        if op.target == "webgpu":  # has no Slice of booleans
+            return op.Less(_shaped(op, fractions, shape, total), keep)
+        return _shaped(op, op.Less(fractions, keep), shape, total)
+
+    def uniform(self, shape: Shape, node_id: int) -> ir.Value:
+        """Return float32 numbers in [0, 1), multiples of 2^-24; two ids from ``node_id`` on."""
+        op, total = self.op, _total(self.op, shape)
+        keys = self._row_keys(shape, total)
+        high, low = (
+            op.Floor(op.Mul(_fractions(op, keys, node_id + i, total), 4096.0)) for i in (0, 1)
+        )
+        joined = op.Add(op.Mul(high, 2.0**-12), op.Mul(low, 2.0**-24))
+        return _shaped(op, joined, shape, total)
+
+    def normal(self, shape: Shape, node_id: int) -> ir.Value:
+        """Return standard normal float32 numbers, with four ids from ``node_id`` on.
+
+        Log and Cos are not exact: backends agree to their rounding here, not bit for bit.
+        """
+        op = self.op
+        distance = op.Sqrt(op.Mul(op.Log(op.Sub(1.0, self.uniform(shape, node_id))), -2.0))
+        angle = op.Mul(self.uniform(shape, node_id + 2), 2.0 * math.pi)
+        return op.Mul(distance, op.Cos(angle))
+
+    def _row_keys(self, shape: Shape, total: D.Dim) -> ir.Value:
+        """Return 16 bytes for each row, hashed from ``rng`` and its number: float32 [rows, 16]."""
+        if total is not None and total in self._keys:
+            return self._keys[total]
+        op = self.op
+        if self._lanes is None:
+            self._lanes = _absorb(op, self.rng)
+        left, right = self._lanes
+        number = op.Mul(op.Unsqueeze(_row_numbers(op, shape, total), [1]), 2.0**-12)
+        high = op.Floor(number)
+        left = _fraction(op, op.Add(left, op.Sub(number, high)))
+        right = _fraction(op, op.Add(right, op.Mul(high, 2.0**-12)))
+        for _ in range(4):
+            left, right = _round(op, left, right)
+        keys = op.Floor(op.Mul(right, 256.0))
+        if total is not None:
+            self._keys[total] = keys
+        return keys
+
+
+def _absorb(op: OpBuilder, rng: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return two numbers per lane, multiples of 2^-12 in [0, 1), hashed from ``rng``: [16] each."""
+    (count,) = op.dims(rng)
+    if not isinstance(count, int) or count > SOURCES:
+        raise AssertionError(f"rng has {count} numbers, not up to {SOURCES}")
+    high = op.Floor(op.Mul(rng, 2.0**-12))
+    low = op.Sub(rng, op.Mul(high, 4096.0))
+    # Products are below 2^22, so that four of them are below 2^24.
+    halves = op.Reshape(op.Concat(low, high, axis=0), [2, count, 1])
+    spread = op.Mul(halves, op.const(_multipliers()[:, :count] * 2.0**-12, ir.DataType.FLOAT))
+    mixed = op.Add(op.ReduceSum(spread, [1], keepdims=0), op.const(_origins(), ir.DataType.FLOAT))
+    mixed = _fraction(op, mixed)
+    left, right = op.Gather(mixed, 0, axis=0), op.Gather(mixed, 1, axis=0)
+    for _ in range(4):
+        left, right = _round(op, left, right)
+    return left, right
+
+
+def _round(op: OpBuilder, left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """One round of a Feistel network on two numbers of 12 bits; it adds middle bits of a square."""
+    middle = op.Mul(op.Floor(op.Mul(op.Mul(right, right), 2.0**18)), 2.0**-12)
+    return right, _fraction(op, op.Add(left, middle))
+
+
+def _fraction(op: OpBuilder, x: ir.Value) -> ir.Value:
+    return op.Sub(x, op.Floor(x))
+
+
+def _fractions(op: OpBuilder, keys: ir.Value, node_id: int, total: D.Dim) -> ir.Value:
+    """Return one number per element, multiples of 2^-14 in [0, 1): [rows, columns]."""
+    table = op.Mul(op.Cast(op.const(_column_keys()), to=ir.DataType.FLOAT), 2.0**-BITS)
+    table = op.Gather(table, op.const(_order(node_id)), axis=0)
+    if isinstance(total, int) and total < COLUMNS:
+        table = op.Slice(table, [0], [total], [1])
+    return _fraction(op, op.MatMul(keys, table))
+
+
+def _total(op: OpBuilder, shape: Shape) -> D.Dim:
+    """Return the number of elements: a number, an expression, or ``None``."""
+    if isinstance(shape, ir.Value):
+        return D.product(op.dims(shape))
+    return D.product(s if isinstance(s, int) else None for s in shape)
+
+
+def _size(op: OpBuilder, shape: Shape, total: D.Dim) -> Size:
+    """Return the number of elements, as an int64 value of shape [1] if need be."""
+    if isinstance(total, int):
+        return total
+    if isinstance(shape, ir.Value):
+        return op.Unsqueeze(op.Size(shape), [0])
+    return op.ReduceProd(op.vector(shape), [0], keepdims=1)
+
+
+def _row_numbers(op: OpBuilder, shape: Shape, total: D.Dim) -> ir.Value:
+    """Return 0, 1, 2 ... as float32, one for each row."""
+    size = _size(op, shape, total)
+    if isinstance(size, int):
+        rows = -(-size // COLUMNS)
+        return op.Range(op.const(0.0), op.const(float(rows)), op.const(1.0))
+    rows = op.Div(op.Add(size, COLUMNS - 1), COLUMNS)
+    scalar = op.Reshape(rows, op.const([], ir.DataType.INT64))
+    if op.target == "webgpu":  # the count is a number of the CPU, the range is not
+        limit = op.Cast(scalar, to=ir.DataType.FLOAT)
+        return op.Range(op.const(0.0), limit, op.const(1.0))
+    return op.Cast(op.Range(0, scalar, 1), to=ir.DataType.FLOAT)
+
+
+def _shaped(op: OpBuilder, x: ir.Value, shape: Shape, total: D.Dim) -> ir.Value:
+    """Return the first elements of ``x`` in the wanted shape."""
+    if not _fills(total):
+        size = _size(op, shape, total)
+        x = op.Slice(op.Reshape(x, [-1]), [0], op.vector([size]))
+    return op.reshape_like(x, shape) if isinstance(shape, ir.Value) else op.reshape(x, shape)
+
+
+def _fills(total: D.Dim) -> bool:
+    """Return whether the last row is certainly full."""
+    if isinstance(total, int):
+        return total < COLUMNS or total % COLUMNS == 0
+    return total is not None and D.mul(D.floordiv(total, COLUMNS), COLUMNS) == total
+
+
+# -- fixed numbers ----------------------------------------------------------------
+
+
+def _hashes(start: int, count: int) -> list[int]:
+    """Return 64-bit numbers by SplitMix64, which no library's update can change."""
+    mask, state, found = 2**64 - 1, start, []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        found.append(z ^ (z >> 31))
+    return found
+
+
+@functools.cache
+def _column_keys() -> np.ndarray:
+    """The bytes of the columns, uint8 [16, 1024]."""
+    numbers = [z >> 56 for z in _hashes(1, LANES * COLUMNS)]
+    return np.asarray(numbers, np.uint8).reshape(LANES, COLUMNS)
+
+
+@functools.cache
+def _multipliers() -> np.ndarray:
+    """Odd numbers below 2^10 by half, source and lane."""
+    numbers = [(z >> 54) | 1 for z in _hashes(2, 2 * SOURCES * LANES)]
+    return np.asarray(numbers, np.float64).reshape(2, SOURCES, LANES)
+
+
+@functools.cache
+def _origins() -> np.ndarray:
+    """Where the lanes start: multiples of 2^-12 in [0, 1)."""
+    numbers = [z >> 52 for z in _hashes(3, 2 * LANES)]
+    return np.asarray(numbers, np.float64).reshape(2, LANES) * 2.0**-12
+
+
+def _order(node_id: int) -> list[int]:
+    """Return the order in which a node reads the column keys: a permutation of the lanes."""
+    order = list(range(LANES))
+    for i, z in zip(range(LANES - 1, 0, -1), _hashes(1000 + node_id, LANES - 1), strict=True):
+        j = z % (i + 1)
+        order[i], order[j] = order[j], order[i]
+    return order

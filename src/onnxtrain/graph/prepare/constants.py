@@ -1,0 +1,112 @@
+"""Constants: nodes turned into initializers, small integer arithmetic folded."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from onnx.reference import ReferenceEvaluator
+
+from onnxtrain.graph import shapes as S
+
+_SMALL = 4096  # elements: what we fold ourselves; a runtime folds the rest when it loads the model
+
+_FOLDABLE = frozenset(
+    (
+        *("Abs", "Add", "And", "Cast", "CastLike", "Concat", "ConstantOfShape", "Div", "Equal"),
+        *("Expand", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual"),
+        *("Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range", "Reciprocal", "ReduceMax"),
+        *("ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Shape", "Size", "Slice", "Split"),
+        *("Sqrt", "Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where"),
+    )
+)
+
+
+def lift_constants(model: ir.Model) -> set[str]:
+    """Turn Constant nodes and subgraph initializers into initializers; return their names."""
+    before = set(model.graph.initializers)
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    passes.LiftSubgraphInitializersToMainGraphPass()(model)
+    return set(model.graph.initializers) - before
+
+
+def fold(model: ir.Model, constants: set[str]) -> set[str]:
+    """Replace nodes whose outputs are known by initializers, in place; return the new names.
+
+    Only ``constants`` count as known, never a parameter; and integers that shape inference found.
+    """
+    graph, opset = model.graph, model.opset_imports[""]
+    added: set[str] = set()
+    for node in list(graph):
+        if node.domain != "" or node.op_type not in _FOLDABLE or len(node.outputs) != 1:
+            continue
+        y = node.outputs[0]
+        if y.is_graph_output():
+            continue
+        array = _known_integers(y)
+        if array is None and node.inputs:
+            known = constants | added
+            if all(_is_constant(x, known) for x in node.inputs):
+                array = _evaluate(node, opset)
+        if array is None or array.size > _SMALL:
+            continue
+        name = y.name or ""
+        assert y.dtype is not None
+        own = np.ascontiguousarray(array).reshape(array.shape)
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(y.dtype),
+            shape=ir.Shape(array.shape),
+            const_value=ir.Tensor(own, dtype=y.dtype, name=name),
+        )
+        y.name = f"{name}.folded"
+        y.replace_all_uses_with(value)
+        graph.remove(node, safe=True)
+        graph.register_initializer(value)
+        added.add(name)
+    return added
+
+
+def _is_constant(x: ir.Value | None, constants: set[str]) -> bool:
+    if x is None:
+        return True
+    return (
+        x.name in constants
+        and x.const_value is not None
+        and x.const_value.size <= _SMALL
+        and not x.is_graph_input()
+    )
+
+
+def _known_integers(y: ir.Value) -> np.ndarray | None:
+    elements, dims = S.symbolic_of(y), S.dims_of(y)
+    if elements is None or dims is None or not all(isinstance(e, int) for e in elements):
+        return None
+    if len(dims) > 1 or y.dtype is None:
+        return None
+    array = np.asarray(elements, y.dtype.numpy())
+    return array.reshape(()) if dims == () else array
+
+
+def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
+    given = [x for x in node.inputs if x is not None]
+    if any(x.dtype in (ir.DataType.BFLOAT16, ir.DataType.STRING) for x in given):
+        return None
+    proto = ir.serde.serialize_node(node)
+    feeds = {x.name or "": x.const_value.numpy() for x in given if x.const_value is not None}
+    graph = onnx.GraphProto(name="fold", node=[proto])
+    for name in feeds:
+        graph.input.append(onnx.ValueInfoProto(name=name))
+    graph.output.append(onnx.ValueInfoProto(name=node.outputs[0].name))
+    model = onnx.ModelProto(
+        ir_version=10, graph=graph, opset_import=[onnx.OperatorSetIdProto(version=opset)]
+    )
+    try:
+        with np.errstate(all="ignore"):
+            (array,) = ReferenceEvaluator(model).run(None, feeds)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return None  # the node stays; the runtime will say what is wrong with it, if anything
+    array = np.asarray(array)
+    y = node.outputs[0]
+    return array if y.dtype is not None and array.dtype == y.dtype.numpy() else None

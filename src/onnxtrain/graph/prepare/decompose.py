@@ -1,0 +1,135 @@
+"""Operators rewritten into plainer ones before differentiation.
+
+A decomposition is a function over the builder, registered by operator::
+
+    @decomposition("com.microsoft::BiasGelu")
+    def bias_gelu(op, x, bias):
+        return op.Gelu(op.Add(x, bias))
+
+It receives the node's inputs by position (``None`` where omitted), attributes by keyword if its
+signature asks for them (give the default there: fused operators have no schema), ``node`` on
+request, and returns the replacement of each output. Returning ``None`` leaves the node as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.shapes.infer import infer_shapes
+
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
+
+
+def decomposition(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a decomposition for operators keyed ``"Op"`` or ``"domain::Op"``."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for op in ops:
+            if op in DECOMPOSITIONS:
+                raise ValueError(f"a decomposition of {op} is already registered")
+            DECOMPOSITIONS[op] = function
+        return function
+
+    return register
+
+
+def has_decomposition(key: str) -> bool:
+    """Return whether an operator has a decomposition."""
+    _fill()
+    return key in DECOMPOSITIONS
+
+
+def decompose(model: ir.Model, only: Callable[[str], bool]) -> list[str]:
+    """Rewrite, in place, the nodes whose key ``only`` accepts; return a line for each kind."""
+    _fill()
+    done: dict[str, int] = {}
+    if not any(_chosen(n, only) for n in model.graph.all_nodes()):
+        return []
+    infer_shapes(model.graph, model.opset_imports[""])
+    builder = OpBuilder(model.graph, prefix="prepare/")
+    _walk(model.graph, builder, only, done)
+    return [f"{kind}: {n} node(s) rewritten into standard operators" for kind, n in done.items()]
+
+
+def _fill() -> None:
+    from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
+
+
+def _key(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
+
+
+def _chosen(node: ir.Node, only: Callable[[str], bool]) -> bool:
+    return _key(node) in DECOMPOSITIONS and only(_key(node))
+
+
+def _walk(
+    graph: ir.Graph, parent: OpBuilder, only: Callable[[str], bool], done: dict[str, int]
+) -> None:
+    for node in list(graph):
+        for body in subgraphs_of(node):
+            _walk(body, parent, only, done)
+        if not _chosen(node, only):
+            continue
+        op = OpBuilder(graph, parent.prefix, before=node, parent=parent)
+        found = _call(DECOMPOSITIONS[_key(node)], op, node)
+        if found is None:
+            continue
+        done[_key(node)] = done.get(_key(node), 0) + 1
+        replacements = list(found) if isinstance(found, tuple | list) else [found]
+        _replace(graph, op, node, replacements)
+
+
+def _call(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> Any:
+    parameters = inspect.signature(function).parameters
+    wants = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = S.attributes_of(node, op.opset)
+    keywords: dict[str, Any] = {}
+    for p in wants:
+        if p.name == "node":
+            keywords["node"] = node
+        elif known.get(p.name) is not None:
+            keywords[p.name] = known[p.name]
+        elif p.default is p.empty:
+            keywords[p.name] = None
+    unknown = set(node.attributes) - {p.name for p in wants}
+    if unknown and "node" not in keywords:
+        raise PrepareError(
+            f"node {node.name!r}: {S.describe(node)} has attributes we do not know: "
+            f"{', '.join(sorted(unknown))}"
+        )
+    kinds = [p.kind for p in parameters.values()]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    most = sum(kind in positional for kind in kinds) - 1  # all but ``op``
+    if len(node.inputs) > most and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        raise PrepareError(f"node {node.name!r}: {S.describe(node)} has more inputs than we know")
+    return function(op, *node.inputs, **keywords)
+
+
+def _replace(graph: ir.Graph, op: OpBuilder, node: ir.Node, values: list[ir.Value | None]) -> None:
+    for i, old in enumerate(node.outputs):
+        new = values[i] if i < len(values) else None
+        if not old.name or not (old.uses() or old.is_graph_output()):
+            continue
+        if new is None:
+            raise PrepareError(
+                f"node {node.name!r}: {S.describe(node)}: output {i} ({old.name}) cannot be "
+                "expressed in standard operators\nhint: remove its consumers from the model"
+            )
+        if old.is_graph_output():
+            new = op.Identity(new)
+            name, old.name = old.name, op.names.fresh(f"{old.name}.replaced")
+            new.name = name
+        new.type = new.type or old.type
+        if new.shape is None:
+            new.shape = old.shape
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)

@@ -1,0 +1,119 @@
+"""The normal form that every later stage may assume.
+
+Local functions inlined; the working opset; constants as initializers; padding explicit; fused
+operators and static sequences resolved; shapes inferred, with symbolic sizes unified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from onnxtrain.graph.prepare.branches import resolve_branches
+from onnxtrain.graph.prepare.constants import fold, lift_constants
+from onnxtrain.graph.prepare.decompose import decompose
+from onnxtrain.graph.prepare.function_bodies import inline_bodies
+from onnxtrain.graph.prepare.normalise import normalise
+from onnxtrain.graph.prepare.sequences import resolve_sequences
+from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
+from onnxtrain.graph.shapes import is_float, schema_of
+from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.simplify import remove_dead, remove_identities
+
+_CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
+_UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothing reads
+_REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
+
+
+def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False) -> ir.Model:
+    """Return the model in the normal form; the argument must not be used any more.
+
+    Args:
+        model: a model from ``load``.
+        inline: tells for which operators the standard's function body is to be inlined.
+    """
+    repairs: list[str] = []
+    if model.functions:
+        repairs.append(f"{len(model.functions)} local function(s) inlined")
+        passes.InlinePass()(model)
+    given = set(model.graph.initializers)
+    before = model.opset_imports.get("", OPSET)
+    model = to_working_opset(model)
+    after = model.opset_imports[""]
+    if before != after:
+        repairs.append(f"opset {before} brought to {after}")
+    lift_constants(model)
+    _name_nodes(model)
+    infer_shapes(model.graph, after)
+    repairs += resolve_branches(model, given)
+    repairs += resolve_sequences(model)
+    repairs += decompose(
+        model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
+    )
+    model = inline_bodies(model, inline)
+    lift_constants(model)
+    _name_nodes(model)
+    infer_shapes(model.graph, after)
+    repairs += normalise(model)
+    constants = set(model.graph.initializers) - given  # ours, also those of decompositions
+    constants |= fold(model, constants)
+    if _has_unknown_ranks(model):  # bounds and shapes that were computed are numbers now
+        infer_shapes(model.graph, after)
+    remove_identities(model)
+    parameters = {n: x for n, x in model.graph.initializers.items() if n in given and is_float(x)}
+    remove_dead(model)
+    unused = {n: x for n, x in parameters.items() if n not in model.graph.initializers}
+    used = {n.domain for n in model.graph.all_nodes()}
+    for domain in [d for d in model.opset_imports if d and d not in used]:
+        del model.opset_imports[domain]
+    model.meta[_CONSTANTS] = frozenset(constants)
+    model.meta[_UNUSED] = unused
+    model.meta[_REPAIRS] = tuple(repairs)
+    return model
+
+
+def _has_unknown_ranks(model: ir.Model) -> bool:
+    return any(
+        y.shape is None and isinstance(y.type, ir.TensorType)
+        for node in model.graph
+        for y in node.outputs
+    )
+
+
+def constant_names(model: ir.Model) -> frozenset[str]:
+    """Return the names of initializers that are constants of the graph, not parameters."""
+    return model.meta.get(_CONSTANTS, frozenset())
+
+
+def unused_parameters(model: ir.Model) -> dict[str, ir.Value]:
+    """Return the float initializers of the file that no node reads; the graph has dropped them."""
+    return model.meta.get(_UNUSED, {})
+
+
+def mark_constants(model: ir.Model, names: Iterable[str]) -> None:
+    """Record that some initializers are constants of the graph, not parameters."""
+    model.meta[_CONSTANTS] = constant_names(model) | frozenset(names)
+
+
+def repairs_of(model: ir.Model) -> tuple[str, ...]:
+    """Say what ``prepare`` changed."""
+    return model.meta.get(_REPAIRS, ())
+
+
+def _name_nodes(model: ir.Model) -> None:
+    """Name nodes that have no name after their first output, so that messages can."""
+    nodes = list(model.graph.all_nodes())
+    taken = {n.name for n in nodes if n.name}
+    for node in nodes:
+        if not node.name:
+            stem = next((y.name for y in node.outputs if y.name), node.op_type)
+            node.name = stem
+            while node.name in taken:
+                node.name = f"{node.name}.{node.op_type}"
+            taken.add(node.name)
+
+
+def _is_standard(op_type: str, opset: int) -> bool:
+    return schema_of(op_type, opset) is not None

@@ -1,0 +1,261 @@
+"""Symbolic dimensions: polynomials in named sizes, written as plain strings.
+
+A dimension is an ``int``, a string such as ``"batch*196"`` or ``"(width + 1)//2"``, or ``None``
+when nothing is known about it. Strings are kept in one canonical spelling, so two dimensions are
+provably equal exactly when they compare equal.
+
+>>> mul("batch", 2)
+'2*batch'
+>>> floordiv(mul("batch", 12), 4)
+'3*batch'
+>>> add(sub("n", 1), 1)
+'n'
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+Dim = int | str | None
+"""A dimension: a number, a canonical expression, or unknown."""
+
+_Monomial = tuple[str, ...]
+_Poly = tuple[tuple[_Monomial, int], ...]
+
+
+def dim(value: object) -> Dim:
+    """Return the canonical form of a dimension read from a model.
+
+    >>> dim("2 * n + n")
+    '3*n'
+    """
+    if value is None or isinstance(value, int):
+        return value
+    text = str(value)
+    return _text(_parse(text)) if text else None
+
+
+def symbol(name: str) -> str:
+    """Return a symbol that stands for ``name``, whatever characters it has."""
+    if name.isidentifier():
+        return name
+    safe = re.sub(r"[^A-Za-z0-9_]", lambda m: f"_x{ord(m.group()):x}_", name)
+    return safe if safe.isidentifier() else f"d_{safe}"
+
+
+def add(a: Dim, b: Dim) -> Dim:
+    """Return ``a + b``."""
+    return _apply(_add, a, b)
+
+
+def sub(a: Dim, b: Dim) -> Dim:
+    """Return ``a - b``."""
+    return _apply(lambda p, q: _add(p, _mul(q, _constant(-1))), a, b)
+
+
+def mul(a: Dim, b: Dim) -> Dim:
+    """Return ``a * b``."""
+    if a == 0 or b == 0:
+        return 0
+    return _apply(_mul, a, b)
+
+
+def floordiv(a: Dim, b: Dim) -> Dim:
+    """Return ``a // b``, cancelled where the division is exact."""
+    return None if b == 0 else _apply(_floordiv, a, b)
+
+
+def product(dims: Iterable[Dim]) -> Dim:
+    """Return the number of elements of a tensor with these dimensions."""
+    total: Dim = 1
+    for d in dims:
+        total = mul(total, d)
+    return total
+
+
+def numbers(dims: Sequence[Dim] | None) -> list[int] | None:
+    """Return dimensions as numbers if all of them are.
+
+    >>> numbers([2, 3]), numbers([2, "n"])
+    ([2, 3], None)
+    """
+    if dims is None:
+        return None
+    found = [d for d in dims if isinstance(d, int)]
+    return found if len(found) == len(dims) else None
+
+
+def clash(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+    """Return whether two shapes certainly differ: in rank, or in a size that both know.
+
+    >>> clash([2, "n"], [2, 3]), clash(["n", 2], ["n", 3])
+    (False, True)
+    """
+    return len(a) != len(b) or any(
+        isinstance(p, int) and isinstance(q, int) and p != q for p, q in zip(a, b, strict=True)
+    )
+
+
+def symbols(d: Dim) -> set[str]:
+    """Return the names a dimension is made of."""
+    if not isinstance(d, str):
+        return set()
+    return set(re.findall(r"[A-Za-z_]\w*", d))
+
+
+def substitute(d: Dim, values: dict[str, Dim]) -> Dim:
+    """Replace symbols by other dimensions."""
+    if not isinstance(d, str) or not symbols(d) & values.keys():
+        return d
+    return _evaluate(ast.parse(d, mode="eval").body, values)
+
+
+def broadcast(a: Dim, b: Dim) -> Dim:
+    """Return the size of an axis on which ``a`` and ``b`` meet, ``None`` if that cannot be told."""
+    if a == b:
+        return a
+    if a == 1:
+        return b
+    if b == 1:
+        return a
+    if isinstance(a, int) and a > 1:
+        return a
+    if isinstance(b, int) and b > 1:
+        return b
+    return None
+
+
+def _apply(f: Callable[[_Poly, _Poly], _Poly], a: Dim, b: Dim) -> Dim:
+    if a is None or b is None:
+        return None
+    return _text(f(_parse(a), _parse(b)))
+
+
+_VERBS: dict[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
+    ast.FloorDiv: floordiv,
+}
+
+
+def _evaluate(node: ast.expr, values: dict[str, Dim]) -> Dim:
+    match node:
+        case ast.Constant(value=int(v)):
+            return v
+        case ast.Name(id=name):
+            return values.get(name, name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return sub(0, _evaluate(operand, values))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _VERBS:
+            return _VERBS[type(op)](_evaluate(left, values), _evaluate(right, values))
+        case _:
+            raise ValueError(f"not a dimension: {ast.dump(node)}")
+
+
+def _constant(n: int) -> _Poly:
+    return (((), n),) if n else ()
+
+
+@functools.lru_cache(maxsize=65536)
+def _parse(value: int | str) -> _Poly:
+    if isinstance(value, int):
+        return _constant(value)
+    try:
+        return _parse_expression(ast.parse(value, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return (((symbol(value),), 1),)
+
+
+def _parse_expression(node: ast.expr) -> _Poly:
+    match node:
+        case ast.Constant(value=int(v)):
+            return _constant(v)
+        case ast.Name(id=name):
+            return (((name,), 1),)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _mul(_parse_expression(operand), _constant(-1))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _add(_parse_expression(left), _parse_expression(right))
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            negative = _mul(_parse_expression(right), _constant(-1))
+            return _add(_parse_expression(left), negative)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _mul(_parse_expression(left), _parse_expression(right))
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
+            return _floordiv(_parse_expression(left), _parse_expression(right))
+        case _:
+            raise ValueError("not a dimension expression")
+
+
+def _normal(terms: dict[_Monomial, int]) -> _Poly:
+    return tuple(sorted((m, c) for m, c in terms.items() if c))
+
+
+def _add(p: _Poly, q: _Poly) -> _Poly:
+    terms = dict(p)
+    for m, c in q:
+        terms[m] = terms.get(m, 0) + c
+    return _normal(terms)
+
+
+def _mul(p: _Poly, q: _Poly) -> _Poly:
+    terms: dict[_Monomial, int] = {}
+    for m, c in p:
+        for n, d in q:
+            key = tuple(sorted(m + n))
+            terms[key] = terms.get(key, 0) + c * d
+    return _normal(terms)
+
+
+def _floordiv(p: _Poly, q: _Poly) -> _Poly:
+    if q == _constant(1):
+        return p
+    if p == q:
+        return _constant(1)
+    if len(q) == 1:
+        (divisor, coefficient) = q[0]
+        terms: dict[_Monomial, int] = {}
+        for m, c in p:
+            rest = _without(m, divisor)
+            if rest is None or c % coefficient:
+                break
+            terms[rest] = c // coefficient
+        else:
+            return _normal(terms)
+    if all(m == () for m, _ in p) and all(m == () for m, _ in q) and q:
+        return _constant(dict(p).get((), 0) // dict(q)[()])
+    return (((f"(({_text(p)})//({_text(q)}))",), 1),)
+
+
+def _without(m: _Monomial, divisor: _Monomial) -> _Monomial | None:
+    rest = list(m)
+    for name in divisor:
+        if name not in rest:
+            return None
+        rest.remove(name)
+    return tuple(rest)
+
+
+@functools.lru_cache(maxsize=65536)
+def _text(p: _Poly) -> int | str:
+    if not p:
+        return 0
+    if len(p) == 1 and p[0][0] == ():
+        return p[0][1]
+    parts: list[str] = []
+    # Symbols first, the bare number last: "n + 1", not "1 + n".
+    for m, c in sorted(p, key=lambda t: (t[0] == (), t[0])):
+        body = "*".join(m)
+        if not m:
+            parts.append(str(c))
+        elif c == 1:
+            parts.append(body)
+        elif c == -1:
+            parts.append(f"-{body}")
+        else:
+            parts.append(f"{c}*{body}")
+    return " + ".join(parts).replace("+ -", "- ")

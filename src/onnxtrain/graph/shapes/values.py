@@ -1,0 +1,270 @@
+"""Types and shapes of values, inferred node by node.
+
+onnx's own inference gives dtype, rank and static sizes; :mod:`onnxtrain.graph.shapes.symbolic` adds
+what it loses, sizes that are only known by name. Every unknown size gets a name of its own, so that
+it can be followed through the rest of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.dims import Dim
+
+_SMALL_DATA = 64  # elements that onnx's inference is shown
+_DATA_LIMIT = 1024  # elements: larger constants never are shapes, axes or pads
+_OWN = "onnxtrain.own"  # key in Value.meta: a constant that the builder made
+_SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the value itself, as dimensions
+
+FLOATS = frozenset(
+    {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+)
+
+
+@functools.cache
+def schema_of(op_type: str, opset: int, domain: str = "") -> onnx.defs.OpSchema | None:
+    """Return the schema of an operator at an opset, ``None`` if there is none."""
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def is_float(x: ir.Value | None) -> bool:
+    """Return whether gradients can flow through the value."""
+    return x is not None and x.dtype in FLOATS and not isinstance(x.type, ir.SparseTensorType)
+
+
+def dims_of(x: ir.Value) -> tuple[Dim, ...] | None:
+    """Return the dimensions of a value, ``None`` if not even the rank is known."""
+    if x.shape is None:
+        return None
+    return tuple(d if isinstance(d, int) else D.dim(d.value) for d in x.shape)
+
+
+def set_dims(x: ir.Value, dims: Sequence[Dim] | None) -> None:
+    """Record the dimensions of a value."""
+    x.shape = None if dims is None else ir.Shape(list(dims))
+
+
+def rank_of(x: ir.Value) -> int:
+    """Return the rank of a value.
+
+    Raises:
+        ShapeError: if it is unknown.
+    """
+    if x.shape is None:
+        raise ShapeError(
+            f"the rank of value {x.name!r} is unknown\n"
+            "hint: give the model's inputs shapes, symbolic sizes are enough"
+        )
+    return len(x.shape)
+
+
+def same_shape(x: ir.Value, ref: ir.Value) -> bool:
+    """Return whether two values provably have the same shape."""
+    a, b = dims_of(x), dims_of(ref)
+    return a is not None and a == b and None not in a
+
+
+def is_static(x: ir.Value) -> bool:
+    """Return whether every size is a number."""
+    dims = dims_of(x)
+    return dims is not None and all(isinstance(d, int) for d in dims)
+
+
+def constant_of(x: ir.Value | None) -> np.ndarray | None:
+    """Return the array of a value that is an initializer nobody can override, else ``None``."""
+    if x is None or x.const_value is None or x.is_graph_input():
+        return None
+    return x.const_value.numpy()
+
+
+def is_own_constant(x: ir.Value) -> bool:
+    """Return whether a value is a number that this library put into the graph."""
+    return x.meta.get(_OWN, False)
+
+
+def mark_own_constant(x: ir.Value) -> None:
+    """Record that an initializer is a number of ours: nobody will train or look for it."""
+    x.meta[_OWN] = True
+
+
+def symbolic_of(x: ir.Value | None) -> tuple[Dim, ...] | None:
+    """Return the elements of a small integer tensor (rank 0 or 1) as dimensions, if known."""
+    if x is None:
+        return None
+    known = x.meta.get(_SYMBOLIC)
+    if known is not None:
+        return known
+    if x.dtype is None or x.dtype.is_floating_point() or x.const_value is None:
+        return None
+    array = constant_of(x)
+    if array is None or array.ndim > 1 or array.size > _DATA_LIMIT or array.dtype.kind not in "iu":
+        return None
+    return tuple(int(v) for v in array.reshape(-1))
+
+
+def set_symbolic(x: ir.Value, dims: Sequence[Dim] | None) -> None:
+    """Record the elements of a small integer tensor."""
+    if dims is not None and len(dims) <= _DATA_LIMIT:
+        x.meta[_SYMBOLIC] = tuple(dims)
+
+
+def attributes_of(node: ir.Node, opset: int) -> dict[str, Any]:
+    """Return a node's attributes as Python values, defaults filled in from the schema."""
+    schema = schema_of(node.op_type, opset, node.domain)
+    values = {} if schema is None else dict(_defaults(schema.name, opset, schema.domain))
+    for name, attr in node.attributes.items():
+        values[name] = python_value(attr)
+    return values
+
+
+def python_value(attr: ir.Attr) -> Any:
+    """Return an attribute's value with tuples as lists."""
+    value = attr.value
+    return list(value) if isinstance(value, tuple) else value
+
+
+@functools.cache
+def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], ...]:
+    schema = schema_of(op_type, opset, domain)
+    assert schema is not None
+    found = []
+    for name, attribute in schema.attributes.items():
+        default = attribute.default_value
+        given = ir.serde.deserialize_attribute(default) if default.type else None
+        found.append((name, None if given is None else python_value(given)))
+    return tuple(found)
+
+
+def infer_node(node: ir.Node, opset: int) -> None:
+    """Set type and shape of a node's outputs from its inputs.
+
+    Sizes that stay unknown are named after the output, so equal names mean equal sizes.
+    """
+    # Their formulas need the accessors above.
+    from onnxtrain.graph.shapes import control_flow_shapes, symbolic
+    from onnxtrain.graph.shapes import fast_rules as quick
+
+    if quick.infer(node):
+        return
+    if control_flow_shapes.infer_control_flow(node):
+        pass
+    elif (
+        node.op_type in _LIKE_FIRST
+        and node.domain in ("", "ai.onnx")
+        and node.inputs[0] is not None
+    ):
+        node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
+    else:
+        _infer_by_onnx(node, opset)
+        symbolic.refine(node, opset)
+    for out in node.outputs:
+        dims = dims_of(out)
+        if isinstance(out.type, ir.SequenceType):
+            # Elements differ in the sizes that are unknown: no name fits all of them, nor does
+            # one that a body gave to a size of its step.
+            if dims is not None and node.op_type == "SequenceMap":
+                set_dims(out, [d if isinstance(d, int) else None for d in dims])
+            continue
+        if dims is not None and None in dims:
+            name = out.name or f"{node.name}"
+            set_dims(
+                out,
+                [D.symbol(f"{name}.{i}") if d is None else d for i, d in enumerate(dims)],
+            )
+
+
+def _infer_by_onnx(node: ir.Node, opset: int) -> None:
+    schema = schema_of(node.op_type, opset, node.domain)
+    if schema is None:
+        return
+    types: dict[str, onnx.TypeProto] = {}
+    data: dict[str, onnx.TensorProto] = {}
+    for i, v in enumerate(node.inputs):
+        if v is None or v.type is None:
+            continue
+        proto = ir.serde.serialize_type(v.type)
+        if v.shape is not None:
+            ir.serde.serialize_shape_into(proto, v.shape)
+        types[v.name or ""] = proto
+        if i == 0 and node.op_type not in _DATA_IN_FIRST:
+            continue
+        if node.op_type == "Range" and dims_of(v) != ():
+            continue  # runtimes take bounds of shape [1] too, onnx's inference does not
+        array = _known_array(v)
+        if array is not None:
+            data[v.name or ""] = ir.serde.serialize_tensor(ir.Tensor(array, name=v.name))
+    try:
+        found = onnx.shape_inference.infer_node_outputs(
+            schema,
+            ir.serde.serialize_node(node),
+            types,
+            data,
+            opset_imports=[onnx.OperatorSetIdProto(domain=node.domain, version=opset)],
+            ir_version=10,
+        )
+    except (
+        onnx.shape_inference.InferenceError,
+        onnx.checker.ValidationError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        raise PrepareError(
+            f"shapes do not fit at node {node.name!r}: {describe(node)}\n  {first_line(error)}"
+        ) from error
+    for v in node.outputs:
+        if v.name and v.name in found:
+            v.type = ir.serde.deserialize_type_proto_for_type(found[v.name]) or v.type
+            shape = ir.serde.deserialize_type_proto_for_shape(found[v.name])
+            if shape is not None:
+                set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
+
+
+def _known_array(x: ir.Value) -> np.ndarray | None:
+    """Return a small constant, or integers that follow from constants and known sizes."""
+    if x.const_value is not None:
+        return constant_of(x) if x.const_value.size <= _SMALL_DATA else None
+    elements, dims = x.meta.get(_SYMBOLIC), dims_of(x)
+    if elements is None or dims is None or x.dtype is None or len(dims) > 1:
+        return None
+    if len(elements) > _SMALL_DATA or not all(isinstance(e, int) for e in elements):
+        return None
+    return np.asarray(elements, x.dtype.numpy()).reshape(() if dims == () else (-1,))
+
+
+# onnx infers nothing for the first, and fails on the second without its attribute.
+_LIKE_FIRST = frozenset({"GroupNormalization", "MeanVarianceNormalization"})
+_DATA_IN_FIRST = frozenset({"ConstantOfShape", "Range", "Cast", "Expand", "Concat"})
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def describe_value(x: ir.Value | None) -> str:
+    """Say name, dtype and shape of a value: ``w: FLOAT[4,N]``."""
+    if x is None:
+        return "-"
+    dtype = x.dtype.name if x.dtype is not None else (str(x.type) if x.type else "?")
+    dims = dims_of(x)
+    shape = (
+        "[?]" if dims is None else "[" + ",".join("?" if d is None else str(d) for d in dims) + "]"
+    )
+    return f"{x.name}: {dtype}{shape}"
+
+
+def describe(node: ir.Node) -> str:
+    """Say what a node is: ``MatMul(x: FLOAT[N,4], w: FLOAT[4,2])``."""
+    domain = f"{node.domain}::" if node.domain else ""
+    return f"{domain}{node.op_type}({', '.join(describe_value(x) for x in node.inputs)})"

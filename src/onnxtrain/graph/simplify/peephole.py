@@ -1,0 +1,232 @@
+"""Local rewrites of finished graphs: what has no effect goes, neighbours are joined.
+
+Each rewrite looks at one node and its inputs and gives the same numbers bit for bit, except that a
+transposed product becomes the product in the other order, where kernels may round differently, and
+that a negative zero may keep its sign. None touches a random operator, a parameter, or the name of
+an input or output of the model.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.simplify.pads_to_concat import pads_to_concat
+
+VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+_BROADCASTING = frozenset(
+    {
+        *("Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max"),
+        *("Mean", "Min", "Mul", "Or", "Pow", "Sub", "Sum", "Where", "Xor"),
+    }
+)
+_NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}
+
+
+def rewrite(graph: ir.Graph) -> int:
+    """Apply the rewrites to the nodes of one graph; return the number of changes.
+
+    Nodes that nothing reads any more stay; they are dead, and removed as such.
+    """
+    changes = 0
+    for node in graph:
+        if node.domain not in ("", "ai.onnx") or not node.inputs or len(node.outputs) != 1:
+            continue
+        y = node.outputs[0]
+        stands = None if y.is_graph_output() or not y.uses() else _stands_for(node)
+        if stands is not None:
+            y.replace_all_uses_with(stands)
+            changes += 1
+        else:
+            changes += _join(node)
+    return changes
+
+
+def _stands_for(node: ir.Node) -> ir.Value | None:
+    """Return the value that equals the node's output, if there is one."""
+    x, y = node.inputs[0], node.outputs[0]
+    if x is None:
+        return None
+    if node.op_type in VIEWS or node.op_type == "Expand":
+        if S.same_shape(x, y):
+            return x
+        before = _producer(x, node)
+        if before is not None and before.op_type in VIEWS and node.op_type in VIEWS:
+            source = before.inputs[0]
+            return source if source is not None and S.same_shape(source, y) else None
+        return None
+    if node.op_type == "Cast":
+        return x if x.dtype is not None and x.dtype == y.dtype else None
+    if node.op_type == "Transpose":
+        perm = _perm(node)
+        before = _producer(x, node)
+        if perm is not None and before is not None and before.op_type == "Transpose":
+            first = _perm(before)
+            if first is not None and [first[i] for i in perm] == sorted(perm):
+                return before.inputs[0]
+        return x if perm == sorted(perm or [-1]) else None
+    if node.op_type in ("Concat", "Sum", "Max", "Min", "Mean"):
+        return x if len(node.inputs) == 1 else None
+    if node.op_type == "Neg":
+        before = _producer(x, node)
+        return before.inputs[0] if before is not None and before.op_type == "Neg" else None
+    return _neutral(node)
+
+
+def _neutral(node: ir.Node) -> ir.Value | None:
+    """Return ``x`` for ``x * 1``, ``x / 1``, ``x + 0``, ``x - 0`` with constants of ours."""
+    number = _NEUTRAL.get(node.op_type)
+    if number is None or node.outputs[0].dtype not in S.FLOATS:
+        return None
+    for i in (1, 0) if node.op_type in ("Mul", "Add") else (1,):
+        one, x = node.inputs[i], node.inputs[1 - i]
+        if one is None or x is None or not S.is_own_constant(one):
+            continue
+        array = S.constant_of(one)
+        if array is not None and array.size == 1 and array.item() == number:
+            return x if S.same_shape(x, node.outputs[0]) else None
+    return None
+
+
+def _join(node: ir.Node) -> int:
+    """Read past an input's producer where the node can do its work; give 1 if something changed."""
+    if node.op_type == "Transpose":
+        return _join_transposes(node) or _swap_product(node)
+    if node.op_type == "Reshape":
+        return _join_reshapes(node) or _unfold_transpose(node)
+    if node.op_type in _BROADCASTING:
+        return _drop_expands(node) or _join_negations(node) or pads_to_concat(node)
+    return _join_gemm(node) if node.op_type == "Gemm" else 0
+
+
+def _join_transposes(node: ir.Node) -> int:
+    before, perm = _producer(node.inputs[0], node), _perm(node)
+    first = None if before is None or before.op_type != "Transpose" else _perm(before)
+    if before is None or first is None or perm is None:
+        return 0
+    node.replace_input_with(0, before.inputs[0])
+    node.attributes["perm"] = ir.AttrInt64s("perm", [first[i] for i in perm])
+    return 1
+
+
+def _swap_product(node: ir.Node) -> int:
+    """``(A B)^T = B^T A^T``: the weight gradient of ``x W^T`` comes out as ``W`` lies."""
+    before = _producer(node.inputs[0], node)
+    if before is None or before.op_type != "Gemm" or _perm(node) != [1, 0]:
+        return 0
+    product = before.outputs[0]
+    if len(product.uses()) > 1 or product.is_graph_output():
+        return 0
+    if len(before.inputs) > 2 and before.inputs[2] is not None:
+        return 0
+    a, b = before.inputs[:2]
+    flags = [before.attributes.get(f) for f in ("transA", "transB")]
+    first, second = (0 if f is None else f.as_int() for f in flags)
+    alpha = before.attributes.get("alpha")
+    node.op_type = "Gemm"
+    node.resize_inputs(2)
+    node.replace_input_with(0, b)
+    node.replace_input_with(1, a)
+    node.attributes.clear()
+    node.attributes["transA"] = ir.AttrInt64("transA", 1 - second)
+    node.attributes["transB"] = ir.AttrInt64("transB", 1 - first)
+    if alpha is not None:
+        node.attributes["alpha"] = alpha
+    return 1
+
+
+def _join_reshapes(node: ir.Node) -> int:
+    before, shape = _producer(node.inputs[0], node), S.symbolic_of(node.inputs[1])
+    if before is None or before.op_type not in VIEWS or shape is None:
+        return 0
+    if any(not isinstance(s, int) or s == 0 for s in shape):
+        return 0  # a zero stands for the size that the middle one has
+    node.replace_input_with(0, before.inputs[0])
+    return 1
+
+
+def _unfold_transpose(node: ir.Node) -> int:
+    """Swap the last two axes as they are, if leading axes are joined for that and split again."""
+    swap = _producer(node.inputs[0], node)
+    fold = None if swap is None or swap.op_type != "Transpose" else _producer(swap.inputs[0], swap)
+    if swap is None or fold is None or fold.op_type != "Reshape" or _perm(swap) != [0, 2, 1]:
+        return 0
+    x, middle = fold.inputs[0], S.dims_of(fold.outputs[0])
+    before = None if x is None else S.dims_of(x)
+    after = S.dims_of(node.outputs[0])
+    if before is None or middle is None or after is None or len(before) < 4:
+        return 0
+    if None in before or list(middle[1:]) != list(before[-2:]):
+        return 0
+    if list(after) != [*before[:-2], before[-1], before[-2]]:
+        return 0
+    rank = len(before)
+    node.op_type = "Transpose"
+    node.resize_inputs(1)
+    node.replace_input_with(0, x)
+    node.attributes.clear()
+    perm = [*range(rank - 2), rank - 1, rank - 2]
+    node.attributes["perm"] = ir.AttrInt64s("perm", perm)
+    return 1
+
+
+def _drop_expands(node: ir.Node) -> int:
+    """Leave broadcasting to the node, if another input has the whole shape."""
+    y, changed = node.outputs[0], 0
+    for i, x in enumerate(node.inputs):
+        before = _producer(x, node)
+        if before is None or before.op_type != "Expand":
+            continue
+        others = [z for j, z in enumerate(node.inputs) if j != i and z is not None]
+        if any(S.same_shape(z, y) for z in others):
+            node.replace_input_with(i, before.inputs[0])
+            changed = 1
+    return changed
+
+
+def _join_negations(node: ir.Node) -> int:
+    """``a + (-b) = a - b`` and ``a - (-b) = a + b``."""
+    if node.op_type not in ("Add", "Sub") or node.outputs[0].dtype not in S.FLOATS:
+        return 0
+    for i in (1, 0) if node.op_type == "Add" else (1,):
+        negated = _producer(node.inputs[i], node)
+        if negated is None or negated.op_type != "Neg" or len(negated.outputs[0].uses()) > 1:
+            continue
+        if negated.outputs[0].is_graph_output():
+            continue
+        a, b = node.inputs[1 - i], negated.inputs[0]
+        node.replace_input_with(0, a)
+        node.replace_input_with(1, b)
+        node.op_type = "Sub" if node.op_type == "Add" else "Add"
+        return 1
+    return 0
+
+
+def _join_gemm(node: ir.Node) -> int:
+    changed = 0
+    for i, flag in enumerate(("transA", "transB")):
+        before = _producer(node.inputs[i], node)
+        if before is None or before.op_type != "Transpose" or _perm(before) != [1, 0]:
+            continue
+        given = node.attributes.get(flag)
+        value = 0 if given is None else given.as_int()
+        node.replace_input_with(i, before.inputs[0])
+        node.attributes[flag] = ir.AttrInt64(flag, 1 - value)
+        changed = 1
+    return changed
+
+
+def _perm(node: ir.Node) -> list[int] | None:
+    given, x = node.attributes.get("perm"), node.inputs[0]
+    if given is not None:
+        return list(given.as_ints())
+    dims = None if x is None else S.dims_of(x)
+    return None if dims is None else list(range(len(dims)))[::-1]
+
+
+def _producer(x: ir.Value | None, node: ir.Node) -> ir.Node | None:
+    """Return the node that makes ``x``, if it is a standard one of the same graph."""
+    before = None if x is None else x.producer()
+    if before is None or before.graph is not node.graph or before.domain not in ("", "ai.onnx"):
+        return None
+    return before if before.inputs and before.inputs[0] is not None else None

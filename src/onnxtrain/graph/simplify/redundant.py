@@ -1,0 +1,128 @@
+"""Removal of what a graph does not need, safe on training graphs.
+
+Nothing here merges random operators, folds or merges parameters, or renames inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.simplify.peephole import rewrite
+
+RANDOM = frozenset(
+    {
+        "Bernoulli",
+        "Dropout",
+        "Multinomial",
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+    }
+)
+
+
+def simplify(model: ir.Model) -> ir.Model:
+    """Drop what has no effect or is computed twice, in place; return the model back."""
+    remove_dead(model)
+    remove_identities(model)
+    graphs = [model.graph]
+    for node in model.graph.all_nodes():
+        graphs += subgraphs_of(node)
+    while sum(rewrite(graph) + share(graph) for graph in graphs):
+        remove_dead(model)
+    return model
+
+
+def remove_dead(model: ir.Model) -> None:
+    """Drop nodes, optional outputs and initializers that no output depends on."""
+    _sweep(model.graph)
+    passes.RemoveUnusedNodesPass()(model)
+
+
+def _sweep(graph: ir.Graph) -> None:
+    """Drop dead nodes all at once; what only the body of a dead node reads is dead, too."""
+    dead = []
+    for node in reversed(graph):
+        if any(y.uses() or y.is_graph_output() for y in node.outputs):
+            continue
+        dead.append(node)
+        _detach(node)
+        for body in subgraphs_of(node):
+            for inner in body.all_nodes():
+                _detach(inner)
+    graph.remove(dead)
+
+
+def _detach(node: ir.Node) -> None:
+    for i in range(len(node.inputs)):
+        node.replace_input_with(i, None)
+
+
+def remove_identities(model: ir.Model) -> None:
+    """Drop Identity nodes, but keep each output of a graph a value of its own.
+
+    A body that returns one value twice is legal, yet onnxruntime then mixes the two up.
+    """
+    done: dict[ir.Graph, list[ir.Node]] = {}
+    for node in model.graph.all_nodes():
+        if node.op_type != "Identity" or node.domain not in ("", "ai.onnx"):
+            continue
+        x, y, graph = node.inputs[0], node.outputs[0], node.graph
+        if x is None or graph is None or not isinstance(graph, ir.Graph):
+            continue
+        if y.is_graph_output():
+            source = x.producer()
+            if source is None or source.graph is not graph or x.is_graph_output():
+                continue
+            name = y.name
+            y.name = f"{name}.identity"
+            x.name = name
+            if x.shape is None:
+                x.shape = y.shape
+            y.replace_all_uses_with(x, replace_graph_outputs=True)
+        else:
+            y.replace_all_uses_with(x)
+        _detach(node)
+        done.setdefault(graph, []).append(node)
+    for graph, nodes in done.items():
+        graph.remove(nodes)
+
+
+def share(graph: ir.Graph) -> int:
+    """Compute equal expressions once; return the number of nodes that became unused."""
+    seen: dict[tuple, ir.Node] = {}
+    merged = 0
+    for node in graph:
+        if node.op_type in RANDOM or node.domain not in ("", "ai.onnx"):
+            continue  # what another domain computes may be random
+        if not any(y.uses() for y in node.outputs):
+            continue
+        key = _key(node)
+        if key is None:
+            continue
+        first = seen.setdefault(key, node)
+        pairs = list(zip(node.outputs, first.outputs, strict=True))
+        if first is node or any(
+            old.is_graph_output() or (old.uses() and not new.name) for old, new in pairs
+        ):
+            continue
+        for old, new in pairs:
+            old.replace_all_uses_with(new)
+        merged += 1
+    return merged
+
+
+def _key(node: ir.Node) -> tuple | None:
+    attributes = []
+    for name in sorted(node.attributes):
+        attribute = node.attributes[name]
+        value = attribute.value
+        if not isinstance(value, int | float | str | tuple):
+            if attribute.type != ir.AttributeType.TENSOR:
+                return None
+            value = (value.dtype, tuple(value.shape), value.tobytes())
+        attributes.append((name, attribute.type, value))
+    return (node.domain, node.op_type, tuple(node.inputs), tuple(attributes), len(node.outputs))

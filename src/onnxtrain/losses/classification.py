@@ -1,0 +1,346 @@
+"""Cross entropy and its relatives: losses whose target is a class, or probabilities of classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.losses.base import (
+    Loss,
+    TargetSpec,
+    check_rank,
+    class_weights,
+    frozen,
+    labels_for,
+    like,
+    reduced,
+)
+from onnxtrain.losses.binary import clamp
+
+_NO_CLASS = 2**31 - 1  # larger than any number of classes, and fits int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores with their classes on axis 1, ``[N, C, ...]``, and one label for each row of them."""
+
+    x: ir.Value
+    labels: ir.Value
+    shape: ir.Value
+    """The labels as they came: their shape is that of the unreduced loss."""
+
+    def restore(self, op: OpBuilder, each: ir.Value) -> ir.Value:
+        """Return one loss per label in the shape of the labels."""
+        return op.reshape_like(each, self.shape)
+
+
+def class_axis(loss: Any, x: ir.Value, axis: int) -> int:
+    """Return the class axis as a position; of a single row ``[C]`` it is 0."""
+    rank = S.rank_of(x)
+    if rank == 1:
+        return 0
+    if rank == 0 or not -rank <= axis < rank:
+        raise ShapeError(
+            f"{type(loss).__name__}(axis={axis}) does not take {S.describe_value(x)}\n"
+            "hint: it wants [N, C], [N, C, d1, ...], [C], or with axis=-1 [..., C]"
+        )
+    return axis % rank
+
+
+def to_rows(loss: Loss, op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> Scores:
+    """Bring the class axis to position 1."""
+    rank = op.rank(x)
+    if op.rank(labels) != rank - 1:
+        raise ShapeError(
+            f"{type(loss).__name__}: labels {S.describe_value(labels)} do not fit "
+            f"{S.describe_value(x)} with classes on axis {axis}\n"
+            "hint: labels have the prediction's shape without the class axis; "
+            "give axis=-1 if the classes come last"
+        )
+    if rank == 1:
+        return Scores(op.Unsqueeze(x, [0]), op.Unsqueeze(labels, [0]), labels)
+    if rank > 2 and axis == rank - 1:
+        flat = op.reshape(x, [-1, op.size(x, axis)])
+        return Scores(flat, op.Reshape(labels, [-1]), labels)
+    return Scores(op.move_axis(x, axis, 1), labels, labels)
+
+
+def is_label(op: OpBuilder, x: ir.Value, labels: ir.Value) -> ir.Value:
+    """Return for every score ``[N, C, ...]`` whether it belongs to the label."""
+    classes = op.size(x, 1)
+    if isinstance(classes, int):
+        numbers = op.const(np.arange(classes), labels.dtype)
+    else:
+        numbers = op.cast(op.iota(classes), labels.dtype)
+    return op.Equal(op.Unsqueeze(labels, [1]), op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
+
+
+def guarded(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) -> ir.Value:
+    """Return labels that a runtime refuses if they are negative.
+
+    Gathering would count them from the end and train on the wrong class.
+    """
+    wrong = op.const(_NO_CLASS, labels.dtype)
+    if ignore_index is not None and ignore_index < 0:
+        wrong = op.Where(op.Equal(labels, ignore_index), labels, wrong)
+    return op.Where(op.Less(labels, 0), wrong, labels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Labelled(Loss):
+    """What cross entropy and negative log-likelihood share."""
+
+    weight: Sequence[float] | None = None
+    ignore_index: int | None = -100
+    axis: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "weight", frozen(self.weight))
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return class indices: the prediction's shape without the class axis."""
+        axis = class_axis(self, prediction, self.axis)
+        return [labels_for("labels", prediction, axis)]
+
+    def composed(self, op: OpBuilder, rows: Scores, each: ir.Value, weights: Maybe) -> ir.Value:
+        """Weigh and reduce the losses of all labels in plain operators."""
+        each, w = self.weighed(op, rows, each, weights)
+        if self.reduction != "mean" or w is None:
+            return reduced(op, each, self.reduction)
+        return op.Div(op.ReduceSum(each, keepdims=0), op.ReduceSum(w, keepdims=0))
+
+    def weighed(
+        self, op: OpBuilder, rows: Scores, each: ir.Value, weights: Maybe
+    ) -> tuple[ir.Value, Maybe]:
+        """Return the weighted losses, and the weight of each label: 0 for ignored ones."""
+        ignored = self.ignored(op, rows.labels)
+        w = self.label_weights(op, rows.labels, ignored, weights, each.dtype)
+        if weights is not None:
+            each = op.Mul(each, w)
+        if ignored is not None:
+            each = op.Where(ignored, op.const(0.0, each.dtype), each)
+        return each, w
+
+    def ignored(self, op: OpBuilder, labels: ir.Value) -> Maybe:
+        """Return which labels are ignored."""
+        return None if self.ignore_index is None else op.Equal(labels, self.ignore_index)
+
+    def label_weights(
+        self,
+        op: OpBuilder,
+        labels: ir.Value,
+        ignored: Maybe,
+        weights: Maybe,
+        dtype: ir.DataType | None,
+    ) -> Maybe:
+        """Return the weight of each label, ``None`` if all weigh 1."""
+        if ignored is None:
+            return None if weights is None else op.Gather(weights, labels)
+        zero, one = op.const(0.0, dtype), op.const(1.0, dtype)
+        if weights is None:
+            return op.Where(ignored, zero, one)
+        index = op.Where(ignored, op.const(0, labels.dtype), labels)
+        return op.Where(ignored, zero, op.Gather(weights, index))
+
+
+Maybe = ir.Value | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CrossEntropy(_Labelled):
+    """Cross entropy of logits with class indices, or with class probabilities.
+
+    ``mean`` divides by the sum of the labels' weights: if all labels are ignored the loss is NaN,
+    and its gradient 0, as in torch.
+
+    Args:
+        weight: one number per class.
+        ignore_index: a label that does not count; ``None`` if there is none, which is a bit faster.
+        label_smoothing: the part of every target that is spread over all classes.
+        axis: where the classes are: 1 as in torch, -1 for ``[batch, sequence, vocabulary]``.
+        probabilities: the target is a float tensor of the prediction's shape.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    """
+
+    label_smoothing: float = 0.0
+    probabilities: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise PrepareError(f"label_smoothing must be in [0, 1]: {self.label_smoothing}")
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return class indices, or probabilities of the prediction's shape."""
+        if not self.probabilities:
+            return super().targets(prediction)
+        class_axis(self, prediction, self.axis)
+        return [like("target", prediction)]
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the loss."""
+        (target,) = targets
+        axis = class_axis(self, prediction, self.axis)
+        if S.is_float(target):
+            return self._soft(op, prediction, target, axis)
+        rows = to_rows(self, op, prediction, target, axis)
+        weights = class_weights(self, op, self.weight, rows.x, 1)
+        make = self._composed if op.target in ("webgpu", "portable") else self._standard
+        loss = make(op, rows, weights)
+        return rows.restore(op, loss) if self.reduction == "none" else loss
+
+    def _standard(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+        """Emit the standard's own operator, whose gradient needs no one-hot tensor."""
+        rows = dataclasses.replace(rows, labels=guarded(op, rows.labels, self.ignore_index))
+        smooth = self.label_smoothing
+        found = op.SoftmaxCrossEntropyLoss(
+            *(rows.x, rows.labels, weights),
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            _outputs=2 if smooth else 1,
+        )
+        if not smooth:
+            return found
+        loss, logp = found
+        return self._blend(op, loss, self._spread(op, rows, op.Neg(logp), weights), rows.x)
+
+    def _composed(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+        """Emit ``log(sum(e^z)) - z[label]``, where ``z`` is ``x`` shifted to at most 0.
+
+        The shift may be any number. Rounded up, it has derivative 0, so that none is computed for
+        the maximum. One-hot comparison serves runtimes where gathering by class is slow or absent.
+        """
+        x = rows.x
+        z = op.Sub(x, op.Ceil(op.ReduceMax(x, [1], keepdims=1)))
+        lse = op.Log(op.ReduceSum(op.Exp(z), [1], keepdims=1))
+        here = op.Where(is_label(op, x, rows.labels), z, op.const(0.0, x.dtype))
+        each = op.Sub(op.Squeeze(lse, [1]), op.ReduceSum(here, [1], keepdims=0))
+        loss = self.composed(op, rows, each, weights)
+        if not self.label_smoothing:
+            return loss
+        return self._blend(op, loss, self._spread(op, rows, op.Sub(lse, z), weights), x)
+
+    def _spread(self, op: OpBuilder, rows: Scores, cost: ir.Value, weights: Maybe) -> ir.Value:
+        """Reduce the loss of a uniform target: the sum of the cost ``-logp`` of all classes."""
+        if weights is not None:
+            cost = op.Mul(cost, op.reshape(weights, [-1, *[1] * (op.rank(cost) - 2)]))
+        each = op.ReduceSum(cost, [1], keepdims=0)
+        ignored = self.ignored(op, rows.labels)
+        if ignored is not None:
+            each = op.Where(ignored, op.const(0.0, each.dtype), each)
+        w = self.label_weights(op, rows.labels, ignored, weights, each.dtype)
+        if self.reduction != "mean" or w is None:
+            return reduced(op, each, self.reduction)
+        return op.Div(op.ReduceSum(each, keepdims=0), op.ReduceSum(w, keepdims=0))
+
+    def _blend(self, op: OpBuilder, loss: ir.Value, spread: ir.Value, x: ir.Value) -> ir.Value:
+        classes = op.size(x, 1)
+        if isinstance(classes, int):
+            part = op.Mul(spread, self.label_smoothing / classes)
+        else:
+            part = op.Div(op.Mul(spread, self.label_smoothing), op.count(x, [1]))
+        return op.Add(op.Mul(loss, 1.0 - self.label_smoothing), part)
+
+    def _soft(self, op: OpBuilder, x: ir.Value, target: ir.Value, axis: int) -> ir.Value:
+        if op.rank(target) != op.rank(x):
+            raise ShapeError(
+                f"CrossEntropy: probabilities {S.describe_value(target)} do not have the shape of "
+                f"{S.describe_value(x)}"
+            )
+        if op.target in ("webgpu", "portable"):
+            z = op.Sub(x, op.Ceil(op.ReduceMax(x, [axis], keepdims=1)))
+            cost = op.Sub(op.Log(op.ReduceSum(op.Exp(z), [axis], keepdims=1)), z)
+        else:
+            cost = op.Neg(op.LogSoftmax(x, axis=axis))
+        if self.label_smoothing:
+            classes = op.count(x, [axis])
+            spread = op.Div(op.const(self.label_smoothing, x.dtype), classes)
+            target = op.Add(op.Mul(target, 1.0 - self.label_smoothing), spread)
+        weights = class_weights(self, op, self.weight, x, axis)
+        if weights is not None:
+            target = op.Mul(target, op.reshape(weights, [-1, *[1] * (op.rank(x) - 1 - axis)]))
+        return self.reduce(op, op.ReduceSum(op.Mul(cost, target), [axis], keepdims=0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NLL(_Labelled):
+    """Negative log-likelihood: ``-w x[label]`` of log-probabilities.
+
+    Args:
+        weight: one number per class.
+        ignore_index: a label that does not count; ``None`` if there is none.
+        axis: where the classes are: 1 as in torch, or -1.
+        reduction: ``"mean"`` (over the sum of the labels' weights), ``"sum"`` or ``"none"``.
+    """
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the loss."""
+        (labels,) = targets
+        axis = class_axis(self, prediction, self.axis)
+        rows = to_rows(self, op, prediction, labels, axis)
+        weights = class_weights(self, op, self.weight, rows.x, 1)
+        if op.target in ("webgpu", "portable"):
+            zero = op.const(0.0, rows.x.dtype)
+            here = op.Where(is_label(op, rows.x, rows.labels), rows.x, zero)
+            loss = self.composed(op, rows, op.Neg(op.ReduceSum(here, [1], keepdims=0)), weights)
+        else:
+            loss = op.NegativeLogLikelihoodLoss(
+                *(rows.x, guarded(op, rows.labels, self.ignore_index), weights),
+                ignore_index=self.ignore_index,
+                reduction=self.reduction,
+            )
+        return rows.restore(op, loss) if self.reduction == "none" else loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiMargin(Loss):
+    """``sum over i != label of max(0, margin - x[label] + x[i])^p / classes`` for ``x`` of [N, C].
+
+    Args:
+        p: 1 or 2.
+        margin: how far the label's score must lead.
+        weight: one number per class; ``mean`` does not divide by them, as in torch.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    """
+
+    p: int = 1
+    margin: float = 1.0
+    weight: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "weight", frozen(self.weight))
+        if self.p not in (1, 2):
+            raise PrepareError(f"MultiMargin takes p=1 or p=2, not {self.p}")
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return class indices."""
+        rank = check_rank(self, prediction, (1, 2), "[N, C] or [C]")
+        return [labels_for("labels", prediction, rank - 1)]
+
+    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit one loss per row."""
+        rank = check_rank(self, prediction, (1, 2), "[N, C] or [C]")
+        rows = to_rows(self, op, prediction, targets[0], rank - 1)
+        x, zero = rows.x, op.const(0.0, rows.x.dtype)
+        mine = is_label(op, x, rows.labels)
+        if op.target in ("webgpu", "portable"):
+            lead = op.ReduceSum(op.Where(mine, x, zero), [1], keepdims=1)
+        else:
+            lead = op.GatherElements(x, op.Unsqueeze(guarded(op, rows.labels), [1]), axis=1)
+        miss = clamp(op, op.Sub(op.Add(x, self.margin), lead))
+        if self.p == 2:
+            miss = op.Mul(miss, miss)
+        each = op.ReduceMean(op.Where(mine, zero, miss), [1], keepdims=0)
+        weights = class_weights(self, op, self.weight, x, 1)
+        if weights is not None:
+            each = op.Mul(each, op.Gather(weights, rows.labels))
+        return rows.restore(op, each)

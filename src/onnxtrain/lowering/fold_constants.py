@@ -1,0 +1,136 @@
+"""Constant folding and removal of what does nothing at inference."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.simplify import RANDOM
+from onnxtrain.lowering.legalise import undone
+
+_LIMIT = 1 << 20  # elements of a folded constant
+
+
+def fold_constants(model: ir.Model, weights: frozenset[str]) -> None:
+    """Replace nodes that depend on constants only by initializers, in place.
+
+    The model's ``weights`` are not constants: they keep their names and stay what they are.
+    """
+    graph, opset = model.graph, model.opset_imports[""]
+    for node in list(graph):
+        array = folded(node, opset, weights)
+        if array is not None and not node.outputs[0].is_graph_output():
+            _become_initializer(graph, node, array)
+
+
+def folded(node: ir.Node, opset: int, weights: frozenset[str]) -> np.ndarray | None:
+    """Return what a node computes, if that depends on constants only."""
+    if node.domain or node.op_type in RANDOM or any(True for _ in subgraphs_of(node)):
+        return None
+    y = node.outputs[0]
+    if len(node.outputs) != 1 or y.dtype is None or not isinstance(y.type, ir.TensorType):
+        return None
+    array = _known(y)
+    if array is None and node.inputs and all(_is_constant(x, weights) for x in node.inputs):
+        array = _evaluate(node, opset)
+    if array is None or array.size > _LIMIT or array.dtype != y.dtype.numpy():
+        return None
+    return np.asarray(array)
+
+
+def drop_inference_no_ops(model: ir.Model) -> None:
+    """Remove Dropout that is not in training mode, Cast to the type that is there, and the like."""
+    for node in list(model.graph.all_nodes()):
+        graph = node.graph
+        if node.domain or not isinstance(graph, ir.Graph):
+            continue
+        x, y = node.inputs[0] if node.inputs else None, node.outputs[0] if node.outputs else None
+        if node.op_type == "Concat":
+            _drop_empty_parts(node)
+        if x is None or y is None or y.is_graph_output():
+            continue
+        idle = (
+            (node.op_type == "Dropout" and _idle_dropout(node))
+            or (node.op_type == "Cast" and x.dtype == y.dtype and x.dtype is not None)
+            or (node.op_type == "Expand" and S.same_shape(x, y))
+        )
+        source = x if idle else undone(node)
+        if source is not None:
+            y.replace_all_uses_with(source)
+            graph.remove(node, safe=True)
+
+
+def _drop_empty_parts(node: ir.Node) -> None:
+    """Take what has no elements out of a Concat."""
+    axis = node.attributes["axis"].as_int()
+    dims = [None if x is None else S.dims_of(x) for x in node.inputs]
+    kept = [x for x, sizes in zip(node.inputs, dims, strict=True) if not sizes or sizes[axis] != 0]
+    if kept and len(kept) < len(node.inputs):
+        for i, x in enumerate(kept):
+            node.replace_input_with(i, x)
+        node.resize_inputs(len(kept))
+
+
+def _idle_dropout(node: ir.Node) -> bool:
+    if len(node.outputs) > 1 and node.outputs[1].uses():
+        return False
+    if len(node.inputs) < 3 or node.inputs[2] is None:
+        return True
+    training = S.constant_of(node.inputs[2])
+    return training is not None and not bool(training)
+
+
+def _is_constant(x: ir.Value | None, weights: frozenset[str]) -> bool:
+    if x is None:
+        return True
+    known = x.const_value is not None and not x.is_graph_input() and x.name not in weights
+    return known and x.const_value.size <= _LIMIT  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _known(y: ir.Value) -> np.ndarray | None:
+    """Return integers that shape inference found."""
+    elements, dims = S.symbolic_of(y), S.dims_of(y)
+    if elements is None or dims is None or len(dims) > 1 or y.dtype is None:
+        return None
+    if not all(isinstance(e, int) for e in elements):
+        return None
+    return np.asarray(elements, y.dtype.numpy()).reshape(() if dims == () else (-1,))
+
+
+def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
+    feeds = {
+        x.name or "": x.const_value.numpy()
+        for x in node.inputs
+        if x is not None and x.const_value is not None
+    }
+    graph = onnx.GraphProto(name="fold", node=[ir.serde.serialize_node(node)])
+    graph.input.extend(onnx.ValueInfoProto(name=name) for name in feeds)
+    graph.output.append(onnx.ValueInfoProto(name=node.outputs[0].name))
+    imports = [onnx.OperatorSetIdProto(version=opset)]
+    try:
+        with np.errstate(all="ignore"):
+            evaluator = ReferenceEvaluator(
+                onnx.ModelProto(ir_version=10, graph=graph, opset_import=imports)
+            )
+            (array,) = evaluator.run(None, feeds)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError):
+        return None  # the node stays as it is
+    return np.asarray(array) if not isinstance(array, list) else None
+
+
+def _become_initializer(graph: ir.Graph, node: ir.Node, array: np.ndarray) -> None:
+    y = node.outputs[0]
+    name = y.name or ""
+    assert y.dtype is not None
+    tensor = ir.Tensor(np.ascontiguousarray(array).reshape(array.shape), dtype=y.dtype, name=name)
+    value = ir.Value(
+        name=name, type=ir.TensorType(y.dtype), shape=ir.Shape(array.shape), const_value=tensor
+    )
+    y.name = f"{name}.folded"
+    y.replace_all_uses_with(value)
+    graph.remove(node, safe=True)
+    graph.register_initializer(value)

@@ -1,0 +1,134 @@
+"""Which nodes of a graph leave the GPU, by what is known of a runtime.
+
+Where a GPU backend has no kernel for a node, ONNX Runtime runs it on the CPU and copies what it
+reads and writes. Nothing is run here: the data are the profile of the target and, for WebGPU, the
+element types of its kernels, as far as they matter for training graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.errors import LoweringError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.lowering import profile as profiles
+from onnxtrain.lowering.node_draft import Draft
+from onnxtrain.lowering.profile import Profile
+
+PROFILES = {"webgpu": "ort-webgpu-native", "cuda": "ort-cuda"}
+"""The profile of each target that has a GPU."""
+_CONTROL = frozenset({"If", "Loop", "Scan"})
+_ON_HOST = frozenset({"Shape", "Size"})  # their results are made on the CPU without a copy
+_REFUSED = {"Dropout": "training_mode", "BatchNormalization": "training_mode"}
+# Inputs that kernels take as numbers of any integer type: indices, sizes, axes.
+_INDICES = {
+    **dict.fromkeys(("Gather", "GatherND", "GatherElements", "ScatterND", "ScatterElements"), (1,)),
+    **dict.fromkeys(("Reshape", "Expand", "Tile", "Pad", "Unsqueeze", "Squeeze", "Split"), (1, 3)),
+    **dict.fromkeys(("TopK", "CumSum", "Trilu", "Resize"), (1, 2, 3)),
+    "Slice": (1, 2, 3, 4),
+}
+_WITH_BOOL = frozenset(
+    {
+        *("Cast", "Equal", "Expand", "Flatten", "Greater", "GreaterOrEqual", "Identity", "Less"),
+        *("LessOrEqual", "Not", "Reshape", "Squeeze", "Unsqueeze", "Where"),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeOffGpu:
+    """A node that runs on the CPU."""
+
+    node: str
+    op_type: str
+    why: str
+    moved: tuple[str, ...]
+    """Float tensors of rank 1 or more that it reads or writes; all else is shape arithmetic."""
+
+    def __str__(self) -> str:
+        tail = f"; moves {', '.join(self.moved)}" if self.moved else "; moves no float tensor"
+        return f"{self.node}: {self.op_type}: {self.why}{tail}"
+
+
+def nodes_off_gpu(model: onnx.ModelProto | ir.Model, target: str = "webgpu") -> list[NodeOffGpu]:
+    """Return the nodes that leave the GPU, in order.
+
+    Args:
+        model: as it is given to the runtime; it is not changed.
+        target: ``"webgpu"`` or ``"cuda"``.
+
+    Raises:
+        LoweringError: if the target has no GPU.
+    """
+    if target not in PROFILES:
+        raise LoweringError(f"{target!r} has no GPU to leave\nhint: one of {', '.join(PROFILES)}")
+    profile = profiles.find(PROFILES[target])
+    found = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model.clone()
+    opset = found.opset_imports[""]
+    infer_shapes(found.graph, opset)
+    reports = (_report(node, _reason(node, profile, opset)) for node in _nodes(found.graph))
+    return [r for r in reports if r is not None]
+
+
+def _nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    for node in graph:
+        yield node
+        for body in subgraphs_of(node):
+            yield from _nodes(body)
+
+
+def _report(node: ir.Node, why: str | None) -> NodeOffGpu | None:
+    if why is None:
+        return None
+    values = [x for x in (*node.inputs, *node.outputs) if x is not None and x.name]
+    moved = dict.fromkeys(x.name or "" for x in values if S.is_float(x) and S.dims_of(x) != ())
+    return NodeOffGpu(node.name or node.outputs[0].name or "", node.op_type, why, tuple(moved))
+
+
+def _reason(node: ir.Node, profile: Profile, opset: int) -> str | None:
+    op = node.op_type
+    given = [x for x in node.inputs if x is not None and x.name]
+    folded = bool(given) and all(x.const_value is not None for x in given)
+    if op in _ON_HOST or folded:  # constants are folded when the model is loaded
+        return None
+    if op in _CONTROL:
+        if op in profile.control_flow and profile.name == "ort-cuda":
+            return None
+        return "control flow runs on the CPU; what its body needs is copied"
+    draft = Draft(op, list(node.inputs), dict(node.attributes), node, opset)
+    why = profiles.objection(profile, draft, opset)
+    if why is not None or profile.name == "ort-cuda":
+        return why
+    if op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1].name:
+        return "WebGPU refuses MaxPool with indices"
+    if op in _REFUSED and node.attributes.get_int(_REFUSED[op], 0):
+        return f"WebGPU refuses {op} in training"
+    return _types(node)
+
+
+def _types(node: ir.Node) -> str | None:
+    """Say which element type no WebGPU kernel takes here."""
+    op, free = node.op_type, _INDICES.get(node.op_type, ())
+    if op.startswith("Reduce"):
+        free = (1,)
+    for i, x in enumerate(node.inputs):
+        if x is None or i in free or not x.name:
+            continue
+        if x.dtype is None:
+            continue
+        if x.dtype in (ir.DataType.INT64, ir.DataType.UINT8, ir.DataType.INT8):
+            return f"WebGPU has no {x.dtype.name.lower()} in {op}"
+        if x.dtype == ir.DataType.BOOL and op not in _WITH_BOOL:
+            return f"WebGPU has no bool in {op}"
+        if x.dtype == ir.DataType.DOUBLE:
+            return "WebGPU has no double"
+    return None
+
+
+__all__ = ["PROFILES", "NodeOffGpu", "nodes_off_gpu"]

@@ -1,0 +1,204 @@
+"""Nodes over tensors of fewer axes, for runtimes that have no higher ranks.
+
+Axes that a node treats alike become one, and the result gets its shape back; where that reshape
+meets the next node's, both go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+
+_ONE_BY_ONE = frozenset(
+    {
+        *(
+            "Abs",
+            "Ceil",
+            "Celu",
+            "Clip",
+            "Cos",
+            "Elu",
+            "Erf",
+            "Exp",
+            "Floor",
+            "Gelu",
+            "HardSigmoid",
+        ),
+        *("HardSwish", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Log", "Mish", "Neg", "Not"),
+        *("Reciprocal", "Relu", "Round", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Softplus"),
+        *("Softsign", "Sqrt", "Tan", "Tanh", "ThresholdedRelu", "Cast"),
+    }
+)
+_TOGETHER = frozenset(
+    {
+        *("Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max"),
+        *("Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor"),
+    }
+)
+_ALONG = frozenset({"ArgMax", "ArgMin", "Hardmax", "LogSoftmax", "LpNormalization", "Softmax"})
+
+
+def reduce_rank(op: OpBuilder, node: ir.Node, limit: int) -> list[ir.Value] | None:
+    """Return the outputs of a node computed on at most ``limit`` axes, ``None`` if that is too few.
+
+    Only for nodes with one output whose sizes are numbers.
+    """
+    x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
+    if x is None or len(node.outputs) != 1 or node.domain:
+        return None
+    before, after = op.static(x), op.static(y)
+    if before is None or after is None or max(len(before), len(after)) <= limit:
+        return None
+    found = _computed(op, node, x, before, after, limit)
+    return None if found is None else [op.Reshape(found, list(after))]
+
+
+def _computed(
+    op: OpBuilder, node: ir.Node, x: ir.Value, before: tuple[int, ...], after: tuple[int, ...],
+    limit: int,
+) -> ir.Value | None:  # fmt: skip
+    kind, rank = node.op_type, len(before)
+    if kind in _ONE_BY_ONE:
+        return _same(op, node, [op.Reshape(x, [-1]), *node.inputs[1:]])
+    if kind in _TOGETHER:
+        return _broadcast(op, node, after, limit)
+    if kind == "Transpose":
+        given = node.attributes.get("perm")
+        perm = list(given.as_ints()) if given is not None else list(range(rank))[::-1]
+        return _transposed(op, x, before, perm, limit)
+    if kind == "MatMul":
+        return _product(op, node, before)
+    known = S.attributes_of(node, op.opset)
+    if kind.startswith("Reduce"):
+        return _reduced(op, node, x, before, limit, known)
+    if kind in _ALONG or kind in ("Gather", "Concat"):
+        axis = int(known["axis"]) % rank
+        return _along(op, node, before, axis, known)
+    return None
+
+
+def _same(op: OpBuilder, node: ir.Node, inputs: Sequence[ir.Value | None], **changed: Any) -> Any:
+    attributes = {n: a for n, a in node.attributes.items() if n not in changed}
+    extra = ir.convenience.convert_attributes(changed)
+    return op.append(
+        ir.Node("", node.op_type, inputs, [*attributes.values(), *extra], version=op.opset)
+    )
+
+
+def _broadcast(op: OpBuilder, node: ir.Node, out: tuple[int, ...], limit: int) -> Any:
+    """Join neighbours along which the same inputs are repeated."""
+    shapes = []
+    for x in node.inputs:
+        dims = None if x is None else op.static(x)
+        if dims is None:
+            return None
+        shapes.append((1,) * (len(out) - len(dims)) + dims)
+    groups: list[list[int]] = []
+    last = None
+    for axis, size in enumerate(out):
+        pattern = tuple(s[axis] == size for s in shapes)
+        if groups and (pattern == last or size == 1):
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+            last = pattern
+    if len(groups) > limit:
+        return None
+    inputs = [
+        op.Reshape(x, [math.prod(s[a] for a in g) for g in groups]) if op.rank(x) else x
+        for x, s in zip(node.inputs, shapes, strict=True)
+        if x is not None
+    ]
+    return _same(op, node, inputs)
+
+
+def _transposed(
+    op: OpBuilder, x: ir.Value, dims: tuple[int, ...], perm: list[int], limit: int
+) -> ir.Value | None:
+    """Move one block of axes after the other to its place: [before, jumped, block, behind]."""
+    blocks: list[list[int]] = []
+    for axis in perm:
+        if blocks and blocks[-1][-1] == axis - 1:
+            blocks[-1].append(axis)
+        else:
+            blocks.append([axis])
+    wanted = [math.prod(dims[a] for a in b) for b in blocks]
+    order = sorted(range(len(blocks)), key=lambda i: blocks[i])
+    if len(blocks) <= limit:
+        y = op.Reshape(x, [wanted[i] for i in order])
+        return op.Transpose(y, perm=[order.index(i) for i in range(len(blocks))])
+    if limit < 4:
+        return None
+    for place in range(len(blocks)):
+        at = order.index(place)
+        if at == place:
+            continue
+        parts = [order[:place], order[place:at], [place], order[at + 1 :]]
+        sizes = [math.prod(wanted[i] for i in part) for part in parts]
+        x = op.Transpose(op.Reshape(x, sizes), perm=[0, 2, 1, 3])
+        order.insert(place, order.pop(at))
+    return x
+
+
+def _reduced(
+    op: OpBuilder, node: ir.Node, x: ir.Value, dims: tuple[int, ...], limit: int, known: Any
+) -> Any:
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = op.axes(given, len(dims))
+    if axes is None or known["noop_with_empty_axes"]:
+        return None
+    groups: list[list[int]] = []
+    for axis in range(len(dims)):
+        if groups and (axis in axes) == (groups[-1][-1] in axes):
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    if len(groups) > limit:
+        return None
+    y = op.Reshape(x, [math.prod(dims[a] for a in g) for g in groups])
+    chosen = [i for i, g in enumerate(groups) if g[0] in axes]
+    return _same(op, node, [y, op.const(np.asarray(chosen, np.int64))], keepdims=0)
+
+
+def _along(op: OpBuilder, node: ir.Node, dims: tuple[int, ...], axis: int, known: Any) -> Any:
+    """[before, the axis, behind]."""
+
+    def three(x: ir.Value) -> ir.Value:
+        sizes = op.dims(x)
+        behind = math.prod(s for s in sizes[axis + 1 :] if isinstance(s, int))
+        front = math.prod(s for s in sizes[:axis] if isinstance(s, int))
+        return op.Reshape(x, [front, sizes[axis], behind])
+
+    if node.op_type == "Gather":
+        indices = node.inputs[1]
+        assert indices is not None
+        first = node.inputs[0]
+        assert first is not None
+        flat = indices if op.rank(indices) < 2 else op.Reshape(indices, [-1])
+        return op.Gather(three(first), flat, axis=1)
+    inputs = [three(x) for x in node.inputs if x is not None and op.static(x) is not None]
+    if len(inputs) != len(node.inputs):
+        return None
+    changed = {"keepdims": 0} if "keepdims" in known else {}
+    return _same(op, node, inputs, axis=1, **changed)
+
+
+def _product(op: OpBuilder, node: ir.Node, dims: tuple[int, ...]) -> ir.Value | None:
+    a, b = node.inputs
+    assert a is not None
+    assert b is not None
+    other = op.static(b)
+    if other is None:
+        return None
+    if len(other) == 2:
+        return op.MatMul(op.Reshape(a, [-1, dims[-1]]), b)
+    if dims[:-2] != other[:-2]:
+        return None
+    return op.MatMul(op.Reshape(a, [-1, *dims[-2:]]), op.Reshape(b, [-1, *other[-2:]]))

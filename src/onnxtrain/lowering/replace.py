@@ -1,0 +1,274 @@
+"""Replacement of the nodes that a target cannot express."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.errors import LoweringError, OnnxTrainError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.simplify import simplify
+from onnxtrain.lowering.destination import Destination
+from onnxtrain.lowering.fold_constants import drop_inference_no_ops, folded
+from onnxtrain.lowering.function_body import body_of
+from onnxtrain.lowering.legalise import in_other_types
+from onnxtrain.lowering.profile import highest_rank
+from onnxtrain.lowering.reduce_rank import reduce_rank
+from onnxtrain.lowering.registry import Rule, apply, rules_for
+
+_DEPTH = 16  # lowerings of lowerings
+_SHOWN = 8  # nodes in a message
+
+
+class _StuckError(Exception):
+    """A node that no lowering brings to the target, with the reasons."""
+
+    def __init__(self, node: ir.Node, reasons: list[str]) -> None:
+        super().__init__(node.name)
+        self.node = node
+        self.reasons = reasons
+
+
+class _Emitter(OpBuilder):
+    """A builder that remembers the nodes it made, and makes none for what is constant."""
+
+    def __init__(
+        self, root: OpBuilder, before: ir.Node, made: list[ir.Node], weights: frozenset[str]
+    ) -> None:
+        assert isinstance(before.graph, ir.Graph)
+        super().__init__(before.graph, root.prefix, target="portable", before=before, parent=root)
+        self.made = made
+        self.weights = weights
+
+    def append(self, node: ir.Node) -> Any:
+        found = super().append(node)
+        array = folded(node, self.opset, self.weights)
+        if array is not None:
+            self.graph.remove(node, safe=True)
+            return self.const(array, found.dtype)
+        self.made.append(node)
+        return found
+
+
+def replace_unsupported(
+    model: ir.Model, target: Destination, weights: frozenset[str]
+) -> Counter[str]:
+    """Lower, in place, every node that the target cannot express; return the count by operator.
+
+    What depends on constants only is computed at once, but for the model's ``weights``.
+
+    Raises:
+        LoweringError: naming every node that cannot be lowered, and why.
+    """
+    engine = _Engine(OpBuilder(model.graph, prefix="lower/"), target, weights)
+    engine.graph(model.graph)
+    if engine.stuck:  # a comparison is not missed if its selection was lowered without it
+        drop_inference_no_ops(model)
+        simplify(model)
+        engine.stuck = [
+            one
+            for one in engine.stuck
+            if one.node.graph is not None and target.obstacle(one.node) is not None
+        ]
+    if engine.stuck:
+        raise LoweringError(_message(engine.stuck, target))
+    return engine.done
+
+
+class _Engine:
+    def __init__(self, root: OpBuilder, target: Destination, weights: frozenset[str]) -> None:
+        self.root = root
+        self.weights = weights
+        self.target = target
+        self.done: Counter[str] = Counter()
+        self.stuck: list[_StuckError] = []
+        self.created: list[ir.Node] = []
+        self.moved: dict[ir.Value, ir.Value] = {}
+        self.adapting: tuple[Rule, ...] = (self._in_other_types, self._flattened)
+
+    def graph(self, graph: ir.Graph) -> None:
+        for node in list(graph):
+            try:
+                self.node(node, ())
+            except _StuckError as stuck:
+                self.stuck.append(_StuckError(node, stuck.reasons))
+                continue
+            if node.graph is not None:  # it stays, with its bodies
+                for body in subgraphs_of(node):
+                    self.graph(body)
+
+    def node(self, node: ir.Node, chain: tuple[Rule, ...]) -> None:
+        why = self.target.obstacle(node)
+        if why is None:
+            return
+        reasons = [why]
+        choices: list[Rule] = [
+            *(self._constant, *self.adapting),
+            *(*rules_for(node.op_type), body_of),
+        ]
+        for rule in choices if len(chain) < _DEPTH else ():
+            # A lowering may meet its own operator in an easier form, but not for ever.
+            if chain.count(rule) > 2:
+                continue
+            mark = len(self.created)
+            try:
+                values = self._try(rule, node, chain)
+            except (_StuckError, OnnxTrainError) as error:
+                self._undo(mark)
+                reasons += _reasons(error)
+                continue
+            if values is None:
+                self._undo(mark)
+                continue
+            self._replace(node, values, top=not chain)
+            if not chain:
+                self.done[node.op_type] += 1
+            return
+        raise _StuckError(node, list(dict.fromkeys(reasons)))
+
+    def _constant(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
+        """Return what the node computes, if that is known: an output that was not folded."""
+        array = folded(node, op.opset, self.weights)
+        return None if array is None else op.const(array, node.outputs[0].dtype)
+
+    def _in_other_types(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
+        profile = self.target.profile
+        return None if profile is None else in_other_types(op, node, profile)
+
+    def _flattened(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
+        profile = self.target.profile
+        limit = None if profile is None else highest_rank(profile, node.op_type)
+        return None if limit is None else reduce_rank(op, node, limit)
+
+    def _try(
+        self, rule: Rule, node: ir.Node, chain: tuple[Rule, ...]
+    ) -> list[ir.Value | None] | None:
+        made: list[ir.Node] = []
+        try:
+            found = apply(rule, _Emitter(self.root, node, made, self.weights), node)
+        finally:
+            self.created += made
+        if found is None:
+            return None
+        wanted = [
+            i for i, y in enumerate(node.outputs) if y.name and (y.uses() or y.is_graph_output())
+        ]
+        if any(i >= len(found) or found[i] is None for i in wanted):
+            raise LoweringError(f"output {node.outputs[wanted[-1]].name!r} is not expressible")
+        late: list[_StuckError] = []
+        for new in made:
+            if new.op_type in ("Cast", "Reshape") and rule in self.adapting:
+                # It goes when it meets the one of the node before or behind, or is missed then.
+                why = self.target.obstacle(new)
+                self.stuck += [] if why is None else [_StuckError(new, [why])]
+                continue
+            for body in subgraphs_of(new):
+                for inner in list(body):
+                    self.node(inner, (*chain, rule))
+            try:
+                self.node(new, (*chain, rule))
+            except _StuckError as stuck:
+                # A comparison is not missed if what reads it is lowered without it.
+                if not all(y.dtype == ir.DataType.BOOL for y in new.outputs):
+                    raise
+                late.append(_StuckError(new, stuck.reasons))
+        values = [self._now(v) for v in found]
+        if late:
+            _remove_unread(made, values)
+        for stuck in late:
+            if stuck.node.graph is not None:
+                raise stuck
+        for i in wanted:
+            source = values[i].producer()  # pyright: ignore[reportOptionalMemberAccess]
+            assert source is None or source.graph is not None, "a removed node is still in use"
+        return values
+
+    def _now(self, value: ir.Value | None) -> ir.Value | None:
+        while value in self.moved:
+            value = self.moved[value]
+        return value
+
+    def _replace(self, node: ir.Node, values: list[ir.Value | None], *, top: bool) -> None:
+        graph = node.graph
+        assert isinstance(graph, ir.Graph)
+        mine = set(self.created)
+        for i, old in enumerate(node.outputs):
+            new = values[i] if i < len(values) else None
+            # The result of an outer lowering has no uses yet.
+            if (
+                not old.name
+                or new is None
+                or (top and not old.uses() and not old.is_graph_output())
+            ):
+                continue
+            fresh = new.producer() in mine and not new.is_graph_output() and top
+            fresh = fresh and all(new is not v for v in values[:i])
+            if old.is_graph_output() and not fresh:
+                plain = OpBuilder(graph, self.root.prefix, before=node, parent=self.root)
+                new = plain.Identity(new)
+                fresh = True
+            if fresh:  # the replacement bears the name of what it replaces
+                name, old.name = old.name, self.root.names.fresh(f"{old.name}.replaced")
+                new.name = name
+            if new.type is None:
+                new.type = old.type
+            if fresh or not S.is_static(new):
+                new.shape = old.shape if old.shape is not None else new.shape
+            for key, known in old.meta.items():  # sizes that are known by name
+                new.meta.setdefault(key, known)
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            self.moved[old] = new
+        graph.remove(node, safe=True)
+        if top:
+            self.created.clear()
+            self.moved.clear()
+
+    def _undo(self, mark: int) -> None:
+        """Remove what was made since ``mark``."""
+        made, self.created = self.created[mark:], self.created[:mark]
+        by_graph: dict[ir.Graph, list[ir.Node]] = {}
+        for node in made:
+            for body in subgraphs_of(node):  # they may read what goes, too
+                for inner in body.all_nodes():
+                    for i in range(len(inner.inputs)):
+                        inner.replace_input_with(i, None)
+            if isinstance(node.graph, ir.Graph):
+                by_graph.setdefault(node.graph, []).append(node)
+        for graph, nodes in by_graph.items():
+            graph.remove(nodes, safe=True)
+
+
+def _remove_unread(nodes: list[ir.Node], wanted: list[ir.Value | None]) -> None:
+    for node in reversed(nodes):
+        graph = node.graph
+        if graph is not None and not any(y.uses() or y in wanted for y in node.outputs):
+            graph.remove(node, safe=True)
+
+
+def _reasons(error: Exception) -> list[str]:
+    if isinstance(error, _StuckError):
+        return error.reasons
+    return [str(error).splitlines()[0]]
+
+
+def _message(stuck: list[_StuckError], target: Destination) -> str:
+    lines = [f"{len(stuck)} node(s) cannot be lowered to {target.title}"]
+    for one in stuck[:_SHOWN]:
+        lines.append(f"  node {one.node.name!r}: {S.describe(one.node)}")
+        lines += [f"    {reason}" for reason in one.reasons[:4]]
+    if len(stuck) > _SHOWN:
+        lines.append(f"  and {len(stuck) - _SHOWN} more")
+    dynamic = any(
+        not S.is_static(x) for s in stuck for x in s.node.inputs if x is not None and x.shape
+    )
+    if dynamic and target.sizes:
+        lines.append(
+            f"hint: fix the symbolic sizes, e.g. --dim {target.sizes[0]}=1, or choose a newer opset"
+        )
+    else:
+        lines.append("hint: choose a newer opset or another profile")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""Training for some epochs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnxtrain.optim.schedules import Schedule
+from onnxtrain.training.callbacks import Callback, Record
+from onnxtrain.training.run import FitOptions, History, Run
+
+if TYPE_CHECKING:
+    from onnxtrain.training.trainer import Trainer
+
+
+def fit(
+    trainer: Trainer,
+    data: Any,
+    epochs: int = 1,
+    *,
+    batch_size: int | None = None,
+    validation: Any = None,
+    schedule: str | Schedule | Mapping[str, Any] | None = None,
+    warmup: float = 0,
+    callbacks: Sequence[Callback | Callable[[Run, Record], None]] = (),
+    progress: bool | str = True,
+    directory: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    monitor: str | None = None,
+    patience: int | None = None,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    debug_nan: bool = False,
+    tensorboard: bool | None = None,
+) -> History:
+    """Train for some epochs; return the losses and metrics on the way.
+
+    The first Ctrl-C ends the run after the current step, with a checkpoint if there is a directory.
+
+    Args:
+        trainer: what is trained.
+        data: a tuple of arrays (by position) or a dict of arrays (by name), which are shuffled and
+            cut into batches; or an iterable of batches such as a list or torch's DataLoader; or a
+            function from the epoch to such an iterable.
+        epochs: how often to go through the data, those before a resumed checkpoint included.
+        batch_size: of arrays; 32, or what the model is fixed to.
+        validation: data to evaluate on after each epoch.
+        schedule: of the learning rate: a name such as ``"cosine"``, or an object of
+            :mod:`onnxtrain.optim.schedules`; a resumed run keeps its own unless one is given.
+        warmup: steps, or a part of all steps if below 1.
+        callbacks: :class:`Callback` objects, or functions that get the run and each epoch's record.
+        progress: ``True`` for a bar in a terminal and lines elsewhere, ``"bar"``, ``"plain"`` or
+            ``False``.
+        directory: where metrics, curve and checkpoints go; nothing is written without one.
+        resume: continue from the last checkpoint there, if there is one.
+        checkpoint_every: steps between checkpoints, besides the one after each epoch.
+        keep: how many of the last checkpoints stay; the best one does anyway.
+        monitor: by which number the best epoch is chosen; ``val_loss``, else ``loss``.
+        patience: end after so many epochs without a better one.
+        shuffle: arrays, anew in each epoch.
+        drop_last: leave out a last batch that is short.
+        debug_nan: look at every update, and find the node that makes the first NaN.
+        tensorboard: write event files; by default if TensorBoard is installed.
+
+    Raises:
+        NonFiniteError: if the loss becomes infinite or NaN; the weights are those before that step.
+    """
+    options = FitOptions(
+        epochs=epochs,
+        batch_size=batch_size,
+        validation=validation,
+        schedule=schedule,
+        warmup=warmup,
+        callbacks=callbacks,
+        progress=progress,
+        directory=None if directory is None else Path(directory),
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        monitor=monitor,
+        patience=patience,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        debug_nan=debug_nan,
+        tensorboard=tensorboard,
+    )
+    return Run(trainer, data, options).go()

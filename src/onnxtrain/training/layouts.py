@@ -1,0 +1,235 @@
+"""Two ways to run a step, which give the same numbers.
+
+``Fused`` runs one graph from old values to new ones and swaps two sets of buffers. ``Separate``
+runs gradients and update as two graphs; the update may write in place, which saves a copy of all.
+Both compute first and change nothing until ``commit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.update.in_place import overwritable
+from onnxtrain.errors import CheckpointError
+from onnxtrain.manifest import ModelSpec
+from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.bound_session import BoundSession
+from onnxtrain.runtime.cuda_graph import can_capture
+from onnxtrain.runtime.device_call import DeviceSession
+from onnxtrain.runtime.feeds import numpy_dtype
+from onnxtrain.runtime.values import Values
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Layout(Protocol):
+    """What a trainer needs to read and set."""
+
+    spec: ModelSpec
+
+    def view(self, name: str) -> np.ndarray:
+        """Return a parameter, buffer or state tensor, valid until the next step."""
+        ...
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a parameter, buffer or state tensor."""
+        ...
+
+
+class Fused:
+    """One graph per step, two sets of buffers in turn; they are never the same memory."""
+
+    def __init__(
+        self,
+        artifacts: Artifacts,
+        *,
+        device: str,
+        threads: int | None,
+        capture: bool | None = False,
+    ) -> None:
+        self.spec = _spec(artifacts, "step")
+        source = artifacts.source("step")
+        capture = can_capture(model_of(source), self.spec, capture, device=device)
+        self.captured, self.sources, self.asks = capture, (source,), self.spec
+        session = runtime.create(source, device=device, threads=threads, capture=capture)
+        start = {**artifacts.values, **artifacts.state}
+        kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
+        self._sets = [Values(kept, device), Values(kept, device)]
+        self._now = 0
+        feeds = {t.name: t.feeds for t in self.spec.outputs if t.feeds is not None}
+        self._calls = [
+            bound_call(
+                session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device, graph_id
+            )
+            for old, new, graph_id in (
+                (*self._sets, 1 if capture else None),
+                (*self._sets[::-1], 2 if capture else None),
+            )
+        ]
+
+    def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run one step beside the current values; return loss, metrics and outputs."""
+        return self._calls[self._now].run(feeds)
+
+    def commit(self) -> None:
+        """Make the computed values the current ones."""
+        self._now = 1 - self._now
+
+    def describe_updates(self, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+        """Return what the last computation found for each parameter, with words for it."""
+        new = self._sets[1 - self._now]
+        return [(f"new value of {n!r}", new.view(n)) for n in names]
+
+    def view(self, name: str) -> np.ndarray:
+        """Return a tensor, valid until the next step."""
+        return self._sets[self._now].view(name)
+
+    def value(self, name: str) -> Any:
+        """Return what the runtime takes for a tensor, valid until the next step."""
+        return self._sets[self._now][name]
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a tensor; both sets, since no step replaces what is only read."""
+        for values in self._sets:
+            if name in values:
+                values.write(name, array)
+
+
+class Separate:
+    """A gradient graph that accumulates, and an optimizer graph.
+
+    Args:
+        artifacts: the models and the values to start with.
+        device: where they run.
+        threads: of the gradient graph's pool.
+        in_place: let the optimizer write over old values where that is safe.
+    """
+
+    def __init__(
+        self,
+        artifacts: Artifacts,
+        *,
+        device: str,
+        threads: int | None,
+        in_place: bool = True,
+    ) -> None:
+        self.spec, self.update = _spec(artifacts, "train"), _spec(artifacts, "optimizer")
+        self._device, self.captured, self.asks = device, False, self.spec
+        self.sources = (artifacts.source("train"), artifacts.source("optimizer"))
+        train = runtime.create(artifacts.source("train"), device=device, threads=threads)
+        # Two pools that spin on the same cores cost more than the update can gain.
+        optimizer = runtime.create(artifacts.source("optimizer"), device=device, threads=1)
+        start = {**artifacts.values, **artifacts.state}
+        own = {t.name for t in (*self.spec.inputs, *self.update.inputs)}
+        self._values = Values({n: a for n, a in start.items() if n in own}, device)
+        self._gradient_names = [t.name for t in self.spec.inputs if t.role == "accumulator"]
+        zeros = {
+            t.name: np.zeros(_sizes(t.shape), numpy_dtype(t.dtype))
+            for t in self.spec.inputs_of("accumulator")
+        }
+        self._gradients = [Values(zeros, device), Values(zeros, device)]
+        self._now = 0
+        self._buffers = [t.feeds or "" for t in self.spec.outputs_of("buffer")]
+        self._fresh = Values({n: start[n] for n in self._buffers}, device)
+        self._train = [
+            self._bind_train(train, old, new)
+            for old, new in (self._gradients, self._gradients[::-1])
+        ]
+        changing = [t.feeds for t in self.update.outputs if t.feeds]
+        proto = model_of(artifacts.source("optimizer"))
+        self.in_place = overwritable(proto, self.update) if in_place else set()
+        self._spare = Values({n: start[n] for n in changing if n not in self.in_place}, device)
+        self._update = [self._bind_update(optimizer, grads) for grads in self._gradients]
+
+    def _bind_train(
+        self, session: object, old: Values, new: Values
+    ) -> BoundSession | DeviceSession:
+        own = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
+        outputs = {t.name: new[t.feeds or ""] for t in self.spec.outputs_of("gradient")}
+        outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
+        return bound_call(session, self.spec, {**own, **old}, outputs, self._device)
+
+    def _bind_update(self, session: object, gradients: Values) -> BoundSession | DeviceSession:
+        inputs = {
+            t.name: self._values[t.name] for t in self.update.inputs if t.name in self._values
+        }
+        # The same parameters in the same order, under the names of another graph.
+        names = (t.name for t in self.update.inputs_of("gradient"))
+        inputs |= {n: gradients[a] for n, a in zip(names, self._gradient_names, strict=True)}
+        targets = {**self._values, **self._spare}
+        outputs = {t.name: targets[t.feeds or ""] for t in self.update.outputs}
+        return bound_call(session, self.update, inputs, outputs, self._device)
+
+    def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run the gradient graph on one batch; return loss, metrics and outputs."""
+        return self._train[self._now].run(feeds)
+
+    def commit(self) -> None:
+        """Take over the accumulated gradients and the new buffers."""
+        self._now = 1 - self._now
+        self._values.copy_from(self._fresh, self._buffers)
+
+    def update_parameters(self, feeds: Arrays) -> None:
+        """Run the optimizer graph on the accumulated gradients."""
+        self._update[self._now].run(feeds)
+        self._values.copy_from(self._spare, list(self._spare))
+
+    def gradients(self, *, computed: bool = False) -> list[np.ndarray]:
+        """Return the accumulated gradients in the order of the parameters.
+
+        Args:
+            computed: those of the last computation, which are not taken over yet.
+        """
+        values = self._gradients[1 - self._now if computed else self._now]
+        return [values.view(n) for n in self._gradient_names]
+
+    def describe_updates(self, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+        """Return what the last computation found for each parameter, with words for it."""
+        found = zip(names, self.gradients(computed=True), strict=True)
+        return [(f"gradient of {n!r}", g) for n, g in found]
+
+    def view(self, name: str) -> np.ndarray:
+        """Return a tensor, valid until the next step."""
+        return self._values.view(name)
+
+    def value(self, name: str) -> Any:
+        """Return what the runtime takes for a tensor, valid until the next step."""
+        return self._values[name]
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a tensor."""
+        if name in self._values:
+            self._values.write(name, array)
+
+
+def bound_call(
+    session: object, spec: ModelSpec, inputs: Mapping[str, Any], outputs: Mapping[str, Any],
+    device: str, graph_id: int | None = None,
+) -> BoundSession | DeviceSession:  # fmt: skip
+    """Return a session with its bindings, for the CPU or for a device."""
+    if device == "cpu":
+        return BoundSession(session, spec, inputs, outputs)
+    return DeviceSession(session, spec, inputs, outputs, device, graph_id)
+
+
+def _spec(artifacts: Artifacts, role: str) -> ModelSpec:
+    spec = artifacts.manifest.model(role)
+    if spec is None:
+        raise CheckpointError(f"these artifacts have no {role} model\nhint: build them again")
+    return spec
+
+
+def _sizes(shape: tuple[int | str, ...]) -> tuple[int, ...]:
+    return tuple(d for d in shape if isinstance(d, int))
+
+
+def model_of(source: bytes | str) -> onnx.ModelProto:
+    """Return the graph of a model, without weights that lie in other files."""
+    if isinstance(source, str):
+        return onnx.load(source, load_external_data=False)
+    return onnx.load_from_string(source)

@@ -1,0 +1,142 @@
+"""Every spelling of a convolution's gradients gives torch's numbers, and one is always chosen."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+import onnxtrain
+from onnxtrain.autodiff.rules.conv import conv as conv_rule
+from onnxtrain.autodiff.rules.conv import weight_grad as conv_weight
+from onnxtrain.autodiff.rules.conv.conv_shape import ConvShape
+from onnxtrain.autodiff.rules.conv.weight_grad import CHOICES, FORMS, choose
+from onnxtrain.graph.builder import TARGETS
+from tests.cases import conv, conv_transpose
+from tests.cases.base import OpCase
+from tests.cases.checks import cotangents, feeds
+from tests.cases.evaluate import assert_close, oracle_of, stock
+
+CASES = [*conv.CASES, *conv_transpose.CASES]
+
+
+def _facts(case: OpCase) -> ConvShape:
+    """What is known of the convolution, batch aside."""
+    x, w = case.values()[:2]
+    assert x is not None
+    assert w is not None
+    group, strides = case.attrs.get("group", 1), case.attrs.get("strides", [1])
+    taps, channels = w[0, 0].size, w.shape[1]
+    strided = any(s != 1 for s in strides)
+    return ConvShape(
+        taps,
+        strided,
+        channels,
+        w.shape[0] // group,
+        group,
+        image=x[0, 0].size,
+        positions=1,
+        overpadded="overpadded" in case.name,
+        addable=group == 1 and x.ndim == 4,
+    )
+
+
+def _check(case: OpCase, dynamic: str, module: ModuleType, chooser: str, form: str) -> None:
+    given = [*feeds(case), *cotangents(case).values()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, chooser, lambda target, facts: form)
+        model = onnxtrain.vjp(case.build(dynamic=dynamic), case.wrt)
+    ours = stock(model)(given)
+    oracle = oracle_of(case)
+    assert oracle is not None
+    theirs = oracle.backward(feeds(case), cotangents(case))
+    assert_close(ours[1:], theirs, case.wrt, case.tol, case.name)
+
+
+@pytest.mark.parametrize("dynamic", ["", "batch"])
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [
+        pytest.param(form, case, id=f"{form}-{case.name}")
+        for form in FORMS
+        for case in CASES
+        if FORMS[form].fits(_facts(case))
+    ],
+)
+def test_weight_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:
+    _check(case, dynamic, conv_weight, "choose", form)
+
+
+@pytest.mark.parametrize("dynamic", ["", "batch"])
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [
+        pytest.param(form, case, id=f"{form}-{case.name}")
+        for form in conv_rule.INPUT_FORMS
+        for case in conv.CASES
+        if form == "transposed"
+        or (form == "columns" and _facts(case).addable)
+        or (form == "pairs" and _facts(case).depthwise)
+        or (
+            form == "flipped"
+            and _facts(case).depthwise
+            and not _facts(case).strided
+            and not _facts(case).overpadded
+        )
+    ],
+)
+def test_input_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:
+    _check(case, dynamic, conv_rule, "choose_input", form)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_has_a_form_for_anything(target: str) -> None:
+    for taps in (None, 1, 9, 65):
+        for strided in (False, True):
+            for channels, outs, group in ((None, None, 1), (1, 1, 8), (1, 2, 8), (32, 32, 1)):
+                for positions in (None, 16, 10_000):
+                    facts = ConvShape(taps, strided, channels, outs, group, positions, positions)
+                    assert FORMS[choose(target, facts)].fits(facts)
+
+
+def test_forms_that_spell_out_taps_are_not_chosen_without_a_kernel() -> None:
+    unknown = ConvShape(taps=None, strided=False, channels=None, outs=None, group=1)
+    assert {choose(target, unknown) for target in CHOICES} <= {"lifted", "swapped"}
+
+
+@pytest.mark.parametrize(
+    ("positions", "outs", "addable", "form"),
+    [
+        (16, 8, True, "columns"),
+        (17, 255, True, "transposed"),
+        (49, 256, True, "columns"),
+        (50, 256, True, "transposed"),
+        (16, 256, False, "transposed"),
+        (None, 256, True, "transposed"),
+    ],
+)
+def test_small_images_have_their_own_form_of_the_input_gradient_on_cpu(
+    positions: int | None, outs: int, addable: bool, form: str
+) -> None:
+    facts = ConvShape(9, False, 32, outs, 1, positions, positions, addable=addable)
+    assert conv_rule.choose_input("cpu", facts) == form
+    others = {t: conv_rule.choose_input(t, facts) for t in TARGETS if t != "cpu"}
+    assert set(others.values()) == {"transposed"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "form"),
+    [
+        (ConvShape(9, False, 32, 32, 1, 8, 8), "columns"),
+        (ConvShape(9, False, 32, 32, 1, 16, 16, rows=512), "columns"),
+        (ConvShape(9, False, 32, 32, 1, 16, 16, rows=513), "tap_columns"),
+        (ConvShape(9, False, 32, 32, 1, 64, 64), "tap_columns"),
+        (ConvShape(9, False, 32, 32, 1, 81, 81), "merged"),
+        (ConvShape(9, True, 32, 32, 1, 400, 100), "tap_columns"),
+        (ConvShape(9, True, 32, 32, 1, None, None), "merged"),
+        (ConvShape(1, False, 32, 32, 1, 16, 16, rows=32), "tap_columns"),
+        (ConvShape(1, False, 32, 32, 1, 64, 64), "im2col"),
+    ],
+)
+def test_small_and_strided_images_have_columns_on_cpu(facts: ConvShape, form: str) -> None:
+    assert choose("cpu", facts) == form

@@ -1,0 +1,170 @@
+"""The command line: what it prints, what it writes, how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+
+import onnxtrain
+from onnxtrain.autodiff.coverage import operators
+from onnxtrain.commands import main as cli
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+MODEL = """net (float[N,3] x) => (float[N,2] y, float loss)
+<float[3,2] weight = {1.0,-2.0,3.0,0.5,0.25,-1.0}, float[2] bias = {0.5,-0.5}> {
+    h = MatMul(x, weight)  y = Add(h, bias)  s = Mul(y, y)  loss = ReduceSum <keepdims = 0> (s)
+}"""
+QUANTISED = """net (float[4] x) => (float[4] y) <float s = {0.1}> { q = QuantizeLinear(x, s)
+    y = DequantizeLinear(q, s) }"""
+
+
+class Run:
+    """Runs the command line in this process; gives exit code, output and errors."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        self.monkeypatch.setattr("sys.argv", ["onnxtrain", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        out, err = self.capsys.readouterr()
+        code = caught.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), out, err
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.setenv("COLUMNS", "120")
+    return Run(monkeypatch, capsys)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "net.onnx"
+    onnx.save(onnx.parser.parse_model(HEAD + MODEL), path)
+    return path
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> Path:
+    path = tmp_path / "quantised.onnx"
+    onnx.save(onnx.parser.parse_model(HEAD + QUANTISED), path)
+    return path
+
+
+def test_explain(run: Run, model: Path) -> None:
+    code, out, err = run("explain", model)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:2] == ["opset 21, 4 nodes", "differentiable"]
+    assert "  weight: FLOAT[3,2]" in out
+    assert out.rstrip("\n") == str(onnxtrain.explain(model))
+
+
+def test_explain_as_json(run: Run, model: Path) -> None:
+    code, out, _ = run("explain", model, "--json", "--wrt", "bias")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(onnxtrain.explain(model, "bias").to_dict()))
+    assert list(json.loads(out)["parameters"]) == ["bias"]
+
+
+def test_explain_tells_what_cannot_be_done(run: Run, quantised: Path) -> None:
+    code, out, _ = run("explain", quantised, "--wrt", "x")
+    assert code == 0
+    assert "not differentiable: 1 node(s) lack a rule" in out
+    assert "missing 'q': QuantizeLinear(x: FLOAT[4], s: FLOAT[])" in out
+
+
+def test_gradients(run: Run, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "grad.onnx"
+    code, out, err = run("gradients", model, "-o", target)
+    assert (code, err) == (0, "")
+    assert onnx.load(target) == onnxtrain.vjp(model)
+    assert out.startswith(f"{target}: ")
+    assert "5 inputs, 4 outputs" in out
+
+
+def test_gradients_of_one_output(run: Run, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "grad.onnx"
+    arguments = ("--of", "loss", "--wrt", "b*", "--wrt", "x", "--target", "portable")
+    code, _, _ = run("gradients", model, "--output", target, *arguments)
+    assert code == 0
+    assert onnx.load(target) == onnxtrain.grad(model, ["b*", "x"], "loss", target="portable")
+
+
+def test_ops(run: Run) -> None:
+    code, out, _ = run("ops")
+    assert code == 0
+    assert "operator" in out
+    assert "MatMul" in out
+
+
+def test_ops_as_json(run: Run) -> None:
+    code, out, _ = run("ops", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert [set(row) for row in rows] == [{"name", "since", "how", "why"}] * len(rows)
+    assert {row["how"] for row in rows} == {"rule", "body", "decomposed", "zero", "none"}
+    assert all(row["why"] for row in rows if row["how"] in ("none", "zero"))
+    assert [row["name"] for row in rows] == [o.name for o in operators()]
+
+
+def test_nothing_is_missing(run: Run) -> None:
+    assert run("ops", "--missing") == (0, "", "")
+    code, out, _ = run("ops", "--missing", "--json")
+    assert (code, json.loads(out)) == (0, [])
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"{onnxtrain.__version__}\n", "")
+
+
+ERRORS = {  # name: (command, what the message has)
+    "no file": ("explain nowhere.onnx", "LoadError: 'nowhere.onnx': no such file"),
+    "unknown name": ("explain {model} --wrt wieght", "no such value in `wrt`: 'wieght'"),
+    "unknown output": ("gradients {model} -o {out} --of los", "hint: the model has loss"),
+    "not scalar": ("gradients {model} -o {out} --of y", "UndifferentiableError: only an output"),
+    "unknown target": ("gradients {model} -o {out} --target tpu", "no such target: 'tpu'"),
+    "refused": ("gradients {quantised} -o {out} --wrt x", "node 'q': QuantizeLinear"),
+    "no directory": ("gradients {model} -o {out}/deep/er.onnx", "SaveError"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_block(
+    name: str, run: Run, model: Path, quantised: Path, tmp_path: Path
+) -> None:
+    command, message = ERRORS[name]
+    places = {"model": model, "quantised": quantised, "out": tmp_path / "grad.onnx"}
+    before = sorted(tmp_path.iterdir())
+    code, out, err = run(*(word.format(**places) for word in command.split()))
+    assert (code, out) == (1, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert sorted(tmp_path.iterdir()) == before, "something was written"
+
+
+def test_a_failed_run_leaves_the_old_file(run: Run, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "grad.onnx"
+    target.write_bytes(b"old")
+    code, _, _ = run("gradients", model, "-o", target, "--of", "y")
+    assert code == 1
+    assert target.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_debug_shows_the_traceback(place: int, run: Run, model: Path) -> None:
+    arguments = ["explain", str(model), "--wrt", "nope"]
+    arguments.insert(place, "--debug")
+    run.monkeypatch.setattr("sys.argv", ["onnxtrain", *arguments])
+    with pytest.raises(onnxtrain.errors.PrepareError):
+        cli.main()
+
+
+def test_wrong_usage(run: Run, model: Path) -> None:
+    assert run("explain")[0] == 2
+    assert run("gradients", model)[0] == 2
+    assert run("nonsense")[0] == 2

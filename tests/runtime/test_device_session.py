@@ -1,0 +1,69 @@
+"""The bindings for a device, run on the CPU; what stands against a recording."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onnxtrain import optim
+from onnxtrain.errors import MissingExtraError, OnnxTrainError
+from onnxtrain.runtime.cuda_graph import can_capture, obstacle
+from onnxtrain.runtime.device_call import DeviceSession
+from onnxtrain.runtime.placement import placement
+from onnxtrain.training import Trainer, layouts
+from onnxtrain.training import vector_layout as flat
+from tests.artifacts.models import data
+from tests.training.made import made
+
+
+@pytest.mark.parametrize("layout", ["fused", "separate"])
+def test_bindings_of_a_device_give_the_same_steps(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
+
+    def bound(session, spec, inputs, outputs, device, graph_id=None):
+        return DeviceSession(session, spec, inputs, outputs, device, graph_id)
+
+    for module in (flat, layouts):
+        monkeypatch.setattr(module, "bound_call", bound)
+    device = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
+    for seed, size in enumerate((8, 8, 5, 8)):
+        batch = data(size, seed=seed)
+        kept = [np.array(a) for a in batch]
+        assert plain.step(*batch).loss == device.step(*batch).loss
+        for a, b in zip(batch, kept, strict=True):
+            np.testing.assert_array_equal(a, b)  # the caller's arrays are not written
+    device.lr = plain.lr = 0.5
+    assert plain.step(*batch).loss == device.step(*batch).loss
+    for name, array in plain.state_dict().items():
+        np.testing.assert_array_equal(array, device.state_dict()[name], err_msg=name)
+
+
+def test_free_sizes_and_bodies_stand_against_a_recording() -> None:
+    free, fixed = (
+        (layouts.model_of(a.source("step")), a.manifest.model("step"))
+        for a in (made(), made(dims={"batch": 8}))
+    )
+    assert fixed[1] is not None
+    assert obstacle(fixed[0], fixed[1]) is None
+    assert can_capture(*fixed, None, device="cuda")
+    assert not can_capture(*free, None, device="cuda")
+    assert not can_capture(*fixed, None, device="cpu")
+    with pytest.raises(OnnxTrainError, match="free sizes: batch"):
+        can_capture(*free, True, device="cuda")
+    with pytest.raises(OnnxTrainError, match="a model of its own"):
+        can_capture(None, None, True, device="cuda")
+    with pytest.raises(OnnxTrainError, match="the device is cpu"):
+        Trainer(made(dims={"batch": 8}), capture=True)
+
+
+def test_placement_counts_nodes() -> None:
+    found = placement(made().source("step"), device="cpu")
+    assert found.counts["CPUExecutionProvider"] > 10
+    assert found.clean
+
+
+def test_placement_on_a_device_that_is_not_there() -> None:
+    with pytest.raises(MissingExtraError, match="no CUDA"):
+        placement(made().source("step"))

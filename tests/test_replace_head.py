@@ -1,0 +1,136 @@
+"""Heads replaced and weights drawn anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from safetensors.numpy import save_file
+
+import onnxtrain
+from onnxtrain.errors import CheckpointError, PrepareError
+from tests.artifacts.models import classifier, data, finished, graph, weight
+
+
+def weights(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {n: x.const_value.numpy() for n, x in ir.from_proto(model).graph.initializers.items()}  # type: ignore[union-attr]
+
+
+def matmul_head(transposed: bool) -> onnx.ModelProto:
+    """What exporters make of a linear layer on three axes."""
+    rng, op = np.random.default_rng(0), graph()
+    x = op.input("x", ir.DataType.FLOAT, ["batch", 5, 4])
+    shape = (3, 4) if transposed else (4, 3)
+    w = weight(op, "head.weight", rng.standard_normal(shape).astype(np.float32))
+    b = weight(op, "head.bias", rng.standard_normal(3).astype(np.float32))
+    h = op.MatMul(x, op.Transpose(w, perm=[1, 0]) if transposed else w)
+    return finished(op, scores=op.Softmax(op.Add(b, h), axis=-1))
+
+
+def conv_head() -> onnx.ModelProto:
+    rng, op = np.random.default_rng(0), graph()
+    x = op.input("x", ir.DataType.FLOAT, ["batch", 4, 6, 6])
+    w = weight(op, "head.weight", rng.standard_normal((3, 4, 1, 1)).astype(np.float32))
+    b = weight(op, "head.bias", rng.standard_normal(3).astype(np.float32))
+    h = op.GlobalAveragePool(op.Conv(x, w, b))
+    return finished(op, scores=op.Flatten(h))
+
+
+MODELS = {
+    "gemm": (classifier(), (2, 6), (2, 7), "fc2"),
+    "matmul": (matmul_head(False), (2, 5, 4), (2, 5, 7), "head"),
+    "transposed": (matmul_head(True), (2, 5, 4), (2, 5, 7), "head"),
+    "conv": (conv_head(), (2, 4, 6, 6), (2, 7), "head"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_replaced_heads(kind: str) -> None:
+    model, given, expected, head = MODELS[kind]
+    new = onnxtrain.replace_head(model, "scores", 7)
+    onnx.checker.check_model(new, full_check=True)
+    (found, *_) = onnxruntime.InferenceSession(new.SerializeToString()).run(
+        None, {"x": np.ones(given, np.float32)}
+    )
+    assert found.shape == expected
+    old, fresh = weights(model), weights(new)
+    assert old.keys() == fresh.keys()
+    for name in old:
+        if name.startswith(head):
+            assert 7 in fresh[name].shape
+            assert np.abs(fresh[name]).max() <= 0.5  # 1 / sqrt(fan_in), which is at least 4
+            assert fresh[name].std() > 0.05
+        else:
+            np.testing.assert_array_equal(old[name], fresh[name])
+    again = onnxtrain.replace_head(model, "scores", 7)
+    other = onnxtrain.replace_head(model, "scores", 7, seed=1)
+    assert new.SerializeToString() == again.SerializeToString() != other.SerializeToString()
+    sizes = [d.dim_value for d in new.graph.output[0].type.tensor_type.shape.dim]
+    assert sizes[-1] == 7
+
+
+def test_the_new_head_learns() -> None:
+    """The old task has three classes, the new one five; only the head is trained."""
+    model = onnxtrain.replace_head(classifier(hidden=32), "scores", 5)
+    artifacts = onnxtrain.build(
+        model,
+        loss=[onnxtrain.losses.LossTerm("cross_entropy", output="scores")],
+        optimizer="adam:lr=0.02",
+        train="fc2.*",
+        metrics=["accuracy"],
+    )
+    trainer = onnxtrain.Trainer(artifacts)
+    trainer.fit(data(400, classes=5), 15, progress=False)
+    assert trainer.evaluate(data(200, classes=5, seed=1)).metrics["accuracy"] > 0.75
+
+
+def test_further_weights() -> None:
+    model = classifier()
+    new = weights(onnxtrain.replace_head(model, "scores", 3, reinitialise="fc1.*"))
+    old = weights(model)
+    assert not np.array_equal(old["fc1.weight"], new["fc1.weight"])
+    assert np.abs(new["fc1.weight"]).max() <= 1 / np.sqrt(6)
+    np.testing.assert_array_equal(new["fc1.bias"], np.zeros(8))
+    with pytest.raises(PrepareError, match=r"no such weight in `reinitialise`: 'fc9\.\*'"):
+        onnxtrain.replace_head(model, "scores", 3, reinitialise=["fc9.*"])
+
+
+def test_heads_that_cannot_be_replaced() -> None:
+    with pytest.raises(PrepareError, match=r"no such output: 'logits'\nhint: the model has scores"):
+        onnxtrain.replace_head(classifier(), "logits", 4)
+    with pytest.raises(PrepareError, match="classes must be at least 1"):
+        onnxtrain.replace_head(classifier(), "scores", 0)
+    with pytest.raises(PrepareError, match="'hidden' is made by Tanh"):
+        onnxtrain.replace_head(classifier(), "hidden", 4)
+    op = graph()
+    x = op.input("x", ir.DataType.FLOAT, ["batch", 4])
+    w = weight(op, "w", np.eye(4, dtype=np.float32))
+    tied = finished(op, scores=op.MatMul(op.Tanh(op.MatMul(x, w)), w))
+    with pytest.raises(PrepareError, match="'w' is shared with another layer"):
+        onnxtrain.replace_head(tied, "scores", 4)
+    op = graph()
+    x = op.input("x", ir.DataType.FLOAT, ["batch", 4])
+    h = op.MatMul(x, weight(op, "w", np.eye(4, dtype=np.float32)))
+    used = finished(op, scores=op.Identity(h), more=op.Tanh(h))
+    with pytest.raises(PrepareError, match="feeds other nodes as well"):
+        onnxtrain.replace_head(used, "scores", 4)
+
+
+def test_weights_from_elsewhere(tmp_path: Path) -> None:
+    model = classifier()
+    new = {n: np.full_like(a, 2.0) for n, a in weights(model).items()}
+    save_file(new, tmp_path / "w.safetensors")
+    for source in (new, tmp_path / "w.safetensors"):
+        found = weights(onnxtrain.load_weights(model, source))
+        assert all(np.array_equal(found[n], new[n]) for n in new)
+    with pytest.raises(CheckpointError, match=r"missing fc1\.weight.*, unknown other"):
+        onnxtrain.load_weights(model, {"other": np.ones(1)})
+    some = weights(onnxtrain.load_weights(model, {"fc1.bias": np.ones(8)}, strict=False))
+    np.testing.assert_array_equal(some["fc1.bias"], np.ones(8, np.float32))
+    np.testing.assert_array_equal(some["fc2.bias"], weights(model)["fc2.bias"])
+    with pytest.raises(CheckpointError, match=r"'fc1.bias' has shape \[9\], expected \[8\]"):
+        onnxtrain.load_weights(model, {"fc1.bias": np.ones(9)}, strict=False)

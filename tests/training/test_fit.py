@@ -1,0 +1,408 @@
+"""Whole runs: data, schedules, records, early stopping, NaN, Ctrl-C."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from onnxtrain import losses, optim
+from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, ShapeError
+from onnxtrain.optim import schedules
+from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
+from onnxtrain.training.data import as_source, shuffled
+from onnxtrain.training.progress import Bar, Lines, display
+from onnxtrain.training.tensorboard import crc32c
+from tests.artifacts.models import classifier, data, finished, graph, weight
+
+LOSS = [losses.LossTerm("cross_entropy", output="scores")]
+
+
+def made(**options: object) -> Artifacts:
+    settings = {"loss": LOSS, "optimizer": optim.Adam(lr=0.01), "metrics": ["accuracy"], **options}
+    return build(classifier(), **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def artifacts() -> Artifacts:
+    return made()
+
+
+def quiet(trainer: Trainer, *args: object, **options: object):
+    return trainer.fit(*args, progress=False, **options)  # type: ignore[arg-type]
+
+
+# -- data -------------------------------------------------------------------------------
+
+
+def test_shuffled_is_a_permutation_by_seed_and_epoch() -> None:
+    orders = [shuffled(50, seed, epoch).tolist() for seed in range(3) for epoch in range(3)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 9
+    assert shuffled(50, 1, 2).tolist() == orders[5]
+    # Fixed once and for all: a run may be resumed with another version of numpy.
+    assert shuffled(8, 0, 0).tolist() == [3, 4, 0, 2, 6, 7, 1, 5]
+
+
+def test_every_form_of_data_gives_the_same_run(artifacts: Artifacts) -> None:
+    x, labels = data(40)
+    batches = [(x[i : i + 8], labels[i : i + 8]) for i in range(0, 40, 8)]
+    named = [{"labels": b, "x": a} for a, b in batches]
+    tensors = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(labels))
+    loader = torch.utils.data.DataLoader(tensors, batch_size=8)
+    found = []
+    for given in (
+        (x, labels), {"x": x, "labels": labels}, batches, named, loader,
+        lambda epoch: iter(batches), (torch.from_numpy(x), torch.from_numpy(labels)),
+    ):  # fmt: skip
+        history = quiet(Trainer(artifacts), given, 2, batch_size=8, shuffle=False)
+        assert len(history.steps) == 10
+        found.append(history.losses)
+    assert all(losses_ == found[0] for losses_ in found)
+
+
+def test_a_loader_with_a_generator_is_seeded(artifacts: Artifacts) -> None:
+    x, labels = (torch.from_numpy(a) for a in data(40))
+    tensors = torch.utils.data.TensorDataset(x, labels)
+
+    def run() -> list[float]:
+        generator = torch.Generator()
+        generator.seed()
+        loader = torch.utils.data.DataLoader(tensors, 8, shuffle=True, generator=generator)
+        return quiet(Trainer(artifacts, seed=2), loader, 2).losses
+
+    assert run() == run()
+
+
+def test_short_batches_are_kept_or_dropped() -> None:
+    x = np.arange(10)
+    sizes = [b.size for b in as_source((x,), batch_size=4).batches(0)]
+    assert sizes == [4, 4, 2]
+    source = as_source({"x": x}, batch_size=4, drop_last=True)
+    assert len(source) == 2
+    assert [b.named["x"].tolist() for b in source.batches(0, 1)] == [[4, 5, 6, 7]]
+    assert len(as_source(x, batch_size=4)) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((np.zeros(3), np.zeros(4)), "arrays of different length: 0: 3, 1: 4"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, "arrays of different length: x: 3, y: 4"),
+        ((np.zeros(3), np.float32(1)), "no samples axis"),
+        ((np.zeros(0),), "0 samples make no batch of 4"),
+        (7, "no data: int"),
+    ],
+)
+def test_data_that_is_none(given: object, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        as_source(given, batch_size=4)
+
+
+def test_an_iterator_has_one_epoch(artifacts: Artifacts) -> None:
+    batches = [data(8, seed=i) for i in range(3)]
+    assert len(quiet(Trainer(artifacts), iter(batches), 1).steps) == 3
+    with pytest.raises(ShapeError, match="gives its batches only once"):
+        quiet(Trainer(artifacts), iter(batches), 2)
+
+
+def test_models_of_a_fixed_size_take_whole_batches() -> None:
+    trainer = Trainer(made(dims={"batch": 16}))
+    history = quiet(trainer, data(40), 1, validation=data(35))
+    assert len(history.steps) == 2
+    assert trainer.evaluate(data(35)).samples == 32
+
+
+# -- the course of a run ----------------------------------------------------------------
+
+
+def test_learning(artifacts: Artifacts) -> None:
+    trainer = Trainer(artifacts)
+    history = quiet(trainer, data(512), 6, validation=data(200, seed=1))
+    assert history.stopped == ""
+    assert [r["epoch"] for r in history.epochs] == [1, 2, 3, 4, 5, 6]
+    assert history.epochs[-1]["val_accuracy"] > 0.9 > history.epochs[0]["val_accuracy"]
+    assert history.best is not None
+    assert history.best["val_loss"] == min(r["val_loss"] for r in history.epochs)
+    found = trainer.evaluate(data(200, seed=1))
+    assert float(found) == pytest.approx(history.epochs[-1]["val_loss"])
+    assert found.metrics["accuracy"] == pytest.approx(history.epochs[-1]["val_accuracy"])
+
+
+def test_means_are_over_samples(artifacts: Artifacts) -> None:
+    trainer = Trainer(artifacts)
+    x, labels = data(10)
+    found = trainer.evaluate((x, labels), batch_size=4)
+    assert found.samples == 10
+    assert found.loss == pytest.approx(trainer.evaluate_batch(x, labels).loss, rel=1e-5)
+    with pytest.raises(ShapeError, match="nothing to evaluate on"):
+        trainer.evaluate([])
+
+
+def test_perplexity_is_averaged_by_its_logarithm() -> None:
+    trainer = Trainer(made(metrics=["perplexity"]))
+    x, labels = data(10)
+    found = trainer.evaluate((x, labels), batch_size=4)
+    assert found.metrics["perplexity"] == pytest.approx(np.exp(found.loss), rel=1e-5)
+
+
+def test_schedules(artifacts: Artifacts) -> None:
+    trainer = Trainer(artifacts)
+    history = quiet(trainer, data(40), 2, batch_size=10, schedule="cosine", warmup=2)
+    expected = schedules.resolve_schedule("cosine", total=8, warmup=2)
+    assert [r["lr"] for r in history.steps] == [expected.lr(0.01, s) for s in range(1, 9)]
+    assert trainer.lr == 0.01
+    with pytest.raises(PrepareError, match="no such schedule"):
+        quiet(trainer, data(40), schedule="cosinus")
+
+
+def test_plateaus_lower_the_rate(artifacts: Artifacts) -> None:
+    schedule = schedules.ReduceOnPlateau(patience=0, threshold=10.0)
+    history = quiet(Trainer(artifacts), data(16), 4, batch_size=16, schedule=schedule)
+    rates = [r["lr"] for r in history.steps]
+    assert rates == pytest.approx([0.01, 0.01, 0.001, 0.0001])
+
+
+def test_accumulated_steps_end_with_the_epoch() -> None:
+    trainer = Trainer(made(accumulate=3))
+    history = quiet(trainer, data(32), 2, batch_size=8, schedule="linear")
+    assert trainer.global_step == 4
+    assert [r["step"] for r in history.steps] == [1, 1, 1, 2, 3, 3, 3, 4]
+    rates = [r["lr"] for r in history.steps]
+    assert rates[0] == rates[2] > rates[3] > rates[4]
+
+
+def test_early_stopping(artifacts: Artifacts) -> None:
+    history = quiet(Trainer(artifacts), data(16), 10, callbacks=[EarlyStopping(2, min_delta=9.0)])
+    assert history.stopped == "no better than epoch 1 for 2 epochs"
+    assert len(history.epochs) == 3
+    history = quiet(Trainer(artifacts), data(16), 3, patience=1, monitor="accuracy")
+    assert history.best is not None
+    with pytest.raises(OnnxTrainError, match=r"nothing called 'val_f1' to monitor\nhint: lr, loss"):
+        quiet(Trainer(artifacts), data(16), 3, monitor="val_f1")
+
+
+def test_callbacks(artifacts: Artifacts) -> None:
+    seen: list[str] = []
+
+    class Watch(Callback):
+        def on_start(self, run: Run) -> None:
+            seen.append("start")
+
+        def on_step(self, run: Run, result: StepResult) -> None:
+            seen.append(f"step {result.step}")
+            if result.step == 3:
+                run.stop = "seen enough"
+
+        def on_end(self, run: Run) -> None:
+            seen.append("end")
+
+    def epoch(run: Run, record: dict) -> None:
+        seen.append(f"epoch {record['epoch']} of {run.options.epochs}")
+
+    history = quiet(Trainer(artifacts), data(16), 9, batch_size=8, callbacks=[Watch(), epoch])
+    assert history.stopped == "seen enough"
+    assert seen == ["start", "step 1", "step 2", "epoch 1 of 9", "step 3", "end"]
+    with pytest.raises(OnnxTrainError, match="not a callback: 7"):
+        quiet(Trainer(artifacts), data(16), callbacks=[7])
+
+
+# -- files ------------------------------------------------------------------------------
+
+
+def test_records(artifacts: Artifacts, tmp_path: Path) -> None:
+    history = quiet(
+        Trainer(artifacts), data(20), 2, batch_size=8, validation=data(9, seed=1),
+        directory=tmp_path / "run", tensorboard=True,
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    assert {p.name for p in folder.iterdir()} == {
+        "metrics.csv", "metrics.jsonl", "loss.png", "events", "checkpoints",
+    }  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r for r in rows if r["kind"] == "step"] == history.steps
+    assert [r for r in rows if r["kind"] == "epoch"] == history.epochs
+    with open(folder / "metrics.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0]) == [
+        "kind", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_accuracy",
+    ]  # fmt: skip
+    assert [float(r["loss"]) for r in table if r["kind"] == "step"] == history.losses
+    assert [r["val_loss"] for r in table if r["kind"] == "step"] == [""] * 6
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert names == ["best.safetensors", "step-000000003.safetensors", "step-000000006.safetensors"]
+    (events,) = (folder / "events").iterdir()
+    found = read_events(events.read_bytes())
+    assert [(s, t) for s, t, _ in found][:2] == [(1, "step/lr"), (1, "step/loss")]
+    values = [v for _, t, v in found if t == "step/loss"]
+    assert values == pytest.approx(history.losses)
+
+
+def read_events(content: bytes) -> list[tuple[int, str, float]]:
+    """Read an event file by the book; every checksum is checked."""
+
+    def unmasked(data: bytes) -> int:
+        value = (struct.unpack("<I", data)[0] - 0xA282EAD8) & 0xFFFFFFFF
+        return ((value >> 17) | (value << 15)) & 0xFFFFFFFF
+
+    found, at = [], 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        assert unmasked(content[at + 8 : at + 12]) == crc32c(content[at : at + 8])
+        event = content[at + 12 : at + 12 + length]
+        assert unmasked(content[at + 12 + length : at + 16 + length]) == crc32c(event)
+        at += 16 + length
+        assert event[0] == 0x09
+        if event[9] == 0x10:  # step; below 128 here, so one byte
+            step, summary = event[10], event[13 if event[12] < 128 else 14 :]
+            while summary:
+                assert summary[0] == 0x0A
+                value = summary[2 : 2 + summary[1]]
+                tag = value[2 : 2 + value[1]].decode()
+                found.append((step, tag, struct.unpack("<f", value[3 + value[1] :])[0]))
+                summary = summary[2 + summary[1] :]
+    return found
+
+
+def test_only_the_last_checkpoints_stay(artifacts: Artifacts, tmp_path: Path) -> None:
+    quiet(
+        Trainer(artifacts),
+        data(80),
+        1,
+        batch_size=8,
+        directory=tmp_path,
+        checkpoint_every=2,
+        keep=2,
+    )
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["best.safetensors", "step-000000008.safetensors", "step-000000010.safetensors"]
+
+
+def test_a_directory_holds_one_run(artifacts: Artifacts, tmp_path: Path) -> None:
+    quiet(Trainer(artifacts), data(8), 1, directory=tmp_path)
+    with pytest.raises(OnnxTrainError, match="holds a run already: step-000000001"):
+        quiet(Trainer(artifacts), data(8), 1, directory=tmp_path)
+    with pytest.raises(OnnxTrainError, match="checkpoints need a place"):
+        quiet(Trainer(artifacts), data(8), 1, resume=True)
+
+
+# -- trouble ----------------------------------------------------------------------------
+
+
+def logarithm() -> Artifacts:
+    """y = log(x w): NaN as soon as x w is negative."""
+    op = graph()
+    x = op.input("x", *_float(["batch", 2]))
+    w = weight(op, "w", np.ones((2, 1), np.float32))
+    return build(finished(op, y=op.Log(op.MatMul(x, w))), loss="mse", optimizer=optim.SGD(lr=0.1))
+
+
+def _float(dims: list) -> tuple:
+    import onnx_ir as ir
+
+    return ir.DataType.FLOAT, dims
+
+
+@pytest.mark.parametrize("layout", ["fused", "separate"])
+def test_nan_loss(layout: str) -> None:
+    good = (np.ones((2, 2), np.float32), np.zeros((2, 1), np.float32))
+    bad = (np.array([[1, 1], [-9, 1]], np.float32), good[1])
+    trainer = Trainer(logarithm(), layout=layout)
+    with pytest.raises(NonFiniteError) as caught:
+        quiet(trainer, [good, bad, good])
+    text = str(caught.value)
+    assert text.startswith("the loss of step 2 is nan\n  first tensor that is not finite: the loss")
+    assert "hint: debug_nan=True" in text
+    assert trainer.global_step == 1
+    assert np.isfinite(trainer.parameters["w"]).all()
+    with pytest.raises(NonFiniteError, match=r"node '\w*' \(Log\) gives .*1 NaN") as caught:
+        quiet(trainer, [bad], debug_nan=True)
+    assert "from 'MatMul' (float32[2, 1], -" in str(caught.value)
+    nan = (np.full((2, 2), np.nan, np.float32), good[1])
+    with pytest.raises(
+        NonFiniteError, match=r"not finite: 'x' of the batch \(float32\[2, 2\], 4 NaN"
+    ):
+        quiet(trainer, [nan])
+    trainer.parameters["w"] = [[np.inf], [1]]
+    with pytest.raises(NonFiniteError, match="not finite: parameter 'w'"):
+        quiet(trainer, [good])
+
+
+@pytest.mark.parametrize("layout", ["fused", "separate"])
+def test_nan_gradient_of_a_finite_loss(layout: str) -> None:
+    """The root of zero is finite, its slope is not."""
+    op = graph()
+    x = op.input("x", *_float(["batch", 1]))
+    y = op.Sqrt(op.Mul(x, weight(op, "w", np.ones((1, 1), np.float32))))
+    artifacts = build(finished(op, y=y), loss="mse", optimizer="sgd")
+    batch = (np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32))
+    trainer = Trainer(artifacts, layout=layout)
+    with pytest.raises(NonFiniteError, match="step 1 has a finite loss, but not a finite update"):
+        quiet(trainer, [batch], debug_nan=True)
+    assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_interrupt_saves_and_stops(tmp_path: Path, accumulate: int) -> None:
+    artifacts = made(accumulate=accumulate)
+
+    class Press(Callback):
+        def on_step(self, run: Run, result: StepResult) -> None:
+            if run.batch == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    history = quiet(
+        Trainer(artifacts), data(96), 3, batch_size=8, directory=tmp_path, callbacks=[Press()]
+    )
+    assert signal.getsignal(signal.SIGINT) is before
+    assert history.stopped == "interrupted"
+    whole = quiet(Trainer(artifacts), data(96), 3, batch_size=8)
+    rest = quiet(Trainer(artifacts), data(96), 3, batch_size=8, directory=tmp_path, resume=True)
+    assert rest.losses == whole.losses
+    assert rest.epochs == whole.epochs
+
+
+# -- what is shown ----------------------------------------------------------------------
+
+
+def test_bar_and_lines() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    assert isinstance(display(True, console), Bar)
+    bar = display("bar", console)
+    bar.start(3, 10, 0)
+    bar.step(1, 0.5, 1e-3, 32)
+    bar.line("epoch 1/3  loss 0.5")
+    bar.stop()
+    text = out.getvalue()
+    for part in ("epoch 1/3", "1/10", "loss 0.5000", "lr 1.00e-03", "/s"):
+        assert part in text
+    out = io.StringIO()
+    console = Console(file=out, width=40)
+    lines = display(True, console)
+    assert isinstance(lines, Lines)
+    lines.start(3, 10, 0)
+    lines._said -= 100
+    lines.step(1, 0.5, 1e-3, 32)
+    assert out.getvalue().startswith("epoch 1/3  step 1/10  loss 0.5000  lr 1.00e-03  ")
+    assert "eta 0:00" in out.getvalue()
+    assert out.getvalue().count("\n") == 1
+
+
+def test_lines_of_a_run(artifacts: Artifacts, capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(artifacts).fit(data(16), 2, progress="plain")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("epoch 1/2  step 1  loss ")
