@@ -107,8 +107,8 @@ def measure(name: str) -> list[str]:
         if "error" not in facts:
             names = [v.name for v in facts["session"].get_inputs()]
             runs[side] = dict(zip(names, feeds[side], strict=True))
-    found = {s: sides[s]["session"].run(None, feed) for s, feed in runs.items()}
-    agreement = _agreement(found) if len(found) == 2 else ""
+    outputs = {s: sides[s]["session"].run(None, feed) for s, feed in runs.items()}
+    agreement = _agreement(outputs) if len(outputs) == 2 else ""
     ms = _times({s: sides[s]["session"] for s in runs}, runs)
     row = [WORKLOADS[name].title]
     for side, facts in sides.items():
@@ -120,9 +120,9 @@ def measure(name: str) -> list[str]:
     return [*row, f"{ms['onnxtrain'] / ms['onnx-ad']:.2f}" if both else "", agreement]
 
 
-def _agreement(found: dict[str, list[np.ndarray]]) -> str:
+def _agreement(outputs: dict[str, list[np.ndarray]]) -> str:
     """Return the largest difference of a gradient, as a part of its largest element."""
-    pairs = zip(found["onnxtrain"][1:], found["onnx-ad"][1:], strict=True)
+    pairs = zip(outputs["onnxtrain"][1:], outputs["onnx-ad"][1:], strict=True)
     worst = max(
         float(np.abs(a - b.reshape(a.shape)).max() / max(np.abs(a).max(), 1e-12)) for a, b in pairs
     )

@@ -56,12 +56,14 @@ def run(threads: int, budget: float) -> tuple[list[Cell], list[str]]:
 
 def curve(cells: list[Cell], axis: str, engine: str) -> tuple[list[int], list[verdicts.Spread]]:
     """Return the sizes along an axis and an engine's milliseconds there."""
-    found = sorted(
+    points = sorted(
         (int(c.workload.partition("-")[2]), c.engines[engine])
         for c in cells
         if c.workload.startswith(f"{axis}-") and c.engines[engine].status == "timed"
     )
-    return [n for n, _ in found], [verdicts.Spread.of([1000 * t for t in e.wall]) for _, e in found]
+    return [n for n, _ in points], [
+        verdicts.Spread.of([1000 * t for t in e.wall]) for _, e in points
+    ]
 
 
 def axes_of(cells: list[Cell]) -> list[str]:
@@ -110,8 +112,8 @@ def text(cells: list[Cell], skipped: list[str], facts: dict, threads: int) -> st
     """Return the section in Markdown."""
     rows = []
     for cell in cells:
-        found = report.ratio(cell, REFERENCE.name, "wall")
-        said = f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})" if found else ""
+        ratio = report.ratio(cell, REFERENCE.name, "wall")
+        said = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else ""
         shown = [report.milliseconds(cell.engines[n], "wall") for n in cell.engines]
         rows.append([find(cell.workload).title, *shown, said])
     head = ["net", *(f"{PEERS[n].title}, ms" for n in (OURS.name, REFERENCE.name)), "ratio"]

@@ -27,14 +27,14 @@ def facts() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    flags = found.get("flags", "").split()
+        fields.setdefault(name.strip(), value.strip())
+    flags = fields.get("flags", "").split()
     width = next((f for f in ("avx512f", "avx2", "avx") if f in flags), "no avx")
-    name = found.get("model name", platform.processor())
-    family, model = found.get("cpu family"), found.get("model")
+    name = fields.get("model name", platform.processor())
+    family, model = fields.get("cpu family"), fields.get("model")
     return f"{name} (family {family} model {model}, {width})" if family else name
 
 

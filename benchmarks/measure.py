@@ -59,26 +59,26 @@ class Builder:
     """Makes the files that engines start from, once for all numbers of threads."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.costs: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def build(self, peer: Peer, workload: Workload, optimizer: str) -> tuple[Path, dict[str, Any]]:
         """Return the folder and what building cost."""
         made = CACHE / "built" / peer.name / f"{workload.name}-{optimizer}"
         at = (peer.name, workload.name, optimizer)
         mark = made / "built.json"
-        if at not in self.found and peer is not OURS and mark.exists():
+        if at not in self.costs and peer is not OURS and mark.exists():
             kept = json.loads(mark.read_text())
             if kept["key"] == key(workload):
-                self.found[at] = kept["cost"]
-        if at not in self.found:
+                self.costs[at] = kept["cost"]
+        if at not in self.costs:
             folder = prepared(workload)
             with Client(peer, os.cpu_count() or 1, f"build-{workload.name}") as client:
                 cost = client.ask(
                     "build", START, folder=str(folder), made=str(made), optimizer=optimizer
                 )
             mark.write_text(json.dumps({"key": key(workload), "cost": cost}))
-            self.found[at] = cost
-        return made, self.found[at]
+            self.costs[at] = cost
+        return made, self.costs[at]
 
 
 def start(
@@ -187,7 +187,7 @@ def _rounds(
         order.shuffle(names)
         for name in names:
             time.sleep(PAUSE)
-            found = running[name].ask("run", START, steps=steps[name])
-            engines[name].wall.append(found["wall"])
-            engines[name].cpu.append(found["cpu"])
-            engines[name].facts["peak_mb"] = found["peak_mb"]
+            sample = running[name].ask("run", START, steps=steps[name])
+            engines[name].wall.append(sample["wall"])
+            engines[name].cpu.append(sample["cpu"])
+            engines[name].facts["peak_mb"] = sample["peak_mb"]

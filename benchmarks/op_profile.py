@@ -28,10 +28,10 @@ def profile(
     )
 
 
-def grouped(found: list[dict[str, Any]], steps: int, name: Any) -> list[dict[str, Any]]:
+def grouped(records: list[dict[str, Any]], steps: int, name: Any) -> list[dict[str, Any]]:
     """Return the events by name: milliseconds and calls per step, and the part of all time."""
     spent: dict[str, list[float]] = collections.defaultdict(list)
-    for event in found:
+    for event in records:
         spent[name(event)].append(event["dur"] / 1000)
     total = sum(map(sum, spent.values())) or 1.0
     rows = [
@@ -67,14 +67,14 @@ def events(workload: str, optimizer: str, threads: int, steps: int) -> list[dict
 
         onnxruntime.InferenceSession = Recorded
         try:
-            found = prepared(find(workload))
+            workload_folder = prepared(find(workload))
             artifacts = onnxtrain.build(
-                str(found / "static.onnx"), loss="cross_entropy", optimizer=optimizer
+                str(workload_folder / "static.onnx"), loss="cross_entropy", optimizer=optimizer
             )
             trainer = onnxtrain.Trainer(artifacts, threads=threads)
         finally:
             onnxruntime.InferenceSession = plain
-        with np.load(found / "batch.npz") as data:
+        with np.load(workload_folder / "batch.npz") as data:
             batch = data["x"], data["labels"]
         trainer.lr = 1e-7
         for _ in range(WARM + steps):
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--nodes", action="store_true", help="single nodes")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = events(options.workload, options.optimizer, options.threads, options.steps)
+    records = events(options.workload, options.optimizer, options.threads, options.steps)
 
     def name(event: dict[str, Any]) -> str:
         if not options.nodes:
@@ -123,7 +123,7 @@ def main() -> None:
         shapes = event["args"].get("input_type_shape", "")
         return f"{event['args']['op_name']} {node} {json.dumps(shapes)}".replace("|", " ")
 
-    rows = grouped(found, options.steps, name)
+    rows = grouped(records, options.steps, name)
     print(json.dumps(rows) if options.json else table(rows, options.limit))
 
 

@@ -90,8 +90,8 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
         *busy(machine),
         "- times are " + ("processor time" if clock == "cpu" else "wall-clock time"),
     ]
-    for name, found in versions.items():
-        said = ", ".join(f"{k} {v}" for k, v in found.items())
+    for name, packages in versions.items():
+        said = ", ".join(f"{k} {v}" for k, v in packages.items())
         lines.append(f"- {PEERS[name].title}: {said}")
     return "\n".join(lines)
 
@@ -108,10 +108,10 @@ def _numbers(values: list[float]) -> str:
 
 
 def _counts(cells: list[Cell], clock: str) -> str:
-    found = report.summary(cells, clock)
-    total = found["met"] + len(found["missed"])
-    text = f"{found['met']} of {total} targets with a time on both sides are met"
-    return text + (f"; missed: {', '.join(found['missed'])}." if found["missed"] else ".")
+    summary = report.summary(cells, clock)
+    total = summary["met"] + len(summary["missed"])
+    text = f"{summary['met']} of {total} targets with a time on both sides are met"
+    return text + (f"; missed: {', '.join(summary['missed'])}." if summary["missed"] else ".")
 
 
 def _profiles(profiles: list[dict[str, Any]]) -> list[str]:

@@ -28,13 +28,13 @@ def tasks(
     workloads: list[str], optimizers: list[str], threads: list[int], peers: list[str]
 ) -> list[Task]:
     """Return the cells; where ``torch.compile`` has no target it is shown with SGD only."""
-    found = []
+    planned = []
     for workload in workloads:
         bound = verdicts.target(workload, COMPILE) is not None
         for optimizer in optimizers:
             taken = tuple(p for p in peers if p != COMPILE or bound or optimizer == "sgd")
-            found += [Task(workload, optimizer, n, taken) for n in threads]
-    return found
+            planned += [Task(workload, optimizer, n, taken) for n in threads]
+    return planned
 
 
 def chosen(names: list[str] | None, known: list[str], what: str) -> list[str]:

@@ -29,10 +29,10 @@ FORMAT = 2  # of the files made here
 def key(workload: Workload) -> str:
     """Return what changes whenever the files of a workload have to be made again."""
     facts = (FORMAT, workload.name, workload.shape, workload.classes, workload.rows)
-    found = hashlib.sha256(repr(facts).encode())
+    digest = hashlib.sha256(repr(facts).encode())
     for path in sorted((ROOT / "benchmarks" / "workloads").glob("[!_]*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def prepared(workload: Workload) -> Path:

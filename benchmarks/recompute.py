@@ -99,21 +99,21 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[list[float
         )
         for i, way in enumerate(WAYS)
     }
-    found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    samples: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds + 1):  # the first one warms up
         for way, worker in workers.items():
             assert worker.stdin is not None
             assert worker.stdout is not None
             worker.stdin.write("\n")
             worker.stdin.flush()
-            found[way].append(json.loads(worker.stdout.readline()))
+            samples[way].append(json.loads(worker.stdout.readline()))
     for worker in workers.values():
         worker.communicate()
-    return found
+    return samples
 
 
-def table(found: dict[str, list[list[float]]], args: argparse.Namespace) -> str:
-    first = next(iter(found.values()))
+def table(samples: dict[str, list[list[float]]], args: argparse.Namespace) -> str:
+    first = next(iter(samples.values()))
     base = statistics.median(t for t, _, _ in first[1:])
     options = f"--layers {args.layers} --width {args.width} --batch {args.batch}"
     lines = [
@@ -122,7 +122,7 @@ def table(found: dict[str, list[list[float]]], args: argparse.Namespace) -> str:
         "| recompute | memory of the steps, MB | step, ms | time | last loss |",
         "|---|---|---|---|---|",
     ]
-    for way, rows in found.items():
+    for way, rows in samples.items():
         taken = statistics.median(t for t, _, _ in rows[1:])
         lines.append(
             f"| {way} | {rows[-1][2]:.0f} | {taken * 1e3:.0f} | {taken / base:.2f} "

@@ -33,9 +33,9 @@ def ratio(cell: Cell, rival: str, clock: str) -> verdicts.Spread | None:
 def missed(cell: Cell, clock: str) -> bool:
     """Return whether some target of the row is not met."""
     for rival in cell.engines:
-        found = ratio(cell, rival, clock) if rival != OURS.name else None
-        if found is not None and verdicts.missed(
-            found.median, verdicts.target(cell.workload, rival)
+        spread = ratio(cell, rival, clock) if rival != OURS.name else None
+        if spread is not None and verdicts.missed(
+            spread.median, verdicts.target(cell.workload, rival)
         ):
             return True
     return False
@@ -68,14 +68,14 @@ def _against(cell: Cell, rival: str, clock: str) -> str:
     timing = cell.engines.get(rival)
     if timing is None:
         return ""
-    found = ratio(cell, rival, clock)
-    if found is None:
+    spread = ratio(cell, rival, clock)
+    if spread is None:
         return timing.status if timing.status != "timed" else "no time of ours"
     allowed = verdicts.target(cell.workload, rival)
-    text = f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
+    text = f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})"
     if allowed is None:
         return text
-    said = verdicts.verdict(found.median, allowed)
+    said = verdicts.verdict(spread.median, allowed)
     mark = f"**{said}**" if said != "met" else said
     return f"{text}, <= {allowed:.2f} {mark}"
 
@@ -108,12 +108,12 @@ def memory_table(cells: list[Cell]) -> str:
     allowed = verdicts.targets()["memory"]
     rows = []
     for cell in cells:
-        found = {n: _memory(cell.engines.get(n)) for n in names}
-        ours, theirs = found[OURS.name], found.get(REFERENCE.name)
+        memory = {n: _memory(cell.engines.get(n)) for n in names}
+        ours, theirs = memory[OURS.name], memory.get(REFERENCE.name)
         said = ""
         if ours is not None and theirs is not None:
             said = f"{ours / theirs:.2f} {verdicts.verdict(ours / theirs, allowed)}"
-        shown = ["" if m is None else f"{m:.0f}" for m in found.values()]
+        shown = ["" if m is None else f"{m:.0f}" for m in memory.values()]
         rows.append([title(cell), cell.optimizer, *shown, said])
     head = ["workload", "optimizer", *(PEERS[n].title for n in names), "ours / torch"]
     return markdown(head, rows)
@@ -134,15 +134,17 @@ def cost(timing: Timing) -> str:
 
 def refusals(cells: list[Cell]) -> str:
     """Return a list of what engines refused, got wrong, or had no time for."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    untimed: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         for name, timing in cell.engines.items():
             if timing.status != "timed":
                 at = (name, timing.status, timing.reason)
-                found.setdefault(at, []).append(f"{cell.workload} {cell.optimizer} {cell.threads}t")
+                untimed.setdefault(at, []).append(
+                    f"{cell.workload} {cell.optimizer} {cell.threads}t"
+                )
     lines = [
         f"- {PEERS[name].title}, {status}: {_short(reason)} ({', '.join(rows)})"
-        for (name, status, reason), rows in found.items()
+        for (name, status, reason), rows in untimed.items()
     ]
     return "\n".join(lines) or "None."
 
@@ -158,10 +160,10 @@ def summary(cells: list[Cell], clock: str) -> dict[str, Any]:
     for cell in cells:
         for rival in cell.engines:
             allowed = verdicts.target(cell.workload, rival)
-            found = ratio(cell, rival, clock) if rival != OURS.name else None
-            if found is None or allowed is None:
+            spread = ratio(cell, rival, clock) if rival != OURS.name else None
+            if spread is None or allowed is None:
                 continue
-            if verdicts.missed(found.median, allowed):
+            if verdicts.missed(spread.median, allowed):
                 failed.append(f"{cell.workload} {cell.optimizer} {cell.threads}t / {rival}")
             else:
                 met += 1
@@ -172,10 +174,10 @@ def line(cell: Cell, clock: str) -> str:
     """Return a cell on one line, for the terminal."""
     parts = [f"{cell.workload:12} {cell.optimizer:6} {cell.threads}t"]
     for name, timing in cell.engines.items():
-        found = ratio(cell, name, clock) if name != OURS.name else None
+        spread = ratio(cell, name, clock) if name != OURS.name else None
         if timing.status == "timed":
             median = 1000 * verdicts.Spread.of(times(timing, clock)).median
-            parts.append(f"{name} {median:.2f} ms" + (f" x{found.median:.2f}" if found else ""))
+            parts.append(f"{name} {median:.2f} ms" + (f" x{spread.median:.2f}" if spread else ""))
         else:
             parts.append(f"{name} {timing.status}")
     return "  ".join(parts)

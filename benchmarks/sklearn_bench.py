@@ -197,13 +197,13 @@ def measure(case: Case) -> tuple[list[str], dict[str, list[float]]]:
     X, y = case.data()
     first = with_onnxtrain(dataclasses.replace(case, epochs=1), X, y, 0).seconds
     again = with_onnxtrain(dataclasses.replace(case, epochs=1), X, y, 0).seconds
-    found: dict[str, list[Result]] = {name: [] for name in CONTESTANTS}
+    runs: dict[str, list[Result]] = {name: [] for name in CONTESTANTS}
     for seed in range(case.rounds):
         for name, train in CONTESTANTS.items():
-            found[name].append(train(case, X, y, seed))
-    seconds = {n: float(np.median([r.seconds for r in rs])) for n, rs in found.items()}
-    losses = {n: spread([r.loss for r in rs]) for n, rs in found.items()}
-    pairs = zip(found["scikit-learn"], found["onnxtrain"], strict=True)
+            runs[name].append(train(case, X, y, seed))
+    seconds = {n: float(np.median([r.seconds for r in rs])) for n, rs in runs.items()}
+    losses = {n: spread([r.loss for r in rs]) for n, rs in runs.items()}
+    pairs = zip(runs["scikit-learn"], runs["onnxtrain"], strict=True)
     ratio = float(np.median([a.seconds / b.seconds for a, b in pairs]))
     row = [
         case.name,
@@ -214,7 +214,7 @@ def measure(case: Case) -> tuple[list[str], dict[str, list[float]]]:
         *(losses[n] for n in CONTESTANTS),
     ]
     print(" | ".join(row), flush=True)
-    return row, {n: rs[0].curve for n, rs in found.items() if rs[0].curve}
+    return row, {n: rs[0].curve for n, rs in runs.items() if rs[0].curve}
 
 
 def spread(losses: list[float]) -> str:

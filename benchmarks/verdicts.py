@@ -62,15 +62,15 @@ def target(workload: str, engine: str) -> float | None:
     return targets()["time"].get(workload, {}).get(engine)
 
 
-def verdict(found: float, allowed: float | None) -> str:
+def verdict(measured: float, allowed: float | None) -> str:
     """Return what a ratio says about its target."""
     if allowed is None:
         return ""
-    if found <= allowed:
+    if measured <= allowed:
         return "met"
-    return f"missed by {100 * (found / allowed - 1):.0f}%"
+    return f"missed by {100 * (measured / allowed - 1):.0f}%"
 
 
-def missed(found: float, allowed: float | None) -> bool:
+def missed(measured: float, allowed: float | None) -> bool:
     """Return whether there is a target and it is not met."""
-    return allowed is not None and found > allowed
+    return allowed is not None and measured > allowed

@@ -120,20 +120,22 @@ class Loop:
 
     def run(self, x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
         """Return output, loss and gradients."""
-        found = self.gradient.run(None, {"input": x, "labels": y, **self.weights})
-        return dict(zip(self.outputs, found, strict=True))
+        arrays = self.gradient.run(None, {"input": x, "labels": y, **self.weights})
+        return dict(zip(self.outputs, arrays, strict=True))
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """Train on a batch; return its loss."""
-        found = self.run(x, y)
+        outputs = self.run(x, y)
         feeds = (
-            self.state | self.weights | {f"{n}.gradient": found[f"{n}_grad"] for n in self.weights}
+            self.state
+            | self.weights
+            | {f"{n}.gradient": outputs[f"{n}_grad"] for n in self.weights}
         )
         new = self.optimizer.run(None, feeds)
         for output, value in zip(self.optimizer.get_outputs(), new, strict=True):
             name = output.name.removesuffix(".out")
             (self.weights if name in self.weights else self.state)[name] = value
-        return float(found["loss"])
+        return float(outputs["loss"])
 
 
 def accuracy(output: np.ndarray, labels: np.ndarray) -> float:
@@ -163,9 +165,11 @@ def main(given: list[str] | None = None) -> dict[str, float]:
         for i in range(0, len(order), batch):  # the last batch may be shorter
             rows = order[i : i + batch]
             losses.append(loop.step(train[0][rows], train[1][rows]))
-        found = loop.run(*test)
-        share = accuracy(found["output"], test[1])
-        print(f"epoch {epoch + 1}: test loss {found['loss']:.4f}, accuracy {share:.1%}", flush=True)
+        outputs = loop.run(*test)
+        share = accuracy(outputs["output"], test[1])
+        print(
+            f"epoch {epoch + 1}: test loss {outputs['loss']:.4f}, accuracy {share:.1%}", flush=True
+        )
     if not losses:
         return {}
     return {"first": losses[0], "last": float(np.mean(losses[-10:])), "accuracy": share}

@@ -203,7 +203,7 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
         if options.optimizer not in TORCH:
             raise SystemExit(f"torch has no {options.optimizer}: no twin")
         sides.append(TorchSide(module, options))
-    found: dict[str, list[float]] = {side.name: [] for side in sides}
+    perplexities: dict[str, list[float]] = {side.name: [] for side in sides}
     options.out.mkdir(parents=True, exist_ok=True)
     for epoch in range(options.epochs):
         lr = options.lr * 0.95**epoch
@@ -212,17 +212,17 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
             for a, b in batches(train, options.bptt):
                 side.step(a, b, lr)
             spent = time.perf_counter() - start
-            found[side.name].append(perplexity(side, valid, options.bptt))
+            perplexities[side.name].append(perplexity(side, valid, options.bptt))
             print(
                 f"epoch {epoch + 1} {side.name:10} validation perplexity "
-                f"{found[side.name][-1]:8.3f}  {spent:6.1f} s",
+                f"{perplexities[side.name][-1]:8.3f}  {spent:6.1f} s",
                 flush=True,
             )
-        if found[ours.name][-1] == min(found[ours.name]):
+        if perplexities[ours.name][-1] == min(perplexities[ours.name]):
             ours.save(options.out)
     ours.restore(options.out)
     print(f"best model: test perplexity {perplexity(ours, test, options.bptt):.3f}")
-    return found
+    return perplexities
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:

@@ -222,10 +222,10 @@ def test_the_same_bytes_again() -> None:
 
 def test_parameters_are_values_of_their_own() -> None:
     model = parse(NET)
-    found = onnxtrain.parameters(model)
-    assert list(found) == PARAMETERS
-    np.testing.assert_array_equal(found["fc.bias"], np.float32([0.5, -0.5]))
-    found["fc.bias"][:] = 0
+    parameters = onnxtrain.parameters(model)
+    assert list(parameters) == PARAMETERS
+    np.testing.assert_array_equal(parameters["fc.bias"], np.float32([0.5, -0.5]))
+    parameters["fc.bias"][:] = 0
     np.testing.assert_array_equal(onnxtrain.parameters(model)["fc.bias"], np.float32([0.5, -0.5]))
 
 

@@ -73,12 +73,12 @@ def is_float(value: onnx.ValueInfoProto) -> bool:
 
 def draw(values: object, seed: int) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
-    found = []
+    arrays = []
     for value in values:  # type: ignore[attr-defined]
         shape = [d.dim_value or 2 for d in value.type.tensor_type.shape.dim]
         real = rng.standard_normal(shape).astype(np.float32)
-        found.append(real if is_float(value) else rng.integers(0, 5, shape))
-    return found
+        arrays.append(real if is_float(value) else rng.integers(0, 5, shape))
+    return arrays
 
 
 def theirs(transform, model: onnx.ModelProto) -> onnx.ModelProto:

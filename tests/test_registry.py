@@ -22,13 +22,13 @@ STANDARD_RULES = sorted(op for op in registry.RULES if "::" not in op)
 
 def schemas_of(op: str) -> list[onnx.defs.OpSchema]:
     """The schemas a rule may meet: the working opset's, and the newest one."""
-    found = []
+    schemas = []
     for opset in (WORKING_OPSET, NEWEST_OPSET):
         try:
-            found.append(onnx.defs.get_schema(op, opset))
+            schemas.append(onnx.defs.get_schema(op, opset))
         except onnx.defs.SchemaError:
             continue
-    return found
+    return schemas
 
 
 @pytest.mark.parametrize("op", STANDARD_RULES)

@@ -53,10 +53,10 @@ def test_replaced_heads(kind: str) -> None:
     model, given, expected, head = MODELS[kind]
     new = onnxtrain.replace_head(model, "scores", 7)
     onnx.checker.check_model(new, full_check=True)
-    (found, *_) = onnxruntime.InferenceSession(new.SerializeToString()).run(
+    (actual, *_) = onnxruntime.InferenceSession(new.SerializeToString()).run(
         None, {"x": np.ones(given, np.float32)}
     )
-    assert found.shape == expected
+    assert actual.shape == expected
     old, fresh = weights(model), weights(new)
     assert old.keys() == fresh.keys()
     for name in old:
@@ -125,8 +125,8 @@ def test_weights_from_elsewhere(tmp_path: Path) -> None:
     new = {n: np.full_like(a, 2.0) for n, a in weights(model).items()}
     save_file(new, tmp_path / "w.safetensors")
     for source in (new, tmp_path / "w.safetensors"):
-        found = weights(onnxtrain.load_weights(model, source))
-        assert all(np.array_equal(found[n], new[n]) for n in new)
+        loaded = weights(onnxtrain.load_weights(model, source))
+        assert all(np.array_equal(loaded[n], new[n]) for n in new)
     with pytest.raises(CheckpointError, match=r"missing fc1\.weight.*, unknown other"):
         onnxtrain.load_weights(model, {"other": np.ones(1)})
     some = weights(onnxtrain.load_weights(model, {"fc1.bias": np.ones(8)}, strict=False))

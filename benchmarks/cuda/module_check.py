@@ -132,8 +132,8 @@ class Words(nn.Module):
 
     def forward(self, words: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return scores of the mean word that the mask leaves."""
-        found = self.embed(words) * mask.unsqueeze(-1)
-        return self.head(found.sum(1))
+        embedded = self.embed(words) * mask.unsqueeze(-1)
+        return self.head(embedded.sum(1))
 
 
 @case

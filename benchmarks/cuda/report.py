@@ -50,10 +50,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def figures(found: dict[str, Any], kernels: str = "") -> str:
+def figures(report: dict[str, Any], kernels: str = "") -> str:
     """Return the part of the page that is measured."""
-    facts = "; ".join(f"{k}: {v}" for k, v in found["facts"].items() if k != "command")
-    parts = [facts, f"```\n{found['facts']['command']}\n```", table(found["rows"])]
+    facts = "; ".join(f"{k}: {v}" for k, v in report["facts"].items() if k != "command")
+    parts = [facts, f"```\n{report['facts']['command']}\n```", table(report["rows"])]
     if kernels:
         parts.append(f"Kernels by time, in milliseconds per step:\n\n```\n{kernels.strip()}\n```")
     return "\n\n".join(parts)
@@ -61,12 +61,12 @@ def figures(found: dict[str, Any], kernels: str = "") -> str:
 
 def main() -> None:
     """Put the figures into the page."""
-    found = json.loads(Path(sys.argv[1]).read_text())
+    report = json.loads(Path(sys.argv[1]).read_text())
     kernels = Path(sys.argv[2]).read_text() if len(sys.argv) > 2 else ""
     page = PAGE.read_text(encoding="utf-8")
     head, rest = page.split(START, 1)
     tail = rest.split(END, 1)[1]
-    PAGE.write_text(f"{head}{START}\n\n{figures(found, kernels)}\n\n{END}{tail}", encoding="utf-8")
+    PAGE.write_text(f"{head}{START}\n\n{figures(report, kernels)}\n\n{END}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

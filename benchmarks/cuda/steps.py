@@ -122,13 +122,13 @@ def measure(
         raise SystemExit(f"{net.name} {optimizer} {precision}: losses differ: {pairs}")
     for step in (ours, read, free):
         timed(step, count)
-    found: list[tuple[float, float, float]] = []
+    timings: list[tuple[float, float, float]] = []
     for i in range(rounds):
         steps = (ours, read, free) if i % 2 else (free, read, ours)
         times = [timed(s, count) for s in steps]
-        found.append(tuple(times if i % 2 else times[::-1]))  # type: ignore[arg-type]
-    a, b, c = (statistics.median(column) for column in zip(*found, strict=True))
-    ratios = sorted(x / y for x, y, _ in found)
+        timings.append(tuple(times if i % 2 else times[::-1]))  # type: ignore[arg-type]
+    a, b, c = (statistics.median(column) for column in zip(*timings, strict=True))
+    ratios = sorted(x / y for x, y, _ in timings)
     where = [placement(source) for source in trainer.step_models]
     nodes = sum((collections.Counter(w.counts) for w in where), collections.Counter())
     return Row(
@@ -213,8 +213,8 @@ def main() -> None:
                 gc.collect()
                 torch.cuda.empty_cache()
     if args.json:
-        found = {"facts": facts(), "rows": [dataclasses.asdict(r) for r in rows]}
-        args.json.write_text(json.dumps(found, indent=1))
+        report = {"facts": facts(), "rows": [dataclasses.asdict(r) for r in rows]}
+        args.json.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

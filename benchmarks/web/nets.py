@@ -196,10 +196,10 @@ def true_losses(
     """
     w = {n: torch.tensor(a, requires_grad=True) for n, a in weights.items()}
     moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in w.items()}
-    found = []
+    losses = []
     for t, (rows, labels) in enumerate(zip(x, y, strict=True), 1):
         loss = F.cross_entropy(forward(w, torch.tensor(rows)), torch.tensor(labels).long())
-        found.append(loss.item())
+        losses.append(loss.item())
         gradients = torch.autograd.grad(loss, list(w.values()))
         with torch.no_grad():
             for (n, p), g in zip(w.items(), gradients, strict=True):
@@ -216,7 +216,7 @@ def true_losses(
                     p -= rate * high / low * m / (v.sqrt() + 1e-6)
                 else:
                     p -= rate / low * m / (v.sqrt() / high + 1e-8)
-    return found
+    return losses
 
 
 def write(out: Path, name: str) -> None:

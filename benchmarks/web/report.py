@@ -123,10 +123,10 @@ def picture(results: dict[str, Any], path: Path) -> None:
 
 def main(results: Path, docs: Path) -> None:
     """Write both."""
-    found = json.loads(results.read_text())
+    measurements = json.loads(results.read_text())
     (docs / "images").mkdir(exist_ok=True)
-    picture(found, docs / "images" / "benchmarks-web.png")
-    (docs / "benchmarks-web.md").write_text(page(found))
+    picture(measurements, docs / "images" / "benchmarks-web.png")
+    (docs / "benchmarks-web.md").write_text(page(measurements))
 
 
 if __name__ == "__main__":

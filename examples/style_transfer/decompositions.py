@@ -122,13 +122,13 @@ def model(body: str) -> onnx.ModelProto:
     return made
 
 
-def cell(found: Found, wanted: np.ndarray) -> str:
+def cell(outcome: Found, wanted: np.ndarray) -> str:
     """Say how long it took, or what went wrong."""
-    if found.output is None:
+    if outcome.output is None:
         return "refused"
-    right = found.output.size == wanted.size
-    right = right and np.abs(found.output.reshape(wanted.shape) - wanted).max() < 1e-4
-    return f"{found.milliseconds:.2f}" if right else "wrong"
+    right = outcome.output.size == wanted.size
+    right = right and np.abs(outcome.output.reshape(wanted.shape) - wanted).max() < 1e-4
+    return f"{outcome.milliseconds:.2f}" if right else "wrong"
 
 
 def table(repeat: int) -> str:
@@ -140,9 +140,9 @@ def table(repeat: int) -> str:
     models = [model(body) for _, _, body in flat]
     columns = {}
     for engine in ENGINES:
-        found = run(engine, models, x, repeat)
+        outcomes = run(engine, models, x, repeat)
         columns[engine] = [
-            cell(f, wanted[what]) for f, (what, _, _) in zip(found, flat, strict=True)
+            cell(f, wanted[what]) for f, (what, _, _) in zip(outcomes, flat, strict=True)
         ]
     lines = [["", "written as", *ENGINES], ["---"] * (2 + len(ENGINES))]
     for i, (what, how, _) in enumerate(flat):
@@ -165,13 +165,13 @@ def main() -> None:
     given.add_argument("--repeat", type=int, default=30)
     given.add_argument("--docs", action="store_true")
     options = given.parse_args()
-    found = table(options.repeat)
-    print(found)
+    markdown = table(options.repeat)
+    print(markdown)
     if options.docs:
         page = DOCS / "style-transfer.md"
         text = re.sub(
             r"(<!-- ways -->\n).*(<!-- end of ways -->)",
-            lambda old: f"{old[1]}{found}\n{old[2]}", page.read_text(), flags=re.DOTALL,
+            lambda old: f"{old[1]}{markdown}\n{old[2]}", page.read_text(), flags=re.DOTALL,
         )  # fmt: skip
         page.write_text(text)
 

@@ -48,12 +48,12 @@ class FeatureNet(nn.Module):
     def forward(self, image: Tensor) -> list[Tensor]:
         """Return the features of a picture of 0..255, those of large pictures first."""
         x = (image - self.mean) / self.spread
-        found = []
+        maps = []
         for i, layer in enumerate(self.features):
             x = layer(x)
             if i in self.taps:
-                found.append(x)
-        return found
+                maps.append(x)
+        return maps
 
 
 def load_vgg16(path: str | Path) -> FeatureNet:

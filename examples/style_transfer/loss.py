@@ -37,7 +37,7 @@ class StyleLoss(nn.Module):
         self.net, self.features = net, features
         self.content_weight, self.style_weight = content_weight, style_weight
         with torch.no_grad():
-            self.grams = [gram(found) for found in features(style)]
+            self.grams = [gram(feature) for feature in features(style)]
         self.sizes = [float(wanted.square().mean()) for wanted in self.grams]
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -73,13 +73,13 @@ def crops(
     pictures: list[np.ndarray], size: int, count: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Cut squares out at random, every other one mirrored: [count, 3, size, size]."""
-    found = []
+    squares = []
     for _ in range(count):
         picture = pictures[rng.integers(len(pictures))]
         top, left = (rng.integers(side - size + 1) for side in picture.shape[:2])
         square = picture[top : top + size, left : left + size]
-        found.append(square[:, ::-1] if rng.random() < 0.5 else square)
-    return planes(np.stack(found))
+        squares.append(square[:, ::-1] if rng.random() < 0.5 else square)
+    return planes(np.stack(squares))
 
 
 def planes(pictures: np.ndarray) -> np.ndarray:

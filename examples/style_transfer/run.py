@@ -93,17 +93,17 @@ def compare(rows: list[Row], engine: str, image: np.ndarray, net: TransformerNet
     with torch.no_grad():
         expected = net(torch.from_numpy(image)).numpy()
     picture = expected
-    for row, found in zip(rows, run(engine, [r.model for r in rows], image), strict=True):
-        if found.output is None:
+    for row, outcome in zip(rows, run(engine, [r.model for r in rows], image), strict=True):
+        if outcome.output is None:
             if not row.form.startswith("exported"):
-                raise RuntimeError(f"{engine} refuses the model {row.form!r}: {found.error}")
+                raise RuntimeError(f"{engine} refuses the model {row.form!r}: {outcome.error}")
             row.results[engine] = "refused"
             continue
-        picture = found.output.reshape(expected.shape)
+        picture = outcome.output.reshape(expected.shape)
         far = float(np.abs(picture - expected).max())
         if not far < LIMIT:
             raise RuntimeError(f"{engine}, {row.form}: {far} away from PyTorch's picture")
-        row.results[engine] = f"{far:.1e}, {found.milliseconds / 1000:.2f} s"
+        row.results[engine] = f"{far:.1e}, {outcome.milliseconds / 1000:.2f} s"
     return picture
 
 
@@ -146,7 +146,7 @@ def main() -> None:
         page = DOCS / "style-transfer.md"
         text = re.sub(
             r"(<!-- table -->\n).*(<!-- end of table -->)",
-            lambda found: f"{found[1]}{table(rows)}\n{found[2]}", page.read_text(), flags=re.DOTALL,
+            lambda match: f"{match[1]}{table(rows)}\n{match[2]}", page.read_text(), flags=re.DOTALL,
         )  # fmt: skip
         page.write_text(text)
     print(f"done after {time.perf_counter() - start:.0f} s; pictures and models are in {OUT}")

@@ -95,20 +95,20 @@ def reinitialise_weights(
     Matrices and kernels are uniform within ``1 / sqrt(fan_in)``; scales and running variances of
     normalisations become one, other vectors zero.
     """
-    found: dict[str, None] = {}
+    weights: dict[str, None] = {}
     for pattern in [names] if isinstance(names, str) else names:
         hits = [n for n in fnmatch.filter(graph.initializers, pattern) if _is_weight(graph, n)]
         if not hits:
             raise PrepareError(f"no such weight in `reinitialise`: {pattern!r}")
-        found.update(dict.fromkeys(hits))
-    for name in found:
+        weights.update(dict.fromkeys(hits))
+    for name in weights:
         x = graph.initializers[name]
         shape = _sizes(x)
         if len(shape) > 1:
             _set(x, _draw(shape, _fan_in(x, shape), rng))
         else:
             _set(x, np.full(shape, 1.0 if _is_scale(x) else 0.0))
-    return list(found)
+    return list(weights)
 
 
 def _last_layer(y: ir.Value) -> _Layer:
@@ -124,9 +124,9 @@ def _last_layer(y: ir.Value) -> _Layer:
         between.append(x)
         node = x.producer()
     if node is None or node.op_type not in ("Gemm", "MatMul", "Conv"):
-        found = "no node" if node is None else f"{node.op_type} {node.name!r}"
+        producer = "no node" if node is None else f"{node.op_type} {node.name!r}"
         raise PrepareError(
-            f"{y.name!r} is made by {found}, not by a layer with weights\n"
+            f"{y.name!r} is made by {producer}, not by a layer with weights\n"
             "hint: Gemm, MatMul and Conv can be replaced"
         )
     if any(len(v.uses()) > 1 for v in between) or y.uses():

@@ -45,9 +45,9 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
         assert list(file.metadata()) == ["onnxtrain"]
         assert json.loads(file.metadata()["onnxtrain"])["step"] == 3
     plain = {n: a for n, a in TENSORS.items() if n != "b"}  # numpy's loader knows no bfloat16
-    found = load(to_bytes(plain, META))
+    loaded = load(to_bytes(plain, META))
     for name, array in plain.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(loaded[name], array)
 
 
 def test_it_reads_other_tools() -> None:

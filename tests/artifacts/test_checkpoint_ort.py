@@ -23,20 +23,20 @@ TRAINED, FRESH = FIXTURES / "ort_training.ckpt", FIXTURES / "ort_training_fresh.
 
 
 def test_what_onnxruntime_has_written() -> None:
-    found = read_odtc(TRAINED)
+    trained = read_odtc(TRAINED)
     expected = np.load(FIXTURES / "ort_training.npz")
-    assert list(found.parameters) == ["fc1.bias", "fc1.weight", "fc2.weight"]
-    assert list(found.frozen) == ["fc2.bias"]
-    for name, array in {**found.parameters, **found.frozen}.items():
+    assert list(trained.parameters) == ["fc1.bias", "fc1.weight", "fc2.weight"]
+    assert list(trained.frozen) == ["fc2.bias"]
+    for name, array in {**trained.parameters, **trained.frozen}.items():
         np.testing.assert_array_equal(array, expected[name])
-    assert found.moments.keys() == found.parameters.keys()
-    assert list(found.moments["fc1.bias"]) == ["momentum0", "momentum1"]
-    assert (found.step, found.lr) == (3, pytest.approx(1e-3))
-    assert found.properties == {"epoch": 3, "best": 0.25, "name": "peer"}
-    assert not found.nominal
+    assert trained.moments.keys() == trained.parameters.keys()
+    assert list(trained.moments["fc1.bias"]) == ["momentum0", "momentum1"]
+    assert (trained.step, trained.lr) == (3, pytest.approx(1e-3))
+    assert trained.properties == {"epoch": 3, "best": 0.25, "name": "peer"}
+    assert not trained.nominal
     fresh = read_odtc(FRESH)
     assert (fresh.step, fresh.lr, fresh.moments, fresh.properties) == (0, None, {}, {})
-    assert fresh.parameters.keys() == found.parameters.keys()
+    assert fresh.parameters.keys() == trained.parameters.keys()
 
 
 def test_training_goes_on_from_it() -> None:
@@ -167,9 +167,9 @@ def test_files_that_are_none(content: bytes, message: str) -> None:
 
 def test_nominal_checkpoints_have_no_weights(tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(made(nominal=True, moments=0))
-    found = read_odtc(tmp_path / "c")
-    assert found.nominal
-    assert list(found.parameters) == ["w"]
+    checkpoint = read_odtc(tmp_path / "c")
+    assert checkpoint.nominal
+    assert list(checkpoint.parameters) == ["w"]
     with pytest.raises(CheckpointError, match="a nominal checkpoint has no weights"):
         load_checkpoint(tmp_path / "c")
 

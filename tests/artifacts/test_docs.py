@@ -72,8 +72,8 @@ def test_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = two_headed()
     single, loss, function, weighted, grouped = more.split("onnxtrain.build(")[1:]
     for text, given in ((single, model), (function, model), (weighted, two), (grouped, model)):
-        exec("found = onnxtrain.build(" + text, {**space, "model": given})
-    exec("found = onnxtrain.build(" + loss, {**space, "model": with_loss()})
+        exec("actual = onnxtrain.build(" + text, {**space, "model": given})
+    exec("actual = onnxtrain.build(" + loss, {**space, "model": with_loss()})
     onnxtrain.graph.io.save(model, tmp_path / "resnet.onnx")
     backbone = {"fc1.weight": np.ones((6, 8), np.float32), "fc1.bias": np.ones(8, np.float32)}
     save_file(backbone, "backbone.safetensors")

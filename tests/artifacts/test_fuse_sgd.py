@@ -91,13 +91,13 @@ def test_nothing_changes_before_it_is_committed(monkeypatch: pytest.MonkeyPatch)
     for seed in range(2):  # from either of the two homes
         before = trainer.state_dict()
         words, targets = batch_of(4, seed)
-        found = trainer.compute({"words": words, "target": targets})
+        computed = trainer.compute({"words": words, "target": targets})
         for name, array in before.items():
             np.testing.assert_array_equal(array, trainer.view(name), err_msg=name)
         kinds = dict(zip(before, (label for label, _ in trainer.pending_updates()), strict=True))
         assert kinds["bias"] == "gradient of 'bias'"
         assert kinds["table"] == "new value of 'table'"
-        trainer.commit(found)
+        trainer.commit(computed)
         assert all((array != trainer.view(name)).any() for name, array in before.items())
 
 

@@ -93,14 +93,14 @@ def test_as_many_single_steps(case: str) -> None:
             d for d, s in zip(feeds[t.name].shape, t.shape, strict=True) if isinstance(s, int)
         ]
     names = [t.name for t in spec.outputs]
-    found: dict[str, Any] = dict(zip(names, session.run(names, feeds), strict=True))
+    outputs: dict[str, Any] = dict(zip(names, session.run(names, feeds), strict=True))
     for i, single in enumerate(singles):
-        assert found["loss"][i] == single.loss
-        assert found["accuracy"][i] == single.metrics["accuracy"]
+        assert outputs["loss"][i] == single.loss
+        assert outputs["accuracy"][i] == single.metrics["accuracy"]
     after = {**trainer.state_dict()}
     for t in spec.outputs:
         if t.feeds is not None and t.role != "state":
-            np.testing.assert_array_equal(found[t.name], after[t.feeds], err_msg=t.name)
+            np.testing.assert_array_equal(outputs[t.name], after[t.feeds], err_msg=t.name)
 
 
 def test_one_value_reported_twice() -> None:
@@ -118,8 +118,8 @@ def test_one_value_reported_twice() -> None:
         "x": x_, "learning_rate": np.zeros(2, np.float32), "step": np.array([1, 2]),
         "w": np.ones((2, 1), np.float32),
     }  # fmt: skip
-    found = session.run([t.name for t in spec.outputs], feeds)
-    by_name: dict[str, Any] = {t.name: v for t, v in zip(spec.outputs, found, strict=True)}
+    outputs = session.run([t.name for t in spec.outputs], feeds)
+    by_name: dict[str, Any] = {t.name: v for t, v in zip(spec.outputs, outputs, strict=True)}
     for t in spec.outputs:
         if t.role in ("loss", "output"):
             np.testing.assert_array_equal(np.ravel(by_name[t.name]), x_.sum(2).mean(1))
@@ -192,12 +192,12 @@ def test_web_has_both_forms(tmp_path: Path) -> None:
     assert again.save(tmp_path / "copy").models[0].file == "training_model.onnx"
     copied = Manifest.from_json((tmp_path / "copy" / "manifest.json").read_text())
     assert [m.sha256 != "" for m in copied.models] == [True] * len(copied.models)
-    found = []
+    runs = []
     x, y = data(BATCH, features=20)
     for source in (again, built(with_norm())):
         trainer = Trainer(source)
-        found.append([trainer.step(x.reshape(BATCH, 4, 5), y).loss for _ in range(3)])
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
+        runs.append([trainer.step(x.reshape(BATCH, 4, 5), y).loss for _ in range(3)])
+    assert runs[0] == pytest.approx(runs[1], abs=1e-6)
 
 
 def test_web_shares_what_is_the_same(tmp_path: Path) -> None:

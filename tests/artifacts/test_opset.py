@@ -52,8 +52,8 @@ def trained(artifacts: Artifacts, dims: tuple[int, ...], layout: str) -> list[fl
     trainer = Trainer(artifacts, seed=1, layout=layout)
     x = rng.standard_normal((3, 4, *dims)).astype(np.float32)
     y = rng.integers(0, 3, (3, 4))
-    found = [trainer.step(x[i], y[i]).loss for i in range(3)]
-    return [*found, trainer.evaluate_batch(x[0], y[0]).loss]
+    step_losses = [trainer.step(x[i], y[i]).loss for i in range(3)]
+    return [*step_losses, trainer.evaluate_batch(x[0], y[0]).loss]
 
 
 def built(net: str, **options: Any) -> Artifacts:
@@ -74,8 +74,8 @@ def test_equal_losses(net: str, opset: int):
     assert artifacts.manifest.models == plain.manifest.models
     dims = NETS[net][1]
     for layout in ("fused", "separate"):
-        found, expected = (trained(a, dims, layout) for a in (artifacts, plain))
-        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        actual, expected = (trained(a, dims, layout) for a in (artifacts, plain))
+        np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
 def test_inference_model_and_weights(tmp_path: Path):
@@ -102,8 +102,8 @@ def test_several_steps_per_call():
 
 def test_fixed_sizes_reach_opset_9():
     artifacts = built("classifier", opset=9, dims={"batch": 4})
-    found = trained(artifacts, (6,), "fused")
-    np.testing.assert_allclose(found, trained(built("classifier"), (6,), "fused"), rtol=2e-5)
+    actual = trained(artifacts, (6,), "fused")
+    np.testing.assert_allclose(actual, trained(built("classifier"), (6,), "fused"), rtol=2e-5)
 
 
 def test_what_cannot_be_lowered_is_named():

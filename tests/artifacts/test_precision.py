@@ -75,15 +75,15 @@ class Torch:
 
     def step(self, *parts: tuple[np.ndarray, ...], clip: float | None = None) -> float:
         self.descent.zero_grad()
-        found = [self.loss(x, labels) for x, labels in parts]
-        for loss in found:
+        step_losses = [self.loss(x, labels) for x, labels in parts]
+        for loss in step_losses:
             self.scaler.scale(loss / len(parts)).backward()
         if clip is not None:
             self.scaler.unscale_(self.descent)
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), clip)
         self.scaler.step(self.descent)
         self.scaler.update()
-        return found[-1].item()
+        return step_losses[-1].item()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -107,11 +107,11 @@ def test_losses_follow_autocast(name: str, precision: str) -> None:
 @pytest.mark.parametrize("precision", HALVES)
 def test_products_are_rounded(precision: str) -> None:
     """What a linear layer gives has 16 bits, and is what float32 gives, rounded once."""
-    found = {}
+    outputs = {}
     for kind in (precision, "float32"):
         trainer = Trainer(made("mlp", kind, outputs=["y"]), threads=1)
-        found[kind] = trainer.step(*batches("mlp", 1)[0]).outputs["y"]
-    ours, exact = found[precision], found["float32"]
+        outputs[kind] = trainer.step(*batches("mlp", 1)[0]).outputs["y"]
+    ours, exact = outputs[precision], outputs["float32"]
     assert ours.dtype == np.float32
     np.testing.assert_array_equal(ours, ours.astype(NUMPY[precision]).astype(np.float32))
     assert (ours != exact).any()
@@ -196,19 +196,19 @@ def test_checkpoint_holds_the_scale(tmp_path: Path) -> None:
     whole, first = Trainer(artifacts, threads=1), Trainer(artifacts, threads=1)
     given = batches("mlp", 12)
     expected = [whole.step(*b).loss for b in given]
-    found = [first.step(*b).loss for b in given[:7]]
+    actual = [first.step(*b).loss for b in given[:7]]
     first.save(tmp_path / "c")
     artifacts.save(tmp_path / "art")
     second = Trainer(tmp_path / "art", threads=1, layout="separate")
     second.load(tmp_path / "c")
     assert scale_of(second) == scale_of(first) < 2.0**22
-    assert found + [second.step(*b).loss for b in given[7:]] == expected
+    assert actual + [second.step(*b).loss for b in given[7:]] == expected
     assert scale_of(second) == scale_of(whole)
 
 
 def test_gradients_and_their_norm_are_of_the_loss() -> None:
     batch = batches("mlp", 1)[0]
-    found = {}
+    by_precision = {}
     for precision in ("float32", "fp16-mixed"):
         artifacts = made("mlp", precision, metrics=["grad_norm"])
         trainers = [Trainer(artifacts, layout=n, threads=1) for n in ("fused", "separate")]
@@ -216,8 +216,8 @@ def test_gradients_and_their_norm_are_of_the_loss() -> None:
         norms = [t.step(*batch).metrics["grad_norm"] for t in trainers]
         norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values()))
         assert norms == pytest.approx([norm, norm], rel=1e-5)
-        found[precision] = norm
-    assert found["fp16-mixed"] == pytest.approx(found["float32"], rel=1e-3)
+        by_precision[precision] = norm
+    assert by_precision["fp16-mixed"] == pytest.approx(by_precision["float32"], rel=1e-3)
 
 
 def test_manifest() -> None:
@@ -232,8 +232,8 @@ def test_manifest() -> None:
 
 def types_of(model: onnx.ModelProto) -> dict[str, int]:
     values = [*model.graph.value_info, *model.graph.input, *model.graph.output]
-    found = {v.name: v.type.tensor_type.elem_type for v in values}
-    return found | {t.name: t.data_type for t in model.graph.initializer}
+    types = {v.name: v.type.tensor_type.elem_type for v in values}
+    return types | {t.name: t.data_type for t in model.graph.initializer}
 
 
 @pytest.mark.parametrize("precision", HALVES)
@@ -257,7 +257,7 @@ def test_cuda_form_multiplies_in_16_bits(name: str, precision: str) -> None:
 def test_cuda_form_gives_the_same_numbers(name: str, precision: str) -> None:
     """Checked by onnx's reference evaluator, which has products of both types."""
     batch = batches(name, 1)[0]
-    found = {}
+    outputs = {}
     for target in ("cpu", "cuda"):
         trainer = Trainer(made(name, precision), threads=1)
         spec = trainer.manifest.model("train")
@@ -272,8 +272,8 @@ def test_cuda_form_gives_the_same_numbers(name: str, precision: str) -> None:
             elif t.role in ("parameter", "buffer", "state"):
                 feeds[t.name] = trainer.view(t.name)
         evaluator = onnx.reference.ReferenceEvaluator(model)
-        found[target] = dict(zip(evaluator.output_names, evaluator.run(None, feeds), strict=True))
-    flat = {t: np.concatenate([y.ravel() for y in ys.values()]) for t, ys in found.items()}
+        outputs[target] = dict(zip(evaluator.output_names, evaluator.run(None, feeds), strict=True))
+    flat = {t: np.concatenate([y.ravel() for y in ys.values()]) for t, ys in outputs.items()}
     error = np.linalg.norm(flat["cuda"] - flat["cpu"]) / np.linalg.norm(flat["cpu"])
     apart = name == "cnn" and precision == "bf16-mixed"  # convolutions are exact on one side
     assert error < (3 if apart else 1) * TOLERANCE[precision]

@@ -16,12 +16,12 @@ def test_the_form_for_cpu_is_exact() -> None:
         '<ir_version: 10, opset_import: ["" : 21]> g (float[n] x) => (float[n] y) { y = Gelu(x) }'
     )
     x = np.array([*ODD, *np.linspace(-6, 6, 997)], np.float32)
-    found = []
+    gradients = []
     for target, kind in (("cpu", "HardSigmoid"), ("cuda", "Add")):
         graph = onnxtrain.vjp(model, wrt=["x"], target=target)
         assert kind in [n.op_type for n in graph.graph.node]
         session = onnxruntime.InferenceSession(
             graph.SerializeToString(), providers=["CPUExecutionProvider"]
         )
-        found.append(session.run(["x_grad"], {"x": x, "y_grad": np.ones_like(x)})[0])
-    np.testing.assert_array_equal(*found)
+        gradients.append(session.run(["x_grad"], {"x": x, "y_grad": np.ones_like(x)})[0])
+    np.testing.assert_array_equal(*gradients)

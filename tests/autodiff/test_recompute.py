@@ -115,9 +115,9 @@ def test_bits_are_the_same(recompute: Any, poison: float | None) -> None:
     """Also with NaN and infinity in the gradients that hold the copies back."""
     plain, again = deep_made(()), deep_made(recompute)
     assert counts(again.models["train"])["Softmax"] > counts(plain.models["train"])["Softmax"]
-    expected, found = run_plain(plain, TOKENS, poison), run_plain(again, TOKENS, poison)
+    expected, actual = run_plain(plain, TOKENS, poison), run_plain(again, TOKENS, poison)
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name].view(np.int32), value.view(np.int32), name)
+        np.testing.assert_array_equal(actual[name].view(np.int32), value.view(np.int32), name)
 
 
 @pytest.mark.parametrize("layout", ["fused", "separate"])
@@ -137,9 +137,9 @@ def test_batch_norm_and_pooling(target: str) -> None:
         made(model, way, loss="cross_entropy", target=target)
         for way in ((), ["/Relu_1_output_0"], ["conv1", "norm1"])
     ]
-    found = [run_plain(a, batch) for a in ways]
-    for other in found[1:]:
-        for name, value in found[0].items():
+    outputs = [run_plain(a, batch) for a in ways]
+    for other in outputs[1:]:
+        for name, value in outputs[0].items():
             np.testing.assert_array_equal(other[name], value, err_msg=name)
 
 
@@ -214,10 +214,10 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
 def test_peak_memory_falls(tmp_path: Path) -> None:
     """Eight blocks: without, all activations of all blocks are alive at once."""
-    found = []
+    peaks = []
     for i, way in enumerate(((), "auto")):
         made(deep(8, 32), way).save(tmp_path / str(i))
         command = [sys.executable, "-c", CHILD, str(tmp_path / str(i))]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        found.append(int(done.stdout))
-    assert found[1] < 0.6 * found[0]
+        peaks.append(int(done.stdout))
+    assert peaks[1] < 0.6 * peaks[0]

@@ -33,8 +33,8 @@ def attributes(node: onnx.NodeProto) -> dict[str, onnx.AttributeProto]:
 
 @pytest.mark.parametrize("op", ["GRU", "LSTM", "RNN"])
 def test_products_of_the_forward_steps_are_kept_and_those_of_weights_are_outside(op: str) -> None:
-    found = onnxtrain.grad(recurrent(op), wrt=["x", "r"])
-    scans = [n for n in found.graph.node if n.op_type == "Scan"]
+    model = onnxtrain.grad(recurrent(op), wrt=["x", "r"])
+    scans = [n for n in model.graph.node if n.op_type == "Scan"]
     assert len(scans) == 2
     body = attributes(scans[1])["body"].g.node
     kinds = [n.op_type for n in body]
@@ -46,7 +46,7 @@ def test_products_of_the_forward_steps_are_kept_and_those_of_weights_are_outside
 
 
 def test_constants_in_a_body_have_no_gradient() -> None:
-    found = onnxtrain.grad(recurrent("GRU"), wrt=["x"])
-    backward = [n for n in found.graph.node if n.op_type == "Scan"][1]
+    model = onnxtrain.grad(recurrent("GRU"), wrt=["x"])
+    backward = [n for n in model.graph.node if n.op_type == "Scan"][1]
     carried = len(backward.input) - attributes(backward)["num_scan_inputs"].i
     assert carried == 1  # the state's, and nothing for the 1 of (1 - z) or for weights

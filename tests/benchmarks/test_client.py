@@ -67,10 +67,10 @@ def test_an_engine_answers_and_can_go_on_after_a_refusal(toy: Peer) -> None:
     with client.Client(toy, 1, "test") as engine:
         with pytest.raises(client.Refused, match=r"^NotImplementedError: no rule for Foo$"):
             prepare(engine, "none")
-        found = prepare(engine, "sgd")
-        assert found["losses"] == pytest.approx([1.9, 1.8, 1.7, 1.6, 1.5, 1.4])
-        assert found["versions"]["toy"] == "1"
-        assert found["peak_mb"] >= 0
+        answer = prepare(engine, "sgd")
+        assert answer["losses"] == pytest.approx([1.9, 1.8, 1.7, 1.6, 1.5, 1.4])
+        assert answer["versions"]["toy"] == "1"
+        assert answer["peak_mb"] >= 0
         times = engine.ask("run", 60.0, steps=3)
         assert times["wall"] > 0
 

@@ -40,12 +40,12 @@ def test_a_reference_that_stands_still_says_nothing() -> None:
 
 def test_ratio_is_taken_within_rounds() -> None:
     """A round in which the machine was busy has the same ratio as a quiet one."""
-    found = verdicts.ratio([1.0, 10.0, 1.2], [2.0, 20.0, 2.0])
-    assert found == verdicts.Spread(0.5, 0.5, 0.6)
+    spread = verdicts.ratio([1.0, 10.0, 1.2], [2.0, 20.0, 2.0])
+    assert spread == verdicts.Spread(0.5, 0.5, 0.6)
 
 
 @pytest.mark.parametrize(
-    ("found", "allowed", "said"),
+    ("measured", "allowed", "said"),
     [
         (0.9, 1.0, "met"),
         (1.0, 1.0, "met"),
@@ -54,9 +54,9 @@ def test_ratio_is_taken_within_rounds() -> None:
         (9.0, None, ""),
     ],
 )
-def test_verdict(found: float, allowed: float | None, said: str) -> None:
-    assert verdicts.verdict(found, allowed) == said
-    assert verdicts.missed(found, allowed) is said.startswith("missed")
+def test_verdict(measured: float, allowed: float | None, said: str) -> None:
+    assert verdicts.verdict(measured, allowed) == said
+    assert verdicts.missed(measured, allowed) is said.startswith("missed")
 
 
 def test_targets_name_known_workloads_and_engines() -> None:

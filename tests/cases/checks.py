@@ -83,11 +83,11 @@ def feeds(case: OpCase) -> list[np.ndarray]:
 def cotangents(case: OpCase) -> dict[int, np.ndarray]:
     """A random cotangent for each float output, by output index."""
     rng = case.rng("cotangents")
-    found = {}
+    drawn = {}
     for i, y in enumerate(forward(case)(feeds(case))):
         if y is not None and is_float(gradient(case).model.graph.output[i]):
-            found[i] = rng.standard_normal(y.shape).astype(np.float32).astype(np.float64)
-    return found
+            drawn[i] = rng.standard_normal(y.shape).astype(np.float32).astype(np.float64)
+    return drawn
 
 
 def forward(case: OpCase) -> Callable[[Arrays], list[np.ndarray]]:
@@ -258,9 +258,9 @@ def second(case: OpCase) -> None:
     size = _size(ours, directions)
     steps, stable, tol = ((1e-4, 1e-5), 1e-4, 1e-6) if _wide(case) else ((2e-2, 1e-2), 3e-2, 3e-2)
     expected = _slope(along, steps, stable, size, case.name)
-    found = _dot([g.astype(np.float64) for g in ours], directions)
-    assert abs(found - expected) <= tol * max(abs(expected), size), (
-        f"{case.name}: second gradient along a direction is {found:.8g}, difference {expected:.8g}"
+    actual = _dot([g.astype(np.float64) for g in ours], directions)
+    assert abs(actual - expected) <= tol * max(abs(expected), size), (
+        f"{case.name}: second gradient along a direction is {actual:.8g}, difference {expected:.8g}"
     )
 
 
@@ -308,13 +308,13 @@ def check_standard(model: onnx.ModelProto) -> None:
 
 def nodes_of(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """All nodes, also those of subgraphs."""
-    found = []
+    nodes = []
     for node in graph.node:
-        found.append(node)
+        nodes.append(node)
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                found += nodes_of(inner)
-    return found
+                nodes += nodes_of(inner)
+    return nodes
 
 
 def rebuild(case: OpCase) -> None:

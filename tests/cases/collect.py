@@ -21,18 +21,18 @@ def load_family(name: str) -> list[OpCase]:
 
 def all_cases() -> list[OpCase]:
     """The cases of every family that can be imported, with distinct names."""
-    found: list[OpCase] = []
+    cases: list[OpCase] = []
     for family in FAMILIES:
         try:
-            found += load_family(family)
+            cases += load_family(family)
         except Exception:  # test_family reports it; the other families go on
             continue
     seen: Counter[str] = Counter()
-    for i, case in enumerate(found):
+    for i, case in enumerate(cases):
         seen[case.name] += 1
         if seen[case.name] > 1:
-            found[i] = dataclasses.replace(case, id=f"{case.id or 'plain'}.{seen[case.name]}")
-    return found
+            cases[i] = dataclasses.replace(case, id=f"{case.id or 'plain'}.{seen[case.name]}")
+    return cases
 
 
 CASES = all_cases()

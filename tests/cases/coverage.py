@@ -32,8 +32,8 @@ def _known() -> dict[str, str]:
 
 def how(op: str) -> str | None:
     """How an operator is differentiated: rule, zero, none, decomposed or body; None if unknown."""
-    found = _known().get(op)
-    return None if found == "missing" else found
+    kind = _known().get(op)
+    return None if kind == "missing" else kind
 
 
 def case_counts() -> Counter[str]:

@@ -136,8 +136,8 @@ def _gradient(
         return [torch.zeros_like(x) for x in leaves]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = torch.autograd.grad(total, leaves, allow_unused=True, create_graph=create_graph)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True, create_graph=create_graph)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, leaves, strict=True)]
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:

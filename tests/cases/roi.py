@@ -66,7 +66,7 @@ def max_pool(rows: int, columns: int, scale: float):
         return [slice(min(max(a, 0), size), min(max(b, 0), size)) for a, b in ends]
 
     def run(x, rois):
-        found = []
+        pooled = []
         for image, *corners in rois.tolist():
             left, top, right, bottom = (rounded(c * scale) for c in corners)
             plane = x[int(image)]
@@ -76,8 +76,8 @@ def max_pool(rows: int, columns: int, scale: float):
                 for c in edges(left, right, columns, x.shape[3])
             ]
             best = [b.amax((1, 2)) if b.numel() else b.new_zeros(len(plane)) for b in bins]
-            found.append(torch.stack(best, -1).reshape(-1, rows, columns))
-        return torch.stack(found)
+            pooled.append(torch.stack(best, -1).reshape(-1, rows, columns))
+        return torch.stack(pooled)
 
     return run
 

@@ -36,17 +36,17 @@ def convert(model, x: np.ndarray, output: str | None = None) -> onnx.ModelProto:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {"zipmap": False} if hasattr(model, "classes_") else None
-        found = to_onnx(
+        converted = to_onnx(
             model, x[:1], black_op={"LinearRegressor"}, options=options, target_opset=18
         )
     if output is None:
-        return found
+        return converted
     needed, kept = {output}, []
-    for node in reversed(found.graph.node):
+    for node in reversed(converted.graph.node):
         if needed & set(node.output):
             needed |= set(node.input)
             kept.insert(0, node)
-    constants = [t for t in found.graph.initializer if t.name in needed]
+    constants = [t for t in converted.graph.initializer if t.name in needed]
     cut = onnx.ValueInfoProto(name=output)
     cut.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
     for d in (None, 1):
@@ -54,12 +54,12 @@ def convert(model, x: np.ndarray, output: str | None = None) -> onnx.ModelProto:
         if d:
             dim.dim_value = d
     for field, items in (("node", kept), ("initializer", constants), ("output", [cut])):
-        found.graph.ClearField(field)
-        getattr(found.graph, field).extend(items)
-    domains = [d for d in found.opset_import if not d.domain]
-    del found.opset_import[:]
-    found.opset_import.extend(domains)
-    return found
+        converted.graph.ClearField(field)
+        getattr(converted.graph, field).extend(items)
+    domains = [d for d in converted.opset_import if not d.domain]
+    del converted.opset_import[:]
+    converted.opset_import.extend(domains)
+    return converted
 
 
 @pytest.fixture
@@ -171,9 +171,9 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(kind):
     function = session.train_function_
     inputs = [few.astype(np.float32), *(v.numpy() for v in session.get_state())]
     predicted = function.forward(inputs, training=True)
-    found, slope = session.learning_loss.loss_gradient(session.device, target, predicted[0])
+    total, slope = session.learning_loss.loss_gradient(session.device, target, predicted[0])
     gradients = [g.numpy() / len(few) for g in function.backward([slope])[1:]]
-    assert found.numpy().item() / len(few) == pytest.approx(loss, rel=1e-5)
+    assert total.numpy().item() / len(few) == pytest.approx(loss, rel=1e-5)
     for ours, theirs in zip(
         gradients, [coefs[0], intercepts[0], coefs[1], intercepts[1]], strict=True
     ):

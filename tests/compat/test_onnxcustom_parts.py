@@ -40,14 +40,14 @@ def model() -> onnx.ModelProto:
 
 
 def numeric(loss, expected, predicted, step=1e-3):
-    found = np.zeros_like(predicted)
+    slopes = np.zeros_like(predicted)
     for index in np.ndindex(predicted.shape):
         for sign in (1, -1):
             moved = predicted.copy()
             moved[index] += sign * step
             value = loss.loss_gradient("cpu", expected, moved)[0].numpy().item()
-            found[index] += sign * value / (2 * step)
-    return found
+            slopes[index] += sign * value / (2 * step)
+    return slopes
 
 
 @pytest.mark.parametrize("name", ["square", "absolute", "elastic", "log"])
@@ -147,9 +147,9 @@ def test_derivative_options(tmp_path):
     x = RNG.normal(size=(3, 4)).astype(np.float32)
     z, b = np.float32([1, 2, 3, 4]), np.float32([4, 3, 2, 1])
     ones = np.ones((3, 4), np.float32)
-    found = onnx_derivative(model())
-    assert [i.name for i in found.graph.input] == ["X", "z", "b", "Y_grad"]
-    got = run(found, X=x, z=z, b=b, Y_grad=ones)
+    derivative = onnx_derivative(model())
+    assert [i.name for i in derivative.graph.input] == ["X", "z", "b", "Y_grad"]
+    got = run(derivative, X=x, z=z, b=b, Y_grad=ones)
     assert list(got) == ["X_grad", "z_grad", "b_grad"]
     np.testing.assert_allclose(got["z_grad"], x.sum(0), rtol=1e-5)
 

@@ -273,9 +273,9 @@ def test_dropout_draws_from_seed_and_step(tmp_path):
         state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
         state.seed = seed
         module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
-        found = [module(*batch()).item() for _ in range(3)]
+        drawn = [module(*batch()).item() for _ in range(3)]
         module.eval()
-        return found, module(*batch()).item()
+        return drawn, module(*batch()).item()
 
     assert losses(1) == losses(1)
     assert len(set(losses(1)[0])) == 3

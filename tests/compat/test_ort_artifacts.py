@@ -81,17 +81,19 @@ def test_models_have_the_opset_of_the_base_model_and_only_standard_operators(tmp
 def test_each_file_carries_the_manifest(tmp_path, optimizer):
     generate(tmp_path, optimizer=optimizer)
     text = resources.files("onnxtrain").joinpath("manifest.schema.json").read_text()
-    found = [load_checkpoint(tmp_path / "checkpoint")[1]["manifest"]]
+    manifests = [load_checkpoint(tmp_path / "checkpoint")[1]["manifest"]]
     for path in tmp_path.glob("*.onnx"):
         properties = {p.key: p.value for p in onnx.load(path).metadata_props}
-        found.append(json.loads(properties["onnxtrain"]))
-    for manifest in found:
+        manifests.append(json.loads(properties["onnxtrain"]))
+    for manifest in manifests:
         jsonschema.validate(manifest, json.loads(text), jsonschema.Draft202012Validator)
-        assert manifest == found[0]
-    assert [m["role"] for m in found[0]["models"]][:2] == ["train", "eval"]
+        assert manifest == manifests[0]
+    assert [m["role"] for m in manifests[0]["models"]][:2] == ["train", "eval"]
     # Every value that a model reads is in the checkpoint, as other readers expect it.
     split_tensors(
-        Manifest.from_json(json.dumps(found[0])), load_checkpoint(tmp_path / "checkpoint")[0], "x"
+        Manifest.from_json(json.dumps(manifests[0])),
+        load_checkpoint(tmp_path / "checkpoint")[0],
+        "x",
     )
 
 

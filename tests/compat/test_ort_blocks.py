@@ -63,9 +63,9 @@ def run(build, *arrays, opset=None):
 @pytest.mark.parametrize("case", UNARY)
 def test_blocks_with_one_input(case, opset):
     make, x, expected = UNARY[case]
-    found = run(make(), x, opset=opset)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert found.shape == np.shape(expected)
+    actual = run(make(), x, opset=opset)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert actual.shape == np.shape(expected)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_blocks_with_two_inputs(name, expected):
 
 
 def test_constant_is_a_float_of_shape_one():
-    found = run(lambda x: blocks.Mul()(x, blocks.Constant(0.25)()), X)
-    np.testing.assert_allclose(found, X * 0.25)
+    actual = run(lambda x: blocks.Mul()(x, blocks.Constant(0.25)()), X)
+    np.testing.assert_allclose(actual, X * 0.25)
 
 
 def test_norm_of_several_tensors():
@@ -86,8 +86,8 @@ def test_norm_of_several_tensors():
 
 
 def test_sequence_construct():
-    found = run(blocks.SequenceConstruct(), X, P)
-    for a, b in zip(found, (X, P), strict=True):
+    outputs = run(blocks.SequenceConstruct(), X, P)
+    for a, b in zip(outputs, (X, P), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -100,8 +100,8 @@ def test_linear():
     np.random.seed(3)
     weight, bias = np.random.randn(3, 4), np.random.randn(4)
     np.random.seed(3)
-    found = run(blocks.Linear(3, 4, alpha=2.0, beta=0.5), X)
-    np.testing.assert_allclose(found, 2 * X @ weight + 0.5 * bias, rtol=1e-4)
+    actual = run(blocks.Linear(3, 4, alpha=2.0, beta=0.5), X)
+    np.testing.assert_allclose(actual, 2 * X @ weight + 0.5 * bias, rtol=1e-4)
 
 
 def test_pass_through_and_input_like():
@@ -233,13 +233,13 @@ def test_training_block_gives_models_and_parameters(tmp_path):
     expected = session.run(None, feeds)[0]
     for t in trainable:
         feeds[f"{t.name}_grad.accumulation.buffer"] = np.ones(t.dims, np.float32)
-    found = {}
+    gradients = {}
     for reset in (True, False):
         feeds["lazy_reset_grad"] = np.array([reset])
         session = ort.InferenceSession(training.SerializeToString())
-        value, *found[reset] = session.run(None, feeds)
+        value, *gradients[reset] = session.run(None, feeds)
         np.testing.assert_allclose(value, expected, rtol=1e-6)
-    for fresh, summed in zip(found[True], found[False], strict=True):
+    for fresh, summed in zip(gradients[True], gradients[False], strict=True):
         np.testing.assert_allclose(fresh + 1, summed, rtol=1e-5, atol=1e-6)
 
     onnxblock.save_checkpoint(block.parameters(), tmp_path / "checkpoint")
@@ -276,5 +276,5 @@ def test_targets_with_a_name_in_use_are_shared():
     made = block.to_model_proto()
     assert [x.name for x in made.graph.input] == ["x", "target"]
     x, t = X[:, :2], P[:, :2]
-    found = ort.InferenceSession(made.SerializeToString()).run([name], {"x": x, "target": t})[0]
-    np.testing.assert_allclose(found, ((x + t) ** 2).mean() + np.abs(x + t).mean(), rtol=1e-5)
+    actual = ort.InferenceSession(made.SerializeToString()).run([name], {"x": x, "target": t})[0]
+    np.testing.assert_allclose(actual, ((x + t) ** 2).mean() + np.abs(x + t).mean(), rtol=1e-5)

@@ -46,9 +46,9 @@ def run(model: onnx.ModelProto, name: str, *arrays: np.ndarray) -> np.ndarray:
 def test_every_reduction_of_every_loss(kind, reduction):
     rng = np.random.default_rng(0)
     x, t = rng.standard_normal((4, 3)).astype(np.float32), rng.random((4, 3)).astype(np.float32)
-    found = run(*loss_model(kind(reduction=reduction), identity("batch", 3)), x, t)
+    actual = run(*loss_model(kind(reduction=reduction), identity("batch", 3)), x, t)
     expected = REFERENCE[kind](torch.tensor(x), torch.tensor(t), reduction=reduction)
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unreduced_loss_trains_as_its_sum(tmp_path):
@@ -75,8 +75,8 @@ def test_bce_with_logits_is_stable_and_takes_weights():
     expected = F.binary_cross_entropy_with_logits(
         torch.tensor(x), torch.tensor(t), torch.tensor(weight), pos_weight=torch.tensor(positive)
     )
-    found = run(*loss_model(block, identity("batch", 3)), x, t)
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+    actual = run(*loss_model(block, identity("batch", 3)), x, t)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -85,21 +85,21 @@ def test_cross_entropy_with_class_weights_and_ignore_index(reduction):
     x, labels = rng.standard_normal((6, 4)).astype(np.float32), np.array([0, 1, 2, 3, 1, 0])
     weight = np.array([1.0, 2.0, 0.5, 4.0], np.float32)
     block = onnxblock.loss.CrossEntropyLoss(weight=weight, reduction=reduction, ignore_index=1)
-    found = run(*loss_model(block, identity("batch", 4)), x, labels)
+    actual = run(*loss_model(block, identity("batch", 4)), x, labels)
     expected = F.cross_entropy(
         torch.tensor(x), torch.tensor(labels), torch.tensor(weight),
         reduction=reduction, ignore_index=1,
     )  # fmt: skip
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dims", [("batch", "sequence", 5), ("batch", 7, 5)])
 def test_language_model_logits_have_their_classes_last(dims):
     rng = np.random.default_rng(0)
     x, labels = rng.standard_normal((2, 7, 5)).astype(np.float32), rng.integers(0, 5, (2, 7))
-    found = run(*loss_model(onnxblock.loss.CrossEntropyLoss(), identity(*dims)), x, labels)
+    actual = run(*loss_model(onnxblock.loss.CrossEntropyLoss(), identity(*dims)), x, labels)
     expected = F.cross_entropy(torch.tensor(x).transpose(1, 2), torch.tensor(labels))
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5)
 
 
 class _Segmentation(onnxblock.ForwardBlock):
@@ -129,9 +129,9 @@ def test_labels_of_an_image_leave_out_axis_1(sizes):
     block = _Segmentation(*sizes)
     with onnxblock.base(model):
         name = block("y")
-    found = run(block.to_model_proto(), name, x, labels)
+    actual = run(block.to_model_proto(), name, x, labels)
     expected = F.cross_entropy(torch.tensor(x), torch.tensor(labels))
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5)
 
 
 def test_labels_that_fit_both_axes_are_refused():
@@ -221,13 +221,13 @@ def test_parameters_can_be_set_before_there_is_a_module(tmp_path, module):
 def test_warm_up_and_total_are_the_right_way_round(tmp_path, module, warmup, total, expected):
     optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
     scheduler = LinearLRScheduler(optimizer, warmup, total, 1.0)
-    found = [optimizer.get_learning_rate()]
+    actual = [optimizer.get_learning_rate()]
     for _ in expected[1:]:
         module(*batch())
         optimizer.step()
         scheduler.step()
-        found.append(optimizer.get_learning_rate())
-    np.testing.assert_allclose(found, expected, atol=1e-7)
+        actual.append(optimizer.get_learning_rate())
+    np.testing.assert_allclose(actual, expected, atol=1e-7)
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])

@@ -74,8 +74,8 @@ def test_three_steps_here_are_three_steps_there(folder):
 
 
 def test_its_nominal_checkpoints_know_names_only(monkeypatch):
-    found = dataclasses.replace(read_odtc(FRESH), nominal=True)
-    monkeypatch.setattr(stores, "read_odtc", lambda path: found)
+    checkpoint = dataclasses.replace(read_odtc(FRESH), nominal=True)
+    monkeypatch.setattr(stores, "read_odtc", lambda path: checkpoint)
     state = CheckpointState.load_checkpoint(FRESH)
     assert "fc1.weight" in state.parameters
     with pytest.raises(RuntimeError, match="Please load the parameter states first"):

@@ -47,10 +47,10 @@ def sgd(grads):
 
 
 def feeds(*names):
-    found = {"learning_rate": np.array([LR]), "step": np.array([STEP])}
+    scalars = {"learning_rate": np.array([LR]), "step": np.array([STEP])}
     values = {"params": PARAMS, "gradients": GRADS}
     values |= {"first_order_moments": M1, "second_order_moments": M2}
-    return {**found, **{n: values[n] for n in ("params", "gradients", *names)}}
+    return {**scalars, **{n: values[n] for n in ("params", "gradients", *names)}}
 
 
 def build(optimizer, opset=None):
@@ -61,8 +61,8 @@ def build(optimizer, opset=None):
     return model, flag
 
 
-def close(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def close(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
         assert np.shape(a) == np.shape(b)
 
@@ -96,8 +96,8 @@ def test_adamw_over_sequences(case, opset):
     done, new, first, second = session.run(None, feeds(*moments))
     assert done.tolist() == [True]
     grads = GRADS if norm is None else clipped(GRADS, norm)
-    for found, expected in zip((new, first, second), adamw(grads, **reference), strict=True):
-        close(found, expected)
+    for actual, expected in zip((new, first, second), adamw(grads, **reference), strict=True):
+        close(actual, expected)
 
 
 @pytest.mark.parametrize("norm", [None, 0.5])

@@ -13,11 +13,11 @@ from onnxtrain.graph.io import load
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
-    found = {}
+    entries = {}
     for path in sorted(folder.rglob("*")):
         info = path.lstat()
-        found[str(path)] = (info.st_mode, info.st_size, info.st_mtime_ns)
-    return found
+        entries[str(path)] = (info.st_mode, info.st_size, info.st_mtime_ns)
+    return entries
 
 
 def refusal(source: object, folder: Path, **options: object) -> str:

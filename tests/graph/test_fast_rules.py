@@ -49,8 +49,8 @@ def test_agreement(op_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
         made = node(op_type, shapes, kinds)
         if quick.infer(made):
             certain += 1
-            found = made.outputs[0].dtype, S.dims_of(made.outputs[0])
-            assert found == slow(node(op_type, shapes, kinds), monkeypatch), shapes
+            actual = made.outputs[0].dtype, S.dims_of(made.outputs[0])
+            assert actual == slow(node(op_type, shapes, kinds), monkeypatch), shapes
     assert certain > len(chosen) // 2
 
 

@@ -239,9 +239,9 @@ def test_string_tensors() -> None:
     tensor = proto.graph.initializer.add(name="s", data_type=onnx.TensorProto.STRING)
     tensor.dims.append(2)
     tensor.string_data.extend([b"a", b"\xff"])
-    found = load(proto).graph.initializers["s"].const_value
-    assert found is not None
-    assert found.numpy().tolist() == [b"a", b"\xff"]
+    value = load(proto).graph.initializers["s"].const_value
+    assert value is not None
+    assert value.numpy().tolist() == [b"a", b"\xff"]
 
 
 def test_limits_can_be_raised() -> None:

@@ -151,10 +151,10 @@ def test_external_data_anywhere(place: str, folder: Path) -> None:
 
 
 def external_tensors(model: ir.Model) -> list[object]:
-    found: list[object] = [v.const_value for v in model.graph.initializers.values()]
+    tensors: list[object] = [v.const_value for v in model.graph.initializers.values()]
     for holder in (*model.graph.all_nodes(), *model.functions.values()):
-        found += [a.value for a in holder.attributes.values()]
-    return found
+        tensors += [a.value for a in holder.attributes.values()]
+    return tensors
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -151,8 +151,8 @@ def test_hazard(hazard: str) -> None:
     graph, operators, parameters = HAZARDS[hazard]
     model = parse(graph)
     work = simplify(prepare(load(model)))
-    found = Counter(n.op_type for n in work.graph)
-    assert {op: found[op] for op in operators} == operators
+    counts = Counter(n.op_type for n in work.graph)
+    assert {op: counts[op] for op in operators} == operators
     values = onnxtrain.parameters(model) if parameters else {}
     assert list(values) == parameters
     given = {t.name: t for t in model.graph.initializer}
@@ -165,8 +165,8 @@ def test_hazard(hazard: str) -> None:
 def test_every_parameter_gets_its_own_gradient(hazard: str) -> None:
     graph, operators, parameters = HAZARDS[hazard]
     vjp = onnxtrain.vjp(parse(graph))
-    found = Counter(n.op_type for n in vjp.graph.node)
-    assert all(found[op] >= n for op, n in operators.items())
+    counts = Counter(n.op_type for n in vjp.graph.node)
+    assert all(counts[op] >= n for op, n in operators.items())
     assert [v.name for v in vjp.graph.input] == ["x", *parameters, "y_grad"]
     assert [v.name for v in vjp.graph.output] == ["y", *(f"{p}_grad" for p in parameters)]
 

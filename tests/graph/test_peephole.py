@@ -23,15 +23,15 @@ def both(text: str, *shapes: tuple[int, ...]) -> tuple[list[str], list[np.ndarra
         x.name: random.standard_normal(shape).astype(np.float32)
         for x, shape in zip(model.graph.input, shapes, strict=True)
     }
-    found = ir.to_proto(simplify(ir.from_proto(model)))
+    simplified = ir.to_proto(simplify(ir.from_proto(model)))
     results = []
-    for proto in (model, found):
+    for proto in (model, simplified):
         session = onnxruntime.InferenceSession(
             proto.SerializeToString(), providers=["CPUExecutionProvider"]
         )
         results.append(session.run(None, feeds)[0])
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-6)
-    return [n.op_type for n in found.graph.node], results
+    return [n.op_type for n in simplified.graph.node], results
 
 
 @pytest.mark.parametrize("flags", ["transA=1", "transB=1", "transA=1, transB=1", "alpha=0.5"])

@@ -38,9 +38,9 @@ def mask_session(shape, keep: float, node: int, symbols=None):
 def masks(shape, keep=0.5, seed=0, step=1, node=0, symbols=None) -> np.ndarray:
     """A mask as +1 and -1."""
     run = mask_session(tuple(shape), keep, node, symbols)
-    (found,) = run([np.array([seed, step]), np.zeros(shape)])
-    assert found.dtype == np.bool_
-    return found
+    (mask,) = run([np.array([seed, step]), np.zeros(shape)])
+    assert mask.dtype == np.bool_
+    return mask
 
 
 def signs(**which) -> np.ndarray:

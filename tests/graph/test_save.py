@@ -28,11 +28,11 @@ def with_weights(*sizes: int) -> ir.Model:
 
 
 def weights(model: ir.Model) -> dict[str, list[float]]:
-    found = {}
+    values = {}
     for name, value in model.graph.initializers.items():
         assert value.const_value is not None
-        found[name] = value.const_value.numpy().tolist()
-    return found
+        values[name] = value.const_value.numpy().tolist()
+    return values
 
 
 @pytest.mark.parametrize("name", small.ALL)

@@ -24,12 +24,12 @@ BN = "float[2,3,4] x, float[3] s, float[3] b, float[3] m, float[3] v"
 
 def table(text: str) -> dict[str, tuple[int, str, int]]:
     """Models as ``# name opset [-> opset afterwards]`` and the text of the graph below."""
-    found = {}
+    models = {}
     for part in text.strip().removeprefix("# ").split("\n# "):
         head, _, graph = part.partition("\n")
         name, opset, *rest = head.split()
-        found[name] = (int(opset), graph, int(rest[1]) if rest else 21)
-    return found
+        models[name] = (int(opset), graph, int(rest[1]) if rest else 21)
+    return models
 
 
 OLD = table("""
@@ -181,14 +181,14 @@ def parse(opset: int, text: str, ir: int | None = None) -> onnx.ModelProto:
 def draw(model: onnx.ModelProto) -> list[np.ndarray]:
     rng = np.random.default_rng(3)
     known = {t.name for t in model.graph.initializer}
-    found = []
+    arrays = []
     for value in model.graph.input:
         kind = value.type.tensor_type
         shape = [d.dim_value or 2 for d in kind.shape.dim]
         if value.name not in known:
             is_bool = kind.elem_type == onnx.TensorProto.BOOL
-            found.append(np.ones(shape, bool) if is_bool else rng.standard_normal(shape))
-    return found
+            arrays.append(np.ones(shape, bool) if is_bool else rng.standard_normal(shape))
+    return arrays
 
 
 def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:

@@ -59,9 +59,9 @@ def loss_model(
     graph.outputs.extend([total, each])
     proto = ir.to_proto(ir.Model(graph, ir_version=10))
     wrt = [f"x{i}" for i in range(len(predictions))]
-    found = onnxtrain.grad(proto, wrt=wrt, of="loss", target=target)
-    assert {n.domain for n in found.graph.node} <= STANDARD
-    return found
+    model = onnxtrain.grad(proto, wrt=wrt, of="loss", target=target)
+    assert {n.domain for n in model.graph.node} <= STANDARD
+    return model
 
 
 def compare(
@@ -78,7 +78,7 @@ def compare(
     model = loss_model(loss, predictions, targets, target=target, dynamic=dynamic)
     feeds = {f"x{i}": np.asarray(x, np.float32) for i, x in enumerate(predictions)}
     feeds |= {f"t{i}": t for i, t in enumerate(targets)}
-    found = run(model, feeds)
+    outputs = run(model, feeds)
 
     xs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in predictions]
     ts = [torch.tensor(t) for t in targets]
@@ -87,13 +87,13 @@ def compare(
     expected.sum().backward()
 
     each = expected.detach().numpy()
-    assert found["each"].shape == each.shape
-    assert_close(found["each"], each, tol, "value")
+    assert outputs["each"].shape == each.shape
+    assert_close(outputs["each"], each, tol, "value")
     for i, x in enumerate(xs):
         assert x.grad is not None
-        assert_close(found[f"x{i}_grad"], x.grad.numpy(), tol, f"gradient of x{i}")
+        assert_close(outputs[f"x{i}_grad"], x.grad.numpy(), tol, f"gradient of x{i}")
 
 
-def assert_close(found: np.ndarray, expected: np.ndarray, tol: float, what: str) -> None:
+def assert_close(actual: np.ndarray, expected: np.ndarray, tol: float, what: str) -> None:
     scale = np.max(np.abs(expected[np.isfinite(expected)]), initial=1e-3)
-    np.testing.assert_allclose(found, expected, rtol=tol, atol=tol * scale, err_msg=what)
+    np.testing.assert_allclose(actual, expected, rtol=tol, atol=tol * scale, err_msg=what)

@@ -80,5 +80,5 @@ def gradients(attached: Attached, wrt: list[str], **feeds: np.ndarray) -> dict[s
     proto = ir.to_proto(attached.model)
     values = onnxtrain.parameters(proto, wrt)
     session: onnxruntime.InferenceSession = session_of(onnxtrain.grad(proto, wrt, of="loss"))
-    found = session.run([f"{name}_grad" for name in wrt], {**values, **feeds})
-    return dict(zip(wrt, found, strict=True))
+    grads = session.run([f"{name}_grad" for name in wrt], {**values, **feeds})
+    return dict(zip(wrt, grads, strict=True))

@@ -43,10 +43,10 @@ def check_cross_entropy(attached: L.Attached, labels: str = "labels") -> None:
     w = torch.tensor(W1, dtype=torch.float64, requires_grad=True)
     expected = F.cross_entropy(torch.tensor(X, dtype=torch.float64) @ w, torch.tensor(LABELS))
     expected.backward()
-    found = run(attached, **feeds)
-    assert found["loss"].shape == ()
-    np.testing.assert_allclose(found["loss"], expected.item(), rtol=1e-5)
-    np.testing.assert_allclose(found["logits"], X @ W1, rtol=1e-5)
+    outputs = run(attached, **feeds)
+    assert outputs["loss"].shape == ()
+    np.testing.assert_allclose(outputs["loss"], expected.item(), rtol=1e-5)
+    np.testing.assert_allclose(outputs["logits"], X @ W1, rtol=1e-5)
     grad = gradients(attached, ["w"], **feeds)["w"]
     np.testing.assert_allclose(grad, w.grad.numpy(), rtol=1e-4, atol=1e-6)
 
@@ -81,16 +81,16 @@ def test_only_the_models_own_weights_are_trainable() -> None:
 def test_float_targets() -> None:
     attached = attach_loss(classifier(), "mse")
     assert signature(attached) == [("target", FLOAT, ("batch", "3"))]
-    found = run(attached, x=X, target=TA)
-    np.testing.assert_allclose(found["loss"], np.mean((X @ W1 - TA) ** 2), rtol=1e-5)
+    outputs = run(attached, x=X, target=TA)
+    np.testing.assert_allclose(outputs["loss"], np.mean((X @ W1 - TA) ** 2), rtol=1e-5)
 
 
 def test_int32_labels_for_webgpu() -> None:
     attached = attach_loss(classifier(), "cross_entropy", target="webgpu")
     assert signature(attached) == [("labels", ir.DataType.INT32, ("batch",))]
-    found = run(attached, x=X, labels=LABELS.astype(np.int32))
+    outputs = run(attached, x=X, labels=LABELS.astype(np.int32))
     expected = F.cross_entropy(torch.tensor(X @ W1), torch.tensor(LABELS))
-    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
 
 
 def test_weighted_sum_over_two_outputs() -> None:
@@ -104,9 +104,9 @@ def test_weighted_sum_over_two_outputs() -> None:
     feeds = {"x": X, "target_1": TA, "target_2": TB}
     expected = 0.4 * np.mean((X @ W1 - TA) ** 2) + 0.6 * np.mean(np.abs(X @ W2 - TB))
     np.testing.assert_allclose(run(attached, **feeds)["loss"], expected, rtol=1e-5)
-    found = gradients(attached, ["wa", "wb"], **feeds)
-    np.testing.assert_allclose(found["wa"], 0.4 * 2 / 18 * X.T @ (X @ W1 - TA), rtol=1e-4)
-    np.testing.assert_allclose(found["wb"], 0.6 / 12 * X.T @ np.sign(X @ W2 - TB), rtol=1e-4)
+    grads = gradients(attached, ["wa", "wb"], **feeds)
+    np.testing.assert_allclose(grads["wa"], 0.4 * 2 / 18 * X.T @ (X @ W1 - TA), rtol=1e-4)
+    np.testing.assert_allclose(grads["wb"], 0.6 / 12 * X.T @ np.sign(X @ W2 - TB), rtol=1e-4)
 
 
 def test_two_terms_share_a_target_by_name() -> None:
@@ -114,10 +114,10 @@ def test_two_terms_share_a_target_by_name() -> None:
     attached = attach_loss(two_heads(), terms)
     assert signature(attached) == [("labels", INT64, ("batch",))]
     labels = LABELS % 2
-    found = run(attached, x=X, labels=labels)
+    outputs = run(attached, x=X, labels=labels)
     a, b = torch.tensor(X @ W1), torch.tensor(X @ W2)
     expected = F.cross_entropy(a, torch.tensor(labels)) + F.nll_loss(b, torch.tensor(labels))
-    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
 
 
 def test_an_autoencoders_target_is_its_input() -> None:
@@ -140,12 +140,12 @@ def test_a_triplet_of_outputs_or_of_inputs() -> None:
     for loss in ("triplet_margin", LossTerm("triplet_margin", output=["a", "p", "n"])):
         attached = attach_loss(load_normalized(model_of(build)), loss)
         assert attached.targets == []
-        found = run(attached, **{f"x_{n}": r for n, r in zip("apn", rows, strict=True)})
-        np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+        outputs = run(attached, **{f"x_{n}": r for n, r in zip("apn", rows, strict=True)})
+        np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
     attached = attach_loss(classifier(), "triplet_margin")
     assert [x.name for x in attached.targets] == ["positive", "negative"]
-    found = run(attached, x=rows[0], positive=rows[1] @ W1, negative=rows[2] @ W1)
-    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+    outputs = run(attached, x=rows[0], positive=rows[1] @ W1, negative=rows[2] @ W1)
+    np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["loss", "total"])
@@ -160,9 +160,9 @@ def test_a_scalar_that_is_there_already(name: str, shape: list[int]) -> None:
     assert attached.targets == []
     outputs = [y.name for y in attached.model.graph.outputs]
     assert outputs == (["loss", "y"] if name == "loss" else ["loss", "y", "total"])
-    found = run(attached, x=X)
-    assert found["loss"].shape == ()
-    np.testing.assert_allclose(found["loss"], np.mean((X @ W1) ** 2), rtol=1e-5)
+    values = run(attached, x=X)
+    assert values["loss"].shape == ()
+    np.testing.assert_allclose(values["loss"], np.mean((X @ W1) ** 2), rtol=1e-5)
     grad = gradients(attached, ["w"], x=X)["w"]
     np.testing.assert_allclose(grad, 2 / 18 * X.T @ X @ W1, rtol=1e-4)
 
@@ -233,16 +233,16 @@ def test_another_model(form: str, tmp_path) -> None:
 
 def test_another_model_on_a_chosen_output() -> None:
     attached = attach_loss(two_heads(), LossTerm(loss_model(), output="a", weight=0.5))
-    found = run(attached, x=X, wanted=TA)["loss"]
-    np.testing.assert_allclose(found, 0.5 * np.mean(([1, 2, 3] * (X @ W1 - TA)) ** 2), rtol=1e-5)
+    loss = run(attached, x=X, wanted=TA)["loss"]
+    np.testing.assert_allclose(loss, 0.5 * np.mean(([1, 2, 3] * (X @ W1 - TA)) ** 2), rtol=1e-5)
 
 
 def test_reduction_none_is_reduced_only_on_request() -> None:
     with pytest.raises(ShapeError, match=r"the loss is not a scalar: .*FLOAT\[batch,3\]"):
         attach_loss(classifier(), L.MSE(reduction="none"))
     attached = attach_loss(classifier(), LossTerm(L.MSE(reduction="none"), reduce="mean"))
-    found = run(attached, x=X, target=TA)["loss"]
-    np.testing.assert_allclose(found, np.mean((X @ W1 - TA) ** 2), rtol=1e-5)
+    loss = run(attached, x=X, target=TA)["loss"]
+    np.testing.assert_allclose(loss, np.mean((X @ W1 - TA) ** 2), rtol=1e-5)
 
 
 def test_half_precision_is_compared_in_float32() -> None:
@@ -253,8 +253,8 @@ def test_half_precision_is_compared_in_float32() -> None:
     attached = attach_loss(load_normalized(model_of(build)), "mse", metrics=["mae"])
     assert attached.loss.dtype == FLOAT
     assert signature(attached) == [("target", FLOAT, ("batch", "3"))]
-    found = run(attached, x=X.astype(np.float16), target=TA + 300)
-    np.testing.assert_allclose(found["loss"], np.mean((X @ W1 - TA - 300) ** 2), rtol=1e-2)
+    outputs = run(attached, x=X.astype(np.float16), target=TA + 300)
+    np.testing.assert_allclose(outputs["loss"], np.mean((X @ W1 - TA - 300) ** 2), rtol=1e-2)
 
 
 def test_inner_values_can_be_asked_for() -> None:
@@ -402,5 +402,5 @@ def test_double_precision(loss: str) -> None:
     }[loss]()
     name = attached.targets[0].name
     given = LABELS if name == "labels" else t.numpy()
-    found = run(attached, x=X.astype(np.float64), **{name: given})["loss"]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    actual = run(attached, x=X.astype(np.float64), **{name: given})["loss"]
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)

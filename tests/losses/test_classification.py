@@ -144,16 +144,16 @@ def test_all_labels_ignored(loss: L.Loss, target: str) -> None:
     x, _ = draw((3, 4), 1, target)
     labels = np.full(3, -100, np.int32 if target == "webgpu" else np.int64)
     feeds = {"x0": x, "t0": labels}
-    found = run(loss_model(loss, [x], [labels], target=target), feeds)
-    assert np.isnan(found["loss"])
-    assert np.all(found["x0_grad"] == 0.0)
+    outputs = run(loss_model(loss, [x], [labels], target=target), feeds)
+    assert np.isnan(outputs["loss"])
+    assert np.all(outputs["x0_grad"] == 0.0)
     expected = torch.tensor(x, requires_grad=True)
     F.cross_entropy(expected, torch.tensor(labels).long()).backward()
     assert torch.all(expected.grad == 0.0)
     total = type(loss)(reduction="sum")
-    found = run(loss_model(total, [x], [labels], target=target), feeds)
-    assert found["loss"] == 0.0
-    assert np.all(found["x0_grad"] == 0.0)
+    outputs = run(loss_model(total, [x], [labels], target=target), feeds)
+    assert outputs["loss"] == 0.0
+    assert np.all(outputs["x0_grad"] == 0.0)
 
 
 def test_one_session_takes_any_batch() -> None:

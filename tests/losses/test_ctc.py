@@ -73,9 +73,9 @@ def forward(logp, labels, length, blank=0):
             ways = [s, s - 1]
             if e != blank and s >= 2 and extended[s - 2] != e:
                 ways.append(s - 2)
-            found = [alpha[r] for r in ways if r in alpha]
-            if found:
-                new[s] = torch.logsumexp(torch.stack(found), 0) + logp[t, e]
+            terms = [alpha[r] for r in ways if r in alpha]
+            if terms:
+                new[s] = torch.logsumexp(torch.stack(terms), 0) + logp[t, e]
         alpha = new
     last = [alpha[s] for s in (len(extended) - 1, len(extended) - 2) if s in alpha]
     return -torch.logsumexp(torch.stack(last), 0)
@@ -86,10 +86,10 @@ def test_values_are_torchs(blank: int) -> None:
     x, *targets = draw(14, 5, 5, 5, blank)
     feeds = {"x0": x, **{f"t{i}": t for i, t in enumerate(targets)}}
     for reduction in ("mean", "sum", "none"):
-        found = run(loss_model(L.CTC(blank=blank, reduction=reduction), [x], targets), feeds)
+        outputs = run(loss_model(L.CTC(blank=blank, reduction=reduction), [x], targets), feeds)
         logp = torch.tensor(2 * x, dtype=torch.float64)
         expected = ctc(reduction, blank=blank)(logp, *map(torch.tensor, targets))
-        np.testing.assert_allclose(found["each"], expected.numpy(), rtol=1e-5)
+        np.testing.assert_allclose(outputs["each"], expected.numpy(), rtol=1e-5)
 
 
 def test_gradient_of_logits_is_torchs() -> None:
@@ -137,13 +137,13 @@ def test_impossible_sequences(zero_infinity: bool) -> None:
     lengths = np.array([5, 9])
     loss = L.CTC(reduction="none", zero_infinity=zero_infinity)
     feeds = {"x0": x, "t0": labels, "t1": lengths, "t2": target_lengths}
-    found = run(loss_model(loss, [x], [labels, lengths, target_lengths]), feeds)
+    outputs = run(loss_model(loss, [x], [labels, lengths, target_lengths]), feeds)
     arguments = (torch.tensor(v) for v in (2 * x, labels, lengths, target_lengths))
     expected = ctc("none", zero_infinity=zero_infinity)(*arguments)
-    np.testing.assert_allclose(found["each"], expected.numpy(), rtol=1e-5)
-    assert np.all(found["x0_grad"][:, 0] == 0.0)
-    assert np.any(found["x0_grad"][:, 1] != 0.0)
-    assert np.all(np.isfinite(found["x0_grad"]))
+    np.testing.assert_allclose(outputs["each"], expected.numpy(), rtol=1e-5)
+    assert np.all(outputs["x0_grad"][:, 0] == 0.0)
+    assert np.any(outputs["x0_grad"][:, 1] != 0.0)
+    assert np.all(np.isfinite(outputs["x0_grad"]))
 
 
 def test_long_and_certain_sequences_stay_finite() -> None:
@@ -153,11 +153,11 @@ def test_long_and_certain_sequences_stay_finite() -> None:
     labels = np.array([[1, 2, 1], [2, 2, 1]])
     targets = [labels, np.full(batch, times), np.full(batch, 3)]
     feeds = {"x0": x, **{f"t{i}": t for i, t in enumerate(targets)}}
-    found = run(loss_model(L.CTC(reduction="none"), [x], targets), feeds)
+    outputs = run(loss_model(L.CTC(reduction="none"), [x], targets), feeds)
     logp = torch.tensor(2 * x, dtype=torch.float64)
     expected = ctc("none")(logp, *map(torch.tensor, targets))
-    np.testing.assert_allclose(found["each"], expected.numpy(), rtol=1e-5)
-    assert np.all(np.isfinite(found["x0_grad"]))
+    np.testing.assert_allclose(outputs["each"], expected.numpy(), rtol=1e-5)
+    assert np.all(np.isfinite(outputs["x0_grad"]))
 
 
 def test_joined_labels_are_refused() -> None:

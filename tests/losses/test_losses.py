@@ -204,27 +204,27 @@ def test_bce_is_finite_at_the_ends() -> None:
     """Values as torch; the gradient, which torch puts at 1e12 there, is 0."""
     x = np.array([[0.0, 0.5, 0.0, 0.5]], np.float32)  # the model doubles it: 0, 1, 0, 1
     t = np.array([[0.0, 1.0, 1.0, 0.0]], np.float32)
-    found = run(loss_model(L.BCE(reduction="none"), [x], [t]), {"x0": x, "t0": t})
-    assert found["each"].tolist() == [[0.0, 0.0, 100.0, 100.0]]
-    assert np.all(found["x0_grad"][0, 2:] == 0.0)
-    assert np.all(np.isfinite(found["x0_grad"]))
+    outputs = run(loss_model(L.BCE(reduction="none"), [x], [t]), {"x0": x, "t0": t})
+    assert outputs["each"].tolist() == [[0.0, 0.0, 100.0, 100.0]]
+    assert np.all(outputs["x0_grad"][0, 2:] == 0.0)
+    assert np.all(np.isfinite(outputs["x0_grad"]))
 
 
 @pytest.mark.parametrize("loss", [L.Huber(), L.SmoothL1(beta=0.5), L.L1()], ids=str)
 def test_large_errors_stay_finite(loss: L.Loss) -> None:
     x, t = np.array([[1e30, -1e30]], np.float32), np.zeros((1, 2), np.float32)
-    found = run(loss_model(loss, [x], [t]), {"x0": x, "t0": t})
-    assert np.isfinite(found["loss"])
-    np.testing.assert_allclose(found["x0_grad"], [[1.0, -1.0]], rtol=1e-6)
+    outputs = run(loss_model(loss, [x], [t]), {"x0": x, "t0": t})
+    assert np.isfinite(outputs["loss"])
+    np.testing.assert_allclose(outputs["x0_grad"], [[1.0, -1.0]], rtol=1e-6)
 
 
 def test_triplet_of_equal_vectors_has_a_finite_gradient() -> None:
     x = normal(2, 3)
-    found = run(
+    outputs = run(
         loss_model(L.TripletMargin(eps=0.0), [x, x, x], []), dict.fromkeys(("x0", "x1", "x2"), x)
     )
-    assert found["loss"] == 1.0
-    assert np.all(found["x0_grad"] == 0.0)
+    assert outputs["loss"] == 1.0
+    assert np.all(outputs["x0_grad"] == 0.0)
 
 
 # Operators that fail on WebGPU, run on the CPU there, or are expanded to a form that overflows.

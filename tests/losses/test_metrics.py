@@ -41,16 +41,16 @@ def test_all_of_them_beside_cross_entropy(target: str) -> None:
     ]
     assert list(attached.metrics) == ["accuracy", "top_2", "perplexity"]
     labels = LABELS.astype(np.int32) if target == "webgpu" else LABELS
-    found = run(attached, x=X, labels=labels)
+    outputs = run(attached, x=X, labels=labels)
     best = LOGITS.argmax(1).numpy()
     two = LOGITS.topk(2, 1).indices.numpy()
-    assert found["accuracy"] == pytest.approx(np.mean(best == LABELS))
-    assert found["top_2"] == pytest.approx(np.mean(np.any(two == LABELS[:, None], 1)))
+    assert outputs["accuracy"] == pytest.approx(np.mean(best == LABELS))
+    assert outputs["top_2"] == pytest.approx(np.mean(np.any(two == LABELS[:, None], 1)))
     expected = F.cross_entropy(LOGITS, torch.tensor(LABELS)).exp()
-    assert found["perplexity"] == pytest.approx(expected.item(), rel=1e-5)
+    assert outputs["perplexity"] == pytest.approx(expected.item(), rel=1e-5)
     for name in attached.metrics:
-        assert found[name].shape == ()
-        assert found[name].dtype == np.float32
+        assert outputs[name].shape == ()
+        assert outputs[name].dtype == np.float32
 
 
 def test_language_model_with_padding() -> None:
@@ -62,21 +62,21 @@ def test_language_model_with_padding() -> None:
     x = rng.standard_normal((3, 4, 5)).astype(np.float32)
     labels = rng.integers(0, 5, (3, 4))
     labels[0] = 0
-    found = run(attached, x=x, labels=labels)
+    outputs = run(attached, x=x, labels=labels)
     y, t = torch.tanh(torch.tensor(x)).reshape(-1, 5), torch.tensor(labels).reshape(-1)
     counts = t != 0
-    assert found["accuracy"] == pytest.approx((y.argmax(1) == t)[counts].float().mean().item())
+    assert outputs["accuracy"] == pytest.approx((y.argmax(1) == t)[counts].float().mean().item())
     expected = F.cross_entropy(y, t, ignore_index=0).exp().item()
-    assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert outputs["perplexity"] == pytest.approx(expected, rel=1e-5)
     hits = (y.topk(2, 1).indices == t[:, None]).any(1)
-    assert found["top_2"] == pytest.approx(hits[counts].float().mean().item())
+    assert outputs["top_2"] == pytest.approx(hits[counts].float().mean().item())
 
 
 def test_images() -> None:
     attached = attach_loss(sequence(["b", 4, "h", "w"]), "cross_entropy", metrics=["accuracy"])
     x, labels = rng.standard_normal((2, 4, 3, 5)).astype(np.float32), rng.integers(0, 4, (2, 3, 5))
-    found = run(attached, x=x, labels=labels)
-    assert found["accuracy"] == pytest.approx(np.mean(x.argmax(1) == labels))
+    outputs = run(attached, x=x, labels=labels)
+    assert outputs["accuracy"] == pytest.approx(np.mean(x.argmax(1) == labels))
 
 
 @pytest.mark.parametrize(("loss", "threshold"), [("bce_with_logits", 0.0), ("bce", 0.5)])
@@ -85,30 +85,32 @@ def test_accuracy_beside_binary_losses(loss: str, threshold: float) -> None:
     x = rng.uniform(0.1, 2.0, (7, 3)).astype(np.float32) * (1 if loss == "bce" else -1)
     x[:3] *= 1 if loss == "bce" else -1
     t = rng.integers(0, 2, (7, 3)).astype(np.float32)
-    found = run(attached, x=x, target=t)
-    assert found["accuracy"] == pytest.approx(np.mean((np.tanh(x) > threshold) == (t > 0.5)))
+    outputs = run(attached, x=x, target=t)
+    assert outputs["accuracy"] == pytest.approx(np.mean((np.tanh(x) > threshold) == (t > 0.5)))
 
 
 def test_accuracy_with_probabilities_as_target() -> None:
     loss = L.CrossEntropy(probabilities=True)
     attached = attach_loss(classifier(), loss, metrics=["accuracy"])
     t = rng.uniform(0, 1, (6, 3)).astype(np.float32)
-    found = run(attached, x=X, target=t)
-    assert found["accuracy"] == pytest.approx(np.mean((X @ W1).argmax(1) == t.argmax(1)))
+    outputs = run(attached, x=X, target=t)
+    assert outputs["accuracy"] == pytest.approx(np.mean((X @ W1).argmax(1) == t.argmax(1)))
 
 
 def test_perplexity_beside_nll() -> None:
     attached = attach_loss(classifier(), "nll", metrics=["perplexity"])
-    found = run(attached, x=X * 0.1, labels=LABELS)
+    outputs = run(attached, x=X * 0.1, labels=LABELS)
     expected = F.nll_loss(torch.tensor(X * 0.1 @ W1), torch.tensor(LABELS)).exp().item()
-    assert found["perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert outputs["perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_mae_beside_mse() -> None:
     attached = attach_loss(classifier(), "mse", metrics=["mae", L.MAE(name="again")])
     t = rng.standard_normal((6, 3)).astype(np.float32)
-    found = run(attached, x=X, target=t)
-    assert found["mae"] == found["again"] == pytest.approx(np.mean(np.abs(X @ W1 - t)), rel=1e-5)
+    outputs = run(attached, x=X, target=t)
+    assert (
+        outputs["mae"] == outputs["again"] == pytest.approx(np.mean(np.abs(X @ W1 - t)), rel=1e-5)
+    )
 
 
 def test_nothing_counts() -> None:
@@ -124,9 +126,9 @@ def test_several_losses_need_a_word() -> None:
         attach_loss(two_heads(), terms, metrics=["accuracy"])
     metrics = [L.Accuracy(output="a", name="a_right"), L.Accuracy(output="b", name="b_right")]
     attached = attach_loss(two_heads(), terms, metrics=metrics)
-    found = run(attached, x=X, labels_1=LABELS, labels_2=LABELS % 2)
-    assert found["a_right"] == pytest.approx(np.mean((X @ W1).argmax(1) == LABELS))
-    assert found["b_right"] == pytest.approx(np.mean((X @ W2).argmax(1) == LABELS % 2))
+    outputs = run(attached, x=X, labels_1=LABELS, labels_2=LABELS % 2)
+    assert outputs["a_right"] == pytest.approx(np.mean((X @ W1).argmax(1) == LABELS))
+    assert outputs["b_right"] == pytest.approx(np.mean((X @ W2).argmax(1) == LABELS % 2))
 
 
 def test_beside_a_function() -> None:
@@ -138,9 +140,9 @@ def test_beside_a_function() -> None:
         return op.ReduceMax(logits, keepdims=0)
 
     attached = attach_loss(classifier(), loss, metrics=[L.Accuracy(target="y"), largest])
-    found = run(attached, x=X, y=LABELS)
-    assert found["accuracy"] == pytest.approx(np.mean((X @ W1).argmax(1) == LABELS))
-    assert found["largest"] == pytest.approx(np.max(X @ W1))
+    outputs = run(attached, x=X, y=LABELS)
+    assert outputs["accuracy"] == pytest.approx(np.mean((X @ W1).argmax(1) == LABELS))
+    assert outputs["largest"] == pytest.approx(np.max(X @ W1))
     with pytest.raises(PrepareError, match="what does 'accuracy' compare with"):
         attach_loss(classifier(), loss, metrics=["accuracy"])
 

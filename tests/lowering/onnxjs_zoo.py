@@ -64,14 +64,14 @@ def in_onnxjs(
         lowered[name] = Outcome("", nodes=len(small.graph.node))
         jobs.append(_job(folder / f"{name}-lowered.onnx", small, inputs))
     answers = iter(_run(jobs, folder / "jobs.json"))
-    found = {}
+    outcomes = {}
     for name, outputs in expected.items():
         first = _outcome(next(answers), outputs)
         second = lowered[name]
         if not second.status:
             second = _outcome(next(answers), outputs, second.nodes)
-        found[name] = (first, second)
-    return found
+        outcomes[name] = (first, second)
+    return outcomes
 
 
 def batch_of_one(model) -> dict[str, int]:

@@ -54,11 +54,11 @@ def outcomes(
     (folder / "pack.json").write_text(json.dumps(listing))
     run_pack(folder, runtime, folder / "results.json", python=python)
     results = read_results(folder / "results.json")["results"]
-    found = {}
+    pairs = {}
     for name in names:
         before, after = (results.get(f"{name} {how}") for how in ("as it is", "lowered"))
-        found[name] = (_words(before), failed.get(name) or _words(after))
-    return found
+        pairs[name] = (_words(before), failed.get(name) or _words(after))
+    return pairs
 
 
 def _entry(
@@ -95,12 +95,12 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     names = options.names or list(ZOO)
     with tempfile.TemporaryDirectory() as folder:
-        found = outcomes(options.runtime, options.python, names, Path(folder))
-    for name, (before, after) in found.items():
+        pairs = outcomes(options.runtime, options.python, names, Path(folder))
+    for name, (before, after) in pairs.items():
         print(f"{name:26} {before[:60]:60} {after[:200]}")
     for i, how in enumerate(("as it is", "lowered")):
-        print(how, dict(Counter(pair[i].partition(":")[0] for pair in found.values())))
-    return int(any(after.startswith("wrong") for _, after in found.values()))
+        print(how, dict(Counter(pair[i].partition(":")[0] for pair in pairs.values())))
+    return int(any(after.startswith("wrong") for _, after in pairs.values()))
 
 
 if __name__ == "__main__":

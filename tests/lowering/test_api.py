@@ -84,9 +84,9 @@ def test_compare_finds_the_first_tensor():
     b = onnx.ModelProto()
     b.CopyFrom(a)
     b.graph.node[0].op_type = "Add"
-    found = compare(a, b, {})
-    assert found.difference is not None
-    assert found.difference.startswith("tensor 'y0' is off by")
+    comparison = compare(a, b, {})
+    assert comparison.difference is not None
+    assert comparison.difference.startswith("tensor 'y0' is off by")
     assert compare(a, a, {}) == Comparison(None, "onnxruntime")
 
 
@@ -125,17 +125,17 @@ def test_dims_become_numbers():
 
 @pytest.mark.parametrize("name", profiles.names())
 def test_profiles_are_sound(name: str):
-    found = profiles.find(name)
-    assert found.name == name
-    assert found.opset[0] <= found.prefer <= found.opset[1]
+    profile = profiles.find(name)
+    assert profile.name == name
+    assert profile.opset[0] <= profile.prefer <= profile.opset[1]
     known = {s.name for s in onnx.defs.get_all_schemas_with_history() if s.domain == ""}
-    assert set(found.ops) <= known
+    assert set(profile.ops) <= known
 
 
 def test_check_names_the_nodes():
-    found = problems(load(model_of(Case("Gelu", (f(2, 3),)))), profiles.find("onnxjs-0.1.8-cpu"))
-    assert any("has no Gelu" in p.why and p.node == "node" for p in found)
-    assert any("opset 21" in p.why for p in found)
+    reported = problems(load(model_of(Case("Gelu", (f(2, 3),)))), profiles.find("onnxjs-0.1.8-cpu"))
+    assert any("has no Gelu" in p.why and p.node == "node" for p in reported)
+    assert any("opset 21" in p.why for p in reported)
 
 
 def test_bad_profile_file():
@@ -147,9 +147,9 @@ def test_reduced_build_config_round_trip():
     model = load(model_of(NORM))
     text = write_config(model)
     assert text == "ai.onnx;21;InstanceNormalization\n"
-    found = read_config('# comment\nai.onnx;13;Add{"inputs": {}},Mul\ncom.x;1;Foo\n', "my.config")
-    assert found.opset == (13, 13)
-    assert set(found.ops) == {"Add", "Mul"}
+    profile = read_config('# comment\nai.onnx;13;Add{"inputs": {}},Mul\ncom.x;1;Foo\n', "my.config")
+    assert profile.opset == (13, 13)
+    assert set(profile.ops) == {"Add", "Mul"}
     with pytest.raises(ProfileError, match="line 1: not an operator list"):
         read_config("Add,Mul\n", "bad.config")
 

@@ -13,8 +13,8 @@ from onnxtrain.lowering.registry import RULES, apply, rules_for
 
 from .cases import CASES
 from .single import OPSETS, everything_but, lacking, model_of
-from .test_symbolic import WANTS_CONSTANTS, cut, reshaped
 from .test_bool_as_int import FLOAT, LACKS, MASKS, model
+from .test_symbolic import WANTS_CONSTANTS, cut, reshaped
 
 
 def test_opsets():
@@ -36,10 +36,10 @@ def test_every_decomposition_is_used(monkeypatch: pytest.MonkeyPatch):
     used: Counter[str] = Counter()
 
     def watched(rule, op, node):
-        found = apply(rule, op, node)
-        if found is not None:
+        replacement = apply(rule, op, node)
+        if replacement is not None:
             used[rule.__name__] += 1
-        return found
+        return replacement
 
     monkeypatch.setattr(engine, "apply", watched)
     for case in CASES:

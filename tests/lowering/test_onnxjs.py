@@ -19,14 +19,14 @@ RUNS_AS_IT_IS = {"lenet_opset9", "lora", "mlp", "mlp_opset9", "ncf", "siren"}
 
 def test_zoo(tmp_path):
     """Every model that lowers to opset 7 is right there, and hardly one was before."""
-    found = onnxjs_zoo.in_onnxjs(ZOO, tmp_path)
-    lowered = {name: outcome for name, (_, outcome) in found.items()}
+    outcomes = onnxjs_zoo.in_onnxjs(ZOO, tmp_path)
+    lowered = {name: outcome for name, (_, outcome) in outcomes.items()}
     right = {n for n, outcome in lowered.items() if outcome.status == "right"}
     others = {n: o for n, o in lowered.items() if n not in right}
     assert set(others) == NOT_THERE, others
     assert {o.status for o in others.values()} == {"not lowered"}
     assert len(right) >= max(15, 0.85 * (len(ZOO) - len(NOT_THERE)))
-    originals = {name: outcome for name, (outcome, _) in found.items()}
+    originals = {name: outcome for name, (outcome, _) in outcomes.items()}
     accepted = {n: o.status for n, o in originals.items() if o.status != "refused"}
     assert accepted == dict.fromkeys(RUNS_AS_IT_IS, "right")
 

@@ -39,9 +39,9 @@ def test_no_float_tensor_leaves_a_gpu(name: str, fixed: bool) -> None:
     options = {**options, "dims": {"batch": 8}} if fixed else options
     built = build(model(), loss="cross_entropy", metrics=["accuracy"], target="webgpu", **options)
     for role in ("train", "optimizer", "step", "eval"):
-        found = nodes_off_gpu(built.models[role])
-        assert [str(x) for x in found if x.moved] == []
-        assert [str(x) for x in found if fixed] == []
+        nodes = nodes_off_gpu(built.models[role])
+        assert [str(x) for x in nodes if x.moved] == []
+        assert [str(x) for x in nodes if fixed] == []
 
 
 def test_the_report_names_node_operator_and_reason() -> None:
@@ -50,14 +50,14 @@ def test_the_report_names_node_operator_and_reason() -> None:
     y = op.Sign(op.Max(x, 0.0))
     n = op.Reshape(op.Cast(op.Size(y), to=ir.DataType.FLOAT), op.const([]))
     model = finished(op, y=y, n=n)
-    found = nodes_off_gpu(model)
-    assert [(x.op_type, x.moved) for x in found] == [
+    nodes = nodes_off_gpu(model)
+    assert [(x.op_type, x.moved) for x in nodes] == [
         ("Max", ("x", "Max")),
         ("Sign", ("Max", "y")),
         ("Cast", ()),
     ]
-    assert str(found[1]) == "Sign: Sign: ort-webgpu-native has no Sign; moves Max, y"
-    assert "no int64 in Cast" in str(found[2])
+    assert str(nodes[1]) == "Sign: Sign: ort-webgpu-native has no Sign; moves Max, y"
+    assert "no int64 in Cast" in str(nodes[2])
     assert nodes_off_gpu(model, "cuda") == []
     with pytest.raises(LoweringError, match="'cpu' has no GPU"):
         nodes_off_gpu(model, "cpu")

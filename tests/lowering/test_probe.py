@@ -76,22 +76,22 @@ def test_onnxruntime(in_onnxruntime):
 
 
 def test_profile(in_onnxruntime):
-    found = profile_of(in_onnxruntime, "mine")
-    assert found["ops"]["Relu"]["since"] == [6, 13, 14]
-    assert found["probed"]
-    assert any(q.startswith("Sin: ") for q in found["quirks"])
-    assert "Sin" not in found["ops"]  # right in some types and ranks, but who knows in which
-    again = profiles.parse(json.loads(text_of(found)))
+    profile = profile_of(in_onnxruntime, "mine")
+    assert profile["ops"]["Relu"]["since"] == [6, 13, 14]
+    assert profile["probed"]
+    assert any(q.startswith("Sin: ") for q in profile["quirks"])
+    assert "Sin" not in profile["ops"]  # right in some types and ranks, but who knows in which
+    again = profiles.parse(json.loads(text_of(profile)))
     assert again.name == "mine"
     assert "batch" not in again.ops["Conv"]
 
 
 def test_profile_keeps_what_its_base_says_of_the_rest(in_onnxruntime):
     base = profiles.parse({"name": "b", "ops": {"Cos": {}, "Relu": {}}, "control_flow": ["If"]})
-    found = profile_of(in_onnxruntime, "mine", base)
-    assert found["ops"]["Cos"] == {}
-    assert found["comments"]["Cos"] == "not probed"
-    assert found["control_flow"] == ["If"]
+    profile = profile_of(in_onnxruntime, "mine", base)
+    assert profile["ops"]["Cos"] == {}
+    assert profile["comments"]["Cos"] == "not probed"
+    assert profile["control_flow"] == ["If"]
 
 
 @pytest.mark.skipif(bool(onnxjs_zoo.why_not()), reason=onnxjs_zoo.why_not())
@@ -106,10 +106,10 @@ def test_convolution_of_onnxjs_is_found_wrong_for_two_pictures(pack, tmp_path):
     assert states["conv_2d_batch1@7"] == "right"
     assert states["conv_2d_batch2@7"] == "wrong"
     assert states["conv_1d_batch1@7"] == "refused"
-    found = profile_of(results, "onnxjs")
-    assert found["ops"]["Conv"]["batch"] == 1
-    assert 3 not in found["ops"]["Conv"]["ranks"]
-    assert any(q.startswith("Conv: wrong for batch above 1") for q in found["quirks"])
+    profile = profile_of(results, "onnxjs")
+    assert profile["ops"]["Conv"]["batch"] == 1
+    assert 3 not in profile["ops"]["Conv"]["ranks"]
+    assert any(q.startswith("Conv: wrong for batch above 1") for q in profile["quirks"])
 
 
 def test_crash_costs_one_node(pack, tmp_path):
@@ -127,9 +127,9 @@ def test_crash_costs_one_node(pack, tmp_path):
     python = sys.executable
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([python, script, "tract", "-o", output], check=True, env=environment)
-    found = read_results(output)["results"]
-    assert {r["status"] for k, r in found.items() if "relu" in k} == {"crashed"}
-    assert {r["message"] for k, r in found.items() if "relu" not in k} == {"no"}
+    results = read_results(output)["results"]
+    assert {r["status"] for k, r in results.items() if "relu" in k} == {"crashed"}
+    assert {r["message"] for k, r in results.items() if "relu" not in k} == {"no"}
     with pytest.raises(ProbeError, match="nothing was right"):
         profile_of(read_results(output), "none")
 
@@ -176,9 +176,9 @@ def test_wrong_numbers_are_not_blamed_on_the_rank_of_another_node():
     others = {"celu@12": {**right, "rank": 4}, "celu_both_sides@12": {**wrong, "rank": 2}}
     assert study("Celu", others, lenient=False, every_type=[]).versions == []
     same = {"celu_4d@12": {**right, "rank": 4}, "celu_2d@12": {**wrong, "rank": 2}}
-    found = study("Celu", same, lenient=False, every_type=[])
-    assert found.versions == [12]
-    assert 2 not in found.limits["ranks"]
+    studied = study("Celu", same, lenient=False, every_type=[])
+    assert studied.versions == [12]
+    assert 2 not in studied.limits["ranks"]
 
 
 @pytest.mark.parametrize(

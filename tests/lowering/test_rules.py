@@ -60,8 +60,8 @@ def _lowered_or_refused(model, profile, opset: int):
         return None
 
 
-def _same(expected, found, tol: float) -> None:
-    for a, b in zip(expected, found, strict=True):
+def _same(expected, actual, tol: float) -> None:
+    for a, b in zip(expected, actual, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         with warnings.catch_warnings():

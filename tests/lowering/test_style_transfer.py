@@ -29,8 +29,8 @@ def example():
     before = {name: sys.modules.pop(name, None) for name in MODULES}
     sys.path.insert(0, str(FOLDER))
     try:
-        found: dict[str, ModuleType] = {name: importlib.import_module(name) for name in MODULES}
-        yield SimpleNamespace(**found)
+        modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in MODULES}
+        yield SimpleNamespace(**modules)
     finally:
         sys.path.remove(str(FOLDER))
         for name, module in before.items():
@@ -91,13 +91,13 @@ def test_loss_and_steps_are_torchs(example, tiny):
         loss, content, style = ours(torch.from_numpy(image))
         loss.backward()
         descent.step()
-        found = trainer.step(image)
+        outcome = trainer.step(image)
         # Where a gradient is about 0, Adam's first steps follow its rounding.
-        assert found.loss == pytest.approx(loss.item(), rel=1e-5 if step == 0 else 2e-2)
+        assert outcome.loss == pytest.approx(loss.item(), rel=1e-5 if step == 0 else 2e-2)
         if step == 0:
-            assert found.metrics["content"] == pytest.approx(content.item(), rel=1e-5)
-            assert found.metrics["style"] == pytest.approx(style.item(), rel=1e-5)
-        losses.append(found.loss)
+            assert outcome.metrics["content"] == pytest.approx(content.item(), rel=1e-5)
+            assert outcome.metrics["style"] == pytest.approx(style.item(), rel=1e-5)
+        losses.append(outcome.loss)
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -130,11 +130,11 @@ def test_vgg16_weights(example, tmp_path):
     assert wanted.taps == [3, 8, 15, 22]
     state = {f"features.{n}": v for n, v in wanted.features.state_dict().items()}
     torch.save({**state, "classifier.0.bias": torch.zeros(3)}, tmp_path / "vgg16.pth")
-    found = example.features.load_vgg16(tmp_path / "vgg16.pth")
+    loaded = example.features.load_vgg16(tmp_path / "vgg16.pth")
     image = torch.rand(1, 3, 16, 16) * 255
-    for a, b in zip(found(image), wanted(image), strict=True):
+    for a, b in zip(loaded(image), wanted(image), strict=True):
         assert torch.equal(a, b)
-    assert not any(p.requires_grad for p in found.parameters())
+    assert not any(p.requires_grad for p in loaded.parameters())
 
 
 def test_lowering_leaves_fewer_kinds_of_operators(forms):
@@ -209,5 +209,5 @@ def test_every_way_to_write_an_operator_is_right(example):
     for texts, wanted in zip(groups, ways.expected(x), strict=True):
         for name, text in texts.items():
             session = onnxruntime.InferenceSession(ways.model(text).SerializeToString())
-            (found,) = session.run(None, {"x": x})
-            np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=name)
+            (actual,) = session.run(None, {"x": x})
+            np.testing.assert_allclose(actual, wanted, atol=1e-4, err_msg=name)

@@ -116,9 +116,9 @@ def _in_onnxjs(names: list[str]) -> dict[str, Result]:
     """What becomes of the models in real onnxjs, at batch 1."""
     status = {"right": "ok", "wrong": "WRONG", "refused": "refused", "not lowered": "refused"}
     with tempfile.TemporaryDirectory() as folder:
-        found = in_onnxjs(names, Path(folder), verify=True)
+        outcomes = in_onnxjs(names, Path(folder), verify=True)
     results = {}
-    for name, (_, outcome) in found.items():
+    for name, (_, outcome) in outcomes.items():
         lines = [line.strip() for line in outcome.note.splitlines()[:3]]
         results[name] = Result(status[outcome.status], outcome.nodes, " / ".join(lines))
     return results

@@ -74,25 +74,29 @@ def check(case: Case) -> Verdict:
         return Verdict(case.name, case.op, SKIPPED, str(error))
     runs, why = _forward(case)
     deviates = runs is not None and not agrees(case, runs)
-    found = _attempt(case, case.proto(), truth, in_double=not deviates)
-    if found.outcome == REFUSED and len(truth.derivatives) > 1:
-        found = _without_refused_inputs(case, truth, found)
-    if found.reason.startswith("refused") and (integers := _integer_inputs(case)):
+    verdict = _attempt(case, case.proto(), truth, in_double=not deviates)
+    if verdict.outcome == REFUSED and len(truth.derivatives) > 1:
+        verdict = _without_refused_inputs(case, truth, verdict)
+    if verdict.reason.startswith("refused") and (integers := _integer_inputs(case)):
         # Real models have axes, pads and the like as constants; node cases pass them in.
         bound = _attempt(case, _bind(case, integers), truth)
         if bound.outcome in (PASSED, FAILED):
-            found = replace(bound, remarks=(f"with {', '.join(integers)} constant",))
-    if found.outcome == FAILED and deviates:
+            verdict = replace(bound, remarks=(f"with {', '.join(integers)} constant",))
+    if verdict.outcome == FAILED and deviates:
         try:
             actual = _attempt(case, case.proto(), differences(case, of_runtime=True))
         except UnstableError:
-            actual = found
+            actual = verdict
         if actual.outcome == PASSED:
             remark = "the gradient of what onnxruntime computes, which is not what onnx expects"
-            found = replace(actual, remarks=(remark,))
-    if found.outcome in (REFUSED, ERROR) and runs is None and found.reason.startswith(_EXPECTED):
-        return replace(found, outcome=SKIPPED, reason=why, stable=False)
-    return found
+            verdict = replace(actual, remarks=(remark,))
+    if (
+        verdict.outcome in (REFUSED, ERROR)
+        and runs is None
+        and verdict.reason.startswith(_EXPECTED)
+    ):
+        return replace(verdict, outcome=SKIPPED, reason=why, stable=False)
+    return verdict
 
 
 _EXPECTED = ("refused", "run")
@@ -109,15 +113,15 @@ def _without_refused_inputs(case: Case, truth: Differences, refused: Verdict) ->
         kept[name] = derivative
     if not kept:
         return refused
-    found = _attempt(case, case.proto(), replace(truth, derivatives=kept))
+    verdict = _attempt(case, case.proto(), replace(truth, derivatives=kept))
     denied = sorted(truth.derivatives.keys() - kept.keys())
-    if found.outcome != PASSED:
-        return found
+    if verdict.outcome != PASSED:
+        return verdict
     if not case.standard_says_no.issuperset(denied):
         passed = f"{', '.join(kept)} passed, but {', '.join(denied)}"
         return replace(refused, reason=f"{passed} {refused.reason}")
     remark = f"{', '.join(denied)} refused, and not differentiable by the standard"
-    return replace(found, remarks=(remark,))
+    return replace(verdict, remarks=(remark,))
 
 
 def _forward(case: Case) -> tuple[list[np.ndarray] | None, str]:

@@ -84,12 +84,12 @@ def differences(case: Case, *, of_runtime: bool = False) -> Differences:
         if not of_runtime and name.startswith("reference") and _differs_nearby(case, run):
             reasons.append(f"{name}: not the expected outputs near the case's data")
             continue
-        found = _at_points(case, run, name, step, tolerance)
-        if found.derivatives and (best is None or len(found.left_out) < len(best.left_out)):
-            best = found
+        measured = _at_points(case, run, name, step, tolerance)
+        if measured.derivatives and (best is None or len(measured.left_out) < len(best.left_out)):
+            best = measured
         if best is not None and not best.left_out:
             break
-        reasons += [f"{name}: {why}" for why in found.left_out.values()]
+        reasons += [f"{name}: {why}" for why in measured.left_out.values()]
     if best is None:
         raise UnstableError(_category(reasons))
     return best

@@ -63,8 +63,8 @@ def text(verdicts: Sequence[Verdict]) -> str:
     lines += ["| operator | cases | stable | passed | failed | refused | error | skipped |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     by_op = sorted(verdicts, key=lambda v: (v.op, v.name))
-    for op, found in groupby(by_op, key=lambda v: v.op):
-        lines.append(_row(op, list(found)))
+    for op, group in groupby(by_op, key=lambda v: v.op):
+        lines.append(_row(op, list(group)))
     for outcome, title in (
         (FAILED, "Failed"),
         (ERROR, "Errors"),
@@ -90,11 +90,11 @@ def _left_out(verdict: Verdict) -> list[str]:
     return [f"{name}: {why.split(':')[0]}" for name, why in sorted(verdict.left_out.items())]
 
 
-def _row(op: str, found: list[Verdict]) -> str:
-    total = Counter(v.outcome for v in found)
-    why = Counter(v.reason.split(":")[0] for v in found if v.outcome == SKIPPED)
+def _row(op: str, verdicts: list[Verdict]) -> str:
+    total = Counter(v.outcome for v in verdicts)
+    why = Counter(v.reason.split(":")[0] for v in verdicts if v.outcome == SKIPPED)
     skipped = ", ".join(f"{n} {reason}" for reason, n in sorted(why.items()))
-    cells = [op, len(found), sum(v.stable for v in found)]
+    cells = [op, len(verdicts), sum(v.stable for v in verdicts)]
     cells += [total[PASSED], total[FAILED] or "", total[REFUSED] or "", total[ERROR] or "", skipped]
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 

@@ -22,12 +22,12 @@ def verdicts(cases: Sequence[Case], jobs: int = 1) -> list[Verdict]:
     """The verdict on every case, in name order, whatever the number of processes."""
     work = groups(cases)
     if jobs <= 1:
-        found = [check_group(group) for group in work]
+        checked = [check_group(group) for group in work]
     else:
         context = multiprocessing.get_context("spawn")
         with context.Pool(jobs, initializer=_quiet) as pool:
-            found = pool.map(check_group, work, chunksize=4)
-    return sorted((v for group in found for v in group), key=lambda v: v.name)
+            checked = pool.map(check_group, work, chunksize=4)
+    return sorted((v for group in checked for v in group), key=lambda v: v.name)
 
 
 def _quiet() -> None:
@@ -55,16 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = [case for case in cases if case.op == chosen.op]
     if chosen.case:
         cases = [case for case in cases if chosen.case in case.name]
-    found = verdicts(cases, chosen.jobs)
+    checked = verdicts(cases, chosen.jobs)
     shown = (FAILED, ERROR, REFUSED) + ((SKIPPED, PASSED) if chosen.all else ())
-    for verdict in found:
+    for verdict in checked:
         if verdict.outcome in shown:
             print(f"{verdict.outcome:8}{verdict.name} [{verdict.op}] {verdict.reason}")
-    print(report.counts(found))
+    print(report.counts(checked))
     if chosen.write_exceptions and not some:
-        save_exceptions(found)
+        save_exceptions(checked)
     if chosen.write and not some:
-        print(f"wrote {report.write(found)}")
-    problems = compare(found, load_exceptions())
+        print(f"wrote {report.write(checked)}")
+    problems = compare(checked, load_exceptions())
     print(f"{len(problems)} contradict the exception list")
     return 1 if problems else 0

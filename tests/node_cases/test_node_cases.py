@@ -37,23 +37,23 @@ def broad(cases: list[Case]) -> list[Case]:
 def test_some_cases_of_every_operator(cases):
     chosen = broad(cases)
     assert len(chosen) >= 250
-    found = verdicts(chosen)
-    assert sum(v.stable for v in found) >= 200
-    assert not compare(found, load_exceptions())
+    checked = verdicts(chosen)
+    assert sum(v.stable for v in checked) >= 200
+    assert not compare(checked, load_exceptions())
 
 
 @pytest.mark.full
 def test_all_cases(cases):
-    found = verdicts(cases, jobs=2)
-    stable = sum(v.stable for v in found)
-    passed = sum(v.outcome == check.PASSED for v in found)
-    assert [f"{v.name}: {v.reason}" for v in found if v.outcome == check.FAILED] == []
-    assert compare(found, load_exceptions()) == []
+    checked = verdicts(cases, jobs=2)
+    stable = sum(v.stable for v in checked)
+    passed = sum(v.outcome == check.PASSED for v in checked)
+    assert [f"{v.name}: {v.reason}" for v in checked if v.outcome == check.FAILED] == []
+    assert compare(checked, load_exceptions()) == []
     assert stable >= 950
     assert passed >= 0.97 * stable
     page = report.PATH.read_text(encoding="utf-8")
     if report.versions() in page:
-        assert page == report.text(found), "out of date: python -m tests.node_cases --write"
+        assert page == report.text(checked), "out of date: python -m tests.node_cases --write"
 
 
 def test_listed_exceptions_exist_and_have_reasons(cases):
@@ -131,11 +131,11 @@ def test_the_same_cases_every_time(cases):
 
 
 def test_the_table_is_sorted_and_complete():
-    found = [
+    checked = [
         check.Verdict("test_b", "B", check.PASSED, stable=True),
         check.Verdict("test_a", "A", check.SKIPPED, "random: Dropout"),
     ]
-    text = report.text(found)
+    text = report.text(checked)
     assert "2 cases of 2 operators: 1 have a stable difference" in text
     assert text.index("| A |") < text.index("| B |")
     assert "- **A**, random: Dropout: a" in text

@@ -100,13 +100,13 @@ def torch_lrs(make: Callable, steps: int) -> list[float]:
         # SequentialLR passes an argument that torch itself calls deprecated.
         warnings.simplefilter("ignore", UserWarning)
         scheduler = make(optimizer)
-        found = []
+        rates = []
         for step in range(steps):
-            found.append(optimizer.param_groups[0]["lr"])
+            rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             if step + 1 < steps:
                 scheduler.step()
-    return found
+    return rates
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -42,12 +42,12 @@ def check(net: nn.Module, x: torch.Tensor, labels: torch.Tensor, **options) -> o
     artifacts = build(model, loss=loss, optimizer=optim.SGD(lr=1.0), **options)
     trainer = Trainer(artifacts, threads=1)
     before = {n: np.array(v) for n, v in trainer.parameters.items()}
-    found = trainer.step(x.numpy(), labels.numpy()).loss
+    actual = trainer.step(x.numpy(), labels.numpy()).loss
     exact = copy.deepcopy(net).double()
     scores = exact(x.double())
     expected = nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=0)
     expected.backward()
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    assert actual == pytest.approx(expected.item(), rel=1e-5)
     for name, p in exact.named_parameters():
         assert p.grad is not None
         gradient = before[name] - trainer.parameters[name]

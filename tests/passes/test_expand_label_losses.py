@@ -124,9 +124,9 @@ def test_probabilities_in_place_of_logarithms(loss: Loss, scale: float) -> None:
     assert "Exp" not in kinds
     assert "Softmax" not in [n.op_type for n in plain.graph]
     names = ["loss", "x_grad"]
-    found, expected = (session_of(ir.to_proto(m)).run(names, feeds) for m in (quick, plain))
-    np.testing.assert_allclose(found[0], expected[0], rtol=2e-6)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
+    actual, expected = (session_of(ir.to_proto(m)).run(names, feeds) for m in (quick, plain))
+    np.testing.assert_allclose(actual[0], expected[0], rtol=2e-6)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("all_wide")
@@ -135,6 +135,6 @@ def test_probabilities_in_place_of_logarithms(loss: Loss, scale: float) -> None:
 def test_scores_that_are_infinite_or_no_numbers(odd: float, label: int) -> None:
     feeds = {"x": np.array([[odd, 0, 1, 2]], np.float32), "labels": np.array([label])}
     models = (gradient_model(CrossEntropy(ignore_index=None), t) for t in ("cpu", "cuda"))
-    found, expected = (session_of(ir.to_proto(m)).run(["loss", "x_grad"], feeds) for m in models)
-    for a, b in zip(found, expected, strict=True):
+    actual, expected = (session_of(ir.to_proto(m)).run(["loss", "x_grad"], feeds) for m in models)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)

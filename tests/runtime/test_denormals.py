@@ -31,16 +31,16 @@ def test_every_session_flushes_and_the_caller_does_not() -> None:
 
 def test_another_thread_flushes_too() -> None:
     session = runtime.create(_doubling(), threads=1)
-    found: list[bool] = []
+    nonzero: list[bool] = []
 
     def work() -> None:
-        found.append(bool(runtime.run(session, None, {"x": TINY})[0].any()))
-        found.append(bool((TINY * np.float32(2)).all()))
+        nonzero.append(bool(runtime.run(session, None, {"x": TINY})[0].any()))
+        nonzero.append(bool((TINY * np.float32(2)).all()))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [False, True]
+    assert nonzero == [False, True]
 
 
 def test_the_mode_ends_with_its_context() -> None:

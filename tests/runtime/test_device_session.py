@@ -59,9 +59,9 @@ def test_free_sizes_and_bodies_stand_against_a_recording() -> None:
 
 
 def test_placement_counts_nodes() -> None:
-    found = placement(made().source("step"), device="cpu")
-    assert found.counts["CPUExecutionProvider"] > 10
-    assert found.clean
+    placed = placement(made().source("step"), device="cpu")
+    assert placed.counts["CPUExecutionProvider"] > 10
+    assert placed.clean
 
 
 def test_placement_on_a_device_that_is_not_there() -> None:

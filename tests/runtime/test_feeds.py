@@ -23,9 +23,9 @@ def test_known_forms_are_passed_on_as_they_are() -> None:
     feeder = Feeder(SPECS)
     feeder(batch(4), {})
     x, y = batch(4)
-    found = feeder((x, y), {})
-    assert found["x"] is x
-    assert found["y"] is y
+    feeds = feeder((x, y), {})
+    assert feeds["x"] is x
+    assert feeds["y"] is y
 
 
 def test_after_a_known_form_others_are_converted() -> None:
@@ -34,9 +34,9 @@ def test_after_a_known_form_others_are_converted() -> None:
     x, y = batch(4)
     turned = np.ones((3, 4), np.float32).T
     for given in ((turned, y), (x.astype(np.float64), y), (x.tolist(), y.tolist())):
-        found = feeder(given, {})
-        assert found["x"].flags.c_contiguous
-        assert (found["x"].dtype, found["x"].shape) == (np.float32, (4, 3))
+        feeds = feeder(given, {})
+        assert feeds["x"].flags.c_contiguous
+        assert (feeds["x"].dtype, feeds["x"].shape) == (np.float32, (4, 3))
     assert feeder((), {"x": x, "y": y})["x"].shape == (4, 3)
     assert feeder(batch(5), {})["x"].shape == (5, 3)
 

@@ -35,9 +35,9 @@ def test_linear_regression_finds_the_minimum():
         optimizer="sgd", learning_rate=0.1, batch_size=300, max_iter=300, tol=None, random_state=0
     ).fit(X, Y)
     exact = np.linalg.lstsq(np.c_[X, np.ones(300)], Y, rcond=None)[0]
-    found = model.parameters_
-    np.testing.assert_allclose(found["coefs.0"].ravel(), exact[:-1], rtol=1e-4)
-    np.testing.assert_allclose(found["intercepts.0"], exact[-1:], atol=1e-4)
+    parameters = model.parameters_
+    np.testing.assert_allclose(parameters["coefs.0"].ravel(), exact[:-1], rtol=1e-4)
+    np.testing.assert_allclose(parameters["intercepts.0"], exact[-1:], atol=1e-4)
     np.testing.assert_allclose(run(model.to_onnx(), X)[0].ravel(), model.predict(X), atol=1e-5)
     assert len(model.loss_curve_) == model.n_iter_ == 300
     assert model.score(X, Y) > 0.99

@@ -81,7 +81,7 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(case, activation):
     epoch = epoch_model(base, function, SGD(), names, chosen_by_user=True)
     session = runtime.create(epoch.model.SerializeToString(), threads=1)
     labels = y.astype(np.int64) if columns == 3 else target.astype(np.float32)
-    *found, losses = runtime.run(
+    *updated, losses = runtime.run(
         session,
         None,
         {
@@ -97,7 +97,7 @@ def test_mlp_gradients_equal_back_propagation_of_sklearn(case, activation):
     )
     # With a learning rate of 1 the step of plain descent is the gradient.
     gradients = {
-        n: weights[n].astype(np.float64) - a for n, a in zip(epoch.parameters, found, strict=True)
+        n: weights[n].astype(np.float64) - a for n, a in zip(epoch.parameters, updated, strict=True)
     }
     assert losses[0] == pytest.approx(loss, rel=1e-5)
     for i in range(depth):

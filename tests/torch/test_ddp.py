@@ -45,7 +45,7 @@ def test_two_processes_equal_one_and_go_on_after_a_death(
     again = run("--epochs", 3, "--checkpoint", kept, "--losses", two)
     assert again.returncode == 0, again.stderr
     assert "resumed after epoch 2" in again.stdout
-    wanted, found = json.loads(one.read_text()), json.loads(two.read_text())
+    wanted, actual = json.loads(one.read_text()), json.loads(two.read_text())
     assert len(wanted) == 15
-    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert wanted[-1] < 0.7 * wanted[0]

@@ -36,5 +36,5 @@ def test_python_and_javascript_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         [node, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert found["last"] < 0.8 * found["first"]
+    losses = json.loads(done.stdout.strip().splitlines()[-1])
+    assert losses["last"] < 0.8 * losses["first"]

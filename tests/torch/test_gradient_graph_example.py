@@ -21,9 +21,9 @@ def example() -> dict:
 
 @pytest.mark.parametrize(("model", "accuracy"), [("mymodel", 0.8), ("mnist", 0.9)])
 def test_example_learns(example: dict, model: str, accuracy: float, tmp_path: Path) -> None:
-    found = example["main"](["--model", model, "--epochs", "3", "--out", str(tmp_path)])
-    assert found["last"] < 0.8 * found["first"]
-    assert found["accuracy"] > accuracy
+    report = example["main"](["--model", model, "--epochs", "3", "--out", str(tmp_path)])
+    assert report["last"] < 0.8 * report["first"]
+    assert report["accuracy"] > accuracy
     for name in ("gradient_graph.onnx", "optimizer_graph.onnx"):
         graph = onnx.load(tmp_path / model / name)
         assert [(o.domain, o.version) for o in graph.opset_import] == [("", 21)]

@@ -86,8 +86,8 @@ def test_later_form_follows_torch(tmp_path: Path) -> None:
     torch.testing.assert_close(scores, theirs(x).detach(), rtol=1e-3, atol=1e-4)
     ours.save_as_onnx(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
-    found = session.run(["scores"], {"x": x.numpy(), "label": label.numpy()})[0]
-    np.testing.assert_allclose(found, scores.numpy(), rtol=1e-4, atol=1e-5)
+    actual = session.run(["scores"], {"x": x.numpy(), "label": label.numpy()})[0]
+    np.testing.assert_allclose(actual, scores.numpy(), rtol=1e-4, atol=1e-5)
     ours.save_checkpoint(tmp_path / "c.safetensors", {"epoch": 3})
     kept = {n: t.clone() for n, t in ours.state_dict().items()}
     ours.train_step(x, label)
@@ -185,11 +185,11 @@ def test_lamb_and_mixed_precision() -> None:
 )
 def test_schedules(schedule, wanted: list[float]) -> None:
     config = optim.SGDConfig(lr=2.0)
-    found = [
+    rates = [
         schedule.get_lr(SimpleNamespace(optimizer_config=config, optimization_step=step))[0]
         for step in (0, 1, 2, 6)
     ]
-    assert found == pytest.approx([2.0 * w for w in wanted])
+    assert rates == pytest.approx([2.0 * w for w in wanted])
 
 
 def test_wrong_settings_are_refused() -> None:

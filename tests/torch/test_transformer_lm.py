@@ -24,9 +24,9 @@ def test_perplexities_agree_with_torch(optimizer: str, epochs: int, tmp_path: Pa
     given = ["--twin", "--dropout", "0", "--threads", "1", "--size", "32", "--out", str(tmp_path)]
     options = example["arguments"]([*given, "--optimizer", optimizer, "--epochs", str(epochs)])
     unigram = example["unigram_perplexity"](example["read"](None))
-    found = example["run"](options)
-    assert found["onnxtrain"] == pytest.approx(found["torch"], rel=0.01)
-    assert found["onnxtrain"][-1] < 0.5 * unigram
+    perplexities = example["run"](options)
+    assert perplexities["onnxtrain"] == pytest.approx(perplexities["torch"], rel=0.01)
+    assert perplexities["onnxtrain"][-1] < 0.5 * unigram
     onnx.checker.check_model(onnx.load(tmp_path / "best.onnx"))
 
 
@@ -35,5 +35,7 @@ def test_perplexities_agree_with_torch(optimizer: str, epochs: int, tmp_path: Pa
 def test_dropout_and_lamb_learn_too(optimizer: str, tmp_path: Path) -> None:
     example = runpy.run_path(str(SCRIPT))
     given = ["--threads", "1", "--size", "32", "--epochs", "1", "--out", str(tmp_path)]
-    found = example["run"](example["arguments"]([*given, "--optimizer", optimizer]))
-    assert found["onnxtrain"][-1] < 0.6 * example["unigram_perplexity"](example["read"](None))
+    perplexities = example["run"](example["arguments"]([*given, "--optimizer", optimizer]))
+    assert perplexities["onnxtrain"][-1] < 0.6 * example["unigram_perplexity"](
+        example["read"](None)
+    )

@@ -60,15 +60,15 @@ def test_every_form_of_data_gives_the_same_run(artifacts: Artifacts) -> None:
     named = [{"labels": b, "x": a} for a, b in batches]
     tensors = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(labels))
     loader = torch.utils.data.DataLoader(tensors, batch_size=8)
-    found = []
+    runs = []
     for given in (
         (x, labels), {"x": x, "labels": labels}, batches, named, loader,
         lambda epoch: iter(batches), (torch.from_numpy(x), torch.from_numpy(labels)),
     ):  # fmt: skip
         history = quiet(Trainer(artifacts), given, 2, batch_size=8, shuffle=False)
         assert len(history.steps) == 10
-        found.append(history.losses)
-    assert all(losses_ == found[0] for losses_ in found)
+        runs.append(history.losses)
+    assert all(losses_ == runs[0] for losses_ in runs)
 
 
 def test_a_loader_with_a_generator_is_seeded(artifacts: Artifacts) -> None:
@@ -134,17 +134,17 @@ def test_learning(artifacts: Artifacts) -> None:
     assert history.epochs[-1]["val_accuracy"] > 0.9 > history.epochs[0]["val_accuracy"]
     assert history.best is not None
     assert history.best["val_loss"] == min(r["val_loss"] for r in history.epochs)
-    found = trainer.evaluate(data(200, seed=1))
-    assert float(found) == pytest.approx(history.epochs[-1]["val_loss"])
-    assert found.metrics["accuracy"] == pytest.approx(history.epochs[-1]["val_accuracy"])
+    evaluation = trainer.evaluate(data(200, seed=1))
+    assert float(evaluation) == pytest.approx(history.epochs[-1]["val_loss"])
+    assert evaluation.metrics["accuracy"] == pytest.approx(history.epochs[-1]["val_accuracy"])
 
 
 def test_means_are_over_samples(artifacts: Artifacts) -> None:
     trainer = Trainer(artifacts)
     x, labels = data(10)
-    found = trainer.evaluate((x, labels), batch_size=4)
-    assert found.samples == 10
-    assert found.loss == pytest.approx(trainer.evaluate_batch(x, labels).loss, rel=1e-5)
+    evaluation = trainer.evaluate((x, labels), batch_size=4)
+    assert evaluation.samples == 10
+    assert evaluation.loss == pytest.approx(trainer.evaluate_batch(x, labels).loss, rel=1e-5)
     with pytest.raises(ShapeError, match="nothing to evaluate on"):
         trainer.evaluate([])
 
@@ -152,8 +152,8 @@ def test_means_are_over_samples(artifacts: Artifacts) -> None:
 def test_perplexity_is_averaged_by_its_logarithm() -> None:
     trainer = Trainer(made(metrics=["perplexity"]))
     x, labels = data(10)
-    found = trainer.evaluate((x, labels), batch_size=4)
-    assert found.metrics["perplexity"] == pytest.approx(np.exp(found.loss), rel=1e-5)
+    evaluation = trainer.evaluate((x, labels), batch_size=4)
+    assert evaluation.metrics["perplexity"] == pytest.approx(np.exp(evaluation.loss), rel=1e-5)
 
 
 def test_schedules(artifacts: Artifacts) -> None:
@@ -243,9 +243,9 @@ def test_records(artifacts: Artifacts, tmp_path: Path) -> None:
     names = sorted(p.name for p in (folder / "checkpoints").iterdir())
     assert names == ["best.safetensors", "step-000000003.safetensors", "step-000000006.safetensors"]
     (events,) = (folder / "events").iterdir()
-    found = read_events(events.read_bytes())
-    assert [(s, t) for s, t, _ in found][:2] == [(1, "step/lr"), (1, "step/loss")]
-    values = [v for _, t, v in found if t == "step/loss"]
+    records = read_events(events.read_bytes())
+    assert [(s, t) for s, t, _ in records][:2] == [(1, "step/lr"), (1, "step/loss")]
+    values = [v for _, t, v in records if t == "step/loss"]
     assert values == pytest.approx(history.losses)
 
 
@@ -256,7 +256,7 @@ def read_events(content: bytes) -> list[tuple[int, str, float]]:
         value = (struct.unpack("<I", data)[0] - 0xA282EAD8) & 0xFFFFFFFF
         return ((value >> 17) | (value << 15)) & 0xFFFFFFFF
 
-    found, at = [], 0
+    records, at = [], 0
     while at < len(content):
         (length,) = struct.unpack_from("<Q", content, at)
         assert unmasked(content[at + 8 : at + 12]) == crc32c(content[at : at + 8])
@@ -270,9 +270,9 @@ def read_events(content: bytes) -> list[tuple[int, str, float]]:
                 assert summary[0] == 0x0A
                 value = summary[2 : 2 + summary[1]]
                 tag = value[2 : 2 + value[1]].decode()
-                found.append((step, tag, struct.unpack("<f", value[3 + value[1] :])[0]))
+                records.append((step, tag, struct.unpack("<f", value[3 + value[1] :])[0]))
                 summary = summary[2 + summary[1] :]
-    return found
+    return records
 
 
 def test_only_the_last_checkpoints_stay(artifacts: Artifacts, tmp_path: Path) -> None:

@@ -149,12 +149,12 @@ def test_stopped_anywhere(folder: Path, tmp_path: Path, step: int, layout: str) 
     first["callbacks"].append(StopAt(step))
     quiet(Trainer(folder, seed=2, layout=layout), pairs, 4, directory=tmp_path, **first)
     second = Trainer(folder)
-    found = quiet(second, pairs, 4, directory=tmp_path, resume=True, **options())
+    actual = quiet(second, pairs, 4, directory=tmp_path, resume=True, **options())
     assert second.seed == 2
-    assert (found.losses, found.epochs, found.best) == (
+    assert (actual.losses, actual.epochs, actual.best) == (
         expected.losses, expected.epochs, expected.best,
     )  # fmt: skip
-    assert [r["lr"] for r in found.steps] == [r["lr"] for r in expected.steps]
+    assert [r["lr"] for r in actual.steps] == [r["lr"] for r in expected.steps]
     for name, value in whole.state_dict().items():
         np.testing.assert_array_equal(second.state_dict()[name], value, err_msg=name)
 

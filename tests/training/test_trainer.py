@@ -57,7 +57,7 @@ def test_layouts_agree_on_batch_norm_and_dropout() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updating_in_place_changes_nothing(name: str) -> None:
     artifacts = made(optimizer=OPTIMIZERS[name], clip=1.0, ema=0.9)
-    found = []
+    states = []
     for in_place in (True, False):
         trainer = Trainer(artifacts, layout="separate")
         engine = Separate(artifacts, device="cpu", threads=2, in_place=in_place)
@@ -66,8 +66,8 @@ def test_updating_in_place_changes_nothing(name: str) -> None:
         trainer._engine = engine
         for seed in range(5):
             trainer.step(*data(8, seed=seed))
-        found.append(trainer.state_dict())
-    same(*found)
+        states.append(trainer.state_dict())
+    same(*states)
 
 
 def test_size_decides_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +200,9 @@ def test_gradients_leave_everything_as_it_was() -> None:
         trainer = Trainer(artifacts, layout=layout)
         trainer.step(x, y)
         before = trainer.state_dict()
-        found = trainer.gradients(x=x, target=y)
+        gradients = trainer.gradients(x=x, target=y)
         same(before, trainer.state_dict())
-        assert found.keys() == {"norm.weight", "norm.bias", "head.weight"}
+        assert gradients.keys() == {"norm.weight", "norm.bias", "head.weight"}
         norm, head = torch.nn.BatchNorm1d(4), torch.nn.Linear(20, 3, bias=False)
         with torch.no_grad():
             norm.weight.copy_(torch.from_numpy(before["norm.weight"]))
@@ -212,8 +212,10 @@ def test_gradients_leave_everything_as_it_was() -> None:
         torch.nn.functional.mse_loss(out, torch.from_numpy(y)).backward()
         assert norm.weight.grad is not None
         assert head.weight.grad is not None
-        np.testing.assert_allclose(found["norm.weight"], norm.weight.grad, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(found["head.weight"], head.weight.grad.T, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(gradients["norm.weight"], norm.weight.grad, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            gradients["head.weight"], head.weight.grad.T, rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("training", [False, True])

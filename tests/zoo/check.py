@@ -88,26 +88,26 @@ def _check_batch(result, entry, mode, batch, gradient, session, parameters, name
     expected32 = _torch(entry, mode, batch, torch.float32)
     expected64 = _torch(entry, mode, batch, torch.float64)
     feeds = _feeds(gradient, entry, batch, parameters, expected32.outputs)
-    found = session.run(None, feeds)
+    outputs = session.run(None, feeds)
     count = len(expected64.outputs)
     for index, (y, y32, y64) in enumerate(
-        zip(found[:count], expected32.outputs, expected64.outputs, strict=True)
+        zip(outputs[:count], expected32.outputs, expected64.outputs, strict=True)
     ):
         if y.shape != y64.shape:
             result.fail(f"output {index} at batch {batch}: shape {y.shape}, torch {y64.shape}")
         elif not _close(y, y32, y64, TOLERANCE * _norm(y64)):
             result.fail(f"output {index} at batch {batch} is off by {_norm(y - y64):.1e}")
-    gradients = dict(zip(names, found[count:], strict=True))
+    gradients = dict(zip(names, outputs[count:], strict=True))
     misses = _misses(result, batch, gradients, expected32.gradients, expected64.gradients)
     if misses:
         _settle_in_double(result, entry, batch, gradient, feeds, names, expected64, misses)
 
 
-def _misses(result: Result, batch: int, found: Arrays, e32: Arrays, e64: Arrays) -> list[str]:
+def _misses(result: Result, batch: int, gradients: Arrays, e32: Arrays, e64: Arrays) -> list[str]:
     """Descriptions of the gradients outside the bound; ``result.worst`` is kept up to date."""
     floor = FLOOR * max(_norm(g) for g in e64.values())
     misses = []
-    for name, g in found.items():
+    for name, g in gradients.items():
         if g.shape != e64[name].shape:
             result.fail(f"{name}_grad has shape {g.shape}, torch {e64[name].shape}")
             continue
@@ -124,15 +124,15 @@ def _settle_in_double(result, entry, batch, gradient, feeds, names, e64, misses)
     """Accept misses where a kink is known and the same graph in float64 meets torch."""
     wide = {name: double_array(value) for name, value in feeds.items()}
     try:
-        found = evaluate_double(gradient, wide)[len(e64.outputs) :]
+        gradients = evaluate_double(gradient, wide)[len(e64.outputs) :]
     except Exception as error:  # the evaluator raises whatever its kernels raise
         result.notes.append(f"float64 evaluation failed: {type(error).__name__}: {error}"[:300])
-        found = None
-    if found is not None:
+        gradients = None
+    if gradients is not None:
         floor = FLOOR * max(_norm(g) for g in e64.gradients.values())
         worst = max(
             _norm(g - e64.gradients[name]) / max(_norm(e64.gradients[name]), floor)
-            for name, g in zip(names, found, strict=True)
+            for name, g in zip(names, gradients, strict=True)
         )
         result.notes.append(f"batch {batch} in float64: worst {worst:.1e}; {entry.kink}")
         if entry.kink and worst <= DOUBLE_TOLERANCE:

@@ -184,13 +184,13 @@ def _inputs(artifacts: onnxtrain.Artifacts):
 
 def record(name: str, mode: str) -> tuple[str, dict[str, object]]:
     """Return the digests of one zoo model; a refusal counts by the digest of its message."""
-    found: dict[str, object] = {}
+    digests: dict[str, object] = {}
     for label, compute in entries(ZOO[name], mode):
         try:
-            found[label] = compute()
+            digests[label] = compute()
         except OnnxTrainError as error:
-            found[label] = f"{type(error).__name__} {digest(str(error).encode())}"
-    return f"{name}-{mode}", found
+            digests[label] = f"{type(error).__name__} {digest(str(error).encode())}"
+    return f"{name}-{mode}", digests
 
 
 def differences(old: dict, new: dict) -> list[str]:

@@ -101,9 +101,9 @@ def _torch_hessian_product(entry: ZooModel, batch: int, directions: dict[str, np
     )
 
 
-def _assert_close(found, expected, names) -> None:
+def _assert_close(actual, expected, names) -> None:
     largest = max(np.linalg.norm(g) for g in expected)
-    for name, g, wanted in zip(names, found, expected, strict=True):
+    for name, g, wanted in zip(names, actual, expected, strict=True):
         assert g.shape == wanted.shape, name
         bound = 1e-4 * max(np.linalg.norm(wanted), 1e-2 * largest)
         assert np.linalg.norm(g - wanted) <= bound, name
@@ -127,10 +127,10 @@ def test_vjp_of_grad_is_the_hessian_product(entry: ZooModel, batch: int):
         for name in names
     }
     inputs = [x.numpy() for x in entry.inputs(batch)]
-    found = _run(second, [*inputs, *parameters.values(), *directions.values()])
+    outputs = _run(second, [*inputs, *parameters.values(), *directions.values()])
     wanted_first, wanted_second = _torch_hessian_product(entry, batch, directions)
-    _assert_close(found[-2 * len(wrt) : -len(wrt)], wanted_first, names)
-    _assert_close(found[-len(wrt) :], wanted_second, names)
+    _assert_close(outputs[-2 * len(wrt) : -len(wrt)], wanted_first, names)
+    _assert_close(outputs[-len(wrt) :], wanted_second, names)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.factory.__name__)
@@ -146,8 +146,8 @@ def test_vjp_of_vjp_gives_the_gradient_back_for_its_cotangent(entry: ZooModel):
 
     inputs = [x.numpy() for x in entry.inputs(4)]
     one = np.ones((), dtype=np.float32)
-    found = _run(first, [*inputs, *parameters.values(), one])[-len(wrt) :]
-    directions = [np.cos(np.arange(g.size, dtype=np.float32)).reshape(g.shape) for g in found]
+    computed = _run(first, [*inputs, *parameters.values(), one])[-len(wrt) :]
+    directions = [np.cos(np.arange(g.size, dtype=np.float32)).reshape(g.shape) for g in computed]
     total = _run(second, [*inputs, *parameters.values(), one, *directions])[-1]
-    wanted = sum(float((g * d).sum()) for g, d in zip(found, directions, strict=True))
+    wanted = sum(float((g * d).sum()) for g, d in zip(computed, directions, strict=True))
     assert total == pytest.approx(wanted, rel=1e-4, abs=1e-5)

@@ -87,12 +87,12 @@ def _differences(gradient: onnx.ModelProto, feeds: dict, name: str, step: float 
     def loss(value: np.ndarray) -> float:
         return float((evaluate_double(gradient, {**feeds, name: value})[0] * cotangent).sum())
 
-    found = np.zeros_like(feeds[name])
-    for index in np.ndindex(found.shape):
-        move = np.zeros_like(found)
+    slopes = np.zeros_like(feeds[name])
+    for index in np.ndindex(slopes.shape):
+        move = np.zeros_like(slopes)
         move[index] = step
-        found[index] = (loss(feeds[name] + move) - loss(feeds[name] - move)) / (2 * step)
-    return found
+        slopes[index] = (loss(feeds[name] + move) - loss(feeds[name] - move)) / (2 * step)
+    return slopes
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -113,13 +113,13 @@ def test_gradients_equal_differences(case):
     cotangent = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     feeds = dict(zip(slots, [rows, *parameters.values(), cotangent], strict=True))
     session = onnxruntime.InferenceSession(gradient.SerializeToString())
-    predicted, *found = session.run(None, feeds)
+    predicted, *gradients = session.run(None, feeds)
 
     method = "predict_proba" if hasattr(estimator, "classes_") else "predict"
     expected = getattr(estimator, method)(rows).reshape(shape)
     np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-5)
     wide = {name: value.astype(np.float64) for name, value in feeds.items()}
-    for name, g in zip(parameters, found, strict=True):
+    for name, g in zip(parameters, gradients, strict=True):
         wanted = _differences(gradient, wide, name)
         scale = max(np.linalg.norm(wanted), 1e-3)
         assert np.linalg.norm(g - wanted) <= 1e-4 * scale, name

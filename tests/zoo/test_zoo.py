@@ -45,8 +45,8 @@ def test_flags_tell_the_truth(entry: ZooModel):
 def test_default_parameters_are_torchs(name: str):
     """Without names every parameter is found, BatchNorm statistics and masks are not."""
     exported = export(ZOO[name])
-    found = set(onnxtrain.parameters(exported.model))
-    assert found == set(exported.names.values())
+    names = set(onnxtrain.parameters(exported.model))
+    assert names == set(exported.names.values())
 
 
 def test_same_seed_same_values():

@@ -126,10 +126,10 @@ def cnn(size: int) -> onnx.ModelProto:
 
 def digits() -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
     """Return images, labels and what the page has to know of them; the last rows are for tests."""
-    found = load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
+    dataset = load_digits()
+    order = np.random.default_rng(0).permutation(len(dataset.target))
     about = {"count": len(order), "size": 8, "test": 360, "top": 16}
-    return found.images[order], found.target[order], about
+    return dataset.images[order], dataset.target[order], about
 
 
 def mnist(train: int = 10_000, test: int = 2_000) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:

@@ -19,11 +19,11 @@ def at_opset(models: Mapping[str, onnx.ModelProto], opset: int) -> dict[str, onn
     """
     from onnxtrain.lowering.api import lower  # it compares on runtimes, which run artifacts
 
-    found = {}
+    lowered = {}
     for name, model in models.items():
         try:
-            found[name] = lower(model, opset=opset)
+            lowered[name] = lower(model, opset=opset)
         except LoweringError as error:
             hint = _SCATTER if "Scatter" in str(error) else ""
             raise LoweringError(f"the {name} model: {error}{hint}") from error
-    return found
+    return lowered

@@ -226,38 +226,38 @@ def _check_size(model: ir.Model) -> None:
 
 
 def _clip(clip: float | Clip | None) -> Clip:
-    found = Clip() if clip is None else clip if isinstance(clip, Clip) else Clip(norm=float(clip))
-    for limit in (found.norm, found.value):
+    limits = Clip() if clip is None else clip if isinstance(clip, Clip) else Clip(norm=float(clip))
+    for limit in (limits.norm, limits.value):
         if limit is not None and not limit > 0:
             raise PrepareError(f"clip must be positive: {limit}")
-    return found
+    return limits
 
 
 def _candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
     """Return the initializers that may be trained, in the order of the file."""
     statistics = batch_statistics(base.graph)
     if train is None:
-        found = trainable(base)
+        candidates = trainable(base)
     else:
         hidden = constant_names(base)
         known = {
             n: x for n, x in base.graph.initializers.items() if n not in hidden and S.is_float(x)
         }
         wanted = set(match(_list(train), known, "train", "parameter"))
-        found = [x for x in known.values() if x in wanted]
+        candidates = [x for x in known.values() if x in wanted]
     frozen = _list(freeze)
     if frozen:
-        known = {x.name or "": x for x in found}
+        known = {x.name or "": x for x in candidates}
         out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
-        found = [x for x in found if x not in out]
+        candidates = [x for x in candidates if x not in out]
     named = _list(train)
-    found = [x for x in found if x not in statistics or any(n == x.name for n in named)]
-    if not found:
+    candidates = [x for x in candidates if x not in statistics or any(n == x.name for n in named)]
+    if not candidates:
         raise PrepareError(
             "no parameter is left to train\n"
             "hint: look at `onnxtrain explain`, then at train and freeze"
         )
-    return found
+    return candidates
 
 
 def _list(names: Names) -> list[str]:
@@ -267,16 +267,16 @@ def _list(names: Names) -> list[str]:
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
     """Return names; patterns stand for outputs, a plain name may be any value of the model."""
     known = [y.name or "" for y in base.graph.outputs]
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in _list(outputs):
         hits = fnmatch.filter(known, name) if name not in known else []
-        found.update(dict.fromkeys(hits or [name]))
-    return tuple(found)
+        names.update(dict.fromkeys(hits or [name]))
+    return tuple(names)
 
 
 def _buffer_names(base: ir.Model) -> tuple[str, ...]:
-    found = batch_statistics(base.graph)
-    return tuple(n for n, x in base.graph.initializers.items() if x in found)
+    statistics = batch_statistics(base.graph)
+    return tuple(n for n, x in base.graph.initializers.items() if x in statistics)
 
 
 def _array(model: ir.Model, name: str) -> np.ndarray:
@@ -290,16 +290,16 @@ def _weight(name: str, array: np.ndarray) -> WeightSpec:
 
 
 def _state(options: BuildOptions, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
-    found = []
+    specs = []
     for name, array in arrays.items():
         dtype, shape = ir.DataType.from_numpy(array.dtype), tuple(array.shape)
-        found += [
+        specs += [
             StateSpec(f"{name}.{s.name}", name, s.name, dtype_name(s.dtype), tuple(s.dims), s.init)
             for s in options.optimizer.slots(name, shape, dtype)
         ]
         if options.ema is not None:
-            found.append(StateSpec(f"{name}.ema", name, "ema", array.dtype.name, shape, 0.0))
-    return found
+            specs.append(StateSpec(f"{name}.ema", name, "ema", array.dtype.name, shape, 0.0))
+    return specs
 
 
 def _check_names(

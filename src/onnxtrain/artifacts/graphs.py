@@ -167,13 +167,13 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
     scale = [op.input(SCALE, _FLOAT, [1])] if options.precision.scaled else []
     dtype = attached.loss.dtype
     seed = op.cast(scalar(op, *scale), dtype) if scale else op.const(1.0, dtype)
-    found = differentiate_again(
+    gradients = differentiate_again(
         op, {attached.loss: seed}, chosen, recompute=options.recompute, batch=[*inputs, *rng]
     )
     extra = _by_name(graph, shown)
     results = [attached.loss, *attached.metrics.values(), *extra.values()]
     for x in chosen:
-        gradient = found[x]
+        gradient = gradients[x]
         gradient = op.zeros_like(x) if gradient is None else gradient
         gradient.shape = x.shape
         results.append(gradient)

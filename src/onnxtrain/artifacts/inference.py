@@ -40,7 +40,7 @@ def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
 
 def locate(data: bytes, file: str) -> dict[str, Location]:
     """Return where the raw bytes of each initializer lie in a serialised model."""
-    found: dict[str, Location] = {}
+    locations: dict[str, Location] = {}
     for field, start, end in _fields(data, 0, len(data)):
         if field != 7:  # ModelProto.graph
             continue
@@ -54,8 +54,8 @@ def locate(data: bytes, file: str) -> dict[str, Location]:
                 elif tensor == 9:  # TensorProto.raw_data
                     raw = (c, d)
             if raw is not None:
-                found[name] = Location(file, raw[0], raw[1] - raw[0])
-    return found
+                locations[name] = Location(file, raw[0], raw[1] - raw[0])
+    return locations
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

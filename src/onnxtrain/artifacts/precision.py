@@ -81,13 +81,13 @@ def resolve(precision: str | Precision, target: str) -> Precision:
     Raises:
         PrepareError: if there is none of that name, or not for this target.
     """
-    found = Precision(precision) if isinstance(precision, str) else precision
-    if found.half is not None and target == "webgpu":
+    resolved = Precision(precision) if isinstance(precision, str) else precision
+    if resolved.half is not None and target == "webgpu":
         raise PrepareError(
-            f"precision {found.name!r} is not there for WebGPU\n"
+            f"precision {resolved.name!r} is not there for WebGPU\n"
             "hint: float32, or target cuda, cpu, wasm or portable"
         )
-    return found
+    return resolved
 
 
 def initial(spec: StateSpec) -> np.ndarray:

@@ -30,12 +30,12 @@ def aliases_of(model: ir.Model) -> dict[str, tuple[str, ...]]:
     """
     text = model.metadata_props.get(ALIASES, "{}")
     try:
-        found = {name: tuple(others) for name, others in json.loads(text).items()}
+        aliases = {name: tuple(others) for name, others in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: {error}") from error
-    if not all(isinstance(other, str) for others in found.values() for other in others):
+    if not all(isinstance(other, str) for others in aliases.values() for other in others):
         raise PrepareError(f"the metadata {ALIASES!r} of the model is damaged: names are strings")
-    return found
+    return aliases
 
 
 def load_weights(

@@ -32,8 +32,8 @@ def plain_name(file: str) -> str:
     >>> plain_name("net_step_model.x8.onnx")
     'step_model.x8.onnx'
     """
-    found = _NAMES.search(file)
-    return file if found is None else found[0]
+    match = _NAMES.search(file)
+    return file if match is None else match[0]
 
 
 def key_of(spec: ModelSpec) -> str:
@@ -42,8 +42,8 @@ def key_of(spec: ModelSpec) -> str:
     >>> key_of(ModelSpec("step", "net_step_model.x8.onnx", (), ()))
     'step.x8'
     """
-    found = _NAMES.search(spec.file)
-    return spec.role + ("" if found is None else found[2])
+    match = _NAMES.search(spec.file)
+    return spec.role + ("" if match is None else match[2])
 
 
 class GraphSignature:

@@ -72,8 +72,8 @@ def differentiate(
             continue
         sources = _sources(node)
         wanted = tuple(x is not None and x in live for x in sources)
-        found = call_rule(rule, op, node, dys, wanted)
-        for i, (x, dx) in enumerate(zip(sources, found, strict=False)):
+        input_grads = call_rule(rule, op, node, dys, wanted)
+        for i, (x, dx) in enumerate(zip(sources, input_grads, strict=False)):
             if x is None or dx is None or not wanted[i] or i in rule.constant_inputs:
                 continue
             if isinstance(dx, Undefined):

@@ -108,9 +108,9 @@ def jvp(
     for x, g in grads.items():
         if g is not None:
             pulled[g] = op.Add(pulled[g], tangents[x]) if g in pulled else tangents[x]
-    found = differentiate(op, pulled, list(probes.values()))
+    output_tangents = differentiate(op, pulled, list(probes.values()))
     for y in chosen:
-        taken.output(f"{y.name}_tangent", found.get(probes[y]), y)
+        taken.output(f"{y.name}_tangent", output_tangents.get(probes[y]), y)
     for y, probe in probes.items():
         probe.replace_all_uses_with(op.zeros_like(y))
         graph.inputs.remove(probe)
@@ -185,14 +185,14 @@ def _the_output(model: ir.Model, of: Names) -> list[ir.Value]:
     names = [y.name or "" for y in model.graph.outputs]
     if of is None:
         of = names[0] if len(names) == 1 else "loss" if "loss" in names else None
-    found = [] if of is None else select_outputs(model, of, "of")
-    if len(found) != 1:
-        choice = [y.name for y in found] or names
+    outputs = [] if of is None else select_outputs(model, of, "of")
+    if len(outputs) != 1:
+        choice = [y.name for y in outputs] or names
         raise PrepareError(
             f"which output? the model has {', '.join(map(str, choice))}\n"
             f"hint: pass of={choice[0]!r}, say"
         )
-    return found
+    return outputs
 
 
 class Outside:

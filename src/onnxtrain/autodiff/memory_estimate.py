@@ -61,16 +61,16 @@ def estimate(
     symbols = {s for x in graph.inputs for d in S.dims_of(x) or () for s in D.symbols(d)}
     chosen: dict[str, Dim] = {s: given.get(s, 1) for s in sorted(symbols)}
     parameters = sum(_bytes(x, chosen) or 0 for x in trained)
-    found = [
+    activation_bytes = [
         _bytes(y, chosen) for node in graph if node.op_type not in _VIEWS for y in node.outputs
     ]
     return Memory(
         parameters=parameters,
         gradients=parameters,
         adam_state=2 * parameters,
-        activations=sum(b for b in found if b is not None),
+        activations=sum(b for b in activation_bytes if b is not None),
         sizes={n: int(v or 1) for n, v in chosen.items()},
-        unknown=sum(b is None for b in found),
+        unknown=sum(b is None for b in activation_bytes),
     )
 
 

@@ -62,9 +62,9 @@ def differentiate_again(
     live = reached_from(nodes, wrt)
     again = Recomputation(op, find_blocks(nodes, recompute, live), batch)
     watched = [y for outputs in again.outputs for y in outputs if y in live]
-    found = differentiate(op, cotangents, [*wrt, *watched])
-    again.apply(found)
-    return found
+    grads = differentiate(op, cotangents, [*wrt, *watched])
+    again.apply(grads)
+    return grads
 
 
 def outputs_of(block: Block) -> list[ir.Value]:
@@ -214,7 +214,7 @@ def _closed(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.N
     A gradient that arrives at an output then never comes from inside the block.
     """
     taken = {node for block in blocks for node in block}
-    found = []
+    closed = []
     for block in blocks:
         after, before = set(block), set(block)
         for node in nodes:
@@ -225,8 +225,8 @@ def _closed(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.N
                 before.add(node)
         own, between = set(block), (after & before) - taken
         taken |= between
-        found.append([n for n in nodes if n in own or n in between])
-    return found
+        closed.append([n for n in nodes if n in own or n in between])
+    return closed
 
 
 def _may_copy(node: ir.Node, moving: set[ir.Value]) -> bool:
@@ -240,16 +240,16 @@ def _may_copy(node: ir.Node, moving: set[ir.Value]) -> bool:
 
 
 def _reached(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
-    found = set(values)
+    reached = set(values)
     for node in nodes:
-        if node.op_type not in _SHAPES and any(x in found for x in node.inputs):
-            found.update(node.outputs)
-    return found
+        if node.op_type not in _SHAPES and any(x in reached for x in node.inputs):
+            reached.update(node.outputs)
+    return reached
 
 
 def _smallest(node: ir.Node) -> int | None:
     """Return the place of the smallest float input that takes part in the arithmetic."""
-    found = {
+    sizes = {
         i: _size(x)
         for i, x in enumerate(node.inputs)
         if x is not None
@@ -257,7 +257,7 @@ def _smallest(node: ir.Node) -> int | None:
         and (i == 0 or node.op_type not in _FIRST_ONLY)
         and (i < 3 or node.op_type != "BatchNormalization")
     }
-    return min(found, key=lambda i: (found[i], i)) if found else None
+    return min(sizes, key=lambda i: (sizes[i], i)) if sizes else None
 
 
 def _size(x: ir.Value) -> float:
@@ -277,16 +277,16 @@ def _late(op: OpBuilder, sources: Sequence[ir.Value]) -> ir.Value:
 
 
 def _ancestors(values: Iterable[ir.Value], stop: set[ir.Node] | None = None) -> set[ir.Node]:
-    found: set[ir.Node] = set()
+    ancestors: set[ir.Node] = set()
     stop = stop or set()
     pending = [y.producer() for y in values]
     while pending:
         node = pending.pop()
-        if node is None or node in found or node in stop:
+        if node is None or node in ancestors or node in stop:
             continue
-        found.add(node)
+        ancestors.add(node)
         pending += [x.producer() for x in node.inputs if x is not None]
-    return found
+    return ancestors
 
 
 def _last(nodes: Sequence[ir.Node], earlier: set[ir.Node]) -> list[ir.Value]:

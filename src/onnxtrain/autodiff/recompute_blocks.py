@@ -44,13 +44,13 @@ def find_blocks(
     labels: dict[ir.Node, str] = {}
     matched: set[str] = set()
     for node in nodes:
-        found = next(
+        pattern_label = next(
             ((p, label) for label, names in _scopes(node) for p in patterns if _fits(p, names)),
             None,
         )
-        if found is not None:
-            matched.add(found[0])
-            labels[node] = found[1]
+        if pattern_label is not None:
+            matched.add(pattern_label[0])
+            labels[node] = pattern_label[1]
     blocks: dict[str, list[ir.Node]] = {}
     for node in nodes:
         if node in labels:
@@ -110,20 +110,20 @@ def _boundaries(nodes: Sequence[ir.Node], live: set[ir.Value]) -> list[ir.Node]:
     for i, node in enumerate(nodes):
         last.update((x, i) for x in node.inputs if x in live)
     crossing: set[ir.Value] = set()
-    weights, found = [], []
+    weights, candidates = [], []
     for i, node in enumerate(nodes):
         made = [y for y in node.outputs if y in live]
         weights.append(sum(_size(y) for y in made))
         crossing = {x for x in (*crossing, *made) if last.get(x, -1) > i}
         if len(crossing) == 1 and crossing <= set(made):
-            found.append(i)
-    if not found:
+            candidates.append(i)
+    if not candidates:
         return []
-    size = sum(_size(y) for i in found for y in nodes[i].outputs) / len(found)
+    size = sum(_size(y) for i in candidates for y in nodes[i].outputs) / len(candidates)
     total = sum(weights)
     share = total / max(math.sqrt(total / max(size, 1.0)), 2.0)
     chosen, so_far = [], 0.0
-    at = iter(found)
+    at = iter(candidates)
     following = next(at)
     for i, weight in enumerate(weights):
         so_far += weight

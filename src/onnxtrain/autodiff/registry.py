@@ -164,8 +164,8 @@ def call_rule(
     keywords = {
         name: context[name] if name in context else attributes.get(name) for name in rule.wants
     }
-    found = rule.function(op, dys if rule.multi else dys[0], *node.inputs, **keywords)
-    grads = list(found) if isinstance(found, tuple | list) else [found]
+    rule_grads = rule.function(op, dys if rule.multi else dys[0], *node.inputs, **keywords)
+    grads = list(rule_grads) if isinstance(rule_grads, tuple | list) else [rule_grads]
     grads += [None] * (len(node.inputs) - len(grads))
     if rule.broadcasts:
         grads = [

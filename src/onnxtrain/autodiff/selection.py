@@ -27,8 +27,8 @@ def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Valu
         if name not in hidden:
             candidates.setdefault(name, x)
     candidates.update(unused_parameters(model))
-    found = match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
-    return _only_floats(found, "wrt")
+    values = match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
+    return _only_floats(values, "wrt")
 
 
 def select_outputs(
@@ -36,28 +36,28 @@ def select_outputs(
 ) -> list[ir.Value]:
     """Return the graph outputs that ``outputs`` names; ``None`` stands for all float ones."""
     if outputs is None:
-        found = [y for y in model.graph.outputs if S.is_float(y)]
-        if not found:
+        chosen = [y for y in model.graph.outputs if S.is_float(y)]
+        if not chosen:
             raise UndifferentiableError(
                 "the model has no float output: "
                 + ", ".join(S.describe_value(y) for y in model.graph.outputs)
             )
-        return found
+        return chosen
     candidates = {y.name or "": y for y in model.graph.outputs}
-    found = match(
+    chosen = match(
         [outputs] if isinstance(outputs, str) else list(outputs), candidates, argument, "output"
     )
-    return _only_floats(found, argument)
+    return _only_floats(chosen, argument)
 
 
-def _only_floats(found: list[ir.Value], argument: str) -> list[ir.Value]:
-    wrong = [x for x in found if not S.is_float(x)]
+def _only_floats(values: list[ir.Value], argument: str) -> list[ir.Value]:
+    wrong = [x for x in values if not S.is_float(x)]
     if wrong:
         listing = ", ".join(S.describe_value(x) for x in wrong)
         raise UndifferentiableError(
             f"only floats have gradients: {listing}\nhint: leave them out of `{argument}`"
         )
-    return found
+    return values
 
 
 def trainable(model: ir.Model) -> list[ir.Value]:
@@ -78,11 +78,11 @@ def trainable(model: ir.Model) -> list[ir.Value]:
 
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
     """Return the values that BatchNormalization nodes read as running mean and variance."""
-    found: set[ir.Value] = set()
+    statistics: set[ir.Value] = set()
     for node in graph.all_nodes():
         if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx"):
-            found.update(x for x in node.inputs[3:5] if x is not None)
-    return found
+            statistics.update(x for x in node.inputs[3:5] if x is not None)
+    return statistics
 
 
 def reaching(graph: ir.Graph, outputs: Sequence[ir.Value] | None = None) -> set[ir.Value]:
@@ -108,11 +108,11 @@ def flowing_inputs(node: ir.Node) -> list[ir.Value]:
 def match(
     wanted: Sequence[str], candidates: dict[str, ir.Value], argument: str, kind: str
 ) -> list[ir.Value]:
-    found: dict[ir.Value, None] = {}
+    matched: dict[ir.Value, None] = {}
     absent: list[str] = []
     for pattern in wanted:
         if pattern in candidates:
-            found.setdefault(candidates[pattern])
+            matched.setdefault(candidates[pattern])
             continue
         hits = fnmatch.filter(candidates, pattern) if any(c in pattern for c in "*?[") else []
         # A pattern stands for what can be differentiated; a plain name must exist.
@@ -120,7 +120,7 @@ def match(
         if not hits:
             absent.append(pattern)
         for name in hits:
-            found.setdefault(candidates[name])
+            matched.setdefault(candidates[name])
     if absent:
         near = {
             n for a in absent for n in difflib.get_close_matches(a, candidates, n=3, cutoff=0.4)
@@ -130,9 +130,9 @@ def match(
         raise PrepareError(
             f"no such {kind} in `{argument}`: {listing}\nhint: the model has {choice}"
         )
-    if not found:
+    if not matched:
         raise PrepareError(f"`{argument}` is empty\nhint: name at least one {kind}")
-    return list(found)
+    return list(matched)
 
 
 __all__ = ["batch_statistics", "reached_from", "select_outputs", "select_wrt", "trainable"]

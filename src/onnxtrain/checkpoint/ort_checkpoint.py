@@ -47,12 +47,12 @@ class OrtCheckpoint:
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Return all tensors under the names that our own checkpoints use."""
-        found = {**self.parameters, **self.frozen}
+        arrays = {**self.parameters, **self.frozen}
         for name, moments in self.moments.items():
             slots = _SLOTS.get(len(moments), tuple(moments))
             for slot, key in zip(slots, sorted(moments), strict=True):
-                found[f"optim/{slot}/{name}"] = moments[key]
-        return found
+                arrays[f"optim/{slot}/{name}"] = moments[key]
+        return arrays
 
 
 def is_odtc(data: bytes) -> bool:
@@ -103,25 +103,25 @@ def parse_odtc(data: bytes, label: str, path: str | bytes | None = None) -> OrtC
 
 
 def _properties(bag: _Table) -> dict[str, int | float | str]:
-    found: dict[str, int | float | str] = {}
+    properties: dict[str, int | float | str] = {}
     kinds: list[tuple[int, Callable[[_Table], int | float | str]]] = [
         (0, lambda t: t.number(1, "<q", 0)),
         (1, lambda t: t.number(1, "<f", 0.0)),
         (2, lambda t: t.text(1)),
     ]
     for field, read in kinds:
-        found.update({entry.text(0): read(entry) for entry in bag.tables(field)})
-    return found
+        properties.update({entry.text(0): read(entry) for entry in bag.tables(field)})
+    return properties
 
 
 def _tensors(
     owner: _Table, field: int, external: bytes | None, nominal: bool = False
 ) -> dict[str, np.ndarray]:
-    found = {}
+    arrays = {}
     for table in owner.tables(field):
         name = table.text(0)
         if nominal:
-            found[name] = np.empty(0, np.float32)
+            arrays[name] = np.empty(0, np.float32)
             continue
         dims = [int(d) for d in table.vector(2, np.dtype("<i8"))]
         kind = table.number(3, "<i", 0)
@@ -137,8 +137,8 @@ def _tensors(
             raw = memoryview(external)[at : at + count * dtype.itemsize]
         if len(raw) != count * dtype.itemsize:
             raise table.damaged(f"tensor {name!r} of shape {dims} has {len(raw)} bytes")
-        found[name] = np.frombuffer(raw, dtype).reshape(dims)
-    return found
+        arrays[name] = np.frombuffer(raw, dtype).reshape(dims)
+    return arrays
 
 
 class _Reader:

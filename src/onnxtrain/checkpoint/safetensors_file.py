@@ -88,10 +88,10 @@ def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[b
 
 
 def _digest(parts: Iterable[bytes | memoryview]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def from_bytes(
@@ -176,14 +176,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray]
             data = file.read()
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error
-    found = parse_odtc(data, label, os.fsdecode(path))
-    if found.nominal:
+    checkpoint = parse_odtc(data, label, os.fsdecode(path))
+    if checkpoint.nominal:
         raise CheckpointError(
             f"{label}: a nominal checkpoint has no weights in it\n"
             "hint: the weights are in the full checkpoint that was saved beside it"
         )
-    meta: dict[str, Any] = {"properties": found.properties, "step": found.step}
-    return found.tensors(), meta if found.lr is None else {**meta, "lr": found.lr}
+    meta: dict[str, Any] = {"properties": checkpoint.properties, "step": checkpoint.step}
+    return checkpoint.tensors(), meta if checkpoint.lr is None else {**meta, "lr": checkpoint.lr}
 
 
 def _header(file: BinaryIO, length: int, label: str) -> tuple[dict[str, Any], bytes]:

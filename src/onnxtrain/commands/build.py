@@ -102,13 +102,13 @@ def _tell_placement(artifacts: Artifacts, target: str) -> None:
         if spec.target != target or spec.role not in ("train", "step"):
             continue
         proto = artifacts.models[key_of(spec)]
-        found = nodes_off_gpu(proto, target)
-        moving = sum(bool(x.moved) for x in found)
+        leaving = nodes_off_gpu(proto, target)
+        moving = sum(bool(x.moved) for x in leaving)
         typer.echo(
             f"placement on {target}, {spec.file}: {moving} of {len(proto.graph.node)} nodes leave "
-            f"the GPU with float tensors, {len(found) - moving} with numbers of the CPU"
+            f"the GPU with float tensors, {len(leaving) - moving} with numbers of the CPU"
         )
-        for entry in found:
+        for entry in leaving:
             typer.echo(f"  {entry}")
 
 

@@ -25,9 +25,9 @@ def evaluate(
     trainer = Trainer(directory, device=device, threads=threads)
     if checkpoint is not None:
         trainer.load(checkpoint)
-    found = trainer.evaluate(read_npz(data), batch_size=batch_size)
+    evaluation = trainer.evaluate(read_npz(data), batch_size=batch_size)
     if as_json:
-        typer.echo(json.dumps({**found.to_dict(), "samples": found.samples}))
+        typer.echo(json.dumps({**evaluation.to_dict(), "samples": evaluation.samples}))
         return
-    for name, value in found.to_dict().items():
+    for name, value in evaluation.to_dict().items():
         typer.echo(f"{name} {value:.6g}")

@@ -66,21 +66,23 @@ def check(
     chosen = find_profile(profile)
     if chosen is None:
         raise LoweringError("a plain opset is no runtime to check for\nhint: onnxtrain profiles")
-    found = problems(load(model), chosen)
+    obstacles = problems(load(model), chosen)
     if as_json:
-        rows = [{"node": p.node, "what": p.what, "why": p.why} for p in found]
+        rows = [{"node": p.node, "what": p.what, "why": p.why} for p in obstacles]
         typer.echo(json.dumps(rows, indent=2))
     else:
-        for problem in found:
+        for problem in obstacles:
             typer.echo(str(problem))
-        typer.echo(f"{chosen.name}: {len(found)} problem(s)" if found else f"{chosen.name}: runs")
-    if found:
+        typer.echo(
+            f"{chosen.name}: {len(obstacles)} problem(s)" if obstacles else f"{chosen.name}: runs"
+        )
+    if obstacles:
         raise typer.Exit(1)
 
 
 def profiles(as_json: _Json = False) -> None:
     """List the runtimes that models can be lowered to."""
-    found = [profiles_of.find(name) for name in profiles_of.names()]
+    runtimes = [profiles_of.find(name) for name in profiles_of.names()]
     if as_json:
         rows = [
             {
@@ -91,12 +93,12 @@ def profiles(as_json: _Json = False) -> None:
                 "source": p.source,
                 "probed": p.probed,
             }
-            for p in found
+            for p in runtimes
         ]
         typer.echo(json.dumps(rows, indent=2))
         return
     table = Table("profile", "version", "opsets", "lowered to", "operators")
-    for p in found:
+    for p in runtimes:
         low, high = p.opset
         table.add_row(p.name, p.version, f"{low}-{high}", str(p.prefer), str(len(p.ops)))
     Console().print(table)

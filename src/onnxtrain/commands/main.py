@@ -114,18 +114,18 @@ def ops(
     as_json: _Json = False,
 ) -> None:
     """List the operators of the ONNX standard and how each is differentiated."""
-    found = [o for o in operators() if o.how == "missing" or not missing]
+    listed = [o for o in operators() if o.how == "missing" or not missing]
     if as_json:
         typer.echo(
             json.dumps(
-                [{"name": o.name, "since": o.since, "how": o.how, "why": o.why} for o in found],
+                [{"name": o.name, "since": o.since, "how": o.how, "why": o.why} for o in listed],
                 indent=2,
             )
         )
         return
-    if not found:
+    if not listed:
         return
     table = Table("operator", "since", "how", "why")
-    for o in found:
+    for o in listed:
         table.add_row(o.name, str(o.since), o.how, o.why)
     Console().print(table)

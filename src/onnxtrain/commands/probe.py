@@ -66,7 +66,7 @@ def profile(
         known = find_profile(base)
         if known is None:
             raise ProbeError(f"{base}: a plain opset is no base\nhint: onnxtrain profiles")
-    found = profile_of(read_results(results), name or output.stem, known)
-    output.write_text(text_of(found), encoding="utf-8")
-    versions = sum(len(entry.get("since", ())) for entry in found["ops"].values())
-    typer.echo(f"{output}: {len(found['ops'])} operators, {versions} versions")
+    probed = profile_of(read_results(results), name or output.stem, known)
+    output.write_text(text_of(probed), encoding="utf-8")
+    versions = sum(len(entry.get("since", ())) for entry in probed["ops"].values())
+    typer.echo(f"{output}: {len(probed['ops'])} operators, {versions} versions")

@@ -25,11 +25,11 @@ def captured(node: ir.Node) -> list[ir.Value]:
         for a in node.attributes.values()
     ):
         return []
-    found: dict[ir.Value, None] = {}
+    values: dict[ir.Value, None] = {}
     for graph in subgraphs_of(node):
         for value in captured_by(graph):
-            found.setdefault(value)
-    return list(found)
+            values.setdefault(value)
+    return list(values)
 
 
 def captured_by(graph: ir.Graph) -> list[ir.Value]:
@@ -37,12 +37,12 @@ def captured_by(graph: ir.Graph) -> list[ir.Value]:
     own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
     for node in graph:
         own.update(node.outputs)
-    found: dict[ir.Value, None] = {}
+    values: dict[ir.Value, None] = {}
     for node in graph:
         for x in (*node.inputs, *captured(node)):
             if x is not None and x not in own:
-                found.setdefault(x)
+                values.setdefault(x)
     for x in graph.outputs:
         if x not in own:
-            found.setdefault(x)
-    return list(found)
+            values.setdefault(x)
+    return list(values)

@@ -69,15 +69,15 @@ def attach_loss(
     total = _sum(work.op, terms)
     kept = [y for y in work.own if not _stands_for(y, total)]
     value = work.named(total, "loss", [y for y in work.own if y not in kept])
-    found = build_metrics(work, list(metrics), terms)
+    metric_values = build_metrics(work, list(metrics), terms)
     extra = {name: work.find(name) for name in outputs}
     mark_constants(model, set(model.graph.initializers) - known)
     model.graph.outputs.clear()
     model.graph.outputs.extend(
-        [value, *found.values(), *(y for y in kept if y not in found.values())]
+        [value, *metric_values.values(), *(y for y in kept if y not in metric_values.values())]
     )
     targets = [x for x in model.graph.inputs if x not in before]
-    return Attached(model, value, targets, found, extra)
+    return Attached(model, value, targets, metric_values, extra)
 
 
 def _stands_for(y: ir.Value, loss: ir.Value) -> bool:

@@ -201,15 +201,15 @@ class CrossEntropy(_Labelled):
         """Emit the standard's own operator, whose gradient needs no one-hot tensor."""
         rows = dataclasses.replace(rows, labels=guarded(op, rows.labels, self.ignore_index))
         smooth = self.label_smoothing
-        found = op.SoftmaxCrossEntropyLoss(
+        outputs = op.SoftmaxCrossEntropyLoss(
             *(rows.x, rows.labels, weights),
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             _outputs=2 if smooth else 1,
         )
         if not smooth:
-            return found
-        loss, logp = found
+            return outputs
+        loss, logp = outputs
         return self._blend(op, loss, self._spread(op, rows, op.Neg(logp), weights), rows.x)
 
     def _composed(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:

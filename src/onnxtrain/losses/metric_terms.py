@@ -34,17 +34,17 @@ def build_metrics(
     scope: LossContext, metrics: Sequence[MetricLike], terms: Sequence[Term]
 ) -> dict[str, ir.Value]:
     """Emit the metrics, by name."""
-    found: dict[str, ir.Value] = {}
+    values: dict[str, ir.Value] = {}
     for metric in metrics:
         name, value = _build(scope, metric, terms)
-        if name in found or name == "loss":
+        if name in values or name == "loss":
             raise PrepareError(f"two metrics are called {name!r}\nhint: give one a name=")
         if S.dims_of(value) == (1,):
             value = scope.op.Reshape(value, scope.op.const([]))
         if S.dims_of(value) != ():
             raise ShapeError(f"the metric {name!r} is not a scalar: {S.describe_value(value)}")
-        found[name] = value if value in scope.own else scope.named(value, name)
-    return found
+        values[name] = value if value in scope.own else scope.named(value, name)
+    return values
 
 
 def _build(scope: LossContext, metric: MetricLike, terms: Sequence[Term]) -> tuple[str, ir.Value]:

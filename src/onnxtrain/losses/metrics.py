@@ -89,11 +89,11 @@ class Accuracy(_OfClasses):
 
     def beside(self, loss: Loss | None) -> Metric:
         """Take the threshold of binary losses, too."""
-        found: Any = super().beside(loss)
+        metric: Any = super().beside(loss)
         if self.threshold is None and isinstance(loss, BCEWithLogits | BCE):
             threshold = 0.5 if isinstance(loss, BCE) else 0.0
-            return dataclasses.replace(found, threshold=threshold)
-        return found
+            return dataclasses.replace(metric, threshold=threshold)
+        return metric
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the comparison."""
@@ -108,10 +108,12 @@ class Accuracy(_OfClasses):
         if op.target == "webgpu" and isinstance(classes, int) and not S.is_float(target):
             largest = _first_largest(op, prediction, axis, classes)
             return self.mean(op, op.Equal(largest, op.cast(target, FLOAT)), target)
-        found = op.ArgMax(prediction, axis=axis, keepdims=0)
+        predicted = op.ArgMax(prediction, axis=axis, keepdims=0)
         if S.is_float(target):
-            return self.mean(op, op.Equal(found, op.ArgMax(target, axis=axis, keepdims=0)), None)
-        hit = op.Equal(op.cast(found, target.dtype), target)
+            return self.mean(
+                op, op.Equal(predicted, op.ArgMax(target, axis=axis, keepdims=0)), None
+            )
+        hit = op.Equal(op.cast(predicted, target.dtype), target)
         return self.mean(op, hit, target)
 
 
@@ -165,10 +167,10 @@ class Perplexity(_OfClasses):
 
     def beside(self, loss: Loss | None) -> Metric:
         """Take the kind of prediction from the loss, too."""
-        found: Any = super().beside(loss)
+        metric: Any = super().beside(loss)
         if self.log_probabilities is None:
-            return dataclasses.replace(found, log_probabilities=isinstance(loss, NLL))
-        return found
+            return dataclasses.replace(metric, log_probabilities=isinstance(loss, NLL))
+        return metric
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the exponential of the mean loss."""

@@ -53,21 +53,21 @@ def lower(
     Where onnxruntime is not installed, models are compared on onnx's reference evaluator, with a
     warning; ``compared_on`` tells the runtime from the result.
     """
-    found = find_profile(profile) if isinstance(profile, str) else profile
+    target_profile = find_profile(profile) if isinstance(profile, str) else profile
     if opset is None:
-        if found is not None:
-            opset = found.prefer
+        if target_profile is not None:
+            opset = target_profile.prefer
         elif isinstance(profile, str):
             opset = int(profile.removeprefix("opset-"))
         else:
             raise LoweringError("nothing to lower to\nhint: give an opset or a profile")
     sizes = dict(dims or {})
-    lowered, _ = lower_model(load(model), opset, found, sizes)
+    lowered, _ = lower_model(load(model), opset, target_profile, sizes)
     lowered.producer_name = PRODUCER
     proto = ir.to_proto(lowered)
     _check(proto)
     if verify:
-        runtime = _verify(model, proto, found, sizes)
+        runtime = _verify(model, proto, target_profile, sizes)
         proto.metadata_props.add(key=COMPARED, value=runtime)
     return proto
 
@@ -111,20 +111,20 @@ def _verify(
 ) -> str:
     """Return the runtime on which the two are equal."""
     if profile is not None:
-        found = problems(load(proto), profile)
-        if found:
+        obstacles = problems(load(proto), profile)
+        if obstacles:
             raise VerificationError(
-                "\n  ".join([f"not for {profile.name} after all:", *map(str, found)])
+                "\n  ".join([f"not for {profile.name} after all:", *map(str, obstacles)])
             )
-    found = compare(ir.to_proto(load(model)), proto, sizes)
-    if found.difference is not None:
+    comparison = compare(ir.to_proto(load(model)), proto, sizes)
+    if comparison.difference is not None:
         raise VerificationError(
-            f"the lowered model differs from the original: {found.difference}\n"
+            f"the lowered model differs from the original: {comparison.difference}\n"
             "hint: this is a defect of a lowering; nothing was written"
         )
-    if found.runtime == REFERENCE:
+    if comparison.runtime == REFERENCE:
         warnings.warn(
             f"onnxruntime is not installed, or does not run this: compared on {REFERENCE}",
             stacklevel=3,
         )
-    return found.runtime
+    return comparison.runtime

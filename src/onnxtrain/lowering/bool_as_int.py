@@ -151,12 +151,12 @@ def _equal(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value | None:
 
 def _numbers(op: OpBuilder, *values: ir.Value) -> list[ir.Value | None]:
     """Give, for each float that may be NaN, where it is not."""
-    found = []
+    masks = []
     for v in values:
         if v.dtype in WHOLE or not may_be_infinite(v):
             continue
-        found.append(_is_number(op, v))
-    return found
+        masks.append(_is_number(op, v))
+    return masks
 
 
 def _is_number(op: OpBuilder, x: ir.Value) -> ir.Value | None:

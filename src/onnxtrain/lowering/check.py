@@ -27,15 +27,15 @@ class Problem:
 def problems(model: ir.Model, profile: Profile) -> list[Problem]:
     """Return what stands between a loaded model and a runtime, as the model is."""
     opset = model.opset_imports.get("", 0)
-    found: list[Problem] = []
+    obstacles: list[Problem] = []
     low, high = profile.opset
     if not low <= opset <= high:
         why = f"opset {opset}; {profile.name} reads {low} to {high}"
-        found.append(Problem("", "", why))
+        obstacles.append(Problem("", "", why))
     low, high = profile.ir
     if not low <= model.ir_version <= high:
         why = f"IR version {model.ir_version}; {profile.name} reads {low} to {high}"
-        found.append(Problem("", "", why))
+        obstacles.append(Problem("", "", why))
     infer_shapes(model.graph, opset)
     for node in model.graph.all_nodes():
         if node.domain not in ("", "ai.onnx"):
@@ -45,5 +45,5 @@ def problems(model: ir.Model, profile: Profile) -> list[Problem]:
             why = objection(profile, d, opset)
         if why is not None:
             name = node.name or next((y.name for y in node.outputs if y.name), "") or ""
-            found.append(Problem(name, S.describe(node), why))
-    return found
+            obstacles.append(Problem(name, S.describe(node), why))
+    return obstacles

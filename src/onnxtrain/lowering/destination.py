@@ -51,7 +51,7 @@ class Destination:
     def obstacle(self, node: ir.Node) -> str | None:
         """Say why the target cannot run a node, ``None`` if it can."""
         try:
-            found = draft(node, min(self.opset, self.working), self.working)
+            drafted = draft(node, min(self.opset, self.working), self.working)
         except UnfitError as error:
             return str(error)
-        return None if self.profile is None else objection(self.profile, found, self.opset)
+        return None if self.profile is None else objection(self.profile, drafted, self.opset)

@@ -39,15 +39,15 @@ def draft(node: ir.Node, opset: int, working: int) -> Draft:
     Raises:
         UnfitError: if the opset cannot express it.
     """
-    found = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, working)
+    drafted = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, working)
     if node.domain:
         raise UnfitError(f"an operator of domain {node.domain!r}")
-    _positive_axes(found)
+    _positive_axes(drafted)
     for below, function in _FORMS.get(node.op_type, ()):
         if opset < below:
-            function(found)
-    fit(found, opset)
-    return found
+            function(drafted)
+    fit(drafted, opset)
+    return drafted
 
 
 def respell(model: ir.Model, opset: int) -> None:

@@ -40,8 +40,8 @@ def body_of(op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> list[ir.V
             elif a.ref_attr_name in attributes:
                 source = attributes[a.ref_attr_name]
                 given.append(ir.Attr(a.name, source.type, source.value))
-        found = _emit(op, proto, [values[name] for name in proto.input], given)
-        values |= dict(zip(proto.output, found, strict=True))
+        outputs = _emit(op, proto, [values[name] for name in proto.input], given)
+        values |= dict(zip(proto.output, outputs, strict=True))
     return [values.get(name) for name in function.output]
 
 
@@ -59,8 +59,8 @@ def _emit(
     node = ir.Node(
         "", proto.op_type, inputs, given, num_outputs=len(proto.output), version=op.opset
     )
-    found = op.append(node)
-    return list(found) if isinstance(found, tuple) else [found]
+    outputs = op.append(node)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
 
 
 def _function(op: OpBuilder, node: ir.Node) -> onnx.FunctionProto | None:

@@ -26,7 +26,7 @@ def inline(op: OpBuilder, body: ir.Graph, inputs: list[ir.Value]) -> list[ir.Val
             num_outputs=len(node.outputs),
             version=node.version,
         )
-        found = op.append(new)
-        outputs = found if isinstance(found, tuple) else (found,)
+        emitted = op.append(new)
+        outputs = emitted if isinstance(emitted, tuple) else (emitted,)
         values |= dict(zip(node.outputs, outputs, strict=True))
     return [values.get(y, y) for y in body.outputs]

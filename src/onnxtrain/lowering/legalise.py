@@ -38,12 +38,12 @@ def in_other_types(op: OpBuilder, node: ir.Node, profile: Profile) -> list[ir.Va
 
 
 def _instead(allowed: list[str]) -> dict[ir.DataType, ir.DataType]:
-    found = {}
+    substitutes = {}
     if "int64" not in allowed and "int32" in allowed:
-        found[_INT64] = _INT32
+        substitutes[_INT64] = _INT32
     if "bool" not in allowed:
-        found[_BOOL] = _FLOAT if "float" in allowed else _INT32
-    return found
+        substitutes[_BOOL] = _FLOAT if "float" in allowed else _INT32
+    return substitutes
 
 
 def _emitted(
@@ -69,9 +69,11 @@ def _emitted(
         "", node.op_type, inputs, list(node.attributes.values()),
         num_outputs=len(node.outputs), version=op.opset,
     )  # fmt: skip
-    found = op.append(new)
+    emitted = op.append(new)
     outputs = []
-    for old, y in zip(node.outputs, found if isinstance(found, tuple) else (found,), strict=True):
+    for old, y in zip(
+        node.outputs, emitted if isinstance(emitted, tuple) else (emitted,), strict=True
+    ):
         if old.dtype is None or y.dtype is None or not old.name:
             outputs.append(None)
             continue

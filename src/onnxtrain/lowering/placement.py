@@ -69,10 +69,10 @@ def nodes_off_gpu(model: onnx.ModelProto | ir.Model, target: str = "webgpu") -> 
     if target not in PROFILES:
         raise LoweringError(f"{target!r} has no GPU to leave\nhint: one of {', '.join(PROFILES)}")
     profile = profiles.find(PROFILES[target])
-    found = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model.clone()
-    opset = found.opset_imports[""]
-    infer_shapes(found.graph, opset)
-    reports = (_report(node, _reason(node, profile, opset)) for node in _nodes(found.graph))
+    copied = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model.clone()
+    opset = copied.opset_imports[""]
+    infer_shapes(copied.graph, opset)
+    reports = (_report(node, _reason(node, profile, opset)) for node in _nodes(copied.graph))
     return [r for r in reports if r is not None]
 
 

@@ -124,8 +124,8 @@ def dtypes_of(profile: Profile, op_type: str) -> tuple[list[str] | None, tuple[i
     Those are inputs that the runtime reads when it loads the model.
     """
     entry = profile.ops.get(op_type, {})
-    found = entry.get("dtypes") or profile.dtypes.get(op_type) or profile.dtypes.get("*")
-    return found, tuple(entry.get("any_dtype", ()))
+    dtypes = entry.get("dtypes") or profile.dtypes.get(op_type) or profile.dtypes.get("*")
+    return dtypes, tuple(entry.get("any_dtype", ()))
 
 
 def highest_rank(profile: Profile, op_type: str) -> int | None:
@@ -156,5 +156,5 @@ def _values(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
 @functools.cache
 def _files() -> dict[str, Any]:
     folder = resources.files("onnxtrain.lowering") / "profiles"
-    found = {f.name.removesuffix(".json"): f for f in folder.iterdir() if f.name.endswith(".json")}
-    return dict(sorted(found.items()))
+    files = {f.name.removesuffix(".json"): f for f in folder.iterdir() if f.name.endswith(".json")}
+    return dict(sorted(files.items()))

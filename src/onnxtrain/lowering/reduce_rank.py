@@ -56,8 +56,8 @@ def reduce_rank(op: OpBuilder, node: ir.Node, limit: int) -> list[ir.Value] | No
     before, after = op.static(x), op.static(y)
     if before is None or after is None or max(len(before), len(after)) <= limit:
         return None
-    found = _computed(op, node, x, before, after, limit)
-    return None if found is None else [op.Reshape(found, list(after))]
+    reduced = _computed(op, node, x, before, after, limit)
+    return None if reduced is None else [op.Reshape(reduced, list(after))]
 
 
 def _computed(

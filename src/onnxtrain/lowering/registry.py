@@ -65,7 +65,7 @@ def apply(rule: Rule, op: OpBuilder, node: ir.Node) -> list[ir.Value | None] | N
         p.kind is p.VAR_POSITIONAL for p in parameters.values()
     ):
         raise LoweringError(f"{S.describe(node)} has more inputs than its lowering knows")
-    found = rule(op, *inputs, **keywords)
-    if found is None:
+    replacements = rule(op, *inputs, **keywords)
+    if replacements is None:
         return None
-    return list(found) if isinstance(found, tuple | list) else [found]
+    return list(replacements) if isinstance(replacements, tuple | list) else [replacements]

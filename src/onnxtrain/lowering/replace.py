@@ -45,13 +45,13 @@ class _Emitter(OpBuilder):
         self.weights = weights
 
     def append(self, node: ir.Node) -> Any:
-        found = super().append(node)
+        emitted = super().append(node)
         array = folded(node, self.opset, self.weights)
         if array is not None:
             self.graph.remove(node, safe=True)
-            return self.const(array, found.dtype)
+            return self.const(array, emitted.dtype)
         self.made.append(node)
-        return found
+        return emitted
 
 
 def replace_unsupported(
@@ -149,15 +149,15 @@ class _Engine:
     ) -> list[ir.Value | None] | None:
         made: list[ir.Node] = []
         try:
-            found = apply(rule, _Emitter(self.root, node, made, self.weights), node)
+            replacements = apply(rule, _Emitter(self.root, node, made, self.weights), node)
         finally:
             self.created += made
-        if found is None:
+        if replacements is None:
             return None
         wanted = [
             i for i, y in enumerate(node.outputs) if y.name and (y.uses() or y.is_graph_output())
         ]
-        if any(i >= len(found) or found[i] is None for i in wanted):
+        if any(i >= len(replacements) or replacements[i] is None for i in wanted):
             raise LoweringError(f"output {node.outputs[wanted[-1]].name!r} is not expressible")
         late: list[_StuckError] = []
         for new in made:
@@ -176,7 +176,7 @@ class _Engine:
                 if not all(y.dtype == ir.DataType.BOOL for y in new.outputs):
                     raise
                 late.append(_StuckError(new, stuck.reasons))
-        values = [self._now(v) for v in found]
+        values = [self._now(v) for v in replacements]
         if late:
             _remove_unread(made, values)
         for stuck in late:

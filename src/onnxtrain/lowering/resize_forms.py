@@ -99,12 +99,12 @@ def constant_scales(node: ir.Node) -> list[float] | None:
     axes_given = node.attributes.get("axes")
     axes = [a % len(dims) for a in axes_given.as_ints()] if axes_given else list(range(len(dims)))
     policy = node.attributes.get("keep_aspect_ratio_policy")
-    found = [1.0] * len(dims)
+    factors = [1.0] * len(dims)
     scales, sizes = S.constant_of(inputs[2]), S.symbolic_of(inputs[3])
     if scales is not None and scales.size:
         for a, s in zip(axes, scales, strict=True):
-            found[a] = float(s)
-        return found
+            factors[a] = float(s)
+        return factors
     if sizes is None or (policy is not None and policy.as_string() != "stretch"):
         return None
     for a, size in zip(axes, sizes, strict=True):
@@ -116,5 +116,5 @@ def constant_scales(node: ir.Node) -> list[float] | None:
         scale = float(np.float32(size / before))
         if int(np.floor(np.float32(before) * np.float32(scale))) != size:
             return None
-        found[a] = scale
-    return found
+        factors[a] = scale
+    return factors

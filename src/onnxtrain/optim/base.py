@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import onnx_ir as ir
 
@@ -33,6 +34,9 @@ class ParamGroup:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """Base of all optimizers: a learning rate, and groups of parameters (the first match wins)."""
+
+    elementwise: ClassVar[bool] = False
+    """Whether each element is updated by itself, so that tensors may be joined to long vectors."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0

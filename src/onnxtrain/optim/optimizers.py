@@ -18,6 +18,8 @@ from onnxtrain.optim.transforms import Slot, Transform, Update
 class SGD(Optimizer):
     """Gradient descent with momentum, Nesterov momentum, dampening and weight decay."""
 
+    elementwise = True
+
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
@@ -39,6 +41,8 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam; weight decay is added to the gradient."""
 
+    elementwise = True
+
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     amsgrad: bool = False
@@ -58,6 +62,8 @@ class AdamW(Optimizer):
     ``form="torch"`` is ``torch.optim.AdamW``. ``form="hf"`` is the form of Hugging Face and of
     onnxruntime-training: eps is added before the bias correction, and the updated weights decay.
     """
+
+    elementwise = True
 
     weight_decay: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
@@ -118,6 +124,8 @@ class LAMB(Optimizer):
 class Adagrad(Optimizer):
     """Divide by the root of the sum of squared gradients."""
 
+    elementwise = True
+
     lr: float = 1e-2
     lr_decay: float = 0.0
     initial_accumulator_value: float = 0.0
@@ -146,6 +154,8 @@ class Adagrad(Optimizer):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSprop(Optimizer):
     """Divide by the root of the running mean square of gradients."""
+
+    elementwise = True
 
     lr: float = 1e-2
     alpha: float = 0.99
@@ -180,6 +190,8 @@ class RMSprop(Optimizer):
 class Adadelta(Optimizer):
     """Scale by the ratio of the running root mean squares of updates and gradients."""
 
+    elementwise = True
+
     lr: float = 1.0
     rho: float = 0.9
     eps: float = 1e-6
@@ -208,6 +220,8 @@ class Adadelta(Optimizer):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
     """The sign of an interpolation between momentum and gradient, with decoupled decay."""
+
+    elementwise = True
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)

@@ -59,10 +59,10 @@ def _readers(node: ir.Node) -> list[_Linear] | None:
         return None
     if S.dims_of(node.inputs[2]) != dims[-1:]:
         return None
-    found = [_linear(use.node, use.idx, y) for use in y.uses()]
-    if any(f is None for f in found):
+    readers = [_linear(use.node, use.idx, y) for use in y.uses()]
+    if any(f is None for f in readers):
         return None
-    layers = [f for f in found if f is not None]
+    layers = [f for f in readers if f is not None]
     rows = math.prod(d for d in dims[:-1] if isinstance(d, int))
     return layers if rows >= _ROWS * sum(f.width for f in layers) else None
 

@@ -54,24 +54,24 @@ def bias_as_weight_column(op: OpBuilder) -> int:
 
 
 def _layer(node: ir.Node) -> _Layer | None:
-    found = None
+    layer = None
     if node.op_type == "Gemm":
-        found = _gemm(node)
+        layer = _gemm(node)
     elif node.op_type == "Add":
-        found = _sum(node, 0) or _sum(node, 1)
-    if found is None or found.x.dtype != ir.DataType.FLOAT:
+        layer = _sum(node, 0) or _sum(node, 1)
+    if layer is None or layer.x.dtype != ir.DataType.FLOAT:
         return None
-    x, weight = S.dims_of(found.x), S.dims_of(found.weight)
+    x, weight = S.dims_of(layer.x), S.dims_of(layer.weight)
     if x is None or weight is None or len(weight) != 2 or not all(isinstance(d, int) for d in x):
         return None
     lead = tuple(d for d in x[:-1] if isinstance(d, int))
-    width, out = (weight[1], weight[0]) if found.turned else weight
-    if not isinstance(width, int) or not isinstance(out, int) or S.dims_of(found.bias) != (out,):
+    width, out = (weight[1], weight[0]) if layer.turned else weight
+    if not isinstance(width, int) or not isinstance(out, int) or S.dims_of(layer.bias) != (out,):
         return None
     rows = math.prod(lead)
     if rows < _ROWS or out < _RATIO * width or rows * out < _LARGE:
         return None
-    return dataclasses.replace(found, lead=lead)
+    return dataclasses.replace(layer, lead=lead)
 
 
 def _gemm(node: ir.Node) -> _Layer | None:

@@ -23,7 +23,7 @@ def maxpool_indices(op: OpBuilder) -> int:
     """Spell Indices out where that is faster; return how many there were."""
     if op.target != "cpu":
         return 0
-    nodes, found = list(op.graph), 0
+    nodes, replaced = list(op.graph), 0
     for node, after in zip(nodes, [*nodes[1:], None], strict=True):
         if not _has_indices(node):
             continue
@@ -35,8 +35,8 @@ def maxpool_indices(op: OpBuilder) -> int:
         old = node.outputs[1]
         indices.type, indices.shape = old.type, old.shape
         old.replace_all_uses_with(indices)
-        found += 1
-    return found
+        replaced += 1
+    return replaced
 
 
 def _has_indices(node: ir.Node) -> bool:

@@ -26,11 +26,11 @@ def scale_after_matmul(op: OpBuilder) -> int:
     moved = 0
     for node in nodes:
         scaled = _scaled(node) if node.op_type == "Mul" else None
-        found = None if scaled is None else _readers(scaled, node.outputs[0], op.graph)
-        if scaled is None or not found:
+        readers = None if scaled is None else _readers(scaled, node.outputs[0], op.graph)
+        if scaled is None or not readers:
             continue
         node.outputs[0].replace_all_uses_with(scaled.x)
-        for reader, index in found:
+        for reader, index in readers:
             _compensate(op, scaled, reader, index, following[reader])
         moved += 1
     return moved
@@ -65,7 +65,7 @@ def _readers(scaled: _Scaled, y: ir.Value, graph: ir.Graph) -> list[tuple[ir.Nod
     """Return the products and sums that read ``y`` or a view of it; ``None`` if others do."""
     if y.is_graph_output():
         return None
-    found: list[tuple[ir.Node, int]] = []
+    readers: list[tuple[ir.Node, int]] = []
     for node, index in y.uses():
         if node.domain not in ("", "ai.onnx") or node.graph is not graph:
             return None
@@ -76,12 +76,12 @@ def _readers(scaled: _Scaled, y: ir.Value, graph: ir.Graph) -> list[tuple[ir.Nod
             inner = _readers(scaled, node.outputs[0], graph)
             if inner is None:
                 return None
-            found += inner
+            readers += inner
         elif _fits(scaled, node, index):
-            found.append((node, index))
+            readers.append((node, index))
         else:
             return None
-    return found
+    return readers
 
 
 def _fits(scaled: _Scaled, node: ir.Node, index: int) -> bool:

@@ -20,10 +20,10 @@ def split_qkv(model: ir.Model, target: str) -> int:
         return 0
     graph, known, changed = model.graph, set(model.graph.initializers), 0
     for node in list(graph):
-        found = _packed(node) if node.op_type == "Transpose" else None
-        if found is None:
+        packed = _packed(node) if node.op_type == "Transpose" else None
+        if packed is None:
             continue
-        x, parts, picks = found
+        x, parts, picks = packed
         op = OpBuilder(graph, "parts/", target=target, before=picks[0][0])
         dims = S.dims_of(x)
         assert dims is not None

@@ -71,8 +71,8 @@ class BoundSession:
             # Again each time: the last result would be taken for memory to write to.
             self._binding.bind_output(name, "cpu")
         runtime.run_bound(self._session, self._binding)
-        found = {name: np.array(array) for name, array in self._scalars.items()}
+        outputs = {name: np.array(array) for name, array in self._scalars.items()}
         if self._fresh:
             results = self._binding.get_outputs()[self._bound :]
-            found.update({n: r.numpy() for n, r in zip(self._fresh, results, strict=True)})
-        return found
+            outputs.update({n: r.numpy() for n, r in zip(self._fresh, results, strict=True)})
+        return outputs

@@ -72,7 +72,7 @@ def compare(
             if second is None:
                 raise VerificationError(f"the lowered model does not load: {why}")
         try:
-            found = second(feeds)
+            actual = second(feeds)
         except OnnxTrainError as error:
             raise VerificationError(
                 f"the lowered model does not run: {S.first_line(error)}"
@@ -80,7 +80,7 @@ def compare(
         names = [y.name for y in original.graph.output]
         random = _random_outputs(original)
         shaken: list[np.ndarray] | None = None
-        for i, (name, a, b) in enumerate(zip(names, expected, found, strict=True)):
+        for i, (name, a, b) in enumerate(zip(names, expected, actual, strict=True)):
             why = _difference(a, b, values=name not in random)
             if why:  # perhaps what it computes is nothing but rounding errors
                 shaken = shaken or first(_shake(feeds))
@@ -117,8 +117,8 @@ def evaluator(model: onnx.ModelProto) -> Runner:
 def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner | None, str, str]:
     """Return a function that runs a model, or ``None`` and why not; and what it runs on."""
     try:
-        found = session.create(model.SerializeToString(), threads=1)
-        return lambda feeds: session.run(found, None, feeds), "", "onnxruntime"
+        ort_session = session.create(model.SerializeToString(), threads=1)
+        return lambda feeds: session.run(ort_session, None, feeds), "", "onnxruntime"
     except MissingExtraError:
         pass
     except OnnxTrainError as error:
@@ -203,19 +203,19 @@ def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: flo
     if a.dtype.kind not in "fV":
         wrong = int((a != b).sum())
         return f"differs in {wrong} of {a.size} elements" if wrong else ""
-    wide, found = a.astype(np.float64), b.astype(np.float64)
+    wide, actual = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(wide)
-    if not np.array_equal(np.isnan(wide), np.isnan(found)):
+    if not np.array_equal(np.isnan(wide), np.isnan(actual)):
         return "has NaN in other places"
-    if not np.array_equal(wide[~finite & ~np.isnan(wide)], found[~finite & ~np.isnan(wide)]):
+    if not np.array_equal(wide[~finite & ~np.isnan(wide)], actual[~finite & ~np.isnan(wide)]):
         return "has infinities in other places"
-    wide, found = wide[finite], found[finite]
+    wide, actual = wide[finite], actual[finite]
     if not wide.size:
         return ""
     coarse = 64 if a.dtype.itemsize == 2 else 1
     bound = coarse * (_RTOL * np.abs(wide) + _ATOL * max(np.abs(wide).max(), _SMALL))
     bound += _NOISY * noise
-    error = np.abs(wide - found)
+    error = np.abs(wide - actual)
     if (error <= bound).all():
         return ""
     return f"is off by {error.max():.2e} (largest element {np.abs(wide).max():.2e})"

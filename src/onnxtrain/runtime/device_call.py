@@ -65,11 +65,11 @@ class DeviceSession:
             # Again each time: the last result would be taken for memory to write to.
             self._binding.bind_output(name, "cpu")
         runtime.run_bound(self._session, self._binding, self._options)
-        found = {name: np.array(value.numpy()) for name, value in self._fixed.items()}
+        outputs = {name: np.array(value.numpy()) for name, value in self._fixed.items()}
         if self._fresh:
             results = self._binding.get_outputs()[self._bound :]
-            found.update({n: r.numpy() for n, r in zip(self._fresh, results, strict=True)})
-        return found
+            outputs.update({n: r.numpy() for n, r in zip(self._fresh, results, strict=True)})
+        return outputs
 
     def _feed(self, name: str, array: np.ndarray) -> None:
         known = self._fed.get(name)

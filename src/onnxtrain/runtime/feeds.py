@@ -69,9 +69,9 @@ class Feeder:
                 for a, t, s in wanted
             ):
                 return dict(zip(self._names, positional, strict=True))
-        found = feed(self._specs, positional, named)
-        self._shapes = [a.shape for a in found.values()]
-        return found
+        arrays = feed(self._specs, positional, named)
+        self._shapes = [a.shape for a in arrays.values()]
+        return arrays
 
 
 def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]]) -> np.ndarray:

@@ -28,12 +28,12 @@ def dense_weights(
             f"no such activation: {activation!r}\nhint: one of {', '.join(ACTIVATIONS)}"
         )
     factor = 2.0 if activation == "logistic" else 6.0
-    found = {}
+    weights = {}
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         bound = 0.0 if len(sizes) == 2 else np.sqrt(factor / (fan_in + fan_out))
-        found[f"coefs.{i}"] = random.uniform(-bound, bound, (fan_in, fan_out)).astype(np.float32)
-        found[f"intercepts.{i}"] = random.uniform(-bound, bound, fan_out).astype(np.float32)
-    return found
+        weights[f"coefs.{i}"] = random.uniform(-bound, bound, (fan_in, fan_out)).astype(np.float32)
+        weights[f"intercepts.{i}"] = random.uniform(-bound, bound, fan_out).astype(np.float32)
+    return weights
 
 
 def dense_net(activation: str, weights: Mapping[str, np.ndarray]) -> ir.Model:

@@ -51,12 +51,12 @@ class Pack:
         """Return the parameters in a vector, as views."""
         if not self.flat:
             return {self.name: vector}
-        found, at = {}, 0
+        parameters, at = {}, 0
         for name, shape in self.parts:
             size = int(np.prod(shape))
-            found[name] = vector[at : at + size].reshape(shape)
+            parameters[name] = vector[at : at + size].reshape(shape)
             at += size
-        return found
+        return parameters
 
 
 @dataclasses.dataclass(frozen=True)

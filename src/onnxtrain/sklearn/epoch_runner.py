@@ -81,11 +81,11 @@ class Epochs:
 
     def _load(self) -> list[np.ndarray]:
         values, state = self.owner._values, self.owner._state
-        found = [p.join(values) for p in self.epoch.packs]
+        carried = [p.join(values) for p in self.epoch.packs]
         for name, (dims, dtype, start) in self.epoch.state.items():
             known = state.get(name)
-            found.append(np.full(dims, start, dtype) if known is None else known)
-        return [*found, *(values[n] for n in self.epoch.buffers)]
+            carried.append(np.full(dims, start, dtype) if known is None else known)
+        return [*carried, *(values[n] for n in self.epoch.buffers)]
 
     def run(self) -> float:
         """Train for one epoch; return the mean loss of its rows."""
@@ -104,13 +104,13 @@ class Epochs:
     def store(self) -> None:
         """Return the owner the parameters and the state of the moment."""
         owner, epoch = self.owner, self.epoch
-        found = dict(zip(epoch.carried, self.carried, strict=True))
+        carried = dict(zip(epoch.carried, self.carried, strict=True))
         values = dict(owner._values)
         for pack in epoch.packs:
-            values.update(pack.split(found[pack.name]))
-        values.update({n: found[n] for n in epoch.buffers})
+            values.update(pack.split(carried[pack.name]))
+        values.update({n: carried[n] for n in epoch.buffers})
         owner._values = values
-        owner._state = {n: found[n] for n in epoch.state}
+        owner._state = {n: carried[n] for n in epoch.state}
 
 
 class _Part:

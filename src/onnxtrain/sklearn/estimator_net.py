@@ -43,12 +43,12 @@ def cached(key: Any, make: Callable[[], Any]) -> Any:
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key]
-    found = make()
+    made = make()
     with _lock:
-        _cache[key] = found
+        _cache[key] = made
         while len(_cache) > _KEPT:
             _cache.popitem(last=False)
-    return found
+    return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Net:
             function = objective(loss, weighted=weighted, penalty=penalty, weights=self.penalised)
             source = load(onnx.load_from_string(self.tail))
             base = load_normalized(source if rows is None else specialise(source, {"batch": rows}))
-            found = epoch_model(
+            epoch = epoch_model(
                 base,
                 function,
                 optimizer,
@@ -120,8 +120,8 @@ class Net:
                 chosen_by_user=self.chosen_by_user,
                 rows=rows,
             )
-            data = found.model.SerializeToString()
-            return found, runtime.create(data, device=device, threads=threads)
+            data = epoch.model.SerializeToString()
+            return epoch, runtime.create(data, device=device, threads=threads)
 
         settings = dataclasses.replace(optimizer, lr=1.0)  # the rate is an input
         named = None if callable(loss) else repr(loss)
@@ -159,10 +159,10 @@ class Net:
         session = cached(("before", self.key), lambda: runtime.create(before))
         names = [y.name for y in session.get_outputs()]
         wanted = {x.name for x in session.get_inputs()}
-        found = runtime.run(session, names, {n: a for n, a in feeds.items() if n in wanted})
+        arrays = runtime.run(session, names, {n: a for n, a in feeds.items() if n in wanted})
         return {
             **{n: a for n, a in feeds.items() if n in dict(self.features)},
-            **dict(zip(names, found, strict=True)),
+            **dict(zip(names, arrays, strict=True)),
         }
 
     def trained(self, values: Mapping[str, np.ndarray]) -> onnx.ModelProto:
@@ -252,13 +252,13 @@ def affine_weights(graph: ir.Graph) -> list[str]:
 
     Models of skl2onnx hold many numbers, such as the 1 in ``1 - p``, that nobody wants to train.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for node in graph:
         inputs = [x for x in node.inputs if x is not None]
         bias = node.op_type == "Add" and any(_is_product(x) for x in inputs)
         if bias or node.op_type in ("MatMul", "Gemm"):
-            found.update({x.name or "": None for x in inputs if x.const_value is not None})
-    return [n for n in graph.initializers if n in found and S.is_float(graph.initializers[n])]
+            names.update({x.name or "": None for x in inputs if x.const_value is not None})
+    return [n for n in graph.initializers if n in names and S.is_float(graph.initializers[n])]
 
 
 def _is_product(x: ir.Value) -> bool:

@@ -83,11 +83,11 @@ def _to_onnx(estimator: Any, *data: Any, **options: Any) -> onnx.ModelProto:
     if hasattr(estimator, "predict_proba"):
         options["options"] = {id(estimator): {"zipmap": False}}
     try:
-        found: Any = to_onnx(estimator, *data, target_opset=_OPSET, **options)
+        model: Any = to_onnx(estimator, *data, target_opset=_OPSET, **options)
     except Exception as error:  # skl2onnx's errors share no base class
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise PrepareError(
             f"skl2onnx cannot convert {type(estimator).__name__}: {reason}\n"
             "hint: pass an ONNX model instead"
         ) from error
-    return found
+    return model

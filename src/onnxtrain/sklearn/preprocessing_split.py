@@ -27,17 +27,17 @@ def depends_on(graph: ir.Graph, names: Iterable[str]) -> set[ir.Node]:
     """Return every node that a change of these values may reach."""
     wanted = set(names)
     changed = {x for n, x in graph.initializers.items() if n in wanted}
-    found: set[ir.Node] = set()
+    nodes: set[ir.Node] = set()
     for node in graph:
         if any(x in changed for x in _reads(node) if x is not None):
-            found.add(node)
+            nodes.add(node)
             changed.update(node.outputs)
-    return found
+    return nodes
 
 
 def _reads(node: ir.Node) -> list[ir.Value | None]:
     """Return the inputs of a node, and what its subgraphs read from outside."""
-    found = list(node.inputs)
+    values = list(node.inputs)
     for attribute in node.attributes.values():
         graphs = []
         if attribute.type == ir.AttributeType.GRAPH:
@@ -45,8 +45,8 @@ def _reads(node: ir.Node) -> list[ir.Value | None]:
         elif attribute.type == ir.AttributeType.GRAPHS:
             graphs = list(attribute.as_graphs())
         for graph in graphs:
-            found += [*graph.outputs, *(x for inner in graph for x in _reads(inner))]
-    return found
+            values += [*graph.outputs, *(x for inner in graph for x in _reads(inner))]
+    return values
 
 
 def keep_output(model: ir.Model, value: ir.Value) -> None:
@@ -91,10 +91,10 @@ def split(model: ir.Model, names: Sequence[str], rows: Mapping[str, np.ndarray])
     if not outer or not _outer_values(graph, edge):
         return Parts(None, model)
     before = model.clone()
-    found = {x.name: x for node in before.graph for x in node.outputs}
-    found.update({x.name: x for x in before.graph.inputs})
+    values = {x.name: x for node in before.graph for x in node.outputs}
+    values.update({x.name: x for x in before.graph.inputs})
     before.graph.outputs.clear()
-    before.graph.outputs.extend(found[x.name] for x in outer)
+    before.graph.outputs.extend(values[x.name] for x in outer)
     proto = _pruned(before)
     shapes = _measure(proto, rows)
     for x in outer:

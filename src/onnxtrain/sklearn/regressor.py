@@ -139,10 +139,10 @@ class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
     def predict(self, X: Any) -> np.ndarray:
         """Return predictions, ``[rows]`` or ``[rows, targets]`` as ``y`` was."""
         X = self._ready(X)
-        found = self._run(X)
+        predictions = self._run(X)
         if getattr(X, "dtype", None) == np.float64:
-            found = found.astype(np.float64)
-        return found.reshape(len(found)) if self._flat else found
+            predictions = predictions.astype(np.float64)
+        return predictions.reshape(len(predictions)) if self._flat else predictions
 
     def _begin(self, X: Any, y: np.ndarray) -> None:
         self._flat = y.ndim == 1

@@ -51,8 +51,8 @@ class Run(torch.autograd.Function):
                 g = torch.zeros(shape, dtype=dtype, device=compiled.device)
             feeds[at] = g
         assert compiled.backward is not None
-        found = _run(compiled, compiled.backward, feeds)
-        by_name = dict(zip(compiled.wrt, found.values(), strict=True))
+        gradients = _run(compiled, compiled.backward, feeds)
+        by_name = dict(zip(compiled.wrt, gradients.values(), strict=True))
         return (None, None, *(by_name.get(n) for n in (*compiled.inputs, *compiled.stored)))
 
 
@@ -90,10 +90,10 @@ def _run(
         return {n: torch.from_numpy(a) for n, a in zip(at.outputs, results, strict=True)}
     values = {n: to_runtime(feeds[n]) for n in at.inputs}
     if compiled.device.type == "cpu":
-        found = runtime.run_values(at.session, at.outputs, values)
+        outputs = runtime.run_values(at.session, at.outputs, values)
     else:
-        found = _run_bound(compiled, at, values)
-    return {n: to_torch(v) for n, v in zip(at.outputs, found, strict=True)}
+        outputs = _run_bound(compiled, at, values)
+    return {n: to_torch(v) for n, v in zip(at.outputs, outputs, strict=True)}
 
 
 def _run_bound(compiled: CompiledCall, at: Session, values: Mapping[str, Any]) -> list[Any]:

@@ -294,15 +294,15 @@ def _export(module: nn.Module, call: FlatArguments, earlier: Sequence[CompiledCa
 
 def _symbolic(call: FlatArguments, earlier: Sequence[CompiledCall]) -> list[dict[int, str]]:
     """Name the first axes, and those whose sizes have changed; equal sizes have equal names."""
-    found = []
+    dynamic_axes = []
     for i, t in enumerate(call.tensors):
         axes = {
             axis: f"size_{size}"
             for axis, size in enumerate(t.shape)
             if axis == 0 or (size > 1 and any(p.shapes[i][axis] != size for p in earlier))
         }
-        found.append(axes)
-    return found
+        dynamic_axes.append(axes)
+    return dynamic_axes
 
 
 def state_of(module: nn.Module) -> tuple[list[bool], list[nn.Parameter]]:
@@ -344,10 +344,10 @@ def _counters(module: nn.Module, changed: Mapping[str, str]) -> list[str]:
 
 def _device(module: nn.Module, call: FlatArguments) -> torch.device:
     tensors = [*call.tensors, *module.parameters(), *module.buffers()]
-    found = {t.device for t in tensors}
-    if len(found) > 1:
-        names = ", ".join(sorted(map(str, found)))
+    devices = {t.device for t in tensors}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
         raise OnnxTrainError(f"inputs and parameters are on several devices: {names}")
-    device = next(iter(found), torch.device("cpu"))
+    device = next(iter(devices), torch.device("cpu"))
     runtime.check_device(device.type)
     return device

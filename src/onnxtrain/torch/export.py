@@ -152,15 +152,15 @@ def _fix_constants(model: ir.Model, parameters: set[str]) -> None:
 def _batch_axes(inputs: Sequence[Any]) -> list[dict[int, str]]:
     """Name the first axes: equal sizes in the example count as the same size."""
     names: dict[int, str] = {}
-    found: list[dict[int, str]] = []
+    axes: list[dict[int, str]] = []
     for x in inputs:
         if not isinstance(x, torch.Tensor) or not x.dim():
-            found.append({})
+            axes.append({})
             continue
         size = x.shape[0]
         names.setdefault(size, f"batch_{len(names) + 1}" if names else "batch")
-        found.append({0: names[size]})
-    return found
+        axes.append({0: names[size]})
+    return axes
 
 
 def last_report(model: ir.Model) -> ExportReport:
@@ -215,12 +215,12 @@ def _repair(module: nn.Module, model: ir.Model) -> list[str]:
                 node.replace_input_with(1, op.const(0.5, ir.DataType.FLOAT))
             node.replace_input_with(2, op.const(True))
             dropouts += 1
-    found = []
+    repairs = []
     if norms:
-        found.append(f"BatchNormalization put into training mode: {norms} node(s)")
+        repairs.append(f"BatchNormalization put into training mode: {norms} node(s)")
     if dropouts:
-        found.append(f"Dropout put into training mode: {dropouts} node(s)")
-    return found
+        repairs.append(f"Dropout put into training mode: {dropouts} node(s)")
+    return repairs
 
 
 def _give_statistics(op: OpBuilder, node: ir.Node) -> None:
@@ -246,14 +246,14 @@ def _parameter_names(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) 
     twins: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         twins.setdefault(id(parameter), []).append(name)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     lost = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         at = next((t for t in twins[id(parameter)] if t in stored), None)
         if at is None:
             lost.append(name)
         else:
-            found[name] = at
+            names[name] = at
     if lost and ignores(module, inputs, lost):
         for name in lost:
             at = twins[id(module.get_parameter(name))][0]
@@ -268,12 +268,12 @@ def _parameter_names(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) 
                         const_value=tensor,
                     )
                 )
-            found[name] = at
+            names[name] = at
         lost = []
     if lost:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
         raise ExportError(f"parameters got lost: {', '.join(lost[:5])}{more}")
-    return found
+    return names
 
 
 @contextlib.contextmanager

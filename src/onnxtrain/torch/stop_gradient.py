@@ -26,13 +26,13 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.stops: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _STOPS:
-            self.found.add("detach")
+            self.stops.add("detach")
         elif func is torch._C._set_grad_enabled and args and not args[0]:
-            self.found.add("no_grad")
+            self.stops.add("no_grad")
         return func(*args, **(kwargs or {}))
 
 
@@ -49,8 +49,8 @@ def gradients_and_stops(
         outputs = [y for y in flat(module(*leaves)) if y.is_floating_point()]
     seeds = [generator.standard_normal(tuple(y.shape)).astype(_dtype(y)) for y in outputs]
     if any(_has_own_function(y) for y in outputs):
-        watch.found.add("autograd.Function")
-    if not watch.found:
+        watch.stops.add("autograd.Function")
+    if not watch.stops:
         return {}, [], set()
     chosen = {stored[n]: p for n, p in module.named_parameters() if p.requires_grad}
     chosen |= {
@@ -59,7 +59,7 @@ def gradients_and_stops(
         if isinstance(x, torch.Tensor) and x.requires_grad
     }
     live = [(y, s) for y, s in zip(outputs, seeds, strict=True) if y.requires_grad]
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [y for y, _ in live],
         list(chosen.values()),
         [torch.from_numpy(s).to(y) for y, s in live],
@@ -67,9 +67,9 @@ def gradients_and_stops(
     )
     grads = {
         n: (torch.zeros_like(p) if g is None else g).detach().cpu().numpy()
-        for (n, p), g in zip(chosen.items(), found, strict=True)
+        for (n, p), g in zip(chosen.items(), gradients, strict=True)
     }
-    return grads, seeds, watch.found
+    return grads, seeds, watch.stops
 
 
 def require_same_gradients(

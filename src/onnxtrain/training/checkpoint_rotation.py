@@ -33,8 +33,8 @@ class CheckpointRotation:
         """Return the checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = [(m, p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
-        return [p for _, p in sorted(found, key=lambda item: int(item[0][1]))]
+        checkpoints = [(m, p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+        return [p for _, p in sorted(checkpoints, key=lambda item: int(item[0][1]))]
 
     def newest(self) -> Path | None:
         """Return the last checkpoint."""

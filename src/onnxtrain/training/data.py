@@ -121,11 +121,11 @@ class Arrays:
         for at in range(start * self._size, self._end, self._size):
             end = min(at + self._size, self._end)
             pick = slice(at, end) if order is None else order[at:end]
-            found = [a[pick] for a in self._arrays]
+            arrays = [a[pick] for a in self._arrays]
             if self._keys is None:
-                yield Batch(tuple(found), {})
+                yield Batch(tuple(arrays), {})
             else:
-                yield Batch((), dict(zip(self._keys, found, strict=True)))
+                yield Batch((), dict(zip(self._keys, arrays, strict=True)))
 
 
 class Batches:

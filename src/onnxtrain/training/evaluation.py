@@ -55,9 +55,9 @@ class Mean:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Mean:
         """Restore what :meth:`state_dict` gave."""
-        found = cls()
-        found.samples, found._sums = int(state["samples"]), dict(state["sums"])
-        return found
+        mean = cls()
+        mean.samples, mean._sums = int(state["samples"]), dict(state["sums"])
+        return mean
 
 
 def _inner(name: str, value: float) -> float:

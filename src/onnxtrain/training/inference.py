@@ -61,12 +61,12 @@ def folded(model: onnx.ModelProto) -> onnx.ModelProto:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.optimized_model_filepath = os.path.join(folder, "folded.onnx")
         runtime.create(model.SerializeToString(), options=options)
-        found = onnx.load(options.optimized_model_filepath)
-    used = {node.domain for node in found.graph.node}
-    kept = [o for o in found.opset_import if o.domain in used | {""}]
-    del found.opset_import[:]
-    found.opset_import.extend(kept)
-    return found
+        optimised = onnx.load(options.optimized_model_filepath)
+    used = {node.domain for node in optimised.graph.node}
+    kept = [o for o in optimised.opset_import if o.domain in used | {""}]
+    del optimised.opset_import[:]
+    optimised.opset_import.extend(kept)
+    return optimised
 
 
 def _weight_names(artifacts: Artifacts) -> list[str]:

@@ -190,8 +190,8 @@ class Separate:
 
     def describe_updates(self, names: Sequence[str]) -> list[tuple[str, np.ndarray]]:
         """Return what the last computation found for each parameter, with words for it."""
-        found = zip(names, self.gradients(computed=True), strict=True)
-        return [(f"gradient of {n!r}", g) for n, g in found]
+        gradients = zip(names, self.gradients(computed=True), strict=True)
+        return [(f"gradient of {n!r}", g) for n, g in gradients]
 
     def view(self, name: str) -> np.ndarray:
         """Return a tensor, valid until the next step."""

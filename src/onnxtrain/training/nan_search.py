@@ -32,16 +32,16 @@ def first_bad(named: Iterable[tuple[str, np.ndarray]]) -> str | None:
 def bad_loss(
     trainer: Trainer,
     feeds: Mapping[str, np.ndarray],
-    found: Mapping[str, np.ndarray],
+    computed: Mapping[str, np.ndarray],
     *,
     debug: bool,
 ) -> str:
     """Say why the loss of a batch is not finite; the trainer has not taken the step over."""
-    head = f"the loss of step {trainer.global_step + 1} is {float(found[trainer.loss_name])}"
+    head = f"the loss of step {trainer.global_step + 1} is {float(computed[trainer.loss_name])}"
     values = [(f"parameter {n!r}", trainer.view(n)) for n in trainer.parameters]
     values += [(f"buffer {n!r}", trainer.view(n)) for n in trainer.buffers]
     batch = [(f"{n!r} of the batch", a) for n, a in feeds.items()]
-    outputs = [(f"output {n!r}", a) for n, a in found.items() if n != trainer.loss_name]
+    outputs = [(f"output {n!r}", a) for n, a in computed.items() if n != trainer.loss_name]
     first = first_bad([*batch, *values, *outputs])
     lines = [head, f"  first tensor that is not finite: {first or 'the loss itself'}"]
     if debug:

@@ -41,12 +41,12 @@ class Outputs:
         """All of them."""
         return [self.loss, *self.metrics, *self.others]
 
-    def result(self, found: Mapping[str, np.ndarray], step: int, *, updated: bool) -> StepResult:
+    def result(self, outputs: Mapping[str, np.ndarray], step: int, *, updated: bool) -> StepResult:
         """Sort what a run gave."""
         return StepResult(
-            loss=float(found[self.loss]),
-            metrics={n: float(found[n]) for n in self.metrics},
-            outputs={n: found[n] for n in self.others},
+            loss=float(outputs[self.loss]),
+            metrics={n: float(outputs[n]) for n in self.metrics},
+            outputs={n: outputs[n] for n in self.others},
             step=step,
             updated=updated,
         )

@@ -183,12 +183,12 @@ class Run:
         number = trainer.global_step + 1 - self.first_step
         trainer.lr = self.schedule.lr(self.base_lr, number)
         feeds = feed(trainer.batch_specs, batch.positional, batch.named)
-        found = trainer.compute(feeds)
-        if not is_finite(found[trainer.loss_name]):
-            raise NonFiniteError(bad_loss(trainer, feeds, found, debug=self.options.debug_nan))
+        outputs = trainer.compute(feeds)
+        if not is_finite(outputs[trainer.loss_name]):
+            raise NonFiniteError(bad_loss(trainer, feeds, outputs, debug=self.options.debug_nan))
         if self.options.debug_nan and (problem := bad_update(trainer, feeds)):
             raise NonFiniteError(problem)
-        result = trainer.commit(found)
+        result = trainer.commit(outputs)
         self.batch += 1
         self.means.add(result, batch.size)
         self._record_step(result, batch.size)
@@ -211,8 +211,8 @@ class Run:
         row: Record = {"kind": "epoch", "epoch": self.epoch + 1, "step": self.trainer.global_step}
         row |= {"lr": self.trainer.lr, **self.means.values()}
         if self.validation is not None:
-            found = evaluate(self.trainer, self.validation)
-            row |= {f"val_{n}": v for n, v in found.to_dict().items()}
+            evaluation = evaluate(self.trainer, self.validation)
+            row |= {f"val_{n}": v for n, v in evaluation.to_dict().items()}
         self.means = Mean()
         self.epoch, self.batch = self.epoch + 1, 0
         self.best.on_epoch(self, row)

@@ -146,18 +146,18 @@ class Trainer:
         control = self._control(self._engine.asks, number, micro=self._micro)
         return self._engine.compute({**feeds, **control})
 
-    def commit(self, found: Mapping[str, np.ndarray]) -> StepResult:
+    def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
         """Take over what the last :meth:`compute` found, and update when enough is accumulated."""
         number = self.global_step + 1
         self._engine.commit()
         if isinstance(self._engine, Fused):
             self.global_step = number
-            return self._outputs.result(found, number, updated=True)
+            return self._outputs.result(outputs, number, updated=True)
         self._micro += 1
         updated = self._micro >= self.manifest.accumulate
         if updated:
             self.flush()
-        return self._outputs.result(found, number, updated=updated)
+        return self._outputs.result(outputs, number, updated=updated)
 
     def flush(self) -> bool:
         """Update with the gradients accumulated so far; ``False`` if there are none."""
@@ -173,21 +173,21 @@ class Trainer:
     def _control(
         self, spec: ModelSpec, number: int, *, micro: int = 0, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
-        found: dict[str, np.ndarray] = {}
+        controls: dict[str, np.ndarray] = {}
         for t in self._controls(spec):
             if t.role == "lr":
-                found[t.name] = np.array([self.lr], np.float32)
+                controls[t.name] = np.array([self.lr], np.float32)
             elif t.role == "step":
-                found[t.name] = np.array([number], np.int32 if t.dtype == "int32" else np.int64)
+                controls[t.name] = np.array([number], np.int32 if t.dtype == "int32" else np.int64)
             elif t.role == "rng":
                 # Every batch has a draw of its own, counted so that float32 holds it exactly.
                 draw = ((number - 1) * self.manifest.accumulate + micro + 1) % _SEEDS
-                found[t.name] = np.array([self.seed, draw], np.float32)
+                controls[t.name] = np.array([self.seed, draw], np.float32)
             elif t.role == "grad_scale":
-                found[t.name] = np.array([scale], np.float32)
+                controls[t.name] = np.array([scale], np.float32)
             elif t.role == "reset":
-                found[t.name] = np.array([micro == 0])
-        return found
+                controls[t.name] = np.array([micro == 0])
+        return controls
 
     def _controls(self, spec: ModelSpec) -> list[TensorSpec]:
         """Return the inputs that the trainer sets by itself; looked up once per model."""
@@ -208,9 +208,9 @@ class Trainer:
         feeds = feed(self.batch_specs, batch, named)
         engine.compute({**feeds, **self._control(engine.spec, self.global_step + 1)})
         names = [p.name for p in self.manifest.parameters]
-        found = engine.gradients(computed=True)
+        gradients = engine.gradients(computed=True)
         scale = self._engine.view(*scaler) if scaler else 1
-        return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, found, strict=True)}
+        return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, gradients, strict=True)}
 
     def evaluate_batch(self, *batch: Any, **named: Any) -> StepResult:
         """Return loss, metrics and outputs of one batch in evaluation mode."""
@@ -227,14 +227,14 @@ class Trainer:
         own = [t.name for t in spec.inputs_of("parameter", "buffer")]
         if self.device == "cpu":
             feeds.update({n: self._engine.view(n) for n in own})
-            found = runtime.run(self._evaluator, outputs.names, feeds)
+            arrays = runtime.run(self._evaluator, outputs.names, feeds)
         else:  # weights stay where they are
             values = {n: ort_value(a, self.device) for n, a in feeds.items()}
             values.update({n: self._engine.value(n) for n in own})
             results = runtime.run_values(self._evaluator, outputs.names, values)
-            found = [np.array(r.numpy()) for r in results]
-        found = dict(zip(outputs.names, found, strict=True))
-        return outputs.result(found, self.global_step, updated=False)
+            arrays = [np.array(r.numpy()) for r in results]
+        arrays = dict(zip(outputs.names, arrays, strict=True))
+        return outputs.result(arrays, self.global_step, updated=False)
 
     def evaluate(self, data: Any, *, batch_size: int | None = None) -> Evaluation:
         """Return loss and metrics over all of ``data``, in evaluation mode.
@@ -298,10 +298,10 @@ class Trainer:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return everything that a checkpoint holds, by the names it has there."""
-        found = {n: np.array(self._engine.view(n)) for n in self._weight_names()}
+        state = {n: np.array(self._engine.view(n)) for n in self._weight_names()}
         for s in self.manifest.state:
-            found[state_key(s.parameter, s.slot)] = np.array(self._engine.view(s.name))
-        return found
+            state[state_key(s.parameter, s.slot)] = np.array(self._engine.view(s.name))
+        return state
 
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
         """Set everything from what :meth:`state_dict` gave; nothing changes if something is off."""

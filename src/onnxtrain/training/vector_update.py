@@ -35,7 +35,7 @@ class Scalars:
     """What all updates of a step share, computed from learning rate, step and scale on the CPU."""
 
     def __init__(self, updates: VectorGraphs) -> None:
-        self.found: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, np.ndarray] = {}
         """The results by name; :meth:`compute` writes them in place."""
         self._controls: dict[str, np.ndarray] = {}
         self._first = True
@@ -47,17 +47,17 @@ class Scalars:
         for y in self._session.get_outputs():
             plain = y.name.removesuffix(".out")
             name = plain if plain in self._controls else y.name
-            self.found[name] = np.zeros(y.shape, _KINDS[y.type])
-            self._binding.bind_ortvalue_output(y.name, ort_value(self.found[name]))
+            self.arrays[name] = np.zeros(y.shape, _KINDS[y.type])
+            self._binding.bind_ortvalue_output(y.name, ort_value(self.arrays[name]))
 
     def compute(self, feeds: Arrays) -> None:
-        """Set :attr:`found` for one step."""
+        """Set :attr:`arrays` for one step."""
         changed = self._first
         for name, array in self._controls.items():
             new = feeds[name]
             if array != new:
                 array[...], changed = new, True
-        if changed and self.found:
+        if changed and self.arrays:
             self._first = False
             runtime.run_bound(self._session, self._binding)
 
@@ -120,7 +120,7 @@ class VectorUpdater:
                 value = ort_value(copies[-1][1])
             binding.bind_ortvalue_output(f"{key}.out", value)
         for name in group.scalars:
-            binding.bind_ortvalue_input(name, ort_value(self._scalars.found[name]))
+            binding.bind_ortvalue_input(name, ort_value(self._scalars.arrays[name]))
         return binding, copies
 
     def run(self, feeds: Arrays) -> None:
@@ -185,6 +185,6 @@ class DeviceVectorUpdater:
 
     def _run(self) -> None:
         for call, scalars, copies in self._calls:
-            call.run({n: self._scalars.found[n] for n in scalars})
+            call.run({n: self._scalars.arrays[n] for n in scalars})
             for target, source in copies:
                 target.update_inplace(source)

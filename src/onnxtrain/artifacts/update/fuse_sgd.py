@@ -56,9 +56,9 @@ def fuse_sgd(
         updates: of all parameters.
         gradients: the outputs of ``train`` by the names that ``updates`` has for them.
     """
-    found = onnx.ModelProto()
-    found.CopyFrom(train)
-    part = _Part(found.graph)
+    model = onnx.ModelProto()
+    model.CopyFrom(train)
+    part = _Part(model.graph)
     groups: list[VectorGraph] = []
     results: dict[str, str] = {}
     rates: dict[str, None] = {}
@@ -86,7 +86,7 @@ def fuse_sgd(
         if members:
             groups.append(dataclasses.replace(group, members=members))
     controls = part.finish(updates.scalars, list(rates))
-    return FusedSgd(found, VectorGraphs(tuple(groups), updates.scalars), results, controls)
+    return FusedSgd(model, VectorGraphs(tuple(groups), updates.scalars), results, controls)
 
 
 class _Part:
@@ -212,13 +212,13 @@ def _scalars(
 
 
 def _renamed_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    found: list[onnx.TensorProto] = []
+    tensors: list[onnx.TensorProto] = []
     for tensor in model.graph.initializer:
         copy = onnx.TensorProto()
         copy.CopyFrom(tensor)
         copy.name = _PREFIX + tensor.name
-        found.append(copy)
-    return found
+        tensors.append(copy)
+    return tensors
 
 
 def _spec(x: onnx.ValueInfoProto) -> TensorSpec:

@@ -24,7 +24,7 @@ def overwritable(model: onnx.ModelProto, spec: ModelSpec) -> set[str]:
     for i, node in enumerate(nodes):
         for x in node.input:
             readers.setdefault(x, set()).add(i)
-    found = set()
+    inputs = set()
     for t in spec.outputs:
         writer = makers.get(t.name)
         if t.feeds is None or writer is None:
@@ -34,16 +34,16 @@ def overwritable(model: onnx.ModelProto, spec: ModelSpec) -> set[str]:
         if t.feeds in last.input and last.op_type not in _ELEMENTWISE:
             continue
         if readers.get(t.feeds, set()) <= _ancestors(model, makers, writer):
-            found.add(t.feeds)
-    return found
+            inputs.add(t.feeds)
+    return inputs
 
 
 def _ancestors(model: onnx.ModelProto, makers: dict[str, int], node: int) -> set[int]:
-    found, pending = {node}, [node]
+    ancestors, pending = {node}, [node]
     while pending:
         for x in model.graph.node[pending.pop()].input:
             maker = makers.get(x)
-            if maker is not None and maker not in found:
-                found.add(maker)
+            if maker is not None and maker not in ancestors:
+                ancestors.add(maker)
                 pending.append(maker)
-    return found
+    return ancestors

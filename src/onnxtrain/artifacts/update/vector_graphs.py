@@ -52,9 +52,9 @@ def without_accumulation(model: onnx.ModelProto, spec: ModelSpec) -> onnx.ModelP
 
     ``Where(reset, g, old + g)`` becomes ``g``: two passes over all gradients less.
     """
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
-    graph = found.graph
+    plain = onnx.ModelProto()
+    plain.CopyFrom(model)
+    graph = plain.graph
     makers = {y: node for node in graph.node for y in node.output}
     reset = spec.input("reset")
     old = {t.name for t in spec.inputs_of("accumulator")}
@@ -83,7 +83,7 @@ def without_accumulation(model: onnx.ModelProto, spec: ModelSpec) -> onnx.ModelP
     inputs = [x for x in graph.input if x.name not in dropped]
     del graph.input[:]
     graph.input.extend(inputs)
-    return found
+    return plain
 
 
 def vector_graphs(
@@ -132,7 +132,7 @@ def vector_graphs(
 def _members(spec: ModelSpec, state: Sequence[StateSpec]) -> list[dict[str, str]] | None:
     """Return the tensors of each parameter; ``None`` if their types or shapes differ."""
     known = {t.name: t for t in spec.inputs}
-    found: list[dict[str, str]] = []
+    members: list[dict[str, str]] = []
     pairs = zip(spec.inputs_of("parameter"), spec.inputs_of("gradient"), strict=True)
     for p, g in pairs:
         slots = {s.slot: s.name for s in state if s.parameter == p.name}
@@ -141,8 +141,8 @@ def _members(spec: ModelSpec, state: Sequence[StateSpec]) -> list[dict[str, str]
             t = known.get(name)
             if t is None or (t.dtype, t.shape) != (p.dtype, p.shape):
                 return None
-        found.append(names)
-    return found
+        members.append(names)
+    return members
 
 
 def _parts(graph: onnx.GraphProto, owner: dict[str, int]) -> dict[int, list[onnx.NodeProto]] | None:
@@ -272,11 +272,11 @@ def _types(model: onnx.ModelProto, owner: dict[str, int]) -> dict[str, onnx.Type
 
 def _copies(graph: onnx.GraphProto, name: str) -> set[str]:
     """Return the values that hold the same number as an input."""
-    found = {name}
+    copies = {name}
     for node in graph.node:
-        if node.op_type in (*_VIEWS, "Cast", "Identity") and node.input[0] in found:
-            found.update(node.output)
-    return found
+        if node.op_type in (*_VIEWS, "Cast", "Identity") and node.input[0] in copies:
+            copies.update(node.output)
+    return copies
 
 
 def results_of(model: onnx.ModelProto) -> ModelSpec:
@@ -305,14 +305,14 @@ def _prune(graph: onnx.GraphProto) -> None:
 
 def inner_names(node: onnx.NodeProto) -> set[str]:
     """Return all names that the bodies of a node mention."""
-    found: set[str] = set()
+    names: set[str] = set()
     for a in node.attribute:
         for body in (a.g, *a.graphs) if a.type in _GRAPHS else ():
-            found.update(y.name for y in body.output)
+            names.update(y.name for y in body.output)
             for inner in body.node:
-                found.update(inner.input)
-                found |= inner_names(inner)
-    return found
+                names.update(inner.input)
+                names |= inner_names(inner)
+    return names
 
 
 def _size(dims: Sequence[int]) -> int:

@@ -129,10 +129,10 @@ def _plus(op: OpBuilder, a: ir.Value | None, b: ir.Value) -> ir.Value:
 
 def _as_inputs(op: OpBuilder, gradients, inputs) -> Gradients:
     """Return the gradients the inputs' dtypes; a vector's one channel is summed to shape [1]."""
-    found = []
+    fitted_grads = []
     for g, x in zip(gradients, inputs, strict=True):
         if g is not None:
             g = op.cast(g, x.dtype)
             g = op.reshape_like(g, x) if op.rank(g) != op.rank(x) else g
-        found.append(g)
-    return tuple(found)
+        fitted_grads.append(g)
+    return tuple(fitted_grads)

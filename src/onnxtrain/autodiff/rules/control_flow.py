@@ -45,8 +45,8 @@ def if_(op, dys, cond, *, node):
         branches[name] = body.graph
     if not wanted:
         return (None,)
-    found = op.If(cond, **branches, _outputs=len(wanted))
-    by_value = dict(zip(wanted, found if len(wanted) > 1 else [found], strict=True))
+    branch_grads = op.If(cond, **branches, _outputs=len(wanted))
+    by_value = dict(zip(wanted, branch_grads if len(wanted) > 1 else [branch_grads], strict=True))
     for x, dx in by_value.items():
         dx.shape = x.shape
     return None, *(by_value.get(x) for x in outer)
@@ -90,12 +90,12 @@ def loop(op, dys, trip_count, cond, *states, node):
     grads = own(step, sweep(step, outputs, d_outputs, wrt), wrt)
     totals = [accumulate(step, a, b) for a, b in zip(d_outer, grads[len(floats) :], strict=True)]
     step.graph.outputs.extend([step.Identity(go), *grads[: len(floats)], *totals])
-    found = op.Loop(count, op.const(True), *carried, body=step.graph, _outputs=len(carried))
-    found = list(found) if isinstance(found, tuple) else [found]
+    loop_grads = op.Loop(count, op.const(True), *carried, body=step.graph, _outputs=len(carried))
+    loop_grads = list(loop_grads) if isinstance(loop_grads, tuple) else [loop_grads]
     result: list[Maybe] = [None] * (n + 2)
-    for i, d in zip(floats, found, strict=False):
+    for i, d in zip(floats, loop_grads, strict=False):
         result[i + 2] = shaped(d, states[i])
-    by_value = dict(zip(wanted_outer, found[len(floats) :], strict=True))
+    by_value = dict(zip(wanted_outer, loop_grads[len(floats) :], strict=True))
     return *result, *(None if x not in by_value else shaped(by_value[x], x) for x in outer)
 
 

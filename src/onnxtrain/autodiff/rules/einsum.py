@@ -72,37 +72,37 @@ def _to_shape(op: OpBuilder, dx: ir.Value, x: ir.Value, sizes: Sequence[set[Dim]
             axis, not only on those of the ellipsis.
     """
     want = op.dims(x)
-    larger = [_may_exceed(found, d) for found, d in zip(sizes, want, strict=True)]
-    smaller = [_may_fall_short(found, d) for found, d in zip(sizes, want, strict=True)]
+    larger = [_may_exceed(axis_sizes, d) for axis_sizes, d in zip(sizes, want, strict=True)]
+    smaller = [_may_fall_short(axis_sizes, d) for axis_sizes, d in zip(sizes, want, strict=True)]
     if not any(larger):
         return op.expand_like(_with_dims(dx, sizes), x) if any(smaller) else dx
     if any(smaller):
         dx = op.Expand(dx, op.shape_of(x))
-    rough = [found | {d} for found, d in zip(sizes, want, strict=True)]
+    rough = [axis_sizes | {d} for axis_sizes, d in zip(sizes, want, strict=True)]
     return op.sum_to(_with_dims(dx, rough if any(smaller) else sizes), x)
 
 
 def _with_dims(dx: ir.Value, sizes: Sequence[set[Dim]]) -> ir.Value:
     """Record the largest of the sizes that meet on each axis; a name of its own if that is open."""
-    S.set_dims(dx, [_largest(found, f"{dx.name}.{i}") for i, found in enumerate(sizes)])
+    S.set_dims(dx, [_largest(axis_sizes, f"{dx.name}.{i}") for i, axis_sizes in enumerate(sizes)])
     return dx
 
 
-def _may_exceed(found: set[Dim], size: Dim) -> bool:
+def _may_exceed(axis_sizes: set[Dim], size: Dim) -> bool:
     if isinstance(size, int):
-        return size == 1 and found != {1}
-    return not found <= {size, 1}
+        return size == 1 and axis_sizes != {1}
+    return not axis_sizes <= {size, 1}
 
 
-def _may_fall_short(found: set[Dim], size: Dim) -> bool:
+def _may_fall_short(axis_sizes: set[Dim], size: Dim) -> bool:
     if isinstance(size, int):
-        return size != 1 and not any(isinstance(d, int) and d != 1 for d in found)
-    return size not in found
+        return size != 1 and not any(isinstance(d, int) and d != 1 for d in axis_sizes)
+    return size not in axis_sizes
 
 
-def _largest(found: set[Dim], name: str) -> Dim:
-    numbers = [d for d in found if isinstance(d, int) and d != 1]
+def _largest(axis_sizes: set[Dim], name: str) -> Dim:
+    numbers = [d for d in axis_sizes if isinstance(d, int) and d != 1]
     if numbers:
         return numbers[0]
-    names = found - {1}
+    names = axis_sizes - {1}
     return 1 if not names else names.pop() if len(names) == 1 else D.symbol(name)

@@ -95,7 +95,7 @@ def scan(op, dys, *inputs, node, wanted):
 
     carried = [*d_states, *(op.zeros_like(x) for x in totals)]
     fed = [*saved[:n], *scans, *(dys[i] for i in given), *saved[n:]]
-    found = op.Scan(
+    scan_outputs = op.Scan(
         *carried,
         *fed,
         body=step.graph,
@@ -113,7 +113,7 @@ def scan(op, dys, *inputs, node, wanted):
         or None,
         _outputs=len(carried) + len(wanted_scans) + len(factors),
     )
-    results = iter(found if isinstance(found, tuple) else [found])
+    results = iter(scan_outputs if isinstance(scan_outputs, tuple) else [scan_outputs])
     result: list[Maybe] = [None] * len(inputs)
     for i in floats:
         result[i] = shaped(next(results), inputs[i])
@@ -135,29 +135,29 @@ def _factors(g: Maybe) -> list[tuple[ir.Value, int]] | None:
         return None
     if {k: a.value for k, a in made.attributes.items()} != {"transA": 1}:
         return None
-    found = []
+    factors = []
     for v in made.inputs:
         dims = None if v is None else S.dims_of(v)
         if v is None or dims is None or not isinstance(dims[1], int) or v.graph is not made.graph:
             return None
-        found.append((v, dims[1]))
-    return found
+        factors.append((v, dims[1]))
+    return factors
 
 
 def _costly(graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
     """Return costly values that outputs of a backward body need: the forward's, and its copy."""
     copies = {copy: value for value, copy in mapping.items()}
     needed = set(graph.outputs)
-    found: dict[ir.Value, ir.Value] = {}
+    costly: dict[ir.Value, ir.Value] = {}
     for node in reversed(graph):
         if not needed.intersection(node.outputs):
             continue
         y = node.outputs[0]
         if y in copies and node.op_type in _COSTLY and len(node.outputs) == 1:
-            found[copies[y]] = y
+            costly[copies[y]] = y
             continue
         needed.update(x for x in (*node.inputs, *captured(node)) if x is not None)
-    return dict(reversed(found.items()))
+    return dict(reversed(costly.items()))
 
 
 def _stack(stack: ir.Value, one: ir.Value, like: ir.Value) -> ir.Value:

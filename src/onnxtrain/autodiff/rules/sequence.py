@@ -84,8 +84,10 @@ def sequence_map(op, dys, input_sequence, *additional_inputs, node):
         made = step.Identity(step.zeros_like(x) if grad is None else grad)
         made.shape = x.shape
         step.graph.outputs.append(made)
-    found = op.SequenceMap(*inputs, *(dys[i] for i in given), body=step.graph, _outputs=len(wanted))
-    by_value = dict(zip(wanted, found if len(wanted) > 1 else [found], strict=True))
+    step_grads = op.SequenceMap(
+        *inputs, *(dys[i] for i in given), body=step.graph, _outputs=len(wanted)
+    )
+    by_value = dict(zip(wanted, step_grads if len(wanted) > 1 else [step_grads], strict=True))
     return tuple(_summed(op, by_value.get(x), sources[x]) for x in (*own, *outer))
 
 

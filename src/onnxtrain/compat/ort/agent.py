@@ -198,7 +198,7 @@ class TrainingAgent:
         feeds = {n: v for n, v in feeds.items() if n in taken}
         try:
             if self._device == "cpu":
-                found = runtime.run_values(session, names, feeds)
+                outputs = runtime.run_values(session, names, feeds)
             else:
                 binding = session.io_binding()
                 for name, value in feeds.items():
@@ -206,10 +206,10 @@ class TrainingAgent:
                 for name in names:
                     binding.bind_output(name, self._device)
                 runtime.run_bound(session, binding)
-                found = binding.get_outputs()
+                outputs = binding.get_outputs()
         except OnnxTrainError as error:
             raise OrtError(f"Error in {what} pass execution: {error}") from error
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, outputs, strict=True))
 
 
 __all__ = [

@@ -25,8 +25,8 @@ def install() -> None:
         CompatError: if onnxruntime-training itself is imported already.
     """
     ort = runtime()
-    found = sys.modules.get(_OLD)
-    if found is not None and found is not sys.modules[_OWN]:
+    imported = sys.modules.get(_OLD)
+    if imported is not None and imported is not sys.modules[_OWN]:
         raise CompatError(
             "onnxruntime.training is imported already, and is not this package\n"
             "hint: call install() before anything else imports it"

@@ -117,9 +117,9 @@ class _Training(onnxblock.TrainingBlock):
         self._loss, self._inputs, self._outputs = loss, inputs, outputs
 
     def build(self, *names: str) -> tuple[str, ...]:
-        found = self._loss(*(self._inputs or names))
+        output_names = self._loss(*(self._inputs or names))
         # Without a loss every output passes through; only the first one is the loss.
-        first = (found,) if isinstance(found, str) else tuple(found)
+        first = (output_names,) if isinstance(output_names, str) else tuple(output_names)
         return tuple(dict.fromkeys([*first, *self._outputs]))
 
 

@@ -65,7 +65,7 @@ class _OptimizerConfig:
 
     def groups(self) -> tuple[optim.ParamGroup, ...]:
         """Return the groups; only weight decay may differ between them."""
-        found = []
+        groups = []
         for group in self.params:
             for key, value in group.items():
                 if key not in ("params", "lambda_coef") and value != self.defaults[key]:
@@ -74,10 +74,10 @@ class _OptimizerConfig:
                         f"hint: set {key} for all parameters"
                     )
             decay = group.get("lambda_coef", self.defaults.get("lambda_coef", 0.0))
-            found += [
+            groups += [
                 optim.ParamGroup(literal(n), weight_decay=float(decay)) for n in group["params"]
             ]
-        return tuple(found)
+        return tuple(groups)
 
 
 def literal(name: str) -> str:

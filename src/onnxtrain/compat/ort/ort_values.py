@@ -45,10 +45,10 @@ def check_value(value: Any, wanted: Any, what: str) -> None:
         what: ``forward`` or ``backward``, for the message.
     """
     shape, dims = list(value.shape()), list(wanted.shape)
-    found = f"{value.data_type()} {shape}"
+    given = f"{value.data_type()} {shape}"
     if value.data_type() != wanted.type:
         raise OrtError(
-            f"Error in {what} pass execution: {wanted.name!r} is {found}\n"
+            f"Error in {what} pass execution: {wanted.name!r} is {given}\n"
             f"hint: the model takes {wanted.type} {dims}"
         )
     fixed = zip(shape, dims, strict=False)

@@ -89,15 +89,15 @@ class ORTTrainer:
         trainer = self._started(values)
         info.step += 1
         trainer.lr = self._rate(rest, kwargs)
-        found = trainer.compute(self._feeds(values))
-        norm = found.get("grad_norm")
+        outputs = trainer.compute(self._feeds(values))
+        norm = outputs.get("grad_norm")
         info.all_finite = norm is None or bool(np.isfinite(norm).all())
         if info.all_finite or not s.mixed:
-            result = trainer.commit(found)
+            result = trainer.commit(outputs)
             info.optimization_step += int(result.updated)
         if s.mixed and s.scaler is not None:
             s.scaler.update(info)
-        shown = self._shown(found, fetches)
+        shown = self._shown(outputs, fetches)
         if s.mixed and s.scaler is None:
             shown = [*shown, torch.tensor([info.all_finite])]
         return shown[0] if len(shown) == 1 else shown
@@ -107,8 +107,8 @@ class ORTTrainer:
         values, _ = self._batch(args, kwargs)
         trainer = self._started(values)
         result = trainer.evaluate_batch(**self._feeds(values))
-        found = {"loss": np.float32(result.loss), **result.outputs}
-        shown = self._shown(found, fetches)
+        outputs = {"loss": np.float32(result.loss), **result.outputs}
+        shown = self._shown(outputs, fetches)
         return shown[0] if len(shown) == 1 else shown
 
     def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -142,14 +142,16 @@ class ORTTrainer:
             return float(s.schedule.get_last_lr()[0])
         return float(s.config.lr)
 
-    def _shown(self, found: Mapping[str, Any], fetches: Sequence[str] | None) -> list[torch.Tensor]:
+    def _shown(
+        self, outputs: Mapping[str, Any], fetches: Sequence[str] | None
+    ) -> list[torch.Tensor]:
         signature = self._settings.signature
         shown = []
         for name in fetches or signature.outputs:
             at = "loss" if name == signature.loss else name
-            if at not in found:
+            if at not in outputs:
                 raise CompatError(f"no such output: {name!r}\nhint: {', '.join(signature.outputs)}")
-            shown.append(torch.from_numpy(np.array(found[at])).to(self._settings.device))
+            shown.append(torch.from_numpy(np.array(outputs[at])).to(self._settings.device))
         return shown
 
     def _started(self, values: Sequence[Any]) -> Trainer:
@@ -199,9 +201,11 @@ class ORTTrainer:
             return dict(self._model.state_dict()) if isinstance(self._model, nn.Module) else {}
         known = {**_frozen(self._trainer), **_weights(self._trainer)}
         names = self._names or {n: n for n in known}
-        found = {n: torch.from_numpy(known[at]) for n, at in names.items() if at in known}
-        found |= {n: torch.from_numpy(v) for n, v in known.items() if n not in self._names.values()}
-        return found
+        weights = {n: torch.from_numpy(known[at]) for n, at in names.items() if at in known}
+        weights |= {
+            n: torch.from_numpy(v) for n, v in known.items() if n not in self._names.values()
+        }
+        return weights
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = False) -> None:
         """Set the weights; before the first step, when that comes."""

@@ -155,15 +155,15 @@ def _is_odtc(path: str | os.PathLike[str]) -> bool:
 
 
 def _from_odtc(path: str | os.PathLike[str]) -> Store:
-    found = read_odtc(path)
-    store = Store.of(found.parameters, found.frozen, {})
-    store.properties = dict(found.properties)
-    store.step, store.draws = found.step, found.step
-    store.lr = found.lr or None
-    for key, value in found.tensors().items():
+    checkpoint = read_odtc(path)
+    store = Store.of(checkpoint.parameters, checkpoint.frozen, {})
+    store.properties = dict(checkpoint.properties)
+    store.step, store.draws = checkpoint.step, checkpoint.step
+    store.lr = checkpoint.lr or None
+    for key, value in checkpoint.tensors().items():
         if key.startswith(_OPTIMIZER):
             store.set_state(*_state_name(key), value)
-    return store.nominal_copy() if found.nominal else store
+    return store.nominal_copy() if checkpoint.nominal else store
 
 
 def _state_name(key: str) -> tuple[str, str]:

@@ -178,23 +178,23 @@ class TrainingSession:
             raise OrtError(f"no such input: {', '.join(strange)}")
         kinds = {x.name: x.type for x in self._inputs}
         for name, kind in kinds.items():
-            found = as_value(feeds[name], "cpu").data_type()
-            if found != kind:
-                raise OrtError(f"{name!r} is {found}\nhint: the model takes {kind}")
+            given = as_value(feeds[name], "cpu").data_type()
+            if given != kind:
+                raise OrtError(f"{name!r} is {given}\nhint: the model takes {kind}")
         self._trainer.lr = float(feeds.pop(self._rate).reshape(-1)[0])
         taken = set(self._trainer.inputs)
         with as_ort_errors():
             result = self._trainer.step(**{n: v for n, v in feeds.items() if n in taken})
-        found = {**result.outputs, self._loss: np.full(self._shape, result.loss, np.float32)}
-        return [np.array(found[n]) for n in wanted]
+        outputs = {**result.outputs, self._loss: np.full(self._shape, result.loss, np.float32)}
+        return [np.array(outputs[n]) for n in wanted]
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return weights and the optimizer's state, copied, by their old names."""
         tensors, places = self._trainer.state_dict(), self._places()
-        found = {name: np.array(tensors[at]) for name, at in places.items()}
+        state = {name: np.array(tensors[at]) for name, at in places.items()}
         count = np.array([self._trainer.global_step + 1])
         moments = [s for s in self._trainer.manifest.state if s.slot in _MOMENTS]
-        return {**found, **{f"Update_Count_{s.parameter}": count for s in moments}}
+        return {**state, **{f"Update_Count_{s.parameter}": count for s in moments}}
 
     def load_state(self, state: Mapping[str, Any], strict: bool = False) -> None:
         """Set weights and the optimizer's state, from what :meth:`get_state` gave.
@@ -218,12 +218,12 @@ class TrainingSession:
 
     def _places(self) -> dict[str, str]:
         """Return for each old name the key in the trainer's state."""
-        found = {p.name: p.name for p in self._trainer.manifest.parameters}
+        places = {p.name: p.name for p in self._trainer.manifest.parameters}
         for spec in self._trainer.manifest.state:
             if spec.slot in _MOMENTS:
                 label = f"{_MOMENTS[spec.slot]}_{spec.parameter}"
-                found[label] = state_key(spec.parameter, spec.slot)
-        return found
+                places[label] = state_key(spec.parameter, spec.slot)
+        return places
 
     def is_output_fp32_node(self, output_name: str) -> bool:
         """Return whether an output is of float32."""

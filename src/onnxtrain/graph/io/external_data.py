@@ -136,18 +136,18 @@ class DataFiles:
 
 def entries(tensor: onnx.TensorProto) -> tuple[str, int | None, int | None]:
     """Location, offset and length of an external tensor; raises `Refused`."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for entry in tensor.external_data:
         if entry.key not in _KEYS:
             raise Refused(BAD_KEYS, f"unknown key {quote(entry.key)}")
-        if entry.key in found:
+        if entry.key in fields:
             raise Refused(BAD_KEYS, f"key {quote(entry.key)} is there twice")
         if not isinstance(entry.value, str):
             raise Refused(BAD_KEYS, f"{entry.key} is not text")
-        found[entry.key] = entry.value
-    if not found.get("location"):
+        fields[entry.key] = entry.value
+    if not fields.get("location"):
         raise Refused(BAD_KEYS, "no location")
-    return found["location"], _number(found, "offset"), _number(found, "length")
+    return fields["location"], _number(fields, "offset"), _number(fields, "length")
 
 
 def to_tensor(external: ir.ExternalTensor, files: DataFiles) -> ir.TensorProtocol:
@@ -175,8 +175,8 @@ def to_tensor(external: ir.ExternalTensor, files: DataFiles) -> ir.TensorProtoco
     return ir.LazyTensor(aligned, dtype, shape=shape, **about)
 
 
-def _number(found: dict[str, str], key: str) -> int | None:
-    text = found.get(key)
+def _number(fields: dict[str, str], key: str) -> int | None:
+    text = fields.get(key)
     if text is None:
         return None
     # int() alone would also take "1_0", " 10" and digits of other scripts.

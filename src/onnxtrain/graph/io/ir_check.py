@@ -107,7 +107,7 @@ class _Reader:
 
     def _node(self, node: ir.Node, record: Graph) -> Node:
         where = f"{record.where}a node ({clip(node.op_type)})"
-        found = Node(
+        node_record = Node(
             node.name or "",
             node.domain,
             node.op_type,
@@ -115,12 +115,14 @@ class _Reader:
             ["" if v is None else self._name(v, f"{where}, input") for v in node.inputs],
             [v.name or "" for v in node.outputs],
         )
-        self._lengths(where, found.name, found.domain, found.op_type, *found.outputs)
+        self._lengths(
+            where, node_record.name, node_record.domain, node_record.op_type, *node_record.outputs
+        )
         for value in node.outputs:
             if not value.name and (value.uses() or value.is_graph_output()):
                 self._problems.add(NO_NAME, f"{where}, output")
-        record.nodes.append(found)
-        return found
+        record.nodes.append(node_record)
+        return node_record
 
     def attributes(
         self, attributes: Mapping[str, ir.Attr], where: str

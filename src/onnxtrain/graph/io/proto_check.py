@@ -188,8 +188,8 @@ class ProtoReader:
         present = {f.name for f, _ in proto.ListFields()} - _NO_VALUE
         if field is None or present - {field} or (field in _NEEDS_VALUE and not present):
             kind = AttributeProto.AttributeType.Name(proto.type)
-            found = f"has {', '.join(sorted(present)) or 'no value'}"
-            self._problems.add(BAD_ATTRIBUTE, f"{where}: type {kind}, {found}")
+            contents = f"has {', '.join(sorted(present)) or 'no value'}"
+            self._problems.add(BAD_ATTRIBUTE, f"{where}: type {kind}, {contents}")
             return []
         if field in ("s", "strings"):
             for text in [proto.s] if field == "s" else proto.strings:
@@ -260,9 +260,9 @@ class ProtoReader:
                 self._names(where, dim.denotation)
 
     def _opsets(self, imports: Iterable[onnx.OperatorSetIdProto]) -> list[tuple[str, int]]:
-        found = [(entry.domain, entry.version) for entry in imports]
-        self._names("opset import", *(domain for domain, _ in found))
-        return found
+        opsets = [(entry.domain, entry.version) for entry in imports]
+        self._names("opset import", *(domain for domain, _ in opsets))
+        return opsets
 
     def _names(self, where: str, *names: str) -> None:
         for name in names:

@@ -269,7 +269,7 @@ def _check_expansion(model: Structure, limits: Limits, problems: Problems) -> No
             for node in scope.graph.nodes:
                 if node.key in model.functions:
                     calls[key].append((node.key, scope.depth + 1))
-    called = {key: {callee for callee, _ in found} for key, found in calls.items()}
+    called = {key: {callee for callee, _ in callees} for key, callees in calls.items()}
     try:
         order = list(graphlib.TopologicalSorter(called).static_order())
     except graphlib.CycleError as error:

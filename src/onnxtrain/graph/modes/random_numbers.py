@@ -202,13 +202,13 @@ def _fills(total: D.Dim) -> bool:
 
 def _hashes(start: int, count: int) -> list[int]:
     """Return 64-bit numbers by SplitMix64, which no library's update can change."""
-    mask, state, found = 2**64 - 1, start, []
+    mask, state, hashes = 2**64 - 1, start, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & mask
         z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        found.append(z ^ (z >> 31))
-    return found
+        hashes.append(z ^ (z >> 31))
+    return hashes
 
 
 @functools.cache

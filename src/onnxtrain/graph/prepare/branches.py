@@ -67,8 +67,8 @@ def _take(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> None:
 
 def _free_name(name: str, names: set[str | None], owner: str) -> str:
     base = f"{owner}/{name}" if owner else name
-    found, n = base, 2
-    while found in names:
-        found, n = f"{base}.{n}", n + 1
-    names.add(found)
-    return found
+    candidate, n = base, 2
+    while candidate in names:
+        candidate, n = f"{base}.{n}", n + 1
+    names.add(candidate)
+    return candidate

@@ -80,11 +80,11 @@ def _walk(
         if not _chosen(node, only):
             continue
         op = OpBuilder(graph, parent.prefix, before=node, parent=parent)
-        found = _call(DECOMPOSITIONS[_key(node)], op, node)
-        if found is None:
+        outputs = _call(DECOMPOSITIONS[_key(node)], op, node)
+        if outputs is None:
             continue
         done[_key(node)] = done.get(_key(node), 0) + 1
-        replacements = list(found) if isinstance(found, tuple | list) else [found]
+        replacements = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         _replace(graph, op, node, replacements)
 
 

@@ -65,10 +65,10 @@ def _explicit_padding(node: ir.Node) -> bool:
     if mode == "VALID":
         pads = [0] * 2 * n
     else:
-        found = _same_pads(node, dims, n, upper=mode == "SAME_UPPER")
-        if found is None:
+        same_pads = _same_pads(node, dims, n, upper=mode == "SAME_UPPER")
+        if same_pads is None:
             return False
-        pads = found
+        pads = same_pads
     node.attributes.pop("auto_pad")
     node.attributes["pads"] = ir.AttrInt64s("pads", pads)
     return True

@@ -54,9 +54,9 @@ _RENAMED = {"Upsample": "Resize"}
 def _repair(graph: onnx.GraphProto, marked: dict) -> None:
     nodes = []
     for node in graph.node:
-        found = marked.get((node.op_type, node.output[0])) if node.output else None
-        if found is not None:
-            repair, inputs = found
+        mark = marked.get((node.op_type, node.output[0])) if node.output else None
+        if mark is not None:
+            repair, inputs = mark
             nodes += repair(node, inputs)
         nodes.append(node)
     if len(nodes) > len(graph.node):

@@ -106,30 +106,34 @@ def _construct(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
 
 @_handle("Identity")
 def _identity(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    found, x = work.sequence(node.inputs[0]), node.inputs[0]
-    if found is not None:
-        work.known[node.outputs[0]] = found
+    sequence, x = work.sequence(node.inputs[0]), node.inputs[0]
+    if sequence is not None:
+        work.known[node.outputs[0]] = sequence
     if x in work.optional:
         work.optional[node.outputs[0]] = work.optional[x]
 
 
 @_handle("SequenceInsert")
 def _insert(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    found, element, position = work.sequence(node.inputs[0]), node.inputs[1], _input(node, 2)
+    sequence, element, position = work.sequence(node.inputs[0]), node.inputs[1], _input(node, 2)
     at = scalar_of(position)
-    if not isinstance(found, Items) or element is None or (position is not None and at is None):
+    if not isinstance(sequence, Items) or element is None or (position is not None and at is None):
         return
-    values = list(found.values)
+    values = list(sequence.values)
     values.insert(len(values) if at is None else at, element)
     work.known[node.outputs[0]] = Items(values)
 
 
 @_handle("SequenceErase")
 def _erase(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    found, position = work.sequence(node.inputs[0]), _input(node, 1)
+    sequence, position = work.sequence(node.inputs[0]), _input(node, 1)
     at = -1 if position is None else scalar_of(position)
-    if isinstance(found, Items) and at is not None and -len(found.values) <= at < len(found.values):
-        values = list(found.values)
+    if (
+        isinstance(sequence, Items)
+        and at is not None
+        and -len(sequence.values) <= at < len(sequence.values)
+    ):
+        values = list(sequence.values)
         del values[at]
         work.known[node.outputs[0]] = Items(values)
 
@@ -169,24 +173,26 @@ def _split(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
 
 @_handle("SequenceAt")
 def _at(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    found, position = work.sequence(node.inputs[0]), node.inputs[1]
-    if found is not None and position is not None:
-        work.replace(op, node, found.at(op, position))
+    sequence, position = work.sequence(node.inputs[0]), node.inputs[1]
+    if sequence is not None and position is not None:
+        work.replace(op, node, sequence.at(op, position))
 
 
 @_handle("SequenceLength")
 def _length(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    found = work.sequence(node.inputs[0])
-    if found is not None:
-        work.replace(op, node, found.length(op))
+    sequence = work.sequence(node.inputs[0])
+    if sequence is not None:
+        work.replace(op, node, sequence.length(op))
 
 
 @_handle("ConcatFromSequence")
 def _concat(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
-    found = work.sequence(node.inputs[0])
-    if found is not None:
+    sequence = work.sequence(node.inputs[0])
+    if sequence is not None:
         attributes = S.attributes_of(node, op.opset)
-        work.replace(op, node, found.joined(op, attributes["axis"], bool(attributes["new_axis"])))
+        work.replace(
+            op, node, sequence.joined(op, attributes["axis"], bool(attributes["new_axis"]))
+        )
 
 
 @_handle("SequenceMap")
@@ -194,10 +200,10 @@ def _map(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
     sources: list[Items | ir.Value] = []
     for x in node.inputs:
         assert x is not None
-        found = work.sequence(x) if isinstance(x.type, ir.SequenceType) else x
-        if not isinstance(found, Items | ir.Value):
+        source = work.sequence(x) if isinstance(x.type, ir.SequenceType) else x
+        if not isinstance(source, Items | ir.Value):
             return
-        sources.append(found)
+        sources.append(source)
     lists = [s.values for s in sources if isinstance(s, Items)]
     if len({len(values) for values in lists}) != 1:
         return

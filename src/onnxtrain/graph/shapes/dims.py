@@ -84,8 +84,8 @@ def numbers(dims: Sequence[Dim] | None) -> list[int] | None:
     """
     if dims is None:
         return None
-    found = [d for d in dims if isinstance(d, int)]
-    return found if len(found) == len(dims) else None
+    sizes = [d for d in dims if isinstance(d, int)]
+    return sizes if len(sizes) == len(dims) else None
 
 
 def clash(a: Sequence[Dim], b: Sequence[Dim]) -> bool:

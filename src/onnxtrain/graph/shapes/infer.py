@@ -49,14 +49,14 @@ class _Inference:
         if declared is None:
             return
         declared = tuple(D.substitute(d, self.alias) for d in declared)
-        found = S.dims_of(y)
-        if found is None:
+        inferred = S.dims_of(y)
+        if inferred is None:
             S.set_dims(y, declared)
             return
-        if len(found) != len(declared):
+        if len(inferred) != len(declared):
             return
         merged: list[Dim] = []
-        for i, (a, b) in enumerate(zip(found, declared, strict=True)):
+        for i, (a, b) in enumerate(zip(inferred, declared, strict=True)):
             # Inference knew nothing, and gave a name of ours or of onnx's.
             own = a == D.symbol(f"{y.name}.{i}") or (isinstance(a, str) and a.startswith("unk__"))
             if own and b is not None:

@@ -196,14 +196,14 @@ def _einsum(node: ir.Node, a: Attributes) -> _Dims:
     eq = spell_out(a["equation"], [len(dims) for dims in operands])
     if eq is None:
         return None
-    found: dict[str, Dim] = {}
+    sizes: dict[str, Dim] = {}
     for term, dims in zip(eq.terms, operands, strict=True):
         for letter, d in zip(term, dims, strict=True):
-            met = D.broadcast(found.get(letter, 1), d)
+            met = D.broadcast(sizes.get(letter, 1), d)
             # The axes of a letter are equal by the standard; those of the ellipsis broadcast.
-            found[letter] = found.get(letter) if met is None and letter not in eq.ellipsis else met
+            sizes[letter] = sizes.get(letter) if met is None and letter not in eq.ellipsis else met
     name = node.outputs[0].name or node.name
-    out = [found[letter] for letter in eq.output]
+    out = [sizes[letter] for letter in eq.output]
     return [D.symbol(f"{name}.{i}") if d is None else d for i, d in enumerate(out)]
 
 

@@ -69,8 +69,8 @@ def _slice(node: ir.Node, a: Attributes) -> _Elements:
 
 
 def _one(node: ir.Node, i: int) -> int | None:
-    found = D.numbers(elements_in(node, i))
-    return found[0] if found is not None and len(found) == 1 else None
+    numbers = D.numbers(elements_in(node, i))
+    return numbers[0] if numbers is not None and len(numbers) == 1 else None
 
 
 def _split(node: ir.Node, a: Attributes) -> _Elements:
@@ -124,10 +124,10 @@ def _reduce_prod(node: ir.Node, a: Attributes) -> _Elements:
 
 def _range(node: ir.Node, a: Attributes) -> _Elements:
     bounds = [S.symbolic_of(x) for x in node.inputs]
-    found = D.numbers([None if b is None else b[0] for b in bounds])
-    if found is None:
+    numbers = D.numbers([None if b is None else b[0] for b in bounds])
+    if numbers is None:
         return None
-    values = range(*found)
+    values = range(*numbers)
     return tuple(values) if len(values) <= _LIMIT else None
 
 

@@ -138,12 +138,12 @@ def python_value(attr: ir.Attr) -> Any:
 def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], ...]:
     schema = schema_of(op_type, opset, domain)
     assert schema is not None
-    found = []
+    defaults = []
     for name, attribute in schema.attributes.items():
         default = attribute.default_value
         given = ir.serde.deserialize_attribute(default) if default.type else None
-        found.append((name, None if given is None else python_value(given)))
-    return tuple(found)
+        defaults.append((name, None if given is None else python_value(given)))
+    return tuple(defaults)
 
 
 def infer_node(node: ir.Node, opset: int) -> None:
@@ -205,7 +205,7 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
         if array is not None:
             data[v.name or ""] = ir.serde.serialize_tensor(ir.Tensor(array, name=v.name))
     try:
-        found = onnx.shape_inference.infer_node_outputs(
+        inferred = onnx.shape_inference.infer_node_outputs(
             schema,
             ir.serde.serialize_node(node),
             types,
@@ -223,9 +223,9 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             f"shapes do not fit at node {node.name!r}: {describe(node)}\n  {first_line(error)}"
         ) from error
     for v in node.outputs:
-        if v.name and v.name in found:
-            v.type = ir.serde.deserialize_type_proto_for_type(found[v.name]) or v.type
-            shape = ir.serde.deserialize_type_proto_for_shape(found[v.name])
+        if v.name and v.name in inferred:
+            v.type = ir.serde.deserialize_type_proto_for_type(inferred[v.name]) or v.type
+            shape = ir.serde.deserialize_type_proto_for_shape(inferred[v.name])
             if shape is not None:
                 set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
 

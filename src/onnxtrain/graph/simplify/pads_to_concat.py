@@ -49,7 +49,7 @@ def pads_to_concat(node: ir.Node) -> int:
 
 def _pieces(node: ir.Node, last: ir.Node) -> list[_Piece] | None:
     """Return the pieces that a tree of sums adds up, if all its terms are some."""
-    found: list[_Piece] = []
+    pieces: list[_Piece] = []
     for x in node.inputs:
         before = None if x is None else x.producer()
         if x is None or before is None or before.graph is not last.graph:
@@ -60,13 +60,13 @@ def _pieces(node: ir.Node, last: ir.Node) -> list[_Piece] | None:
             more = _pieces(before, last)
             if more is None:
                 return None
-            found += more
+            pieces += more
         else:
             piece = _piece(x, before, last.outputs[0])
             if piece is None:
                 return None
-            found.append(piece)
-    return found
+            pieces.append(piece)
+    return pieces
 
 
 def _piece(x: ir.Value, pad: ir.Node, whole: ir.Value) -> _Piece | None:

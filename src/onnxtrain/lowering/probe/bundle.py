@@ -152,10 +152,10 @@ def _models(cases: list[Case], opsets: list[int]) -> Iterator[tuple[Case, int, o
 
 
 def _varied(case: Case, opset: int, typed: bool) -> Iterator[tuple[Case, int, onnx.ModelProto]]:
-    found = [c for c in (variants.fed(case),) if c is not None]
+    cases = [c for c in (variants.fed(case),) if c is not None]
     if typed:
-        found += [*variants.in_types(case), *variants.in_ranks(case)]
-    for other in found:
+        cases += [*variants.in_types(case), *variants.in_ranks(case)]
+    for other in cases:
         model = spelled(other, opset)
         if model is not None:
             yield other, opset, model

@@ -115,10 +115,10 @@ def computed(case: Case) -> tuple[np.ndarray | None, ...] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overflows of the evaluator are no news
-            found = iter(ReferenceEvaluator(proto).run(None, feeds))
+            outputs = iter(ReferenceEvaluator(proto).run(None, feeds))
     except Exception:  # whatever the evaluator raises, the case has no expected outputs
         return None
-    result = tuple(None if y is None else np.asarray(next(found)) for y in case.outputs)
+    result = tuple(None if y is None else np.asarray(next(outputs)) for y in case.outputs)
     known = all(a is None or a.dtype in NAMES for a in result)
     return result if known else None
 

@@ -46,26 +46,26 @@ def study(op: str, entries: dict[str, Entry], *, lenient: bool, every_type: list
         lenient: keep a version that is wrong in a way that no limit tells.
         every_type: types to keep where nothing is known of them.
     """
-    found = Finding(probed=sorted({e["since_version"] for e in entries.values()}))
+    finding = Finding(probed=sorted({e["since_version"] for e in entries.values()}))
     plain = {k: e for k, e in entries.items() if e["variant"] != "fed" and not e["empty"]}
     if not any(map(is_right, plain.values())):
         plain = {k: e for k, e in entries.items() if e["variant"] != "fed"}
     running = {e["since_version"] for e in plain.values() if is_right(e)}
     left = {k: e for k, e in plain.items() if e["since_version"] in running}
-    left = _types(found, left, every_type)
-    left = _ranks(found, left)
-    left = _batches(found, left)
-    left = _attributes(found, op, left)
-    left = _arity(found, left)
-    _constants(found, entries)
+    left = _types(finding, left, every_type)
+    left = _ranks(finding, left)
+    left = _batches(finding, left)
+    left = _attributes(finding, op, left)
+    left = _arity(finding, left)
+    _constants(finding, entries)
     failed = {k: e for k, e in left.items() if not is_right(e)}
-    found.remarks += _told({k: e for k, e in failed.items() if e["status"] == "refused"})
+    finding.remarks += _told({k: e for k, e in failed.items() if e["status"] == "refused"})
     silent = {k: e for k, e in failed.items() if e["status"] != "refused"}
-    found.quirks += _told(silent)
+    finding.quirks += _told(silent)
     if not lenient:
         running -= {e["since_version"] for e in silent.values()}
-    found.versions = sorted(running)
-    return found
+    finding.versions = sorted(running)
+    return finding
 
 
 def _told(entries: dict[str, Entry]) -> list[str]:
@@ -88,16 +88,16 @@ def _split(
     return good, bad, {k: e for k, e in entries.items() if key(e) not in bad}
 
 
-def _quirk(found: Finding, entries: dict[str, Entry], rest: dict[str, Entry], what: str) -> None:
+def _quirk(finding: Finding, entries: dict[str, Entry], rest: dict[str, Entry], what: str) -> None:
     gone = [e for k, e in entries.items() if k not in rest and e["status"] in ("wrong", "crashed")]
     gone = [e for e in gone if not e.get("message", "").startswith("type ")]  # loud enough
     if gone:
         worst = max((e.get("error") or 0 for e in gone), default=0)
         note = f", off by {worst:.3g}" if worst else f": {gone[0].get('message', '')}"
-        found.quirks.append(f"{gone[0]['status']} for {what}{note}")
+        finding.quirks.append(f"{gone[0]['status']} for {what}{note}")
 
 
-def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[str, Entry]:
+def _types(finding: Finding, entries: dict[str, Entry], every: list[str]) -> dict[str, Entry]:
     good, bad, rest = _split(entries, _type)
     for name, entry in entries.items():  # wrong where the same node in float is right
         twin = entries.get(name.replace(f"-{entry['variant']}@", "@"))
@@ -117,7 +117,7 @@ def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[
     seen = {t for e in entries.values() for side in e["dtypes"].values() for t in side if t}
     allowed = good | {t for e in rest.values() if is_right(e) for t in e["dtypes"]["outputs"]}
     allowed |= set(every) - seen
-    found.limits["dtypes"] = sorted(allowed)
+    finding.limits["dtypes"] = sorted(allowed)
     others = {
         i
         for e in rest.values()
@@ -125,8 +125,8 @@ def _types(found: Finding, entries: dict[str, Entry], every: list[str]) -> dict[
         if i and t and t not in allowed and is_right(e)
     }
     if others:
-        found.limits["any_dtype"] = sorted(others)
-    _quirk(found, entries, rest, " and ".join(sorted(bad | unmade)))
+        finding.limits["any_dtype"] = sorted(others)
+    _quirk(finding, entries, rest, " and ".join(sorted(bad | unmade)))
     return rest
 
 
@@ -135,7 +135,7 @@ def _family(name: str) -> str:
     return _SIZES.sub("", name.rpartition("@")[0])
 
 
-def _ranks(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
+def _ranks(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
     _, bad, _ = _split(entries, lambda e: e["rank"])
     # Numbers that are wrong are blamed on the rank only if the same node is right in another one.
     known = {_family(k) for k, e in entries.items() if is_right(e)}
@@ -147,22 +147,22 @@ def _ranks(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
     if not bad or None in bad:
         return entries
     rest = {k: e for k, e in entries.items() if e["rank"] not in bad}
-    found.limits["ranks"] = [r for r in _RANKS if r not in bad]
-    _quirk(found, entries, rest, f"rank {' and '.join(map(str, sorted(bad)))}")
+    finding.limits["ranks"] = [r for r in _RANKS if r not in bad]
+    _quirk(finding, entries, rest, f"rank {' and '.join(map(str, sorted(bad)))}")
     return rest
 
 
-def _batches(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
+def _batches(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
     pictures = {k: e for k, e in entries.items() if (e["rank"] or 0) >= 3 and e["batch"]}
     good, bad, rest = _split(pictures, lambda e: e["batch"] > 1)
     if bad != {True} or good != {False}:
         return entries
-    found.limits["batch"] = 1
-    _quirk(found, pictures, rest, "batch above 1")
+    finding.limits["batch"] = 1
+    _quirk(finding, pictures, rest, "batch above 1")
     return {k: e for k, e in entries.items() if k in rest or k not in pictures}
 
 
-def _attributes(found: Finding, op: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+def _attributes(finding: Finding, op: str, entries: dict[str, Entry]) -> dict[str, Entry]:
     for name in sorted({n for e in entries.values() for n in e["attrs"]}):
 
         def value(e: Entry, name: str = name) -> Any:
@@ -171,16 +171,16 @@ def _attributes(found: Finding, op: str, entries: dict[str, Entry]) -> dict[str,
         good, bad, rest = _split(entries, value)
         if not bad or bad == {None}:
             continue
-        found.limits.setdefault("attrs", {})[name] = sorted(
+        finding.limits.setdefault("attrs", {})[name] = sorted(
             (v for v in good if v is not None), key=str
         )
         said = " and ".join(f"{name}={v}" for v in sorted(bad, key=str) if v is not None)
-        _quirk(found, entries, rest, said)
+        _quirk(finding, entries, rest, said)
         entries = rest
     return entries
 
 
-def _arity(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
+def _arity(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
     """Limit the number of inputs and outputs where all above some number fail."""
     right = [e["arity"] for e in entries.values() if is_right(e)]
     if not right:
@@ -192,12 +192,12 @@ def _arity(found: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
         if all(a <= m for a, m in zip(e["arity"], most, strict=True))
     }
     if len(rest) < len(entries):
-        found.limits["arity"] = most
-        _quirk(found, entries, rest, f"more than {most[0]} inputs or {most[1]} outputs")
+        finding.limits["arity"] = most
+        _quirk(finding, entries, rest, f"more than {most[0]} inputs or {most[1]} outputs")
     return rest
 
 
-def _constants(found: Finding, entries: dict[str, Entry]) -> None:
+def _constants(finding: Finding, entries: dict[str, Entry]) -> None:
     """Find inputs that have to be stored in the model."""
     positions: set[int] = set()
     for name, entry in entries.items():
@@ -207,4 +207,4 @@ def _constants(found: Finding, entries: dict[str, Entry]) -> None:
         if twin is not None and is_right(twin):
             positions |= set(twin["stored"])
     if positions:
-        found.limits["const_inputs"] = sorted(positions)
+        finding.limits["const_inputs"] = sorted(positions)

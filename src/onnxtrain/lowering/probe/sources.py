@@ -34,15 +34,15 @@ def onnx_cases() -> list[Case]:
             tests = [t for t in load_model_tests(kind="node") if t.data_sets]
     finally:
         np.random.set_state(state)
-    found = []
+    cases = []
     for test in tests:
         assert test.model is not None
         assert test.data_sets is not None
         inputs, outputs = test.data_sets[0]
         case = of_proto(test.name, test.model, list(inputs), list(outputs))
         if case is not None and not _is_random(case) and case.elements <= _LARGEST:
-            found.append(_newest(case))
-    return sorted(found, key=lambda c: (c.is_empty, c.elements, c.name))
+            cases.append(_newest(case))
+    return sorted(cases, key=lambda c: (c.is_empty, c.elements, c.name))
 
 
 def _is_random(case: Case) -> bool:
@@ -64,11 +64,11 @@ def _newest(case: Case) -> Case:
 
 def own_cases() -> list[Case]:
     """Return casts, activations, and layers of 1 to 3 dimensions for one picture and two."""
-    found = [*_casts(), *_activations()]
+    cases = [*_casts(), *_activations()]
     for axes in (1, 2, 3):
         for batch in (1, 2):
-            found += _windows(axes, batch)
-    return [c for c in map(_answered, found) if c is not None]
+            cases += _windows(axes, batch)
+    return [c for c in map(_answered, cases) if c is not None]
 
 
 def _last(op: str) -> int:
@@ -82,17 +82,17 @@ def _casts() -> list[Case]:
     types = ("float", "int64", "int32", "bool", "double", "float16", "uint8")
     pairs = [(a, b) for a in types for b in types if a != b and {a, b} & {"float", "int64"}]
     x = np.asarray([[0, 1, 2], [3, 0, 5]])
-    found = []
+    cases = []
     for a, b in pairs:
         given = x.astype(TYPES[a])
         wanted = given.astype(TYPES[b])
         to = {"to": int(ir.DataType[b.upper()])}
-        found.append(Case(f"cast_{a}_{b}", "Cast", _last("Cast"), (given,), (wanted,), to))
+        cases.append(Case(f"cast_{a}_{b}", "Cast", _last("Cast"), (given,), (wanted,), to))
         like = np.ones(1, TYPES[b])
-        found.append(
+        cases.append(
             Case(f"cast_like_{a}_{b}", "CastLike", _last("CastLike"), (given, like), (wanted,))
         )
-    return found
+    return cases
 
 
 def _activations() -> list[Case]:
@@ -111,11 +111,11 @@ def _activations() -> list[Case]:
         "ThresholdedRelu": {"alpha": 0.5},
     }
     x = np.linspace(-4, 4, 12, dtype=np.float32).reshape(3, 4)
-    found = []
+    cases = []
     for op, attributes in settings.items():
         name = f"{op.lower()}_both_sides"
-        found.append(Case(name, op, _last(op), (x,), (x,), dict(attributes)))
-    return found
+        cases.append(Case(name, op, _last(op), (x,), (x,), dict(attributes)))
+    return cases
 
 
 def _windows(axes: int, batch: int) -> list[Case]:

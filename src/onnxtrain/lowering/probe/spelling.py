@@ -22,12 +22,12 @@ def _since(op: str, opset: int) -> int:
 
 def versions(case: Case, opsets: list[int]) -> list[int]:
     """Return the opsets, newest first, at which the operator differs from the next one's."""
-    found: dict[int, int] = {}
+    oldest: dict[int, int] = {}
     for opset in sorted(opsets, reverse=True):
         schema = S.schema_of(case.op, min(opset, case.opset))
         if schema is not None and not schema.deprecated:
-            found[schema.since_version] = opset  # the oldest opset of each version
-    return list(found.values())
+            oldest[schema.since_version] = opset  # the oldest opset of each version
+    return list(oldest.values())
 
 
 def spelled(case: Case, opset: int) -> onnx.ModelProto | None:

@@ -26,14 +26,14 @@ def read_results(path: Path) -> dict[str, Any]:
         ProbeError: if it is something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ProbeError(
             f"{path}: no results: {S.first_line(error)}\nhint: onnxtrain probe run DIR -o {path}"
         ) from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT or "results" not in found:
+    if not isinstance(results, dict) or results.get("format") != FORMAT or "results" not in results:
         raise ProbeError(f"{path}: no results of a probe\nhint: onnxtrain probe run DIR -o {path}")
-    return found
+    return results
 
 
 def profile_of(results: dict[str, Any], name: str, base: Profile | None = None) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def profile_of(results: dict[str, Any], name: str, base: Profile | None = None) 
     ops = {} if base is None else {k: dict(v) for k, v in base.ops.items() if k not in by_op}
     comments = dict.fromkeys(ops, "not probed")
     quirks: list[str] = []
-    for op, found in by_op.items():
+    for op, of_op in by_op.items():
         lenient = base is not None and op in base.ops
-        finding = study(op, found, lenient=lenient, every_type=_types(op) if lenient else [])
+        finding = study(op, of_op, lenient=lenient, every_type=_types(op) if lenient else [])
         versions = sorted({*finding.versions, *_unprobed(op, finding.probed, base)})
         quirks += [f"{op}: {q}" for q in finding.quirks]
         if finding.remarks:
@@ -110,15 +110,15 @@ def _lines(value: Any) -> str:
 
 def _types(op: str) -> list[str]:
     """Return the types that the standard has for the first input of an operator, in any version."""
-    found = set()
+    types = set()
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.name != op or schema.domain or not schema.inputs:
             continue
         kind = schema.inputs[0].type_str
         for constraint in schema.type_constraints:
             if constraint.type_param_str == kind:
-                found |= set(constraint.allowed_type_strs)
-    plain = (t.removeprefix("tensor(").removesuffix(")") for t in found)
+                types |= set(constraint.allowed_type_strs)
+    plain = (t.removeprefix("tensor(").removesuffix(")") for t in types)
     return sorted(t for t in plain if t.isalnum())
 
 
@@ -128,9 +128,9 @@ def _unprobed(op: str, probed: list[int], base: Profile | None) -> list[int]:
         return []
     since = base.ops[op].get("since")
     low, high = base.opset
-    found = set()
+    versions = set()
     for opset in range(low, min(high, onnx.defs.onnx_opset_version()) + 1):
         schema = S.schema_of(op, opset)
         if schema is not None and not schema.deprecated:
-            found.add(schema.since_version)
-    return [v for v in found - set(probed) if not since or covers(since, v)]
+            versions.add(schema.since_version)
+    return [v for v in versions - set(probed) if not since or covers(since, v)]

@@ -16,9 +16,9 @@ def both_branches(op, condition, *, node):
     branches = [node.attributes[n].as_graph() for n in ("then_branch", "else_branch")]
     taken, other = (inline(op, branch, []) for branch in branches)
     scalar = condition if op.dims(condition) == () else op.Reshape(condition, [])
-    found = []
+    selected = []
     for a, b in zip(taken, other, strict=True):
         if a.dtype != b.dtype or not S.same_shape(a, b):
             return None
-        found.append(a if a is b else op.Where(scalar, a, b))
-    return found
+        selected.append(a if a is b else op.Where(scalar, a, b))
+    return selected

@@ -25,11 +25,11 @@ def time_first(op, x, w, r, *rest, node, layout):
         v if v is None or i not in (2, 3) else op.Transpose(v, perm=[1, 0, 2])
         for i, v in enumerate(rest)
     ]
-    found = op.emit(
+    outputs = op.emit(
         node.op_type, op.Transpose(x, perm=[1, 0, 2]), w, r, *swapped,
         _outputs=3 if node.op_type == "LSTM" else 2, **attributes,
     )  # fmt: skip
-    y, *ends = found
+    y, *ends = outputs
     return [op.Transpose(y, perm=[2, 0, 1, 3]), *(op.Transpose(e, perm=[1, 0, 2]) for e in ends)]
 
 
@@ -59,9 +59,9 @@ def scan(
         for v, axis, backwards in zip(scans, axes, turn, strict=True):
             i = steps - 1 - t if backwards else t
             now.append(op.Squeeze(op.Slice(v, [i], [i + 1], [axis]), [axis]))
-        found = inline(op, body, [*states, *now])
-        states = found[:count]
-        for collected, y in zip(ys, found[count:], strict=True):
+        outputs = inline(op, body, [*states, *now])
+        states = outputs[:count]
+        for collected, y in zip(ys, outputs[count:], strict=True):
             collected.append(y)
     back = scan_output_directions or [0] * len(ys)
     where = scan_output_axes or [0] * len(ys)
@@ -94,9 +94,9 @@ def loop(op, trips, condition=None, *carried, node):
             return None  # whether the loop goes on depends on the data
         if not bool(going):
             break
-        flag, *found = inline(op, body, [op.const(t), op.const(True), *states])
-        states = found[: len(states)]
-        for collected, y in zip(ys, found[len(states) :], strict=True):
+        flag, *outputs = inline(op, body, [op.const(t), op.const(True), *states])
+        states = outputs[: len(states)]
+        for collected, y in zip(ys, outputs[len(states) :], strict=True):
             collected.append(op.Unsqueeze(y, [0]))
         going = start if known else op.constant(flag)
     else:

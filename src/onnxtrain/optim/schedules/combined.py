@@ -265,8 +265,8 @@ def resolve_schedule(
     if takes_total and total is not None:
         need(not warmup or total > warmup, f"a warm-up of {warmup} steps leaves nothing of {total}")
         options["total"] = total - int(warmup)
-    found = make(SCHEDULES, name, "schedule", {**options, **given})
-    return Warmup(int(warmup), found) if warmup else found
+    after_warmup = make(SCHEDULES, name, "schedule", {**options, **given})
+    return Warmup(int(warmup), after_warmup) if warmup else after_warmup
 
 
 __all__ = [

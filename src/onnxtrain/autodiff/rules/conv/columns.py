@@ -102,17 +102,17 @@ def input_by_columns(
     outs, channels = op.dims(w)[:2]
     positions, image = op.dims(dy)[2:], op.dims(x)[2:]
     rows = op.Reshape(op.Transpose(dy, perm=[0, *win.axes, 1]), [-1, outs])
-    found = op.MatMul(rows, op.Reshape(w, [outs, -1]))
+    d_columns = op.MatMul(rows, op.Reshape(w, [outs, -1]))
     n = win.rank
     if one_to_one(win):
-        found = op.Reshape(found, [-1, *positions, channels])
-        return op.Transpose(found, perm=_channels_second(n))
+        d_columns = op.Reshape(d_columns, [-1, *positions, channels])
+        return op.Transpose(d_columns, perm=_channels_second(n))
     assert win.static_kernel is not None
     count = D.numbers(positions)
     assert count is not None
-    found = op.Reshape(found, [-1, math.prod(count), op.dims(found)[1]])
+    d_columns = op.Reshape(d_columns, [-1, math.prod(count), op.dims(d_columns)[1]])
     return op.Col2Im(
-        op.Transpose(found, perm=[0, 2, 1]),
+        op.Transpose(d_columns, perm=[0, 2, 1]),
         op.const(list(image)),
         op.const(list(win.static_kernel)),
         dilations=win.dilations,
@@ -158,11 +158,11 @@ def _product_of(
     """Return ``columns @ W^T + b`` in the shape of ``y``."""
     outs, positions, n = op.dims(w)[0], op.dims(y)[2:], win.rank
     rows = columns(op, x, win, by_tap=False)
-    found = op.Gemm(rows, op.Reshape(w, [outs, -1]), b, transB=1)
-    found = op.Reshape(found, [-1, *positions, outs])
-    found = op.Transpose(found, perm=_channels_second(n))
-    found.type, found.shape = y.type, y.shape
-    return found
+    product = op.Gemm(rows, op.Reshape(w, [outs, -1]), b, transB=1)
+    product = op.Reshape(product, [-1, *positions, outs])
+    product = op.Transpose(product, perm=_channels_second(n))
+    product.type, product.shape = y.type, y.shape
+    return product
 
 
 def _windows_of(options: dict[str, Any], w: ir.Value) -> Windows | None:

@@ -175,7 +175,7 @@ def _tap_positions(
     """Return where each tap of each window is without its offset: [K, P] for each axis."""
     assert win.static_kernel is not None
     sizes = [op.size(dy, 2), op.size(dy, 3)]
-    found = []
+    positions = []
     for i in range(2):
         shape = [1, 1, 1, 1]
         shape[i] = win.static_kernel[i]
@@ -185,8 +185,8 @@ def _tap_positions(
         starts = op.Reshape(op.Mul(op.iota(sizes[i]), win.strides[i]), place)
         both = op.Add(op.const(taps.reshape(shape).astype(np.int64)), starts)
         both = op.Expand(both, op.vector([*win.static_kernel, *sizes]))
-        found.append(op.Cast(op.Reshape(both, [win.count or 1, -1]), to=dtype))
-    return found
+        positions.append(op.Cast(op.Reshape(both, [win.count or 1, -1]), to=dtype))
+    return positions
 
 
 def _within(op: OpBuilder, at: ir.Value, size: Size) -> ir.Value:

@@ -66,8 +66,8 @@ def weight_by_scan(
         columns.append(inner.Conv(strip, kernel, group=group, strides=strides))
     one = columns[0] if len(columns) == 1 else inner.Concat(*columns, axis=-1)
     inner.graph.outputs.append(inner.Add(total, one))
-    found = op.Scan(start, x, dy, body=inner.graph, num_scan_inputs=2)
-    return op.reshape_like(found, w)
+    dw = op.Scan(start, x, dy, body=inner.graph, num_scan_inputs=2)
+    return op.reshape_like(dw, w)
 
 
 def input_by_pairs(

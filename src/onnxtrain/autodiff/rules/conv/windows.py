@@ -119,11 +119,11 @@ def tap_slices(
     whole = [op.dims(padded)[a] for a in axes]
     ends = _fitting_ends(win) if like is None else _ends_like(op, win, like)
     steps = list(win.strides) if any(s != 1 for s in win.strides) else None
-    found = []
+    slices = []
     for tap, end in zip(win.taps(), ends, strict=True):
         all_of_it = not any(tap) and steps is None and end in ([_END] * win.rank, whole)
-        found.append(padded if all_of_it else op.Slice(padded, list(tap), end, axes, steps))
-    return found
+        slices.append(padded if all_of_it else op.Slice(padded, list(tap), end, axes, steps))
+    return slices
 
 
 def _fitting_ends(win: Windows) -> list[list[int]]:

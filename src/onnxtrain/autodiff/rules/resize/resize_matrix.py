@@ -49,15 +49,15 @@ def resized_axes(op: OpBuilder, r: Resizing) -> list[tuple[int, int]]:
     """Return (axis, its place among ``axes``) for every axis that may change."""
     scales = op.constant(r.scales) if r.scales is not None else None
     same = [a == b and a is not None for a, b in zip(op.dims(r.x), op.dims(r.y), strict=True)]
-    found = []
+    resized = []
     for place, axis in enumerate(r.axes):
         if not r.crops and not r.keeps_aspect:
             if scales is not None and scales[place] == 1:
                 continue
             if r.scales is None and same[axis]:
                 continue
-        found.append((axis, place))
-    return found
+        resized.append((axis, place))
+    return resized
 
 
 def matrix(op: OpBuilder, r: Resizing, axis: int, place: int, dtype: ir.DataType) -> ir.Value:
@@ -123,7 +123,7 @@ def _with_common_scale(
         eye, op.vector([0, 0, 0, surplus]), None, mode="constant" if outside else "edge"
     )
     wide = op.Resize(padded, None, scales, **attributes)
-    found = op.Slice(wide, [0], op.vector([m]), [1])
+    weights = op.Slice(wide, [0], op.vector([m]), [1])
     if outside:  # the weights of what lies outside go to what lies inside
-        found = op.Div(found, op.ReduceSum(found, [0], keepdims=1))
-    return found
+        weights = op.Div(weights, op.ReduceSum(weights, [0], keepdims=1))
+    return weights

@@ -114,14 +114,14 @@ class BaseEstimator:
         """Return the weights to start from: those of the model, or noise unless ``warm_start``."""
         if self.warm_start and hasattr(self, "_values"):
             return self._values
-        found = {}
+        weights = {}
         for tensor in self.model_onnx.graph.initializer:
             if tensor.name in self.weights_to_train:
                 array = np.array(ir.from_proto(tensor).numpy())
                 if not self.warm_start:
                     array = np.random.randn(*array.shape).astype(array.dtype)
-                found[tensor.name] = array
-        return {n: found[n] for n in self.weights_to_train}
+                weights[tensor.name] = array
+        return {n: weights[n] for n in self.weights_to_train}
 
     def _loader(self, X: Any, y: Any, weight: Any, *, random_iter: bool) -> OrtDataLoader:
         return OrtDataLoader(

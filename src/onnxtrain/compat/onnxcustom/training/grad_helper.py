@@ -68,8 +68,8 @@ def onnx_derivative(
     if options & DerivativeOptions.FillGrad and not options & DerivativeOptions.KeepOutputs:
         raise ValueError("FillGrad needs KeepOutputs")
     wrt = _wrt(onx, weights, inputs)
-    found = vjp(onx, wrt)
-    work = ir.from_proto(found)
+    derivative = vjp(onx, wrt)
+    work = ir.from_proto(derivative)
     graph = work.graph
     outputs = list(graph.outputs)
     own = len(onx.graph.output)
@@ -113,8 +113,8 @@ def _of_loss(
         raise ValueError("options=Loss takes all weights: leave weights=None")
     labels = [label] if isinstance(label, str) else list(label)
     first = [n for n in _wrt(onx, [], None) if n not in labels]
-    found = vjp(onx, [*first, *parameters(onx)], loss)
-    work = ir.from_proto(found)
+    derivative = vjp(onx, [*first, *parameters(onx)], loss)
+    work = ir.from_proto(derivative)
     _fill(work, [y for y in work.graph.outputs if y.name == loss])
     result = finish(simplify(work))
     onnx.save(result, path_name)

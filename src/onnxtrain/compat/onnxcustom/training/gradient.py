@@ -27,10 +27,10 @@ def penalty_gradient(
     total = penalty.build(op, weights)
     if total is None:
         return None
-    found = differentiate(op, {total: op.const(1.0, total.dtype)}, weights)
+    gradients = differentiate(op, {total: op.const(1.0, total.dtype)}, weights)
     for value, name, like in (
         (total, "penalty", total),
-        *((found[w], f"{w.name}_grad", w) for w in weights),
+        *((gradients[w], f"{w.name}_grad", w) for w in weights),
     ):
         out = op.Identity(op.zeros_like(like) if value is None else value)
         out.name, out.type, out.shape = name, like.type, like.shape

@@ -125,14 +125,16 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
         loss, slope = self.learning_loss.loss_gradient(self.device, y, predicted, weight)
         _, *slopes = self.train_function_.backward([slope])
         total = float(to_numpy(loss).reshape(-1)[0])
-        found = {n: to_numpy(g) for n, g in zip(self.weights_to_train, slopes, strict=True)}
+        gradients = {n: to_numpy(g) for n, g in zip(self.weights_to_train, slopes, strict=True)}
         if self._penalty is not None:
             # The update divides by the number of rows; a penalty does not depend on it.
             extra, *pulls = runtime.run(self._penalty, None, dict(self._values))
             total += float(extra) * len(X)
-            found = {n: g + len(X) * p for (n, g), p in zip(found.items(), pulls, strict=True)}
-        self._slopes = found
-        for name, g in found.items():
+            gradients = {
+                n: g + len(X) * p for (n, g), p in zip(gradients.items(), pulls, strict=True)
+            }
+        self._slopes = gradients
+        for name, g in gradients.items():
             new, speed = self.learning_rate.update_weights(
                 self._values[name], g, len(X), self._velocity.get(name)
             )
@@ -146,8 +148,8 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
     def _scores(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
         self._trained()
         predicted = self._predict(X, training=False)
-        found = self.learning_loss.loss_scores(self.device, y, predicted, weight)
-        return to_numpy(found)
+        scores = self.learning_loss.loss_scores(self.device, y, predicted, weight)
+        return to_numpy(scores)
 
     def losses(self, X: Any, y: Any, sample_weight: Any = None) -> np.ndarray:
         """Return the loss of each row."""

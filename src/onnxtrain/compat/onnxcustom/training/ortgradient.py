@@ -168,10 +168,10 @@ class OrtGradientForwardBackward:
         self, folder: Any, prefix: str | None = None, suffix: str | None = None
     ) -> dict[str, Any]:
         """Write the model, its forward and its gradient graph."""
-        found = save_onnx_graph(self, folder, prefix, suffix)
+        files = save_onnx_graph(self, folder, prefix, suffix)
         inner = f"{type(self).__name__}.cls_type_." if prefix is None else f"{prefix}cls_type_."
-        found["cls_type_"] = self.new_instance().save_onnx_graph(folder, inner, suffix)
-        return found
+        files["cls_type_"] = self.new_instance().save_onnx_graph(folder, inner, suffix)
+        return files
 
 
 class OrtGradientForwardBackwardFunction:
@@ -231,15 +231,15 @@ class OrtGradientForwardBackwardFunction:
         if len(arrays) != len(names):
             raise CompatError(f"{len(arrays)} inputs given, the function takes {', '.join(names)}")
         if training:
-            state, found = PartialGraphExecutionState(), []
+            state, outputs = PartialGraphExecutionState(), []
             cache = self._cache if forward_outputs_cache is None else forward_outputs_cache
-            self._training_agent.run_forward(arrays, found, state, cache)
+            self._training_agent.run_forward(arrays, outputs, state, cache)
             self.save_for_backward(arrays)
-            self.states_.append((state, [v.shape() for v in found]))
-            return found
+            self.states_.append((state, [v.shape() for v in outputs]))
+            return outputs
         feeds = dict(zip(names, arrays, strict=True))
-        found = runtime.run(self._sess_eval, self._output_names, feeds)
-        return [numpy_to_ort_value(a) for a in found]
+        outputs = runtime.run(self._sess_eval, self._output_names, feeds)
+        return [numpy_to_ort_value(a) for a in outputs]
 
     def backward(
         self, grad_outputs: Iterable[Any], backward_outputs_cache: Any = None
@@ -258,9 +258,9 @@ class OrtGradientForwardBackwardFunction:
             np.ascontiguousarray(slope.reshape(shape))
             for slope, shape in zip(_arrays(grad_outputs), shapes, strict=True)
         ]
-        found: list[Any] = []
-        self._training_agent.run_backward(slopes, found, state)
-        by_name = dict(zip(self._bw_fetches_names, found, strict=True))
+        gradients: list[Any] = []
+        self._training_agent.run_backward(slopes, gradients, state)
+        by_name = dict(zip(self._bw_fetches_names, gradients, strict=True))
         return [by_name.get(self._slopes.get(n, "")) for n in self._grad_input_names]
 
     def save_onnx_graph(

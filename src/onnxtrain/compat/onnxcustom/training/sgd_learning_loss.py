@@ -99,15 +99,15 @@ class BaseLearningLoss(Part):
         self, device: Any, expected: Any, predicted: Any, weight: Any = None
     ) -> tuple[Any, Any]:
         """Return the loss ``[1, 1]`` and its gradient with respect to the prediction."""
-        found = self._run("loss_grad_onnx_", expected, predicted, weight)
-        loss, slope = found
+        outputs = self._run("loss_grad_onnx_", expected, predicted, weight)
+        loss, slope = outputs
         slope = slope.reshape(to_numpy(predicted).shape)
         return numpy_to_ort_value(loss, "cpu"), numpy_to_ort_value(slope, device)
 
     def loss_scores(self, device: Any, expected: Any, predicted: Any, weight: Any = None) -> Any:
         """Return the loss of each observation."""
-        (found,) = self._run("loss_score_onnx_", expected, predicted, weight)
-        return numpy_to_ort_value(found, device)
+        (scores,) = self._run("loss_score_onnx_", expected, predicted, weight)
+        return numpy_to_ort_value(scores, device)
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningLoss:

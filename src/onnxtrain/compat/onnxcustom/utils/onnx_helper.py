@@ -86,15 +86,15 @@ def save_onnx_graph(
         raise FileNotFoundError(f"no such folder: {folder!r}")
     prefix = f"{type(obj).__name__}." if prefix is None else prefix
     suffix = suffix or ""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for name, value in sorted(vars(obj).items()):
         if isinstance(value, onnx.ModelProto):
-            found[name] = _store(value, folder, f"{prefix}{name}{suffix}.onnx")
+            files[name] = _store(value, folder, f"{prefix}{name}{suffix}.onnx")
         elif hasattr(value, "save_onnx_graph") and not isinstance(value, type):
             inner = value.save_onnx_graph(folder, prefix=f"{prefix}{name}.", suffix=suffix)
             if inner:
-                found[name] = inner
-    return found
+                files[name] = inner
+    return files
 
 
 def _store(model: onnx.ModelProto, folder: Any, file: str) -> Any:

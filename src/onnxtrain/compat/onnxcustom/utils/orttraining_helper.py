@@ -23,12 +23,12 @@ _SCORES = ("squared_error", "l2", "absolute_error", "l1", "elastic", "log")
 
 def get_train_initializer(onx: onnx.ModelProto) -> dict[str, tuple[np.ndarray, onnx.TensorProto]]:
     """Return the float initializers of a model: array and tensor by name."""
-    found = {}
+    initializers = {}
     for tensor in onx.graph.initializer:
         kind = ir.DataType(tensor.data_type)
         if kind in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16):
-            found[tensor.name] = (np.array(ir.from_proto(tensor).numpy()), tensor)
-    return found
+            initializers[tensor.name] = (np.array(ir.from_proto(tensor).numpy()), tensor)
+    return initializers
 
 
 def add_loss_output(

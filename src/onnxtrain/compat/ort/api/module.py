@@ -88,8 +88,8 @@ class Module:
                 f"{len(user_inputs)} inputs given, the model takes {len(names)}: {', '.join(names)}"
             )
         feeds = {n: _native(x) for n, x in zip(names, user_inputs, strict=True) if x is not None}
-        found = self._train_step(feeds) if self.training else self._eval_step(feeds)
-        values = [found[t.name] for t in model.spec.outputs_of("loss", "metric", "output")]
+        outputs = self._train_step(feeds) if self.training else self._eval_step(feeds)
+        values = [outputs[t.name] for t in model.spec.outputs_of("loss", "metric", "output")]
         if any(isinstance(x, np.ndarray) for x in user_inputs):
             results = [v if isinstance(v, np.ndarray) else v.numpy() for v in values]
         else:
@@ -109,17 +109,17 @@ class Module:
                 old = store.gradients.get(name)
                 # The gradient of an input has that input's size, which the next batch may change.
                 feeds[t.name] = np.zeros(_shape(feeds[name]), t.dtype) if old is None else old
-        found = self._train.run(feeds)
+        outputs = self._train.run(feeds)
         for t in spec.outputs:
             if t.role == "gradient":
                 name = t.name.removesuffix("_grad.accumulation.out")
                 if name in store.gradients:
-                    store.gradients[name] = found[t.name]
+                    store.gradients[name] = outputs[t.name]
             elif t.role == "buffer" and t.feeds is not None:
-                store.values[t.feeds] = found[t.name]
+                store.values[t.feeds] = outputs[t.name]
         self._reset = False
         store.draws += 1
-        return found
+        return outputs
 
     def _eval_step(self, feeds: dict[str, Any]) -> dict[str, Any]:
         assert self._eval is not None
@@ -157,8 +157,8 @@ class Module:
     def _parameters(self, trainable_only: bool) -> list[TensorSpec]:
         named = self._state.parameters
         specs = self._train.spec.inputs_of("parameter", "frozen", "buffer")
-        found = [t for t in specs if t.role != "buffer" or t.name in named]
-        return [t for t in found if t.role == "parameter"] if trainable_only else found
+        parameters = [t for t in specs if t.role != "buffer" or t.name in named]
+        return [t for t in parameters if t.role == "parameter"] if trainable_only else parameters
 
     def get_parameters_size(self, trainable_only: bool = True) -> int:
         """Return the number of elements of the parameters."""

@@ -57,13 +57,13 @@ class Optimizer:
                 spec = self._slots[t.name]
                 fresh = np.full(spec.shape, spec.init, spec.dtype)
                 feeds[t.name] = store.state.get(t.name, fresh)
-        found = self._model.run(feeds)
+        outputs = self._model.run(feeds)
         for t in self._model.spec.outputs:
             if t.role == "parameter":
-                store.values[str(t.feeds)] = found[t.name]
+                store.values[str(t.feeds)] = outputs[t.name]
             elif t.role == "state":
                 spec = self._slots[str(t.feeds)]
-                store.set_state(spec.parameter, spec.slot, found[t.name])
+                store.set_state(spec.parameter, spec.slot, outputs[t.name])
         store.step += 1
         store.lr = self.get_learning_rate()
 

@@ -55,8 +55,8 @@ class Model:
                 plain = {n: _array(value) for n, value in feeds.items()}
                 return dict(zip(names, runtime.run(self.session, names, plain), strict=True))
             values = {n: self._value(value) for n, value in feeds.items()}
-            found = runtime.run_values(self.session, names, values)
-        return dict(zip(names, found, strict=True))
+            outputs = runtime.run_values(self.session, names, values)
+        return dict(zip(names, outputs, strict=True))
 
     def _value(self, value: Any) -> Any:
         return self.device.value(value) if isinstance(value, np.ndarray) else value

@@ -112,14 +112,14 @@ def tensor_optimizer_of(model: onnx.ModelProto, parameters: Weights) -> TensorOp
     for x in inner.initializers.values():
         assert x.const_value is not None
         mapping[x] = op.const(x.const_value.numpy(), x.dtype)
-    found = dict(zip(results, copy_nodes(op, inner, mapping), strict=True))
+    outputs = dict(zip(results, copy_nodes(op, inner, mapping), strict=True))
     for i, (p, old) in enumerate(zip(parameters, values, strict=True)):
-        new = op.SequenceAt(found[f"{_PARAMS}.out"], i)
+        new = op.SequenceAt(outputs[f"{_PARAMS}.out"], i)
         new.type, new.shape = old.type, old.shape
         signature.output(f"{p.name}.out", "parameter", new, old)
     for i, s in enumerate(state):
         sequence = next(m for m, slot in _SLOTS.items() if slot == s.slot)
-        new, old = op.SequenceAt(found[f"{sequence}.out"], i % len(values)), slots[s.name]
+        new, old = op.SequenceAt(outputs[f"{sequence}.out"], i % len(values)), slots[s.name]
         new.type, new.shape = old.type, old.shape
         signature.output(f"{s.name}.out", "state", new, old)
     proto, spec = signature.build("cpu")

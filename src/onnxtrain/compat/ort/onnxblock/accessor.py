@@ -142,8 +142,8 @@ def _activated(accessor: ModelAccessor) -> Iterator[ModelAccessor]:
 
 def opset_of(model: onnx.ModelProto) -> int:
     """Return the version of the standard operators that a model imports."""
-    found = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
-    return max(found, default=OPSET)
+    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    return max(versions, default=OPSET)
 
 
 def _lower_stamps(model: onnx.ModelProto) -> None:

@@ -18,18 +18,18 @@ from onnxtrain.graph.prepare.versions import OPSET
 
 def type_of(model: onnx.ModelProto, name: str) -> onnx.TypeProto:
     """Return the type of a value of the graph, inferred if it is not written down."""
-    found = _declared(model.graph, name)
-    if found is None:
+    declared = _declared(model.graph, name)
+    if declared is None:
         try:
             inferred = onnx.shape_inference.infer_shapes(model)
         except (onnx.shape_inference.InferenceError, ValueError, RuntimeError):
             inferred = model
-        found = _declared(inferred.graph, name)
-    if found is None:
+        declared = _declared(inferred.graph, name)
+    if declared is None:
         raise OrtLookupError(
             f"The provided name {name} is not a graph value info or a graph output."
         )
-    return found
+    return declared
 
 
 def _declared(graph: onnx.GraphProto, name: str) -> onnx.TypeProto | None:
@@ -93,8 +93,8 @@ def splice(
     graph = ir.Graph(list(values.values()), [], nodes=[], opset_imports={"": OPSET}, name=token)
     op = OpBuilder(graph, prefix=f"{accessor.fresh(token)}/")
     with as_ort_errors():
-        found = build(op, *(values[name] for name in inputs))
-    results = list(found) if isinstance(found, tuple) else [found]
+        built = build(op, *(values[name] for name in inputs))
+    results = list(built) if isinstance(built, tuple) else [built]
     named = [op.Identity(v) if v.producer() is None else v for v in results]
     for value, name in zip(
         named, outputs or [accessor.fresh(f"{token}_output") for _ in named], strict=True
@@ -110,7 +110,7 @@ def splice(
         )
     _append(model, ir.to_proto(fragment))
     names = tuple(v.name or "" for v in named)
-    return names if isinstance(found, tuple) else names[0]
+    return names if isinstance(built, tuple) else names[0]
 
 
 def _value(model: onnx.ModelProto, name: str) -> ir.Value:

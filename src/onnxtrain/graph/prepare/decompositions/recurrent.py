@@ -290,7 +290,7 @@ def _activations(
     Alphas and betas are listed for those functions that take one, in order.
     """
     alphas, betas = list(alphas or []), list(betas or [])
-    found = []
+    functions = []
     # The schema's default for RNN lists two functions whatever the number of directions.
     chosen = names if names and "activations" in node.attributes else default
     for name in chosen:
@@ -305,9 +305,9 @@ def _activations(
             raise PrepareError(
                 f"node {node.name!r}: {node.op_type} with activation {name!r} is unknown"
             )
-        found.append(lambda o, v, f=function, a=a, b=b: f(o, v, a, b))
-    each = len(found) // n
-    return [found[d * each : (d + 1) * each] for d in range(n)]
+        functions.append(lambda o, v, f=function, a=a, b=b: f(o, v, a, b))
+    each = len(functions) // n
+    return [functions[d * each : (d + 1) * each] for d in range(n)]
 
 
 _ACTIVATIONS: dict[str, Callable[[OpBuilder, ir.Value, Any, Any], ir.Value]] = {

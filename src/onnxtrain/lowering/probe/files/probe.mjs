@@ -29,8 +29,8 @@ function versionOf(name) {
   for (let at = dirname(require.resolve(name)); at !== dirname(at); at = dirname(at)) {
     const file = join(at, "package.json");
     if (existsSync(file)) {
-      const found = JSON.parse(readFileSync(file, "utf8"));
-      if (found.name === name) return found.version;
+      const manifest = JSON.parse(readFileSync(file, "utf8"));
+      if (manifest.name === name) return manifest.version;
     }
   }
   return "";
@@ -99,9 +99,9 @@ async function main() {
     if (answers[node.id].status === "crashed") worker = null;
   }
   worker?.child.kill();
-  const found = summary(pack, runtime, versionOf(runtime), provider, answers);
-  writeFileSync(output, JSON.stringify(found, null, 1));
-  console.log(`${runtime} ${found.version} ${provider}: ${counts(found.results)}`);
+  const report = summary(pack, runtime, versionOf(runtime), provider, answers);
+  writeFileSync(output, JSON.stringify(report, null, 1));
+  console.log(`${runtime} ${report.version} ${provider}: ${counts(report.results)}`);
 }
 
 if (process.env.ONNXTRAIN_PROBE_WORKER) answerQuestions();

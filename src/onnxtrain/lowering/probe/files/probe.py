@@ -87,9 +87,9 @@ class Tract:
         names = [loaded.input_name(i) for i in range(loaded.input_count())]
         gives = [loaded.output_name(i) for i in range(loaded.output_count())]
         runnable = loaded.into_model().into_runnable()
-        found = [self._array(t) for t in runnable.run([feeds[n] for n in names])]
-        by_name = dict(zip(gives, found))  # noqa: B905 - Python 3.9 has no strict
-        return [by_name.get(n, found[i]) for i, n in enumerate(outputs)]
+        arrays = [self._array(t) for t in runnable.run([feeds[n] for n in names])]
+        by_name = dict(zip(gives, arrays))  # noqa: B905 - Python 3.9 has no strict
+        return [by_name.get(n, arrays[i]) for i, n in enumerate(outputs)]
 
     def _array(self, tensor):
         try:
@@ -132,12 +132,12 @@ def array_of(tensor):
     return data.reshape(tensor["dims"]).copy()
 
 
-def judged(found, tensors, scalars=True):
+def judged(outputs, tensors, scalars=True):
     """Return what became of a node that was run: right or wrong, with the largest error."""
     import numpy as np
 
     worst = 0.0
-    for y, tensor in zip(found, tensors):  # noqa: B905 - Python 3.9 has no strict
+    for y, tensor in zip(outputs, tensors):  # noqa: B905 - Python 3.9 has no strict
         wanted, y = array_of(tensor), np.asarray(y)
         if not scalars and not wanted.ndim and y.shape == (1,):
             y = y.reshape(())
@@ -191,11 +191,11 @@ def worker(folder, runtime, provider):
         feeds = {t["name"]: array_of(t) for t in node["inputs"]}
         names = [t["name"] for t in node["outputs"]]
         try:
-            found = engine.run(folder / node["file"], feeds, names)
+            outputs = engine.run(folder / node["file"], feeds, names)
         except Exception as error:  # whatever a runtime raises is its refusal
             say({"status": "refused", "message": first_line(error)})
             continue
-        say(judged(found, node["outputs"], engine.scalars))
+        say(judged(outputs, node["outputs"], engine.scalars))
 
 
 class Worker:

@@ -77,8 +77,8 @@ async function inOrt(ort, bytes, node, provider) {
     for (const x of node.inputs) {
       feeds[x.name] = new ort.Tensor(ORT_TYPES[x.type] ?? x.type, elements(x), x.dims);
     }
-    const found = await session.run(feeds);
-    return node.outputs.map((y) => ({ dims: found[y.name].dims, data: found[y.name].data }));
+    const values = await session.run(feeds);
+    return node.outputs.map((y) => ({ dims: values[y.name].dims, data: values[y.name].data }));
   } finally {
     await session.release();
   }
@@ -93,8 +93,11 @@ async function inOnnxjs(onnx, bytes, node, provider) {
     if (x.type === "int64") data = Int32Array.from(data, Number);
     return new onnx.Tensor(data, types[x.type] ?? x.type, x.dims);
   });
-  const found = await session.run(inputs);
-  return node.outputs.map((y) => ({ dims: found.get(y.name).dims, data: found.get(y.name).data }));
+  const values = await session.run(inputs);
+  return node.outputs.map((y) => ({
+    dims: values.get(y.name).dims,
+    data: values.get(y.name).data,
+  }));
 }
 
 /** Gives what becomes of one node: {status, error, message}. */

@@ -60,8 +60,8 @@ class _SequenceOptimizer(Block):
                 new, new_state = optimizer.apply(body, {"p": p}, {"p": g}, state, rate, number)
                 return [new["p"], *(new_state[f"p.{slot}"] for slot in slots)]
 
-            found = map_sequences(op, sequences, update, results=len(kept))
-            return op.Identity(op.const(_FLAG)), *found
+            updated = map_sequences(op, sequences, update, results=len(kept))
+            return op.Identity(op.const(_FLAG)), *updated
 
         inputs = [lr, *([] if step is None else [step]), *names]
         outputs = [accessor.fresh("updated_flag"), *(f"{n}.out" for n in kept)]

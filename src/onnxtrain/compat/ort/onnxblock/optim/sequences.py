@@ -24,8 +24,8 @@ def map_sequences(
     new = step(body, *elements)
     grown = [body.SequenceInsert(s, x) for s, x in zip(collected, new, strict=True)]
     body.graph.outputs.extend([body.Identity(go), *grown])
-    found = op.Loop(length, op.const(True), *empty, body=body.graph, _outputs=results)
-    values = list(found) if isinstance(found, tuple) else [found]
+    loop_outputs = op.Loop(length, op.const(True), *empty, body=body.graph, _outputs=results)
+    values = list(loop_outputs) if isinstance(loop_outputs, tuple) else [loop_outputs]
     for value in values:
         value.type = ir.SequenceType(ir.TensorType(first.dtype))
     return values
