@@ -45,6 +45,10 @@ class ModelSpec:
     steps_per_call: int = 1
     sha256: str = ""
 
+    def is_for(self, name: str | None) -> bool:
+        """Return whether the model is for a target; ``None`` stands for any."""
+        return name is None or name == self.target
+
     def input(self, role: str) -> TensorSpec | None:
         """Return the first input of a role."""
         return next((t for t in self.inputs if t.role == role), None)
@@ -116,7 +120,7 @@ class Manifest:
             (
                 m
                 for m in self.models
-                if m.role == role and target in (None, m.target) and m.steps_per_call == steps
+                if m.role == role and m.is_for(target) and m.steps_per_call == steps
             ),
             None,
         )

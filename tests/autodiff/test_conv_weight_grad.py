@@ -9,9 +9,9 @@ import pytest
 import onnxtrain
 from onnxtrain.autodiff.rules.conv import conv as conv_rule
 from onnxtrain.autodiff.rules.conv import weight_grad as conv_weight
-from onnxtrain.autodiff.rules.conv.conv_shape import ConvShape
-from onnxtrain.autodiff.rules.conv.weight_grad import CHOICES, FORMS, choose
-from onnxtrain.graph.builder import TARGETS
+from onnxtrain.autodiff.rules.conv.weight_grad import FORMS, choose
+from onnxtrain.graph.windows.conv_shape import ConvShape
+from onnxtrain.targets import TARGETS, find
 from tests.cases import conv, conv_transpose
 from tests.cases.base import OpCase
 from tests.cases.checks import cotangents, feeds
@@ -96,12 +96,12 @@ def test_every_target_has_a_form_for_anything(target: str) -> None:
             for channels, outs, group in ((None, None, 1), (1, 1, 8), (1, 2, 8), (32, 32, 1)):
                 for positions in (None, 16, 10_000):
                     facts = ConvShape(taps, strided, channels, outs, group, positions, positions)
-                    assert FORMS[choose(target, facts)].fits(facts)
+                    assert FORMS[choose(find(target), facts)].fits(facts)
 
 
 def test_forms_that_spell_out_taps_are_not_chosen_without_a_kernel() -> None:
     unknown = ConvShape(taps=None, strided=False, channels=None, outs=None, group=1)
-    assert {choose(target, unknown) for target in CHOICES} <= {"lifted", "swapped"}
+    assert {choose(t, unknown) for t in TARGETS.values()} <= {"lifted", "swapped"}
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_small_images_have_their_own_form_of_the_input_gradient_on_cpu(
     positions: int | None, outs: int, addable: bool, form: str
 ) -> None:
     facts = ConvShape(9, False, 32, outs, 1, positions, positions, addable=addable)
-    assert conv_rule.choose_input("cpu", facts) == form
-    others = {t: conv_rule.choose_input(t, facts) for t in TARGETS if t != "cpu"}
+    assert conv_rule.choose_input(find("cpu"), facts) == form
+    others = {n: conv_rule.choose_input(t, facts) for n, t in TARGETS.items() if n != "cpu"}
     assert set(others.values()) == {"transposed"}
 
 
@@ -139,4 +139,4 @@ def test_small_images_have_their_own_form_of_the_input_gradient_on_cpu(
     ],
 )
 def test_small_and_strided_images_have_columns_on_cpu(facts: ConvShape, form: str) -> None:
-    assert choose("cpu", facts) == form
+    assert choose(find("cpu"), facts) == form

@@ -12,8 +12,8 @@ import torch
 
 from onnxtrain import optim
 from onnxtrain.artifacts import build
-from onnxtrain.autodiff.rules.conv.columns import conv_as_matmul
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.passes.pipeline import AFTER, run
 from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
 from tests.cases.evaluate import stock
@@ -30,7 +30,7 @@ def _model(image: list, weight: list, bias: bool = False, **attrs: Any) -> ir.Mo
 
 
 def _spell(model: ir.Model, target: str = "cpu") -> int:
-    return conv_as_matmul(OpBuilder(model.graph, "grad/", target=target))
+    return run(AFTER, model, OpBuilder(model.graph, "grad/", target=target))
 
 
 SMALL = {

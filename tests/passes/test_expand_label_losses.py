@@ -10,8 +10,10 @@ from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.losses import NLL, CrossEntropy, Loss, attach_loss, expand_label_losses
-from onnxtrain.passes import expand_label_losses as expand
+from onnxtrain.losses import NLL, CrossEntropy, Loss, attach_loss
+from onnxtrain.passes import expand_label_losses as module
+from onnxtrain.passes.expand_label_losses import expand_label_losses
+from onnxtrain.targets import Target
 from tests.losses.compare import session_of
 from tests.losses.small import FLOAT, model_of
 
@@ -31,7 +33,7 @@ def training_model(loss: Loss, expand: bool) -> ir.Model:
     out.name = "x_grad"
     prepared.graph.outputs.append(out)
     if expand:
-        expand_label_losses(prepared)
+        expand_label_losses(prepared, op)
     return simplify(prepared)
 
 
@@ -73,7 +75,8 @@ def test_the_gradient_shares_what_the_loss_computes() -> None:
 
 def test_nothing_to_do() -> None:
     prepared = load_normalized(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, ["n", 4]))}))
-    assert [n.op_type for n in expand_label_losses(prepared).graph] == ["Tanh"]
+    assert expand_label_losses(prepared, OpBuilder(prepared.graph)) == 0
+    assert [n.op_type for n in prepared.graph] == ["Tanh"]
 
 
 LOSSES = [
@@ -86,10 +89,10 @@ LOSSES = [
 @pytest.fixture
 def all_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four classes are many."""
-    monkeypatch.setattr(expand, "WIDE", 4)
+    monkeypatch.setattr(module, "WIDE", 4)
 
 
-def gradient_model(loss: Loss, target: str) -> ir.Model:
+def gradient_model(loss: Loss, target: str | Target) -> ir.Model:
     prepared = load_normalized(
         model_of(lambda op: {"y": op.Mul(op.input("x", FLOAT, ["n", 4]), 2.0)})
     )
@@ -100,7 +103,8 @@ def gradient_model(loss: Loss, target: str) -> ir.Model:
     out = op.Identity(grad)
     out.name = "x_grad"
     prepared.graph.outputs.append(out)
-    return simplify(expand_label_losses(prepared, target))
+    expand_label_losses(prepared, OpBuilder(prepared.graph, target=target))
+    return simplify(prepared)
 
 
 def test_few_classes_keep_logarithms() -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.passes.maxpool_indices import maxpool_indices
+from onnxtrain.passes.pipeline import AFTER, run
 from tests.cases.evaluate import stock
 
 
@@ -22,7 +22,7 @@ def _model(shape: list, dtype: ir.DataType = ir.DataType.FLOAT, **attrs: Any) ->
 
 
 def _spell(model: ir.Model, target: str = "cpu") -> int:
-    return maxpool_indices(OpBuilder(model.graph, "grad/", target=target))
+    return run(AFTER, model, OpBuilder(model.graph, "grad/", target=target))
 
 
 def _ties(shape: list[int]) -> np.ndarray:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from onnxtrain import build, optim
+from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
@@ -42,4 +43,4 @@ def test_a_relu_that_others_read_stays() -> None:
             return nn.functional.max_pool2d(y, 2).sum() + y.sum()
 
     model = from_torch(Both(), (torch.randn(2, 1, 4, 4),), dynamic_batch=False)
-    assert relu_after_maxpool(model.graph) == 0
+    assert relu_after_maxpool(model, OpBuilder(model.graph)) == 0

@@ -36,7 +36,6 @@ from onnxtrain.autodiff.recompute_blocks import copy_scopes
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.builder import TARGETS
 from onnxtrain.graph.io import load
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.prepare import constant_names, repairs_of
@@ -46,6 +45,7 @@ from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
+from onnxtrain.targets import Target, find
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 Names = str | Sequence[str] | None
@@ -139,11 +139,10 @@ def build(
         mode=mode,
         clip=_clip(clip),
         ema=ema,
-        target=target,
+        target=_forms(target, opset),
         randomness=randomness,
         precision=exactness,
         recompute=recompute if isinstance(recompute, str) else tuple(recompute),
-        lowered=opset is not None,
     )
     origin = backward(base.clone(), options)
     arrays = {n: _array(base, n) for n in origin.parameters}
@@ -205,14 +204,19 @@ def _check_options(
 ) -> None:
     if mode not in ("train", "as-is"):
         raise PrepareError(f"no such mode: {mode!r}\nhint: train or as-is")
-    if target not in TARGETS:
-        raise PrepareError(f"no such target: {target!r}\nhint: one of {', '.join(TARGETS)}, web")
+    find(target, bundles=True)
     if randomness not in ("portable", "native"):
         raise PrepareError(f"no such randomness: {randomness!r}\nhint: portable or native")
     if accumulate < 1:
         raise PrepareError(f"accumulate must be at least 1: {accumulate}")
     if ema is not None and not 0.0 < ema < 1.0:
         raise PrepareError(f"ema must lie between 0 and 1: {ema}")
+
+
+def _forms(target: str, opset: int | None) -> Target:
+    """Return the target; at an older opset few operators take sizes that data decide."""
+    chosen = find(target)
+    return chosen if opset is None else chosen.without("data-dependent-sizes")
 
 
 def _check_size(model: ir.Model) -> None:

@@ -11,9 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
 from onnxtrain.artifacts.signature import GraphSignature
-from onnxtrain.autodiff.gradients import lift
-from onnxtrain.autodiff.recompute import differentiate_again
-from onnxtrain.autodiff.rules.conv.columns import conv_as_matmul
+from onnxtrain.autodiff.gradient_model import GradientModel, lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder, names_in
@@ -21,7 +19,7 @@ from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
 from onnxtrain.graph.modes.autocast import autocast
 from onnxtrain.graph.modes.randomness import portable_dropout
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
-from onnxtrain.losses import Attached, attach_loss, expand_label_losses
+from onnxtrain.losses import Attached, attach_loss
 from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
 from onnxtrain.optim import (
     Optimizer,
@@ -30,12 +28,8 @@ from onnxtrain.optim import (
     global_norm,
     moving_average,
 )
-from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
-from onnxtrain.passes.decompose_batch_norm import WITHOUT_BATCH_STATISTICS, decompose_batch_norm
-from onnxtrain.passes.int32_inputs import int32_inputs
-from onnxtrain.passes.maxpool_indices import maxpool_indices
-from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
-from onnxtrain.passes.split_qkv import split_qkv
+from onnxtrain.passes.pipeline import rewrite_inputs
+from onnxtrain.targets import Target
 
 if TYPE_CHECKING:
     from onnxtrain.artifacts.build import Clip
@@ -59,12 +53,10 @@ class BuildOptions:
     mode: str
     clip: Clip
     ema: float | None
-    target: str
+    target: Target
     randomness: str
     precision: Precision = dataclasses.field(default_factory=Precision)
     recompute: str | tuple[str, ...] = ()
-    lowered: bool = False
-    """The models go to an older opset, where few operators take sizes that data decide."""
 
     @property
     def graph_metrics(self) -> tuple[Any, ...]:
@@ -94,7 +86,7 @@ class Backward:
     scale: str | None = None
     """The input that the loss is scaled by, if it is."""
 
-    def copy(self, role: str, target: str) -> Copy:
+    def copy(self, role: str, target: str | Target) -> Copy:
         """Return a copy to add nodes to."""
         return Copy(self, role, target)
 
@@ -102,7 +94,7 @@ class Backward:
 class Copy:
     """A copy of :class:`Backward` with its values by kind."""
 
-    def __init__(self, origin: Backward, role: str, target: str) -> None:
+    def __init__(self, origin: Backward, role: str, target: str | Target) -> None:
         model = origin.model.clone()
         model.meta.update(origin.model.meta)
         self.op = OpBuilder(model.graph, "step/", target=target)
@@ -153,22 +145,19 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
         autocast(model, options.precision.half, target=options.target)
     inputs = list(graph.inputs)
     attached, rng, shown = _attach(model, options)
-    relu_after_maxpool(graph)
-    if not options.recompute:
-        absorb_norm_scale(model, options.target)
-        split_qkv(model, options.target)
+    made = GradientModel(model, options.target, blocks=bool(options.recompute))
     chosen = _reaching_parameters(graph, options, attached.loss)
-    op = OpBuilder(graph, "grad/", target=options.target)
+    op = made.op
     statistics = running_statistics(model, op)
     changing = [b.old for b in statistics]
     still = [graph.initializers[n] for n in options.buffers if n in graph.initializers]
     buffers = [*changing, *(x for x in still if x not in changing)]
-    lift(graph, [*chosen, *buffers])
+    made.lift([*chosen, *buffers])
     scale = [op.input(SCALE, _FLOAT, [1])] if options.precision.scaled else []
     dtype = attached.loss.dtype
     seed = op.cast(scalar(op, *scale), dtype) if scale else op.const(1.0, dtype)
-    gradients = differentiate_again(
-        op, {attached.loss: seed}, chosen, recompute=options.recompute, batch=[*inputs, *rng]
+    gradients = made.differentiate(
+        {attached.loss: seed}, chosen, recompute=options.recompute, batch=[*inputs, *rng]
     )
     extra = _by_name(graph, shown)
     results = [attached.loss, *attached.metrics.values(), *extra.values()]
@@ -177,13 +166,8 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
         gradient = op.zeros_like(x) if gradient is None else gradient
         gradient.shape = x.shape
         results.append(gradient)
-    results += [b.new for b in statistics]
-    _set_outputs(op, results)
-    conv_as_matmul(op)
-    maxpool_indices(op)
-    if options.target in WITHOUT_BATCH_STATISTICS:
-        decompose_batch_norm(op)
-    expand_label_losses(model, "portable" if options.lowered else options.target)
+    made.set_outputs([*results, *(b.new for b in statistics)])
+    made.rewrite()
     return Backward(
         model=model,
         inputs=_names(inputs),
@@ -342,8 +326,7 @@ def _attach(
 ) -> tuple[Attached, list[ir.Value], dict[str, str]]:
     """Add the loss and make randomness an input; return that and the names of extra outputs too."""
     graph = model.graph
-    if options.target == "webgpu":
-        int32_inputs(graph, options.target)
+    rewrite_inputs(model, options.target)
     attached = attach_loss(
         model,
         options.loss,
@@ -371,14 +354,6 @@ def _by_name(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, ir.Value]:
     return {n: known[name] for n, name in names.items()}
 
 
-def _set_outputs(op: OpBuilder, values: Sequence[ir.Value]) -> None:
-    op.graph.outputs.clear()
-    for value in values:
-        out = op.Identity(value)  # one value may serve twice
-        out.type, out.shape = value.type, value.shape
-        op.graph.outputs.append(out)
-
-
 def _declare_batch(copy: Copy) -> None:
     copy.signature.declare(copy.front, "input")
     copy.signature.declare(copy.targets, "target")
@@ -398,7 +373,7 @@ def _dtype(x: ir.Value) -> ir.DataType:
 
 
 def _step_type(options: BuildOptions) -> ir.DataType:
-    return ir.DataType.INT32 if options.target == "webgpu" else _INT64
+    return ir.DataType.INT32 if options.target.lacks("int64") else _INT64
 
 
 def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:

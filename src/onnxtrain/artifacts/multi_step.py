@@ -18,6 +18,7 @@ from onnxtrain.graph.builder import Names, OpBuilder, names_in
 from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.manifest import ModelSpec, TensorSpec
+from onnxtrain.targets import Target, find
 
 LARGE = 1024  # bytes: larger constants lie outside the body, where files share them
 _KEPT = ("parameter", "buffer", "state", "frozen")
@@ -126,7 +127,7 @@ def _renamed(value: ir.Value, like: ir.Value) -> ir.Value:
     return value
 
 
-def steps_wanted(asked: int | None, target: str, accumulate: int, size: int) -> int:
+def steps_wanted(asked: int | None, target: str | Target, accumulate: int, size: int) -> int:
     """Return the number of steps per call: the one asked for, or what suits the target.
 
     Args:
@@ -139,7 +140,8 @@ def steps_wanted(asked: int | None, target: str, accumulate: int, size: int) -> 
         PrepareError: if the number is impossible or has no effect.
     """
     if asked is None:
-        return DEFAULT if target == "wasm" and accumulate == 1 and size <= SMALL else 1
+        several = find(target).prefers("several-steps")
+        return DEFAULT if several and accumulate == 1 and size <= SMALL else 1
     if asked < 1:
         raise PrepareError(f"steps_per_call must be at least 1: {asked}")
     if asked > 1 and accumulate > 1:

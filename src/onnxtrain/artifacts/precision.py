@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.manifest import StateSpec
+from onnxtrain.targets import Target, find
 
 OWNER = "loss_scale"
 SCALE, GOOD, SKIPPED = f"{OWNER}.scale", f"{OWNER}.good_steps", f"{OWNER}.skipped"
@@ -75,14 +76,14 @@ class Precision:
         return values if self.scaled else None
 
 
-def resolve(precision: str | Precision, target: str) -> Precision:
+def resolve(precision: str | Precision, target: str | Target) -> Precision:
     """Return the precision asked for.
 
     Raises:
         PrepareError: if there is none of that name, or not for this target.
     """
     resolved = Precision(precision) if isinstance(precision, str) else precision
-    if resolved.half is not None and target == "webgpu":
+    if resolved.half is not None and find(target).lacks("float16"):
         raise PrepareError(
             f"precision {resolved.name!r} is not there for WebGPU\n"
             "hint: float32, or target cuda, cpu, wasm or portable"

@@ -12,7 +12,8 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish
 from onnxtrain.manifest import ModelSpec, TensorSpec
-from onnxtrain.passes.cpu import optimize_for_cpu
+from onnxtrain.passes.pipeline import rewrite_final
+from onnxtrain.targets import Target, find
 
 FILES = {
     "train": "training_model.onnx",
@@ -94,7 +95,7 @@ class GraphSignature:
         op.names.taken.add(name)
         return name
 
-    def build(self, target: str) -> tuple[onnx.ModelProto, ModelSpec]:
+    def build(self, target: str | Target) -> tuple[onnx.ModelProto, ModelSpec]:
         """Simplify, serialise and describe the model."""
         graph = self.model.graph
         graph.inputs.clear()
@@ -103,7 +104,7 @@ class GraphSignature:
         graph.outputs.extend(y for y, _, _ in self._outputs)
         graph.name = FILES[self.role].removesuffix(".onnx")
         names = [y.name for y in graph.outputs]
-        proto = finish(optimize_for_cpu(self.model, target))
+        proto = finish(rewrite_final(self.model, target))
         assert [y.name for y in proto.graph.output] == names, "simplify keeps outputs"
         outputs = [
             describe(y, role, None if feeds is None else feeds.name)
@@ -112,7 +113,7 @@ class GraphSignature:
         spec = ModelSpec(
             role=self.role,
             file=FILES[self.role],
-            target=target,
+            target=find(target).name,
             inputs=tuple(describe(x, role) for x, role in self._inputs),
             outputs=tuple(outputs),
         )

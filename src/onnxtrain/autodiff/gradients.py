@@ -9,22 +9,20 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.differentiate import differentiate
+from onnxtrain.autodiff.gradient_model import GradientModel
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.autodiff.registry import find_rule
 from onnxtrain.autodiff.selection import select_outputs, select_wrt
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.builder import TARGETS, OpBuilder
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.simplify import simplify
+from onnxtrain.targets import Target, find
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 Names = str | Sequence[str] | None
 
 
 def vjp(
-    model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu"
+    model: Source, wrt: Names = None, outputs: Names = None, *, target: str | Target = "cpu"
 ) -> onnx.ModelProto:
     """Return a model that computes vector-Jacobian products besides the model's own outputs.
 
@@ -37,26 +35,25 @@ def vjp(
         wrt: names or glob patterns of initializers and inputs; ``None`` stands for every trainable
             float initializer, running statistics of BatchNormalization excluded.
         outputs: which outputs get a cotangent; ``None`` stands for every float output.
-        target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``.
+        target: the kind of runtime that forms are chosen for: ``cpu``, ``cuda``, ``wasm``,
+            ``webgpu`` or ``portable``.
 
     Raises:
         UndifferentiableError: naming every node on the way that has no gradient.
         PrepareError: if a name does not exist, with near matches.
     """
     work, wrt_values, chosen = start(model, wrt, outputs, target)
-    graph = work.graph
-    lift(graph, wrt_values)
-    op = OpBuilder(graph, prefix="grad/", target=target)
-    taken = Outside(op)
-    cotangents = {y: taken.input_like(f"{y.name}_grad", y) for y in chosen}
-    grads = differentiate(op, cotangents, wrt_values)
+    made = GradientModel(work, target)
+    made.lift(wrt_values)
+    cotangents = {y: made.input_like(f"{y.name}_grad", y) for y in chosen}
+    grads = made.differentiate(cotangents, wrt_values)
     for x in wrt_values:
-        taken.output(f"{x.name}_grad", grads[x], x)
-    return finish(simplify(work))
+        made.output(f"{x.name}_grad", grads[x], x)
+    return made.finish()
 
 
 def grad(
-    model: Source, wrt: Names = None, of: str | None = None, *, target: str = "cpu"
+    model: Source, wrt: Names = None, of: str | None = None, *, target: str | Target = "cpu"
 ) -> onnx.ModelProto:
     """Return a model that computes the gradient of one scalar output besides the model's outputs.
 
@@ -76,19 +73,17 @@ def grad(
             f"only an output with one element has a gradient: {S.describe_value(loss)}\n"
             "hint: reduce it in the model, or use onnxtrain.vjp with a cotangent"
         )
-    graph = work.graph
-    lift(graph, wrt_values)
-    op = OpBuilder(graph, prefix="grad/", target=target)
-    taken = Outside(op)
-    seed = op.const(1.0 if S.dims_of(loss) == () else [1.0], loss.dtype)
-    grads = differentiate(op, {loss: seed}, wrt_values)
+    made = GradientModel(work, target)
+    made.lift(wrt_values)
+    seed = made.op.const(1.0 if S.dims_of(loss) == () else [1.0], loss.dtype)
+    grads = made.differentiate({loss: seed}, wrt_values)
     for x in wrt_values:
-        taken.output(f"{x.name}_grad", grads[x], x)
-    return finish(simplify(work))
+        made.output(f"{x.name}_grad", grads[x], x)
+    return made.finish()
 
 
 def jvp(
-    model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu"
+    model: Source, wrt: Names = None, outputs: Names = None, *, target: str | Target = "cpu"
 ) -> onnx.ModelProto:
     """Return a model that computes Jacobian-vector products besides the model's own outputs.
 
@@ -96,26 +91,25 @@ def jvp(
     for each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
     """
     work, wrt_values, chosen = start(model, wrt, outputs, target)
-    graph = work.graph
-    lift(graph, wrt_values)
-    op = OpBuilder(graph, prefix="grad/", target=target)
-    taken = Outside(op)
-    tangents = {x: taken.input_like(f"{x.name}_tangent", x) for x in wrt_values}
+    made = GradientModel(work, target)
+    made.lift(wrt_values)
+    op, graph = made.op, made.graph
+    tangents = {x: made.input_like(f"{x.name}_tangent", x) for x in wrt_values}
     # v -> J v is the transpose of u -> J^T u. That is linear in u, so the result has no u in it.
-    probes = {y: taken.input_like(f"{y.name}_probe", y) for y in chosen}
-    grads = differentiate(op, probes, wrt_values)
+    probes = {y: made.input_like(f"{y.name}_probe", y) for y in chosen}
+    grads = made.differentiate(probes, wrt_values)
     pulled: dict[ir.Value, ir.Value] = {}
     for x, g in grads.items():
         if g is not None:
             pulled[g] = op.Add(pulled[g], tangents[x]) if g in pulled else tangents[x]
-    output_tangents = differentiate(op, pulled, list(probes.values()))
+    output_tangents = made.differentiate(pulled, list(probes.values()))
     for y in chosen:
-        taken.output(f"{y.name}_tangent", output_tangents.get(probes[y]), y)
+        made.output(f"{y.name}_tangent", output_tangents.get(probes[y]), y)
     for y, probe in probes.items():
         probe.replace_all_uses_with(op.zeros_like(y))
         graph.inputs.remove(probe)
     graph.sort()
-    return finish(simplify(work))
+    return made.finish()
 
 
 def parameters(model: Source, wrt: Names = None) -> dict[str, np.ndarray]:
@@ -131,25 +125,15 @@ def parameters(model: Source, wrt: Names = None) -> dict[str, np.ndarray]:
     }
 
 
-def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
-    """Turn initializers among ``values`` into inputs without defaults, in order."""
-    for x in values:
-        if x.is_graph_input():
-            continue
-        graph.initializers.pop(x.name or "", None)  # one that nothing reads is not there
-        x.const_value = None
-        graph.inputs.append(x)
-
-
 def start(
     model: Source,
     wrt: Names,
     outputs: Names,
-    target: str,
+    target: str | Target,
     choose: Callable[[ir.Model, Names], list[ir.Value]] = select_outputs,
 ) -> tuple[ir.Model, list[ir.Value], list[ir.Value]]:
-    if target not in TARGETS:
-        raise PrepareError(f"no such target: {target!r}\nhint: choose one of {', '.join(TARGETS)}")
+    """Return the model in the normal form, the values of ``wrt`` and the chosen outputs."""
+    find(target)
     work = load_normalized(model)
     chosen = choose(work, outputs)
     wrt_values = select_wrt(work, wrt)
@@ -195,30 +179,4 @@ def _the_output(model: ir.Model, of: Names) -> list[ir.Value]:
     return outputs
 
 
-class Outside:
-    """Names of inputs and outputs: the wanted one, or with ``.2``, ``.3`` ... if it is taken."""
-
-    def __init__(self, op: OpBuilder) -> None:
-        self.op = op
-
-    def name(self, wanted: str) -> str:
-        name, n = wanted, 2
-        while name in self.op.names.taken:
-            name, n = f"{wanted}.{n}", n + 1
-        self.op.names.taken.add(name)
-        return name
-
-    def input_like(self, wanted: str, ref: ir.Value) -> ir.Value:
-        value = ir.Value(name=self.name(wanted), type=ref.type, shape=ref.shape)
-        self.op.graph.inputs.append(value)
-        return value
-
-    def output(self, wanted: str, value: ir.Value | None, ref: ir.Value) -> None:
-        value = self.op.zeros_like(ref) if value is None else value
-        # An output needs a node and a name of its own.
-        out = self.op.Identity(value)
-        out.name, out.type, out.shape = self.name(wanted), ref.type, ref.shape
-        self.op.graph.outputs.append(out)
-
-
-__all__ = ["Names", "Source", "grad", "jvp", "lift", "parameters", "vjp"]
+__all__ = ["Names", "Source", "grad", "jvp", "parameters", "start", "vjp"]

@@ -7,13 +7,13 @@ import dataclasses
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.differentiate import differentiate, needed_for
-from onnxtrain.autodiff.gradients import Names, Outside, Source, lift, start
-from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.autodiff.differentiate import needed_for
+from onnxtrain.autodiff.gradient_model import GradientModel
+from onnxtrain.autodiff.gradients import Names, Source, start
 from onnxtrain.graph.captured_values import captured
 from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.decompose_batch_norm import WITHOUT_BATCH_STATISTICS, decompose_batch_norm
+from onnxtrain.targets import Target
 
 # Cheaper to compute again than to keep: they move or rename elements, or read only a shape.
 _CHEAP = frozenset(
@@ -52,7 +52,9 @@ class Split:
     """The outputs that get a cotangent."""
 
 
-def split(model: Source, wrt: Names = None, outputs: Names = None, *, target: str = "cpu") -> Split:
+def split(
+    model: Source, wrt: Names = None, outputs: Names = None, *, target: str | Target = "cpu"
+) -> Split:
     """Return forward and backward as two models, so that several forwards may precede a backward.
 
     Args:
@@ -62,22 +64,16 @@ def split(model: Source, wrt: Names = None, outputs: Names = None, *, target: st
         target: as in :func:`onnxtrain.vjp`.
     """
     work, wrt_values, chosen = start(model, wrt, outputs, target)
-    graph = work.graph
-    lift(graph, wrt_values)
-    given, own = list(graph.inputs), list(graph.outputs)
-    op = OpBuilder(graph, prefix="grad/", target=target)
-    outside = Outside(op)
-    cotangents = {y: outside.input_like(f"{y.name}_grad", y) for y in chosen}
-    grads = differentiate(op, cotangents, wrt_values)
+    made = GradientModel(work, target)
+    made.lift(wrt_values)
+    given = [x.name or "" for x in made.graph.inputs]
+    own = [y.name or "" for y in made.graph.outputs]
+    cotangents = {y: made.input_like(f"{y.name}_grad", y) for y in chosen}
+    names = [y.name or "" for y in chosen]
+    grads = made.differentiate(cotangents, wrt_values)
     for x in wrt_values:
-        outside.output(f"{x.name}_grad", grads[x], x)
-    if target in WITHOUT_BATCH_STATISTICS:
-        decompose_batch_norm(op)
-    simplify(work)
-    names = [x.name or "" for x in wrt_values]
-    kept = [y.name or "" for y in own]
-    both = finish(work)
-    return _cut(both, [x.name or "" for x in given], kept, names, [y.name or "" for y in chosen])
+        made.output(f"{x.name}_grad", grads[x], x)
+    return _cut(made.finish(), given, own, [x.name or "" for x in wrt_values], names)
 
 
 def _cut(

@@ -15,7 +15,7 @@ from onnxtrain.artifacts.signature import key_of
 from onnxtrain.commands.common import read_size
 from onnxtrain.errors import LoweringError
 from onnxtrain.losses import LossTerm
-from onnxtrain.lowering.placement import PROFILES, nodes_off_gpu
+from onnxtrain.lowering.placement import GPUS, nodes_off_gpu
 from onnxtrain.optim import resolve
 
 
@@ -56,7 +56,7 @@ def build(
 ) -> None:
     """Write a directory of training artifacts for a model."""
     gpu = {"web": "webgpu"}.get(target, target)
-    if placement and gpu not in PROFILES:
+    if placement and gpu not in GPUS:
         raise LoweringError(f"--placement: target {target!r} has no GPU\nhint: webgpu, web or cuda")
     chosen = resolve(optimizer)
     if lr is not None:
@@ -99,7 +99,7 @@ def build(
 
 def _tell_placement(artifacts: Artifacts, target: str) -> None:
     for spec in artifacts.manifest.models:
-        if spec.target != target or spec.role not in ("train", "step"):
+        if not spec.is_for(target) or spec.role not in ("train", "step"):
             continue
         proto = artifacts.models[key_of(spec)]
         leaving = nodes_off_gpu(proto, target)

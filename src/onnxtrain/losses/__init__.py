@@ -11,7 +11,6 @@ from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity,
 from onnxtrain.losses.names import LOSSES
 from onnxtrain.losses.regression import L1, MSE, Huber, KLDiv, SmoothL1
 from onnxtrain.losses.terms import LossTerm, resolve
-from onnxtrain.passes.expand_label_losses import expand_label_losses
 
 __all__ = [
     "BCE",
@@ -43,7 +42,6 @@ __all__ = [
     "TopK",
     "TripletMargin",
     "attach_loss",
-    "expand_label_losses",
     "resolve",
 ]
 

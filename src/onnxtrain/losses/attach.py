@@ -10,13 +10,14 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.builder import TARGETS, OpBuilder
+from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import mark_constants
 from onnxtrain.losses.base import Loss, TargetSpec, reduced
 from onnxtrain.losses.context import LossContext
 from onnxtrain.losses.from_model import insert_model
 from onnxtrain.losses.metric_terms import MetricLike, Term, build_metrics
 from onnxtrain.losses.terms import Existing, FromModel, LossLike, LossTerm, resolve
+from onnxtrain.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def attach_loss(
     *,
     metrics: Iterable[MetricLike] = (),
     outputs: Iterable[str] = (),
-    target: str = "cpu",
+    target: str | Target = "cpu",
 ) -> Attached:
     """Add a loss to a prepared model, in place.
 
@@ -54,14 +55,12 @@ def attach_loss(
             :class:`LossTerm`, which are added up.
         metrics: names or objects, or functions as above.
         outputs: names of further values of the model that the caller wants to have at hand.
-        target: which spelling to choose; with ``"webgpu"`` class labels are int32.
+        target: the kind of runtime; where it lacks int64, class labels are int32.
 
     Raises:
         PrepareError: a name does not exist, or it is not clear which output is meant.
         ShapeError: a prediction does not have the layout the loss wants, or the loss is no scalar.
     """
-    if target not in TARGETS:
-        raise PrepareError(f"no such target: {target!r}\nhint: choose one of {', '.join(TARGETS)}")
     known = set(model.graph.initializers)
     before = list(model.graph.inputs)
     work = _Attaching(model, OpBuilder(model.graph, prefix="loss/", target=target))
@@ -136,15 +135,15 @@ class _Attaching(LossContext):
                 f"{type(loss).__name__} takes {len(wanted)} target(s), got {', '.join(names)}"
             )
         targets = []
-        for i, target in enumerate(wanted):
+        for i, spec in enumerate(wanted):
             if i < len(names):
-                targets.append(self.shared_input(names[i], target, loss))
+                targets.append(self.shared_input(names[i], spec, loss))
                 continue
-            name = target.name
+            name = spec.name
             if common[name] > 1:
                 numbers[name] += 1
                 name = f"{name}_{numbers[name]}"
-            targets.append(self.new_input(name, target))
+            targets.append(self.new_input(name, spec))
         value = loss.build(self.op, *predictions, *targets)
         value = self.scalar(term, value)
         return Term(term, value, loss, predictions[0], sources[0], targets)

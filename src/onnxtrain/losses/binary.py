@@ -21,7 +21,7 @@ def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
     the CPU's kernel is for float32 only. Elsewhere it is ``x / 2 + (|x| / 2 + log(1 + e^-|x|))``:
     the bracket is even and smooth, so its derivative at 0 is 0 whatever that of ``|x|`` is.
     """
-    if op.target not in ("webgpu", "portable") and x.dtype == ir.DataType.FLOAT:
+    if not op.target.lacks("Softplus") and x.dtype == ir.DataType.FLOAT:
         return op.Softplus(x)
     a = op.Abs(x)
     even = op.Add(op.Mul(a, 0.5), op.Log(op.Add(op.Exp(op.Neg(a)), 1.0)))

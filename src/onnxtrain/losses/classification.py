@@ -193,7 +193,8 @@ class CrossEntropy(_Labelled):
             return self._soft(op, prediction, target, axis)
         rows = to_rows(self, op, prediction, target, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
-        make = self._composed if op.target in ("webgpu", "portable") else self._standard
+        composed = op.target.lacks("SoftmaxCrossEntropyLoss")
+        make = self._composed if composed else self._standard
         loss = make(op, rows, weights)
         return rows.restore(op, loss) if self.reduction == "none" else loss
 
@@ -255,7 +256,7 @@ class CrossEntropy(_Labelled):
                 f"CrossEntropy: probabilities {S.describe_value(target)} do not have the shape of "
                 f"{S.describe_value(x)}"
             )
-        if op.target in ("webgpu", "portable"):
+        if op.target.lacks("LogSoftmax"):
             z = op.Sub(x, op.Ceil(op.ReduceMax(x, [axis], keepdims=1)))
             cost = op.Sub(op.Log(op.ReduceSum(op.Exp(z), [axis], keepdims=1)), z)
         else:
@@ -287,7 +288,7 @@ class NLL(_Labelled):
         axis = class_axis(self, prediction, self.axis)
         rows = to_rows(self, op, prediction, labels, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
-        if op.target in ("webgpu", "portable"):
+        if op.target.lacks("NegativeLogLikelihoodLoss"):
             zero = op.const(0.0, rows.x.dtype)
             here = op.Where(is_label(op, rows.x, rows.labels), rows.x, zero)
             loss = self.composed(op, rows, op.Neg(op.ReduceSum(here, [1], keepdims=0)), weights)
@@ -332,7 +333,7 @@ class MultiMargin(Loss):
         rows = to_rows(self, op, prediction, targets[0], rank - 1)
         x, zero = rows.x, op.const(0.0, rows.x.dtype)
         mine = is_label(op, x, rows.labels)
-        if op.target in ("webgpu", "portable"):
+        if op.target.lacks("GatherElements"):
             lead = op.ReduceSum(op.Where(mine, x, zero), [1], keepdims=1)
         else:
             lead = op.GatherElements(x, op.Unsqueeze(guarded(op, rows.labels), [1]), axis=1)

@@ -71,8 +71,8 @@ class LossContext:
         return inner[name]
 
     def new_input(self, name: str, target: TargetSpec) -> ir.Value:
-        """Add an input; class labels are int32 for webgpu."""
-        narrow = target.dtype == INT64 and self.op.target == "webgpu"
+        """Add an input; class labels are int32 where a runtime lacks int64."""
+        narrow = target.dtype == INT64 and self.op.target.lacks("int64")
         dtype = ir.DataType.INT32 if narrow else target.dtype
         return self.op.input(name, dtype, target.dims)
 

@@ -62,7 +62,7 @@ def _build(scope: LossContext, metric: MetricLike, terms: Sequence[Term]) -> tup
     if prediction is None:
         prediction = _only_output(scope, metric) if term is None else term.prediction
     if metric.target is not None:
-        if metric.target not in scope.inputs:
+        if scope.inputs.get(metric.target) is None:
             raise PrepareError(
                 f"no such input: {metric.target!r}\nhint: there is {', '.join(scope.inputs)}"
             )

@@ -29,7 +29,7 @@ class Destination:
 
     @property
     def title(self) -> str:
-        """Return the target in words."""
+        """Return opset and runtime in words."""
         where = f"opset {self.opset}"
         return f"{self.profile.name} ({where})" if self.profile is not None else where
 

@@ -20,9 +20,10 @@ from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.node_draft import Draft
 from onnxtrain.lowering.profile import Profile
+from onnxtrain.targets import TARGETS
 
-PROFILES = {"webgpu": "ort-webgpu-native", "cuda": "ort-cuda"}
-"""The profile of each target that has a GPU."""
+GPUS = tuple(t.name for t in TARGETS.values() if t.gpu)
+"""Targets whose nodes may leave a GPU."""
 _CONTROL = frozenset({"If", "Loop", "Scan"})
 _ON_HOST = frozenset({"Shape", "Size"})  # their results are made on the CPU without a copy
 _REFUSED = {"Dropout": "training_mode", "BatchNormalization": "training_mode"}
@@ -66,9 +67,10 @@ def nodes_off_gpu(model: onnx.ModelProto | ir.Model, target: str = "webgpu") -> 
     Raises:
         LoweringError: if the target has no GPU.
     """
-    if target not in PROFILES:
-        raise LoweringError(f"{target!r} has no GPU to leave\nhint: one of {', '.join(PROFILES)}")
-    profile = profiles.find(PROFILES[target])
+    chosen = TARGETS.get(target)
+    if chosen is None or not chosen.gpu or chosen.profile is None:
+        raise LoweringError(f"{target!r} has no GPU to leave\nhint: one of {', '.join(GPUS)}")
+    profile = profiles.find(chosen.profile)
     copied = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model.clone()
     opset = copied.opset_imports[""]
     infer_shapes(copied.graph, opset)
@@ -131,4 +133,4 @@ def _types(node: ir.Node) -> str | None:
     return None
 
 
-__all__ = ["PROFILES", "NodeOffGpu", "nodes_off_gpu"]
+__all__ = ["GPUS", "NodeOffGpu", "nodes_off_gpu"]

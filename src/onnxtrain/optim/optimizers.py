@@ -232,7 +232,7 @@ class Lion(Optimizer):
         def update(u: Update) -> None:
             mixed = T.average(u.op, u.state["exp_avg"], u.gradient, self.betas[0])
             u.new_state["exp_avg"] = T.average(u.op, u.state["exp_avg"], u.gradient, self.betas[1])
-            u.gradient = T.sign(u.op, mixed)
+            u.gradient = u.op.sign(mixed)
 
         return T.chain(T.decay_weights(weight_decay), Transform(update, T.like("exp_avg")))
 

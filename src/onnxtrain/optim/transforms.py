@@ -205,11 +205,3 @@ def scale_by_trust_ratio() -> Transform:
         u.gradient = op.Mul(u.gradient, op.Where(usable, op.Div(norm_p, safe), 1.0))
 
     return Transform(update)
-
-
-def sign(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return the sign of every element; composed where a runtime has no kernel for Sign."""
-    if op.target != "webgpu":
-        return op.Sign(x)
-    positive = op.Cast(op.Greater(x, 0.0), to=x.dtype)
-    return op.Sub(positive, op.Cast(op.Less(x, 0.0), to=x.dtype))

@@ -30,16 +30,14 @@ class _Linear:
     width: int
 
 
-def absorb_norm_scale(model: ir.Model, target: str) -> int:
-    """Fold where the normalised values feed linear layers only, on CPU; return how many were."""
-    if target != "cpu":
-        return 0
+def absorb_norm_scale(model: ir.Model, op: OpBuilder) -> int:
+    """Absorb where the normalised values feed linear layers only; return how often."""
     graph, known, folded = model.graph, set(model.graph.initializers), 0
     for node in list(graph):
         if node.op_type == "LayerNormalization" and node.domain in ("", "ai.onnx"):
             readers = _readers(node)
             if readers:
-                _fold(OpBuilder(graph, "norm/", target=target), node, readers)
+                _fold(OpBuilder(graph, "norm/", target=op.target), node, readers)
                 folded += 1
     mark_constants(model, set(graph.initializers) - known)
     return folded
@@ -88,7 +86,7 @@ def _fold(op: OpBuilder, node: ir.Node, layers: list[_Linear]) -> None:
     assert scale is not None
     assert shift is not None
     for layer in layers:
-        op.before = layer.product
+        op.position = layer.product
         weight = layer.product.inputs[1]
         assert weight is not None
         turn = weight.producer()
@@ -101,7 +99,7 @@ def _fold(op: OpBuilder, node: ir.Node, layers: list[_Linear]) -> None:
             scaled = op.Mul(weight, op.Unsqueeze(scale, [1]))
             moved = op.MatMul(shift, weight)
         layer.product.replace_input_with(1, scaled)
-        op.before = layer.add
+        op.position = layer.add
         at = list(layer.add.inputs).index(layer.bias)
         layer.add.replace_input_with(at, op.Add(layer.bias, moved))
     width = op.static(scale)

@@ -31,7 +31,7 @@ class _Layer:
     lead: tuple[int, ...]
 
 
-def bias_as_weight_column(op: OpBuilder) -> int:
+def bias_as_weight_column(model: ir.Model, op: OpBuilder) -> int:
     """Put biases into the weights where that saves time; return how many."""
     changed = 0
     for node in list(op.graph):
@@ -40,7 +40,7 @@ def bias_as_weight_column(op: OpBuilder) -> int:
             continue
         y = node.outputs[0]
         uses = list(y.uses())
-        op.before = node
+        op.position = node
         one = op.const(np.ones((*layer.lead, 1), np.float32))
         x = op.Concat(layer.x, one, axis=len(layer.lead))
         if layer.turned:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
-
-WITHOUT_BATCH_STATISTICS = frozenset({"cuda", "webgpu"})
-"""Targets whose runtime refuses BatchNormalization in training mode."""
+from onnxtrain.graph.builder.replace_value import replace_value
 
 
-def decompose_batch_norm(op: OpBuilder) -> int:
+def decompose_batch_norm(model: ir.Model, op: OpBuilder) -> int:
     """Put plain operators in the place of training-mode nodes; return how many there were."""
     graph = op.graph
     nodes = [n for n in graph if n.op_type == "BatchNormalization" and n.domain == ""]
     nodes = [n for n in nodes if _number(n, "training_mode", 0)]
     for node in nodes:
-        inside = OpBuilder(graph, op.prefix, target=op.target, before=node, parent=op)
+        inside = op.before(node)
         for old, new in zip(node.outputs, _composed(inside, node), strict=False):
             new.type, new.shape = old.type, old.shape
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            replace_value(old, new, list(old.uses()))
         graph.remove(node, safe=True)
     return len(nodes)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.rules.losses import label_weights
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import constant_names, mark_constants
+from onnxtrain.targets import Target
 
 _SMALL = 64  # elements of a constant that may be shared
 WIDE = 256
@@ -22,24 +22,26 @@ WIDE = 256
 _TINY = 1e-30  # a probability below has few digits, or none, in float32
 
 
-def expand_label_losses(model: ir.Model, target: str = "cpu") -> ir.Model:
-    """Replace label losses of the main graph by plain operators, in place; return the model back.
+def expand_label_losses(model: ir.Model, op: OpBuilder) -> int:
+    """Replace label losses of the main graph by plain operators; return how many.
 
     To be called after differentiation and before ``simplify``: the operators' own gradient rules
     are faster than those of what they are replaced by.
     """
+    count = 0
     for node in list(model.graph):
         if node.domain not in ("", "ai.onnx"):
             continue
         if node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             known = set(model.graph.initializers)
-            _expand(model.graph, node, target)
+            _expand(model.graph, node, op.target)
+            count += 1
             mark_constants(model, set(model.graph.initializers) - known)
     _merge_constants(model)
-    return model
+    return count
 
 
-def _expand(graph: ir.Graph, node: ir.Node, target: str) -> None:
+def _expand(graph: ir.Graph, node: ir.Node, target: Target) -> None:
     op = OpBuilder(graph, prefix="loss/", target=target, before=node)
     x, labels, weights = (*node.inputs, None)[:3]
     assert x is not None
@@ -72,7 +74,8 @@ def _exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
     onnxruntime's CPU kernel of Softmax costs as much as that of LogSoftmax; an exponential of all
     scores is saved.
     """
-    if op.target != "cpu" or len(node.outputs) < 2 or node.outputs[1].is_graph_output():
+    chosen = op.target.prefers("data-dependent-sizes")
+    if not chosen or len(node.outputs) < 2 or node.outputs[1].is_graph_output():
         return []
     classes = op.dims(x)[1] if op.rank(x) == 2 else None
     if x.dtype != ir.DataType.FLOAT or not isinstance(classes, int) or classes < WIDE:
@@ -94,6 +97,25 @@ def _logarithm(op: OpBuilder, p: ir.Value, x: ir.Value, at: ir.Value) -> ir.Valu
     logp = op.LogSoftmax(op.Gather(x, rows, axis=0), axis=1)
     exact = op.Squeeze(op.GatherElements(logp, op.Gather(at, rows, axis=0), axis=1), [1])
     return op.ScatterElements(op.Log(p), rows, exact, axis=0)
+
+
+def label_weights(
+    op: OpBuilder,
+    labels: ir.Value,
+    weights: ir.Value | None,
+    ignore_index: int | None,
+    dtype: ir.DataType | None,
+) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+    """Return labels with 0 for ignored ones, where those are, and the ``w_n`` unless all are 1."""
+    index, ignored, w = labels, None, None
+    if ignore_index is not None:
+        ignored = op.Equal(labels, ignore_index)
+        index = op.Where(ignored, 0, labels)
+    if weights is not None:
+        w = op.Gather(weights, index)
+    if ignored is not None:
+        w = op.Where(ignored, op.const(0.0, dtype), op.const(1.0, dtype) if w is None else w)
+    return index, ignored, w
 
 
 def _loss(

@@ -19,7 +19,7 @@ _LARGE = 1 << 17  # elements of a weight from which it pays to transpose a small
 _LONG, _ROWS = 2000, 512  # rows of a weight, and of the operands, for turning the result, too
 
 
-def gemm_without_trans_a(op: OpBuilder) -> int:
+def gemm_without_trans_a(model: ir.Model, op: OpBuilder) -> int:
     """Spell transposed products of float32 matrices without ``transA``; return how many."""
     turned = 0
     for node in list(op.graph):
@@ -44,7 +44,7 @@ def _turn(op: OpBuilder, node: ir.Node) -> int:
     rows, m, n = left[0], left[1], right[1]
     if not isinstance(m, int) or not isinstance(n, int) or min(m, n) < 2:
         return 0
-    op.before = node
+    op.position = node
     if 3 * m <= n:
         if m * n < _LARGE:
             return 0

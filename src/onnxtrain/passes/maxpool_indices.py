@@ -19,10 +19,8 @@ _EXACT = 1 << 24
 """Whole numbers up to here are float32."""
 
 
-def maxpool_indices(op: OpBuilder) -> int:
-    """Spell Indices out where that is faster; return how many there were."""
-    if op.target != "cpu":
-        return 0
+def maxpool_indices(model: ir.Model, op: OpBuilder) -> int:
+    """Compute Indices by other nodes where that is faster; return how many there were."""
     nodes, replaced = list(op.graph), 0
     for node, after in zip(nodes, [*nodes[1:], None], strict=True):
         if not _has_indices(node):
@@ -30,7 +28,7 @@ def maxpool_indices(op: OpBuilder) -> int:
         kernel, picture = _whole_windows(op, node)
         if kernel is None or picture is None:
             continue
-        here = OpBuilder(op.graph, op.prefix, target=op.target, before=after, parent=op)
+        here = op.before(after)
         indices = _first_maxima(here, node, kernel, picture)
         old = node.outputs[1]
         indices.type, indices.shape = old.type, old.shape

@@ -10,11 +10,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
 
 
-def relu_after_maxpool(graph: ir.Graph) -> int:
+def relu_after_maxpool(model: ir.Model, op: OpBuilder) -> int:
     """Put pooling by maximum in front of a Relu that nothing else reads; return how many moved."""
-    moved = 0
+    graph, moved = model.graph, 0
     for pool in list(graph):
         if pool.op_type != "MaxPool" or pool.domain not in ("", "ai.onnx"):
             continue

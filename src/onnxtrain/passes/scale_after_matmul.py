@@ -19,7 +19,7 @@ from onnxtrain.graph.builder.replace_value import replace_value
 _WIDE = 512  # columns from which a pass over the matrix is worth some smaller ones
 
 
-def scale_after_matmul(op: OpBuilder) -> int:
+def scale_after_matmul(model: ir.Model, op: OpBuilder) -> int:
     """Move scales of the rows of wide matrices behind products; return how many moved."""
     nodes = list(op.graph)
     following = dict(zip(nodes, [*nodes[1:], None], strict=True))
@@ -131,7 +131,7 @@ def _compensate(
     """Scale elsewhere what a reader of the plain matrix computes."""
     y = node.outputs[0]
     uses = list(y.uses())
-    op.before = node
+    op.position = node
     if node.op_type == "ReduceSum":
         total = op.MatMul(op.Reshape(scaled.rows, [1, -1]), scaled.x)
         replace_value(y, op.Reshape(total, [scaled.width]), uses)
@@ -139,7 +139,7 @@ def _compensate(
         other = node.inputs[1 - index]
         node.replace_input_with(1 - index, op.Mul(other, scaled.rows))
     else:
-        op.before = following
+        op.position = following
         sizes = [op.size(y, axis) for axis in range(op.rank(y) - 1)]
         rows = scaled.rows if len(sizes) == 1 else op.reshape(scaled.rows, [*sizes, 1])
         replace_value(y, op.Mul(y, rows), uses)

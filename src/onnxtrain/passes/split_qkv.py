@@ -14,21 +14,19 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import mark_constants
 
 
-def split_qkv(model: ir.Model, target: str) -> int:
-    """Cut packed projections on CPU; return how many."""
-    if target != "cpu":
-        return 0
+def split_qkv(model: ir.Model, op: OpBuilder) -> int:
+    """Cut packed projections where they lie; return how many."""
     graph, known, changed = model.graph, set(model.graph.initializers), 0
     for node in list(graph):
         packed = _packed(node) if node.op_type == "Transpose" else None
         if packed is None:
             continue
         x, parts, picks = packed
-        op = OpBuilder(graph, "parts/", target=target, before=picks[0][0])
+        here = OpBuilder(graph, "parts/", target=op.target, before=picks[0][0])
         dims = S.dims_of(x)
         assert dims is not None
-        sizes = [op.dims(picks[0][0].outputs[0])[-1]] * parts
-        cut = op.Split(x, op.const(sizes), axis=len(dims) - 1, _outputs=parts)
+        sizes = [here.dims(picks[0][0].outputs[0])[-1]] * parts
+        cut = here.Split(x, here.const(sizes), axis=len(dims) - 1, _outputs=parts)
         for pick, index in picks:
             pick.outputs[0].replace_all_uses_with(cut[index])
         changed += 1

@@ -24,6 +24,7 @@ from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
+from onnxtrain.targets import find
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
 # Each element is updated on its own, whichever tensor it belongs to.
@@ -114,7 +115,7 @@ def epoch_model(
         mode="train",
         clip=Clip(),
         ema=None,
-        target="cpu",
+        target=find("cpu"),
         randomness="portable",
     )
     origin = backward(base.clone(), options)

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts.build import _candidates
-from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.gradient_model import lift
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import PrepareError

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.gradient_model import lift
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.modes import to_evaluation

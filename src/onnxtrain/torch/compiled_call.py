@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.gradient_model import lift
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.autodiff.split import split
 from onnxtrain.errors import OnnxTrainError

@@ -11,8 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from onnxtrain.autodiff.differentiate import differentiate
-from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.gradient_model import GradientModel
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.builder import OpBuilder
@@ -82,10 +81,11 @@ def export_gradient_graph(
     work = load_normalized(exported)
     graph = work.graph
     parameters = [graph.initializers[stored[n]] for n, _ in model.named_parameters()]
-    lift(graph, parameters)
-    op = OpBuilder(graph, "grad/")
+    made = GradientModel(work)
+    made.lift(parameters)
+    op = made.op
     output, loss = graph.outputs[0], graph.outputs[1]
-    grads = differentiate(op, {loss: op.const(1.0, loss.dtype)}, parameters)
+    grads = made.differentiate({loss: op.const(1.0, loss.dtype)}, parameters)
     for x, (name, _) in zip(parameters, model.named_parameters(), strict=True):
         x.name = name
     _rename(op, output, "output")
@@ -98,7 +98,7 @@ def export_gradient_graph(
         out = op.Identity(op.zeros_like(x) if g is None else g)
         out.name, out.type, out.shape = f"{name}_grad", x.type, x.shape
         graph.outputs.append(out)
-    save(_at_opset(finish(simplify(work)), opset_version), gradient_graph_path)
+    save(_at_opset(made.finish(), opset_version), gradient_graph_path)
 
 
 def _check_opset(opset: int) -> None:

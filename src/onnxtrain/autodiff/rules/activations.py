@@ -138,6 +138,6 @@ def gelu(op, dy, x, *, y, approximate):
 
 def _half_sum(op, x):
     """Return ``(x + 1) / 2`` for ``-1 <= x <= 1``: one pass on CPU, the bounds change nothing."""
-    if op.target == "cpu" and x.dtype == ir.DataType.FLOAT:
+    if op.target.prefers("affine-in-one-pass") and x.dtype == ir.DataType.FLOAT:
         return op.HardSigmoid(x, alpha=0.5, beta=0.5)
     return op.Mul(op.Add(x, 1.0), 0.5)

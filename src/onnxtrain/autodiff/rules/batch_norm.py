@@ -62,7 +62,8 @@ def _training(
     xw, scale_w = op.cast(x, dtype), op.cast(scale, dtype)
     axes = _reduced(op, x)
     variance = None
-    if op.target == "cpu" and momentum == 0.0 and op.rank(x) > 1:  # its outputs are the batch's
+    outputs = op.target.prefers("batch-statistics-output")
+    if outputs and momentum == 0.0 and op.rank(x) > 1:  # its outputs are the batch's
         mean, variance = (op.cast(op.extra_output(node, i), dtype) for i in (1, 2))
         centered = op.Sub(xw, _spread(op, mean, x))
     else:
@@ -96,8 +97,8 @@ def _training(
 def _scaled_difference(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
     """Return ``gain * (x - mean(x))``; on CPU in one pass, by the operator for given statistics."""
     channels = op.dims(gain)[0]
-    fits = op.target == "cpu" and x.dtype == ir.DataType.FLOAT and op.rank(x) > 1
-    if fits and isinstance(channels, int):
+    fits = x.dtype == ir.DataType.FLOAT and op.rank(x) > 1
+    if op.target.prefers("affine-in-one-pass") and fits and isinstance(channels, int):
         zero, one = (op.const(np.full(channels, v), x.dtype) for v in (0.0, 1.0))
         mean = op.ReduceMean(x, axes, keepdims=0)
         return op.BatchNormalization(x, gain, zero, mean, one, epsilon=0.0)
@@ -112,7 +113,8 @@ def _spread(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
     """
     sizes = D.numbers(op.dims(x)[1:])
     positions = 0 if sizes is None else math.prod(sizes[1:])
-    if op.target != "cpu" or sizes is None or not 1 < positions <= FEW:
+    repeated = op.target.prefers("repeated-channels")
+    if not repeated or sizes is None or not 1 < positions <= FEW:
         return per_channel(op, v, x)
     ones = op.const(np.ones((1, positions)), v.dtype)
     return op.Reshape(op.MatMul(op.Reshape(v, [-1, 1]), ones), list(sizes))

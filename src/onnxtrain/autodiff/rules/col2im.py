@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
-from onnxtrain.autodiff.rules.conv.windows import pad, windows
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.windows.geometry import pad, windows
 
 
 @vjp("Col2Im")

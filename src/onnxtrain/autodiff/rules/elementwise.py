@@ -11,16 +11,6 @@ import math
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import elementwise, no_gradient, vjp, zero_gradient
-from onnxtrain.graph.builder import OpBuilder
-
-
-def sign(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return -1, 0 or 1; on WebGPU without Sign, which runs on the CPU there."""
-    if op.target != "webgpu":
-        return op.Sign(x)
-    zero, one, minus = (op.const(v, x.dtype) for v in (0.0, 1.0, -1.0))
-    return op.Where(op.Greater(x, zero), one, op.Where(op.Less(x, zero), minus, zero))
-
 
 # Arguments that broadcast against each other.
 elementwise("Add", lambda op, dy, a, b: (dy, dy))
@@ -32,7 +22,7 @@ elementwise("Where", lambda op, dy, c, a, b: (None, op.Where(c, dy, 0.0), op.Whe
 # One argument.
 vjp("Identity")(lambda op, dy, x: dy)
 vjp("Neg")(lambda op, dy, x: op.Neg(dy))
-vjp("Abs")(lambda op, dy, x: op.Mul(dy, sign(op, x)))
+vjp("Abs")(lambda op, dy, x: op.Mul(dy, op.sign(x)))
 vjp("Reciprocal")(lambda op, dy, x, *, y: op.Neg(op.Mul(dy, op.Mul(y, y))))
 vjp("Sqrt")(lambda op, dy, x, *, y: op.Div(op.Mul(dy, 0.5), y))
 vjp("Exp")(lambda op, dy, x, *, y: op.Mul(dy, y))

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.registry import vjp, vjp_multi
 from onnxtrain.autodiff.rules.reduce import divide
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.passes.expand_label_losses import label_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,25 +39,6 @@ class _Labels:
 def _wide(x: ir.Value) -> ir.DataType:
     """Return the dtype for sums over labels: float32 for the half precisions."""
     return ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-
-
-def label_weights(
-    op: OpBuilder,
-    labels: ir.Value,
-    weights: ir.Value | None,
-    ignore_index: int | None,
-    dtype: ir.DataType | None,
-) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-    """Return labels with 0 for ignored ones, where those are, and the ``w_n`` unless all are 1."""
-    index, ignored, w = labels, None, None
-    if ignore_index is not None:
-        ignored = op.Equal(labels, ignore_index)
-        index = op.Where(ignored, 0, labels)
-    if weights is not None:
-        w = op.Gather(weights, index)
-    if ignored is not None:
-        w = op.Where(ignored, op.const(0.0, dtype), op.const(1.0, dtype) if w is None else w)
-    return index, ignored, w
 
 
 def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
@@ -113,7 +95,7 @@ def softmax_cross_entropy_loss(
     if dy is not None:
         chosen = _labels(op, dy, scores, labels, weights, ignore_index, reduction)
         at = op.Unsqueeze(chosen.index, [1])
-        if op.target == "webgpu":
+        if op.target.lacks("ScatterElements"):
             one, zero = op.const(1.0, p.dtype), op.const(0.0, p.dtype)
             away = op.Sub(p, op.Where(_is_label(op, scores, at), one, zero))
         else:
@@ -134,7 +116,7 @@ def negative_log_likelihood_loss(op, dy, logp, labels, weights=None, *, y, ignor
     chosen = _labels(op, dy, logp, labels, weights, ignore_index, reduction)
     at = op.Unsqueeze(chosen.index, [1])
     value = op.Neg(chosen.column(op, chosen.each))
-    if op.target == "webgpu":
+    if op.target.lacks("ScatterElements"):
         dx = op.Where(_is_label(op, logp, at), value, 0.0)
     else:
         dx = op.ScatterElements(op.zeros_like(logp), at, op.expand_like(value, at), axis=1)

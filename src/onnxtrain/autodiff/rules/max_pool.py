@@ -10,7 +10,10 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv.conv import input_gradient
-from onnxtrain.autodiff.rules.conv.windows import (
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.windows.geometry import (
     Windows,
     crop_like,
     fixed_padding,
@@ -20,14 +23,6 @@ from onnxtrain.autodiff.rules.conv.windows import (
     tap_slices,
     windows,
 )
-from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.builder.shape_ops import Size
-from onnxtrain.graph.shapes import dims as D
-
-WITHOUT_INDICES = frozenset({"webgpu", "portable"})
-"""Targets where MaxPool has no Indices output."""
-WITH_UNPOOL = frozenset({"cpu", "wasm"})
-"""Targets with a kernel for MaxUnpool."""
 
 
 @vjp("MaxPool")
@@ -47,7 +42,7 @@ def max_pool(
 ) -> Gradients:
     """Send ``dy`` to where the maximum was."""
     win = windows(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
-    if op.target in WITHOUT_INDICES:
+    if op.target.lacks("MaxPool.Indices"):
         return _by_first_match(op, dy, x, y, win, auto_pad)
     if storage_order == 0:
         indices = op.extra_output(node, 1)
@@ -57,7 +52,8 @@ def max_pool(
         _, indices = op.MaxPool(x, _outputs=2, **plain)
     fixed = fixed_padding(op, x, y, win, auto_pad)
     kernel = None if fixed is None else _unpooling_kernel(op, x, y, fixed)
-    if fixed and kernel and op.target in WITH_UNPOOL and x.dtype == ir.DataType.FLOAT:
+    unpool = x.dtype == ir.DataType.FLOAT and not op.target.lacks("MaxUnpool")
+    if fixed and kernel and unpool:
         return op.MaxUnpool(
             dy,
             indices,

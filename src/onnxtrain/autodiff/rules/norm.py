@@ -68,7 +68,7 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
         scale_w = op.cast(scale, dtype)
         g = dyw if plain else op.Mul(dyw, scale_w)
         # Not where products of float32 are rounded to TF32, nor with a constant: that is packed.
-        by_product = op.target != "cuda" and not plain
+        by_product = op.target.prefers("means-by-matmul") and not plain
         if by_product and len(axes) == 1 and op.dims(scale) == op.dims(x)[-1:] != (None,):
             # Over the last axis the two means are matrix products, which saves a pass over x.
             column = op.Unsqueeze(op.Div(scale_w, op.count(xw, axes)), [1])
@@ -168,7 +168,7 @@ def lp_normalization(op, dy, x, *, y, axis, p):
 
     Where the norm is zero the operator gives zero, and so does its gradient.
     """
-    slope = y if p == 2 else _sign(op, x)
+    slope = y if p == 2 else op.sign(x)
     # |x| = x * sign(x), so both norms come from one product and differentiate by it.
     if p == 2:
         squares = op.ReduceSum(op.Mul(x, x), [axis], keepdims=1)
@@ -181,15 +181,6 @@ def lp_normalization(op, dy, x, *, y, axis, p):
     weight = op.Where(empty, 0.0, op.Reciprocal(norm))
     projected = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
     return op.Mul(op.Sub(dy, op.Mul(slope, projected)), weight)
-
-
-def _sign(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return -1, 0 or 1; WebGPU has no Sign."""
-    if op.target != "webgpu":
-        return op.Sign(x)
-    ones = op.const(1.0, x.dtype), op.const(-1.0, x.dtype)
-    negative = op.Where(op.Less(x, 0.0), ones[1], op.const(0.0, x.dtype))
-    return op.Where(op.Greater(x, 0.0), ones[0], negative)
 
 
 @vjp("MeanVarianceNormalization")

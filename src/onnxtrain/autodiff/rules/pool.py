@@ -6,9 +6,8 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv.window_sum import window_sum_transpose
-from onnxtrain.autodiff.rules.conv.windows import windows
-from onnxtrain.autodiff.rules.elementwise import sign
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.windows.geometry import windows
 
 
 @vjp("AveragePool")
@@ -77,7 +76,7 @@ def _over_norm(op: OpBuilder, dy: ir.Value, y: ir.Value, p: int) -> ir.Value:
 def _signed_power(op: OpBuilder, x: ir.Value, exponent: int) -> ir.Value:
     """Return ``sign(x) |x|^exponent``."""
     if exponent == 0:
-        return sign(op, x)
+        return op.sign(x)
     if exponent == 1:
         return x
     if exponent % 2:

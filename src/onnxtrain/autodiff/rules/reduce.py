@@ -11,7 +11,6 @@ import math
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import undefined, vjp
-from onnxtrain.autodiff.rules.elementwise import sign
 from onnxtrain.graph.builder import OpBuilder
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -101,7 +100,7 @@ def reduce_prod(op, dy, x, axes=None, *, keepdims, noop_with_empty_axes):
 @vjp("ReduceL1")
 def reduce_l1(op, dy, x, axes=None, *, keepdims):
     """``dx = dy sign(x)``."""
-    return op.Mul(spread(op, dy, axes, keepdims), sign(op, x))
+    return op.Mul(spread(op, dy, axes, keepdims), op.sign(x))
 
 
 @vjp("ReduceL2")

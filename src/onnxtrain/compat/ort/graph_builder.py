@@ -12,7 +12,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradients import lift, vjp
+from onnxtrain.autodiff.gradient_model import lift
+from onnxtrain.autodiff.gradients import vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 from onnxtrain.graph import shapes as S

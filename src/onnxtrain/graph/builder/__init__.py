@@ -1,5 +1,5 @@
 """Emit ONNX nodes by calling them."""
 
-from onnxtrain.graph.builder.op_builder import TARGETS, Names, OpBuilder, names_in
+from onnxtrain.graph.builder.op_builder import Names, OpBuilder, names_in
 
-__all__ = ["TARGETS", "Names", "OpBuilder", "names_in"]
+__all__ = ["Names", "OpBuilder", "names_in"]

@@ -31,10 +31,10 @@ def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]
             new.type, new.shape = old.type, old.shape
             new.meta.update(old.meta)
             mapping[old] = new
-        if op.before is None:
+        if op.position is None:
             op.graph.append(copy)
         else:
-            op.graph.insert_before(op.before, copy)
+            op.graph.insert_before(op.position, copy)
     return [mapping.get(y, y) for y in graph.outputs]
 
 

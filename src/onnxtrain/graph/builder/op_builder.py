@@ -27,10 +27,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder.shape_ops import ShapeOps
-from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
-
-TARGETS = ("cpu", "cuda", "wasm", "webgpu", "portable")
+from onnxtrain.targets import Target, find
 
 
 class Names:
@@ -58,7 +56,7 @@ class OpBuilder(ShapeOps):
     Args:
         graph: where nodes go.
         prefix: what names of new values start with.
-        target: for which kind of runtime spellings are chosen, one of ``TARGETS``.
+        target: the kind of runtime that forms are chosen for, or its name.
         before: nodes are inserted in front of this one; appended if ``None``.
     """
 
@@ -67,14 +65,14 @@ class OpBuilder(ShapeOps):
         graph: ir.Graph,
         prefix: str = "",
         *,
-        target: str = "cpu",
+        target: str | Target = "cpu",
         before: ir.Node | None = None,
         parent: OpBuilder | None = None,
     ) -> None:
         self.graph = graph
-        self.target = target
+        self.target = find(target)
         self.prefix = prefix
-        self.before = before
+        self.position = before
         self.parent = parent
         if parent is None:
             self.opset: int = graph.opset_imports[""]
@@ -137,10 +135,10 @@ class OpBuilder(ShapeOps):
                 f"{self.prefix}{node.op_type}" if single else f"{self.prefix}{node.op_type}.{i}"
             )
         node.name = node.outputs[0].name
-        if self.before is None:
+        if self.position is None:
             self.graph.append(node)
         else:
-            self.graph.insert_before(self.before, node)
+            self.graph.insert_before(self.position, node)
         S.infer_node(node, self.opset)
         for out in node.outputs:
             self._see(out)
@@ -154,7 +152,7 @@ class OpBuilder(ShapeOps):
     def shape_source(self, x: ir.Value) -> ir.Value:
         """Return the earliest value of the same shape: asking for that keeps nothing else alive."""
         dims = S.dims_of(x)
-        if dims is None or None in dims or self.before is not None:
+        if dims is None or None in dims or self.position is not None:
             return x
         return self._first_of.get(dims, x)
 
@@ -229,6 +227,13 @@ class OpBuilder(ShapeOps):
             graph.inputs.append(inner)
         return child
 
+    def before(self, node: ir.Node | None) -> OpBuilder:
+        """Return a builder with the same names and constants whose nodes go in front of ``node``.
+
+        ``None`` stands for the end of the graph.
+        """
+        return OpBuilder(self.graph, self.prefix, target=self.target, before=node, parent=self)
+
     def extra_output(self, node: ir.Node, index: int) -> ir.Value:
         """Return an optional output of an existing node, adding it if it is not there yet."""
         if len(node.outputs) <= index:
@@ -265,4 +270,4 @@ def names_in(graph: ir.Graph) -> set[str]:
     return taken
 
 
-__all__ = ["TARGETS", "D", "Names", "OpBuilder", "names_in"]
+__all__ = ["Names", "OpBuilder", "names_in"]

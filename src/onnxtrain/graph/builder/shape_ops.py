@@ -179,10 +179,17 @@ class ShapeOps:
     def full(self, sizes: Sequence[Size] | ir.Value, value: float, dtype: ir.DataType) -> ir.Value:
         """Return a tensor of the given shape with one value everywhere."""
         shape = sizes if isinstance(sizes, ir.Value) else self.vector(sizes)
-        if self.target == "webgpu":  # has no ConstantOfShape
+        if self.target.lacks("ConstantOfShape"):
             return self.Expand(self.const(value, dtype), shape)
         filler = ir.tensor(np.full(1, value, dtype.numpy()), dtype=dtype)
         return self.ConstantOfShape(shape, value=filler)
+
+    def sign(self, x: ir.Value) -> ir.Value:
+        """Return -1, 0 or 1 for every element."""
+        if not self.target.lacks("Sign"):
+            return self.Sign(x)
+        zero, one, minus = (self.const(v, x.dtype) for v in (0.0, 1.0, -1.0))
+        return self.Where(self.Greater(x, zero), one, self.Where(self.Less(x, zero), minus, zero))
 
     def zeros_like(self, x: ir.Value) -> ir.Value:
         """Return zeros of the shape and dtype of ``x``."""

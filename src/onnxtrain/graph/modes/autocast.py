@@ -3,7 +3,7 @@
 Parameters stay float32. What a product reads is cast to 16 bits in front of it, what it gives is
 cast back behind it, so that the gradient of Cast carries the reverse sweep through the same types.
 
-There are two spellings. Where a runtime has 16-bit kernels (``NATIVE``), products run in 16 bits,
+There are two forms. Where a runtime prefers 16-bit kernels, products run in 16 bits,
 and so does what only moves their results about. Elsewhere the operands and the result are rounded
 to 16 bits and the product itself is float32, which is what 16-bit kernels with float32 sums
 compute: onnxruntime's CPU has no bfloat16 products, and computes float16 ones in float32 without
@@ -17,11 +17,9 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.targets import Target
 
 FLOAT, BFLOAT16, FLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT16
-
-NATIVE = frozenset({"cuda"})
-"""Targets whose runtime multiplies in 16 bits."""
 
 PRODUCTS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
 # Before opset 22 the other operators know no bfloat16: they stay in float32 there.
@@ -32,16 +30,16 @@ _MOVES = frozenset(
 )
 
 
-def autocast(model: ir.Model, half: ir.DataType, *, target: str) -> int:
+def autocast(model: ir.Model, half: ir.DataType, *, target: str | Target) -> int:
     """Compute the products of a model in 16 bits, in place; return how many there are.
 
     Args:
         model: a prepared model, not differentiated yet; names of its outputs stay.
         half: ``BFLOAT16`` or ``FLOAT16``.
-        target: one of ``TARGETS``.
+        target: where it will run.
     """
     root = OpBuilder(model.graph, "half/", target=target)
-    kind = _Native if target in NATIVE else _Rounded
+    kind = _Native if root.target.prefers("float16-products") else _Rounded
     graphs: list[ir.Graph] = [model.graph]
     for node in model.graph.all_nodes():
         graphs += subgraphs_of(node)

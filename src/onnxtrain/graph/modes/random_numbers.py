@@ -71,7 +71,7 @@ class RandomStream:
             keep = op.const(round(keep * 2**BITS) / 2**BITS, ir.DataType.FLOAT)
         total = _total(op, shape)
         fractions = _fractions(op, self._row_keys(shape, total), node_id, total)
-        if op.target == "webgpu":  # has no Slice of booleans
+        if op.target.lacks("Slice.bool"):
             return op.Less(_shaped(op, fractions, shape, total), keep)
         return _shaped(op, op.Less(fractions, keep), shape, total)
 
@@ -176,7 +176,7 @@ def _row_numbers(op: OpBuilder, shape: Shape, total: D.Dim) -> ir.Value:
         return op.Range(op.const(0.0), op.const(float(rows)), op.const(1.0))
     rows = op.Div(op.Add(size, COLUMNS - 1), COLUMNS)
     scalar = op.Reshape(rows, op.const([], ir.DataType.INT64))
-    if op.target == "webgpu":  # the count is a number of the CPU, the range is not
+    if op.target.lacks("Range.int64"):  # the count is a number of the CPU, the range is not
         limit = op.Cast(scalar, to=ir.DataType.FLOAT)
         return op.Range(op.const(0.0), limit, op.const(1.0))
     return op.Cast(op.Range(0, scalar, 1), to=ir.DataType.FLOAT)

@@ -18,6 +18,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.modes.random_numbers import SOURCES, RandomStream, uniform_mask
 from onnxtrain.graph.prepare import mark_constants
+from onnxtrain.targets import Target
 
 __all__ = ["portable_dropout", "uniform_mask"]
 
@@ -25,7 +26,7 @@ _IDS = 4  # how many streams a node may use
 
 
 def portable_dropout(
-    model: ir.Model, rng_input_name: str = "rng", *, target: str = "cpu"
+    model: ir.Model, rng_input_name: str = "rng", *, target: str | Target = "cpu"
 ) -> ir.Model:
     """Rewrite Dropout in training and the random operators, in place; return the model back.
 

@@ -141,7 +141,7 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
         momentum = node.attributes.get("momentum")
         kept = 0.9 if momentum is None else momentum.as_float()
         part = 1.0
-        if op.target == "cpu":
+        if op.target.prefers("batch-statistics-output"):
             part = 1.0 - kept
             node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
         _name_statistics(op, node)
@@ -149,7 +149,7 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
             old = node.inputs[i]
             if old is None or not old.is_initializer():
                 continue
-            inside = OpBuilder(graph, op.prefix, target=op.target, before=node, parent=op)
+            inside = op.before(node)
             # From the last share if there is one: equal expressions might become one value.
             node.replace_input_with(i, inside.Mul(last.get(old, old), 0.0))
             share = last[old] = node.outputs[out]

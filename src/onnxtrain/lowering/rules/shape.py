@@ -45,7 +45,7 @@ def expand(op, x, shape, *, node):
     have, want = op.dims(x), op.dims(y)
     lead = len(want) - len(have)
     repeats = []
-    target = None
+    length = None
     for i, d in enumerate(want):
         old = 1 if i < lead else have[i - lead]
         if old == d and d is not None:
@@ -53,8 +53,8 @@ def expand(op, x, shape, *, node):
         elif old == 1 and isinstance(d, int):
             repeats.append(d)
         elif old == 1:
-            target = op.dims(shape) if target is None else target
-            if target != (len(want),):
+            length = op.dims(shape) if length is None else length
+            if length != (len(want),):
                 return None
             # A broadcast size that is 0 or 1 repeats just as well.
             repeats.append(op.Slice(shape, [i], [i + 1], [0]))

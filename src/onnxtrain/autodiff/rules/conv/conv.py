@@ -7,9 +7,10 @@ import onnx_ir as ir
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import input_by_columns
-from onnxtrain.autodiff.rules.conv.conv_shape import ConvShape, facts_of
-from onnxtrain.autodiff.rules.conv.weight_grad import weight_gradient
-from onnxtrain.autodiff.rules.conv.windows import (
+from onnxtrain.autodiff.rules.conv.weight_grad import Choices, weight_gradient
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.windows.conv_shape import ConvShape, facts_of
+from onnxtrain.graph.windows.geometry import (
     Windows,
     crop_like,
     fixed_padding,
@@ -17,7 +18,7 @@ from onnxtrain.autodiff.rules.conv.windows import (
     same_pads,
     windows,
 )
-from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.targets import Target
 
 
 @vjp("Conv")
@@ -59,18 +60,10 @@ def input_gradient(
     return INPUT_FORMS[name](op, dy, w, x, win, group)
 
 
-def choose_input(target: str, facts: ConvShape) -> str:
-    """Name the form for a target; on CPUs there are faster ones for some sizes."""
-    if target == "cpu" and facts.addable:
-        wide = facts.outs is not None and facts.outs >= 256
-        if facts.positions_up_to(49 if wide else 16):
-            return "columns"
-    if target in ("cpu", "wasm") and facts.depthwise:
-        if facts.pairs_up_to(4096):
-            return "pairs"
-        if not facts.strided and not facts.overpadded:
-            return "flipped"
-    return "transposed"
+def choose_input(target: Target, facts: ConvShape) -> str:
+    """Name the form for a target: the first that is asked for."""
+    choices = INPUT_CHOICES.get(target.family, ())
+    return next((name for asked, name in choices if asked(facts)), "transposed")
 
 
 def input_by_transposed_conv(
@@ -115,3 +108,19 @@ INPUT_FORMS = {
     "pairs": depthwise.input_by_pairs,
     "flipped": depthwise.input_by_flipped_conv,
 }
+
+_DEPTHWISE: Choices = [
+    (lambda f: f.depthwise and f.pairs_up_to(4096), "pairs"),
+    (lambda f: f.depthwise and not f.strided and not f.overpadded, "flipped"),
+]
+INPUT_CHOICES: dict[str, Choices] = {  # by family of targets; all others take "transposed"
+    "cpu": [
+        (lambda f: f.addable and f.positions_up_to(49 if _wide(f) else 16), "columns"),
+        *_DEPTHWISE,
+    ],
+    "wasm": _DEPTHWISE,
+}
+
+
+def _wide(facts: ConvShape) -> bool:
+    return facts.outs is not None and facts.outs >= 256

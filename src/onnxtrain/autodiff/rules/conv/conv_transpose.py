@@ -8,11 +8,11 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv.weight_grad import weight_gradient
-from onnxtrain.autodiff.rules.conv.windows import Windows, pad_at_run_time, windows
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.windows.geometry import Windows, pad_at_run_time, windows
 
 
 @vjp("ConvTranspose")

@@ -14,11 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
-from onnxtrain.autodiff.rules.conv.windows import Windows, windows
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.windows.geometry import Windows, windows
 
 
 @dataclasses.dataclass(frozen=True)

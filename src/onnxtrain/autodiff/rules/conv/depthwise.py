@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.rules.conv.windows import Windows, pad, tap_slices
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.windows.geometry import Windows, pad, tap_slices
 
 
 def weight_by_taps(

@@ -14,11 +14,13 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.rules.conv import columns as small
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
-from onnxtrain.autodiff.rules.conv.conv_shape import ConvShape, facts_of
-from onnxtrain.autodiff.rules.conv.windows import Windows, pad, tap_slices
+from onnxtrain.autodiff.rules.conv.columns import weight_by_columns, weight_by_tap_columns
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.windows.columns import by_product, fits
+from onnxtrain.graph.windows.conv_shape import ConvShape, facts_of
+from onnxtrain.graph.windows.geometry import Windows, pad, tap_slices
+from onnxtrain.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +140,8 @@ FORMS: dict[str, Form] = {
     "taps": Form(by_taps, lambda f: f.taps is not None),
     "merged": Form(by_merged_taps, lambda f: f.taps is not None),
     "im2col": Form(by_im2col, lambda f: f.taps is not None),
-    "columns": Form(small.weight_by_columns, small.fits),
-    "tap_columns": Form(small.weight_by_tap_columns, small.fits),
+    "columns": Form(weight_by_columns, fits),
+    "tap_columns": Form(weight_by_tap_columns, fits),
     "lifted": Form(by_lifted_conv),
     "swapped": Form(by_swapped_conv),
     "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
@@ -158,7 +160,7 @@ _CPU: Choices = [
     (lambda f: True, "depthwise"),
     (lambda f: not f.few_taps, "lifted"),
     (lambda f: f.group > 1 and f.strided, "lifted"),
-    (small.by_product, "columns"),
+    (by_product, "columns"),
     (
         lambda f: f.dense and f.nine_taps and f.positions_up_to(64 if f.taps != 1 else 16),
         "tap_columns",
@@ -179,18 +181,18 @@ _PRODUCTS: Choices = [
     (lambda f: True, "im2col"),
     (lambda f: True, "swapped"),
 ]
-CHOICES: dict[str, Choices] = {
+CHOICES: dict[str, Choices] = {  # by family of targets
     "cpu": _CPU,
     "wasm": [(lambda f: f.group == 1 and f.few_taps, "im2col"), *_CPU],
     "cuda": [(lambda f: True, "swapped")],
-    "webgpu": _PRODUCTS,
-    "portable": _PRODUCTS,
+    "products": _PRODUCTS,
 }
 
 
-def choose(target: str, facts: ConvShape) -> str:
+def choose(target: Target, facts: ConvShape) -> str:
     """Name the form for a target: the first that is asked for and that fits."""
-    return next(name for asked, name in CHOICES[target] if asked(facts) and FORMS[name].fits(facts))
+    choices = CHOICES.get(target.family, _PRODUCTS)
+    return next(name for asked, name in choices if asked(facts) and FORMS[name].fits(facts))
 
 
 def _split_channels(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:

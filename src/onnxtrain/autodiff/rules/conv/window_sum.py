@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.rules.conv.conv import input_gradient
-from onnxtrain.autodiff.rules.conv.windows import Windows, fixed_padding, same_pads
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.windows.geometry import Windows, fixed_padding, same_pads
 
 LARGE = 128  # positions along an axis, above which matrices cost more than a convolution
 

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
-from onnxtrain.autodiff.differentiate import differentiate
+from onnxtrain.autodiff.gradient_model import GradientModel
 from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import BaseLearningPenalty
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
-from onnxtrain.graph.simplify import simplify
 
 
 def penalty_gradient(
@@ -27,12 +24,9 @@ def penalty_gradient(
     total = penalty.build(op, weights)
     if total is None:
         return None
-    gradients = differentiate(op, {total: op.const(1.0, total.dtype)}, weights)
-    for value, name, like in (
-        (total, "penalty", total),
-        *((gradients[w], f"{w.name}_grad", w) for w in weights),
-    ):
-        out = op.Identity(op.zeros_like(like) if value is None else value)
-        out.name, out.type, out.shape = name, like.type, like.shape
-        graph.outputs.append(out)
-    return finish(simplify(ir.Model(graph, ir_version=IR_VERSION)))
+    made = GradientModel(ir.Model(graph, ir_version=IR_VERSION))
+    gradients = made.differentiate({total: made.op.const(1.0, total.dtype)}, weights)
+    made.output("penalty", total, total)
+    for w in weights:
+        made.output(f"{w.name}_grad", gradients[w], w)
+    return made.finish()

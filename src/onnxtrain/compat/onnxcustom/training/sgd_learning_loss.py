@@ -11,8 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
-from onnxtrain.autodiff.differentiate import differentiate
+from onnxtrain.autodiff.gradient_model import GradientModel
 from onnxtrain.compat.onnxcustom.training.parts import Part
 from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
     create_session,
@@ -66,13 +65,11 @@ class BaseLearningLoss(Part):
             graph.outputs.append(each)
             return finish(simplify(ir.Model(graph, ir_version=IR_VERSION)))
         total = op.ReduceSum(each, keepdims=1)
-        slope = differentiate(op, {total: op.const([[1.0]])}, [predicted])[predicted]
-        assert slope is not None
-        for value, name, like in ((total, "Y", total), (slope, "Y_grad", predicted)):
-            out = op.Identity(value)
-            out.name, out.type, out.shape = name, like.type, like.shape
-            graph.outputs.append(out)
-        return finish(simplify(ir.Model(graph, ir_version=IR_VERSION)))
+        made = GradientModel(ir.Model(graph, ir_version=IR_VERSION))
+        slope = made.differentiate({total: made.op.const([[1.0]])}, [predicted])[predicted]
+        made.output("Y", total, total)
+        made.output("Y_grad", slope, predicted)
+        return made.finish()
 
     def _run(self, kind: str, expected: Any, predicted: Any, weight: Any) -> list[np.ndarray]:
         if not hasattr(self, "loss_grad_onnx_"):

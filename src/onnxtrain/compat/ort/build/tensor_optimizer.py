@@ -20,6 +20,7 @@ from onnxtrain.graph.io import load
 from onnxtrain.graph.prepare.versions import IR_VERSION
 from onnxtrain.manifest import Manifest, ModelSpec, StateSpec, TensorSpec, WeightSpec
 from onnxtrain.optim import Optimizer
+from onnxtrain.targets import find
 
 TensorOptimizer = tuple[onnx.ModelProto, ModelSpec, list[StateSpec]]
 Weights = Sequence[TensorSpec] | Sequence[WeightSpec]
@@ -49,7 +50,7 @@ def optimizer_model(
         mode="as-is",
         clip=Clip(norm=max_norm),
         ema=None,
-        target="cpu",
+        target=find("cpu"),
         randomness="portable",
     )
     proto, spec = optimizer_graph(options, weights, state)

@@ -9,8 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts.signature import GraphSignature, describe
-from onnxtrain.autodiff.differentiate import differentiate
-from onnxtrain.autodiff.gradients import lift
+from onnxtrain.autodiff.gradient_model import GradientModel
 from onnxtrain.autodiff.load_normalized import lacks_rule
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.compat.ort.build.evaluation import evaluation_model, rename
@@ -111,7 +110,8 @@ def _training_model(
     loss = graph.outputs[0]
     _check_loss(loss, request)
     outputs = list(zip((y.name for y in forward.graph.output), graph.outputs, strict=True))
-    op = OpBuilder(graph, "grad/")
+    made = GradientModel(model)
+    op = made.op
     statistics = running_statistics(model, op)
     values = {**dict(graph.initializers), **{x.name or "": x for x in inputs}}
     named = [
@@ -121,9 +121,16 @@ def _training_model(
     chosen += [x for x in inputs if x.name in request.trainable]
     _check_reach(graph, loss, chosen, request)
     hidden = [b.old for b in statistics if b.name not in {t.name for t in named}]
-    lift(graph, [*(values[t.name] for t in named if t.name in values), *hidden])
+    made.lift([*(values[t.name] for t in named if t.name in values), *hidden])
     seed = op.const(1.0, loss.dtype) if S.dims_of(loss) == () else op.ones_like(loss)
-    gradients = differentiate(op, {loss: seed}, chosen) if chosen else {}
+    sweep = made.differentiate({loss: seed}, chosen) if chosen else {}
+    results = [op.zeros_like(x) if (g := sweep[x]) is None else g for x in chosen]
+    made.set_outputs([*(y for _, y in outputs), *results, *(b.new for b in statistics)])
+    made.rewrite()
+    ends = iter(list(graph.outputs))
+    outputs = [(name, next(ends)) for name, _ in outputs]
+    gradients = {x: next(ends) for x in chosen}
+    changed = {b: next(ends) for b in statistics}
     graph.outputs.clear()
 
     signature = GraphSignature("train", model, OpBuilder(graph, "step/"))
@@ -137,9 +144,9 @@ def _training_model(
         else:  # nothing reads it, but it is a parameter all the same
             signature.input(tensor.name, role, ir.DataType(tensor.data_type), list(tensor.dims))
     signature.declare(hidden, "buffer")
-    _accumulate(signature, outputs, {x: gradients[x] for x in chosen}, rng)
-    for b in statistics:
-        signature.output(f"{b.name}.out", "buffer", b.new, b.old)
+    _accumulate(signature, outputs, gradients, rng)
+    for b, new in changed.items():
+        signature.output(f"{b.name}.out", "buffer", new, b.old)
     proto, spec = signature.build("cpu")
     return _at_opset_of(forward, proto), spec, [b.name for b in statistics]
 
@@ -147,7 +154,7 @@ def _training_model(
 def _accumulate(
     signature: GraphSignature,
     outputs: Sequence[tuple[str, ir.Value]],
-    gradients: dict[ir.Value, ir.Value | None],
+    gradients: dict[ir.Value, ir.Value],
     rng: Sequence[ir.Value],
 ) -> None:
     """Declare buffers, switch, outputs, and the sums of gradients that replace the buffers."""
@@ -162,7 +169,6 @@ def _accumulate(
         signature.output(name, "output" if i else "loss", value)
     flag = op.Reshape(reset, op.const([]))
     for x, gradient in gradients.items():
-        gradient = op.zeros_like(x) if gradient is None else gradient
         gradient.shape = x.shape
         total = op.Where(flag, gradient, op.Add(old[x], gradient))
         total.shape = x.shape

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.rules.conv.windows import Windows
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.windows.geometry import Windows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Sliding windows: what convolutions and poolings read, and how large it is."""

@@ -1,0 +1,125 @@
+"""What happens to a graph besides differentiation, in order: the rewrites as data.
+
+A pass is a function of a model and a builder over its graph that changes the model in place and
+returns how often it did. An entry says for which targets: those that lack something, those that
+prefer a form, or all. Every pass keeps the results and the names of the model's outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.simplify import simplify
+from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
+from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
+from onnxtrain.passes.conv_as_matmul import conv_as_matmul
+from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
+from onnxtrain.passes.expand_label_losses import expand_label_losses
+from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
+from onnxtrain.passes.int32_inputs import int32_inputs
+from onnxtrain.passes.maxpool_indices import maxpool_indices
+from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
+from onnxtrain.passes.scale_after_matmul import scale_after_matmul
+from onnxtrain.passes.split_qkv import split_qkv
+from onnxtrain.targets import Target, find
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A rewrite and what it is for.
+
+    Attributes:
+        rewrite: changes a model in place; returns how often.
+        lacks: only for targets that lack this.
+        prefers: only for targets that prefer this.
+        across_blocks: moves work over the borders of blocks that are computed again, so that it is
+            left out where there are any.
+    """
+
+    rewrite: Callable[[ir.Model, OpBuilder], int]
+    lacks: str | None = None
+    prefers: str | None = None
+    across_blocks: bool = False
+
+    def wanted(self, target: Target, *, blocks: bool = False) -> bool:
+        """Return whether the pass is for a target."""
+        if blocks and self.across_blocks:
+            return False
+        if self.lacks is not None and not target.lacks(self.lacks):
+            return False
+        return self.prefers is None or target.prefers(self.prefers)
+
+
+INPUTS = (Pass(int32_inputs, lacks="int64"),)
+"""For models whose callers follow a manifest: types of inputs."""
+
+BEFORE = (
+    Pass(relu_after_maxpool),
+    Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
+    Pass(split_qkv, prefers="split-qkv", across_blocks=True),
+)
+"""On the forward graph, so that the reverse sweep sees the result."""
+
+AFTER = (
+    Pass(conv_as_matmul, prefers="conv-as-matmul"),
+    Pass(maxpool_indices, prefers="maxpool-indices"),
+    Pass(decompose_batch_norm, lacks="BatchNormalization.training_mode"),
+    Pass(expand_label_losses),
+)
+"""Behind the reverse sweep: the operators' own gradients are better than those of the results."""
+
+FINAL = (
+    Pass(scale_after_matmul, prefers="scale-after-matmul"),
+    Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),
+    Pass(bias_as_weight_column, prefers="bias-as-weight-column"),
+)
+"""On the whole graph, once nothing more is added; simplified before, and again if one changed."""
+
+
+def run(passes: Sequence[Pass], model: ir.Model, op: OpBuilder, *, blocks: bool = False) -> int:
+    """Run the passes that are for the builder's target; return how much they changed."""
+    return sum(p.rewrite(model, op) for p in passes if p.wanted(op.target, blocks=blocks))
+
+
+def rewrite_inputs(model: ir.Model, target: str | Target) -> None:
+    """Run :data:`INPUTS`, in place."""
+    run(INPUTS, model, OpBuilder(model.graph, "input/", target=target))
+
+
+def rewrite_before(model: ir.Model, target: str | Target, *, blocks: bool = False) -> None:
+    """Run :data:`BEFORE`, in place; ``blocks`` says whether some will be computed again."""
+    run(BEFORE, model, OpBuilder(model.graph, "before/", target=target), blocks=blocks)
+
+
+def rewrite_after(model: ir.Model, op: OpBuilder) -> None:
+    """Run :data:`AFTER`, in place, with the builder of the reverse sweep."""
+    run(AFTER, model, op)
+
+
+def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
+    """Simplify a model and run :data:`FINAL`, in place; return it."""
+    simplify(model)
+    target = find(target)
+    if any(p.wanted(target) for p in FINAL):
+        op = OpBuilder(model.graph, f"{target.name}/", target=target)
+        if run(FINAL, model, op):
+            simplify(model)
+    return model
+
+
+__all__ = [
+    "AFTER",
+    "BEFORE",
+    "FINAL",
+    "INPUTS",
+    "Pass",
+    "rewrite_after",
+    "rewrite_before",
+    "rewrite_final",
+    "rewrite_inputs",
+    "run",
+]

@@ -1,0 +1,180 @@
+"""What each kind of runtime has, lacks and prefers: a target is data.
+
+Rules, losses, optimizers and passes never ask for a target by name. They ask what it lacks
+(``op.target.lacks("Sign")``), and then emit a composed form, or what it prefers
+(``op.target.prefers("bias-as-weight-column")``), and then choose among forms that give the same
+numbers. To add a target, add an entry to :data:`TARGETS`.
+
+>>> find("webgpu").lacks("Sign"), find("cpu").lacks("Sign")
+(True, False)
+>>> find("wasm").without("several-steps").prefers("several-steps")
+False
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from onnxtrain.errors import PrepareError
+
+LACKS = {
+    "ArgMax": "the class of the largest score, in a type that can be computed with",
+    "BatchNormalization.training_mode": "statistics of the batch",
+    "ConstantOfShape": "a tensor of one value",
+    "GatherElements": "one element per row, by a label",
+    "LogSoftmax": "logarithms of probabilities",
+    "MaxPool.Indices": "where the maxima are",
+    "MaxUnpool": "values put where the maxima were",
+    "NegativeLogLikelihoodLoss": "the loss of labels",
+    "Range.int64": "whole numbers up to a size",
+    "ScatterElements": "one element per row, replaced",
+    "Sign": "-1, 0 or 1",
+    "Slice.bool": "a part of a mask",
+    "SoftmaxCrossEntropyLoss": "the loss of labels",
+    "Softplus": "log(1 + e^x) that does not overflow",
+    "float16": "products in 16 bits, or rounded to them",
+    "int64": "inputs of 64 bits",
+}
+"""What a runtime may lack: an operator, a part of one, or a type; and what it is used for here."""
+
+PREFERS = {
+    "absorb-norm-scale": "scale and shift of a LayerNormalization inside the layers that read it",
+    "affine-in-one-pass": "scale and shift by one operator made for something else",
+    "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
+    "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
+    "conv-as-matmul": "convolutions of small images as one product over the batch",
+    "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
+    "gemm-without-trans-a": "a transposed left operand made before the product",
+    "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
+    "maxpool-indices": "the places of maxima by a second pooling",
+    "means-by-matmul": "means over rows as products with a vector",
+    "repeated-channels": "numbers per channel repeated for each of few positions",
+    "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
+    "several-steps": "several steps of a small model in one call",
+    "split-qkv": "queries, keys and values cut out where they lie",
+}
+"""What a runtime may prefer among forms that give the same numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kind of runtime.
+
+    Attributes:
+        name: what ``build(target=...)`` calls it, and what the manifest says.
+        profile: of the lowering, what its runtime can run at all; ``None`` if any runtime will do.
+        missing: names of :data:`LACKS`.
+        preferences: names of :data:`PREFERS`.
+        family: the entry that tables of forms have for it, such as those of convolutions.
+        gpu: whether nodes without a kernel leave a device.
+    """
+
+    name: str
+    profile: str | None = None
+    missing: frozenset[str] = frozenset()
+    preferences: frozenset[str] = frozenset()
+    family: str = "portable"
+    gpu: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = sorted((self.missing - LACKS.keys()) | (self.preferences - PREFERS.keys()))
+        if unknown:
+            raise PrepareError(
+                f"target {self.name!r}: nobody asks for {', '.join(unknown)}\n"
+                "hint: the names are those of LACKS and PREFERS in onnxtrain.targets"
+            )
+
+    def lacks(self, what: str) -> bool:
+        """Return whether the runtime has no use for an operator, a part of one, or a type."""
+        assert what in LACKS, what
+        return what in self.missing
+
+    def prefers(self, form: str) -> bool:
+        """Return whether a form is the faster one."""
+        assert form in PREFERS, form
+        return form in self.preferences
+
+    def without(self, *forms: str) -> Target:
+        """Return the target with some preferences less."""
+        return dataclasses.replace(self, preferences=self.preferences - set(forms))
+
+
+_CPU_FORMS = PREFERS.keys() - {"float16-products", "several-steps"}
+
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        Target(
+            "cpu",
+            profile="ort-cpu",
+            preferences=frozenset(_CPU_FORMS),
+            family="cpu",
+        ),
+        Target(
+            "cuda",
+            profile="ort-cuda",
+            missing=frozenset({"BatchNormalization.training_mode", "MaxUnpool"}),
+            preferences=frozenset({"float16-products"}),
+            family="cuda",
+            gpu=True,
+        ),
+        Target(
+            "wasm",
+            profile="ort-cpu",
+            preferences=frozenset({"means-by-matmul", "several-steps"}),
+            family="wasm",
+        ),
+        Target(
+            "webgpu",
+            profile="ort-webgpu-native",
+            missing=frozenset(
+                {
+                    *("ArgMax", "BatchNormalization.training_mode", "ConstantOfShape"),
+                    *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
+                    *("NegativeLogLikelihoodLoss", "Range.int64", "ScatterElements", "Sign"),
+                    *("Slice.bool", "SoftmaxCrossEntropyLoss", "Softplus", "float16", "int64"),
+                }
+            ),
+            preferences=frozenset({"means-by-matmul"}),
+            family="products",
+            gpu=True,
+        ),
+        # Operators that nearly every runtime has, in forms that can be lowered further.
+        Target(
+            "portable",
+            missing=frozenset(
+                {
+                    *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
+                    *("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss", "Softplus"),
+                }
+            ),
+            preferences=frozenset({"means-by-matmul"}),
+            family="products",
+        ),
+    )
+}
+"""All targets by name."""
+
+BUNDLES = {"web": ("wasm", "webgpu")}
+"""Names that stand for several targets in one directory."""
+
+
+def find(target: str | Target, *, bundles: bool = False) -> Target:
+    """Return a target by its name.
+
+    Args:
+        target: a name, or a target, which is returned as it is.
+        bundles: whether the caller takes names of several targets too; only for the hint.
+
+    Raises:
+        PrepareError: if there is none of that name.
+    """
+    if isinstance(target, Target):
+        return target
+    if target not in TARGETS:
+        names = ", ".join([*TARGETS, *(BUNDLES if bundles else ())])
+        raise PrepareError(f"no such target: {target!r}\nhint: one of {names}")
+    return TARGETS[target]
+
+
+__all__ = ["BUNDLES", "LACKS", "PREFERS", "TARGETS", "Target", "find"]

@@ -1,0 +1,109 @@
+"""One order of passes for all who make gradients."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import onnxtrain
+from onnxtrain import passes
+from onnxtrain.passes.pipeline import AFTER, BEFORE, FINAL, INPUTS
+from onnxtrain.targets import find
+from onnxtrain.torch import from_torch
+
+SRC = Path(onnxtrain.__file__).parent
+
+
+def test_every_pass_is_in_the_table_and_proves_itself() -> None:
+    files = {m.name for m in pkgutil.iter_modules(passes.__path__)} - {"pipeline"}
+    entries = [p.rewrite for p in (*INPUTS, *BEFORE, *AFTER, *FINAL)]
+    assert sorted(files) == sorted(f.__name__ for f in entries)
+    for name in files:
+        module = importlib.import_module(f"onnxtrain.passes.{name}")
+        assert module.__doc__
+        assert hasattr(module, name), "a file is called as the rewrite that it makes"
+
+
+def test_only_one_module_adds_a_reverse_sweep_to_a_model() -> None:
+    callers = set()
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Name) and called.id in (
+                "differentiate",
+                "differentiate_again",
+            ):
+                callers.add(path.relative_to(SRC).as_posix())
+    # Bodies of loops and branches have sweeps of their own.
+    assert callers == {
+        "autodiff/gradient_model.py",
+        "autodiff/recompute.py",
+        "autodiff/rules/sequence.py",
+        "autodiff/subgraphs.py",
+    }
+
+
+class Norm(nn.Module):
+    """A normalisation on the statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(x))
+
+
+class Total(Norm):
+    """The sum of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum()
+
+
+@pytest.mark.parametrize("target", ["cuda", "webgpu"])
+@pytest.mark.parametrize("door", ["vjp", "jvp", "grad", "split"])
+def test_no_batch_statistics_where_the_runtime_refuses_them(door: str, target: str) -> None:
+    net = Total() if door == "grad" else Norm()
+    model = from_torch(net.train(), (torch.randn(4, 3, 5, 5),), train=True)
+    assert find(target).lacks("BatchNormalization.training_mode")
+    if door == "grad":
+        of = model.graph.outputs[0].name
+        models = [onnxtrain.grad(model, ["norm.weight", "norm.bias"], of, target=target)]
+    elif door == "split":
+        halves = onnxtrain.split(model, target=target)
+        models = [halves.forward, halves.backward]
+    else:
+        models = [getattr(onnxtrain, door)(model, target=target)]
+    for made in models:
+        assert "BatchNormalization" not in {n.op_type for n in made.graph.node}
+
+
+def test_gradients_of_batch_statistics_are_the_same_for_every_target() -> None:
+    x = torch.randn(4, 3, 5, 5)
+    model = from_torch(Norm().train(), (x,), train=True)
+    weights = list(onnxtrain.parameters(model).values())
+    results = []
+    for target in ("cpu", "cuda", "webgpu", "portable"):
+        made = onnxtrain.vjp(model, target=target)
+        session = onnxruntime.InferenceSession(
+            made.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        cotangents = [
+            np.ones([4, 3, 5, 5][: len(i.shape)] if len(i.shape) == 4 else [3], np.float32)
+            for i in session.get_inputs()[1 + len(weights) :]
+        ]
+        values = [x.numpy(), *weights, *cotangents]
+        names = [i.name for i in session.get_inputs()]
+        results.append(session.run(None, dict(zip(names, values, strict=True))))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
