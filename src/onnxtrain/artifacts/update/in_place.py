@@ -47,16 +47,20 @@ def _may_overwrite(new: ir.Value, old: ir.Value) -> bool:
     # The writer itself must be elementwise, or it could overwrite what it still has to read.
     if old in writer.inputs and writer.op_type not in _ELEMENTWISE:
         return False
-    return {node for node, _ in old.uses()} <= _ancestors(writer)
+    return all(_reaches(node, writer) for node, _ in old.uses())
 
 
-def _ancestors(node: ir.Node) -> set[ir.Node]:
-    """Return a node and all whose results reach it."""
-    ancestors, pending = {node}, [node]
+def _reaches(node: ir.Node, last: ir.Node) -> bool:
+    """Return whether a node is another one or an ancestor of it.
+
+    Forwards, since a parameter's old value reaches little, while a norm makes all ancestors of all.
+    """
+    reached, pending = {node}, [node]
     while pending:
-        for x in pending.pop().inputs:
-            maker = None if x is None else x.producer()
-            if maker is not None and maker not in ancestors:
-                ancestors.add(maker)
-                pending.append(maker)
-    return ancestors
+        current = pending.pop()
+        if current is last:
+            return True
+        readers = {use.node for y in current.outputs for use in y.uses()} - reached
+        reached |= readers
+        pending += readers
+    return False
