@@ -16,9 +16,14 @@ FORMAT = 1
 
 ROLES = (
     *("input", "target", "parameter", "frozen", "buffer", "gradient", "accumulator", "state"),
-    *("lr", "step", "rng", "grad_scale", "reset", "loss", "metric", "output"),
+    *("lr", "step", "rng", "grad_scale", "reset", "scalar", "loss", "metric", "output"),
 )
-MODEL_ROLES = ("train", "eval", "optimizer", "step", "infer")
+MODEL_ROLES = (
+    *("train", "eval", "optimizer", "step", "infer"),
+    *("gradients", "scalars", "update"),
+)
+_OPTIONAL = ("in_place", "members")
+"""Entries of a model that are left out where they are empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +49,10 @@ class ModelSpec:
     target: str = "cpu"
     steps_per_call: int = 1
     sha256: str = ""
+    members: tuple[str, ...] = ()
+    """For an update over vectors: the parameters that it serves."""
+    in_place: tuple[str, ...] = ()
+    """Inputs that the outputs which replace them may overwrite while the model runs."""
 
     def is_for(self, name: str | None) -> bool:
         """Return whether the model is for a target; ``None`` stands for any."""
@@ -132,6 +141,10 @@ class Manifest:
     def to_dict(self, *, hashes: bool = True) -> dict[str, Any]:
         """Return the manifest as plain data."""
         data = json.loads(json.dumps(dataclasses.asdict(self)))
+        for model in data["models"]:
+            for name in _OPTIONAL:
+                if not model[name]:
+                    del model[name]
         if not hashes:
             data["files"] = {}
             for model in data["models"]:
@@ -176,7 +189,7 @@ _PLAIN: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("feeds", "weights"), (str, type(None))),
     **dict.fromkeys(("offset", "nbytes", "steps_per_call", "accumulate", "format"), (int,)),
     **dict.fromkeys(("optimizer", "loss", "options", "files"), (dict,)),
-    **dict.fromkeys(("shape", "aliases"), (list,)),
+    **dict.fromkeys(("shape", "aliases", *_OPTIONAL), (list,)),
     "init": (int, float),
 }
 
@@ -232,9 +245,18 @@ def _check(manifest: Manifest, label: str) -> None:
                 raise CheckpointError(
                     f"{label}: {tensor.name!r} feeds {tensor.feeds!r}, not an input"
                 )
+        _check_names(model, inputs, {p.name for p in manifest.parameters}, label)
     for name in _files(manifest):
         if name != name.strip() or "/" in name or "\\" in name or name in ("", ".", ".."):
             raise CheckpointError(f"{label}: file name {name!r} is not plain")
+
+
+def _check_names(model: ModelSpec, inputs: set[str], parameters: set[str], label: str) -> None:
+    """Refuse members that are no parameters, and places of inputs that are not there."""
+    for known, names in ((parameters, model.members), (inputs, model.in_place)):
+        unknown = sorted(set(names) - known)
+        if unknown:
+            raise CheckpointError(f"{label}: {model.file} names {unknown[0]!r}, which is not there")
 
 
 def _files(manifest: Manifest) -> Iterator[str]:

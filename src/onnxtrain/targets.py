@@ -44,6 +44,7 @@ PREFERS = {
     "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
     "conv-as-matmul": "convolutions of small images as one product over the batch",
     "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
+    "descent-in-products": "plain descent inside the products that make gradients",
     "gemm-without-trans-a": "a transposed left operand made before the product",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
     "maxpool-indices": "the places of maxima by a second pooling",
@@ -52,6 +53,7 @@ PREFERS = {
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
     "several-steps": "several steps of a small model in one call",
     "split-qkv": "queries, keys and values cut out where they lie",
+    "vector-update": "parameters and state joined to long vectors for the update",
 }
 """What a runtime may prefer among forms that give the same numbers."""
 
@@ -114,7 +116,7 @@ TARGETS: dict[str, Target] = {
             "cuda",
             profile="ort-cuda",
             missing=frozenset({"BatchNormalization.training_mode", "MaxUnpool"}),
-            preferences=frozenset({"float16-products"}),
+            preferences=frozenset({"float16-products", "vector-update"}),
             family="cuda",
             gpu=True,
         ),

@@ -7,11 +7,11 @@ import pytest
 
 from onnxtrain import optim
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
+from onnxtrain.runtime import bound_session
 from onnxtrain.runtime.cuda_graph import can_capture, obstacle
-from onnxtrain.runtime.device_call import DeviceSession
+from onnxtrain.runtime.memory import DeviceMemory
 from onnxtrain.runtime.placement import placement
 from onnxtrain.training import Trainer, layouts
-from onnxtrain.training import vector_layout as flat
 from tests.artifacts.models import data
 from tests.training.made import made
 
@@ -22,11 +22,7 @@ def test_bindings_of_a_device_give_the_same_steps(
 ) -> None:
     plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
 
-    def bound(session, spec, inputs, outputs, device, graph_id=None):
-        return DeviceSession(session, spec, inputs, outputs, device, graph_id)
-
-    for module in (flat, layouts):
-        monkeypatch.setattr(module, "bound_call", bound)
+    monkeypatch.setattr(bound_session, "memory_of", DeviceMemory)
     device = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
     for seed, size in enumerate((8, 8, 5, 8)):
         batch = data(size, seed=seed)

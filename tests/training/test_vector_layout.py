@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from onnxtrain import optim
-from onnxtrain.runtime.device_call import DeviceSession
+from onnxtrain.runtime import bound_session
+from onnxtrain.runtime.memory import DeviceMemory
 from onnxtrain.runtime.values import Values
 from onnxtrain.training import vector_layout as flat
 from onnxtrain.training import vector_update as descent
@@ -51,8 +52,8 @@ def test_pieces_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch)
     long = Trainer(artifacts, layout="separate", threads=3)
     engine = long._engine
     assert isinstance(engine, VectorLayout)
-    assert isinstance(engine._descent, descent.Descent)
-    assert engine._descent._crew.helpers == 2
+    assert isinstance(engine._updater, descent.VectorUpdater)
+    assert engine._updater._crew.helpers == 2
     plain = Trainer(artifacts, layout="separate")
     plain._engine = Separate(artifacts, device="cpu", threads=1)
     same_steps(long, plain)
@@ -64,10 +65,10 @@ def test_flat_updates_in_memory_of_a_device(name: str, monkeypatch: pytest.Monke
     plain = Trainer(artifacts, layout="separate")
 
     def on_device(updates, values, gradients, **_):
-        return descent.DeviceDescent(updates, values, gradients, "cpu", capture=False)
+        return descent.DeviceVectorUpdater(updates, values, gradients, "cpu", capture=False)
 
     monkeypatch.setattr(flat, "Values", functools.partial(Values, shared=False))
-    monkeypatch.setattr(flat, "bound_call", DeviceSession)
+    monkeypatch.setattr(bound_session, "memory_of", DeviceMemory)
     monkeypatch.setattr(flat, "VectorUpdater", on_device)
     same_steps(Trainer(artifacts, layout="separate"), plain)
 

@@ -31,6 +31,8 @@ from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
 from onnxtrain.artifacts.pretrained_weights import aliases_of
 from onnxtrain.artifacts.signature import dtype_name, key_of
+from onnxtrain.artifacts.update.in_place import with_in_place
+from onnxtrain.artifacts.update.vector_models import vector_models
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.autodiff.recompute_blocks import copy_scopes
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable
@@ -167,12 +169,13 @@ def build(
         lean = step_graph(leaner, options, fewer)
         specs.append(multi_step_model(lean, count, specs[-1][1], packs))
     infer, infer_spec = inference_model(source)
+    specs += vector_models(origin, options, weights, state, accumulate)
     models = {key_of(spec): proto for proto, spec in specs}
     models["infer"] = infer
     if opset is not None:
         models = at_opset(models, opset)
     manifest = Manifest(
-        models=(*(spec for _, spec in specs), infer_spec),
+        models=(*(with_in_place(spec, models[key_of(spec)]) for _, spec in specs), infer_spec),
         parameters=weights,
         buffers=tuple(_weight(n, a) for n, a in values.items()),
         state=tuple(state),

@@ -18,7 +18,7 @@ from onnxtrain.artifacts.signature import key_of, plain_name
 from onnxtrain.checkpoint import from_file, state_key, to_bytes
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.io.atomic import content, write_files
-from onnxtrain.manifest import Location, Manifest, WeightSpec
+from onnxtrain.manifest import Location, Manifest, ModelSpec, WeightSpec
 
 MANIFEST = "manifest.json"
 _SHARED = 1024  # bytes: larger constants go to the file that all models share
@@ -47,6 +47,10 @@ class Artifacts:
         spec = self.manifest.model(role, target, steps)
         if spec is None:
             raise CheckpointError(f"these artifacts have no {role} model")
+        return self.source_of(spec)
+
+    def source_of(self, spec: ModelSpec) -> bytes | str:
+        """Return the model that an entry of the manifest describes, as a runtime takes it."""
         if self.directory is not None:
             return str(self.directory / spec.file)
         return self.models[key_of(spec)].SerializeToString(deterministic=True)

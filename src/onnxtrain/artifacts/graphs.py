@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
-from onnxtrain.artifacts.signature import GraphSignature
+from onnxtrain.artifacts.signature import GraphSignature, dtype_from_name
 from onnxtrain.autodiff.gradient_model import GradientModel, lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
@@ -265,7 +265,7 @@ def optimizer_graph(
 
     def inputs(suffix: str, role: str) -> dict[str, ir.Value]:
         return {
-            w.name: signature.input(w.name + suffix, role, _from_name(w.dtype), w.shape)
+            w.name: signature.input(w.name + suffix, role, dtype_from_name(w.dtype), w.shape)
             for w in weights
         }
 
@@ -284,7 +284,18 @@ def _update(
     signature: GraphSignature, options: BuildOptions, parameters: dict[str, ir.Value],
     grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
 ) -> None:  # fmt: skip
-    op = signature.op
+    new, new_state = emit_update(signature.op, options, parameters, grads, slots, lr, step)
+    for name, value in new.items():
+        signature.output(f"{name}.out", "parameter", value, parameters[name])
+    for name, slot in slots.items():
+        signature.output(f"{name}.out", "state", new_state[name], slot)
+
+
+def emit_update(
+    op: OpBuilder, options: BuildOptions, parameters: dict[str, ir.Value],
+    grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
+) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:  # fmt: skip
+    """Emit clipping, the optimizer and the average; return new parameters and new state."""
     guard = Guard(op, options.precision, slots, grads) if options.precision.scaled else None
     if guard is not None:
         step = guard.steps_done(step)
@@ -300,10 +311,7 @@ def _update(
     if guard is not None:
         new, new_state = guard.keep(parameters, new), guard.keep(slots, new_state)
         new_state.update(guard.new_state())
-    for name, value in new.items():
-        signature.output(f"{name}.out", "parameter", value, parameters[name])
-    for name, slot in slots.items():
-        signature.output(f"{name}.out", "state", new_state[name], slot)
+    return new, new_state
 
 
 def _reaching_parameters(graph: ir.Graph, options: BuildOptions, loss: ir.Value) -> list[ir.Value]:
@@ -360,11 +368,9 @@ def _declare_batch(copy: Copy) -> None:
 
 
 def _state_inputs(signature: GraphSignature, state: Sequence[StateSpec]) -> dict[str, ir.Value]:
-    return {s.name: signature.input(s.name, "state", _from_name(s.dtype), s.shape) for s in state}
-
-
-def _from_name(dtype: str) -> ir.DataType:
-    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())]
+    return {
+        s.name: signature.input(s.name, "state", dtype_from_name(s.dtype), s.shape) for s in state
+    }
 
 
 def _dtype(x: ir.Value) -> ir.DataType:

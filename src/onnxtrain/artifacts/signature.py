@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.simplify.redundant import remove_dead
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.passes.pipeline import rewrite_final
 from onnxtrain.targets import Target, find
@@ -21,6 +22,9 @@ FILES = {
     "optimizer": "optimizer_model.onnx",
     "step": "step_model.onnx",
     "infer": "inference_model.onnx",
+    "gradients": "gradient_model.onnx",
+    "scalars": "scalar_model.onnx",
+    "update": "update_model.onnx",
 }
 _NAMES = re.compile(
     rf"({'|'.join(f.removesuffix('.onnx') for f in FILES.values())})((?:\.[a-z0-9]+)*)\.onnx$"
@@ -59,7 +63,9 @@ class GraphSignature:
         """Declare values that are inputs of the graph already."""
         self._inputs += [(x, role) for x in values]
 
-    def input(self, name: str, role: str, dtype: ir.DataType, dims: Sequence[int]) -> ir.Value:
+    def input(
+        self, name: str, role: str, dtype: ir.DataType, dims: Sequence[int | str]
+    ) -> ir.Value:
         """Declare a new input; its name gets ``.2``, ``.3`` ... if it is taken outside."""
         value = ir.Value(type=ir.TensorType(dtype), shape=ir.Shape(dims))
         value.name = self._claim(name)
@@ -95,29 +101,60 @@ class GraphSignature:
         op.names.taken.add(name)
         return name
 
+    def replace_output(
+        self, old: ir.Value, name: str, role: str, value: ir.Value, feeds: ir.Value
+    ) -> None:
+        """Put a value of the graph in the place of an output, under another name and role."""
+        at = [y for y, _, _ in self._outputs].index(old)
+        value.name = self._claim(name)
+        self._outputs[at] = (value, role, feeds)
+
+    def outputs_of(self, role: str) -> list[ir.Value]:
+        """Return the outputs of a role, in the order of their declaration."""
+        return [y for y, own, _ in self._outputs if own == role]
+
+    def optimize(self, target: str | Target) -> None:
+        """Simplify the graph and run the final passes."""
+        self._set_ends()
+        graph = self.model.graph
+        names = [y.name for y in graph.outputs]
+        rewrite_final(self.model, target)
+        assert [y.name for y in graph.outputs] == names, "simplify keeps outputs"
+        outputs = zip(graph.outputs, self._outputs, strict=True)
+        self._outputs = [(y, role, feeds) for y, (_, role, feeds) in outputs]
+
+    def sweep(self) -> None:
+        """Drop what no output needs any more."""
+        self._set_ends()
+        remove_dead(self.model)
+
     def build(self, target: str | Target) -> tuple[onnx.ModelProto, ModelSpec]:
         """Simplify, serialise and describe the model."""
+        self.optimize(target)
+        return self.finish(target)
+
+    def finish(self, target: str | Target) -> tuple[onnx.ModelProto, ModelSpec]:
+        """Serialise and describe the model as it is."""
+        self._set_ends()
+        spec = ModelSpec(
+            role=self.role,
+            file=FILES[self.role],
+            target=find(target).name,
+            inputs=tuple(describe(x, role) for x, role in self._inputs),
+            outputs=tuple(
+                describe(y, role, None if feeds is None else feeds.name)
+                for y, role, feeds in self._outputs
+            ),
+        )
+        return finish(self.model), spec
+
+    def _set_ends(self) -> None:
         graph = self.model.graph
         graph.inputs.clear()
         graph.inputs.extend(x for x, _ in self._inputs)
         graph.outputs.clear()
         graph.outputs.extend(y for y, _, _ in self._outputs)
         graph.name = FILES[self.role].removesuffix(".onnx")
-        names = [y.name for y in graph.outputs]
-        proto = finish(rewrite_final(self.model, target))
-        assert [y.name for y in proto.graph.output] == names, "simplify keeps outputs"
-        outputs = [
-            describe(y, role, None if feeds is None else feeds.name)
-            for y, (_, role, feeds) in zip(graph.outputs, self._outputs, strict=True)
-        ]
-        spec = ModelSpec(
-            role=self.role,
-            file=FILES[self.role],
-            target=find(target).name,
-            inputs=tuple(describe(x, role) for x, role in self._inputs),
-            outputs=tuple(outputs),
-        )
-        return proto, spec
 
 
 def describe(x: ir.Value, role: str, feeds: str | None = None) -> TensorSpec:
@@ -136,3 +173,12 @@ def dtype_name(dtype: ir.DataType | None) -> str:
     if dtype is None:
         return "sequence"
     return "string" if dtype == ir.DataType.STRING else dtype.numpy().name
+
+
+def dtype_from_name(name: str) -> ir.DataType:
+    """Return the type that the manifest has a word for.
+
+    >>> dtype_from_name("float32").name
+    'FLOAT'
+    """
+    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(name, name.upper())]

@@ -18,6 +18,8 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.optim import transforms as T
 from onnxtrain.optim.transforms import Slot, Transform, Update
 
+_EMITTERS = ("apply", "chain", "slots", "subtract_update")
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamGroup:
@@ -41,6 +43,13 @@ class Optimizer:
     lr: float = 1e-3
     weight_decay: float = 0.0
     groups: Sequence[ParamGroup] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Let a class that changes the update say anew whether it works element by element."""
+        super().__init_subclass__()
+        own = vars(cls)
+        if "elementwise" not in own and not own.keys().isdisjoint(_EMITTERS):
+            cls.elementwise = False
 
     def __post_init__(self) -> None:
         if not self.lr >= 0.0:
@@ -68,6 +77,12 @@ class Optimizer:
                 decay = self.weight_decay if group.weight_decay is None else group.weight_decay
                 return dataclasses.replace(group, weight_decay=decay)
         return ParamGroup(name, self.weight_decay)
+
+    def is_plain_descent(self, name: str) -> bool:
+        """Return whether a parameter's update is ``lr`` times its gradient and nothing else."""
+        cls = type(self)
+        emitted = (cls.apply, cls.subtract_update) == (Optimizer.apply, Optimizer.subtract_update)
+        return emitted and not self.chain(self.group_of(name).weight_decay or 0.0)
 
     def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
         """Return the state that a parameter needs."""

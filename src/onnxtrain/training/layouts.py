@@ -14,13 +14,11 @@ import numpy as np
 import onnx
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.artifacts.update.in_place import overwritable
 from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.bound_session import BoundSession
 from onnxtrain.runtime.cuda_graph import can_capture
-from onnxtrain.runtime.device_call import DeviceSession
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
 
@@ -52,10 +50,10 @@ class Fused:
         threads: int | None,
         capture: bool | None = False,
     ) -> None:
-        self.spec = _spec(artifacts, "step")
+        self.spec = spec_of(artifacts, "step")
         source = artifacts.source("step")
         capture = can_capture(model_of(source), self.spec, capture, device=device)
-        self.captured, self.sources, self.asks = capture, (source,), self.spec
+        self.captured, self.sources = capture, (source,)
         session = runtime.create(source, device=device, threads=threads, capture=capture)
         start = {**artifacts.values, **artifacts.state}
         kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
@@ -63,7 +61,7 @@ class Fused:
         self._now = 0
         feeds = {t.name: t.feeds for t in self.spec.outputs if t.feeds is not None}
         self._calls = [
-            bound_call(
+            BoundSession(
                 session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device, graph_id
             )
             for old, new, graph_id in (
@@ -107,7 +105,7 @@ class Separate:
         artifacts: the models and the values to start with.
         device: where they run.
         threads: of the gradient graph's pool.
-        in_place: let the optimizer write over old values where that is safe.
+        in_place: let the optimizer write over old values where the manifest says that it may.
     """
 
     def __init__(
@@ -118,8 +116,8 @@ class Separate:
         threads: int | None,
         in_place: bool = True,
     ) -> None:
-        self.spec, self.update = _spec(artifacts, "train"), _spec(artifacts, "optimizer")
-        self._device, self.captured, self.asks = device, False, self.spec
+        self.spec, self.update = spec_of(artifacts, "train"), spec_of(artifacts, "optimizer")
+        self._device, self.captured = device, False
         self.sources = (artifacts.source("train"), artifacts.source("optimizer"))
         train = runtime.create(artifacts.source("train"), device=device, threads=threads)
         # Two pools that spin on the same cores cost more than the update can gain.
@@ -141,20 +139,17 @@ class Separate:
             for old, new in (self._gradients, self._gradients[::-1])
         ]
         changing = [t.feeds for t in self.update.outputs if t.feeds]
-        proto = model_of(artifacts.source("optimizer"))
-        self.in_place = overwritable(proto, self.update) if in_place else set()
+        self.in_place = set(self.update.in_place) if in_place else set[str]()
         self._spare = Values({n: start[n] for n in changing if n not in self.in_place}, device)
         self._update = [self._bind_update(optimizer, grads) for grads in self._gradients]
 
-    def _bind_train(
-        self, session: object, old: Values, new: Values
-    ) -> BoundSession | DeviceSession:
+    def _bind_train(self, session: object, old: Values, new: Values) -> BoundSession:
         own = {t.name: self._values[t.name] for t in self.spec.inputs if t.name in self._values}
         outputs = {t.name: new[t.feeds or ""] for t in self.spec.outputs_of("gradient")}
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
-        return bound_call(session, self.spec, {**own, **old}, outputs, self._device)
+        return BoundSession(session, self.spec, {**own, **old}, outputs, self._device)
 
-    def _bind_update(self, session: object, gradients: Values) -> BoundSession | DeviceSession:
+    def _bind_update(self, session: object, gradients: Values) -> BoundSession:
         inputs = {
             t.name: self._values[t.name] for t in self.update.inputs if t.name in self._values
         }
@@ -163,7 +158,7 @@ class Separate:
         inputs |= {n: gradients[a] for n, a in zip(names, self._gradient_names, strict=True)}
         targets = {**self._values, **self._spare}
         outputs = {t.name: targets[t.feeds or ""] for t in self.update.outputs}
-        return bound_call(session, self.update, inputs, outputs, self._device)
+        return BoundSession(session, self.update, inputs, outputs, self._device)
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; return loss, metrics and outputs."""
@@ -207,17 +202,8 @@ class Separate:
             self._values.write(name, array)
 
 
-def bound_call(
-    session: object, spec: ModelSpec, inputs: Mapping[str, Any], outputs: Mapping[str, Any],
-    device: str, graph_id: int | None = None,
-) -> BoundSession | DeviceSession:  # fmt: skip
-    """Return a session with its bindings, for the CPU or for a device."""
-    if device == "cpu":
-        return BoundSession(session, spec, inputs, outputs)
-    return DeviceSession(session, spec, inputs, outputs, device, graph_id)
-
-
-def _spec(artifacts: Artifacts, role: str) -> ModelSpec:
+def spec_of(artifacts: Artifacts, role: str) -> ModelSpec:
+    """Return the entry of a model that has to be there."""
     spec = artifacts.manifest.model(role)
     if spec is None:
         raise CheckpointError(f"these artifacts have no {role} model\nhint: build them again")

@@ -15,9 +15,9 @@ from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.graph.io import save as save_model
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.bound_session import CONTROL
 from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
+from onnxtrain.runtime.memory import CONTROL
 from onnxtrain.runtime.values import ort_value
 from onnxtrain.training.data import as_source
 from onnxtrain.training.evaluation import Evaluation, evaluate
@@ -26,7 +26,7 @@ from onnxtrain.training.inference import Predictor, folded, trained_model
 from onnxtrain.training.layouts import Fused, Separate
 from onnxtrain.training.match_weights import fitting
 from onnxtrain.training.results import Outputs, Parameters, StepResult
-from onnxtrain.training.vector_layout import vector_layout
+from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 
 _LARGE = 64 << 20  # bytes of parameters and state from which a second copy of them hurts
 _SEEDS = 1 << 24  # float32 holds whole numbers below exactly
@@ -85,7 +85,7 @@ class Trainer:
         if layout == "fused" and self.manifest.accumulate > 1:
             raise OnnxTrainError("accumulated gradients need layout='separate'")
         self.layout = layout
-        self._engine: Fused | Separate
+        self._engine: Fused | Separate | VectorLayout
         if layout == "fused":
             self._engine = Fused(artifacts, device=device, threads=threads, capture=capture)
         else:
@@ -143,7 +143,7 @@ class Trainer:
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""
         number = self.global_step + 1
-        control = self._control(self._engine.asks, number, micro=self._micro)
+        control = self._control(self._engine.spec, number, micro=self._micro)
         return self._engine.compute({**feeds, **control})
 
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
@@ -163,7 +163,7 @@ class Trainer:
         """Update with the gradients accumulated so far; ``False`` if there are none."""
         if not self._micro:
             return False
-        assert isinstance(self._engine, Separate)
+        assert not isinstance(self._engine, Fused)
         number = self.global_step + 1
         scale = 1.0 / self._micro
         self._engine.update_parameters(self._control(self._engine.update, number, scale=scale))

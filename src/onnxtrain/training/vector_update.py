@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from onnxtrain.artifacts.update.vector_graphs import GRADIENT, VectorGraph, VectorGraphs, results_of
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.device_call import DeviceSession
+from onnxtrain.runtime.bound_session import BoundSession
+from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.thread_pool import Piece, SleepingPool, cores
 from onnxtrain.runtime.values import Values, ort_value
 
@@ -20,61 +23,95 @@ _ALIGNED = 16  # elements
 _WORTH_A_THREAD = 8
 """Pieces from which waking another thread costs less than it saves."""
 
-_KINDS = {
-    "tensor(float)": np.float32,
-    "tensor(double)": np.float64,
-    "tensor(float16)": np.float16,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-    "tensor(bool)": np.bool_,
-}
 Arrays = Mapping[str, np.ndarray]
 
 
-class Scalars:
-    """What all updates of a step share, computed from learning rate, step and scale on the CPU."""
+@dataclasses.dataclass(frozen=True)
+class VectorUpdate:
+    """A model over vectors, and the tensors that its vectors are made of."""
 
-    def __init__(self, updates: VectorGraphs) -> None:
-        self.arrays: dict[str, np.ndarray] = {}
+    spec: ModelSpec
+    source: bytes | str
+    gradient: str
+    """The input that takes gradients."""
+    tensors: dict[str, tuple[str, ...]]
+    """By input: the tensors of all members. Gradients go by the names of the parameters."""
+
+    @property
+    def changing(self) -> dict[str, tuple[str, ...]]:
+        """Those of ``tensors`` that the update changes."""
+        return {key: names for key, names in self.tensors.items() if key != self.gradient}
+
+
+@dataclasses.dataclass(frozen=True)
+class VectorUpdates:
+    """All updates of a step, and the model that computes the scalars that they share."""
+
+    groups: tuple[VectorUpdate, ...]
+    scalars: ModelSpec
+    source: bytes | str
+
+    @classmethod
+    def of(cls, artifacts: Artifacts) -> VectorUpdates:
+        """Return what the manifest lists; there may be nothing left to update."""
+        manifest = artifacts.manifest
+        specs = [m for m in manifest.models if m.role == "update"]
+        scalars = manifest.model("scalars")
+        return cls(
+            tuple(_update(artifacts, spec) for spec in specs),
+            ModelSpec("scalars", "", (), ()) if scalars is None else scalars,
+            b"" if scalars is None else artifacts.source_of(scalars),
+        )
+
+
+def _update(artifacts: Artifacts, spec: ModelSpec) -> VectorUpdate:
+    (parameter,), (gradient,) = spec.inputs_of("parameter"), spec.inputs_of("gradient")
+    tensors = {parameter.name: spec.members, gradient.name: spec.members}
+    slots = [
+        [s.name for s in artifacts.manifest.state if s.parameter == name] for name in spec.members
+    ]
+    # State is in the order of the manifest.
+    for t, *names in zip(spec.inputs_of("state"), *slots, strict=True):
+        tensors[t.name] = tuple(names)
+    return VectorUpdate(spec, artifacts.source_of(spec), gradient.name, tensors)
+
+
+class Scalars:
+    """What all updates of a step share, computed from learning rate and step on the CPU."""
+
+    def __init__(self, updates: VectorUpdates) -> None:
+        spec = updates.scalars
+        self.arrays = {
+            t.name: np.zeros([int(d) for d in t.shape], numpy_dtype(t.dtype)) for t in spec.outputs
+        }
         """The results by name; :meth:`compute` writes them in place."""
-        self._controls: dict[str, np.ndarray] = {}
-        self._first = True
-        self._session = runtime.create(updates.scalars.SerializeToString(), threads=1)
-        self._binding = self._session.io_binding()
-        for x in self._session.get_inputs():
-            self._controls[x.name] = np.zeros(x.shape, _KINDS[x.type])
-            self._binding.bind_ortvalue_input(x.name, ort_value(self._controls[x.name]))
-        for y in self._session.get_outputs():
-            plain = y.name.removesuffix(".out")
-            name = plain if plain in self._controls else y.name
-            self.arrays[name] = np.zeros(y.shape, _KINDS[y.type])
-            self._binding.bind_ortvalue_output(y.name, ort_value(self.arrays[name]))
+        self._last: dict[str, np.ndarray] = {}
+        self._call: BoundSession | None = None
+        if self.arrays:
+            session = runtime.create(updates.source, threads=1)
+            outputs = {n: ort_value(a) for n, a in self.arrays.items()}
+            self._call = BoundSession(session, spec, {}, outputs)
 
     def compute(self, feeds: Arrays) -> None:
-        """Set :attr:`arrays` for one step."""
-        changed = self._first
-        for name, array in self._controls.items():
-            new = feeds[name]
-            if array != new:
-                array[...], changed = new, True
-        if changed and self.arrays:
-            self._first = False
-            runtime.run_bound(self._session, self._binding)
+        """Set :attr:`arrays` for one step; nothing is done if that changes nothing."""
+        if self._call is not None and feeds != self._last:
+            self._call.run(feeds)
+            self._last = dict(feeds)
 
 
 class VectorUpdater:
-    """Runs flat updates over all pieces of the vectors, in memory of the CPU.
+    """Runs updates over all pieces of the vectors, in memory of the CPU.
 
     Args:
-        updates: the graphs.
+        updates: the models.
         values: parameters and state, written in place.
-        gradients: of the parameters.
+        gradients: by the names of the parameters.
         threads: that may share the pieces; ``None`` for one per core.
     """
 
     def __init__(
         self,
-        updates: VectorGraphs,
+        updates: VectorUpdates,
         values: Values,
         gradients: Values,
         *,
@@ -83,20 +120,18 @@ class VectorUpdater:
         self._scalars = Scalars(updates)
         self._pieces: list[Piece] = []
         for group in updates.groups:
-            session = runtime.create(group.model.SerializeToString(), threads=1)
+            session = runtime.create(group.source, threads=1)
             lines = {
-                key: (gradients if key == GRADIENT else values).line(
-                    [m[key] for m in group.members]
-                )
-                for key in group.members[0]
+                key: (gradients if key == group.gradient else values).line(names)
+                for key, names in group.tensors.items()
             }
-            length = len(lines[GRADIENT])
+            length = len(lines[group.gradient])
             # Equal parts: a run costs the same for a rest of a few elements.
             parts = max(round(length / PIECE), 1)
             size = -(-max(length, 1) // parts // _ALIGNED) * _ALIGNED
             for start in range(0, length, size):
                 part = {key: line[start : start + size] for key, line in lines.items()}
-                self._pieces.append((session, *self._bind(session, group, part)))
+                self._pieces.append(self._bind(session, group, part))
         most = len(self._pieces) // _WORTH_A_THREAD
         self._crew = SleepingPool(min(cores() if threads is None else threads, most))
 
@@ -105,38 +140,35 @@ class VectorUpdater:
         """Whether other threads work on the pieces too."""
         return self._crew.helpers > 0
 
-    def _bind(
-        self, session: Any, group: VectorGraph, part: dict[str, np.ndarray]
-    ) -> tuple[Any, list[tuple[np.ndarray, np.ndarray]]]:
-        """Return a binding of one piece, and what to copy after it ran."""
-        binding, copies = session.io_binding(), []
-        for key, array in part.items():
-            value = ort_value(array)
-            binding.bind_ortvalue_input(key, value)
-            if key == GRADIENT:
-                continue
-            if key not in group.in_place:
-                copies.append((array, np.empty_like(array)))
-                value = ort_value(copies[-1][1])
-            binding.bind_ortvalue_output(f"{key}.out", value)
-        for name in group.scalars:
-            binding.bind_ortvalue_input(name, ort_value(self._scalars.arrays[name]))
-        return binding, copies
+    def _bind(self, session: Any, group: VectorUpdate, part: dict[str, np.ndarray]) -> Piece:
+        """Return a session bound to one piece, and what to copy after it ran."""
+        copies = {
+            key: np.empty_like(part[key])
+            for key in group.changing
+            if key not in group.spec.in_place
+        }
+        inputs = {key: ort_value(array) for key, array in part.items()}
+        for t in group.spec.inputs_of("scalar"):
+            inputs[t.name] = ort_value(self._scalars.arrays[t.name])
+        places = inputs | {key: ort_value(array) for key, array in copies.items()}
+        outputs = {t.name: places[t.feeds or ""] for t in group.spec.outputs}
+        bound = BoundSession(session, group.spec, inputs, outputs)
+        return bound.session, bound.binding, [(part[key], a) for key, a in copies.items()]
 
     def run(self, feeds: Arrays) -> None:
-        """Update everything; ``feeds`` are learning rate, step and scale."""
+        """Update everything; ``feeds`` are learning rate and step."""
         if self._pieces:
             self._scalars.compute(feeds)
             self._crew.run(self._pieces)
 
 
 class DeviceVectorUpdater:
-    """Runs each flat update once over whole vectors, in memory of a device.
+    """Runs each update once over whole vectors, in memory of a device.
 
     Args:
-        updates: the graphs.
+        updates: the models.
         values: parameters and state, written in place.
-        gradients: of the parameters.
+        gradients: by the names of the parameters.
         device: where they are.
         capture: record the runs and replay them. The recording itself may run an update more than
             once, and is made here: the caller sets the values after it.
@@ -147,7 +179,7 @@ class DeviceVectorUpdater:
 
     def __init__(
         self,
-        updates: VectorGraphs,
+        updates: VectorUpdates,
         values: Values,
         gradients: Values,
         device: str,
@@ -155,31 +187,29 @@ class DeviceVectorUpdater:
         capture: bool,
     ) -> None:
         self._scalars = Scalars(updates)
-        self._calls: list[tuple[DeviceSession, tuple[str, ...], list[tuple[Any, Any]]]] = []
+        self._calls: list[tuple[BoundSession, Sequence[str], list[tuple[Any, Any]]]] = []
         for group in updates.groups:
-            session = runtime.create(
-                group.model.SerializeToString(), device=device, threads=1, capture=capture
-            )
-            inputs, outputs, copies = {}, {}, []
-            for key in group.members[0]:
-                source = gradients if key == GRADIENT else values
-                inputs[key] = line = source.line_value([m[key] for m in group.members])
-                if key == GRADIENT:
-                    continue
-                if key not in group.in_place:
-                    spare = ort_value(line.numpy(), device)
-                    copies.append((line, spare))
-                    line = spare
-                outputs[f"{key}.out"] = line
-            call = DeviceSession(
-                session, results_of(group.model), inputs, outputs, device, 1 if capture else None
-            )
-            self._calls.append((call, group.scalars, copies))
+            session = runtime.create(group.source, device=device, threads=1, capture=capture)
+            lines = {
+                key: (gradients if key == group.gradient else values).line_value(names)
+                for key, names in group.tensors.items()
+            }
+            spares = {
+                key: ort_value(lines[key].numpy(), device)
+                for key in group.changing
+                if key not in group.spec.in_place
+            }
+            places = {**lines, **spares}
+            outputs = {t.name: places[t.feeds or ""] for t in group.spec.outputs}
+            graph_id = 1 if capture else None
+            call = BoundSession(session, group.spec, lines, outputs, device, graph_id)
+            scalars = [t.name for t in group.spec.inputs_of("scalar")]
+            self._calls.append((call, scalars, [(lines[k], v) for k, v in spares.items()]))
         if capture:
             self._run()
 
     def run(self, feeds: Arrays) -> None:
-        """Update everything; ``feeds`` are learning rate, step and scale."""
+        """Update everything; ``feeds`` are learning rate and step."""
         self._scalars.compute(feeds)
         self._run()
 

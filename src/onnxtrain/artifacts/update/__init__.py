@@ -1,1 +1,1 @@
-"""Graphs that update parameters, in the layouts that runtimes bind."""
+"""The models of a step over vectors, emitted from the graphs that ``build`` has in its hands."""

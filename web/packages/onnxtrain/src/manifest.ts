@@ -6,9 +6,12 @@ export const FORMAT = 1;
 
 export const ROLES = [
   "input", "target", "parameter", "frozen", "buffer", "gradient", "accumulator", "state",
-  "lr", "step", "rng", "grad_scale", "reset", "loss", "metric", "output",
+  "lr", "step", "rng", "grad_scale", "reset", "scalar", "loss", "metric", "output",
 ] as const;
-export const MODEL_ROLES = ["train", "eval", "optimizer", "step", "infer"] as const;
+/** The last three are for trainers that bind memory of their own, as Python's does; nothing here runs them. */
+export const MODEL_ROLES = [
+  "train", "eval", "optimizer", "step", "infer", "gradients", "scalars", "update",
+] as const;
 
 export type Role = (typeof ROLES)[number];
 export type ModelRole = (typeof MODEL_ROLES)[number];
@@ -32,6 +35,10 @@ export interface ModelSpec {
   readonly sha256: string;
   readonly inputs: readonly TensorSpec[];
   readonly outputs: readonly TensorSpec[];
+  /** For an update over vectors: the parameters that it serves. */
+  readonly members?: readonly string[];
+  /** Inputs that the outputs which replace them may overwrite while the model runs. */
+  readonly in_place?: readonly string[];
 }
 
 /** Where raw little-endian bytes of a tensor lie. */
@@ -108,13 +115,15 @@ const list = (check: Check): Check => (v, where) => {
   if (!Array.isArray(v)) return void fail(where, "a list", v);
   v.forEach((item, i) => check(item, `${where}[${i}]`));
 };
-const record = (fields: Record<string, Check>): Check => (v, where) => {
+const record = (fields: Record<string, Check>, optional: Record<string, Check> = {}): Check => (v, where) => {
   if (!isObject(v)) return void fail(where, "an object", v);
-  const unknown = Object.keys(v).filter((k) => !(k in fields));
+  const unknown = Object.keys(v).filter((k) => !(k in fields) && !(k in optional));
   if (unknown.length) throw new ManifestError(`${where}: unknown entries: ${unknown.join(", ")}`);
-  for (const [name, check] of Object.entries(fields)) {
+  for (const name of Object.keys(fields)) {
     if (!(name in v)) throw new ManifestError(`${where}: '${name}' is missing`);
-    check(v[name], `${where}: ${name}`);
+  }
+  for (const [name, check] of Object.entries({ ...fields, ...optional })) {
+    if (name in v) check(v[name], `${where}: ${name}`);
   }
 };
 
@@ -131,7 +140,7 @@ const MANIFEST = record({
   models: list(record({
     role: oneOf(...MODEL_ROLES), target: text, steps_per_call: positive, file, sha256: digest,
     inputs: list(tensor), outputs: list(tensor),
-  })),
+  }, { members: list(text), in_place: list(text) })),
   parameters: list(weight),
   buffers: list(weight),
   state: list(record({

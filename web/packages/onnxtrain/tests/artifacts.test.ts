@@ -83,6 +83,21 @@ test.each<[string, string, RegExp]>([
   expect(() => parseManifest(source)).toThrow(message);
 });
 
+test("models that other trainers run are read and left alone", () => {
+  const update = {
+    role: "update", target: "cpu", steps_per_call: 1, file: "update_model.onnx", sha256: "",
+    members: ["fc1.weight"], in_place: ["parameter"],
+    inputs: [
+      { name: "parameter", dtype: "float32", shape: ["n"], role: "parameter", feeds: null },
+      { name: "scalar.0", dtype: "float32", shape: [], role: "scalar", feeds: null },
+    ],
+    outputs: [{ name: "parameter.out", dtype: "float32", shape: ["n"], role: "parameter", feeds: "parameter" }],
+  };
+  expect(parseManifest(changed((m) => m["models"].push(update))).models.at(-1)).toEqual(update);
+  const wrong = changed((m) => m["models"].push({ ...update, members: [1] }));
+  expect(() => parseManifest(wrong)).toThrow(/members\[0\]: expected a name, got 1/);
+});
+
 test("the schema that Python ships says the same about what must be there", () => {
   const schema = JSON.parse(readFileSync(`${ROOT}/src/onnxtrain/manifest.schema.json`, "utf8")) as Loose;
   for (const name of schema["required"] as string[]) {

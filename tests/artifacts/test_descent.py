@@ -1,4 +1,4 @@
-"""Descent fuse_sgd into the products that make gradients: the same steps, up to rounding."""
+"""Descent absorbed by the products that make gradients: the same steps, up to rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from onnxtrain import optim
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.artifacts.update import fuse_sgd as folding
+from onnxtrain.artifacts.update import descent
 from onnxtrain.training import Trainer
 from onnxtrain.training.layouts import Separate
 from onnxtrain.training.vector_layout import VectorLayout
@@ -70,7 +70,7 @@ def check_same(ours: Trainer, plain: Trainer) -> None:
 def test_folded_steps_are_the_same(
     batch: int | str, optimizer: optim.Optimizer, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folding, "_FEW", few)
+    monkeypatch.setattr(descent, "FEW", few)
     ours, plain = both(net(batch, optimizer=optimizer))
     rest = {"bias"} if few else set()
     assert folded_names(ours) == {"table", "wide", "narrow"} | rest
@@ -86,7 +86,7 @@ def test_folded_steps_are_the_same(
 
 
 def test_nothing_changes_before_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folding, "_FEW", 0)
+    monkeypatch.setattr(descent, "FEW", 0)
     trainer = Trainer(net("batch"), threads=1)
     for seed in range(2):  # from either of the two homes
         before = trainer.state_dict()
