@@ -46,18 +46,11 @@ from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
+from onnxtrain.optim.clip import Clip
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 Names = str | Sequence[str] | None
 _LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """Gradient clipping: by the joint norm of all gradients, or by value."""
-
-    norm: float | None = None
-    value: float | None = None
 
 
 def build(
@@ -137,7 +130,7 @@ def build(
         chosen_by_user=train is not None,
         buffers=buffers,
         mode=mode,
-        clip=_clip(clip),
+        clip=Clip.of(clip),
         ema=ema,
         target=target,
         randomness=randomness,
@@ -223,14 +216,6 @@ def _check_size(model: ir.Model) -> None:
             f"weights of {size:,} bytes: artifacts over 2 GiB are not there yet\n"
             "hint: use onnxtrain.vjp, whose parameters are inputs"
         )
-
-
-def _clip(clip: float | Clip | None) -> Clip:
-    limits = Clip() if clip is None else clip if isinstance(clip, Clip) else Clip(norm=float(clip))
-    for limit in (limits.norm, limits.value):
-        if limit is not None and not limit > 0:
-            raise PrepareError(f"clip must be positive: {limit}")
-    return limits
 
 
 def _candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:

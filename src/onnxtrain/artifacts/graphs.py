@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -30,6 +30,7 @@ from onnxtrain.optim import (
     global_norm,
     moving_average,
 )
+from onnxtrain.optim.clip import Clip
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.decompose_batch_norm import WITHOUT_BATCH_STATISTICS, decompose_batch_norm
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -37,31 +38,34 @@ from onnxtrain.passes.maxpool_indices import maxpool_indices
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.passes.split_qkv import split_qkv
 
-if TYPE_CHECKING:
-    from onnxtrain.artifacts.build import Clip
-
 GRAD_NORM = "grad_norm"
 _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 Finished = tuple[onnx.ModelProto, ModelSpec]
 
 
-@dataclasses.dataclass(frozen=True)
-class BuildOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """What the update of the parameters depends on, resolved."""
+
+    optimizer: Optimizer
+    clip: Clip = dataclasses.field(default_factory=Clip)
+    ema: float | None = None
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    target: str = "cpu"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildOptions(UpdateOptions):
     """What was asked for, resolved."""
 
     loss: Any
-    optimizer: Optimizer
-    metrics: tuple[Any, ...]
-    outputs: tuple[str, ...]
+    metrics: tuple[Any, ...] = ()
+    outputs: tuple[str, ...] = ()
     candidates: tuple[str, ...]
     chosen_by_user: bool
     buffers: tuple[str, ...]
     mode: str
-    clip: Clip
-    ema: float | None
-    target: str
     randomness: str
-    precision: Precision = dataclasses.field(default_factory=Precision)
     recompute: str | tuple[str, ...] = ()
     lowered: bool = False
     """The models go to an older opset, where few operators take sizes that data decide."""
@@ -269,7 +273,7 @@ def eval_graph(model: ir.Model, options: BuildOptions, names: Sequence[str]) -> 
 
 
 def optimizer_graph(
-    options: BuildOptions, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
+    options: UpdateOptions, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
 ) -> Finished:
     """New parameters and state from accumulated gradients."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="optimizer")
@@ -297,7 +301,7 @@ def optimizer_graph(
 
 
 def _update(
-    signature: GraphSignature, options: BuildOptions, parameters: dict[str, ir.Value],
+    signature: GraphSignature, options: UpdateOptions, parameters: dict[str, ir.Value],
     grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
 ) -> None:  # fmt: skip
     op = signature.op
@@ -397,7 +401,7 @@ def _dtype(x: ir.Value) -> ir.DataType:
     return x.dtype
 
 
-def _step_type(options: BuildOptions) -> ir.DataType:
+def _step_type(options: UpdateOptions) -> ir.DataType:
     return ir.DataType.INT32 if options.target == "webgpu" else _INT64
 
 

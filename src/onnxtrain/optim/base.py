@@ -37,11 +37,16 @@ class Optimizer:
     """Base of all optimizers: a learning rate, and groups of parameters (the first match wins)."""
 
     elementwise: ClassVar[bool] = False
-    """Whether each element is updated by itself, so that tensors may be joined to long vectors."""
+    """Whether each element is updated by itself, so that tensors may be joined to long vectors.
+    A subclass says so itself: it does not inherit it, since its own formula may mix elements."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
     groups: Sequence[ParamGroup] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.elementwise = bool(vars(cls).get("elementwise", False))
 
     def __post_init__(self) -> None:
         if not self.lr >= 0.0:
