@@ -1,98 +1,101 @@
-"""Names with options in one string, as a command line passes them.
+"""Options declared once: the fields of a dataclass tell name, default, flag and what is recorded.
 
->>> parse_options("cosine:warmup=10,total=100")
-('cosine', {'warmup': 10, 'total': 100})
->>> parse_options("multi_step:milestones=[30,60],gamma=0.2")
-('multi_step', {'milestones': [30, 60], 'gamma': 0.2})
->>> parse_options("mse")
-('mse', {})
+A function of the API spells its options out as keywords, for editors, and gathers them by
+:func:`from_arguments`. The command line is made of the flags, the manifest of the records.
+
+>>> @dataclasses.dataclass(frozen=True, kw_only=True)
+... class Options:
+...     names: tuple[str, ...] = option((), Flag(list, "Which.", name="name"), record=list)
+...     loud: bool = option(False)
+>>> def call(where, *, names=(), loud=False):
+...     return from_arguments(Options, locals())
+>>> call("here", names=("a",))
+Options(names=('a',), loud=False)
+>>> recorded(call("here", names=("a",)))
+{'names': ['a']}
+>>> list(flags(Options))
+['names']
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
-import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from onnxtrain.errors import PrepareError
-
-_WORDS = {"true": True, "false": False, "none": None}
+T = TypeVar("T")
+_FLAG, _RECORD = "flag", "record"
 
 
-def parse_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of ``"name:key=value,key=value"``.
-
-    A value is a number, a list in brackets, true, false, none, or else a word.
-    """
-    name, colon, rest = text.partition(":")
-    options: dict[str, Any] = {}
-    # Commas inside brackets belong to a list.
-    parts = re.split(r",(?![^\[(]*[\])])", rest) if colon else []
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise PrepareError(
-                f"not an option: {part!r} in {text!r}\nhint: write name:key=value,key=value"
-            )
-        options[key.strip()] = _value(value.strip())
-    return name.strip(), options
-
-
-def make(kinds: Mapping[str, type], text: str, what: str, options: Mapping[str, Any]) -> Any:
-    """Return an object of the dataclass that ``text`` names; options in ``text`` come first.
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """How an option is given on the command line.
 
     Args:
-        kinds: dataclasses by name.
-        text: a name, or a name with options.
-        what: what the names stand for, for messages.
-        options: more options, for those that ``text`` leaves open.
+        kind: the type there; of a list, the flag is repeatable.
+        help: one line.
+        name: of the flag, with underscores, if not that of the option.
+        default: on the command line, if the option itself has to be given.
     """
-    name, given = parse_options(text)
-    kind = kinds.get(name.lower().replace("-", "_"))
-    if kind is None:
-        raise unknown(name, kinds, what)
-    known = [f.name for f in dataclasses.fields(kind) if f.init]
-    wrong = [key for key in {**options, **given} if key not in known]
-    if wrong:
-        raise PrepareError(
-            f"{name} has no option {', '.join(map(repr, wrong))}\n"
-            f"hint: it has {', '.join(known) or 'none'}"
+
+    kind: Any
+    help: str
+    name: str | None = None
+    default: Any = None
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    flag: Flag | None = None,
+    record: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return the field of an option.
+
+    Args:
+        default: what it is unless given; without one, it must be given.
+        flag: its place on the command line, if it has one.
+        record: makes of its value what a file keeps of it, ready for JSON; ``None`` keeps nothing.
+    """
+    return dataclasses.field(default=default, metadata={_FLAG: flag, _RECORD: record})
+
+
+def as_it_is(value: T) -> T:
+    """Return the value: a record of options that JSON has words for."""
+    return value
+
+
+def from_arguments(kind: type[T], arguments: Mapping[str, Any]) -> T:
+    """Return the options among a function's arguments, its ``locals()`` before all else."""
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    return kind(**{f.name: arguments[f.name] for f in fields})
+
+
+def recorded(options: Any) -> dict[str, Any]:
+    """Return what a file keeps of the options, by name."""
+    return {
+        f.name: f.metadata[_RECORD](getattr(options, f.name))
+        for f in dataclasses.fields(options)
+        if f.metadata.get(_RECORD) is not None
+    }
+
+
+def flags(kind: Any) -> dict[str, Flag]:
+    """Return the flags of a dataclass by the name of the option; the flag's name is filled in.
+
+    A flag without a default of its own has that of the option, if the command line can say it.
+    """
+    declared: dict[str, Flag] = {}
+    for field in dataclasses.fields(kind):
+        flag: Flag | None = field.metadata.get(_FLAG)
+        if flag is None:
+            continue
+        default = flag.default
+        if default is None and field.default != ():
+            default = field.default
+        declared[field.name] = dataclasses.replace(
+            flag, name=flag.name or field.name, default=default
         )
-    settings = {**options, **given}
-    missing = [
-        f.name
-        for f in dataclasses.fields(kind)
-        if f.init
-        and f.name not in settings
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise PrepareError(
-            f"{name} needs {', '.join(missing)}\n"
-            f"hint: write {name}:{','.join(f'{m}=...' for m in missing)}"
-        )
-    return kind(**settings)
+    return declared
 
 
-def unknown(name: str, choices: Iterable[str], what: str) -> PrepareError:
-    """Return the error for a name that does not exist, with near matches."""
-    known = list(choices)
-    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(known)}"
-    return PrepareError(f"no such {what}: {name!r}\nhint: {hint}")
-
-
-def _value(text: str) -> Any:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-__all__ = ["make", "parse_options", "unknown"]
+__all__ = ["Flag", "as_it_is", "flags", "from_arguments", "option", "recorded"]

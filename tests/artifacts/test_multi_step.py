@@ -55,6 +55,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
         },
         (6,),
     ),
+    **{
+        name: (classifier, {"loss": SCORES, "optimizer": f"{name}:weight_decay=0.1"}, (6,))
+        for name in ("adagrad", "rmsprop", "adadelta", "lion", "lamb")
+    },
     "batch norm": (with_norm, {}, (4, 5)),
     "batch norm as it is": (with_norm, {"mode": "as-is"}, (4, 5)),
     "dropout": (dropping, {}, (6,)),
@@ -134,6 +138,7 @@ def test_small_parameters_are_updated_together() -> None:
         return [n.op_type for n in body.node]
 
     assert nodes().count("Sqrt") == 2  # of the scalar and of the moments
+    assert nodes(optimizer="rmsprop").count("Sqrt") == 1
     biases = [optim.ParamGroup("*.bias", lr_factor=0.5)]
     assert nodes(optimizer=optim.AdamW(groups=biases)).count("Sqrt") == 3
     assert nodes(optimizer="lamb").count("Sqrt") > 4  # looks at whole tensors

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -80,7 +82,7 @@ def test_explain_tells_what_cannot_be_done(run: Run, quantised: Path) -> None:
 
 def test_gradients(run: Run, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "grad.onnx"
-    code, out, err = run("gradients", model, "-o", target)
+    code, out, err = run("grad", model, "-o", target)
     assert (code, err) == (0, "")
     assert onnx.load(target) == onnxtrain.vjp(model)
     assert out.startswith(f"{target}: ")
@@ -90,9 +92,17 @@ def test_gradients(run: Run, model: Path, tmp_path: Path) -> None:
 def test_gradients_of_one_output(run: Run, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "grad.onnx"
     arguments = ("--of", "loss", "--wrt", "b*", "--wrt", "x", "--target", "portable")
-    code, _, _ = run("gradients", model, "--output", target, *arguments)
+    code, _, _ = run("grad", model, "--output", target, *arguments)
     assert code == 0
     assert onnx.load(target) == onnxtrain.grad(model, ["b*", "x"], "loss", target="portable")
+
+
+def test_gradients_is_an_old_name_of_grad(run: Run, model: Path, tmp_path: Path) -> None:
+    assert run("gradients", model, "-o", tmp_path / "old.onnx")[0] == 0
+    assert onnx.load(tmp_path / "old.onnx") == onnxtrain.vjp(model)
+    _, out, _ = run("--help")
+    assert " grad " in out
+    assert "gradients  " not in out
 
 
 def test_ops(run: Run) -> None:
@@ -118,6 +128,17 @@ def test_nothing_is_missing(run: Run) -> None:
     assert (code, json.loads(out)) == (0, [])
 
 
+def test_as_a_module(model: Path) -> None:
+    command = [sys.executable, "-m", "onnxtrain"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{onnxtrain.__version__}\n"
+    done = subprocess.run(
+        [*command, "explain", str(model), "--wrt", "nope"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("PrepareError: ")
+
+
 def test_version(run: Run) -> None:
     assert run("--version") == (0, f"{onnxtrain.__version__}\n", "")
 
@@ -125,11 +146,11 @@ def test_version(run: Run) -> None:
 ERRORS = {  # name: (command, what the message has)
     "no file": ("explain nowhere.onnx", "LoadError: 'nowhere.onnx': no such file"),
     "unknown name": ("explain {model} --wrt wieght", "no such value in `wrt`: 'wieght'"),
-    "unknown output": ("gradients {model} -o {out} --of los", "hint: the model has loss"),
-    "not scalar": ("gradients {model} -o {out} --of y", "UndifferentiableError: only an output"),
-    "unknown target": ("gradients {model} -o {out} --target tpu", "no such target: 'tpu'"),
-    "refused": ("gradients {quantised} -o {out} --wrt x", "node 'q': QuantizeLinear"),
-    "no directory": ("gradients {model} -o {out}/deep/er.onnx", "SaveError"),
+    "unknown output": ("grad {model} -o {out} --of los", "hint: the model has loss"),
+    "not scalar": ("grad {model} -o {out} --of y", "UndifferentiableError: only an output"),
+    "unknown target": ("grad {model} -o {out} --target tpu", "no such target: 'tpu'"),
+    "refused": ("grad {quantised} -o {out} --wrt x", "node 'q': QuantizeLinear"),
+    "no directory": ("grad {model} -o {out}/deep/er.onnx", "SaveError"),
 }
 
 
@@ -150,7 +171,7 @@ def test_errors_are_one_block(
 def test_a_failed_run_leaves_the_old_file(run: Run, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "grad.onnx"
     target.write_bytes(b"old")
-    code, _, _ = run("gradients", model, "-o", target, "--of", "y")
+    code, _, _ = run("grad", model, "-o", target, "--of", "y")
     assert code == 1
     assert target.read_bytes() == b"old"
 
@@ -166,5 +187,5 @@ def test_debug_shows_the_traceback(place: int, run: Run, model: Path) -> None:
 
 def test_wrong_usage(run: Run, model: Path) -> None:
     assert run("explain")[0] == 2
-    assert run("gradients", model)[0] == 2
+    assert run("grad", model)[0] == 2
     assert run("nonsense")[0] == 2

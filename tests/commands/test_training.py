@@ -116,9 +116,8 @@ def test_debug_nan(place: Path) -> None:
 
 
 def test_errors_are_one_block(place: Path) -> None:
-    command = [sys.executable, "-m", "onnxtrain.commands.main"]
-    script = "from onnxtrain.commands.main import main; main()"
-    command = [sys.executable, "-c", script, "eval", str(place), "--data", str(place / "test.npz")]
+    command = [sys.executable, "-m", "onnxtrain", "eval", str(place)]
+    command += ["--data", str(place / "test.npz")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("CheckpointError: manifest.json: cannot be read")

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from onnxtrain import losses, optim
+from tests.registries import restore_afterwards
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"losses.md": losses, "optimizers.md": optim}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_examples_run(page: str) -> None:
+def test_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    restore_afterwards(monkeypatch)
     failed, tried = doctest.testfile(str(DOCS / page), module_relative=False)
     assert tried > 5
     assert failed == 0

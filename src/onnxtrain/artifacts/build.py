@@ -30,6 +30,7 @@ from onnxtrain.artifacts.packing import packed
 from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
 from onnxtrain.artifacts.pretrained_weights import aliases_of
+from onnxtrain.artifacts.request import BuildRequest, Names
 from onnxtrain.artifacts.signature import dtype_name, key_of
 from onnxtrain.artifacts.update.in_place import with_in_place
 from onnxtrain.artifacts.update.vector_models import vector_models
@@ -41,25 +42,17 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.prepare import constant_names, repairs_of
-from onnxtrain.graph.prepare.versions import OPSET
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
-from onnxtrain.targets import Target, find
+from onnxtrain.optim.clip import Clip
+from onnxtrain.options import from_arguments, recorded
+from onnxtrain.targets import BUNDLES, Target, find
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
-Names = str | Sequence[str] | None
 _LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """Gradient clipping: by the joint norm of all gradients, or by value."""
-
-    norm: float | None = None
-    value: float | None = None
 
 
 def build(
@@ -114,38 +107,29 @@ def build(
         opset: of all models, where a runtime wants an older one; each then goes through
             :func:`onnxtrain.lower` and is compared with what it came from.
     """
-    if target == "web":
-        asked = {n: v for n, v in locals().items() if n not in ("model", "target")}
-        wasm = build(model, **{**asked, "target": "wasm"})
-        return merge_targets(
-            wasm, build(model, **{**asked, "target": "webgpu", "steps_per_call": 1})
-        )
-    _check_options(mode, accumulate, ema, target, randomness)
-    exactness = resolve_precision(precision, target)
-    source = specialise(load(model), dims or {})
+    asked = from_arguments(BuildRequest, locals())
+    first, *rest = BUNDLES.get(target, (target,))
+    artifacts = _build_one(model, dataclasses.replace(asked, target=first))
+    for name in rest:
+        one = dataclasses.replace(asked, target=name)
+        if not find(name).prefers("several-steps"):
+            one = dataclasses.replace(one, steps_per_call=1)
+        artifacts = merge_targets(artifacts, _build_one(model, one))
+    return artifacts
+
+
+def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
+    """Return the artifacts for a single target."""
+    target, accumulate, opset = asked.target, asked.accumulate, asked.opset
+    _check_options(asked.mode, accumulate, asked.ema, target, asked.randomness)
+    exactness = resolve_precision(asked.precision, target)
+    source = specialise(load(model), asked.dims or {})
     _check_size(source)
     apart = separate_statistics(source)
     base = load_normalized(source)
-    if recompute:
+    if asked.recompute:
         copy_scopes(source, base)
-    chosen = resolve_optimizer(optimizer)
-    buffers = _buffer_names(base)
-    options = BuildOptions(
-        loss=loss,
-        optimizer=chosen,
-        metrics=tuple(metrics),
-        outputs=_output_names(base, outputs),
-        candidates=tuple(x.name or "" for x in _candidates(base, train, freeze)),
-        chosen_by_user=train is not None,
-        buffers=buffers,
-        mode=mode,
-        clip=_clip(clip),
-        ema=ema,
-        target=_forms(target, opset),
-        randomness=randomness,
-        precision=exactness,
-        recompute=recompute if isinstance(recompute, str) else tuple(recompute),
-    )
+    options = _resolved(asked, base, exactness)
     origin = backward(base.clone(), options)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
@@ -163,7 +147,7 @@ def build(
     ]
     slots = {s.name: _initial(s, arrays) for s in state}
     size = sum(a.nbytes for group in (arrays, values, slots) for a in group.values())
-    count = steps_wanted(steps_per_call, target, accumulate, size)
+    count = steps_wanted(asked.steps_per_call, target, accumulate, size)
     if count > 1:
         leaner, fewer, packs = packed(origin, options, state)
         lean = step_graph(leaner, options, fewer)
@@ -179,23 +163,41 @@ def build(
         parameters=weights,
         buffers=tuple(_weight(n, a) for n, a in values.items()),
         state=tuple(state),
-        optimizer=_settings(chosen),
-        loss={"output": "loss", "name": loss if isinstance(loss, str) else type(loss).__name__},
+        optimizer=_settings(options.optimizer),
+        loss={"output": "loss", "name": _loss_name(asked.loss)},
         accumulate=accumulate,
         options={
-            "clip": dataclasses.asdict(options.clip),
-            "dims": dict(dims or {}),
-            "ema": ema,
+            **recorded(asked),
             "loss_scale": exactness.settings(),
-            "mode": mode,
-            "opset": OPSET if opset is None else opset,
-            "precision": exactness.name,
-            "randomness": randomness,
-            "recompute": recompute if isinstance(recompute, str) else list(recompute),
             "repairs": [*apart, *repairs_of(base), *origin.repairs],
         },
     )
     return Artifacts(manifest, models, {**arrays, **values}, slots)
+
+
+def _resolved(asked: BuildRequest, base: ir.Model, exactness: Precision) -> BuildOptions:
+    """Return what was asked for in terms of the model."""
+    recompute = asked.recompute
+    return BuildOptions(
+        loss=asked.loss,
+        optimizer=resolve_optimizer(asked.optimizer),
+        metrics=tuple(asked.metrics),
+        outputs=_output_names(base, asked.outputs),
+        candidates=tuple(x.name or "" for x in candidates(base, asked.train, asked.freeze)),
+        chosen_by_user=asked.train is not None,
+        buffers=_buffer_names(base),
+        mode=asked.mode,
+        clip=Clip.of(asked.clip),
+        ema=asked.ema,
+        target=_forms(asked.target, asked.opset),
+        randomness=asked.randomness,
+        precision=exactness,
+        recompute=recompute if isinstance(recompute, str) else tuple(recompute),
+    )
+
+
+def _loss_name(loss: LossLike) -> str:
+    return loss if isinstance(loss, str) else type(loss).__name__
 
 
 def _check_options(
@@ -232,39 +234,31 @@ def _check_size(model: ir.Model) -> None:
         )
 
 
-def _clip(clip: float | Clip | None) -> Clip:
-    limits = Clip() if clip is None else clip if isinstance(clip, Clip) else Clip(norm=float(clip))
-    for limit in (limits.norm, limits.value):
-        if limit is not None and not limit > 0:
-            raise PrepareError(f"clip must be positive: {limit}")
-    return limits
-
-
-def _candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
+def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
     """Return the initializers that may be trained, in the order of the file."""
     statistics = batch_statistics(base.graph)
     if train is None:
-        candidates = trainable(base)
+        chosen = trainable(base)
     else:
         hidden = constant_names(base)
         known = {
             n: x for n, x in base.graph.initializers.items() if n not in hidden and S.is_float(x)
         }
         wanted = set(match(_list(train), known, "train", "parameter"))
-        candidates = [x for x in known.values() if x in wanted]
+        chosen = [x for x in known.values() if x in wanted]
     frozen = _list(freeze)
     if frozen:
-        known = {x.name or "": x for x in candidates}
+        known = {x.name or "": x for x in chosen}
         out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
-        candidates = [x for x in candidates if x not in out]
+        chosen = [x for x in chosen if x not in out]
     named = _list(train)
-    candidates = [x for x in candidates if x not in statistics or any(n == x.name for n in named)]
-    if not candidates:
+    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in named)]
+    if not chosen:
         raise PrepareError(
             "no parameter is left to train\n"
             "hint: look at `onnxtrain explain`, then at train and freeze"
         )
-    return candidates
+    return chosen
 
 
 def _list(names: Names) -> list[str]:
@@ -340,4 +334,4 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
     return {"name": type(optimizer).__name__, **values}
 
 
-__all__ = ["Clip", "build"]
+__all__ = ["Clip", "build", "candidates"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -28,34 +28,38 @@ from onnxtrain.optim import (
     global_norm,
     moving_average,
 )
+from onnxtrain.optim.clip import Clip
 from onnxtrain.passes.pipeline import rewrite_inputs
-from onnxtrain.targets import Target
-
-if TYPE_CHECKING:
-    from onnxtrain.artifacts.build import Clip
+from onnxtrain.targets import TARGETS, Target
 
 GRAD_NORM = "grad_norm"
 _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 Finished = tuple[onnx.ModelProto, ModelSpec]
 
 
-@dataclasses.dataclass(frozen=True)
-class BuildOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """What the update of the parameters depends on, resolved."""
+
+    optimizer: Optimizer
+    clip: Clip = dataclasses.field(default_factory=Clip)
+    ema: float | None = None
+    precision: Precision = dataclasses.field(default_factory=Precision)
+    target: Target = TARGETS["cpu"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildOptions(UpdateOptions):
     """What was asked for, resolved."""
 
     loss: Any
-    optimizer: Optimizer
-    metrics: tuple[Any, ...]
-    outputs: tuple[str, ...]
+    metrics: tuple[Any, ...] = ()
+    outputs: tuple[str, ...] = ()
     candidates: tuple[str, ...]
     chosen_by_user: bool
     buffers: tuple[str, ...]
     mode: str
-    clip: Clip
-    ema: float | None
-    target: Target
     randomness: str
-    precision: Precision = dataclasses.field(default_factory=Precision)
     recompute: str | tuple[str, ...] = ()
 
     @property
@@ -253,7 +257,7 @@ def eval_graph(model: ir.Model, options: BuildOptions, names: Sequence[str]) -> 
 
 
 def optimizer_graph(
-    options: BuildOptions, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
+    options: UpdateOptions, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
 ) -> Finished:
     """New parameters and state from accumulated gradients."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="optimizer")
@@ -281,7 +285,7 @@ def optimizer_graph(
 
 
 def _update(
-    signature: GraphSignature, options: BuildOptions, parameters: dict[str, ir.Value],
+    signature: GraphSignature, options: UpdateOptions, parameters: dict[str, ir.Value],
     grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
 ) -> None:  # fmt: skip
     new, new_state = emit_update(signature.op, options, parameters, grads, slots, lr, step)
@@ -292,7 +296,7 @@ def _update(
 
 
 def emit_update(
-    op: OpBuilder, options: BuildOptions, parameters: dict[str, ir.Value],
+    op: OpBuilder, options: UpdateOptions, parameters: dict[str, ir.Value],
     grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
 ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:  # fmt: skip
     """Emit clipping, the optimizer and the average; return new parameters and new state."""
@@ -378,7 +382,7 @@ def _dtype(x: ir.Value) -> ir.DataType:
     return x.dtype
 
 
-def _step_type(options: BuildOptions) -> ir.DataType:
+def _step_type(options: UpdateOptions) -> ir.DataType:
     return ir.DataType.INT32 if options.target.lacks("int64") else _INT64
 
 

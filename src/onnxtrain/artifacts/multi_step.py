@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.packing import Pack
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import Names, OpBuilder, names_in
 from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.manifest import ModelSpec, TensorSpec
+from onnxtrain.optim.packing import Pack
 from onnxtrain.targets import Target, find
 
 LARGE = 1024  # bytes: larger constants lie outside the body, where files share them
@@ -76,7 +76,7 @@ def multi_step_model(
     feeds: list[ir.Value] = []
     for t in (*carried, *scanned):
         if t.name in whole:
-            feeds.append(whole[t.name].join(op, [given[n] for n in whole[t.name].members]))
+            feeds.append(whole[t.name].join(op, given))
         else:
             x = given[t.name]
             feeds.append(op.Unsqueeze(x, op.const([1])) if t.role in _BY_STEP else x)
@@ -100,8 +100,7 @@ def multi_step_model(
             if _fades(t):
                 finals[_out(outputs, t.name)] = _renamed(end, new[t.name])
             continue
-        pack = whole[t.name]
-        for member, part in zip(pack.members, pack.split(op, end), strict=True):
+        for member, part in whole[t.name].split(op, end).items():
             finals[_out(outputs, member)] = _renamed(part, new[member])
     outer.outputs.extend(finals[t.name] for t in outputs)
     model = ir.Model(outer, ir_version=IR_VERSION)

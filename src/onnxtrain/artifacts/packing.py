@@ -6,55 +6,25 @@ whatever its size. Inside a model of several steps the packed form may stay from
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import Backward, BuildOptions
+from onnxtrain.artifacts.graphs import Backward, UpdateOptions
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.manifest import StateSpec
-from onnxtrain.optim import SGD, Adam, AdamW
+from onnxtrain.optim.packing import Pack, alike
 
 SMALL = 1 << 14
 """Elements up to which a parameter is packed: beyond, copying costs as much as nodes."""
-_BY_ELEMENT = (SGD, Adam, AdamW)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pack:
-    """A tensor of rank 1 that stands for several, named as the first of them."""
-
-    members: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def name(self) -> str:
-        """What the packed tensor is called."""
-        return self.members[0]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each member."""
-        return [math.prod(s) for s in self.shapes]
-
-    def join(self, op: OpBuilder, values: Sequence[ir.Value]) -> ir.Value:
-        """Emit the packed tensor."""
-        return op.Concat(*(op.Reshape(v, op.const([-1])) for v in values), axis=0)
-
-    def split(self, op: OpBuilder, value: ir.Value) -> list[ir.Value]:
-        """Emit the members."""
-        parts = op.Split(value, op.const(self.sizes), axis=0, _outputs=len(self.sizes))
-        return [
-            op.Reshape(part, op.const(list(shape), ir.DataType.INT64))
-            for part, shape in zip(parts, self.shapes, strict=True)
-        ]
+_FLOAT32 = np.dtype("float32")
 
 
 def packed(
-    origin: Backward, options: BuildOptions, state: Sequence[StateSpec]
+    origin: Backward, options: UpdateOptions, state: Sequence[StateSpec]
 ) -> tuple[Backward, list[StateSpec], list[Pack]]:
     """Return the same with small parameters and their state packed, and what was packed how."""
     packs = _packs(origin, options)
@@ -76,11 +46,10 @@ def packed(
         values[0].name = front.names.fresh(f"{pack.name}/member")
         size = ir.Shape([sum(pack.sizes)])
         whole = ir.Value(name=pack.name, type=values[0].type, shape=size)
-        for old, new in zip(values, pack.split(front, whole), strict=True):
+        for old, new in zip(values, pack.split(front, whole).values(), strict=True):
             old.replace_all_uses_with(new)
         graph.inputs[list(graph.inputs).index(values[0])] = whole
-        gradient = pack.join(back, [gradients[n] for n in pack.members])
-        gradients[pack.name] = gradient
+        gradients[pack.name] = pack.join(back, gradients)
         gone.update(pack.members[1:])
         for n in pack.members[1:]:
             graph.inputs.remove(known[n])
@@ -102,29 +71,27 @@ def packed(
     )
 
 
-def _packs(origin: Backward, options: BuildOptions) -> list[Pack]:
-    """Return parameters with equal settings that an optimizer of single elements updates."""
+def _packs(origin: Backward, options: UpdateOptions) -> list[Pack]:
+    """Return the small float32 parameters that one update can serve, if there are several."""
     plain = options.ema is None and options.precision.half is None and not options.precision.scaled
-    if not plain or type(options.optimizer) not in _BY_ELEMENT:
+    if not plain:
         return []
-    shapes: dict[str, tuple[int, ...]] = {}
-    alike: dict[tuple[float | None, float], list[str]] = collections.defaultdict(list)
-    for x in origin.model.graph.inputs:
-        name = x.name or ""
-        if name not in origin.parameters or x.dtype != ir.DataType.FLOAT:
-            continue
-        shapes[name] = tuple(d for d in x.shape or () if isinstance(d, int))
-        if math.prod(shapes[name]) <= SMALL:
-            group = options.optimizer.group_of(name)
-            alike[group.weight_decay, group.lr_factor].append(name)
+    shapes = {
+        x.name or "": tuple(d for d in x.shape or () if isinstance(d, int))
+        for x in origin.model.graph.inputs
+        if x.name in origin.parameters and x.dtype == ir.DataType.FLOAT
+    }
+    small = {n: _FLOAT32 for n, shape in shapes.items() if math.prod(shape) <= SMALL}
     return [
-        Pack(tuple(names), tuple(shapes[n] for n in names))
-        for names in alike.values()
+        Pack(names[0], names, tuple(shapes[n] for n in names), _FLOAT32)
+        for names in alike(options.optimizer, small)
         if len(names) > 1
     ]
 
 
 def _state_packs(pack: Pack, state: Sequence[StateSpec]) -> list[Pack]:
+    """Return the packs of a pack's state, each named as that of its first parameter."""
     named = {(s.parameter, s.slot): s.name for s in state}
     slots = [s.slot for s in state if s.parameter == pack.name]
-    return [Pack(tuple(named[n, slot] for n in pack.members), pack.shapes) for slot in slots]
+    members = [tuple(named[n, slot] for n in pack.members) for slot in slots]
+    return [dataclasses.replace(pack, name=names[0], members=names) for names in members]

@@ -1,17 +1,24 @@
-"""Commands about artifacts and training, one file each."""
+"""The commands of the command line, a file for each."""
 
 import typer
 
 from onnxtrain.commands.build import build
 from onnxtrain.commands.evaluate import evaluate
+from onnxtrain.commands.explain import explain
 from onnxtrain.commands.export import export
+from onnxtrain.commands.grad import grad
 from onnxtrain.commands.lowering import check, lower, profiles
+from onnxtrain.commands.ops import ops
 from onnxtrain.commands.probe import probe
 from onnxtrain.commands.train import train
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
+    app.command("explain")(explain)
+    app.command("grad")(grad)
+    app.command("gradients", hidden=True)(grad)
+    app.command("ops")(ops)
     app.command("build")(build)
     app.command("train")(train)
     app.command("eval")(evaluate)

@@ -11,76 +11,45 @@ from typer import Option
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts import build as build_artifacts
+from onnxtrain.artifacts.request import BuildRequest
 from onnxtrain.artifacts.signature import key_of
-from onnxtrain.commands.common import read_size
+from onnxtrain.commands.common import Model, read_size
+from onnxtrain.commands.from_options import Asked, with_flags_of
 from onnxtrain.errors import LoweringError
 from onnxtrain.losses import LossTerm
 from onnxtrain.lowering.placement import GPUS, nodes_off_gpu
 from onnxtrain.optim import resolve
+from onnxtrain.targets import BUNDLES
 
 
+@with_flags_of(BuildRequest)
 def build(
-    model: Annotated[Path, typer.Argument(help="An .onnx file.")],
+    asked: Asked,
+    model: Model,
     output: Annotated[Path, Option("--output", "-o", help="The directory to write.")],
-    loss: Annotated[str, Option(help="cross_entropy, mse:reduction=sum, an output ...")],
-    optimizer: Annotated[str, Option(help="adamw, sgd:momentum=0.9 ...")] = "adamw",
+    *,
     lr: Annotated[float | None, Option(help="Learning rate to start with.")] = None,
     loss_output: Annotated[
         str | None, Option(help="The output that the loss looks at, if there are several.")
     ] = None,
-    train: Annotated[list[str] | None, Option(help="Parameters to train: name or glob.")] = None,
-    freeze: Annotated[list[str] | None, Option(help="Parameters to leave alone.")] = None,
-    metric: Annotated[list[str] | None, Option(help="accuracy, top_5, grad_norm ...")] = None,
-    extra: Annotated[list[str] | None, Option(help="Outputs to give besides the loss.")] = None,
-    dim: Annotated[list[str] | None, Option(help="Fix a size: batch=32.")] = None,
-    mode: Annotated[str, Option(help="train or as-is.")] = "train",
-    clip: Annotated[float | None, Option(help="Largest norm of the gradients.")] = None,
-    accumulate: Annotated[int, Option(help="Batches per update.")] = 1,
-    ema: Annotated[float | None, Option(help="Decay of a moving average of weights.")] = None,
-    precision: Annotated[str, Option(help="float32, bf16-mixed or fp16-mixed.")] = "float32",
-    recompute: Annotated[
-        list[str] | None,
-        Option(help="Compute again to save memory: auto, or scopes, nodes and boundaries by glob."),
-    ] = None,
-    target: Annotated[str, Option(help="cpu, cuda, wasm, webgpu, web or portable.")] = "cpu",
-    steps_per_call: Annotated[
-        int | None, Option(help="Also a step model for so many batches; 8 for small ones on wasm.")
-    ] = None,
     placement: Annotated[
         bool, Option("--placement", help="Tell which nodes would leave the GPU.")
     ] = False,
-    opset: Annotated[
-        int | None, Option(help="Of all models, where a runtime wants an older one than 21.")
-    ] = None,
     prefix: Annotated[str, Option(help="In front of every file name.")] = "",
 ) -> None:
     """Write a directory of training artifacts for a model."""
-    gpu = {"web": "webgpu"}.get(target, target)
+    target: str = asked["target"]
+    gpu = next((t for t in BUNDLES.get(target, (target,)) if t in GPUS), target)
     if placement and gpu not in GPUS:
         raise LoweringError(f"--placement: target {target!r} has no GPU\nhint: webgpu, web or cuda")
-    chosen = resolve(optimizer)
-    if lr is not None:
-        chosen = dataclasses.replace(chosen, lr=lr)
-    wanted: Any = loss if loss_output is None else [LossTerm(loss, output=loss_output)]
-    artifacts = build_artifacts(
-        model,
-        loss=wanted,
-        optimizer=chosen,
-        train=train or None,
-        freeze=freeze or None,
-        metrics=metric or (),
-        outputs=extra or (),
-        dims=dict(read_size(d) for d in dim or ()),
-        mode=mode,
-        clip=clip,
-        accumulate=accumulate,
-        ema=ema,
-        precision=precision,
-        recompute="auto" if recompute == ["auto"] else recompute or (),
-        target=target,
-        steps_per_call=steps_per_call,
-        opset=opset,
-    )
+    optimizer = resolve(asked["optimizer"])
+    asked["optimizer"] = optimizer if lr is None else dataclasses.replace(optimizer, lr=lr)
+    if loss_output is not None:
+        asked["loss"] = [LossTerm(asked["loss"], output=loss_output)]
+    asked["dims"] = dict(read_size(d) for d in asked.get("dims", ()))
+    if asked.get("recompute") == ["auto"]:
+        asked["recompute"] = "auto"
+    artifacts = build_artifacts(model, **asked)
     manifest = artifacts.save(output, prefix)
     step = manifest.model("step")
     assert step is not None

@@ -10,6 +10,12 @@ import typer
 
 from onnxtrain.errors import OnnxTrainError, PrepareError
 
+Model = Annotated[Path, typer.Argument(help="An .onnx file.")]
+Wrt = Annotated[
+    list[str] | None,
+    typer.Option("--wrt", help="Name or glob of an initializer or input; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Directory = Annotated[Path, typer.Argument(help="A directory that `onnxtrain build` has made.")]
 Data = Annotated[Path, typer.Option(help="An .npz file with an array per input and target.")]
 Checkpoint = Annotated[

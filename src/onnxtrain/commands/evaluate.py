@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from onnxtrain.commands.common import Checkpoint, Data, Device, Directory, Threads, read_npz
+from onnxtrain.commands.common import Checkpoint, Data, Device, Directory, Json, Threads, read_npz
 from onnxtrain.training import Trainer
 
 
@@ -17,7 +17,7 @@ def evaluate(
     data: Data,
     checkpoint: Checkpoint = None,
     batch_size: Annotated[int | None, Option(help="256, or what the model is fixed to.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Machine-readable output.")] = False,
+    as_json: Json = False,
     device: Device = "cpu",
     threads: Threads = None,
 ) -> None:

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer import Argument, Option
+from typer import Option
 
-from onnxtrain.commands.common import read_size
+from onnxtrain.commands.common import Json, Model, read_size
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.io import load, save
 from onnxtrain.lowering import profile as profiles_of
@@ -20,16 +20,14 @@ from onnxtrain.lowering.api import lower as lower_model
 from onnxtrain.lowering.check import problems
 from onnxtrain.lowering.reduced_ops import write_config
 
-_Model = Annotated[Path, Argument(help="An .onnx file.")]
 _Profile = Annotated[
     str | None,
     Option(help="A runtime that `onnxtrain profiles` lists, or a profile or operator list file."),
 ]
-_Json = Annotated[bool, Option("--json", help="Machine-readable output.")]
 
 
 def lower(
-    model: _Model,
+    model: Model,
     output: Annotated[Path, Option("--output", "-o", help="The .onnx file to write.")],
     profile: _Profile = None,
     opset: Annotated[int | None, Option(help="Of the result, 7 to 26.")] = None,
@@ -58,9 +56,9 @@ def lower(
 
 
 def check(
-    model: _Model,
+    model: Model,
     profile: Annotated[str, Option(help="A runtime that `onnxtrain profiles` lists, or a file.")],
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """List the nodes that a runtime would not run, and why; exit code 1 if there are any."""
     chosen = find_profile(profile)
@@ -80,7 +78,7 @@ def check(
         raise typer.Exit(1)
 
 
-def profiles(as_json: _Json = False) -> None:
+def profiles(as_json: Json = False) -> None:
     """List the runtimes that models can be lowered to."""
     runtimes = [profiles_of.find(name) for name in profiles_of.names()]
     if as_json:

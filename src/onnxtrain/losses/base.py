@@ -14,6 +14,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.named import Named
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 
@@ -62,6 +63,10 @@ class Loss:
     def reduce(self, op: OpBuilder, each: ir.Value) -> ir.Value:
         """Emit the mean or the sum."""
         return reduced(op, each, self.reduction)
+
+
+LOSSES: Named[Loss] = Named("loss")
+"""Losses by name; ``@LOSSES.named("mse")`` adds one."""
 
 
 def reduced(op: OpBuilder, x: ir.Value, how: str) -> ir.Value:

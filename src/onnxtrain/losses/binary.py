@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import Loss, check_same_rank, frozen
+from onnxtrain.losses.base import LOSSES, Loss, check_same_rank, frozen
 
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -28,6 +28,7 @@ def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
     return op.Add(op.Mul(x, 0.5), even)
 
 
+@LOSSES.named("bce")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BCE(Loss):
     """``-w (t log x + (1 - t) log(1 - x))`` of probabilities.
@@ -65,6 +66,7 @@ def _weigh(op: OpBuilder, each: ir.Value, weight: Any) -> ir.Value:
     return each if weight is None else op.Mul(each, op.const(np.asarray(weight), each.dtype))
 
 
+@LOSSES.named("bce_with_logits")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BCEWithLogits(Loss):
     """Binary cross entropy of logits, stable for logits of any size.
@@ -96,6 +98,7 @@ class BCEWithLogits(Loss):
         return _weigh(op, each, self.weight)
 
 
+@LOSSES.named("hinge")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hinge(Loss):
     """``max(0, margin - t x)`` for targets of -1 and 1, as in support vector machines."""
@@ -108,6 +111,7 @@ class Hinge(Loss):
         return clamp(op, op.Sub(self.margin, op.Mul(prediction, *targets)))
 
 
+@LOSSES.named("hinge_embedding")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HingeEmbedding(Loss):
     """``x`` where the target is 1, ``max(0, margin - x)`` where it is -1."""

@@ -13,6 +13,7 @@ from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.base import (
+    LOSSES,
     Loss,
     TargetSpec,
     check_rank,
@@ -154,6 +155,7 @@ class _Labelled(Loss):
 Maybe = ir.Value | None
 
 
+@LOSSES.named("cross_entropy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossEntropy(_Labelled):
     """Cross entropy of logits with class indices, or with class probabilities.
@@ -271,6 +273,7 @@ class CrossEntropy(_Labelled):
         return self.reduce(op, op.ReduceSum(op.Mul(cost, target), [axis], keepdims=0))
 
 
+@LOSSES.named("nll")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NLL(_Labelled):
     """Negative log-likelihood: ``-w x[label]`` of log-probabilities.
@@ -301,6 +304,7 @@ class NLL(_Labelled):
         return rows.restore(op, loss) if self.reduction == "none" else loss
 
 
+@LOSSES.named("multi_margin")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiMargin(Loss):
     """``sum over i != label of max(0, margin - x[label] + x[i])^p / classes`` for ``x`` of [N, C].

@@ -19,12 +19,13 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import INT64, Loss, TargetSpec, check_rank
+from onnxtrain.losses.base import INT64, LOSSES, Loss, TargetSpec, check_rank
 
 # Stands for log(0): an infinity would make its own differences NaN.
 _NEVER = -1e30
 
 
+@LOSSES.named("ctc")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CTC(Loss):
     """Minus the log-probability of a label sequence under unaligned log-probabilities [T, N, C].

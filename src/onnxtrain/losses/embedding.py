@@ -11,12 +11,13 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import Loss, TargetSpec, check_same_rank, like, rows_of
+from onnxtrain.losses.base import LOSSES, Loss, TargetSpec, check_same_rank, like, rows_of
 from onnxtrain.losses.binary import clamp
 
 _EPSILON = 1e-12  # torch's, added to squared lengths
 
 
+@LOSSES.named("cosine_embedding")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CosineEmbedding(Loss):
     """``1 - cos(x1, x2)`` where the target is 1, ``max(0, cos(x1, x2) - margin)`` where it is -1.
@@ -64,6 +65,7 @@ def _check_rows(loss: Loss, x: ir.Value) -> None:
         )
 
 
+@LOSSES.named("triplet_margin")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TripletMargin(Loss):
     """``max(0, margin + d(anchor, positive) - d(anchor, negative))``, ``d`` the ``p``-norm of rows.

@@ -15,7 +15,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.base import FLOAT, Loss, check_same_rank, reduced
 from onnxtrain.losses.binary import BCE, BCEWithLogits
 from onnxtrain.losses.classification import NLL, CrossEntropy, class_axis
-from onnxtrain.options import make
+from onnxtrain.named import Named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,10 @@ class Metric:
         raise NotImplementedError
 
 
+METRICS: Named[Metric] = Named("metric", attribute="default_name")
+"""Metrics by name; ``@METRICS.named("mae")`` adds one."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OfClasses(Metric):
     """A metric that compares classes; ``axis`` and ``ignore_index`` are those of the loss."""
@@ -76,6 +80,7 @@ class _OfClasses(Metric):
         return op.Div(total, reduced(op, counts, "sum"))
 
 
+@METRICS.named("accuracy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accuracy(_OfClasses):
     """The share of rows whose largest score is the label's.
@@ -84,8 +89,6 @@ class Accuracy(_OfClasses):
     """
 
     threshold: float | None = None
-
-    default_name = "accuracy"
 
     def beside(self, loss: Loss | None) -> Metric:
         """Take the threshold of binary losses, too."""
@@ -125,6 +128,7 @@ def _first_largest(op: OpBuilder, x: ir.Value, axis: int, classes: int) -> ir.Va
     return op.ReduceMin(op.Where(top, numbers, float(classes)), [axis], keepdims=0)
 
 
+@METRICS.named("top_k")
 @dataclasses.dataclass(frozen=True)
 class TopK(_OfClasses):
     """The share of rows whose label is among the ``k`` largest scores."""
@@ -153,6 +157,7 @@ class TopK(_OfClasses):
         return self.mean(op, hit, target)
 
 
+@METRICS.named("perplexity")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Perplexity(_OfClasses):
     """``e^mean(-log p[label])``, without class weights and smoothing.
@@ -162,8 +167,6 @@ class Perplexity(_OfClasses):
     """
 
     log_probabilities: bool | None = None
-
-    default_name = "perplexity"
 
     def beside(self, loss: Loss | None) -> Metric:
         """Take the kind of prediction from the loss, too."""
@@ -180,25 +183,16 @@ class Perplexity(_OfClasses):
         return op.cast(op.Exp(loss), FLOAT)
 
 
+@METRICS.named("mae")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MAE(Metric):
     """The mean absolute difference of prediction and target."""
-
-    default_name = "mae"
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the mean."""
         (target,) = targets
         check_same_rank(self, prediction, target)
         return op.cast(reduced(op, op.Abs(op.Sub(prediction, target)), "mean"), FLOAT)
-
-
-METRICS: dict[str, type[Metric]] = {
-    "accuracy": Accuracy,
-    "top_k": TopK,
-    "perplexity": Perplexity,
-    "mae": MAE,
-}
 
 
 def metric_by_name(name: str) -> Metric:
@@ -208,7 +202,7 @@ def metric_by_name(name: str) -> Metric:
     True
     """
     number = re.fullmatch(r"top_(\d+)", name)
-    return TopK(int(number[1])) if number else make(METRICS, name, "metric", {})
+    return TopK(int(number[1])) if number else METRICS.make(name)
 
 
 __all__ = [

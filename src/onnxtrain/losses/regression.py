@@ -9,9 +9,10 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import Loss, check_same_rank
+from onnxtrain.losses.base import LOSSES, Loss, check_same_rank
 
 
+@LOSSES.named("mse")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MSE(Loss):
     """``(x - t)^2``."""
@@ -23,6 +24,7 @@ class MSE(Loss):
         return op.Mul(d, d)
 
 
+@LOSSES.named("l1")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class L1(Loss):
     """``|x - t|``; the derivative at 0 is 0."""
@@ -33,6 +35,7 @@ class L1(Loss):
         return op.Abs(op.Sub(prediction, *targets))
 
 
+@LOSSES.named("huber")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Huber(Loss):
     """``d^2 / 2`` for ``d = |x - t|`` below ``delta``, then ``delta (d - delta / 2)``."""
@@ -52,6 +55,7 @@ class Huber(Loss):
         return op.Mul(m, op.Sub(d, op.Mul(m, 0.5)))
 
 
+@LOSSES.named("smooth_l1")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmoothL1(Loss):
     """``d^2 / (2 beta)`` for ``d = |x - t|`` below ``beta``, then ``d - beta / 2``."""
@@ -71,6 +75,7 @@ class SmoothL1(Loss):
         return huber if self.beta == 1.0 else op.Mul(huber, 1.0 / self.beta)
 
 
+@LOSSES.named("kl_div")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KLDiv(Loss):
     """``t (log t - x)``: the prediction is a log-probability, the target a probability.

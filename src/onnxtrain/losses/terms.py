@@ -11,9 +11,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
-from onnxtrain.losses.base import Loss
-from onnxtrain.losses.names import LOSSES, loss_by_name
-from onnxtrain.options import parse_options, unknown
+from onnxtrain.losses.base import LOSSES, Loss
+from onnxtrain.named import parse_options, unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +88,8 @@ def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[LossTerm, ..
 
     >>> resolve("mse")[0].loss
     MSE(reduction='mean')
+    >>> resolve("cross_entropy:label_smoothing=0.1,axis=-1")[0].loss.label_smoothing
+    0.1
     """
     if isinstance(loss, list | tuple):
         if not loss:
@@ -121,6 +122,6 @@ def _named(name: str, model: ir.Model | None) -> Any:
     outputs = {} if model is None else {y.name or "": y for y in model.graph.outputs}
     if name in outputs:  # the model's own word for it wins over ours
         return Existing(outputs[name])
-    if parse_options(name)[0].lower().replace("-", "_") in LOSSES:
-        return loss_by_name(name)
+    if LOSSES.find(parse_options(name)[0]) is not None:
+        return LOSSES.make(name)
     raise unknown(name, [*LOSSES, *outputs], "loss or output")

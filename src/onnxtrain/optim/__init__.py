@@ -1,7 +1,7 @@
 """Optimizers as ONNX graphs, and learning-rate schedules."""
 
 from onnxtrain.deprecated import aliases
-from onnxtrain.optim.base import Optimizer, ParamGroup
+from onnxtrain.optim.base import OPTIMIZERS, Optimizer, ParamGroup, resolve
 from onnxtrain.optim.clip import clip_by_global_norm, clip_by_value, global_norm, moving_average
 from onnxtrain.optim.optimizers import (
     LAMB,
@@ -14,7 +14,6 @@ from onnxtrain.optim.optimizers import (
     Lion,
     RMSprop,
 )
-from onnxtrain.optim.resolve import OPTIMIZERS, resolve
 from onnxtrain.optim.schedules import (
     SCHEDULES,
     Chain,

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.named import Named
 from onnxtrain.optim import transforms as T
 from onnxtrain.optim.transforms import Slot, Transform, Update
 
@@ -38,7 +39,8 @@ class Optimizer:
     """Base of all optimizers: a learning rate, and groups of parameters (the first match wins)."""
 
     elementwise: ClassVar[bool] = False
-    """Whether each element is updated by itself, so that tensors may be joined to long vectors."""
+    """Whether each element is updated by itself, so that tensors may be joined to long vectors.
+    A subclass says so itself: it does not inherit it, since its own formula may mix elements."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -142,6 +144,21 @@ class Optimizer:
     def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
         """Return the new parameter."""
         return u.op.Sub(u.parameter, u.op.Mul(u.gradient, u.rate()))
+
+
+OPTIMIZERS: Named[Optimizer] = Named("optimizer")
+"""Optimizers by name; ``@OPTIMIZERS.named("sgd")`` adds one."""
+
+
+def resolve(optimizer: str | Optimizer) -> Optimizer:
+    """Return the optimizer that a name, or a name with options, stands for.
+
+    >>> resolve("sgd").lr
+    0.001
+    >>> resolve("adamw:lr=0.01,weight_decay=0").lr
+    0.01
+    """
+    return optimizer if isinstance(optimizer, Optimizer) else OPTIMIZERS.make(str(optimizer))
 
 
 def _shared_scalar(

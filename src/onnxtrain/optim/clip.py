@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Gradient clipping: by the joint norm of all gradients, or by value."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    @classmethod
+    def of(cls, given: float | Clip | None) -> Clip:
+        """Return the limits that a number, which is that of the norm, stands for.
+
+        Raises:
+            PrepareError: if a limit is not positive.
+        """
+        limits = given if isinstance(given, Clip) else cls(None if given is None else float(given))
+        for limit in (limits.norm, limits.value):
+            if limit is not None and not limit > 0:
+                raise PrepareError(f"clip must be positive: {limit}")
+        return limits
 
 
 def global_norm(op: OpBuilder, gradients: Mapping[str, ir.Value]) -> ir.Value:

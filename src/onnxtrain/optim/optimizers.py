@@ -10,10 +10,11 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.optim import transforms as T
-from onnxtrain.optim.base import Optimizer
+from onnxtrain.optim.base import OPTIMIZERS, Optimizer
 from onnxtrain.optim.transforms import Slot, Transform, Update
 
 
+@OPTIMIZERS.named("sgd")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
     """Gradient descent with momentum, Nesterov momentum, dampening and weight decay."""
@@ -37,6 +38,7 @@ class SGD(Optimizer):
         )
 
 
+@OPTIMIZERS.named("adam")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
     """Adam; weight decay is added to the gradient."""
@@ -55,6 +57,7 @@ class Adam(Optimizer):
         )
 
 
+@OPTIMIZERS.named("adamw")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW(Optimizer):
     """Adam with decoupled weight decay.
@@ -103,6 +106,7 @@ class AdamW(Optimizer):
         return u.parameter
 
 
+@OPTIMIZERS.named("lamb")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LAMB(Optimizer):
     """Adam's direction with decoupled decay, scaled to the norm of each parameter."""
@@ -120,6 +124,7 @@ class LAMB(Optimizer):
         )
 
 
+@OPTIMIZERS.named("adagrad")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
     """Divide by the root of the sum of squared gradients."""
@@ -151,6 +156,7 @@ class Adagrad(Optimizer):
         return T.chain(T.add_weight_decay(weight_decay), scale)
 
 
+@OPTIMIZERS.named("rmsprop")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSprop(Optimizer):
     """Divide by the root of the running mean square of gradients."""
@@ -186,6 +192,7 @@ class RMSprop(Optimizer):
         )
 
 
+@OPTIMIZERS.named("adadelta")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adadelta(Optimizer):
     """Scale by the ratio of the running root mean squares of updates and gradients."""
@@ -217,6 +224,7 @@ class Adadelta(Optimizer):
         )
 
 
+@OPTIMIZERS.named("lion")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
     """The sign of an interpolation between momentum and gradient, with decoupled decay."""
@@ -237,6 +245,7 @@ class Lion(Optimizer):
         return T.chain(T.decay_weights(weight_decay), Transform(update, T.like("exp_avg")))
 
 
+@OPTIMIZERS.named("adafactor")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
     """Adam-like scaling whose mean squares are kept as a row and a column factor.

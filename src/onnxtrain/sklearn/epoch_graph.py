@@ -9,55 +9,25 @@ layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.build import Clip
 from onnxtrain.artifacts.graphs import Backward, BuildOptions, Copy, backward
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
-from onnxtrain.targets import find
+from onnxtrain.optim import SGD, Optimizer
+from onnxtrain.optim.packing import Pack, alike
 
 _INT64, _FLOAT, _BOOL = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.BOOL
-# Each element is updated on its own, whichever tensor it belongs to.
-_ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Lion)
 
 LossFunction = Callable[..., ir.Value]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pack:
-    """Parameters that lie one after the other in one vector, or a single one as it is."""
-
-    name: str
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    dtype: np.dtype[Any]
-    flat: bool
-
-    def join(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the vector of some parameters."""
-        if not self.flat:
-            return np.array(values[self.name], self.dtype)
-        return np.concatenate([np.ravel(values[n]) for n, _ in self.parts]).astype(self.dtype)
-
-    def split(self, vector: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the parameters in a vector, as views."""
-        if not self.flat:
-            return {self.name: vector}
-        parameters, at = {}, 0
-        for name, shape in self.parts:
-            size = int(np.prod(shape))
-            parameters[name] = vector[at : at + size].reshape(shape)
-            at += size
-        return parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +51,7 @@ class Epoch:
     @property
     def parameters(self) -> list[str]:
         """Names of all trained parameters."""
-        return [n for p in self.packs for n, _ in p.parts]
+        return [n for p in self.packs for n in p.members]
 
 
 def epoch_model(
@@ -107,15 +77,10 @@ def epoch_model(
     options = BuildOptions(
         loss=loss,
         optimizer=optimizer,
-        metrics=(),
-        outputs=(),
         candidates=tuple(parameters),
         chosen_by_user=chosen_by_user,
         buffers=tuple(n for n, x in base.graph.initializers.items() if x in statistics),
         mode="train",
-        clip=Clip(),
-        ema=None,
-        target=find("cpu"),
         randomness="portable",
     )
     origin = backward(base.clone(), options)
@@ -129,16 +94,16 @@ def _packs(copy: Copy, optimizer: Optimizer) -> list[Pack]:
     dtypes = {n: x.dtype.numpy() for n, x in copy.parameters.items() if x.dtype is not None}
     # Plain descent is two nodes: less than it takes to put the parameters together.
     plain = isinstance(optimizer, SGD) and not optimizer.momentum and not optimizer.weight_decay
-    if plain or type(optimizer) not in _ELEMENTWISE or optimizer.groups:
-        return [Pack(n, ((n, s),), dtypes[n], flat=False) for n, s in shapes.items()]
+    if plain or not optimizer.elementwise or optimizer.groups:
+        return [Pack(n, (n,), (shape,), dtypes[n]) for n, shape in shapes.items()]
     return [
         Pack(
-            f"parameters/{kind.name}",
-            tuple((n, s) for n, s in shapes.items() if dtypes[n] == kind),
-            kind,
-            flat=True,
+            f"parameters/{dtypes[names[0]].name}",
+            names,
+            tuple(shapes[n] for n in names),
+            dtypes[names[0]],
         )
-        for kind in dict.fromkeys(dtypes.values())
+        for names in alike(optimizer, dtypes)
     ]
 
 
@@ -163,7 +128,7 @@ class _Looping:
         lr = op.input("learning_rate", _FLOAT, [1])
         step = op.input("step", _INT64, [1])
         vectors = {p.name: self._unpack(p) for p in self.packs}
-        gradients = {p.name: self._pack(p) for p in self.packs}
+        gradients = {p.name: p.join(op, copy.gradients) for p in self.packs}
         slots: dict[str, ir.Value] = {}
         for name, x in vectors.items():
             assert x.dtype is not None
@@ -201,28 +166,15 @@ class _Looping:
     def _unpack(self, pack: Pack) -> ir.Value:
         """Make the vector an input of the step and let the parameters be parts of it."""
         op, values = self.copy.op, self.copy.parameters
-        if not pack.flat:
+        if not pack.joined:
             return values[pack.name]
-        sizes = [int(np.prod(s)) for _, s in pack.parts]
         first = next(iter(op.graph), None)
-        vector = op.input(pack.name, ir.DataType.from_numpy(pack.dtype), [sum(sizes)])
+        vector = op.input(pack.name, ir.DataType.from_numpy(pack.dtype), [sum(pack.sizes)])
         front = OpBuilder(op.graph, "unpack/", before=first)
         front.names = op.names
-        parts = [vector]
-        if len(sizes) > 1:
-            parts = front.Split(vector, sizes, axis=0, _outputs=len(sizes))
-        for (name, shape), part in zip(pack.parts, parts, strict=True):
-            whole = front.Reshape(part, front.const(list(shape)))
-            whole.shape = ir.Shape(shape)
-            values[name].replace_all_uses_with(whole)
+        for name, part in pack.split(front, vector).items():
+            values[name].replace_all_uses_with(part)
         return vector
-
-    def _pack(self, pack: Pack) -> ir.Value:
-        op, grads = self.copy.op, self.copy.gradients
-        if not pack.flat:
-            return grads[pack.name]
-        flat = [op.Reshape(grads[n], [-1]) for n, _ in pack.parts]
-        return flat[0] if len(flat) == 1 else op.Concat(*flat, axis=0)
 
     def _loop(
         self,

@@ -81,7 +81,7 @@ class Epochs:
 
     def _load(self) -> list[np.ndarray]:
         values, state = self.owner._values, self.owner._state
-        carried = [p.join(values) for p in self.epoch.packs]
+        carried = [p.join_arrays(values) for p in self.epoch.packs]
         for name, (dims, dtype, start) in self.epoch.state.items():
             known = state.get(name)
             carried.append(np.full(dims, start, dtype) if known is None else known)
@@ -107,7 +107,7 @@ class Epochs:
         carried = dict(zip(epoch.carried, self.carried, strict=True))
         values = dict(owner._values)
         for pack in epoch.packs:
-            values.update(pack.split(carried[pack.name]))
+            values.update(pack.split_array(carried[pack.name]))
         values.update({n: carried[n] for n in epoch.buffers})
         owner._values = values
         owner._state = {n: carried[n] for n in epoch.state}

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.build import _candidates
+from onnxtrain.artifacts.build import candidates
 from onnxtrain.autodiff.gradient_model import lift
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.autodiff.selection import batch_statistics
@@ -268,7 +268,7 @@ def _is_product(x: ir.Value) -> bool:
 
 def _parameters(model: ir.Model, train: Any, freeze: list[str]) -> list[str]:
     base = load_normalized(ir.to_proto(model)) if train is None else model
-    return [x.name or "" for x in _candidates(base, train, freeze or None)]
+    return [x.name or "" for x in candidates(base, train, freeze or None)]
 
 
 def _the_output(model: ir.Model, output: str | None) -> ir.Value:

@@ -26,7 +26,7 @@ from onnxtrain.losses import (
     resolve,
 )
 from onnxtrain.losses.base import check_same_rank
-from onnxtrain.options import unknown
+from onnxtrain.named import unknown
 
 PENALTIES = ("l1", "l2", "elasticnet", "elastic")
 _FLOAT, _INT64 = ir.DataType.FLOAT, ir.DataType.INT64

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxtrain.optim.schedules import Schedule
+from onnxtrain.options import from_arguments
 from onnxtrain.training.callbacks import Callback, Record
-from onnxtrain.training.run import FitOptions, History, Run
+from onnxtrain.training.fit_options import FitOptions
+from onnxtrain.training.run import History, Run
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -69,23 +70,4 @@ def fit(
     Raises:
         NonFiniteError: if the loss becomes infinite or NaN; the weights are those before that step.
     """
-    options = FitOptions(
-        epochs=epochs,
-        batch_size=batch_size,
-        validation=validation,
-        schedule=schedule,
-        warmup=warmup,
-        callbacks=callbacks,
-        progress=progress,
-        directory=None if directory is None else Path(directory),
-        resume=resume,
-        checkpoint_every=checkpoint_every,
-        keep=keep,
-        monitor=monitor,
-        patience=patience,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        debug_nan=debug_nan,
-        tensorboard=tensorboard,
-    )
-    return Run(trainer, data, options).go()
+    return Run(trainer, data, from_arguments(FitOptions, locals())).go()

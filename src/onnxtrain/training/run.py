@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record
 from onnxtrain.training.checkpoint_rotation import CheckpointRotation
 from onnxtrain.training.data import Batch, Source, as_source
 from onnxtrain.training.evaluation import Mean, evaluate
+from onnxtrain.training.fit_options import FitOptions
 from onnxtrain.training.metrics_files import Records
 from onnxtrain.training.nan_search import bad_loss, bad_update, is_finite
 from onnxtrain.training.progress import display
@@ -26,29 +27,6 @@ if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
-
-
-@dataclasses.dataclass(frozen=True)
-class FitOptions:
-    """How a run goes; :func:`onnxtrain.training.fit.fit` tells what each option means."""
-
-    epochs: int = 1
-    batch_size: int | None = None
-    validation: Any = None
-    schedule: Any = None
-    warmup: float = 0
-    callbacks: Sequence[Callback | Callable[[Run, Record], None]] = ()
-    progress: bool | str = True
-    directory: Path | None = None
-    resume: bool = False
-    checkpoint_every: int | None = None
-    keep: int = 3
-    monitor: str | None = None
-    patience: int | None = None
-    shuffle: bool = True
-    drop_last: bool = False
-    debug_nan: bool = False
-    tensorboard: bool | None = None
 
 
 @dataclasses.dataclass

@@ -1,7 +1,6 @@
 """Learning rates as functions of the step number."""
 
 from onnxtrain.optim.schedules.combined import (
-    SCHEDULES,
     Chain,
     ReduceOnPlateau,
     Warmup,
@@ -9,6 +8,7 @@ from onnxtrain.optim.schedules.combined import (
     resolve_schedule,
 )
 from onnxtrain.optim.schedules.formulas import (
+    SCHEDULES,
     Constant,
     Cosine,
     CosineRestarts,

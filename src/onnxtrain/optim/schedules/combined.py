@@ -19,22 +19,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from onnxtrain.optim.schedules.formulas import (
-    Constant,
-    Cosine,
-    CosineRestarts,
-    Exponential,
-    Linear,
-    MultiStep,
-    OneCycle,
-    Polynomial,
-    Schedule,
-    Step,
-    need,
-)
-from onnxtrain.options import make, parse_options, unknown
+from onnxtrain.named import parse_options, unknown
+from onnxtrain.optim.schedules.formulas import SCHEDULES, Constant, Schedule, need
 
 
+@SCHEDULES.named("warmup")
 @dataclasses.dataclass(frozen=True)
 class Warmup(Schedule):
     """A line from ``start * base`` to ``base`` in ``steps`` steps, then another schedule.
@@ -42,7 +31,6 @@ class Warmup(Schedule):
     With ``start=0``, the default, the first step has a learning rate of 0, as in transformers.
     """
 
-    name = "warmup"
     steps: int
     after: Schedule = dataclasses.field(default_factory=Constant)
     start: float = 0.0
@@ -69,6 +57,7 @@ class Warmup(Schedule):
         self.after.load_state_dict(state)
 
 
+@SCHEDULES.named("chain")
 @dataclasses.dataclass(frozen=True)
 class Chain(Schedule):
     """One schedule after the other; each begins at its milestone, counting from its own start.
@@ -76,7 +65,6 @@ class Chain(Schedule):
     The same as SequentialLR.
     """
 
-    name = "chain"
     schedules: tuple[Schedule, ...]
     milestones: tuple[int, ...]
 
@@ -110,6 +98,7 @@ class Chain(Schedule):
             schedule.load_state_dict(state.get(str(i), {}))
 
 
+@SCHEDULES.named("reduce_on_plateau")
 @dataclasses.dataclass
 class ReduceOnPlateau(Schedule):
     """Multiply by ``factor`` when a metric has not improved for ``patience`` updates.
@@ -123,7 +112,6 @@ class ReduceOnPlateau(Schedule):
     0.05
     """
 
-    name = "reduce_on_plateau"
     mode: str = "min"
     factor: float = 0.1
     patience: int = 10
@@ -195,24 +183,6 @@ class ReduceOnPlateau(Schedule):
 
 _PLATEAU = ("best", "bad", "resting", "reductions")
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    kind.name: kind
-    for kind in (
-        Constant,
-        Linear,
-        Cosine,
-        CosineRestarts,
-        Polynomial,
-        Step,
-        MultiStep,
-        Exponential,
-        OneCycle,
-        Warmup,
-        Chain,
-        ReduceOnPlateau,
-    )
-}
-
 
 def from_dict(data: Mapping[str, Any]) -> Schedule:
     """Return the schedule that :meth:`Schedule.to_dict` described."""
@@ -225,7 +195,7 @@ def from_dict(data: Mapping[str, Any]) -> Schedule:
             settings[key] = from_dict(cast(Mapping[str, Any], value))
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             settings[key] = tuple(from_dict(v) for v in cast(list[Mapping[str, Any]], value))
-    return make(SCHEDULES, name, "schedule", settings)
+    return SCHEDULES.make(name, settings)
 
 
 def resolve_schedule(
@@ -250,7 +220,7 @@ def resolve_schedule(
         return from_dict(schedule)
     text = "constant" if schedule is None else schedule
     name, given = parse_options(text)
-    kind = SCHEDULES.get(name.lower().replace("-", "_"))
+    kind = SCHEDULES.find(name)
     if kind is None or kind in (Warmup, Chain):
         simple = [n for n, k in SCHEDULES.items() if k not in (Warmup, Chain)]
         raise unknown(name, simple, "schedule")
@@ -265,25 +235,8 @@ def resolve_schedule(
     if takes_total and total is not None:
         need(not warmup or total > warmup, f"a warm-up of {warmup} steps leaves nothing of {total}")
         options["total"] = total - int(warmup)
-    after_warmup = make(SCHEDULES, name, "schedule", {**options, **given})
+    after_warmup = SCHEDULES.make(name, {**options, **given})
     return Warmup(int(warmup), after_warmup) if warmup else after_warmup
 
 
-__all__ = [
-    "SCHEDULES",
-    "Chain",
-    "Constant",
-    "Cosine",
-    "CosineRestarts",
-    "Exponential",
-    "Linear",
-    "MultiStep",
-    "OneCycle",
-    "Polynomial",
-    "ReduceOnPlateau",
-    "Schedule",
-    "Step",
-    "Warmup",
-    "from_dict",
-    "resolve_schedule",
-]
+__all__ = ["Chain", "ReduceOnPlateau", "Warmup", "from_dict", "resolve_schedule"]

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, cast
 
 from onnxtrain.errors import PrepareError
+from onnxtrain.named import Named
 
 
 class Schedule:
     """Base of all schedules."""
 
     name: ClassVar[str]
+    """What it is registered as."""
 
     def lr(self, base: float, step: int) -> float:
         """Return the learning rate of a step, counted from 1, for an optimizer's own ``base``."""
@@ -52,6 +54,10 @@ class Schedule:
         return {"name": self.name, **settings}
 
 
+SCHEDULES: Named[Schedule] = Named("schedule", attribute="name")
+"""Schedules by name; ``@SCHEDULES.named("cosine")`` adds one."""
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Schedule):
         return value.to_dict()
@@ -66,11 +72,11 @@ def need(condition: bool, message: str) -> None:
         raise PrepareError(message)
 
 
+@SCHEDULES.named("constant")
 @dataclasses.dataclass(frozen=True)
 class Constant(Schedule):
     """The base learning rate, times ``factor``."""
 
-    name = "constant"
     factor: float = 1.0
 
     def at(self, base: float, t: int) -> float:
@@ -78,11 +84,11 @@ class Constant(Schedule):
         return base * self.factor
 
 
+@SCHEDULES.named("linear")
 @dataclasses.dataclass(frozen=True)
 class Linear(Schedule):
     """A line from ``start * base`` to ``end * base``, then constant (LinearLR)."""
 
-    name = "linear"
     total: int
     start: float = 1.0
     end: float = 0.0
@@ -95,11 +101,11 @@ class Linear(Schedule):
         return base * (self.start + (self.end - self.start) * min(t, self.total) / self.total)
 
 
+@SCHEDULES.named("cosine")
 @dataclasses.dataclass(frozen=True)
 class Cosine(Schedule):
     """Half a cosine from ``base`` down to ``eta_min`` (CosineAnnealingLR), then constant."""
 
-    name = "cosine"
     total: int
     eta_min: float = 0.0
 
@@ -115,6 +121,7 @@ def _cosine(high: float, low: float, part: float) -> float:
     return low + (high - low) * (1.0 + math.cos(math.pi * part)) / 2.0
 
 
+@SCHEDULES.named("cosine_restarts")
 @dataclasses.dataclass(frozen=True)
 class CosineRestarts(Schedule):
     """Cosines of ``period`` steps, each ``mult`` times as long as the one before.
@@ -122,7 +129,6 @@ class CosineRestarts(Schedule):
     The same as CosineAnnealingWarmRestarts.
     """
 
-    name = "cosine_restarts"
     period: int
     mult: int = 1
     eta_min: float = 0.0
@@ -141,11 +147,11 @@ class CosineRestarts(Schedule):
         return _cosine(base, self.eta_min, t / period)
 
 
+@SCHEDULES.named("polynomial")
 @dataclasses.dataclass(frozen=True)
 class Polynomial(Schedule):
     """``(base - end) (1 - t / total)^power + end`` (PolynomialLR), then constant."""
 
-    name = "polynomial"
     total: int
     power: float = 1.0
     end: float = 0.0
@@ -159,11 +165,11 @@ class Polynomial(Schedule):
         return (base - self.end) * left**self.power + self.end
 
 
+@SCHEDULES.named("step")
 @dataclasses.dataclass(frozen=True)
 class Step(Schedule):
     """Multiply by ``gamma`` every ``step_size`` steps (StepLR)."""
 
-    name = "step"
     step_size: int
     gamma: float = 0.1
 
@@ -175,11 +181,11 @@ class Step(Schedule):
         return base * self.gamma ** (t // self.step_size)
 
 
+@SCHEDULES.named("multi_step")
 @dataclasses.dataclass(frozen=True)
 class MultiStep(Schedule):
     """Multiply by ``gamma`` after each of ``milestones`` steps (MultiStepLR)."""
 
-    name = "multi_step"
     milestones: tuple[int, ...]
     gamma: float = 0.1
 
@@ -195,11 +201,11 @@ class MultiStep(Schedule):
         return base * self.gamma ** bisect.bisect_right(self.milestones, t)
 
 
+@SCHEDULES.named("exponential")
 @dataclasses.dataclass(frozen=True)
 class Exponential(Schedule):
     """Multiply by ``gamma`` after every step (ExponentialLR)."""
 
-    name = "exponential"
     gamma: float
 
     def at(self, base: float, t: int) -> float:
@@ -207,6 +213,7 @@ class Exponential(Schedule):
         return base * self.gamma**t
 
 
+@SCHEDULES.named("one_cycle")
 @dataclasses.dataclass(frozen=True)
 class OneCycle(Schedule):
     """Up to the base learning rate and down to nearly nothing, in ``total`` steps (OneCycleLR).
@@ -214,7 +221,6 @@ class OneCycle(Schedule):
     The optimizer's ``lr`` is the peak, torch's ``max_lr``.
     """
 
-    name = "one_cycle"
     total: int
     pct_start: float = 0.3
     anneal_strategy: str = "cos"

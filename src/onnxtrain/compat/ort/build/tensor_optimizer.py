@@ -8,8 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts import Clip
-from onnxtrain.artifacts.graphs import BuildOptions, optimizer_graph
+from onnxtrain.artifacts.graphs import UpdateOptions, optimizer_graph
 from onnxtrain.artifacts.signature import GraphSignature
 from onnxtrain.compat.ort.build.embed import embed
 from onnxtrain.compat.ort.build.opset import bring_down
@@ -20,7 +19,7 @@ from onnxtrain.graph.io import load
 from onnxtrain.graph.prepare.versions import IR_VERSION
 from onnxtrain.manifest import Manifest, ModelSpec, StateSpec, TensorSpec, WeightSpec
 from onnxtrain.optim import Optimizer
-from onnxtrain.targets import find
+from onnxtrain.optim.clip import Clip
 
 TensorOptimizer = tuple[onnx.ModelProto, ModelSpec, list[StateSpec]]
 Weights = Sequence[TensorSpec] | Sequence[WeightSpec]
@@ -39,20 +38,7 @@ def optimizer_model(
         for w in weights
         for s in optimizer.slots(w.name, w.shape, _dtype(w))
     ]
-    options = BuildOptions(
-        loss=None,
-        optimizer=optimizer,
-        metrics=(),
-        outputs=(),
-        candidates=(),
-        chosen_by_user=True,
-        buffers=(),
-        mode="as-is",
-        clip=Clip(norm=max_norm),
-        ema=None,
-        target=find("cpu"),
-        randomness="portable",
-    )
+    options = UpdateOptions(optimizer=optimizer, clip=Clip(norm=max_norm))
     proto, spec = optimizer_graph(options, weights, state)
     model = ir.from_proto(proto)
     return (proto if bring_down(model, opset) else ir.to_proto(model)), spec, state

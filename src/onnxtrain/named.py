@@ -1,0 +1,158 @@
+"""Classes by name: losses, metrics, optimizers and schedules are each registered by one decorator.
+
+A name may come with options in one string, as a command line passes it.
+
+>>> SHAPES: Named[object] = Named("shape")
+>>> @SHAPES.named("square", "box")
+... @dataclasses.dataclass(frozen=True)
+... class Square:
+...     side: float = 1.0
+>>> SHAPES.make("box:side=2")
+Square(side=2)
+>>> list(SHAPES)
+['square', 'box']
+>>> parse_options("cosine:warmup=10,total=100")
+('cosine', {'warmup': 10, 'total': 100})
+>>> parse_options("multi_step:milestones=[30,60],gamma=0.2")
+('multi_step', {'milestones': [30, 60], 'gamma': 0.2})
+>>> parse_options("mse")
+('mse', {})
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from onnxtrain.errors import PrepareError
+
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound=type)
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+class Named(Mapping[str, type[T]]):
+    """The dataclasses of one kind by name, in the order in which they were registered.
+
+    Args:
+        what: what the names stand for, for messages.
+        attribute: the class attribute that takes the first name, if the classes have one.
+    """
+
+    def __init__(self, what: str, attribute: str | None = None) -> None:
+        self.what, self.attribute = what, attribute
+        self._kinds: dict[str, type[T]] = {}
+
+    def named(self, name: str, *aliases: str) -> Callable[[Kind], Kind]:
+        """Return the decorator, to stand above ``@dataclass``, that registers a class.
+
+        Raises:
+            PrepareError: if another class has the name.
+        """
+
+        def register(kind: Kind) -> Kind:
+            for key in (name, *aliases):
+                other = self._kinds.get(key, kind)
+                # The same class again: a cell of a notebook that runs twice.
+                if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+                    raise PrepareError(
+                        f"the {self.what} {key!r} is {other.__module__}.{other.__qualname__}\n"
+                        f"hint: choose another name for {kind.__qualname__}"
+                    )
+            self._kinds.update(dict.fromkeys((name, *aliases), cast("type[T]", kind)))
+            if self.attribute is not None and self.attribute not in vars(kind):
+                setattr(kind, self.attribute, name)
+            return kind
+
+        return register
+
+    def __getitem__(self, name: str) -> type[T]:
+        return self._kinds[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def find(self, name: str) -> type[T] | None:
+        """Return the class of a name, whatever its case and whether it has dashes."""
+        return self._kinds.get(name.lower().replace("-", "_"))
+
+    def make(self, text: str, options: Mapping[str, Any] | None = None) -> T:
+        """Return an object of the class that ``text`` names; options in ``text`` come first.
+
+        Args:
+            text: a name, or a name with options.
+            options: more options, for those that ``text`` leaves open.
+
+        Raises:
+            PrepareError: if a name or an option does not exist, or an option is missing.
+        """
+        name, given = parse_options(text)
+        kind: Any = self.find(name)
+        if kind is None:
+            raise unknown(name, self, self.what)
+        fields = [f for f in dataclasses.fields(kind) if f.init]
+        known = [f.name for f in fields]
+        settings = {**(options or {}), **given}
+        wrong = [key for key in settings if key not in known]
+        if wrong:
+            raise PrepareError(
+                f"{name} has no option {', '.join(map(repr, wrong))}\n"
+                f"hint: it has {', '.join(known) or 'none'}"
+            )
+        missing = [f.name for f in fields if f.name not in settings and _is_required(f)]
+        if missing:
+            raise PrepareError(
+                f"{name} needs {', '.join(missing)}\n"
+                f"hint: write {name}:{','.join(f'{m}=...' for m in missing)}"
+            )
+        return kind(**settings)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def parse_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of ``"name:key=value,key=value"``.
+
+    A value is a number, a list in brackets, true, false, none, or else a word.
+    """
+    name, colon, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    # Commas inside brackets belong to a list.
+    parts = re.split(r",(?![^\[(]*[\])])", rest) if colon else []
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise PrepareError(
+                f"not an option: {part!r} in {text!r}\nhint: write name:key=value,key=value"
+            )
+        options[key.strip()] = _value(value.strip())
+    return name.strip(), options
+
+
+def unknown(name: str, choices: Iterable[str], what: str) -> PrepareError:
+    """Return the error for a name that does not exist, with near matches."""
+    known = list(choices)
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(known)}"
+    return PrepareError(f"no such {what}: {name!r}\nhint: {hint}")
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+__all__ = ["Named", "parse_options", "unknown"]
