@@ -8,14 +8,13 @@ function body (inlined by ``prepare``), an error. Operators of another domain ar
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes import attributes_of
+from onnxtrain.graph.builder.call_by_signature import call_by_signature
 
 Gradient = ir.Value | None
 Gradients = Gradient | tuple[Gradient, ...]
@@ -45,7 +44,6 @@ class Rule:
     """Inputs broadcast; the driver sums gradients back to their shapes."""
     constant_inputs: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Inputs through which no gradient flows though they may be floats, with the reason."""
-    wants: tuple[str, ...] = ()
 
 
 RULES: dict[str, Rule] = {}
@@ -92,7 +90,7 @@ def vjp(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
-            _add(_rule(op, function, broadcasts=broadcasts, constant_inputs=constant_inputs or {}))
+            _add(Rule(op, function, broadcasts=broadcasts, constant_inputs=constant_inputs or {}))
         return function
 
     return register
@@ -105,7 +103,7 @@ def vjp_multi(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
-            _add(_rule(op, function, multi=True, constant_inputs=constant_inputs or {}))
+            _add(Rule(op, function, multi=True, constant_inputs=constant_inputs or {}))
         return function
 
     return register
@@ -113,7 +111,7 @@ def vjp_multi(
 
 def elementwise(op: str, function: Callable[..., Any]) -> None:
     """Register a rule whose inputs broadcast; it may ignore that."""
-    _add(_rule(op, function, broadcasts=True))
+    _add(Rule(op, function, broadcasts=True))
 
 
 def zero_gradient(*ops: str, why: str) -> None:
@@ -145,7 +143,7 @@ def register_vjp(
     key = op.removeprefix("::").removeprefix("ai.onnx::")
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        USER_RULES[key] = _rule(key, function, multi=multi)
+        USER_RULES[key] = Rule(key, function, multi=multi)
         return function
 
     return register
@@ -159,12 +157,9 @@ def call_rule(
     wanted: tuple[bool, ...],
 ) -> list[Any]:
     """Apply a rule; return one entry per input: a value, ``None`` or :class:`Undefined`."""
-    attributes = attributes_of(node, op.opset) if rule.wants else {}
     context = {"y": node.outputs[0], "outputs": node.outputs, "node": node, "wanted": wanted}
-    keywords = {
-        name: context[name] if name in context else attributes.get(name) for name in rule.wants
-    }
-    rule_grads = rule.function(op, dys if rule.multi else dys[0], *node.inputs, **keywords)
+    dy = dys if rule.multi else dys[0]
+    rule_grads = call_by_signature(rule.function, op, node, dy, context=context)
     grads = list(rule_grads) if isinstance(rule_grads, tuple | list) else [rule_grads]
     grads += [None] * (len(node.inputs) - len(grads))
     if rule.broadcasts:
@@ -173,12 +168,6 @@ def call_rule(
             for g, x, w in zip(grads, node.inputs, wanted, strict=False)
         ]
     return grads
-
-
-def _rule(op: str, function: Callable[..., Any], **options: Any) -> Rule:
-    parameters = inspect.signature(function).parameters.values()
-    wants = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    return Rule(op, function, wants=wants, **options)
 
 
 def _add(rule: Rule) -> None:
