@@ -69,6 +69,11 @@ class Draft:
         """Drop all inputs behind the first ``count``."""
         del self.inputs[count:]
 
+    def has_rank(self) -> bool:
+        """Return whether the rank of the first input is known."""
+        x = self.inputs[0]
+        return isinstance(x, ir.Value) and x.shape is not None
+
     def rank(self) -> int:
         """Return the rank of the first input."""
         x = self.inputs[0]

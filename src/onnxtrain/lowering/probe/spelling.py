@@ -7,8 +7,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.simplify import remove_dead
+from onnxtrain.lowering.apply_forms import apply_forms
 from onnxtrain.lowering.destination import NEWEST, OLDEST, Destination
-from onnxtrain.lowering.forms import respell
 from onnxtrain.lowering.node_draft import UnfitError
 from onnxtrain.lowering.probe.case import Case, model_of
 
@@ -39,7 +39,7 @@ def spelled(case: Case, opset: int) -> onnx.ModelProto | None:
         if _since(case.op, case.opset) == _since(case.op, opset):
             model.opset_imports[""] = opset
         elif opset < case.opset and _since(case.op, case.opset) == _since(case.op, _LAST):
-            respell(model, opset)  # knows the way down from the newest version only
+            apply_forms(model, opset)  # knows the way down from the newest version only
         else:
             return None
     except (UnfitError, AssertionError):
