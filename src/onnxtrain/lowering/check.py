@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.shapes.infer import infer_shapes
-from onnxtrain.lowering.node_draft import Draft
+from onnxtrain.lowering.forms import Draft
 from onnxtrain.lowering.profile import Profile, objection
 
 

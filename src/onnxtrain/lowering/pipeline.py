@@ -17,9 +17,9 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.graph.simplify import remove_dead, simplify
-from onnxtrain.lowering.apply_forms import apply_forms
 from onnxtrain.lowering.destination import NEWEST, OLDEST, Destination
 from onnxtrain.lowering.fold_constants import drop_inference_no_ops, fold_constants
+from onnxtrain.lowering.forms import apply_forms
 from onnxtrain.lowering.profile import Profile
 from onnxtrain.lowering.replace import replace_unsupported
 

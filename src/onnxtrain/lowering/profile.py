@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import ProfileError
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.node_draft import Draft
+from onnxtrain.lowering.forms import Draft
 
 
 @dataclass(frozen=True)

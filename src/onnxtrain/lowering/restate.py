@@ -12,8 +12,8 @@ import onnx_ir as ir
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
 from onnxtrain.graph.simplify import remove_dead
-from onnxtrain.lowering.apply_forms import apply_forms
 from onnxtrain.lowering.destination import Destination
+from onnxtrain.lowering.forms import apply_forms
 from onnxtrain.lowering.registry import apply
 from onnxtrain.lowering.rules.shape import shape
 

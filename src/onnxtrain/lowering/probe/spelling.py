@@ -7,9 +7,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.simplify import remove_dead
-from onnxtrain.lowering.apply_forms import apply_forms
 from onnxtrain.lowering.destination import NEWEST, OLDEST, Destination
-from onnxtrain.lowering.node_draft import UnfitError
+from onnxtrain.lowering.forms import UnfitError, apply_forms
 from onnxtrain.lowering.probe.case import Case, model_of
 
 _LAST = onnx.defs.onnx_opset_version()

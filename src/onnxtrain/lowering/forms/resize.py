@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.forms import form
-from onnxtrain.lowering.node_draft import Draft, UnfitError
+from onnxtrain.lowering.forms.draft import Draft, UnfitError
+from onnxtrain.lowering.forms.registry import form
 
 
 @form("Resize", below=18)

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
-from onnxtrain.lowering.forms import draft
+from onnxtrain.lowering.forms.registry import draft_at
 
 
 def apply_forms(model: ir.Model, opset: int, prefix: str = "lower/") -> None:
@@ -32,7 +32,7 @@ def _apply(graph: ir.Graph, constants: _Constants, opset: int, working: int) -> 
             _apply(body, constants, opset, working)
         if node.domain:
             continue
-        new = draft(node, opset, working)
+        new = draft_at(node, opset, working)
         outputs = list(node.outputs)
         schema = S.schema_of(new.op_type, opset)
         assert schema is not None
