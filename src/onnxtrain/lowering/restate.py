@@ -62,7 +62,9 @@ def _slice_of_shape(root: OpBuilder, node: ir.Node) -> None:
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     op = OpBuilder(graph, root.prefix, before=node, parent=root)
-    (part,) = apply(shape, op, node) or ()
+    parts = apply(shape, op, node)
+    assert parts is not None
+    part = parts[0]
     assert part is not None
     y = node.outputs[0]
     replace_value(y, part, list(y.uses()))

@@ -12,7 +12,7 @@ from onnxtrain.passes.scale_after_matmul import scale_after_matmul
 
 
 def optimize_for_cpu(model: ir.Model, target: str) -> ir.Model:
-    """Simplify a model and, for ``"cpu"``, choose spellings by size; in place, return it back."""
+    """Simplify a model and, for ``"cpu"``, choose spellings by size; in place, return it."""
     simplify(model)
     if target == "cpu":
         op = OpBuilder(model.graph, "cpu/", target=target)

@@ -23,7 +23,7 @@ _TINY = 1e-30  # a probability below has few digits, or none, in float32
 
 
 def expand_label_losses(model: ir.Model, target: str = "cpu") -> ir.Model:
-    """Replace label losses of the main graph by plain operators, in place; return the model back.
+    """Replace label losses of the main graph by plain operators, in place; return the model.
 
     To be called after differentiation and before ``simplify``: the operators' own gradient rules
     are faster than those of what they are replaced by.

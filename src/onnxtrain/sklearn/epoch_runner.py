@@ -115,7 +115,7 @@ class Epochs:
         return float(np.concatenate(losses).astype(np.float64) @ self.share)
 
     def store(self) -> None:
-        """Return the owner the parameters and the state of the moment."""
+        """Hand the current parameters and state to the owner."""
         owner, epoch = self.owner, self.epoch
         carried = dict(zip(epoch.carried, self.carried, strict=True))
         values = dict(owner._values)

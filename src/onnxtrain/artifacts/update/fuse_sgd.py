@@ -49,7 +49,7 @@ class FusedSgd:
 def fuse_sgd(
     train: onnx.ModelProto, updates: VectorGraphs, gradients: Mapping[str, str]
 ) -> FusedSgd | None:
-    """Return the graphs with updates fuse_sgd where that can be done; ``None`` if it can nowhere.
+    """Return the graphs with updates fused where that can be done; ``None`` if it can nowhere.
 
     Args:
         train: plain gradients; not changed.

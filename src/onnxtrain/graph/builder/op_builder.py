@@ -34,7 +34,7 @@ TARGETS = ("cpu", "cuda", "wasm", "webgpu", "portable")
 
 
 class Names:
-    """Hands out names that no value of the model bears."""
+    """Hands out names that no value of the model has."""
 
     def __init__(self, taken: set[str]) -> None:
         self.taken = taken
@@ -58,7 +58,7 @@ class OpBuilder(ShapeOps):
     Args:
         graph: where nodes go.
         prefix: what names of new values start with.
-        target: for which kind of runtime spellings are chosen, one of ``TARGETS``.
+        target: for which kind of runtime forms are chosen, one of ``TARGETS``.
         before: nodes are inserted in front of this one; appended if ``None``.
     """
 

@@ -3,7 +3,7 @@
 Parameters stay float32. What a product reads is cast to 16 bits in front of it, what it gives is
 cast back behind it, so that the gradient of Cast carries the reverse sweep through the same types.
 
-There are two spellings. Where a runtime has 16-bit kernels (``NATIVE``), products run in 16 bits,
+There are two forms. Where a runtime has 16-bit kernels (``NATIVE``), products run in 16 bits,
 and so does what only moves their results about. Elsewhere the operands and the result are rounded
 to 16 bits and the product itself is float32, which is what 16-bit kernels with float32 sums
 compute: onnxruntime's CPU has no bfloat16 products, and computes float16 ones in float32 without

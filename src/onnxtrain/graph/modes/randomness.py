@@ -27,7 +27,7 @@ _IDS = 4  # how many streams a node may use
 def portable_dropout(
     model: ir.Model, rng_input_name: str = "rng", *, target: str = "cpu"
 ) -> ir.Model:
-    """Rewrite Dropout in training and the random operators, in place; return the model back.
+    """Rewrite Dropout in training and the random operators, in place; return the model.
 
     If there are any, the model gets an input ``rng``: float32 [2] = (seed, step), whole numbers
     below 2^24. Dropout out of training is left alone.
@@ -35,7 +35,7 @@ def portable_dropout(
     Args:
         model: a prepared model, with shapes inferred.
         rng_input_name: the name of the new input.
-        target: which spelling to choose; the numbers are the same.
+        target: which form to choose; the numbers are the same.
 
     Raises:
         PrepareError: if the name is taken, or a random node stands in a Scan.

@@ -80,7 +80,7 @@ def to_evaluation(model: ir.Model) -> list[str]:
 
 
 def separate_statistics(model: ir.Model) -> list[str]:
-    """Return statistics that share an initializer with something else one of their own, in place.
+    """Let statistics that share an initializer with something else have their own, in place.
 
     Exporters that store equal tensors once make a fresh running variance and a fresh scale the same
     initializer, since both are ones.
@@ -165,7 +165,7 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
 
 
 def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
-    """Return the node its outputs for new statistics: there are both or none."""
+    """Add the outputs for new statistics to a node: there are both or none."""
     if len(node.outputs) < 3:
         node.resize_outputs(3)
     for out, old in zip(node.outputs[1:], node.inputs[3:5], strict=True):
@@ -175,7 +175,7 @@ def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
 
 
 def _restore_meaning(op: OpBuilder, share: ir.Value, part: float, before: ir.Value) -> ir.Value:
-    """Return those who read a new statistic all of it; return the part that the batch adds."""
+    """Let readers of a new statistic read its sum with the old one; return the batch's part."""
     name = share.name
     share.name = op.names.fresh(f"{name}.share")
     added = op.Mul(share, part)

@@ -1,4 +1,4 @@
-"""One spelling per operator: explicit padding, no ``CastLike``, no legacy forms."""
+"""One form per operator: explicit padding, no ``CastLike``, no legacy forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WINDOWED = frozenset({"Conv", "AveragePool", "LpPool", "MaxPool", "ConvTranspos
 
 
 def normalise(model: ir.Model) -> list[str]:
-    """Rewrite nodes to their plain spelling, in place; return a line for each kind of change."""
+    """Rewrite nodes to their plain form, in place; return a line for each kind of change."""
     changed: dict[str, int] = {}
     for node in model.graph.all_nodes():
         if node.domain != "":

@@ -25,7 +25,7 @@ RANDOM = frozenset(
 
 
 def simplify(model: ir.Model) -> ir.Model:
-    """Drop what has no effect or is computed twice, in place; return the model back."""
+    """Drop what has no effect or is computed twice, in place; return the model."""
     remove_dead(model)
     remove_identities(model)
     graphs = [model.graph]

@@ -88,7 +88,7 @@ def _upsample_7(d: Draft) -> None:
 def constant_scales(node: ir.Node) -> list[float] | None:
     """Return the factor of every axis of a Resize, ``None`` if they are computed.
 
-    Sizes count as factors where the ratio is a whole number, or one that float32 gives back.
+    Sizes count as factors where the ratio is a whole number, or one that float32 restores.
     """
     x = node.inputs[0]
     assert x is not None

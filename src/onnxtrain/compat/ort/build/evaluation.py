@@ -72,7 +72,7 @@ def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def rename(model: onnx.ModelProto, old: str, new: str) -> None:
-    """Return a value of the graph another name."""
+    """Give a value of the graph another name."""
     for node in nodes_of(model.graph):
         for names in (node.input, node.output):
             names[:] = [new if name == old else name for name in names]

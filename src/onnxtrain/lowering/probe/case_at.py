@@ -1,4 +1,4 @@
-"""A case as some opset spells it."""
+"""A case at some opset."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def versions(case: Case, opsets: list[int]) -> list[int]:
     return list(oldest.values())
 
 
-def spelled(case: Case, opset: int) -> onnx.ModelProto | None:
+def case_at(case: Case, opset: int) -> onnx.ModelProto | None:
     """Return the model at an opset, ``None`` if it is not one node there."""
     if case.op == "Dropout" and len(case.outputs) > 1 and opset < 12:
-        return None  # what the mask is where nothing is dropped was not said then
+        return None  # what the mask is where nothing is dropped is not specified there
     model = model_of(case)
     try:
         if _since(case.op, case.opset) == _since(case.op, opset):
@@ -59,4 +59,4 @@ def spelled(case: Case, opset: int) -> onnx.ModelProto | None:
     return proto
 
 
-__all__ = ["NEWEST", "OLDEST", "spelled", "versions"]
+__all__ = ["NEWEST", "OLDEST", "case_at", "versions"]
