@@ -140,6 +140,8 @@ def _dropout(d: Draft) -> None:
     training = d.constant(2, "training_mode")
     if training is not None and bool(training):
         raise UnfitError("Dropout in training mode is not there")
+    if any(y.uses() or y.is_graph_output() for y in d.node.outputs[1:]):
+        raise UnfitError("the mask of Dropout at inference is not specified there")
     ratio = d.constant(1, "ratio")
     if ratio is not None:
         d.set("ratio", float(ratio))
