@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.call_by_signature import call_by_signature
+from onnxtrain.graph.nodes import key_of
 
 Gradient = ir.Value | None
 Gradients = Gradient | tuple[Gradient, ...]
@@ -54,11 +55,6 @@ NO_GRADIENT: dict[str, str] = {}
 REFUSED: set[str] = set()
 """Those of ``NO_GRADIENT`` where zeros would be a trap: it is an error to want a gradient."""
 USER_RULES: dict[str, Rule] = {}
-
-
-def key_of(node: ir.Node) -> str:
-    """Return the registry key of a node: ``"Relu"`` or ``"com.acme::Swirl"``."""
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
 
 
 def find_rule(node: ir.Node) -> Rule | None:

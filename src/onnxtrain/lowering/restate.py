@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.simplify import remove_dead
 from onnxtrain.lowering.destination import Destination
 from onnxtrain.lowering.forms import apply_forms
@@ -40,7 +41,7 @@ def restate(model: ir.Model, opset: int, prefix: str = "lower/") -> list[str]:
     unfit = [
         node
         for node in model.graph.all_nodes()
-        if not node.domain and destination.obstacle(node) is not None
+        if is_standard(node) and destination.obstacle(node) is not None
     ]
     stuck = sorted({node.op_type for node in unfit if not _is_part_of_shape(node)})
     if stuck:

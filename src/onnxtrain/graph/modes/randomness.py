@@ -17,6 +17,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.modes.random_numbers import SOURCES, RandomStream, uniform_mask
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.prepare import mark_constants
 
 __all__ = ["portable_dropout", "uniform_mask"]
@@ -56,7 +57,7 @@ def portable_dropout(
 
 
 def _is_random(node: ir.Node) -> bool:
-    if node.domain not in ("", "ai.onnx") or node.op_type not in _REWRITES:
+    if not is_standard(node) or node.op_type not in _REWRITES:
         return False
     if node.op_type != "Dropout":
         return True

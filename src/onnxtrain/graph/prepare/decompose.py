@@ -23,6 +23,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.call_by_signature import call_by_signature, unknown_parts
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import key_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
@@ -63,12 +64,8 @@ def _fill() -> None:
     from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 
 
-def _key(node: ir.Node) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
-
-
 def _chosen(node: ir.Node, only: Callable[[str], bool]) -> bool:
-    return _key(node) in DECOMPOSITIONS and only(_key(node))
+    return key_of(node) in DECOMPOSITIONS and only(key_of(node))
 
 
 def _walk(
@@ -80,10 +77,10 @@ def _walk(
         if not _chosen(node, only):
             continue
         op = OpBuilder(graph, parent.prefix, before=node, parent=parent)
-        outputs = _call(DECOMPOSITIONS[_key(node)], op, node)
+        outputs = _call(DECOMPOSITIONS[key_of(node)], op, node)
         if outputs is None:
             continue
-        done[_key(node)] = done.get(_key(node), 0) + 1
+        done[key_of(node)] = done.get(key_of(node), 0) + 1
         replacements = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         _replace(graph, op, node, replacements)
 

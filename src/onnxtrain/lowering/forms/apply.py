@@ -7,6 +7,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.lowering.forms.registry import draft_at
 
 
@@ -30,7 +31,7 @@ def _apply(graph: ir.Graph, constants: _Constants, opset: int, working: int) -> 
     for node in list(graph):
         for body in subgraphs_of(node):
             _apply(body, constants, opset, working)
-        if node.domain:
+        if not is_standard(node):
             continue
         new = draft_at(node, opset, working)
         outputs = list(node.outputs)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.lowering.forms.draft import Draft, UnfitError, fit
 
 Form = Callable[[Draft], None]
@@ -36,7 +37,7 @@ def draft_at(node: ir.Node, opset: int, working: int) -> Draft:
         UnfitError: if the opset cannot express it.
     """
     drafted = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, working)
-    if node.domain:
+    if not is_standard(node):
         raise UnfitError(f"an operator of domain {node.domain!r}")
     _positive_axes(drafted, needed=opset < 11)
     for below, function in _FORMS.get(node.op_type, ()):

@@ -17,6 +17,7 @@ from onnxtrain.autodiff.rules.conv.conv_shape import ConvShape, facts_of, one_to
 from onnxtrain.autodiff.rules.conv.windows import Windows, windows
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.shapes import dims as D
 
 FEW = 8
@@ -122,13 +123,11 @@ def input_by_columns(
 
 
 def conv_as_matmul(op: OpBuilder) -> int:
-    """Spell forward convolutions of small images by a parameter as products; return how many."""
+    """Write forward convolutions of small images by a parameter as products; return how many."""
     if op.target != "cpu":
         return 0
     changed = 0
-    for node in list(op.graph):
-        if node.op_type != "Conv" or node.domain not in ("", "ai.onnx"):
-            continue
+    for node in nodes(op.graph, "Conv"):
         x, w, b = (*node.inputs, None)[:3]
         y = node.outputs[0]
         if x is None or w is None or not w.is_graph_input() or y.is_graph_output():

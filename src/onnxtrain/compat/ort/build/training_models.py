@@ -20,6 +20,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
 from onnxtrain.graph.modes import running_statistics
 from onnxtrain.graph.modes.randomness import portable_dropout
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.prepare import prepare
 from onnxtrain.lowering.restate import restate
 from onnxtrain.manifest import ModelSpec
@@ -194,7 +195,7 @@ def _check_reach(
 
 def _at_opset_of(forward: onnx.ModelProto, proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model at the opset of the user's, or as it is where that lacks operators."""
-    opset = max(o.version for o in forward.opset_import if o.domain in ("", "ai.onnx"))
+    opset = max(o.version for o in forward.opset_import if is_standard(o))
     model = ir.from_proto(proto)
     return proto if restate(model, opset) else ir.to_proto(model)
 
