@@ -34,6 +34,7 @@ LACKS = {
     "Softplus": "log(1 + e^x) that does not overflow",
     "float16": "products in 16 bits, or rounded to them",
     "int64": "inputs of 64 bits",
+    "output-binding": "results written to memory of the caller's choice",
 }
 """What a runtime may lack: an operator, a part of one, or a type; and what it is used for here."""
 
@@ -123,6 +124,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "wasm",
             profile="ort-cpu",
+            missing=frozenset({"output-binding"}),
             preferences=frozenset({"means-by-matmul", "several-steps"}),
             family="wasm",
         ),
@@ -135,6 +137,7 @@ TARGETS: dict[str, Target] = {
                     *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
                     *("NegativeLogLikelihoodLoss", "Range.int64", "ScatterElements", "Sign"),
                     *("Slice.bool", "SoftmaxCrossEntropyLoss", "Softplus", "float16", "int64"),
+                    "output-binding",
                 }
             ),
             preferences=frozenset({"means-by-matmul"}),

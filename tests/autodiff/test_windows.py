@@ -11,7 +11,7 @@ import onnxtrain
 from onnxtrain.autodiff.rules.einsum import einsum
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes.equation import spell_out
+from onnxtrain.graph.shapes.equation import expand_equation
 from tests.cases.evaluate import stock
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
@@ -56,7 +56,7 @@ def test_gradient_of_a_norm_is_zero_at_zero(node: str, p: int) -> None:
     [("ij,jk", [2]), ("ij->i", [3]), ("ijk->i", [2]), ("ij->ii", [2]), ("ij->k", [2])],
 )
 def test_equation_that_does_not_fit_is_not_spelled_out(equation: str, ranks: list[int]) -> None:
-    assert spell_out(equation, ranks) is None
+    assert expand_equation(equation, ranks) is None
 
 
 def test_equation_that_does_not_fit_is_refused() -> None:

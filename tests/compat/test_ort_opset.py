@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxtrain.compat.ort.build.opset import bring_down
+from onnxtrain.lowering.restate import restate
 from tests.compat.models import model_of
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
@@ -20,6 +20,7 @@ CASES = {
     "squeeze": (12, lambda op, x: op.Squeeze(op.Unsqueeze(x, [0, 2]), [0])),
     "part of a shape": (14, lambda op, x: op.Shape(x, start=-2, end=2)),
     "end of a shape": (13, lambda op, x: op.Shape(x, start=1)),
+    "all of a shape": (13, lambda op, x: op.Shape(x, start=-3, end=7)),
     "scatter": (16, lambda op, x: op.ScatterND(x, [[0], [0]], op.Add(x, 1.0), reduction="add")),
     "cast": (13, lambda op, x: op.Cast(x, to=7)),
     "pad": (13, lambda op, x: op.Pad(x, [0, 1, 0, 0, 0, 2], 3.0)),
@@ -59,7 +60,7 @@ def test_the_older_form_computes_the_same(case):
     original = made(build)
     original.ir_version = 10
     model = ir.from_proto(original)
-    assert bring_down(model, opset) == []
+    assert restate(model, opset) == []
     lowered = ir.to_proto(model)
     assert lowered.opset_import[0].version == opset
     np.testing.assert_array_equal(run(lowered), run(original))
@@ -70,11 +71,26 @@ def test_what_cannot_be_said_stays_as_it_is(case):
     opset, build = STUCK[case]
     model = ir.from_proto(made(build))
     before = ir.to_proto(model).SerializeToString(deterministic=True)
-    assert bring_down(model, opset)
+    assert restate(model, opset)
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
 def test_a_newer_opset_is_not_touched():
     model = ir.from_proto(made(lambda op, x: op.Relu(x)))
-    assert bring_down(model, 22) == []
+    assert restate(model, 22) == []
     assert model.opset_imports[""] == 21
+
+
+def test_unknown_ranks_and_other_domains_stay():
+    """What an older opset says without the rank is restated; custom operators are not touched."""
+    original = made(lambda op, x: op.Softmax(op.ReduceMean(x, [2]), axis=-1))
+    del original.graph.value_info[:]
+    original.graph.node.add(op_type="Swirl", domain="acme", input=["x"], output=["z"])
+    original.opset_import.add(domain="acme", version=1)
+    original.graph.output.add(name="z").type.CopyFrom(original.graph.input[0].type)
+    model = ir.from_proto(original)
+    assert restate(model, 13) == []
+    assert [(n.domain, n.op_type) for n in model.graph] == [
+        ("", "ReduceMean"), ("", "Softmax"), ("acme", "Swirl")
+    ]  # fmt: skip
+    assert model.opset_imports == {"": 13, "acme": 1}

@@ -78,7 +78,8 @@ CONTROL = [
     Case("Dropout", (f(2, 3),), {}, "plain"),
     Case("Range", (c(2), c(9), c(3)), id="known"),
     Case("Range", (c(0.5, np.float32), c(2, np.float32), c(0.25, np.float32)), id="floats"),
-    Case("Range", (c(1), np.asarray(5), c(1)), id="computed", refused=(7,), dynamic=False),
+    Case("Range", (c(1), np.asarray(5), c(1)), id="computed", dynamic=False, refused=(7,),
+         refused_plain=(7,)),
     Case("STFT", (f(1, 16), c(4), w(8)), dynamic=False),
     Case("STFT", (f(2, 20), c(5), None, c(10)), {"onesided": 0}, "plain", dynamic=False),
 ]  # fmt: skip

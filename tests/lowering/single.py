@@ -36,7 +36,11 @@ class Case:
     dynamic: bool = True
     """Whether the first axis of the inputs also is lowered as a symbol."""
     refused: tuple[int, ...] = ()
-    """Opsets at which no lowering is exact."""
+    """Opsets at which no lowering is exact, in a runtime that lacks the operator."""
+    refused_symbolic: tuple[int, ...] = ()
+    """The same where the first axis is a symbol; of 7 and 13."""
+    refused_plain: tuple[int, ...] = ()
+    """Opsets that cannot say the same with all that they have; of 7, 9 and 11."""
     tol: float = 1e-5
     since: int = 21
     """The opset that the node is written in."""

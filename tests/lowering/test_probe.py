@@ -16,10 +16,10 @@ from onnxtrain.errors import MissingExtraError, ProbeError
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.probe.bundle import make_bundle, read_bundle
 from onnxtrain.lowering.probe.case import Case
+from onnxtrain.lowering.probe.case_at import case_at
 from onnxtrain.lowering.probe.limits import study
 from onnxtrain.lowering.probe.run import run_pack
 from onnxtrain.lowering.probe.sources import own_cases
-from onnxtrain.lowering.probe.spelling import spelled
 from onnxtrain.lowering.probe.table import profile_of, read_results, text_of
 
 from . import onnxjs_zoo
@@ -190,4 +190,4 @@ def test_roi_align_is_not_spelled_in_a_mode_that_an_opset_lacks(mode, known):
     boxes, of = np.asarray([[0, 0, 3, 3]], np.float32), np.zeros(1, np.int64)
     attributes = {} if mode is None else {"coordinate_transformation_mode": mode}
     case = Case("roi", "RoiAlign", 22, (x, boxes, of), (x[:, :, :1, :1],), attributes)
-    assert (spelled(case, 10) is not None) == known
+    assert (case_at(case, 10) is not None) == known

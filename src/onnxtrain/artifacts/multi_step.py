@@ -7,7 +7,7 @@ on it that way. The fused step becomes the body of a Scan; what training changes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -48,39 +48,28 @@ def multi_step_model(
     """
     proto, inner = step
     body = ir.from_proto(proto).graph
-    results = {y.name or "": y for y in body.outputs}
     fed = {t.feeds: t for t in inner.outputs if t.feeds is not None}
     carried = [t for t in inner.inputs if t.name in fed]
     scanned = [t for t in inner.inputs if t.name not in fed and t.role not in _KEPT]
     stacked = [t for t in inner.outputs if t.feeds is None]
 
     inputs = tuple(t if t.role in _KEPT else _several(t, count) for t in plain.inputs)
+    outputs = tuple(t if t.feeds is not None else _several(t, count) for t in plain.outputs)
     outer = ir.Graph(
         [_value(t) for t in inputs], [], nodes=[], opset_imports={"": OPSET}, name="steps_model"
     )
     given = {x.name or "": x for x in outer.inputs}
+    results = [y.name or "" for y in body.outputs]
     names = Names({*names_in(body), *given, *results, *(t.name for t in plain.outputs)})
     op = OpBuilder(outer, "steps/")
     op.names.taken |= names.taken
     own = _take_inputs(body, given, {t.name for t in (*carried, *scanned)}, names)
     _hoist(body, outer)
-    body.inputs.clear()
-    body.inputs.extend(own[t.name] for t in (*carried, *scanned))
-    body.outputs.clear()
-    body.outputs.extend(results[t.name] for t in (*(fed[t.name] for t in carried), *stacked))
-    body.name = "step"
-    for y in body.outputs:
-        y.name = names.fresh(f"{y.name}/each")
+    ordered = [t.name for t in (*(fed[t.name] for t in carried), *stacked)]
+    _become_step(body, [own[t.name] for t in (*carried, *scanned)], ordered, names)
 
     whole = {p.name: p for p in packs}
-    feeds: list[ir.Value] = []
-    for t in (*carried, *scanned):
-        if t.name in whole:
-            feeds.append(whole[t.name].join(op, given))
-        else:
-            x = given[t.name]
-            feeds.append(op.Unsqueeze(x, op.const([1])) if t.role in _BY_STEP else x)
-    outputs = tuple(t if t.feeds is not None else _several(t, count) for t in plain.outputs)
+    feeds = _feeds(op, [*carried, *scanned], given, whole)
     finals = {t.name: _value(t) for t in outputs}
     new = {t.feeds: finals[t.name] for t in outputs if t.feeds is not None}
     ends: list[ir.Value] = []
@@ -93,21 +82,60 @@ def multi_step_model(
             ends.append(new[t.name] if t in carried else finals[t.name])
     attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(scanned))]
     outer.append(ir.Node("", "Scan", feeds, attributes, outputs=ends, name=names.fresh("steps")))
-    for t, end in zip(carried, ends, strict=False):
-        if _fades(t):
-            end = op.Shrink(end, lambd=TINY, bias=0.0)
-        if t.name not in whole:
-            if _fades(t):
-                finals[_out(outputs, t.name)] = _renamed(end, new[t.name])
-            continue
-        for member, part in whole[t.name].split(op, end).items():
-            finals[_out(outputs, member)] = _renamed(part, new[member])
+    for name, end in _unpacked(op, carried, ends, whole):
+        finals[_out(outputs, name)] = _renamed(end, new[name])
     outer.outputs.extend(finals[t.name] for t in outputs)
     model = ir.Model(outer, ir_version=IR_VERSION)
     file = plain.file.removesuffix(".onnx") + f".x{count}.onnx"
     return finish(model), dataclasses.replace(
         plain, file=file, steps_per_call=count, inputs=inputs, outputs=outputs
     )
+
+
+def _become_step(
+    body: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[str], names: Names
+) -> None:
+    """Make the graph of a step the body of a Scan: its inputs and outputs in that order."""
+    results = {y.name or "": y for y in body.outputs}
+    body.inputs.clear()
+    body.inputs.extend(inputs)
+    body.outputs.clear()
+    body.outputs.extend(results[name] for name in outputs)
+    body.name = "step"
+    for y in body.outputs:
+        y.name = names.fresh(f"{y.name}/each")
+
+
+def _feeds(
+    op: OpBuilder,
+    tensors: Sequence[TensorSpec],
+    given: Mapping[str, ir.Value],
+    whole: Mapping[str, Pack],
+) -> list[ir.Value]:
+    """Return the inputs of the Scan, packed where the step wants that."""
+    feeds: list[ir.Value] = []
+    for t in tensors:
+        if t.name in whole:
+            feeds.append(whole[t.name].join(op, given))
+        else:
+            x = given[t.name]
+            feeds.append(op.Unsqueeze(x, op.const([1])) if t.role in _BY_STEP else x)
+    return feeds
+
+
+def _unpacked(
+    op: OpBuilder,
+    carried: Sequence[TensorSpec],
+    ends: Sequence[ir.Value],
+    whole: Mapping[str, Pack],
+) -> Iterator[tuple[str, ir.Value]]:
+    """Yield what becomes of the tensors that come out of the Scan packed, or with tiny state."""
+    for t, end in zip(carried, ends, strict=False):
+        last = op.Shrink(end, lambd=TINY, bias=0.0) if _fades(t) else end
+        if t.name in whole:
+            yield from whole[t.name].split(op, last).items()
+        elif _fades(t):
+            yield t.name, last
 
 
 def _fades(t: TensorSpec) -> bool:

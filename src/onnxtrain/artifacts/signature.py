@@ -84,7 +84,7 @@ class GraphSignature:
         return out
 
     def _claim(self, wanted: str) -> str:
-        """Return a name, taking it away from a value inside the graph if need be."""
+        """Return a free name; a value inside the graph that has it is renamed."""
         op = self.op
         outside = {x.name for x, _ in self._inputs} | {y.name for y, _, _ in self._outputs}
         outside |= {x.name for x in self.model.graph.inputs} | set(self.model.graph.initializers)

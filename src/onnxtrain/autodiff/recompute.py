@@ -28,6 +28,7 @@ from onnxtrain.autodiff.recompute_blocks import find_blocks
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.simplify import RANDOM
 
@@ -231,7 +232,7 @@ def _closed(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.N
 
 def _may_copy(node: ir.Node, moving: set[ir.Value]) -> bool:
     return (
-        node.domain in ("", "ai.onnx")
+        is_standard(node)
         and node.op_type not in RANDOM
         and not any(True for _ in subgraphs_of(node))
         and any(x in moving for x in node.inputs if x is not None)

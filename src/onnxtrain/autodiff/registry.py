@@ -8,14 +8,14 @@ function body (inlined by ``prepare``), an error. Operators of another domain ar
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes import attributes_of
+from onnxtrain.graph.builder.call_by_signature import call_by_signature
+from onnxtrain.graph.nodes import key_of
 
 Gradient = ir.Value | None
 Gradients = Gradient | tuple[Gradient, ...]
@@ -45,7 +45,6 @@ class Rule:
     """Inputs broadcast; the driver sums gradients back to their shapes."""
     constant_inputs: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Inputs through which no gradient flows though they may be floats, with the reason."""
-    wants: tuple[str, ...] = ()
 
 
 RULES: dict[str, Rule] = {}
@@ -56,11 +55,6 @@ NO_GRADIENT: dict[str, str] = {}
 REFUSED: set[str] = set()
 """Those of ``NO_GRADIENT`` where zeros would be a trap: it is an error to want a gradient."""
 USER_RULES: dict[str, Rule] = {}
-
-
-def key_of(node: ir.Node) -> str:
-    """Return the registry key of a node: ``"Relu"`` or ``"com.acme::Swirl"``."""
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
 
 
 def find_rule(node: ir.Node) -> Rule | None:
@@ -92,7 +86,7 @@ def vjp(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
-            _add(_rule(op, function, broadcasts=broadcasts, constant_inputs=constant_inputs or {}))
+            _add(Rule(op, function, broadcasts=broadcasts, constant_inputs=constant_inputs or {}))
         return function
 
     return register
@@ -105,7 +99,7 @@ def vjp_multi(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for op in ops:
-            _add(_rule(op, function, multi=True, constant_inputs=constant_inputs or {}))
+            _add(Rule(op, function, multi=True, constant_inputs=constant_inputs or {}))
         return function
 
     return register
@@ -113,7 +107,7 @@ def vjp_multi(
 
 def elementwise(op: str, function: Callable[..., Any]) -> None:
     """Register a rule whose inputs broadcast; it may ignore that."""
-    _add(_rule(op, function, broadcasts=True))
+    _add(Rule(op, function, broadcasts=True))
 
 
 def zero_gradient(*ops: str, why: str) -> None:
@@ -145,7 +139,7 @@ def register_vjp(
     key = op.removeprefix("::").removeprefix("ai.onnx::")
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        USER_RULES[key] = _rule(key, function, multi=multi)
+        USER_RULES[key] = Rule(key, function, multi=multi)
         return function
 
     return register
@@ -159,12 +153,9 @@ def call_rule(
     wanted: tuple[bool, ...],
 ) -> list[Any]:
     """Apply a rule; return one entry per input: a value, ``None`` or :class:`Undefined`."""
-    attributes = attributes_of(node, op.opset) if rule.wants else {}
     context = {"y": node.outputs[0], "outputs": node.outputs, "node": node, "wanted": wanted}
-    keywords = {
-        name: context[name] if name in context else attributes.get(name) for name in rule.wants
-    }
-    rule_grads = rule.function(op, dys if rule.multi else dys[0], *node.inputs, **keywords)
+    dy = dys if rule.multi else dys[0]
+    rule_grads = call_by_signature(rule.function, op, node, dy, context=context)
     grads = list(rule_grads) if isinstance(rule_grads, tuple | list) else [rule_grads]
     grads += [None] * (len(node.inputs) - len(grads))
     if rule.broadcasts:
@@ -173,12 +164,6 @@ def call_rule(
             for g, x, w in zip(grads, node.inputs, wanted, strict=False)
         ]
     return grads
-
-
-def _rule(op: str, function: Callable[..., Any], **options: Any) -> Rule:
-    parameters = inspect.signature(function).parameters.values()
-    wants = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    return Rule(op, function, wants=wants, **options)
 
 
 def _add(rule: Rule) -> None:

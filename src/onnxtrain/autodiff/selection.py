@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.prepare import constant_names, unused_parameters
 
 
@@ -79,9 +80,8 @@ def trainable(model: ir.Model) -> list[ir.Value]:
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
     """Return the values that BatchNormalization nodes read as running mean and variance."""
     statistics: set[ir.Value] = set()
-    for node in graph.all_nodes():
-        if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx"):
-            statistics.update(x for x in node.inputs[3:5] if x is not None)
+    for node in nodes(graph, "BatchNormalization", subgraphs=True):
+        statistics.update(x for x in node.inputs[3:5] if x is not None)
     return statistics
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: one safetensors file that any tool reads.
 
-Parameters and buffers bear their own names, optimizer state is ``optim/<slot>/<parameter>``. All
+Parameters and buffers have their own names, optimizer state is ``optim/<slot>/<parameter>``. All
 else is one metadata entry, ``onnxtrain``: a JSON object with sorted keys, among them the sha256 of
 the file (without the length in front, and with zeros in its own place).
 """

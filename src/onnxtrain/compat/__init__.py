@@ -1,1 +1,1 @@
-"""Doors for people who come from other libraries: they change only the import."""
+"""Entry points for people who come from other libraries: they change only the import."""

@@ -79,7 +79,7 @@ def insert_model(
 
 
 def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> None:
-    """Return the sizes of the loss model's inputs the names that they have in the model."""
+    """Rename the sizes of the loss model's inputs to the names that they have in the model."""
     names: dict[str, Dim] = {}
     for x in inputs:
         value = by_name.get(x.name or "")

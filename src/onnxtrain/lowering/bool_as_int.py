@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.lowering.value_range import may_be_infinite
 
 BOOL, INT64 = ir.DataType.BOOL, ir.DataType.INT64
@@ -40,7 +41,7 @@ def _look(op: OpBuilder, x: ir.Value, seen: _Seen) -> ir.Value | None:
     if array is not None:
         return op.const(array.astype(np.int64))
     node = x.producer()
-    if node is None or node.domain or not node.inputs or node.inputs[0] is None:
+    if node is None or not is_standard(node) or not node.inputs or node.inputs[0] is None:
         return None
     kind, inputs = node.op_type, list(node.inputs)
     a = node.inputs[0]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes.infer import infer_shapes
-from onnxtrain.lowering.node_draft import Draft
+from onnxtrain.lowering.forms import Draft
 from onnxtrain.lowering.profile import Profile, objection
 
 
@@ -38,7 +39,7 @@ def problems(model: ir.Model, profile: Profile) -> list[Problem]:
         obstacles.append(Problem("", "", why))
     infer_shapes(model.graph, opset)
     for node in model.graph.all_nodes():
-        if node.domain not in ("", "ai.onnx"):
+        if not is_standard(node):
             why: str | None = f"an operator of domain {node.domain!r}"
         else:
             d = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, opset)

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnxtrain.lowering import resize_forms  # noqa: F401 - adds to the forms
-from onnxtrain.lowering.forms import draft
-from onnxtrain.lowering.node_draft import UnfitError
+from onnxtrain.lowering.forms import UnfitError, draft_at
 from onnxtrain.lowering.profile import Profile, objection
 
 _IR_VERSIONS = {7: 3, 8: 3, 9: 4, 10: 5, 11: 6, 12: 7, 13: 7, 14: 7, 15: 8, 16: 8, 17: 8, 18: 8}
@@ -51,7 +49,7 @@ class Destination:
     def obstacle(self, node: ir.Node) -> str | None:
         """Say why the target cannot run a node, ``None`` if it can."""
         try:
-            drafted = draft(node, min(self.opset, self.working), self.working)
+            drafted = draft_at(node, min(self.opset, self.working), self.working)
         except UnfitError as error:
             return str(error)
         return None if self.profile is None else objection(self.profile, drafted, self.opset)

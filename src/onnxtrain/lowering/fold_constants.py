@@ -9,6 +9,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_standard, nodes
 from onnxtrain.graph.simplify import RANDOM
 from onnxtrain.lowering.legalise import undone
 
@@ -29,7 +30,7 @@ def fold_constants(model: ir.Model, weights: frozenset[str]) -> None:
 
 def folded(node: ir.Node, opset: int, weights: frozenset[str]) -> np.ndarray | None:
     """Return what a node computes, if that depends on constants only."""
-    if node.domain or node.op_type in RANDOM or any(True for _ in subgraphs_of(node)):
+    if not is_standard(node) or node.op_type in RANDOM or any(True for _ in subgraphs_of(node)):
         return None
     y = node.outputs[0]
     if len(node.outputs) != 1 or y.dtype is None or not isinstance(y.type, ir.TensorType):
@@ -44,9 +45,9 @@ def folded(node: ir.Node, opset: int, weights: frozenset[str]) -> np.ndarray | N
 
 def drop_inference_no_ops(model: ir.Model) -> None:
     """Remove Dropout that is not in training mode, Cast to the type that is there, and the like."""
-    for node in list(model.graph.all_nodes()):
+    for node in nodes(model.graph, subgraphs=True):
         graph = node.graph
-        if node.domain or not isinstance(graph, ir.Graph):
+        if not isinstance(graph, ir.Graph):
             continue
         x, y = node.inputs[0] if node.inputs else None, node.outputs[0] if node.outputs else None
         if node.op_type == "Concat":

@@ -9,12 +9,13 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.prepare.schema_bodies import body_by_types, has_body
 
 
 def body_of(op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> list[ir.Value | None] | None:
     """Return the outputs of the function body that the standard has for a node, if any."""
-    if node.domain or not has_body(node.op_type, op.opset):
+    if not is_standard(node) or not has_body(node.op_type, op.opset):
         return None
     function = _function(op, node)
     if function is None:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.lowering.profile import Profile, dtypes_of
 
 _BOOL, _FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
@@ -111,7 +112,7 @@ def undone(node: ir.Node) -> ir.Value | None:
     if node.op_type != "Cast" or x is None or before is None or before.op_type != "Cast":
         return None
     source = before.inputs[0]
-    if before.domain or source is None or source.dtype is None or source.dtype != y.dtype:
+    if not is_standard(before) or source is None or source.dtype is None or source.dtype != y.dtype:
         return None
     longer = (source.dtype, x.dtype) == (_INT32, _INT64)
     truth = source.dtype == _BOOL or (x.dtype == _BOOL and bool(source.meta.get(TRUTH)))

@@ -19,7 +19,7 @@ from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.graph.simplify import remove_dead, simplify
 from onnxtrain.lowering.destination import NEWEST, OLDEST, Destination
 from onnxtrain.lowering.fold_constants import drop_inference_no_ops, fold_constants
-from onnxtrain.lowering.forms import respell
+from onnxtrain.lowering.forms import apply_forms
 from onnxtrain.lowering.profile import Profile
 from onnxtrain.lowering.replace import replace_unsupported
 
@@ -50,7 +50,7 @@ def lower_model(
         replaced += replace_unsupported(model, target, weights)
         remove_dead(model)
     if opset <= working:
-        respell(model, opset)
+        apply_forms(model, opset)
     else:
         model = _raise(model, opset)
     remove_dead(model)

@@ -18,7 +18,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.lowering import profile as profiles
-from onnxtrain.lowering.node_draft import Draft
+from onnxtrain.lowering.forms import Draft
 from onnxtrain.lowering.profile import Profile
 from onnxtrain.targets import TARGETS
 

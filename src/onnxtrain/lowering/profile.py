@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import ProfileError
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.node_draft import Draft
+from onnxtrain.lowering.forms import Draft
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def parse(data: Mapping[str, Any]) -> Profile:
 
 
 def objection(profile: Profile, d: Draft, opset: int) -> str | None:
-    """Say why a runtime cannot run a node as spelled, ``None`` if it can."""
+    """Say why a runtime cannot run a node in this form, ``None`` if it can."""
     if d.op_type in profile.control_flow or d.op_type == "Constant":
         return None
     entry = profile.ops.get(d.op_type)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_standard
 
 _ONE_BY_ONE = frozenset(
     {
@@ -51,7 +52,7 @@ def reduce_rank(op: OpBuilder, node: ir.Node, limit: int) -> list[ir.Value] | No
     Only for nodes with one output whose sizes are numbers.
     """
     x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
-    if x is None or len(node.outputs) != 1 or node.domain:
+    if x is None or len(node.outputs) != 1 or not is_standard(node):
         return None
     before, after = op.static(x), op.static(y)
     if before is None or after is None or max(len(before), len(after)) <= limit:

@@ -11,6 +11,7 @@ import re
 import onnx_ir as ir
 
 from onnxtrain.errors import ProfileError
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.lowering.profile import Profile
 
 _BRACES = re.compile(r"\{[^{}]*\}")
@@ -53,5 +54,5 @@ def read_config(text: str, name: str) -> Profile:
 def write_config(model: ir.Model) -> str:
     """Return the text of a ``required_operators.config`` for a model."""
     opset = model.opset_imports.get("", 0)
-    ops = sorted({n.op_type for n in model.graph.all_nodes() if n.domain in ("", "ai.onnx")})
+    ops = sorted({n.op_type for n in nodes(model.graph, subgraphs=True)})
     return f"ai.onnx;{opset};{','.join(ops)}\n"

@@ -15,7 +15,6 @@ operator are tried in the order of their registration, so the cheapest comes fir
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ import onnx_ir as ir
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.call_by_signature import call_by_signature, unknown_parts
 
 Rule = Callable[..., Any]
 RULES: dict[str, list[Rule]] = {}
@@ -49,23 +49,10 @@ def rules_for(op_type: str) -> list[Rule]:
 
 def apply(rule: Rule, op: OpBuilder, node: ir.Node) -> list[ir.Value | None] | None:
     """Call a lowering on a node; return the replacements, ``None`` if it does not apply."""
-    parameters = inspect.signature(rule).parameters
-    wants = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    known = S.attributes_of(node, op.opset)
-    keywords = {p.name: node if p.name == "node" else known.get(p.name) for p in wants}
-    unknown = set(node.attributes) - keywords.keys()
-    if unknown and "node" not in keywords:
-        raise LoweringError(
-            f"{S.describe(node)} has attributes that its lowering does not know: "
-            f"{', '.join(sorted(unknown))}"
-        )
-    takes = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    inputs = list(node.inputs)
-    if len(inputs) > len(takes) and not any(
-        p.kind is p.VAR_POSITIONAL for p in parameters.values()
-    ):
-        raise LoweringError(f"{S.describe(node)} has more inputs than its lowering knows")
-    replacements = rule(op, *inputs, **keywords)
+    unknown = unknown_parts(rule, node, "lowering")
+    if unknown is not None:
+        raise LoweringError(f"{S.describe(node)} {unknown}")
+    replacements = call_by_signature(rule, op, node, context={"node": node})
     if replacements is None:
         return None
     return list(replacements) if isinstance(replacements, tuple | list) else [replacements]

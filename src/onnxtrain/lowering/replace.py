@@ -211,7 +211,7 @@ class _Engine:
                 plain = OpBuilder(graph, self.root.prefix, before=node, parent=self.root)
                 new = plain.Identity(new)
                 fresh = True
-            if fresh:  # the replacement bears the name of what it replaces
+            if fresh:  # the replacement has the name of what it replaces
                 name, old.name = old.name, self.root.names.fresh(f"{old.name}.replaced")
                 new.name = name
             if new.type is None:

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_op, is_standard
 
 _FAR = 300  # nodes back that are looked at
 _MOVING = frozenset(
@@ -53,7 +54,7 @@ def _look(x: ir.Value, depth: int, seen: _Seen, *, moved: bool) -> bool:
     node = x.producer()
     if node is None:
         return moved
-    if node.domain or depth == 0:
+    if not is_standard(node) or depth == 0:
         return True
     kind, inputs = node.op_type, node.inputs
     if kind in _BOUNDED:
@@ -78,7 +79,7 @@ def _is_size(x: ir.Value | None, depth: int = 8) -> bool:
     if array is not None:
         return bool((array.astype(np.float64) >= 0).all())
     node = x.producer()
-    if node is None or node.domain:
+    if node is None or not is_standard(node):
         return False
     kind, inputs = node.op_type, node.inputs
     if kind in ("Abs", "Relu", "Exp", "Sigmoid", "Softmax", "Softplus", "Sqrt"):
@@ -98,7 +99,7 @@ def _is_positive(x: ir.Value | None) -> bool:
     if array is not None:
         return bool((array != 0).all())
     node = x.producer()
-    if node is None or node.domain or node.op_type != "Add":
+    if node is None or not is_op(node, "Add"):
         return False
     numbers = [S.constant_of(v) for v in node.inputs]
     above = any(n is not None and bool((n.astype(np.float64) > 0).all()) for n in numbers)

@@ -9,7 +9,7 @@ layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -184,73 +184,87 @@ class _Looping:
         still: Sequence[ir.Value],
     ) -> onnx.ModelProto:
         """Wrap the step in a Loop that takes its batches from the whole data."""
-        outer_graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="epoch")
-        outer = OpBuilder(outer_graph, "epoch/")
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="epoch")
+        outer = OpBuilder(graph, "epoch/")
         copy = self.copy
-        data = [*copy.front, *copy.targets]
-
-        def outside(name: str, *, whole: bool = False) -> ir.Value:
-            x = inner[name]
-            assert x.dtype is not None
-            assert x.shape is not None
-            dims = [d if isinstance(d, int) else str(d.value) for d in x.shape]
-            return outer.input(f"epoch/{name}", x.dtype, ["rows", *dims[1:]] if whole else dims)
-
-        whole = {x.name or "": outside(x.name or "", whole=True) for x in data}
-        fixed = self.rows is not None
+        whole = {
+            x.name or "": _outside(outer, inner, x.name or "", whole=True)
+            for x in (*copy.front, *copy.targets)
+        }
         places = ["batches", self.rows] if self.rows is not None else ["rows"]
         order = outer.input("epoch/order", _INT64, places)
         batches = outer.input("epoch/batches", _INT64, [])
         rates = outer.input("epoch/rates", _FLOAT, ["batches"])
         before = outer.input("epoch/steps_before", _INT64, [])
         seed = [outer.input("epoch/seed", _FLOAT, [1])] if copy.rng else []
-        starts = [outside(name) for name in carried]
+        starts = [_outside(outer, inner, name) for name in carried]
         for x in still:
-            inner[x.name or ""].replace_all_uses_with(outside(x.name or ""))
+            inner[x.name or ""].replace_all_uses_with(_outside(outer, inner, x.name or ""))
 
-        first = next(iter(body), None)
-        op = OpBuilder(body, "batch/", before=first)
+        op = OpBuilder(body, "batch/", before=next(iter(body), None))
         index, going = op.input("batch/index", _INT64, []), op.input("batch/going", _BOOL, [])
-        if fixed:
-            pick = op.Gather(order, index, axis=0)
-        else:
-            rows = outer.input("epoch/rows_per_batch", _INT64, [1])
-            start = op.Mul(index, rows)
-            pick = op.Slice(order, start, op.Add(start, rows))
+        pick = self._rows_of(outer, op, order, index)
         for name, x in whole.items():
-            batch = op.Gather(x, pick, axis=0)
-            inner[name].replace_all_uses_with(batch)
+            inner[name].replace_all_uses_with(op.Gather(x, pick, axis=0))
         _replace_by_scalar(op, inner["learning_rate"], op.Gather(rates, index, axis=0))
         number = op.Add(op.Add(index, before), 1) if copy.rng or inner["step"].uses() else index
         _replace_by_scalar(op, inner["step"], number)
         if copy.rng:
             draw = op.Cast(op.Mod(op.Reshape(number, [1]), 1 << 24), to=_FLOAT)
             inner[copy.rng[0].name or ""].replace_all_uses_with(op.Concat(seed[0], draw, axis=0))
-        results = list(body.outputs)
+        loss, *results = list(body.outputs)
         body.inputs.clear()
         body.inputs.extend([index, going, *(inner[n] for n in carried)])
         body.outputs.clear()
-        body.outputs.extend([op.Identity(going), *results[1:], results[0]])
+        body.outputs.extend([op.Identity(going), *results, loss])
         body.name = "step"
         body.opset_imports.clear()
-        loop = ir.Node(
-            "",
-            "Loop",
-            [batches, None, *starts],
-            attributes=[ir.AttrGraph("body", body)],
-            num_outputs=len(starts) + 1,
-            version=OPSET,
-        )
-        outer_graph.append(loop)
-        loop.name = "epoch/loop"
-        *ends, losses = loop.outputs
-        for end, start_value in zip(ends, starts, strict=True):
-            end.name = f"{start_value.name}.out"
-            end.type, end.shape = start_value.type, start_value.shape
-        losses.name, losses.type = "epoch/losses", ir.TensorType(_FLOAT)
-        losses.shape = ir.Shape(["batches"])
-        outer_graph.outputs.extend(loop.outputs)
-        return finish(ir.Model(outer_graph, ir_version=IR_VERSION))
+        _append_loop(graph, batches, starts, body)
+        return finish(ir.Model(graph, ir_version=IR_VERSION))
+
+    def _rows_of(
+        self, outer: OpBuilder, op: OpBuilder, order: ir.Value, index: ir.Value
+    ) -> ir.Value:
+        """Return the numbers of the rows of one batch."""
+        if self.rows is not None:
+            return op.Gather(order, index, axis=0)
+        rows = outer.input("epoch/rows_per_batch", _INT64, [1])
+        start = op.Mul(index, rows)
+        return op.Slice(order, start, op.Add(start, rows))
+
+
+def _outside(
+    outer: OpBuilder, inner: Mapping[str, ir.Value], name: str, *, whole: bool = False
+) -> ir.Value:
+    """Make an input of the epoch for one of the step; ``whole``: with all rows of the data."""
+    x = inner[name]
+    assert x.dtype is not None
+    assert x.shape is not None
+    dims = [d if isinstance(d, int) else str(d.value) for d in x.shape]
+    return outer.input(f"epoch/{name}", x.dtype, ["rows", *dims[1:]] if whole else dims)
+
+
+def _append_loop(
+    graph: ir.Graph, count: ir.Value, starts: Sequence[ir.Value], body: ir.Graph
+) -> None:
+    """Append the Loop; its outputs, the losses last, are those of the graph."""
+    loop = ir.Node(
+        "",
+        "Loop",
+        [count, None, *starts],
+        attributes=[ir.AttrGraph("body", body)],
+        num_outputs=len(starts) + 1,
+        version=OPSET,
+    )
+    graph.append(loop)
+    loop.name = "epoch/loop"
+    *ends, losses = loop.outputs
+    for end, start in zip(ends, starts, strict=True):
+        end.name = f"{start.name}.out"
+        end.type, end.shape = start.type, start.shape
+    losses.name, losses.type = "epoch/losses", ir.TensorType(_FLOAT)
+    losses.shape = ir.Shape(["batches"])
+    graph.outputs.extend(loop.outputs)
 
 
 def _replace_by_scalar(op: OpBuilder, x: ir.Value, scalar: ir.Value) -> None:

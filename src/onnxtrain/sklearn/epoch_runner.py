@@ -29,43 +29,10 @@ class Epochs:
         self.rows = len(y)
         self.batch = min(int(owner.batch_size), self.rows)
         self.count = -(-self.rows // self.batch)
-        penalty = Penalty.of(owner.penalty, owner.alpha, owner.l1_ratio)
-        threads = net.threads(owner.threads, self.batch, owner._values)
-        loss, optimizer = owner._loss(), owner._optimizer()
-
-        def prepared(rows: int | None) -> tuple[Epoch, Any]:
-            return net.epoch(
-                loss,
-                optimizer,
-                penalty,
-                weighted=weight is not None,
-                device=owner.device,
-                threads=threads,
-                rows=rows,
-            )
-
-        # Batches of one size go through a graph that knows it; what is left over, through another.
-        full = self.rows // self.batch
-        fixed = net.built and full > 1
-        self.parts: list[_Part] = []
-        if fixed:
-            self.epoch, self.session = prepared(self.batch)
-            self.parts.append(_Part(self.session, 0, full, self.batch, fixed=True))
-        if not fixed or full < self.count:
-            first = full if fixed else 0
-            self.epoch, self.session = prepared(None)
-            size = self.rows - full * self.batch if fixed else self.batch
-            self.parts.append(_Part(self.session, first, self.count, size, fixed=False))
+        self.parts = self._sessions(weighted=weight is not None)
         features = net.preprocess(owner._feeds(X, net.inputs))
         self.data = {f"epoch/{n}": features[n] for n in self.epoch.inputs}
-        kinds = {x.name: x.type for x in self.session.get_inputs()}
-        if kinds["epoch/target"] == "tensor(int64)":
-            y = y.astype(np.int64)
-        else:
-            shape = (self.rows, net.columns) if net.rank == 2 else (self.rows,)
-            wide = "float64" if kinds["epoch/target"] == "tensor(double)" else "float32"
-            y = y.reshape(shape).astype(wide)
-        self.data["epoch/target"] = np.ascontiguousarray(y)
+        self.data["epoch/target"] = self._target(y)
         if weight is not None:
             self.data[f"epoch/{WEIGHT}"] = weight
         if self.epoch.random:
@@ -78,6 +45,52 @@ class Epochs:
         self.schedule = _schedule(owner.schedule, self.count * int(owner.max_iter))
         self.carried = self._load()
         self.names = [f"epoch/{n}.out" for n in self.epoch.carried]
+
+    def _sessions(self, *, weighted: bool) -> list[_Part]:
+        """Return the parts of an epoch with their sessions; the last one's are kept.
+
+        Batches of one size go through a graph that knows it; what is left over, through another.
+        """
+        owner, net = self.owner, self.owner._net
+        penalty = Penalty.of(owner.penalty, owner.alpha, owner.l1_ratio)
+        threads = net.threads(owner.threads, self.batch, owner._values)
+        loss, optimizer = owner._loss(), owner._optimizer()
+
+        def prepared(rows: int | None) -> tuple[Epoch, Any]:
+            return net.epoch(
+                loss,
+                optimizer,
+                penalty,
+                weighted=weighted,
+                device=owner.device,
+                threads=threads,
+                rows=rows,
+            )
+
+        full = self.rows // self.batch
+        fixed = net.built and full > 1
+        parts: list[_Part] = []
+        if fixed:
+            self.epoch, self.session = prepared(self.batch)
+            parts.append(_Part(self.session, 0, full, self.batch, fixed=True))
+        if not fixed or full < self.count:
+            first = full if fixed else 0
+            self.epoch, self.session = prepared(None)
+            size = self.rows - full * self.batch if fixed else self.batch
+            parts.append(_Part(self.session, first, self.count, size, fixed=False))
+        return parts
+
+    def _target(self, y: np.ndarray) -> np.ndarray:
+        """Return the target in the type and shape that the graph wants."""
+        net = self.owner._net
+        kinds = {x.name: x.type for x in self.session.get_inputs()}
+        if kinds["epoch/target"] == "tensor(int64)":
+            y = y.astype(np.int64)
+        else:
+            shape = (self.rows, net.columns) if net.rank == 2 else (self.rows,)
+            wide = "float64" if kinds["epoch/target"] == "tensor(double)" else "float32"
+            y = y.reshape(shape).astype(wide)
+        return np.ascontiguousarray(y)
 
     def _load(self) -> list[np.ndarray]:
         values, state = self.owner._values, self.owner._state
@@ -102,7 +115,7 @@ class Epochs:
         return float(np.concatenate(losses).astype(np.float64) @ self.share)
 
     def store(self) -> None:
-        """Return the owner the parameters and the state of the moment."""
+        """Hand the current parameters and state to the owner."""
         owner, epoch = self.owner, self.epoch
         carried = dict(zip(epoch.carried, self.carried, strict=True))
         values = dict(owner._values)

@@ -202,12 +202,7 @@ def compile_call(
         args, kwargs = call.arguments(call.tensors)
         leaves, structure = pytree.tree_flatten(module(*args, **kwargs))
     model = _export(module, call, earlier)
-    names = {name.removeprefix(_INNER): at for name, at in last_report(model).names.items()}
-    parameters, stored = [], []
-    for name, at in names.items():
-        if at not in stored:
-            parameters.append(name)
-            stored.append(at)
+    parameters, stored = _distinct_parameters(model)
     labels = [x.name or "" for x in model.graph.inputs]
     dims = [
         [d if isinstance(d, int) else str(d) for d in x.shape or ()] for x in model.graph.inputs
@@ -216,13 +211,7 @@ def compile_call(
     graph = work.graph
     shown = [y.name or "" for y in graph.outputs]
     portable_dropout(work, rng_input_name=RNG)
-    op = OpBuilder(graph, "module/")
-    changed: dict[str, str] = {}
-    for buffer in running_statistics(work, op):
-        out = op.Identity(buffer.new)
-        out.name = f"{buffer.name}.out"
-        graph.outputs.append(out)
-        changed[out.name] = buffer.name.removeprefix(_INNER)
+    changed = _expose_statistics(work)
     read = {
         f"{_INNER}{n}": n for n, _ in module.named_buffers() if f"{_INNER}{n}" in graph.initializers
     }
@@ -257,6 +246,26 @@ def compile_call(
         )
     _cut(compiled, work, wanted, threads)
     return compiled
+
+
+def _distinct_parameters(model: ir.Model) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters in the module, one for those that are shared, and ours."""
+    by_place: dict[str, str] = {}
+    for name, at in last_report(model).names.items():
+        by_place.setdefault(at, name.removeprefix(_INNER))
+    return list(by_place.values()), list(by_place)
+
+
+def _expose_statistics(work: ir.Model) -> dict[str, str]:
+    """Make new running statistics outputs; return the buffer of the module for each of those."""
+    op = OpBuilder(work.graph, "module/")
+    changed: dict[str, str] = {}
+    for buffer in running_statistics(work, op):
+        out = op.Identity(buffer.new)
+        out.name = f"{buffer.name}.out"
+        work.graph.outputs.append(out)
+        changed[out.name] = buffer.name.removeprefix(_INNER)
+    return changed
 
 
 def _cut(compiled: CompiledCall, work: ir.Model, wanted: list[str], threads: int | None) -> None:

@@ -17,6 +17,7 @@ from onnxtrain.artifacts.pretrained_weights import ALIASES
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes import to_evaluation
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.torch import torch_exporters as exporters
 from onnxtrain.torch.checking import check, ignores, untracked
 from onnxtrain.torch.torch_exporters import Axes, ExportError
@@ -196,9 +197,7 @@ def _repair(module: nn.Module, model: ir.Model) -> list[str]:
         for name, part in module.named_modules()
         if isinstance(part, _BATCH_NORMS) and part.training and part.track_running_stats
     }
-    for node in list(model.graph.all_nodes()):
-        if node.domain != "":
-            continue
+    for node in nodes(model.graph, "BatchNormalization", "Dropout", subgraphs=True):
         if node.op_type == "BatchNormalization":
             mean = node.inputs[3]
             mode = node.attributes.get("training_mode")

@@ -9,16 +9,15 @@ import onnx_ir as ir
 
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.manifest import ModelSpec
+from onnxtrain.targets import find
 
 _ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Identity", "Max", "Min", "Where"})
 _ROLES = ("optimizer", "update")
-_TARGETS = ("cpu", "cuda", "portable")
-"""Where a trainer binds memory of its own choice to outputs."""
 
 
 def with_in_place(spec: ModelSpec, model: onnx.ModelProto) -> ModelSpec:
     """Return the entry of a model that updates parameters, with what it may overwrite."""
-    if spec.role not in _ROLES or spec.target not in _TARGETS:
+    if spec.role not in _ROLES or find(spec.target).lacks("output-binding"):
         return spec
     return dataclasses.replace(spec, in_place=overwritable(ir.from_proto(model).graph, spec))
 

@@ -21,6 +21,7 @@ from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.manifest import StateSpec, WeightSpec
+from onnxtrain.optim.packing import alike
 
 _LENGTH = "n"
 _CONTROLS = {"learning_rate": ("lr", ir.DataType.FLOAT), "step": ("step", ir.DataType.INT64)}
@@ -87,17 +88,14 @@ class _Group:
 def _groups(
     options: BuildOptions, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
 ) -> list[_Group]:
-    alike: dict[tuple[str, float | None, float], list[str]] = {}
-    for w in weights:
-        group = options.optimizer.group_of(w.name)
-        alike.setdefault((w.dtype, group.weight_decay, group.lr_factor), []).append(w.name)
+    dtypes = {w.name: w.dtype for w in weights}
     return [
         _Group(
-            dtype_from_name(dtype),
+            dtype_from_name(dtypes[names[0]]),
             tuple(s.slot for s in state if s.parameter == names[0]),
-            tuple(names),
+            names,
         )
-        for (dtype, _, _), names in alike.items()
+        for names in alike(options.optimizer, dtypes)
     ]
 
 

@@ -14,14 +14,14 @@ and, by keyword, only what its signature asks for::
 
 It returns one gradient per input (trailing ones may be left out); ``None`` means "no gradient";
 ``undefined("why")`` stands for a gradient we do not have, and raises only if that one is wanted.
-Nodes with subgraphs return gradients for what the subgraphs capture (``scopes.captured(node)``)
-after those of the inputs. Operators with several differentiable outputs register with
-``@vjp_multi`` and receive ``dys`` (``None`` = zero).
+Nodes with subgraphs return gradients for what the subgraphs capture
+(``captured_values.captured(node)``) after those of the inputs. Operators with several
+differentiable outputs register with ``@vjp_multi`` and receive ``dys`` (``None`` = zero).
 
-A rule need not care which gradients are wanted (unused nodes are removed afterwards), how gradients
-are accumulated, about broadcasting of elementwise operators, or about legacy attribute forms
-(``prepare`` removed them). It emits only operators that have rules themselves, so that derivatives
-of derivatives work.
+A rule need almost never care which gradients are wanted (unused nodes are removed afterwards), and
+never how gradients are accumulated, about broadcasting of elementwise operators, or about legacy
+attribute forms (``prepare`` removed them). It emits only operators that have rules themselves, so
+that derivatives of derivatives work.
 """
 
 from importlib import import_module

@@ -130,7 +130,7 @@ def _plus(op: OpBuilder, a: ir.Value | None, b: ir.Value) -> ir.Value:
 
 
 def _as_inputs(op: OpBuilder, gradients, inputs) -> Gradients:
-    """Return the gradients the inputs' dtypes; a vector's one channel is summed to shape [1]."""
+    """Return the gradients in the inputs' dtypes; a vector's one channel is summed to shape [1]."""
     fitted_grads = []
     for g, x in zip(gradients, inputs, strict=True):
         if g is not None:

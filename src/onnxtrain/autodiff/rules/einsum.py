@@ -12,7 +12,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.graph.shapes.equation import Equation, spare_letters, spell_out
+from onnxtrain.graph.shapes.equation import Equation, expand_equation, spare_letters
 
 
 @vjp("Einsum")
@@ -24,7 +24,7 @@ def einsum(
     A letter that only this operand has was summed: its gradient is the same all along that axis. A
     letter that the operand repeats is a diagonal: the gradient has identity matrices as factors.
     """
-    eq = spell_out(equation, [op.rank(x) for x in operands])
+    eq = expand_equation(equation, [op.rank(x) for x in operands])
     if eq is None or len(eq.output) != op.rank(dy):
         raise UndifferentiableError(
             f"equation {equation!r} of node {node.name!r} does not fit: {S.describe(node)}"

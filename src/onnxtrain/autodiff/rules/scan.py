@@ -8,7 +8,8 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -38,40 +39,110 @@ _COSTLY = frozenset(
 _SAVED = "onnxtrain.saved"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A Scan node: its inputs and outputs by kind, and which gradients there are or must be."""
+
+    body: ir.Graph
+    inputs: Sequence[ir.Value]
+    n: int
+    """How many states are carried; they come first among inputs and outputs."""
+    outer: list[ir.Value]
+    """What the body captures."""
+    axes_in: list[int]
+    turns_in: list[int]
+    axes_out: list[int]
+    turns_out: list[int]
+    floats: list[int]
+    """The states that have a gradient."""
+    wanted_scans: list[int]
+    wanted_outer: list[ir.Value]
+    given: list[int]
+    """The scan outputs whose gradients are not zero, counted among all outputs."""
+
+    @property
+    def scans(self) -> Sequence[ir.Value]:
+        return self.inputs[self.n :]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The backward body, and what its inputs and outputs are."""
+
+    op: OpBuilder
+    mapping: dict[ir.Value, ir.Value]
+    """Values of the forward body -> their copies."""
+    states: list[ir.Value]
+    totals: dict[ir.Value, ir.Value]
+    """Captured values -> the sum of their gradients so far."""
+    products: dict[ir.Value, list[tuple[ir.Value, int]]]
+    """Captured values -> the factors of their gradients, which are multiplied after the loop."""
+    factors: list[ir.Value]
+    """Those of the factors that have to leave the loop."""
+
+
 @vjp_multi("Scan")
 def scan(op, dys, *inputs, node, wanted):
     """A Scan over the steps in reverse, which carries the gradients of the states."""
     refuse_randomness(node)
+    parts = _read(node, inputs, dys, wanted)
+    n, body = parts.n, parts.body
+    d_states = [dys[i] if dys[i] is not None else op.zeros_like(inputs[i]) for i in parts.floats]
+    step = _backward_step(op, parts, d_states)
+    kept = _costly(step.op.graph, step.mapping)
+    saved = _save(op, node, body, n, [*body.inputs[:n], *kept])
+    for copy in kept.values():
+        entry = ir.Value(name=op.names.fresh(f"{op.prefix}kept"), type=copy.type, shape=copy.shape)
+        copy.replace_all_uses_with(entry)
+        step.op.graph.inputs.append(entry)
+    carried = [*d_states, *(op.zeros_like(x) for x in step.totals)]
+    fed = [*saved[:n], *parts.scans, *(dys[i] for i in parts.given), *saved[n:]]
+    results = _backward_scan(op, parts, step, carried, fed)
+    return _gradients(op, parts, step, results, saved, saved[0] if n else fed[0])
+
+
+def _read(
+    node: ir.Node, inputs: Sequence[ir.Value], dys: Sequence[Maybe], wanted: Sequence[bool]
+) -> _Parts:
     body = node.attributes["body"].as_graph()
     n = len(inputs) - node.attributes["num_scan_inputs"].as_int()
-    scans = inputs[n:]
-    outer = captured(node)
-    axes_in = _ints(node, "scan_input_axes", len(scans))
-    turns_in = _ints(node, "scan_input_directions", len(scans))
+    scans, outer = inputs[n:], captured(node)
     n_out = len(body.outputs) - n
-    axes_out = _ints(node, "scan_output_axes", n_out)[: len(node.outputs) - n]
-    turns_out = _ints(node, "scan_output_directions", n_out)[: len(node.outputs) - n]
+    return _Parts(
+        body,
+        inputs,
+        n,
+        outer,
+        axes_in=_ints(node, "scan_input_axes", len(scans)),
+        turns_in=_ints(node, "scan_input_directions", len(scans)),
+        axes_out=_ints(node, "scan_output_axes", n_out)[: len(node.outputs) - n],
+        turns_out=_ints(node, "scan_output_directions", n_out)[: len(node.outputs) - n],
+        floats=[i for i in range(n) if S.is_float(inputs[i])],
+        wanted_scans=[i for i, x in enumerate(scans) if S.is_float(x) and wanted[n + i]],
+        wanted_outer=[
+            x for x, w in zip(outer, wanted[len(inputs) :], strict=True) if w and S.is_float(x)
+        ],
+        given=[i for i in range(n, len(dys)) if dys[i] is not None],
+    )
 
-    floats = [i for i in range(n) if S.is_float(inputs[i])]
-    wanted_scans = [i for i, x in enumerate(scans) if S.is_float(x) and wanted[n + i]]
-    wanted_outer = [
-        x for x, w in zip(outer, wanted[len(inputs) :], strict=True) if w and S.is_float(x)
-    ]
-    given = [i for i in range(n, len(dys)) if dys[i] is not None]
 
-    d_states = [dys[i] if dys[i] is not None else op.zeros_like(inputs[i]) for i in floats]
-    step = op.body([*d_states, *wanted_outer, *body.inputs, *(body.outputs[i] for i in given)])
+def _backward_step(op: OpBuilder, parts: _Parts, d_states: Sequence[ir.Value]) -> _Step:
+    """Return the body of the backward Scan: the forward step again, then its reverse sweep."""
+    body, floats, wanted_outer = parts.body, parts.floats, parts.wanted_outer
+    step = op.body(
+        [*d_states, *wanted_outer, *body.inputs, *(body.outputs[i] for i in parts.given)]
+    )
     ins = iter(list(step.graph.inputs))
     d_now = [next(ins) for _ in floats]
     totals = {x: next(ins) for x in wanted_outer}
-    states = [next(ins) for _ in range(n)]
-    slices = [next(ins) for _ in scans]
+    states = [next(ins) for _ in range(parts.n)]
+    slices = [next(ins) for _ in parts.scans]
     d_outputs: list[Maybe] = [None] * len(body.outputs)
-    for i, d in (*zip(floats, d_now, strict=True), *zip(given, ins, strict=True)):
+    for i, d in (*zip(floats, d_now, strict=True), *zip(parts.given, ins, strict=True)):
         d_outputs[i] = d
     mapping = dict(zip(body.inputs, [*states, *slices], strict=True))
     outputs = copy_nodes(step, body, mapping)
-    wrt = [*(states[i] for i in floats), *(slices[i] for i in wanted_scans)]
+    wrt = [*(states[i] for i in floats), *(slices[i] for i in parts.wanted_scans)]
     swept = sweep(step, outputs, d_outputs, [*wrt, *wanted_outer])
     of_outer = dict(zip(wanted_outer, swept[len(wrt) :], strict=True))
     grads = own(step, swept[: len(wrt)], wrt)
@@ -82,50 +153,76 @@ def scan(op, dys, *inputs, node, wanted):
     news = own(step, [of_outer[x] for x in totals], list(totals))
     sums = [accumulate(step, old, new) for old, new in zip(totals.values(), news, strict=True)]
     # What entered the step is there for all steps already.
-    factors = {v: None for p in products.values() for v, _ in p if v not in states}
+    factors = list(dict.fromkeys(v for p in products.values() for v, _ in p if v not in states))
     step.graph.outputs.extend(
         [*grads[: len(floats)], *sums, *grads[len(floats) :], *map(step.Identity, factors)]
     )
-    kept = _costly(step.graph, mapping)
-    saved = _save(op, node, body, n, [*body.inputs[:n], *kept])
-    for copy in kept.values():
-        entry = ir.Value(name=op.names.fresh(f"{op.prefix}kept"), type=copy.type, shape=copy.shape)
-        copy.replace_all_uses_with(entry)
-        step.graph.inputs.append(entry)
+    return _Step(step, mapping, states, totals, products, factors)
 
-    carried = [*d_states, *(op.zeros_like(x) for x in totals)]
-    fed = [*saved[:n], *scans, *(dys[i] for i in given), *saved[n:]]
-    scan_outputs = op.Scan(
+
+def _backward_scan(
+    op: OpBuilder,
+    parts: _Parts,
+    step: _Step,
+    carried: Sequence[ir.Value],
+    fed: Sequence[ir.Value],
+) -> Iterator[ir.Value]:
+    """Yield the outputs of the Scan whose body is the backward step."""
+    n, turns_in = parts.n, parts.turns_in
+    given = [i - n for i in parts.given]
+    kept = len(fed) - n - len(parts.scans) - len(given)
+    factors = len(step.factors)
+    outputs = op.Scan(
         *carried,
         *fed,
-        body=step.graph,
+        body=step.op.graph,
         num_scan_inputs=len(fed),
-        scan_input_axes=[0] * n + axes_in + [axes_out[i - n] for i in given] + [0] * len(kept),
+        scan_input_axes=[
+            *[0] * n,
+            *parts.axes_in,
+            *(parts.axes_out[i] for i in given),
+            *[0] * kept,
+        ],
         scan_input_directions=[
             *[1] * n,
             *(1 - t for t in turns_in),
-            *(1 - turns_out[i - n] for i in given),
-            *[1] * len(kept),
+            *(1 - parts.turns_out[i] for i in given),
+            *[1] * kept,
         ],
         # The factors' first step comes first, as in what was saved.
-        scan_output_axes=[*(axes_in[i] for i in wanted_scans), *[0] * len(factors)] or None,
-        scan_output_directions=[*(1 - turns_in[i] for i in wanted_scans), *[1] * len(factors)]
+        scan_output_axes=[*(parts.axes_in[i] for i in parts.wanted_scans), *[0] * factors] or None,
+        scan_output_directions=[*(1 - turns_in[i] for i in parts.wanted_scans), *[1] * factors]
         or None,
-        _outputs=len(carried) + len(wanted_scans) + len(factors),
+        _outputs=len(carried) + len(parts.wanted_scans) + factors,
     )
-    results = iter(scan_outputs if isinstance(scan_outputs, tuple) else [scan_outputs])
-    result: list[Maybe] = [None] * len(inputs)
-    for i in floats:
-        result[i] = shaped(next(results), inputs[i])
-    by_value: dict[ir.Value, Maybe] = {x: shaped(next(results), x) for x in totals}
-    for i in wanted_scans:
-        result[n + i] = shaped(next(results), scans[i])
-    stacks = {v: _stack(next(results), v, saved[0] if n else fed[0]) for v in factors}
-    stacks |= dict(zip(states, saved, strict=False))
-    for x, (a, b) in products.items():
+    return iter(outputs if isinstance(outputs, tuple) else [outputs])
+
+
+def _gradients(
+    op: OpBuilder,
+    parts: _Parts,
+    step: _Step,
+    results: Iterator[ir.Value],
+    saved: Sequence[ir.Value],
+    all_steps: ir.Value,
+) -> tuple[Maybe, ...]:
+    """Return the gradients of the inputs, then of the captured values.
+
+    ``all_steps`` is a value whose first axis counts the steps.
+    """
+    inputs, n = parts.inputs, parts.n
+    gradients: list[Maybe] = [None] * len(inputs)
+    for i in parts.floats:
+        gradients[i] = shaped(next(results), inputs[i])
+    by_value: dict[ir.Value, Maybe] = {x: shaped(next(results), x) for x in step.totals}
+    for i in parts.wanted_scans:
+        gradients[n + i] = shaped(next(results), inputs[n + i])
+    stacks = {v: _stack(next(results), v, all_steps) for v in step.factors}
+    stacks |= dict(zip(step.states, saved, strict=False))
+    for x, (a, b) in step.products.items():
         rows = [op.Reshape(stacks[v], [-1, columns]) for v, columns in (a, b)]
         by_value[x] = shaped(op.Gemm(*rows, transA=1), x)
-    return *result, *(by_value.get(x) for x in outer)
+    return *gradients, *(by_value.get(x) for x in parts.outer)
 
 
 def _factors(g: Maybe) -> list[tuple[ir.Value, int]] | None:

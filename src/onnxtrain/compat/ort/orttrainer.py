@@ -79,7 +79,7 @@ class ORTTrainer:
         self.is_train = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train or evaluate, as was said last."""
+        """Train or evaluate, by the mode set last."""
         return (self.train_step if self.is_train else self.eval_step)(*args, **kwargs)
 
     def train_step(self, *args: Any, fetches: Sequence[str] | None = None, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ from onnxtrain.targets import Target, find
 
 
 class Names:
-    """Hands out names that no value of the model bears."""
+    """Hands out names that no value of the model has."""
 
     def __init__(self, taken: set[str]) -> None:
         self.taken = taken

@@ -1,4 +1,4 @@
-"""The only door for model files: `load` refuses the broken and the hostile, `save` is atomic."""
+"""The entry point of model files: `load` refuses the broken and the hostile, `save` is atomic."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _check_complete(model: onnx.ModelProto, label: str) -> None:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 raise SaveError(
                     f"{label}: the ModelProto refers to external data: {quote(tensor.name)}\n"
-                    "hint: load the model from its path and save what load() gives back"
+                    "hint: load the model from its path and save what load() returns"
                 )
 
 

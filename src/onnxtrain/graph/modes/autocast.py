@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.targets import Target
 
 FLOAT, BFLOAT16, FLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT16
@@ -58,7 +59,7 @@ class _Pass:
     def run(self) -> int:
         nodes = list(self.graph)
         for node, after in zip(nodes, [*nodes[1:], None], strict=True):
-            if node.domain in ("", "ai.onnx"):
+            if is_standard(node):
                 self.visit(node, after)
         return self.count
 

@@ -44,7 +44,7 @@ def uniform_mask(
         op: where nodes go.
         shape: a value of the wanted shape, or its sizes.
         rng: float32 [2] = (seed, step), whole numbers from 0 to 2^24 - 1.
-        node_id: a small number that no other random node of the model bears.
+        node_id: a small number that no other random node of the model has.
         keep_probability: a number, or a float32 scalar known at run time.
     """
     return RandomStream(op, rng).mask(shape, node_id, keep_probability)

@@ -17,6 +17,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.modes.random_numbers import SOURCES, RandomStream, uniform_mask
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.prepare import mark_constants
 from onnxtrain.targets import Target
 
@@ -28,7 +29,7 @@ _IDS = 4  # how many streams a node may use
 def portable_dropout(
     model: ir.Model, rng_input_name: str = "rng", *, target: str | Target = "cpu"
 ) -> ir.Model:
-    """Rewrite Dropout in training and the random operators, in place; return the model back.
+    """Rewrite Dropout in training and the random operators, in place; return the model.
 
     If there are any, the model gets an input ``rng``: float32 [2] = (seed, step), whole numbers
     below 2^24. Dropout out of training is left alone.
@@ -36,7 +37,7 @@ def portable_dropout(
     Args:
         model: a prepared model, with shapes inferred.
         rng_input_name: the name of the new input.
-        target: which spelling to choose; the numbers are the same.
+        target: which form to choose; the numbers are the same.
 
     Raises:
         PrepareError: if the name is taken, or a random node stands in a Scan.
@@ -57,7 +58,7 @@ def portable_dropout(
 
 
 def _is_random(node: ir.Node) -> bool:
-    if node.domain not in ("", "ai.onnx") or node.op_type not in _REWRITES:
+    if not is_standard(node) or node.op_type not in _REWRITES:
         return False
     if node.op_type != "Dropout":
         return True

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_op, nodes
 
 _MODES_SINCE = 14  # opset from which on BatchNormalization has a mode
 
@@ -32,9 +33,7 @@ def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
         A line for each kind of change.
     """
     changed, inside = {"BatchNormalization": 0, "Dropout": 0}, 0
-    for node in list(model.graph.all_nodes()):
-        if node.domain != "":
-            continue
+    for node in nodes(model.graph, *changed, subgraphs=True):
         if node.op_type == "BatchNormalization":
             scale = node.inputs[1]
             if scale is None or scale.name not in trainable or _int(node, "training_mode"):
@@ -65,9 +64,7 @@ def to_evaluation(model: ir.Model) -> list[str]:
     """
     changed = {"BatchNormalization": 0, "Dropout": 0}
     old = model.opset_imports.get("", 0) < _MODES_SINCE
-    for node in list(model.graph.all_nodes()):
-        if node.domain not in ("", "ai.onnx"):
-            continue
+    for node in nodes(model.graph, *changed, subgraphs=True):
         if node.op_type == "BatchNormalization" and (
             _int(node, "training_mode") or (old and len(node.outputs) > 1)
         ):
@@ -80,7 +77,7 @@ def to_evaluation(model: ir.Model) -> list[str]:
 
 
 def separate_statistics(model: ir.Model) -> list[str]:
-    """Return statistics that share an initializer with something else one of their own, in place.
+    """Let statistics that share an initializer with something else have their own, in place.
 
     Exporters that store equal tensors once make a fresh running variance and a fresh scale the same
     initializer, since both are ones.
@@ -89,9 +86,7 @@ def separate_statistics(model: ir.Model) -> list[str]:
         A line if something was changed.
     """
     graph, changed = model.graph, 0
-    for node in list(graph.all_nodes()):
-        if node.op_type != "BatchNormalization" or node.domain not in ("", "ai.onnx"):
-            continue
+    for node in nodes(graph, "BatchNormalization", subgraphs=True):
         for i, kind in ((3, "running_mean"), (4, "running_var")):
             x = node.inputs[i]
             if x is None or not x.is_initializer() or x.const_value is None:
@@ -113,9 +108,7 @@ def separate_statistics(model: ir.Model) -> list[str]:
 
 
 def _is_statistic(node: ir.Node, index: int, wanted: int) -> bool:
-    return (
-        node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx") and index == wanted
-    )
+    return is_op(node, "BatchNormalization") and index == wanted
 
 
 def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True) -> list[Buffer]:
@@ -131,12 +124,8 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
     graph = model.graph
     newest: dict[ir.Value, ir.Value] = {}
     last: dict[ir.Value, ir.Value] = {}
-    for node in list(graph):
-        if (
-            node.op_type != "BatchNormalization"
-            or node.domain != ""
-            or not _int(node, "training_mode")
-        ):
+    for node in nodes(graph, "BatchNormalization"):
+        if not _int(node, "training_mode"):
             continue
         momentum = node.attributes.get("momentum")
         kept = 0.9 if momentum is None else momentum.as_float()
@@ -165,7 +154,7 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
 
 
 def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
-    """Return the node its outputs for new statistics: there are both or none."""
+    """Add the outputs for new statistics to a node: there are both or none."""
     if len(node.outputs) < 3:
         node.resize_outputs(3)
     for out, old in zip(node.outputs[1:], node.inputs[3:5], strict=True):
@@ -175,7 +164,7 @@ def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
 
 
 def _restore_meaning(op: OpBuilder, share: ir.Value, part: float, before: ir.Value) -> ir.Value:
-    """Return those who read a new statistic all of it; return the part that the batch adds."""
+    """Let readers of a new statistic read its sum with the old one; return the batch's part."""
     name = share.name
     share.name = op.names.fresh(f"{name}.share")
     added = op.Mul(share, part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.prepare.constants import fold
 from onnxtrain.graph.shapes.infer import infer_shapes
 
@@ -17,11 +18,9 @@ def resolve_branches(model: ir.Model, parameters: set[str]) -> list[str]:
         parameters: initializers that do not count as known.
     """
     graph, count = model.graph, 0
-    while any(n.op_type == "If" and n.domain == "" for n in graph):
+    while nodes(graph, "If"):
         fold(model, set(graph.initializers) - parameters)
-        taken = [
-            n for n in graph if n.op_type == "If" and n.domain == "" and _is_known(n, parameters)
-        ]
+        taken = [n for n in nodes(graph, "If") if _is_known(n, parameters)]
         if not taken:
             break
         names = {v.name for n in graph.all_nodes() for v in n.outputs}

@@ -9,6 +9,7 @@ import onnx_ir.passes.common as passes
 from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import nodes
 
 _SMALL = 4096  # elements: what we fold ourselves; a runtime folds the rest when it loads the model
 
@@ -38,8 +39,8 @@ def fold(model: ir.Model, constants: set[str]) -> set[str]:
     """
     graph, opset = model.graph, model.opset_imports[""]
     added: set[str] = set()
-    for node in list(graph):
-        if node.domain != "" or node.op_type not in _FOLDABLE or len(node.outputs) != 1:
+    for node in nodes(graph, *_FOLDABLE):
+        if len(node.outputs) != 1:
             continue
         y = node.outputs[0]
         if y.is_graph_output():

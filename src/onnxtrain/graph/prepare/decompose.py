@@ -13,7 +13,6 @@ request, and returns the replacement of each output. Returning ``None`` leaves t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,9 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.call_by_signature import call_by_signature, unknown_parts
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import key_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
@@ -63,12 +64,8 @@ def _fill() -> None:
     from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 
 
-def _key(node: ir.Node) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
-
-
 def _chosen(node: ir.Node, only: Callable[[str], bool]) -> bool:
-    return _key(node) in DECOMPOSITIONS and only(_key(node))
+    return key_of(node) in DECOMPOSITIONS and only(key_of(node))
 
 
 def _walk(
@@ -80,38 +77,19 @@ def _walk(
         if not _chosen(node, only):
             continue
         op = OpBuilder(graph, parent.prefix, before=node, parent=parent)
-        outputs = _call(DECOMPOSITIONS[_key(node)], op, node)
+        outputs = _call(DECOMPOSITIONS[key_of(node)], op, node)
         if outputs is None:
             continue
-        done[_key(node)] = done.get(_key(node), 0) + 1
+        done[key_of(node)] = done.get(key_of(node), 0) + 1
         replacements = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         _replace(graph, op, node, replacements)
 
 
 def _call(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> Any:
-    parameters = inspect.signature(function).parameters
-    wants = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    known = S.attributes_of(node, op.opset)
-    keywords: dict[str, Any] = {}
-    for p in wants:
-        if p.name == "node":
-            keywords["node"] = node
-        elif known.get(p.name) is not None:
-            keywords[p.name] = known[p.name]
-        elif p.default is p.empty:
-            keywords[p.name] = None
-    unknown = set(node.attributes) - {p.name for p in wants}
-    if unknown and "node" not in keywords:
-        raise PrepareError(
-            f"node {node.name!r}: {S.describe(node)} has attributes we do not know: "
-            f"{', '.join(sorted(unknown))}"
-        )
-    kinds = [p.kind for p in parameters.values()]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    most = sum(kind in positional for kind in kinds) - 1  # all but ``op``
-    if len(node.inputs) > most and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise PrepareError(f"node {node.name!r}: {S.describe(node)} has more inputs than we know")
-    return function(op, *node.inputs, **keywords)
+    unknown = unknown_parts(function, node, "decomposition")
+    if unknown is not None:
+        raise PrepareError(f"node {node.name!r}: {S.describe(node)} {unknown}")
+    return call_by_signature(function, op, node, context={"node": node})
 
 
 def _replace(graph: ir.Graph, op: OpBuilder, node: ir.Node, values: list[ir.Value | None]) -> None:

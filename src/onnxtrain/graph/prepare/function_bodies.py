@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io.through_proto import through_proto
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.prepare.schema_bodies import body_by_types, has_body
 
 __all__ = ["has_body", "inline_bodies"]
@@ -27,7 +28,7 @@ def inline_bodies(model: ir.Model, chosen: Callable[[str], bool]) -> ir.Model:
             {
                 n.op_type
                 for n in model.graph.all_nodes()
-                if n.domain in ("", "ai.onnx") and has_body(n.op_type, opset) and chosen(n.op_type)
+                if is_standard(n) and has_body(n.op_type, opset) and chosen(n.op_type)
             }
         )
         if not kinds:
@@ -66,7 +67,7 @@ def _with_own_bodies(proto: onnx.ModelProto, kinds: list[str], opset: int) -> on
             tensor_type=onnx.TypeProto.Tensor(elem_type=tensor.data_type)
         )
     for node in proto.graph.node:
-        if node.op_type not in kinds or node.domain not in ("", "ai.onnx") or all(node.input):
+        if node.op_type not in kinds or not is_standard(node) or all(node.input):
             continue
         given = [types.get(name, onnx.TypeProto()) for name in node.input]
         function = body_by_types(node, given, opset)

@@ -1,4 +1,4 @@
-"""One spelling per operator: explicit padding, no ``CastLike``, no legacy forms."""
+"""One form per operator: explicit padding, no ``CastLike``, no legacy forms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 
@@ -14,11 +15,9 @@ _WINDOWED = frozenset({"Conv", "AveragePool", "LpPool", "MaxPool", "ConvTranspos
 
 
 def normalise(model: ir.Model) -> list[str]:
-    """Rewrite nodes to their plain spelling, in place; return a line for each kind of change."""
+    """Rewrite nodes to their plain form, in place; return a line for each kind of change."""
     changed: dict[str, int] = {}
-    for node in model.graph.all_nodes():
-        if node.domain != "":
-            continue
+    for node in nodes(model.graph, subgraphs=True):
         if node.op_type == "CastLike" and _cast_like(node):
             changed["CastLike became Cast"] = changed.get("CastLike became Cast", 0) + 1
         elif node.op_type in _WINDOWED and _explicit_padding(node):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import onnx
 
+from onnxtrain.graph.nodes import is_op, is_standard
+
 _SINCE_ATTRIBUTE = 14
 
 
@@ -17,7 +19,7 @@ def convert_around_training(
     model: onnx.ModelProto, convert: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> onnx.ModelProto:
     """Return the converted model with each training BatchNormalization still in training mode."""
-    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    opset = max((o.version for o in model.opset_import if is_standard(o)), default=0)
     if opset >= _SINCE_ATTRIBUTE:
         return convert(model)
     used = _used(model.graph)
@@ -37,7 +39,7 @@ def convert_around_training(
 
 def _batch_norms(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
-        if node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx"):
+        if is_op(node, "BatchNormalization"):
             yield node
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:

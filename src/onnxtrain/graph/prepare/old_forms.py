@@ -13,6 +13,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.graph.nodes import is_op, is_standard
+
 _INPUTS_SINCE = 11  # Clip and Pad take their numbers as inputs, Resize has coordinate modes
 _ONE_AXIS_SINCE = 13  # Softmax and its kin work along one axis, not on a flattened matrix
 _PER_CHANNEL_SINCE = 21  # GroupNormalization has a scale per channel, not per group
@@ -22,7 +24,7 @@ def convert_with_care(
     model: onnx.ModelProto, convert: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> onnx.ModelProto:
     """Return the converted model with those operators meaning what they did."""
-    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    opset = max((o.version for o in model.opset_import if is_standard(o)), default=0)
     wrong: dict[str, Callable[..., list[onnx.NodeProto]]] = {}
     if opset < _INPUTS_SINCE:
         wrong.update(Clip=_like_first, Pad=_like_first, Upsample=_old_coordinates)
@@ -39,7 +41,7 @@ def convert_with_care(
         )
         for graph in _graphs(model.graph)
         for n in graph.node
-        if n.op_type in wrong and n.domain in ("", "ai.onnx")
+        if n.op_type in wrong and is_standard(n)
     }
     converted = convert(model)
     if marked:
@@ -153,7 +155,7 @@ def _flatten_hardmax(graph: onnx.GraphProto) -> None:
     """Write out that Hardmax looks at a matrix: all axes before ``axis`` by all from it on."""
     nodes = []
     for node in graph.node:
-        if node.op_type != "Hardmax" or node.domain not in ("", "ai.onnx"):
+        if not is_op(node, "Hardmax"):
             nodes.append(node)
             continue
         axis = next((a.i for a in node.attribute if a.name == "axis"), 1)

@@ -15,6 +15,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.copy_nodes import copy_nodes
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_op, is_standard
 from onnxtrain.graph.prepare.known_sequences import Chunks, Items, Sequence, scalar_of
 from onnxtrain.graph.prepare.loop_sequences import as_scan_outputs
 from onnxtrain.graph.simplify import remove_dead
@@ -25,7 +26,7 @@ def resolve_sequences(model: ir.Model) -> list[str]:
 
     Types must have been inferred; shapes of what was rewritten should be inferred again.
     """
-    if not any(n.op_type in _HANDLERS and n.domain == "" for n in model.graph.all_nodes()):
+    if not any(n.op_type in _HANDLERS and is_standard(n) for n in model.graph.all_nodes()):
         return []
     work = _Resolver(OpBuilder(model.graph, prefix="prepare/"))
     work.walk(model.graph)
@@ -47,7 +48,7 @@ class _Resolver:
     def walk(self, graph: ir.Graph) -> None:
         for node in list(graph):
             op = OpBuilder(graph, self.root.prefix, before=node, parent=self.root)
-            if node.domain == "" and node.op_type == "Loop":
+            if is_op(node, "Loop"):
                 node = self._loop(op, node)
             for body in subgraphs_of(node):
                 self.walk(body)

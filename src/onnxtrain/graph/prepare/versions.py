@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io.through_proto import through_proto
+from onnxtrain.graph.nodes import is_standard, nodes
 from onnxtrain.graph.prepare.constants import lift_constants
 from onnxtrain.graph.prepare.decompose import decompose, has_decomposition
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
@@ -44,13 +45,13 @@ def to_working_opset(model: ir.Model) -> ir.Model:
     newest = model.opset_imports[""]
     model.ir_version = IR_VERSION if newest == OPSET else min(max(model.ir_version, 11), NEWEST_IR)
     for node in model.graph.all_nodes():
-        node.version = newest if node.domain in ("", "ai.onnx") else node.version
+        node.version = newest if is_standard(node) else node.version
         node.domain = "" if node.domain == "ai.onnx" else node.domain
     return model
 
 
 def _raise(model: ir.Model) -> ir.Model:
-    batched = [n for n in model.graph.all_nodes() if n.op_type == "Scan" and n.domain == ""]
+    batched = nodes(model.graph, "Scan", subgraphs=True)
     if batched and model.opset_imports[""] < _UNBATCHED_SCAN:
         raise PrepareError(
             f"Scan of opset 8 has a batch axis, which no later one has: node {batched[0].name!r}\n"
@@ -106,7 +107,7 @@ def _since(op_type: str, opset: int) -> int:
 
 def _same_at_working_opset(node: ir.Node, opset: int) -> bool:
     """Return whether a node means the same at the working opset: only types were added since."""
-    if node.domain not in ("", "ai.onnx"):
+    if not is_standard(node):
         return True
     new, old = S.schema_of(node.op_type, opset), S.schema_of(node.op_type, OPSET)
     if new is None or old is None:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes.dims import Dim
 
 
 def infer_control_flow(node: ir.Node) -> bool:
     """Set the outputs of If, Loop and Scan from their bodies; ``False`` for any other node."""
     infer = _BY_OPERATOR.get(node.op_type)
-    if infer is None or node.domain not in ("", "ai.onnx"):
+    if infer is None or not is_standard(node):
         return False
     infer(node)
     return True

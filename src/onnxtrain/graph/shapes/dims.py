@@ -1,7 +1,7 @@
 """Symbolic dimensions: polynomials in named sizes, written as plain strings.
 
 A dimension is an ``int``, a string such as ``"batch*196"`` or ``"(width + 1)//2"``, or ``None``
-when nothing is known about it. Strings are kept in one canonical spelling, so two dimensions are
+when nothing is known about it. Strings are kept in one canonical form, so two dimensions are
 provably equal exactly when they compare equal.
 
 >>> mul("batch", 2)

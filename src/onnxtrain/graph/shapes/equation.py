@@ -1,4 +1,4 @@
-"""Equations of Einsum, spelled out."""
+"""Equations of Einsum, expanded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def spare_letters(*texts: str) -> list[str]:
     return [c for c in LETTERS if c not in used]
 
 
-def spell_out(equation: str, ranks: Sequence[int]) -> Equation | None:
-    """Spell an equation out: no spaces, no ellipsis, an explicit output.
+def expand_equation(equation: str, ranks: Sequence[int]) -> Equation | None:
+    """Expand an equation: no spaces, no ellipsis, an explicit output.
 
     ``None`` if it does not fit operands of these ranks.
 
-    >>> spell_out("...ij, j", [3, 1])
+    >>> expand_equation("...ij, j", [3, 1])
     Equation(terms=('aij', 'j'), output='ai', ellipsis='a')
     """
     text = equation.replace(" ", "")
@@ -54,5 +54,5 @@ def spell_out(equation: str, ranks: Sequence[int]) -> Equation | None:
     output = right.replace("...", shared)
     if len(set(output)) != len(output) or not set(output) <= {*"".join(letters), *shared}:
         return None
-    spelled = (t.replace("...", shared[width - e :]) for t, e in zip(terms, extra, strict=True))
-    return Equation(tuple(spelled), output, shared)
+    expanded = (t.replace("...", shared[width - e :]) for t, e in zip(terms, extra, strict=True))
+    return Equation(tuple(expanded), output, shared)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 
@@ -28,7 +29,7 @@ _COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 def infer(node: ir.Node) -> bool:
     """Set the type and shape of a node's output if they are certain; tell whether they are."""
     formula = _FORMULAS.get(node.op_type)
-    if formula is None or node.domain not in ("", "ai.onnx") or len(node.outputs) != 1:
+    if formula is None or not is_standard(node) or len(node.outputs) != 1:
         return False
     x = node.inputs[1] if node.op_type == "Where" and len(node.inputs) == 3 else node.inputs[0]
     if x is None or x.dtype not in S.FLOATS or not isinstance(x.type, ir.TensorType):

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 
@@ -68,9 +69,9 @@ class _Inference:
         S.set_dims(y, merged)
 
     def _enter_bodies(self, node: ir.Node) -> None:
-        if node.op_type in ("Loop", "Scan") and node.domain in ("", "ai.onnx"):
+        if is_op(node, "Loop", "Scan"):
             self._type_body_inputs(node)
-        if node.op_type == "Loop" and node.domain in ("", "ai.onnx"):
+        if is_op(node, "Loop"):
             self._loop_body(node)
             return
         for body in subgraphs_of(node):

@@ -13,7 +13,7 @@ from onnxtrain.graph.shapes.dims import Dim
 
 
 def specialise(model: ir.Model, sizes: Mapping[str, int]) -> ir.Model:
-    """Replace symbolic dimensions by numbers, in place; return the model back.
+    """Replace symbolic dimensions by numbers, in place; return the model.
 
     Raises:
         PrepareError: if no input has a dimension of that name.

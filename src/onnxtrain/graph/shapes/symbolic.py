@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import symbolic_shapes, symbolic_values, window_shapes
 from onnxtrain.graph.shapes.formulas import Formula
 
@@ -19,7 +20,7 @@ _VALUES: dict[str, Formula] = symbolic_values.FORMULAS
 
 def refine(node: ir.Node, opset: int) -> None:
     """Improve the shapes and record the symbolic elements of a node's outputs."""
-    if node.domain not in ("", "ai.onnx") or not node.outputs:
+    if not is_standard(node) or not node.outputs:
         return
     formula = _SHAPES.get(node.op_type)
     value = _VALUES.get(node.op_type)

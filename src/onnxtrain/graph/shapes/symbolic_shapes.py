@@ -1,4 +1,4 @@
-"""Dimensions of what operators that move, cut, join or reduce give back."""
+"""Output shapes of operators that move, cut, join or reduce."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.graph.shapes.equation import spell_out
+from onnxtrain.graph.shapes.equation import expand_equation
 from onnxtrain.graph.shapes.formulas import (
     Attributes,
     Formula,
@@ -193,7 +193,7 @@ def _einsum(node: ir.Node, a: Attributes) -> _Dims:
         if dims is None:
             return None
         operands.append(dims)
-    eq = spell_out(a["equation"], [len(dims) for dims in operands])
+    eq = expand_equation(a["equation"], [len(dims) for dims in operands])
     if eq is None:
         return None
     sizes: dict[str, Dim] = {}

@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 
@@ -159,11 +160,7 @@ def infer_node(node: ir.Node, opset: int) -> None:
         return
     if control_flow_shapes.infer_control_flow(node):
         pass
-    elif (
-        node.op_type in _LIKE_FIRST
-        and node.domain in ("", "ai.onnx")
-        and node.inputs[0] is not None
-    ):
+    elif node.op_type in _LIKE_FIRST and is_standard(node) and node.inputs[0] is not None:
         node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
     else:
         _infer_by_onnx(node, opset)

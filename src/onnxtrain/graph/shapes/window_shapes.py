@@ -1,4 +1,4 @@
-"""Dimensions of what convolutions, poolings and resizing give back."""
+"""Output shapes of convolutions, poolings and Resize."""
 
 from __future__ import annotations
 

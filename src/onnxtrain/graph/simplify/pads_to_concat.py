@@ -11,6 +11,7 @@ import dataclasses
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_standard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def _pieces(node: ir.Node, last: ir.Node) -> list[_Piece] | None:
         before = None if x is None else x.producer()
         if x is None or before is None or before.graph is not last.graph:
             return None
-        if len(x.uses()) != 1 or x.is_graph_output() or before.domain not in ("", "ai.onnx"):
+        if len(x.uses()) != 1 or x.is_graph_output() or not is_standard(before):
             return None
         if before.op_type == "Add":
             more = _pieces(before, last)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.simplify.pads_to_concat import pads_to_concat
 
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
@@ -30,7 +31,7 @@ def rewrite(graph: ir.Graph) -> int:
     """
     changes = 0
     for node in graph:
-        if node.domain not in ("", "ai.onnx") or not node.inputs or len(node.outputs) != 1:
+        if not is_standard(node) or not node.inputs or len(node.outputs) != 1:
             continue
         y = node.outputs[0]
         stands = None if y.is_graph_output() or not y.uses() else _stands_for(node)
@@ -227,6 +228,6 @@ def _perm(node: ir.Node) -> list[int] | None:
 def _producer(x: ir.Value | None, node: ir.Node) -> ir.Node | None:
     """Return the node that makes ``x``, if it is a standard one of the same graph."""
     before = None if x is None else x.producer()
-    if before is None or before.graph is not node.graph or before.domain not in ("", "ai.onnx"):
+    if before is None or before.graph is not node.graph or not is_standard(before):
         return None
     return before if before.inputs and before.inputs[0] is not None else None

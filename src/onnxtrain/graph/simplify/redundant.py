@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_standard, nodes
 from onnxtrain.graph.simplify.peephole import rewrite
 
 RANDOM = frozenset(
@@ -25,7 +26,7 @@ RANDOM = frozenset(
 
 
 def simplify(model: ir.Model) -> ir.Model:
-    """Drop what has no effect or is computed twice, in place; return the model back."""
+    """Drop what has no effect or is computed twice, in place; return the model."""
     remove_dead(model)
     remove_identities(model)
     graphs = [model.graph]
@@ -67,9 +68,7 @@ def remove_identities(model: ir.Model) -> None:
     A body that returns one value twice is legal, yet onnxruntime then mixes the two up.
     """
     done: dict[ir.Graph, list[ir.Node]] = {}
-    for node in model.graph.all_nodes():
-        if node.op_type != "Identity" or node.domain not in ("", "ai.onnx"):
-            continue
+    for node in nodes(model.graph, "Identity", subgraphs=True):
         x, y, graph = node.inputs[0], node.outputs[0], node.graph
         if x is None or graph is None or not isinstance(graph, ir.Graph):
             continue
@@ -87,8 +86,8 @@ def remove_identities(model: ir.Model) -> None:
             y.replace_all_uses_with(x)
         _detach(node)
         done.setdefault(graph, []).append(node)
-    for graph, nodes in done.items():
-        graph.remove(nodes)
+    for graph, identities in done.items():
+        graph.remove(identities)
 
 
 def share(graph: ir.Graph) -> int:
@@ -96,7 +95,7 @@ def share(graph: ir.Graph) -> int:
     seen: dict[tuple, ir.Node] = {}
     merged = 0
     for node in graph:
-        if node.op_type in RANDOM or node.domain not in ("", "ai.onnx"):
+        if node.op_type in RANDOM or not is_standard(node):
             continue  # what another domain computes may be random
         if not any(y.uses() for y in node.outputs):
             continue

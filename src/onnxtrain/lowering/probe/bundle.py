@@ -18,8 +18,8 @@ from onnxtrain.errors import ProbeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.lowering.probe import variants
 from onnxtrain.lowering.probe.case import Case
+from onnxtrain.lowering.probe.case_at import NEWEST, OLDEST, case_at, versions
 from onnxtrain.lowering.probe.sources import onnx_cases, own_cases
-from onnxtrain.lowering.probe.spelling import NEWEST, OLDEST, spelled, versions
 
 FORMAT = 1
 LISTING = "pack.json"
@@ -66,8 +66,8 @@ def make_bundle(
 
     Args:
         folder: is made; what a pack has there is overwritten.
-        opsets: to spell each node for; all by default. Of opsets that have the same version of an
-            operator, the oldest is taken.
+        opsets: at which each node is written; all by default. Of opsets that have the same version
+            of an operator, the oldest is taken.
         cases: nodes to take; by default those of the installed onnx and some more.
 
     Raises:
@@ -140,7 +140,7 @@ def _models(cases: list[Case], opsets: list[int]) -> Iterator[tuple[Case, int, o
                 kind = _kind(case)
                 if taken[opset][kind] >= _ALIKE or taken[opset].total() >= _MOST:
                     continue
-                model = spelled(case, opset)
+                model = case_at(case, opset)
                 if model is None:
                     continue
                 taken[opset][kind] += 1
@@ -156,7 +156,7 @@ def _varied(case: Case, opset: int, typed: bool) -> Iterator[tuple[Case, int, on
     if typed:
         cases += [*variants.in_types(case), *variants.in_ranks(case)]
     for other in cases:
-        model = spelled(other, opset)
+        model = case_at(other, opset)
         if model is not None:
             yield other, opset, model
 

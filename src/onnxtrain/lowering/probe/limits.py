@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from onnxtrain.lowering.node_draft import default_of
+from onnxtrain.lowering.forms import default_of
 
 Entry = dict[str, Any]
 _LONGEST = 120  # characters of a message

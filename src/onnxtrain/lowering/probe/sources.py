@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.node_draft import default_of
+from onnxtrain.lowering.forms import default_of
 from onnxtrain.lowering.probe.case import TYPES, Case, computed, of_proto
 
 _RANDOM = frozenset(

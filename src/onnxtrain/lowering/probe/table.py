@@ -16,7 +16,7 @@ from onnxtrain.lowering.probe.limits import Entry, is_right, study
 from onnxtrain.lowering.profile import Profile, covers
 
 _SHOWN = 3  # remarks about an operator
-_PREFERRED = 21  # the working opset: nothing has to be respelled for it
+_PREFERRED = 21  # the working opset: every node is written in it
 
 
 def read_results(path: Path) -> dict[str, Any]:

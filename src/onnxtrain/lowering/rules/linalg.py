@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes.equation import spell_out
+from onnxtrain.graph.shapes.equation import expand_equation
 from onnxtrain.lowering.registry import lower
 
 _FLOAT, _DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
@@ -29,7 +29,7 @@ def gemm(op, a, b, c=None, *, alpha, beta, transA, transB):  # noqa: N803 - the 
 @lower("Einsum")
 def einsum(op, *operands, equation):
     """Two operands at a time: batch letters first, then one product of matrices."""
-    eq = spell_out(equation, [op.rank(x) for x in operands])
+    eq = expand_equation(equation, [op.rank(x) for x in operands])
     if eq is None or any(len(set(t)) != len(t) for t in eq.terms):
         return None
     if not _sizes_agree(op, eq.terms, operands):

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.lowering.forms.resize import constant_scales
 from onnxtrain.lowering.registry import lower
-from onnxtrain.lowering.resize_forms import constant_scales
 
 
 @lower("Resize")

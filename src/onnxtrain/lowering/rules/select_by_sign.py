@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.lowering.registry import lower
 from onnxtrain.lowering.value_range import may_be_infinite
 
@@ -31,7 +32,7 @@ def _mask(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
     if array is not None:
         return op.const(array.astype(np.float32), dtype)
     node = x.producer()
-    if node is None or node.domain or node.inputs[0] is None:
+    if node is None or not is_standard(node) or node.inputs[0] is None:
         return None
     kind, a = node.op_type, node.inputs[0]
     if kind in _MOVING:

@@ -209,7 +209,7 @@ def resolve_schedule(
 
     Args:
         schedule: ``"cosine"``, ``"cosine:warmup=10,total=100"``, the form of ``to_dict``, or an
-            object, which is given back. ``None`` stands for a constant.
+            object, which is returned. ``None`` stands for a constant.
         total: how many steps there are, the warm-up included, for schedules that need it.
         warmup: a number of steps, or a part of ``total`` if it is below 1.
         options: further options of the schedule; those in the string come first.

@@ -91,20 +91,12 @@ def deform_conv(
     d_sample = d_masked if factor is None else op.Mul(d_masked, factor)
 
     dx = _image_gradient(op, x, pixels, corners, weights, d_sample, offset_group, per_offset)
-    inner = [op.ReduceSum(op.Mul(d_sample, v), [-1], keepdims=0) for v in values]
-    across = [
-        op.Mul(op.Mul(i, c.along), c.across_slope) for i, c in zip(inner, corners, strict=True)
-    ]
-    along = [
-        op.Mul(op.Mul(i, op.Mul(c.across, c.inside)), c.along_slope)
-        for i, c in zip(inner, corners, strict=True)
-    ]
-    both = op.Concat(*(op.Unsqueeze(_total(op, part), [3]) for part in (across, along)), axis=3)
+    d_offset = _offset_gradient(op, corners, values, d_sample)
     d_mask = None
     if mask is not None:
         d_mask = op.reshape_like(op.ReduceSum(op.Mul(d_masked, sample), [-1], keepdims=0), mask)
     db = None if b is None else op.ReduceSum(dy, [0, 2, 3], keepdims=0)
-    return dx, op.reshape_like(dw, w), op.reshape_like(both, offset), db, d_mask
+    return dx, op.reshape_like(dw, w), op.reshape_like(d_offset, offset), db, d_mask
 
 
 def _pixel_rows(op: OpBuilder, x: ir.Value, offset_group: int, per_offset: Size) -> ir.Value:
@@ -131,6 +123,21 @@ def _image_gradient(
         table = op.ScatterND(table, where, updates, reduction="add")
     split = op.reshape(table, [op.size(x, 0), offset_group, _positions(op, x), per_offset])
     return op.reshape_like(op.Transpose(split, perm=[0, 1, 3, 2]), x)
+
+
+def _offset_gradient(
+    op: OpBuilder, corners: list[Corner], values: list[ir.Value], d_sample: ir.Value
+) -> ir.Value:
+    """Return the slopes of the samples along both axes, [N, D, K, 2, P]."""
+    inner = [op.ReduceSum(op.Mul(d_sample, v), [-1], keepdims=0) for v in values]
+    across = [
+        op.Mul(op.Mul(i, c.along), c.across_slope) for i, c in zip(inner, corners, strict=True)
+    ]
+    along = [
+        op.Mul(op.Mul(i, op.Mul(c.across, c.inside)), c.along_slope)
+        for i, c in zip(inner, corners, strict=True)
+    ]
+    return op.Concat(*(op.Unsqueeze(_total(op, part), [3]) for part in (across, along)), axis=3)
 
 
 def _corners(

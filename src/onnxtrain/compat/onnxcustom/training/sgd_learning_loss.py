@@ -108,7 +108,7 @@ class BaseLearningLoss(Part):
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningLoss:
-        """Return the loss that a name stands for; a loss is given back."""
+        """Return the loss that a name stands for; a loss object is returned as it is."""
         if isinstance(class_name, BaseLearningLoss):
             return class_name
         for names, kind in _NAMES.items():

@@ -27,7 +27,7 @@ class BaseLearningPenalty(Part):
 
     @classmethod
     def select(cls, class_name: Any, **kwargs: Any) -> BaseLearningPenalty:
-        """Return the penalty that a name stands for; a penalty is given back."""
+        """Return the penalty that a name stands for; a penalty object is returned as it is."""
         if isinstance(class_name, BaseLearningPenalty):
             return class_name
         if class_name in (None, ""):

@@ -212,7 +212,7 @@ class Module:
         return [t.name for t in self._model().spec.inputs_of("input", "target")]
 
     def output_names(self) -> list[str]:
-        """Return the names of what a step gives back, in order."""
+        """Return the names of what a step returns, in order."""
         return [t.name for t in self._model().spec.outputs_of("loss", "metric", "output")]
 
 

@@ -1,4 +1,4 @@
-"""The manifest inside a model file, which is all that the old doors get to see."""
+"""The manifest inside a model file, which is all that the old entry points get to see."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import onnx
 
+from onnxtrain.graph.nodes import is_standard
+
 
 def evaluation_model(
     forward: onnx.ModelProto, inputs: Sequence[str], weights: Sequence[str]
@@ -23,7 +25,7 @@ def evaluation_model(
     graph.name = "eval_model"
     renamed: dict[str, str] = {}
     for node in nodes_of(graph):
-        if node.domain in ("", "ai.onnx"):
+        if is_standard(node):
             _switch_off(node, renamed)
     for node in nodes_of(graph):
         node.input[:] = [renamed.get(x, x) for x in node.input]
@@ -72,7 +74,7 @@ def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def rename(model: onnx.ModelProto, old: str, new: str) -> None:
-    """Return a value of the graph another name."""
+    """Give a value of the graph another name."""
     for node in nodes_of(model.graph):
         for names in (node.input, node.output):
             names[:] = [new if name == old else name for name in names]

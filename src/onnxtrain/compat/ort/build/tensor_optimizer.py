@@ -11,12 +11,12 @@ import onnx_ir as ir
 from onnxtrain.artifacts.graphs import UpdateOptions, optimizer_graph
 from onnxtrain.artifacts.signature import GraphSignature
 from onnxtrain.compat.ort.build.embed import embed
-from onnxtrain.compat.ort.build.opset import bring_down
 from onnxtrain.compat.ort.errors import OrtError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.copy_nodes import copy_nodes
 from onnxtrain.graph.io import load
 from onnxtrain.graph.prepare.versions import IR_VERSION
+from onnxtrain.lowering.restate import restate
 from onnxtrain.manifest import Manifest, ModelSpec, StateSpec, TensorSpec, WeightSpec
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim.clip import Clip
@@ -41,7 +41,7 @@ def optimizer_model(
     options = UpdateOptions(optimizer=optimizer, clip=Clip(norm=max_norm))
     proto, spec = optimizer_graph(options, weights, state)
     model = ir.from_proto(proto)
-    return (proto if bring_down(model, opset) else ir.to_proto(model)), spec, state
+    return (proto if restate(model, opset) else ir.to_proto(model)), spec, state
 
 
 def takes_sequences(model: onnx.ModelProto) -> bool:

@@ -13,14 +13,15 @@ from onnxtrain.autodiff.gradient_model import GradientModel
 from onnxtrain.autodiff.load_normalized import lacks_rule
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.compat.ort.build.evaluation import evaluation_model, rename
-from onnxtrain.compat.ort.build.opset import bring_down
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
 from onnxtrain.graph.modes import running_statistics
 from onnxtrain.graph.modes.randomness import portable_dropout
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.prepare import prepare
+from onnxtrain.lowering.restate import restate
 from onnxtrain.manifest import ModelSpec
 
 _BOOL = ir.DataType.BOOL
@@ -200,9 +201,9 @@ def _check_reach(
 
 def _at_opset_of(forward: onnx.ModelProto, proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model at the opset of the user's, or as it is where that lacks operators."""
-    opset = max(o.version for o in forward.opset_import if o.domain in ("", "ai.onnx"))
+    opset = max(o.version for o in forward.opset_import if is_standard(o))
     model = ir.from_proto(proto)
-    return proto if bring_down(model, opset) else ir.to_proto(model)
+    return proto if restate(model, opset) else ir.to_proto(model)
 
 
 def _eval_spec(model: onnx.ModelProto, roles: dict[str, str]) -> ModelSpec:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 import onnx
 
 from onnxtrain.compat.ort.errors import OrtError
+from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.prepare.versions import IR_VERSION, NEWEST_IR, NEWEST_OPSET, OPSET
 
 _TOKEN = re.compile(r"onnx::.+::(\d+)$")
@@ -142,7 +143,7 @@ def _activated(accessor: ModelAccessor) -> Iterator[ModelAccessor]:
 
 def opset_of(model: onnx.ModelProto) -> int:
     """Return the version of the standard operators that a model imports."""
-    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    versions = [o.version for o in model.opset_import if is_standard(o)]
     return max(versions, default=OPSET)
 
 
@@ -150,7 +151,7 @@ def _lower_stamps(model: onnx.ModelProto) -> None:
     model.ir_version = min(model.ir_version or IR_VERSION, NEWEST_IR)
     limit = NEWEST_OPSET if model.graph.node else OPSET
     for entry in model.opset_import:
-        if entry.domain in ("", "ai.onnx"):
+        if is_standard(entry):
             entry.version = min(entry.version, limit)
     if opset_of(model) <= OPSET:
         model.ir_version = min(model.ir_version, IR_VERSION)

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.compat.ort.build.opset import bring_down
 from onnxtrain.compat.ort.errors import OrtError, OrtLookupError, as_ort_errors
 from onnxtrain.compat.ort.onnxblock.accessor import ModelAccessor, opset_of
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare.versions import OPSET
+from onnxtrain.lowering.restate import restate
 
 
 def type_of(model: onnx.ModelProto, name: str) -> onnx.TypeProto:
@@ -91,7 +91,8 @@ def splice(
     model = accessor.model
     values = {name: _value(model, name) for name in inputs}
     graph = ir.Graph(list(values.values()), [], nodes=[], opset_imports={"": OPSET}, name=token)
-    op = OpBuilder(graph, prefix=f"{accessor.fresh(token)}/")
+    prefix = f"{accessor.fresh(token)}/"
+    op = OpBuilder(graph, prefix=prefix)
     with as_ort_errors():
         built = build(op, *(values[name] for name in inputs))
     results = list(built) if isinstance(built, tuple) else [built]
@@ -101,15 +102,15 @@ def splice(
     ):
         value.name = name
     graph.outputs.extend(named)
+    names = tuple(v.name or "" for v in named)
     fragment = ir.Model(graph, ir_version=10)
-    stuck = bring_down(fragment, opset_of(model))
+    stuck = restate(fragment, opset_of(model), prefix)
     if stuck:
         raise OrtError(
             f"{token} needs operators that opset {opset_of(model)} lacks: {', '.join(stuck)}\n"
             "hint: export the model with opset 14 or newer"
         )
     _append(model, ir.to_proto(fragment))
-    names = tuple(v.name or "" for v in named)
     return names if isinstance(built, tuple) else names[0]
 
 

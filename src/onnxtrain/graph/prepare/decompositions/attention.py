@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import onnx_ir as ir
 
@@ -34,19 +36,7 @@ def attention(
     if softcap:
         capped = op.Mul(op.Tanh(op.Div(raw, softcap)), softcap)
 
-    scores = capped
-    allowed: list[ir.Value] = []
-    certain = True  # that every row has a key
-    if attn_mask is not None:
-        attn_mask = _full_length(op, attn_mask, k)
-        if attn_mask.dtype == ir.DataType.BOOL:
-            allowed.append(attn_mask)
-            certain = False
-        else:
-            scores = op.Add(capped, attn_mask)
-            if _may_be_infinite(op, attn_mask):
-                allowed.append(op.Greater(attn_mask, -np.inf))
-                certain = False
+    scores, allowed, certain = _with_mask(op, capped, attn_mask, k)
     windows = [w for w in (left_window_size, right_window_size) if w >= 0]
     if is_causal or windows:
         allowed += _near(
@@ -57,10 +47,7 @@ def attention(
         lengths = op.reshape(nonpad_kv_seqlen, [-1, 1, 1, 1])
         allowed.append(op.Less(op.iota(op.size(k, 2)), lengths))
         certain = False
-
-    keep = None
-    for one in allowed:
-        keep = one if keep is None else op.And(keep, one)
+    keep = functools.reduce(op.And, allowed) if allowed else None
     logits = scores
     if keep is not None:
         lowest = float(ir.DataType(q.dtype).min)
@@ -144,6 +131,21 @@ def _per_head(op: OpBuilder, a: ir.Value, b: ir.Value, kv: ir.Value) -> ir.Value
     y = op.reshape(together, [op.size(a, 0), op.size(a, 1), op.size(a, 2), -1])
     S.set_dims(y, [*op.dims(a)[:3], op.dims(b)[3]])
     return y
+
+
+def _with_mask(
+    op: OpBuilder, scores: ir.Value, mask: ir.Value | None, k: ir.Value
+) -> tuple[ir.Value, list[ir.Value], bool]:
+    """Return the scores with a mask added, conditions on keys, and whether every row has a key."""
+    if mask is None:
+        return scores, [], True
+    mask = _full_length(op, mask, k)
+    if mask.dtype == ir.DataType.BOOL:
+        return scores, [mask], False
+    biased = op.Add(scores, mask)
+    if not _may_be_infinite(op, mask):
+        return biased, [], True
+    return biased, [op.Greater(mask, -np.inf)], False
 
 
 def _full_length(op: OpBuilder, mask: ir.Value, k: ir.Value) -> ir.Value:

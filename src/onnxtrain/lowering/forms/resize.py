@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.forms import form
-from onnxtrain.lowering.node_draft import Draft, UnfitError
+from onnxtrain.lowering.forms.draft import Draft, UnfitError
+from onnxtrain.lowering.forms.registry import form
 
 
 @form("Resize", below=18)
@@ -88,7 +88,7 @@ def _upsample_7(d: Draft) -> None:
 def constant_scales(node: ir.Node) -> list[float] | None:
     """Return the factor of every axis of a Resize, ``None`` if they are computed.
 
-    Sizes count as factors where the ratio is a whole number, or one that float32 gives back.
+    Sizes count as factors where the ratio is a whole number, or one that float32 restores.
     """
     x = node.inputs[0]
     assert x is not None

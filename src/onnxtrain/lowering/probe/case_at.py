@@ -1,4 +1,4 @@
-"""A case as some opset spells it."""
+"""A case at some opset."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.simplify import remove_dead
 from onnxtrain.lowering.destination import NEWEST, OLDEST, Destination
-from onnxtrain.lowering.forms import respell
-from onnxtrain.lowering.node_draft import UnfitError
+from onnxtrain.lowering.forms import UnfitError, apply_forms
 from onnxtrain.lowering.probe.case import Case, model_of
 
 _LAST = onnx.defs.onnx_opset_version()
@@ -30,16 +29,16 @@ def versions(case: Case, opsets: list[int]) -> list[int]:
     return list(oldest.values())
 
 
-def spelled(case: Case, opset: int) -> onnx.ModelProto | None:
+def case_at(case: Case, opset: int) -> onnx.ModelProto | None:
     """Return the model at an opset, ``None`` if it is not one node there."""
     if case.op == "Dropout" and len(case.outputs) > 1 and opset < 12:
-        return None  # what the mask is where nothing is dropped was not said then
+        return None  # what the mask is where nothing is dropped is not specified there
     model = model_of(case)
     try:
         if _since(case.op, case.opset) == _since(case.op, opset):
             model.opset_imports[""] = opset
         elif opset < case.opset and _since(case.op, case.opset) == _since(case.op, _LAST):
-            respell(model, opset)  # knows the way down from the newest version only
+            apply_forms(model, opset)  # knows the way down from the newest version only
         else:
             return None
     except (UnfitError, AssertionError):
@@ -60,4 +59,4 @@ def spelled(case: Case, opset: int) -> onnx.ModelProto | None:
     return proto
 
 
-__all__ = ["NEWEST", "OLDEST", "spelled", "versions"]
+__all__ = ["NEWEST", "OLDEST", "case_at", "versions"]

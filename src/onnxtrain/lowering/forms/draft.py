@@ -1,4 +1,4 @@
-"""A node on its way to an older spelling: the forms read and change this, not the graph."""
+"""A node on its way to an older form: the forms read and change this, not the graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxtrain.graph import shapes as S
 
 
 class UnfitError(Exception):
-    """Why a node cannot be spelled in an opset."""
+    """Why a node has no form in an opset."""
 
 
 Operand = ir.Value | np.ndarray | None
@@ -22,7 +22,7 @@ Operand = ir.Value | np.ndarray | None
 
 @dataclass
 class Draft:
-    """Operator, inputs and attributes of a node as some opset spells them."""
+    """Operator, inputs and attributes of a node as some opset has them."""
 
     op_type: str
     inputs: list[Operand]
@@ -68,6 +68,11 @@ class Draft:
     def keep_inputs(self, count: int) -> None:
         """Drop all inputs behind the first ``count``."""
         del self.inputs[count:]
+
+    def has_rank(self) -> bool:
+        """Return whether the rank of the first input is known."""
+        x = self.inputs[0]
+        return isinstance(x, ir.Value) and x.shape is not None
 
     def rank(self) -> int:
         """Return the rank of the first input."""

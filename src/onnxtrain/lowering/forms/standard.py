@@ -1,144 +1,18 @@
-"""How older opsets spell the operators of the working opset.
-
-A form is registered for an operator and the opset from which on it is not needed any more; it
-changes a ``Draft``, or raises ``UnfitError``. The newest form comes first, so each one starts from
-what the next opset has.
-"""
+"""The forms that operators have at older opsets."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.captured_values import subgraphs_of
-from onnxtrain.lowering.node_draft import Draft, UnfitError, fit
-
-Form = Callable[[Draft], None]
-_FORMS: dict[str, list[tuple[int, Form]]] = {}
-_LAST = np.iinfo(np.int64).max
+from onnxtrain.lowering.forms.draft import Draft, UnfitError
+from onnxtrain.lowering.forms.registry import form
 
 
-def form(*op_types: str, below: int) -> Callable[[Form], Form]:
-    """Register how opsets below a number spell some operators."""
-
-    def register(function: Form) -> Form:
-        for op_type in op_types:
-            _FORMS.setdefault(op_type, []).append((below, function))
-            _FORMS[op_type].sort(key=lambda entry: -entry[0])
-        return function
-
-    return register
-
-
-def draft(node: ir.Node, opset: int, working: int) -> Draft:
-    """Return a node as an opset spells it.
-
-    Raises:
-        UnfitError: if the opset cannot express it.
-    """
-    drafted = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, working)
-    if node.domain:
-        raise UnfitError(f"an operator of domain {node.domain!r}")
-    _positive_axes(drafted)
-    for below, function in _FORMS.get(node.op_type, ()):
-        if opset < below:
-            function(drafted)
-    fit(drafted, opset)
-    return drafted
-
-
-def respell(model: ir.Model, opset: int) -> None:
-    """Spell every node as an opset does, in place, and stamp it."""
-    working = model.opset_imports[""]
-    taken: dict[bytes, ir.Value] = {}
-    _respell(model.graph, model.graph, opset, working, taken)
-    model.opset_imports[""] = opset
-
-
-def _respell(
-    graph: ir.Graph, root: ir.Graph, opset: int, working: int, made: dict[bytes, ir.Value]
-) -> None:
-    for node in list(graph):
-        for body in subgraphs_of(node):
-            _respell(body, root, opset, working, made)
-        new = draft(node, opset, working)
-        outputs = list(node.outputs)
-        schema = S.schema_of(new.op_type, opset)
-        assert schema is not None
-        count = min(len(outputs), schema.max_output)
-        replacement = ir.Node(
-            "",
-            new.op_type,
-            [_constant(root, x, made) if isinstance(x, np.ndarray) else x for x in new.inputs],
-            list(new.attributes.values()),
-            num_outputs=count,
-            name=node.name,
-            version=opset,
-        )
-        graph.insert_before(node, replacement)
-        for old, y in zip(outputs, replacement.outputs, strict=False):
-            y.name, y.type, y.shape = old.name, old.type, old.shape
-            y.meta.update(old.meta)  # sizes that are known by name
-            if old.name:
-                old.name = f"{old.name}.old"
-            old.replace_all_uses_with(y, replace_graph_outputs=True)
-        graph.remove(node, safe=True)
-
-
-def _constant(root: ir.Graph, array: np.ndarray, made: dict[bytes, ir.Value]) -> ir.Value:
-    key = array.tobytes() + str((array.dtype, array.shape)).encode()
-    if key not in made:
-        name = f"lower/form_{len(made)}"
-        while name in root.initializers:
-            name += "_"
-        tensor = ir.Tensor(array, name=name)
-        made[key] = ir.Value(
-            name=name,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
-        root.register_initializer(made[key])
-    return made[key]
-
-
-_AXIS = frozenset(
-    [
-        "ArgMax",
-        "ArgMin",
-        "Concat",
-        "CumSum",
-        "Flatten",
-        "Gather",
-        "GatherElements",
-        "Hardmax",
-        "LayerNormalization",
-        "LogSoftmax",
-        "LpNormalization",
-        "OneHot",
-        "ScatterElements",
-        "Softmax",
-        "Split",
-        "TopK",
-    ]
-)
-
-
-def _positive_axes(d: Draft) -> None:
-    """Count the axis from the front: before opset 11 there is no other way."""
-    if d.op_type not in _AXIS:
-        return
-    axis = d.get("axis")
-    if axis is not None and axis < 0:
-        d.set("axis", axis + d.rank() + (d.op_type == "OneHot"))  # OneHot adds an axis
-
-
-def _axes(d: Draft, i: int, rank: int) -> list[int] | None:
+def _axes(d: Draft, i: int) -> list[int] | None:
     array = d.constant(i, "axes")
-    return None if array is None else [int(a) % rank for a in array.reshape(-1)]
+    return None if array is None else [int(a) if a >= 0 else int(a) + d.rank() for a in array.flat]
 
 
 _REDUCTIONS = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
@@ -149,18 +23,17 @@ _REDUCTIONS = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", 
 def _reduce(d: Draft) -> None:
     noop = d.get("noop_with_empty_axes")
     d.attributes.pop("noop_with_empty_axes", None)
-    axes = _axes(d, 1, d.rank())
-    if not axes:
-        if noop:
-            raise UnfitError(f"{d.op_type} over no axes is not there")
-        axes = list(range(d.rank()))
-    d.set("axes", axes)
+    axes = _axes(d, 1)
+    if not axes and noop:
+        raise UnfitError(f"{d.op_type} over no axes is not there")
+    if axes or d.has_rank():  # without the attribute, it is over all axes
+        d.set("axes", axes or list(range(d.rank())))
     d.keep_inputs(1)
 
 
 @form("Squeeze", below=13)
 def _squeeze(d: Draft) -> None:
-    axes = _axes(d, 1, d.rank())
+    axes = _axes(d, 1)
     if axes is None:
         axes = [i for i, size in enumerate(d.dims()) if size == 1]
         if not all(isinstance(size, int) for size in d.dims()):
@@ -217,7 +90,7 @@ def _pad_mode(d: Draft) -> None:
 
 @form("Pad", below=18)
 def _pad_axes(d: Draft) -> None:
-    axes = _axes(d, 3, d.rank())
+    axes = _axes(d, 3)
     if axes is None:
         return
     pads, rank = d.constant(1, "pads"), d.rank()
@@ -247,7 +120,7 @@ def _slice(d: Draft) -> None:
     assert ends is not None
     if steps is not None and any(steps != 1):
         raise UnfitError("Slice with steps is not there")
-    axes = _axes(d, 3, d.rank()) or list(range(starts.size))
+    axes = _axes(d, 3) or list(range(starts.size))
     d.set("starts", [int(s) for s in starts])
     d.set("ends", [int(e) for e in ends])
     d.set("axes", axes)
@@ -267,6 +140,8 @@ def _dropout(d: Draft) -> None:
     training = d.constant(2, "training_mode")
     if training is not None and bool(training):
         raise UnfitError("Dropout in training mode is not there")
+    if any(y.uses() or y.is_graph_output() for y in d.node.outputs[1:]):
+        raise UnfitError("the mask of Dropout at inference is not specified there")
     ratio = d.constant(1, "ratio")
     if ratio is not None:
         d.set("ratio", float(ratio))
@@ -316,11 +191,12 @@ def _reshape(d: Draft) -> None:
 
 @form("Shape", below=15)
 def _shape(d: Draft) -> None:
-    if d.get("end") is not None and d.get("end") >= d.rank():
-        d.attributes.pop("end", None)
-    if d.get("start") or d.get("end") is not None:
+    start, end = d.get("start"), d.get("end")
+    starts = start == 0 or start <= -d.rank()
+    if not starts or (end is not None and end < d.rank()):
         raise UnfitError("Shape of some axes only is not there")
     d.attributes.pop("start", None)
+    d.attributes.pop("end", None)
 
 
 @form("Cast", below=24)
