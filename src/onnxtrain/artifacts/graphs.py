@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
+from onnxtrain.artifacts.options import GRAD_NORM, BuildOptions, UpdateOptions
+from onnxtrain.artifacts.precision import SCALE, Guard, scalar, unscaled
 from onnxtrain.artifacts.signature import GraphSignature
 from onnxtrain.autodiff.gradients import lift
 from onnxtrain.autodiff.recompute import differentiate_again
@@ -24,13 +24,11 @@ from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss, expand_label_losses
 from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
 from onnxtrain.optim import (
-    Optimizer,
     clip_by_global_norm,
     clip_by_value,
     global_norm,
     moving_average,
 )
-from onnxtrain.optim.clip import Clip
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.decompose_batch_norm import WITHOUT_BATCH_STATISTICS, decompose_batch_norm
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -38,42 +36,8 @@ from onnxtrain.passes.maxpool_indices import maxpool_indices
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.passes.split_qkv import split_qkv
 
-GRAD_NORM = "grad_norm"
 _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 Finished = tuple[onnx.ModelProto, ModelSpec]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """What the update of the parameters depends on, resolved."""
-
-    optimizer: Optimizer
-    clip: Clip = dataclasses.field(default_factory=Clip)
-    ema: float | None = None
-    precision: Precision = dataclasses.field(default_factory=Precision)
-    target: str = "cpu"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BuildOptions(UpdateOptions):
-    """What was asked for, resolved."""
-
-    loss: Any
-    metrics: tuple[Any, ...] = ()
-    outputs: tuple[str, ...] = ()
-    candidates: tuple[str, ...]
-    chosen_by_user: bool
-    buffers: tuple[str, ...]
-    mode: str
-    randomness: str
-    recompute: str | tuple[str, ...] = ()
-    lowered: bool = False
-    """The models go to an older opset, where few operators take sizes that data decide."""
-
-    @property
-    def graph_metrics(self) -> tuple[Any, ...]:
-        """Metrics of predictions; the norm of the gradients is none."""
-        return tuple(m for m in self.metrics if m != GRAD_NORM)
 
 
 @dataclasses.dataclass(frozen=True)

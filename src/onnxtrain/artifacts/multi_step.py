@@ -7,7 +7,7 @@ on it that way. The fused step becomes the body of a Scan; what training changes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -72,13 +72,7 @@ def multi_step_model(
         y.name = names.fresh(f"{y.name}/each")
 
     whole = {p.name: p for p in packs}
-    feeds: list[ir.Value] = []
-    for t in (*carried, *scanned):
-        if t.name in whole:
-            feeds.append(whole[t.name].join(op, given))
-        else:
-            x = given[t.name]
-            feeds.append(op.Unsqueeze(x, op.const([1])) if t.role in _BY_STEP else x)
+    feeds = [_feed(op, t, given, whole) for t in (*carried, *scanned)]
     outputs = tuple(t if t.feeds is not None else _several(t, count) for t in plain.outputs)
     finals = {t.name: _value(t) for t in outputs}
     new = {t.feeds: finals[t.name] for t in outputs if t.feeds is not None}
@@ -107,6 +101,16 @@ def multi_step_model(
     return finish(model), dataclasses.replace(
         plain, file=file, steps_per_call=count, inputs=inputs, outputs=outputs
     )
+
+
+def _feed(
+    op: OpBuilder, t: TensorSpec, given: Mapping[str, ir.Value], whole: Mapping[str, Pack]
+) -> ir.Value:
+    """Return what the Scan gets for an input of the step."""
+    if t.name in whole:
+        return whole[t.name].join(op, given)
+    x = given[t.name]
+    return op.Unsqueeze(x, op.const([1])) if t.role in _BY_STEP else x
 
 
 def _fades(t: TensorSpec) -> bool:

@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import Backward, BuildOptions, Copy, backward
+from onnxtrain.artifacts.graphs import Backward, Copy, backward
+from onnxtrain.artifacts.options import BuildOptions
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish
@@ -197,7 +198,6 @@ class _Looping:
             return outer.input(f"epoch/{name}", x.dtype, ["rows", *dims[1:]] if whole else dims)
 
         whole = {x.name or "": outside(x.name or "", whole=True) for x in data}
-        fixed = self.rows is not None
         places = ["batches", self.rows] if self.rows is not None else ["rows"]
         order = outer.input("epoch/order", _INT64, places)
         batches = outer.input("epoch/batches", _INT64, [])
@@ -208,24 +208,17 @@ class _Looping:
         for x in still:
             inner[x.name or ""].replace_all_uses_with(outside(x.name or ""))
 
-        first = next(iter(body), None)
-        op = OpBuilder(body, "batch/", before=first)
+        op = OpBuilder(body, "batch/", before=next(iter(body), None))
         index, going = op.input("batch/index", _INT64, []), op.input("batch/going", _BOOL, [])
-        if fixed:
+        if self.rows is not None:
             pick = op.Gather(order, index, axis=0)
         else:
             rows = outer.input("epoch/rows_per_batch", _INT64, [1])
             start = op.Mul(index, rows)
             pick = op.Slice(order, start, op.Add(start, rows))
         for name, x in whole.items():
-            batch = op.Gather(x, pick, axis=0)
-            inner[name].replace_all_uses_with(batch)
-        _replace_by_scalar(op, inner["learning_rate"], op.Gather(rates, index, axis=0))
-        number = op.Add(op.Add(index, before), 1) if copy.rng or inner["step"].uses() else index
-        _replace_by_scalar(op, inner["step"], number)
-        if copy.rng:
-            draw = op.Cast(op.Mod(op.Reshape(number, [1]), 1 << 24), to=_FLOAT)
-            inner[copy.rng[0].name or ""].replace_all_uses_with(op.Concat(seed[0], draw, axis=0))
+            inner[name].replace_all_uses_with(op.Gather(x, pick, axis=0))
+        self._number_steps(op, inner, index, rates, before, seed)
         results = list(body.outputs)
         body.inputs.clear()
         body.inputs.extend([index, going, *(inner[n] for n in carried)])
@@ -233,24 +226,42 @@ class _Looping:
         body.outputs.extend([op.Identity(going), *results[1:], results[0]])
         body.name = "step"
         body.opset_imports.clear()
-        loop = ir.Node(
-            "",
-            "Loop",
-            [batches, None, *starts],
-            attributes=[ir.AttrGraph("body", body)],
-            num_outputs=len(starts) + 1,
-            version=OPSET,
-        )
-        outer_graph.append(loop)
-        loop.name = "epoch/loop"
-        *ends, losses = loop.outputs
-        for end, start_value in zip(ends, starts, strict=True):
-            end.name = f"{start_value.name}.out"
-            end.type, end.shape = start_value.type, start_value.shape
-        losses.name, losses.type = "epoch/losses", ir.TensorType(_FLOAT)
-        losses.shape = ir.Shape(["batches"])
-        outer_graph.outputs.extend(loop.outputs)
+        outer_graph.append(_loop_node(body, batches, starts))
+        outer_graph.outputs.extend(outer_graph[-1].outputs)
         return finish(ir.Model(outer_graph, ir_version=IR_VERSION))
+
+    def _number_steps(
+        self, op: OpBuilder, inner: dict[str, ir.Value], index: ir.Value, rates: ir.Value,
+        before: ir.Value, seed: Sequence[ir.Value],
+    ) -> None:  # fmt: skip
+        """Let a step have its learning rate, its number and its random numbers."""
+        rng = self.copy.rng
+        _replace_by_scalar(op, inner["learning_rate"], op.Gather(rates, index, axis=0))
+        number = op.Add(op.Add(index, before), 1) if rng or inner["step"].uses() else index
+        _replace_by_scalar(op, inner["step"], number)
+        if rng:
+            draw = op.Cast(op.Mod(op.Reshape(number, [1]), 1 << 24), to=_FLOAT)
+            inner[rng[0].name or ""].replace_all_uses_with(op.Concat(seed[0], draw, axis=0))
+
+
+def _loop_node(body: ir.Graph, count: ir.Value, starts: Sequence[ir.Value]) -> ir.Node:
+    """Return the loop over a step; its outputs are what it carries, and the losses."""
+    loop = ir.Node(
+        "",
+        "Loop",
+        [count, None, *starts],
+        attributes=[ir.AttrGraph("body", body)],
+        num_outputs=len(starts) + 1,
+        version=OPSET,
+    )
+    loop.name = "epoch/loop"
+    *ends, losses = loop.outputs
+    for end, start in zip(ends, starts, strict=True):
+        end.name = f"{start.name}.out"
+        end.type, end.shape = start.type, start.shape
+    losses.name, losses.type = "epoch/losses", ir.TensorType(_FLOAT)
+    losses.shape = ir.Shape(["batches"])
+    return loop
 
 
 def _replace_by_scalar(op: OpBuilder, x: ir.Value, scalar: ir.Value) -> None:
