@@ -16,7 +16,6 @@ import onnx_ir as ir
 from onnxtrain.artifacts.at_opset import at_opset
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
-    BuildOptions,
     backward,
     eval_graph,
     optimizer_graph,
@@ -26,6 +25,7 @@ from onnxtrain.artifacts.graphs import (
 from onnxtrain.artifacts.inference import inference_model
 from onnxtrain.artifacts.merge_targets import merge_targets
 from onnxtrain.artifacts.multi_step import multi_step_model, steps_wanted
+from onnxtrain.artifacts.options import BuildOptions
 from onnxtrain.artifacts.packing import packed
 from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.precision import SCALE, Guard, Precision, scalar, unscaled
+from onnxtrain.artifacts.options import GRAD_NORM, BuildOptions, UpdateOptions
+from onnxtrain.artifacts.precision import SCALE, Guard, scalar, unscaled
 from onnxtrain.artifacts.signature import GraphSignature, dtype_from_name
 from onnxtrain.autodiff.gradient_model import GradientModel, lift
 from onnxtrain.autodiff.selection import reaching
@@ -22,50 +22,16 @@ from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss
 from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
 from onnxtrain.optim import (
-    Optimizer,
     clip_by_global_norm,
     clip_by_value,
     global_norm,
     moving_average,
 )
-from onnxtrain.optim.clip import Clip
 from onnxtrain.passes.pipeline import rewrite_inputs
-from onnxtrain.targets import TARGETS, Target
+from onnxtrain.targets import Target
 
-GRAD_NORM = "grad_norm"
 _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 Finished = tuple[onnx.ModelProto, ModelSpec]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """What the update of the parameters depends on, resolved."""
-
-    optimizer: Optimizer
-    clip: Clip = dataclasses.field(default_factory=Clip)
-    ema: float | None = None
-    precision: Precision = dataclasses.field(default_factory=Precision)
-    target: Target = TARGETS["cpu"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BuildOptions(UpdateOptions):
-    """What was asked for, resolved."""
-
-    loss: Any
-    metrics: tuple[Any, ...] = ()
-    outputs: tuple[str, ...] = ()
-    candidates: tuple[str, ...]
-    chosen_by_user: bool
-    buffers: tuple[str, ...]
-    mode: str
-    randomness: str
-    recompute: str | tuple[str, ...] = ()
-
-    @property
-    def graph_metrics(self) -> tuple[Any, ...]:
-        """Metrics of predictions; the norm of the gradients is none."""
-        return tuple(m for m in self.metrics if m != GRAD_NORM)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import Backward, UpdateOptions
+from onnxtrain.artifacts.graphs import Backward
+from onnxtrain.artifacts.options import UpdateOptions
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.manifest import StateSpec
 from onnxtrain.optim.packing import Pack, alike

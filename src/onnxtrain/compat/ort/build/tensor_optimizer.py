@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import UpdateOptions, optimizer_graph
+from onnxtrain.artifacts.graphs import optimizer_graph
+from onnxtrain.artifacts.options import UpdateOptions
 from onnxtrain.artifacts.signature import GraphSignature
 from onnxtrain.compat.ort.build.embed import embed
 from onnxtrain.compat.ort.errors import OrtError
