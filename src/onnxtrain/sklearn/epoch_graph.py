@@ -16,7 +16,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import Backward, BuildOptions, Copy, backward
+from onnxtrain.artifacts.graphs import Backward, Copy, backward
+from onnxtrain.artifacts.options import BuildOptions
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish

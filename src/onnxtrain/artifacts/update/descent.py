@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import BuildOptions
+from onnxtrain.artifacts.options import BuildOptions
 from onnxtrain.artifacts.signature import GraphSignature
 from onnxtrain.graph.builder import OpBuilder
 

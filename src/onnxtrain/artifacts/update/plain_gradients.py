@@ -6,7 +6,8 @@ passes over all gradients that one batch per update has no use for.
 
 from __future__ import annotations
 
-from onnxtrain.artifacts.graphs import GRAD_NORM, Backward, BuildOptions, Finished
+from onnxtrain.artifacts.graphs import Backward, Finished
+from onnxtrain.artifacts.options import GRAD_NORM, BuildOptions
 from onnxtrain.artifacts.update.descent import absorb_descent
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.artifacts.graphs import Backward, BuildOptions, Finished, emit_update
+from onnxtrain.artifacts.graphs import Backward, Finished, emit_update
+from onnxtrain.artifacts.options import BuildOptions
 from onnxtrain.artifacts.signature import GraphSignature, dtype_from_name
 from onnxtrain.artifacts.update.plain_gradients import gradient_graph
 from onnxtrain.graph.builder import OpBuilder
