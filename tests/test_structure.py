@@ -1,4 +1,4 @@
-"""Small functions, small files, small folders."""
+"""Small functions, small files, small folders, and maps that show all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import onnxtrain
 
@@ -70,3 +72,24 @@ def test_folders_are_small() -> None:
     counts = Counter(Path(name).parent.as_posix() for name in FILES)
     large = {folder for folder, count in counts.items() if count > MOST_FILES}
     assert large - ONE_FILE_PER_FAMILY == set()
+
+
+def packages() -> list[str]:
+    """The packages of the library, and the rooms of ``graph``."""
+    folders = {Path(name).parent.as_posix() for name in FILES if name.endswith("/__init__.py")}
+    return sorted(f for f in folders if "/" not in f.removeprefix("graph/") and f != "graph")
+
+
+@pytest.mark.parametrize("text", ["CONTRIBUTING.md", "docs/design.md"])
+def test_maps_name_every_package(text: str) -> None:
+    source = (Path(__file__).parent.parent / text).read_text(encoding="utf-8")
+    assert len(packages()) > 15
+    assert [name for name in packages() if f"{name}/" not in source] == []
+
+
+def test_maps_name_nothing_else() -> None:
+    """What the map of CONTRIBUTING.md lists in the library is there."""
+    source = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    block = source.split("in `src/onnxtrain/`:", 1)[1].split("```")[1]
+    listed = [line.split()[0] for line in block.strip().splitlines()]
+    assert [name for name in listed if not (ROOT / name).exists()] == []
