@@ -1,4 +1,4 @@
-"""Every spelling of a convolution's gradients gives torch's numbers, and one is always chosen."""
+"""Every form of a convolution's gradients gives torch's numbers, and one is always chosen."""
 
 from __future__ import annotations
 
@@ -74,15 +74,7 @@ def test_weight_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None
         pytest.param(form, case, id=f"{form}-{case.name}")
         for form in conv_rule.INPUT_FORMS
         for case in conv.CASES
-        if form == "transposed"
-        or (form == "columns" and _facts(case).addable)
-        or (form == "pairs" and _facts(case).depthwise)
-        or (
-            form == "flipped"
-            and _facts(case).depthwise
-            and not _facts(case).strided
-            and not _facts(case).overpadded
-        )
+        if conv_rule.INPUT_FORMS[form].fits(_facts(case))
     ],
 )
 def test_input_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:

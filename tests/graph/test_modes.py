@@ -10,7 +10,17 @@ import pytest
 
 import onnxtrain
 from onnxtrain.autodiff.load_normalized import load_normalized
-from onnxtrain.graph.modes import separate_statistics, to_evaluation, to_training
+from onnxtrain.autodiff.rules.batch_norm_forms import STATISTICS_CHOICES, STATISTICS_FORMS
+from onnxtrain.autodiff.variants import pick
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.modes import (
+    running_statistics,
+    separate_statistics,
+    to_evaluation,
+    to_training,
+)
+from onnxtrain.graph.modes.batch_statistics import puts_out_batch_statistics
+from onnxtrain.targets import TARGETS, Target
 from tests.artifacts.models import with_norm
 
 _HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -135,3 +145,17 @@ def test_evaluation_mode_of_old_models() -> None:
     np.testing.assert_allclose(trainer.predict(x)["y"], norm * [1, 2], rtol=1e-5)
     trainer.step(x, x)
     np.testing.assert_allclose(trainer.buffers["m"], [0.2, 1.2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
+def test_the_rule_reads_what_running_statistics_made_the_node_put_out(target: Target) -> None:
+    model = load_normalized(with_norm())
+    scales = {n.inputs[1].name for n in model.graph if n.op_type == "BatchNormalization"}
+    to_training(model, trainable=scales)
+    (node,) = (n for n in model.graph if n.op_type == "BatchNormalization")
+    assert pick(target, node, STATISTICS_FORMS, STATISTICS_CHOICES) == "computed"
+    running_statistics(model, OpBuilder(model.graph, "new/", target=target))
+    put_out = target.prefers("batch-statistics-output")
+    assert puts_out_batch_statistics(node) == put_out
+    form = pick(target, node, STATISTICS_FORMS, STATISTICS_CHOICES)
+    assert form == ("outputs" if put_out else "computed")

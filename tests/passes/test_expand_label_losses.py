@@ -6,12 +6,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from onnxtrain import thresholds
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.losses import NLL, CrossEntropy, Loss, attach_loss
-from onnxtrain.passes import expand_label_losses as module
 from onnxtrain.passes.expand_label_losses import expand_label_losses
 from onnxtrain.targets import Target
 from tests.losses.compare import session_of
@@ -89,7 +89,7 @@ LOSSES = [
 @pytest.fixture
 def all_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four classes are many."""
-    monkeypatch.setattr(module, "WIDE", 4)
+    monkeypatch.setattr(thresholds, "SOFTMAX_CLASSES", 4)
 
 
 def gradient_model(loss: Loss, target: str | Target) -> ir.Model:

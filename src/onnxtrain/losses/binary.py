@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.base import LOSSES, Loss, check_same_rank, frozen
 
@@ -15,17 +16,31 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return ``log(1 + e^x)`` without overflow.
+    """Return ``log(1 + e^x)`` without overflow."""
+    return chosen(op, x.dtype, SOFTPLUS_FORMS, SOFTPLUS_CHOICES)(op, x)
 
-    Runtimes without a kernel for Softplus expand it to the plain formula, which overflows above 88;
-    the CPU's kernel is for float32 only. Elsewhere it is ``x / 2 + (|x| / 2 + log(1 + e^-|x|))``:
-    the bracket is even and smooth, so its derivative at 0 is 0 whatever that of ``|x|`` is.
+
+def _composed_softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """``x / 2 + (|x| / 2 + log(1 + e^-|x|))``.
+
+    The bracket is even and smooth, so its derivative at 0 is 0 whatever that of ``|x|`` is.
     """
-    if not op.target.lacks("Softplus") and x.dtype == ir.DataType.FLOAT:
-        return op.Softplus(x)
     a = op.Abs(x)
     even = op.Add(op.Mul(a, 0.5), op.Log(op.Add(op.Exp(op.Neg(a)), 1.0)))
     return op.Add(op.Mul(x, 0.5), even)
+
+
+# Runtimes without a kernel expand the operator to the plain formula, which overflows above 88; the
+# CPU's kernel is for float32 only.
+SOFTPLUS_FORMS: Forms[ir.DataType | None] = {
+    "composed": Form(_composed_softplus),
+    "operator": Form(lambda op, x: op.Softplus(x), lambda dtype: dtype == ir.DataType.FLOAT),
+}
+SOFTPLUS_CHOICES: Choices[ir.DataType | None] = [
+    Choice("composed", lacks="Softplus"),
+    Choice("operator"),
+    Choice("composed"),
+]
 
 
 @LOSSES.named("bce")

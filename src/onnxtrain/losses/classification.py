@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -81,6 +82,16 @@ def is_label(op: OpBuilder, x: ir.Value, labels: ir.Value) -> ir.Value:
     else:
         numbers = op.cast(op.iota(classes), labels.dtype)
     return op.Equal(op.Unsqueeze(labels, [1]), op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
+
+
+def log_sum_exp(op: OpBuilder, x: ir.Value, axis: int) -> tuple[ir.Value, ir.Value]:
+    """Return ``z``, which is ``x`` shifted to at most 0 along an axis, and ``log(sum(e^z))``.
+
+    The shift may be any number: ``log p = z - log(sum(e^z))`` for each. Rounded up, it has
+    derivative 0, so that none is computed for the maximum.
+    """
+    z = op.Sub(x, op.Ceil(op.ReduceMax(x, [axis], keepdims=1)))
+    return z, op.Log(op.ReduceSum(op.Exp(z), [axis], keepdims=1))
 
 
 def guarded(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) -> ir.Value:
@@ -195,12 +206,11 @@ class CrossEntropy(_Labelled):
             return self._soft(op, prediction, target, axis)
         rows = to_rows(self, op, prediction, target, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
-        composed = op.target.lacks("SoftmaxCrossEntropyLoss")
-        make = self._composed if composed else self._standard
-        loss = make(op, rows, weights)
+        form = chosen(op, None, CROSS_ENTROPY_FORMS, CROSS_ENTROPY_CHOICES)
+        loss = form(self, op, rows, weights)
         return rows.restore(op, loss) if self.reduction == "none" else loss
 
-    def _standard(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+    def _by_operator(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
         """Emit the standard's own operator, whose gradient needs no one-hot tensor."""
         rows = dataclasses.replace(rows, labels=guarded(op, rows.labels, self.ignore_index))
         smooth = self.label_smoothing
@@ -215,15 +225,13 @@ class CrossEntropy(_Labelled):
         loss, logp = outputs
         return self._blend(op, loss, self._spread(op, rows, op.Neg(logp), weights), rows.x)
 
-    def _composed(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+    def _by_comparison(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
         """Emit ``log(sum(e^z)) - z[label]``, where ``z`` is ``x`` shifted to at most 0.
 
-        The shift may be any number. Rounded up, it has derivative 0, so that none is computed for
-        the maximum. One-hot comparison serves runtimes where gathering by class is slow or absent.
+        One-hot comparison serves runtimes where gathering by class is slow or absent.
         """
         x = rows.x
-        z = op.Sub(x, op.Ceil(op.ReduceMax(x, [1], keepdims=1)))
-        lse = op.Log(op.ReduceSum(op.Exp(z), [1], keepdims=1))
+        z, lse = log_sum_exp(op, x, 1)
         here = op.Where(is_label(op, x, rows.labels), z, op.const(0.0, x.dtype))
         each = op.Sub(op.Squeeze(lse, [1]), op.ReduceSum(here, [1], keepdims=0))
         loss = self.composed(op, rows, each, weights)
@@ -258,11 +266,7 @@ class CrossEntropy(_Labelled):
                 f"CrossEntropy: probabilities {S.describe_value(target)} do not have the shape of "
                 f"{S.describe_value(x)}"
             )
-        if op.target.lacks("LogSoftmax"):
-            z = op.Sub(x, op.Ceil(op.ReduceMax(x, [axis], keepdims=1)))
-            cost = op.Sub(op.Log(op.ReduceSum(op.Exp(z), [axis], keepdims=1)), z)
-        else:
-            cost = op.Neg(op.LogSoftmax(x, axis=axis))
+        cost = chosen(op, None, COST_FORMS, COST_CHOICES)(op, x, axis)
         if self.label_smoothing:
             classes = op.count(x, [axis])
             spread = op.Div(op.const(self.label_smoothing, x.dtype), classes)
@@ -271,6 +275,29 @@ class CrossEntropy(_Labelled):
         if weights is not None:
             target = op.Mul(target, op.reshape(weights, [-1, *[1] * (op.rank(x) - 1 - axis)]))
         return self.reduce(op, op.ReduceSum(op.Mul(cost, target), [axis], keepdims=0))
+
+
+CROSS_ENTROPY_FORMS: Forms[None] = {
+    "comparison": Form(CrossEntropy._by_comparison),
+    "operator": Form(CrossEntropy._by_operator),
+}
+CROSS_ENTROPY_CHOICES: Choices[None] = [
+    Choice("comparison", lacks="SoftmaxCrossEntropyLoss"),
+    Choice("operator"),
+]
+
+
+def _composed_cost(op: OpBuilder, x: ir.Value, axis: int) -> ir.Value:
+    """Return ``-log p = log(sum(e^z)) - z`` of all classes."""
+    z, lse = log_sum_exp(op, x, axis)
+    return op.Sub(lse, z)
+
+
+COST_FORMS: Forms[None] = {
+    "composed": Form(_composed_cost),
+    "operator": Form(lambda op, x, axis: op.Neg(op.LogSoftmax(x, axis=axis))),
+}
+COST_CHOICES: Choices[None] = [Choice("composed", lacks="LogSoftmax"), Choice("operator")]
 
 
 @LOSSES.named("nll")
@@ -291,17 +318,32 @@ class NLL(_Labelled):
         axis = class_axis(self, prediction, self.axis)
         rows = to_rows(self, op, prediction, labels, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
-        if op.target.lacks("NegativeLogLikelihoodLoss"):
-            zero = op.const(0.0, rows.x.dtype)
-            here = op.Where(is_label(op, rows.x, rows.labels), rows.x, zero)
-            loss = self.composed(op, rows, op.Neg(op.ReduceSum(here, [1], keepdims=0)), weights)
-        else:
-            loss = op.NegativeLogLikelihoodLoss(
-                *(rows.x, guarded(op, rows.labels, self.ignore_index), weights),
-                ignore_index=self.ignore_index,
-                reduction=self.reduction,
-            )
+        loss = chosen(op, None, NLL_FORMS, NLL_CHOICES)(self, op, rows, weights)
         return rows.restore(op, loss) if self.reduction == "none" else loss
+
+    def _by_comparison(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+        """Emit ``-sum(x * onehot(label))``."""
+        zero = op.const(0.0, rows.x.dtype)
+        here = op.Where(is_label(op, rows.x, rows.labels), rows.x, zero)
+        return self.composed(op, rows, op.Neg(op.ReduceSum(here, [1], keepdims=0)), weights)
+
+    def _by_operator(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+        """Emit the standard's own operator."""
+        return op.NegativeLogLikelihoodLoss(
+            *(rows.x, guarded(op, rows.labels, self.ignore_index), weights),
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+        )
+
+
+NLL_FORMS: Forms[None] = {
+    "comparison": Form(NLL._by_comparison),
+    "operator": Form(NLL._by_operator),
+}
+NLL_CHOICES: Choices[None] = [
+    Choice("comparison", lacks="NegativeLogLikelihoodLoss"),
+    Choice("operator"),
+]
 
 
 @LOSSES.named("multi_margin")
@@ -337,10 +379,7 @@ class MultiMargin(Loss):
         rows = to_rows(self, op, prediction, targets[0], rank - 1)
         x, zero = rows.x, op.const(0.0, rows.x.dtype)
         mine = is_label(op, x, rows.labels)
-        if op.target.lacks("GatherElements"):
-            lead = op.ReduceSum(op.Where(mine, x, zero), [1], keepdims=1)
-        else:
-            lead = op.GatherElements(x, op.Unsqueeze(guarded(op, rows.labels), [1]), axis=1)
+        lead = chosen(op, None, LEAD_FORMS, LEAD_CHOICES)(op, rows, mine, zero)
         miss = clamp(op, op.Sub(op.Add(x, self.margin), lead))
         if self.p == 2:
             miss = op.Mul(miss, miss)
@@ -349,3 +388,19 @@ class MultiMargin(Loss):
         if weights is not None:
             each = op.Mul(each, op.Gather(weights, rows.labels))
         return rows.restore(op, each)
+
+
+def _lead_by_comparison(op: OpBuilder, rows: Scores, mine: ir.Value, zero: ir.Value) -> ir.Value:
+    """Return ``x[label]`` as a sum over ``x * onehot(label)``."""
+    return op.ReduceSum(op.Where(mine, rows.x, zero), [1], keepdims=1)
+
+
+def _lead_by_gathering(op: OpBuilder, rows: Scores, mine: ir.Value, zero: ir.Value) -> ir.Value:
+    return op.GatherElements(rows.x, op.Unsqueeze(guarded(op, rows.labels), [1]), axis=1)
+
+
+LEAD_FORMS: Forms[None] = {
+    "comparison": Form(_lead_by_comparison),
+    "gathering": Form(_lead_by_gathering),
+}
+LEAD_CHOICES: Choices[None] = [Choice("comparison", lacks="GatherElements"), Choice("gathering")]

@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.losses.base import FLOAT, Loss, check_same_rank, reduced
 from onnxtrain.losses.binary import BCE, BCEWithLogits
 from onnxtrain.losses.classification import NLL, CrossEntropy, class_axis
@@ -107,25 +109,35 @@ class Accuracy(_OfClasses):
             yes, wanted = op.Greater(prediction, self.threshold), op.Greater(target, 0.5)
             return self.mean(op, op.Equal(yes, wanted), None)
         axis = self.class_axis(prediction)
-        classes = op.dims(prediction)[axis]
-        if op.target.lacks("ArgMax") and isinstance(classes, int) and not S.is_float(target):
-            largest = _first_largest(op, prediction, axis, classes)
-            return self.mean(op, op.Equal(largest, op.cast(target, FLOAT)), target)
-        predicted = op.ArgMax(prediction, axis=axis, keepdims=0)
         if S.is_float(target):
-            return self.mean(
-                op, op.Equal(predicted, op.ArgMax(target, axis=axis, keepdims=0)), None
-            )
-        hit = op.Equal(op.cast(predicted, target.dtype), target)
+            best = (op.ArgMax(v, axis=axis, keepdims=0) for v in (prediction, target))
+            return self.mean(op, op.Equal(*best), None)
+        classes = op.dims(prediction)[axis]
+        hit = chosen(op, classes, HIT_FORMS, HIT_CHOICES)(op, prediction, target, axis)
         return self.mean(op, hit, target)
 
 
-def _first_largest(op: OpBuilder, x: ir.Value, axis: int, classes: int) -> ir.Value:
-    """Return the class of the largest score as float32: what ArgMax gives a GPU cannot cast."""
+def _hit_by_argmax(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> ir.Value:
+    """Return whether the largest score is the label's."""
+    return op.Equal(op.cast(op.ArgMax(x, axis=axis, keepdims=0), labels.dtype), labels)
+
+
+def _hit_by_numbers(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> ir.Value:
+    """The same in float32: what ArgMax gives a GPU cannot cast."""
+    classes = op.dims(x)[axis]
+    assert isinstance(classes, int)
     top = op.Equal(x, op.ReduceMax(x, [axis], keepdims=1))
     sizes = [classes if i == axis else 1 for i in range(S.rank_of(x) or 1)]
     numbers = op.const(np.arange(classes, dtype=np.float32).reshape(sizes))
-    return op.ReduceMin(op.Where(top, numbers, float(classes)), [axis], keepdims=0)
+    largest = op.ReduceMin(op.Where(top, numbers, float(classes)), [axis], keepdims=0)
+    return op.Equal(largest, op.cast(labels, FLOAT))
+
+
+HIT_FORMS: Forms[Dim] = {
+    "argmax": Form(_hit_by_argmax),
+    "numbers": Form(_hit_by_numbers, lambda classes: isinstance(classes, int)),
+}
+HIT_CHOICES: Choices[Dim] = [Choice("numbers", lacks="ArgMax"), Choice("argmax")]
 
 
 @METRICS.named("top_k")

@@ -13,11 +13,10 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import mark_constants
-
-_ROWS = 1.5  # rows per column of all the readers' weights from which it pays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,8 @@ def _readers(node: ir.Node) -> list[_Linear] | None:
         return None
     layers = [f for f in readers if f is not None]
     rows = math.prod(d for d in dims[:-1] if isinstance(d, int))
-    return layers if rows >= _ROWS * sum(f.width for f in layers) else None
+    width = sum(f.width for f in layers)
+    return layers if rows >= T.NORM_ROWS_PER_COLUMN * width else None
 
 
 def _linear(node: ir.Node, index: int, y: ir.Value) -> _Linear | None:

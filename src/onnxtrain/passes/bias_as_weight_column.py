@@ -13,11 +13,10 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-
-_ROWS, _RATIO, _LARGE = 256, 2, 1 << 18  # rows, width of the result per input, its elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,9 @@ def _layer(node: ir.Node) -> _Layer | None:
     if not isinstance(width, int) or not isinstance(out, int) or S.dims_of(layer.bias) != (out,):
         return None
     rows = math.prod(lead)
-    if rows < _ROWS or out < _RATIO * width or rows * out < _LARGE:
+    if rows < T.BIAS_COLUMN_ROWS or rows * out < T.BIAS_COLUMN_ELEMENTS:
+        return None
+    if out < T.BIAS_COLUMN_RATIO * width:
         return None
     return dataclasses.replace(layer, lead=lead)
 

@@ -11,14 +11,12 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import constant_names, mark_constants
 from onnxtrain.targets import Target
 
-_SMALL = 64  # elements of a constant that may be shared
-WIDE = 256
-"""Classes from which a pass over all scores costs more than some small nodes."""
 _TINY = 1e-30  # a probability below has few digits, or none, in float32
 
 
@@ -78,7 +76,9 @@ def _exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
     if not chosen or len(node.outputs) < 2 or node.outputs[1].is_graph_output():
         return []
     classes = op.dims(x)[1] if op.rank(x) == 2 else None
-    if x.dtype != ir.DataType.FLOAT or not isinstance(classes, int) or classes < WIDE:
+    if x.dtype != ir.DataType.FLOAT or not isinstance(classes, int):
+        return []
+    if classes < T.SOFTMAX_CLASSES:
         return []
     others = {use.node.op_type for use in x.uses() if use.node is not node}
     if others & {"LogSoftmax", "SoftmaxCrossEntropyLoss"}:
@@ -148,7 +148,9 @@ def _merge_constants(model: ir.Model) -> None:
     for name, x in list(model.graph.initializers.items()):
         if not (name in marked or name.startswith("grad/")) or x.const_value is None:
             continue
-        if x.const_value.size > _SMALL or x.is_graph_output() or x.is_graph_input():
+        if x.is_graph_output() or x.is_graph_input():
+            continue
+        if x.const_value.size > T.SHARED_CONSTANT_ELEMENTS:
             continue
         key = (x.dtype, tuple(x.const_value.shape), x.const_value.tobytes())
         kept = first.setdefault(key, x)

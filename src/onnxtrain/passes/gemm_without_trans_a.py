@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-
-_LARGE = 1 << 17  # elements of a weight from which it pays to transpose a smaller operand
-_LONG, _ROWS = 2000, 512  # rows of a weight, and of the operands, for turning the result, too
 
 
 def gemm_without_trans_a(model: ir.Model, op: OpBuilder) -> int:
@@ -45,12 +43,14 @@ def _turn(op: OpBuilder, node: ir.Node) -> int:
     if not isinstance(m, int) or not isinstance(n, int) or min(m, n) < 2:
         return 0
     op.position = node
-    if 3 * m <= n:
-        if m * n < _LARGE:
+    if T.TRANSPOSED_COLUMNS_RATIO * m <= n:
+        if m * n < T.TRANSPOSED_WEIGHT_ELEMENTS:
             return 0
         result = op.MatMul(transposed(op, a, m), b)
     else:
-        if m < max(3 * n, _LONG) or not isinstance(rows, int) or rows < _ROWS:
+        if m < max(T.TRANSPOSED_COLUMNS_RATIO * n, T.TRANSPOSED_RESULT_ROWS):
+            return 0
+        if not isinstance(rows, int) or rows < T.TRANSPOSED_RESULT_OPERAND_ROWS:
             return 0
         result = op.Transpose(op.MatMul(transposed(op, b, n), a), perm=[1, 0])
     replace_value(y, result, list(y.uses()))

@@ -12,11 +12,10 @@ import dataclasses
 
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-
-_WIDE = 512  # columns from which a pass over the matrix is worth some smaller ones
 
 
 def scale_after_matmul(model: ir.Model, op: OpBuilder) -> int:
@@ -55,8 +54,10 @@ def _scaled(node: ir.Node) -> _Scaled | None:
         dims, each = S.dims_of(x), S.dims_of(e)
         if dims is None or each is None or len(dims) != 2 or len(each) != 2 or each[1] != 1:
             continue
-        width = dims[1]
-        if isinstance(width, int) and width >= _WIDE and dims[0] is not None and each[0] == dims[0]:
+        rows, width = dims
+        if not isinstance(width, int) or width < T.SCALED_COLUMNS:
+            continue
+        if rows is not None and each[0] == rows:
             return _Scaled(x, e, width)
     return None
 
@@ -102,7 +103,7 @@ def _fits(scaled: _Scaled, node: ir.Node, index: int) -> bool:
 
 
 def _less(size: object, scaled: _Scaled) -> bool:
-    return isinstance(size, int) and 2 * size <= scaled.width
+    return isinstance(size, int) and T.SCALED_COLUMNS_PER_RESULT * size <= scaled.width
 
 
 def _turned(node: ir.Node) -> list[bool]:

@@ -11,6 +11,7 @@ import math
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import vjp
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 
 vjp("Sigmoid")(lambda op, dy, x, *, y: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
 vjp("Softplus")(lambda op, dy, x: op.Mul(dy, op.Sigmoid(x)))
@@ -137,7 +138,19 @@ def gelu(op, dy, x, *, y, approximate):
 
 
 def _half_sum(op, x):
-    """Return ``(x + 1) / 2`` for ``-1 <= x <= 1``: one pass on CPU, the bounds change nothing."""
-    if op.target.prefers("affine-in-one-pass") and x.dtype == ir.DataType.FLOAT:
-        return op.HardSigmoid(x, alpha=0.5, beta=0.5)
-    return op.Mul(op.Add(x, 1.0), 0.5)
+    """Return ``(x + 1) / 2`` for ``-1 <= x <= 1``."""
+    return chosen(op, x, HALF_SUM_FORMS, HALF_SUM_CHOICES)(op, x)
+
+
+HALF_SUM_FORMS: Forms[ir.Value] = {
+    "sum": Form(lambda op, x: op.Mul(op.Add(x, 1.0), 0.5)),
+    # One pass; its bounds change nothing.
+    "hard_sigmoid": Form(
+        lambda op, x: op.HardSigmoid(x, alpha=0.5, beta=0.5),
+        lambda x: x.dtype == ir.DataType.FLOAT,
+    ),
+}
+HALF_SUM_CHOICES: Choices[ir.Value] = [
+    Choice("hard_sigmoid", prefers="affine-in-one-pass"),
+    Choice("sum"),
+]

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp_multi
-from onnxtrain.autodiff.rules.norm import center, per_channel, working_dtype
+from onnxtrain.autodiff.rules.batch_norm_forms import scaled_difference, spread, statistics
+from onnxtrain.autodiff.rules.norm import per_channel, working_dtype
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes import dims as D
-
-FEW = 32
-"""Up to so many positions, numbers per channel are repeated for each of them on CPU."""
 
 
 @vjp_multi("BatchNormalization")
@@ -61,27 +55,19 @@ def _training(
     dtype = working_dtype(x)
     xw, scale_w = op.cast(x, dtype), op.cast(scale, dtype)
     axes = _reduced(op, x)
-    variance = None
-    outputs = op.target.prefers("batch-statistics-output")
-    if outputs and momentum == 0.0 and op.rank(x) > 1:  # its outputs are the batch's
-        mean, variance = (op.cast(op.extra_output(node, i), dtype) for i in (1, 2))
-        centered = op.Sub(xw, _spread(op, mean, x))
-    else:
-        centered = center(op, xw, axes)
+    centered, variance = statistics(op, xw, axes, node)
     size = op.count(xw, axes)
     dx = dscale = dbias = None
     if dy is not None:
         dy = op.cast(dy, dtype)
-        if variance is None:
-            variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
-        r = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+        r = op.Reciprocal(op.Sqrt(op.Add(variance(), epsilon)))
         dbias = op.ReduceSum(dy, axes, keepdims=0)
         dscale = op.Mul(op.ReduceSum(op.Mul(dy, centered), axes, keepdims=0), r)
         tilt = op.Div(op.Mul(r, dscale), size)
-        dx = op.Sub(dy, op.Mul(centered, _spread(op, tilt, x)))
+        dx = op.Sub(dy, op.Mul(centered, spread(op, tilt, x)))
         # Taking the mean of what is left, not sum(dy) / count, keeps sum(dx) at zero: a bias
         # in front of the normalisation gets rounding noise only.
-        dx = _scaled_difference(op, dx, op.Mul(scale_w, r), axes)
+        dx = scaled_difference(op, dx, op.Mul(scale_w, r), axes)
     dmean = dvar = None
     if drun_mean is not None:
         dmean = op.Mul(op.cast(drun_mean, dtype), momentum)
@@ -92,32 +78,6 @@ def _training(
         share = op.Div(op.Mul(op.cast(drun_var, dtype), 2.0 * (1.0 - momentum)), size)
         dx = _plus(op, dx, op.Mul(centered, per_channel(op, share, x)))
     return _as_inputs(op, (dx, dscale, dbias, dmean, dvar), inputs)
-
-
-def _scaled_difference(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
-    """Return ``gain * (x - mean(x))``; on CPU in one pass, by the operator for given statistics."""
-    channels = op.dims(gain)[0]
-    fits = x.dtype == ir.DataType.FLOAT and op.rank(x) > 1
-    if op.target.prefers("affine-in-one-pass") and fits and isinstance(channels, int):
-        zero, one = (op.const(np.full(channels, v), x.dtype) for v in (0.0, 1.0))
-        mean = op.ReduceMean(x, axes, keepdims=0)
-        return op.BatchNormalization(x, gain, zero, mean, one, epsilon=0.0)
-    return op.Mul(op.Sub(x, op.ReduceMean(x, axes, keepdims=1)), per_channel(op, gain, x))
-
-
-def _spread(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
-    """Return a vector of one number per channel so that it broadcasts against ``x``.
-
-    On CPU it is repeated for every position where these are few, as onnxruntime takes each run of
-    positions on its own. A product does that, since an Expand would be left to the broadcast.
-    """
-    sizes = D.numbers(op.dims(x)[1:])
-    positions = 0 if sizes is None else math.prod(sizes[1:])
-    repeated = op.target.prefers("repeated-channels")
-    if not repeated or sizes is None or not 1 < positions <= FEW:
-        return per_channel(op, v, x)
-    ones = op.const(np.ones((1, positions)), v.dtype)
-    return op.Reshape(op.MatMul(op.Reshape(v, [-1, 1]), ones), list(sizes))
 
 
 def _reduced(op: OpBuilder, x: ir.Value) -> list[int]:

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import vjp, vjp_multi
 from onnxtrain.autodiff.rules.reduce import divide
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.passes.expand_label_losses import label_weights
 
@@ -56,27 +57,17 @@ def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
     return _Labels(index, ignored, dy if w is None else op.Mul(dy, w), dy)
 
 
-def _is_label(op, x, at):
-    """Return whether each score belongs to the label: a comparison, where scatter is slow."""
-    classes = op.size(x, 1)
-    if isinstance(classes, int):
-        numbers = op.const(np.arange(classes), at.dtype)
-    else:
-        numbers = op.cast(op.Range(0, op.Squeeze(classes), 1), at.dtype)
-    return op.Equal(at, op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
-
-
-def _dweights(op, chosen, logp, loss, weights, at, reduction):
+def _dweights(op, picked, logp, loss, weights, at, reduction):
     """Sum over the labels of each class of ``-logp``, relative to the loss if that is a mean."""
     part = op.Neg(op.Squeeze(op.GatherElements(logp, at, axis=1), [1]))
     if reduction == "mean":
         part = op.Sub(part, loss)
-    part = op.Mul(chosen.scaled, part)
-    if chosen.ignored is not None:
-        part = op.Where(chosen.ignored, 0.0, part)
+    part = op.Mul(picked.scaled, part)
+    if picked.ignored is not None:
+        part = op.Where(picked.ignored, 0.0, part)
     flat = op.Reshape(op.cast(part, _wide(weights)), [-1])
     zeros = op.zeros_like(op.cast(weights, _wide(weights)))
-    index = op.Reshape(chosen.index, [-1])
+    index = op.Reshape(picked.index, [-1])
     return op.cast(op.ScatterElements(zeros, index, flat, axis=0, reduction="add"), weights.dtype)
 
 
@@ -86,24 +77,19 @@ def softmax_cross_entropy_loss(
 ):
     """``dscores = each (p - onehot(label)) + dlogp - p sum(dlogp)`` with ``p = e^logp``.
 
-    The one-hot tensor is not built: one element per row of ``p`` is replaced.
+    The one-hot tensor is not built where one element per row of ``p`` can be replaced.
     """
     dy, dlogp = (*dys, None)[:2]
     logp = op.extra_output(node, 1)
     p = op.Exp(logp)
     dx = dw = None
     if dy is not None:
-        chosen = _labels(op, dy, scores, labels, weights, ignore_index, reduction)
-        at = op.Unsqueeze(chosen.index, [1])
-        if op.target.lacks("ScatterElements"):
-            one, zero = op.const(1.0, p.dtype), op.const(0.0, p.dtype)
-            away = op.Sub(p, op.Where(_is_label(op, scores, at), one, zero))
-        else:
-            missing = op.Sub(op.GatherElements(p, at, axis=1), 1.0)
-            away = op.ScatterElements(p, at, missing, axis=1)
-        dx = op.Mul(away, chosen.column(op, chosen.each))
+        picked = _labels(op, dy, scores, labels, weights, ignore_index, reduction)
+        at = op.Unsqueeze(picked.index, [1])
+        away = _without_label(op, scores, p, at)
+        dx = op.Mul(away, picked.column(op, picked.each))
         if weights is not None and wanted[2]:
-            dw = _dweights(op, chosen, logp, outputs[0], weights, at, reduction)
+            dw = _dweights(op, picked, logp, outputs[0], weights, at, reduction)
     if dlogp is not None:
         through = op.Sub(dlogp, op.Mul(p, op.ReduceSum(dlogp, [1], keepdims=1)))
         dx = through if dx is None else op.Add(dx, through)
@@ -113,12 +99,52 @@ def softmax_cross_entropy_loss(
 @vjp("NegativeLogLikelihoodLoss")
 def negative_log_likelihood_loss(op, dy, logp, labels, weights=None, *, y, ignore_index, reduction):
     """``dlogp = -each`` at the labels, 0 elsewhere."""
-    chosen = _labels(op, dy, logp, labels, weights, ignore_index, reduction)
-    at = op.Unsqueeze(chosen.index, [1])
-    value = op.Neg(chosen.column(op, chosen.each))
-    if op.target.lacks("ScatterElements"):
-        dx = op.Where(_is_label(op, logp, at), value, 0.0)
-    else:
-        dx = op.ScatterElements(op.zeros_like(logp), at, op.expand_like(value, at), axis=1)
-    dw = None if weights is None else _dweights(op, chosen, logp, y, weights, at, reduction)
+    picked = _labels(op, dy, logp, labels, weights, ignore_index, reduction)
+    at = op.Unsqueeze(picked.index, [1])
+    value = op.Neg(picked.column(op, picked.each))
+    dx = _at_label(op, logp, at, value)
+    dw = None if weights is None else _dweights(op, picked, logp, y, weights, at, reduction)
     return dx, None, dw
+
+
+def _without_label(op, scores, p, at):
+    """Return ``p - onehot(label)``."""
+    return chosen(op, None, WITHOUT_LABEL_FORMS, BY_LABEL)(op, scores, p, at)
+
+
+def _replaced(op, scores, p, at):
+    missing = op.Sub(op.GatherElements(p, at, axis=1), 1.0)
+    return op.ScatterElements(p, at, missing, axis=1)
+
+
+def _subtracted(op, scores, p, at):
+    one, zero = op.const(1.0, p.dtype), op.const(0.0, p.dtype)
+    return op.Sub(p, op.Where(_is_label(op, scores, at), one, zero))
+
+
+def _at_label(op, logp, at, value):
+    """Return ``value * onehot(label)``."""
+    return chosen(op, None, AT_LABEL_FORMS, BY_LABEL)(op, logp, at, value)
+
+
+def _scattered(op, logp, at, value):
+    return op.ScatterElements(op.zeros_like(logp), at, op.expand_like(value, at), axis=1)
+
+
+def _selected(op, logp, at, value):
+    return op.Where(_is_label(op, logp, at), value, 0.0)
+
+
+def _is_label(op, x, at):
+    """Return whether each score belongs to the label: a comparison with the classes' numbers."""
+    classes = op.size(x, 1)
+    if isinstance(classes, int):
+        numbers = op.const(np.arange(classes), at.dtype)
+    else:
+        numbers = op.cast(op.Range(0, op.Squeeze(classes), 1), at.dtype)
+    return op.Equal(at, op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
+
+
+WITHOUT_LABEL_FORMS: Forms[None] = {"scatter": Form(_replaced), "compare": Form(_subtracted)}
+AT_LABEL_FORMS: Forms[None] = {"scatter": Form(_scattered), "compare": Form(_selected)}
+BY_LABEL: Choices[None] = [Choice("compare", lacks="ScatterElements"), Choice("scatter")]

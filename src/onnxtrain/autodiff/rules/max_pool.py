@@ -5,11 +5,15 @@ Of equal maxima in a window the first one, in the order of the axes, gets the gr
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv.conv import input_gradient
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
 from onnxtrain.graph.shapes import dims as D
@@ -42,36 +46,58 @@ def max_pool(
 ) -> Gradients:
     """Send ``dy`` to where the maximum was."""
     win = windows(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
-    if op.target.lacks("MaxPool.Indices"):
-        return _by_first_match(op, dy, x, y, win, auto_pad)
-    if storage_order == 0:
-        indices = op.extra_output(node, 1)
-    else:  # the node's own indices count column by column
-        attributes = {k: v for k, v in node.attributes.items() if k != "storage_order"}
-        plain = {k: v.value for k, v in attributes.items()}
-        _, indices = op.MaxPool(x, _outputs=2, **plain)
     fixed = fixed_padding(op, x, y, win, auto_pad)
-    kernel = None if fixed is None else _unpooling_kernel(op, x, y, fixed)
-    unpool = x.dtype == ir.DataType.FLOAT and not op.target.lacks("MaxUnpool")
-    if fixed and kernel and unpool:
-        return op.MaxUnpool(
-            dy,
-            indices,
-            kernel_shape=kernel,
-            pads=[*fixed.before, *[0] * win.rank],
-            strides=win.strides,
-        )
-    return op.reshape_like(_scatter(op, dy, indices, x), x)
+    pooling = _Pooling(x, y, node, win, fixed, auto_pad, by_columns=storage_order != 0)
+    return chosen(op, pooling, POOLING_FORMS, POOLING_CHOICES)(op, dy, pooling)
 
 
-def _unpooling_kernel(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> list[int] | None:
+@dataclasses.dataclass(frozen=True)
+class _Pooling:
+    """A MaxPool node."""
+
+    x: ir.Value
+    y: ir.Value
+    node: ir.Node
+    win: Windows
+    fixed: Windows | None
+    """The windows with explicit padding, if it is known."""
+    auto_pad: str
+    by_columns: bool
+    """Whether the node's indices count column by column."""
+
+    def indices(self, op: OpBuilder) -> ir.Value:
+        """Return the flat positions of the maxima, row by row."""
+        if not self.by_columns:
+            return op.extra_output(self.node, 1)
+        kept = {k: v.value for k, v in self.node.attributes.items() if k != "storage_order"}
+        return op.MaxPool(self.x, _outputs=2, **kept)[1]
+
+
+def _by_scatter(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
+    """``dx[index[w]] = sum of dy[w]`` over the windows w, on zeros, flattened."""
+    return op.reshape_like(_scatter(op, dy, pooling.indices(op), pooling.x), pooling.x)
+
+
+def _by_unpooling(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
+    """MaxUnpool puts each value to one place: for windows that do not overlap."""
+    assert pooling.fixed is not None
+    return op.MaxUnpool(
+        dy,
+        pooling.indices(op),
+        kernel_shape=_unpooling_kernel(pooling.x, pooling.y, pooling.fixed),
+        pads=[*pooling.fixed.before, *[0] * pooling.win.rank],
+        strides=pooling.win.strides,
+    )
+
+
+def _unpooling_kernel(x: ir.Value, y: ir.Value, win: Windows) -> list[int] | None:
     """Return the kernel with which MaxUnpool makes an output of the size of ``x``.
 
     ``None`` if windows overlap, as MaxUnpool does not add, or if sizes are not known.
     """
     if any(s < (win.extent(i) or 0) for i, s in enumerate(win.strides)):
         return None
-    sizes, counts = D.numbers(op.dims(x)[2:]), D.numbers(op.dims(y)[2:])
+    sizes, counts = D.numbers((S.dims_of(x) or ())[2:]), D.numbers((S.dims_of(y) or ())[2:])
     if sizes is None or counts is None:
         return None
     return [
@@ -88,18 +114,16 @@ def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.
     return op.ScatterElements(flat, op.Reshape(indices, [-1]), updates, axis=0, reduction="add")
 
 
-def _by_first_match(
-    op: OpBuilder, dy: ir.Value, x: ir.Value, y: ir.Value, win: Windows, auto_pad: str
-) -> ir.Value:
+def _by_first_match(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
     """Compare what the windows read with their maxima, tap by tap; the first match takes ``dy``."""
+    x, y, win, fixed = pooling.x, pooling.y, pooling.win, pooling.fixed
     rows = op.reshape(x, [-1, 1, *(op.size(x, a) for a in win.axes)])
     # Equal to no maximum, so never matched.
     lowest = -65504.0 if x.dtype == ir.DataType.FLOAT16 else -3.4e38
-    fixed = fixed_padding(op, x, y, win, auto_pad)
     if fixed is not None:
         image, before = pad(op, rows, _reaching(op, rows, y, fixed), lowest), None
     else:
-        before, after = same_pads(op, x, y, win, upper=auto_pad == "SAME_UPPER")
+        before, after = same_pads(op, x, y, win, upper=pooling.auto_pad == "SAME_UPPER")
         image = pad_at_run_time(op, rows, before, after, lowest)
     sizes = [op.size(y, a) for a in win.axes]
     maxima, dy = op.reshape(y, [-1, 1, *sizes]), op.reshape(dy, [-1, 1, *sizes])
@@ -132,6 +156,26 @@ def _reaching(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> Windows:
         else:
             after.append(win.after[i] + stride - 1)
     return windows(win.kernel, win.strides, win.dilations, [*win.before, *after])
+
+
+def _unpools(pooling: _Pooling) -> bool:
+    """Return whether MaxUnpool, of which there is one for float32, makes the size of the input."""
+    if pooling.x.dtype != ir.DataType.FLOAT or pooling.fixed is None:
+        return False
+    return _unpooling_kernel(pooling.x, pooling.y, pooling.fixed) is not None
+
+
+POOLING_FORMS: Forms[_Pooling] = {
+    "scatter": Form(_by_scatter),
+    "unpool": Form(_by_unpooling, _unpools),
+    "first_match": Form(_by_first_match),
+}
+POOLING_CHOICES: Choices[_Pooling] = [
+    Choice("first_match", lacks="MaxPool.Indices"),
+    Choice("scatter", lacks="MaxUnpool"),
+    Choice("unpool"),
+    Choice("scatter"),
+]
 
 
 @vjp("GlobalMaxPool")

@@ -7,11 +7,13 @@ Half precision is computed in float32, as the operators' ``stash_type`` asks for
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradient, Gradients, vjp, vjp_multi
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
@@ -43,7 +45,7 @@ def per_channel(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
 
 @vjp_multi("LayerNormalization")
 def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon):
-    """Mean and inverse deviation are the node's own outputs, which may have gradients themselves.
+    """With ``g = dy * scale``, and gradients of the outputs mean and inverse deviation ``r``, too.
 
     ``dx = r * (g - mean(g) - xh * mean(g * xh)) + (dmean - xh * r^2 * dr) / size``.
     """
@@ -52,30 +54,16 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
     dtype = working_dtype(x)
     xw = op.cast(x, dtype)
     plain = bias is None and dtype == x.dtype and _is_one(op, scale)
-    if dtype == ir.DataType.FLOAT and _stash(op, node) == ir.DataType.FLOAT:
-        mean, r = op.extra_output(node, 1), op.extra_output(node, 2)
-        xh = y if plain else op.Mul(op.Sub(xw, mean), r)
-    else:
-        centered = center(op, xw, axes)
-        r = inverse_std(op, centered, axes, epsilon)
-        xh = op.Mul(centered, r)
+    xh, r = _normalised(op, xw, axes, epsilon, node, y if plain else None)
     dx = dscale = dbias = None
     if dy is not None:
         dyw = op.cast(dy, dtype)
         product = op.Mul(dyw, xh)
         dscale = op.cast(op.sum_to(product, op.cast(scale, dtype)), scale.dtype)
         dbias = None if bias is None else op.cast(op.sum_to(dyw, op.cast(bias, dtype)), bias.dtype)
-        scale_w = op.cast(scale, dtype)
-        g = dyw if plain else op.Mul(dyw, scale_w)
-        # Not where products of float32 are rounded to TF32, nor with a constant: that is packed.
-        by_product = op.target.prefers("means-by-matmul") and not plain
-        if by_product and len(axes) == 1 and op.dims(scale) == op.dims(x)[-1:] != (None,):
-            # Over the last axis the two means are matrix products, which saves a pass over x.
-            column = op.Unsqueeze(op.Div(scale_w, op.count(xw, axes)), [1])
-            shift, tilt = op.MatMul(dyw, column), op.MatMul(product, column)
-        else:
-            tilted = product if plain else op.Mul(product, scale_w)
-            shift, tilt = (op.ReduceMean(v, axes, keepdims=1) for v in (g, tilted))
+        scale_w = None if plain else op.cast(scale, dtype)
+        g = _scaled(op, dyw, scale_w)
+        shift, tilt = _means(op, _Rows(xw, dyw, product, g, scale_w, axes))
         dx = op.Mul(op.Sub(op.Sub(g, shift), op.Mul(xh, tilt)), r)
     extra = None
     if dmean is not None:
@@ -87,6 +75,74 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
         extra = op.Div(extra, op.count(xw, axes))
         dx = extra if dx is None else op.Add(dx, extra)
     return None if dx is None else op.cast(dx, x.dtype), dscale, dbias
+
+
+def _normalised(
+    op: OpBuilder, x: ir.Value, axes: list[int], epsilon: float, node: ir.Node, y: Gradient
+) -> tuple[ir.Value, ir.Value]:
+    """Return ``xh`` and ``r``, from the node's own outputs where these are float32.
+
+    ``y`` is the node's result if that is ``xh``.
+    """
+    if x.dtype == ir.DataType.FLOAT and _stash(op, node) == ir.DataType.FLOAT:
+        mean, r = op.extra_output(node, 1), op.extra_output(node, 2)
+        xh = op.Mul(op.Sub(x, mean), r) if y is None else y
+        return xh, r
+    centered = center(op, x, axes)
+    r = inverse_std(op, centered, axes, epsilon)
+    return op.Mul(centered, r), r
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What the means of ``g = dy * scale`` and ``g * xh`` are made of."""
+
+    x: ir.Value
+    dy: ir.Value
+    product: ir.Value
+    """``dy * xh``."""
+    g: ir.Value
+    scale: Gradient
+    """``None`` stands for 1."""
+    axes: list[int]
+
+    @property
+    def last_axis(self) -> bool:
+        """Whether there is a scale along the last axis, the one that means go over."""
+        if self.scale is None or len(self.axes) != 1:  # a constant would be packed in each step
+            return False
+        return S.dims_of(self.scale) == (S.dims_of(self.x) or ())[-1:] != (None,)
+
+
+def _means(op: OpBuilder, rows: _Rows) -> tuple[ir.Value, ir.Value]:
+    """Return ``mean(g)`` and ``mean(g * xh)``."""
+    return chosen(op, rows, MEANS_FORMS, MEANS_CHOICES)(op, rows)
+
+
+def _by_sums(op: OpBuilder, rows: _Rows) -> tuple[ir.Value, ir.Value]:
+    tilted = _scaled(op, rows.product, rows.scale)
+    shift, tilt = (op.ReduceMean(v, rows.axes, keepdims=1) for v in (rows.g, tilted))
+    return shift, tilt
+
+
+def _by_matmul(op: OpBuilder, rows: _Rows) -> tuple[ir.Value, ir.Value]:
+    """Products with the column ``scale / size``, which saves a pass over the rows."""
+    column = op.Unsqueeze(op.Div(rows.scale, op.count(rows.x, rows.axes)), [1])
+    return op.MatMul(rows.dy, column), op.MatMul(rows.product, column)
+
+
+MEANS_FORMS: Forms[_Rows] = {
+    "sums": Form(_by_sums),
+    "matmul": Form(_by_matmul, lambda rows: rows.last_axis),
+}
+MEANS_CHOICES: Choices[_Rows] = [  # not where products of float32 are rounded to TF32
+    Choice("matmul", prefers="means-by-matmul"),
+    Choice("sums"),
+]
+
+
+def _scaled(op: OpBuilder, x: ir.Value, scale: Gradient) -> ir.Value:
+    return x if scale is None else op.Mul(x, scale)
 
 
 def _stash(op: OpBuilder, node: ir.Node) -> ir.DataType:

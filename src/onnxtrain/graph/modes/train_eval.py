@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.modes.batch_statistics import momentum_of, put_out_batch_statistics
 from onnxtrain.graph.nodes import is_op, nodes
 
 _MODES_SINCE = 14  # opset from which on BatchNormalization has a mode
@@ -127,12 +128,10 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
     for node in nodes(graph, "BatchNormalization"):
         if not _int(node, "training_mode"):
             continue
-        momentum = node.attributes.get("momentum")
-        kept = 0.9 if momentum is None else momentum.as_float()
-        part = 1.0
+        kept, part = momentum_of(node), 1.0
         if op.target.prefers("batch-statistics-output"):
             part = 1.0 - kept
-            node.attributes["momentum"] = ir.AttrFloat32("momentum", 0.0)
+            put_out_batch_statistics(node)
         _name_statistics(op, node)
         for i, out in ((3, 1), (4, 2)):
             old = node.inputs[i]

@@ -12,15 +12,11 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.windows.conv_shape import ConvShape, one_to_one
 from onnxtrain.graph.windows.geometry import Windows
-
-FEW = 8
-"""Up to so many output positions the forward convolution is a product, too."""
-FEW_ROWS = 512
-"""So, too, with twice the positions, if there are so few windows in the whole batch."""
 
 
 def fits(facts: ConvShape) -> bool:
@@ -75,10 +71,12 @@ def _gathered(op: OpBuilder, last: ir.Value, win: Windows) -> ir.Value:
 
 def by_product(facts: ConvShape) -> bool:
     """Return whether the forward convolution had better be a product."""
-    if not fits(facts) or not facts.dense or not facts.nine_taps:
+    if not fits(facts) or not facts.dense or not facts.small_kernel:
         return False
-    few_rows = facts.rows is not None and facts.rows <= FEW_ROWS and facts.taps != 1
-    return facts.positions_up_to(2 * FEW if few_rows else FEW)
+    limit, rows = T.FORWARD_PRODUCT_POSITIONS, facts.rows
+    if rows is not None and rows <= T.FORWARD_PRODUCT_ROWS and facts.taps != 1:
+        limit *= 2
+    return facts.positions_up_to(limit)
 
 
 def channels_second(rank: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the spelling of a convolution's gradient depends on."""
+"""What the form of a convolution's gradient depends on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
@@ -38,13 +39,13 @@ class ConvShape:
 
     @property
     def few_taps(self) -> bool:
-        """Whether the taps may be spelled out, one slice each."""
-        return self.taps is not None and self.taps <= 64
+        """Whether the taps may be unrolled, one slice each."""
+        return self.taps is not None and self.taps <= T.UNROLLED_TAPS
 
     @property
-    def nine_taps(self) -> bool:
+    def small_kernel(self) -> bool:
         """Whether the kernel is 3x3 or smaller."""
-        return self.taps is not None and self.taps <= 9
+        return self.taps is not None and self.taps <= T.SMALL_KERNEL_TAPS
 
     @property
     def depthwise(self) -> bool:
@@ -75,7 +76,7 @@ class ConvShape:
     @property
     def narrow(self) -> bool:
         """Whether one tap alone makes too small a product."""
-        return self.channels is not None and self.channels < 8
+        return self.channels is not None and self.channels < T.NARROW_CHANNELS
 
     def positions_up_to(self, limit: int) -> bool:
         """Whether the output is known to have that few positions."""
@@ -83,8 +84,8 @@ class ConvShape:
 
     @property
     def tiny_image(self) -> bool:
-        """Whether the output is known to have 16 positions or fewer, and more than one tap."""
-        return self.taps != 1 and self.positions is not None and self.positions <= 16
+        """Whether the output is known to have few positions, and the kernel more than one tap."""
+        return self.taps != 1 and self.positions_up_to(T.TINY_IMAGE_POSITIONS)
 
     @property
     def small_image(self) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import input_by_columns
-from onnxtrain.autodiff.rules.conv.weight_grad import Choices, weight_gradient
+from onnxtrain.autodiff.rules.conv.weight_grad import weight_gradient
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.windows.conv_shape import ConvShape, facts_of
 from onnxtrain.graph.windows.geometry import (
@@ -57,13 +59,7 @@ def input_gradient(
 ) -> ir.Value:
     """Return the gradient of a convolution's input ``x``."""
     name = choose_input(op.target, facts_of(op, x, dy, w, win, group))
-    return INPUT_FORMS[name](op, dy, w, x, win, group)
-
-
-def choose_input(target: Target, facts: ConvShape) -> str:
-    """Name the form for a target: the first that is asked for."""
-    choices = INPUT_CHOICES.get(target.family, ())
-    return next((name for asked, name in choices if asked(facts)), "transposed")
+    return INPUT_FORMS[name].build(op, dy, w, x, win, group)
 
 
 def input_by_transposed_conv(
@@ -102,25 +98,35 @@ def input_by_transposed_conv(
     return dx
 
 
-INPUT_FORMS = {
-    "transposed": input_by_transposed_conv,
-    "columns": input_by_columns,
-    "pairs": depthwise.input_by_pairs,
-    "flipped": depthwise.input_by_flipped_conv,
+def _few_positions(facts: ConvShape) -> bool:
+    wide = facts.outs is not None and facts.outs >= T.WIDE_OUTPUT_CHANNELS
+    return facts.positions_up_to(
+        T.INPUT_COLUMNS_POSITIONS_WIDE if wide else T.INPUT_COLUMNS_POSITIONS
+    )
+
+
+INPUT_FORMS: Forms[ConvShape] = {
+    "transposed": Form(input_by_transposed_conv),
+    "columns": Form(input_by_columns, lambda f: f.addable),
+    "pairs": Form(depthwise.input_by_pairs, lambda f: f.depthwise and f.pairs is not None),
+    "flipped": Form(
+        depthwise.input_by_flipped_conv,
+        lambda f: f.depthwise and not f.strided and not f.overpadded,
+    ),
 }
 
-_DEPTHWISE: Choices = [
-    (lambda f: f.depthwise and f.pairs_up_to(4096), "pairs"),
-    (lambda f: f.depthwise and not f.strided and not f.overpadded, "flipped"),
+_TRANSPOSED: list[Choice[ConvShape]] = [Choice("transposed")]
+_DEPTHWISE: list[Choice[ConvShape]] = [
+    Choice("pairs", lambda f: f.pairs_up_to(T.INPUT_PAIRS)),
+    Choice("flipped"),
+    *_TRANSPOSED,
 ]
-INPUT_CHOICES: dict[str, Choices] = {  # by family of targets; all others take "transposed"
-    "cpu": [
-        (lambda f: f.addable and f.positions_up_to(49 if _wide(f) else 16), "columns"),
-        *_DEPTHWISE,
-    ],
+INPUT_CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
+    "cpu": [Choice("columns", _few_positions), *_DEPTHWISE],
     "wasm": _DEPTHWISE,
 }
 
 
-def _wide(facts: ConvShape) -> bool:
-    return facts.outs is not None and facts.outs >= 256
+def choose_input(target: Target, facts: ConvShape) -> str:
+    """Name the form for a target."""
+    return pick(target, facts, INPUT_FORMS, INPUT_CHOICES.get(target.family, _TRANSPOSED))

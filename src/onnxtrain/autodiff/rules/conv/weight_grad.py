@@ -1,4 +1,4 @@
-"""The weight gradient of a convolution, in several spellings.
+"""The weight gradient of a convolution, in several forms.
 
 ``dW[o, c, t] = sum over n and p of x[n, c, p * stride - before + t * dilation] * dy[n, o, p]``, for
 output channel o, input channel c, tap t, batch n and position p.
@@ -9,26 +9,17 @@ All forms give the same numbers; runtimes differ by factors in how fast they are
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import weight_by_columns, weight_by_tap_columns
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.windows.columns import by_product, fits
 from onnxtrain.graph.windows.conv_shape import ConvShape, facts_of
 from onnxtrain.graph.windows.geometry import Windows, pad, tap_slices
 from onnxtrain.targets import Target
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """A way to spell the gradient, and when it can be used at all."""
-
-    build: Callable[[OpBuilder, ir.Value, ir.Value, ir.Value, Windows, int], ir.Value]
-    fits: Callable[[ConvShape], bool] = lambda facts: True
 
 
 def weight_gradient(
@@ -136,7 +127,7 @@ def by_swapped_conv(
     return op.Transpose(_cut(op, dw, w, offset=0), perm=[1, 0, *win.axes])
 
 
-FORMS: dict[str, Form] = {
+FORMS: Forms[ConvShape] = {
     "taps": Form(by_taps, lambda f: f.taps is not None),
     "merged": Form(by_merged_taps, lambda f: f.taps is not None),
     "im2col": Form(by_im2col, lambda f: f.taps is not None),
@@ -151,48 +142,50 @@ FORMS: dict[str, Form] = {
     ),
 }
 
-Choices = list[tuple[Callable[[ConvShape], bool], str]]
-
-_CPU: Choices = [
-    (lambda f: f.pairs_up_to(16384 if f.strided else 10000), "pairs"),
-    (lambda f: True, "scan"),
-    (lambda f: f.depthwise and f.strided, "swapped"),
-    (lambda f: True, "depthwise"),
-    (lambda f: not f.few_taps, "lifted"),
-    (lambda f: f.group > 1 and f.strided, "lifted"),
-    (by_product, "columns"),
-    (
-        lambda f: f.dense and f.nine_taps and f.positions_up_to(64 if f.taps != 1 else 16),
-        "tap_columns",
-    ),
-    (lambda f: f.dense and f.nine_taps and f.taps != 1 and f.strided, "tap_columns"),
-    (lambda f: f.small_image and f.tiny_image and not f.strided, "lifted"),
-    (lambda f: f.small_image, "merged"),
-    (lambda f: f.taps == 1, "im2col"),
-    (lambda f: f.narrow and f.strided and not f.nine_taps, "lifted"),
-    (lambda f: f.narrow, "im2col"),
-    (lambda f: f.group == 1, "merged"),
-    (lambda f: True, "taps"),
+_CPU: list[Choice[ConvShape]] = [
+    Choice("pairs", lambda f: f.strided and f.pairs_up_to(T.WEIGHT_PAIRS_STRIDED)),
+    Choice("pairs", lambda f: not f.strided and f.pairs_up_to(T.WEIGHT_PAIRS)),
+    Choice("scan"),
+    Choice("swapped", lambda f: f.depthwise and f.strided),
+    Choice("depthwise"),
+    Choice("lifted", lambda f: not f.few_taps),
+    Choice("lifted", lambda f: f.group > 1 and f.strided),
+    Choice("columns", by_product),
+    Choice("tap_columns", lambda f: f.dense and f.small_kernel and _few_positions(f)),
+    Choice("tap_columns", lambda f: f.dense and f.small_kernel and f.taps != 1 and f.strided),
+    Choice("lifted", lambda f: f.small_image and f.tiny_image and not f.strided),
+    Choice("merged", lambda f: f.small_image),
+    Choice("im2col", lambda f: f.taps == 1),
+    Choice("lifted", lambda f: f.narrow and f.strided and not f.small_kernel),
+    Choice("im2col", lambda f: f.narrow),
+    Choice("merged", lambda f: f.group == 1),
+    Choice("taps"),
 ]
 # A convolution with a kernel of the size of the image loses precision on WebGPU: products instead.
-_PRODUCTS: Choices = [
-    (lambda f: f.pairs_up_to(4096), "pairs"),
-    (lambda f: True, "depthwise"),
-    (lambda f: True, "im2col"),
-    (lambda f: True, "swapped"),
+_PRODUCTS: list[Choice[ConvShape]] = [
+    Choice("pairs", lambda f: f.pairs_up_to(T.WEIGHT_PAIRS_PRODUCTS)),
+    Choice("depthwise"),
+    Choice("im2col"),
+    Choice("swapped"),
 ]
-CHOICES: dict[str, Choices] = {  # by family of targets
+CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
     "cpu": _CPU,
-    "wasm": [(lambda f: f.group == 1 and f.few_taps, "im2col"), *_CPU],
-    "cuda": [(lambda f: True, "swapped")],
+    "wasm": [Choice("im2col", lambda f: f.group == 1 and f.few_taps), *_CPU],
+    "cuda": [Choice("swapped")],
     "products": _PRODUCTS,
 }
 
 
+def _few_positions(facts: ConvShape) -> bool:
+    one_tap = facts.taps == 1
+    return facts.positions_up_to(
+        T.TAP_COLUMNS_POSITIONS_ONE_TAP if one_tap else T.TAP_COLUMNS_POSITIONS
+    )
+
+
 def choose(target: Target, facts: ConvShape) -> str:
-    """Name the form for a target: the first that is asked for and that fits."""
-    choices = CHOICES.get(target.family, _PRODUCTS)
-    return next(name for asked, name in choices if asked(facts) and FORMS[name].fits(facts))
+    """Name the form for a target."""
+    return pick(target, facts, FORMS, CHOICES.get(target.family, _PRODUCTS))
 
 
 def _split_channels(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:

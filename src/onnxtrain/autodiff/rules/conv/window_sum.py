@@ -13,12 +13,11 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv.conv import input_gradient
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
 from onnxtrain.graph.windows.geometry import Windows, fixed_padding, same_pads
-
-LARGE = 128  # positions along an axis, above which matrices cost more than a convolution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,8 @@ def window_sum_transpose(
     axes = _axes(op, x, y, win, auto_pad, ceil_mode)
     fixed = fixed_padding(op, x, y, win, auto_pad)
     static = op.static(x) is not None or all(isinstance(a.size, int) for a in axes)
-    if static and fixed is not None and max(_number(a.size) for a in axes) > LARGE:
+    largest = max(_number(a.size) for a in axes) if static else 0
+    if fixed is not None and largest > T.WINDOW_MATRIX_SIZE:
         return _by_convolution(op, dy, x, axes, fixed, divide)
     return _by_matrices(op, dy, x, axes, divide)
 

@@ -1,0 +1,207 @@
+"""Sizes at which one form gives way to another, all in one place.
+
+The forms give the same numbers; on which side of a size each is faster depends on the machine.
+``python -m benchmarks.thresholds`` measures them, and docs/speed.md has its table. Names say what
+is counted. Modules read them as attributes when they are called (``T.FORWARD_PRODUCT_POSITIONS``),
+so that a test or the benchmark can change one.
+"""
+
+from __future__ import annotations
+
+# Convolutions: the forward pass.
+
+FORWARD_PRODUCT_POSITIONS = 8
+"""Up to so many output positions a convolution is one product over the batch, forward, too.
+
+``python -m benchmarks.thresholds FORWARD_PRODUCT_POSITIONS``
+"""
+FORWARD_PRODUCT_ROWS = 512
+"""So, too, with twice the positions, up to so many windows in the whole batch.
+
+``python -m benchmarks.thresholds FORWARD_PRODUCT_ROWS``
+"""
+
+# Convolutions: the gradient of the weight.
+
+UNROLLED_TAPS = 64
+"""Up to so many taps are unrolled, one slice each; more are one convolution.
+
+``python -m benchmarks.thresholds UNROLLED_TAPS``
+"""
+SMALL_KERNEL_TAPS = 9
+"""Up to so many taps, what all windows read is copied out as one matrix.
+
+``python -m benchmarks.thresholds SMALL_KERNEL_TAPS``
+"""
+NARROW_CHANNELS = 8
+"""Below so many input channels the taps share one product, as one alone is too small.
+
+``python -m benchmarks.thresholds NARROW_CHANNELS``
+"""
+TINY_IMAGE_POSITIONS = 16
+"""Up to so many output positions, larger kernels have a convolution with one axis more.
+
+``python -m benchmarks.thresholds TINY_IMAGE_POSITIONS``
+"""
+TAP_COLUMNS_POSITIONS = 64
+"""Up to so many output positions the weight's gradient is one product with all windows.
+
+``python -m benchmarks.thresholds TAP_COLUMNS_POSITIONS``
+"""
+TAP_COLUMNS_POSITIONS_ONE_TAP = 16
+"""The same where the kernel has one tap.
+
+``python -m benchmarks.thresholds TAP_COLUMNS_POSITIONS_ONE_TAP``
+"""
+WEIGHT_PAIRS = 10_000
+"""Up to so many pairs of positions, a depthwise weight's gradient computes all of them.
+
+``python -m benchmarks.thresholds WEIGHT_PAIRS``
+"""
+WEIGHT_PAIRS_STRIDED = 16_384
+"""The same where windows are strided.
+
+``python -m benchmarks.thresholds WEIGHT_PAIRS_STRIDED``
+"""
+WEIGHT_PAIRS_PRODUCTS = 4096
+"""The same for targets that take products only, such as WebGPU.
+
+Chosen in a browser: ``make bench-web``
+"""
+
+# Convolutions: the gradient of the input.
+
+INPUT_COLUMNS_POSITIONS = 16
+"""Up to so many output positions the input's gradient is a product and Col2Im.
+
+``python -m benchmarks.thresholds INPUT_COLUMNS_POSITIONS``
+"""
+INPUT_COLUMNS_POSITIONS_WIDE = 49
+"""The same where there are many output channels.
+
+``python -m benchmarks.thresholds INPUT_COLUMNS_POSITIONS_WIDE``
+"""
+WIDE_OUTPUT_CHANNELS = 256
+"""From so many output channels on there are many.
+
+``python -m benchmarks.thresholds WIDE_OUTPUT_CHANNELS``
+"""
+INPUT_PAIRS = 4096
+"""Up to so many pairs of positions, a depthwise input's gradient is one product per channel.
+
+``python -m benchmarks.thresholds INPUT_PAIRS``
+"""
+
+# Other operators.
+
+WINDOW_MATRIX_SIZE = 128
+"""Up to this size of an axis, sums of windows go back by a matrix; a convolution beyond.
+
+``python -m benchmarks.thresholds WINDOW_MATRIX_SIZE``
+"""
+REPEATED_POSITIONS = 32
+"""Up to so many positions, numbers per channel are repeated for each of them.
+
+``python -m benchmarks.thresholds REPEATED_POSITIONS``
+"""
+SOFTMAX_CLASSES = 256
+"""From so many classes on, cross entropy computes Softmax and logarithms at the labels only.
+
+``python -m benchmarks.thresholds SOFTMAX_CLASSES``
+"""
+SHARED_CONSTANT_ELEMENTS = 64
+"""Up to so many elements, equal constants become one, so that equal nodes have equal inputs.
+
+No choice of speed: it bounds the bytes that are compared.
+"""
+
+# Linear layers.
+
+NORM_ROWS_PER_COLUMN = 1.5
+"""From so many rows per column of the readers' weights on, these absorb scale and shift.
+
+``python -m benchmarks.thresholds NORM_ROWS_PER_COLUMN``
+"""
+SCALED_COLUMNS = 512
+"""From so many columns on, a scale of rows moves behind the products that read the matrix.
+
+``python -m benchmarks.thresholds SCALED_COLUMNS``
+"""
+SCALED_COLUMNS_PER_RESULT = 2
+"""And if the matrix has so many times the columns of what is scaled in its place.
+
+``python -m benchmarks.thresholds SCALED_COLUMNS_PER_RESULT``
+"""
+TRANSPOSED_WEIGHT_ELEMENTS = 1 << 17
+"""From so many elements of a weight on, the smaller operand of its gradient is transposed first.
+
+``python -m benchmarks.thresholds TRANSPOSED_WEIGHT_ELEMENTS``
+"""
+TRANSPOSED_COLUMNS_RATIO = 3
+"""An operand is the smaller one if the other has so many times its columns.
+
+``python -m benchmarks.thresholds TRANSPOSED_COLUMNS_RATIO``
+"""
+TRANSPOSED_RESULT_ROWS = 2000
+"""From so many rows of a weight on, its gradient is computed transposed and turned.
+
+``python -m benchmarks.thresholds TRANSPOSED_RESULT_ROWS``
+"""
+TRANSPOSED_RESULT_OPERAND_ROWS = 512
+"""And from so many rows of the operands on.
+
+``python -m benchmarks.thresholds TRANSPOSED_RESULT_OPERAND_ROWS``
+"""
+BIAS_COLUMN_ROWS = 256
+"""From so many rows on, the bias of a wide layer is one more column of its weight.
+
+``python -m benchmarks.thresholds BIAS_COLUMN_ROWS``
+"""
+BIAS_COLUMN_RATIO = 2
+"""A layer is wide if its result has so many times the columns of its input.
+
+``python -m benchmarks.thresholds BIAS_COLUMN_RATIO``
+"""
+BIAS_COLUMN_ELEMENTS = 1 << 18
+"""And if its result has so many elements.
+
+``python -m benchmarks.thresholds BIAS_COLUMN_ELEMENTS``
+"""
+
+# The update, and steps that share a call.
+
+UPDATE_PIECE_ELEMENTS = 1 << 15
+"""So many elements are updated at once on the CPU; what they need fits the second-level cache.
+
+The runtime's: ``python -m benchmarks``
+"""
+UPDATE_PIECES_PER_THREAD = 8
+"""From so many pieces per thread on, waking another thread costs less than it saves.
+
+The runtime's: ``python -m benchmarks --threads 2``
+"""
+SECOND_COPY_BYTES = 64 << 20
+"""From so many bytes of parameters and state on, a second copy of them costs more than a call.
+
+The runtime's: ``python -m benchmarks``
+"""
+PACKED_PARAMETER_ELEMENTS = 1 << 14
+"""Up to so many elements, parameters are updated as one: beyond, copies cost as much as nodes.
+
+Chosen in a browser: ``make bench-web``
+"""
+SEVERAL_STEPS_BYTES = 20_000_000
+"""Up to so many bytes of parameters and state, a call makes several steps on wasm.
+
+Chosen in a browser: ``make bench-web``
+"""
+STEPS_PER_CALL = 8
+"""How many steps these are.
+
+Chosen in a browser: ``make bench-web``
+"""
+FUSED_SGD_LEFT_OVER = 8
+"""Up to so many parameters without a product of their own are updated in the training graph, too.
+
+The runtime's: ``python -m benchmarks``
+"""
