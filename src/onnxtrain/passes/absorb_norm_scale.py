@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.prepare import mark_constants
 
 
@@ -32,12 +33,11 @@ class _Linear:
 def absorb_norm_scale(model: ir.Model, op: OpBuilder) -> int:
     """Absorb where the normalised values feed linear layers only; return how often."""
     graph, known, folded = model.graph, set(model.graph.initializers), 0
-    for node in list(graph):
-        if node.op_type == "LayerNormalization" and node.domain in ("", "ai.onnx"):
-            readers = _readers(node)
-            if readers:
-                _fold(OpBuilder(graph, "norm/", target=op.target), node, readers)
-                folded += 1
+    for node in nodes(graph, "LayerNormalization"):
+        readers = _readers(node)
+        if readers:
+            _fold(OpBuilder(graph, "norm/", target=op.target), node, readers)
+            folded += 1
     mark_constants(model, set(graph.initializers) - known)
     return folded
 

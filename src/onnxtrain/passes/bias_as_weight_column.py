@@ -17,6 +17,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.nodes import nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,8 @@ class _Layer:
 def bias_as_weight_column(model: ir.Model, op: OpBuilder) -> int:
     """Put biases into the weights where that saves time; return how many."""
     changed = 0
-    for node in list(op.graph):
-        layer = _layer(node) if node.domain in ("", "ai.onnx") else None
+    for node in nodes(op.graph, "Gemm", "Add"):
+        layer = _layer(node)
         if layer is None:
             continue
         y = node.outputs[0]

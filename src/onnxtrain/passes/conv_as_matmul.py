@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.windows.columns import by_product, channels_second, columns
 from onnxtrain.graph.windows.conv_shape import facts_of
 from onnxtrain.graph.windows.geometry import Windows, windows
@@ -20,9 +21,7 @@ from onnxtrain.graph.windows.geometry import Windows, windows
 def conv_as_matmul(model: ir.Model, op: OpBuilder) -> int:
     """Turn forward convolutions of small images by a parameter into products; return how many."""
     changed = 0
-    for node in list(op.graph):
-        if node.op_type != "Conv" or node.domain not in ("", "ai.onnx"):
-            continue
+    for node in nodes(op.graph, "Conv"):
         x, w, b = (*node.inputs, None)[:3]
         y = node.outputs[0]
         if x is None or w is None or not w.is_graph_input() or y.is_graph_output():

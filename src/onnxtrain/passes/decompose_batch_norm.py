@@ -6,20 +6,20 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.nodes import nodes
 
 
 def decompose_batch_norm(model: ir.Model, op: OpBuilder) -> int:
     """Put plain operators in the place of training-mode nodes; return how many there were."""
     graph = op.graph
-    nodes = [n for n in graph if n.op_type == "BatchNormalization" and n.domain == ""]
-    nodes = [n for n in nodes if _number(n, "training_mode", 0)]
-    for node in nodes:
+    training = [n for n in nodes(graph, "BatchNormalization") if _number(n, "training_mode", 0)]
+    for node in training:
         inside = op.before(node)
         for old, new in zip(node.outputs, _composed(inside, node), strict=False):
             new.type, new.shape = old.type, old.shape
             replace_value(old, new, list(old.uses()))
         graph.remove(node, safe=True)
-    return len(nodes)
+    return len(training)
 
 
 def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:

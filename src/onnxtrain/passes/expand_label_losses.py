@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.prepare import constant_names, mark_constants
 from onnxtrain.targets import Target
 
@@ -27,14 +28,11 @@ def expand_label_losses(model: ir.Model, op: OpBuilder) -> int:
     are faster than those of what they are replaced by.
     """
     count = 0
-    for node in list(model.graph):
-        if node.domain not in ("", "ai.onnx"):
-            continue
-        if node.op_type in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
-            known = set(model.graph.initializers)
-            _expand(model.graph, node, op.target)
-            count += 1
-            mark_constants(model, set(model.graph.initializers) - known)
+    for node in nodes(model.graph, "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
+        known = set(model.graph.initializers)
+        _expand(model.graph, node, op.target)
+        count += 1
+        mark_constants(model, set(model.graph.initializers) - known)
     _merge_constants(model)
     return count
 

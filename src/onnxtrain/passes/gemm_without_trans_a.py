@@ -15,14 +15,14 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.nodes import nodes
 
 
 def gemm_without_trans_a(model: ir.Model, op: OpBuilder) -> int:
     """Spell transposed products of float32 matrices without ``transA``; return how many."""
     turned = 0
-    for node in list(op.graph):
-        if node.op_type == "Gemm" and node.domain in ("", "ai.onnx"):
-            turned += _turn(op, node)
+    for node in nodes(op.graph, "Gemm"):
+        turned += _turn(op, node)
     return turned
 
 

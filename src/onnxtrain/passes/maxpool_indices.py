@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 
 _EXACT = 1 << 24
@@ -38,7 +39,7 @@ def maxpool_indices(model: ir.Model, op: OpBuilder) -> int:
 
 
 def _has_indices(node: ir.Node) -> bool:
-    if node.op_type != "MaxPool" or node.domain not in ("", "ai.onnx") or len(node.outputs) < 2:
+    if not is_op(node, "MaxPool") or len(node.outputs) < 2:
         return False
     return bool(node.outputs[1].uses()) and not node.outputs[1].is_graph_output()
 

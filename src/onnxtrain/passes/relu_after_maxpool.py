@@ -11,14 +11,13 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import nodes
 
 
 def relu_after_maxpool(model: ir.Model, op: OpBuilder) -> int:
     """Put pooling by maximum in front of a Relu that nothing else reads; return how many moved."""
     graph, moved = model.graph, 0
-    for pool in list(graph):
-        if pool.op_type != "MaxPool" or pool.domain not in ("", "ai.onnx"):
-            continue
+    for pool in nodes(graph, "MaxPool"):
         x = pool.inputs[0]
         relu = None if x is None else x.producer()
         if x is None or relu is None or relu.op_type != "Relu" or relu.graph is not graph:

@@ -16,15 +16,16 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.nodes import is_standard, nodes
 
 
 def scale_after_matmul(model: ir.Model, op: OpBuilder) -> int:
     """Move scales of the rows of wide matrices behind products; return how many moved."""
-    nodes = list(op.graph)
-    following = dict(zip(nodes, [*nodes[1:], None], strict=True))
+    order = list(op.graph)
+    following = dict(zip(order, [*order[1:], None], strict=True))
     moved = 0
-    for node in nodes:
-        scaled = _scaled(node) if node.op_type == "Mul" else None
+    for node in nodes(op.graph, "Mul"):
+        scaled = _scaled(node)
         readers = None if scaled is None else _readers(scaled, node.outputs[0], op.graph)
         if scaled is None or not readers:
             continue
@@ -45,7 +46,7 @@ class _Scaled:
 
 
 def _scaled(node: ir.Node) -> _Scaled | None:
-    if node.domain not in ("", "ai.onnx") or node.outputs[0].dtype not in S.FLOATS:
+    if node.outputs[0].dtype not in S.FLOATS:
         return None
     a, b = node.inputs
     for x, e in ((a, b), (b, a)):
@@ -68,7 +69,7 @@ def _readers(scaled: _Scaled, y: ir.Value, graph: ir.Graph) -> list[tuple[ir.Nod
         return None
     readers: list[tuple[ir.Node, int]] = []
     for node, index in y.uses():
-        if node.domain not in ("", "ai.onnx") or node.graph is not graph:
+        if not is_standard(node) or node.graph is not graph:
             return None
         if node.op_type == "Reshape" and index == 0:
             dims = S.dims_of(node.outputs[0])

@@ -11,14 +11,15 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.prepare import mark_constants
 
 
 def split_qkv(model: ir.Model, op: OpBuilder) -> int:
     """Cut packed projections where they lie; return how many."""
     graph, known, changed = model.graph, set(model.graph.initializers), 0
-    for node in list(graph):
-        packed = _packed(node) if node.op_type == "Transpose" else None
+    for node in nodes(graph, "Transpose"):
+        packed = _packed(node)
         if packed is None:
             continue
         x, parts, picks = packed

@@ -81,7 +81,7 @@ class Epochs:
         return parts
 
     def _target(self, y: np.ndarray) -> np.ndarray:
-        """Return the target in the type and shape that the graph wants."""
+        """Return targets of the type and shape that the graph wants."""
         net = self.owner._net
         kinds = {x.name: x.type for x in self.session.get_inputs()}
         if kinds["epoch/target"] == "tensor(int64)":
