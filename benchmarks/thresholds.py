@@ -99,14 +99,22 @@ def _time(trainer: Any, net: Net, steps: int) -> float:
 
 
 def verdict(side: str, value: float, points: Sequence[Point]) -> str:
-    """Return whether the ratio crosses 1 at the threshold, within noise."""
+    """Return whether the ratio crosses 1 at the threshold, as far as noise lets one see.
+
+    "yes": the form pays where it is used, and costs where it is not. "within noise": one of the two
+    cannot be seen, and nothing contradicts. "no difference": neither can.
+    """
     using = {"from": lambda s: s >= value, "up to": lambda s: s <= value}
     uses = using.get(side, lambda s: s < value)
-    slow = [p.size for p in points if uses(p.size) and p.ratio.median > 1 + NOISE]
-    missed = [p.size for p in points if not uses(p.size) and p.ratio.median < 1 - NOISE]
-    said = [f"slower at {_number(s)}" for s in slow]
-    said += [f"would pay at {_number(s)}" for s in missed]
-    return ", ".join(said) or "yes"
+    pays = [p for p in points if p.ratio.median < 1 - NOISE]
+    costs = [p for p in points if p.ratio.median > 1 + NOISE]
+    said = [f"costs at {_number(p.size)}" for p in costs if uses(p.size)]
+    said += [f"would pay at {_number(p.size)}" for p in pays if not uses(p.size)]
+    if said:
+        return "**no**: " + ", ".join(said)
+    if pays and costs:
+        return "yes"
+    return "within noise" if pays or costs else "no difference"
 
 
 def table(results: dict[str, list[Point]]) -> str:
@@ -145,7 +153,8 @@ def text(results: dict[str, list[Point]], facts: dict[str, Any]) -> str:
             f"{facts['versions']['onnxruntime']}, load average before "
             f"{facts['load_before'][0]:.2f}. Processor time of a whole step, both forms in turns "
             "within each round; the ratio is the median of the rounds, with the smallest and the "
-            f"largest. Ratios within {NOISE:.0%} of 1 are taken for noise."
+            f"largest. Ratios within {NOISE:.0%} of 1 are taken for noise; a form that is a small "
+            "part of its step may make no difference that can be seen."
         ),
         *page.busy(facts),
         table(results),

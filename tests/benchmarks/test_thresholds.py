@@ -118,12 +118,14 @@ def test_the_table_has_a_row_for_each_size() -> None:
     ("side", "ratios", "said"),
     [
         ("up to", (0.8, 0.9, 1.1), "yes"),
-        ("up to", (0.8, 1.04, 0.96), "yes"),
-        ("up to", (0.8, 1.2, 1.3), "slower at 8"),
-        ("up to", (0.8, 0.7, 0.6), "would pay at 16"),
+        ("up to", (0.8, 1.04, 0.96), "within noise"),
+        ("up to", (1.0, 1.04, 1.1), "within noise"),
+        ("up to", (0.98, 1.04, 0.96), "no difference"),
+        ("up to", (0.8, 1.2, 1.3), "**no**: costs at 8"),
+        ("up to", (0.8, 0.7, 0.6), "**no**: would pay at 16"),
         ("below", (0.8, 1.2, 1.3), "yes"),
         ("from", (1.2, 0.9, 0.8), "yes"),
-        ("from", (0.8, 1.1, 0.9), "slower at 8, would pay at 4"),
+        ("from", (0.8, 1.1, 0.9), "**no**: costs at 8, would pay at 4"),
     ],
 )
 def test_verdicts(side: str, ratios: tuple[float, ...], said: str) -> None:
