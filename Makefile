@@ -70,10 +70,11 @@ bench-setup: $(VENV)/.dev  ## the environments and exported nets of the benchmar
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.prepare
 
-bench: bench-setup  ## every engine on every net, growth and gradients; rewrites docs/benchmarks.md
+bench: bench-setup  ## every engine on every net, growth, gradients and thresholds; rewrites docs/benchmarks.md and docs/speed.md
 	$(BIN)/python -m benchmarks --write
 	$(BIN)/python -m benchmarks.growth --write
 	$(BIN)/python -m benchmarks.gradients --write
+	$(BIN)/python -m benchmarks.thresholds --write
 
 bench-quick: bench-setup  ## three nets, under three minutes once everything is set up
 	$(BIN)/python -m benchmarks --quick

@@ -66,7 +66,7 @@ WEIGHT_PAIRS_STRIDED = 16_384
 WEIGHT_PAIRS_PRODUCTS = 4096
 """The same for targets that take products only, such as WebGPU.
 
-Chosen in a browser: ``make bench-web``
+No command varies it; ``make bench-web`` times whole steps.
 """
 
 # Convolutions: the gradient of the input.
@@ -113,6 +113,11 @@ SHARED_CONSTANT_ELEMENTS = 64
 """Up to so many elements, equal constants become one, so that equal nodes have equal inputs.
 
 No choice of speed: it bounds the bytes that are compared.
+"""
+STORED_POSITIONS = 4096
+"""Up to so many elements, their positions are a constant in the file; beyond, a Range.
+
+No choice of speed: it bounds the size of the file.
 """
 
 # Linear layers.
@@ -173,35 +178,35 @@ BIAS_COLUMN_ELEMENTS = 1 << 18
 UPDATE_PIECE_ELEMENTS = 1 << 15
 """So many elements are updated at once on the CPU; what they need fits the second-level cache.
 
-The runtime's: ``python -m benchmarks``
+No command varies it; ``python -m benchmarks`` times whole steps.
 """
 UPDATE_PIECES_PER_THREAD = 8
 """From so many pieces per thread on, waking another thread costs less than it saves.
 
-The runtime's: ``python -m benchmarks --threads 2``
+No command varies it; ``python -m benchmarks --threads 2`` times whole steps.
 """
 SECOND_COPY_BYTES = 64 << 20
 """From so many bytes of parameters and state on, a second copy of them costs more than a call.
 
-The runtime's: ``python -m benchmarks``
+No command varies it; ``python -m benchmarks`` times whole steps.
 """
 PACKED_PARAMETER_ELEMENTS = 1 << 14
 """Up to so many elements, parameters are updated as one: beyond, copies cost as much as nodes.
 
-Chosen in a browser: ``make bench-web``
+No command varies it; ``make bench-web`` times whole steps.
 """
 SEVERAL_STEPS_BYTES = 20_000_000
 """Up to so many bytes of parameters and state, a call makes several steps on wasm.
 
-Chosen in a browser: ``make bench-web``
+No command varies it; ``make bench-web`` times whole steps.
 """
 STEPS_PER_CALL = 8
 """How many steps these are.
 
-Chosen in a browser: ``make bench-web``
+No command varies it; ``make bench-web`` times whole steps.
 """
 FUSED_SGD_LEFT_OVER = 8
 """Up to so many parameters without a product of their own are updated in the training graph, too.
 
-The runtime's: ``python -m benchmarks``
+No command varies it; ``python -m benchmarks`` times whole steps.
 """

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.autodiff.registry import vjp, vjp_multi
 from onnxtrain.graph.builder import size_arithmetic as Z
 from onnxtrain.graph.builder.size_arithmetic import Size
@@ -116,7 +117,8 @@ def positions(op, x) -> ir.Value:
     """Return an int64 tensor of the shape of ``x`` that counts its elements."""
     count = _count(op, x)
     # A long constant would be stored in the file.
-    line = op.Range(0, count, 1) if isinstance(count, int) and count > 4096 else op.iota(count)
+    long = isinstance(count, int) and count > T.STORED_POSITIONS
+    line = op.Range(0, count, 1) if long else op.iota(count)
     return op.Reshape(line, op.shape_of(x), allowzero=1)
 
 

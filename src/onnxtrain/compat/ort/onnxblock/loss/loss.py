@@ -39,7 +39,7 @@ class _ElementLoss(_Loss):
         raise NotImplementedError
 
     def build(self, loss_input_name: str, target_name: str = "target") -> str:
-        """Return the name of the loss; an input for targets is added unless one has its name."""
+        """Return the name of the loss; adds an input for targets unless a value has its name."""
         if not exists(self.base, target_name):
             add_input(self.base, target_name, type_of(self.base, loss_input_name))
         return self._emit(self._loss(), loss_input_name, target_name)

@@ -1,0 +1,133 @@
+"""Sizes at which forms change: all in one file, each measured by one command."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+from benchmarks.threshold_nets import CASES, NOT_MEASURED
+from benchmarks.thresholds import Point
+
+import onnxtrain
+from benchmarks import thresholds as command
+from onnxtrain import thresholds
+
+SOURCE = Path(onnxtrain.__file__).parent
+NAMES = [n for n in vars(thresholds) if n.isupper()]
+NO_SIZES = {
+    "passes/maxpool_indices.py:_EXACT": "whole numbers that float32 holds",
+    "passes/expand_label_losses.py:_TINY": "a probability",
+    "autodiff/recompute.py:_SYMBOL": "what a symbolic size counts as in an estimate",
+    "autodiff/rules/grid_sample.py:_A": "a coefficient of cubic interpolation",
+    "autodiff/rules/grid_sample.py:_CUBIC": "coefficients of cubic interpolation",
+    "autodiff/rules/pad.py:_END": "the end of an axis",
+}
+"""Numbers in capitals that choose between no forms."""
+
+
+def test_every_threshold_is_measured_or_says_why_not() -> None:
+    assert sorted(NAMES) == sorted([*CASES, *NOT_MEASURED])
+
+
+def test_every_threshold_says_what_happens_at_it_and_what_measures_it() -> None:
+    body = ast.parse(Path(thresholds.__file__).read_text()).body
+    texts = {}
+    for node, after in itertools.pairwise(body):
+        if isinstance(node, ast.Assign) and isinstance(after, ast.Expr):
+            name, text = node.targets[0], after.value
+            assert isinstance(name, ast.Name)
+            assert isinstance(text, ast.Constant)
+            texts[name.id] = str(text.value)
+    assert list(texts) == NAMES
+    for name in CASES:
+        assert texts[name].rstrip().endswith(f"``python -m benchmarks.thresholds {name}``")
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether an expression is made of numbers alone, such as ``1 << 18`` or ``(2000, 512)``."""
+    leaves = [n for n in ast.walk(node) if not list(ast.iter_child_nodes(n))]
+    numbers = [n for n in leaves if isinstance(n, ast.Constant)]
+    context = (ast.operator, ast.unaryop, ast.expr_context)
+    return (
+        bool(numbers)
+        and all(isinstance(n.value, int | float) for n in numbers)
+        and all(isinstance(n, (ast.Constant, *context)) for n in leaves)
+    )
+
+
+def test_no_other_module_has_sizes_of_its_own() -> None:
+    numbers = set()
+    for folder in ("passes", "autodiff", "graph/windows"):
+        for path in sorted((SOURCE / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Assign) and _is_number(node.value):
+                    targets = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+                    name = path.relative_to(SOURCE).as_posix()
+                    numbers |= {f"{name}:{t}" for t in targets if t.isupper()}
+    assert numbers == NO_SIZES.keys()
+
+
+def test_no_form_is_chosen_by_a_number_without_a_name() -> None:
+    compared = []
+    for folder in ("passes", "autodiff/rules", "graph/windows"):
+        for path in sorted((SOURCE / folder).rglob("*.py")):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            for node in (n for n in nodes if isinstance(n, ast.Compare)):
+                numbers = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+                if any(isinstance(n, int | float) and n > 4 for n in numbers):
+                    compared.append(f"{path.name}: {ast.unparse(node)}")
+    assert compared == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nets_lie_on_both_sides_and_meet_the_choice(name: str) -> None:
+    case, value = CASES[name], getattr(thresholds, name)
+    sizes = list(case.nets)
+    assert sizes == sorted(sizes)
+    assert sizes[0] < value < sizes[-1]
+    assert value in sizes
+    first, second = command.trainers(name, case, case.nets[sizes[0]]())
+    assert first.step_models != second.step_models
+    assert getattr(thresholds, name) == value
+
+
+def test_a_net_without_the_choice_is_refused() -> None:
+    case = CASES["REPEATED_POSITIONS"]
+    net = CASES["NARROW_CHANNELS"].nets[4]()
+    with pytest.raises(ValueError, match="REPEATED_POSITIONS: the net has the same step"):
+        command.trainers("REPEATED_POSITIONS", case, net)
+
+
+def test_the_table_has_a_row_for_each_size() -> None:
+    name = "REPEATED_POSITIONS"
+    points = [command.measure(name, s, rounds=1, seconds=0.001) for s in CASES[name].nets]
+    head, marks, *rows = command.table({name: points}).splitlines()
+    assert head.startswith(
+        "| threshold | its form is used | crosses 1 there | size | with it, ms |"
+    )
+    assert marks.count("---") == head.count("|") - 1 == 7
+    assert [r.split(" | ")[3] for r in rows] == ["16", "32", "64"]
+    assert rows[0].startswith(f"| `{name}` | up to 32 positions |")
+    ratio = float(rows[0].split(" | ")[6].split()[0])
+    assert ratio == pytest.approx(points[0].used[0] / points[0].unused[0], abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("side", "ratios", "said"),
+    [
+        ("up to", (0.8, 0.9, 1.1), "yes"),
+        ("up to", (0.8, 1.04, 0.96), "within noise"),
+        ("up to", (1.0, 1.04, 1.1), "within noise"),
+        ("up to", (0.98, 1.04, 0.96), "no difference"),
+        ("up to", (0.8, 1.2, 1.3), "**no**: costs at 8"),
+        ("up to", (0.8, 0.7, 0.6), "**no**: would pay at 16"),
+        ("below", (0.8, 1.2, 1.3), "yes"),
+        ("from", (1.2, 0.9, 0.8), "yes"),
+        ("from", (0.8, 1.1, 0.9), "**no**: costs at 8, would pay at 4"),
+    ],
+)
+def test_verdicts(side: str, ratios: tuple[float, ...], said: str) -> None:
+    points = [Point(s, [r], [1.0]) for s, r in zip((4, 8, 16), ratios, strict=True)]
+    assert command.verdict(side, 8, points) == said
