@@ -36,7 +36,7 @@ def test_a_new_optimizer_and_a_new_loss_train_by_name(monkeypatch: pytest.Monkey
     class ScaledSquares(losses.Loss):
         factor: float = 1.0
 
-        def each(self, op, prediction, *targets):
+        def per_element(self, op, prediction, *targets):
             difference = op.Sub(prediction, targets[0])
             return op.Mul(op.Mul(difference, difference), self.factor)
 

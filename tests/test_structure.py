@@ -85,3 +85,36 @@ def test_maps_name_nothing_else() -> None:
     block = source.split("in `src/onnxtrain/`:", 1)[1].split("```")[1]
     listed = [line.split()[0] for line in block.strip().splitlines()]
     assert [name for name in listed if not (ROOT / name).exists()] == []
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.ImportFrom]]:
+    """All imports of our own modules, each with what it stands in."""
+    for parent in ast.walk(tree):
+        for node in ast.iter_child_nodes(parent):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("onnxtrain"):
+                yield parent, node
+
+
+def test_no_function_hides_an_import() -> None:
+    hidden = [
+        f"{name}: {node.module}"
+        for name, path in FILES.items()
+        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+        for _, node in imports(function)
+    ]
+    assert hidden == []
+
+
+def test_private_names_stay_in_their_package() -> None:
+    foreign = [
+        f"{name}: {node.module}.{alias.name}"
+        for name, path in FILES.items()
+        for _, node in imports(ast.parse(path.read_text(encoding="utf-8")))
+        for alias in node.names
+        if alias.name.startswith("_") and (node.module or "").rpartition(".")[0] != _package(name)
+    ]
+    assert foreign == []
+
+
+def _package(name: str) -> str:
+    return ".".join(["onnxtrain", *Path(name).parent.parts])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,9 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io import load
-
-Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+from onnxtrain.graph.io import Source, load
 
 # What may stand between the last layer and the output: the class axis stays what it is.
 _PASSES = (

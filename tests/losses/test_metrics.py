@@ -179,11 +179,11 @@ def test_more_refusals() -> None:
     with pytest.raises(PrepareError, match="two metrics are called 'mae'"):
         attach_loss(classifier(), "mse", metrics=["mae", "mae"])
 
-    def each(op: OpBuilder, logits: ir.Value) -> ir.Value:
+    def per_element(op: OpBuilder, logits: ir.Value) -> ir.Value:
         return op.Tanh(logits)
 
-    with pytest.raises(ShapeError, match="the metric 'each' is not a scalar"):
-        attach_loss(classifier(), "mse", metrics=[each])
+    with pytest.raises(ShapeError, match="the metric 'per_element' is not a scalar"):
+        attach_loss(classifier(), "mse", metrics=[per_element])
     with pytest.raises(
         PrepareError, match="'mae' compares with one target, but the loss has positive"
     ):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx
 
 from onnxtrain.errors import LoweringError
+from onnxtrain.lowering.api import lower
 
 _SCATTER = "\nhint: target='portable' gives gradients of pooling that scatter nothing"
 
@@ -17,8 +18,6 @@ def at_opset(models: Mapping[str, onnx.ModelProto], opset: int) -> dict[str, onn
     Raises:
         LoweringError: naming the model and its nodes that cannot be lowered, or that differ.
     """
-    from onnxtrain.lowering.api import lower  # it compares on runtimes, which run artifacts
-
     lowered = {}
     for name, model in models.items():
         try:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import fnmatch
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts.at_opset import at_opset
@@ -39,7 +37,7 @@ from onnxtrain.autodiff.recompute_blocks import copy_scopes
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io import load
+from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.prepare import constant_names, repairs_of
 from onnxtrain.graph.shapes.specialise import specialise
@@ -51,7 +49,6 @@ from onnxtrain.optim.clip import Clip
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.targets import BUNDLES, Target, find
 
-Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 _LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
 
 

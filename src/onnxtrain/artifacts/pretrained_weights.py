@@ -14,12 +14,10 @@ import onnx_ir as ir
 from onnxtrain.checkpoint import load_checkpoint
 from onnxtrain.errors import CheckpointError, PrepareError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io import load
+from onnxtrain.graph.io import Source, load
 
 ALIASES = "onnxtrain.aliases"
 """Metadata of a model: other names of its tied weights, a JSON object of lists."""
-
-Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
 
 def aliases_of(model: ir.Model) -> dict[str, tuple[str, ...]]:

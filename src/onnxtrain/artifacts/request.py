@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnxtrain.artifacts.precision import Precision
+from onnxtrain.autodiff.gradients import Names
 from onnxtrain.graph.prepare.versions import OPSET
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim.clip import Clip
 from onnxtrain.options import Flag, as_it_is, option
-
-Names = str | Sequence[str] | None
 
 
 def _clip_record(clip: float | Clip | None) -> dict[str, Any]:

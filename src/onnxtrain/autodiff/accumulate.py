@@ -6,7 +6,6 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.builder.sequence_ops import map_sequences
 
 _SMALL = ("INT2", "UINT2", "INT4", "UINT4", "INT8", "UINT8", "INT16", "UINT16", "FLOAT4E2M1")
 _EIGHT_BITS = ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ")
@@ -28,4 +27,4 @@ def accumulate(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Return the sum of two gradients of one value; sequences are added element by element."""
     if not isinstance(a.type, ir.SequenceType):
         return op.Add(a, b)
-    return map_sequences(op, lambda body, x, y: body.Add(x, y), a, b)
+    return op.map_sequences(lambda body, x, y: body.Add(x, y), a, b)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.accumulate import QUANTISED, accumulate, carries_gradient
 from onnxtrain.autodiff.registry import (
     NO_GRADIENT,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiable_inputs, needed_for, reached_from
@@ -24,7 +22,7 @@ from onnxtrain.autodiff.registry import (
 )
 from onnxtrain.autodiff.selection import batch_statistics, select_wrt, trainable
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io import load
+from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
 
 
@@ -96,7 +94,7 @@ class Report:
 
 
 def explain(
-    model: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model,
+    model: Source,
     wrt: str | Sequence[str] | None = None,
     *,
     dims: Mapping[str, int] | None = None,

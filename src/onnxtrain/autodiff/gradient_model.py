@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.recompute import differentiate_again
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,9 +14,9 @@ from onnxtrain.autodiff.registry import find_rule
 from onnxtrain.autodiff.selection import select_outputs, select_wrt
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io import Source
 from onnxtrain.targets import Target, find
 
-Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 Names = str | Sequence[str] | None
 
 

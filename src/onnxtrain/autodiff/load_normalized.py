@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
-import onnx
 import onnx_ir as ir
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.registry import NO_GRADIENT, RULES, USER_RULES, ZERO
-from onnxtrain.graph.io import load
+from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.prepare import prepare
 
 
-def load_normalized(model: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model) -> ir.Model:
+def load_normalized(model: Source) -> ir.Model:
     """Return the model in the normal form; the argument is not changed.
 
     Operators without a rule whose body the ONNX standard gives are replaced by it.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
+from onnxtrain.autodiff.registry import is_stopped
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
@@ -100,8 +101,6 @@ def reaching(graph: ir.Graph, outputs: Sequence[ir.Value] | None = None) -> set[
 
 def flowing_inputs(node: ir.Node) -> list[ir.Value]:
     """Return the inputs of a node that pass a gradient on to some output of it."""
-    from onnxtrain.autodiff.registry import is_stopped
-
     return [] if is_stopped(node) else differentiable_inputs(node)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff.accumulate import accumulate
+from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -19,8 +20,6 @@ def sweep(
     op: OpBuilder, outputs: Sequence[ir.Value], dys: Sequence[Maybe], wrt: Sequence[ir.Value]
 ) -> list[Maybe]:
     """Run the reverse sweep of a body; return the gradient of each ``wrt``."""
-    from onnxtrain.autodiff.differentiate import differentiate  # the driver calls rules
-
     cotangents: dict[ir.Value, ir.Value] = {}
     for y, dy in zip(outputs, dys, strict=False):
         if dy is not None and S.is_float(y):

@@ -12,7 +12,7 @@ from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare import mark_constants
-from onnxtrain.losses.base import Loss, TargetSpec, reduced
+from onnxtrain.losses.base import Loss, TargetSpec, reduce
 from onnxtrain.losses.context import LossContext
 from onnxtrain.losses.from_model import insert_model
 from onnxtrain.losses.metric_terms import MetricLike, Term, build_metrics
@@ -179,4 +179,4 @@ class _Attaching(LossContext):
                 f"the loss is not a scalar: {S.describe_value(value)}\n"
                 "hint: use reduction='mean' or 'sum', or LossTerm(loss, reduce='mean')"
             )
-        return reduced(self.op, value, term.reduce)
+        return reduce(self.op, value, term.reduce)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -54,22 +55,26 @@ class Loss:
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss; return a scalar, or with ``reduction="none"`` one loss per element."""
-        return self.reduce(op, self.each(op, prediction, *targets))
+        return self.reduce(op, self.per_element(op, prediction, *targets))
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss of every element."""
-        raise NotImplementedError
+        old = getattr(self, "each", None)
+        if old is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither build nor per_element")
+        warnings.warn("Loss.each is called per_element now", DeprecationWarning, stacklevel=2)
+        return old(op, prediction, *targets)
 
     def reduce(self, op: OpBuilder, each: ir.Value) -> ir.Value:
         """Emit the mean or the sum."""
-        return reduced(op, each, self.reduction)
+        return reduce(op, each, self.reduction)
 
 
 LOSSES: Named[Loss] = Named("loss")
 """Losses by name; ``@LOSSES.named("mse")`` adds one."""
 
 
-def reduced(op: OpBuilder, x: ir.Value, how: str) -> ir.Value:
+def reduce(op: OpBuilder, x: ir.Value, how: str) -> ir.Value:
     """Return the mean or the sum of all elements, or with ``"none"`` the elements."""
     if how == "none" or op.rank(x) == 0:
         return x

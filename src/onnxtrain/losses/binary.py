@@ -61,7 +61,7 @@ class BCE(Loss):
         super().__post_init__()
         object.__setattr__(self, "weight", frozen(self.weight))
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the terms."""
         check_same_rank(self, prediction, *targets)
         (t,) = targets
@@ -101,7 +101,7 @@ class BCEWithLogits(Loss):
         object.__setattr__(self, "weight", frozen(self.weight))
         object.__setattr__(self, "pos_weight", frozen(self.pos_weight))
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the terms; ``softplus(-x)`` keeps its digits where the answer is right."""
         check_same_rank(self, prediction, *targets)
         x, (t,) = prediction, targets
@@ -120,7 +120,7 @@ class Hinge(Loss):
 
     margin: float = 1.0
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the terms; the derivative at the kink is that of the slope, as torch's clamp."""
         check_same_rank(self, prediction, *targets)
         return clamp(op, op.Sub(self.margin, op.Mul(prediction, *targets)))
@@ -133,7 +133,7 @@ class HingeEmbedding(Loss):
 
     margin: float = 1.0
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the terms."""
         check_same_rank(self, prediction, *targets)
         x, (t,) = prediction, targets

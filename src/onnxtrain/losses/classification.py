@@ -21,7 +21,7 @@ from onnxtrain.losses.base import (
     frozen,
     labels_for,
     like,
-    reduced,
+    reduce,
 )
 
 _NO_CLASS = 2**31 - 1  # larger than any number of classes, and fits int32
@@ -124,7 +124,7 @@ class _Labelled(Loss):
         """Weigh and reduce the losses of all labels in plain operators."""
         each, w = self.weighed(op, rows, each, weights)
         if self.reduction != "mean" or w is None:
-            return reduced(op, each, self.reduction)
+            return reduce(op, each, self.reduction)
         return op.Div(op.ReduceSum(each, keepdims=0), op.ReduceSum(w, keepdims=0))
 
     def weighed(
@@ -247,7 +247,7 @@ class CrossEntropy(_Labelled):
             each = op.Where(ignored, op.const(0.0, each.dtype), each)
         w = self.label_weights(op, rows.labels, ignored, weights, each.dtype)
         if self.reduction != "mean" or w is None:
-            return reduced(op, each, self.reduction)
+            return reduce(op, each, self.reduction)
         return op.Div(op.ReduceSum(each, keepdims=0), op.ReduceSum(w, keepdims=0))
 
     def _blend(self, op: OpBuilder, loss: ir.Value, spread: ir.Value, x: ir.Value) -> ir.Value:

@@ -35,7 +35,7 @@ class CosineEmbedding(Loss):
         _check_rows(self, prediction)
         return [like("other", prediction), rows_of("target", prediction)]
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit one loss per row."""
         other, target = targets
         _check_rows(self, prediction)
@@ -91,7 +91,7 @@ class TripletMargin(Loss):
         _check_rows(self, prediction)
         return [like("positive", prediction), like("negative", prediction)]
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit one loss per row."""
         positive, negative = targets
         _check_rows(self, prediction)

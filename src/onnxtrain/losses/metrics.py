@@ -14,7 +14,7 @@ from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.losses.base import FLOAT, Loss, check_same_rank, reduced
+from onnxtrain.losses.base import FLOAT, Loss, check_same_rank, reduce
 from onnxtrain.losses.binary import BCE, BCEWithLogits
 from onnxtrain.losses.classification import NLL, CrossEntropy, class_axis
 from onnxtrain.named import Named
@@ -76,10 +76,10 @@ class _OfClasses(Metric):
         """Return the share of hits among the labels that count; NaN if none does."""
         hits = op.cast(hit, FLOAT)
         if labels is None or self.ignore_index is None:
-            return reduced(op, hits, "mean")
+            return reduce(op, hits, "mean")
         counts = op.cast(op.Not(op.Equal(labels, self.ignore_index)), FLOAT)
-        total = reduced(op, op.Mul(hits, counts), "sum")
-        return op.Div(total, reduced(op, counts, "sum"))
+        total = reduce(op, op.Mul(hits, counts), "sum")
+        return op.Div(total, reduce(op, counts, "sum"))
 
 
 @METRICS.named("accuracy")
@@ -204,7 +204,7 @@ class MAE(Metric):
         """Emit the mean."""
         (target,) = targets
         check_same_rank(self, prediction, target)
-        return op.cast(reduced(op, op.Abs(op.Sub(prediction, target)), "mean"), FLOAT)
+        return op.cast(reduce(op, op.Abs(op.Sub(prediction, target)), "mean"), FLOAT)
 
 
 def metric_by_name(name: str) -> Metric:

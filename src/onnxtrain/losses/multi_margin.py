@@ -50,7 +50,7 @@ class MultiMargin(Loss):
         rank = check_rank(self, prediction, (1, 2), "[N, C] or [C]")
         return [labels_for("labels", prediction, rank - 1)]
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit one loss per row."""
         rank = check_rank(self, prediction, (1, 2), "[N, C] or [C]")
         rows = to_rows(self, op, prediction, targets[0], rank - 1)

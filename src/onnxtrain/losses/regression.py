@@ -17,7 +17,7 @@ from onnxtrain.losses.base import LOSSES, Loss, check_same_rank
 class MSE(Loss):
     """``(x - t)^2``."""
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the squares."""
         check_same_rank(self, prediction, *targets)
         d = op.Sub(prediction, *targets)
@@ -29,7 +29,7 @@ class MSE(Loss):
 class L1(Loss):
     """``|x - t|``; the derivative at 0 is 0."""
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the distances."""
         check_same_rank(self, prediction, *targets)
         return op.Abs(op.Sub(prediction, *targets))
@@ -47,7 +47,7 @@ class Huber(Loss):
         if not self.delta > 0:
             raise PrepareError(f"Huber needs delta above 0: {self.delta}")
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit ``m (d - m / 2)`` with ``m = min(d, delta)``, where no branch can overflow."""
         check_same_rank(self, prediction, *targets)
         d = op.Abs(op.Sub(prediction, *targets))
@@ -67,11 +67,11 @@ class SmoothL1(Loss):
         if not self.beta >= 0:
             raise PrepareError(f"SmoothL1 needs beta of at least 0: {self.beta}")
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit Huber's loss over ``beta``; with ``beta=0`` it is L1."""
         if self.beta == 0:
-            return L1(reduction="none").each(op, prediction, *targets)
-        huber = Huber(delta=self.beta).each(op, prediction, *targets)
+            return L1(reduction="none").per_element(op, prediction, *targets)
+        huber = Huber(delta=self.beta).per_element(op, prediction, *targets)
         return huber if self.beta == 1.0 else op.Mul(huber, 1.0 / self.beta)
 
 
@@ -89,7 +89,7 @@ class KLDiv(Loss):
 
     reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum", "batchmean")
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the terms; a target of 0 contributes 0."""
         check_same_rank(self, prediction, *targets)
         (t,) = targets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import LoweringError, ProfileError, VerificationError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io import load
+from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.io.finish import PRODUCER
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.check import problems
@@ -24,7 +23,6 @@ from onnxtrain.lowering.reduced_ops import read_config
 from onnxtrain.runtime.compare import REFERENCE, compare
 
 COMPARED = "onnxtrain.compared_on"
-Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
 
 def lower(

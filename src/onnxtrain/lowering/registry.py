@@ -42,8 +42,6 @@ def lower(*op_types: str) -> Callable[[Rule], Rule]:
 
 def rules_for(op_type: str) -> list[Rule]:
     """Return the lowerings of an operator, cheapest first."""
-    from onnxtrain.lowering import rules  # noqa: F401 - fills the table
-
     return RULES.get(op_type, [])
 
 

@@ -12,6 +12,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.lowering import rules  # noqa: F401 - fills the table
 from onnxtrain.lowering.destination import Destination
 from onnxtrain.lowering.fold_constants import drop_inference_no_ops, folded
 from onnxtrain.lowering.function_body import body_of

@@ -135,8 +135,8 @@ class _LogLikelihood(NLL):
 class _SignedHinge(Hinge):
     """Hinge for targets of 0 and 1."""
 
-    def each(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        return super().each(op, prediction, op.Sub(op.Mul(targets[0], 2.0), 1.0))
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        return super().per_element(op, prediction, op.Sub(op.Mul(targets[0], 2.0), 1.0))
 
 
 def objective(

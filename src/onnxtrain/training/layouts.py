@@ -7,7 +7,7 @@ Both compute first and change nothing until ``commit``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,12 +17,10 @@ from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.bound_session import BoundSession
+from onnxtrain.runtime.bound_session import Arrays, BoundSession
 from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
-
-Arrays = Mapping[str, np.ndarray]
 
 
 class Layout(Protocol):

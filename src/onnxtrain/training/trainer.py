@@ -13,6 +13,7 @@ from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
 from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.graph.io import save as save_model
+from onnxtrain.lowering.api import lower
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.cuda_graph import can_capture
@@ -385,8 +386,6 @@ class Trainer:
         """
         model = trained_model(self.artifacts, self._averaged if ema else self._engine.view)
         if opset is not None:
-            from onnxtrain.lowering.api import lower  # it compares, and needs the runtime for that
-
             model = lower(model, opset=opset)
         save_model(folded(model) if fold else model, path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,12 @@ import numpy as np
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.manifest import WeightSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.bound_session import BoundSession
+from onnxtrain.runtime.bound_session import Arrays, BoundSession
 from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
 from onnxtrain.training.layouts import model_of, spec_of
 from onnxtrain.training.vector_update import DeviceVectorUpdater, VectorUpdater, VectorUpdates
-
-Arrays = Mapping[str, np.ndarray]
 
 
 class VectorLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.bound_session import BoundSession
+from onnxtrain.runtime.bound_session import Arrays, BoundSession
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.thread_pool import Piece, SleepingPool, cores
 from onnxtrain.runtime.values import Values, ort_value
@@ -22,8 +22,6 @@ PIECE = 1 << 15
 _ALIGNED = 16  # elements
 _WORTH_A_THREAD = 8
 """Pieces from which waking another thread costs less than it saves."""
-
-Arrays = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.autodiff.accumulate import carries_gradient
+from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.autodiff.registry import vjp, vjp_multi
 from onnxtrain.graph.builder.copy_nodes import copy_nodes
-from onnxtrain.graph.builder.sequence_ops import map_sequences
 from onnxtrain.graph.captured_values import captured
 
 
@@ -59,15 +59,13 @@ def concat_from_sequence(op, dy, input_sequence, *, axis, new_axis):
     if new_axis:
         return op.SplitToSequence(dy, axis=axis, keepdims=0)
     end = None if axis == -1 else axis + 1
-    sizes = map_sequences(op, lambda body, x: body.Shape(x, start=axis, end=end), input_sequence)
+    sizes = op.map_sequences(lambda body, x: body.Shape(x, start=axis, end=end), input_sequence)
     return op.SplitToSequence(dy, op.ConcatFromSequence(sizes, axis=0), axis=axis)
 
 
 @vjp_multi("SequenceMap")
 def sequence_map(op, dys, input_sequence, *additional_inputs, node):
     """A map of the body's reverse sweep; for what every step reads, the sum over the steps."""
-    from onnxtrain.autodiff.differentiate import differentiate  # the driver calls rules
-
     inputs, outer = (input_sequence, *additional_inputs), captured(node)
     inner = node.attributes["body"].as_graph()
     given = [i for i, dy in enumerate(dys) if dy is not None]

@@ -24,7 +24,7 @@ from onnxtrain.compat.ort.build.tensor_optimizer import (
 from onnxtrain.compat.ort.build.training_models import Built
 from onnxtrain.compat.ort.errors import OrtError, OrtIndexError, OrtTypeError, as_ort_errors
 from onnxtrain.compat.ort.onnxblock.accessor import opset_of
-from onnxtrain.compat.ort.onnxblock.optim.optim import ClipGradNorm, _Optimizer
+from onnxtrain.compat.ort.onnxblock.optim.optim import ClipGradNorm, OptimizerBlock
 from onnxtrain.compat.ort.store import Store
 from onnxtrain.graph.io import load, save
 
@@ -181,11 +181,11 @@ def _flat(block: onnxblock.Block, training: _Training, opset: int) -> TensorOpti
     """Return the flat form of an optimizer: the library's own, or a wrapped one."""
     assert training.built is not None
     weights = manifest_of(training.built).parameters
-    clip = block.clip_grad if isinstance(block, _Optimizer) else None
+    clip = block.clip_grad if isinstance(block, OptimizerBlock) else None
     if type(block) in (onnxblock.optim.AdamW, onnxblock.optim.SGD) and (
         clip is None or type(clip) is ClipGradNorm
     ):
-        assert isinstance(block, _Optimizer)
+        assert isinstance(block, OptimizerBlock)
         return optimizer_model(block.settings, getattr(clip, "max_norm", None), weights, opset)
     with onnxblock.empty_base(opset_version=max(opset, 13)) as accessor:
         block(training.parameters())
@@ -212,7 +212,7 @@ def _write(
         models.append(proto)
         names.append("optimizer_model.onnx")
         specs.append(spec)
-        if isinstance(block, _Optimizer):
+        if isinstance(block, OptimizerBlock):
             chosen = block.settings
             settings = {"name": type(chosen).__name__, **dataclasses.asdict(chosen)}
         settings = {"name": type(block).__name__, "lr": INITIAL_LR, **settings}

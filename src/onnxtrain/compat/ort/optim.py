@@ -202,7 +202,7 @@ class BoundedLamb(optim.Optimizer):
         u.gradient = op.Mul(u.gradient, op.Clip(ratio, low, high))
 
 
-class _LRScheduler:
+class LRSchedulerBase:
     """Base of schedules: a factor of the configured rate, by step."""
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class _LRScheduler:
         self._last_lr = self.get_lr(train_step_info)
 
 
-class _Warmup(_LRScheduler):
+class _Warmup(LRSchedulerBase):
     def __init__(self, total_steps: int, warmup: float = 0.002) -> None:
         super().__init__()
         if not (isinstance(total_steps, int) and total_steps > 0):
@@ -301,7 +301,7 @@ class PolyWarmupLRScheduler(_Warmup):
 class lr_scheduler:  # noqa: N801 - the old name of a submodule
     """The schedules, where they used to be."""
 
-    _LRScheduler = _LRScheduler
+    _LRScheduler = LRSchedulerBase
     ConstantWarmupLRScheduler = ConstantWarmupLRScheduler
     CosineWarmupLRScheduler = CosineWarmupLRScheduler
     LinearWarmupLRScheduler = LinearWarmupLRScheduler

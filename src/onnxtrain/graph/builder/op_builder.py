@@ -27,6 +27,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder.shape_ops import ShapeOps
+from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.targets import Target, find
 
@@ -233,6 +234,28 @@ class OpBuilder(ShapeOps):
         ``None`` stands for the end of the graph.
         """
         return OpBuilder(self.graph, self.prefix, target=self.target, before=node, parent=self)
+
+    def map_sequences(self, function: Callable[..., ir.Value], *sequences: ir.Value) -> ir.Value:
+        """Return the sequence of ``function(body, element, ...)``; ``body`` is the builder to use.
+
+        Elements at the same position of several sequences must have the same shape.
+        """
+        element = self._element_of(sequences[0])
+        body = self.body([element] * len(sequences))
+        item = function(body, *body.graph.inputs)
+        body.graph.outputs.append(body.Identity(item) if item.producer() is None else item)
+        return self.SequenceMap(*sequences, body=body.graph)
+
+    def _element_of(self, sequence: ir.Value) -> ir.Value:
+        """Return a value that has the type of one element, with names for the sizes that vary."""
+        assert isinstance(sequence.type, ir.SequenceType)
+        name = self.names.fresh(f"{self.prefix}element")
+        element = ir.Value(name=name, type=sequence.type.elem_type)
+        dims = S.dims_of(sequence)
+        if dims is not None:
+            named = [D.symbol(f"{name}.{i}") if d is None else d for i, d in enumerate(dims)]
+            S.set_dims(element, named)
+        return element
 
     def extra_output(self, node: ir.Node, index: int) -> ir.Value:
         """Return an optional output of an existing node, adding it if it is not there yet."""

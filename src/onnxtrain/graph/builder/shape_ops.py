@@ -215,11 +215,7 @@ class ShapeOps:
     def _full_like(self, x: ir.Value, value: float) -> ir.Value:
         assert x.dtype is not None
         if isinstance(x.type, ir.SequenceType):
-            from onnxtrain.graph.builder.op_builder import OpBuilder  # it is made of this class
-            from onnxtrain.graph.builder.sequence_ops import map_sequences
-
-            assert isinstance(self, OpBuilder)
-            return map_sequences(self, lambda body, item: body._full_like(item, value), x)
+            return self.map_sequences(lambda body, item: body._full_like(item, value), x)
         if x.shape is not None and len(x.shape) == 0:
             return self.const(value, x.dtype)
         out = self.full(self.shape_of(x), value, x.dtype)

@@ -19,6 +19,8 @@ from onnxtrain.graph.io.write_model import save
 
 __all__ = ["Limits", "load", "save"]
 
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+"""What stands for a model."""
 _DEFAULT_IR_VERSION = 10
 _ALLOWED = "onnxtrain.domains"  # key in Model.meta: what the caller admitted, for the next load
 
@@ -29,7 +31,7 @@ UNREADABLE = Kind("the model cannot be represented", "export the model again")
 
 
 def load(
-    source: str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model,
+    source: Source,
     *,
     limits: Limits | None = None,
     allow_domains: Collection[str] = (),

@@ -44,13 +44,11 @@ def decomposition(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def has_decomposition(key: str) -> bool:
     """Return whether an operator has a decomposition."""
-    _fill()
     return key in DECOMPOSITIONS
 
 
 def decompose(model: ir.Model, only: Callable[[str], bool]) -> list[str]:
     """Rewrite, in place, the nodes whose key ``only`` accepts; return a line for each kind."""
-    _fill()
     done: dict[str, int] = {}
     if not any(_chosen(n, only) for n in model.graph.all_nodes()):
         return []
@@ -58,10 +56,6 @@ def decompose(model: ir.Model, only: Callable[[str], bool]) -> list[str]:
     builder = OpBuilder(model.graph, prefix="prepare/")
     _walk(model.graph, builder, only, done)
     return [f"{kind}: {n} node(s) rewritten into standard operators" for kind, n in done.items()]
-
-
-def _fill() -> None:
-    from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 
 
 def _chosen(node: ir.Node, only: Callable[[str], bool]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
 from onnxtrain.graph.prepare.decompose import decompose

@@ -1,5 +1,6 @@
 """Types and shapes of values: static, symbolic, inferred."""
 
+from onnxtrain.graph.shapes.infer_node import infer_node
 from onnxtrain.graph.shapes.values import (
     FLOATS,
     attributes_of,
@@ -8,7 +9,6 @@ from onnxtrain.graph.shapes.values import (
     describe_value,
     dims_of,
     first_line,
-    infer_node,
     is_float,
     is_own_constant,
     is_static,

@@ -17,6 +17,7 @@ from onnxtrain.compat.onnxcustom.utils.onnx_helper import (
 from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
     create_session,
     numpy_to_ort_value,
+    ort_device_to_string,
     to_numpy,
 )
 from onnxtrain.compat.ort.agent import (
@@ -201,8 +202,6 @@ class OrtGradientForwardBackwardFunction:
     @staticmethod
     def device_name(device: Any) -> str:
         """Return the name of a device."""
-        from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import ort_device_to_string
-
         return ort_device_to_string(device)
 
     def save_for_backward(self, inputs: Iterable[Any]) -> None:

@@ -109,7 +109,7 @@ def _score(
         y = op.Unsqueeze(op.cast(label, predicted.dtype), [1])
         eps = float(kwargs.get("eps", 1e-6))
         yes = op.Clip(op.Slice(predicted, [1], [2], [1]), eps, 1.0 - eps)
-        return BCE(reduction="none").each(op, yes, y)
+        return BCE(reduction="none").per_element(op, yes, y)
     dtype = predicted.dtype
     assert dtype is not None
     label = op.input(label_name, dtype, list(op.dims(predicted)))

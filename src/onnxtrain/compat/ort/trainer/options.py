@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnxtrain.compat.ort.amp import LossScaler
-from onnxtrain.compat.ort.optim import _LRScheduler
+from onnxtrain.compat.ort.optim import LRSchedulerBase
 
 _DEFAULTS: dict[str, Any] = {
     "batch": {"gradient_accumulation_steps": 1},
@@ -101,7 +101,7 @@ def _check(values: Mapping[str, Any]) -> None:
         wrong = f"batch.gradient_accumulation_steps must be a number from 1: {steps!r}"
     elif scaler is not None and not isinstance(scaler, LossScaler):
         wrong = "mixed_precision.loss_scaler must be a LossScaler"
-    elif schedule is not None and not isinstance(schedule, _LRScheduler):
+    elif schedule is not None and not isinstance(schedule, LRSchedulerBase):
         wrong = "lr_scheduler must be one of optim.lr_scheduler"
     if wrong:
         raise ValueError(f"Invalid options: {wrong}")

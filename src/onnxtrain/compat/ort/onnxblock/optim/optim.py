@@ -110,7 +110,7 @@ class AdamWOptimizer(_SequenceOptimizer):
         return self._run(self.settings, learning_rate_name, step_name, names)
 
 
-class _Optimizer(ForwardBlock):
+class OptimizerBlock(ForwardBlock):
     """The whole optimizer model; called with what ``TrainingBlock.parameters()`` gives."""
 
     settings: optim.Optimizer
@@ -146,7 +146,7 @@ class _Optimizer(ForwardBlock):
         raise NotImplementedError
 
 
-class AdamW(_Optimizer):
+class AdamW(OptimizerBlock):
     """Adam with decoupled weight decay, in the form of Hugging Face."""
 
     moments = ("first_order_moments", "second_order_moments")
@@ -167,7 +167,7 @@ class AdamW(_Optimizer):
         return self._optimizer("learning_rate", "step", "params", gradients, *self.moments)
 
 
-class SGD(_Optimizer):
+class SGD(OptimizerBlock):
     """Plain gradient descent; the moment input is there as ever, and not used."""
 
     settings = optim.SGD()
