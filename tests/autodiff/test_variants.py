@@ -12,7 +12,7 @@ from onnxtrain.autodiff import variants
 from onnxtrain.autodiff.rules import activations, batch_norm_forms, losses, max_pool, norm
 from onnxtrain.autodiff.rules.conv import conv, weight_grad
 from onnxtrain.autodiff.variants import Choice, Form, pick
-from onnxtrain.losses import binary, classification, metrics
+from onnxtrain.losses import binary, classification, metrics, multi_margin
 from onnxtrain.targets import find
 
 SOURCE = Path(onnxtrain.__file__).parent
@@ -72,7 +72,7 @@ def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
         (classification.CROSS_ENTROPY_FORMS, classification.CROSS_ENTROPY_CHOICES),
         (classification.COST_FORMS, classification.COST_CHOICES),
         (classification.NLL_FORMS, classification.NLL_CHOICES),
-        (classification.LEAD_FORMS, classification.LEAD_CHOICES),
+        (multi_margin.LEAD_FORMS, multi_margin.LEAD_CHOICES),
         (metrics.HIT_FORMS, metrics.HIT_CHOICES),
         *((weight_grad.FORMS, choices) for choices in weight_grad.CHOICES.values()),
         *((conv.INPUT_FORMS, choices) for choices in conv.INPUT_CHOICES.values()),

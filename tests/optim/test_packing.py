@@ -109,13 +109,22 @@ def test_elementwise_is_true(name: str) -> None:
 
 def test_a_subclass_says_itself_that_it_works_by_element() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Other(optim.SGD):
+        lr: float = 0.5
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
     class Mixing(optim.SGD):
-        pass
+        def chain(self, weight_decay: float):
+            return ()
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Slower(optim.SGD):
         elementwise = True
 
+        def chain(self, weight_decay: float):
+            return ()
+
+    assert Other().elementwise, "the update is that of SGD"
     assert (Mixing().elementwise, Slower().elementwise) == (False, True)
     assert alike(Mixing(), {"w": FLOAT32, "b": FLOAT32}) == []
     assert alike(Slower(), {"w": FLOAT32, "b": FLOAT32}) == [("w", "b")]
