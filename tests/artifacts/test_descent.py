@@ -8,9 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnxtrain import optim
+from onnxtrain import optim, thresholds
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.artifacts.update import descent
 from onnxtrain.training import Trainer
 from onnxtrain.training.layouts import Separate
 from onnxtrain.training.vector_layout import VectorLayout
@@ -70,7 +69,7 @@ def check_same(ours: Trainer, plain: Trainer) -> None:
 def test_folded_steps_are_the_same(
     batch: int | str, optimizer: optim.Optimizer, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(descent, "FEW", few)
+    monkeypatch.setattr(thresholds, "FUSED_SGD_LEFT_OVER", few)
     ours, plain = both(net(batch, optimizer=optimizer))
     rest = {"bias"} if few else set()
     assert folded_names(ours) == {"table", "wide", "narrow"} | rest
@@ -86,7 +85,7 @@ def test_folded_steps_are_the_same(
 
 
 def test_nothing_changes_before_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descent, "FEW", 0)
+    monkeypatch.setattr(thresholds, "FUSED_SGD_LEFT_OVER", 0)
     trainer = Trainer(net("batch"), threads=1)
     for seed in range(2):  # from either of the two homes
         before = trainer.state_dict()

@@ -75,7 +75,7 @@ def test_size_decides_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Trainer(clipped).layout == "fused"
     assert Trainer(made()).layout == "separate"
     assert Trainer(made(accumulate=2)).layout == "separate"
-    monkeypatch.setattr("onnxtrain.training.trainer._LARGE", 100)
+    monkeypatch.setattr("onnxtrain.thresholds.SECOND_COPY_BYTES", 100)
     assert Trainer(clipped).layout == "separate"
 
 

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from onnxtrain import optim
+from onnxtrain import optim, thresholds
 from onnxtrain.runtime import bound_session
 from onnxtrain.runtime.memory import DeviceMemory
 from onnxtrain.runtime.values import Values
@@ -38,7 +38,7 @@ ALIKE = {
 def test_flat_updates_equal_those_of_each_tensor(
     name: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(descent, "PIECE", piece)
+    monkeypatch.setattr(thresholds, "UPDATE_PIECE_ELEMENTS", piece)
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
     long, plain = Trainer(artifacts, layout="separate"), Trainer(artifacts, layout="separate")
     plain._engine = Separate(artifacts, device="cpu", threads=1)
@@ -46,8 +46,8 @@ def test_flat_updates_equal_those_of_each_tensor(
 
 
 def test_pieces_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descent, "PIECE", 16)
-    monkeypatch.setattr(descent, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(thresholds, "UPDATE_PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(thresholds, "UPDATE_PIECES_PER_THREAD", 1)
     artifacts = made(optimizer=ALIKE["adamw"], ema=0.9)
     long = Trainer(artifacts, layout="separate", threads=3)
     engine = long._engine

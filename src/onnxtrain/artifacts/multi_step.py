@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import Names, OpBuilder, names_in
 from onnxtrain.graph.io.finish import finish
@@ -27,9 +28,6 @@ _FADING = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
 TINY = 1e-35
 """State below this becomes 0 after each call. The moments of dead units shrink for ever, and
 WebAssembly cannot flush denormal numbers, on which processors are much slower."""
-SMALL = 20_000_000
-"""Bytes of parameters and state up to which several steps per call are the default for wasm."""
-DEFAULT = 8
 
 
 def multi_step_model(
@@ -168,7 +166,8 @@ def steps_wanted(asked: int | None, target: str | Target, accumulate: int, size:
     """
     if asked is None:
         several = find(target).prefers("several-steps")
-        return DEFAULT if several and accumulate == 1 and size <= SMALL else 1
+        small = accumulate == 1 and size <= T.SEVERAL_STEPS_BYTES
+        return T.STEPS_PER_CALL if several and small else 1
     if asked < 1:
         raise PrepareError(f"steps_per_call must be at least 1: {asked}")
     if asked > 1 and accumulate > 1:

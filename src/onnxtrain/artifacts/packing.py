@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.artifacts.graphs import Backward
 from onnxtrain.artifacts.options import UpdateOptions
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.manifest import StateSpec
 from onnxtrain.optim.packing import Pack, alike
 
-SMALL = 1 << 14
-"""Elements up to which a parameter is packed: beyond, copying costs as much as nodes."""
 _FLOAT32 = np.dtype("float32")
 
 
@@ -82,7 +81,8 @@ def _packs(origin: Backward, options: UpdateOptions) -> list[Pack]:
         for x in origin.model.graph.inputs
         if x.name in origin.parameters and x.dtype == ir.DataType.FLOAT
     }
-    small = {n: _FLOAT32 for n, shape in shapes.items() if math.prod(shape) <= SMALL}
+    largest = T.PACKED_PARAMETER_ELEMENTS
+    small = {n: _FLOAT32 for n, shape in shapes.items() if math.prod(shape) <= largest}
     return [
         Pack(names[0], names, tuple(shapes[n] for n in names), _FLOAT32)
         for names in alike(options.optimizer, small)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxtrain import thresholds as T
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
@@ -29,7 +30,6 @@ from onnxtrain.training.match_weights import fitting
 from onnxtrain.training.results import Outputs, Parameters, StepResult
 from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 
-_LARGE = 64 << 20  # bytes of parameters and state from which a second copy of them hurts
 _SEEDS = 1 << 24  # float32 holds whole numbers below exactly
 
 
@@ -110,7 +110,7 @@ class Trainer:
         if self.device != "cpu":
             return "fused"  # the update is not worth a second call
         arrays = (*self.artifacts.values.values(), *self.artifacts.state.values())
-        return "separate" if sum(a.nbytes for a in arrays) > _LARGE else "fused"
+        return "separate" if sum(a.nbytes for a in arrays) > T.SECOND_COPY_BYTES else "fused"
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxtrain import thresholds as T
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
@@ -16,12 +17,7 @@ from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.thread_pool import Piece, SleepingPool, cores
 from onnxtrain.runtime.values import Values, ort_value
 
-PIECE = 1 << 15
-"""Elements that are updated at once on the CPU; what they need fits into the second-level cache."""
-
 _ALIGNED = 16  # elements
-_WORTH_A_THREAD = 8
-"""Pieces from which waking another thread costs less than it saves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +121,12 @@ class VectorUpdater:
             }
             length = len(lines[group.gradient])
             # Equal parts: a run costs the same for a rest of a few elements.
-            parts = max(round(length / PIECE), 1)
+            parts = max(round(length / T.UPDATE_PIECE_ELEMENTS), 1)
             size = -(-max(length, 1) // parts // _ALIGNED) * _ALIGNED
             for start in range(0, length, size):
                 part = {key: line[start : start + size] for key, line in lines.items()}
                 self._pieces.append(self._bind(session, group, part))
-        most = len(self._pieces) // _WORTH_A_THREAD
+        most = len(self._pieces) // T.UPDATE_PIECES_PER_THREAD
         self._crew = SleepingPool(min(cores() if threads is None else threads, most))
 
     @property

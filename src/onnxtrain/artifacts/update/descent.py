@@ -11,12 +11,10 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.artifacts.options import BuildOptions
 from onnxtrain.artifacts.signature import GraphSignature
 from onnxtrain.graph.builder import OpBuilder
-
-FEW = 8
-"""Parameters that may be left over for all to be updated within the gradient graph."""
 
 
 def descends(options: BuildOptions, name: str) -> bool:
@@ -48,7 +46,7 @@ def absorb_descent(
         new = product.emit(op, parameters[name], rates.minus(name, parameters[name]))
         _replace(signature, gradients[name], name, new, parameters[name])
     left = [n for n in gradients if n not in products]
-    if len(left) <= FEW and set(left) <= set(plain):
+    if len(left) <= T.FUSED_SGD_LEFT_OVER and set(left) <= set(plain):
         for name in left:  # two nodes for each are quicker than another run
             p, g = parameters[name], gradients[name]
             new = op.Add(p, op.Mul(g, rates.minus(name, p)))
