@@ -233,8 +233,8 @@ def main(arguments: list[str]) -> int:
         for task in concurrent.futures.as_completed(pending):
             key, value = task.result()
             records[key] = value
+            options.out.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
             print(f"{time.monotonic() - start:7.1f} s  {key}: {len(value)} entries", flush=True)
-    options.out.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
     if options.against is None:
         return 0
     before = json.loads(options.against.read_text())

@@ -173,6 +173,6 @@ class DeepSets(nn.Module):
         self.all = nn.Sequential(nn.Linear(32, 12), nn.Mish(), nn.Linear(12, 3))
 
     def forward(self, items: Tensor) -> Tensor:
-        x = self.per_element(items)
+        x = self.each(items)
         spread = torch.sqrt(x.var(dim=1) + 1e-5)
         return self.all(torch.cat([x.sum(1) / 7, x.mean(1), x.amax(1), spread], dim=-1))
