@@ -89,12 +89,12 @@ class Target:
 
     def lacks(self, what: str) -> bool:
         """Return whether the runtime has no use for an operator, a part of one, or a type."""
-        assert what in LACKS, what
+        assert what in LACKS, f"{what!r} is not in LACKS"
         return what in self.missing
 
     def prefers(self, form: str) -> bool:
         """Return whether a form is the faster one."""
-        assert form in PREFERS, form
+        assert form in PREFERS, f"{form!r} is not in PREFERS"
         return form in self.preferences
 
     def without(self, *forms: str) -> Target:
@@ -102,6 +102,7 @@ class Target:
         return dataclasses.replace(self, preferences=self.preferences - set(forms))
 
 
+# A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {"float16-products", "several-steps"}
 
 TARGETS: dict[str, Target] = {

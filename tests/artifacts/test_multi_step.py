@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts, build
 from onnxtrain.errors import PrepareError
 from onnxtrain.manifest import Manifest
+from onnxtrain.optim import transforms as T
 from onnxtrain.training.trainer import Trainer
 from tests.artifacts.models import classifier, data, finished, graph, weight, with_norm
 
@@ -30,6 +32,23 @@ def dropping() -> onnx.ModelProto:
     w = weight(op, "w", np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32))
     ratio = weight(op, "ratio", np.array(0.5, np.float32))
     return finished(op, y=op.MatMul(op.Dropout(x, ratio), w))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slowing(optim.Optimizer):
+    """Descent that keeps one number for each parameter, whatever the parameter's shape."""
+
+    elementwise = True
+
+    def chain(self, weight_decay: float) -> tuple[T.Transform, ...]:
+        """Halve each step."""
+
+        def update(u: T.Update) -> None:
+            u.new_state["size"] = u.op.Mul(u.state["size"], 0.5)
+            u.gradient = u.op.Mul(u.gradient, u.new_state["size"])
+
+        slots = lambda dims, dtype: [optim.Slot("size", (), dtype, 1.0)]  # noqa: E731
+        return (T.Transform(update, slots),)
 
 
 def built(model: onnx.ModelProto, **options: Any) -> Artifacts:
@@ -56,9 +75,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
         (6,),
     ),
     **{
-        name: (classifier, {"loss": SCORES, "optimizer": f"{name}:weight_decay=0.1"}, (6,))
-        for name in ("adagrad", "rmsprop", "adadelta", "lion", "lamb")
+        f"{name}, decay": (
+            classifier,
+            {"loss": SCORES, "optimizer": f"{name}:weight_decay=0.1"},
+            (6,),
+        )
+        for name in optim.OPTIMIZERS
     },
+    "a state of one number": (classifier, {"loss": SCORES, "optimizer": Slowing()}, (6,)),
     "batch norm": (with_norm, {}, (4, 5)),
     "batch norm as it is": (with_norm, {"mode": "as-is"}, (4, 5)),
     "dropout": (dropping, {}, (6,)),

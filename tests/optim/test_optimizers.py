@@ -208,17 +208,24 @@ def hf_step(p, g, memory, t, lr, wd=0.01, b1=0.9, b2=0.999, eps=1e-6):
     return p - lr * wd * p
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (optim.LAMB(), lamb_step),
-        (optim.Lion(weight_decay=0.1), lion_step),
-        (optim.AdamW(form="hf", eps=1e-6), hf_step),
-    ],
-    ids=["lamb", "lion", "adamw-hf"],
-)
-def test_follows_formula(ours: optim.Optimizer, theirs: Callable[..., np.ndarray]) -> None:
+# What torch does not have.
+FORMULAS: dict[str, tuple[optim.Optimizer, Callable[..., np.ndarray]]] = {
+    "lamb": (optim.LAMB(), lamb_step),
+    "lion": (optim.Lion(weight_decay=0.1), lion_step),
+    "adamw-hf": (optim.AdamW(form="hf", eps=1e-6), hf_step),
+}
+SETTINGS = {name: ours for name, (ours, _) in {**CASES, **FORMULAS}.items()}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_follows_formula(name: str) -> None:
+    ours, theirs = FORMULAS[name]
     assert_same(run(ours, lambda t: 0.01), _numpy_run(theirs, 0.01))
+
+
+def test_every_optimizer_has_a_case() -> None:
+    tested = {type(ours) for ours in SETTINGS.values()}
+    assert [name for name, kind in optim.OPTIMIZERS.items() if kind not in tested] == []
 
 
 def test_lion_without_sign_is_the_same() -> None:

@@ -12,22 +12,12 @@ import pytest
 from onnxtrain import optim
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.optim.packing import Pack, alike
+from tests.optim.test_optimizers import SETTINGS
 
 FLOAT = ir.DataType.FLOAT
 SHAPES = {"w": (4, 3), "b": (3,), "scale": ()}
 FLOAT32 = np.dtype("float32")
 PACK = Pack("all", tuple(SHAPES), tuple(SHAPES.values()), FLOAT32)
-SETTINGS: dict[str, optim.Optimizer] = {
-    "sgd": optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adam": optim.Adam(lr=0.1, amsgrad=True, weight_decay=0.1),
-    "adamw": optim.AdamW(lr=0.1, form="hf"),
-    "adagrad": optim.Adagrad(lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
-    "rmsprop": optim.RMSprop(lr=0.1, centered=True, momentum=0.9),
-    "adadelta": optim.Adadelta(weight_decay=0.1),
-    "lion": optim.Lion(lr=0.1, weight_decay=0.1),
-    "lamb": optim.LAMB(lr=0.1),
-    "adafactor": optim.Adafactor(lr=0.1),
-}
 
 
 def arrays(seed: int) -> dict[str, np.ndarray]:
@@ -96,7 +86,7 @@ def after_steps(optimizer: optim.Optimizer, packs: list[Pack]) -> dict[str, np.n
     return {n: a for p in packs for n, a in p.split_array(values[p.name]).items()}
 
 
-@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_elementwise_is_true(name: str) -> None:
     """Each optimizer that says so does the same to a vector as to its parts, and no other does."""
     optimizer = SETTINGS[name]

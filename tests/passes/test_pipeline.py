@@ -32,6 +32,11 @@ def test_every_pass_is_in_the_table_and_proves_itself() -> None:
         assert hasattr(module, name), "a file is called as the rewrite that it makes"
 
 
+def test_neighbours_are_asked_for_their_domain_too() -> None:
+    files = (SRC / "passes").glob("*.py")
+    assert [f.name for f in files if ".op_type" in f.read_text()] == [], "is_op of graph/nodes.py"
+
+
 def test_only_one_module_adds_a_reverse_sweep_to_a_model() -> None:
     callers = set()
     for path in SRC.rglob("*.py"):

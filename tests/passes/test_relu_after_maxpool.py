@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -44,3 +46,17 @@ def test_a_relu_that_others_read_stays() -> None:
 
     model = from_torch(Both(), (torch.randn(2, 1, 4, 4),), dynamic_batch=False)
     assert relu_after_maxpool(model, OpBuilder(model.graph)) == 0
+
+
+@pytest.mark.parametrize(("domain", "moved"), [("", 1), ("acme", 0)])
+def test_a_relu_of_another_domain_stays(domain: str, moved: int) -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21, "acme" : 1]>
+        g (float[1,1,4,4] x) => (float[1,1,2,2] y) {
+            r = Relu(x)
+            p = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (r)
+            y = Tanh(p)
+        }"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.node[0].domain = domain
+    model = ir.from_proto(proto)
+    assert relu_after_maxpool(model, OpBuilder(model.graph)) == moved

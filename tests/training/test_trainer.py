@@ -22,15 +22,12 @@ from .made import LOSS, made, same
 from .nets import batches, exported
 
 OPTIMIZERS = {
+    **{name: kind() for name, kind in optim.OPTIMIZERS.items()},
     "sgd": optim.SGD(lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": optim.AdamW(lr=1e-2),
     "hf": optim.AdamW(lr=1e-2, form="hf"),
     "lamb": optim.LAMB(lr=1e-2),
-    "adafactor": optim.Adafactor(),
     "rmsprop": optim.RMSprop(momentum=0.5, centered=True),
-    "lion": optim.Lion(),
-    "adagrad": optim.Adagrad(),
-    "adadelta": optim.Adadelta(),
 }
 
 

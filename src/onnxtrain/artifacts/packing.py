@@ -27,7 +27,7 @@ def packed(
     origin: Backward, options: UpdateOptions, state: Sequence[StateSpec]
 ) -> tuple[Backward, list[StateSpec], list[Pack]]:
     """Return the same with small parameters and their state packed, and what was packed how."""
-    packs = _packs(origin, options)
+    packs = _packs(origin, options, state)
     if not packs:
         return origin, list(state), []
     model = origin.model.clone()
@@ -71,7 +71,7 @@ def packed(
     )
 
 
-def _packs(origin: Backward, options: UpdateOptions) -> list[Pack]:
+def _packs(origin: Backward, options: UpdateOptions, state: Sequence[StateSpec]) -> list[Pack]:
     """Return the small float32 parameters that one update can serve, if there are several."""
     plain = options.ema is None and options.precision.half is None and not options.precision.scaled
     if not plain:
@@ -81,8 +81,12 @@ def _packs(origin: Backward, options: UpdateOptions) -> list[Pack]:
         for x in origin.model.graph.inputs
         if x.name in origin.parameters and x.dtype == ir.DataType.FLOAT
     }
+    # State of another shape than its parameter is not a vector's where that is one.
+    apart = {s.parameter for s in state if s.shape != shapes.get(s.parameter)}
     largest = T.PACKED_PARAMETER_ELEMENTS
-    small = {n: _FLOAT32 for n, shape in shapes.items() if math.prod(shape) <= largest}
+    small = {
+        n: _FLOAT32 for n, shape in shapes.items() if math.prod(shape) <= largest and n not in apart
+    }
     return [
         Pack(names[0], names, tuple(shapes[n] for n in names), _FLOAT32)
         for names in alike(options.optimizer, small)

@@ -13,6 +13,7 @@ from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim.clip import Clip
 from onnxtrain.options import Flag, as_it_is, option
+from onnxtrain.targets import BUNDLES, TARGETS
 
 
 def _clip_record(clip: float | Clip | None) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class BuildRequest:
         ),
         _recompute_record,
     )
-    target: str = option("cpu", Flag(str, "cpu, cuda, wasm, webgpu, web or portable."))
+    target: str = option("cpu", Flag(str, f"One of {', '.join([*TARGETS, *BUNDLES])}."))
     dims: Mapping[str, int] | None = option(
         None,
         Flag(list[str], "Fix a size: batch=32.", name="dim"),

@@ -12,6 +12,7 @@ from onnxtrain.autodiff.gradients import grad as gradients_of_output
 from onnxtrain.autodiff.gradients import vjp
 from onnxtrain.commands.common import Model, Wrt
 from onnxtrain.graph.io import save
+from onnxtrain.targets import TARGETS
 
 
 def grad(
@@ -19,7 +20,7 @@ def grad(
     output: Annotated[Path, Option("--output", "-o", help="Where to write the model.")],
     wrt: Wrt = None,
     of: Annotated[str | None, Option(help="A scalar output; else a vjp of all outputs.")] = None,
-    target: Annotated[str, Option(help="cpu, cuda, wasm, webgpu or portable.")] = "cpu",
+    target: Annotated[str, Option(help=f"One of {', '.join(TARGETS)}.")] = "cpu",
 ) -> None:
     """Write a model that computes gradients: of one scalar output, or vector-Jacobian products."""
     if of is not None:

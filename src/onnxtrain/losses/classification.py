@@ -279,8 +279,11 @@ CROSS_ENTROPY_FORMS: Forms[None] = {
     "comparison": Form(CrossEntropy._by_comparison),
     "operator": Form(CrossEntropy._by_operator),
 }
+# The operators become LogSoftmax and GatherElements in the end.
 CROSS_ENTROPY_CHOICES: Choices[None] = [
     Choice("comparison", lacks="SoftmaxCrossEntropyLoss"),
+    Choice("comparison", lacks="LogSoftmax"),
+    Choice("comparison", lacks="GatherElements"),
     Choice("operator"),
 ]
 
@@ -340,5 +343,6 @@ NLL_FORMS: Forms[None] = {
 }
 NLL_CHOICES: Choices[None] = [
     Choice("comparison", lacks="NegativeLogLikelihoodLoss"),
+    Choice("comparison", lacks="GatherElements"),
     Choice("operator"),
 ]

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.prepare import mark_constants
 
 
@@ -66,7 +66,7 @@ def _readers(node: ir.Node) -> list[_Linear] | None:
 
 
 def _linear(node: ir.Node, index: int, y: ir.Value) -> _Linear | None:
-    if node.op_type != "MatMul" or index != 0 or node.graph is not y.graph:
+    if not is_op(node, "MatMul") or index != 0 or node.graph is not y.graph:
         return None
     weight, product = node.inputs[1], node.outputs[0]
     dims = None if weight is None else S.dims_of(weight)
@@ -75,7 +75,7 @@ def _linear(node: ir.Node, index: int, y: ir.Value) -> _Linear | None:
     if len(product.uses()) != 1 or product.is_graph_output():
         return None
     ((add, at),) = product.uses()
-    bias = add.inputs[1 - at] if add.op_type == "Add" and add.graph is y.graph else None
+    bias = add.inputs[1 - at] if is_op(add, "Add") and add.graph is y.graph else None
     if bias is None or S.dims_of(bias) != dims[1:]:
         return None
     return _Linear(node, add, bias, dims[1])
@@ -90,7 +90,7 @@ def _fold(op: OpBuilder, node: ir.Node, layers: list[_Linear]) -> None:
         weight = layer.product.inputs[1]
         assert weight is not None
         turn = weight.producer()
-        if turn is not None and turn.op_type == "Transpose" and turn.graph is op.graph:
+        if turn is not None and is_op(turn, "Transpose") and turn.graph is op.graph:
             stored = turn.inputs[0]  # [out, in]; the product then still reads a transposed matrix
             scaled = op.Transpose(op.Mul(stored, scale), perm=[1, 0])
             # With a vector onnxruntime takes 25 times as long as with a matrix of one column.

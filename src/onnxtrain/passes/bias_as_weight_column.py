@@ -17,7 +17,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.nodes import is_op, nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,9 @@ def bias_as_weight_column(model: ir.Model, op: OpBuilder) -> int:
 
 def _layer(node: ir.Node) -> _Layer | None:
     layer = None
-    if node.op_type == "Gemm":
+    if is_op(node, "Gemm"):
         layer = _gemm(node)
-    elif node.op_type == "Add":
+    elif is_op(node, "Add"):
         layer = _sum(node, 0) or _sum(node, 1)
     if layer is None or layer.x.dtype != ir.DataType.FLOAT:
         return None
@@ -90,7 +90,7 @@ def _sum(node: ir.Node, at: int) -> _Layer | None:
     """Return the layer if input ``at`` is a product that nothing else reads."""
     z, bias = node.inputs[at], node.inputs[1 - at]
     product = None if z is None else z.producer()
-    if z is None or bias is None or product is None or product.op_type != "MatMul":
+    if z is None or bias is None or product is None or not is_op(product, "MatMul"):
         return None
     if product.graph is not node.graph or len(z.uses()) > 1 or z.is_graph_output():
         return None
@@ -98,7 +98,7 @@ def _sum(node: ir.Node, at: int) -> _Layer | None:
     if x is None or weight is None:
         return None
     turn = weight.producer()
-    if turn is not None and turn.op_type == "Transpose" and turn.graph is node.graph:
+    if turn is not None and is_op(turn, "Transpose") and turn.graph is node.graph:
         stored = turn.inputs[0]
         if stored is not None and len(S.dims_of(stored) or ()) == 2:
             return _Layer(x, stored, bias, True, ())

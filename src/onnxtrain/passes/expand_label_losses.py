@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.prepare import constant_names, mark_constants
 from onnxtrain.targets import Target
 
@@ -44,7 +44,7 @@ def _expand(graph: ir.Graph, node: ir.Node, target: Target) -> None:
     assert labels is not None
     options = S.attributes_of(node, op.opset)
     exponentials = _exponentials(op, node, x)
-    if node.op_type != "SoftmaxCrossEntropyLoss":
+    if is_op(node, "NegativeLogLikelihoodLoss"):
         logp = x
     elif exponentials:
         logp = op.Softmax(x, axis=1)
@@ -78,11 +78,11 @@ def _exponentials(op: OpBuilder, node: ir.Node, x: ir.Value) -> list[ir.Node]:
         return []
     if classes < T.SOFTMAX_CLASSES:
         return []
-    others = {use.node.op_type for use in x.uses() if use.node is not node}
-    if others & {"LogSoftmax", "SoftmaxCrossEntropyLoss"}:
+    others = [use.node for use in x.uses() if use.node is not node]
+    if any(is_op(n, "LogSoftmax", "SoftmaxCrossEntropyLoss") for n in others):
         return []  # a metric computes the logarithms anyway
     readers = [use.node for use in node.outputs[1].uses()]
-    plain = all(n.op_type == "Exp" and n.graph is node.graph for n in readers)
+    plain = all(is_op(n, "Exp") and n.graph is node.graph for n in readers)
     return readers if plain and not any(n.outputs[0].is_graph_output() for n in readers) else []
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.nodes import is_op, nodes
 
 
 def relu_after_maxpool(model: ir.Model, op: OpBuilder) -> int:
@@ -20,7 +20,7 @@ def relu_after_maxpool(model: ir.Model, op: OpBuilder) -> int:
     for pool in nodes(graph, "MaxPool"):
         x = pool.inputs[0]
         relu = None if x is None else x.producer()
-        if x is None or relu is None or relu.op_type != "Relu" or relu.graph is not graph:
+        if x is None or relu is None or not is_op(relu, "Relu") or relu.graph is not graph:
             continue
         alone = len(x.uses()) == 1 and not x.is_graph_output()
         y = pool.outputs[0]

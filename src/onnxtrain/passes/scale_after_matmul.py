@@ -16,7 +16,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.nodes import is_standard, nodes
+from onnxtrain.graph.nodes import is_op, nodes
 
 
 def scale_after_matmul(model: ir.Model, op: OpBuilder) -> int:
@@ -69,9 +69,9 @@ def _readers(scaled: _Scaled, y: ir.Value, graph: ir.Graph) -> list[tuple[ir.Nod
         return None
     readers: list[tuple[ir.Node, int]] = []
     for node, index in y.uses():
-        if not is_standard(node) or node.graph is not graph:
+        if node.graph is not graph:
             return None
-        if node.op_type == "Reshape" and index == 0:
+        if is_op(node, "Reshape") and index == 0:
             dims = S.dims_of(node.outputs[0])
             if dims is None or len(dims) < 2 or dims[-1] != scaled.width:
                 return None
@@ -87,9 +87,9 @@ def _readers(scaled: _Scaled, y: ir.Value, graph: ir.Graph) -> list[tuple[ir.Nod
 
 
 def _fits(scaled: _Scaled, node: ir.Node, index: int) -> bool:
-    if node.op_type == "ReduceSum":
+    if is_op(node, "ReduceSum"):
         return index == 0 and _over_rows(node)
-    if node.op_type not in ("MatMul", "Gemm") or index > 1:
+    if not is_op(node, "MatMul", "Gemm") or index > 1:
         return False
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         return False
@@ -134,7 +134,7 @@ def _compensate(
     y = node.outputs[0]
     uses = list(y.uses())
     op.position = node
-    if node.op_type == "ReduceSum":
+    if is_op(node, "ReduceSum"):
         total = op.MatMul(op.Reshape(scaled.rows, [1, -1]), scaled.x)
         replace_value(y, op.Reshape(total, [scaled.width]), uses)
     elif _sums_rows(node, index):

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.prepare import mark_constants
 
 
@@ -70,7 +70,7 @@ def _packed(turn: ir.Node) -> tuple[ir.Value, int, list[tuple[ir.Node, int]]] | 
 def _before(node: ir.Node, kind: str) -> ir.Node | None:
     x = node.inputs[0]
     maker = None if x is None else x.producer()
-    if x is None or maker is None or maker.op_type != kind or maker.graph is not node.graph:
+    if x is None or maker is None or not is_op(maker, kind) or maker.graph is not node.graph:
         return None
     return maker if len(x.uses()) == 1 and not x.is_graph_output() else None
 
@@ -80,7 +80,7 @@ def _only_reader(node: ir.Node, kind: str) -> ir.Node | None:
     if len(y.uses()) != 1 or y.is_graph_output():
         return None
     ((reader, _),) = y.uses()
-    return reader if reader.op_type == kind and reader.graph is node.graph else None
+    return reader if is_op(reader, kind) and reader.graph is node.graph else None
 
 
 def _axes(node: ir.Node, rank: int) -> list[int] | None:
@@ -91,7 +91,7 @@ def _axes(node: ir.Node, rank: int) -> list[int] | None:
 def _index(node: ir.Node) -> int | None:
     """Return the position that a Gather of one element of the first axis reads."""
     axis = node.attributes.get("axis")
-    if node.op_type != "Gather" or (axis is not None and axis.as_int() != 0):
+    if not is_op(node, "Gather") or (axis is not None and axis.as_int() != 0):
         return None
     index = S.constant_of(node.inputs[1])
     return int(index) if index is not None and index.ndim == 0 else None

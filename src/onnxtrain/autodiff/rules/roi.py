@@ -188,7 +188,7 @@ def _slopes(op: OpBuilder, da: ir.Value, s: _Samples) -> ir.Value:
     """Return the gradients of the samples' places, [R, bins, G], from those of the weights."""
     distance = _distances(op, s)
     near = op.Less(op.Abs(distance), 1.0)
-    slope = op.Where(near, op.Neg(op.Sign(distance)), op.const(0.0, distance.dtype))
+    slope = op.Where(near, op.Neg(op.sign(distance)), op.const(0.0, distance.dtype))
     total = op.ReduceSum(op.Mul(slope, op.Unsqueeze(da, [2])), [3], keepdims=0)
     return op.Div(op.Mul(total, s.weight), s.count)
 
