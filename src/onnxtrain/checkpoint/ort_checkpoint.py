@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from onnxtrain.errors import CheckpointError
+from onnxtrain.graph.io.regular_file import read_regular
 
 IDENTIFIER = b"ODTC"
 VERSIONS = (1, 2)
@@ -217,7 +218,6 @@ class _Table:
 
 def _read(path: str | os.PathLike[str], label: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return read_regular(path)
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error

@@ -22,6 +22,7 @@ import numpy as np
 from onnxtrain.checkpoint.ort_checkpoint import is_odtc, parse_odtc
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.io.atomic import write_files
+from onnxtrain.graph.io.regular_file import open_regular
 
 KEY = "onnxtrain"
 _DIGEST = "sha256"
@@ -169,7 +170,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray]
     """Return tensors and metadata of a checkpoint file, also of one by onnxruntime-training."""
     label = repr(os.fsdecode(path))
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if not is_odtc(file.read(8)):
                 return from_file(file, label)
             file.seek(0)
