@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import AttributeProto, TensorProto
 
 from onnxtrain import load
 from onnxtrain.artifacts import Artifacts
@@ -64,37 +64,47 @@ def external(location: str, name: str = "leak", **more: str) -> TensorProto:
 
 
 def sparse(values: TensorProto, indices: TensorProto | None = None) -> onnx.SparseTensorProto:
-    indices = indices or numpy_helper.from_array(np.zeros(1, np.int64))
+    indices = indices or TensorProto(data_type=TensorProto.INT64, dims=[1], int64_data=[0])
     return onnx.SparseTensorProto(values=values, indices=indices, dims=[1])
 
 
 def bare_branch(tensor: TensorProto) -> onnx.GraphProto:
     """A subgraph that has no node: its output is its initializer."""
-    output = helper.make_tensor_value_info(tensor.name, TensorProto.FLOAT, [1])
-    return helper.make_graph([], "branch", [], [output], [tensor])
+    output = onnx.ValueInfoProto(name=tensor.name)
+    return onnx.GraphProto(name="branch", output=[output], initializer=[tensor])
 
 
-def function_of(node: onnx.NodeProto) -> onnx.FunctionProto:
-    imports = [helper.make_opsetid("", 21)]
-    return helper.make_function("own", "F", [], list(node.output), [node], imports)
+def node(op_type: str, *attributes: AttributeProto) -> onnx.NodeProto:
+    return onnx.NodeProto(op_type=op_type, output=["leaked"], attribute=attributes)
 
 
-def constant(**attribute: object) -> onnx.NodeProto:
-    return helper.make_node("Constant", [], ["leaked"], **attribute)
+def branches(tensor: TensorProto) -> onnx.NodeProto:
+    graph = bare_branch(tensor)
+    names = ("then_branch", "else_branch")
+    return node("If", *(AttributeProto(name=n, type=AttributeProto.GRAPH, g=graph) for n in names))
+
+
+def value(tensor: TensorProto) -> AttributeProto:
+    return AttributeProto(name="value", type=AttributeProto.TENSOR, t=tensor)
+
+
+def sparse_value(tensor: TensorProto) -> AttributeProto:
+    kind = AttributeProto.SPARSE_TENSOR
+    return AttributeProto(name="sparse_value", type=kind, sparse_tensor=sparse(tensor))
 
 
 PLACES: dict[str, Callable[[onnx.ModelProto, TensorProto], object]] = {
     "initializer": lambda m, t: m.graph.initializer.append(t),
     "sparse values": lambda m, t: m.graph.sparse_initializer.append(sparse(t)),
     "sparse indices": lambda m, t: m.graph.sparse_initializer.append(sparse(t, t)),
-    "branch without nodes": lambda m, t: m.graph.node.append(
-        helper.make_node("If", ["x"], ["y"], then_branch=bare_branch(t), else_branch=bare_branch(t))
+    "branch without nodes": lambda m, t: m.graph.node.append(branches(t)),
+    "attribute": lambda m, t: m.graph.node.append(node("Constant", value(t))),
+    "sparse attribute": lambda m, t: m.graph.node.append(node("Constant", sparse_value(t))),
+    "function": lambda m, t: m.functions.append(
+        onnx.FunctionProto(name="F", domain="own", node=[node("Constant", value(t))])
     ),
-    "attribute": lambda m, t: m.graph.node.append(constant(value=t)),
-    "sparse attribute": lambda m, t: m.graph.node.append(constant(sparse_value=sparse(t))),
-    "function": lambda m, t: m.functions.append(function_of(constant(value=t))),
     "default of a function": lambda m, t: m.functions.append(
-        onnx.FunctionProto(name="F", attribute_proto=[helper.make_attribute("a", t)])
+        onnx.FunctionProto(name="F", domain="own", attribute_proto=[value(t)])
     ),
     "training graph": lambda m, t: m.training_info.append(
         onnx.TrainingInfoProto(algorithm=bare_branch(t))
@@ -155,7 +165,7 @@ def test_weights_have_a_digest(folder: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_models_are_not_saved_without_their_data(tmp_path: Path, place: str) -> None:
-    model = onnx.ModelProto(ir_version=10, opset_import=[helper.make_opsetid("", 21)])
+    model = onnx.ModelProto(ir_version=10, opset_import=[onnx.OperatorSetIdProto(version=21)])
     PLACES[place](model, external("weights.bin"))
     with pytest.raises(SaveError, match="refers to external data: 'leak'"):
         save(model, tmp_path / "m.onnx")
@@ -198,7 +208,7 @@ def test_no_file_as_checkpoint(
     for read in (trainer.load, trainer.load_weights, load_checkpoint, read_odtc):
         with pytest.raises(CheckpointError, match=f"there': cannot be read: {KINDS[make]}$"):
             read(path)
-    with pytest.raises(LoadError, match="directory, not a model|not a regular file"):
+    with pytest.raises(LoadError, match=r"directory, not a model|not a regular file"):
         load(path)
 
 

@@ -28,19 +28,19 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except ValueError as error:  # a NUL in the path
         raise OSError(errno.EINVAL, f"not a file name: {error}") from error
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, "this is a directory", os.fsdecode(path))
-        if not stat.S_ISREG(mode):
-            raise NotRegularError(
-                errno.EINVAL,
-                "not a regular file but a pipe, a device or a socket",
-                os.fsdecode(path),
-            )
+        _check_kind(os.fstat(descriptor).st_mode, os.fsdecode(path))
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _check_kind(mode: int, path: str) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "this is a directory", path)
+    if not stat.S_ISREG(mode):
+        what = "not a regular file but a pipe, a device or a socket"
+        raise NotRegularError(errno.EINVAL, what, path)
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
