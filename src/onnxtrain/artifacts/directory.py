@@ -15,13 +15,12 @@ import onnx
 from onnxtrain.artifacts.directory_check import check_files, read, unreadable
 from onnxtrain.artifacts.inference import locate
 from onnxtrain.artifacts.signature import key_of, plain_name
+from onnxtrain.artifacts.write_directory import MANIFEST, write_directory
 from onnxtrain.checkpoint import from_file, state_key, to_bytes
-from onnxtrain.errors import CheckpointError
-from onnxtrain.graph.io.atomic import content, write_files
+from onnxtrain.errors import CheckpointError, SaveError
 from onnxtrain.graph.io.regular_file import open_regular
 from onnxtrain.manifest import Location, Manifest, ModelSpec, WeightSpec
 
-MANIFEST = "manifest.json"
 _SHARED = 1024  # bytes: larger constants go to the file that all models share
 _ALIGNMENT = 64
 _KEY = "onnxtrain"
@@ -76,18 +75,25 @@ class Artifacts:
     def save(self, directory: str | os.PathLike[str], prefix: str = "") -> Manifest:
         """Write the directory, whole or not at all; return the manifest as written.
 
+        Whenever the process is killed, either the artifacts that were there or the new ones can be
+        loaded.
+
         Args:
             directory: made if it is not there.
             prefix: in front of every file name.
+
+        Raises:
+            SaveError: the file system refuses.
         """
         folder = Path(directory)
         models = self.models or self._read_models()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from error
-        files, manifest = assemble(self, models, prefix)
-        write_files(str(folder), {str(folder / n): content(data) for n, data in files.items()})
+            raise SaveError(f"{folder}: cannot be made: {error.strerror}") from error
+        manifest = write_directory(folder, prefix, lambda p: assemble(self, models, p))
+        if self.directory is not None and self.directory.resolve() == folder.resolve():
+            self.manifest = manifest  # the files may have had other names
         return manifest
 
     @classmethod

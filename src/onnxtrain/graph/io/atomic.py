@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -12,6 +13,7 @@ from onnxtrain.errors import SaveError
 
 Writer = Callable[[BinaryIO], object]
 """Writes the content of one file."""
+_CLIP = 48  # characters of a name: what is added to it must not make it too long
 
 
 def content(data: bytes) -> Writer:
@@ -19,12 +21,21 @@ def content(data: bytes) -> Writer:
     return lambda file: file.write(data)
 
 
-def write_files(label: str, files: dict[str, Writer]) -> None:
-    """Write all files under other names, flush them, and only then rename them, in order."""
+def write_files(label: str, files: dict[str, Writer], *, guard: bool = True) -> None:
+    """Write all files under other names, flush them, and only then rename them, in order.
+
+    Args:
+        label: what the error calls them.
+        files: writers by path; all in one directory.
+        guard: the last file refers to the others, so it is away while they are replaced.
+
+    Raises:
+        SaveError: the file system refuses; it says why.
+    """
     temporary: dict[str, str] = {}
     try:
         for path, write in files.items():
-            name = f".{os.path.basename(path)}.{secrets.token_hex(8)}.tmp"
+            name = f".{os.path.basename(path)[:_CLIP]}.{secrets.token_hex(8)}.tmp"
             # O_EXCL: never through a link that somebody put there.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
             temporary[path] = os.path.join(os.path.dirname(path), name)
@@ -32,18 +43,30 @@ def write_files(label: str, files: dict[str, Writer]) -> None:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-        _replace(temporary)
+        _replace(temporary, guard)
     except OSError as error:
         raise SaveError(f"{label}: cannot be written\n  {error}") from error
     finally:
         for path in temporary.values():
-            with suppress(FileNotFoundError):
+            # The reason why nothing was written counts, not why nothing could be cleaned up.
+            with suppress(OSError):
                 os.unlink(path)
 
 
-def _replace(temporary: dict[str, str]) -> None:
+def sweep(folder: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """Remove what killed calls of `write_files` have left of files of these names."""
+    clipped = {name[:_CLIP] for name in names}
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            match = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.tmp", name, re.DOTALL)
+            if match and match[1] in clipped:
+                with suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
+
+
+def _replace(temporary: dict[str, str], guard: bool) -> None:
     *data, (model, _) = temporary.items()
-    if any(os.path.exists(path) for path, _ in data):
+    if guard and any(os.path.exists(path) for path, _ in data):
         # Between two renames the old model would read the new data: better no model than that.
         with suppress(FileNotFoundError):
             os.unlink(model)
