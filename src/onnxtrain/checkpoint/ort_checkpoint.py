@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from onnxtrain.checkpoint.array_shape import why_no_array
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.io.regular_file import read_regular
 
@@ -131,6 +132,9 @@ def _tensors(
         dtype = np.dtype(_DTYPES[kind])
         if any(d < 0 for d in dims):
             raise table.damaged(f"tensor {name!r} has shape {dims}")
+        problem = why_no_array(dims, dtype.itemsize)
+        if problem:
+            raise table.damaged(f"tensor {name!r}: {problem}")
         count = int(np.prod(dims, dtype=object)) if dims else 1
         raw = table.vector(4, np.dtype(np.uint8)).data
         at = table.number(6, "<q", -1)
