@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -100,11 +103,42 @@ def test_sizes(place: Path) -> None:
         run("build", place / "model.onnx", "-o", place / "x", "--loss", "mse", "--dim", "batch")
 
 
+def giant() -> bytes:
+    """An .npz file whose array has a header that promises more than any memory."""
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**61 - 1},)}}".encode() + b"\n"
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        size = len(header).to_bytes(2, "little")
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + size + header)
+    return out.getvalue()
+
+
 def test_data_that_is_none(place: Path) -> None:
-    (place / "bad.npz").write_bytes(b"nothing")
-    for name in ("bad.npz", "nowhere.npz"):
-        with pytest.raises(OnnxTrainError, match=f"{name}: not an .npz file"):
+    x, labels = data(200)
+    np.save(place / "one.npy", x)
+    np.savez_compressed(place / "packed.npz", x=x, labels=labels)
+    packed = (place / "packed.npz").read_bytes()
+    damaged = bytearray(packed)
+    damaged[200:260] = bytes(60)
+    contents = {
+        "bad.npz": (b"nothing", "not an .npz file"),
+        "empty.npz": (b"", "not an .npz file"),
+        "one.npz": ((place / "one.npy").read_bytes(), "a single array, whose name is not known"),
+        "cut.npz": (packed[: len(packed) // 2], "not an .npz file of arrays: "),
+        "damaged.npz": (bytes(damaged), "not an .npz file of arrays: "),
+        "giant.npz": (giant(), "not an .npz file of arrays: "),
+        "nowhere.npz": (None, "cannot be read: No such file or directory"),
+    }
+    for name, (content, message) in contents.items():
+        if content is not None:
+            (place / name).write_bytes(content)
+        with pytest.raises(OnnxTrainError, match=f"{name}: {message}(.|\n)*hint: numpy.savez"):
             run("train", place / "art", "--data", place / name)
+    os.mkfifo(place / "pipe.npz")
+    with pytest.raises(OnnxTrainError, match=r"pipe.npz: cannot be read: not a regular file"):
+        run("eval", place / "art", "--data", place / "pipe.npz")
+    with pytest.raises(OnnxTrainError, match="art: cannot be read: this is a directory"):
+        run("eval", place / "art", "--data", place / "art")
 
 
 def test_debug_nan(place: Path) -> None:
