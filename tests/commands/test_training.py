@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.commands.main import app
-from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError
+from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, SaveError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
 
@@ -156,3 +157,35 @@ def test_errors_are_one_block(place: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("CheckpointError: manifest.json: cannot be read")
     assert "Traceback" not in result.stderr
+
+
+def test_places_that_cannot_be_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    art, npz = place / "art", place / "train.npz"
+    (place / "file").write_text("x")
+    below = place / "file" / "below"
+    for out in (place / "file", below):
+        with pytest.raises(SaveError, match=r"file.*: cannot be written\n  .*(File exists|Not a)"):
+            run("train", art, "--data", npz, "--quiet", "--out", out)
+    for output in (below, place, place / "none" / "m.onnx", place / ("m" * 300)):
+        with pytest.raises(SaveError, match="cannot be written\n  "):
+            run("export", art, "-o", output)
+        with pytest.raises(SaveError, match="cannot be written\n  "):
+            run("lower", place / "model.onnx", "-o", place / "m.onnx", "--opset", 13,
+                "--no-verify", "--config", output)  # fmt: skip
+    with pytest.raises(SaveError, match="below: cannot be made: Not a directory"):
+        run("build", place / "model.onnx", "-o", below, "--loss", "mse", "--loss-output", "scores")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    before = {p.name for p in place.iterdir()}
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(SaveError, match="Read-only file system"):
+        run("train", art, "--data", npz, "--quiet", "--out", place / "new")
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(SaveError, match=r"long.onnx': cannot be written\n  .*Read-only"):
+        run("export", art, "-o", place / "long.onnx")
+    monkeypatch.undo()
+    left = {p.name for p in place.iterdir()} - before
+    assert all(name.startswith(".long.onnx.") for name in left)  # it could not be removed

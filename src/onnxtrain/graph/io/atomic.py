@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from onnxtrain.errors import SaveError
@@ -19,6 +19,19 @@ _CLIP = 48  # characters of a name: what is added to it must not make it too lon
 def content(data: bytes) -> Writer:
     """Return a writer of known bytes."""
     return lambda file: file.write(data)
+
+
+@contextmanager
+def named_refusal(label: str) -> Iterator[None]:
+    """Turn an error of the file system into one that says what could not be written.
+
+    Raises:
+        SaveError: with the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{label}: cannot be written\n  {error}") from error
 
 
 def write_files(label: str, files: dict[str, Writer], *, guard: bool = True) -> None:
@@ -34,23 +47,31 @@ def write_files(label: str, files: dict[str, Writer], *, guard: bool = True) -> 
     """
     temporary: dict[str, str] = {}
     try:
-        for path, write in files.items():
-            name = f".{os.path.basename(path)[:_CLIP]}.{secrets.token_hex(8)}.tmp"
-            # O_EXCL: never through a link that somebody put there.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-            temporary[path] = os.path.join(os.path.dirname(path), name)
-            with open(os.open(temporary[path], flags, 0o666), "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-        _replace(temporary, guard)
-    except OSError as error:
-        raise SaveError(f"{label}: cannot be written\n  {error}") from error
+        with named_refusal(label):
+            _write(files, temporary)
+            _replace(temporary, guard)
     finally:
         for path in temporary.values():
             # The reason why nothing was written counts, not why nothing could be cleaned up.
             with suppress(OSError):
                 os.unlink(path)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write one file of text, whole or not at all; raises as `write_files` does."""
+    write_files(repr(os.fsdecode(path)), {os.path.abspath(path): content(text.encode())})
+
+
+def _write(files: dict[str, Writer], temporary: dict[str, str]) -> None:
+    for path, write in files.items():
+        name = f".{os.path.basename(path)[:_CLIP]}.{secrets.token_hex(8)}.tmp"
+        # O_EXCL: never through a link that somebody put there.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        temporary[path] = os.path.join(os.path.dirname(path), name)
+        with open(os.open(temporary[path], flags, 0o666), "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def sweep(folder: str | os.PathLike[str], names: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import BinaryIO
+from io import BufferedReader
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 # Opening a pipe for reading would wait for a writer.
@@ -16,7 +16,7 @@ class NotRegularError(OSError):
     """A pipe, a device or a socket, which may wait or go on for ever."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Return an open file, after a look at what it is; links to files are followed.
 
     Raises:
