@@ -157,7 +157,9 @@ def test_tensors_in_a_file_beside(tmp_path: Path) -> None:
         (made(kind=8), "'w' has the element type 8|'momentum0' has the element type 8"),
         (made(dims=(2, 3)), r"of shape \[2, 3\] has 16 bytes"),
         (made(dims=(-2, -2)), r"has shape \[-2, -2\]"),
-        (made(dims=(1 << 40, 1 << 40)), "has 16 bytes"),
+        (made(dims=(1 << 40, 1)), "has 16 bytes"),
+        (made(dims=(1 << 40, 1 << 40)), "no array has the shape"),
+        (made(dims=(1,) * 65), "65 dimensions, the limit is 32"),
     ],
 )
 def test_files_that_are_none(content: bytes, message: str) -> None:

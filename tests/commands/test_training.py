@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,7 @@ from typer.testing import CliRunner
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.commands.main import app
-from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError
+from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, SaveError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
 
@@ -100,11 +104,42 @@ def test_sizes(place: Path) -> None:
         run("build", place / "model.onnx", "-o", place / "x", "--loss", "mse", "--dim", "batch")
 
 
+def giant() -> bytes:
+    """An .npz file whose array has a header that promises more than any memory."""
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**61 - 1},)}}".encode() + b"\n"
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        size = len(header).to_bytes(2, "little")
+        archive.writestr("x.npy", b"\x93NUMPY\x01\x00" + size + header)
+    return out.getvalue()
+
+
 def test_data_that_is_none(place: Path) -> None:
-    (place / "bad.npz").write_bytes(b"nothing")
-    for name in ("bad.npz", "nowhere.npz"):
-        with pytest.raises(OnnxTrainError, match=f"{name}: not an .npz file"):
+    x, labels = data(200)
+    np.save(place / "one.npy", x)
+    np.savez_compressed(place / "packed.npz", x=x, labels=labels)
+    packed = (place / "packed.npz").read_bytes()
+    damaged = bytearray(packed)
+    damaged[200:260] = bytes(60)
+    contents = {
+        "bad.npz": (b"nothing", "not an .npz file"),
+        "empty.npz": (b"", "not an .npz file"),
+        "one.npz": ((place / "one.npy").read_bytes(), "a single array, whose name is not known"),
+        "cut.npz": (packed[: len(packed) // 2], "not an .npz file of arrays: "),
+        "damaged.npz": (bytes(damaged), "not an .npz file of arrays: "),
+        "giant.npz": (giant(), "not an .npz file of arrays: "),
+        "nowhere.npz": (None, "cannot be read: No such file or directory"),
+    }
+    for name, (content, message) in contents.items():
+        if content is not None:
+            (place / name).write_bytes(content)
+        with pytest.raises(OnnxTrainError, match=f"{name}: {message}(.|\n)*hint: numpy.savez"):
             run("train", place / "art", "--data", place / name)
+    os.mkfifo(place / "pipe.npz")
+    with pytest.raises(OnnxTrainError, match=r"pipe.npz: cannot be read: not a regular file"):
+        run("eval", place / "art", "--data", place / "pipe.npz")
+    with pytest.raises(OnnxTrainError, match="art: cannot be read: this is a directory"):
+        run("eval", place / "art", "--data", place / "art")
 
 
 def test_debug_nan(place: Path) -> None:
@@ -122,3 +157,35 @@ def test_errors_are_one_block(place: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("CheckpointError: manifest.json: cannot be read")
     assert "Traceback" not in result.stderr
+
+
+def test_places_that_cannot_be_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    art, npz = place / "art", place / "train.npz"
+    (place / "file").write_text("x")
+    below = place / "file" / "below"
+    for out in (place / "file", below):
+        with pytest.raises(SaveError, match=r"file.*: cannot be written\n  .*(File exists|Not a)"):
+            run("train", art, "--data", npz, "--quiet", "--out", out)
+    for output in (below, place, place / "none" / "m.onnx", place / ("m" * 300)):
+        with pytest.raises(SaveError, match="cannot be written\n  "):
+            run("export", art, "-o", output)
+        with pytest.raises(SaveError, match="cannot be written\n  "):
+            run("lower", place / "model.onnx", "-o", place / "m.onnx", "--opset", 13,
+                "--no-verify", "--config", output)  # fmt: skip
+    with pytest.raises(SaveError, match="below: cannot be made: Not a directory"):
+        run("build", place / "model.onnx", "-o", below, "--loss", "mse", "--loss-output", "scores")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    before = {p.name for p in place.iterdir()}
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(SaveError, match="Read-only file system"):
+        run("train", art, "--data", npz, "--quiet", "--out", place / "new")
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(SaveError, match=r"long.onnx': cannot be written\n  .*Read-only"):
+        run("export", art, "-o", place / "long.onnx")
+    monkeypatch.undo()
+    left = {p.name for p in place.iterdir()} - before
+    assert all(name.startswith(".long.onnx.") for name in left)  # it could not be removed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -48,3 +50,18 @@ def test_the_mode_ends_with_its_context() -> None:
         inside = TINY * np.float32(2)
     assert not inside.any()
     assert (TINY * np.float32(2)).all()
+
+
+def test_no_process_is_started_at_import() -> None:
+    """Finding the math library by name would start ldconfig, or a compiler."""
+    watch = "sys.addaudithook(lambda event, _: starts.append(event) if event in EVENTS else None)"
+    lines = [
+        "import sys",
+        "EVENTS = {'subprocess.Popen', 'os.system', 'os.exec', 'os.fork', 'os.posix_spawn'}",
+        "starts = []",
+        watch,
+        "import onnxtrain, onnxtrain.runtime.denormals as d",
+        "assert not starts, starts",
+        "assert sys.platform != 'linux' or d._LIBRARY is not None",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
 
+from onnxtrain.artifacts.directory_check import check_files, read, unreadable
 from onnxtrain.artifacts.inference import locate
 from onnxtrain.artifacts.signature import key_of, plain_name
+from onnxtrain.artifacts.write_directory import MANIFEST, write_directory
 from onnxtrain.checkpoint import from_file, state_key, to_bytes
-from onnxtrain.errors import CheckpointError
-from onnxtrain.graph.io.atomic import content, write_files
+from onnxtrain.errors import CheckpointError, SaveError
+from onnxtrain.graph.io.regular_file import open_regular
 from onnxtrain.manifest import Location, Manifest, ModelSpec, WeightSpec
 
-MANIFEST = "manifest.json"
 _SHARED = 1024  # bytes: larger constants go to the file that all models share
 _ALIGNMENT = 64
 _KEY = "onnxtrain"
@@ -75,18 +75,25 @@ class Artifacts:
     def save(self, directory: str | os.PathLike[str], prefix: str = "") -> Manifest:
         """Write the directory, whole or not at all; return the manifest as written.
 
+        Whenever the process is killed, either the artifacts that were there or the new ones can be
+        loaded.
+
         Args:
             directory: made if it is not there.
             prefix: in front of every file name.
+
+        Raises:
+            SaveError: the file system refuses.
         """
         folder = Path(directory)
         models = self.models or self._read_models()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be made: {error.strerror}") from error
-        files, manifest = assemble(self, models, prefix)
-        write_files(str(folder), {str(folder / n): content(data) for n, data in files.items()})
+            raise SaveError(f"{folder}: cannot be made: {error.strerror}") from error
+        manifest = write_directory(folder, prefix, lambda p: assemble(self, models, p))
+        if self.directory is not None and self.directory.resolve() == folder.resolve():
+            self.manifest = manifest  # the files may have had other names
         return manifest
 
     @classmethod
@@ -97,24 +104,14 @@ class Artifacts:
             CheckpointError: naming the file that is missing, damaged or of another version.
         """
         folder = Path(directory)
-        manifest = Manifest.from_json(_read(folder / f"{prefix}{MANIFEST}"), f"{prefix}{MANIFEST}")
-        for name, digest in {
-            **{m.file: m.sha256 for m in manifest.models},
-            **manifest.files,
-        }.items():
-            if _digest(folder / name) != digest:
-                raise CheckpointError(
-                    f"{name}: not the file that the manifest names (sha256 differs)\n"
-                    "hint: it was damaged or changed; build the artifacts again"
-                )
-            if name != manifest.weights:
-                _check_model(_read(folder / name), name, manifest.weights)
+        manifest = Manifest.from_json(read(folder / f"{prefix}{MANIFEST}"), f"{prefix}{MANIFEST}")
+        check_files(folder, manifest)
         path = folder / manifest.checkpoint
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 tensors, meta = from_file(file, manifest.checkpoint)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         values, state = split_tensors(manifest, tensors, manifest.checkpoint)
         if meta.pop("manifest", None) != manifest.to_dict(hashes=False):
             raise CheckpointError(
@@ -248,51 +245,5 @@ class _Shared:
                 tensor.external_data.add(key=key, value=value)
 
 
-def _check_model(data: bytes, name: str, weights: str | None) -> None:
-    """Refuse what is no model, or refers to files other than the shared weights."""
-    try:
-        proto = onnx.load_from_string(data)
-    except DecodeError as error:
-        raise CheckpointError(f"{name}: not an ONNX model") from error
-    graphs = [proto.graph]
-    while graphs:
-        graph = graphs.pop()
-        tensors = list(graph.initializer)
-        for node in graph.node:
-            for a in node.attribute:
-                tensors += [a.t, *a.tensors]
-                graphs += [g for g in (a.g, *a.graphs) if g.node]
-        for tensor in tensors:
-            for entry in tensor.external_data:
-                if entry.key == "location" and entry.value != weights:
-                    raise CheckpointError(
-                        f"{name}: tensor {tensor.name!r} is in the file {entry.value!r}, which is "
-                        "none of these artifacts"
-                    )
-
-
 def _sha(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _digest(path: Path) -> str:
-    """Return the sha256 of a file, which may be larger than memory should be."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name}: cannot be read: {error.strerror}\n"
-        f"hint: is {path.parent} a directory of artifacts?"
-    )

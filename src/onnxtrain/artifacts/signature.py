@@ -41,6 +41,15 @@ def plain_name(file: str) -> str:
     return file if match is None else match[0]
 
 
+def is_model_name(file: str, prefix: str) -> bool:
+    """Return whether a file is called as models are that are saved with a prefix.
+
+    >>> is_model_name("net_step_model.x8.onnx", "net_"), is_model_name("mine_model.onnx", "")
+    (True, False)
+    """
+    return file.startswith(prefix) and _NAMES.match(file, len(prefix)) is not None
+
+
 def key_of(spec: ModelSpec) -> str:
     """Return what a model is called among its like: its role, and what tells it from the plain one.
 

@@ -17,7 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from onnxtrain.checkpoint.array_shape import why_no_array
 from onnxtrain.errors import CheckpointError
+from onnxtrain.graph.io.regular_file import read_regular
 
 IDENTIFIER = b"ODTC"
 VERSIONS = (1, 2)
@@ -130,6 +132,9 @@ def _tensors(
         dtype = np.dtype(_DTYPES[kind])
         if any(d < 0 for d in dims):
             raise table.damaged(f"tensor {name!r} has shape {dims}")
+        problem = why_no_array(dims, dtype.itemsize)
+        if problem:
+            raise table.damaged(f"tensor {name!r}: {problem}")
         count = int(np.prod(dims, dtype=object)) if dims else 1
         raw = table.vector(4, np.dtype(np.uint8)).data
         at = table.number(6, "<q", -1)
@@ -217,7 +222,6 @@ class _Table:
 
 def _read(path: str | os.PathLike[str], label: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        return read_regular(path)
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror}") from error

@@ -19,9 +19,11 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from onnxtrain.checkpoint.array_shape import why_no_array
 from onnxtrain.checkpoint.ort_checkpoint import is_odtc, parse_odtc
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.io.atomic import write_files
+from onnxtrain.graph.io.regular_file import open_regular
 
 KEY = "onnxtrain"
 _DIGEST = "sha256"
@@ -68,8 +70,7 @@ def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[b
         raise CheckpointError(f"tensors of a type that safetensors has not: {', '.join(odd)}")
     # Wide types first, so that every tensor is aligned; then by name.
     order = sorted(arrays, key=lambda n: (-arrays[n].dtype.itemsize, n))
-    text = json.dumps({**meta, _DIGEST: _NO_DIGEST}, sort_keys=True, separators=(",", ":"))
-    header: dict[str, Any] = {"__metadata__": {KEY: text}}
+    header: dict[str, Any] = {"__metadata__": {KEY: _text({**meta, _DIGEST: _NO_DIGEST})}}
     at = 0
     for name in order:
         end = at + arrays[name].nbytes
@@ -169,7 +170,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray]
     """Return tensors and metadata of a checkpoint file, also of one by onnxruntime-training."""
     label = repr(os.fsdecode(path))
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if not is_odtc(file.read(8)):
                 return from_file(file, label)
             file.seek(0)
@@ -238,12 +239,16 @@ def _describe(
         raise CheckpointError(
             f"{label}: tensor {name!r} is described wrongly: sizes are no numbers"
         )
+    problem = why_no_array(shape, dtype.itemsize)
+    if problem:
+        raise CheckpointError(f"{label}: tensor {name!r} is described wrongly: {problem}")
     return dtype, shape, (begin, end)
 
 
 def _meta(entry: Any, label: str) -> dict[str, Any]:
     text = entry.get(KEY) if isinstance(entry, dict) else None
     if text is None:
+        _refuse_lost_key(entry, label)
         return {}  # a plain safetensors file: weights from elsewhere
     try:
         meta = json.loads(text)
@@ -252,3 +257,21 @@ def _meta(entry: Any, label: str) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise CheckpointError(f"{label}: the metadata is not an object")
     return meta
+
+
+def _refuse_lost_key(entry: Any, label: str) -> None:
+    """Refuse our own metadata under another key: without it, nothing would be compared."""
+    for key, text in entry.items() if isinstance(entry, dict) else ():
+        try:
+            meta = json.loads(text)
+        except (ValueError, TypeError, RecursionError):
+            continue
+        if isinstance(meta, dict) and _DIGEST in meta and text == _text(meta):
+            raise CheckpointError(
+                f"{label}: damaged, its metadata is under the key {key[:80]!r}, not {KEY!r}\n"
+                "hint: take an older checkpoint; its content cannot be trusted"
+            )
+
+
+def _text(meta: Mapping[str, Any]) -> str:
+    return json.dumps(meta, sort_keys=True, separators=(",", ":"))

@@ -14,6 +14,7 @@ from typer import Option
 from onnxtrain.commands.common import Json, Model, read_size
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.io import load, save
+from onnxtrain.graph.io.atomic import write_text
 from onnxtrain.lowering import profile as profiles_of
 from onnxtrain.lowering.api import compared_on, find_profile
 from onnxtrain.lowering.api import lower as lower_model
@@ -46,7 +47,7 @@ def lower(
     result = lower_model(model, profile, opset=opset, dims=sizes, verify=verify)
     save(result, output)
     if config is not None:
-        config.write_text(write_config(load(result)), encoding="utf-8")
+        write_text(config, write_config(load(result)))
     runtime = compared_on(result)
     verified = "not compared with the original"
     if runtime is not None:

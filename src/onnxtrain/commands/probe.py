@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from onnxtrain.errors import ProbeError
+from onnxtrain.graph.io.atomic import write_text
 from onnxtrain.lowering.api import find_profile
 from onnxtrain.lowering.probe.bundle import make_bundle
 from onnxtrain.lowering.probe.run import run_pack
@@ -67,6 +68,6 @@ def profile(
         if known is None:
             raise ProbeError(f"{base}: a plain opset is no base\nhint: onnxtrain profiles")
     probed = profile_of(read_results(results), name or output.stem, known)
-    output.write_text(text_of(probed), encoding="utf-8")
+    write_text(output, text_of(probed))
     versions = sum(len(entry.get("since", ())) for entry in probed["ops"].values())
     typer.echo(f"{output}: {len(probed['ops'])} operators, {versions} versions")

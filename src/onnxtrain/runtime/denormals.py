@@ -8,7 +8,6 @@ that the caller's own arithmetic is not touched and a run in another thread comp
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import platform
 import sys
 import threading
@@ -19,15 +18,21 @@ from typing import Any
 _SIZE = 256  # bytes: more than a floating-point environment takes on any platform
 
 
+# Not ctypes.util.find_library: it starts ldconfig or a compiler. None is the program itself, which
+# has the functions where the C library does.
+_NAMES = {"linux": ("libm.so.6", None), "win32": ("ucrtbase",)}
+
+
 def _library() -> Any:
-    try:
-        name = "ucrtbase" if sys.platform == "win32" else ctypes.util.find_library("m")
-        library = ctypes.CDLL(name)
-        for function in (library.fegetenv, library.fesetenv):
-            function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
-    except (OSError, AttributeError, TypeError):
-        return None  # the mode then stays on, which is what onnxruntime does by itself
-    return library
+    for name in _NAMES.get(sys.platform, (None,)):
+        try:
+            library = ctypes.CDLL(name)
+            for function in (library.fegetenv, library.fesetenv):
+                function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+        except (OSError, AttributeError, TypeError):
+            continue
+        return library
+    return None  # the mode then stays on, which is what onnxruntime does by itself
 
 
 _LIBRARY = _library()

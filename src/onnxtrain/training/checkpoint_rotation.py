@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.errors import CheckpointError, OnnxTrainError
+from onnxtrain.graph.io.atomic import named_refusal
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -31,9 +32,11 @@ class CheckpointRotation:
 
     def all(self) -> list[Path]:
         """Return the checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        checkpoints = [(m, p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+        try:
+            paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror}") from error
+        checkpoints = [(m, p) for p in paths if (m := _NAME.fullmatch(p.name))]
         return [p for _, p in sorted(checkpoints, key=lambda item: int(item[0][1]))]
 
     def newest(self) -> Path | None:
@@ -42,7 +45,7 @@ class CheckpointRotation:
 
     def save(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove what is too old."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         path = self.folder / f"step-{trainer.global_step:09d}.safetensors"
         trainer.save(path, extra)
         self._prune()
@@ -50,19 +53,23 @@ class CheckpointRotation:
 
     def save_best(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
         """Write the best checkpoint over the last best one."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         trainer.save(self.folder / BEST, extra)
         return self.folder / BEST
+
+    def _make_folder(self) -> None:
+        with named_refusal(str(self.folder)):
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def sweep(self) -> None:
         """Remove what a killed run was writing, and what it had no time to remove."""
         if self.folder.is_dir():
             for path in self.folder.glob(".*.tmp"):
-                with suppress(FileNotFoundError):
+                with suppress(OSError):
                     path.unlink()
         self._prune()
 
     def _prune(self) -> None:
         for old in self.all()[: -self.keep]:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 old.unlink()

@@ -8,14 +8,16 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
-from onnxtrain.graph.io.atomic import content, write_files
+from onnxtrain.errors import SaveError
+from onnxtrain.graph.io.atomic import content, named_refusal, write_files
 from onnxtrain.training.tensorboard import EventFile
 
 Row = dict[str, Any]
-_CSV, _JSONL, _CURVE = "metrics.csv", "metrics.jsonl", "loss.png"
+_CSV, _JSONL, _CURVE, _EVENTS = "metrics.csv", "metrics.jsonl", "loss.png", "events"
 
 
 class Records:
@@ -27,6 +29,9 @@ class Records:
         resume_at: keep the rows up to this step that an earlier run has left; ``None`` keeps none.
         epochs: how many are over at that step; the row of the next one would be written again.
         tensorboard: write event files; ``None`` does if TensorBoard is installed.
+
+    Raises:
+        SaveError: the file system refuses, here or in any method.
     """
 
     def __init__(
@@ -38,7 +43,8 @@ class Records:
         epochs: int = 0,
         tensorboard: bool | None = None,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        with named_refusal(str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.columns = folder, list(columns)
         kept = [] if resume_at is None else self._kept(resume_at, epochs)
         self.rows: list[Row] = kept
@@ -49,18 +55,32 @@ class Records:
                 str(folder / _CSV): content(self._csv(kept).encode()),
             },
         )
-        self._jsonl = open(folder / _JSONL, "a", encoding="utf-8")  # noqa: SIM115
-        self._table = open(folder / _CSV, "a", encoding="utf-8", newline="")  # noqa: SIM115
         if tensorboard is None:
             tensorboard = importlib.util.find_spec("tensorboard") is not None
-        self._events = EventFile(folder / "events") if tensorboard else None
+        with named_refusal(str(folder)):
+            self._jsonl = open(folder / _JSONL, "a", encoding="utf-8")  # noqa: SIM115
+            self._table = open(folder / _CSV, "a", encoding="utf-8", newline="")  # noqa: SIM115
+            self._events = EventFile(folder / _EVENTS) if tensorboard else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # What ended the run counts: a full disk is also the end of the curve.
+        with suppress(SaveError):
+            self.close()
 
     def _kept(self, step: int, epochs: int) -> list[Row]:
         path = self.folder / _JSONL
         if not path.exists():
             return []
         rows = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with named_refusal(str(path)):
+            text = path.read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
             except ValueError:
@@ -81,26 +101,34 @@ class Records:
     def add(self, row: Row) -> None:
         """Append a row."""
         self.rows.append(row)
-        self._jsonl.write(_line(row))
-        csv.writer(self._table, lineterminator="\n").writerow(
-            [row.get(c, "") for c in self.columns]
-        )
+        with named_refusal(str(self.folder / _JSONL)):
+            self._jsonl.write(_line(row))
+        with named_refusal(str(self.folder / _CSV)):
+            csv.writer(self._table, lineterminator="\n").writerow(
+                [row.get(c, "") for c in self.columns]
+            )
         if self._events is not None:
             tags = {f"{row['kind']}/{n}": v for n, v in row.items() if isinstance(v, float)}
-            self._events.scalars(int(row["step"]), tags)
+            with named_refusal(str(self.folder / _EVENTS)):
+                self._events.scalars(int(row["step"]), tags)
 
     def flush(self) -> None:
         """Hand everything to the operating system, which outlives this process."""
-        for file in (self._jsonl, self._table, self._events):
-            if file is not None:
+        for name, file in self._files():
+            with named_refusal(str(self.folder / name)):
                 file.flush()
 
     def close(self) -> None:
         """Close the files and draw the curve."""
-        for file in (self._jsonl, self._table, self._events):
-            if file is not None:
-                file.close()
+        with ExitStack() as stack:  # closes all, whatever one of them says
+            for name, file in reversed(self._files()):
+                stack.enter_context(named_refusal(str(self.folder / name)))
+                stack.callback(file.close)
         draw_losses(self.rows, self.folder / _CURVE)
+
+    def _files(self) -> list[tuple[str, IO[str] | EventFile]]:
+        events = [] if self._events is None else [(_EVENTS, self._events)]
+        return [(_JSONL, self._jsonl), (_CSV, self._table), *events]
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,15 +129,13 @@ class Run:
         if self.resumed:
             self.show.line(f"resumed at step {trainer.global_step}")
         try:
-            with self._interruptible():
+            with self.records or nullcontext(), self._interruptible():
                 for callback in self.callbacks:
                     callback.on_start(self)
                 while self.epoch < options.epochs and not self.stop:
                     self._epoch()
         finally:
             self.show.stop()
-            if self.records is not None:
-                self.records.close()
         for callback in self.callbacks:
             callback.on_end(self)
         self.trainer.lr = self.base_lr

@@ -12,6 +12,7 @@ import numpy as np
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
 from onnxtrain.checkpoint.ort_checkpoint import is_odtc, read_odtc
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
+from onnxtrain.graph.io.regular_file import open_regular
 
 _OPTIMIZER = "optim/"
 
@@ -148,7 +149,7 @@ def to_array(value: Tensor) -> np.ndarray:
 
 def _is_odtc(path: str | os.PathLike[str]) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return is_odtc(file.read(8))
     except OSError:
         return False  # the reader says what is wrong

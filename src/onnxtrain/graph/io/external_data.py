@@ -20,6 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph.io.limits import Kind, Limits, quote
+from onnxtrain.graph.io.regular_file import NO_WAIT
 
 _COPY = "copy the model and its data into one directory and load that (`cp -L` follows links)"
 _BROKEN = "the file is damaged or was made by hand; export the model again"
@@ -53,8 +54,6 @@ _KEYS = {"location", "offset", "length", "checksum", "basepath"}
 _AT = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-# Opening a pipe for reading would wait for a writer.
-NO_WAIT = _FLAGS | getattr(os, "O_NONBLOCK", 0)
 
 
 class Refused(Exception):  # noqa: N818  (never leaves graph/: turned into a LoadError)

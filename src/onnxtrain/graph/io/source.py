@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 
 import onnx
 from google.protobuf.message import DecodeError
 
-from onnxtrain.graph.io.external_data import NO_WAIT
 from onnxtrain.graph.io.limits import Kind, Limits, Problems
+from onnxtrain.graph.io.regular_file import NotRegularError, open_regular
 from onnxtrain.graph.io.structure import TOO_DEEP
 
 _PROTOBUF_BYTES = (1 << 31) - 1
@@ -44,26 +43,18 @@ _MAGIC = [
 def read_file(path: str, limits: Limits, problems: Problems) -> bytes:
     """The bytes of a regular file within the limits."""
     try:
-        fd = os.open(path, NO_WAIT)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_size(size, limits, problems)
+            return file.read(size)
     except (FileNotFoundError, NotADirectoryError):
         raise problems.refusal(NO_FILE) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except NotRegularError:
+        raise problems.refusal(NOT_REGULAR) from None
+    except OSError as error:
         if os.path.isdir(path):
             raise problems.refusal(DIRECTORY) from None
         raise problems.refusal(CANNOT_READ, str(error)) from error
-    try:
-        info = os.fstat(fd)
-        if stat.S_ISDIR(info.st_mode):
-            raise problems.refusal(DIRECTORY)
-        if not stat.S_ISREG(info.st_mode):
-            raise problems.refusal(NOT_REGULAR)
-        _check_size(info.st_size, limits, problems)
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(info.st_size)
-    except OSError as error:
-        raise problems.refusal(CANNOT_READ, str(error)) from error
-    finally:
-        os.close(fd)
 
 
 def parse(data: bytes, limits: Limits, problems: Problems) -> onnx.ModelProto:

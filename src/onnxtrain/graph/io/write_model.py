@@ -13,6 +13,7 @@ from onnxtrain.errors import SaveError
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.io.atomic import Writer, content, write_files
 from onnxtrain.graph.io.limits import quote
+from onnxtrain.graph.io.proto_tensors import all_tensors
 
 # Protobuf ends at 2 GiB; the margin is for the graph around the weights.
 _PROTOBUF_BYTES = (1 << 31) - 1
@@ -84,20 +85,12 @@ def _check_versions(model: ir.Model | onnx.ModelProto, label: str) -> None:
 
 def _check_complete(model: onnx.ModelProto, label: str) -> None:
     """A ModelProto does not know where its external data is, so its copy would lose it."""
-    pending = [model.graph, *model.functions]
-    while pending:
-        graph = pending.pop()
-        tensors = list(getattr(graph, "initializer", ()))
-        for node in graph.node:
-            for attribute in node.attribute:
-                pending += [attribute.g] if attribute.HasField("g") else attribute.graphs
-                tensors += [attribute.t] if attribute.HasField("t") else attribute.tensors
-        for tensor in tensors:
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                raise SaveError(
-                    f"{label}: the ModelProto refers to external data: {quote(tensor.name)}\n"
-                    "hint: load the model from its path and save what load() returns"
-                )
+    for tensor in all_tensors(model):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            raise SaveError(
+                f"{label}: the ModelProto refers to external data: {quote(tensor.name)}\n"
+                "hint: load the model from its path and save what load() returns"
+            )
 
 
 def _check_representable(model: onnx.ModelProto, label: str) -> None:
