@@ -33,18 +33,18 @@ test("the package trains in an empty Node project; it is small and has nothing e
      console.log(JSON.stringify({ loss, device: trainer.device }));
      await trainer.dispose();`,
   );
-  const printed = execFileSync("node", ["main.js"], { cwd: own, encoding: "utf8", timeout: 60_000 });
+  const printed = execFileSync("node", ["main.js"], { cwd: own, encoding: "utf8" });
   const found = JSON.parse(printed) as { loss: number; device: string };
   expect(found.device).toBe("node");
   expect(found.loss).toBeGreaterThan(0);
-}, 180_000);
+});
 
 test("the example for Node goes on from Python's checkpoint, and Python from its", () => {
   const own = join(folder, "example");
   install(own, archive, "onnxruntime-node");
   cpSync(`${ROOT}/examples/node/train.mjs`, join(own, "train.mjs"));
   cpSync(`${FIXTURES}/mlp-wasm/trained.safetensors`, join(own, "run.safetensors"));
-  const printed = execFileSync("node", ["train.mjs", `${FIXTURES}/mlp-wasm`, "run.safetensors"], { cwd: own, encoding: "utf8", timeout: 120_000 });
+  const printed = execFileSync("node", ["train.mjs", `${FIXTURES}/mlp-wasm`, "run.safetensors"], { cwd: own, encoding: "utf8" });
   expect(printed).toMatch(/^4 parameters, at step 20\n/);
   expect(printed.trim().split("\n").length).toBe(6);
   const steps = runPython(
@@ -57,7 +57,7 @@ print(trainer.global_step)
     `${FIXTURES}/mlp-wasm`, own,
   );
   expect(Number(steps)).toBe(20 + 5 * 63);
-}, 180_000);
+});
 
 test("without a runtime the error names what to install", () => {
   const own = join(folder, "bare");
@@ -68,9 +68,9 @@ test("without a runtime the error names what to install", () => {
     `import { Trainer } from "onnxtrain";
      await Trainer.create({ artifacts: ${JSON.stringify(`${FIXTURES}/mlp-wasm`)} }).catch((e) => console.log(e.name, e.message));`,
   );
-  const printed = execFileSync("node", ["main.js"], { cwd: own, encoding: "utf8", timeout: 60_000 });
+  const printed = execFileSync("node", ["main.js"], { cwd: own, encoding: "utf8" });
   expect(printed).toMatch(/^RuntimeError onnxruntime-node cannot be loaded: .*\nhint: npm install onnxruntime-node/s);
-}, 120_000);
+});
 
 test("the package is bundled by Vite in an empty project and trains in a worker", async () => {
   const own = join(folder, "vite");
@@ -91,14 +91,12 @@ test("the package is bundled by Vite in an empty project and trains in a worker"
   const browser = await start();
   try {
     const page = await browser.newPage();
-    const errors: string[] = [];
-    page.on("pageerror", (error) => errors.push(error.message));
+    const failed = new Promise<never>((_, reject) => page.on("pageerror", reject));
     await page.goto(site.address);
-    await page.waitForFunction(() => document.title.startsWith("loss"), undefined, { timeout: 60_000 }).catch(() => undefined);
-    expect(errors).toEqual([]);
+    await Promise.race([failed, page.waitForFunction(() => document.title.startsWith("loss"))]);
     expect(Number((await page.title()).split(" ")[1])).toBeGreaterThan(0);
   } finally {
     await browser.close();
     site.server.close();
   }
-}, 240_000);
+});

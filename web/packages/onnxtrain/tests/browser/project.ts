@@ -27,12 +27,12 @@ export function install(own: string, archive: string, ...others: string[]): void
   };
   writeFileSync(join(own, "package.json"), JSON.stringify(project));
   const options = ["--offline", "--ignore-scripts", "--no-audit", "--no-fund", "--install-links=false"];
-  execFileSync("npm", ["install", ...options], { cwd: own, stdio: "pipe", timeout: 60_000 });
+  execFileSync("npm", ["install", ...options], { cwd: own, stdio: "pipe" });
 }
 
 /** Bundles a project for production. */
 export function bundle(own: string): void {
-  execFileSync("node", [join(own, "node_modules/vite/bin/vite.js"), "build", "--logLevel", "error"], { cwd: own, stdio: "inherit", timeout: 120_000 });
+  execFileSync("node", [join(own, "node_modules/vite/bin/vite.js"), "build", "--logLevel", "error"], { cwd: own, stdio: "inherit" });
 }
 
 /** Serves a folder without any headers, as a plain host of files does. */
