@@ -2,6 +2,7 @@
 import { decode, type HostTensor } from "./dtypes.js";
 import type { Tensors } from "./engine.js";
 import { NonFiniteError, ShapeError } from "./errors.js";
+import { feed, type Batch } from "./feeds.js";
 import { ofRole, type Manifest, type ModelSpec, type TensorSpec } from "./manifest.js";
 
 /** Losses whose labels are classes. */
@@ -32,6 +33,16 @@ export function badLabel(name: string, classes: number, { data, dims }: HostTens
   if (at < 0) return undefined;
   const row = dims.length ? Math.floor(at / (values.length / dims[0]!)) : 0;
   return new ShapeError(`'${name}' has ${values[at]} in row ${row}; the model has ${classes} classes: 0 to ${classes - 1}`);
+}
+
+/** Refuses rows with a label that is no class, by its value and row; `classLabels` says where that can be known. */
+export function checkLabels(manifest: Manifest, rows: Batch): void {
+  const spec = manifest.models.find((m) => m.role === "step" || m.role === "train");
+  const known = spec && classLabels(manifest, spec);
+  if (!known) return;
+  const { labels: { name }, labels, classes } = known;
+  const error = badLabel(name, classes, feed([labels], { [name]: rows[name]! }).get(name)!);
+  if (error) throw error;
 }
 
 const python = (v: number): string => (Number.isNaN(v) ? "nan" : v > 0 ? "inf" : "-inf");

@@ -1,5 +1,6 @@
 export { Artifacts, type ArtifactSource, type LoadOptions } from "./artifacts.js";
 export type { BatchOptions, Dataset } from "./data.js";
+export { checkLabels } from "./diagnosis.js";
 export type { HostTensor, TypedArray } from "./dtypes.js";
 export {
   ArtifactError, CheckpointError, DeviceLostError, DisposedError, ManifestError, NonFiniteError, OnnxTrainError,
