@@ -1,8 +1,9 @@
 import { execFileSync } from "node:child_process";
-import { cpSync, existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { cpSync, existsSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { gzipSync } from "node:zlib";
+import { createServer } from "vite";
 import { afterAll, beforeAll, expect, test } from "vitest";
 import { FIXTURES, ROOT, runPython } from "../support.js";
 import { start } from "./page.js";
@@ -19,12 +20,12 @@ test("the package trains in an empty Node project; it is small and has nothing e
   const own = join(folder, "node");
   install(own, archive, "onnxruntime-node");
   const installed = join(own, "node_modules/onnxtrain");
-  expect(readdirSync(installed).sort()).toEqual(["README.md", "dist", "package.json"]);
+  expect(readdirSync(installed).sort()).toEqual(["LICENSE", "README.md", "dist", "package.json"]);
   const code = readdirSync(join(installed, "dist")).filter((n) => n.endsWith(".js")).map((n) => readFileSync(join(installed, "dist", n)));
   const size = gzipSync(Buffer.concat(code)).length;
   console.log(`our own code: ${size} bytes after gzip`);
   expect(code.length).toBeGreaterThan(10);
-  expect(size).toBeLessThan(30_000);
+  expect(size).toBeLessThan(32_000);
   writeFileSync(
     join(own, "main.js"),
     `import { Trainer } from "onnxtrain";
@@ -37,6 +38,18 @@ test("the package trains in an empty Node project; it is small and has nothing e
   const found = JSON.parse(printed) as { loss: number; device: string };
   expect(found.device).toBe("node");
   expect(found.loss).toBeGreaterThan(0);
+});
+
+test("what is packed from a clean clone is built first", () => {
+  const web = join(folder, "clone/web");
+  const made = /\/(node_modules|dist|public|\.fixtures)$/;
+  cpSync(`${ROOT}/web`, web, { recursive: true, filter: (path) => !made.test(path) });
+  symlinkSync(`${ROOT}/web/node_modules`, join(web, "node_modules"));
+  const out = join(folder, "clone/packed");
+  mkdirSync(out);
+  const names = execFileSync("tar", ["-tzf", pack(out, web)], { encoding: "utf8" }).split("\n");
+  for (const name of ["LICENSE", "README.md", "dist/index.js", "dist/index.d.ts", "dist/worker.js"]) expect(names).toContain(`package/${name}`);
+  expect(readFileSync(`${ROOT}/web/packages/onnxtrain/LICENSE`, "utf8")).toBe(readFileSync(`${ROOT}/LICENSE`, "utf8"));
 });
 
 test("the example for Node goes on from Python's checkpoint, and Python from its", () => {
@@ -70,6 +83,30 @@ test("without a runtime the error names what to install", () => {
   );
   const printed = execFileSync("node", ["main.js"], { cwd: own, encoding: "utf8" });
   expect(printed).toMatch(/^RuntimeError onnxruntime-node cannot be loaded: .*\nhint: npm install onnxruntime-node/s);
+});
+
+test("Vite's server without settings: the error names those that the worker needs", async () => {
+  const own = join(folder, "bare-vite");
+  install(own, archive, "onnxruntime-web", "vite");
+  writeFileSync(join(own, "index.html"), '<link rel="icon" href="data:,"><script type="module" src="./main.js"></script>');
+  writeFileSync(
+    join(own, "main.js"),
+    `import { Trainer } from "onnxtrain";
+     await Trainer.create({ artifacts: "/art/", device: "wasm" }).catch((e) => (document.title = e.name + " " + e.message));`,
+  );
+  cpSync(`${FIXTURES}/mlp-wasm`, join(own, "public/art"), { recursive: true });
+  const server = await createServer({ root: own, configFile: false, logLevel: "silent", server: { port: 0, fs: { strict: false } } });
+  const browser = await start();
+  try {
+    await server.listen();
+    const page = await browser.newPage();
+    await page.goto(server.resolvedUrls!.local[0]!);
+    await page.waitForFunction(() => document.title.includes("Error"));
+    expect(await page.title()).toMatch(/RuntimeError the worker failed: it could not be started hint: with Vite set worker: \{ format: "es" \} and optimizeDeps: \{ exclude: \["onnxtrain", "onnxruntime-web"\] \}/);
+  } finally {
+    await browser.close();
+    await server.close();
+  }
 });
 
 test("the package is bundled by Vite in an empty project and trains in a worker", async () => {

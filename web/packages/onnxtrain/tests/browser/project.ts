@@ -10,9 +10,9 @@ const TYPES: Record<string, string> = {
   ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".json": "application/json", ".wasm": "application/wasm",
 };
 
-/** Packs the package as npm would publish it, and gives the archive's path. */
-export function pack(folder: string): string {
-  execFileSync("npm", ["pack", "--pack-destination", folder], { cwd: `${ROOT}/web/packages/onnxtrain`, stdio: "pipe" });
+/** Packs the package of a workspace as npm would publish it, and gives the archive's path. */
+export function pack(folder: string, web = `${ROOT}/web`): string {
+  execFileSync("npm", ["run", "pack", "--", "--pack-destination", folder], { cwd: web, stdio: "pipe" });
   return join(folder, readdirSync(folder).find((n) => n.endsWith(".tgz"))!);
 }
 
