@@ -30,7 +30,7 @@ demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into ru
 
 # A fixed seed: CI says the same twice. Plain pytest draws another order and other data each time.
 test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium check  ## everything CI runs, Python and web
-	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1
+	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1 --durations=30
 	$(MAKE) web-test
 
 test-full: $(VENV)/.dev check  ## the long loops too

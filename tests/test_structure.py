@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,12 @@ LONGEST_FUNCTION = 60  # lines, docstring aside
 LONGEST_FILE = 400
 MOST_FILES = 20
 ONE_FILE_PER_FAMILY = {"autodiff/rules", "lowering/rules"}
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file's tree; several tests look at it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -50,7 +57,7 @@ def test_functions_are_short() -> None:
     long = {
         f"{name}:{function.name}"
         for name, path in FILES.items()
-        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+        for function in functions(parsed(path))
         if length(function) > LONGEST_FUNCTION
     }
     assert long == set()
@@ -100,7 +107,7 @@ def test_no_function_hides_an_import() -> None:
     hidden = [
         f"{name}: {node.module}"
         for name, path in FILES.items()
-        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+        for function in functions(parsed(path))
         for _, node in imports(function)
     ]
     assert hidden == []
@@ -110,7 +117,7 @@ def test_private_names_stay_in_their_package() -> None:
     foreign = [
         f"{name}: {node.module}.{alias.name}"
         for name, path in FILES.items()
-        for _, node in imports(ast.parse(path.read_text(encoding="utf-8")))
+        for _, node in imports(parsed(path))
         for alias in node.names
         if alias.name.startswith("_") and (node.module or "").rpartition(".")[0] != _package(name)
     ]

@@ -24,7 +24,7 @@ class Toy(Engine):
             print("the last words", file=sys.stderr)
             os._exit(3)
         if optimizer == "sleeps":
-            time.sleep(60)
+            time.sleep(1200)
         self.loss = 2.0
     def step(self, lr):
         self.loss -= lr
@@ -58,7 +58,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
     return Here("toy", "toy", None, "toy")
 
 
-def prepare(engine: client.Client, optimizer: str, timeout: float = 60.0) -> dict:
+def prepare(engine: client.Client, optimizer: str, timeout: float = 1200.0) -> dict:
     asked = {"folder": ".", "made": ".", "optimizer": optimizer, "threads": 1, "lr": 0.1}
     return engine.ask("prepare", timeout, **asked)
 
@@ -71,7 +71,7 @@ def test_an_engine_answers_and_can_go_on_after_a_refusal(toy: Peer) -> None:
         assert answer["losses"] == pytest.approx([1.9, 1.8, 1.7, 1.6, 1.5, 1.4])
         assert answer["versions"]["toy"] == "1"
         assert answer["peak_mb"] >= 0
-        times = engine.ask("run", 60.0, steps=3)
+        times = engine.ask("run", 1200.0, steps=3)
         assert times["wall"] > 0
 
 

@@ -99,7 +99,7 @@ def test_convolution_of_onnxjs_is_found_wrong_for_two_pictures(pack, tmp_path):
     output = tmp_path / "onnxjs.json"
     command = ["node", pack / "probe.mjs", pack, "onnxjs", output]
     environment = {**os.environ, "NODE_PATH": str(onnxjs_zoo.FOLDER / "node_modules")}
-    subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
+    subprocess.run(command, check=True, capture_output=True, timeout=1200, env=environment)
     results = read_results(output)
     states = {k: r["status"] for k, r in results["results"].items()}
     assert results["version"] == "0.1.8"

@@ -172,7 +172,7 @@ def test_page_styles_an_uploaded_picture(example, forms, tmp_path):
     arguments = [tmp_path, tmp_path / "given.png", "128", tmp_path / "pixels"]
     done = subprocess.run(
         ["node", FOLDER / "runners" / "page.mjs", *arguments],
-        capture_output=True, text=True, check=True, timeout=240,
+        capture_output=True, text=True, check=True, timeout=1200,
     )  # fmt: skip
     said = json.loads(done.stdout)
     assert said["complaints"] == []

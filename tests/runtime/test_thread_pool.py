@@ -17,7 +17,7 @@ class Recorder:
 
     def __init__(self, bad: int | None = None) -> None:
         self.bad, self.ran = bad, []
-        self.both = threading.Barrier(2, timeout=30)
+        self.both = threading.Barrier(2, timeout=600)
 
     def run_with_iobinding(self, number: Any) -> None:
         if number < 2:

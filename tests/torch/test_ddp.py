@@ -28,7 +28,13 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command += [str(SCRIPT), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
     )
 
 

@@ -33,7 +33,7 @@ def test_python_and_javascript_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     script.write_text(blocks("js")[0])
     (tmp_path / "node_modules").symlink_to(ROOT / "web" / "node_modules")
     done = subprocess.run(
-        [node, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [node, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
     losses = json.loads(done.stdout.strip().splitlines()[-1])

@@ -92,9 +92,9 @@ def kill_until(kills: int, folder: Path, whole: Path, root: Path) -> None:
     context.set_forkserver_preload(["tests.training.victim", *slow_to_import])
     choose = random.Random(5)
     out, runs, done = root / "run0", 0, 0
-    kill_once(context, folder, root / "warm-up", 120)  # starts the server, which takes longest
+    kill_once(context, folder, root / "warm-up", 600)  # starts the server, which takes longest
     started = time.perf_counter()
-    kill_once(context, folder, root / "measured", 60)
+    kill_once(context, folder, root / "measured", 600)
     usual = time.perf_counter() - started
     while done < kills:
         if kill_once(context, folder, out, choose.uniform(0.0, usual)):
@@ -104,7 +104,7 @@ def kill_until(kills: int, folder: Path, whole: Path, root: Path) -> None:
             check_same(out, whole)
             runs += 1
             out = root / f"run{runs}"
-    while kill_once(context, folder, out, 120):
+    while kill_once(context, folder, out, 600):
         pytest.fail("the run hangs")
     check_same(out, whole)
 

@@ -17,7 +17,7 @@ try {
   await page.locator("#file").setInputFiles(picture);
   await page.waitForFunction(
     () => / s on |did not work|no picture/.test(document.querySelector("#status").textContent), undefined,
-    { timeout: 120_000 },
+    { timeout: 600_000 },
   );
   const status = await page.locator("#status").innerText();
   for (const which of ["before", "after"]) {

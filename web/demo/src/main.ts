@@ -1,9 +1,9 @@
 import { constant, cosine, linear, Trainer, type Dataset, type Schedule } from "onnxtrain";
 import { Chart } from "./chart.js";
 import { first, loadDigits, softmax, type Data, type Digits } from "./digits.js";
-import { ownPanel, ownRun } from "./own.js";
+import { ownPanel, ownRun, type Own } from "./own.js";
 import { Pad } from "./pad.js";
-import { $, attempt, download, number, say, show, text } from "./ui.js";
+import { $, attempt, download, positive, say, show, text, whole } from "./ui.js";
 
 /** Digits that are shown, and how often they are asked about while training runs, in ms. */
 const SHOWN = 30;
@@ -18,13 +18,13 @@ let data: Promise<Data> = loadDigits(text("data"));
 const chart = new Chart($("chart"));
 const pad = new Pad($("pad"), () => void predictDrawing());
 let trainer: Trainer | undefined;
-/** Whether the trainer knows digits, or is of somebody's own model. */
-let digits = false;
+/** Somebody's own model, where the trainer is of that and does not know digits. */
+let mine: Own | undefined;
 let stop: AbortController | undefined;
 let goOn: (() => void) | undefined;
 let drawingBusy = false;
 
-const saveName = () => `${text("data")}-${text("model")}`;
+const saveName = () => mine?.name ?? `${text("data")}-${text("model")}`;
 const device = () => text("device") as "wasm" | "webgpu";
 
 async function close(): Promise<void> {
@@ -53,23 +53,28 @@ async function open(): Promise<Trainer> {
   prepared = undefined;
   const found = await early?.trainer;
   if (early && early.choice !== choice()) await found?.dispose();
-  digits = true;
+  mine = undefined;
   trainer = early?.choice === choice() && found ? found : await create();
   return trainer;
 }
 
+/** Gives the settings of a run; the error names the one that cannot be. */
+function settings() {
+  const schedules: Record<string, (lr: number) => Schedule> = { cosine, linear, constant };
+  return { epochs: whole("epochs"), batchSize: whole("batch"), schedule: schedules[text("schedule")]!(positive("lr")) };
+}
+
 /** Trains on rows; `clicked` is when the person asked for it. */
 async function train(own: Trainer, rows: Dataset, test: Dataset, clicked: number): Promise<void> {
-  const { signal } = (stop = new AbortController());
-  busy(true);
+  const { signal } = stop!;
+  const options = { ...settings(), validation: test, signal };
   chart.clear();
-  show("accuracy", "-");
-  const schedules: Record<string, (lr: number) => Schedule> = { cosine, linear, constant };
-  const epochs = number("epochs");
-  const options = {
-    epochs, batchSize: number("batch"), validation: test, signal,
-    schedule: schedules[text("schedule")]!(number("lr")),
-  };
+  for (const id of ["loss", "accuracy", "speed", "eta", "first"]) show(id, "-");
+  show("unseen", mine ? "accuracy on unseen rows" : "accuracy on unseen digits");
+  const before = own.globalStep;
+  const tell = (epoch: number) => say(`Epoch ${epoch} of ${options.epochs} on ${own.device}${before ? `, from step ${before}` : ""}.`);
+  let told = 1;
+  tell(told);
   let began = performance.now();
   let shown = 0;
   let asked = 0;
@@ -90,9 +95,9 @@ async function train(own: Trainer, rows: Dataset, test: Dataset, clicked: number
       }
       if (m.validation) {
         show("accuracy", accuracy === undefined ? `loss ${m.validation.loss.toFixed(4)}` : `${(100 * accuracy).toFixed(1)} %`);
-        say(`Epoch ${m.epoch} of ${epochs} on ${own.device}.`);
       }
-      if (digits && (now - asked > LIVE || m.validation)) {
+      if (m.epoch !== told) tell((told = m.epoch));
+      if (!mine && (now - asked > LIVE || m.validation)) {
         await showDigits();
         await predictDrawing();
         asked = performance.now();
@@ -102,19 +107,19 @@ async function train(own: Trainer, rows: Dataset, test: Dataset, clicked: number
         say("Paused.");
         await new Promise<void>((resolve) => (goOn = resolve));
         began += performance.now() - paused;
+        if (!signal.aborted) tell(told);
       }
     }
     say(`Done: ${steps} steps in ${((performance.now() - began) / 1000).toFixed(1)} s on ${own.device}.`);
   } catch (error) {
-    say(signal.aborted ? "Stopped." : `Failed: ${(error as Error).message}`);
-  } finally {
-    busy(false);
+    if (!signal.aborted) throw mine?.explain(error as Error) ?? error;
+    say("Stopped.");
   }
 }
 
 async function trainDigits(own: Trainer, clicked: number): Promise<void> {
   const { train: all, test } = await data;
-  await train(own, first(all, number("rows")), first(test, number("tests")), clicked);
+  await train(own, first(all, whole("rows")), first(test, whole("tests")), clicked);
 }
 
 function busy(on: boolean): void {
@@ -126,7 +131,7 @@ function busy(on: boolean): void {
 }
 
 async function showDigits(): Promise<void> {
-  if (!trainer) return;
+  if (!trainer || mine) return;
   const { image, labels } = first((await data).test, SHOWN);
   const { logits } = await trainer.predict({ image });
   const figures = $("grid").children;
@@ -139,24 +144,42 @@ async function showDigits(): Promise<void> {
   }
 }
 
+function showBars(probabilities?: Float32Array): void {
+  document.querySelectorAll<HTMLMeterElement>("#bars meter").forEach((bar, i) => (bar.value = probabilities?.[i] ?? 0));
+}
+
 async function predictDrawing(): Promise<void> {
-  if (!trainer || !digits || pad.empty || drawingBusy) return;
+  if (pad.empty) return showBars();
+  if (!trainer || mine || drawingBusy) return;
   drawingBusy = true;
   try {
     const { logits } = await trainer.predict({ image: pad.pixels((await data).size) });
-    softmax(logits!.data as Float32Array).forEach((p, i) => {
-      $("bars").children[i]!.querySelector("meter")!.value = p;
-    });
+    // It may have been cleared meanwhile.
+    showBars(pad.empty ? undefined : softmax(logits!.data as Float32Array));
   } finally {
     drawingBusy = false;
   }
 }
 
-$("start").onclick = () => {
+/** Trains as a button asks for, if the settings can be; Pause and Stop count from here on. */
+function begin(work: (clicked: number) => Promise<void>): void {
   const clicked = performance.now();
+  stop = new AbortController();
   busy(true);
-  void attempt(async () => await trainDigits(await open(), clicked)).finally(() => busy(false));
-};
+  void attempt(async () => {
+    settings();
+    await work(clicked);
+  }).finally(() => busy(false));
+}
+
+async function openMine(own: Own): Promise<Trainer> {
+  await close();
+  mine = own;
+  say("Loading ONNX Runtime and your model ...");
+  return (trainer = await own.open());
+}
+
+$("start").onclick = () => begin(async (clicked) => await trainDigits(await open(), clicked));
 $("stop").onclick = () => {
   stop?.abort();
   goOn?.();
@@ -177,21 +200,15 @@ $("save").onclick = () => void attempt(async () => {
   await (trainer ?? (await open())).save(saveName());
   say(`Saved at step ${trainer!.globalStep}.`);
 });
-$("resume").onclick = () => void attempt(async () => {
-  const clicked = performance.now();
-  const own = await open();
+$("resume").onclick = () => begin(async (clicked) => {
+  const run = mine;
+  const own = run ? await openMine(run) : await open();
   await own.load(saveName());
-  say(`Continues from step ${own.globalStep}.`);
-  await trainDigits(own, clicked);
+  await (run ? train(own, run.train, run.test, clicked) : trainDigits(own, clicked));
 });
-$("own-start").onclick = () => void attempt(async () => {
-  const clicked = performance.now();
+$("own-start").onclick = () => begin(async (clicked) => {
   const run = ownRun(device)!;
-  await close();
-  digits = false;
-  say("Loading ONNX Runtime and your model ...");
-  trainer = await run.open();
-  await train(trainer, run.train, run.test, clicked);
+  await train(await openMine(run), run.train, run.test, clicked);
 });
 $("model-file").onclick = () => void attempt(async () => download("model.onnx", await (trainer ?? (await open())).exportModel()));
 $("checkpoint-file").onclick = () =>

@@ -1,4 +1,4 @@
-import { Artifacts, Trainer, type Dataset, type TensorSpec } from "onnxtrain";
+import { Artifacts, checkLabels, Trainer, type Dataset, type TensorSpec } from "onnxtrain";
 import { columnsFor, rowsOf, shuffled, type Columns } from "./columns.js";
 import { readTable } from "./table.js";
 import { $, attempt, say, show } from "./ui.js";
@@ -9,10 +9,15 @@ export interface Own {
   readonly train: Dataset;
   readonly test: Dataset;
   readonly rows: number;
+  /** Under which its checkpoints are kept: other models have other names. */
+  readonly name: string;
+  /** Gives the error of a run in words about the file: the rows of a run are in another order. */
+  explain(error: Error): Error;
 }
 
 let artifacts: Artifacts | undefined;
 let table: Columns | undefined;
+let fileName = "";
 
 const inputsOf = (of: Artifacts): TensorSpec[] => {
   const { models } = of.manifest;
@@ -20,10 +25,17 @@ const inputsOf = (of: Artifacts): TensorSpec[] => {
   return spec.inputs.filter((t) => t.role === "input" || t.role === "target");
 };
 
+/** Gives a short name for a text, the same for the same text (FNV-1a). */
+function fingerprint(words: string): string {
+  let hash = 0x811c9dc5;
+  for (let i = 0; i < words.length; i++) hash = Math.imul(hash ^ words.charCodeAt(i), 0x01000193);
+  return (hash >>> 0).toString(16);
+}
+
 /** Gives what was dropped, if there is a model and numbers for it. */
 export function ownRun(device: () => "wasm" | "webgpu"): Own | undefined {
   if (!artifacts || !table) return undefined;
-  const opened = artifacts;
+  const [opened, asRead, file] = [artifacts, table, fileName];
   const mixed = shuffled(table);
   const count = Object.values(mixed)[0]!.dims[0]!;
   const kept = count - Math.max(1, Math.floor(count / 5));
@@ -32,6 +44,15 @@ export function ownRun(device: () => "wasm" | "webgpu"): Own | undefined {
     train: rowsOf(mixed, 0, kept),
     test: rowsOf(mixed, kept, count),
     rows: kept,
+    name: `own-${fingerprint(opened.text)}`,
+    explain: (error) => {
+      try {
+        if (error.name === "ShapeError") checkLabels(opened.manifest, asRead);
+        return error;
+      } catch (better) {
+        return new Error(`${file}: ${(better as Error).message}`);
+      }
+    },
   };
 }
 
@@ -39,12 +60,14 @@ async function takeModel(files: readonly File[]): Promise<void> {
   table = undefined;
   artifacts = await Artifacts.load(files);
   const inputs = inputsOf(artifacts).map((t) => `${t.name} (${t.dtype}[${t.shape.join(", ")}])`);
-  show("own-state", `A model of ${artifacts.manifest.parameters.length} parameters. It takes ${inputs.join(" and ")}. Now give it numbers: a CSV with these columns, or an NPZ with these arrays.`);
+  const sizes = artifacts.manifest.parameters.map((p) => p.shape.reduce((a, b) => a * b, 1));
+  show("own-state", `A model of ${sizes.length} parameters, ${sizes.reduce((a, b) => a + b, 0)} numbers. It takes ${inputs.join(" and ")}. Now give it numbers: a CSV with these columns, or an NPZ with these arrays.`);
 }
 
 async function takeNumbers(file: File): Promise<void> {
   if (!artifacts) throw new Error("give the folder of artifacts first");
   table = columnsFor(inputsOf(artifacts), await readTable(file));
+  fileName = file.name;
   const rows = Object.values(table)[0]!.dims[0]!;
   if (rows < 2) throw new Error(`${file.name}: ${rows} row is too few to train and test with`);
   show("own-state", `${rows} rows from ${file.name}; one in five is kept to test with. Press "Train my model".`);

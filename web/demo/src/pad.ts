@@ -2,11 +2,13 @@
 export class Pad {
   readonly #canvas: HTMLCanvasElement;
   readonly #pen: CanvasRenderingContext2D;
+  readonly #onChange: () => void;
   #drawing = false;
   empty = true;
 
   constructor(canvas: HTMLCanvasElement, onChange: () => void) {
     this.#canvas = canvas;
+    this.#onChange = onChange;
     this.#pen = canvas.getContext("2d", { willReadFrequently: true })!;
     this.#pen.lineWidth = canvas.width / 9;
     this.#pen.lineCap = this.#pen.lineJoin = "round";
@@ -54,6 +56,7 @@ export class Pad {
   clear(): void {
     this.#pen.clearRect(0, 0, this.#canvas.width, this.#canvas.height);
     this.empty = true;
+    this.#onChange();
   }
 
   /** Cuts the drawing out, fits it into the image and averages what falls into each place. */

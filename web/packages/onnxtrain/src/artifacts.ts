@@ -72,7 +72,7 @@ export class Artifacts {
   async #verified(name: string): Promise<Uint8Array> {
     if (!this.checked) return await this.#read(name);
     const { models, files } = this.manifest;
-    const expected = models.find((m) => m.file === name)?.sha256 || files[name];
+    const expected = models.find((m) => m.file === name)?.sha256 || (Object.hasOwn(files, name) ? files[name] : undefined);
     // The checkpoint has a digest of its own, so that training may replace it.
     if (!expected && name === this.manifest.checkpoint) return await this.#read(name);
     if (!expected) throw new ArtifactError(`${name}: the manifest has no sha256 of it`);

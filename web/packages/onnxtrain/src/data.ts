@@ -43,7 +43,8 @@ export async function* batches(
   }
 }
 
-const isColumns = (data: Dataset): data is Batch =>
+/** Tells whether a dataset is columns of all rows. */
+export const isColumns = (data: Dataset): data is Batch =>
   typeof data === "object" && !(Symbol.iterator in data) && !(Symbol.asyncIterator in data);
 
 function rowsOf(data: Batch, specs: readonly TensorSpec[]): number {

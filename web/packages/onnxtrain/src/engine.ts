@@ -18,6 +18,8 @@ export interface Control {
   readonly draw: number;
   readonly reset?: boolean;
   readonly scale?: number;
+  /** Where the loss is not finite nothing stays: parameters and state are those before. */
+  readonly onlyFinite?: boolean;
 }
 
 /** What runs the models: here, or in a worker. */
@@ -139,13 +141,16 @@ export class LocalEngine implements Engine {
       throw failed(error, `${spec.file} on ${this.device}`);
     }
     const out = new Map<string, HostTensor>();
-    for (const t of spec.outputs) {
+    for (const t of spec.outputs.filter((t) => t.feeds === null)) {
       const value = results[t.name] as OrtTensor;
-      if (t.feeds !== null) this.#replace(t.feeds, value);
-      else {
-        out.set(t.name, await this.runtime.host(value));
-        value.dispose();
-      }
+      out.set(t.name, await this.runtime.host(value));
+      value.dispose();
+    }
+    const stays = !controls[0]!.onlyFinite || finiteLoss(spec, out);
+    for (const t of spec.outputs.filter((t) => t.feeds !== null)) {
+      const value = results[t.name] as OrtTensor;
+      if (stays) this.#replace(t.feeds!, value);
+      else value.dispose();
     }
     return out;
   }
@@ -257,6 +262,10 @@ export function valuesOf(manifest: Manifest, tensors: Tensors, label: string): M
   }
   return found;
 }
+
+/** Tells whether the loss that a model gave, or all of them, are numbers. */
+export const finiteLoss = (spec: ModelSpec, found: Tensors): boolean =>
+  ofRole(spec.outputs, "loss").every((t) => Array.from(found.get(t.name)!.data, Number).every(Number.isFinite));
 
 function inferenceModel(manifest: Manifest): ModelSpec {
   const spec = manifest.models.find((m) => m.role === "infer");

@@ -23,6 +23,11 @@ export class ShapeError extends OnnxTrainError {
   override name = "ShapeError";
 }
 
+/** The loss of a batch is infinite or NaN; the weights are those before that step. */
+export class NonFiniteError extends OnnxTrainError {
+  override name = "NonFiniteError";
+}
+
 /** ONNX Runtime is not there, or cannot do what was asked. */
 export class RuntimeError extends OnnxTrainError {
   override name = "RuntimeError";
@@ -44,8 +49,8 @@ export class DisposedError extends OnnxTrainError {
 }
 
 const KINDS = [
-  ManifestError, ArtifactError, CheckpointError, ShapeError, RuntimeError, OutOfMemoryError, DeviceLostError,
-  DisposedError,
+  ManifestError, ArtifactError, CheckpointError, ShapeError, NonFiniteError, RuntimeError, OutOfMemoryError,
+  DeviceLostError, DisposedError,
 ] as const;
 
 /** Gives an error of the same kind from its name, for errors that crossed a thread. */

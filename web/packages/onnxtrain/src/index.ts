@@ -1,9 +1,10 @@
 export { Artifacts, type ArtifactSource, type LoadOptions } from "./artifacts.js";
 export type { BatchOptions, Dataset } from "./data.js";
+export { checkLabels } from "./diagnosis.js";
 export type { HostTensor, TypedArray } from "./dtypes.js";
 export {
-  ArtifactError, CheckpointError, DeviceLostError, DisposedError, ManifestError, OnnxTrainError, OutOfMemoryError,
-  RuntimeError, ShapeError,
+  ArtifactError, CheckpointError, DeviceLostError, DisposedError, ManifestError, NonFiniteError, OnnxTrainError,
+  OutOfMemoryError, RuntimeError, ShapeError,
 } from "./errors.js";
 export type { Batch, TensorLike } from "./feeds.js";
 export {

@@ -117,13 +117,13 @@ const list = (check: Check): Check => (v, where) => {
 };
 const record = (fields: Record<string, Check>, optional: Record<string, Check> = {}): Check => (v, where) => {
   if (!isObject(v)) return void fail(where, "an object", v);
-  const unknown = Object.keys(v).filter((k) => !(k in fields) && !(k in optional));
+  const unknown = Object.keys(v).filter((k) => !Object.hasOwn(fields, k) && !Object.hasOwn(optional, k));
   if (unknown.length) throw new ManifestError(`${where}: unknown entries: ${unknown.join(", ")}`);
   for (const name of Object.keys(fields)) {
-    if (!(name in v)) throw new ManifestError(`${where}: '${name}' is missing`);
+    if (!Object.hasOwn(v, name)) throw new ManifestError(`${where}: '${name}' is missing`);
   }
   for (const [name, check] of Object.entries({ ...fields, ...optional })) {
-    if (name in v) check(v[name], `${where}: ${name}`);
+    if (Object.hasOwn(v, name)) check(v[name], `${where}: ${name}`);
   }
 };
 

@@ -4,7 +4,7 @@ import { RuntimeError } from "./errors.js";
 import { findModel, type ModelRole } from "./manifest.js";
 import { WorkerEngine } from "./remote.js";
 import { inNode, TARGETS, webgpuProblem, type Device } from "./runtime.js";
-import type { TrainerOptions } from "./trainer.js";
+import type { TrainerOptions } from "./trainer-types.js";
 
 /** Opens an engine on the device asked for, or says why it is another one. */
 export async function openEngine(

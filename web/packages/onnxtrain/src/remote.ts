@@ -23,6 +23,11 @@ export type Reply =
   | { readonly id: number; readonly result?: unknown; readonly error?: { name: string; message: string } }
   | { readonly wanted: string };
 
+/** Bundlers that move a module away from its neighbours leave it without its worker. */
+const SETTINGS =
+  'hint: with Vite set worker: { format: "es" } and optimizeDeps: { exclude: ["onnxtrain", "onnxruntime-web"] }; ' +
+  "with anything else see that dist/worker.js is served beside dist/index.js; or give worker: false";
+
 interface Waiting {
   resolve(value: unknown): void;
   reject(error: Error): void;
@@ -44,7 +49,7 @@ export class WorkerEngine implements Engine {
       else this.#settle(data);
     };
     this.#worker.onerror = (event) => {
-      this.#fail(new RuntimeError(`the worker failed: ${event.message || "it could not be started"}`));
+      this.#fail(new RuntimeError(`the worker failed: ${event.message || `it could not be started\n${SETTINGS}`}`));
     };
   }
 

@@ -14,6 +14,8 @@ export interface Checkpoint {
 const KEY = "onnxtrain";
 const DIGEST = "sha256";
 const NO_DIGEST = "0".repeat(64);
+/** What the metadata of every checkpoint of ours has in it, whatever its key has become. */
+const RECORDED = /"sha256":"[0-9a-f]{64}"/;
 const HEADER_LIMIT = 100_000_000;
 
 /** Gives the name under which optimizer state is stored. */
@@ -114,8 +116,12 @@ function describe(name: string, info: unknown, label: string) {
 }
 
 function readMeta(entry: unknown, label: string): Map<string, string> {
-  const text = isObject(entry) ? entry[KEY] : undefined;
-  if (text === undefined) return new Map(); // a plain safetensors file: weights from elsewhere
+  const text = isObject(entry) && Object.hasOwn(entry, KEY) ? entry[KEY] : undefined;
+  if (text === undefined) {
+    const ours = isObject(entry) && Object.values(entry).some((v) => typeof v === "string" && RECORDED.test(v));
+    if (ours) throw new CheckpointError(`${label}: the metadata is damaged: there is no '${KEY}' in it`);
+    return new Map(); // a plain safetensors file: weights from elsewhere
+  }
   try {
     if (!isObject(JSON.parse(text as string))) throw new Error("not an object");
     return entries(compact(text as string));
@@ -126,8 +132,8 @@ function readMeta(entry: unknown, label: string): Map<string, string> {
 
 async function checkDigest(data: Uint8Array, start: number, meta: Meta, label: string): Promise<void> {
   const recorded = meta.get(DIGEST);
-  if (recorded === undefined) return; // written by another tool
-  const digest = String(JSON.parse(recorded));
+  if (meta.size === 0) return; // written by another tool
+  const digest = recorded === undefined ? "" : String(JSON.parse(recorded));
   const head = data.slice(8, start);
   const place = indexOf(head, new TextEncoder().encode(digest));
   if (place >= 0 && digest.length === 64) head.set(new TextEncoder().encode(NO_DIGEST), place);

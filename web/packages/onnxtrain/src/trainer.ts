@@ -1,66 +1,23 @@
-import { Artifacts, type ArtifactSource } from "./artifacts.js";
-import { batchCount, batches, type BatchOptions, type Dataset } from "./data.js";
+import { Artifacts } from "./artifacts.js";
+import { batchCount, batches, isColumns, type BatchOptions, type Dataset } from "./data.js";
+import { badLabel, badLoss, classLabels } from "./diagnosis.js";
 import type { HostTensor, TypedArray } from "./dtypes.js";
-import { valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
-import { CheckpointError, DisposedError, OnnxTrainError, ShapeError } from "./errors.js";
+import { finiteLoss, valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
+import { CheckpointError, DisposedError, OnnxTrainError, ShapeError, type NonFiniteError } from "./errors.js";
 import { feed, fit, type Batch, type TensorLike } from "./feeds.js";
-import { compact, entries, float, join, write } from "./json-text.js";
 import { findModel, ofRole, withoutHashes, type Manifest, type ModelRole, type ModelSpec, type WeightSpec } from "./manifest.js";
 import { openEngine } from "./open-engine.js";
-import { TARGETS, type Device, type RuntimeOptions } from "./runtime.js";
+import { readProgress, writeProgress, type RunProgress } from "./progress.js";
+import { TARGETS, type Device } from "./runtime.js";
 import { readCheckpoint, stateKey, writeCheckpoint, type Meta } from "./safetensors.js";
-import type { Schedule } from "./schedules.js";
 import { grouped, nth, stacked, stepsPerCall } from "./several-steps.js";
 import { defaultStore, type CheckpointStore } from "./storage.js";
+import type { FitOptions, Metrics, Outputs, Progress, StepResult, TrainerOptions } from "./trainer-types.js";
+
+export type { FitOptions, Metrics, Outputs, Progress, StepResult, TrainerOptions } from "./trainer-types.js";
 
 /** Random numbers take the seed and the count of batches as float32, which holds these exactly. */
 const SEEDS = 2 ** 24;
-
-export interface TrainerOptions extends RuntimeOptions {
-  readonly artifacts: ArtifactSource | Artifacts;
-  readonly prefix?: string;
-  /** Train in a worker, so that the page stays live: so it is in pages unless this is `false`. */
-  readonly worker?: boolean;
-  /** Of dropout masks and of the order of the data; below 2^24. */
-  readonly seed?: number;
-  readonly store?: CheckpointStore;
-  /** Told what happens besides training, such as a change of device. */
-  readonly onMessage?: (message: string) => void;
-  readonly signal?: AbortSignal;
-}
-
-export type Outputs = Readonly<Record<string, HostTensor>>;
-
-/** Loss, metrics by their names, and the model's own outputs if they were asked for at build time. */
-export type StepResult = {
-  readonly loss: number;
-  readonly step: number;
-  /** Whether parameters changed: not on every batch when gradients are accumulated. */
-  readonly updated: boolean;
-  readonly outputs: Outputs;
-} & { readonly [metric: string]: number };
-
-export type Metrics = { readonly loss: number } & { readonly [metric: string]: number };
-
-export interface FitOptions extends BatchOptions {
-  readonly epochs?: number;
-  readonly schedule?: Schedule;
-  readonly validation?: Dataset;
-  /**
-   * How many batches go to the runtime in one call, if the artifacts have a model for that: so it
-   * is unless this is 1. Parameters are then up to so many steps ahead of what the loop has seen.
-   */
-  readonly stepsPerCall?: number;
-  readonly signal?: AbortSignal;
-}
-
-/** One step of `fit`; the last step of an epoch has `validation`, where there is such data. */
-export type Progress = StepResult & {
-  readonly epoch: number;
-  readonly learningRate: number;
-  readonly totalSteps: number | undefined;
-  readonly validation?: Metrics;
-};
 
 /** Trains artifacts. */
 export class Trainer {
@@ -89,7 +46,7 @@ export class Trainer {
     this.#store = options.store ?? defaultStore();
     this.learningRate = this.manifest.optimizer.lr;
     this.#seed = options.seed ?? 0;
-    if (meta.size) this.#restore(meta);
+    if (meta.size) this.#restore(readProgress(meta, this.manifest.checkpoint), meta);
   }
 
   /** Opens artifacts and prepares their models on a device. */
@@ -110,6 +67,7 @@ export class Trainer {
           "hint: build the artifacts again; importCheckpoint() takes checkpoints of other builds",
       );
     }
+    readProgress(start.meta, manifest.checkpoint);
     const values = valuesOf(manifest, start.tensors, manifest.checkpoint);
     signal?.throwIfAborted();
     const fused = manifest.accumulate === 1 && manifest.models.some((m) => m.role === "step");
@@ -142,32 +100,60 @@ export class Trainer {
     return this.#batchSpecs().map((t) => t.name);
   }
 
-  /** Trains on one batch. */
+  /** Trains on one batch. Where the loss is not finite nothing changes, and `updated` is false. */
   async step(batch: Batch, options: { signal?: AbortSignal } = {}): Promise<StepResult> {
     options.signal?.throwIfAborted();
     return (await this.#train([feed(this.#batchSpecs(), batch)], undefined, options.signal))[0]!;
   }
 
-  /** Trains on batches in one call; the learning rate becomes that of the last. */
-  async #train(feeds: readonly Tensors[], rates: readonly number[] | undefined, signal?: AbortSignal): Promise<StepResult[]> {
+  /** Trains on batches, in one call where they are several; nothing is trained on after a loss that is not finite. */
+  async #train(
+    feeds: readonly Tensors[], rates: readonly number[] | undefined, signal?: AbortSignal, data?: Dataset,
+  ): Promise<StepResult[]> {
     return await this.#alone(async () => {
       signal?.throwIfAborted();
-      const first = this.#step + 1;
       const role = this.#fused ? "step" : "train";
-      this.learningRate = rates?.at(-1) ?? this.learningRate;
-      const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: rates?.[i] ?? this.learningRate }));
-      const several = feeds.length > 1;
-      if (several) this.#stack = stacked(feeds, this.#stack);
-      const found = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
-      this.#meta = new Map();
-      if (this.#fused) {
-        this.#step += feeds.length;
-        return feeds.map((_, i) => this.#result(role, several ? nth(found, i) : found, first + i, true));
+      const found = await this.#blamed(role, feeds, data, () => this.#update(role, feeds, rates));
+      if (feeds.length === 1 || found.every((f) => Number.isFinite(f.loss))) return found;
+      // Nothing of that call stayed: one by one, up to the batch that is to blame.
+      const single: StepResult[] = [];
+      for (let i = 0; i < feeds.length && Number.isFinite(single.at(-1)?.loss ?? 0); i++) {
+        single.push(...(await this.#update(role, [feeds[i]!], rates && [rates[i]!])));
       }
-      this.#micro++;
-      const updated = this.#micro >= this.manifest.accumulate && (await this.#flush());
-      return [this.#result(role, found, first, updated)];
+      return single;
     });
+  }
+
+  async #update(role: ModelRole, feeds: readonly Tensors[], rates: readonly number[] | undefined): Promise<StepResult[]> {
+    const first = this.#step + 1;
+    this.learningRate = rates?.at(-1) ?? this.learningRate;
+    const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: rates?.[i] ?? this.learningRate, onlyFinite: true }));
+    const several = feeds.length > 1;
+    if (several) this.#stack = stacked(feeds, this.#stack);
+    const found = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
+    const stays = finiteLoss(this.#model(role), found);
+    if (stays) this.#meta = new Map();
+    if (this.#fused) {
+      if (stays) this.#step += feeds.length;
+      return feeds.map((_, i) => this.#result(role, several ? nth(found, i) : found, first + i, stays));
+    }
+    if (stays) this.#micro++;
+    const updated = stays && this.#micro >= this.manifest.accumulate && (await this.#flush());
+    return [this.#result(role, found, first, updated)];
+  }
+
+  /** Does the work; where the runtime fails at a label that is no class, the error names the label. */
+  async #blamed<T>(role: ModelRole, feeds: readonly Tensors[], data: Dataset | undefined, work: () => Promise<T>): Promise<T> {
+    try {
+      return await work();
+    } catch (error) {
+      const known = (error as Error).name === "RuntimeError" && classLabels(this.manifest, this.#model(role));
+      if (!known) throw error;
+      const { labels: { name }, labels, classes } = known;
+      // Rows of all the data, where there are such, say more than those of a shuffled batch.
+      const given = data && isColumns(data) ? [feed([labels], { [name]: data[name]! })] : feeds;
+      throw given.map((f) => badLabel(name, classes, f.get(name)!)).find((e) => e !== undefined) ?? error;
+    }
   }
 
   async *#feeds(data: Dataset, order: BatchOptions): AsyncGenerator<Tensors> {
@@ -190,7 +176,10 @@ export class Trainer {
     return true;
   }
 
-  /** Trains for some epochs and gives what every step found. Leave the loop to stop. */
+  /**
+   * Trains for some epochs and gives what every step found. Leave the loop to stop. A loss that is
+   * not finite ends it with a `NonFiniteError`; the weights are those before that step.
+   */
   async *fit(data: Dataset, options: FitOptions = {}): AsyncGenerator<Progress, void, void> {
     const { epochs = 1, schedule, validation, signal } = options;
     const perEpoch = batchCount(data, this.#batchSpecs(), options);
@@ -208,14 +197,17 @@ export class Trainer {
     for (let epoch = 1; epoch <= epochs; epoch++) {
       const order = { shuffle: true, ...options, seed: (options.seed ?? this.#seed) * 1009 + epoch };
       let last: Progress | undefined;
+      let batch = 0;
       for await (const group of grouped(this.#feeds(data, order), together)) {
         if (last) yield last;
         const rates = group.map((_, i) => schedule?.(done + i + 1, total!) ?? this.learningRate);
         done += group.length;
-        const found = await this.#train(group, rates, signal);
+        const found = await this.#train(group, rates, signal, data);
+        batch += found.length;
         const seen = found.map((f, i) => ({ ...f, epoch, learningRate: rates[i], totalSteps: total }) as Progress);
-        last = seen.pop();
+        last = seen.pop()!;
         yield* seen;
+        if (!Number.isFinite(last.loss)) throw await this.#badLoss(last, `batch ${batch} of epoch ${epoch}`, group[found.length - 1]!);
       }
       if (!this.#fused) await this.flush();
       if (!last) throw new ShapeError("the data has no batches");
@@ -226,6 +218,12 @@ export class Trainer {
     }
   }
 
+  async #badLoss({ loss, step, outputs }: StepResult, where: string, batch: Tensors): Promise<NonFiniteError> {
+    const { parameters, buffers } = this.manifest;
+    const weights = await this.#alone(() => this.#engine.read([...parameters, ...buffers].map((w) => w.name)));
+    return badLoss(loss, step, where, batch, weights, new Map(Object.entries(outputs)));
+  }
+
   /** Gives loss and metrics over all rows, in evaluation mode. */
   async evaluate(data: Dataset, options: BatchOptions & { signal?: AbortSignal } = {}): Promise<Metrics> {
     const { specs, spec } = this.#evalSpecs();
@@ -234,7 +232,8 @@ export class Trainer {
     for await (const batch of batches(data, specs, { ...options, shuffle: false, dropLast: false })) {
       options.signal?.throwIfAborted();
       const feeds = feed(specs, batch);
-      const found = await this.#alone(() => this.#engine.run("eval", feeds, this.#control(0)));
+      const run = () => this.#engine.run("eval", feeds, this.#control(0));
+      const found = await this.#alone(() => this.#blamed("eval", [feeds], data, run));
       const n = feeds.values().next().value?.dims[0] ?? 1;
       rows += n;
       for (const t of ofRole(spec.outputs, "loss", "metric")) {
@@ -288,8 +287,9 @@ export class Trainer {
         ...state.map((s) => [s.name, stateKey(s.parameter, s.slot)] as const),
       ]);
       const values = await this.#engine.read([...keys.keys()]);
+      const run = { lr: this.learningRate, step: this.#step, seed: this.#seed, properties: this.properties };
       const tensors = new Map([...values].map(([name, t]) => [keys.get(name)!, t]));
-      return await writeCheckpoint(tensors, this.#progress());
+      return await writeCheckpoint(tensors, writeProgress(this.#meta, run, this.#manifestText));
     });
   }
 
@@ -299,41 +299,20 @@ export class Trainer {
     if (!meta.has("step") && !meta.has("manifest")) {
       throw new CheckpointError(`${label}: no progress of a training run in it\nhint: setParameter() takes plain weights`);
     }
+    const run = readProgress(meta, label);
     const values = valuesOf(this.manifest, tensors, label);
     await this.#alone(async () => {
       await this.#engine.write(values);
       this.#micro = 0;
-      this.#step = 0;
-      this.#restore(meta);
+      this.#restore(run, meta);
     });
   }
 
-  #progress(): Meta {
-    const old = this.#meta.get("properties");
-    const before = old ? entries(compact(old)) : new Map<string, string>();
-    const properties = Object.entries(this.properties).map(([name, value]) => {
-      const text = before.get(name);
-      return [name, text !== undefined && JSON.parse(text) === value ? text : write(value)] as const;
-    });
-    return new Map([
-      ...this.#meta,
-      ["lr", float(this.learningRate)],
-      ["manifest", this.#manifestText],
-      ["properties", join(new Map(properties))],
-      ["seed", String(this.#seed)],
-      ["step", String(this.#step)],
-    ]);
-  }
-
-  #restore(meta: Meta): void {
-    const value = (key: string): unknown => {
-      const text = meta.get(key);
-      return text === undefined ? undefined : JSON.parse(text);
-    };
-    this.learningRate = Number(value("lr") ?? this.learningRate);
-    this.#step = Number(value("step") ?? 0);
-    this.#seed = Number(value("seed") ?? this.#seed);
-    this.properties = { ...((value("properties") ?? {}) as Record<string, number | string>) };
+  #restore(run: RunProgress, meta: Meta): void {
+    this.learningRate = run.lr ?? this.learningRate;
+    this.#step = run.step;
+    this.#seed = run.seed ?? this.#seed;
+    this.properties = { ...run.properties };
     this.#meta = meta;
   }
 

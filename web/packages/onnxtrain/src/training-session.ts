@@ -5,6 +5,7 @@ import { ArtifactError, CheckpointError, OnnxTrainError } from "./errors.js";
 import { feed, type Batch } from "./feeds.js";
 import { float } from "./json-text.js";
 import { findModel, ofRole, parseManifest, type Manifest, type ModelRole, type ModelSpec, type Role, type WeightSpec } from "./manifest.js";
+import { readProgress } from "./progress.js";
 import { inNode, TARGETS, type Device, type OrtTensor, type RuntimeOptions } from "./runtime.js";
 import { readCheckpoint, stateKey, writeCheckpoint, type Meta } from "./safetensors.js";
 
@@ -41,8 +42,9 @@ export class TrainingSession {
     this.#manifest = engine.artifacts.manifest;
     this.#there = there;
     this.#meta = meta;
-    this.#step = Number(JSON.parse(meta.get("step") ?? "0"));
-    this.learningRate = Number(JSON.parse(meta.get("lr") ?? "null") ?? this.#manifest.optimizer.lr);
+    const { lr, step } = readProgress(meta, "checkpointState");
+    this.#step = step;
+    this.learningRate = lr ?? this.#manifest.optimizer.lr;
   }
 
   /** Opens the files that `artifacts` wrote; they need no manifest beside them. */
@@ -53,6 +55,7 @@ export class TrainingSession {
     if (text === undefined) {
       throw new CheckpointError("checkpointState: it does not say to which models it belongs\nhint: take the checkpoint that was built with them");
     }
+    readProgress(meta, "checkpointState");
     const manifest = parseManifest(text, "checkpointState");
     const given: [ModelRole, UriOrBuffer | undefined][] = [
       ["train", options.trainModel], ["optimizer", options.optimizerModel], ["eval", options.evalModel],

@@ -73,6 +73,7 @@ test.each<[string, string, RegExp]>([
   ["another version", changed((m) => (m["format"] = 2)), /format 2, this version reads 1\nhint/],
   ["no models", changed((m) => delete m["models"]), /'models' is missing/],
   ["an unknown entry", changed((m) => (m["extra"] = 1)), /unknown entries: extra/],
+  ["entries that every object has", changed((m) => Object.assign(m, { toString: 1, constructor: 2 })), /unknown entries: toString, constructor/],
   ["a wrong role", changed((m) => (m["models"][0].inputs[0].role = "x")), /models\[0\]: inputs\[0\]: role: expected one of/],
   ["a path", changed((m) => (m["models"][0].file = "../x")), /file: expected a plain file name, got "..\/x"/],
   ["a wrong hash", changed((m) => (m["models"][0].sha256 = "12")), /sha256: expected a sha256/],

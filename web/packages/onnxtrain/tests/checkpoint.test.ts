@@ -87,6 +87,39 @@ test("every kind of damage is refused by name, and nothing changes", async () =>
   await trainer.dispose();
 });
 
+test("damaged metadata is refused, as in Python, and nothing changes", async () => {
+  const f = await fixture("mlp-wasm");
+  const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
+  const before = await trainer.exportCheckpoint();
+  const good = bytes(`${f.folder}/trained.safetensors`);
+  const replaced = (from: string, to: string) => {
+    const data = Buffer.from(good);
+    const at = data.lastIndexOf(from);
+    expect(at).toBeGreaterThan(0);
+    data.write(to, at, "latin1");
+    return new Uint8Array(data);
+  };
+  const whole = await readCheckpoint(good);
+  const meta = (key: string, text: string) => writeCheckpoint(whole.tensors, new Map([...whole.meta, [key, text]]));
+  const cases: [Uint8Array, RegExp][] = [
+    [replaced('{"onnxtrain":', '{"onnxtraim":'), /the metadata is damaged: there is no 'onnxtrain' in it/],
+    [replaced('\\"sha256\\":\\"', '\\"sha257\\":\\"'), /damaged, its sha256 is not the recorded one/],
+    [await meta("step", "1.5"), /the metadata is damaged: 'step' is 1.5, expected a whole number/],
+    [await meta("step", "-1"), /'step' is -1, expected a whole number/],
+    [await meta("step", '"3"'), /'step' is "3", expected a whole number/],
+    [await meta("seed", "0.5"), /'seed' is 0.5, expected a whole number/],
+    [await meta("lr", "[]"), /'lr' is \[\], expected a number/],
+    [await meta("properties", "[1]"), /'properties' is \[1\], expected an object/],
+  ];
+  for (const [data, message] of cases) {
+    const failure = trainer.importCheckpoint(data);
+    await expect(failure).rejects.toThrow(CheckpointError);
+    await expect(failure).rejects.toThrow(message);
+  }
+  expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
+  await trainer.dispose();
+});
+
 test("a failed save leaves the old file and no other", async () => {
   const own = mkdtempSync(join(folder, "store-"));
   const store = fileStore();

@@ -165,4 +165,4 @@ test("200 rounds of create and dispose keep memory", async () => {
     const grown = (process.memoryUsage().rss - before) / 2 ** 20;
     expect(grown, `${device}: MiB after 200 rounds`).toBeLessThan(60);
   }
-}, 240_000);
+});

@@ -6,7 +6,7 @@ import { chromium, type BrowserContext, type Page } from "playwright-core";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import { Trainer } from "../../src/index.js";
 import { bytes, fixture, runPython } from "../support.js";
-import { browserPath, openPage, serve, start } from "./page.js";
+import { browserPath, openPage, PATIENCE, serve, start } from "./page.js";
 
 let site: { server: Server; address: string };
 const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
@@ -73,7 +73,7 @@ test.each(["cnn", "transformer"])("a run of the %s goes Python, page, Node, Pyth
   expect(Buffer.compare(bytes(path("again")), bytes(path("node")))).toBe(0);
   losses.push(...(JSON.parse(runPython(PYTHON, f.folder, path("node"), path("end"), "15", "20")) as number[]));
   expect(Math.max(...losses.map((l, i) => Math.abs(l - f.expected.losses[i]!)))).toBeLessThan(1e-4);
-}, 180_000);
+});
 
 /** Gives the id of the browser's first process, which has the folder of its profile in its command. */
 function processOf(profile: string): number {
@@ -90,7 +90,7 @@ function processOf(profile: string): number {
 }
 
 const openProfile = (profile: string): Promise<BrowserContext> =>
-  chromium.launchPersistentContext(profile, { executablePath: browserPath(), args: ["--no-sandbox"] });
+  chromium.launchPersistentContext(profile, { executablePath: browserPath(), args: ["--no-sandbox"], timeout: PATIENCE });
 
 describe.each(["private files", "IndexedDB"])("a browser that is killed while it saves to %s", (kind) => {
   test("leaves the last whole checkpoint", async () => {
@@ -113,7 +113,7 @@ describe.each(["private files", "IndexedDB"])("a browser that is killed while it
       };
       void run();
     }, kind);
-    await expect.poll(() => finished, { timeout: 60_000, interval: 20 }).toBeGreaterThan(1);
+    await expect.poll(() => finished, { interval: 20 }).toBeGreaterThan(1);
     // Some way into the next one.
     await new Promise((resolve) => setTimeout(resolve, 40));
     process.kill(processOf(profile), "SIGKILL");
@@ -130,5 +130,5 @@ describe.each(["private files", "IndexedDB"])("a browser that is killed while it
     expect(found.equal).toBe(true);
     expect(found.value).toBe(found.step);
     expect([finished, finished + 1]).toContain(found.step);
-  }, 120_000);
+  });
 });

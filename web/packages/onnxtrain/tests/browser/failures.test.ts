@@ -46,7 +46,7 @@ test("memory that runs out is said by name, in a worker and beside one, and noth
     expect(same).toBe(true);
     expect(step).toBe(1);
   }
-}, 120_000);
+});
 
 test("what is wrong with artifacts and batches is said by name", async () => {
   const { page } = await openPage(browser, site.address);
@@ -119,8 +119,8 @@ test("training goes on in a hidden tab, and after a tab was frozen", async () =>
   await cdp.send("Page.setWebLifecycleState", { state: "frozen" });
   await new Promise((resolve) => setTimeout(resolve, 500));
   await cdp.send("Page.setWebLifecycleState", { state: "active" });
-  await page.waitForFunction(() => document.title === "steps 800", undefined, { timeout: 60_000, polling: 200 });
-}, 120_000);
+  await page.waitForFunction(() => document.title === "steps 800", undefined, { polling: 200 });
+});
 
 test("200 rounds of create and dispose keep the tab's memory; workers end", async () => {
   const { page } = await openPage(browser, site.address);
@@ -159,36 +159,29 @@ test("200 rounds of create and dispose keep the tab's memory; workers end", asyn
   expect(after.resident - before.resident).toBeLessThan(80);
   await rounds(3, true);
   await expect.poll(() => page.workers().length).toBe(0);
-}, 240_000);
+});
 
 test("the page stays live while the worker trains", async () => {
   const { page } = await openPage(browser, site.address);
-  const { gaps, steps } = await page.evaluate(async () => {
-    const { Trainer } = onnxtrain;
-    const trainer = await Trainer.create({ artifacts: "/fixtures/cnn-wasm", device: "wasm" });
-    const n = 4096;
-    const data = { x: Float32Array.from({ length: 64 * n }, (_, i) => Math.sin(i)), labels: new Uint8Array(n).map((_, i) => i % 4) };
-    const gaps: number[] = [];
-    let watching = true;
-    let last = performance.now();
-    const frame = () => {
-      gaps.push(performance.now() - last);
-      last = performance.now();
-      if (watching) requestAnimationFrame(frame);
-    };
-    requestAnimationFrame(frame);
-    let steps = 0;
-    for await (const _ of trainer.fit(data, { batchSize: 256, epochs: 6 })) steps++;
-    watching = false;
-    await trainer.dispose();
-    return { gaps: gaps.sort((a, b) => a - b), steps };
-  });
-  const at = (share: number) => gaps[Math.floor(share * (gaps.length - 1))]!;
-  console.log(`while training ${steps} steps: ${gaps.length} frames, median ${at(0.5).toFixed(0)} ms, 95 % below ${at(0.95).toFixed(0)} ms`);
-  expect(steps).toBe(96);
-  expect(gaps.length).toBeGreaterThan(10);
-  expect(at(0.5)).toBeLessThan(60);
-}, 60_000);
+  /** How many other tasks the page did while one large batch was trained on. */
+  const tasks = (worker: boolean) =>
+    page.evaluate(async (worker) => {
+      const trainer = await onnxtrain.Trainer.create({ artifacts: "/fixtures/cnn-wasm", device: "wasm", worker, threads: 1 });
+      const n = 4096;
+      const batch = { x: Float32Array.from({ length: 64 * n }, (_, i) => Math.sin(i)), labels: new Uint8Array(n).map((_, i) => i % 4) };
+      let tasks = 0;
+      const { port1, port2 } = new MessageChannel();
+      port1.onmessage = () => void (tasks++, port2.postMessage(0));
+      port2.postMessage(0);
+      await trainer.step(batch);
+      port1.close();
+      await trainer.dispose();
+      return tasks;
+    }, worker);
+  const [live, dead] = [await tasks(true), await tasks(false)];
+  console.log(`tasks during one step: ${live}, and ${dead} without a worker`);
+  expect(live).toBeGreaterThan(20 + dead);
+});
 
 test("a save without space is said, and the last one is intact", async () => {
   const { page } = await openPage(browser, site.address);
@@ -210,17 +203,23 @@ test("a save without space is said, and the last one is intact", async () => {
   expect(found.words).toMatch(/^CheckpointError: 'run': cannot be written: .*\nhint: is there space\? What was saved before is intact/s);
   expect({ first: found.first, length: found.length }).toEqual({ first: 1, length: 1_000_000 });
   await page.close();
-}, 60_000);
+});
 
 test("a signal ends creation at once, and its worker", async () => {
   const { page } = await openPage(browser, site.address);
   const found = await page.evaluate(async () => {
     const stop = new AbortController();
+    // As soon as its worker was started, which takes longer than this task.
+    globalThis.Worker = class extends Worker {
+      constructor(address: string | URL, options?: WorkerOptions) {
+        super(address, options);
+        queueMicrotask(() => stop.abort());
+      }
+    };
     const making = onnxtrain.Trainer.create({ artifacts: "/fixtures/cnn-wasm", device: "wasm", signal: stop.signal });
-    setTimeout(() => stop.abort(), 60);
     return await making.then(() => "made", (e: Error) => e.name);
   });
   expect(found).toBe("AbortError");
   await expect.poll(() => page.workers().length).toBe(0);
   await page.close();
-}, 60_000);
+});

@@ -59,11 +59,16 @@ export function browserPath(): string {
   return found;
 }
 
+/** How long a page may take for anything, in ms: only what hangs takes longer, however busy the machine is. */
+export const PATIENCE = 600_000;
+
 /** Starts the browser, with a GPU in software where one is asked for. */
 export async function start(options: { webgpu?: boolean } = {}): Promise<Browser> {
   const executablePath = browserPath();
   const gpu = options.webgpu ? ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"] : [];
-  return await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu] });
+  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu], timeout: PATIENCE });
+  browser.on("context", (context) => context.setDefaultTimeout(PATIENCE));
+  return browser;
 }
 
 /** Opens the empty page; everything that the page complains about is collected. */

@@ -58,7 +58,7 @@ print(json.dumps([dataclasses.asdict(x) for x in leaving(model)]))
   const unexpected = onCpu.filter((n) => !/^(Shape|Size) /.test(n) && n !== "Gather Gather" && !known.has(n.split(" ")[1]!));
   expect(unexpected).toEqual([]);
   await page.close();
-}, 120_000);
+});
 
 test("parameters and state stay on the GPU from step to step", async () => {
   const { page } = await openPage(browser, site.address);
@@ -94,4 +94,4 @@ test("parameters and state stay on the GPU from step to step", async () => {
   for (const bytes of found.perStep) expect(bytes).toBeLessThan(1024);
   expect(found.whole).toBeGreaterThan(8000);
   await page.close();
-}, 120_000);
+});

@@ -10,9 +10,9 @@ const TYPES: Record<string, string> = {
   ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".json": "application/json", ".wasm": "application/wasm",
 };
 
-/** Packs the package as npm would publish it, and gives the archive's path. */
-export function pack(folder: string): string {
-  execFileSync("npm", ["pack", "--pack-destination", folder], { cwd: `${ROOT}/web/packages/onnxtrain`, stdio: "pipe" });
+/** Packs the package of a workspace as npm would publish it, and gives the archive's path. */
+export function pack(folder: string, web = `${ROOT}/web`): string {
+  execFileSync("npm", ["run", "pack", "--", "--pack-destination", folder], { cwd: web, stdio: "pipe" });
   return join(folder, readdirSync(folder).find((n) => n.endsWith(".tgz"))!);
 }
 
@@ -27,12 +27,12 @@ export function install(own: string, archive: string, ...others: string[]): void
   };
   writeFileSync(join(own, "package.json"), JSON.stringify(project));
   const options = ["--offline", "--ignore-scripts", "--no-audit", "--no-fund", "--install-links=false"];
-  execFileSync("npm", ["install", ...options], { cwd: own, stdio: "pipe", timeout: 60_000 });
+  execFileSync("npm", ["install", ...options], { cwd: own, stdio: "pipe" });
 }
 
 /** Bundles a project for production. */
 export function bundle(own: string): void {
-  execFileSync("node", [join(own, "node_modules/vite/bin/vite.js"), "build", "--logLevel", "error"], { cwd: own, stdio: "inherit", timeout: 120_000 });
+  execFileSync("node", [join(own, "node_modules/vite/bin/vite.js"), "build", "--logLevel", "error"], { cwd: own, stdio: "inherit" });
 }
 
 /** Serves a folder without any headers, as a plain host of files does. */

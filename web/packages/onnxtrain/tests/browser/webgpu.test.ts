@@ -25,7 +25,7 @@ test.each(MODELS)("%s follows Python on a GPU in software", async (model) => {
   expect(Math.abs(found.evaluated - f.expected.eval)).toBeLessThan(1e-4);
   expect(distance(found.logits, f.predictions.get("logits")!.data as Float32Array)).toBeLessThan(1e-3);
   await page.close();
-}, 300_000);
+});
 
 test("a GPU that is lost is said by name; what was saved goes on elsewhere", async () => {
   const { page } = await openPage(browser, site.address);
@@ -60,7 +60,7 @@ test("a GPU that is lost is said by name; what was saved goes on elsewhere", asy
   expect(found.step).toBe(1);
   expect(found.loss).toBeGreaterThan(0);
   await page.close();
-}, 300_000);
+});
 
 test("without a worker a GPU is used again after dispose and after a loss", async () => {
   const { page } = await openPage(browser, site.address);
@@ -89,4 +89,4 @@ test("without a worker a GPU is used again after dispose and after a loss", asyn
   expect(found.messages).toEqual([]);
   expect(found.lost).toBe(true);
   await page.close();
-}, 300_000);
+});

@@ -1,0 +1,98 @@
+import { expect, test } from "vitest";
+import { NonFiniteError, ShapeError, Trainer, type Progress } from "../src/index.js";
+import { classLabels } from "../src/diagnosis.js";
+import { findModel } from "../src/manifest.js";
+import { fixture } from "./support.js";
+
+const open = async (name = "mlp-wasm", device: "node" | "wasm" = "node") =>
+  await Trainer.create({ artifacts: (await fixture(name)).folder, device, threads: 1 });
+
+const rows = (n: number) => ({
+  x: Float32Array.from({ length: 10 * n }, (_, i) => Math.sin(i)),
+  labels: Int32Array.from({ length: n }, (_, i) => i % 4),
+});
+
+async function drain(run: AsyncIterable<Progress>): Promise<Progress[]> {
+  const seen: Progress[] = [];
+  try {
+    for await (const m of run) seen.push(m);
+  } catch (error) {
+    throw Object.assign(error as Error, { seen });
+  }
+  return seen;
+}
+
+test.each(["node", "wasm"] as const)("a label that is no class is named, on %s", async (device) => {
+  const trainer = await open("mlp-wasm", device);
+  const before = await trainer.exportCheckpoint();
+  const data = rows(900);
+  data.labels[700] = 4;
+  const words = /^'labels' has 4 in row 700; the model has 4 classes: 0 to 3$/;
+  for (const failure of [
+    () => trainer.step(data),
+    () => trainer.evaluate(data),
+    () => drain(trainer.fit({ x: data.x.slice(), labels: Array.from(data.labels) }, { stepsPerCall: 1, batchSize: 900 })),
+  ]) {
+    await expect(failure()).rejects.toThrow(ShapeError);
+    await expect(failure()).rejects.toThrow(words);
+  }
+  expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
+  // In shuffled batches it is still the row of the data.
+  await expect(drain(trainer.fit(data, { batchSize: 32 }))).rejects.toThrow(words);
+  data.labels[700] = -3;
+  await expect(trainer.step(data)).rejects.toThrow(/^'labels' has -3 in row 700; /);
+  data.labels[700] = -100;
+  expect((await trainer.step(data)).loss).toBeGreaterThan(0);
+  await trainer.dispose();
+});
+
+test("the number of classes is that of the scores", async () => {
+  for (const name of ["mlp-wasm", "cnn-wasm", "transformer-wasm", "gru-wasm"]) {
+    const trainer = await open(name);
+    const found = classLabels(trainer.manifest, findModel(trainer.manifest, "step", ["wasm"])!);
+    const scores = trainer.manifest.models.find((m) => m.role === "infer")!.outputs[0]!.shape;
+    expect(found, name).toMatchObject({ labels: { name: "labels" }, classes: scores.at(-1) });
+    await trainer.dispose();
+  }
+});
+
+test.each([1, 8])("a NaN ends fit with %i steps per call; the weights are those before", async (stepsPerCall) => {
+  const data = rows(96);
+  data.x[10 * 45 + 3] = NaN;
+  const trainer = await open();
+  const failure = drain(trainer.fit(data, { batchSize: 8, shuffle: false, stepsPerCall }));
+  const error = await failure.then(() => undefined, (e: Error & { seen: Progress[] }) => e);
+  expect(error).toBeInstanceOf(NonFiniteError);
+  expect(error!.message).toBe(
+    "the loss of step 6 is nan (batch 6 of epoch 1)\n" +
+      "  first tensor that is not finite: 'x' of the batch (float32[8, 10], 1 NaN, 0 infinite)\n" +
+      "hint: the weights are those before this step",
+  );
+  expect(error!.seen.map((m) => m.step)).toEqual([1, 2, 3, 4, 5]);
+  expect(trainer.globalStep).toBe(5);
+  const good = await open();
+  for await (const _ of good.fit({ x: data.x.slice(0, 400), labels: data.labels.slice(0, 40) }, { batchSize: 8, shuffle: false, stepsPerCall: 1 }));
+  expect(Buffer.compare(await trainer.exportCheckpoint(), await good.exportCheckpoint())).toBe(0);
+  await Promise.all([trainer.dispose(), good.dispose()]);
+});
+
+test("a step whose loss is not finite changes nothing and says so", async () => {
+  const trainer = await open();
+  const before = await trainer.exportCheckpoint();
+  const batch = rows(8);
+  batch.x[0] = Infinity;
+  const found = await trainer.step(batch);
+  expect(found.loss).toBeNaN();
+  expect(found.updated).toBe(false);
+  expect(trainer.globalStep).toBe(0);
+  expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
+  expect((await trainer.step(rows(8))).updated).toBe(true);
+  await trainer.dispose();
+});
+
+test("a parameter that is not finite is named", async () => {
+  const trainer = await open();
+  await trainer.setParameter("fc2.bias", [1, NaN, Infinity, 1]);
+  await expect(drain(trainer.fit(rows(16)))).rejects.toThrow(/parameter 'fc2.bias' \(float32\[4\], 1 NaN, 1 infinite\)/);
+  await trainer.dispose();
+});
