@@ -16,6 +16,7 @@ from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.control_flow_shapes import infer_control_flow
 from onnxtrain.graph.shapes.fast_rules import infer as infer_fast
+from onnxtrain.graph.shapes.negative_sizes import check_output_sizes
 from onnxtrain.graph.shapes.symbolic import refine
 from onnxtrain.graph.shapes.values import (
     constant_of,
@@ -47,6 +48,7 @@ def infer_node(node: ir.Node, opset: int) -> None:
     else:
         _infer_by_onnx(node, opset)
         refine(node, opset)
+    check_output_sizes(node)
     for out in node.outputs:
         dims = dims_of(out)
         if isinstance(out.type, ir.SequenceType):
