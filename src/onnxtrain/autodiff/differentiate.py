@@ -22,7 +22,7 @@ from onnxtrain.autodiff.registry import (
     is_stopped,
     key_of,
 )
-from onnxtrain.errors import UndifferentiableError
+from onnxtrain.errors import OnnxTrainError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import captured
@@ -71,7 +71,14 @@ def differentiate(
             continue
         sources = _sources(node)
         wanted = tuple(x is not None and x in live for x in sources)
-        input_grads = call_rule(rule, op, node, dys, wanted)
+        try:
+            input_grads = call_rule(rule, op, node, dys, wanted)
+        except OnnxTrainError:
+            raise
+        except S.UNFIT as error:
+            if has_own_rule(node):
+                raise
+            raise UndifferentiableError(S.unfit(node, error)) from error
         for i, (x, dx) in enumerate(zip(sources, input_grads, strict=False)):
             if x is None or dx is None or not wanted[i] or i in rule.constant_inputs:
                 continue
@@ -132,9 +139,12 @@ def _stamp(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
     have, want = S.dims_of(dx), S.dims_of(x)
     wrong = dx.dtype not in S.FLOATS if x.dtype in QUANTISED else dx.dtype != x.dtype
     if wrong or (have is not None and want is not None and D.clash(have, want)):
-        raise AssertionError(
+        error = AssertionError(
             f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}"
         )
+        if has_own_rule(node):
+            raise error
+        raise UndifferentiableError(S.unfit(node, error)) from error
     if dx.producer() is not None and x.shape is not None and have != want:
         dx.shape = x.shape
 

@@ -15,11 +15,13 @@ from onnxtrain.errors import LoweringError, ProfileError, VerificationError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.io.finish import PRODUCER
+from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.check import problems
 from onnxtrain.lowering.pipeline import lower_model
 from onnxtrain.lowering.profile import Profile
 from onnxtrain.lowering.reduced_ops import read_config
+from onnxtrain.lowering.run_budget import check_run_budget
 from onnxtrain.runtime.compare import REFERENCE, compare
 
 COMPARED = "onnxtrain.compared_on"
@@ -46,7 +48,8 @@ def lower(
     Raises:
         ProfileError: if there is no such profile.
         LoweringError: if some nodes cannot be lowered, naming them and why.
-        VerificationError: if the result differs, naming the first tensor that does.
+        VerificationError: if the result differs, naming the first tensor that does; or if the model
+            is too large to be run for this, naming the nodes.
 
     Where onnxruntime is not installed, models are compared on onnx's reference evaluator, with a
     warning; ``compared_on`` tells the runtime from the result.
@@ -108,6 +111,9 @@ def _verify(
     model: Source, proto: onnx.ModelProto, profile: Profile | None, sizes: dict[str, int]
 ) -> str:
     """Return the runtime on which the two are equal."""
+    work = load(proto)
+    infer_shapes(work.graph, work.opset_imports[""])
+    check_run_budget(work)
     if profile is not None:
         obstacles = problems(load(proto), profile)
         if obstacles:

@@ -10,6 +10,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import is_standard, nodes
+from onnxtrain.graph.shapes.fold_budget import within_elements
 from onnxtrain.graph.simplify import RANDOM
 from onnxtrain.lowering.legalise import undone
 
@@ -36,7 +37,8 @@ def folded(node: ir.Node, opset: int, weights: frozenset[str]) -> np.ndarray | N
     if len(node.outputs) != 1 or y.dtype is None or not isinstance(y.type, ir.TensorType):
         return None
     array = _known(y)
-    if array is None and node.inputs and all(_is_constant(x, weights) for x in node.inputs):
+    known = array is None and node.inputs and all(_is_constant(x, weights) for x in node.inputs)
+    if known and within_elements(node, _LIMIT):
         array = _evaluate(node, opset)
     if array is None or array.size > _LIMIT or array.dtype != y.dtype.numpy():
         return None
@@ -118,7 +120,15 @@ def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
                 onnx.ModelProto(ir_version=10, graph=graph, opset_import=imports)
             )
             (array,) = evaluator.run(None, feeds)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError):
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        NotImplementedError,
+        AttributeError,
+        MemoryError,
+    ):
         return None  # the node stays as it is
     return np.asarray(array) if not isinstance(array, list) else None
 

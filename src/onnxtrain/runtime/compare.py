@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from onnxtrain.runtime import session
 
 _SIZES = (2, 3, 1, 4, 8, 16)  # tried for symbolic sizes, in this order
 _SHAPES = 2  # how many of them are compared
+_ELEMENTS = 1 << 24  # of all inputs together
 _HIGHEST = (7, 2)  # integers below this are drawn; some are indices into small tables
 _RTOL = 1e-3
 _ATOL = 2e-5  # of the largest element
@@ -152,12 +154,25 @@ def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]
     for seed, (highest, size) in enumerate(itertools.product(_HIGHEST, tried)):
         rng = np.random.default_rng(seed)
         values: dict[str, D.Dim] = {**fixed, **dict.fromkeys(symbols, size)}
-        feeds = {}
-        for name, x in inputs:
+        shapes = []
+        for _, x in inputs:
             shape = [D.substitute(d, values) for d in S.dims_of(x) or ()]
-            whole = tuple(d if isinstance(d, int) else size for d in shape)
-            feeds[name] = _draw(rng, whole, x.dtype or ir.DataType.FLOAT, highest)
-        yield feeds
+            shapes.append(tuple(d if isinstance(d, int) else size for d in shape))
+        _check_elements({name: s for (name, _), s in zip(inputs, shapes, strict=True)})
+        yield {
+            name: _draw(rng, shape, x.dtype or ir.DataType.FLOAT, highest)
+            for (name, x), shape in zip(inputs, shapes, strict=True)
+        }
+
+
+def _check_elements(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    if elements > _ELEMENTS or any(d < 0 for shape in shapes.values() for d in shape):
+        told = ", ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items())
+        raise VerificationError(
+            f"the model is too large to be verified: inputs {told} have {elements} elements, the "
+            f"limit is {_ELEMENTS}\nhint: lower with verify=False and compare on inputs of your own"
+        )
 
 
 def _draw(
@@ -165,7 +180,7 @@ def _draw(
 ) -> np.ndarray:
     kind = dtype.numpy()
     if dtype == ir.DataType.BOOL:
-        return rng.random(shape) < 0.5
+        return np.asarray(rng.random(shape) < 0.5)
     if dtype.is_floating_point():
         return rng.standard_normal(shape).astype(kind)
     return rng.integers(0, highest, shape).astype(kind)

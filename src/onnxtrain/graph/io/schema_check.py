@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.io.body_check import body_misfits
 from onnxtrain.graph.io.limits import Kind, Problems, quote
 from onnxtrain.graph.io.structure import clip
 
@@ -21,6 +22,7 @@ UNFIT = Kind(
 )
 
 _SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
+_FLAGS = frozenset({"keepdims"})  # runtimes disagree on what other numbers mean
 _Schemas = dict[tuple[str, str], onnx.defs.OpSchema | None]
 
 
@@ -42,7 +44,7 @@ def check_nodes(model: ir.Model, problems: Problems) -> None:
                     schemas[key] = _schema(*key, imports.get(node.domain, 0))
                 schema = schemas[key]
                 if schema is not None and not schema.deprecated:
-                    for what in _misfits(node, schema):
+                    for what in (*_misfits(node, schema), *body_misfits(node)):
                         problems.add(UNFIT, f"{_label(node)}: {what}")
 
 
@@ -73,6 +75,8 @@ def _misfits(node: ir.Node, schema: onnx.defs.OpSchema) -> Iterator[str]:
         expected = str(formal_attribute.type).rpartition(".")[2]
         if expected != attribute.type.name:
             yield f"attribute {quote(name)} of type {attribute.type.name}, should be {expected}"
+        elif name in _FLAGS and not attribute.is_ref() and attribute.as_int() not in (0, 1):
+            yield f"attribute {quote(name)} is {attribute.as_int()}, should be 0 or 1"
     for name, formal_attribute in schema.attributes.items():
         if formal_attribute.required and name not in node.attributes:
             yield f"no attribute {quote(name)}, which {schema.name} requires"

@@ -10,6 +10,7 @@ from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.shapes.fold_budget import within_elements
 
 _SMALL = 4096  # elements: what we fold ourselves; a runtime folds the rest when it loads the model
 
@@ -48,7 +49,7 @@ def fold(model: ir.Model, constants: set[str]) -> set[str]:
         array = _known_integers(y)
         if array is None and node.inputs:
             known = constants | added
-            if all(_is_constant(x, known) for x in node.inputs):
+            if all(_is_constant(x, known) for x in node.inputs) and within_elements(node, _SMALL):
                 array = _evaluate(node, opset)
         if array is None or array.size > _SMALL:
             continue
@@ -106,7 +107,7 @@ def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
     try:
         with np.errstate(all="ignore"):
             (array,) = ReferenceEvaluator(model).run(None, feeds)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, MemoryError):
         return None  # the node stays; the runtime will say what is wrong with it, if anything
     array = np.asarray(array)
     y = node.outputs[0]

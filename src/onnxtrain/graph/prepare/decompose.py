@@ -18,7 +18,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.call_by_signature import call_by_signature, unknown_parts
@@ -83,7 +83,12 @@ def _call(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> Any:
     unknown = unknown_parts(function, node, "decomposition")
     if unknown is not None:
         raise PrepareError(f"node {node.name!r}: {S.describe(node)} {unknown}")
-    return call_by_signature(function, op, node, context={"node": node})
+    try:
+        return call_by_signature(function, op, node, context={"node": node})
+    except OnnxTrainError:
+        raise
+    except S.UNFIT as error:
+        raise PrepareError(S.unfit(node, error)) from error
 
 
 def _replace(graph: ir.Graph, op: OpBuilder, node: ir.Node, values: list[ir.Value | None]) -> None:

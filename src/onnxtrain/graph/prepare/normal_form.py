@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
 from onnxtrain.graph.prepare.decompose import decompose
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
+from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
@@ -38,7 +38,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     repairs: list[str] = []
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
-        passes.InlinePass()(model)
+        model = inline_functions(model)
     given = set(model.graph.initializers)
     before = model.opset_imports.get("", OPSET)
     model = to_working_opset(model)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.copy_nodes import copy_nodes
@@ -19,6 +20,9 @@ from onnxtrain.graph.nodes import is_op, is_standard
 from onnxtrain.graph.prepare.known_sequences import Chunks, Items, Sequence, scalar_of
 from onnxtrain.graph.prepare.loop_sequences import as_scan_outputs
 from onnxtrain.graph.simplify import remove_dead
+
+_PIECES = 1024  # of a split that become outputs of one node; of more, only the rule is kept
+_COPIES = 16384  # nodes that a mapped body may become
 
 
 def resolve_sequences(model: ir.Model) -> list[str]:
@@ -152,10 +156,15 @@ def _split(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
     sizes: ir.Value | None = None
     if split is not None and _rank(split) == 1:
         count = (S.dims_of(split) or (None,))[0]
-        if not isinstance(count, int):
+        if not isinstance(count, int) or count > _PIECES:
             return
         sizes = op.cast(split, ir.DataType.INT64)
-    elif size is not None and isinstance(total, int):
+    elif size is not None and size < 1:
+        raise PrepareError(
+            f"node {node.name!r}: {S.describe(node)}: pieces of size {size}\n"
+            "hint: the split must be positive"
+        )
+    elif size is not None and isinstance(total, int) and total <= size * _PIECES:
         lengths = [min(size, total - at) for at in range(0, total, size)]
         count, sizes = len(lengths), op.const(lengths) if lengths else None
     else:
@@ -210,6 +219,8 @@ def _map(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
         return
     body = node.attributes["body"].as_graph()
     if any(True for inner in body for _ in subgraphs_of(inner)):
+        return
+    if len(lists[0]) * len(body) > _COPIES:
         return
     made: list[list[ir.Value]] = [[] for _ in node.outputs]
     for i in range(len(lists[0])):

@@ -3,6 +3,7 @@
 from onnxtrain.graph.shapes.infer_node import infer_node
 from onnxtrain.graph.shapes.values import (
     FLOATS,
+    UNFIT,
     attributes_of,
     constant_of,
     describe,
@@ -20,10 +21,12 @@ from onnxtrain.graph.shapes.values import (
     set_dims,
     set_symbolic,
     symbolic_of,
+    unfit,
 )
 
 __all__ = [
     "FLOATS",
+    "UNFIT",
     "attributes_of",
     "constant_of",
     "describe",
@@ -42,4 +45,5 @@ __all__ = [
     "set_dims",
     "set_symbolic",
     "symbolic_of",
+    "unfit",
 ]

@@ -4,6 +4,9 @@ A dimension is an ``int``, a string such as ``"batch*196"`` or ``"(width + 1)//2
 when nothing is known about it. Strings are kept in one canonical form, so two dimensions are
 provably equal exactly when they compare equal.
 
+Work is bounded: a result of more than a few hundred factors, or one that no 64-bit integer could
+hold, is unknown, and a name that would expand to one is a symbol like any other name.
+
 >>> mul("batch", 2)
 '2*batch'
 >>> floordiv(mul("batch", 12), 4)
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import keyword
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -24,6 +28,14 @@ Dim = int | str | None
 
 _Monomial = tuple[str, ...]
 _Poly = tuple[tuple[_Monomial, int], ...]
+
+_FACTORS = 256  # of all terms of a polynomial together, each term counted as one more
+_CHARACTERS = 4096  # of all names in a polynomial
+_NUMBERS = 1 << 63  # sizes are 64-bit integers
+
+
+class _TooLargeError(ValueError):
+    """A polynomial over the budget."""
 
 
 def dim(value: object) -> Dim:
@@ -40,10 +52,10 @@ def dim(value: object) -> Dim:
 
 def symbol(name: str) -> str:
     """Return a symbol that stands for ``name``, whatever characters it has."""
-    if name.isidentifier():
+    if name.isidentifier() and not keyword.iskeyword(name):
         return name
     safe = re.sub(r"[^A-Za-z0-9_]", lambda m: f"_x{ord(m.group()):x}_", name)
-    return safe if safe.isidentifier() else f"d_{safe}"
+    return safe if safe.isidentifier() and not keyword.iskeyword(safe) else f"d_{safe}"
 
 
 def add(a: Dim, b: Dim) -> Dim:
@@ -131,7 +143,10 @@ def broadcast(a: Dim, b: Dim) -> Dim:
 def _apply(f: Callable[[_Poly, _Poly], _Poly], a: Dim, b: Dim) -> Dim:
     if a is None or b is None:
         return None
-    return _text(f(_parse(a), _parse(b)))
+    try:
+        return _text(f(_parse(a), _parse(b)))
+    except _TooLargeError:
+        return None
 
 
 _VERBS: dict[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
@@ -172,8 +187,8 @@ def _parse(value: int | str) -> _Poly:
 
 def _parse_expression(node: ast.expr) -> _Poly:
     match node:
-        case ast.Constant(value=int(v)):
-            return _constant(v)
+        case ast.Constant(value=int(v)) if not isinstance(v, bool):
+            return _checked(_constant(v))
         case ast.Name(id=name):
             return (((name,), 1),)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -192,7 +207,26 @@ def _parse_expression(node: ast.expr) -> _Poly:
 
 
 def _normal(terms: dict[_Monomial, int]) -> _Poly:
-    return tuple(sorted((m, c) for m, c in terms.items() if c))
+    return _checked(tuple(sorted((m, c) for m, c in terms.items() if c)))
+
+
+def _checked(p: _Poly) -> _Poly:
+    """Return a polynomial that is within the budget.
+
+    Raises:
+        _TooLargeError: if it is not. Products of sums grow exponentially, so each step is checked.
+    """
+    if len(p) == 1 and not p[0][0]:
+        within = -_NUMBERS <= p[0][1] < _NUMBERS
+    else:
+        within = (
+            sum(len(m) + 1 for m, _ in p) <= _FACTORS
+            and sum(len(name) for m, _ in p for name in m) <= _CHARACTERS
+            and all(-_NUMBERS <= c < _NUMBERS for _, c in p)
+        )
+    if not within:
+        raise _TooLargeError("a size of too many terms")
+    return p
 
 
 def _add(p: _Poly, q: _Poly) -> _Poly:
@@ -203,6 +237,8 @@ def _add(p: _Poly, q: _Poly) -> _Poly:
 
 
 def _mul(p: _Poly, q: _Poly) -> _Poly:
+    if len(p) * len(q) > _FACTORS * 4:
+        raise _TooLargeError("a product of too many terms")
     terms: dict[_Monomial, int] = {}
     for m, c in p:
         for n, d in q:
@@ -228,7 +264,7 @@ def _floordiv(p: _Poly, q: _Poly) -> _Poly:
             return _normal(terms)
     if all(m == () for m, _ in p) and all(m == () for m, _ in q) and q:
         return _constant(dict(p).get((), 0) // dict(q)[()])
-    return (((f"(({_text(p)})//({_text(q)}))",), 1),)
+    return _checked((((f"(({_text(p)})//({_text(q)}))",), 1),))
 
 
 def _without(m: _Monomial, divisor: _Monomial) -> _Monomial | None:

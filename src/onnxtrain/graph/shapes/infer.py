@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import is_op
@@ -70,7 +71,10 @@ class _Inference:
 
     def _enter_bodies(self, node: ir.Node) -> None:
         if is_op(node, "Loop", "Scan"):
-            self._type_body_inputs(node)
+            try:
+                self._type_body_inputs(node)
+            except S.UNFIT as error:
+                raise PrepareError(S.unfit(node, error)) from error
         if is_op(node, "Loop"):
             self._loop_body(node)
             return

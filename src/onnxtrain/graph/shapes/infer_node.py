@@ -11,13 +11,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.control_flow_shapes import infer_control_flow
 from onnxtrain.graph.shapes.fast_rules import infer as infer_fast
+from onnxtrain.graph.shapes.negative_sizes import check_output_sizes
 from onnxtrain.graph.shapes.symbolic import refine
 from onnxtrain.graph.shapes.values import (
+    UNFIT,
     constant_of,
     describe,
     dims_of,
@@ -25,6 +27,7 @@ from onnxtrain.graph.shapes.values import (
     schema_of,
     set_dims,
     symbolic_of,
+    unfit,
 )
 
 _SMALL_DATA = 64  # elements that onnx's inference is shown
@@ -38,15 +41,21 @@ def infer_node(node: ir.Node, opset: int) -> None:
 
     Sizes that stay unknown are named after the output, so equal names mean equal sizes.
     """
-    if infer_fast(node):
-        return
-    if infer_control_flow(node):
-        pass
-    elif node.op_type in _LIKE_FIRST and is_standard(node) and node.inputs[0] is not None:
-        node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
-    else:
-        _infer_by_onnx(node, opset)
-        refine(node, opset)
+    try:
+        if infer_fast(node):
+            return
+        if infer_control_flow(node):
+            pass
+        elif node.op_type in _LIKE_FIRST and is_standard(node) and node.inputs[0] is not None:
+            node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
+        else:
+            _infer_by_onnx(node, opset)
+            refine(node, opset)
+    except OnnxTrainError:
+        raise
+    except UNFIT as error:
+        raise PrepareError(unfit(node, error)) from error
+    check_output_sizes(node)
     for out in node.outputs:
         dims = dims_of(out)
         if isinstance(out.type, ir.SequenceType):
@@ -95,6 +104,7 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
     except (
         onnx.shape_inference.InferenceError,
         onnx.checker.ValidationError,
+        KeyError,  # an input of unknown type
         RuntimeError,
         ValueError,
     ) as error:

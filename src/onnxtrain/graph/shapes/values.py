@@ -140,6 +140,20 @@ def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], .
     return tuple(defaults)
 
 
+UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""What code that may rely on a node's definition runs into where a file does not keep to it."""
+
+
+def unfit(node: ir.Node, error: BaseException) -> str:
+    """Return a message on a node that its operator's definition does not allow."""
+    name = node.name or next((y.name for y in node.outputs if y.name), "")
+    return (
+        f"node {name!r}: {describe(node)} does not fit the definition of its operator\n"
+        f"  {type(error).__name__}: {first_line(error)}\n"
+        "hint: onnx.checker.check_model(model, full_check=True) may tell more"
+    )
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -13,6 +13,8 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.lowering.forms.resize import constant_scales
 from onnxtrain.lowering.registry import lower
 
+_TABLE = 1 << 22  # elements of a matrix
+
 
 @lower("Resize")
 def nearest_by_repetition(op, x, roi=None, scales=None, sizes=None, *, node, mode):
@@ -82,6 +84,8 @@ def by_matrices(op, x, roi=None, scales=None, sizes=None, *, node):
         if (factors is None and n == m) or (factors is not None and factors[i] == 1):
             continue
         if not isinstance(n, int) or not isinstance(m, int):
+            return None
+        if n * max(n, m) > _TABLE:
             return None
         table = _table(node, n, m, None if factors is None else float(factors[i]))
         if table.shape != (m, n):

@@ -134,7 +134,7 @@ def simplified_layer_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash
 
 
 @decomposition("com.microsoft::SkipLayerNormalization")
-def skip_layer_normalization(op, x, skip, gamma, beta=None, bias=None, *, epsilon=1e-5):
+def skip_layer_normalization(op, x, skip, gamma, beta=None, bias=None, *, epsilon=1e-12):
     """Layer normalisation of ``x + skip + bias``; the fourth output is that sum."""
     total = op.Add(x, skip)
     if bias is not None:
@@ -146,7 +146,7 @@ def skip_layer_normalization(op, x, skip, gamma, beta=None, bias=None, *, epsilo
 
 
 @decomposition("com.microsoft::SkipSimplifiedLayerNormalization")
-def skip_simplified_layer_normalization(op, x, skip, gamma, bias=None, *, epsilon=1e-5):
+def skip_simplified_layer_normalization(op, x, skip, gamma, bias=None, *, epsilon=1e-12):
     """Root-mean-square normalisation of ``x + skip + bias``; the fourth output is that sum."""
     total = op.Add(x, skip)
     if bias is not None:

@@ -1,0 +1,40 @@
+"""Sizes below zero, which end the process if onnx's inference meets them in a Slice."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.errors import OnnxTrainError, PrepareError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_standard
+
+
+def check_output_sizes(node: ir.Node) -> None:
+    """Raise an error if an output of a node has a size below zero."""
+    for y in node.outputs:
+        if y.shape is not None and any(isinstance(d, int) and d < 0 for d in y.shape):
+            raise PrepareError(
+                f"node {node.name!r}: {S.describe(node)}: {S.describe_value(y)} has a size below "
+                "zero\nhint: look at the constants and attributes of this node"
+            )
+
+
+def check_before_conversion(model: ir.Model) -> None:
+    """Raise an error if some size comes out below zero, before onnx is given the whole model.
+
+    What cannot be inferred at an old opset is left to those who come later.
+    """
+    if not any(n.op_type == "Slice" and is_standard(n) for n in model.graph.all_nodes()):
+        return  # nothing else aborts
+    _check(model.clone().graph, model.opset_imports[""])
+
+
+def _check(graph: ir.Graph, opset: int) -> None:
+    for node in graph:
+        for body in subgraphs_of(node):
+            _check(body, opset)
+        try:
+            S.infer_node(node, opset)
+        except (OnnxTrainError, RuntimeError, ValueError, TypeError, LookupError):
+            check_output_sizes(node)

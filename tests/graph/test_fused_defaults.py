@@ -1,0 +1,57 @@
+"""The defaults of fused operators are those that onnxruntime registers for them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as ort
+
+from onnxtrain.graph.builder.call_by_signature import signature_of
+from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
+from onnxtrain.graph.prepare.decompose import DECOMPOSITIONS
+
+# Defaults that a decomposition need not have: what they choose is refused, or is left to ``None``.
+_EMPTY = (None, 0, "", b"", "NOTSET")
+
+
+def _schemas() -> dict[str, dict[str, Any]]:
+    schemas: dict[str, Any] = {}
+    for schema in ort.get_all_operator_schema():
+        key = f"{schema.domain}::{schema.name}" if schema.domain else schema.name
+        if key not in schemas or schemas[key].since_version < schema.since_version:
+            schemas[key] = schema
+    return {key: dict(schema.attributes) for key, schema in schemas.items()}
+
+
+SCHEMAS = _schemas()
+FUSED = sorted(k for k in DECOMPOSITIONS if k.startswith("com.microsoft::") and k in SCHEMAS)
+
+
+def _default(attribute: Any) -> Any:
+    proto = onnx.AttributeProto.FromString(attribute._default_value)
+    value = ir.serde.deserialize_attribute(proto).value if proto.type else None
+    if value is None:  # a kernel's own default, told in words
+        told = re.search(r"Default value is (-?[\d.]*\d)(?!\d*/)", attribute.description)
+        value = float(told[1]) if told else None
+    return value
+
+
+def test_most_fused_operators_are_in_the_table():
+    assert len(FUSED) >= 15
+
+
+@pytest.mark.parametrize("key", FUSED)
+def test_default_is_the_runtimes(key: str):
+    ours = signature_of(DECOMPOSITIONS[key]).keywords
+    differing = {}
+    for name, attribute in SCHEMAS[key].items():
+        theirs = _default(attribute)
+        if name not in ours or attribute.required or (theirs in _EMPTY and ours[name] in _EMPTY):
+            continue
+        if ours[name] != pytest.approx(theirs, rel=1e-6):
+            differing[name] = (ours[name], theirs)
+    assert not differing

@@ -1,0 +1,50 @@
+"""Sizes below zero are refused by name; onnx's own inference would end the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import onnx
+import onnx.parser
+import pytest
+
+CUT = "int64[2] s = {0, 0}, int64[2] e = {9, 2}"
+CUT4 = "int64[4] s = {0, 0, 0, 0}, int64[4] e = {9, 9, 9, 2}"
+FLAT, IMAGE = "(float[2, 5] x) => (float[a, b] y)", "(float[1, 1, 5, 5] x) => (float[a, b, c, d] y)"
+GRAPHS = {
+    "TopK": f"{FLAT} <int64[1] k = {{-5}}, {CUT}> {{ v, i = TopK(x, k) y = Slice(v, s, e) }}",
+    "Pad": f"{FLAT} <int64[4] k = {{-9, 0, 0, 0}}, {CUT}> {{ v = Pad(x, k) y = Slice(v, s, e) }}",
+    "Split": f"{FLAT} <int64[2] k = {{-2, 4}}, {CUT}> {{ v, w = Split(x, k) y = Slice(v, s, e) }}",
+    "MaxPool": f"{IMAGE} <{CUT4}> {{ v = MaxPool<kernel_shape = [9, 9]>(x) y = Slice(v, s, e) }}",
+}
+PROGRAM = """
+import sys
+import onnxtrain
+from onnxtrain.errors import PrepareError
+data = sys.stdin.buffer.read()
+doors = (
+    onnxtrain.explain,
+    lambda model: onnxtrain.vjp(model, ["x"]),
+    lambda model: onnxtrain.lower(model, opset=12),
+)
+for door in doors:
+    try:
+        door(data)
+    except PrepareError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.parametrize("opset", [13, 21])
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_a_negative_size_is_refused(kind: str, opset: int):
+    text = f'<ir_version: 8, opset_import: ["": {opset}]> g {GRAPHS[kind]}'
+    data = onnx.parser.parse_model(text).SerializeToString()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=data, capture_output=True, check=False
+    )
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 0, done.stderr.decode()[-500:]
+    assert len(lines) == 3
+    assert all(kind in line and "below zero" in line for line in lines)

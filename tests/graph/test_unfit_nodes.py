@@ -1,0 +1,85 @@
+"""Nodes that do not keep to the definition of their operator end in an error that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.errors import OnnxTrainError
+
+HEAD = '<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> g'
+X = "(float[2, 4] x) => (float[a, b] y)"
+LOOP = "(float[2] x, int64 n, bool c) => (float[2] y)"
+SCAN = "(float[2] x, float[5, 2] s) => (float[2] y)"
+LSTM = "(float[5, 2, 3] x, float[1, 8, 3] w, float[1, 8, 2] r) => (float[a, b, c, d] y)"
+STEP = "body = b (float[2] u, float[2] q) => (float[2] v, float[2] w) { v = Relu(u) w = Neg(q) }"
+UNFIT = {
+    "unknown operator": f"{X} {{ z = com.microsoft.Nope(x) y = Relu(z) }}",
+    "no bias": f"{X} {{ y = com.microsoft.BiasGelu(x) }}",
+    "no skip": f"{X} {{ y = com.microsoft.SkipLayerNormalization(x) }}",
+    "no heads": """(float[2, 4, 8] x, float[8, 24] w, float[24] b) => (float[a, c, d] y) {
+        y = com.microsoft.Attention(x, w, b) }""",
+    "a state too many": f"""{LOOP} {{ y = Loop(n, c, x) <body = b
+        (int64 i, bool p, float[2] u, float[2] e) => (bool q, float[2] v)
+        {{ q = Identity(p) v = Relu(u) }}> }}""",
+    "no condition": f"""{LOOP} {{ y = Loop(n, c, x) <body = b
+        (int64 i) => (bool q, float[2] v) {{ q = Cast<to = 9>(i) v = Relu(x) }}> }}""",
+    "no state": f"""{LOOP} {{ y = Loop(n, c, x) <body = b
+        (int64 i, bool p, float[2] u) => (bool q) {{ q = Identity(p) }}> }}""",
+    "too many scans": f"{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = 7, {STEP}> }}",
+    "negative scans": f"{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = -1, {STEP}> }}",
+    "too many axes": f"""{SCAN} {{
+        y, z = Scan(x, s) <num_scan_inputs = 1, scan_input_axes = [0, 1], {STEP}> }}""",
+    "no such direction": f'{LSTM} {{ y = LSTM<hidden_size = 2, direction = "up">(x, w, r) }}',
+    "no group": """(float[1, 4, 5, 5] x, float[4, 1, 3, 3] w) => (float[a, b, c, d] y) {
+        y = Conv<group = 0>(x, w) }""",
+    "keepdims": f"{X} {{ z = ReduceSum<keepdims = 2147483648>(x) y = Add(x, z) }}",
+}
+DOORS: dict[str, Callable[[onnx.ModelProto], object]] = {
+    "explain": onnxtrain.explain,
+    "vjp": lambda m: onnxtrain.vjp(m, ["x"]),
+    "lower": lambda m: onnxtrain.lower(m, opset=13),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_an_unfit_node_is_named(what: str):
+    model = onnx.parser.parse_model(HEAD + UNFIT[what])
+    refused = 0
+    for door in DOORS.values():
+        try:
+            door(model)
+        except OnnxTrainError:
+            refused += 1
+    assert refused
+
+
+OTHER_OPSET = """<ir_version: 10, opset_import: ["": 17, "own": 1]>
+    g(float[2, 4] x) => (float[a, b] y) { y = own.F(x) }
+    <domain: "own", opset_import: ["": 18]> F(x) => (y) { z = Relu(x) y = Neg(z) }"""
+GRAPH_ATTRIBUTE = """<ir_version: 10, opset_import: ["": 17, "own": 1]>
+    g(bool c, float[2, 4] x) => (float[a, b] y) {
+        y = own.F(c, x) <part = t () => (float[1] q) { q = Constant<value = float[1] {3}>() }> }
+    <domain: "own", opset_import: ["": 17]> F<part>(c, x) => (y) {
+        z = If(c) <then_branch: graph = @part, else_branch: graph = @part>
+        y = Add(z, x) }"""
+
+
+def test_a_function_of_another_opset():
+    model = onnx.parser.parse_model(OTHER_OPSET)
+    lowered = onnxtrain.lower(model, opset=13)
+    session = onnxruntime.InferenceSession(lowered.SerializeToString())
+    x = np.arange(-4, 4, dtype=np.float32).reshape(2, 4)
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], -np.maximum(x, 0))
+    onnxtrain.vjp(model, ["x"])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_function_with_a_graph_as_attribute(door: str):
+    DOORS[door](onnx.parser.parse_model(GRAPH_ATTRIBUTE))

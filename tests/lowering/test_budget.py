@@ -1,0 +1,78 @@
+"""What is too large to be run or folded is refused by name, at once."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.errors import VerificationError
+
+HEAD = '<ir_version: 8, opset_import: ["": 17]> g'
+TOO_LARGE = {
+    "inputs": "(float[60000, 6000] x) => (float[a, b] y) { y = Relu(x) }",
+    "no such memory": f"(float[{2**61}, 6] x) => (float[a, b] y) {{ y = Relu(x) }}",
+    "a loop": """(float[2] x) => (float[2] y)
+        <int64 n = {1000000000}, bool c = {1}> {
+        y = Loop(n, c, x) <body = b (int64 i, bool p, float[2] u) => (bool q, float[2] v) {
+            q = Identity(p)
+            v = Relu(u)
+        }> }""",
+    "a recurrence": """(float[1, 1, 1] x, float[1, 3, 1] w, float[1, 3, 1] r)
+        => (float[a, b, c, d] y) <int64[3] k = {10000000, 1, 1}> {
+        long = Expand(x, k)
+        y = GRU<hidden_size = 1>(long, w, r) }""",
+    "windows": """(float[1, 1, 6000, 2000] x) => (float[a, b, c, d] y) {
+        y = AveragePool<kernel_shape = [3000, 1000]>(x) }""",
+    "a tensor": """(float[1] x) => (float[n] y) <int64[1] k = {8589934592}> {
+        z = ConstantOfShape(k)
+        y = Add(x, z) }""",
+    "a range": """(float x) => (float[n] y)
+        <float a = {0}, float b = {8e9}, float c = {1}> {
+        z = Range(a, b, c)
+        y = Add(x, z) }""",
+    "a window": """(float x) => (float[n] y) <int64 k = {8589934592}> {
+        z = HannWindow(k)
+        y = Add(x, z) }""",
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_too_large_to_be_verified(name: str):
+    model = onnx.parser.parse_model(HEAD + TOO_LARGE[name])
+    start = time.process_time()
+    with pytest.raises(VerificationError, match=r"too large to be verified[\s\S]*verify=False"):
+        onnxtrain.lower(model, opset=14)
+    onnxtrain.lower(model, opset=18, verify=False)
+    assert time.process_time() - start < 1
+
+
+def test_a_loop_that_ends_by_its_condition_is_run():
+    model = onnx.parser.parse_model(
+        HEAD
+        + """(float[2] x) => (float[2] y)
+        <int64 n = {9223372036854775807}, bool c = {1}, int64 last = {3}> {
+        y = Loop(n, c, x) <body = b (int64 i, bool p, float[2] u) => (bool q, float[2] v) {
+            q = Less(i, last)
+            v = Relu(u)
+        }> }"""
+    )
+    onnxtrain.lower(model, opset=13)
+
+
+def test_a_scalar_flag_as_input():
+    model = onnx.parser.parse_model(
+        HEAD
+        + """(bool flag, float[2] x) => (float[2] y) {
+        y = If(flag) <then_branch = t () => (float[2] a) { a = Relu(x) },
+                      else_branch = e () => (float[2] b) { b = Neg(x) }> }"""
+    )
+    lowered = onnxtrain.lower(model, opset=13)
+    session = onnxruntime.InferenceSession(lowered.SerializeToString())
+    x = np.array([-1, 2], np.float32)
+    np.testing.assert_array_equal(session.run(None, {"flag": np.array(False), "x": x})[0], -x)
