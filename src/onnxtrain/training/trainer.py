@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,6 @@ from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
 from onnxtrain.errors import CheckpointError, OnnxTrainError
-from onnxtrain.graph.io import save as save_model
-from onnxtrain.lowering.api import lower
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.cuda_graph import can_capture
@@ -24,13 +23,12 @@ from onnxtrain.runtime.values import ort_value
 from onnxtrain.training.data import as_source
 from onnxtrain.training.evaluation import Evaluation, evaluate
 from onnxtrain.training.fit import fit
-from onnxtrain.training.inference import Predictor, folded, trained_model
-from onnxtrain.training.layouts import Fused, Separate
+from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
+from onnxtrain.training.inference import Predictor, export
+from onnxtrain.training.layouts import Fused, Separate, control_values
 from onnxtrain.training.match_weights import fitting
 from onnxtrain.training.results import Outputs, Parameters, StepResult
 from onnxtrain.training.vector_layout import VectorLayout, vector_layout
-
-_SEEDS = 1 << 24  # float32 holds whole numbers below exactly
 
 
 class Trainer:
@@ -63,17 +61,17 @@ class Trainer:
         runtime.check_device(device)
         if layout not in ("auto", "fused", "separate"):
             raise OnnxTrainError(f"no such layout: {layout!r}\nhint: auto, fused or separate")
-        if not 0 <= seed < _SEEDS:
+        if not 0 <= seed < SEEDS:
             raise OnnxTrainError(f"seed must lie in [0, 2**24): {seed}")
         self.artifacts, self.manifest = artifacts, artifacts.manifest
         self.device, self.threads, self.seed = device, threads, seed
-        self.lr = float(self.manifest.optimizer["lr"])
+        self.lr = self.manifest.optimizer.get("lr")
         self.global_step = 0
         self.properties: dict[str, int | float | str] = {}
         self._micro = 0
         self._control_specs: dict[str, list[TensorSpec]] = {}
         if artifacts.meta:
-            self._restore_progress(artifacts.meta)
+            self._set_progress(self._progress.read(artifacts.meta, self.manifest.checkpoint))
             self.seed = seed or self.seed
         flat = None
         # On a device an update without state is not worth a second call.
@@ -111,6 +109,15 @@ class Trainer:
             return "fused"  # the update is not worth a second call
         arrays = (*self.artifacts.values.values(), *self.artifacts.state.values())
         return "separate" if sum(a.nbytes for a in arrays) > T.SECOND_COPY_BYTES else "fused"
+
+    @property
+    def lr(self) -> float:
+        """The learning rate: an input of the step, so setting it costs nothing."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        self._lr = check_lr(value, "lr")
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:
@@ -174,21 +181,12 @@ class Trainer:
     def _control(
         self, spec: ModelSpec, number: int, *, micro: int = 0, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
-        controls: dict[str, np.ndarray] = {}
-        for t in self._controls(spec):
-            if t.role == "lr":
-                controls[t.name] = np.array([self.lr], np.float32)
-            elif t.role == "step":
-                controls[t.name] = np.array([number], np.int32 if t.dtype == "int32" else np.int64)
-            elif t.role == "rng":
-                # Every batch has a draw of its own, counted so that float32 holds it exactly.
-                draw = ((number - 1) * self.manifest.accumulate + micro + 1) % _SEEDS
-                controls[t.name] = np.array([self.seed, draw], np.float32)
-            elif t.role == "grad_scale":
-                controls[t.name] = np.array([scale], np.float32)
-            elif t.role == "reset":
-                controls[t.name] = np.array([micro == 0])
-        return controls
+        # Every batch has a draw of its own, counted so that float32 holds it exactly.
+        draw = ((number - 1) * self.manifest.accumulate + micro + 1) % SEEDS
+        values = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
+        return control_values(
+            self._controls(spec), {**values, "grad_scale": scale, "reset": micro == 0}
+        )
 
     def _controls(self, spec: ModelSpec) -> list[TensorSpec]:
         """Return the inputs that the trainer sets by itself; looked up once per model."""
@@ -306,11 +304,14 @@ class Trainer:
 
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
         """Set everything from what :meth:`state_dict` gave; nothing changes if something is off."""
-        self._set_all({n: to_array(v) for n, v in tensors.items()}, "the state")
+        self._set_all(self._arrays({n: to_array(v) for n, v in tensors.items()}, "the state"))
 
-    def _set_all(self, tensors: Mapping[str, np.ndarray], label: str) -> None:
+    def _arrays(self, tensors: Mapping[str, np.ndarray], label: str) -> dict[str, np.ndarray]:
         values, state = split_tensors(self.manifest, tensors, label)
-        for name, array in (*values.items(), *state.items()):
+        return {**values, **state}
+
+    def _set_all(self, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
             self._engine.write(name, array)
         self._micro = 0
 
@@ -340,11 +341,12 @@ class Trainer:
             "step": self.global_step,
         }
 
-    def _restore_progress(self, meta: Mapping[str, Any]) -> None:
-        self.lr = float(meta.get("lr", self.lr))
-        self.global_step = int(meta.get("step", self.global_step))
-        self.seed = int(meta.get("seed", self.seed))
-        self.properties = dict(meta.get("properties", {}))
+    @property
+    def _progress(self) -> Progress:
+        return Progress(self.lr, self.global_step, self.seed, self.properties)
+
+    def _set_progress(self, progress: Progress) -> None:
+        self.lr, self.global_step, self.seed, self.properties = dataclasses.astuple(progress)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint: whole, or the old file stays."""
@@ -356,6 +358,12 @@ class Trainer:
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continue from a checkpoint; return its metadata. Nothing changes if it does not fit."""
+        loaded = self.read(path)
+        self.take(loaded)
+        return loaded.meta
+
+    def read(self, path: str | os.PathLike[str]) -> Loaded:
+        """Return a checkpoint that :meth:`take` may take over; nothing changes."""
         tensors, meta = load_checkpoint(path)
         label = repr(os.fsdecode(path))
         if "step" not in meta:
@@ -363,34 +371,11 @@ class Trainer:
                 f"{label}: no progress of a training run in it\n"
                 "hint: load_weights() takes plain weights"
             )
-        self._set_all(tensors, label)
-        self._restore_progress(meta)
-        return meta
+        return Loaded(self._arrays(tensors, label), self._progress.read(meta, label), meta)
 
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        ema: bool = False,
-        fold: bool = False,
-        opset: int | None = None,
-    ) -> None:
-        """Write the inference model with the current weights.
+    def take(self, loaded: Loaded) -> None:
+        """Continue from what :meth:`read` gave."""
+        self._set_all(loaded.arrays)
+        self._set_progress(loaded.progress)
 
-        Args:
-            path: of the file.
-            ema: the moving average of the weights instead.
-            fold: compute ahead what depends on weights alone, such as a normalisation after a
-                convolution; names of weights may change.
-            opset: of the file, if not the model's own.
-        """
-        model = trained_model(self.artifacts, self._averaged if ema else self._engine.view)
-        if opset is not None:
-            model = lower(model, opset=opset)
-        save_model(folded(model) if fold else model, path)
-
-    def _averaged(self, name: str) -> np.ndarray:
-        if self.manifest.options.get("ema") is None:
-            raise OnnxTrainError("no moving average was kept\nhint: build(..., ema=0.999)")
-        slots = {s.name for s in self.manifest.state}
-        return self._engine.view(f"{name}.ema" if f"{name}.ema" in slots else name)
+    export = export
