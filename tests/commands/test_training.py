@@ -88,6 +88,19 @@ def test_resume(place: Path) -> None:
     assert Trainer(art).global_step == 15
 
 
+def test_resume_keeps_settings(place: Path) -> None:
+    art = place / "art"
+    common = ("train", art, "--data", place / "train.npz")
+    run(*common, "--epochs", 2, "--batch-size", 16, "--schedule", "cosine", "--lr", 0.03)
+    output = run(*common, "--epochs", 4, "--resume").replace("\n", " ")
+    assert "resumed at step 20: batch_size 16, " in output
+    assert "lr 0.03, schedule cosine over 40 steps (before: 20)" in output
+    rows = [json.loads(r) for r in (art / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [r["lr"] for r in rows if r["kind"] == "step"]
+    assert len(rates) == 40
+    assert all(rates)
+
+
 def test_sizes(place: Path) -> None:
     run(
         "build", place / "model.onnx", "-o", place / "fixed", "--loss", "cross_entropy",

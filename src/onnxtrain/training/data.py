@@ -80,6 +80,14 @@ def as_source(
     )
 
 
+def length(source: Source) -> int | None:
+    """Return the number of batches of an epoch, if it is known."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
+
+
 class Arrays:
     """Arrays of one length, cut into batches."""
 
