@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.commands.main import app
-from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError
+from onnxtrain.errors import LabelError, NonFiniteError, OnnxTrainError, PrepareError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
 
@@ -135,3 +135,11 @@ def test_errors_are_one_block(place: Path) -> None:
     assert result.returncode == 1
     assert result.stderr.startswith("CheckpointError: manifest.json: cannot be read")
     assert "Traceback" not in result.stderr
+
+
+def test_labels_out_of_range(place: Path) -> None:
+    x, labels = data(160)
+    labels[100] = 3
+    np.savez(place / "labels.npz", x=x, labels=labels)
+    with pytest.raises(LabelError, match="'labels' has 3 in row 100; the model has 3 classes"):
+        run("train", place / "art", "--data", place / "labels.npz", "--quiet")

@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import ShapeError
+from onnxtrain.errors import LabelError, ShapeError
+from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.data import Source
+from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.results import StepResult
 
 if TYPE_CHECKING:
@@ -75,7 +77,12 @@ def evaluate(trainer: Trainer, source: Source) -> Evaluation:
     """Return loss and metrics over all batches, in evaluation mode."""
     mean = Mean()
     for batch in source.batches(0):
-        mean.add(trainer.evaluate_batch(*batch.positional, **batch.named), batch.size)
+        try:
+            result = trainer.evaluate_batch(*batch.positional, **batch.named)
+        except LabelError as error:
+            feeds = feed(trainer.batch_specs, batch.positional, batch.named)
+            raise explained(trainer, error, feeds, batch.rows) from error
+        mean.add(result, batch.size)
     if not mean.samples:
         raise ShapeError("there is nothing to evaluate on: the data has no batch")
     values = mean.values()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import CheckpointError, NonFiniteError, OnnxTrainError
+from onnxtrain.errors import CheckpointError, LabelError, NonFiniteError, OnnxTrainError
 from onnxtrain.optim.schedules import resolve_schedule
 from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record
@@ -18,6 +18,7 @@ from onnxtrain.training.checkpoint_rotation import CheckpointRotation
 from onnxtrain.training.data import Batch, Source, as_source, length
 from onnxtrain.training.evaluation import Mean, evaluate
 from onnxtrain.training.fit_options import FitOptions
+from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.guards.progress_meta import Loaded, check_lr
 from onnxtrain.training.metrics_files import Records
 from onnxtrain.training.nan_search import bad_loss, bad_update, is_finite
@@ -180,7 +181,10 @@ class Run:
         number = trainer.global_step + 1 - self.first_step
         trainer.lr = self.schedule.lr(self.base_lr, number)
         feeds = feed(trainer.batch_specs, batch.positional, batch.named)
-        outputs = trainer.compute(feeds)
+        try:
+            outputs = trainer.compute(feeds)
+        except LabelError as error:
+            raise explained(trainer, error, feeds, batch.rows) from error
         if not is_finite(outputs[trainer.loss_name]):
             raise NonFiniteError(bad_loss(trainer, feeds, outputs, debug=self.options.debug_nan))
         if self.options.debug_nan and (problem := bad_update(trainer, feeds)):

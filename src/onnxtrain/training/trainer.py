@@ -23,6 +23,7 @@ from onnxtrain.runtime.values import ort_value
 from onnxtrain.training.data import as_source
 from onnxtrain.training.evaluation import Evaluation, evaluate
 from onnxtrain.training.fit import fit
+from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
 from onnxtrain.training.inference import Predictor, export
 from onnxtrain.training.layouts import Fused, Separate, control_values
@@ -144,7 +145,7 @@ class Trainer:
         """Train on one batch, given by position or by name.
 
         Raises:
-            ShapeError: if the batch does not fit; nothing has changed then.
+            ShapeError: if the batch or a label does not fit; nothing has changed then.
         """
         return self.commit(self.compute(self._feed(batch, named)))
 
@@ -152,7 +153,10 @@ class Trainer:
         """Run a step on arrays that fit, but change nothing yet."""
         number = self.global_step + 1
         control = self._control(self._engine.spec, number, micro=self._micro)
-        return self._engine.compute({**feeds, **control})
+        try:
+            return self._engine.compute({**feeds, **control})
+        except OnnxTrainError as error:
+            raise explained(self, error, feeds) from error
 
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
         """Take over what the last :meth:`compute` found, and update when enough is accumulated."""
@@ -226,7 +230,10 @@ class Trainer:
         own = [t.name for t in spec.inputs_of("parameter", "buffer")]
         if self.device == "cpu":
             feeds.update({n: self._engine.view(n) for n in own})
-            arrays = runtime.run(self._evaluator, outputs.names, feeds)
+            try:
+                arrays = runtime.run(self._evaluator, outputs.names, feeds)
+            except OnnxTrainError as error:
+                raise explained(self, error, feeds) from error
         else:  # weights stay where they are
             values = {n: ort_value(a, self.device) for n, a in feeds.items()}
             values.update({n: self._engine.value(n) for n in own})
