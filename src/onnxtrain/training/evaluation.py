@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnxtrain.errors import LabelError, ShapeError
 from onnxtrain.runtime.feeds import feed
-from onnxtrain.training.data import Source
+from onnxtrain.training.data import Source, as_source
 from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.results import StepResult
 
@@ -87,3 +87,16 @@ def evaluate(trainer: Trainer, source: Source) -> Evaluation:
         raise ShapeError("there is nothing to evaluate on: the data has no batch")
     values = mean.values()
     return Evaluation(values.pop("loss"), values, mean.samples)
+
+
+def evaluate_on(trainer: Trainer, data: Any, *, batch_size: int | None = None) -> Evaluation:
+    """Return loss and metrics over all of ``data``, in evaluation mode.
+
+    Args:
+        trainer: whose weights are used.
+        data: as in :meth:`Trainer.fit`.
+        batch_size: of arrays.
+    """
+    fixed = trainer.fixed_batch
+    size = batch_size or fixed or 256
+    return evaluate(trainer, as_source(data, batch_size=size, drop_last=fixed is not None))

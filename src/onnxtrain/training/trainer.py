@@ -20,10 +20,10 @@ from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
 from onnxtrain.runtime.memory import CONTROL
 from onnxtrain.runtime.values import ort_value
-from onnxtrain.training.data import as_source
-from onnxtrain.training.evaluation import Evaluation, evaluate
+from onnxtrain.training.evaluation import evaluate_on
 from onnxtrain.training.fit import fit
 from onnxtrain.training.guards.labels import explained
+from onnxtrain.training.guards.origin import compared, graph_digests
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
 from onnxtrain.training.inference import Predictor, export
 from onnxtrain.training.layouts import Fused, Separate, control_values
@@ -100,6 +100,7 @@ class Trainer:
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
         self._evaluator: Any = None
+        self._graphs: dict[str, str] | None = None
         self._predictor: Predictor | None = None
         self._differentiator: Separate | None = None
 
@@ -242,17 +243,7 @@ class Trainer:
         arrays = dict(zip(outputs.names, arrays, strict=True))
         return outputs.result(arrays, self.global_step, updated=False)
 
-    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Evaluation:
-        """Return loss and metrics over all of ``data``, in evaluation mode.
-
-        Args:
-            data: as in :meth:`fit`.
-            batch_size: of arrays.
-        """
-        fixed = self.fixed_batch
-        size = batch_size or fixed or 256
-        return evaluate(self, as_source(data, batch_size=size, drop_last=fixed is not None))
-
+    evaluate = evaluate_on
     fit = fit
 
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
@@ -340,7 +331,10 @@ class Trainer:
 
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint records besides tensors."""
+        if self._graphs is None:
+            self._graphs = graph_digests(self.artifacts)
         return {
+            "graphs": self._graphs,
             "lr": self.lr,
             "manifest": self.manifest.to_dict(hashes=False),
             "properties": self.properties,
@@ -363,13 +357,19 @@ class Trainer:
             )
         save_checkpoint(path, self.state_dict(), {**self.progress(), **(extra or {})})
 
-    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Continue from a checkpoint; return its metadata. Nothing changes if it does not fit."""
-        loaded = self.read(path)
+    def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
+        """Continue from a checkpoint; return its metadata. Nothing changes if it does not fit.
+
+        Args:
+            path: of the file.
+            strict: refuse what another model, loss or optimizer has made; else the metadata lists
+                the differences, as ``"differences"``.
+        """
+        loaded = self.read(path, strict=strict)
         self.take(loaded)
         return loaded.meta
 
-    def read(self, path: str | os.PathLike[str]) -> Loaded:
+    def read(self, path: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
         """Return a checkpoint that :meth:`take` may take over; nothing changes."""
         tensors, meta = load_checkpoint(path)
         label = repr(os.fsdecode(path))
@@ -378,7 +378,8 @@ class Trainer:
                 f"{label}: no progress of a training run in it\n"
                 "hint: load_weights() takes plain weights"
             )
-        return Loaded(self._arrays(tensors, label), self._progress.read(meta, label), meta)
+        arrays, progress = self._arrays(tensors, label), self._progress.read(meta, label)
+        return Loaded(arrays, progress, compared(meta, self.progress(), label, strict=strict))
 
     def take(self, loaded: Loaded) -> None:
         """Continue from what :meth:`read` gave."""

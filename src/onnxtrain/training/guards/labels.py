@@ -31,7 +31,7 @@ _LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
 class Classes(NamedTuple):
     """What a target may hold."""
 
-    count: int
+    size: int
     ignored: frozenset[int]
 
 
@@ -72,7 +72,7 @@ def label_problem(
         known = classes_of(model, name)
         if known is None:
             continue
-        bad = (labels < 0) | (labels >= known.count)
+        bad = (labels < 0) | (labels >= known.size)
         for ignored in known.ignored:
             bad &= labels != ignored
         if bad.any():
@@ -81,15 +81,15 @@ def label_problem(
             where = f"row {row} of the batch" if rows is None else f"row {int(rows[row])}"
             many = f" (and {int(bad.sum()) - 1} more of the batch)" if bad.sum() > 1 else ""
             return (
-                f"{name!r} has {value} in {where}{many}; the model has {known.count} classes: "
-                f"0 to {known.count - 1}\n"
+                f"{name!r} has {value} in {where}{many}; the model has {known.size} classes: "
+                f"0 to {known.size - 1}\n"
                 f"hint: {_advice(labels, known)}"
             )
     return None
 
 
 def _advice(labels: np.ndarray, known: Classes) -> str:
-    if labels.max() == known.count and labels.min() >= 1:
+    if labels.max() == known.size and labels.min() >= 1:
         return "labels count from 0; subtract 1"
     ignored = ", ".join(map(str, sorted(known.ignored)))
     return f"rows with label {ignored} do not count" if ignored else "labels count from 0"
