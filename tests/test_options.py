@@ -34,7 +34,7 @@ DECLARED: dict[type, Declared] = {
         onnxtrain.Trainer.fit,
         {"trainer", "data"},
         "train",
-        {"directory", "data", "lr", "seed", "quiet", "device", "threads"},
+        {"directory", "data", "seed", "quiet", "device", "threads"},
     ),
 }
 ONLY_IN_PYTHON = {

@@ -27,6 +27,10 @@ class ShapeError(OnnxTrainError, ValueError):
     """A rank or dimension that a step needs is unknown or does not fit."""
 
 
+class LabelError(ShapeError):
+    """A label is not among the classes of the model."""
+
+
 class UndifferentiableError(OnnxTrainError, NotImplementedError):
     """A gradient was asked for that does not exist or that we do not know how to do right."""
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.commands.main import app
-from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, SaveError
+from onnxtrain.errors import LabelError, NonFiniteError, OnnxTrainError, PrepareError, SaveError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
 
@@ -90,6 +90,19 @@ def test_resume(place: Path) -> None:
         run("train", art, *common, "--epochs", 3)
     assert "trained up to step 15" in run("train", art, *common, "--epochs", 3, "--resume")
     assert Trainer(art).global_step == 15
+
+
+def test_resume_keeps_settings(place: Path) -> None:
+    art = place / "art"
+    common = ("train", art, "--data", place / "train.npz")
+    run(*common, "--epochs", 2, "--batch-size", 16, "--schedule", "cosine", "--lr", 0.03)
+    output = run(*common, "--epochs", 4, "--resume").replace("\n", " ")
+    assert "resumed at step 20: batch_size 16, " in output
+    assert "lr 0.03, schedule cosine over 40 steps (before: 20)" in output
+    rows = [json.loads(r) for r in (art / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [r["lr"] for r in rows if r["kind"] == "step"]
+    assert len(rates) == 40
+    assert all(rates)
 
 
 def test_sizes(place: Path) -> None:
@@ -189,3 +202,11 @@ def test_places_that_cannot_be_written(place: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     left = {p.name for p in place.iterdir()} - before
     assert all(name.startswith(".long.onnx.") for name in left)  # it could not be removed
+
+
+def test_labels_out_of_range(place: Path) -> None:
+    x, labels = data(160)
+    labels[100] = 3
+    np.savez(place / "labels.npz", x=x, labels=labels)
+    with pytest.raises(LabelError, match="'labels' has 3 in row 100; the model has 3 classes"):
+        run("train", place / "art", "--data", place / "labels.npz", "--quiet")

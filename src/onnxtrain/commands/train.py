@@ -19,7 +19,6 @@ def train(
     directory: Directory,
     data: Data,
     *,
-    lr: Annotated[float | None, Option(help="Learning rate; else that of the build.")] = None,
     seed: Annotated[int, Option(help="Of masks and of the order of the data.")] = 0,
     quiet: Annotated[bool, Option("--quiet", help="Show nothing on the way.")] = False,
     device: Device = "cpu",
@@ -27,7 +26,6 @@ def train(
 ) -> None:
     """Train artifacts; the trained weights become those of the directory."""
     trainer = Trainer(directory, device=device, seed=seed, threads=threads)
-    trainer.lr = trainer.lr if lr is None else lr
     asked = {"directory": directory / "run", "progress": not quiet, **asked}
     if "validation" in asked:
         asked["validation"] = read_npz(asked["validation"])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -54,7 +56,10 @@ class Optimizer:
             cls.elementwise = False
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0.0:
+        number = isinstance(self.lr, numbers.Real) and not isinstance(self.lr, bool)
+        if not number or not math.isfinite(self.lr):
+            raise PrepareError(f"lr must be a finite number: {self.lr!r}")
+        if self.lr < 0.0:
             raise PrepareError(f"lr must not be negative: {self.lr}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

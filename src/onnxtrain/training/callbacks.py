@@ -63,6 +63,8 @@ class Best(Callback):
         self.improved = False
         self.since = 0
         """Epochs since the best one."""
+        self.by: str | None = None
+        """What epochs were compared by."""
 
     def on_epoch(self, run: Run, record: Record) -> None:
         """Compare with the best epoch so far."""
@@ -70,6 +72,9 @@ class Best(Callback):
         if monitor not in record:
             known = [n for n, v in record.items() if isinstance(v, float)]
             raise OnnxTrainError(f"nothing called {monitor!r} to monitor\nhint: {', '.join(known)}")
+        if self.by not in (None, monitor):
+            self.value, self.since = None, 0  # numbers of another kind cannot be compared
+        self.by = monitor
         value = float(record[monitor])
         best = "accuracy" in monitor or "top_" in monitor
         sign = 1.0 if (self.mode or ("max" if best else "min")) == "max" else -1.0
@@ -82,10 +87,11 @@ class Best(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and when it was."""
-        return {"value": self.value, "epoch": self.epoch, "since": self.since}
+        return {"by": self.by, "value": self.value, "epoch": self.epoch, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best value."""
+        self.by = state.get("by")
         self.value, self.epoch, self.since = state["value"], state["epoch"], state["since"]
 
 

@@ -19,6 +19,8 @@ class Batch(NamedTuple):
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
+    rows: np.ndarray | None = None
+    """The numbers of its samples in the data, if they are known."""
 
     @property
     def size(self) -> int:
@@ -80,6 +82,14 @@ def as_source(
     )
 
 
+def length(source: Source) -> int | None:
+    """Return the number of batches of an epoch, if it is known."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
+
+
 class Arrays:
     """Arrays of one length, cut into batches."""
 
@@ -121,11 +131,12 @@ class Arrays:
         for at in range(start * self._size, self._end, self._size):
             end = min(at + self._size, self._end)
             pick = slice(at, end) if order is None else order[at:end]
+            rows = np.arange(at, end) if order is None else order[at:end]
             arrays = [a[pick] for a in self._arrays]
             if self._keys is None:
-                yield Batch(tuple(arrays), {})
+                yield Batch(tuple(arrays), {}, rows)
             else:
-                yield Batch((), dict(zip(self._keys, arrays, strict=True)))
+                yield Batch((), dict(zip(self._keys, arrays, strict=True)), rows)
 
 
 class Batches:

@@ -7,8 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import ShapeError
-from onnxtrain.training.data import Source
+from onnxtrain.errors import LabelError, ShapeError
+from onnxtrain.runtime.feeds import feed
+from onnxtrain.training.data import Source, as_source
+from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.results import StepResult
 
 if TYPE_CHECKING:
@@ -75,8 +77,26 @@ def evaluate(trainer: Trainer, source: Source) -> Evaluation:
     """Return loss and metrics over all batches, in evaluation mode."""
     mean = Mean()
     for batch in source.batches(0):
-        mean.add(trainer.evaluate_batch(*batch.positional, **batch.named), batch.size)
+        try:
+            result = trainer.evaluate_batch(*batch.positional, **batch.named)
+        except LabelError as error:
+            feeds = feed(trainer.batch_specs, batch.positional, batch.named)
+            raise explained(trainer, error, feeds, batch.rows) from error
+        mean.add(result, batch.size)
     if not mean.samples:
         raise ShapeError("there is nothing to evaluate on: the data has no batch")
     values = mean.values()
     return Evaluation(values.pop("loss"), values, mean.samples)
+
+
+def evaluate_on(trainer: Trainer, data: Any, *, batch_size: int | None = None) -> Evaluation:
+    """Return loss and metrics over all of ``data``, in evaluation mode.
+
+    Args:
+        trainer: whose weights are used.
+        data: as in :meth:`Trainer.fit`.
+        batch_size: of arrays.
+    """
+    fixed = trainer.fixed_batch
+    size = batch_size or fixed or 256
+    return evaluate(trainer, as_source(data, batch_size=size, drop_last=fixed is not None))

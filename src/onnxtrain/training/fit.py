@@ -19,39 +19,44 @@ if TYPE_CHECKING:
 def fit(
     trainer: Trainer,
     data: Any,
-    epochs: int = 1,
+    epochs: int | None = None,
     *,
     batch_size: int | None = None,
+    lr: float | None = None,
     validation: Any = None,
     schedule: str | Schedule | Mapping[str, Any] | None = None,
-    warmup: float = 0,
+    warmup: float | None = None,
     callbacks: Sequence[Callback | Callable[[Run, Record], None]] = (),
     progress: bool | str = True,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     checkpoint_every: int | None = None,
-    keep: int = 3,
+    keep: int | None = None,
     monitor: str | None = None,
     patience: int | None = None,
-    shuffle: bool = True,
-    drop_last: bool = False,
+    shuffle: bool | None = None,
+    drop_last: bool | None = None,
     debug_nan: bool = False,
     tensorboard: bool | None = None,
 ) -> History:
     """Train for some epochs; return the losses and metrics on the way.
 
     The first Ctrl-C ends the run after the current step, with a checkpoint if there is a directory.
+    A resumed run keeps what is not given anew, and says what that is: number of epochs, batch size,
+    learning rate, schedule, order of the data and all else but data, validation and callbacks.
 
     Args:
         trainer: what is trained.
         data: a tuple of arrays (by position) or a dict of arrays (by name), which are shuffled and
             cut into batches; or an iterable of batches such as a list or torch's DataLoader; or a
             function from the epoch to such an iterable.
-        epochs: how often to go through the data, those before a resumed checkpoint included.
+        epochs: how often to go through the data, those before a resumed checkpoint included; 1.
         batch_size: of arrays; 32, or what the model is fixed to.
+        lr: learning rate, to which the schedule is relative; else the trainer's own.
         validation: data to evaluate on after each epoch.
         schedule: of the learning rate: a name such as ``"cosine"``, or an object of
-            :mod:`onnxtrain.optim.schedules`; a resumed run keeps its own unless one is given.
+            :mod:`onnxtrain.optim.schedules`; a resumed run keeps its own unless one is given, and
+            stretches it to the new number of steps.
         warmup: steps, or a part of all steps if below 1.
         callbacks: :class:`Callback` objects, or functions that get the run and each epoch's record.
         progress: ``True`` for a bar in a terminal and lines elsewhere, ``"bar"``, ``"plain"`` or
@@ -59,10 +64,10 @@ def fit(
         directory: where metrics, curve and checkpoints go; nothing is written without one.
         resume: continue from the last checkpoint there, if there is one.
         checkpoint_every: steps between checkpoints, besides the one after each epoch.
-        keep: how many of the last checkpoints stay; the best one does anyway.
+        keep: how many of the last checkpoints stay, 3; the best one does anyway.
         monitor: by which number the best epoch is chosen; ``val_loss``, else ``loss``.
         patience: end after so many epochs without a better one.
-        shuffle: arrays, anew in each epoch.
+        shuffle: arrays, anew in each epoch; by default they are.
         drop_last: leave out a last batch that is short.
         debug_nan: look at every update, and find the node that makes the first NaN.
         tensorboard: write event files; by default if TensorBoard is installed.

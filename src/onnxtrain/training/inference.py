@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.errors import CheckpointError
+from onnxtrain.errors import CheckpointError, OnnxTrainError
+from onnxtrain.graph.io import save as save_model
+from onnxtrain.lowering.api import lower
+from onnxtrain.manifest import Manifest
 from onnxtrain.runtime import session as runtime
+
+if TYPE_CHECKING:
+    from onnxtrain.training.trainer import Trainer
 
 Read = Callable[[str], np.ndarray]
 
@@ -82,3 +89,36 @@ def _weights_as_inputs(model: onnx.ModelProto, names: Sequence[str]) -> tuple[by
         value.const_value = None
         work.graph.inputs.append(value)
     return ir.to_proto(work).SerializeToString(), moved
+
+
+def export(
+    trainer: Trainer,
+    path: str | os.PathLike[str],
+    *,
+    ema: bool = False,
+    fold: bool = False,
+    opset: int | None = None,
+) -> None:
+    """Write the inference model with the current weights.
+
+    Args:
+        trainer: what was trained.
+        path: of the file.
+        ema: the moving average of the weights instead.
+        fold: compute ahead what depends on weights alone, such as a normalisation after a
+            convolution; names of weights may change.
+        opset: of the file, if not the model's own.
+    """
+    averages = _averages(trainer.manifest) if ema else {}
+    model = trained_model(trainer.artifacts, lambda name: trainer.view(averages.get(name, name)))
+    if opset is not None:
+        model = lower(model, opset=opset)
+    save_model(folded(model) if fold else model, path)
+
+
+def _averages(manifest: Manifest) -> dict[str, str]:
+    """Return the names of the moving averages by the names of the weights that have one."""
+    if manifest.options.get("ema") is None:
+        raise OnnxTrainError("no moving average was kept\nhint: build(..., ema=0.999)")
+    slots = {s.name for s in manifest.state}
+    return {p.name: f"{p.name}.ema" for p in manifest.parameters if f"{p.name}.ema" in slots}

@@ -7,7 +7,7 @@ Both compute first and change nothing until ``commit``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ import onnx
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import CheckpointError
-from onnxtrain.manifest import ModelSpec
+from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.bound_session import Arrays, BoundSession
 from onnxtrain.runtime.cuda_graph import can_capture
@@ -206,6 +206,28 @@ def spec_of(artifacts: Artifacts, role: str) -> ModelSpec:
     if spec is None:
         raise CheckpointError(f"these artifacts have no {role} model\nhint: build them again")
     return spec
+
+
+_CONTROL_TYPES = {"lr": np.float32, "rng": np.float32, "grad_scale": np.float32, "reset": np.bool_}
+
+
+def control_values(
+    specs: Sequence[TensorSpec], numbers: Mapping[str, Any]
+) -> dict[str, np.ndarray]:
+    """Return the inputs that a trainer sets by itself.
+
+    Args:
+        specs: of these inputs.
+        numbers: a number or several by role.
+    """
+    types = {**_CONTROL_TYPES, "step": np.int64}
+    return {
+        t.name: np.array(
+            numbers[t.role] if t.role == "rng" else [numbers[t.role]],
+            np.int32 if t.role == "step" and t.dtype == "int32" else types[t.role],
+        )
+        for t in specs
+    }
 
 
 def _sizes(shape: tuple[int | str, ...]) -> tuple[int, ...]:

@@ -10,18 +10,21 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import CheckpointError, NonFiniteError, OnnxTrainError
-from onnxtrain.optim.schedules import from_dict, resolve_schedule
+from onnxtrain.errors import CheckpointError, LabelError, NonFiniteError, OnnxTrainError
+from onnxtrain.optim.schedules import resolve_schedule
 from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record
 from onnxtrain.training.checkpoint_rotation import CheckpointRotation
-from onnxtrain.training.data import Batch, Source, as_source
+from onnxtrain.training.data import Batch, Source, as_source, length
 from onnxtrain.training.evaluation import Mean, evaluate
 from onnxtrain.training.fit_options import FitOptions
+from onnxtrain.training.guards.labels import explained
+from onnxtrain.training.guards.progress_meta import Loaded, check_lr
 from onnxtrain.training.metrics_files import Records
 from onnxtrain.training.nan_search import bad_loss, bad_update, is_finite
 from onnxtrain.training.progress import display
 from onnxtrain.training.results import StepResult
+from onnxtrain.training.resume import Stored, refuse_rest
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -52,64 +55,81 @@ class Run:
     """A training run, as callbacks see it."""
 
     def __init__(self, trainer: Trainer, data: Any, options: FitOptions) -> None:
-        if options.epochs < 0:
-            raise OnnxTrainError(f"epochs must not be negative: {options.epochs}")
-        if options.directory is None and (options.resume or options.checkpoint_every):
-            raise OnnxTrainError("checkpoints need a place\nhint: fit(..., directory='runs/first')")
-        self.trainer, self.options = trainer, options
+        self.trainer = trainer
+        path = self._last_checkpoint(options)
+        # Nothing changes until all that a checkpoint says is known to fit.
+        loaded = None if path is None else trainer.read(path)
+        stored = None if loaded is None else Stored.read(loaded.meta, str(path))
+        self.options = options.completed(stored.settings if stored else {}, trainer.fixed_batch)
         self.epoch = 0
         """The epoch that is going on, from 0."""
         self.batch = 0
         """How many batches of it are done."""
         self.stop = ""
         """Set to a reason to end the run after this step."""
-        self.best = Best(options.monitor)
+        self.best = Best(self.options.monitor)
         self.callbacks: list[Callback] = [_callback(c) for c in options.callbacks]
-        if options.patience is not None:
-            self.callbacks.append(EarlyStopping(options.patience, options.monitor))
-        self.base_lr, self.first_step = trainer.lr, trainer.global_step
+        if self.options.patience is not None:
+            self.callbacks.append(EarlyStopping(self.options.patience, self.options.monitor))
+        self.base_lr = trainer.lr if options.lr is None else options.lr
+        self.first_step = trainer.global_step
+        self.keeper: CheckpointRotation | None = None
+        if options.directory is not None:
+            self.keeper = CheckpointRotation(
+                options.directory / CHECKPOINTS, self.options.keep or 1
+            )
         self.means = Mean()
         self.history = History([], [], "", None)
-        self.keeper: CheckpointRotation | None = None
         self.records: Records | None = None
         self.show = display(False)
-        path = self._last_checkpoint()
-        # First the checkpoint: the order of the data follows from the seed that it holds.
-        meta = None if path is None else trainer.load(path)
-        self.resumed = meta is not None
-        self.source, self.validation = self._sources(data)
-        self.schedule = resolve_schedule(
-            options.schedule, total=self.total_steps, warmup=options.warmup
-        )
-        if meta is not None:
-            self._restore(meta, str(path))
+        seed = trainer.seed if loaded is None else loaded.progress.seed
+        self.source, self.validation = self._sources(data, seed)
+        self.batches = length(self.source)
+        """Of an epoch, if that is known."""
+        self._before = (0, 0)
+        self.resumed = ""
+        """What was taken over from the checkpoint of an earlier run."""
+        if loaded is None or stored is None:
+            self.schedule = resolve_schedule(
+                options.schedule, total=self.total_steps, warmup=self.options.warmup
+            )
+        else:
+            self._restore(stored, loaded, str(path))
+            self.resumed = stored.taken_over(options, seed, self.schedule)
+            if stored.validated and self.validation is None:
+                self.resumed += "; without the validation that the run had"
+            trainer.take(loaded)
+        if self.keeper is not None:
+            self.keeper.sweep()  # after all refusals: another run's files are not ours to remove
 
-    def _sources(self, data: Any) -> tuple[Source, Source | None]:
-        size, drop_last = self.options.batch_size, self.options.drop_last
-        fixed = self.trainer.fixed_batch
-        if size is None:
-            size = 32 if fixed is None else fixed
-        drop_last = drop_last or fixed is not None
+    def _sources(self, data: Any, seed: int) -> tuple[Source, Source | None]:
+        options, fixed = self.options, self.trainer.fixed_batch is not None
+        size = options.batch_size or 0
         source = as_source(
             data,
             batch_size=size,
-            shuffle=self.options.shuffle,
-            seed=self.trainer.seed,
-            drop_last=drop_last,
+            shuffle=bool(options.shuffle),
+            seed=seed,
+            drop_last=bool(options.drop_last) or fixed,
         )
-        validation = self.options.validation
+        validation = options.validation
         if validation is not None:
-            validation = as_source(validation, batch_size=size, drop_last=fixed is not None)
+            validation = as_source(validation, batch_size=size, drop_last=fixed)
         return source, validation
+
+    @property
+    def epochs(self) -> int:
+        """How often the run goes through the data, epochs before a resumption included."""
+        return self.options.epochs or 0
 
     @property
     def total_steps(self) -> int | None:
         """How many updates the run makes in all, if that is known."""
-        try:
-            batches = len(self.source)
-        except TypeError:
+        if self.batches is None:
             return None
-        return self.options.epochs * -(-batches // self.trainer.manifest.accumulate)
+        epochs, steps = self._before
+        each = -(-self.batches // self.trainer.manifest.accumulate)
+        return steps + (self.epochs - epochs) * each
 
     def go(self) -> History:
         """Train until the last epoch or until something stops it."""
@@ -125,14 +145,14 @@ class Run:
             )
             self._recall(self.records.rows)
         self.show = display(options.progress)
-        self.show.start(options.epochs, self.total_steps, trainer.global_step - self.first_step)
+        self.show.start(self.epochs, self.total_steps, trainer.global_step - self.first_step)
         if self.resumed:
-            self.show.line(f"resumed at step {trainer.global_step}")
+            self.show.line(f"resumed at step {trainer.global_step}: {self.resumed}")
         try:
             with self.records or nullcontext(), self._interruptible():
                 for callback in self.callbacks:
                     callback.on_start(self)
-                while self.epoch < options.epochs and not self.stop:
+                while self.epoch < self.epochs and not self.stop:
                     self._epoch()
         finally:
             self.show.stop()
@@ -159,7 +179,10 @@ class Run:
         number = trainer.global_step + 1 - self.first_step
         trainer.lr = self.schedule.lr(self.base_lr, number)
         feeds = feed(trainer.batch_specs, batch.positional, batch.named)
-        outputs = trainer.compute(feeds)
+        try:
+            outputs = trainer.compute(feeds)
+        except LabelError as error:
+            raise explained(trainer, error, feeds, batch.rows) from error
         if not is_finite(outputs[trainer.loss_name]):
             raise NonFiniteError(bad_loss(trainer, feeds, outputs, debug=self.options.debug_nan))
         if self.options.debug_nan and (problem := bad_update(trainer, feeds)):
@@ -198,7 +221,7 @@ class Run:
             self.history.best = row
         if self.records is not None:
             self.records.add(row)
-        self.show.line(_summary(row, self.options.epochs))
+        self.show.line(_summary(row, self.epochs))
         for callback in self.callbacks:
             callback.on_epoch(self, row)
         if self.keeper is not None and self.best.improved:
@@ -218,6 +241,7 @@ class Run:
             "run": {
                 "base_lr": self.base_lr,
                 "batch": self.batch,
+                "batches": self.batches,
                 "best": self.best.state_dict(),
                 "callbacks": {c.name: c.state_dict() for c in self.callbacks if c.name},
                 "epoch": self.epoch,
@@ -225,43 +249,42 @@ class Run:
                 "means": self.means.state_dict(),
                 "schedule": self.schedule.to_dict(),
                 "schedule_state": self.schedule.state_dict(),
+                "settings": self.options.settings(),
+                "total": self.total_steps,
+                "validated": self.validation is not None,
             }
         }
 
-    def _last_checkpoint(self) -> Path | None:
+    def _last_checkpoint(self, options: FitOptions) -> Path | None:
         """Return the checkpoint to go on from; refuse a directory that another run has used."""
-        options = self.options
         if options.directory is None:
             return None
-        self.keeper = CheckpointRotation(options.directory / CHECKPOINTS, options.keep)
-        path = self.keeper.newest()
+        path = CheckpointRotation(options.directory / CHECKPOINTS).newest()
         if path is not None and not options.resume:
             raise OnnxTrainError(
                 f"{options.directory} holds a run already: {path.name}\n"
                 "hint: resume=True continues it; else choose another directory"
             )
-        self.keeper.sweep()  # after the refusal: another run's files are not ours to remove
         return path
 
-    def _restore(self, meta: dict[str, Any], label: str) -> None:
+    def _restore(self, stored: Stored, loaded: Loaded, label: str) -> None:
+        stored.check_order(self.options, self.batches)
+        self.epoch, self.batch, self.first_step = stored.epoch, stored.batch, stored.first_step
+        done = loaded.progress.step - self.first_step
+        # Of the epoch that is going on, all batches are as they were.
+        self._before = (self.epoch, done - -(-self.batch // self.trainer.manifest.accumulate))
         try:
-            run = meta["run"]
-            self.epoch, self.batch = int(run["epoch"]), int(run["batch"])
-            self.base_lr, self.first_step = float(run["base_lr"]), int(run["first_step"])
-            self.best.load_state_dict(run["best"])
-            self.means = Mean.from_dict(run["means"])
-            self._restore_schedule(run["schedule"], run["schedule_state"])
+            if self.options.lr is None:
+                self.base_lr = check_lr(stored.base_lr, "base_lr")
+            self.best.load_state_dict(stored.best)
+            self.means = Mean.from_dict(stored.means)
+            self.schedule = stored.new_schedule(self.options, self.total_steps)
             for callback in self.callbacks:
-                if callback.name in run["callbacks"]:
-                    callback.load_state_dict(run["callbacks"][callback.name])
+                if callback.name in stored.callbacks:
+                    callback.load_state_dict(stored.callbacks[callback.name])
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{label}: not a checkpoint of a run: {error}") from error
-
-    def _restore_schedule(self, settings: dict[str, Any], state: dict[str, Any]) -> None:
-        if self.options.schedule is None:
-            self.schedule = from_dict(settings)
-        if self.schedule.to_dict() == settings:
-            self.schedule.load_state_dict(state)
+        refuse_rest(self.schedule, self.base_lr, done, self.total_steps)
 
     def _recall(self, rows: list[Record]) -> None:
         self.history.steps += [r for r in rows if r.get("kind") == "step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -13,24 +14,22 @@ from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
 from onnxtrain.errors import CheckpointError, OnnxTrainError
-from onnxtrain.graph.io import save as save_model
-from onnxtrain.lowering.api import lower
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
 from onnxtrain.runtime.memory import CONTROL
 from onnxtrain.runtime.values import ort_value
-from onnxtrain.training.data import as_source
-from onnxtrain.training.evaluation import Evaluation, evaluate
+from onnxtrain.training.evaluation import evaluate_on
 from onnxtrain.training.fit import fit
-from onnxtrain.training.inference import Predictor, folded, trained_model
-from onnxtrain.training.layouts import Fused, Separate
+from onnxtrain.training.guards.labels import explained
+from onnxtrain.training.guards.origin import compared, graph_digests
+from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
+from onnxtrain.training.inference import Predictor, export
+from onnxtrain.training.layouts import Fused, Separate, control_values
 from onnxtrain.training.match_weights import fitting
 from onnxtrain.training.results import Outputs, Parameters, StepResult
 from onnxtrain.training.vector_layout import VectorLayout, vector_layout
-
-_SEEDS = 1 << 24  # float32 holds whole numbers below exactly
 
 
 class Trainer:
@@ -63,17 +62,17 @@ class Trainer:
         runtime.check_device(device)
         if layout not in ("auto", "fused", "separate"):
             raise OnnxTrainError(f"no such layout: {layout!r}\nhint: auto, fused or separate")
-        if not 0 <= seed < _SEEDS:
+        if not 0 <= seed < SEEDS:
             raise OnnxTrainError(f"seed must lie in [0, 2**24): {seed}")
         self.artifacts, self.manifest = artifacts, artifacts.manifest
         self.device, self.threads, self.seed = device, threads, seed
-        self.lr = float(self.manifest.optimizer["lr"])
+        self.lr = self.manifest.optimizer.get("lr")
         self.global_step = 0
         self.properties: dict[str, int | float | str] = {}
         self._micro = 0
         self._control_specs: dict[str, list[TensorSpec]] = {}
         if artifacts.meta:
-            self._restore_progress(artifacts.meta)
+            self._set_progress(self._progress.read(artifacts.meta, self.manifest.checkpoint))
             self.seed = seed or self.seed
         flat = None
         # On a device an update without state is not worth a second call.
@@ -101,6 +100,7 @@ class Trainer:
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
         self._evaluator: Any = None
+        self._graphs: dict[str, str] | None = None
         self._predictor: Predictor | None = None
         self._differentiator: Separate | None = None
 
@@ -111,6 +111,15 @@ class Trainer:
             return "fused"  # the update is not worth a second call
         arrays = (*self.artifacts.values.values(), *self.artifacts.state.values())
         return "separate" if sum(a.nbytes for a in arrays) > T.SECOND_COPY_BYTES else "fused"
+
+    @property
+    def lr(self) -> float:
+        """The learning rate: an input of the step, so setting it costs nothing."""
+        return self._lr
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        self._lr = check_lr(value, "lr")
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:
@@ -137,7 +146,7 @@ class Trainer:
         """Train on one batch, given by position or by name.
 
         Raises:
-            ShapeError: if the batch does not fit; nothing has changed then.
+            ShapeError: if the batch or a label does not fit; nothing has changed then.
         """
         return self.commit(self.compute(self._feed(batch, named)))
 
@@ -145,7 +154,10 @@ class Trainer:
         """Run a step on arrays that fit, but change nothing yet."""
         number = self.global_step + 1
         control = self._control(self._engine.spec, number, micro=self._micro)
-        return self._engine.compute({**feeds, **control})
+        try:
+            return self._engine.compute({**feeds, **control})
+        except OnnxTrainError as error:
+            raise explained(self, error, feeds) from error
 
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
         """Take over what the last :meth:`compute` found, and update when enough is accumulated."""
@@ -174,21 +186,12 @@ class Trainer:
     def _control(
         self, spec: ModelSpec, number: int, *, micro: int = 0, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
-        controls: dict[str, np.ndarray] = {}
-        for t in self._controls(spec):
-            if t.role == "lr":
-                controls[t.name] = np.array([self.lr], np.float32)
-            elif t.role == "step":
-                controls[t.name] = np.array([number], np.int32 if t.dtype == "int32" else np.int64)
-            elif t.role == "rng":
-                # Every batch has a draw of its own, counted so that float32 holds it exactly.
-                draw = ((number - 1) * self.manifest.accumulate + micro + 1) % _SEEDS
-                controls[t.name] = np.array([self.seed, draw], np.float32)
-            elif t.role == "grad_scale":
-                controls[t.name] = np.array([scale], np.float32)
-            elif t.role == "reset":
-                controls[t.name] = np.array([micro == 0])
-        return controls
+        # Every batch has a draw of its own, counted so that float32 holds it exactly.
+        draw = ((number - 1) * self.manifest.accumulate + micro + 1) % SEEDS
+        values = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
+        return control_values(
+            self._controls(spec), {**values, "grad_scale": scale, "reset": micro == 0}
+        )
 
     def _controls(self, spec: ModelSpec) -> list[TensorSpec]:
         """Return the inputs that the trainer sets by itself; looked up once per model."""
@@ -228,7 +231,10 @@ class Trainer:
         own = [t.name for t in spec.inputs_of("parameter", "buffer")]
         if self.device == "cpu":
             feeds.update({n: self._engine.view(n) for n in own})
-            arrays = runtime.run(self._evaluator, outputs.names, feeds)
+            try:
+                arrays = runtime.run(self._evaluator, outputs.names, feeds)
+            except OnnxTrainError as error:
+                raise explained(self, error, feeds) from error
         else:  # weights stay where they are
             values = {n: ort_value(a, self.device) for n, a in feeds.items()}
             values.update({n: self._engine.value(n) for n in own})
@@ -237,17 +243,7 @@ class Trainer:
         arrays = dict(zip(outputs.names, arrays, strict=True))
         return outputs.result(arrays, self.global_step, updated=False)
 
-    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Evaluation:
-        """Return loss and metrics over all of ``data``, in evaluation mode.
-
-        Args:
-            data: as in :meth:`fit`.
-            batch_size: of arrays.
-        """
-        fixed = self.fixed_batch
-        size = batch_size or fixed or 256
-        return evaluate(self, as_source(data, batch_size=size, drop_last=fixed is not None))
-
+    evaluate = evaluate_on
     fit = fit
 
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
@@ -306,11 +302,14 @@ class Trainer:
 
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
         """Set everything from what :meth:`state_dict` gave; nothing changes if something is off."""
-        self._set_all({n: to_array(v) for n, v in tensors.items()}, "the state")
+        self._set_all(self._arrays({n: to_array(v) for n, v in tensors.items()}, "the state"))
 
-    def _set_all(self, tensors: Mapping[str, np.ndarray], label: str) -> None:
+    def _arrays(self, tensors: Mapping[str, np.ndarray], label: str) -> dict[str, np.ndarray]:
         values, state = split_tensors(self.manifest, tensors, label)
-        for name, array in (*values.items(), *state.items()):
+        return {**values, **state}
+
+    def _set_all(self, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
             self._engine.write(name, array)
         self._micro = 0
 
@@ -332,7 +331,10 @@ class Trainer:
 
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint records besides tensors."""
+        if self._graphs is None:
+            self._graphs = graph_digests(self.artifacts)
         return {
+            "graphs": self._graphs,
             "lr": self.lr,
             "manifest": self.manifest.to_dict(hashes=False),
             "properties": self.properties,
@@ -340,11 +342,12 @@ class Trainer:
             "step": self.global_step,
         }
 
-    def _restore_progress(self, meta: Mapping[str, Any]) -> None:
-        self.lr = float(meta.get("lr", self.lr))
-        self.global_step = int(meta.get("step", self.global_step))
-        self.seed = int(meta.get("seed", self.seed))
-        self.properties = dict(meta.get("properties", {}))
+    @property
+    def _progress(self) -> Progress:
+        return Progress(self.lr, self.global_step, self.seed, self.properties)
+
+    def _set_progress(self, progress: Progress) -> None:
+        self.lr, self.global_step, self.seed, self.properties = dataclasses.astuple(progress)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint: whole, or the old file stays."""
@@ -354,8 +357,20 @@ class Trainer:
             )
         save_checkpoint(path, self.state_dict(), {**self.progress(), **(extra or {})})
 
-    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Continue from a checkpoint; return its metadata. Nothing changes if it does not fit."""
+    def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> dict[str, Any]:
+        """Continue from a checkpoint; return its metadata. Nothing changes if it does not fit.
+
+        Args:
+            path: of the file.
+            strict: refuse what another model, loss or optimizer has made; else the metadata lists
+                the differences, as ``"differences"``.
+        """
+        loaded = self.read(path, strict=strict)
+        self.take(loaded)
+        return loaded.meta
+
+    def read(self, path: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
+        """Return a checkpoint that :meth:`take` may take over; nothing changes."""
         tensors, meta = load_checkpoint(path)
         label = repr(os.fsdecode(path))
         if "step" not in meta:
@@ -363,34 +378,12 @@ class Trainer:
                 f"{label}: no progress of a training run in it\n"
                 "hint: load_weights() takes plain weights"
             )
-        self._set_all(tensors, label)
-        self._restore_progress(meta)
-        return meta
+        arrays, progress = self._arrays(tensors, label), self._progress.read(meta, label)
+        return Loaded(arrays, progress, compared(meta, self.progress(), label, strict=strict))
 
-    def export(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        ema: bool = False,
-        fold: bool = False,
-        opset: int | None = None,
-    ) -> None:
-        """Write the inference model with the current weights.
+    def take(self, loaded: Loaded) -> None:
+        """Continue from what :meth:`read` gave."""
+        self._set_all(loaded.arrays)
+        self._set_progress(loaded.progress)
 
-        Args:
-            path: of the file.
-            ema: the moving average of the weights instead.
-            fold: compute ahead what depends on weights alone, such as a normalisation after a
-                convolution; names of weights may change.
-            opset: of the file, if not the model's own.
-        """
-        model = trained_model(self.artifacts, self._averaged if ema else self._engine.view)
-        if opset is not None:
-            model = lower(model, opset=opset)
-        save_model(folded(model) if fold else model, path)
-
-    def _averaged(self, name: str) -> np.ndarray:
-        if self.manifest.options.get("ema") is None:
-            raise OnnxTrainError("no moving average was kept\nhint: build(..., ema=0.999)")
-        slots = {s.name for s in self.manifest.state}
-        return self._engine.view(f"{name}.ema" if f"{name}.ema" in slots else name)
+    export = export

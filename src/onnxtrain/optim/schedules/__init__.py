@@ -6,6 +6,7 @@ from onnxtrain.optim.schedules.combined import (
     Warmup,
     from_dict,
     resolve_schedule,
+    stretched,
 )
 from onnxtrain.optim.schedules.formulas import (
     SCHEDULES,
@@ -38,4 +39,5 @@ __all__ = [
     "Warmup",
     "from_dict",
     "resolve_schedule",
+    "stretched",
 ]

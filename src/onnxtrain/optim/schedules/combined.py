@@ -198,6 +198,31 @@ def from_dict(data: Mapping[str, Any]) -> Schedule:
     return SCHEDULES.make(name, settings)
 
 
+def stretched(data: Mapping[str, Any], old: int | None, new: int | None) -> dict[str, Any]:
+    """Return the form of ``to_dict`` where what ended with step ``old`` ends with ``new``.
+
+    A warm-up and the schedules of a chain before the last one stay as they are.
+
+    >>> schedule = resolve_schedule("cosine", total=10, warmup=2)
+    >>> stretched(schedule.to_dict(), 10, 30)["after"]["total"]
+    28
+    """
+    settings = dict(data)
+    if old is None or new is None:
+        return settings
+    name = settings.get("name")
+    if name == "warmup":
+        before = settings["steps"]
+        settings["after"] = stretched(settings["after"], old - before, new - before)
+    elif name == "chain":
+        before = (0, *settings["milestones"])[-1]
+        *first, last = settings["schedules"]
+        settings["schedules"] = [*first, stretched(last, old - before, new - before)]
+    elif settings.get("total") == old:
+        settings["total"] = new
+    return settings
+
+
 def resolve_schedule(
     schedule: str | Schedule | Mapping[str, Any] | None,
     *,
@@ -239,4 +264,4 @@ def resolve_schedule(
     return Warmup(int(warmup), after_warmup) if warmup else after_warmup
 
 
-__all__ = ["Chain", "ReduceOnPlateau", "Warmup", "from_dict", "resolve_schedule"]
+__all__ = ["Chain", "ReduceOnPlateau", "Warmup", "from_dict", "resolve_schedule", "stretched"]

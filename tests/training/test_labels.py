@@ -1,0 +1,65 @@
+"""Labels that are not among the classes: the message names array, row and classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxtrain import losses
+from onnxtrain.errors import LabelError
+from onnxtrain.training import Trainer
+from tests.artifacts.models import data
+
+from .made import made, same
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll", "multi_margin"])
+@pytest.mark.parametrize("layout", ["auto", "fused", "separate"])
+@pytest.mark.parametrize("label", [3, -1, 2**31])
+def test_a_step(name: str, layout: str, label: int) -> None:
+    artifacts = made(loss=[losses.LossTerm(name, output="scores")], metrics=["grad_norm"])
+    trainer = Trainer(artifacts, layout=layout)
+    before = trainer.state_dict()
+    x, labels = data(8)
+    labels[5] = label
+    message = f"'labels' has {label} in row 5 of the batch; the model has 3 classes: 0 to 2\nhint"
+    with pytest.raises(LabelError, match=message):
+        trainer.step(x, labels)
+    with pytest.raises(LabelError, match=message):
+        trainer.evaluate_batch(x, labels)
+    same(before, trainer.state_dict())
+    assert trainer.global_step == 0
+    trainer.step(*data(8))
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 7])
+def test_a_label_that_does_not_count(ignored: int) -> None:
+    loss = losses.CrossEntropy(ignore_index=ignored)
+    trainer = Trainer(made(loss=[losses.LossTerm(loss, output="scores")]))
+    x, labels = data(8)
+    labels[2] = ignored
+    trainer.step(x, labels)
+    labels[6] = 4
+    with pytest.raises(LabelError, match=f"4 in row 6 .*\n.*label {ignored} do not count"):
+        trainer.step(x, labels)
+
+
+def test_rows_of_a_run_are_those_of_the_data(tmp_path: Path) -> None:
+    made().save(tmp_path)
+    x, labels = data(80)
+    labels[70] = 3
+    trainer = Trainer(tmp_path)
+    with pytest.raises(LabelError, match="'labels' has 3 in row 70; the model has 3 classes"):
+        trainer.fit((x, labels), batch_size=16, progress=False)
+    with pytest.raises(LabelError, match="'labels' has 3 in row 70; the model has 3 classes"):
+        trainer.evaluate({"x": x, "labels": labels}, batch_size=16)
+    with pytest.raises(LabelError, match="in row 70;"):
+        trainer.fit(data(16), validation=(x, labels), progress=False)
+
+
+def test_labels_that_count_from_1() -> None:
+    x, labels = data(30)
+    with pytest.raises(LabelError, match=r"more of the batch.*\nhint: .*subtract 1"):
+        Trainer(made()).step(x, np.asarray(labels) + 1)

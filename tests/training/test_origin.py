@@ -1,0 +1,95 @@
+"""Checkpoints of another model, loss or optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxtrain import losses, optim
+from onnxtrain.artifacts import build
+from onnxtrain.checkpoint import load_checkpoint, save_checkpoint
+from onnxtrain.errors import CheckpointError
+from onnxtrain.training import Trainer
+from tests.artifacts.models import classifier, data
+
+from .made import LOSS, made, same
+
+
+def with_relu() -> Trainer:
+    model = classifier()
+    (node,) = (n for n in model.graph.node if n.op_type == "Tanh")
+    node.op_type = "Relu"
+    return Trainer(build(model, loss=LOSS, optimizer=optim.SGD(lr=0.1)))
+
+
+def smooth(value: float) -> list[losses.LossTerm]:
+    return [losses.LossTerm(losses.CrossEntropy(label_smoothing=value), output="scores")]
+
+
+OTHERS = {
+    "model": (with_relu, "the model has other nodes"),
+    "loss": (
+        lambda: Trainer(made(loss=[losses.LossTerm("multi_margin", output="scores")])),
+        "has other nodes",
+    ),
+    "smoothing": (lambda: Trainer(made(loss=smooth(0.1))), "has other nodes"),
+    "lr": (
+        lambda: Trainer(made(optimizer=optim.SGD(lr=0.5))),
+        r"optimizer\.lr is 0\.1 there and 0\.5 here",
+    ),
+    "clip": (lambda: Trainer(made(clip=1.0)), "clip is .* there and .* here"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_origin_is_refused(other: str, tmp_path: Path) -> None:
+    trainer = Trainer(made())
+    trainer.fit(data(16), directory=tmp_path, progress=False)
+    path = tmp_path / "checkpoints" / "step-000000001.safetensors"
+    make, message = OTHERS[other]
+    another = make()
+    before = another.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        another.load(path)
+    with pytest.raises(CheckpointError, match=message):
+        another.fit(data(16), 2, directory=tmp_path, resume=True, progress=False)
+    same(before, another.state_dict())
+    assert another.global_step == 0
+    assert len(another.load(path, strict=False)["differences"]) == 1
+    same(trainer.state_dict(), another.state_dict())
+
+
+def test_state_of_another_optimizer(tmp_path: Path) -> None:
+    trainer = Trainer(made(optimizer="adamw"))
+    trainer.step(*data(8))
+    trainer.save(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"optimizer\.name is 'AdamW' there and 'SGD' here"):
+        Trainer(made()).load(tmp_path / "c")
+
+
+def test_the_same_origin_in_other_places(tmp_path: Path) -> None:
+    """Other weights to start from, a directory, and files that tell less are all the same."""
+    trainer = Trainer(made())
+    trainer.step(*data(8))
+    trainer.save(tmp_path / "c")
+    model = classifier()
+    for tensor in model.graph.initializer:
+        tensor.raw_data = bytes(len(tensor.raw_data))
+    fresh = build(model, loss=LOSS, optimizer=optim.SGD(lr=0.1))
+    fresh.save(tmp_path / "art", prefix="p_")
+    tensors, meta = load_checkpoint(tmp_path / "c")
+    save_checkpoint(tmp_path / "older", tensors, {n: v for n, v in meta.items() if n != "graphs"})
+    save_checkpoint(tmp_path / "bare", tensors, {"step": 1})
+    for name in ("c", "older", "bare"):
+        other = Trainer(fresh)
+        assert "differences" not in other.load(tmp_path / name)
+        same(trainer.state_dict(), other.state_dict())
+    in_place = Trainer(made())
+    made().save(tmp_path / "same")
+    saved = Trainer(tmp_path / "same")
+    saved.load(tmp_path / "c")
+    saved.save(tmp_path / "again")
+    in_place.load(tmp_path / "again")
+    assert np.isfinite(in_place.step(*data(8)).loss)
