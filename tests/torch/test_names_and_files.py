@@ -33,7 +33,7 @@ class Encoder(nn.Module):
         self.drop = nn.Dropout(0.1)
         self.head = nn.Linear(6, 2)
 
-    def forward(self, input_ids=None, positions=None, attention_mask=None):
+    def forward(self, input_ids: Any = None, positions: Any = None, attention_mask: Any = None):
         x = self.embed(input_ids) * attention_mask[..., None]
         return {"pooled": x.mean(1), "logits": self.head(self.drop(x).mean(1)), "extra": None}
 
@@ -125,3 +125,22 @@ def test_saved(tmp_path: Path) -> None:
         onnx.checker.check_model(onnx.load(tmp_path / f"{name}.onnx"), full_check=True)
     with pytest.raises(SaveError):
         model.save(tmp_path / "missing" / "c.onnx")
+
+
+def test_files_are_small_and_tell_nothing_of_the_machine(tmp_path: Path) -> None:
+    model = from_torch(two_layers(), torch.randn(5, 4))
+    model.save(tmp_path / "model.onnx")
+    # As torch leaves it, which is what others may give to build.
+    for node in model.graph:
+        node.metadata_props["pkg.torch.onnx.stack_trace"] = 'File "/home/me/net.py", line 3'
+        node.doc_string = "/home/me/net.py:3"
+    built = onnxtrain.build(model, loss="cross_entropy", optimizer="adamw", metrics=["accuracy"])
+    built.save(tmp_path / "art")
+    onnxtrain.Trainer(tmp_path / "art").export(tmp_path / "trained.onnx")
+    for path in (p for p in tmp_path.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        assert b".py" not in data, path
+        assert b"stack_trace" not in data, path
+    assert sum(p.stat().st_size for p in (tmp_path / "art").iterdir()) < 110_000
+    scopes = [n.metadata_props.get("pkg.torch.onnx.name_scopes") for n in model.graph]
+    assert all(scopes), "recompute goes by them"

@@ -45,7 +45,8 @@ class _ByPosition(nn.Module):
             self.__dict__["_whole"].training = value
 
     def forward(self, *tensors: Any) -> Any:
-        return self.__dict__["_whole"](**dict(zip(self._keywords, tensors, strict=True)))
+        keywords: tuple[str, ...] = self.__dict__["_keywords"]
+        return self.__dict__["_whole"](**dict(zip(keywords, tensors, strict=True)))
 
 
 def arguments_of(
