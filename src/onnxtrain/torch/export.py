@@ -19,12 +19,11 @@ from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.torch import torch_exporters as exporters
 from onnxtrain.torch.arguments import arguments_of, name_outputs
-from onnxtrain.torch.checking import check, ignores, untracked
+from onnxtrain.torch.checking import BATCH_NORMS, check, ignores, untracked
 from onnxtrain.torch.exported_model import ExportedModel, as_exported
 from onnxtrain.torch.torch_exporters import Axes, ExportError
 
 _REPORT = "onnxtrain.export"
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +172,8 @@ def _attempt(
 ) -> tuple[ir.Model, list[str]]:
     if train is not None:
         module.train(train)
-    with untracked(module):
+    # Exporters may leave the module in another mode; all that follows goes by the mode asked for.
+    with untracked(module), _restored(module):
         model = exporter(module, inputs, names, axes)
     _restore_buffers(module, model)
     if any(part.training for part in module.modules()):
@@ -189,7 +189,7 @@ def _repair(module: nn.Module, model: ir.Model) -> list[str]:
     statistics = {
         f"{name}.running_mean"
         for name, part in module.named_modules()
-        if isinstance(part, _BATCH_NORMS) and part.training and part.track_running_stats
+        if isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
     }
     for node in nodes(model.graph, "BatchNormalization", "Dropout", subgraphs=True):
         if node.op_type == "BatchNormalization":
