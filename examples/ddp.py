@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/ddp.py --epochs 3 --checkpoint runs/ddp/last.pt
 
 Each process computes its share of every batch with ONNX Runtime; torch.distributed averages the
-gradients. The losses are those of one process with the joint batch. A run that was stopped goes on
-from its checkpoint when it is started again.
+gradients. Shares need not be equal: each counts by its rows, and a process without any waits with a
+loss of weight zero. The losses are those of one process with the joint batch. A run that was
+stopped goes on from its checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,16 @@ def network() -> nn.Module:
     )
 
 
+def share(rows: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, float]:
+    """Return the rows of one process, and their part of the batch.
+
+    Every process has to take part in the exchange of gradients: one that would have no row takes
+    the first with weight zero.
+    """
+    mine = rows.tensor_split(world)[rank]
+    return (mine, len(mine) / len(rows)) if len(mine) else (rows[:1], 0.0)
+
+
 def save(
     path: Path, epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]
 ) -> None:
@@ -75,15 +86,15 @@ def train(options: argparse.Namespace, rank: int, world: int) -> list[float]:
     for epoch in range(start, options.epochs):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
         for rows in order.split(options.batch):
-            mine = rows.chunk(world)[rank]
-            loss = nn.functional.cross_entropy(model(x[mine]), labels[mine])
+            mine, weight = share(rows, rank, world)
+            loss = weight * nn.functional.cross_entropy(model(x[mine]), labels[mine])
             optimizer.zero_grad()
-            loss.backward()
+            (world * loss).backward()  # the average over processes divides by their number
             optimizer.step()
             total = loss.detach().clone()
             if world > 1:
                 dist.all_reduce(total)
-            losses.append(total.item() / world)
+            losses.append(total.item())
         if rank == 0 and options.checkpoint:
             save(options.checkpoint, epoch + 1, inner, optimizer, losses)
         if rank == 0:

@@ -135,8 +135,28 @@ class Manifest:
         )
 
     def to_json(self, *, hashes: bool = True) -> str:
-        """Return the text of ``manifest.json``, with sorted keys."""
-        return json.dumps(self.to_dict(hashes=hashes), indent=1, sort_keys=True) + "\n"
+        """Return the text of ``manifest.json``, with sorted keys: a line per tensor and setting."""
+        data = self.to_dict(hashes=hashes)
+        return "{\n" + ",\n".join(f' "{k}": {_lines(data[k])}' for k in sorted(data)) + "\n}\n"
+
+    def to_text(self, file: str) -> str:
+        """Return what the model of that file says about itself: the manifest cut down to it.
+
+        It has the model's own entries, and of parameters, buffers and state what it takes; without
+        hashes and spaces.
+        """
+        models = tuple(m for m in self.models if m.file == file)
+        roles = {t.role for m in models for t in (*m.inputs, *m.outputs)}
+        holds = "infer" in {m.role for m in models}
+        serves = any(m.members for m in models)
+        own = dataclasses.replace(
+            self,
+            models=models,
+            parameters=self.parameters if holds or serves or "parameter" in roles else (),
+            buffers=self.buffers if holds or "buffer" in roles else (),
+            state=self.state if "state" in roles else (),
+        )
+        return json.dumps(own.to_dict(hashes=False), separators=(",", ":"), sort_keys=True)
 
     def to_dict(self, *, hashes: bool = True) -> dict[str, Any]:
         """Return the manifest as plain data."""
@@ -172,6 +192,23 @@ class Manifest:
         manifest = _read(cls, data, label)
         _check(manifest, label)
         return manifest
+
+
+def _lines(value: Any, depth: int = 1) -> str:
+    """Return JSON in which the entries of a list of objects have a line each."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return json.dumps(value, sort_keys=True)
+    margin = " " * (depth + 1)
+    if "inputs" not in value[0]:
+        items = [json.dumps(item, sort_keys=True) for item in value]
+    else:
+        items = [
+            "{\n"
+            + ",\n".join(f'{margin} "{k}": {_lines(item[k], depth + 2)}' for k in sorted(item))
+            + f"\n{margin}}}"
+            for item in value
+        ]
+    return "[\n" + ",\n".join(margin + item for item in items) + "\n" + " " * depth + "]"
 
 
 _NESTED: dict[str, type] = {

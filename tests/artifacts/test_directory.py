@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from onnxtrain.artifacts import Artifacts, build
 from onnxtrain.errors import CheckpointError, PrepareError
+from onnxtrain.manifest import Manifest
 from onnxtrain.training import Trainer
 
 from .models import data, example, with_norm
@@ -60,8 +61,11 @@ def test_files(folder: Path) -> None:
         assert proto.ir_version == 10
         (entry,) = proto.metadata_props
         inner = json.loads(entry.value)
-        assert inner["models"][0]["sha256"] == ""
-        assert [m["file"] for m in inner["models"]] == [m["file"] for m in manifest["models"]]
+        jsonschema.validate(inner, schema(), jsonschema.Draft202012Validator)
+        assert inner["models"] == [{**model, "sha256": ""}]
+        assert Manifest.from_json(entry.value).loss == manifest["loss"]
+        known = {p["name"] for p in inner["parameters"]} | {s["name"] for s in inner["state"]}
+        assert {t["name"] for t in model["inputs"] if t["role"] in ("parameter", "state")} <= known
     assert manifest["files"].keys() == {"weights.bin"}
 
 

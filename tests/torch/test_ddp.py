@@ -55,3 +55,18 @@ def test_two_processes_equal_one_and_go_on_after_a_death(
     assert len(wanted) == 15
     assert actual == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert wanted[-1] < 0.7 * wanted[0]
+
+
+def test_shares_of_unequal_size_count_by_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """240 rows in batches of 239: shares of 120 and 119 rows, then of 1 row and none."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    options = ["--epochs", "3", "--batch", "239", "--losses"]
+    monkeypatch.setattr(sys, "argv", ["ddp.py", *options, str(one)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    done = run(*options, two)
+    assert done.returncode == 0, done.stderr
+    wanted = json.loads(one.read_text())
+    assert len(wanted) == 6
+    assert json.loads(two.read_text()) == pytest.approx(wanted, rel=1e-5, abs=1e-5)

@@ -26,6 +26,9 @@ def test_python_and_javascript_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         exec(compile(block, "from-pytorch.md", "exec"), scope)
     assert scope["step"].loss > 0
     assert scope["scores"].shape == (6, 3)
+    assert [y.name for y in scope["encoder"].graph.outputs] == ["logits"]
+    assert (tmp_path / "encoder.onnx").exists()
+    assert (tmp_path / "encoder_too.onnx").exists()
     node = shutil.which("node")
     if node is None or not WEB.exists():
         pytest.skip("node or web/node_modules is not installed: the page's JavaScript is not run")

@@ -172,13 +172,13 @@ def assemble(
             shared.move(proto)
     manifest = _renamed(artifacts.manifest, prefix, shared.file if shared.data else None)
     manifest = _with_places(manifest, protos)
-    text = manifest.to_json(hashes=False)
     # The checkpoint has a digest of its own, so that training may replace it.
     files = {manifest.checkpoint: artifacts.checkpoint_bytes(manifest)}
     if manifest.weights is not None:
         files[manifest.weights] = bytes(shared.data)
     for name, proto in protos.items():
-        proto.metadata_props.add(key=_KEY, value=text)  # comes after the graph: places stay
+        # Comes after the graph: places stay.
+        proto.metadata_props.add(key=_KEY, value=manifest.to_text(name))
         files[name] = proto.SerializeToString(deterministic=True)
     manifest = dataclasses.replace(
         manifest,

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnxtrain.artifacts.signature import FILES, describe
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io.strip import strip_traces
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.prepare.versions import NEWEST_IR, NEWEST_OPSET
 from onnxtrain.graph.simplify import remove_dead
@@ -19,6 +20,7 @@ from onnxtrain.manifest import Location, ModelSpec
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
     """Return the plain model in evaluation mode, its weights as raw bytes under their own names."""
     model = source.clone()
+    strip_traces(model)
     if to_evaluation(model):
         remove_dead(model)
     for x in model.graph.initializers.values():

@@ -1,11 +1,13 @@
 """From ``torch.nn.Module`` to ONNX models that train as the module does."""
 
 from onnxtrain.torch.export import ExportReport, from_torch, last_report
+from onnxtrain.torch.exported_model import ExportedModel
 from onnxtrain.torch.gradient_graph import export_gradient_graph, export_optimizer_graph
 from onnxtrain.torch.module import TrainableModule
 
 __all__ = [
     "ExportReport",
+    "ExportedModel",
     "TrainableModule",
     "export_gradient_graph",
     "export_optimizer_graph",

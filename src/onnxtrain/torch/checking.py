@@ -17,10 +17,12 @@ from onnxtrain.autodiff.gradient_model import lift
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.modes import to_evaluation
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch.stop_gradient import flat, gradients_and_stops, require_same_gradients
 from onnxtrain.torch.torch_exporters import Axes, ExportError
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _DROPOUT_FUNCTIONS = (
     torch.dropout,
@@ -61,11 +63,46 @@ def check(
             work = model.clone()
             _remove_dropout(work)
             _compare(module, work, inputs, names, axes, "training mode")
+        _require_statistics(module, model, inputs)
     if any(t.requires_grad for t in (*module.parameters(), *flat(inputs))):
         with untracked(module), _no_dropout(module):
             work = model.clone()
             _remove_dropout(work)
             _check_gradients(module, work, inputs, names, stored)
+
+
+def _require_statistics(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) -> None:
+    """Refuse a model that leaves running statistics alone which torch changes."""
+    norms: dict[str, Any] = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, BATCH_NORMS) and part.training and part.running_mean is not None
+    }
+    before = {name: part.running_mean.clone() for name, part in norms.items()}
+    with torch.no_grad(), untracked(module), _no_dropout(module):
+        module(*copy.deepcopy(tuple(inputs)))
+        changed = [n for n, part in norms.items() if not part.running_mean.equal(before[n])]
+    updated = {
+        mean.name
+        for node in nodes(model.graph, "BatchNormalization", subgraphs=True)
+        if (mean := node.inputs[3]) is not None
+        and (mode := node.attributes.get("training_mode")) is not None
+        and mode.as_int()
+    }
+    # A part that bears two names is stored under either.
+    missing = [
+        n
+        for n in changed
+        if not any(
+            f"{other}.running_mean" in updated
+            for other, part in module.named_modules(remove_duplicate=False)
+            if part is norms[n]
+        )
+    ]
+    if missing:
+        raise ExportError(
+            f"training mode: running statistics of {', '.join(missing[:5])} would stay as they are"
+        )
 
 
 def _check_gradients(

@@ -22,6 +22,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish
 from onnxtrain.graph.modes import running_statistics
 from onnxtrain.graph.modes.randomness import portable_dropout
+from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch.checking import untracked
@@ -212,6 +213,7 @@ def compile_call(
     shown = [y.name or "" for y in graph.outputs]
     portable_dropout(work, rng_input_name=RNG)
     changed = _expose_statistics(work)
+    _require_statistics(model, changed)
     read = {
         f"{_INNER}{n}": n for n, _ in module.named_buffers() if f"{_INNER}{n}" in graph.initializers
     }
@@ -266,6 +268,22 @@ def _expose_statistics(work: ir.Model) -> dict[str, str]:
         work.graph.outputs.append(out)
         changed[out.name] = buffer.name.removeprefix(_INNER)
     return changed
+
+
+def _require_statistics(model: ir.Model, changed: Mapping[str, str]) -> None:
+    """Refuse a graph that has lost the training mode in which its model was exported."""
+    wanted = {
+        (x.name or "").removeprefix(_INNER)
+        for node in nodes(model.graph, "BatchNormalization", subgraphs=True)
+        for x in node.inputs[3:]
+        if x is not None
+        and x.is_initializer()
+        and (mode := node.attributes.get("training_mode")) is not None
+        and mode.as_int()
+    }
+    lost = sorted(wanted - set(changed.values()))
+    if lost:
+        raise ExportError(f"training mode got lost: nothing would change {', '.join(lost[:5])}")
 
 
 def _cut(compiled: CompiledCall, work: ir.Model, wanted: list[str], threads: int | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,11 +18,12 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.torch import torch_exporters as exporters
-from onnxtrain.torch.checking import check, ignores, untracked
+from onnxtrain.torch.arguments import arguments_of, name_outputs
+from onnxtrain.torch.checking import BATCH_NORMS, check, ignores, untracked
+from onnxtrain.torch.exported_model import ExportedModel, as_exported
 from onnxtrain.torch.torch_exporters import Axes, ExportError
 
 _REPORT = "onnxtrain.export"
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,42 +45,49 @@ def from_torch(
     train: bool | None = True,
     dynamic_batch: bool = True,
     names: Sequence[str] | None = None,
-    dynamic_shapes: Sequence[Mapping[int, str] | None] | None = None,
-) -> ir.Model:
+    dynamic_shapes: Sequence[Mapping[int, str] | None]
+    | Mapping[str, Mapping[int, str] | None]
+    | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> ExportedModel:
     """Return the module as a model whose forward pass equals torch's, with every parameter.
 
     torch's exporters silently export BatchNorm in inference form, drop attention dropout and merge
     or fold parameters. What can be repaired is repaired; then the result is run and compared with
     torch, in evaluation mode and (with ``train``) in training mode, dropout aside, and at another
     batch size. Buffers other than running statistics become constants. :func:`last_report` tells
-    what was done.
+    what was done. The result is an ``onnx_ir.Model``; it has ``save(path)``, and ``proto`` for
+    ``onnx.save``.
 
     Args:
         module: any module; its mode and parameters are left as they were.
-        example_inputs: a tensor or a tuple of them.
+        example_inputs: a tensor, a tuple of them, or a dict: the keywords of ``forward``.
         train: put BatchNorm and Dropout of the model into training mode; ``None`` leaves every
             submodule in the mode it is in.
         dynamic_batch: keep the first axis of every input symbolic: ``batch``, and another name
             where its size in the example is another one.
-        names: of the inputs; by default those of ``forward``.
-        dynamic_shapes: instead of ``dynamic_batch``: for each input its symbolic axes with names.
+        names: the same as ``input_names``.
+        dynamic_shapes: instead of ``dynamic_batch``: for each input its symbolic axes with names,
+            in order or by the name of the input.
+        input_names: of the model; by default those of ``forward``.
+        output_names: of the model; by default the keys if the module gives a dict.
 
     Raises:
         ExportError: if no exporter gives a model that equals the module; it says why for each.
     """
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    labels = list(names) if names is not None else _argument_names(module, len(inputs))
-    if len(labels) != len(inputs):
-        raise ExportError(f"{len(inputs)} inputs, but {len(labels)} names")
-    if dynamic_shapes is not None:
-        axes = [dict(a or {}) for a in dynamic_shapes]
-        if len(axes) != len(inputs):
-            raise ExportError(f"{len(inputs)} inputs, but dynamic_shapes has {len(axes)} entries")
-    else:
-        axes = _batch_axes(inputs) if dynamic_batch else [{} for _ in inputs]
-    model = export(module, inputs, labels, axes, train=train, label=type(module).__name__)
+    if names is not None and input_names is not None:
+        raise ExportError("names and input_names mean the same\nhint: give input_names alone")
+    given = input_names if input_names is not None else names
+    call = arguments_of(module, example_inputs, given, dynamic_shapes, dynamic_batch)
+    label = type(module).__name__
+    model = export(call.module, call.inputs, call.names, call.axes, train=train, label=label)
     _fix_constants(model, set(last_report(model).names.values()))
-    return model
+    with _restored(call.module):
+        if train is not None:
+            call.module.train(train)
+        name_outputs(model, output_names, call.module, call.inputs)
+    return as_exported(model)
 
 
 def export(
@@ -150,20 +157,6 @@ def _fix_constants(model: ir.Model, parameters: set[str]) -> None:
             graph.insert_before(first, node)
 
 
-def _batch_axes(inputs: Sequence[Any]) -> list[dict[int, str]]:
-    """Name the first axes: equal sizes in the example count as the same size."""
-    names: dict[int, str] = {}
-    axes: list[dict[int, str]] = []
-    for x in inputs:
-        if not isinstance(x, torch.Tensor) or not x.dim():
-            axes.append({})
-            continue
-        size = x.shape[0]
-        names.setdefault(size, f"batch_{len(names) + 1}" if names else "batch")
-        axes.append({0: names[size]})
-    return axes
-
-
 def last_report(model: ir.Model) -> ExportReport:
     """Return the report of a model that :func:`from_torch` made."""
     return model.meta[_REPORT]
@@ -179,7 +172,8 @@ def _attempt(
 ) -> tuple[ir.Model, list[str]]:
     if train is not None:
         module.train(train)
-    with untracked(module):
+    # Exporters may leave the module in another mode; all that follows goes by the mode asked for.
+    with untracked(module), _restored(module):
         model = exporter(module, inputs, names, axes)
     _restore_buffers(module, model)
     if any(part.training for part in module.modules()):
@@ -195,7 +189,7 @@ def _repair(module: nn.Module, model: ir.Model) -> list[str]:
     statistics = {
         f"{name}.running_mean"
         for name, part in module.named_modules()
-        if isinstance(part, _BATCH_NORMS) and part.training and part.track_running_stats
+        if isinstance(part, BATCH_NORMS) and part.training and part.track_running_stats
     }
     for node in nodes(model.graph, "BatchNormalization", "Dropout", subgraphs=True):
         if node.op_type == "BatchNormalization":
@@ -284,15 +278,6 @@ def _restored(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def _argument_names(module: nn.Module, count: int) -> list[str]:
-    parameters = [
-        p.name
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return parameters[:count] if len(parameters) >= count else [f"input_{i}" for i in range(count)]
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
+from onnxtrain.graph.io.strip import strip_traces
 from onnxtrain.graph.shapes import first_line
 
 PRODUCER = "onnxtrain"
@@ -19,6 +20,7 @@ def finish(model: ir.Model) -> onnx.ModelProto:
         PrepareError: if the model is not valid ONNX.
     """
     model.producer_name = PRODUCER
+    strip_traces(model)
     proto = ir.to_proto(model)
     if proto.ByteSize() < _CHECKABLE:
         try:
