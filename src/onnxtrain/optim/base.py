@@ -56,8 +56,9 @@ class Optimizer:
             cls.elementwise = False
 
     def __post_init__(self) -> None:
-        number = isinstance(self.lr, numbers.Real) and not isinstance(self.lr, bool)
-        if not number or not math.isfinite(self.lr):
+        if type(self.lr) is bool or not isinstance(self.lr, numbers.Real):
+            raise PrepareError(f"lr must be a finite number: {self.lr!r}")
+        if not math.isfinite(self.lr):
             raise PrepareError(f"lr must be a finite number: {self.lr!r}")
         if self.lr < 0.0:
             raise PrepareError(f"lr must not be negative: {self.lr}")
