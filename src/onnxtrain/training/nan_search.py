@@ -63,6 +63,12 @@ def bad_update(trainer: Trainer, feeds: Mapping[str, np.ndarray]) -> str | None:
     )
 
 
+def bad_weights(trainer: Trainer) -> dict[str, str]:
+    """Return parameters and buffers that are not finite, with what is wrong with each."""
+    views = {n: trainer.view(n) for n in (*trainer.parameters, *trainer.buffers)}
+    return {n: _describe(a) for n, a in views.items() if not is_finite(a)}
+
+
 def find_node(source: bytes | str, feeds: Mapping[str, np.ndarray]) -> str | None:
     """Run a model with every value as an output; say which node makes the first bad one.
 
