@@ -21,7 +21,7 @@ from onnxtrain.training.fit_options import FitOptions
 from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.guards.progress_meta import Loaded, check_lr
 from onnxtrain.training.metrics_files import Records
-from onnxtrain.training.nan_search import bad_loss, bad_update, is_finite
+from onnxtrain.training.nan_search import bad_loss, bad_update, bad_weights, is_finite
 from onnxtrain.training.progress import display
 from onnxtrain.training.results import StepResult
 from onnxtrain.training.resume import Stored, refuse_rest
@@ -99,6 +99,8 @@ class Run:
             if stored.validated and self.validation is None:
                 self.resumed += "; without the validation that the run had"
             trainer.take(loaded)
+        self._odd = set(bad_weights(trainer))
+        """Weights that are infinite on purpose, as in a mask."""
         if self.keeper is not None:
             self.keeper.sweep()  # after all refusals: another run's files are not ours to remove
 
@@ -154,6 +156,7 @@ class Run:
                     callback.on_start(self)
                 while self.epoch < self.epochs and not self.stop:
                     self._epoch()
+                self._refuse_bad_weights()
         finally:
             self.show.stop()
         for callback in self.callbacks:
@@ -207,6 +210,7 @@ class Run:
 
     def _end_epoch(self) -> None:
         self.trainer.flush()
+        self._refuse_bad_weights()
         row: Record = {"kind": "epoch", "epoch": self.epoch + 1, "step": self.trainer.global_step}
         row |= {"lr": self.trainer.lr, **self.means.values()}
         if self.validation is not None:
@@ -229,8 +233,23 @@ class Run:
 
     # -- checkpoints ----------------------------------------------------------------
 
+    def _refuse_bad_weights(self) -> None:
+        """End the run if a finite loss has led to weights that are not; no file keeps them."""
+        bad = {n: text for n, text in bad_weights(self.trainer).items() if n not in self._odd}
+        if not bad:
+            return
+        listing = "\n  ".join(f"{n!r} ({text})" for n, text in list(bad.items())[:5])
+        last = None if self.keeper is None else self.keeper.newest()
+        raise NonFiniteError(
+            f"weights are not finite after step {self.trainer.global_step}, "
+            f"though its loss was:\n  {listing}\n"
+            + (f"hint: {last} is the last checkpoint, from before; " if last else "hint: ")
+            + "debug_nan=True stops before such an update; a lower learning rate may avoid it"
+        )
+
     def _checkpoint(self) -> None:
         assert self.keeper is not None
+        self._refuse_bad_weights()
         if self.records is not None:
             self.records.flush()
         self.keeper.save(self.trainer, self._position())
