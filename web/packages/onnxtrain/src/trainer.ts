@@ -132,7 +132,8 @@ export class Trainer {
     if (several) this.#stack = stacked(feeds, this.#stack);
     const found = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
     const stays = finiteLoss(this.#model(role), found);
-    if (stays) this.#meta = new Map();
+    // A run's position is over now; which graphs the weights belong to is not.
+    if (stays) this.#meta = new Map([...this.#meta].filter(([key]) => key === "graphs"));
     if (this.#fused) {
       if (stays) this.#step += feeds.length;
       return feeds.map((_, i) => this.#result(role, several ? nth(found, i) : found, first + i, stays));

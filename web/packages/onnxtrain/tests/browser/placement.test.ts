@@ -23,9 +23,9 @@ test.each(["mlp", "cnn", "transformer"])("the runtime keeps on the GPU what the 
   const told = JSON.parse(runPython(
     `
 import dataclasses, json, sys, onnx
-from onnxtrain.lowering.placement import leaving
+from onnxtrain.lowering.placement import nodes_off_gpu
 model = onnx.load(sys.argv[1], load_external_data=False)
-print(json.dumps([dataclasses.asdict(x) for x in leaving(model)]))
+print(json.dumps([dataclasses.asdict(x) for x in nodes_off_gpu(model)]))
 `,
     `${FIXTURES}/${model}-webgpu/step_model.onnx`,
   )) as Leaving[];
