@@ -95,14 +95,18 @@ void schedule(char** argv) {
   for (long i = 1; i <= steps; ++i) std::printf("%.17g\n", known.at(name)(i));
 }
 
-/// hostile <artifacts> <good checkpoint> <folder>: opens <folder>/*/ as artifacts, loads <folder>/*.ckpt
+/// hostile <artifacts> <good checkpoint> <folder> <batches>: trains in <folder>/*/, loads <folder>/*.ckpt
 void hostile(char** argv) {
+  const Batches batches(argv[5]);
   for (const auto& entry : std::filesystem::directory_iterator(argv[4])) {
     const std::string name = entry.path().filename().string();
     std::string outcome = "accepted";
     try {
       if (entry.is_directory()) {
         Trainer trainer(entry.path(), options());
+        trainer.step(batches.all[0]);
+        trainer.evaluate(batches.all[0]);
+        trainer.export_model(entry.path() / "exported");
       } else {
         Trainer trainer(argv[2], options());
         trainer.load(argv[3]);

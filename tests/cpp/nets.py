@@ -16,7 +16,7 @@ from tests.cpp.ort_root import ROOT
 _FIXTURES = ROOT / "web/packages/onnxtrain/tests/fixtures/make_fixtures.py"
 
 
-def _fixtures() -> Any:
+def fixtures() -> Any:
     """Return the module that makes the nets of the web tests: the same ones are trained here."""
     spec = importlib.util.spec_from_file_location("web_fixtures", _FIXTURES)
     assert spec is not None
@@ -40,7 +40,7 @@ BATCHES = 20
 def artifacts(name: str, folder: Path) -> Path:
     """Return a folder with the artifacts of a net."""
     net, options = NETS[name]
-    module = _fixtures()
+    module = fixtures()
     built = onnxtrain.build(
         module.MODELS[net][0](),
         loss="cross_entropy",
@@ -54,7 +54,7 @@ def artifacts(name: str, folder: Path) -> Path:
 
 def batches(name: str, path: Path) -> list[dict[str, np.ndarray]]:
     """Return batches for a net, which are in a safetensors file afterwards."""
-    draw, rng = _fixtures().MODELS[NETS[name][0]][1], np.random.default_rng(11)
+    draw, rng = fixtures().MODELS[NETS[name][0]][1], np.random.default_rng(11)
     first = "tokens" if NETS[name][0] == "transformer" else "x"
     rows = [{first: draw(rng), "labels": rng.integers(0, 4, 8)} for _ in range(BATCHES)]
     named = {f"{i}/{key}": array for i, row in enumerate(rows) for key, array in row.items()}

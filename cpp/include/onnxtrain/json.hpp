@@ -254,7 +254,7 @@ inline std::string json_text(std::string_view text, bool ascii = true) {
     if (const size_t s = special.find(text[i]); s != std::string_view::npos) {
       out += '\\';
       out += names[s];
-    } else if (c < 0x20) {
+    } else if (c < 0x20 || (ascii && c == 0x7F)) {
       unit(c);
     } else if (c < 0x80 || !ascii) {
       out += text[i];

@@ -1,6 +1,7 @@
 // The manifest: what a directory of artifacts promises to those who run it.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -56,6 +57,7 @@ struct StateSpec {
   std::string name, parameter, slot;
   const DType* dtype = nullptr;
   Shape shape;
+  double init = 0;  ///< what every element starts with; the slot ema starts as the parameter
 };
 
 /// All there is to know about a directory of artifacts.
@@ -236,6 +238,9 @@ inline ModelSpec read_model(const Entry& e) {
     if (!outputs.insert(t.name).second) e.fail("two outputs are called '" + t.name + "'");
     if (!t.feeds.empty() && !inputs.count(t.feeds)) e.fail("'" + t.name + "' feeds '" + t.feeds + "', not an input");
   }
+  const auto losses = std::count_if(m.outputs.begin(), m.outputs.end(), [](const auto& t) { return t.role == "loss"; });
+  if ((m.role == "train" || m.role == "eval" || m.role == "step") != (losses == 1) && m.role != "gradients")
+    e.fail("a model with " + std::to_string(losses) + " losses");
   for (const std::string& name : m.in_place)
     if (!inputs.count(name)) e.fail("'in_place' names '" + name + "', not an input");
   return m;
@@ -259,9 +264,9 @@ inline WeightSpec read_weight(const Entry& e) {
 
 inline StateSpec read_state(const Entry& e) {
   e.only({"name", "parameter", "slot", "dtype", "shape", "init"});
-  StateSpec s{e.text("name"), e.text("parameter"), e.text("slot"), e.dtype(), {}};
+  StateSpec s{e.text("name"), e.text("parameter"), e.text("slot"), e.dtype(), {}, 0};
   s.shape = e.shape(*s.dtype);
-  if (double init = 0; !e.get("init").real(init)) e.fail("'init' is not a number");
+  if (!e.get("init").real(s.init)) e.fail("'init' is not a number");
   return s;
 }
 

@@ -63,10 +63,10 @@ struct Progress {
     return entries;
   }
 
-  /// A run's position is over with the next step; which graphs the weights belong to is not.
+  /// A run's position is over with the next step; which graphs and parameters the weights belong to is not.
   void forget_run() {
-    if (meta.empty() || (meta.size() == 1 && meta.count("graphs"))) return;
-    for (auto at = meta.begin(); at != meta.end();) at = at->first == "graphs" ? std::next(at) : meta.erase(at);
+    for (auto at = meta.begin(); at != meta.end();)
+      at = at->first == "graphs" || at->first == "parameters" ? std::next(at) : meta.erase(at);
   }
 };
 
@@ -88,15 +88,16 @@ inline Property read_property(const std::string& text, const std::string& name) 
 }
 
 /// Refuse a checkpoint of another loss or optimizer.
-inline void check_origin(const Manifest& own, const std::string& text, const std::string& label) {
-  const Json there = Json::parse(text, label);
+inline void check_origin(const Manifest& own, const std::string& source, const std::string& label) {
+  const Json there = Json::parse(source, label);
   const std::pair<const char*, std::string> entries[] = {
       {"optimizer", own.optimizer}, {"loss", own.loss}, {"accumulate", std::to_string(own.accumulate)}};
   for (const auto& [key, here] : entries) {
     const Json* entry = there.find(key);
-    if (entry && compact(*entry) != here)
-      throw CheckpointError(label + ": made by another loss or optimizer\n  " + key + " is " + compact(*entry) +
-                            " there and " + here + " here");
+    const std::string text = entry ? compact(*entry) : "nothing";
+    if (text != here)
+      throw CheckpointError(label + ": made by another loss or optimizer\n  " + key + " is " + text + " there and " +
+                            here + " here");
   }
 }
 

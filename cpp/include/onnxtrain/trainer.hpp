@@ -38,6 +38,7 @@ struct Options {
   std::string prefix;                                   ///< in front of every file name
   bool check_hashes = true;                             ///< compare every model with its sha256
   std::function<void(Ort::SessionOptions&)> configure;  ///< may add execution providers
+  std::shared_ptr<const Ort::SessionOptions> base;      ///< options to start from
 };
 
 /// Where the files of artifacts are.
@@ -212,8 +213,10 @@ class Trainer {
   }
 
   /// Return everything that a checkpoint holds; the bytes are the trainer's own, valid until the next step.
-  Checkpoint snapshot() const {
-    if (micro_ > 0) throw Error("gradients are accumulated but not applied\nhint: call flush() first");
+  /// Gradients that wait for an update are in no checkpoint: they are an error, or are left out.
+  Checkpoint snapshot(bool drop_gradients = false) const {
+    if (micro_ > 0 && !drop_gradients)
+      throw Error("gradients are accumulated but not applied\nhint: call flush() first");
     check_finite();
     Checkpoint c;
     const detail::Values& values = layout_->values();
@@ -310,7 +313,7 @@ class Trainer {
       const auto sum = manifest().files.find(weights);
       checked(weights, sum == manifest().files.end() ? "" : sum->second);
     }
-    Ort::SessionOptions options;
+    Ort::SessionOptions options = options_.base ? options_.base->Clone() : Ort::SessionOptions();
     // Two pools that spin on the same cores cost more than the update can gain.
     detail::prepare(options, small ? 1 : options_.threads);
     if (options_.configure) options_.configure(options);

@@ -1,0 +1,135 @@
+"""The programs of docs/any-language.md train, each with the numbers of Python's trainer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.checkpoint import load_checkpoint
+from tests.artifacts.models import finished, graph, weight
+from tests.cpp import nets
+from tests.cpp.programs import SOURCE, built, need, run
+
+STEPS = 500
+X = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)
+LABELS = np.array([0, 1, 1, 0])
+
+
+def exclusive_or() -> onnx.ModelProto:
+    rng, op = np.random.default_rng(3), graph()
+
+    def draw(name: str, *shape: int) -> ir.Value:
+        return weight(op, name, rng.standard_normal(shape).astype(np.float32))
+
+    x = op.input("x", ir.DataType.FLOAT, ["batch", 2])
+    h = op.Tanh(op.Gemm(x, draw("fc1.weight", 2, 8), draw("fc1.bias", 8)))
+    return finished(op, logits=op.Gemm(h, draw("fc2.weight", 8, 2), draw("fc2.bias", 2)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with ``artifacts``, in which programs run."""
+    built_artifacts = onnxtrain.build(
+        exclusive_or(),
+        loss="cross_entropy",
+        optimizer=onnxtrain.optim.AdamW(lr=0.02),
+        metrics=["accuracy"],
+    )
+    built_artifacts.save(tmp_path / "artifacts")
+    return tmp_path
+
+
+def check(folder: Path, printed: str, updates: int = STEPS) -> None:
+    """Compare the last loss that a program printed and what it wrote with Python's."""
+    trainer = onnxtrain.Trainer(folder / "artifacts", threads=1)
+    loss = [trainer.step(X, LABELS).loss for _ in range(STEPS)][-1]
+    assert loss < 0.05
+    assert float(printed.split()[-1]) == pytest.approx(loss, abs=5e-5)
+    tensors, meta = load_checkpoint(folder / "checkpoint.safetensors")
+    assert meta["step"] == updates
+    for key, array in trainer.state_dict().items():
+        assert tensors[key].tobytes() == array.tobytes(), key
+    logits = onnxruntime.InferenceSession(folder / "trained.onnx").run(None, {"x": X})[0]
+    np.testing.assert_array_equal(logits, trainer.predict(X)["logits"])
+    np.testing.assert_array_equal(logits.argmax(1), LABELS)
+
+
+@pytest.mark.parametrize("program", ["quickstart", "c_example", "compat_example"])
+def test_example(folder: Path, program: str) -> None:
+    check(folder, run(built() / "tests" / program, cwd=folder))
+
+
+def test_classes_of_onnxruntime_training(tmp_path: Path) -> None:
+    nets.artifacts("mlp", tmp_path / "artifacts")
+    assert run(built() / "tests/compat_checks", cwd=tmp_path) == "all as promised\n"
+
+
+def test_artifacts_of_onnxruntime_training(tmp_path: Path) -> None:
+    """Four files that ``generate_artifacts`` wrote are enough, the frozen weight among them."""
+    (tmp_path / "artifacts").mkdir()
+    module = nets.fixtures()
+    ort = onnxtrain.compat.ort.artifacts
+    ort.generate_artifacts(
+        module.mlp(),
+        requires_grad=["fc1.bias", "fc2.weight", "fc2.bias"],
+        frozen_params=["fc1.weight"],
+        loss=ort.LossType.CrossEntropyLoss,
+        optimizer=ort.OptimType.AdamW,
+        artifact_directory=tmp_path / "artifacts",
+    )
+    assert run(built() / "tests/compat_checks", cwd=tmp_path) == "all as promised\n"
+    # Python's own old classes go on from it.
+    state = onnxtrain.compat.ort.api.CheckpointState.load_checkpoint(tmp_path / "with_state")
+    assert state.properties["epoch"] == 3
+
+
+def java(folder: Path) -> Callable[[str], str]:
+    need("javac", "java")
+    libraries = built("java")
+    sources = [SOURCE / "java/onnxtrain/Trainer.java", SOURCE / "tests/Example.java"]
+    sources.append(SOURCE / "tests/Checks.java")
+    command = ["javac", "-Xlint:all", "-Werror", "-d", folder / "classes", *sources]
+    subprocess.run([str(c) for c in command], check=True)
+    options = ["-Xint", f"-Djava.library.path={libraries}", "-cp", folder / "classes"]
+    return lambda name: run("java", *options, name, cwd=folder)
+
+
+def test_java(folder: Path) -> None:
+    start = java(folder)
+    check(folder, start("Example"))
+    assert start("Checks") == "all as promised\n"
+
+
+def test_rust(folder: Path) -> None:
+    need("rustc")
+    libraries = built()
+    for name, expected in (("example", None), ("checks", "all as promised\n")):
+        flags = [
+            "--edition=2021",
+            "-Dwarnings",
+            "-L",
+            libraries,
+            f"-Clink-arg=-Wl,-rpath,{libraries}",
+        ]
+        link = [f"-Clink-arg=-Wl,-rpath-link,{libraries / 'ort/lib'}", "-o", folder / name]
+        run("rustc", *flags, *link, SOURCE / f"tests/{name}.rs")
+        printed = run(folder / name, cwd=folder)
+        if expected is None:
+            check(folder, printed)
+        else:
+            assert printed == expected
+
+
+def test_tools_are_named() -> None:
+    with pytest.raises(pytest.skip.Exception, match="no-such-compiler is not installed"):
+        need("no-such-compiler")
+    assert shutil.which("no-such-compiler") is None
