@@ -21,7 +21,6 @@ _OPTIONS = {
     "plain": ["-DCMAKE_CXX_FLAGS=-O1"],
     "sanitized": ["-DONNXTRAIN_SANITIZE=ON", "-DONNXTRAIN_C_API=OFF"],
     "release": ["-DCMAKE_BUILD_TYPE=Release"],
-    "java": ["-DCMAKE_CXX_FLAGS=-O1", "-DONNXTRAIN_JNI=ON", "-DONNXTRAIN_TESTS=OFF"],
 }
 
 
@@ -60,9 +59,17 @@ def built(kind: str = "plain", target: str = "all") -> Path:
     with _alone(folder):
         root = ort_root.make(folder / "ort", ort_root.wheel_library(), include)
         settings = [f"-DORT_ROOT={root}", "-DONNXTRAIN_TESTS=ON", "-DCMAKE_BUILD_TYPE=None"]
+        settings += _java() if kind == "plain" else []
         _call(["cmake", "-S", str(SOURCE), "-B", str(folder), *settings, *_OPTIONS[kind]])
         _call(["cmake", "--build", str(folder), "-j2", "--target", target])
     return folder
+
+
+def _java() -> list[str]:
+    compiler = shutil.which("javac")
+    if compiler is None:
+        return ["-DONNXTRAIN_JNI=OFF"]
+    return ["-DONNXTRAIN_JNI=ON", f"-DJAVA_HOME={Path(compiler).resolve().parents[1]}"]
 
 
 def _call(command: Sequence[str]) -> None:
@@ -95,4 +102,4 @@ def run(
 
 def driver(kind: str = "plain") -> Path:
     """Return the program that answers the tests' questions."""
-    return built(kind) / "tests" / "driver"
+    return built(kind, "all" if kind == "plain" else "driver") / "tests" / "driver"

@@ -15,6 +15,8 @@ import pytest
 
 import onnxtrain
 from onnxtrain.checkpoint import load_checkpoint
+from onnxtrain.compat.ort import artifacts
+from onnxtrain.compat.ort.api import CheckpointState
 from tests.artifacts.models import finished, graph, weight
 from tests.cpp import nets
 from tests.cpp.programs import SOURCE, built, need, run
@@ -77,24 +79,23 @@ def test_artifacts_of_onnxruntime_training(tmp_path: Path) -> None:
     """Four files that ``generate_artifacts`` wrote are enough, the frozen weight among them."""
     (tmp_path / "artifacts").mkdir()
     module = nets.fixtures()
-    ort = onnxtrain.compat.ort.artifacts
-    ort.generate_artifacts(
+    artifacts.generate_artifacts(
         module.mlp(),
         requires_grad=["fc1.bias", "fc2.weight", "fc2.bias"],
         frozen_params=["fc1.weight"],
-        loss=ort.LossType.CrossEntropyLoss,
-        optimizer=ort.OptimType.AdamW,
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.AdamW,
         artifact_directory=tmp_path / "artifacts",
     )
     assert run(built() / "tests/compat_checks", cwd=tmp_path) == "all as promised\n"
     # Python's own old classes go on from it.
-    state = onnxtrain.compat.ort.api.CheckpointState.load_checkpoint(tmp_path / "with_state")
+    state = CheckpointState.load_checkpoint(tmp_path / "with_state")
     assert state.properties["epoch"] == 3
 
 
 def java(folder: Path) -> Callable[[str], str]:
     need("javac", "java")
-    libraries = built("java")
+    libraries = built()
     sources = [SOURCE / "java/onnxtrain/Trainer.java", SOURCE / "tests/Example.java"]
     sources.append(SOURCE / "tests/Checks.java")
     command = ["javac", "-Xlint:all", "-Werror", "-d", folder / "classes", *sources]
