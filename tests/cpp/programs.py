@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -53,6 +54,11 @@ def _alone(folder: Path) -> Iterator[None]:
 def built(kind: str = "plain", target: str = "all") -> Path:
     """Return the folder with the built programs of a kind."""
     need()
+    return _built(kind, target)
+
+
+@functools.cache
+def _built(kind: str, target: str) -> Path:
     include = ort_root.headers()
     assert include is not None
     folder = _CACHE / f"{kind}-{hashlib.sha256(str(SOURCE).encode()).hexdigest()[:8]}"

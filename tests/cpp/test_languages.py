@@ -81,6 +81,13 @@ def test_classes_of_onnxruntime_training(tmp_path: Path) -> None:
     assert run(built() / "tests/compat_checks", cwd=tmp_path) == "all as promised\n"
 
 
+@pytest.mark.full
+def test_classes_of_onnxruntime_training_under_the_sanitizers(tmp_path: Path) -> None:
+    nets.artifacts("mlp", tmp_path / "artifacts")
+    program = built("sanitized", "compat_checks") / "tests/compat_checks"
+    assert run(program, cwd=tmp_path) == "all as promised\n"
+
+
 def test_artifacts_of_onnxruntime_training(tmp_path: Path) -> None:
     """Four files that ``generate_artifacts`` wrote are enough, the frozen weight among them."""
     (tmp_path / "artifacts").mkdir()

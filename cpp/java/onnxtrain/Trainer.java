@@ -138,7 +138,8 @@ public final class Trainer implements AutoCloseable {
 
     private static native void close(long handle);
 
-    private static native double[] run(long handle, String[] names, String[] types, ByteBuffer[] data, boolean evaluate);
+    private static native double[] run(
+            long handle, String[] names, String[] types, ByteBuffer[] data, boolean evaluate);
 
     private static native double metric(long handle, String name);
 
