@@ -24,6 +24,7 @@ from tests.cpp import nets, ort_root
 from tests.cpp.programs import SOURCE, built, need, run
 
 STEPS = 500
+CHECKS = ["trainer_checks", "compat_checks"]
 OLDEST = "1.20.1"
 X = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)
 LABELS = np.array([0, 1, 1, 0])
@@ -76,16 +77,18 @@ def test_example(folder: Path, program: str) -> None:
     check(folder, run(built() / "tests" / program, cwd=folder))
 
 
-def test_classes_of_onnxruntime_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", CHECKS)
+def test_promises(tmp_path: Path, program: str) -> None:
     nets.artifacts("mlp", tmp_path / "artifacts")
-    assert run(built() / "tests/compat_checks", cwd=tmp_path) == "all as promised\n"
+    assert run(built() / "tests" / program, cwd=tmp_path) == "all as promised\n"
 
 
 @pytest.mark.full
-def test_classes_of_onnxruntime_training_under_the_sanitizers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", CHECKS)
+def test_promises_under_the_sanitizers(tmp_path: Path, program: str) -> None:
     nets.artifacts("mlp", tmp_path / "artifacts")
-    program = built("sanitized", "compat_checks") / "tests/compat_checks"
-    assert run(program, cwd=tmp_path) == "all as promised\n"
+    folder = built("sanitized", program)
+    assert run(folder / "tests" / program, cwd=tmp_path) == "all as promised\n"
 
 
 def test_artifacts_of_onnxruntime_training(tmp_path: Path) -> None:
