@@ -17,16 +17,16 @@ Json = dict[str, Any]
 Edit = Callable[[Json], object]
 
 
-def _step(data: Json) -> Json:
-    return next(m for m in data["models"] if m["role"] == "step")
+def _step(data: Json, model: str = "step") -> Json:
+    return next(m for m in data["models"] if m["role"] == model)
 
 
-def _output(data: Json, role: str) -> Json:
-    return next(t for t in _step(data)["outputs"] if t["role"] == role)
+def _output(data: Json, role: str, model: str = "step") -> Json:
+    return next(t for t in _step(data, model)["outputs"] if t["role"] == role)
 
 
-def _input(data: Json, role: str) -> Json:
-    return next(t for t in _step(data)["inputs"] if t["role"] == role)
+def _input(data: Json, role: str, model: str = "step") -> Json:
+    return next(t for t in _step(data, model)["inputs"] if t["role"] == role)
 
 
 LIES: dict[str, Edit] = {
@@ -103,6 +103,23 @@ LIES: dict[str, Edit] = {
 }
 """What a stranger may have written; the checkpoint belongs to it."""
 
+SEPARATE_LIES: dict[str, Edit] = {
+    "sum of 4 TB": lambda d: _input(d, "accumulator", "train").update(shape=[2**40]),
+    "sum of any size": lambda d: _input(d, "accumulator", "train").update(shape=["n", 48]),
+    "sum of other shape": lambda d: _input(d, "accumulator", "train").update(shape=[3]),
+    "sum as parameter": lambda d: _input(d, "accumulator", "train").update(role="parameter"),
+    "parameter as sum": lambda d: _input(d, "parameter", "train").update(role="accumulator"),
+    "gradient feeds the batch": lambda d: _output(d, "gradient", "train").update(feeds="x"),
+    "gradient feeds nothing": lambda d: _output(d, "gradient", "train").update(feeds=None),
+    "a gradient less": lambda d: _input(d, "gradient", "optimizer").update(role="state"),
+    "a gradient more": lambda d: _input(d, "state", "optimizer").update(role="gradient"),
+    "reset as float": lambda d: _input(d, "reset", "train").update(dtype="float32"),
+    "scale as vector": lambda d: _input(d, "grad_scale", "optimizer").update(shape=[4]),
+    "update without feeds": lambda d: _output(d, "parameter", "optimizer").update(feeds=None),
+    "two losses": lambda d: _output(d, "metric", "train").update(role="loss"),
+}
+"""The same about the models that accumulate gradients."""
+
 TEXTS = {
     "empty": "",
     "null": "null",
@@ -149,11 +166,11 @@ def copied(folder: Path, to: Path) -> Path:
     return to
 
 
-def lies(folder: Path, out: Path) -> Iterator[str]:
+def lies(folder: Path, out: Path, edits: dict[str, Edit]) -> Iterator[str]:
     """Write directories whose manifest lies; yield their names."""
     text = (folder / "manifest.json").read_text()
     tensors, meta = from_bytes((folder / "checkpoint").read_bytes())
-    for name, edit in LIES.items():
+    for name, edit in edits.items():
         data = json.loads(text)
         edit(data)
         place = copied(folder, out / name)
@@ -163,6 +180,10 @@ def lies(folder: Path, out: Path) -> Iterator[str]:
         known = {**meta, "manifest": {**data, "files": {}}}
         (place / "checkpoint").write_bytes(to_bytes(tensors, known))
         yield name
+
+
+def texts(folder: Path, out: Path) -> Iterator[str]:
+    """Write directories whose manifest is no manifest; yield their names."""
     for name, source in TEXTS.items():
         (copied(folder, out / name) / "manifest.json").write_text(source)
         yield name

@@ -97,6 +97,8 @@ class Separate : public Layout {
     std::vector<std::string> sums, gradients;
     for (const TensorSpec& t : train->spec().inputs)
       if (t.role == "accumulator") {
+        if (sums.size() >= manifest.parameters.size() || sizes(t) != manifest.parameters[sums.size()].shape)
+          throw ManifestError("manifest.json: " + t.text() + ", which is the shape of no parameter in its place");
         sums.push_back(t.name);
         for (Values& g : gradients_) g.add(t.name, *t.dtype, sizes(t));
       }

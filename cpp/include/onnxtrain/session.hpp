@@ -178,8 +178,7 @@ class Controls {
     const bool fits = t.shape.size() == 1 && t.shape[0].index() == 0 && std::get<0>(t.shape[0]) == count;
     if (!fits || t.dtype != &dtype_of<T>())
       throw ManifestError("manifest.json: " + t.text() + ", which role " + t.role + " is not");
-    static const Ort::MemoryInfo memory = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
-    return Ort::Value::CreateTensor<T>(memory, data, static_cast<size_t>(count), &count, 1);
+    return Ort::Value::CreateTensor<T>(cpu_memory(), data, static_cast<size_t>(count), &count, 1);
   }
 
   int64_t step_ = 0;
@@ -212,8 +211,6 @@ class BoundModel {
       else results_.push_back(t.role == "output" ? Ort::Value{nullptr} : output(t));
     }
   }
-
-  const Model& model() const { return *model_; }
 
   void run(const Batch& batch = {}) {
     bind(batch);
@@ -291,8 +288,7 @@ class BoundModel {
                            ", another tensor has " + std::to_string(at->second));
       }
     }
-    static const Ort::MemoryInfo memory = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
-    return Ort::Value::CreateTensor(memory, const_cast<void*>(given.data), bytes, shape.data(), shape.size(),
+    return Ort::Value::CreateTensor(cpu_memory(), const_cast<void*>(given.data), bytes, shape.data(), shape.size(),
                                     spec.dtype->onnx);
   }
 

@@ -181,6 +181,11 @@ struct Tensor {
 
 namespace detail {
 
+inline const Ort::MemoryInfo& cpu_memory() {
+  static const Ort::MemoryInfo memory = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  return memory;
+}
+
 /// Tensors in one allocation, each aligned to 64 bytes; zeros at first.
 class Values {
  public:
@@ -222,9 +227,8 @@ class Values {
 
   /// Return what the runtime takes for a tensor: the same memory, seen by it.
   Ort::Value value(const std::string& name) const {
-    static const Ort::MemoryInfo memory = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
     const Slot& s = slot(name);
-    return Ort::Value::CreateTensor(memory, data(name), s.bytes, s.shape.data(), s.shape.size(), s.dtype->onnx);
+    return Ort::Value::CreateTensor(cpu_memory(), data(name), s.bytes, s.shape.data(), s.shape.size(), s.dtype->onnx);
   }
 
  private:

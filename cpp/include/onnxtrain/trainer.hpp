@@ -45,7 +45,7 @@ struct Options {
 struct Artifacts {
   Manifest manifest;
   std::filesystem::path folder;
-  std::map<std::string, std::filesystem::path> files = {};  ///< those that are elsewhere, by the manifest's names
+  std::map<std::string, std::filesystem::path> files;  ///< those that are elsewhere, by the manifest's names
 
   std::filesystem::path path(const std::string& file) const {
     const auto at = files.find(file);
@@ -56,22 +56,22 @@ struct Artifacts {
 /// Trains one directory of artifacts. Not for several threads at once; it cannot be copied or moved.
 class Trainer {
  public:
-  explicit Trainer(const std::filesystem::path& folder, Options options = {})
-      : Trainer(open(folder, options.prefix), options) {
-    const std::string file = detail::read_file(artifacts_.path(manifest().checkpoint));
-    const Checkpoint start = read_checkpoint(file, manifest().checkpoint);
-    const auto belongs = start.meta.find("manifest");
-    if (belongs == start.meta.end() || belongs->second != manifest().text)
-      throw CheckpointError("manifest.json and " + manifest().checkpoint +
-                            " do not belong together\nhint: one of them was damaged or comes from other artifacts");
-    take(start, manifest().checkpoint);
-    progress_.seed = options.seed.value_or(progress_.seed);
-  }
+  explicit Trainer(const std::filesystem::path& folder, const Options& options = {})
+      : Trainer(Opened(folder, options.prefix), options) {}
 
   /// Start from a checkpoint that knows its manifest, with model files that may be anywhere.
   Trainer(Artifacts artifacts, const Checkpoint& start, const Options& options)
-      : Trainer(std::move(artifacts), options) {
-    take(start, "checkpoint");
+      : artifacts_(std::move(artifacts)),
+        options_(options),
+        accumulate_(options.accumulate.value_or(manifest().accumulate)) {
+    progress_.lr = manifest().lr;
+    if (options.seed.value_or(0) >= detail::kSeeds)
+      throw Error("seed must lie in [0, 2^24): " + std::to_string(*options.seed));
+    if (accumulate_ < 1 || accumulate_ >= detail::kSeeds) throw Error("accumulate must be a positive number");
+    // First of all: no memory is asked for that the checkpoint does not fill.
+    detail::fitting(manifest(), start, manifest().checkpoint);
+    layout_ = make_layout();
+    take(start, manifest().checkpoint);
     progress_.seed = options.seed.value_or(progress_.seed);
   }
 
@@ -259,30 +259,38 @@ class Trainer {
  private:
   static constexpr size_t kSecondCopy = size_t{64} << 20;
 
-  Trainer(Artifacts artifacts, const Options& options)
-      : artifacts_(std::move(artifacts)),
-        options_(options),
-        accumulate_(options.accumulate.value_or(manifest().accumulate)) {
-    progress_.lr = manifest().lr;
-    if (options.seed.value_or(0) >= detail::kSeeds)
-      throw Error("seed must lie in [0, 2^24): " + std::to_string(*options.seed));
-    if (accumulate_ < 1 || accumulate_ >= detail::kSeeds) throw Error("accumulate must be a positive number");
-    bool fused = accumulate_ == 1 && options.layout != LayoutKind::separate;
-    if (options.layout == LayoutKind::automatic)
+  /// A directory whose manifest and checkpoint belong together.
+  struct Opened {
+    Opened(const std::filesystem::path& folder, const std::string& prefix) {
+      const std::string name = prefix + "manifest.json";
+      artifacts = {Manifest::parse(detail::read_file(folder / name), name), folder, {}};
+      const std::string& label = artifacts.manifest.checkpoint;
+      file = detail::read_file(folder / label);
+      start = read_checkpoint(file, label);
+      const auto belongs = start.meta.find("manifest");
+      if (belongs == start.meta.end() || belongs->second != artifacts.manifest.text)
+        throw CheckpointError(name + " and " + label + " do not belong together\n" +
+                              "hint: one of them was damaged or comes from other artifacts");
+    }
+    Artifacts artifacts;
+    std::string file;
+    Checkpoint start;
+  };
+
+  Trainer(Opened opened, const Options& options) : Trainer(std::move(opened.artifacts), opened.start, options) {}
+
+  std::unique_ptr<detail::Layout> make_layout() {
+    bool fused = accumulate_ == 1 && options_.layout != LayoutKind::separate;
+    if (options_.layout == LayoutKind::automatic)
       fused = fused && manifest().find("step") && second_copy() <= kSecondCopy;
-    if (options.layout == LayoutKind::fused && !fused) throw Error("accumulated gradients need the separate layout");
+    if (options_.layout == LayoutKind::fused && !fused) throw Error("accumulated gradients need the separate layout");
     const auto open = [this](const ModelSpec& spec, bool small) { return open_model(spec, small); };
     try {
-      if (fused) layout_ = std::make_unique<detail::Fused>(manifest(), open, *controls_);
-      else layout_ = std::make_unique<detail::Separate>(manifest(), open, *controls_);
+      if (fused) return std::make_unique<detail::Fused>(manifest(), open, *controls_);
+      return std::make_unique<detail::Separate>(manifest(), open, *controls_);
     } catch (const Ort::Exception& error) {
       throw RuntimeError(std::string("onnxruntime: ") + error.what());
     }
-  }
-
-  static Artifacts open(const std::filesystem::path& folder, const std::string& prefix) {
-    const std::string name = prefix + "manifest.json";
-    return {Manifest::parse(detail::read_file(folder / name), name), folder};
   }
 
   size_t second_copy() const {
