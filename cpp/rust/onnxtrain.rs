@@ -1,6 +1,7 @@
 //! Training of onnxtrain artifacts from Rust, over the C interface; no crates.
 
-use std::ffi::{c_char, c_double, c_int, c_void, CStr, CString};
+use std::ffi::{CStr, CString};
+use std::os::raw::{c_char, c_double, c_int, c_void};
 
 #[repr(C)]
 struct RawTensor {
