@@ -142,6 +142,21 @@ void accumulation(const std::string& folder) {
   refused<onnxtrain::Error>("there are no gradients to update with", [&] { fused.update(1); });
 }
 
+/// The caller may set options of every session, and add execution providers to them.
+void sessions(const std::string& folder) {
+  for (const LayoutKind layout : {LayoutKind::fused, LayoutKind::separate}) {
+    int made = 0;
+    onnxtrain::Options o = options(layout);
+    o.configure = [&](Ort::SessionOptions& session) {
+      session.AddConfigEntry("session.intra_op.allow_spinning", "0"), ++made;
+    };
+    Trainer trainer(folder, o);
+    check(made == (layout == LayoutKind::fused ? 1 : 2), "one session for each model of a step");
+    o.configure = [](Ort::SessionOptions& session) { session.AppendExecutionProvider("NoSuchProvider", {}); };
+    refused<onnxtrain::RuntimeError>("onnxruntime: ", [&] { Trainer t(folder, o); });
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -153,5 +168,6 @@ int main(int argc, char** argv) {
     settings(trainer);
   }
   accumulation(folder);
+  sessions(folder);
   std::puts("all as promised");
 }

@@ -71,6 +71,22 @@ def _built(kind: str, target: str) -> Path:
     return folder
 
 
+@functools.cache
+def web_package() -> Path:
+    """Return the built npm package; nobody builds it while somebody else reads it."""
+    folder = ort_root.ROOT / "web/packages/onnxtrain"
+    if not (ort_root.ROOT / "web/node_modules/onnxruntime-node").is_dir():
+        pytest.skip("web/node_modules is not installed (npm ci)")
+    with _alone(_CACHE / "web"):
+        entry = folder / "dist/index.js"
+        newest = max(path.stat().st_mtime for path in folder.glob("src/*.ts"))
+        if not entry.exists() or entry.stat().st_mtime < newest:
+            _call(
+                ["npm", "--prefix", str(ort_root.ROOT / "web"), "run", "build", "-w", "onnxtrain"]
+            )
+    return folder
+
+
 def _java() -> list[str]:
     compiler = shutil.which("javac")
     if compiler is None:

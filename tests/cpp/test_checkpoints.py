@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import onnxtrain
 from tests.cpp import nets
 from tests.cpp.ort_root import ROOT
-from tests.cpp.programs import driver, need, run
+from tests.cpp.programs import driver, need, run, web_package
 
 STEPS = 10
 
@@ -48,10 +47,7 @@ def test_same_bytes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 def test_python_cpp_node_python(tmp_path: Path, name: str) -> None:
     need("node", "npm")
-    if not (ROOT / "web/node_modules/onnxruntime-node").is_dir():
-        pytest.skip("web/node_modules is not installed (npm ci)")
-    build = ["npm", "run", "--silent", "build", "--workspace", "onnxtrain"]
-    subprocess.run(build, cwd=ROOT / "web", check=True)
+    web_package()
     folder = nets.artifacts(name, tmp_path / "artifacts")
     rows = nets.batches(name, tmp_path / "batches")
     straight = trained(folder, rows, tmp_path / "python")

@@ -166,7 +166,10 @@ def test_oldest_runtime(folder: Path) -> None:
     check(folder, run(folder / "old/c", cwd=folder), exact=False)
 
 
-def test_tools_are_named() -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.skip.Exception, match="no-such-compiler is not installed"):
         need("no-such-compiler")
-    assert shutil.which("no-such-compiler") is None
+    monkeypatch.setattr(ort_root, "headers", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    with pytest.raises(pytest.skip.Exception, match="no onnxruntime headers"):
+        need()

@@ -11,6 +11,7 @@ import onnxtrain
 from onnxtrain.checkpoint import load_checkpoint
 from onnxtrain.training.results import StepResult
 from tests.cpp import nets
+from tests.cpp.figures import digits
 from tests.cpp.programs import driver, run
 
 LAYOUTS = [
@@ -62,6 +63,21 @@ def test_a_thousand_steps(tmp_path: Path, name: str, layout: str) -> None:
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_nothing_odd_for_the_sanitizers(tmp_path: Path, name: str, layout: str) -> None:
     compare(tmp_path, name, layout, steps=40, kind="sanitized")
+
+
+def test_two_threads(tmp_path: Path) -> None:
+    """A net whose products are large enough to be shared."""
+    digits(tmp_path)
+    folder, batches = tmp_path / "artifacts", tmp_path / "batches"
+    places = (folder, batches, 20, tmp_path / "losses", tmp_path / "saved")
+    run(driver(), "train", *places, env={"THREADS": "2"})
+    batch = {key.removeprefix("0/"): array for key, array in load_checkpoint(batches)[0].items()}
+    trainer = onnxtrain.Trainer(folder, threads=2, layout="fused")
+    losses = [trainer.step(**batch).loss for _ in range(20)]
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "losses", np.float32), losses)
+    tensors = load_checkpoint(tmp_path / "saved")[0]
+    for key, array in trainer.state_dict().items():
+        assert tensors[key].tobytes() == array.tobytes(), key
 
 
 @pytest.mark.parametrize("name", ["cnn", "accumulated"])
