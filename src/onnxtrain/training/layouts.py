@@ -18,7 +18,7 @@ from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.bound_session import Arrays, BoundSession
-from onnxtrain.runtime.cuda_graph import can_capture
+from onnxtrain.runtime.cuda_graph import can_capture, create_capturing
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
 
@@ -50,9 +50,10 @@ class Fused:
     ) -> None:
         self.spec = spec_of(artifacts, "step")
         source = artifacts.source("step")
-        capture = can_capture(model_of(source), self.spec, capture, device=device)
+        session, capture = open_session(
+            source, self.spec, device=device, threads=threads, capture=capture
+        )
         self.captured, self.sources = capture, (source,)
-        session = runtime.create(source, device=device, threads=threads, capture=capture)
         start = {**artifacts.values, **artifacts.state}
         kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
         self._sets = [Values(kept, device), Values(kept, device)]
@@ -198,6 +199,31 @@ class Separate:
         """Set a tensor."""
         if name in self._values:
             self._values.write(name, array)
+
+
+def open_session(
+    source: bytes | str,
+    spec: ModelSpec,
+    *,
+    device: str,
+    threads: int | None,
+    capture: bool | None,
+    rest: bool = False,
+) -> tuple[Any, bool]:
+    """Return a session for a model, and whether it records its runs.
+
+    Args:
+        source: the model.
+        spec: describes it.
+        device: where it runs.
+        threads: of the session's pool.
+        capture: ``None`` records where that can be done.
+        rest: see :func:`onnxtrain.runtime.session.create`.
+    """
+    asked = capture is not False and (capture or device == "cuda")
+    if asked and can_capture(model_of(source), spec, capture, device=device):
+        return create_capturing(source, asked=capture, device=device, threads=threads, rest=rest)
+    return runtime.create(source, device=device, threads=threads, rest=rest), False
 
 
 def spec_of(artifacts: Artifacts, role: str) -> ModelSpec:
