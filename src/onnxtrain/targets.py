@@ -21,6 +21,7 @@ LACKS = {
     "ArgMax": "the class of the largest score, in a type that can be computed with",
     "BatchNormalization.training_mode": "statistics of the batch",
     "ConstantOfShape": "a tensor of one value",
+    "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
     "GatherElements": "one element per row, by a label",
     "LogSoftmax": "logarithms of probabilities",
     "MaxPool.Indices": "where the maxima are",
@@ -117,7 +118,13 @@ TARGETS: dict[str, Target] = {
         Target(
             "cuda",
             profile="ort-cuda",
-            missing=frozenset({"BatchNormalization.training_mode", "MaxUnpool"}),
+            missing=frozenset(
+                {
+                    "BatchNormalization.training_mode",
+                    "ConvTranspose.asymmetric_pads",
+                    "MaxUnpool",
+                }
+            ),
             preferences=frozenset({"float16-products", "vector-update"}),
             family="cuda",
             gpu=True,
