@@ -48,12 +48,16 @@ PREFERS = {
     "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
     "descent-in-products": "plain descent inside the products that make gradients",
     "gemm-without-trans-a": "a transposed left operand made before the product",
+    "gelu-operator": "GELU by its own operator where a file has it written out",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
+    "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
     "repeated-channels": "numbers per channel repeated for each of few positions",
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
+    "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
     "several-steps": "several steps of a small model in one call",
+    "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
     "vector-update": "parameters and state joined to long vectors for the update",
 }
@@ -104,7 +108,10 @@ class Target:
 
 
 # A new preference is one of the CPU's unless it is named here.
-_CPU_FORMS = PREFERS.keys() - {"float16-products", "several-steps"}
+_CPU_FORMS = PREFERS.keys() - {
+    *("float16-products", "gelu-operator", "mask-without-infinity", "several-steps"),
+    *("split-reductions", "statistics-by-layer-norm"),
+}
 
 TARGETS: dict[str, Target] = {
     t.name: t
@@ -125,7 +132,13 @@ TARGETS: dict[str, Target] = {
                     "MaxUnpool",
                 }
             ),
-            preferences=frozenset({"float16-products", "vector-update"}),
+            preferences=frozenset(
+                {
+                    *("affine-in-one-pass", "float16-products", "gelu-operator"),
+                    *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
+                    *("statistics-by-layer-norm", "vector-update"),
+                }
+            ),
             family="cuda",
             gpu=True,
         ),

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 
 import onnxtrain
 from onnxtrain.lowering.placement import nodes_off_gpu
+from onnxtrain.runtime import session as runtime
 from tests.artifacts import models
 from tests.artifacts.models import finished, graph
 
-CASES = {
+CASES: dict[str, tuple[list[int], list[int], list[int], list[int], tuple[int, int]]] = {
     "3x3 stride 2": ([3, 3], [2, 2], [1, 1], [1, 1, 1, 1], (14, 14)),
     "odd size": ([3, 3], [2, 2], [1, 1], [1, 1, 1, 1], (15, 13)),
     "7x7 stride 2": ([7, 7], [2, 2], [1, 1], [3, 3, 3, 3], (32, 32)),
@@ -26,7 +26,7 @@ CASES = {
 }
 
 
-def conv(case: str, size: tuple[int | str, int | str], weight: np.ndarray) -> onnx.ModelProto:
+def conv(case: str, size: tuple[int, int] | tuple[str, str], weight: np.ndarray) -> onnx.ModelProto:
     _, strides, dilations, pads, _ = CASES[case]
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, ["n", 3, *size])
@@ -48,10 +48,10 @@ def test_gradients_are_torchs_and_stay_on_the_gpu(case: str, sizes: str) -> None
     y = torch.nn.functional.conv2d(padded, w, stride=strides, dilation=dilations)
     dy = torch.randn_like(y)
     y.backward(dy)
-    session = onnxruntime.InferenceSession(gradients.SerializeToString())
+    session = runtime.create(gradients.SerializeToString())
     values = {"x": x, "w": w, "y_grad": dy}
     feeds = {i.name: values[i.name].detach().numpy() for i in session.get_inputs()}
-    dx, dw = session.run(["x_grad", "w_grad"], feeds)
+    dx, dw = runtime.run(session, ["x_grad", "w_grad"], feeds)
     assert x.grad is not None
     assert w.grad is not None
     np.testing.assert_allclose(dx, x.grad, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ from onnxtrain.autodiff.rules.norm import center, per_channel
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes.batch_statistics import puts_out_batch_statistics
+from onnxtrain.graph.modes.batch_statistics import mean_and_variance, puts_out_batch_statistics
 from onnxtrain.graph.shapes import dims as D
 
 Statistics = tuple[ir.Value, Callable[[], ir.Value]]
@@ -25,8 +25,11 @@ def statistics(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> St
 
 
 def _computed(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:
-    centered = center(op, x, axes)
-    return centered, lambda: op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
+    if op.rank(x) < 2:  # a vector is one channel
+        centered = center(op, x, axes)
+        return centered, lambda: op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
+    mean, variance = mean_and_variance(op, x)
+    return op.Sub(x, mean), lambda: op.Reshape(variance, [-1])
 
 
 def _outputs_of_node(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:

@@ -168,10 +168,19 @@ _PRODUCTS: list[Choice[ConvShape]] = [
     Choice("im2col"),
     Choice("swapped"),
 ]
+# A kernel of the size of the image takes a hundred times as long as a product on a GPU.
+_CUDA: list[Choice[ConvShape]] = [
+    Choice("depthwise"),
+    Choice("merged", lambda f: f.taps == 1 and f.small_image),
+    Choice("im2col", lambda f: f.taps == 1),
+    Choice("tap_columns", lambda f: not f.narrow),
+    Choice("im2col", lambda f: f.few_taps),
+    Choice("swapped"),
+]
 CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
     "cpu": _CPU,
     "wasm": [Choice("im2col", lambda f: f.group == 1 and f.few_taps), *_CPU],
-    "cuda": [Choice("swapped")],
+    "cuda": _CUDA,
     "products": _PRODUCTS,
 }
 
