@@ -117,10 +117,13 @@ def conv_forms(kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
 def norm_forms() -> Iterator[tuple[str, dict[str, bytes]]]:
     """Give activations with the parts of a batch normalisation, in several spellings."""
     for n, c, s in ((64, 64, 56), (64, 256, 56), (64, 512, 28), (64, 2048, 7), (256, 32, 28)):
-        yield f"norm {n}x{c}x{s}x{s}", {
-            name: model_of(lambda op, f=f, n=n, c=c, s=s: f(op, n, c, s))
-            for name, f in NORMS.items()
-        }
+        yield (
+            f"norm {n}x{c}x{s}x{s}",
+            {
+                name: model_of(lambda op, f=f, n=n, c=c, s=s: f(op, n, c, s))
+                for name, f in NORMS.items()
+            },
+        )
 
 
 def _x(op: OpBuilder, n: int, c: int, s: int, name: str = "x") -> ir.Value:
