@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.modes.batch_statistics import mean_and_variance
+from onnxtrain.graph.modes.batch_statistics import mean_and_variance, worth_a_kernel
 from onnxtrain.graph.nodes import nodes
 
 
@@ -30,7 +30,7 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
     kept, epsilon = _number(node, "momentum", 0.9), _number(node, "epsilon", 1e-5)
     mean, var = mean_and_variance(op, x)
     flat_mean, flat_var = op.Reshape(mean, [-1]), op.Reshape(var, [-1])
-    if op.target.prefers("affine-in-one-pass") and x.dtype == ir.DataType.FLOAT:
+    if op.target.prefers("affine-in-one-pass") and worth_a_kernel(op, x):
         y = op.BatchNormalization(x, scale, bias, flat_mean, flat_var, epsilon=epsilon)
     else:
         column = op.const([-1, *[1] * (op.rank(x) - 2)])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.file_order import order_for_runtime
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
@@ -117,13 +118,14 @@ def rewrite_after(model: ir.Model, op: OpBuilder) -> None:
 
 
 def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
-    """Simplify a model and run :data:`FINAL`, in place; return it."""
+    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it."""
     simplify(model)
     target = find(target)
     if any(p.wanted(target) for p in FINAL):
         op = OpBuilder(model.graph, f"{target.name}/", target=target)
         if run(FINAL, model, op):
             simplify(model)
+    order_for_runtime(model.graph)
     return model
 
 

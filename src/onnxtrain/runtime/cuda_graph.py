@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx
 
+from onnxtrain import thresholds as T
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
@@ -28,6 +29,8 @@ def obstacle(model: onnx.ModelProto, spec: ModelSpec) -> str | None:
     for node in model.graph.node:
         if any(a.type in _GRAPHS for a in node.attribute):
             return f"{node.op_type} {node.name!r} has a body"
+        if node.op_type == "Concat" and len(node.input) > T.CAPTURED_CONCAT_INPUTS:
+            return f"Concat {node.name!r} joins more than {T.CAPTURED_CONCAT_INPUTS} tensors"
     return None
 
 

@@ -13,7 +13,11 @@ from onnxtrain.autodiff.rules.norm import center, per_channel
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes.batch_statistics import mean_and_variance, puts_out_batch_statistics
+from onnxtrain.graph.modes.batch_statistics import (
+    mean_and_variance,
+    puts_out_batch_statistics,
+    worth_a_kernel,
+)
 from onnxtrain.graph.shapes import dims as D
 
 Statistics = tuple[ir.Value, Callable[[], ir.Value]]
@@ -87,6 +91,8 @@ SPREAD_CHOICES: Choices[Sizes] = [
 
 def scaled_difference(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
     """Return ``gain * (x - mean(x))``."""
+    if not worth_a_kernel(op, x):
+        return _subtracted(op, x, gain, axes)
     return chosen(op, (x, gain), DIFFERENCE_FORMS, DIFFERENCE_CHOICES)(op, x, gain, axes)
 
 

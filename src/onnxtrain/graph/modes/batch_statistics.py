@@ -16,6 +16,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 
@@ -39,12 +40,25 @@ def puts_out_batch_statistics(node: ir.Node) -> bool:
     return momentum_of(node) == _BATCH_ONLY
 
 
+def worth_a_kernel(op: OpBuilder, x: ir.Value) -> bool:
+    """Return whether kernels of normalisation are faster than plain passes, by the size of images.
+
+    On CPUs they always are.
+    """
+    if x.dtype != ir.DataType.FLOAT:
+        return False
+    if not op.target.gpu:
+        return True
+    sizes = D.numbers(op.dims(x)[2:])
+    return bool(sizes) and math.prod(sizes or ()) >= T.NORMALISED_POSITIONS
+
+
 def mean_and_variance(op: OpBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Return mean and (the population's) variance of each channel, as ``[C, 1, ...]``."""
     rank = op.rank(x)
     axes = [i for i in range(rank) if i != 1]
     sizes = D.numbers(op.dims(x)[2:])
-    if op.target.prefers("statistics-by-layer-norm") and sizes and math.prod(sizes) > 1:
+    if op.target.prefers("statistics-by-layer-norm") and sizes and worth_a_kernel(op, x):
         mean, var = _joined(op, x, math.prod(sizes))
         column = [-1, *[1] * (rank - 2)]
         return op.Reshape(mean, column), op.Reshape(var, column)

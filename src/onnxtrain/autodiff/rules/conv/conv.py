@@ -164,6 +164,7 @@ _DEPTHWISE: list[Choice[ConvShape]] = [
 INPUT_CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
     "cpu": [Choice("columns", _few_positions), *_DEPTHWISE],
     "wasm": _DEPTHWISE,
+    "cuda": [Choice("flipped"), *_TRANSPOSED],
 }
 
 

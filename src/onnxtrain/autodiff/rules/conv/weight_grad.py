@@ -170,13 +170,22 @@ _PRODUCTS: list[Choice[ConvShape]] = [
 ]
 # A kernel of the size of the image takes a hundred times as long as a product on a GPU.
 _CUDA: list[Choice[ConvShape]] = [
-    Choice("depthwise"),
+    Choice("pairs", lambda f: f.pairs_up_to(T.WEIGHT_PAIRS_GPU)),
     Choice("merged", lambda f: f.taps == 1 and f.small_image),
     Choice("im2col", lambda f: f.taps == 1),
-    Choice("tap_columns", lambda f: not f.narrow),
-    Choice("im2col", lambda f: f.few_taps),
+    Choice("im2col", lambda f: f.narrow and _joinable(f)),
+    Choice("tap_columns"),
+    Choice("im2col", lambda f: _joinable(f)),
+    Choice("depthwise"),
+    Choice("taps", lambda f: f.few_taps),
     Choice("swapped"),
 ]
+
+
+def _joinable(facts: ConvShape) -> bool:
+    return facts.taps is not None and facts.taps <= T.CAPTURED_CONCAT_INPUTS
+
+
 CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
     "cpu": _CPU,
     "wasm": [Choice("im2col", lambda f: f.group == 1 and f.few_taps), *_CPU],
