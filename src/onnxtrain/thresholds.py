@@ -137,6 +137,12 @@ NORMALISED_POSITIONS = 128
 On an NVIDIA GPU: ``python -m benchmarks.cuda.forms norm``
 """
 
+ALIGNED_CLASSES = 4096
+"""From so many classes on, a few more are added where rows are no whole words.
+
+On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only gpt2``
+"""
+
 # Linear layers.
 
 NORM_ROWS_PER_COLUMN = 1.5

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import onnxtrain
-from onnxtrain import optim
+from onnxtrain import optim, thresholds
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch import from_torch
 
@@ -185,7 +185,10 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.conv(x))).mean((2, 3))
 
 
-def test_statistics_of_a_batch_out_of_those_of_its_images() -> None:
+def test_statistics_of_a_batch_out_of_those_of_its_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thresholds, "NORMALISED_POSITIONS", 2)
     module = Normed()
     model = from_torch(module, (torch.randn(4, 3, 9, 9),))
     made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
@@ -215,3 +218,55 @@ def test_onnx_is_standard() -> None:
     for proto in made.models.values():
         onnx.checker.check_model(proto, full_check=True)
         assert {n.domain for n in proto.graph.node} <= {"", "ai.onnx"}
+
+
+class Tied(nn.Module):
+    """A head that shares its weight with the embedding, or has one of its own."""
+
+    def __init__(self, tied: bool, words: int = 37) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix = nn.Embedding(words, 12), nn.Linear(12, 12)
+        self.head = None if tied else nn.Linear(12, words, bias=False)
+        self.words = words
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.mix(self.embed(x)))
+        scores = h @ self.embed.weight.T if self.head is None else self.head(h)
+        return scores.reshape(-1, self.words)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own"])
+def test_a_vocabulary_is_filled_up_to_whole_words(
+    tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thresholds, "ALIGNED_CLASSES", 8)
+    module = Tied(tied)
+    x = torch.randint(0, 37, (4, 5))
+    model = from_torch(module, (x,))
+    made = onnxtrain.build(
+        model, loss="cross_entropy", optimizer=ADAMW, target="cuda", precision=precision
+    )
+    inferred = onnx.shape_inference.infer_shapes(made.models["step"], data_prop=True)
+    sizes = {d.dim_value for v in inferred.graph.value_info for d in v.type.tensor_type.shape.dim}
+    assert 40 in sizes
+    onnx.checker.check_model(made.models["step"], full_check=True)
+    assert made.manifest.parameters[0].shape == (37, 12)
+    if precision != "float32":  # no kernel on the CPU
+        return
+    trainer = onnxtrain.Trainer(made)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        x, labels = (torch.randint(0, 37, s, generator=g) for s in ((4, 5), (20,)))
+        loss = F.cross_entropy(module(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        actual = trainer.step(x.numpy(), labels.numpy()).loss
+        assert actual == pytest.approx(loss.item(), rel=1e-5)
+    for name, p in module.named_parameters():
+        np.testing.assert_allclose(
+            trainer.parameters[name], p.detach(), rtol=1e-3, atol=1e-5, err_msg=name
+        )

@@ -116,6 +116,9 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
         autocast(model, options.precision.half, target=options.target)
     inputs = list(graph.inputs)
     attached, rng, shown = _attach(model, options)
+    # The model's own outputs, unless asked for, keep no pass from rewriting what leads to them.
+    asked = [attached.loss, *attached.metrics.values(), *attached.outputs.values()]
+    graph.outputs[:] = [y for y in graph.outputs if y in asked]
     made = GradientModel(model, options.target, blocks=bool(options.recompute))
     chosen = _reaching_parameters(graph, options, attached.loss)
     op = made.op

@@ -16,6 +16,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.file_order import order_for_runtime
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
+from onnxtrain.passes.aligned_classes import aligned_classes
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
 from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
@@ -69,6 +70,7 @@ SPELLINGS = (
 
 BEFORE = (
     *SPELLINGS,
+    Pass(aligned_classes, prefers="aligned-classes"),
     Pass(relu_after_maxpool),
     Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
     Pass(split_qkv, prefers="split-qkv", across_blocks=True),

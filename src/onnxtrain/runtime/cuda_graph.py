@@ -14,6 +14,7 @@ from onnxtrain.runtime import session as runtime
 
 _REFUSED = "graph capture feature"  # from onnxruntime's words where a node is on the CPU
 _SHOWN = 5
+_SIZES = ("Shape", "Size")  # of values whose sizes are known nothing is left of them
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
@@ -29,6 +30,8 @@ def obstacle(model: onnx.ModelProto, spec: ModelSpec) -> str | None:
     for node in model.graph.node:
         if any(a.type in _GRAPHS for a in node.attribute):
             return f"{node.op_type} {node.name!r} has a body"
+        if node.op_type in _SIZES:
+            return f"{node.op_type} {node.name!r} computes a size that is not known before"
         if node.op_type == "Concat" and len(node.input) > T.CAPTURED_CONCAT_INPUTS:
             return f"Concat {node.name!r} joins more than {T.CAPTURED_CONCAT_INPUTS} tensors"
     return None

@@ -16,7 +16,8 @@ from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import weight_by_columns, weight_by_tap_columns
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.windows.columns import by_product, fits
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.windows.columns import by_product, channels_second, fits
 from onnxtrain.graph.windows.conv_shape import ConvShape, facts_of
 from onnxtrain.graph.windows.geometry import Windows, pad, tap_slices
 from onnxtrain.targets import Target
@@ -72,9 +73,15 @@ def by_im2col(
     columns = _flatten(op, columns, win.rank)
     rows = _flatten(op, _split_channels(op, dy, group), win.rank)
     dw = op.ReduceSum(op.MatMul(rows, op.mT(columns)), [0], keepdims=0)  # [(group,) out, taps * in]
-    if len(pieces) > 1:
+    if len(pieces) == 1:
+        return op.reshape_like(dw, w)
+    sizes = D.numbers(op.dims(w))
+    if sizes is None:
         dw = op.Transpose(op.reshape(dw, [op.size(w, 0), len(pieces), -1]), perm=[0, 2, 1])
-    return op.reshape_like(dw, w)
+        return op.reshape_like(dw, w)
+    # A Reshape at the end would be moved in front by onnxruntime, and the order of nodes with it.
+    outs, channels, *kernel = sizes
+    return op.Transpose(op.Reshape(dw, [outs, *kernel, channels]), perm=channels_second(win.rank))
 
 
 def by_lifted_conv(
