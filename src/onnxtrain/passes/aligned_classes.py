@@ -81,7 +81,7 @@ def _head(loss: ir.Node) -> _Head | None:
         return None
     scores, views = loss.inputs[0], []
     while scores is not None:
-        readers = {use.node for use in scores.uses()}
+        readers = {use.node for use in scores.uses() if _is_read(use.node)}
         node = scores.producer()
         if len(readers) != 1 or scores.is_graph_output() or node is None:
             return None
@@ -90,6 +90,11 @@ def _head(loss: ir.Node) -> _Head | None:
         views.append(node)
         scores = node.inputs[0]
     return None
+
+
+def _is_read(node: ir.Node) -> bool:
+    """Return whether anything comes of a node; casts that nothing reads are left over."""
+    return any(y.is_graph_output() or y.uses() for y in node.outputs)
 
 
 def _product(node: ir.Node, loss: ir.Node, views: list[ir.Node]) -> _Head | None:
