@@ -141,6 +141,17 @@ def _reduce_in_two(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
     return [op.ReduceSum(op.ReduceSum(_x(op, n, c, s), [2, 3], keepdims=0), [0], keepdims=0)]
 
 
+def _reduce_by_product(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
+    ones = op.const(np.ones((s * s, 1)), ir.DataType.FLOAT)
+    rows = op.MatMul(op.Reshape(_x(op, n, c, s), [n * c, s * s]), ones)
+    return [op.ReduceSum(op.Reshape(rows, [n, c]), [0], keepdims=0)]
+
+
+def _reduce_by_pooling(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
+    means = op.GlobalAveragePool(_x(op, n, c, s))
+    return [op.ReduceSum(op.Reshape(means, [n, c]), [0], keepdims=0)]
+
+
 def _layer_statistics(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
     flat = op.Reshape(_x(op, n, c, s), [n, c, s * s])
     one = op.const(np.ones(s * s), ir.DataType.FLOAT)
@@ -184,6 +195,7 @@ def _relu_gradient(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
 
 NORMS = {
     "sum at once": _reduce_at_once, "sum in two": _reduce_in_two,
+    "sum by a product": _reduce_by_product, "sum by pooling": _reduce_by_pooling,
     "statistics by LayerNormalization": _layer_statistics,
     "statistics by squares": _square_statistics, "statistics centered": _centered_statistics,
     "affine by BatchNormalization": _affine_by_norm, "affine by passes": _affine_by_passes,

@@ -28,12 +28,13 @@ from onnxtrain.torch import from_torch
 STEPS, ROWS = 20, 8
 
 
-def network() -> nn.Module:
-    """Return strided convolutions, normalised, and a head."""
+def network(target: str) -> nn.Module:
+    """Return strided convolutions and a head; normalised where CUDA takes what is built."""
     torch.manual_seed(0)
+    norm = nn.BatchNorm2d if target == "cuda" else nn.Identity
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False), norm(8), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2, 1, bias=False), norm(16), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(16 * 4, 5),
     )  # fmt: skip
 
@@ -47,9 +48,9 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def reference() -> tuple[nn.Module, list[float]]:
+def reference(target: str) -> tuple[nn.Module, list[float]]:
     """Train in torch, on the CPU, in float64."""
-    module, losses = network().double().train(), []
+    module, losses = network(target).double().train(), []
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01)
     for x, labels in batches():
         loss = nn.functional.cross_entropy(module(x.double()), labels)
@@ -66,14 +67,16 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    module, losses = reference()
-    wanted = {n: p.detach().numpy() for n, p in module.named_parameters()}
-    model, failed = from_torch(network(), (batches()[0][0],)), 0
+    references = {t: reference(t) for t in ("cuda", "cpu")}
+    models = {t: from_torch(network(t), (batches()[0][0],)) for t in references}
+    failed = 0
     for target, fixed, layout, capture in itertools.product(
         ("cuda", "cpu"), (True, False), ("auto", "fused", "separate"), (None, False)
     ):
+        module, losses = references[target]
+        wanted = {n: p.detach().numpy() for n, p in module.named_parameters()}
         artifacts = onnxtrain.build(
-            model, loss="cross_entropy", target=target, dims={"batch": ROWS} if fixed else None,
+            models[target], loss="cross_entropy", target=target, dims={"batch": ROWS} if fixed else None,
             optimizer=optim.AdamW(lr=1e-2, weight_decay=0.01),
         )  # fmt: skip
         label = f"{target:5}{'fixed' if fixed else 'free':6}{layout:9} capture={capture!s:6}"

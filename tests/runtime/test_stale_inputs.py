@@ -155,3 +155,42 @@ def test_a_recording_that_is_refused_falls_back_and_names_the_nodes(
     assert session.get_inputs()
     with pytest.raises(OnnxTrainError, match=r"cannot be captured: \d+ nodes run on the CPU"):
         cuda_graph.create_capturing(source, asked=True, device="cuda", threads=1)
+
+
+def test_a_first_run_that_cannot_be_recorded_runs_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some kernels refuse while a graph is recorded, which only a run can tell."""
+    plain = runtime.run_bound
+    monkeypatch.setattr(bound_session, "memory_of", lambda _: DeviceMemory("cpu"))
+    artifacts = made(dims={"batch": 8})
+    spec = artifacts.manifest.model("step")
+    assert spec is not None
+    source, refused = artifacts.source("step"), []
+
+    def run(session: Any, binding: Any, options: Any = None) -> None:
+        if options is not None:
+            refused.append(options)
+            raise OnnxTrainError("operation failed due to a previous error during capture")
+        plain(session, binding)
+
+    monkeypatch.setattr(runtime, "run_bound", run)
+    values = {**artifacts.values, **artifacts.state}
+    inputs = {t.name: ort_value(values[t.name]) for t in spec.inputs if t.name in values}
+    x, labels = data(8)
+    feeds = {"x": x, "labels": labels, "learning_rate": np.array([0.1], np.float32)}
+    feeds = {t.name: feeds[t.name] for t in spec.inputs if t.name in feeds}
+
+    def opened() -> Any:
+        return runtime.create(source, threads=1)
+
+    def losses(graph_id: int | None, reopen: Any) -> list[float]:
+        bound = bound_session.BoundSession(opened(), spec, inputs, {}, "d", graph_id, reopen)
+        return [bound.run(feeds)["loss"].item() for _ in range(3)]
+
+    wanted = losses(None, None)
+    with pytest.warns(UserWarning, match="could not be captured .* runs without: operation failed"):
+        assert losses(1, opened) == wanted
+    assert len(refused) == 1
+    with pytest.raises(OnnxTrainError, match="previous error during capture"):
+        losses(1, None)

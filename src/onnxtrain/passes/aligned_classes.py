@@ -67,8 +67,12 @@ def _align(op: OpBuilder, loss: ir.Node) -> int:
     op.position = head.product
     x = head.product.inputs[0]
     assert x is not None
-    pads = [0] * (2 * op.rank(x) - 1)
-    head.product.replace_input_with(0, op.Pad(x, [*pads, wider], op.const(1.0, x.dtype)))
+    pads, kind = [0] * (2 * op.rank(x) - 1), x.dtype
+    if kind == ir.DataType.BFLOAT16:  # CUDA pads none
+        wide = op.Pad(op.Cast(x, to=ir.DataType.FLOAT), [*pads, wider], 1.0)
+        head.product.replace_input_with(0, op.Cast(wide, to=kind))
+    else:
+        head.product.replace_input_with(0, op.Pad(x, [*pads, wider], op.const(1.0, kind)))
     _set_dims(head.product.outputs[0], [*(S.dims_of(x) or ())[:-1], head.classes + more])
     for view in head.views:
         _widen(op, view, head.classes, head.classes + more)

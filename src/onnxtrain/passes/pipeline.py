@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.file_order import order_for_runtime
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.graph.simplify.file_order import order_for_runtime
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.aligned_classes import aligned_classes
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ class BoundSession:
         outputs: where results go, by name of the output; all others come back as arrays.
         device: where the session runs.
         graph_id: of the captured run, if the session captures; each binding has its own.
+        reopen: returns a session for the same model that does not capture, in case that the first
+            run cannot be recorded; without it, that is an error.
     """
 
     def __init__(
@@ -38,7 +41,21 @@ class BoundSession:
         outputs: Mapping[str, Any],
         device: str = "cpu",
         graph_id: int | None = None,
+        reopen: Callable[[], Any] | None = None,
     ) -> None:
+        self._parts = (spec, dict(inputs), dict(outputs), device)
+        self._reopen = reopen if graph_id is not None else None
+        in_place = any(y is x for y in outputs.values() for x in inputs.values())
+        self._unchecked = 0 if device == "cpu" or in_place else _CHECKED_RUNS
+        self._bind(session, graph_id)
+
+    @property
+    def captured(self) -> bool:
+        """Whether runs are recorded and replayed."""
+        return self._options is not None
+
+    def _bind(self, session: Any, graph_id: int | None) -> None:
+        spec, inputs, outputs, device = self._parts
         self.session, self.binding = session, session.io_binding()
         # What nodes of the CPU read there is copied when it is bound: bound once, it grows stale.
         self._on_host = frozenset[str]() if device == "cpu" else runtime.inputs_on_host(session)
@@ -61,9 +78,6 @@ class BoundSession:
         self._bound = len(spec.outputs) - len(self._fresh)
         # Never on the CPU: with RunOptions a call costs ten times as much.
         self._options = None if graph_id is None else _capture(graph_id)
-        in_place = any(y is x for y in outputs.values() for x in inputs.values())
-        self._unchecked = 0 if device == "cpu" or in_place else _CHECKED_RUNS
-        self._parts = (spec, dict(inputs), dict(outputs), device)
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run on a batch; return the outputs that have no place of their own."""
@@ -74,7 +88,19 @@ class BoundSession:
                 self._memory.feed(self.binding, name, array)
         for name, value in self._copied.items():
             self.binding.bind_ortvalue_input(name, value)
-        outputs = self._run()
+        try:
+            outputs = self._run()
+        except OnnxTrainError as error:
+            if self._reopen is None:
+                raise
+            warnings.warn(
+                f"a step could not be captured as a CUDA graph and runs without: {error}",
+                stacklevel=2,
+            )
+            session, self._reopen = self._reopen(), None
+            self._bind(session, None)
+            return self.run(feeds)
+        self._reopen = None
         if self._unchecked:
             self._unchecked -= 1
             if not self._unchecked:

@@ -93,7 +93,6 @@ class Trainer:
             self._engine = flat or Separate(artifacts, device=device, threads=threads)
             if capture and flat is None:
                 can_capture(None, None, capture, device=device)
-        self.captured = self._engine.captured
         advise_target(self._engine.spec, device)
         if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
             self.artifacts = artifacts.over(self._engine.view)
@@ -122,6 +121,11 @@ class Trainer:
     @lr.setter
     def lr(self, value: Any) -> None:
         self._lr = check_lr(value, "lr")
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are recorded as a CUDA graph and replayed."""
+        return self._engine.captured
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:

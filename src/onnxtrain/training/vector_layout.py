@@ -14,7 +14,7 @@ from onnxtrain.runtime.bound_session import Arrays, BoundSession
 from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
-from onnxtrain.training.layouts import open_session, spec_of
+from onnxtrain.training.layouts import open_session, reopening, spec_of
 from onnxtrain.training.vector_update import DeviceVectorUpdater, VectorUpdater, VectorUpdates
 
 
@@ -47,11 +47,12 @@ class VectorLayout:
         self._results = {t.feeds or "": t.name for t in self.spec.outputs_of("parameter")}
         self._buffers = [t.feeds or "" for t in self.spec.outputs_of("buffer")]
         self._allocate(artifacts, updates, release=release and device == "cpu")
-        session, self.captured = None, False
+        session, self._recorded = None, False
         if device != "cpu":
-            session, self.captured = open_session(
+            session, self._recorded = open_session(
                 source, self.spec, device=device, threads=threads, capture=capture
             )
+        self._reopen = None if capture else reopening(source, device=device, threads=threads)
         self._updater = self._make_updater(updates, threads)
         if device != "cpu":  # a recording may have changed them
             for name, array in (artifacts.values | artifacts.state).items():
@@ -87,7 +88,7 @@ class VectorLayout:
         if self._device == "cpu":
             return VectorUpdater(updates, self._values, self._gradient, threads=threads)
         return DeviceVectorUpdater(
-            updates, self._values, self._gradient, self._device, capture=self.captured
+            updates, self._values, self._gradient, self._device, capture=self._recorded
         )
 
     def _bind(self, session: object, old: Values, new: Values) -> BoundSession:
@@ -100,8 +101,15 @@ class VectorLayout:
         outputs = {t.name: self._gradient[n] for t, n in gradients}
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
         outputs |= {y: new[n] for n, y in self._results.items()}
-        graph_id = 1 if self.captured else None
-        return BoundSession(session, self.spec, inputs, outputs, self._device, graph_id)
+        graph_id = 1 if self._recorded else None
+        return BoundSession(
+            session, self.spec, inputs, outputs, self._device, graph_id, self._reopen
+        )
+
+    @property
+    def captured(self) -> bool:
+        """Whether gradients are recorded and replayed."""
+        return self._calls[self._now if len(self._calls) > 1 else 0].captured
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; return loss, metrics and outputs."""
