@@ -25,6 +25,7 @@ from onnxtrain.training.fit import fit
 from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.guards.origin import compared, graph_digests
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
+from onnxtrain.training.guards.target import advise_target
 from onnxtrain.training.inference import Predictor, export
 from onnxtrain.training.layouts import Fused, Separate, control_values
 from onnxtrain.training.match_weights import fitting
@@ -92,7 +93,7 @@ class Trainer:
             self._engine = flat or Separate(artifacts, device=device, threads=threads)
             if capture and flat is None:
                 can_capture(None, None, capture, device=device)
-        self.captured = self._engine.captured
+        advise_target(self._engine.spec, device)
         if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
             self.artifacts = artifacts.over(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
@@ -120,6 +121,11 @@ class Trainer:
     @lr.setter
     def lr(self, value: Any) -> None:
         self._lr = check_lr(value, "lr")
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are recorded as a CUDA graph and replayed."""
+        return self._engine.captured
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:
