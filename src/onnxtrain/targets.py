@@ -49,6 +49,7 @@ PREFERS = {
     "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
     "descent-in-products": "plain descent inside the products that make gradients",
     "gemm-without-trans-a": "a transposed left operand made before the product",
+    "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
@@ -142,7 +143,7 @@ TARGETS: dict[str, Target] = {
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "float16-products"),
-                    "gelu-operator",
+                    *("gelu-operator", "given-means"),
                     *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
                     *("statistics-by-layer-norm", "vector-update"),
                 }

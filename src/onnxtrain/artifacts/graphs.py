@@ -117,8 +117,8 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
     inputs = list(graph.inputs)
     attached, rng, shown = _attach(model, options)
     # The model's own outputs, unless asked for, keep no pass from rewriting what leads to them.
-    asked = [attached.loss, *attached.metrics.values(), *attached.outputs.values()]
-    graph.outputs[:] = [y for y in graph.outputs if y in asked]
+    asked = {attached.loss.name, *(y.name for y in attached.metrics.values()), *shown.values()}
+    graph.outputs[:] = [y for y in graph.outputs if y.name in asked]
     made = GradientModel(model, options.target, blocks=bool(options.recompute))
     chosen = _reaching_parameters(graph, options, attached.loss)
     op = made.op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -90,46 +91,69 @@ SPREAD_CHOICES: Choices[Sizes] = [
 
 
 def scaled_difference(
-    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value | None = None
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value
 ) -> ir.Value:
-    """Return ``gain * (x - mean(x))``; ``mean`` is given per channel, or computed."""
-    if op.rank(x) < 2:  # a vector is one channel
-        mean = None
-    if not worth_a_kernel(op, x):
-        return _subtracted(op, x, gain, axes, mean)
-    return chosen(op, (x, gain), DIFFERENCE_FORMS, DIFFERENCE_CHOICES)(op, x, gain, axes, mean)
+    """Return ``gain * (x - mean(x))``; ``mean`` is what the mean is up to rounding errors."""
+    facts = Scaled(x, gain, worth_a_kernel(op, x))
+    return chosen(op, facts, DIFFERENCE_FORMS, DIFFERENCE_CHOICES)(op, x, gain, axes, mean)
 
 
 def _subtracted(
-    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value | None
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value
 ) -> ir.Value:
-    less = op.ReduceMean(x, axes, keepdims=1) if mean is None else per_channel(op, mean, x)
-    return op.Mul(op.Sub(x, less), per_channel(op, gain, x))
+    return op.Mul(op.Sub(x, op.ReduceMean(x, axes, keepdims=1)), per_channel(op, gain, x))
+
+
+def _mean_subtracted(
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value
+) -> ir.Value:
+    return op.Mul(op.Sub(x, per_channel(op, mean, x)), per_channel(op, gain, x))
 
 
 def _normalised(
-    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value | None
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value
 ) -> ir.Value:
     """One pass, by the operator for given statistics, with a variance of 1."""
+    return _by_statistics(op, x, gain, op.ReduceMean(x, axes, keepdims=0))
+
+
+def _mean_normalised(
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value
+) -> ir.Value:
+    return _by_statistics(op, x, gain, mean)
+
+
+def _by_statistics(op: OpBuilder, x: ir.Value, gain: ir.Value, mean: ir.Value) -> ir.Value:
     zero, one = (op.const(np.full(op.static(gain) or (), v), x.dtype) for v in (0.0, 1.0))
-    mean = op.ReduceMean(x, axes, keepdims=0) if mean is None else mean
     return op.BatchNormalization(x, gain, zero, mean, one, epsilon=0.0)
 
 
-Scaled = tuple[ir.Value, ir.Value]  # x and gain
+class Scaled(NamedTuple):
+    """What is scaled, by what, and whether a kernel of normalisation is worth it."""
+
+    x: ir.Value
+    gain: ir.Value
+    worth: bool
+
+
+def _takes_statistics(v: Scaled) -> bool:
+    return (
+        v.worth
+        and v.x.dtype == ir.DataType.FLOAT
+        and S.rank_of(v.x) > 1
+        and D.numbers(S.dims_of(v.gain) or (None,)) is not None
+    )
+
 
 DIFFERENCE_FORMS: Forms[Scaled] = {
     "subtracted": Form(_subtracted),
-    "normalised": Form(
-        _normalised,
-        lambda v: (
-            v[0].dtype == ir.DataType.FLOAT
-            and S.rank_of(v[0]) > 1
-            and D.numbers(S.dims_of(v[1]) or (None,)) is not None
-        ),
-    ),
+    "normalised": Form(_normalised, _takes_statistics),
+    "mean subtracted": Form(_mean_subtracted, lambda v: S.rank_of(v.x) > 1),
+    "mean normalised": Form(_mean_normalised, _takes_statistics),
 }
 DIFFERENCE_CHOICES: Choices[Scaled] = [
+    Choice("mean normalised", prefers="given-means"),
+    Choice("mean subtracted", prefers="given-means"),
     Choice("normalised", prefers="affine-in-one-pass"),
     Choice("subtracted"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import onnx_ir as ir
 
@@ -66,14 +67,21 @@ def input_gradient(
 
 
 def input_by_transposed_conv(
-    op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
+    op: OpBuilder,
+    dy: ir.Value,
+    w: ir.Value,
+    x: ir.Value,
+    win: Windows,
+    group: int,
+    *,
+    symmetric: bool = False,
 ) -> ir.Value:
     """A transposed convolution of ``dy`` with W.
 
     Windows may leave out the last positions of the input, or reach beyond its padding (ceil_mode):
     the result is padded or cut to the size of ``x``, at run time where sizes are not known before.
+    With ``symmetric``, both ends are padded alike.
     """
-    symmetric = op.target.lacks("ConvTranspose.asymmetric_pads")
     parts = [_transposed_axis(op, dy, x, win, i, symmetric=symmetric) for i in range(win.rank)]
     extra = [p.extra for p in parts]
     dx = op.ConvTranspose(
@@ -147,6 +155,7 @@ def _few_positions(facts: ConvShape) -> bool:
 
 INPUT_FORMS: Forms[ConvShape] = {
     "transposed": Form(input_by_transposed_conv),
+    "symmetric": Form(functools.partial(input_by_transposed_conv, symmetric=True)),
     "columns": Form(input_by_columns, lambda f: f.addable),
     "pairs": Form(depthwise.input_by_pairs, lambda f: f.depthwise and f.pairs is not None),
     "flipped": Form(
@@ -155,7 +164,10 @@ INPUT_FORMS: Forms[ConvShape] = {
     ),
 }
 
-_TRANSPOSED: list[Choice[ConvShape]] = [Choice("transposed")]
+_TRANSPOSED: list[Choice[ConvShape]] = [
+    Choice("symmetric", lacks="ConvTranspose.asymmetric_pads"),
+    Choice("transposed"),
+]
 _DEPTHWISE: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.INPUT_PAIRS)),
     Choice("flipped"),
