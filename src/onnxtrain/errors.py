@@ -59,6 +59,10 @@ class NonFiniteError(OnnxTrainError, ArithmeticError):
     """Training has met an infinity or a NaN."""
 
 
+class BusyError(OnnxTrainError, RuntimeError):
+    """A trainer is in use by another thread, or a directory by another run."""
+
+
 class CompatError(OnnxTrainError):
     """A call of an older API that has no counterpart on a stock runtime."""
 

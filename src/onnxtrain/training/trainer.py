@@ -23,6 +23,7 @@ from onnxtrain.runtime.values import ort_value
 from onnxtrain.training.evaluation import evaluate_on
 from onnxtrain.training.fit import fit
 from onnxtrain.training.guards.labels import explained
+from onnxtrain.training.guards.one_thread import OneThread, alone
 from onnxtrain.training.guards.origin import compared, graph_digests
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
 from onnxtrain.training.inference import Predictor, export
@@ -33,7 +34,7 @@ from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 
 
 class Trainer:
-    """Runs training steps of artifacts on onnxruntime.
+    """Runs training steps of artifacts on onnxruntime, for one thread at a time.
 
     Args:
         artifacts: what :func:`onnxtrain.build` gave, or a directory.
@@ -64,6 +65,7 @@ class Trainer:
             raise OnnxTrainError(f"no such layout: {layout!r}\nhint: auto, fused or separate")
         if not 0 <= seed < SEEDS:
             raise OnnxTrainError(f"seed must lie in [0, 2**24): {seed}")
+        self.in_use = OneThread()
         self.artifacts, self.manifest = artifacts, artifacts.manifest
         self.device, self.threads, self.seed = device, threads, seed
         self.lr = self.manifest.optimizer.get("lr")
@@ -142,6 +144,7 @@ class Trainer:
         """Whether gradients are waiting for an update."""
         return self._micro > 0
 
+    @alone
     def step(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one batch, given by position or by name.
 
@@ -150,6 +153,7 @@ class Trainer:
         """
         return self.commit(self.compute(self._feed(batch, named)))
 
+    @alone
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""
         number = self.global_step + 1
@@ -159,6 +163,7 @@ class Trainer:
         except OnnxTrainError as error:
             raise explained(self, error, feeds) from error
 
+    @alone
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
         """Take over what the last :meth:`compute` found, and update when enough is accumulated."""
         number = self.global_step + 1
@@ -172,6 +177,7 @@ class Trainer:
             self.flush()
         return self._outputs.result(outputs, number, updated=updated)
 
+    @alone
     def flush(self) -> bool:
         """Update with the gradients accumulated so far; ``False`` if there are none."""
         if not self._micro:
@@ -188,10 +194,9 @@ class Trainer:
     ) -> dict[str, np.ndarray]:
         # Every batch has a draw of its own, counted so that float32 holds it exactly.
         draw = ((number - 1) * self.manifest.accumulate + micro + 1) % SEEDS
-        values = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
-        return control_values(
-            self._controls(spec), {**values, "grad_scale": scale, "reset": micro == 0}
-        )
+        numbers = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
+        numbers |= {"grad_scale": scale, "reset": micro == 0}
+        return control_values(self._controls(spec), numbers)
 
     def _controls(self, spec: ModelSpec) -> list[TensorSpec]:
         """Return the inputs that the trainer sets by itself; looked up once per model."""
@@ -199,6 +204,7 @@ class Trainer:
             self._control_specs[spec.role] = spec.inputs_of(*CONTROL)
         return self._control_specs[spec.role]
 
+    @alone
     def gradients(self, *batch: Any, **named: Any) -> dict[str, np.ndarray]:
         """Return the gradients of one batch by parameter name; nothing is updated."""
         if self._differentiator is None:
@@ -216,6 +222,7 @@ class Trainer:
         scale = self._engine.view(*scaler) if scaler else 1
         return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, gradients, strict=True)}
 
+    @alone
     def evaluate_batch(self, *batch: Any, **named: Any) -> StepResult:
         """Return loss, metrics and outputs of one batch in evaluation mode."""
         spec = self.manifest.model("eval")
@@ -246,6 +253,7 @@ class Trainer:
     evaluate = evaluate_on
     fit = fit
 
+    @alone
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
         """Return the outputs of the inference model with the current weights."""
         if self._predictor is None:
@@ -293,6 +301,7 @@ class Trainer:
     def _weight_names(self) -> list[str]:
         return [w.name for w in (*self.manifest.parameters, *self.manifest.buffers)]
 
+    @alone
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return everything that a checkpoint holds, by the names it has there."""
         state = {n: np.array(self._engine.view(n)) for n in self._weight_names()}
@@ -308,11 +317,13 @@ class Trainer:
         values, state = split_tensors(self.manifest, tensors, label)
         return {**values, **state}
 
+    @alone
     def _set_all(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             self._engine.write(name, array)
         self._micro = 0
 
+    @alone
     def load_weights(
         self, weights: Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = True
     ) -> list[str]:
