@@ -227,7 +227,7 @@ def test_records(artifacts: Artifacts, tmp_path: Path) -> None:
     )  # fmt: skip
     folder = tmp_path / "run"
     assert {p.name for p in folder.iterdir()} == {
-        "metrics.csv", "metrics.jsonl", "loss.png", "events", "checkpoints",
+        "metrics.csv", "metrics.jsonl", "loss.png", "events", "checkpoints", ".lock",
     }  # fmt: skip
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [r for r in rows if r["kind"] == "step"] == history.steps

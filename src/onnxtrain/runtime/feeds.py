@@ -11,6 +11,11 @@ import numpy as np
 from onnxtrain.errors import ShapeError
 from onnxtrain.manifest import TensorSpec
 
+_FIXED = (
+    "\nhint: the model is fixed to batches of {size}: batch_size={size} (--batch-size {size}), or "
+    "build it with a named size instead"
+)
+
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Return the numpy type of a manifest's dtype."""
@@ -79,12 +84,15 @@ def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]])
     if array.dtype != want:
         array = _convert(spec, array, want)
     expected = f"{spec.name!r} is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
+    if spec.role == "target" and spec.shape[-1:] == (1,) and array.ndim == len(spec.shape) - 1:
+        array = array[..., np.newaxis]  # one number per sample, as most data sets have it
     if array.ndim != len(spec.shape):
         raise ShapeError(f"{expected}, got shape {list(array.shape)}")
-    for have, dim in zip(array.shape, spec.shape, strict=True):
+    for axis, (have, dim) in enumerate(zip(array.shape, spec.shape, strict=True)):
         if isinstance(dim, int):
             if have != dim:
-                raise ShapeError(f"{expected}, got shape {list(array.shape)}")
+                hint = "" if axis else _FIXED.format(size=dim)
+                raise ShapeError(f"{expected}, got shape {list(array.shape)}{hint}")
         elif dim.isidentifier():
             known = sizes.setdefault(dim, (have, spec.name))
             if known[0] != have:

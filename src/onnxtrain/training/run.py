@@ -113,10 +113,13 @@ class Run:
             shuffle=bool(options.shuffle),
             seed=seed,
             drop_last=bool(options.drop_last) or fixed,
+            columns=self.trainer.inputs,
         )
         validation = options.validation
         if validation is not None:
-            validation = as_source(validation, batch_size=size, drop_last=fixed)
+            validation = as_source(
+                validation, batch_size=size, drop_last=fixed, columns=self.trainer.inputs
+            )
         return source, validation
 
     @property
