@@ -22,11 +22,31 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-def to_array(value: Any) -> np.ndarray:
-    """Return an array of anything array-like; torch tensors included, torch not needed."""
+def to_array(value: Any, name: str | None = None) -> np.ndarray:
+    """Return an array of anything array-like; torch tensors included, torch not needed.
+
+    Raises:
+        ShapeError: if rows have different lengths, or values are masked.
+    """
+    label = "the batch" if name is None else repr(name)
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
-    return np.asarray(value)
+    if isinstance(value, np.ma.MaskedArray):
+        if np.ma.is_masked(value):
+            raise ShapeError(
+                f"{label}: {np.ma.count_masked(value)} values are masked, which no model knows of\n"
+                "hint: fill them (x.filled(0)), and give the mask as an input if it matters"
+            )
+        value = value.data
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        if not isinstance(value, list | tuple):
+            raise
+        raise ShapeError(
+            f"{label}: rows of different length make no array: {str(error).splitlines()[0]}\n"
+            "hint: pad them to one length"
+        ) from error
 
 
 def feed(
@@ -53,7 +73,7 @@ def feed(
     if missing:
         raise ShapeError(f"missing from the batch: {', '.join(missing)}")
     sizes: dict[str, tuple[int, str]] = {}
-    return {s.name: _fit(s, to_array(given[s.name]), sizes) for s in specs}
+    return {s.name: _fit(s, to_array(given[s.name], s.name), sizes) for s in specs}
 
 
 class Feeder:
