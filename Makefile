@@ -43,6 +43,7 @@ check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/lint-imports
 
 rule: $(VENV)/.dev  ## all questions about one operator: make rule OP=Erf
+	@grep -rqE "[\"']$(OP)[\"']" tests/cases || { echo "no such operator in tests/cases: $(OP)"; exit 2; }
 	$(BIN)/python -m pytest tests/test_op_cases.py -q -k "[$(OP)-"
 
 zoo: $(VENV)/.dev  ## every zoo model against torch, its gradients and one training step
