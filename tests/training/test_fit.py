@@ -21,8 +21,8 @@ from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, Shape
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
 from onnxtrain.training.data import as_source, shuffled
-from onnxtrain.training.progress import Bar, Lines, display
-from onnxtrain.training.tensorboard import crc32c
+from onnxtrain.training.reports.progress import Bar, Lines, display
+from onnxtrain.training.reports.tensorboard import crc32c
 from tests.artifacts.models import classifier, data, finished, graph, weight
 
 LOSS = [losses.LossTerm("cross_entropy", output="scores")]

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onnxtrain.artifacts.summary import Row, Shown, curve, in_words
 from onnxtrain.errors import CheckpointError, LabelError, NonFiniteError, OnnxTrainError
 from onnxtrain.optim.schedules import resolve_schedule
 from onnxtrain.runtime.feeds import feed
@@ -19,10 +20,10 @@ from onnxtrain.training.data import Batch, Source, as_source, length
 from onnxtrain.training.evaluation import Mean, evaluate
 from onnxtrain.training.fit_options import FitOptions
 from onnxtrain.training.guards.labels import explained
+from onnxtrain.training.guards.nan_search import bad_loss, bad_update, bad_weights, is_finite
 from onnxtrain.training.guards.progress_meta import Loaded, check_lr
-from onnxtrain.training.metrics_files import Records
-from onnxtrain.training.nan_search import bad_loss, bad_update, bad_weights, is_finite
-from onnxtrain.training.progress import display
+from onnxtrain.training.reports.metrics_files import Records
+from onnxtrain.training.reports.progress import display
 from onnxtrain.training.results import StepResult
 from onnxtrain.training.resume import Stored, refuse_rest
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 
 
-@dataclasses.dataclass
-class History:
+@dataclasses.dataclass(repr=False)
+class History(Shown):
     """What a run was."""
 
     steps: list[Record]
@@ -49,6 +50,19 @@ class History:
     def losses(self) -> list[float]:
         """The loss of every batch."""
         return [r["loss"] for r in self.steps]
+
+    def summary(self) -> tuple[str, list[Row]]:
+        """Return what a shell shows: first and last loss, the last and the best epoch."""
+        rows = [("steps", str(len(self.steps))), ("epochs", str(len(self.epochs)))]
+        if self.steps:
+            rows.append(("loss", f"{self.losses[0]:.5g} at first, {self.losses[-1]:.5g} at last"))
+        for name, record in (("last epoch", self.epochs[-1:]), ("best epoch", [self.best])):
+            if record and record[0]:
+                rows.append((name, in_words(record[0])))
+        return "History", [*rows, *([("stopped", self.stopped)] if self.stopped else [])]
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + curve(self.losses, "loss")
 
 
 class Run:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain import thresholds as T
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
@@ -27,13 +26,14 @@ from onnxtrain.training.guards.one_thread import OneThread, alone
 from onnxtrain.training.guards.origin import compared, graph_digests
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
 from onnxtrain.training.inference import Predictor, export
-from onnxtrain.training.layouts import Fused, Separate, control_values
+from onnxtrain.training.layouts import Fused, Separate, control_values, pick_layout
 from onnxtrain.training.match_weights import fitting
+from onnxtrain.training.reports.shown import ShownTrainer
 from onnxtrain.training.results import Outputs, Parameters, StepResult
 from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 
 
-class Trainer:
+class Trainer(ShownTrainer):
     """Runs training steps of artifacts on onnxruntime, for one thread at a time.
 
     Args:
@@ -83,7 +83,7 @@ class Trainer:
                 artifacts, device=device, threads=threads, capture=capture, release=loaded
             )
         if layout == "auto":
-            layout = self._pick() if flat is None else "separate"
+            layout = "separate" if flat else pick_layout(artifacts, device)
         if layout == "fused" and self.manifest.accumulate > 1:
             raise OnnxTrainError("accumulated gradients need layout='separate'")
         self.layout = layout
@@ -105,14 +105,6 @@ class Trainer:
         self._graphs: dict[str, str] | None = None
         self._predictor: Predictor | None = None
         self._differentiator: Separate | None = None
-
-    def _pick(self) -> str:
-        if self.manifest.accumulate > 1 or self.manifest.model("step") is None:
-            return "separate"
-        if self.device != "cpu":
-            return "fused"  # the update is not worth a second call
-        arrays = (*self.artifacts.values.values(), *self.artifacts.state.values())
-        return "separate" if sum(a.nbytes for a in arrays) > T.SECOND_COPY_BYTES else "fused"
 
     @property
     def lr(self) -> float:
