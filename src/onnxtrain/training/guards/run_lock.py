@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from onnxtrain.errors import BusyError, SaveError
+from onnxtrain.errors import BusyError
+from onnxtrain.graph.io.atomic import named_refusal
 
 _NAME = ".lock"
 _mine: set[str] = set()
@@ -49,11 +50,9 @@ def locked(directory: Path | None) -> Iterator[None]:
 
 
 def _opened(directory: Path) -> int:
-    try:
+    with named_refusal(str(directory)):
         directory.mkdir(parents=True, exist_ok=True)
         return os.open(directory / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise SaveError(f"{directory}: cannot be written: {error.strerror}") from error
 
 
 def _lock(file: int) -> bool:

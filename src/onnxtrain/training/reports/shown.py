@@ -15,7 +15,7 @@ class ShownTrainer(Shown):
     device: str
     layout: str
     global_step: int
-    lr: float
+    lr: Any
     seed: int
 
     def summary(self) -> tuple[str, list[Row]]:
