@@ -21,6 +21,7 @@ from onnxtrain.runtime.memory import CONTROL
 from onnxtrain.runtime.values import ort_value
 from onnxtrain.training.evaluation import evaluate_on
 from onnxtrain.training.fit import fit
+from onnxtrain.training.guards.batch_size import check_batch_size
 from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.guards.one_thread import OneThread, alone
 from onnxtrain.training.guards.origin import compared, graph_digests
@@ -148,6 +149,7 @@ class Trainer(ShownTrainer):
     @alone
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""
+        check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
         number = self.global_step + 1
         control = self._control(self._engine.spec, number, micro=self._micro)
         try:
@@ -208,6 +210,7 @@ class Trainer(ShownTrainer):
         for name in (*self._weight_names(), *scaler):
             engine.write(name, self._engine.view(name))
         feeds = feed(self.batch_specs, batch, named)
+        check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
         engine.compute({**feeds, **self._control(engine.spec, self.global_step + 1)})
         names = [p.name for p in self.manifest.parameters]
         gradients = engine.gradients(computed=True)

@@ -1,6 +1,6 @@
 import { Artifacts } from "./artifacts.js";
 import { batchCount, batches, isColumns, type BatchOptions, type Dataset } from "./data.js";
-import { badLabel, badLoss, classLabels } from "./diagnosis.js";
+import { badLabel, badLoss, checkBatchSize, classLabels } from "./diagnosis.js";
 import type { HostTensor, TypedArray } from "./dtypes.js";
 import { finiteLoss, valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
 import { CheckpointError, DisposedError, OnnxTrainError, ShapeError, type NonFiniteError } from "./errors.js";
@@ -110,6 +110,7 @@ export class Trainer {
   async #train(
     feeds: readonly Tensors[], rates: readonly number[] | undefined, signal?: AbortSignal, data?: Dataset,
   ): Promise<StepResult[]> {
+    for (const batch of feeds) checkBatchSize(this.manifest, this.#batchSpecs(), batch);
     return await this.#alone(async () => {
       signal?.throwIfAborted();
       const role = this.#fused ? "step" : "train";
