@@ -9,6 +9,9 @@ from typing import Any
 import onnx
 
 from tests.hostile.base_models import MODELS, base_model
+from tests.hostile.traps import LOCATIONS
+
+EXTERNAL = 17  # the remainder by 20 of seeds whose models have data in other files
 
 _INTEGERS = (-(2**63), -(2**31), -9, -2, -1, 0, 1, 2, 3, 7, 64, 65537, 2**31, 2**40, 2**63 - 1)
 _FLOATS = (-1.0, 0.0, 1e-12, 0.5, 1e30, float("inf"), float("nan"))
@@ -26,7 +29,34 @@ def mutant(seed: int) -> tuple[str, bytes]:
     model = base_model(name)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         _CHANGES[rng.randrange(len(_CHANGES))](rng, model)
+    if seed % 20 == EXTERNAL:
+        _put_outside(rng, model)
     return name, model.SerializeToString()
+
+
+def _put_outside(rng: random.Random, model: onnx.ModelProto) -> None:
+    """Let tensors have their data in another file."""
+    tensors = [m for m in _messages(model) if m.DESCRIPTOR.name == "TensorProto"]
+    if not tensors:
+        tensors = [model.graph.initializer.add(name="x", data_type=1, dims=[4])]
+    for tensor in rng.sample(tensors, min(len(tensors), rng.choice((1, 1, 2)))):
+        for field in ("raw_data", "float_data", "int64_data", "int32_data"):
+            tensor.ClearField(field)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=rng.choice(LOCATIONS))
+        for key in ("offset", "length"):
+            if rng.random() < 0.4:
+                number = rng.choice((0, 4, 16, 2048, -1, 2**63, "4x", ""))
+                tensor.external_data.add(key=key, value=str(number))
+
+
+def _messages(message: _Message) -> Iterator[_Message]:
+    """Return every message below one, at any depth."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_MESSAGE:
+            for part in value if field.is_repeated else (value,):
+                yield part
+                yield from _messages(part)
 
 
 def _places(message: _Message) -> Iterator[_Place]:

@@ -1,4 +1,4 @@
-"""Many mutants, in a process that may hang or abort without taking this one along."""
+"""Many cases, in a process that may hang or abort without taking this one along."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+WORDS = {
+    "accepted": "accepted and right",
+    "refused": "refused by name",
+    "hang": "hangs",
+    "abort": "aborts",
+    "raw": "raw exceptions",
+    "outside": "files touched outside",
+    "different": "differences from onnxruntime",
+    "slow": "over a second",
+    "large": "over 500 MB",
+}
 GOOD = frozenset({"accepted", "refused"})
 _PATIENCE = 20.0  # seconds of the clock; the worker itself measures its own time
 _START = 60.0
@@ -27,6 +38,16 @@ class Tally:
         self.counts[word] += 1
         if word not in GOOD:
             self.bad.append(f"seed {seed}: {word}: {detail}")
+
+    def join(self, other: Tally) -> None:
+        """Count what another one has counted."""
+        self.counts.update(other.counts)
+        self.bad.extend(other.bad)
+
+    def report(self) -> str:
+        """Return all counts, one a line, and the bad cases."""
+        lines = [f"{title:<34}{self.counts[word]:>7}" for word, title in WORDS.items()]
+        return "\n".join([*lines, *self.bad])
 
 
 def run(seeds: Iterable[int]) -> Tally:

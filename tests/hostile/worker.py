@@ -1,69 +1,62 @@
-"""A process that takes seeds, one a line, and says what became of each mutant, one a line."""
+"""A process that takes seeds, one a line, and says what became of each case, one a line."""
 
 from __future__ import annotations
 
 import json
 import resource
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from pathlib import Path
 
 import onnxruntime
 
-import onnxtrain
-from onnxtrain.errors import OnnxTrainError, VerificationError
-from tests.hostile.mutate import mutant
+from onnxtrain.errors import OnnxTrainError
+from tests.hostile.doors import NUMBERS, WrongError, doors
+from tests.hostile.traps import Traps
 
-SECONDS = 1.0
+SECONDS = 1.0  # of this process's own time: load does not count
 MEGABYTES = 500
 _ADDRESS_SPACE = 8 << 30
-_WRONG = ("differs from the original", "the lowered model does not")
-
-DOORS: dict[str, Callable[[bytes], object]] = {
-    "load": onnxtrain.load,
-    "explain": onnxtrain.explain,
-    "vjp": lambda data: onnxtrain.vjp(data, ["x"]),
-    "build": lambda data: onnxtrain.build(data, loss="mse", optimizer="sgd"),
-    "lower": lambda data: onnxtrain.lower(data, opset=14),
-}
 
 
-def outcome(seed: int) -> tuple[str, str]:
-    """Return one word on a mutant, and a line on what went wrong, if it did."""
-    name, data = mutant(seed)
-    accepted = False  # and found equal to the original on onnxruntime
-    for door, function in DOORS.items():
+def outcome(seed: int, traps: Traps) -> tuple[str, str]:
+    """Return one word on a case, and a line on what went wrong, if it did."""
+    name, steps = doors(seed, traps)
+    accepted, last = True, ""
+    for door, function in steps:
         start, before = time.process_time(), _megabytes()
-        try:
-            function(data)
-            accepted = door == "lower"
-        except VerificationError as error:
-            if any(words in str(error) for words in _WRONG) and _runtime_loads(data):
-                return "different", f"{name}: {door}: {error}"
-        except OnnxTrainError:
-            if door == "load":
-                break
-        except Exception as error:
-            ours = [
-                t for t in traceback.extract_tb(error.__traceback__) if "onnxtrain" in t.filename
-            ]
-            where = f"{ours[-1].filename}:{ours[-1].lineno}" if ours else "?"
-            return "raw", f"{name}: {door}: {error!r:.200} at {where}"
-        if time.process_time() - start > SECONDS:
-            return "slow", f"{name}: {door}: {time.process_time() - start:.1f} s"
+        error = _error(function)
+        where = f"{name}: {door}"
+        if isinstance(error, WrongError):
+            return "different", f"{where}: {error}"
+        if error is not None and not isinstance(error, OnnxTrainError):
+            return "raw", f"{where}: {error!r:.200} at {_place(error)}"
+        if traps.touched():
+            return "outside", where
+        if door != NUMBERS and time.process_time() - start > SECONDS:
+            return "slow", f"{where}: {time.process_time() - start:.1f} s"
         if _megabytes() - before > MEGABYTES:
-            return "large", f"{name}: {door}: {_megabytes() - before:.0f} MB"
-    return ("accepted" if accepted else "refused"), ""
+            return "large", f"{where}: {_megabytes() - before:.0f} MB"
+        accepted, last = error is None, door
+        if error is not None and door == "load":
+            break
+    return ("accepted" if accepted else "refused"), last
 
 
-def _runtime_loads(data: bytes) -> bool:
+def _error(function: object) -> BaseException | None:
     try:
-        onnxruntime.InferenceSession(data)
-    except Exception:  # it raises a class for each of its codes
-        return False
-    return True
+        function()  # type: ignore[operator]
+    except (Exception, MemoryError) as error:
+        return error
+    return None
+
+
+def _place(error: BaseException) -> str:
+    ours = [t for t in traceback.extract_tb(error.__traceback__) if "onnxtrain" in t.filename]
+    return f"{ours[-1].filename}:{ours[-1].lineno}" if ours else "?"
 
 
 def _megabytes() -> float:
@@ -75,8 +68,11 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     warnings.simplefilter("ignore")
     onnxruntime.set_default_logger_severity(4)
-    for line in sys.stdin:
-        print(json.dumps(outcome(int(line))), flush=True)
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        traps = Traps(Path(folder))
+        traps.touched()
+        for line in sys.stdin:
+            print(json.dumps(outcome(int(line), traps)), flush=True)
 
 
 if __name__ == "__main__":
