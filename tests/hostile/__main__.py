@@ -19,8 +19,14 @@ def main() -> int:
     given = parser.parse_args()
     start, whole, end = time.monotonic(), Tally(), given.seed + given.cases
     for first in range(given.seed, end, _SLICE):
-        whole.join(run(range(first, min(first + _SLICE, end))))
-        print(f"{sum(whole.counts.values())} cases, {len(whole.bad)} bad", flush=True)
+        part = run(range(first, min(first + _SLICE, end)))
+        whole.join(part)
+        print(
+            f"{sum(whole.counts.values())} cases, {len(whole.bad)} bad",
+            *part.bad,
+            sep="\n",
+            flush=True,
+        )
     print(whole.report(), f"{time.monotonic() - start:.0f} s", sep="\n")
     return 1 if whole.bad else 0
 

@@ -8,9 +8,11 @@ import threading
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish
+from onnxtrain.runtime import denormals
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.denormals import FlushDenormals
 
@@ -50,6 +52,42 @@ def test_the_mode_ends_with_its_context() -> None:
         inside = TINY * np.float32(2)
     assert not inside.any()
     assert (TINY * np.float32(2)).all()
+
+
+def _set_a_flag() -> None:
+    """Do what the processor remembers: a rounding, and a result too small to be exact."""
+    assert np.float32(1) / np.float32(3) != 0
+    assert (TINY / np.float32(3)).any()
+
+
+def test_flags_are_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = denormals._known_mode()
+    if known is None:
+        pytest.skip("the place of the mode is not known on this platform")
+    for start in (known, None):
+        monkeypatch.setattr(denormals, "_fast", start)
+        with denormals.learning_mode():
+            _set_a_flag()
+        assert denormals._fast is start
+
+
+def test_a_mode_that_is_not_known_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = denormals._known_mode()
+    if known is None:
+        pytest.skip("the place of the mode is not known on this platform")
+    monkeypatch.setattr(denormals, "_fast", None)
+    with denormals.learning_mode():  # as the first session does
+        denormals._LIBRARY.fesetenv(known)
+    learnt = denormals._fast
+    assert learnt is not None
+    assert (TINY * np.float32(2)).all(), "the caller's mode is back"
+    with FlushDenormals():
+        inside = TINY * np.float32(2)
+    assert not inside.any()
+    with denormals.learning_mode():
+        _set_a_flag()
+        denormals._LIBRARY.fesetenv(known)
+    assert denormals._fast is learnt
 
 
 def test_no_process_is_started_at_import() -> None:
