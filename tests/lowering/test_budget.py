@@ -7,6 +7,7 @@ import time
 import numpy as np
 import onnx
 import onnx.parser
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
@@ -50,6 +51,27 @@ def test_too_large_to_be_verified(name: str):
         onnxtrain.lower(model, opset=14)
     onnxtrain.lower(model, opset=18, verify=False)
     assert time.process_time() - start < 1
+
+
+def test_a_recurrence_without_sequences_is_not_run():
+    """onnxruntime would end the process."""
+    text = """(float[3, 0, 1] x) => (float[a, b, c, d] y)
+        <float[1, 4, 1] w = {1, 2, 3, 4}, float[1, 4, 1] r = {1, 2, 3, 4}> {
+        y = LSTM<hidden_size = 1>(x, w, r) }"""
+    with pytest.raises(VerificationError, match=r"LSTM.* gets no elements"):
+        onnxtrain.lower(onnx.parser.parse_model(HEAD + text), opset=14)
+
+
+def test_a_column_of_very_many_ones_is_not_made():
+    text = """(float[2147483648, 2, 4] x) => (float[a, b, c] y) <float[4, 512] w, float[512] b> {
+        h = MatMul(x, w)
+        y = Add(h, b) }"""
+    model = onnx.parser.parse_model(HEAD + text)
+    del model.graph.value_info[:]
+    for name, sizes in (("w", [4, 512]), ("b", [512])):
+        weight = ir.tensor(np.ones(sizes, np.float32), name=name)
+        model.graph.initializer.append(ir.serde.serialize_tensor(weight))
+    onnxtrain.vjp(model, ["x"])
 
 
 def test_a_loop_that_ends_by_its_condition_is_run():

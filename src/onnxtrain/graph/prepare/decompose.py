@@ -21,7 +21,11 @@ import onnx_ir as ir
 from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.builder.call_by_signature import call_by_signature, unknown_parts
+from onnxtrain.graph.builder.call_by_signature import (
+    call_by_signature,
+    signature_of,
+    unknown_parts,
+)
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import key_of
 from onnxtrain.graph.shapes.infer import infer_shapes
@@ -83,6 +87,12 @@ def _call(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> Any:
     unknown = unknown_parts(function, node, "decomposition")
     if unknown is not None:
         raise PrepareError(f"node {node.name!r}: {S.describe(node)} {unknown}")
+    missing = signature_of(function).needed - {"node"} - S.attributes_of(node, op.opset).keys()
+    if missing:
+        raise PrepareError(
+            f"node {node.name!r}: {S.describe(node)} lacks attributes that its decomposition "
+            f"needs: {', '.join(sorted(missing))}"
+        )
     try:
         return call_by_signature(function, op, node, context={"node": node})
     except OnnxTrainError:
