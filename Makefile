@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test style-transfer chromium clean
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -15,14 +15,15 @@ help:  ## list the targets
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: $(BIN)/python pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[cpu,plot]" "scikit-learn>=1.6"
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,plot]" "scikit-learn>=1.6"
 	@touch $@
 
-# torch is pinned: the CPU build of this release is the one the tests were made with.
-$(VENV)/.dev: $(BIN)/python pyproject.toml
-	$(BIN)/pip install --quiet "torch==2.13.0"
-	$(BIN)/pip install --quiet --editable ".[cpu,torch,sklearn,plot,dev]"
+# constraints.txt has the releases that the tests were last run with; users are not bound to them.
+# torch comes first: the CPU build of its release is the one the tests were made with.
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,sklearn,plot,dev]"
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into runs/demo/
@@ -41,6 +42,9 @@ check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+lower-bounds: $(BIN)/python  ## fast tests with the oldest releases that pyproject.toml allows
+	$(BIN)/python tests/lower_bounds.py .cache/lower-bounds
 
 rule: $(VENV)/.dev  ## all questions about one operator: make rule OP=Erf
 	@grep -rqE "[\"']$(OP)[\"']" tests/cases || { echo "no such operator in tests/cases: $(OP)"; exit 2; }

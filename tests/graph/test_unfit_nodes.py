@@ -24,6 +24,8 @@ UNFIT = {
     "unknown operator": f"{X} {{ z = com.microsoft.Nope(x) y = Relu(z) }}",
     "no bias": f"{X} {{ y = com.microsoft.BiasGelu(x) }}",
     "no skip": f"{X} {{ y = com.microsoft.SkipLayerNormalization(x) }}",
+    "an empty skip": f"""{X} <float[4] b = {{1, 2, 3, 4}}> {{
+        y = com.microsoft.SkipLayerNormalization(x, , b) }}""",
     "no heads": """(float[2, 4, 8] x, float[8, 24] w, float[24] b) => (float[a, c, d] y) {
         y = com.microsoft.Attention(x, w, b) }""",
     "a state too many": f"""{LOOP} {{ y = Loop(n, c, x) <body = b

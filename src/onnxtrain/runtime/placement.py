@@ -36,6 +36,7 @@ def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
         device: as in :class:`~onnxtrain.Trainer`.
     """
     runtime.check_device(device)
+    old = OnnxTrainError("onnxruntime tells no placement\nhint: onnxruntime 1.24 or later")
     options = runtime.session_options(None)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = runtime.create(source, device=device, options=options)
@@ -43,6 +44,8 @@ def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
     heavy = _float_nodes(proto)
     counts: dict[str, int] = {}
     left: list[str] = []
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        raise old
     for part in session.get_provider_graph_assignment_info():
         nodes = part.get_nodes()
         counts[part.ep_name] = counts.get(part.ep_name, 0) + len(nodes)
@@ -51,7 +54,7 @@ def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
         # A node that onnxruntime made itself has no known tensors: it counts.
         left += [f"{n.op_type} {n.name!r}" for n in nodes if heavy.get(n.name, True)]
     if not counts:
-        raise OnnxTrainError("onnxruntime tells no placement\nhint: onnxruntime 1.24 or later")
+        raise old
     return Placement(counts, tuple(left))
 
 
