@@ -315,7 +315,9 @@ export class Trainer {
     this.#step = run.step;
     this.#seed = run.seed ?? this.#seed;
     this.properties = { ...run.properties };
-    this.#meta = meta;
+    // The graphs of another build are not those that go on from here.
+    const own = meta.get("manifest") === this.#manifestText;
+    this.#meta = own ? meta : new Map([...meta].filter(([key]) => key !== "graphs"));
   }
 
   /** Keeps a checkpoint under a name: a path in Node, the origin's own files in a page. */
