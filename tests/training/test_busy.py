@@ -100,9 +100,8 @@ def test_two_processes(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=hold, args=(str(tmp_path / "art"), str(run)))
     process.start()
-    for _ in range(1200):
-        if (run / "started").exists():
-            break
+    while not (run / "started").exists():
+        assert process.is_alive()
         time.sleep(0.1)
     trainer = Trainer(made())
     with pytest.raises(BusyError, match="run: a run of another process is going on there"):
