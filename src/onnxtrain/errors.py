@@ -59,6 +59,10 @@ class NonFiniteError(OnnxTrainError, ArithmeticError):
     """Training has met an infinity or a NaN."""
 
 
+class UncopiableError(OnnxTrainError, TypeError):
+    """Something that holds sessions or memory of its own was to be pickled or copied."""
+
+
 class BusyError(OnnxTrainError, RuntimeError):
     """A trainer is in use by another thread, or a directory by another run."""
 

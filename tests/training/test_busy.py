@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from onnxtrain.errors import BusyError, ShapeError
+from onnxtrain.errors import BusyError, ShapeError, UncopiableError
 from onnxtrain.training import Callback, Run, StepResult, Trainer
 from tests.artifacts.models import data
 
@@ -111,3 +114,12 @@ def test_two_processes(tmp_path: Path) -> None:
     process.join()
     assert (run / ".lock").exists()
     assert trainer.fit(data(8), directory=run, resume=True, progress=False).losses
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("layout", ["fused", "separate", "auto"])
+def test_a_trainer_is_not_copied(layout: str, copied: Callable[[Trainer], object]) -> None:
+    trainer = Trainer(made(), layout=layout)
+    with pytest.raises(UncopiableError, match=r"hint: pickle its artifacts"):
+        copied(trainer)
+    assert Trainer(pickle.loads(pickle.dumps(trainer.artifacts))).step(*data(8)).updated

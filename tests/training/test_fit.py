@@ -109,6 +109,12 @@ def test_data_that_is_none(given: object, message: str) -> None:
         as_source(given, batch_size=4)
 
 
+@pytest.mark.parametrize("given", [[], iter([])])
+def test_data_without_a_batch(artifacts: Artifacts, given: object) -> None:
+    with pytest.raises(ShapeError, match="nothing to train on: the data has no batch"):
+        quiet(Trainer(artifacts), given, 1)
+
+
 def test_an_iterator_has_one_epoch(artifacts: Artifacts) -> None:
     batches = [data(8, seed=i) for i in range(3)]
     assert len(quiet(Trainer(artifacts), iter(batches), 1).steps) == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxtrain.artifacts.summary import Row, Shown, curve, in_words
-from onnxtrain.errors import CheckpointError, LabelError, NonFiniteError, OnnxTrainError
+from onnxtrain.errors import CheckpointError, LabelError, NonFiniteError, OnnxTrainError, ShapeError
 from onnxtrain.optim.schedules import resolve_schedule
 from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record
@@ -190,6 +190,8 @@ class Run:
             if self.stop and not self.trainer.accumulating:
                 break
         else:
+            if not self.batch:
+                raise ShapeError("there is nothing to train on: the data has no batch")
             self._end_epoch()
         if self.keeper is not None and (self.stop or self.batch == 0):
             self._checkpoint()

@@ -23,7 +23,7 @@ from onnxtrain.training.evaluation import evaluate_on
 from onnxtrain.training.fit import fit
 from onnxtrain.training.guards.batch_size import check_batch_size
 from onnxtrain.training.guards.labels import explained
-from onnxtrain.training.guards.one_thread import OneThread, alone
+from onnxtrain.training.guards.one_thread import NotCopied, OneThread, alone
 from onnxtrain.training.guards.origin import compared, graph_digests
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
 from onnxtrain.training.inference import Predictor, export
@@ -34,7 +34,7 @@ from onnxtrain.training.results import Outputs, Parameters, StepResult
 from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 
 
-class Trainer(ShownTrainer):
+class Trainer(ShownTrainer, NotCopied):
     """Runs training steps of artifacts on onnxruntime, for one thread at a time.
 
     Args:

@@ -1,4 +1,4 @@
-"""One trainer serves one thread at a time."""
+"""One trainer serves one thread at a time, and there is one of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import functools
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
-from onnxtrain.errors import BusyError
+from onnxtrain.errors import BusyError, UncopiableError
+
+
+class NotCopied:
+    """Refuses to be pickled and copied: sessions and buffers cannot be."""
+
+    def __reduce__(self) -> NoReturn:
+        raise UncopiableError(
+            "a trainer cannot be pickled or copied\n"
+            "hint: pickle its artifacts, or save() here and load() in a trainer over there"
+        )
 
 
 class OneThread:
