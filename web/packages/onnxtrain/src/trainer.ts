@@ -1,3 +1,4 @@
+/// <reference lib="esnext.disposable" preserve="true" />
 import { Artifacts } from "./artifacts.js";
 import { batchCount, batches, isColumns, type BatchOptions, type Dataset } from "./data.js";
 import { badLabel, badLoss, checkBatchSize, classLabels } from "./diagnosis.js";
