@@ -48,6 +48,8 @@ UNFIT = {
             else_branch = e () => (float[2] b, float[2] d) { b = Neg(x) d = Abs(x) }> }""",
     "a step that gives a value twice": f"""{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = 1,
         body = b (float[2] u, float[2] q) => (float[2] w, float[2] w) {{ w = Add(u, q) }}> }}""",
+    "a step that gives its input back": f"""{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = 1,
+        body = b (float[2] u, float[2] q) => (float[2] u, float[2] w) {{ w = Add(u, q) }}> }}""",
     "too many inputs": f"{LSTM} {{ y = com.microsoft.LSTM<hidden_size = 2>(x, w, r, w, x, x) }}",
     "keepdims": f"{X} {{ z = ReduceSum<keepdims = 2147483648>(x) y = Add(x, z) }}",
 }

@@ -71,6 +71,10 @@ def _scan(node: ir.Node) -> Iterator[str]:
     if len(body.outputs) < least:
         yield f"the body has {len(body.outputs)} outputs, should be {least}"
     yield from _outputs_twice(body)
+    passed = next((y for y in body.outputs if y in body.inputs), None)
+    if passed is not None:
+        name = quote(passed.name or "")
+        yield f"the body gives back its input {name}, which onnxruntime gets wrong (use Identity)"
     axes = node.attributes.get("scan_input_axes")
     if axes is not None and not axes.is_ref() and len(axes.as_ints()) != count.as_int():
         yield f"{len(axes.as_ints())} scan_input_axes for {count.as_int()} inputs"
