@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test style-transfer chromium clean
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -30,7 +30,7 @@ demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into ru
 	$(BIN)/python examples/digits.py
 
 # A fixed seed: CI says the same twice. Plain pytest draws another order and other data each time.
-test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium check  ## everything CI runs, Python and web
+test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium cpp-tools check  ## everything CI runs: Python, web, C++ where there are headers
 	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1 --durations=30
 	$(MAKE) web-test
 
@@ -111,6 +111,18 @@ web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that t
 
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+
+# Root installs the compiler; others are told by the tests what is missing.
+cpp-tools:
+	@{ command -v g++ && command -v cmake; } >/dev/null || [ "$$(id -u)" != 0 ] || \
+		{ apt-get update -qq && apt-get install -y -qq g++ cmake; }
+
+CPP_DEBIAN := g++ cmake default-jdk-headless rustc g++-aarch64-linux-gnu qemu-user
+CPP_TOOLS := g++ cmake javac rustc aarch64-linux-gnu-g++ qemu-aarch64
+cpp-test: $(VENV)/.dev web/node_modules/.package-lock.json  ## the C++ trainer, its C interface, Java, Rust, sanitizers and arm64
+	@for tool in $(CPP_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
+		[ -z "$$missing" ] || [ "$$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -y -qq $(CPP_DEBIAN); }
+	$(BIN)/python -m pytest -n 2 -q tests/cpp -p randomly --randomly-seed=1
 
 web-test: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## the web package in Node and in Chromium
 	cd web && npm run check && npm test && npm run test:browser

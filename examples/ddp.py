@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import signal
@@ -134,7 +135,18 @@ def main() -> None:
     if rank == 0 and options.losses:
         options.losses.write_text(json.dumps(losses))
     if world > 1:
-        dist.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    """Leave the others once all are done.
+
+    The model holds the process group in reference cycles. Its threads have to end before Python
+    does: one that lets go of a tensor while the interpreter shuts down aborts the process.
+    """
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ LACKS = {
     "ArgMax": "the class of the largest score, in a type that can be computed with",
     "BatchNormalization.training_mode": "statistics of the batch",
     "ConstantOfShape": "a tensor of one value",
+    "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
     "GatherElements": "one element per row, by a label",
     "LogSoftmax": "logarithms of probabilities",
     "MaxPool.Indices": "where the maxima are",
@@ -42,17 +43,22 @@ PREFERS = {
     "absorb-norm-scale": "scale and shift of a LayerNormalization inside the layers that read it",
     "affine-in-one-pass": "scale and shift by one operator made for something else",
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
+    "aligned-classes": "a few classes more, so that rows of scores are whole words",
     "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
     "conv-as-matmul": "convolutions of small images as one product over the batch",
     "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
     "descent-in-products": "plain descent inside the products that make gradients",
     "gemm-without-trans-a": "a transposed left operand made before the product",
+    "gelu-operator": "GELU by its own operator where a file has it written out",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
+    "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
     "repeated-channels": "numbers per channel repeated for each of few positions",
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
+    "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
     "several-steps": "several steps of a small model in one call",
+    "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
     "vector-update": "parameters and state joined to long vectors for the update",
 }
@@ -103,7 +109,16 @@ class Target:
 
 
 # A new preference is one of the CPU's unless it is named here.
-_CPU_FORMS = PREFERS.keys() - {"float16-products", "several-steps"}
+_CPU_FORMS = PREFERS.keys() - {
+    *(
+        "aligned-classes",
+        "float16-products",
+        "gelu-operator",
+        "mask-without-infinity",
+        "several-steps",
+    ),
+    *("split-reductions", "statistics-by-layer-norm"),
+}
 
 TARGETS: dict[str, Target] = {
     t.name: t
@@ -117,8 +132,21 @@ TARGETS: dict[str, Target] = {
         Target(
             "cuda",
             profile="ort-cuda",
-            missing=frozenset({"BatchNormalization.training_mode", "MaxUnpool"}),
-            preferences=frozenset({"float16-products", "vector-update"}),
+            missing=frozenset(
+                {
+                    "BatchNormalization.training_mode",
+                    "ConvTranspose.asymmetric_pads",
+                    "MaxUnpool",
+                }
+            ),
+            preferences=frozenset(
+                {
+                    *("affine-in-one-pass", "aligned-classes", "float16-products"),
+                    "gelu-operator",
+                    *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
+                    *("statistics-by-layer-norm", "vector-update"),
+                }
+            ),
             family="cuda",
             gpu=True,
         ),

@@ -69,6 +69,17 @@ WEIGHT_PAIRS_PRODUCTS = 4096
 No command varies it; ``make bench-web`` times whole steps.
 """
 
+WEIGHT_PAIRS_GPU = 700_000
+"""The same on an NVIDIA GPU.
+
+``python -m benchmarks.cuda.forms weight``
+"""
+CAPTURED_CONCAT_INPUTS = 32
+"""So many tensors CUDA joins at most while it records a graph.
+
+No choice of speed: onnxruntime refuses more.
+"""
+
 # Convolutions: the gradient of the input.
 
 INPUT_COLUMNS_POSITIONS = 16
@@ -118,6 +129,18 @@ STORED_POSITIONS = 4096
 """Up to so many elements, their positions are a constant in the file; beyond, a Range.
 
 No choice of speed: it bounds the size of the file.
+"""
+
+NORMALISED_POSITIONS = 128
+"""From so many positions of an image on, kernels for normalisation are faster than plain passes.
+
+On an NVIDIA GPU: ``python -m benchmarks.cuda.forms norm``
+"""
+
+ALIGNED_CLASSES = 4096
+"""From so many classes on, a few more are added where rows are no whole words.
+
+On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only gpt2``
 """
 
 # Linear layers.

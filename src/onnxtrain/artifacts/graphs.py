@@ -27,7 +27,7 @@ from onnxtrain.optim import (
     global_norm,
     moving_average,
 )
-from onnxtrain.passes.pipeline import rewrite_inputs
+from onnxtrain.passes.pipeline import rewrite_inputs, rewrite_spellings
 from onnxtrain.targets import Target
 
 _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
@@ -115,9 +115,13 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
         repairs += to_training(model, trainable=set(options.candidates))
     above_one = sizes_above_one(model)
     if options.precision.half is not None:
+        rewrite_spellings(model, options.target)
         autocast(model, options.precision.half, target=options.target)
     inputs = list(graph.inputs)
     attached, rng, shown = _attach(model, options)
+    # The model's own outputs, unless asked for, keep no pass from rewriting what leads to them.
+    asked = [attached.loss, *attached.metrics.values(), *attached.outputs.values()]
+    graph.outputs[:] = [y for y in graph.outputs if y in asked]
     made = GradientModel(model, options.target, blocks=bool(options.recompute))
     chosen = _reaching_parameters(graph, options, attached.loss)
     op = made.op

@@ -105,13 +105,25 @@ def _reason(node: ir.Node, profile: Profile, opset: int) -> str | None:
         return "control flow runs on the CPU; what its body needs is copied"
     draft = Draft(op, list(node.inputs), dict(node.attributes), node, opset)
     why = profiles.objection(profile, draft, opset)
-    if why is not None or profile.name == "ort-cuda":
+    if why is None and profile.name == "ort-cuda":
+        return _asymmetric(node)
+    if why is not None:
         return why
     if op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1].name:
         return "WebGPU refuses MaxPool with indices"
     if op in _REFUSED and node.attributes.get_int(_REFUSED[op], 0):
         return f"WebGPU refuses {op} in training"
     return _types(node)
+
+
+def _asymmetric(node: ir.Node) -> str | None:
+    """Say that CUDA's transposed convolution pads both ends alike, if a node does not."""
+    pads = node.attributes.get("pads")
+    if node.op_type != "ConvTranspose" or pads is None:
+        return None
+    sizes = list(pads.as_ints())
+    half = len(sizes) // 2
+    return None if sizes[:half] == sizes[half:] else "CUDA pads both ends alike"
 
 
 def _types(node: ir.Node) -> str | None:

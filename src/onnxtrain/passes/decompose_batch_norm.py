@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.modes.batch_statistics import mean_and_variance, worth_a_kernel
 from onnxtrain.graph.nodes import nodes
 
 
@@ -26,20 +27,19 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
     """Return the result and both new statistics."""
     x, scale, bias, old_mean, old_var = node.inputs
     assert x is not None
-    rank = op.rank(x)
-    axes = op.const([i for i in range(rank) if i != 1])
-    column = op.const([-1, *[1] * (rank - 2)])
-    flat = op.const([-1])
-    kept = _number(node, "momentum", 0.9)
-    mean = op.ReduceMean(x, axes, keepdims=1)
-    centered = op.Sub(x, mean)
-    var = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
-    spread = op.Sqrt(op.Add(var, _number(node, "epsilon", 1e-5)))
-    scaled = op.Mul(op.Div(centered, spread), op.Reshape(scale, column))
-    y = op.Add(scaled, op.Reshape(bias, column))
+    kept, epsilon = _number(node, "momentum", 0.9), _number(node, "epsilon", 1e-5)
+    mean, var = mean_and_variance(op, x)
+    flat_mean, flat_var = op.Reshape(mean, [-1]), op.Reshape(var, [-1])
+    if op.target.prefers("affine-in-one-pass") and worth_a_kernel(op, x):
+        y = op.BatchNormalization(x, scale, bias, flat_mean, flat_var, epsilon=epsilon)
+    else:
+        column = op.const([-1, *[1] * (op.rank(x) - 2)])
+        spread = op.Sqrt(op.Add(var, epsilon))
+        scaled = op.Mul(op.Div(op.Sub(x, mean), spread), op.Reshape(scale, column))
+        y = op.Add(scaled, op.Reshape(bias, column))
     new = [
-        op.Add(op.Mul(old, kept), op.Mul(op.Reshape(batch, flat), 1.0 - kept))
-        for old, batch in ((old_mean, mean), (old_var, var))
+        op.Add(op.Mul(old, kept), op.Mul(batch, 1.0 - kept))
+        for old, batch in ((old_mean, flat_mean), (old_var, flat_var))
     ]
     return y, new[0], new[1]
 

@@ -14,17 +14,22 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.graph.simplify.file_order import order_for_runtime
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
+from onnxtrain.passes.aligned_classes import aligned_classes
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
 from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
 from onnxtrain.passes.expand_label_losses import expand_label_losses
+from onnxtrain.passes.gelu_operator import gelu_operator
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.maxpool_indices import maxpool_indices
+from onnxtrain.passes.open_rows import open_rows
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.passes.scale_after_matmul import scale_after_matmul
 from onnxtrain.passes.split_qkv import split_qkv
+from onnxtrain.passes.split_reductions import split_reductions
 from onnxtrain.targets import Target, find
 
 
@@ -57,7 +62,15 @@ class Pass:
 INPUTS = (Pass(int32_inputs, lacks="int64"),)
 """For models whose callers follow a manifest: types of inputs."""
 
+SPELLINGS = (
+    Pass(gelu_operator, prefers="gelu-operator"),
+    Pass(open_rows, prefers="mask-without-infinity"),
+)
+"""What exporters write out, recognised; part of :data:`BEFORE`, and before casts are put in."""
+
 BEFORE = (
+    *SPELLINGS,
+    Pass(aligned_classes, prefers="aligned-classes"),
     Pass(relu_after_maxpool),
     Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
     Pass(split_qkv, prefers="split-qkv", across_blocks=True),
@@ -76,6 +89,7 @@ FINAL = (
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
     Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),
     Pass(bias_as_weight_column, prefers="bias-as-weight-column"),
+    Pass(split_reductions, prefers="split-reductions"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
@@ -90,6 +104,11 @@ def rewrite_inputs(model: ir.Model, target: str | Target) -> None:
     run(INPUTS, model, OpBuilder(model.graph, "input/", target=target))
 
 
+def rewrite_spellings(model: ir.Model, target: str | Target) -> None:
+    """Run :data:`SPELLINGS`, in place."""
+    run(SPELLINGS, model, OpBuilder(model.graph, "form/", target=target))
+
+
 def rewrite_before(model: ir.Model, target: str | Target, *, blocks: bool = False) -> None:
     """Run :data:`BEFORE`, in place; ``blocks`` says whether some will be computed again."""
     run(BEFORE, model, OpBuilder(model.graph, "before/", target=target), blocks=blocks)
@@ -101,13 +120,14 @@ def rewrite_after(model: ir.Model, op: OpBuilder) -> None:
 
 
 def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
-    """Simplify a model and run :data:`FINAL`, in place; return it."""
+    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it."""
     simplify(model)
     target = find(target)
     if any(p.wanted(target) for p in FINAL):
         op = OpBuilder(model.graph, f"{target.name}/", target=target)
         if run(FINAL, model, op):
             simplify(model)
+    order_for_runtime(model.graph)
     return model
 
 
@@ -116,10 +136,12 @@ __all__ = [
     "BEFORE",
     "FINAL",
     "INPUTS",
+    "SPELLINGS",
     "Pass",
     "rewrite_after",
     "rewrite_before",
     "rewrite_final",
     "rewrite_inputs",
+    "rewrite_spellings",
     "run",
 ]

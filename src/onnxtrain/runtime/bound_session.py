@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from onnxtrain.errors import OnnxTrainError
 from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.memory import memory_of
+from onnxtrain.runtime.values import ort_value
 
 Arrays = Mapping[str, np.ndarray]
+_CHECKED_RUNS = 2
+_NOT_CAPTURED = -1  # the graph id of a run that is neither recorded nor replayed
 
 
 class BoundSession:
@@ -24,6 +29,8 @@ class BoundSession:
         outputs: where results go, by name of the output; all others come back as arrays.
         device: where the session runs.
         graph_id: of the captured run, if the session captures; each binding has its own.
+        reopen: returns a session for the same model that does not capture, in case that the first
+            run cannot be recorded; without it, that is an error.
     """
 
     def __init__(
@@ -34,8 +41,25 @@ class BoundSession:
         outputs: Mapping[str, Any],
         device: str = "cpu",
         graph_id: int | None = None,
+        reopen: Callable[[], Any] | None = None,
     ) -> None:
+        self._parts = (spec, dict(inputs), dict(outputs), device)
+        self._reopen = reopen if graph_id is not None else None
+        in_place = any(y is x for y in outputs.values() for x in inputs.values())
+        self._unchecked = 0 if device == "cpu" or in_place else _CHECKED_RUNS
+        self._bind(session, graph_id)
+
+    @property
+    def captured(self) -> bool:
+        """Whether runs are recorded and replayed."""
+        return self._options is not None
+
+    def _bind(self, session: Any, graph_id: int | None) -> None:
+        spec, inputs, outputs, device = self._parts
         self.session, self.binding = session, session.io_binding()
+        # What nodes of the CPU read there is copied when it is bound: bound once, it grows stale.
+        self._on_host = frozenset[str]() if device == "cpu" else runtime.inputs_on_host(session)
+        self._copied = {n: v for n, v in inputs.items() if n in self._on_host}
         self._memory = memory_of(device)
         for name, value in inputs.items():
             self.binding.bind_ortvalue_input(name, value)
@@ -58,7 +82,32 @@ class BoundSession:
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run on a batch; return the outputs that have no place of their own."""
         for name, array in feeds.items():
-            self._memory.feed(self.binding, name, array)
+            if name in self._on_host:
+                self.binding.bind_ortvalue_input(name, ort_value(np.ascontiguousarray(array)))
+            else:
+                self._memory.feed(self.binding, name, array)
+        for name, value in self._copied.items():
+            self.binding.bind_ortvalue_input(name, value)
+        try:
+            outputs = self._run()
+        except OnnxTrainError as error:
+            if self._reopen is None:
+                raise
+            warnings.warn(
+                f"a step could not be captured as a CUDA graph and runs without: {error}",
+                stacklevel=2,
+            )
+            session, self._reopen = self._reopen(), None
+            self._bind(session, None)
+            return self.run(feeds)
+        self._reopen = None
+        if self._unchecked:
+            self._unchecked -= 1
+            if not self._unchecked:
+                self._check(feeds, outputs)
+        return outputs
+
+    def _run(self) -> dict[str, np.ndarray]:
         for name in self._fresh:
             # Again each time: the last result would be taken for memory to write to.
             self.binding.bind_output(name, "cpu")
@@ -68,6 +117,32 @@ class BoundSession:
             results = self.binding.get_outputs()[self._bound :]
             outputs.update({n: r.numpy() for n, r in zip(self._fresh, results, strict=True)})
         return outputs
+
+    def _check(self, feeds: Arrays, outputs: dict[str, np.ndarray]) -> None:
+        """Run a later step again with bindings made anew; refuse to go on if its loss is another.
+
+        A device that reads values as they were when they were bound is right in its first step
+        only. This costs one step more, once.
+        """
+        spec, inputs, places, device = self._parts
+        again = BoundSession(self.session, spec, inputs, places, device)
+        again._options = None if self._options is None else _capture(_NOT_CAPTURED)
+        again._unchecked = 0
+        self._parts = (spec, {}, {}, device)
+        wanted = again.run(feeds)
+        names = [t.name for t in spec.outputs_of("loss")]
+        if _agree(outputs, wanted, names) or not _agree(again.run(feeds), wanted, names):
+            return  # the latter: the model draws random numbers of its own
+        raise OnnxTrainError(
+            f"{device} computes with old values: in run {_CHECKED_RUNS} the loss is "
+            f"{[outputs[n].item() for n in names]}, with bindings made anew it is "
+            f"{[wanted[n].item() for n in names]}\n"
+            "hint: a defect of the bindings; please report it, and train on the CPU"
+        )
+
+
+def _agree(a: Arrays, b: Arrays, names: list[str]) -> bool:
+    return all(np.allclose(a[n], b[n], 1e-2, 1e-3, equal_nan=True) for n in names)
 
 
 def _capture(graph_id: int) -> Any:

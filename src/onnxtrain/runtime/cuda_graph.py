@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import onnx
 
+from onnxtrain import thresholds as T
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.manifest import ModelSpec
+from onnxtrain.runtime import session as runtime
 
+_REFUSED = "graph capture feature"  # from onnxruntime's words where a node is on the CPU
+_SHOWN = 5
+_SIZES = ("Shape", "Size")  # of values whose sizes are known nothing is left of them
 _GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
@@ -22,6 +30,10 @@ def obstacle(model: onnx.ModelProto, spec: ModelSpec) -> str | None:
     for node in model.graph.node:
         if any(a.type in _GRAPHS for a in node.attribute):
             return f"{node.op_type} {node.name!r} has a body"
+        if node.op_type in _SIZES:
+            return f"{node.op_type} {node.name!r} computes a size that is not known before"
+        if node.op_type == "Concat" and len(node.input) > T.CAPTURED_CONCAT_INPUTS:
+            return f"Concat {node.name!r} joins more than {T.CAPTURED_CONCAT_INPUTS} tensors"
     return None
 
 
@@ -53,3 +65,39 @@ def can_capture(
             "hint: build(..., dims={...}) fixes sizes; capture=None captures where it can"
         )
     return reason is None
+
+
+def create_capturing(
+    source: bytes | str, *, asked: bool | None, device: str, threads: int | None, rest: bool = False
+) -> tuple[Any, bool]:
+    """Return a session that records its runs if all nodes are on the device, and whether it does.
+
+    Args:
+        source: the model, which nothing in its graph keeps from being recorded.
+        asked: ``None`` falls back to runs that are not recorded, with a warning that names nodes.
+        device: where it runs.
+        threads: of the session's pool.
+        rest: see :func:`onnxtrain.runtime.session.create`.
+
+    Raises:
+        OnnxTrainError: if a recording was asked for, and nodes are on the CPU.
+    """
+    try:
+        created = runtime.create(source, device=device, threads=threads, capture=True, rest=rest)
+    except OnnxTrainError as error:
+        if _REFUSED not in str(error):
+            raise
+    else:
+        return created, True
+    options = runtime.recording_options(threads)
+    session = runtime.create(source, device=device, options=options, rest=rest)
+    nodes = runtime.nodes_on_host(session)
+    text = f"{len(nodes)} nodes run on the CPU: {', '.join(nodes[:_SHOWN])}"
+    text += ", ..." if len(nodes) > _SHOWN else ""
+    if asked:
+        raise OnnxTrainError(
+            f"a step cannot be captured: {text}\n"
+            'hint: build(..., target="cuda") has forms for the device; capture=None runs without'
+        )
+    warnings.warn(f"steps are not captured as a CUDA graph: {text}", stacklevel=2)
+    return session, False

@@ -37,8 +37,7 @@ def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
     """
     runtime.check_device(device)
     old = OnnxTrainError("onnxruntime tells no placement\nhint: onnxruntime 1.24 or later")
-    options = runtime.session_options(None)
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    options = runtime.recording_options(None)
     session = runtime.create(source, device=device, options=options)
     proto = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
     heavy = _float_nodes(proto)

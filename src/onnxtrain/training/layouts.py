@@ -7,7 +7,8 @@ Both compute first and change nothing until ``commit``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.bound_session import Arrays, BoundSession
-from onnxtrain.runtime.cuda_graph import can_capture
+from onnxtrain.runtime.cuda_graph import can_capture, create_capturing
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
 
@@ -62,9 +63,11 @@ class Fused:
     ) -> None:
         self.spec = spec_of(artifacts, "step")
         source = artifacts.source("step")
-        capture = can_capture(model_of(source), self.spec, capture, device=device)
-        self.captured, self.sources = capture, (source,)
-        session = runtime.create(source, device=device, threads=threads, capture=capture)
+        session, recorded = open_session(
+            source, self.spec, device=device, threads=threads, capture=capture
+        )
+        self.sources = (source,)
+        reopen = None if capture else reopening(source, device=device, threads=threads)
         start = {**artifacts.values, **artifacts.state}
         kept = {t.name: start[t.name] for t in self.spec.inputs if t.name in start}
         self._sets = [Values(kept, device), Values(kept, device)]
@@ -72,13 +75,24 @@ class Fused:
         feeds = {t.name: t.feeds for t in self.spec.outputs if t.feeds is not None}
         self._calls = [
             BoundSession(
-                session, self.spec, old, {y: new[x] for y, x in feeds.items()}, device, graph_id
+                session,
+                self.spec,
+                old,
+                {y: new[x] for y, x in feeds.items()},
+                device,
+                graph_id,
+                reopen,
             )
             for old, new, graph_id in (
-                (*self._sets, 1 if capture else None),
-                (*self._sets[::-1], 2 if capture else None),
+                (*self._sets, 1 if recorded else None),
+                (*self._sets[::-1], 2 if recorded else None),
             )
         ]
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are recorded and replayed."""
+        return self._calls[self._now].captured
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run one step beside the current values; return loss, metrics and outputs."""
@@ -210,6 +224,36 @@ class Separate:
         """Set a tensor."""
         if name in self._values:
             self._values.write(name, array)
+
+
+def open_session(
+    source: bytes | str,
+    spec: ModelSpec,
+    *,
+    device: str,
+    threads: int | None,
+    capture: bool | None,
+    rest: bool = False,
+) -> tuple[Any, bool]:
+    """Return a session for a model, and whether it records its runs.
+
+    Args:
+        source: the model.
+        spec: describes it.
+        device: where it runs.
+        threads: of the session's pool.
+        capture: ``None`` records where that can be done.
+        rest: see :func:`onnxtrain.runtime.session.create`.
+    """
+    asked = capture is not False and (capture or device == "cuda")
+    if asked and can_capture(model_of(source), spec, capture, device=device):
+        return create_capturing(source, asked=capture, device=device, threads=threads, rest=rest)
+    return runtime.create(source, device=device, threads=threads, rest=rest), False
+
+
+def reopening(source: bytes | str, *, device: str, threads: int | None) -> Callable[[], Any]:
+    """Return what makes a session that does not record, once however often it is asked."""
+    return functools.cache(lambda: runtime.create(source, device=device, threads=threads))
 
 
 def spec_of(artifacts: Artifacts, role: str) -> ModelSpec:

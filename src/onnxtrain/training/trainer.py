@@ -26,6 +26,7 @@ from onnxtrain.training.guards.labels import explained
 from onnxtrain.training.guards.one_thread import NotCopied, OneThread, alone
 from onnxtrain.training.guards.origin import compared, graph_digests
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
+from onnxtrain.training.guards.target import advise_target
 from onnxtrain.training.inference import Predictor, export
 from onnxtrain.training.layouts import Fused, Separate, control_values, pick_layout
 from onnxtrain.training.match_weights import fitting
@@ -95,7 +96,7 @@ class Trainer(ShownTrainer, NotCopied):
             self._engine = flat or Separate(artifacts, device=device, threads=threads)
             if capture and flat is None:
                 can_capture(None, None, capture, device=device)
-        self.captured = self._engine.captured
+        advise_target(self._engine.spec, device)
         if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
             self.artifacts = artifacts.over(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
@@ -115,6 +116,11 @@ class Trainer(ShownTrainer, NotCopied):
     @lr.setter
     def lr(self, value: Any) -> None:
         self._lr = check_lr(value, "lr")
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are recorded as a CUDA graph and replayed."""
+        return self._engine.captured
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:
@@ -150,8 +156,7 @@ class Trainer(ShownTrainer, NotCopied):
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""
         check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
-        number = self.global_step + 1
-        control = self._control(self._engine.spec, number, micro=self._micro)
+        control = self._control(self._engine.spec, self.global_step + 1, micro=self._micro)
         try:
             return self._engine.compute({**feeds, **control})
         except OnnxTrainError as error:
@@ -281,8 +286,7 @@ class Trainer(ShownTrainer, NotCopied):
     ) -> tuple[bytes | str, dict[str, np.ndarray]]:
         """Return the model of a step and all that it reads for a batch, to run it again."""
         spec = self._engine.spec
-        control = self._control(spec, self.global_step + 1, micro=self._micro)
-        values = {**feeds, **control}
+        values = {**feeds, **self._control(spec, self.global_step + 1, micro=self._micro)}
         for t in spec.inputs:
             if t.name in values:
                 continue

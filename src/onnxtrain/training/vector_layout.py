@@ -14,7 +14,7 @@ from onnxtrain.runtime.bound_session import Arrays, BoundSession
 from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
-from onnxtrain.training.layouts import model_of, spec_of
+from onnxtrain.training.layouts import open_session, reopening, spec_of
 from onnxtrain.training.vector_update import DeviceVectorUpdater, VectorUpdater, VectorUpdates
 
 
@@ -25,7 +25,7 @@ class VectorLayout:
         artifacts: the models and the values to start with.
         device: where they run.
         threads: of the gradient graph's pool, and of the update.
-        capture: record the runs of a device.
+        capture: record the runs of a device; ``None`` does where that can be done.
         release: on the CPU, let go of the artifacts' values while they are copied.
     """
 
@@ -35,25 +35,31 @@ class VectorLayout:
         *,
         device: str,
         threads: int | None,
-        capture: bool = False,
+        capture: bool | None = False,
         release: bool = False,
     ) -> None:
         self.spec = spec_of(artifacts, "gradients")
         updates = VectorUpdates.of(artifacts)
-        self.update, self.captured = updates.scalars, capture
+        self.update = updates.scalars
         source = artifacts.source_of(self.spec)
         self.sources = (source, *(g.source for g in updates.groups))
         self._device = device
         self._results = {t.feeds or "": t.name for t in self.spec.outputs_of("parameter")}
         self._buffers = [t.feeds or "" for t in self.spec.outputs_of("buffer")]
         self._allocate(artifacts, updates, release=release and device == "cpu")
+        session, self._recorded = None, False
+        if device != "cpu":
+            session, self._recorded = open_session(
+                source, self.spec, device=device, threads=threads, capture=capture
+            )
+        self._reopen = None if capture else reopening(source, device=device, threads=threads)
         self._updater = self._make_updater(updates, threads)
         if device != "cpu":  # a recording may have changed them
             for name, array in (artifacts.values | artifacts.state).items():
                 self.write(name, array)
-        session = runtime.create(
-            source, device=device, threads=threads, capture=capture, rest=self._updater.shared
-        )
+        if session is None:
+            rest = self._updater.shared
+            session = runtime.create(source, device=device, threads=threads, rest=rest)
         # Values that a step gives whole have two homes in turn; all others are changed in place.
         homes = (self._homes, self._homes[::-1])[: 2 if self._results else 1]
         self._calls = [self._bind(session, old, new) for old, new in homes]
@@ -82,7 +88,7 @@ class VectorLayout:
         if self._device == "cpu":
             return VectorUpdater(updates, self._values, self._gradient, threads=threads)
         return DeviceVectorUpdater(
-            updates, self._values, self._gradient, self._device, capture=self.captured
+            updates, self._values, self._gradient, self._device, capture=self._recorded
         )
 
     def _bind(self, session: object, old: Values, new: Values) -> BoundSession:
@@ -95,8 +101,15 @@ class VectorLayout:
         outputs = {t.name: self._gradient[n] for t, n in gradients}
         outputs |= {t.name: self._fresh[t.feeds or ""] for t in self.spec.outputs_of("buffer")}
         outputs |= {y: new[n] for n, y in self._results.items()}
-        graph_id = 1 if self.captured else None
-        return BoundSession(session, self.spec, inputs, outputs, self._device, graph_id)
+        graph_id = 1 if self._recorded else None
+        return BoundSession(
+            session, self.spec, inputs, outputs, self._device, graph_id, self._reopen
+        )
+
+    @property
+    def captured(self) -> bool:
+        """Whether gradients are recorded and replayed."""
+        return self._calls[self._now if len(self._calls) > 1 else 0].captured
 
     def compute(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run the gradient graph on one batch; return loss, metrics and outputs."""
@@ -160,13 +173,9 @@ def vector_layout(
     spec = artifacts.manifest.model("gradients")
     if spec is None or artifacts.manifest.accumulate > 1:
         return None
-    recorded = False
-    if capture is not False and (capture or device == "cuda"):
-        model = model_of(artifacts.source_of(spec))
-        recorded = can_capture(model, spec, capture, device=device)
-    return VectorLayout(
-        artifacts, device=device, threads=threads, capture=recorded, release=release
-    )
+    if capture and device == "cpu":
+        can_capture(None, spec, capture, device=device)
+    return VectorLayout(artifacts, device=device, threads=threads, capture=capture, release=release)
 
 
 def _zeros(like: WeightSpec) -> np.ndarray:

@@ -66,8 +66,9 @@ def _training(
         tilt = op.Div(op.Mul(r, dscale), size)
         dx = op.Sub(dy, op.Mul(centered, spread(op, tilt, x)))
         # Taking the mean of what is left, not sum(dy) / count, keeps sum(dx) at zero: a bias
-        # in front of the normalisation gets rounding noise only.
-        dx = scaled_difference(op, dx, op.Mul(scale_w, r), axes)
+        # in front of the normalisation gets rounding noise only. On a GPU that is a pass too many.
+        mean = op.Div(dbias, size) if op.target.gpu else None
+        dx = scaled_difference(op, dx, op.Mul(scale_w, r), axes, mean)
     dmean = dvar = None
     if drun_mean is not None:
         dmean = op.Mul(op.cast(drun_mean, dtype), momentum)

@@ -13,7 +13,11 @@ from onnxtrain.autodiff.rules.norm import center, per_channel
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes.batch_statistics import puts_out_batch_statistics
+from onnxtrain.graph.modes.batch_statistics import (
+    mean_and_variance,
+    puts_out_batch_statistics,
+    worth_a_kernel,
+)
 from onnxtrain.graph.shapes import dims as D
 
 Statistics = tuple[ir.Value, Callable[[], ir.Value]]
@@ -25,8 +29,11 @@ def statistics(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> St
 
 
 def _computed(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:
-    centered = center(op, x, axes)
-    return centered, lambda: op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
+    if op.rank(x) < 2:  # a vector is one channel
+        centered = center(op, x, axes)
+        return centered, lambda: op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
+    mean, variance = mean_and_variance(op, x)
+    return op.Sub(x, mean), lambda: op.Reshape(variance, [-1])
 
 
 def _outputs_of_node(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:
@@ -82,19 +89,30 @@ SPREAD_CHOICES: Choices[Sizes] = [
 ]
 
 
-def scaled_difference(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
-    """Return ``gain * (x - mean(x))``."""
-    return chosen(op, (x, gain), DIFFERENCE_FORMS, DIFFERENCE_CHOICES)(op, x, gain, axes)
+def scaled_difference(
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value | None = None
+) -> ir.Value:
+    """Return ``gain * (x - mean(x))``; ``mean`` is given per channel, or computed."""
+    if op.rank(x) < 2:  # a vector is one channel
+        mean = None
+    if not worth_a_kernel(op, x):
+        return _subtracted(op, x, gain, axes, mean)
+    return chosen(op, (x, gain), DIFFERENCE_FORMS, DIFFERENCE_CHOICES)(op, x, gain, axes, mean)
 
 
-def _subtracted(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
-    return op.Mul(op.Sub(x, op.ReduceMean(x, axes, keepdims=1)), per_channel(op, gain, x))
+def _subtracted(
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value | None
+) -> ir.Value:
+    less = op.ReduceMean(x, axes, keepdims=1) if mean is None else per_channel(op, mean, x)
+    return op.Mul(op.Sub(x, less), per_channel(op, gain, x))
 
 
-def _normalised(op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int]) -> ir.Value:
+def _normalised(
+    op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value | None
+) -> ir.Value:
     """One pass, by the operator for given statistics, with a variance of 1."""
     zero, one = (op.const(np.full(op.static(gain) or (), v), x.dtype) for v in (0.0, 1.0))
-    mean = op.ReduceMean(x, axes, keepdims=0)
+    mean = op.ReduceMean(x, axes, keepdims=0) if mean is None else mean
     return op.BatchNormalization(x, gain, zero, mean, one, epsilon=0.0)
 
 

@@ -29,6 +29,10 @@ _NATIVE_PRODUCTS = {FLOAT16: PRODUCTS, BFLOAT16: frozenset({"Gemm", "MatMul"})}
 _MOVES = frozenset(
     {"Flatten", "Identity", "Relu", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 )
+# Passes over results of products, which kernels compute in float32 inside: only what they write is
+# rounded. bfloat16 has the range of float32, float16 has not: there they stay in float32.
+_FOLLOW = frozenset({"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh"})
+_FOLLOWERS = {BFLOAT16: _FOLLOW, FLOAT16: frozenset[str]()}
 
 
 def autocast(model: ir.Model, half: ir.DataType, *, target: str | Target) -> int:
@@ -154,7 +158,7 @@ class _Native(_Pass):
             if node.inputs[0] not in self.made:
                 return
             operands = [0]
-        elif node.op_type != "Add" or not self.adds_bias(node):
+        elif not self.follows(node) and (node.op_type != "Add" or not self.adds_bias(node)):
             return
         for i in operands:
             x = node.inputs[i]
@@ -163,6 +167,15 @@ class _Native(_Pass):
         for y in node.outputs:
             y.type = ir.TensorType(self.half)
             self.made[self.replace(y, after, (FLOAT,))] = y
+
+    def follows(self, node: ir.Node) -> bool:
+        """Return whether all that a pass reads is 16 bits already, but for numbers and masks."""
+        if node.op_type not in _FOLLOWERS[self.half]:
+            return False
+        operands = [x for x in node.inputs if x is not None and x.dtype == FLOAT]
+        narrow = [x for x in operands if x in self.made]
+        rest = [x for x in operands if x not in self.made]
+        return bool(narrow) and all(_is_number(x) or _is_mask(x, node) for x in rest)
 
     def adds_bias(self, node: ir.Node) -> bool:
         return any(x in self.made and self.is_bias(node, x) is not None for x in node.inputs if x)
@@ -173,6 +186,22 @@ class _Native(_Pass):
         if x not in self.cast:
             self.cast[x] = self.builder(before).Cast(x, to=self.half)
         return self.cast[x]
+
+
+def _is_number(x: ir.Value) -> bool:
+    array = S.constant_of(x)
+    return array is not None and array.size == 1
+
+
+def _is_mask(x: ir.Value, node: ir.Node) -> bool:
+    """Return whether an operand of a sum is spread over more than the axes in front of it."""
+    sizes, whole = S.dims_of(x), S.dims_of(node.outputs[0])
+    if node.op_type != "Add" or sizes is None or whole is None or len(sizes) < 2:
+        return False
+    if x.is_initializer() and S.constant_of(x) is None:
+        return False
+    # As wide as the scores, and the same for all heads at least.
+    return sizes[-2:] == whole[-2:] and 1 in (*[1] * (len(whole) - len(sizes)), *sizes[:-2])
 
 
 def _next(node: ir.Node) -> ir.Node | None:

@@ -5,11 +5,20 @@ momentum 0 that is the mean and the (population's) variance of the batch, whatev
 
 ``running_statistics`` makes nodes so, on targets that prefer it, and averages behind the node; the
 gradient rule reads the batch's statistics from such a node, and does not compute them again.
+
+Where a runtime has no such kernel, :func:`mean_and_variance` computes both.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import onnx_ir as ir
+
+from onnxtrain import thresholds as T
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shapes import dims as D
 
 _BATCH_ONLY = 0.0
 _DEFAULT = 0.9  # the standard's
@@ -31,4 +40,52 @@ def puts_out_batch_statistics(node: ir.Node) -> bool:
     return momentum_of(node) == _BATCH_ONLY
 
 
-__all__ = ["momentum_of", "put_out_batch_statistics", "puts_out_batch_statistics"]
+def worth_a_kernel(op: OpBuilder, x: ir.Value) -> bool:
+    """Return whether kernels of normalisation are faster than plain passes, by the size of images.
+
+    On CPUs they always are.
+    """
+    if x.dtype != ir.DataType.FLOAT:
+        return False
+    if not op.target.gpu:
+        return True
+    sizes = D.numbers(op.dims(x)[2:])
+    return bool(sizes) and math.prod(sizes or ()) >= T.NORMALISED_POSITIONS
+
+
+def mean_and_variance(op: OpBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return mean and (the population's) variance of each channel, as ``[C, 1, ...]``."""
+    rank = op.rank(x)
+    axes = [i for i in range(rank) if i != 1]
+    sizes = D.numbers(op.dims(x)[2:])
+    if op.target.prefers("statistics-by-layer-norm") and sizes and worth_a_kernel(op, x):
+        mean, var = _joined(op, x, math.prod(sizes))
+        column = [-1, *[1] * (rank - 2)]
+        return op.Reshape(mean, column), op.Reshape(var, column)
+    mean = op.ReduceMean(x, axes, keepdims=1)
+    centered = op.Sub(x, mean)
+    return mean, op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
+
+
+def _joined(op: OpBuilder, x: ir.Value, positions: int) -> tuple[ir.Value, ir.Value]:
+    """Return the statistics of a batch from those of its images.
+
+    LayerNormalization computes mean and ``1 / deviation`` of an image in one pass; what it puts out
+    besides is not used. The batch's variance is the mean of ``var + (mean - mean of means)^2``.
+    """
+    images = op.Reshape(x, [0, 0, positions])
+    one = op.const(np.ones(positions), x.dtype)
+    _, means, r = op.LayerNormalization(images, one, axis=2, epsilon=0.0, _outputs=3)
+    mean = op.ReduceMean(means, [0], keepdims=1)
+    away = op.Sub(means, mean)
+    # Of an image of equal values r is infinite, and this 0.
+    spread = op.Reciprocal(op.Mul(r, r))
+    return mean, op.ReduceMean(op.Add(spread, op.Mul(away, away)), [0], keepdims=1)
+
+
+__all__ = [
+    "mean_and_variance",
+    "momentum_of",
+    "put_out_batch_statistics",
+    "puts_out_batch_statistics",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import onnx_ir as ir
 
 from onnxtrain import thresholds as T
@@ -11,6 +13,7 @@ from onnxtrain.autodiff.rules.conv.columns import input_by_columns
 from onnxtrain.autodiff.rules.conv.weight_grad import weight_gradient
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.shape_ops import Size
 from onnxtrain.graph.windows.conv_shape import ConvShape, facts_of
 from onnxtrain.graph.windows.geometry import (
     Windows,
@@ -70,32 +73,69 @@ def input_by_transposed_conv(
     Windows may leave out the last positions of the input, or reach beyond its padding (ceil_mode):
     the result is padded or cut to the size of ``x``, at run time where sizes are not known before.
     """
-    after: list[int] = []
-    extra: list[int] = []
-    cut: list[int] = []
-    for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(dy)[2:], strict=True)):
-        stride, extent = win.strides[i], win.extent(i)
-        if isinstance(size, int) and isinstance(count, int) and extent is not None:
-            beyond = stride * (count - 1) + extent - win.before[i] - size
-        elif stride == 1:
-            beyond = win.after[i]
-        else:
-            beyond = 1 - stride
-            cut.append(2 + i)
-        after.append(max(beyond, 0))
-        extra.append(max(-beyond, 0))
+    symmetric = op.target.lacks("ConvTranspose.asymmetric_pads")
+    parts = [_transposed_axis(op, dy, x, win, i, symmetric=symmetric) for i in range(win.rank)]
+    extra = [p.extra for p in parts]
     dx = op.ConvTranspose(
         dy,
         w,
         dilations=win.dilations,
         group=group,
         output_padding=extra if any(extra) else None,
-        pads=[*win.before, *after],
+        pads=[*(p.before for p in parts), *(p.after for p in parts)],
         strides=win.strides,
     )
+    cut = [(2 + i, p.skipped) for i, p in enumerate(parts) if p.cut]
     if cut:
-        dx = op.Slice(dx, [0] * len(cut), op.vector([op.size(x, a) for a in cut]), cut)
+        ends = op.vector([_plus(op, op.size(x, a), skipped) for a, skipped in cut])
+        dx = op.Slice(dx, [skipped for _, skipped in cut], ends, [a for a, _ in cut])
     return dx
+
+
+@dataclasses.dataclass(frozen=True)
+class _TransposedAxis:
+    """How a transposed convolution covers one axis of the input."""
+
+    before: int
+    after: int
+    extra: int
+    """``output_padding``."""
+    skipped: int = 0
+    """Positions in front of the input that are computed too."""
+    cut: bool = False
+    """Whether the result is longer than the input."""
+
+
+def _transposed_axis(
+    op: OpBuilder, dy: ir.Value, x: ir.Value, win: Windows, i: int, *, symmetric: bool
+) -> _TransposedAxis:
+    """Return pads so that the result is the input's size; if symmetric, it may have to be cut.
+
+    ``beyond`` is how far the last window reaches beyond the input; negative where windows leave
+    out its last positions. Unknown sizes get the longest input that so many windows can have.
+    """
+    size, count = op.dims(x)[2 + i], op.dims(dy)[2 + i]
+    stride, extent, before = win.strides[i], win.extent(i), win.before[i]
+    if isinstance(size, int) and isinstance(count, int) and extent is not None:
+        beyond, known = stride * (count - 1) + extent - before - size, True
+    elif stride == 1:
+        beyond, known = win.after[i], True
+    else:
+        beyond, known = win.after[i] + 1 - stride if symmetric else 1 - stride, False
+    if not symmetric:
+        return _TransposedAxis(before, max(beyond, 0), max(-beyond, 0), cut=not known)
+    if 0 <= before - beyond < stride:
+        return _TransposedAxis(before, before, before - beyond, cut=not known)
+    both = min(before, max(beyond, 0))
+    extra = max(both - beyond, 0)
+    longer = before + beyond - 2 * both + extra > 0
+    return _TransposedAxis(both, both, extra, before - both, cut=longer or not known)
+
+
+def _plus(op: OpBuilder, size: Size, count: int) -> Size:
+    if isinstance(size, int):
+        return size + count
+    return op.Add(size, op.const([count])) if count else size
 
 
 def _few_positions(facts: ConvShape) -> bool:
@@ -124,6 +164,7 @@ _DEPTHWISE: list[Choice[ConvShape]] = [
 INPUT_CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
     "cpu": [Choice("columns", _few_positions), *_DEPTHWISE],
     "wasm": _DEPTHWISE,
+    "cuda": [Choice("flipped"), *_TRANSPOSED],
 }
 
 

@@ -16,7 +16,8 @@ from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import weight_by_columns, weight_by_tap_columns
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.windows.columns import by_product, fits
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.windows.columns import by_product, channels_second, fits
 from onnxtrain.graph.windows.conv_shape import ConvShape, facts_of
 from onnxtrain.graph.windows.geometry import Windows, pad, tap_slices
 from onnxtrain.targets import Target
@@ -72,9 +73,15 @@ def by_im2col(
     columns = _flatten(op, columns, win.rank)
     rows = _flatten(op, _split_channels(op, dy, group), win.rank)
     dw = op.ReduceSum(op.MatMul(rows, op.mT(columns)), [0], keepdims=0)  # [(group,) out, taps * in]
-    if len(pieces) > 1:
+    if len(pieces) == 1:
+        return op.reshape_like(dw, w)
+    sizes = D.numbers(op.dims(w))
+    if sizes is None:
         dw = op.Transpose(op.reshape(dw, [op.size(w, 0), len(pieces), -1]), perm=[0, 2, 1])
-    return op.reshape_like(dw, w)
+        return op.reshape_like(dw, w)
+    # A Reshape at the end would be moved in front by onnxruntime, and the order of nodes with it.
+    outs, channels, *kernel = sizes
+    return op.Transpose(op.Reshape(dw, [outs, *kernel, channels]), perm=channels_second(win.rank))
 
 
 def by_lifted_conv(
@@ -168,10 +175,28 @@ _PRODUCTS: list[Choice[ConvShape]] = [
     Choice("im2col"),
     Choice("swapped"),
 ]
+# A kernel of the size of the image takes a hundred times as long as a product on a GPU.
+_CUDA: list[Choice[ConvShape]] = [
+    Choice("pairs", lambda f: f.pairs_up_to(T.WEIGHT_PAIRS_GPU)),
+    Choice("merged", lambda f: f.taps == 1 and f.small_image),
+    Choice("im2col", lambda f: f.taps == 1),
+    Choice("im2col", lambda f: f.narrow and _joinable(f)),
+    Choice("tap_columns"),
+    Choice("im2col", lambda f: _joinable(f)),
+    Choice("depthwise"),
+    Choice("taps", lambda f: f.few_taps),
+    Choice("swapped"),
+]
+
+
+def _joinable(facts: ConvShape) -> bool:
+    return facts.taps is not None and facts.taps <= T.CAPTURED_CONCAT_INPUTS
+
+
 CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
     "cpu": _CPU,
     "wasm": [Choice("im2col", lambda f: f.group == 1 and f.few_taps), *_CPU],
-    "cuda": [Choice("swapped")],
+    "cuda": _CUDA,
     "products": _PRODUCTS,
 }
 

@@ -1,0 +1,86 @@
+// Files: read whole, written whole or not at all.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <random>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#ifdef _WIN32
+#include <io.h>
+#else
+#include <fcntl.h>
+#include <unistd.h>
+#endif
+
+#include "error.hpp"
+
+namespace onnxtrain::detail {
+
+namespace fs = std::filesystem;
+
+/// Return the content of a regular file.
+inline std::string read_file(const fs::path& path) {
+  const std::string label = path.filename().string();
+  std::error_code error;
+  const auto kind = fs::status(path, error).type();
+  if (kind == fs::file_type::not_found) throw FileError(label + ": not there\nhint: is this a directory of artifacts?");
+  // A pipe or a device might never end.
+  if (kind != fs::file_type::regular) throw FileError(label + ": not a plain file");
+  const uintmax_t size = fs::file_size(path, error);
+  std::FILE* file = error ? nullptr : std::fopen(path.string().c_str(), "rb");
+  if (!file) throw FileError(label + ": cannot be read: " + std::strerror(errno));
+  std::string data(static_cast<size_t>(size), '\0');
+  const size_t read = std::fread(data.data(), 1, data.size(), file);
+  std::fclose(file);
+  if (read != data.size()) throw FileError(label + ": cut while it was read");
+  return data;
+}
+
+/// Put what was written on the disk, not only into the system's memory.
+inline bool flush(std::FILE* file) {
+#ifdef _WIN32
+  return std::fflush(file) == 0 && _commit(_fileno(file)) == 0;
+#else
+  return std::fflush(file) == 0 && fsync(fileno(file)) == 0;
+#endif
+}
+
+/// Write a file of several parts: at any moment the old file is there, or the new one.
+inline void write_file(const fs::path& path, const std::vector<std::string_view>& parts) {
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
+  std::random_device random;
+  const std::string suffix = "." + std::to_string(random()) + std::to_string(random()) + ".tmp";
+  const fs::path temporary = folder / ("." + path.filename().string().substr(0, 48) + suffix);
+  const auto fail = [&](const std::string& why) {
+    std::error_code ignored;
+    fs::remove(temporary, ignored);
+    throw FileError("'" + path.string() + "': cannot be written: " + why);
+  };
+  // x: never through a link that somebody put there.
+  std::FILE* file = std::fopen(temporary.string().c_str(), "wbx");
+  if (!file) throw FileError("'" + path.string() + "': cannot be written: " + std::strerror(errno));
+  bool good = true;
+  for (const std::string_view part : parts)
+    good = good && std::fwrite(part.data(), 1, part.size(), file) == part.size();
+  good = good && flush(file);
+  const int reason = errno;
+  good = (std::fclose(file) == 0) && good;
+  if (!good) fail(std::strerror(reason));
+  std::error_code error;
+  fs::rename(temporary, path, error);
+  if (error) fail(error.message());
+#ifndef _WIN32
+  if (const int descriptor = open(folder.c_str(), O_RDONLY); descriptor >= 0) {
+    fsync(descriptor);
+    close(descriptor);
+  }
+#endif
+}
+
+}  // namespace onnxtrain::detail

@@ -1,0 +1,318 @@
+// Sessions of onnxruntime, bound to the memory that they read and write.
+#pragma once
+
+#include <onnxruntime_cxx_api.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+#include "error.hpp"
+#include "manifest.hpp"
+#include "tensor.hpp"
+
+namespace onnxtrain {
+
+/// One tensor of a batch, by the name that the model's input or target has.
+struct Feed {
+  std::string name;
+  TensorView value;
+};
+using Batch = std::vector<Feed>;
+
+/// What a step or an evaluation found.
+struct StepResult {
+  double loss = 0;
+  int64_t step = 0;      ///< the update that this batch belongs to, counted from 1
+  bool updated = false;  ///< whether parameters have changed
+  std::vector<std::pair<std::string, double>> metrics;
+  std::vector<std::pair<std::string, Ort::Value>> outputs;
+
+  double metric(const std::string& name) const {
+    for (const auto& [key, value] : metrics)
+      if (key == name) return value;
+    throw ShapeError("no such metric: '" + name + "'");
+  }
+};
+
+namespace detail {
+
+/// Denormal numbers count as zero while this lives, in this thread; vanishing gradients are slow otherwise.
+class FlushDenormals {
+ public:
+#if defined(__x86_64__) || defined(_M_X64)
+  FlushDenormals() : before_(_mm_getcsr()) {
+    _mm_setcsr(before_ | 0x8040);
+  }
+  ~FlushDenormals() {
+    _mm_setcsr(before_);
+  }
+
+ private:
+  unsigned before_;
+#elif defined(__aarch64__) && defined(__GNUC__)
+  FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_ | (uint64_t{1} << 24)));
+  }
+  ~FlushDenormals() {
+    asm volatile("msr fpcr, %0" : : "r"(before_));
+  }
+
+ private:
+  uint64_t before_ = 0;
+#else
+  FlushDenormals() {}  // onnxruntime then leaves the mode on by itself
+  ~FlushDenormals() {}
+#endif
+ public:
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+};
+
+inline Ort::Env& environment() {
+  static Ort::Env env(ORT_LOGGING_LEVEL_FATAL, "onnxtrain");
+  return env;
+}
+
+/// Set the options that training wants.
+inline void prepare(Ort::SessionOptions& options, int threads) {
+  options.SetLogSeverityLevel(4);  // errors are thrown, and need not be printed too
+  // Patterns of a dynamic batch are rarely reused and double the memory of large models.
+  options.DisableMemPattern();
+  options.SetExecutionMode(ORT_SEQUENTIAL);
+  options.SetGraphOptimizationLevel(ORT_ENABLE_ALL);
+  options.AddConfigEntry("session.set_denormal_as_zero", "1");
+  // Zeros to scatter into are made when they are needed: kept, they take as much as a weight.
+  options.AddConfigEntry("optimization.constant_folding_max_output_size_in_bytes", "1048576");
+  if (threads > 0) options.SetIntraOpNumThreads(threads);
+}
+
+/// A session whose inputs and outputs are those that the manifest lists.
+class Model {
+ public:
+  Model(const ModelSpec& spec, const std::filesystem::path& path, const Ort::SessionOptions& options) try
+      : spec_(&spec),
+        session_(open(path, options)) {
+    compare(spec.inputs, true);
+    compare(spec.outputs, false);
+  } catch (const Ort::Exception& error) {
+    throw RuntimeError(spec.file + ": onnxruntime refuses the model: " + error.what());
+  }
+
+  const ModelSpec& spec() const { return *spec_; }
+
+  void run(const std::vector<const char*>& in, const std::vector<Ort::Value>& feeds,
+           const std::vector<const char*>& out, std::vector<Ort::Value>& results) {
+    try {
+      const FlushDenormals mode;
+      session_.Run(Ort::RunOptions{nullptr}, in.data(), feeds.data(), in.size(), out.data(), results.data(),
+                   out.size());
+    } catch (const Ort::Exception& error) {
+      throw RuntimeError(spec_->file + ": onnxruntime: " + error.what());
+    }
+  }
+
+ private:
+  static Ort::Session open(const std::filesystem::path& path, const Ort::SessionOptions& options) {
+    const FlushDenormals mode;  // a session leaves its mode on in the thread that made it
+    return Ort::Session(environment(), path.c_str(), options);
+  }
+
+  void compare(const std::vector<TensorSpec>& specs, bool inputs) const {
+    std::map<std::string, const TensorSpec*> listed;
+    for (const TensorSpec& t : specs) listed[t.name] = &t;
+    Ort::AllocatorWithDefaultOptions allocator;
+    const size_t count = inputs ? session_.GetInputCount() : session_.GetOutputCount();
+    const auto fail = [&](const std::string& what) {
+      throw ManifestError(spec_->file + ": " + (inputs ? "input " : "output ") + what +
+                          ", the manifest says otherwise");
+    };
+    if (count != specs.size()) fail("count is " + std::to_string(count));
+    for (size_t i = 0; i < count; ++i) {
+      const auto name =
+          inputs ? session_.GetInputNameAllocated(i, allocator) : session_.GetOutputNameAllocated(i, allocator);
+      const auto at = listed.find(name.get());
+      if (at == listed.end()) fail(std::string("'") + name.get() + "' is there");
+      const Ort::TypeInfo type = inputs ? session_.GetInputTypeInfo(i) : session_.GetOutputTypeInfo(i);
+      if (type.GetONNXType() != ONNX_TYPE_TENSOR) fail(at->first + " is no tensor");
+      const auto info = type.GetTensorTypeAndShapeInfo();
+      if (info.GetElementType() != at->second->dtype->onnx) fail("'" + at->first + "' has another element type");
+    }
+  }
+
+  const ModelSpec* spec_;
+  Ort::Session session_;
+};
+
+/// The inputs that a trainer sets by itself.
+class Controls {
+ public:
+  float lr = 0, rng[2] = {0, 0}, scale = 1;
+  bool reset = true;
+  void set_step(int64_t number) { step_ = number, step32_ = static_cast<int32_t>(number); }
+
+  /// Return the place of a control input, or a null value if it is none.
+  Ort::Value value(const TensorSpec& t) {
+    if (t.role == "lr") return view(t, &lr, 1);
+    if (t.role == "rng") return view(t, rng, 2);
+    if (t.role == "grad_scale") return view(t, &scale, 1);
+    if (t.role == "reset") return view(t, &reset, 1);
+    if (t.role == "step") return t.dtype->size == 4 ? view(t, &step32_, 1) : view(t, &step_, 1);
+    return Ort::Value{nullptr};
+  }
+
+ private:
+  template <class T>
+  Ort::Value view(const TensorSpec& t, T* data, int64_t count) {
+    const bool fits = t.shape.size() == 1 && t.shape[0].index() == 0 && std::get<0>(t.shape[0]) == count;
+    if (!fits || t.dtype != &dtype_of<T>())
+      throw ManifestError("manifest.json: " + t.text() + ", which role " + t.role + " is not");
+    return Ort::Value::CreateTensor<T>(cpu_memory(), data, static_cast<size_t>(count), &count, 1);
+  }
+
+  int64_t step_ = 0;
+  int32_t step32_ = 0;
+};
+
+/// A model with memory for everything but the batch; made once, run many times.
+class BoundModel {
+ public:
+  using Place = std::function<Ort::Value(const TensorSpec&)>;
+
+  /// `input` and `output` give the memory of tensors that are not part of the batch or the report.
+  BoundModel(std::shared_ptr<Model> model, Controls& controls, const Place& input, const Place& output)
+      : model_(std::move(model)) {
+    const ModelSpec& spec = model_->spec();
+    for (const TensorSpec& t : spec.inputs) {
+      in_.push_back(t.name.c_str());
+      const bool given = t.role == "input" || t.role == "target";
+      Ort::Value value = given ? Ort::Value{nullptr} : controls.value(t);
+      if (given) batch_.emplace_back(feeds_.size(), &t);
+      else if (!value) value = input(t);
+      feeds_.push_back(std::move(value));
+    }
+    for (const TensorSpec& t : spec.outputs)
+      if (t.role == "loss" || t.role == "metric") scalars_.add(t.name, *t.dtype, one_number(t));
+    scalars_.allocate();
+    for (const TensorSpec& t : spec.outputs) {
+      out_.push_back(t.name.c_str());
+      if (scalars_.has(t.name)) results_.push_back(scalars_.value(t.name));
+      else results_.push_back(t.role == "output" ? Ort::Value{nullptr} : output(t));
+    }
+  }
+
+  void run(const Batch& batch = {}) {
+    bind(batch);
+    for (size_t i = 0; i < results_.size(); ++i)
+      if (model_->spec().outputs[i].role == "output") results_[i] = Ort::Value{nullptr};
+    model_->run(in_, feeds_, out_, results_);
+  }
+
+  /// Return what the last run reported; outputs are handed over.
+  StepResult result() {
+    StepResult r;
+    for (size_t i = 0; i < results_.size(); ++i) {
+      const TensorSpec& t = model_->spec().outputs[i];
+      if (t.role == "output") r.outputs.emplace_back(t.name, std::move(results_[i]));
+      if (!scalars_.has(t.name)) continue;
+      const double number = number_at(*t.dtype, scalars_.data(t.name));
+      if (t.role == "loss") r.loss = number;
+      else r.metrics.emplace_back(t.name, number);
+    }
+    return r;
+  }
+
+ private:
+  static Shape one_number(const TensorSpec& t) {
+    Shape shape;
+    for (const auto& d : t.shape) {
+      if (d.index() || std::get<int64_t>(d) != 1)
+        throw ManifestError("manifest.json: " + t.text() + ", not one number");
+      shape.push_back(1);
+    }
+    return shape;
+  }
+
+  /// Take the batch; the error says which tensor does not fit, and nothing has run then.
+  void bind(const Batch& batch) {
+    for (const Feed& feed : batch) {
+      const bool known =
+          std::any_of(batch_.begin(), batch_.end(), [&](const auto& b) { return b.second->name == feed.name; });
+      if (!known) throw ShapeError("no such input: '" + feed.name + "'\n" + takes());
+    }
+    if (batch.size() > batch_.size()) throw ShapeError("an input is given twice\n" + takes());
+    std::map<std::string, int64_t> sizes;
+    for (const auto& [index, spec] : batch_) {
+      const auto at =
+          std::find_if(batch.begin(), batch.end(), [&, s = spec](const Feed& f) { return f.name == s->name; });
+      if (at == batch.end()) throw ShapeError("missing from the batch: '" + spec->name + "'\n" + takes());
+      feeds_[index] = fitted(*spec, at->value, sizes);
+    }
+  }
+
+  std::string takes() const {
+    std::vector<std::string> names;
+    for (const auto& [index, spec] : batch_) names.push_back(spec->name);
+    return "hint: the model takes " + listing(names);
+  }
+
+  static Ort::Value fitted(const TensorSpec& spec, const TensorView& given, std::map<std::string, int64_t>& sizes) {
+    if (given.dtype != spec.dtype) throw ShapeError(spec.text() + ", got " + given.dtype->name);
+    const Shape shape = given.shaped ? given.shape : deduced(spec, given.count);
+    const auto fail = [&] {
+      throw ShapeError(spec.text() + ", got shape [" + listing(shape) + "] and " + std::to_string(given.count) +
+                       " elements");
+    };
+    size_t bytes = 0;
+    if (shape.size() != spec.shape.size() || !size_of(shape, spec.dtype->size, bytes) ||
+        bytes != given.count * spec.dtype->size)
+      fail();
+    for (size_t i = 0; i < shape.size(); ++i) {
+      if (const auto* size = std::get_if<int64_t>(&spec.shape[i])) {
+        if (*size != shape[i]) fail();
+      } else if (const std::string& symbol = std::get<std::string>(spec.shape[i]); symbol != "?") {
+        const auto [at, fresh] = sizes.emplace(symbol, shape[i]);
+        if (!fresh && at->second != shape[i])
+          throw ShapeError(spec.text() + ", got " + symbol + " = " + std::to_string(shape[i]) +
+                           ", another tensor has " + std::to_string(at->second));
+      }
+    }
+    return Ort::Value::CreateTensor(cpu_memory(), const_cast<void*>(given.data), bytes, shape.data(), shape.size(),
+                                    spec.dtype->onnx);
+  }
+
+  /// Return the shape of plain elements, where only one size is open.
+  static Shape deduced(const TensorSpec& spec, size_t count) {
+    Shape shape;
+    int64_t known = 1, open = 0;
+    for (const auto& d : spec.shape) {
+      open += d.index() ? 1 : 0;
+      shape.push_back(d.index() ? -1 : std::get<int64_t>(d));
+      if (!d.index()) known *= std::max<int64_t>(shape.back(), 1);
+    }
+    if (open > 1) throw ShapeError(spec.text() + ": several sizes are open\nhint: give the shape too");
+    for (int64_t& size : shape)
+      if (size < 0) size = static_cast<int64_t>(count) / known;
+    return shape;
+  }
+
+  std::shared_ptr<Model> model_;
+  Values scalars_;
+  std::vector<const char*> in_, out_;
+  std::vector<Ort::Value> feeds_, results_;
+  std::vector<std::pair<size_t, const TensorSpec*>> batch_;
+};
+
+}  // namespace detail
+}  // namespace onnxtrain

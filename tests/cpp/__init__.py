@@ -1,0 +1,1 @@
+"""The C++ trainer and its C interface, compared with Python's trainer."""

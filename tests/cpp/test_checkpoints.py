@@ -1,0 +1,107 @@
+"""Checkpoints go from Python to C++, to Node and back; models that C++ exports run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+import onnxtrain
+from tests.cpp import nets
+from tests.cpp.ort_root import ROOT
+from tests.cpp.programs import driver, need, run, web_package
+
+STEPS = 10
+
+
+def trained(folder: Path, rows: list[dict[str, np.ndarray]], path: Path) -> onnxtrain.Trainer:
+    trainer = onnxtrain.Trainer(folder, seed=5, threads=1, layout="fused")
+    for row in rows[:STEPS]:
+        trainer.step(**row)
+    trainer.properties.update(
+        {"note": 'grüße "\\\n\x7f 🙂', "ratio": 1.0, "tiny": 1e-7, "n": 2**53}
+    )
+    trainer.lr = 0.0001234
+    trainer.save(path)
+    return trainer
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_same_bytes(tmp_path: Path, name: str) -> None:
+    """What C++ reads and writes again is the same file; after equal steps, too."""
+    folder = nets.artifacts(name, tmp_path / "artifacts")
+    rows = nets.batches(name, tmp_path / "batches")
+    trainer = trained(folder, rows, tmp_path / "python")
+    run(driver(), "copy", folder, tmp_path / "python", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == (tmp_path / "python").read_bytes()
+    places = (tmp_path / "losses", tmp_path / "cpp", tmp_path / "python")
+    run(driver(), "train", folder, tmp_path / "batches", STEPS, *places)
+    for row in rows[:STEPS]:
+        trainer.step(**row)
+    trainer.save(tmp_path / "python")
+    assert (tmp_path / "cpp").read_bytes() == (tmp_path / "python").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+def test_python_cpp_node_python(tmp_path: Path, name: str) -> None:
+    need("node", "npm")
+    web_package()
+    folder = nets.artifacts(name, tmp_path / "artifacts")
+    rows = nets.batches(name, tmp_path / "batches")
+    straight = trained(folder, rows, tmp_path / "python")
+    cpp, node = tmp_path / "cpp", tmp_path / "node"
+    batches = tmp_path / "batches"
+    run(driver(), "train", folder, batches, STEPS, tmp_path / "losses", cpp, tmp_path / "python")
+    run("node", ROOT / "tests/cpp/exchange.mjs", folder, batches, cpp, STEPS, node)
+    back = onnxtrain.Trainer(folder, threads=1)
+    back.load(node)
+    assert back.global_step == 3 * STEPS
+    assert back.seed == 5
+    assert back.properties == straight.properties
+    for _ in range(2):
+        for row in rows[:STEPS]:
+            straight.step(**row)
+    # Node has another build of the runtime.
+    for key, array in straight.state_dict().items():
+        np.testing.assert_allclose(back.state_dict()[key], array, rtol=2e-4, atol=2e-6, err_msg=key)
+    assert back.step(**rows[0]).loss == pytest.approx(straight.step(**rows[0]).loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_export(tmp_path: Path, ema: bool) -> None:
+    folder = nets.artifacts("transformer", tmp_path / "artifacts")
+    rows = nets.batches("transformer", tmp_path / "batches")
+    trainer = trained(folder, rows, tmp_path / "saved")
+    model = tmp_path / "model.onnx"
+    run(driver(), "export", folder, tmp_path / "saved", model, *(["ema"] if ema else []))
+    trainer.export(tmp_path / "expected.onnx", ema=ema)
+    feeds = {"tokens": rows[0]["tokens"]}
+    ours, expected = (
+        onnxruntime.InferenceSession(path).run(None, feeds)[0]
+        for path in (model, tmp_path / "expected.onnx")
+    )
+    np.testing.assert_array_equal(ours, expected)
+    if not ema:
+        np.testing.assert_array_equal(ours, trainer.predict(**feeds)["logits"])
+
+
+def test_refusals_say_what_and_where(tmp_path: Path) -> None:
+    folder = nets.artifacts("mlp", tmp_path / "artifacts")
+    nets.batches("mlp", tmp_path / "batches")
+    nets.batches("transformer", tmp_path / "tokens")
+    places = (10, tmp_path / "losses", tmp_path / "saved")
+    error = run(driver(), "train", folder, tmp_path / "tokens", *places, fails=True)
+    assert error == "no such input: 'tokens'\nhint: the model takes x, labels\n"
+    error = run(driver(), "train", tmp_path / "no", tmp_path / "batches", *places, fails=True)
+    assert error.startswith("manifest.json: not there")
+    error = run(driver(), "copy", folder, tmp_path / "batches", tmp_path / "out", fails=True)
+    assert "no progress of a training run in it" in error
+    model = folder / "step_model.onnx"
+    model.write_bytes(model.read_bytes() + b"\0")
+    error = run(driver(), "train", folder, tmp_path / "batches", *places, fails=True)
+    assert error.startswith(
+        "step_model.onnx: not the file that the manifest names (sha256 differs)"
+    )
+    assert not (tmp_path / "saved").exists()

@@ -1,0 +1,272 @@
+"""Forms for GPUs: what exporters write out is recognised, and everything gives the same numbers."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import onnxtrain
+from onnxtrain import optim, thresholds
+from onnxtrain.runtime import session as runtime
+from onnxtrain.torch import from_torch
+
+F = nn.functional
+
+
+def halves_in_front(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3))))
+
+
+def by_products(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def by_erf(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+
+def by_erf_behind(x: torch.Tensor) -> torch.Tensor:
+    return (torch.erf(x * 0.7071067811865475) + 1.0) * x * 0.5
+
+
+def near_miss(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / 1.5))
+
+
+class Bent(nn.Module):
+    def __init__(self, bend: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.bend = nn.Linear(6, 8), nn.Linear(8, 3), bend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.bend(self.a(x)))
+
+
+def operators(artifacts: onnxtrain.Artifacts, role: str = "step") -> collections.Counter[str]:
+    return collections.Counter(n.op_type for n in artifacts.models[role].graph.node)
+
+
+def follows_torch(
+    module: nn.Module, artifacts: onnxtrain.Artifacts, shape: tuple[int, ...], steps: int = 4
+) -> None:
+    """Train both on the same batches; compare losses and all parameters."""
+    trainer = onnxtrain.Trainer(artifacts)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
+    module.train()
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        x = torch.randn(*shape)
+        y = module(x)
+        target = torch.randn_like(y)
+        loss = F.mse_loss(y, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert trainer.step(x.numpy(), target.numpy()).loss == pytest.approx(loss.item(), rel=1e-4)
+    for name, p in module.named_parameters():
+        np.testing.assert_allclose(
+            trainer.parameters[name], p.detach(), rtol=1e-3, atol=1e-4, err_msg=name
+        )
+
+
+ADAMW = optim.AdamW(lr=0.01, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("bend", [halves_in_front, by_products, by_erf, by_erf_behind])
+def test_gelu_is_recognised_by_what_it_computes(bend: Callable) -> None:
+    module = Bent(bend)
+    model = from_torch(module, (torch.randn(4, 6),))
+    made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
+    assert operators(made)["Gelu"] == 1
+    assert operators(made)["Pow"] == 0
+    follows_torch(module, made, (4, 6))
+
+
+def test_what_is_not_quite_gelu_stays() -> None:
+    module = Bent(near_miss)
+    model = from_torch(module, (torch.randn(4, 6),))
+    made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
+    assert operators(made)["Gelu"] == 0
+    follows_torch(module, made, (4, 6))
+
+
+class Attends(nn.Module):
+    """Attention whose first row may see nothing; the guard is written as exporters write it."""
+
+    mask: torch.Tensor
+
+    def __init__(self, mask: torch.Tensor, given: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.given = nn.Linear(8, 24), given
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        mask = self.mask
+        if self.given:  # not a constant of the graph
+            mask = mask + 0.0 * x[:1, :, :1]
+        scores = q @ k.transpose(-1, -2) * 0.35 + mask
+        p = torch.softmax(scores, -1)
+        p = torch.where(torch.isnan(p), 0.0, p)
+        return torch.tanh(p @ v)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["constant", "computed"])
+@pytest.mark.parametrize("kind", ["causal", "first row masked"])
+def test_guards_of_attention_move_behind_the_product(kind: str, given: bool) -> None:
+    mask = torch.triu(torch.full((5, 5), float("-inf")), 1)
+    if kind != "causal":
+        mask[0] = float("-inf")
+    module = Attends(mask, given)
+    model = from_torch(module, (torch.randn(2, 5, 8),))
+    made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
+    counts = operators(made)
+    assert counts["IsNaN"] == 0
+    assert counts["Softmax"] == 1
+    trainer = onnxtrain.Trainer(made)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, target = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+        y = module(x)
+        loss = F.mse_loss(y, target)
+        optimizer.zero_grad()
+        loss.backward()
+        grads = [torch.nan_to_num(p.grad) for p in module.parameters() if p.grad is not None]
+        for p, g in zip(module.parameters(), grads, strict=True):
+            p.grad = g
+        if kind == "causal":
+            optimizer.step()
+        actual = trainer.step(x.numpy(), target.numpy()).loss
+        if kind == "causal" or seed == 0:
+            assert actual == pytest.approx(loss.item(), rel=1e-5)
+        assert math.isfinite(actual)
+
+
+def test_gradients_where_a_whole_row_is_masked() -> None:
+    """torch's own gradient is NaN there; the row gives nothing, so the rest has the gradient."""
+    mask = torch.triu(torch.full((5, 5), float("-inf")), 1)
+    mask[0] = float("-inf")
+    module = Attends(mask, given=True)
+    model = from_torch(module, (torch.randn(2, 5, 8),))
+    guarded, moved = (onnxtrain.vjp(model, target=t) for t in ("cpu", "cuda"))
+    results = []
+    for proto in (guarded, moved):
+        session = runtime.create(proto.SerializeToString())
+        rng, feeds = np.random.default_rng(0), {}
+        for i in sorted(session.get_inputs(), key=lambda i: i.name):
+            sizes = [d if isinstance(d, int) else 2 for d in i.shape]
+            feeds[i.name] = rng.standard_normal(sizes).astype(np.float32)
+        names = [o.name for o in session.get_outputs()]
+        results.append(dict(zip(names, runtime.run(session, names, feeds), strict=True)))
+    assert results[0].keys() == results[1].keys()
+    for name, array in results[0].items():
+        assert np.isfinite(array).all(), name
+        np.testing.assert_allclose(results[1][name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 5, 3, 2, 1, bias=False), nn.BatchNorm2d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.conv(x))).mean((2, 3))
+
+
+def test_statistics_of_a_batch_out_of_those_of_its_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thresholds, "NORMALISED_POSITIONS", 2)
+    module = Normed()
+    model = from_torch(module, (torch.randn(4, 3, 9, 9),))
+    made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
+    counts = operators(made)
+    assert counts["LayerNormalization"] == 1, "forward and backward share it"
+    graph = made.models["step"].graph
+    numbers = {t.name: ir.from_proto(t).numpy().ravel().tolist() for t in graph.initializer}
+    axes = [
+        numbers[n.input[1]]
+        for n in graph.node
+        if n.op_type in ("ReduceMean", "ReduceSum")
+        if len(n.input) > 1
+    ]
+    assert [0, 2, 3] not in axes
+    assert [2, 3] in axes
+    follows_torch(module, made, (4, 3, 9, 9))
+    trainer = onnxtrain.Trainer(made)
+    flat = np.zeros((4, 3, 9, 9), np.float32)  # images of equal values: no deviation at all
+    assert math.isfinite(trainer.step(flat, np.zeros((4, 5), np.float32)).loss)
+    for name, value in trainer.parameters.items():
+        assert np.isfinite(value).all(), name
+
+
+def test_onnx_is_standard() -> None:
+    model = from_torch(Normed(), (torch.randn(4, 3, 9, 9),))
+    made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
+    for proto in made.models.values():
+        onnx.checker.check_model(proto, full_check=True)
+        assert {n.domain for n in proto.graph.node} <= {"", "ai.onnx"}
+
+
+class Tied(nn.Module):
+    """A head that shares its weight with the embedding, or has one of its own."""
+
+    def __init__(self, tied: bool, words: int = 37) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix = nn.Embedding(words, 12), nn.Linear(12, 12)
+        self.head = None if tied else nn.Linear(12, words, bias=False)
+        self.words = words
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.mix(self.embed(x)))
+        scores = h @ self.embed.weight.T if self.head is None else self.head(h)
+        return scores.reshape(-1, self.words)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own"])
+def test_a_vocabulary_is_filled_up_to_whole_words(
+    tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thresholds, "ALIGNED_CLASSES", 8)
+    module = Tied(tied)
+    x = torch.randint(0, 37, (4, 5))
+    model = from_torch(module, (x,))
+    made = onnxtrain.build(
+        model, loss="cross_entropy", optimizer=ADAMW, target="cuda", precision=precision
+    )
+    inferred = onnx.shape_inference.infer_shapes(made.models["step"], data_prop=True)
+    sizes = {d.dim_value for v in inferred.graph.value_info for d in v.type.tensor_type.shape.dim}
+    assert 40 in sizes
+    onnx.checker.check_model(made.models["step"], full_check=True)
+    assert made.manifest.parameters[0].shape == (37, 12)
+    if precision != "float32":  # no kernel on the CPU
+        return
+    trainer = onnxtrain.Trainer(made)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, weight_decay=0.0)
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        x, labels = (torch.randint(0, 37, s, generator=g) for s in ((4, 5), (20,)))
+        loss = F.cross_entropy(module(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        actual = trainer.step(x.numpy(), labels.numpy()).loss
+        assert actual == pytest.approx(loss.item(), rel=1e-5)
+    for name, p in module.named_parameters():
+        np.testing.assert_allclose(
+            trainer.parameters[name], p.detach(), rtol=1e-3, atol=1e-5, err_msg=name
+        )

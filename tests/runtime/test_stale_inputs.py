@@ -1,0 +1,196 @@
+"""Steps on a device where some nodes run on the CPU: values are never read as they once were."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from onnxtrain import optim
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.errors import OnnxTrainError
+from onnxtrain.runtime import bound_session, cuda_graph
+from onnxtrain.runtime import session as runtime
+from onnxtrain.runtime.memory import DeviceMemory
+from onnxtrain.runtime.values import ort_value
+from onnxtrain.training import Trainer
+from tests.artifacts.models import data
+from tests.training.made import made
+
+STEPS = 20
+
+
+class CopyingBinding:
+    """Copies what nodes of the CPU read when it is bound, as onnxruntime does for a device."""
+
+    def __init__(self, binding: Any, on_host: set[str]) -> None:
+        self._binding, self._on_host = binding, on_host
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        if name in self._on_host:
+            value = ort_value(np.array(value.numpy()))
+        self._binding.bind_ortvalue_input(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._binding, name)
+
+
+class MemoryInfo:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class MixedSession:
+    """A session of which every second input is read by a node of the CPU."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.on_host = {x.name for x in session.get_inputs()[::2]}
+
+    def io_binding(self) -> CopyingBinding:
+        return CopyingBinding(self._session.io_binding(), self.on_host)
+
+    def get_input_memory_infos(self) -> list[MemoryInfo]:
+        names = (x.name for x in self._session.get_inputs())
+        return [MemoryInfo("Cpu" if n in self.on_host else "Cuda") for n in names]
+
+    def run_with_iobinding(self, binding: CopyingBinding, options: Any = None) -> None:
+        self._session.run_with_iobinding(binding._binding, options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+def trainer_on_device(
+    artifacts: Artifacts, layout: str, monkeypatch: pytest.MonkeyPatch, *, told: bool = True
+) -> Trainer:
+    """Return a trainer that takes the CPU for a device on which half of the inputs are copied."""
+    plain = runtime.create
+
+    def create(*args: Any, **kwargs: Any) -> MixedSession:
+        return MixedSession(plain(*args, **kwargs))
+
+    def bound(session: Any, spec: Any, inputs: Any, outputs: Any, *_: Any) -> Any:
+        return kind(session, spec, inputs, outputs, "device")
+
+    kind = bound_session.BoundSession
+    monkeypatch.setattr(runtime, "create", create)
+    monkeypatch.setattr(bound_session, "memory_of", lambda _: DeviceMemory("cpu"))
+    for module in ("layouts", "vector_layout"):
+        monkeypatch.setattr(f"onnxtrain.training.{module}.BoundSession", bound)
+    # The update of the CPU has bindings of its own, over pieces that no device has.
+    own = SimpleNamespace(create=plain, run_each=runtime.run_each)
+    monkeypatch.setattr("onnxtrain.training.vector_update.runtime", own)
+    if not told:
+        monkeypatch.setattr(runtime, "inputs_on_host", lambda _: frozenset())
+    if layout == "separate":
+        monkeypatch.setattr("onnxtrain.training.trainer.vector_layout", lambda *_, **__: None)
+    return Trainer(artifacts, layout="fused" if layout == "fused" else "separate")
+
+
+def torch_losses(values: dict[str, torch.Tensor], batches: list[Any]) -> list[float]:
+    """Train the same classifier in torch, in place; return its losses."""
+    for v in values.values():
+        v.requires_grad_()
+    optimizer = torch.optim.AdamW(values.values(), lr=0.01, weight_decay=0.01)
+    losses = []
+    for x, labels in batches:
+        hidden = torch.tanh(torch.tensor(x) @ values["fc1.weight"] + values["fc1.bias"])
+        scores = hidden @ values["fc2.weight"] + values["fc2.bias"]
+        loss = torch.nn.functional.cross_entropy(scores, torch.tensor(labels))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("dims", [None, {"batch": 8}], ids=["symbolic", "fixed"])
+@pytest.mark.parametrize("layout", ["fused", "separate", "vector"])
+def test_every_parameter_follows_torch(
+    layout: str, dims: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = optim.AdamW(lr=0.01, weight_decay=0.01)
+    artifacts = made(optimizer=optimizer, target="cuda", dims=dims)
+    values = {n: torch.tensor(a) for n, a in artifacts.values.items()}
+    trainer = trainer_on_device(artifacts, layout, monkeypatch)
+    batches = [data(8, seed=seed) for seed in range(STEPS)]
+    wanted = torch_losses(values, batches)
+    assert [trainer.step(*b).loss for b in batches] == pytest.approx(wanted, rel=1e-5)
+    for name, value in values.items():
+        np.testing.assert_allclose(
+            trainer.state_dict()[name], value.detach(), rtol=1e-4, atol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("layout", ["fused", "separate", "vector"])
+def test_old_values_are_noticed(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifacts = made(optimizer=optim.AdamW(lr=0.5), target="cuda")
+    trainer = trainer_on_device(artifacts, layout, monkeypatch, told=False)
+    batches = [data(8)] * 4
+    with pytest.raises(OnnxTrainError, match="computes with old values"):
+        [trainer.step(*batch) for batch in batches]
+
+
+def test_a_recording_that_is_refused_falls_back_and_names_the_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = runtime.create
+
+    def create(*args: Any, capture: bool = False, **kwargs: Any) -> Any:
+        if capture:
+            raise OnnxTrainError("This session cannot use the graph capture feature as requested")
+        return plain(*args, **{**kwargs, "device": "cpu"})
+
+    monkeypatch.setattr(runtime, "create", create)
+    source = made(dims={"batch": 8}).source("step")
+    with pytest.warns(UserWarning, match=r"nodes run on the CPU: \w+ '"):
+        session, captured = cuda_graph.create_capturing(
+            source, asked=None, device="cuda", threads=1
+        )
+    assert not captured
+    assert session.get_inputs()
+    with pytest.raises(OnnxTrainError, match=r"cannot be captured: \d+ nodes run on the CPU"):
+        cuda_graph.create_capturing(source, asked=True, device="cuda", threads=1)
+
+
+def test_a_first_run_that_cannot_be_recorded_runs_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some kernels refuse while a graph is recorded, which only a run can tell."""
+    plain = runtime.run_bound
+    monkeypatch.setattr(bound_session, "memory_of", lambda _: DeviceMemory("cpu"))
+    artifacts = made(dims={"batch": 8})
+    spec = artifacts.manifest.model("step")
+    assert spec is not None
+    source, refused = artifacts.source("step"), []
+
+    def run(session: Any, binding: Any, options: Any = None) -> None:
+        if options is not None:
+            refused.append(options)
+            raise OnnxTrainError("operation failed due to a previous error during capture")
+        plain(session, binding)
+
+    monkeypatch.setattr(runtime, "run_bound", run)
+    values = {**artifacts.values, **artifacts.state}
+    inputs = {t.name: ort_value(values[t.name]) for t in spec.inputs if t.name in values}
+    x, labels = data(8)
+    feeds = {"x": x, "labels": labels, "learning_rate": np.array([0.1], np.float32)}
+    feeds = {t.name: feeds[t.name] for t in spec.inputs if t.name in feeds}
+
+    def opened() -> Any:
+        return runtime.create(source, threads=1)
+
+    def losses(graph_id: int | None, reopen: Any) -> list[float]:
+        bound = bound_session.BoundSession(opened(), spec, inputs, {}, "d", graph_id, reopen)
+        return [bound.run(feeds)["loss"].item() for _ in range(3)]
+
+    wanted = losses(None, None)
+    with pytest.warns(UserWarning, match="could not be captured .* runs without: operation failed"):
+        assert losses(1, opened) == wanted
+    assert len(refused) == 1
+    with pytest.raises(OnnxTrainError, match="previous error during capture"):
+        losses(1, None)
