@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -15,14 +15,15 @@ help:  ## list the targets
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: $(BIN)/python pyproject.toml
-	$(BIN)/pip install --quiet --editable ".[cpu,plot]" "scikit-learn>=1.6"
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,plot]" "scikit-learn>=1.6"
 	@touch $@
 
-# torch is pinned: the CPU build of this release is the one the tests were made with.
-$(VENV)/.dev: $(BIN)/python pyproject.toml
-	$(BIN)/pip install --quiet "torch==2.13.0"
-	$(BIN)/pip install --quiet --editable ".[cpu,torch,sklearn,plot,dev]"
+# constraints.txt has the releases that the tests were last run with; users are not bound to them.
+# torch comes first: the CPU build of its release is the one the tests were made with.
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,sklearn,plot,dev]"
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into runs/demo/
@@ -42,7 +43,11 @@ check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+lower-bounds: $(BIN)/python  ## fast tests with the oldest releases that pyproject.toml allows
+	$(BIN)/python tests/lower_bounds.py .cache/lower-bounds
+
 rule: $(VENV)/.dev  ## all questions about one operator: make rule OP=Erf
+	@grep -rqE "[\"']$(OP)[\"']" tests/cases || { echo "no such operator in tests/cases: $(OP)"; exit 2; }
 	$(BIN)/python -m pytest tests/test_op_cases.py -q -k "[$(OP)-"
 
 zoo: $(VENV)/.dev  ## every zoo model against torch, its gradients and one training step
@@ -95,9 +100,9 @@ bench-web: $(VENV)/.dev chromium web/node_modules/.package-lock.json benchmarks/
 	node benchmarks/web/run.mjs $(BENCH_WEB) benchmarks/web/results.json
 	$(BIN)/python benchmarks/web/report.py benchmarks/web/results.json docs
 
-# The runtime's post-install step would fetch CUDA libraries: npm runs no scripts here (.npmrc).
+# No scripts of other packages: the runtime's would fetch CUDA libraries. Ours (prepack) may run.
 web/node_modules/.package-lock.json: web/package-lock.json
-	cd web && npm ci
+	cd web && npm ci --ignore-scripts
 	@touch $@
 
 web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that trains a digit classifier

@@ -59,6 +59,14 @@ class NonFiniteError(OnnxTrainError, ArithmeticError):
     """Training has met an infinity or a NaN."""
 
 
+class UncopiableError(OnnxTrainError, TypeError):
+    """Something that holds sessions or memory of its own was to be pickled or copied."""
+
+
+class BusyError(OnnxTrainError, RuntimeError):
+    """A trainer is in use by another thread, or a directory by another run."""
+
+
 class CompatError(OnnxTrainError):
     """A call of an older API that has no counterpart on a stock runtime."""
 

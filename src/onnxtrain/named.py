@@ -24,9 +24,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import numbers
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from onnxtrain.errors import PrepareError
 
@@ -112,7 +114,70 @@ class Named(Mapping[str, type[T]]):
                 f"{name} needs {', '.join(missing)}\n"
                 f"hint: write {name}:{','.join(f'{m}=...' for m in missing)}"
             )
+        _check_types(name, kind, settings)
         return kind(**settings)
+
+
+def _check_types(name: str, kind: type, settings: Mapping[str, Any]) -> None:
+    """Refuse values that the fields of a dataclass cannot take."""
+    try:
+        wanted = get_type_hints(kind)
+    except (NameError, TypeError):  # hints that only a type checker can read
+        return
+    for key, value in settings.items():
+        if key in wanted and not _fits(value, wanted[key]):
+            raise PrepareError(
+                f"{name}: {key} cannot be {value!r}\nhint: it is {_spelled(wanted[key])}"
+            )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of a type, as far as the kinds of values go that text can say."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, a) for a in arguments)
+    if origin is Literal:
+        return value in arguments
+    if hint is None or hint is type(None):
+        return value is None
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint in (int, float):
+        wanted: type = numbers.Integral if hint is int else numbers.Real
+        return type(value) is not bool and isinstance(value, wanted)
+    if hint is str:
+        return isinstance(value, str)
+    kind = origin if origin is not None else hint
+    if kind in (tuple, list, Sequence):
+        if not isinstance(value, list | tuple):
+            return False
+        items = list(cast("Sequence[Any]", value))
+        inner = [a for a in arguments if a is not Ellipsis]
+        if kind is tuple and Ellipsis not in arguments and inner:
+            return len(items) == len(inner) and all(map(_fits, items, inner))
+        return not inner or all(_fits(v, inner[0]) for v in items)
+    # Anything else has checks of its own.
+    return True
+
+
+def _spelled(hint: Any) -> str:
+    """Return a type in words."""
+    words = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
+    if hint in words:
+        return words[hint]
+    if hint is type(None):
+        return "none"
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_spelled, arguments))
+    if origin is Literal:
+        return " or ".join(map(str, arguments))
+    if origin in (tuple, list, Sequence):
+        inner = [a for a in arguments if a is not Ellipsis]
+        if len(inner) > 1:
+            return f"a list of {len(inner)}: [{', '.join(map(_spelled, inner))}]"
+        return f"a list of values, each {_spelled(inner[0])}"
+    return getattr(hint, "__name__", str(hint))
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:

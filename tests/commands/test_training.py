@@ -210,3 +210,11 @@ def test_labels_out_of_range(place: Path) -> None:
     np.savez(place / "labels.npz", x=x, labels=labels)
     with pytest.raises(LabelError, match="'labels' has 3 in row 100; the model has 3 classes"):
         run("train", place / "art", "--data", place / "labels.npz", "--quiet")
+
+
+def test_nothing_to_do(place: Path) -> None:
+    common = ("train", place / "art", "--data", place / "train.npz", "--quiet")
+    with pytest.raises(OnnxTrainError, match="epochs must be a whole number, at least 1: 0"):
+        run(*common, "--epochs", 0)
+    with pytest.raises(OnnxTrainError, match=r"run: there is no checkpoint to go on from\nhint"):
+        run(*common, "--resume")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import onnx
 import onnx.parser
+import onnxruntime
 import pytest
+
+import onnxtrain
 
 CUT = "int64[2] s = {0, 0}, int64[2] e = {9, 2}"
 CUT4 = "int64[4] s = {0, 0, 0, 0}, int64[4] e = {9, 9, 9, 2}"
@@ -48,3 +52,26 @@ def test_a_negative_size_is_refused(kind: str, opset: int):
     assert done.returncode == 0, done.stderr.decode()[-500:]
     assert len(lines) == 3
     assert all(kind in line and "below zero" in line for line in lines)
+
+
+UNTAKEN = """<ir_version: 10, opset_import: ["": 20]>
+    g (float[4] x, int64[4] i, bool c) => (float[4] y)
+    <int64[2] k = {5, -1}, int64[1] s = {0}, int64[1] e = {2}> {
+    h = Slice(i, s, e)
+    n = If(c) <then_branch = t () => (int64[1] p) {
+                   v, w = Split<axis = 0>(i, k)
+                   p = ReduceSum(v) },
+               else_branch = f () => (int64[1] q) { q = ReduceSum(h) }>
+    m = Cast<to = 1>(n)
+    y = Mul(x, m) }"""
+
+
+def test_a_negative_size_in_a_branch_that_is_not_taken():
+    model = onnx.parser.parse_model(UNTAKEN)
+    onnxtrain.explain(model)
+    session = onnxruntime.InferenceSession(onnxtrain.vjp(model, ["x"]).SerializeToString())
+    x, i = np.arange(4, dtype=np.float32), np.asarray([3, 4, 5, 6])
+    feeds = {"x": x, "i": i, "c": np.asarray(False), "y_grad": np.ones(4, np.float32)}
+    y, dx = session.run(None, feeds)
+    np.testing.assert_array_equal(y, 7 * x)
+    np.testing.assert_array_equal(dx, [7, 7, 7, 7])

@@ -12,6 +12,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import OnnxTrainError
+from onnxtrain.graph.prepare.decompose import DECOMPOSITIONS
 
 HEAD = '<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> g'
 X = "(float[2, 4] x) => (float[a, b] y)"
@@ -23,6 +24,8 @@ UNFIT = {
     "unknown operator": f"{X} {{ z = com.microsoft.Nope(x) y = Relu(z) }}",
     "no bias": f"{X} {{ y = com.microsoft.BiasGelu(x) }}",
     "no skip": f"{X} {{ y = com.microsoft.SkipLayerNormalization(x) }}",
+    "an empty skip": f"""{X} <float[4] b = {{1, 2, 3, 4}}> {{
+        y = com.microsoft.SkipLayerNormalization(x, , b) }}""",
     "no heads": """(float[2, 4, 8] x, float[8, 24] w, float[24] b) => (float[a, c, d] y) {
         y = com.microsoft.Attention(x, w, b) }""",
     "a state too many": f"""{LOOP} {{ y = Loop(n, c, x) <body = b
@@ -39,6 +42,15 @@ UNFIT = {
     "no such direction": f'{LSTM} {{ y = LSTM<hidden_size = 2, direction = "up">(x, w, r) }}',
     "no group": """(float[1, 4, 5, 5] x, float[4, 1, 3, 3] w) => (float[a, b, c, d] y) {
         y = Conv<group = 0>(x, w) }""",
+    "no such axis": f"{X} {{ y = Softmax<axis = -9223372036854775808>(x) }}",
+    "a branch that gives a value twice": """(bool c, float[2] x) => (float[2] y, float[2] z) {
+        y, z = If(c) <then_branch = t () => (float[2] a, float[2] a) { a = Relu(x) },
+            else_branch = e () => (float[2] b, float[2] d) { b = Neg(x) d = Abs(x) }> }""",
+    "a step that gives a value twice": f"""{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = 1,
+        body = b (float[2] u, float[2] q) => (float[2] w, float[2] w) {{ w = Add(u, q) }}> }}""",
+    "a step that gives its input back": f"""{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = 1,
+        body = b (float[2] u, float[2] q) => (float[2] u, float[2] w) {{ w = Add(u, q) }}> }}""",
+    "too many inputs": f"{LSTM} {{ y = com.microsoft.LSTM<hidden_size = 2>(x, w, r, w, x, x) }}",
     "keepdims": f"{X} {{ z = ReduceSum<keepdims = 2147483648>(x) y = Add(x, z) }}",
 }
 DOORS: dict[str, Callable[[onnx.ModelProto], object]] = {
@@ -58,6 +70,27 @@ def test_an_unfit_node_is_named(what: str):
         except OnnxTrainError:
             refused += 1
     assert refused
+
+
+def test_defects_of_a_decomposition_do_not_pass_for_the_model_s(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """An error of another kind than a file can cause goes through as it is."""
+
+    def broken(op: object, x: object, bias: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setitem(DECOMPOSITIONS, "com.microsoft::BiasGelu", broken)
+    text = "(float[2, 4] x, float[4] b) => (float[a, c] y) { y = com.microsoft.BiasGelu(x, b) }"
+    with pytest.raises(KeyError, match="a defect"):
+        onnxtrain.vjp(onnx.parser.parse_model(HEAD + text), ["x"])
+
+
+def test_what_went_wrong_is_kept():
+    model = onnx.parser.parse_model(HEAD + UNFIT["no group"])
+    with pytest.raises(OnnxTrainError, match="does not fit the definition") as caught:
+        onnxtrain.vjp(model, ["x"])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 OTHER_OPSET = """<ir_version: 10, opset_import: ["": 17, "own": 1]>

@@ -94,7 +94,7 @@ def _run(jobs: list[dict[str, Any]], listing: Path) -> list[dict[str, Any]]:
     listing.write_text(json.dumps(jobs))
     done = subprocess.run(
         ["node", FOLDER / "run.cjs", listing, "cpu"],
-        capture_output=True, text=True, check=True, timeout=600,
+        capture_output=True, text=True, check=True, timeout=1200,
         env={**os.environ, "NODE_PATH": str(FOLDER / "node_modules")},
     )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

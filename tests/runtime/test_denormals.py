@@ -8,9 +8,11 @@ import threading
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.finish import finish
+from onnxtrain.runtime import denormals
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.denormals import FlushDenormals
 
@@ -50,6 +52,45 @@ def test_the_mode_ends_with_its_context() -> None:
         inside = TINY * np.float32(2)
     assert not inside.any()
     assert (TINY * np.float32(2)).all()
+
+
+_INVALID = 1  # the flag of results that are no numbers; nothing else here sets it
+
+
+def _set_a_flag() -> None:
+    """Let the processor remember something that is no mode."""
+    assert denormals._LIBRARY.feraiseexcept(_INVALID) == 0
+
+
+def test_flags_are_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = denormals._known_mode()
+    if known is None:
+        pytest.skip("the place of the mode is not known on this platform")
+    for start in (known, None):
+        monkeypatch.setattr(denormals, "_fast", start)
+        denormals._LIBRARY.feclearexcept(_INVALID)
+        with denormals.learning_mode():
+            _set_a_flag()
+        assert denormals._fast is start
+
+
+def test_a_mode_that_is_not_known_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = denormals._known_mode()
+    if known is None:
+        pytest.skip("the place of the mode is not known on this platform")
+    monkeypatch.setattr(denormals, "_fast", None)
+    with denormals.learning_mode():  # as the first session does
+        denormals._LIBRARY.fesetenv(known)
+    learnt = denormals._fast
+    assert learnt is not None
+    assert (TINY * np.float32(2)).all(), "the caller's mode is back"
+    with FlushDenormals():
+        inside = TINY * np.float32(2)
+    assert not inside.any()
+    with denormals.learning_mode():
+        _set_a_flag()
+        denormals._LIBRARY.fesetenv(known)
+    assert denormals._fast is learnt
 
 
 def test_no_process_is_started_at_import() -> None:

@@ -8,6 +8,7 @@ import pytest
 from onnxtrain.errors import ShapeError
 from onnxtrain.manifest import TensorSpec
 from onnxtrain.runtime.feeds import Feeder
+from onnxtrain.training.data import as_source
 
 SPECS = (
     TensorSpec("x", "float32", ("batch", 3), "input"),
@@ -53,3 +54,17 @@ def test_after_a_known_form_misfits_are_refused(given: tuple[np.ndarray, ...]) -
         given = (given[0], np.ones(3, np.int64))
     with pytest.raises(ShapeError):
         feeder(given, {})
+
+
+def test_ragged_lists_and_masks_are_refused_by_name() -> None:
+    feeder = Feeder(SPECS)
+    _, y = batch(2)
+    with pytest.raises(ShapeError, match=r"'x': rows of different length.*\nhint: pad them"):
+        feeder(([[1.0, 2.0, 3.0], [1.0]], y), {})
+    values = np.ones((2, 3), np.float32)
+    hidden = np.ma.masked_greater(np.arange(6, dtype=np.float32).reshape(2, 3), 3)
+    with pytest.raises(ShapeError, match=r"'x': 2 values are masked"):
+        feeder((hidden, y), {})
+    assert type(feeder((np.ma.masked_array(values), y), {})["x"]) is np.ndarray
+    with pytest.raises(ShapeError, match="rows of different length"):
+        as_source(([[1.0], [1.0, 2.0]], [0, 1]), batch_size=2)

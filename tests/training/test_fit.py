@@ -21,8 +21,8 @@ from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, Shape
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
 from onnxtrain.training.data import as_source, shuffled
-from onnxtrain.training.progress import Bar, Lines, display
-from onnxtrain.training.tensorboard import crc32c
+from onnxtrain.training.reports.progress import Bar, Lines, display
+from onnxtrain.training.reports.tensorboard import crc32c
 from tests.artifacts.models import classifier, data, finished, graph, weight
 
 LOSS = [losses.LossTerm("cross_entropy", output="scores")]
@@ -107,6 +107,12 @@ def test_short_batches_are_kept_or_dropped() -> None:
 def test_data_that_is_none(given: object, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         as_source(given, batch_size=4)
+
+
+@pytest.mark.parametrize("given", [[], iter([])])
+def test_data_without_a_batch(artifacts: Artifacts, given: object) -> None:
+    with pytest.raises(ShapeError, match="nothing to train on: the data has no batch"):
+        quiet(Trainer(artifacts), given, 1)
 
 
 def test_an_iterator_has_one_epoch(artifacts: Artifacts) -> None:
@@ -227,7 +233,7 @@ def test_records(artifacts: Artifacts, tmp_path: Path) -> None:
     )  # fmt: skip
     folder = tmp_path / "run"
     assert {p.name for p in folder.iterdir()} == {
-        "metrics.csv", "metrics.jsonl", "loss.png", "events", "checkpoints",
+        "metrics.csv", "metrics.jsonl", "loss.png", "events", "checkpoints", ".lock",
     }  # fmt: skip
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [r for r in rows if r["kind"] == "step"] == history.steps

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onnxtrain.training.metrics_files import Records
+from onnxtrain.training.reports.metrics_files import Records
 
 COLUMNS = ["kind", "epoch", "step", "loss"]
 

@@ -167,6 +167,7 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
             **recorded(asked),
             "loss_scale": exactness.settings(),
             "repairs": [*apart, *repairs_of(base), *origin.repairs],
+            **({"above_one": list(origin.above_one)} if origin.above_one else {}),
         },
     )
     return Artifacts(manifest, models, {**arrays, **values}, slots)

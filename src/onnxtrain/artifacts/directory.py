@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import onnx
 from onnxtrain.artifacts.directory_check import check_files, read, unreadable
 from onnxtrain.artifacts.inference import locate
 from onnxtrain.artifacts.signature import key_of, plain_name
+from onnxtrain.artifacts.summary import Row, Shown, listed
 from onnxtrain.artifacts.write_directory import MANIFEST, write_directory
 from onnxtrain.checkpoint import from_file, state_key, to_bytes
 from onnxtrain.errors import CheckpointError, SaveError
@@ -26,8 +28,8 @@ _ALIGNMENT = 64
 _KEY = "onnxtrain"
 
 
-@dataclasses.dataclass
-class Artifacts:
+@dataclasses.dataclass(repr=False)
+class Artifacts(Shown):
     """Everything a training run needs: models, initial values and the manifest."""
 
     manifest: Manifest
@@ -41,6 +43,20 @@ class Artifacts:
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Progress of a run: step, lr, schedule, seed, position in the data, properties."""
     directory: Path | None = None
+
+    def summary(self) -> tuple[str, list[Row]]:
+        """Return what a shell shows: the models, what is trained, and by what."""
+        m = self.manifest
+        trained = sum(math.prod(p.shape) for p in m.parameters)
+        rows = [
+            ("models", listed([spec.file for spec in m.models])),
+            ("parameters", f"{listed([p.name for p in m.parameters])} ({trained:,} numbers)"),
+            ("buffers", listed([b.name for b in m.buffers])),
+            ("loss", str(m.loss.get("name", ""))),
+            ("optimizer", f"{m.optimizer.get('name', '')}, lr {m.optimizer.get('lr', '')}"),
+            ("directory", "in memory" if self.directory is None else str(self.directory)),
+        ]
+        return "Artifacts", rows
 
     def source(self, role: str, target: str | None = None, steps: int = 1) -> bytes | str:
         """Return a model as a runtime takes it: its path on disk, or its bytes."""

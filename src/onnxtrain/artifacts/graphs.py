@@ -15,7 +15,7 @@ from onnxtrain.autodiff.gradient_model import GradientModel, lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder, names_in
-from onnxtrain.graph.modes import running_statistics, to_evaluation, to_training
+from onnxtrain.graph.modes import running_statistics, sizes_above_one, to_evaluation, to_training
 from onnxtrain.graph.modes.autocast import autocast
 from onnxtrain.graph.modes.randomness import portable_dropout
 from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
@@ -55,6 +55,8 @@ class Backward:
     repairs: tuple[str, ...]
     scale: str | None = None
     """The input that the loss is scaled by, if it is."""
+    above_one: tuple[str, ...] = ()
+    """Products of sizes that a batch must have above 1."""
 
     def copy(self, role: str, target: str | Target) -> Copy:
         """Return a copy to add nodes to."""
@@ -111,6 +113,7 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
     repairs: list[str] = []
     if options.mode == "train":
         repairs += to_training(model, trainable=set(options.candidates))
+    above_one = sizes_above_one(model)
     if options.precision.half is not None:
         rewrite_spellings(model, options.target)
         autocast(model, options.precision.half, target=options.target)
@@ -154,6 +157,7 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
         changing=_names(changing),
         repairs=tuple(repairs),
         scale=scale[0].name if scale else None,
+        above_one=above_one,
     )
 
 

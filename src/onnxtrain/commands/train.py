@@ -9,8 +9,11 @@ from typer import Option
 
 from onnxtrain.commands.common import Data, Device, Directory, Threads, read_npz
 from onnxtrain.commands.from_options import Asked, with_flags_of
+from onnxtrain.errors import OnnxTrainError
 from onnxtrain.training import Trainer
+from onnxtrain.training.checkpoint_rotation import CheckpointRotation
 from onnxtrain.training.fit_options import FitOptions
+from onnxtrain.training.run import CHECKPOINTS
 
 
 @with_flags_of(FitOptions)
@@ -27,6 +30,14 @@ def train(
     """Train artifacts; the trained weights become those of the directory."""
     trainer = Trainer(directory, device=device, seed=seed, threads=threads)
     asked = {"directory": directory / "run", "progress": not quiet, **asked}
+    if (
+        asked.get("resume")
+        and CheckpointRotation(asked["directory"] / CHECKPOINTS).newest() is None
+    ):
+        raise OnnxTrainError(
+            f"{asked['directory']}: there is no checkpoint to go on from\n"
+            "hint: leave --resume out, or name the run's directory by --out"
+        )
     if "validation" in asked:
         asked["validation"] = read_npz(asked["validation"])
     history = trainer.fit(read_npz(data), **asked)

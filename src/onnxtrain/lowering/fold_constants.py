@@ -71,6 +71,8 @@ def _drop_empty_parts(node: ir.Node) -> None:
     """Take what has no elements out of a Concat."""
     axis = node.attributes["axis"].as_int()
     dims = [None if x is None else S.dims_of(x) for x in node.inputs]
+    if any(sizes is not None and not -len(sizes) <= axis < len(sizes) for sizes in dims):
+        return  # for others to complain about
     kept = [x for x, sizes in zip(node.inputs, dims, strict=True) if not sizes or sizes[axis] != 0]
     if kept and len(kept) < len(node.inputs):
         for i, x in enumerate(kept):

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io.through_proto import through_proto
+from onnxtrain.graph.io.through_proto import REFUSALS, through_proto
 from onnxtrain.graph.prepare import constant_names, prepare
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.infer import infer_shapes
@@ -85,7 +85,7 @@ def _check_opset(opset: int, profile: Profile | None) -> None:
 def _raise(model: ir.Model, opset: int) -> ir.Model:
     try:
         return through_proto(model, lambda p: onnx.version_converter.convert_version(p, opset))
-    except (RuntimeError, onnx.version_converter.ConvertError) as error:
+    except REFUSALS as error:
         raise LoweringError(
             f"the model cannot be raised to opset {opset}: {S.first_line(error)}"
         ) from error

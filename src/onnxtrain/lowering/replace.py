@@ -233,10 +233,9 @@ class _Engine:
         made, self.created = self.created[mark:], self.created[:mark]
         by_graph: dict[ir.Graph, list[ir.Node]] = {}
         for node in made:
-            for body in subgraphs_of(node):  # they may read what goes, too
-                for inner in body.all_nodes():
-                    for i in range(len(inner.inputs)):
-                        inner.replace_input_with(i, None)
+            for y in node.outputs:  # also nodes of bodies read it, even of unfinished ones
+                for use in list(y.uses()):
+                    use.node.replace_input_with(use.idx, None)
             if isinstance(node.graph, ir.Graph):
                 by_graph.setdefault(node.graph, []).append(node)
         for graph, nodes in by_graph.items():

@@ -34,7 +34,7 @@ def check_run_budget(model: ir.Model) -> None:
     ]
     if over:
         raise VerificationError(
-            "\n  ".join(["the model is too large to be verified:", *over[:5]])
+            "\n  ".join(["the model is too large to be verified, or cannot be run:", *over[:5]])
             + "\nhint: lower with verify=False and compare on inputs of your own"
         )
 
@@ -49,9 +49,11 @@ def _excess(node: ir.Node) -> Iterator[str]:
             if reads > _READS:
                 yield f"its windows read {reads} elements, the limit is {_READS}"
     if node.op_type in _RECURRENT and node.inputs[0] is not None:
-        steps = (S.dims_of(node.inputs[0]) or (0,))[0]
-        if isinstance(steps, int) and steps > _STEPS:
-            yield f"{steps} steps, the limit is {_STEPS}"
+        dims = S.dims_of(node.inputs[0]) or (1,)
+        if isinstance(dims[0], int) and dims[0] > _STEPS:
+            yield f"{dims[0]} steps, the limit is {_STEPS}"
+        if 0 in dims:
+            yield "onnxruntime ends the process where a recurrent operator gets no elements"
     if node.op_type == "Loop" and _is_counted(node):
         trips = S.constant_of(node.inputs[0])
         body = max(1, len(node.attributes["body"].as_graph()))

@@ -11,7 +11,7 @@ import fnmatch
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import onnx_ir as ir
 
@@ -56,9 +56,8 @@ class Optimizer:
             cls.elementwise = False
 
     def __post_init__(self) -> None:
-        if type(self.lr) is bool or not isinstance(self.lr, numbers.Real):
-            raise PrepareError(f"lr must be a finite number: {self.lr!r}")
-        if not math.isfinite(self.lr):
+        lr: Any = self.lr  # an option in a string may be anything
+        if isinstance(lr, bool) or not isinstance(lr, numbers.Real) or not math.isfinite(lr):
             raise PrepareError(f"lr must be a finite number: {self.lr!r}")
         if self.lr < 0.0:
             raise PrepareError(f"lr must not be negative: {self.lr}")

@@ -19,6 +19,8 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
 from onnxtrain.graph.nodes import is_op, nodes
 
+_MOST_ROWS = 1 << 24  # the column of ones is a constant of the model
+
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
@@ -65,6 +67,8 @@ def _layer(node: ir.Node) -> _Layer | None:
     if x is None or weight is None or len(weight) != 2 or not all(isinstance(d, int) for d in x):
         return None
     lead = tuple(d for d in x[:-1] if isinstance(d, int))
+    if math.prod(lead) > _MOST_ROWS:
+        return None
     width, out = (weight[1], weight[0]) if layer.turned else weight
     if not isinstance(width, int) or not isinstance(out, int) or S.dims_of(layer.bias) != (out,):
         return None

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 _SIZE = 256  # bytes: more than a floating-point environment takes on any platform
 
 
@@ -36,6 +38,7 @@ def _library() -> Any:
 
 
 _LIBRARY = _library()
+_TINY, _TWO = np.full(1, 1e-40, np.float32), np.float32(2)
 _local = threading.local()
 
 
@@ -76,9 +79,15 @@ def learning_mode() -> Iterator[None]:
         if before is not None:
             after = _environment()
             # Only the first session of a process switches the mode on: later ones show nothing.
-            if after is not None and after.raw != before.raw:
+            # Other bits change too, as those that remember a rounding; they are no mode.
+            if _fast is None and after is not None and _flushes():
                 _fast = after
             _LIBRARY.fesetenv(before)
+
+
+def _flushes() -> bool:
+    """Return whether this thread takes denormals for zero now."""
+    return not (_TINY * _TWO).any()
 
 
 class FlushDenormals:

@@ -11,17 +11,42 @@ import numpy as np
 from onnxtrain.errors import ShapeError
 from onnxtrain.manifest import TensorSpec
 
+_FIXED = (
+    "\nhint: the model is fixed to batches of {size}: batch_size={size} (--batch-size {size}), or "
+    "build it with a named size instead"
+)
+
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """Return the numpy type of a manifest's dtype."""
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-def to_array(value: Any) -> np.ndarray:
-    """Return an array of anything array-like; torch tensors included, torch not needed."""
+def to_array(value: Any, name: str | None = None) -> np.ndarray:
+    """Return an array of anything array-like; torch tensors included, torch not needed.
+
+    Raises:
+        ShapeError: if rows have different lengths, or values are masked.
+    """
+    label = "the batch" if name is None else repr(name)
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
-    return np.asarray(value)
+    if isinstance(value, np.ma.MaskedArray):
+        if np.ma.is_masked(value):
+            raise ShapeError(
+                f"{label}: {np.ma.count_masked(value)} values are masked, which no model knows of\n"
+                "hint: fill them (x.filled(0)), and give the mask as an input if it matters"
+            )
+        value = value.data
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        if not isinstance(value, list | tuple):
+            raise
+        raise ShapeError(
+            f"{label}: rows of different length make no array: {str(error).splitlines()[0]}\n"
+            "hint: pad them to one length"
+        ) from error
 
 
 def feed(
@@ -48,7 +73,7 @@ def feed(
     if missing:
         raise ShapeError(f"missing from the batch: {', '.join(missing)}")
     sizes: dict[str, tuple[int, str]] = {}
-    return {s.name: _fit(s, to_array(given[s.name]), sizes) for s in specs}
+    return {s.name: _fit(s, to_array(given[s.name], s.name), sizes) for s in specs}
 
 
 class Feeder:
@@ -79,12 +104,15 @@ def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]])
     if array.dtype != want:
         array = _convert(spec, array, want)
     expected = f"{spec.name!r} is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
+    if spec.role == "target" and spec.shape[-1:] == (1,) and array.ndim == len(spec.shape) - 1:
+        array = array[..., np.newaxis]  # one number per sample, as most data sets have it
     if array.ndim != len(spec.shape):
         raise ShapeError(f"{expected}, got shape {list(array.shape)}")
-    for have, dim in zip(array.shape, spec.shape, strict=True):
+    for axis, (have, dim) in enumerate(zip(array.shape, spec.shape, strict=True)):
         if isinstance(dim, int):
             if have != dim:
-                raise ShapeError(f"{expected}, got shape {list(array.shape)}")
+                hint = "" if axis else _FIXED.format(size=dim)
+                raise ShapeError(f"{expected}, got shape {list(array.shape)}{hint}")
         elif dim.isidentifier():
             known = sizes.setdefault(dim, (have, spec.name))
             if known[0] != have:

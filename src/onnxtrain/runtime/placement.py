@@ -36,12 +36,15 @@ def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
         device: as in :class:`~onnxtrain.Trainer`.
     """
     runtime.check_device(device)
+    old = OnnxTrainError("onnxruntime tells no placement\nhint: onnxruntime 1.24 or later")
     options = runtime.recording_options(None)
     session = runtime.create(source, device=device, options=options)
     proto = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
     heavy = _float_nodes(proto)
     counts: dict[str, int] = {}
     left: list[str] = []
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        raise old
     for part in session.get_provider_graph_assignment_info():
         nodes = part.get_nodes()
         counts[part.ep_name] = counts.get(part.ep_name, 0) + len(nodes)
@@ -50,7 +53,7 @@ def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
         # A node that onnxruntime made itself has no known tensors: it counts.
         left += [f"{n.op_type} {n.name!r}" for n in nodes if heavy.get(n.name, True)]
     if not counts:
-        raise OnnxTrainError("onnxruntime tells no placement\nhint: onnxruntime 1.24 or later")
+        raise old
     return Placement(counts, tuple(left))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,6 +53,7 @@ def as_source(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
+    columns: Sequence[str] = (),
 ) -> Source:
     """Return the batches that ``data`` stands for.
 
@@ -64,7 +65,12 @@ def as_source(
         shuffle: arrays anew in each epoch, in an order that follows from seed and epoch alone.
         seed: of the order.
         drop_last: leave a short last batch out.
+        columns: those that are taken of a table: a pandas or polars DataFrame, an Arrow table or a
+            ``Dataset`` of Hugging Face. The others stay unread.
     """
+    names = _column_names(data)
+    if names is not None:
+        data = _read_columns(data, names, columns)
     if isinstance(data, Mapping) or (
         isinstance(data, tuple) and data and not any(isinstance(d, tuple | Mapping) for d in data)
     ):
@@ -80,6 +86,36 @@ def as_source(
         f"no data: {type(data).__name__}\n"
         "hint: give a tuple or dict of arrays, or an iterable of batches"
     )
+
+
+def _column_names(data: Any) -> list[str] | None:
+    """Return the names of the columns if this is a table, whoever's it is."""
+    if isinstance(data, Mapping | np.ndarray) or not hasattr(data, "__getitem__"):
+        return None
+    names = getattr(data, "column_names", None)
+    if names is None and (hasattr(data, "to_numpy") or hasattr(data, "to_arrow")):
+        names = getattr(data, "columns", None)
+    return None if names is None or not hasattr(data, "__len__") else [str(n) for n in names]
+
+
+def _read_columns(data: Any, names: list[str], wanted: Sequence[str]) -> dict[str, np.ndarray]:
+    missing = [n for n in wanted if n not in names]
+    if missing:
+        raise ShapeError(
+            f"the table has no column {', '.join(map(repr, missing))}\n"
+            f"hint: it has {', '.join(names)}; the model takes {', '.join(wanted)}"
+        )
+    return {n: _column(n, data[n]) for n in wanted or names}
+
+
+def _column(name: str, values: Any) -> np.ndarray:
+    array = to_array(values)
+    if array.dtype != object:
+        return array
+    try:
+        return np.stack([to_array(v) for v in array]) if len(array) else array
+    except ValueError as error:
+        raise ShapeError(f"column {name!r} has rows of different shape") from error
 
 
 def length(source: Source) -> int | None:

@@ -99,4 +99,5 @@ def evaluate_on(trainer: Trainer, data: Any, *, batch_size: int | None = None) -
     """
     fixed = trainer.fixed_batch
     size = batch_size or fixed or 256
-    return evaluate(trainer, as_source(data, batch_size=size, drop_last=fixed is not None))
+    source = as_source(data, batch_size=size, drop_last=fixed is not None, columns=trainer.inputs)
+    return evaluate(trainer, source)

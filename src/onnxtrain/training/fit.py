@@ -10,6 +10,7 @@ from onnxtrain.optim.schedules import Schedule
 from onnxtrain.options import from_arguments
 from onnxtrain.training.callbacks import Callback, Record
 from onnxtrain.training.fit_options import FitOptions
+from onnxtrain.training.guards.run_lock import locked
 from onnxtrain.training.run import History, Run
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ def fit(
     Args:
         trainer: what is trained.
         data: a tuple of arrays (by position) or a dict of arrays (by name), which are shuffled and
-            cut into batches; or an iterable of batches such as a list or torch's DataLoader; or a
-            function from the epoch to such an iterable.
+            cut into batches; or a table (pandas, polars, Arrow, Hugging Face ``Dataset``), whose
+            columns have the names of inputs and targets; or an iterable of batches such as a list
+            or torch's DataLoader; or a function from the epoch to such an iterable.
         epochs: how often to go through the data, those before a resumed checkpoint included; 1.
         batch_size: of arrays; 32, or what the model is fixed to.
         lr: learning rate, to which the schedule is relative; else the trainer's own.
@@ -73,6 +75,10 @@ def fit(
         tensorboard: write event files; by default if TensorBoard is installed.
 
     Raises:
+        BusyError: if another thread uses the trainer, or another run the directory.
         NonFiniteError: if the loss becomes infinite or NaN; the weights are those before that step.
+            Also if weights become so by a step with a finite loss; no checkpoint holds them.
     """
-    return Run(trainer, data, from_arguments(FitOptions, locals())).go()
+    options = from_arguments(FitOptions, locals())
+    with trainer.in_use, locked(options.directory):
+        return Run(trainer, data, options).go()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.optim.schedules import Schedule
 from onnxtrain.options import Flag, option
@@ -49,6 +51,10 @@ class FitOptions:
             object.__setattr__(self, "directory", Path(self.directory))
         if self.directory is None and (self.resume or self.checkpoint_every):
             raise OnnxTrainError("checkpoints need a place\nhint: fit(..., directory='runs/first')")
+        for name in ("epochs", "batch_size", "keep", "checkpoint_every", "patience"):
+            value = getattr(self, name)
+            if value is not None and (not _is_whole(value) or value < 1):
+                raise OnnxTrainError(f"{name} must be a whole number, at least 1: {value!r}")
         if self.lr is not None:
             check_lr(self.lr, "lr")
 
@@ -66,7 +72,12 @@ class FitOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the options that a resumed run keeps, by name, ready for JSON."""
-        return {n: getattr(self, n) for n in _KEPT}
+        values = {n: getattr(self, n) for n in _KEPT}
+        return {n: v.item() if isinstance(v, np.generic) else v for n, v in values.items()}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 _KEPT = (

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnx
 
+from onnxtrain import thresholds as T
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import ModelSpec, TensorSpec
@@ -36,6 +37,17 @@ class Layout(Protocol):
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a parameter, buffer or state tensor."""
         ...
+
+
+def pick_layout(artifacts: Artifacts, device: str) -> str:
+    """Return the name of the layout that costs least, where no vectors are possible."""
+    manifest = artifacts.manifest
+    if manifest.accumulate > 1 or manifest.model("step") is None:
+        return "separate"
+    if device != "cpu":
+        return "fused"  # the update is not worth a second call
+    arrays = (*artifacts.values.values(), *artifacts.state.values())
+    return "separate" if sum(a.nbytes for a in arrays) > T.SECOND_COPY_BYTES else "fused"
 
 
 class Fused:

@@ -10,7 +10,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxtrain.errors import CheckpointError, LabelError, NonFiniteError, OnnxTrainError
+from onnxtrain.artifacts.summary import Row, Shown, curve, in_words
+from onnxtrain.errors import CheckpointError, LabelError, NonFiniteError, OnnxTrainError, ShapeError
 from onnxtrain.optim.schedules import resolve_schedule
 from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, Record
@@ -19,10 +20,10 @@ from onnxtrain.training.data import Batch, Source, as_source, length
 from onnxtrain.training.evaluation import Mean, evaluate
 from onnxtrain.training.fit_options import FitOptions
 from onnxtrain.training.guards.labels import explained
+from onnxtrain.training.guards.nan_search import bad_loss, bad_update, bad_weights, is_finite
 from onnxtrain.training.guards.progress_meta import Loaded, check_lr
-from onnxtrain.training.metrics_files import Records
-from onnxtrain.training.nan_search import bad_loss, bad_update, bad_weights, is_finite
-from onnxtrain.training.progress import display
+from onnxtrain.training.reports.metrics_files import Records
+from onnxtrain.training.reports.progress import display
 from onnxtrain.training.results import StepResult
 from onnxtrain.training.resume import Stored, refuse_rest
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 
 
-@dataclasses.dataclass
-class History:
+@dataclasses.dataclass(repr=False)
+class History(Shown):
     """What a run was."""
 
     steps: list[Record]
@@ -49,6 +50,19 @@ class History:
     def losses(self) -> list[float]:
         """The loss of every batch."""
         return [r["loss"] for r in self.steps]
+
+    def summary(self) -> tuple[str, list[Row]]:
+        """Return what a shell shows: first and last loss, the last and the best epoch."""
+        rows = [("steps", str(len(self.steps))), ("epochs", str(len(self.epochs)))]
+        if self.steps:
+            rows.append(("loss", f"{self.losses[0]:.5g} at first, {self.losses[-1]:.5g} at last"))
+        for name, record in (("last epoch", self.epochs[-1:]), ("best epoch", [self.best])):
+            if record and record[0]:
+                rows.append((name, in_words(record[0])))
+        return "History", [*rows, *([("stopped", self.stopped)] if self.stopped else [])]
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + curve(self.losses, "loss")
 
 
 class Run:
@@ -113,10 +127,13 @@ class Run:
             shuffle=bool(options.shuffle),
             seed=seed,
             drop_last=bool(options.drop_last) or fixed,
+            columns=self.trainer.inputs,
         )
         validation = options.validation
         if validation is not None:
-            validation = as_source(validation, batch_size=size, drop_last=fixed)
+            validation = as_source(
+                validation, batch_size=size, drop_last=fixed, columns=self.trainer.inputs
+            )
         return source, validation
 
     @property
@@ -173,6 +190,8 @@ class Run:
             if self.stop and not self.trainer.accumulating:
                 break
         else:
+            if not self.batch:
+                raise ShapeError("there is nothing to train on: the data has no batch")
             self._end_epoch()
         if self.keeper is not None and (self.stop or self.batch == 0):
             self._checkpoint()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain import thresholds as T
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.directory import split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
@@ -22,19 +21,22 @@ from onnxtrain.runtime.memory import CONTROL
 from onnxtrain.runtime.values import ort_value
 from onnxtrain.training.evaluation import evaluate_on
 from onnxtrain.training.fit import fit
+from onnxtrain.training.guards.batch_size import check_batch_size
 from onnxtrain.training.guards.labels import explained
+from onnxtrain.training.guards.one_thread import NotCopied, OneThread, alone
 from onnxtrain.training.guards.origin import compared, graph_digests
 from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
 from onnxtrain.training.guards.target import advise_target
 from onnxtrain.training.inference import Predictor, export
-from onnxtrain.training.layouts import Fused, Separate, control_values
+from onnxtrain.training.layouts import Fused, Separate, control_values, pick_layout
 from onnxtrain.training.match_weights import fitting
+from onnxtrain.training.reports.shown import ShownTrainer
 from onnxtrain.training.results import Outputs, Parameters, StepResult
 from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 
 
-class Trainer:
-    """Runs training steps of artifacts on onnxruntime.
+class Trainer(ShownTrainer, NotCopied):
+    """Runs training steps of artifacts on onnxruntime, for one thread at a time.
 
     Args:
         artifacts: what :func:`onnxtrain.build` gave, or a directory.
@@ -65,6 +67,7 @@ class Trainer:
             raise OnnxTrainError(f"no such layout: {layout!r}\nhint: auto, fused or separate")
         if not 0 <= seed < SEEDS:
             raise OnnxTrainError(f"seed must lie in [0, 2**24): {seed}")
+        self.in_use = OneThread()
         self.artifacts, self.manifest = artifacts, artifacts.manifest
         self.device, self.threads, self.seed = device, threads, seed
         self.lr = self.manifest.optimizer.get("lr")
@@ -82,7 +85,7 @@ class Trainer:
                 artifacts, device=device, threads=threads, capture=capture, release=loaded
             )
         if layout == "auto":
-            layout = self._pick() if flat is None else "separate"
+            layout = "separate" if flat else pick_layout(artifacts, device)
         if layout == "fused" and self.manifest.accumulate > 1:
             raise OnnxTrainError("accumulated gradients need layout='separate'")
         self.layout = layout
@@ -104,14 +107,6 @@ class Trainer:
         self._graphs: dict[str, str] | None = None
         self._predictor: Predictor | None = None
         self._differentiator: Separate | None = None
-
-    def _pick(self) -> str:
-        if self.manifest.accumulate > 1 or self.manifest.model("step") is None:
-            return "separate"
-        if self.device != "cpu":
-            return "fused"  # the update is not worth a second call
-        arrays = (*self.artifacts.values.values(), *self.artifacts.state.values())
-        return "separate" if sum(a.nbytes for a in arrays) > T.SECOND_COPY_BYTES else "fused"
 
     @property
     def lr(self) -> float:
@@ -148,6 +143,7 @@ class Trainer:
         """Whether gradients are waiting for an update."""
         return self._micro > 0
 
+    @alone
     def step(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one batch, given by position or by name.
 
@@ -156,15 +152,17 @@ class Trainer:
         """
         return self.commit(self.compute(self._feed(batch, named)))
 
+    @alone
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""
-        number = self.global_step + 1
-        control = self._control(self._engine.spec, number, micro=self._micro)
+        check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
+        control = self._control(self._engine.spec, self.global_step + 1, micro=self._micro)
         try:
             return self._engine.compute({**feeds, **control})
         except OnnxTrainError as error:
             raise explained(self, error, feeds) from error
 
+    @alone
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
         """Take over what the last :meth:`compute` found, and update when enough is accumulated."""
         number = self.global_step + 1
@@ -178,6 +176,7 @@ class Trainer:
             self.flush()
         return self._outputs.result(outputs, number, updated=updated)
 
+    @alone
     def flush(self) -> bool:
         """Update with the gradients accumulated so far; ``False`` if there are none."""
         if not self._micro:
@@ -194,10 +193,9 @@ class Trainer:
     ) -> dict[str, np.ndarray]:
         # Every batch has a draw of its own, counted so that float32 holds it exactly.
         draw = ((number - 1) * self.manifest.accumulate + micro + 1) % SEEDS
-        values = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
-        return control_values(
-            self._controls(spec), {**values, "grad_scale": scale, "reset": micro == 0}
-        )
+        numbers = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
+        numbers |= {"grad_scale": scale, "reset": micro == 0}
+        return control_values(self._controls(spec), numbers)
 
     def _controls(self, spec: ModelSpec) -> list[TensorSpec]:
         """Return the inputs that the trainer sets by itself; looked up once per model."""
@@ -205,6 +203,7 @@ class Trainer:
             self._control_specs[spec.role] = spec.inputs_of(*CONTROL)
         return self._control_specs[spec.role]
 
+    @alone
     def gradients(self, *batch: Any, **named: Any) -> dict[str, np.ndarray]:
         """Return the gradients of one batch by parameter name; nothing is updated."""
         if self._differentiator is None:
@@ -216,12 +215,14 @@ class Trainer:
         for name in (*self._weight_names(), *scaler):
             engine.write(name, self._engine.view(name))
         feeds = feed(self.batch_specs, batch, named)
+        check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
         engine.compute({**feeds, **self._control(engine.spec, self.global_step + 1)})
         names = [p.name for p in self.manifest.parameters]
         gradients = engine.gradients(computed=True)
         scale = self._engine.view(*scaler) if scaler else 1
         return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, gradients, strict=True)}
 
+    @alone
     def evaluate_batch(self, *batch: Any, **named: Any) -> StepResult:
         """Return loss, metrics and outputs of one batch in evaluation mode."""
         spec = self.manifest.model("eval")
@@ -252,6 +253,7 @@ class Trainer:
     evaluate = evaluate_on
     fit = fit
 
+    @alone
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
         """Return the outputs of the inference model with the current weights."""
         if self._predictor is None:
@@ -284,8 +286,7 @@ class Trainer:
     ) -> tuple[bytes | str, dict[str, np.ndarray]]:
         """Return the model of a step and all that it reads for a batch, to run it again."""
         spec = self._engine.spec
-        control = self._control(spec, self.global_step + 1, micro=self._micro)
-        values = {**feeds, **control}
+        values = {**feeds, **self._control(spec, self.global_step + 1, micro=self._micro)}
         for t in spec.inputs:
             if t.name in values:
                 continue
@@ -299,6 +300,7 @@ class Trainer:
     def _weight_names(self) -> list[str]:
         return [w.name for w in (*self.manifest.parameters, *self.manifest.buffers)]
 
+    @alone
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return everything that a checkpoint holds, by the names it has there."""
         state = {n: np.array(self._engine.view(n)) for n in self._weight_names()}
@@ -314,11 +316,13 @@ class Trainer:
         values, state = split_tensors(self.manifest, tensors, label)
         return {**values, **state}
 
+    @alone
     def _set_all(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             self._engine.write(name, array)
         self._micro = 0
 
+    @alone
     def load_weights(
         self, weights: Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = True
     ) -> list[str]:

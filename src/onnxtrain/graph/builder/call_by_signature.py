@@ -33,6 +33,10 @@ class Signature:
     """Keyword-only parameters with their defaults, ``None`` for those that have none."""
     positional: int | None
     """How many positional parameters there are, the builder's among them; ``None``: any number."""
+    required: int = 0
+    """How many of them have no default."""
+    needed: frozenset[str] = frozenset()
+    """The keywords that have no default."""
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -59,8 +63,12 @@ def _read(function: Callable[..., Any]) -> Signature:
         if p.kind is p.KEYWORD_ONLY
     }
     any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
     return Signature(
-        keywords, None if any_number else sum(p.kind in _POSITIONAL for p in parameters)
+        keywords,
+        None if any_number else len(positional),
+        sum(p.default is p.empty for p in positional),
+        frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty),
     )
 
 
@@ -102,4 +110,6 @@ def unknown_parts(function: Callable[..., Any], node: ir.Node, kind: str) -> str
         return f"has attributes that its {kind} does not know: {', '.join(sorted(unknown))}"
     if signature.positional is not None and len(node.inputs) > signature.positional - 1:
         return f"has more inputs than its {kind} knows"
+    if len(node.inputs) < signature.required - 1:
+        return f"has fewer inputs than its {kind} needs"
     return None

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from onnxtrain.graph.io.limits import quote
+
 _FIRST = 2  # what a Loop has in front of its states: the count and the condition
 
 
@@ -27,11 +29,21 @@ def _counts(what: str, has: int, needs: int) -> Iterator[str]:
         yield f"the body has {has} {what}, should be {needs}"
 
 
+def _outputs_twice(body: ir.Graph | None) -> Iterator[str]:
+    """Return a line on a value that leaves a body twice: onnxruntime then fills one of the two."""
+    outputs = [] if body is None else list(body.outputs)
+    twice = next((y for i, y in enumerate(outputs) if y in outputs[:i]), None)
+    if twice is not None:
+        name = quote(twice.name or "")
+        yield f"the body gives {name} twice, which onnxruntime gets wrong (Identity would help)"
+
+
 def _if(node: ir.Node) -> Iterator[str]:
     for name in ("then_branch", "else_branch"):
         body = _body(node, name)
         if body is not None and len(body.outputs) < len(node.outputs):
             yield f"{name} has {len(body.outputs)} outputs, should be {len(node.outputs)}"
+        yield from _outputs_twice(body)
 
 
 def _loop(node: ir.Node) -> Iterator[str]:
@@ -58,6 +70,11 @@ def _scan(node: ir.Node) -> Iterator[str]:
     least = max(len(node.outputs), inputs - count.as_int())
     if len(body.outputs) < least:
         yield f"the body has {len(body.outputs)} outputs, should be {least}"
+    yield from _outputs_twice(body)
+    passed = next((y for y in body.outputs if y in body.inputs), None)
+    if passed is not None:
+        name = quote(passed.name or "")
+        yield f"the body gives back its input {name}, which onnxruntime gets wrong (use Identity)"
     axes = node.attributes.get("scan_input_axes")
     if axes is not None and not axes.is_ref() and len(axes.as_ints()) != count.as_int():
         yield f"{len(axes.as_ints())} scan_input_axes for {count.as_int()} inputs"

@@ -203,10 +203,7 @@ def _map(directory: str, parts: list[str], limits: Limits) -> _Mapped:
     fd = _open_below(directory, parts)
     try:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise Refused(NOT_A_FILE, quote(key))
-        if info.st_nlink > 1:
-            raise Refused(HARD_LINK, f"{quote(key)} has {info.st_nlink}")
+        _check_file(info, quote(key))
         if info.st_size > limits.file_bytes:
             detail = f"{quote(key)} has {info.st_size} bytes, the limit is {limits.file_bytes}"
             raise Refused(TOO_LARGE, detail)
@@ -224,7 +221,7 @@ def _open_below(directory: str, parts: Iterable[str]) -> int:
     try:
         for part in folders:
             path = os.path.join(path, part)
-            mode = _mode(part, path, folder)
+            mode = _info(part, path, folder).st_mode
             if stat.S_ISLNK(mode):
                 raise Refused(SYMLINK, quote(part))
             if not stat.S_ISDIR(mode):
@@ -234,11 +231,10 @@ def _open_below(directory: str, parts: Iterable[str]) -> int:
                 os.close(folder)
                 folder = below
         path = os.path.join(path, name)
-        mode = _mode(name, path, folder)
-        if stat.S_ISLNK(mode):
+        info = _info(name, path, folder)
+        if stat.S_ISLNK(info.st_mode):
             raise Refused(SYMLINK, quote(name))
-        if not stat.S_ISREG(mode):
-            raise Refused(NOT_A_FILE, quote(name))
+        _check_file(info, quote(name))  # before it is opened, and again after
         if folder is None:
             return os.open(path, NO_WAIT | _NO_FOLLOW)
         return os.open(name, NO_WAIT | _NO_FOLLOW, dir_fd=folder)
@@ -247,7 +243,14 @@ def _open_below(directory: str, parts: Iterable[str]) -> int:
             os.close(folder)
 
 
-def _mode(name: str, path: str, folder: int | None) -> int:
+def _check_file(info: os.stat_result, label: str) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise Refused(NOT_A_FILE, label)
+    if info.st_nlink > 1:
+        raise Refused(HARD_LINK, f"{label} has {info.st_nlink}")
+
+
+def _info(name: str, path: str, folder: int | None) -> os.stat_result:
     if folder is None:
-        return os.lstat(path).st_mode
-    return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        return os.lstat(path)
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)

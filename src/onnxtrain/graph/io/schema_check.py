@@ -22,6 +22,8 @@ UNFIT = Kind(
 )
 
 _SINGLE = onnx.defs.OpSchema.FormalParameterOption.Single
+_AXES = frozenset({"axis", "batch_axis", "time_axis"})
+_LARGEST_AXIS = 64  # runtimes cut larger numbers to 32 bits, and then they mean another axis
 _FLAGS = frozenset({"keepdims"})  # runtimes disagree on what other numbers mean
 _Schemas = dict[tuple[str, str], onnx.defs.OpSchema | None]
 
@@ -75,6 +77,8 @@ def _misfits(node: ir.Node, schema: onnx.defs.OpSchema) -> Iterator[str]:
         expected = str(formal_attribute.type).rpartition(".")[2]
         if expected != attribute.type.name:
             yield f"attribute {quote(name)} of type {attribute.type.name}, should be {expected}"
+        elif name in _AXES and not attribute.is_ref() and abs(attribute.as_int()) > _LARGEST_AXIS:
+            yield f"attribute {quote(name)} is {attribute.as_int()}: no tensor has so many axes"
         elif name in _FLAGS and not attribute.is_ref() and attribute.as_int() not in (0, 1):
             yield f"attribute {quote(name)} is {attribute.as_int()}, should be 0 or 1"
     for name, formal_attribute in schema.attributes.items():

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx
+import onnx.shape_inference
+import onnx.version_converter
 import onnx_ir as ir
 
 _LARGE = 1024  # elements: smaller initializers may be shapes, axes or scales that a pass must see
+REFUSALS = (
+    RuntimeError,
+    onnx.shape_inference.InferenceError,
+    onnx.version_converter.ConvertError,
+)
+"""How onnx's converter of versions says no."""
 
 
 def through_proto(

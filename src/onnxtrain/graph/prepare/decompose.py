@@ -21,12 +21,18 @@ import onnx_ir as ir
 from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.builder.call_by_signature import call_by_signature, unknown_parts
+from onnxtrain.graph.builder.call_by_signature import (
+    call_by_signature,
+    signature_of,
+    unknown_parts,
+)
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import key_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
+_WITH_GAPS = frozenset({"com.microsoft::EmbedLayerNormalization"})
+"""Operators with inputs that may be left out and stand before others that may not."""
 
 
 def decomposition(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -83,12 +89,26 @@ def _call(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> Any:
     unknown = unknown_parts(function, node, "decomposition")
     if unknown is not None:
         raise PrepareError(f"node {node.name!r}: {S.describe(node)} {unknown}")
+    lacking = _lacking(function, op, node)
+    if lacking:
+        raise PrepareError(
+            f"node {node.name!r}: {S.describe(node)} lacks what its operator needs: {lacking}"
+        )
     try:
         return call_by_signature(function, op, node, context={"node": node})
     except OnnxTrainError:
         raise
     except S.UNFIT as error:
         raise PrepareError(S.unfit(node, error)) from error
+
+
+def _lacking(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> str:
+    """Return the inputs and attributes that a node has not and its decomposition reads."""
+    wanted = signature_of(function)
+    attributes = wanted.needed - {"node"} - S.attributes_of(node, op.opset).keys()
+    needed = node.inputs[: wanted.required - 1]
+    gaps = [] if key_of(node) in _WITH_GAPS else [i for i, x in enumerate(needed) if x is None]
+    return ", ".join([*(f"input {i}" for i in gaps), *sorted(attributes)])
 
 
 def _replace(graph: ir.Graph, op: OpBuilder, node: ir.Node, values: list[ir.Value | None]) -> None:

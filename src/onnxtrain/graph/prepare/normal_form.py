@@ -14,6 +14,7 @@ from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the tab
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
 from onnxtrain.graph.prepare.decompose import decompose
+from onnxtrain.graph.prepare.empty_axes import drop_empty_axes
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.prepare.normalise import normalise
@@ -46,6 +47,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
     lift_constants(model)
+    drop_empty_axes(model)
     _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io.through_proto import through_proto
+from onnxtrain.graph.io.through_proto import REFUSALS, through_proto
 from onnxtrain.graph.nodes import is_standard, nodes
 from onnxtrain.graph.prepare.constants import lift_constants
 from onnxtrain.graph.prepare.decompose import decompose, has_decomposition
@@ -63,7 +63,7 @@ def _raise(model: ir.Model) -> ir.Model:
     model.ir_version = max(model.ir_version, 8)  # below 4, initializers must be inputs
     try:
         return through_proto(model, lambda proto: convert_around_training(proto, _convert))
-    except (RuntimeError, onnx.version_converter.ConvertError) as error:
+    except REFUSALS as error:
         raise PrepareError(
             f"the model cannot be raised from opset {model.opset_imports['']} to {OPSET}: "
             f"{S.first_line(error)}\nhint: export it again with opset 13 or newer"

@@ -10,6 +10,7 @@ from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.shapes.negative_sizes import mark_branches
 
 
 def infer_shapes(graph: ir.Graph, opset: int) -> None:
@@ -70,6 +71,7 @@ class _Inference:
         S.set_dims(y, merged)
 
     def _enter_bodies(self, node: ir.Node) -> None:
+        mark_branches(node)
         if is_op(node, "Loop", "Scan"):
             try:
                 self._type_body_inputs(node)

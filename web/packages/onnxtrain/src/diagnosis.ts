@@ -35,6 +35,20 @@ export function badLabel(name: string, classes: number, { data, dims }: HostTens
   return new ShapeError(`'${name}' has ${values[at]} in row ${row}; the model has ${classes} classes: 0 to ${classes - 1}`);
 }
 
+/** Refuses a batch that leaves BatchNormalization one value per channel, as the manifest's `above_one` tells. */
+export function checkBatchSize(manifest: Manifest, specs: readonly TensorSpec[], batch: Tensors): void {
+  const products = manifest.options["above_one"];
+  if (!Array.isArray(products)) return;
+  const sizes = new Map(specs.flatMap((s) => s.shape.map((dim, axis) => [String(dim), batch.get(s.name)?.dims[axis]])));
+  for (const names of products.map((p) => String(p).split("*"))) {
+    if (names.some((n) => sizes.get(n) !== 1)) continue;
+    throw new ShapeError(
+      `${names.join(" and ")} of 1 leave BatchNormalization one value per channel; in training it needs more\n` +
+        "hint: another batchSize, dropLast if it is the last batch of an epoch, or build(mode='as-is')",
+    );
+  }
+}
+
 /** Refuses rows with a label that is no class, by its value and row; `classLabels` says where that can be known. */
 export function checkLabels(manifest: Manifest, rows: Batch): void {
   const spec = manifest.models.find((m) => m.role === "step" || m.role === "train");

@@ -1,6 +1,7 @@
+/// <reference lib="esnext.disposable" preserve="true" />
 import { Artifacts } from "./artifacts.js";
 import { batchCount, batches, isColumns, type BatchOptions, type Dataset } from "./data.js";
-import { badLabel, badLoss, classLabels } from "./diagnosis.js";
+import { badLabel, badLoss, checkBatchSize, classLabels } from "./diagnosis.js";
 import type { HostTensor, TypedArray } from "./dtypes.js";
 import { finiteLoss, valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
 import { CheckpointError, DisposedError, OnnxTrainError, ShapeError, type NonFiniteError } from "./errors.js";
@@ -110,6 +111,7 @@ export class Trainer {
   async #train(
     feeds: readonly Tensors[], rates: readonly number[] | undefined, signal?: AbortSignal, data?: Dataset,
   ): Promise<StepResult[]> {
+    for (const batch of feeds) checkBatchSize(this.manifest, this.#batchSpecs(), batch);
     return await this.#alone(async () => {
       signal?.throwIfAborted();
       const role = this.#fused ? "step" : "train";
@@ -314,7 +316,9 @@ export class Trainer {
     this.#step = run.step;
     this.#seed = run.seed ?? this.#seed;
     this.properties = { ...run.properties };
-    this.#meta = meta;
+    // The graphs of another build are not those that go on from here.
+    const own = meta.get("manifest") === this.#manifestText;
+    this.#meta = own ? meta : new Map([...meta].filter(([key]) => key !== "graphs"));
   }
 
   /** Keeps a checkpoint under a name: a path in Node, the origin's own files in a page. */

@@ -1,8 +1,11 @@
+import { mkdtemp } from "node:fs/promises";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
 import { expect, test } from "vitest";
 import { NonFiniteError, ShapeError, Trainer, type Progress } from "../src/index.js";
 import { classLabels } from "../src/diagnosis.js";
 import { findModel } from "../src/manifest.js";
-import { fixture } from "./support.js";
+import { fixture, runPython } from "./support.js";
 
 const open = async (name = "mlp-wasm", device: "node" | "wasm" = "node") =>
   await Trainer.create({ artifacts: (await fixture(name)).folder, device, threads: 1 });
@@ -94,5 +97,24 @@ test("a parameter that is not finite is named", async () => {
   const trainer = await open();
   await trainer.setParameter("fc2.bias", [1, NaN, Infinity, 1]);
   await expect(drain(trainer.fit(rows(16)))).rejects.toThrow(/parameter 'fc2.bias' \(float32\[4\], 1 NaN, 1 infinite\)/);
+  await trainer.dispose();
+});
+
+test("a batch that leaves BatchNormalization one value per channel is refused", async () => {
+  const folder = await mkdtemp(join(tmpdir(), "one-row-"));
+  runPython(`import sys, onnx.parser, onnxtrain
+model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]> g (float[batch, 2] x) => (float[batch, 2] y)
+  <float[2] s = {1, 2}, float[2] b = {0, 0}, float[2] m = {0, 0}, float[2] v = {1, 1}> { y = BatchNormalization(x, s, b, m, v) }""")
+onnxtrain.build(model, loss="mse", optimizer="sgd", target="wasm").save(sys.argv[1])`, folder);
+  const trainer = await Trainer.create({ artifacts: folder, device: "node", threads: 1 });
+  const [x, target] = trainer.inputs;
+  const some = (n: number) => {
+    const data = Float32Array.from({ length: 2 * n }, (_, i) => Math.sin(i));
+    return { [x!]: data, [target!]: data };
+  };
+  await expect(trainer.step(some(1))).rejects.toThrow(/^batch of 1 leave BatchNormalization one value per channel/);
+  await expect(drain(trainer.fit(some(9), { batchSize: 4 }))).rejects.toThrow(ShapeError);
+  expect(await drain(trainer.fit(some(9), { batchSize: 4, dropLast: true }))).not.toHaveLength(0);
+  expect((await trainer.evaluate(some(1))).loss).toBeGreaterThan(0);
   await trainer.dispose();
 });

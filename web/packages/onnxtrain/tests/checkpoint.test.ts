@@ -159,3 +159,31 @@ test("Python reads tensors of every type, and writes the same bytes", async () =
   expect(again.tensors.get("i")).toEqual(tensors.get("i"));
   expect(again.tensors.size).toBe(tensors.size);
 });
+
+test("what goes on from another build's checkpoint is this build's, for Python too", async () => {
+  runPython(`import sys, numpy as np, onnx.parser, onnxtrain
+def build(kind):
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]> g (float[batch, 2] x) => (float[batch, 2] y)
+      <float[2, 2] w = {1, 2, 3, 4}> { h = MatMul(x, w) y = KIND(h) }""".replace("KIND", kind))
+    return onnxtrain.build(model, loss="mse", optimizer="sgd", target="wasm")
+build("Tanh").save(sys.argv[1] + "/here")
+other = onnxtrain.Trainer(build("Sigmoid"))
+other.step(np.ones((3, 2), np.float32), np.ones((3, 2), np.float32))
+other.save(sys.argv[1] + "/there.safetensors")`, folder);
+  const trainer = await Trainer.create({ artifacts: join(folder, "here"), device: "node", threads: 1 });
+  await trainer.importCheckpoint(bytes(join(folder, "there.safetensors")));
+  const [x, target] = trainer.inputs;
+  await trainer.step({ [x!]: Float32Array.of(1, 2), [target!]: Float32Array.of(0, 1) });
+  await trainer.save(join(folder, "went-on.safetensors"));
+  const told = runPython(`import sys, onnxtrain
+trainer = onnxtrain.Trainer(sys.argv[1] + "/here")
+print(sorted(trainer.load(sys.argv[1] + "/went-on.safetensors")), trainer.global_step)`, folder);
+  expect(told).toContain("'step'] 2");
+  expect(told).not.toContain("graphs");
+  // What this build has said about its own graphs stays.
+  runPython(`import sys, onnxtrain; onnxtrain.Trainer(sys.argv[1] + "/here").save(sys.argv[1] + "/own.safetensors")`, folder);
+  await trainer.importCheckpoint(bytes(join(folder, "own.safetensors")));
+  await trainer.step({ [x!]: Float32Array.of(1, 2), [target!]: Float32Array.of(0, 1) });
+  expect(Buffer.from(await trainer.exportCheckpoint()).toString("latin1")).toContain("graphs");
+  await trainer.dispose();
+});

@@ -15,9 +15,12 @@ import onnx_ir as ir
 
 from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv.conv import input_gradient
+from onnxtrain.errors import ShapeError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
 from onnxtrain.graph.windows.geometry import Windows, fixed_padding, same_pads
+
+_TABLE = 1 << 24  # elements of a table of what windows read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +177,11 @@ def _number(size: Size) -> int:
 
 def _reads(axis: Axis) -> np.ndarray:
     """Return the positions that each window reads, outside ones included: [windows, kernel]."""
+    if _number(axis.count) * axis.kernel > _TABLE:
+        raise ShapeError(
+            f"{axis.count} windows of {axis.kernel} along one axis: too many for a table of what "
+            "they read\nhint: give the axis a size by name, it is then computed at run time"
+        )
     starts = np.arange(_number(axis.count)) * axis.stride - _number(axis.before)
     return starts[:, None] + np.arange(axis.kernel) * axis.dilation
 

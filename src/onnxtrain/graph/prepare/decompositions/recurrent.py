@@ -19,6 +19,8 @@ from onnxtrain.graph.prepare.decompose import decomposition
 
 Maybe = ir.Value | None
 Cell = Callable[..., Sequence[ir.Value]]
+_TURNS = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}
+"""For each direction of a node, whether time runs backwards."""
 
 
 @decomposition("RNN")
@@ -156,7 +158,11 @@ def _run(
     if layout:
         x = op.Transpose(x, perm=[1, 0, 2])  # [B, T, I] -> [T, B, I]
         initial = [None if s is None else op.Transpose(s, perm=[1, 0, 2]) for s in initial]
-    turns = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
+    turns = _TURNS.get(direction)
+    if turns is None:
+        raise PrepareError(
+            f"node {node.name!r}: no such direction: {direction!r}\nhint: {', '.join(_TURNS)}"
+        )
     ys, finals = [], []
     for d, turn in enumerate(turns):
         steps = x

@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 
 from onnxtrain.errors import SaveError
 from onnxtrain.graph.io.atomic import content, named_refusal, write_files
-from onnxtrain.training.tensorboard import EventFile
+from onnxtrain.training.reports.tensorboard import EventFile
 
 Row = dict[str, Any]
 _CSV, _JSONL, _CURVE, _EVENTS = "metrics.csv", "metrics.jsonl", "loss.png", "events"

@@ -1,0 +1,64 @@
+"""Damaged files are accepted and right, or refused by name: never more, never slowly."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.mutate import mutant
+from tests.hostile.run import Tally, run
+from tests.hostile.traps import Traps
+
+ONCE_BAD = (
+    *(237, 307, 312, 373, 3408, 4733, 4776, 5152, 6940, 7373, 7585, 7931, 8144, 20454, 20822),
+    *(30374, 30591, 40686, 101204, 102013),
+)
+
+
+def test_mutants_are_the_same_each_time() -> None:
+    assert [mutant(seed) for seed in range(50)] == [mutant(seed) for seed in range(50)]
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_some_cases(first: int) -> None:
+    tally = run(range(first, first + 100))
+    assert not tally.bad, tally.report()
+    assert tally.counts["accepted"] > 5
+    assert tally.counts["refused"] > 5
+
+
+def test_cases_that_once_ended_badly() -> None:
+    tally = run(ONCE_BAD)
+    assert not tally.bad, tally.report()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(1000, 6000, 500))
+def test_many_cases(first: int) -> None:
+    tally = run(range(first, first + 500))
+    assert not tally.bad, tally.report()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
+def test_what_is_opened_outside_is_seen(tmp_path: Path) -> None:
+    traps = Traps(tmp_path)
+    traps.touched()
+    (traps.inside / "data.bin").read_bytes()
+    assert not traps.touched()
+    for name in ("link.bin", "hard.bin", "linked/secret.bin", "../outside/secret.bin"):
+        with (traps.inside / name).open("rb"):
+            pass
+        assert traps.touched(), name
+    assert not traps.touched()
+
+
+def test_a_report_has_every_count_and_the_bad_cases() -> None:
+    tally, other = Tally(), Tally()
+    tally.add(1, "accepted", "")
+    other.add(2, "raw", "KeyError")
+    tally.join(other)
+    lines = tally.report().splitlines()
+    assert [line.split()[-1] for line in lines[:5]] == ["1", "0", "0", "0", "1"]
+    assert lines[-1] == "seed 2: raw: KeyError"

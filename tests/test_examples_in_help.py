@@ -1,0 +1,103 @@
+"""What help texts give as an example can be given, and what cannot be given is refused by name."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from onnxtrain import optim
+from onnxtrain.artifacts import build
+from onnxtrain.artifacts.request import BuildRequest
+from onnxtrain.commands.main import app
+from onnxtrain.errors import PrepareError
+from onnxtrain.losses import LossTerm
+from onnxtrain.losses.base import LOSSES
+from onnxtrain.named import Named
+from onnxtrain.optim.base import OPTIMIZERS
+from onnxtrain.optim.schedules.formulas import SCHEDULES
+from onnxtrain.options import flags
+from onnxtrain.training import Trainer
+from onnxtrain.training.fit_options import FitOptions
+from tests.artifacts.models import classifier
+
+SCORES = [LossTerm("cross_entropy", output="scores")]
+ROOT = Path(__file__).resolve().parents[1]
+KINDS: dict[str, Named[Any]] = {
+    "loss": LOSSES,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+}
+TEXTS = [(n, f.help) for kind in (BuildRequest, FitOptions) for n, f in flags(kind).items()]
+WITH_OPTIONS = re.compile(r"\b([a-z_0-9]+:[a-z_]+=[^\s`\"',;)]+(?:,[a-z_]+=[^\s`\"',;)]+)*)")
+
+
+def test_examples_in_help_texts() -> None:
+    checked = []
+    for name, text in TEXTS:
+        words = [w.strip() for w in text.removesuffix(" ...").split(",")]
+        for word in words if name in (*KINDS, "metrics") else ():
+            if name == "metrics":
+                metric = word.replace("top_5", "top_2")  # this model has three classes
+                build(classifier(), loss=SCORES, optimizer="sgd", metrics=[metric])
+            elif " " not in word:
+                example = {"cosine": "cosine:total=9", "one_cycle": "one_cycle:total=9"}
+                KINDS[name].make(example.get(word, word), {})
+            checked.append(word)
+    assert {"step:step_size=10", "sgd:momentum=0.9", "mse:reduction=sum"} <= set(checked)
+
+
+@pytest.mark.parametrize("function", [build, Trainer.fit, optim.resolve])
+def test_examples_in_docstrings(function: Any) -> None:
+    for text in WITH_OPTIONS.findall(function.__doc__ or ""):
+        name = text.partition(":")[0]
+        kind = next(k for k in KINDS.values() if k.find(name) is not None)
+        kind.make(text, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (OPTIMIZERS, "adamw:lr=abc", "adamw: lr cannot be 'abc'\nhint: it is a number"),
+        (OPTIMIZERS, "adam:betas=0.9", "adam: betas cannot be 0.9\nhint: it is a list of 2"),
+        (OPTIMIZERS, "sgd:nesterov=1", "sgd: nesterov cannot be 1\nhint: it is true or false"),
+        (SCHEDULES, "step:step_size=ten", "step: step_size cannot be 'ten'"),
+        (LOSSES, "mse:reduction=3", "mse: reduction cannot be 3"),
+    ],
+)
+def test_values_of_another_type(kind: Named[Any], text: str, message: str) -> None:
+    with pytest.raises(PrepareError) as caught:
+        kind.make(text)
+    assert str(caught.value).startswith(message)
+
+
+def test_the_command_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(classifier().SerializeToString())
+    words = ["--loss", "cross_entropy", "--loss-output", "scores", "--optimizer", "adamw:lr=abc"]
+    result = CliRunner().invoke(
+        app, ["build", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "out"), *words]
+    )
+    assert result.exit_code != 0
+    assert isinstance(result.exception, SystemExit | PrepareError)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_rule_names_an_operator_that_is_not_there(tmp_path: Path) -> None:
+    # An environment of its own, which make takes for complete: nothing is installed.
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".dev"):
+        (tmp_path / name).touch()
+    done = subprocess.run(
+        ["make", "-o", f"{tmp_path}/.dev", "rule", "OP=Nope", f"VENV={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "no such operator in tests/cases: Nope" in done.stdout

@@ -1,0 +1,34 @@
+import { execFileSync, spawnSync } from "node:child_process";
+import { mkdirSync, mkdtempSync, rmSync, symlinkSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { expect, test } from "vitest";
+import { ROOT } from "./support.js";
+
+test("npm pack builds what it packs, as it is called in a clone", () => {
+  const folder = `${ROOT}/web/packages/onnxtrain`;
+  const told = execFileSync("npm", ["pack", "--dry-run", "--json"], { cwd: folder, encoding: "utf8", stdio: ["ignore", "pipe", "ignore"] });
+  // What the build says comes first.
+  const [{ files }] = JSON.parse(told.slice(told.indexOf("[\n"))) as [{ files: { path: string }[] }];
+  const names = files.map((f) => f.path);
+  for (const name of ["package.json", "README.md", "LICENSE", "dist/index.js", "dist/index.d.ts", "dist/worker.js"]) {
+    expect(names).toContain(name);
+  }
+  expect(names.filter((n) => n.startsWith("src/") || n.startsWith("tests/"))).toEqual([]);
+});
+
+test("its types are read with an older library of TypeScript, and checked", () => {
+  const folder = mkdtempSync(join(tmpdir(), "types-"));
+  const settings = {
+    target: "ES2022", lib: ["ES2022", "DOM"], module: "ESNext", moduleResolution: "bundler", strict: true, skipLibCheck: false, noEmit: true, types: [],
+  };
+  writeFileSync(join(folder, "tsconfig.json"), JSON.stringify({ compilerOptions: settings, files: ["main.ts"] }));
+  writeFileSync(join(folder, "main.ts"), 'import { Trainer } from "onnxtrain";\nexport const create = Trainer.create;\n');
+  mkdirSync(join(folder, "node_modules"));
+  symlinkSync(`${ROOT}/web/packages/onnxtrain`, join(folder, "node_modules/onnxtrain"));
+  execFileSync("npm", ["run", "build"], { cwd: `${ROOT}/web/packages/onnxtrain`, stdio: "pipe" });
+  const told = spawnSync(`${ROOT}/web/node_modules/.bin/tsc`, ["-p", folder], { encoding: "utf8" });
+  rmSync(folder, { recursive: true });
+  expect(told.stdout).toBe("");
+  expect(told.status).toBe(0);
+});
