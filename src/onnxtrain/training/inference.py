@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -25,7 +25,12 @@ Read = Callable[[str], np.ndarray]
 
 
 class Predictor:
-    """Runs the inference model; weights are inputs, so that the session need not be made again."""
+    """Runs the inference model; weights are inputs, so that the session need not be made again.
+
+    Quantised operators of other domains want their scales to be constants: with scales as inputs
+    some kernels compute nonsense. Such weights stay initializers, and the session is made again
+    when one of them has changed.
+    """
 
     def __init__(self, artifacts: Artifacts, *, device: str, threads: int | None) -> None:
         spec = artifacts.manifest.model("infer")
@@ -33,13 +38,30 @@ class Predictor:
             raise CheckpointError("these artifacts have no infer model\nhint: build them again")
         self.spec = spec
         self._names = [t.name for t in spec.outputs]
-        proto, self._weights = _weights_as_inputs(plain_model(artifacts), _weight_names(artifacts))
-        self._session = runtime.create(proto, device=device, threads=threads)
+        self._device, self._threads = device, threads
+        self._model, self._weights, self._constants = _weights_as_inputs(
+            plain_model(artifacts), _weight_names(artifacts)
+        )
+        self._built_with: dict[str, bytes] | None = None
+        self._session: Any = None
 
     def run(self, feeds: dict[str, np.ndarray], read: Read) -> dict[str, np.ndarray]:
         """Return the outputs by name."""
+        self._refresh(read)
         feeds = {**feeds, **{n: read(n) for n in self._weights}}
         return dict(zip(self._names, runtime.run(self._session, self._names, feeds), strict=True))
+
+    def _refresh(self, read: Read) -> None:
+        """Make the session, anew if weights inside it have changed."""
+        now = {n: stored_bytes(t, read(n)) for n, t in self._constants.items()}
+        if now == self._built_with:
+            return
+        for name, tensor in self._constants.items():
+            tensor.raw_data = now[name]
+        self._session = runtime.create(
+            self._model.SerializeToString(), device=self._device, threads=self._threads
+        )
+        self._built_with = now
 
 
 def plain_model(artifacts: Artifacts) -> onnx.ModelProto:
@@ -54,7 +76,7 @@ def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto:
     by_name = {t.name: t for t in model.graph.initializer}
     for name in _weight_names(artifacts):
         if name in by_name:
-            by_name[name].raw_data = np.ascontiguousarray(read(name)).tobytes()
+            by_name[name].raw_data = stored_bytes(by_name[name], read(name))
     del model.metadata_props[:]  # the manifest describes the model that can be trained
     return model
 
@@ -81,14 +103,43 @@ def _weight_names(artifacts: Artifacts) -> list[str]:
     return [w.name for w in (*manifest.parameters, *manifest.buffers)]
 
 
-def _weights_as_inputs(model: onnx.ModelProto, names: Sequence[str]) -> tuple[bytes, list[str]]:
+def stored_bytes(tensor: onnx.TensorProto, array: np.ndarray) -> bytes:
+    """Return an array as the tensor of a file stores it, in the file's type."""
+    dtype = ir.DataType(tensor.data_type).numpy()
+    return np.ascontiguousarray(array.astype(dtype, copy=False)).tobytes()
+
+
+def _weights_as_inputs(
+    model: onnx.ModelProto, names: Sequence[str]
+) -> tuple[onnx.ModelProto, list[str], dict[str, onnx.TensorProto]]:
+    """Return a model, those of its weights that became inputs, and those that may not."""
     work = ir.from_proto(model)
-    moved = [n for n in names if n in work.graph.initializers]
+    fixed = _wanted_constant(work.graph)
+    known = [n for n in names if n in work.graph.initializers]
+    moved = [n for n in known if n not in fixed]
     for name in moved:
         value = work.graph.initializers.pop(name)
         value.const_value = None
         work.graph.inputs.append(value)
-    return ir.to_proto(work).SerializeToString(), moved
+    proto = ir.to_proto(work)
+    kept = {t.name: t for t in proto.graph.initializer if t.name in known}
+    return proto, moved, kept
+
+
+def _wanted_constant(graph: ir.Graph) -> set[str]:
+    """Return the names of all that quantised operators of other domains read."""
+    quantised = (
+        node
+        for node in graph.all_nodes()
+        if node.domain not in ("", "ai.onnx")
+        and any(x is not None and _is_integer_weight(x) for x in node.inputs)
+    )
+    return {x.name or "" for node in quantised for x in node.inputs if x is not None}
+
+
+def _is_integer_weight(x: ir.Value) -> bool:
+    dtype = x.dtype if x.const_value is None else x.const_value.dtype
+    return x.is_initializer() and dtype is not None and not dtype.is_floating_point()
 
 
 def export(
