@@ -33,6 +33,7 @@ LACKS = {
     "SoftmaxCrossEntropyLoss": "the loss of labels",
     "Softplus": "log(1 + e^x) that does not overflow",
     "float16": "products in 16 bits, or rounded to them",
+    "float64": "sums of very many numbers",
     "int64": "inputs of 64 bits",
     "output-binding": "results written to memory of the caller's choice",
 }
@@ -137,8 +138,8 @@ TARGETS: dict[str, Target] = {
                     *("ArgMax", "BatchNormalization.training_mode", "ConstantOfShape"),
                     *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
                     *("NegativeLogLikelihoodLoss", "Range.int64", "ScatterElements", "Sign"),
-                    *("Slice.bool", "SoftmaxCrossEntropyLoss", "Softplus", "float16", "int64"),
-                    "output-binding",
+                    *("Slice.bool", "SoftmaxCrossEntropyLoss", "Softplus", "float16", "float64"),
+                    *("int64", "output-binding"),
                 }
             ),
             preferences=frozenset({"means-by-matmul"}),
@@ -152,6 +153,7 @@ TARGETS: dict[str, Target] = {
                 {
                     *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
                     *("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss", "Softplus"),
+                    "float64",
                 }
             ),
             preferences=frozenset({"means-by-matmul"}),

@@ -39,6 +39,7 @@ from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.modes import separate_statistics
+from onnxtrain.graph.modes.widen import widen
 from onnxtrain.graph.prepare import constant_names, repairs_of
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
@@ -92,6 +93,8 @@ def build(
         ema: decay of a moving average of the weights.
         precision: ``"float32"``, or ``"bf16-mixed"`` or ``"fp16-mixed"``: products in 16 bits,
             parameters and all else in float32; a :class:`Precision` also sets the loss scaling.
+            Files in 16 bits train in float32 too, and are exported as they were; ``"file"`` trains
+            them in their own types.
         recompute: what to compute again in the backward pass instead of keeping it: ``"auto"``,
             or globs of scopes (``"layers.*"``), nodes, or values that blocks end with.
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
@@ -127,6 +130,8 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
     if asked.recompute:
         copy_scopes(source, base)
     options = _resolved(asked, base, exactness)
+    trained = {*options.candidates, *options.buffers}
+    widened = widen(base, trained, target=options.target) if exactness.widens else []
     origin = backward(base.clone(), options)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
@@ -166,7 +171,7 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
         options={
             **recorded(asked),
             "loss_scale": exactness.settings(),
-            "repairs": [*apart, *repairs_of(base), *origin.repairs],
+            "repairs": [*apart, *repairs_of(base), *widened, *origin.repairs],
         },
     )
     return Artifacts(manifest, models, {**arrays, **values}, slots)

@@ -49,7 +49,7 @@ class BuildRequest:
     accumulate: int = option(1, Flag(int, "Batches per update."))
     ema: float | None = option(None, Flag(float, "Decay of a moving average of weights."), as_it_is)
     precision: str | Precision = option(
-        "float32", Flag(str, "float32, bf16-mixed or fp16-mixed."), _precision_record
+        "float32", Flag(str, "float32, bf16-mixed, fp16-mixed or file."), _precision_record
     )
     recompute: str | Sequence[str] = option(
         (),

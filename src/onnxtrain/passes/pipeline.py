@@ -24,6 +24,7 @@ from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.maxpool_indices import maxpool_indices
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.passes.scale_after_matmul import scale_after_matmul
+from onnxtrain.passes.split_long_sums import split_long_sums
 from onnxtrain.passes.split_qkv import split_qkv
 from onnxtrain.targets import Target, find
 
@@ -76,6 +77,7 @@ FINAL = (
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
     Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),
     Pass(bias_as_weight_column, prefers="bias-as-weight-column"),
+    Pass(split_long_sums),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.signature import dtype_from_name
 from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.graph.io import save as save_model
 from onnxtrain.lowering.api import lower
@@ -40,7 +41,8 @@ class Predictor:
         self._names = [t.name for t in spec.outputs]
         self._device, self._threads = device, threads
         self._model, self._weights, self._constants = _weights_as_inputs(
-            plain_model(artifacts), _weight_names(artifacts)
+            plain_model(artifacts),
+            {n: dtype_from_name(d) for n, d in _weight_types(artifacts).items()},
         )
         self._built_with: dict[str, bytes] | None = None
         self._session: Any = None
@@ -48,7 +50,8 @@ class Predictor:
     def run(self, feeds: dict[str, np.ndarray], read: Read) -> dict[str, np.ndarray]:
         """Return the outputs by name."""
         self._refresh(read)
-        feeds = {**feeds, **{n: read(n) for n in self._weights}}
+        weights = {n: read(n).astype(t, copy=False) for n, t in self._weights.items()}
+        feeds = {**feeds, **weights}
         return dict(zip(self._names, runtime.run(self._session, self._names, feeds), strict=True))
 
     def _refresh(self, read: Read) -> None:
@@ -74,7 +77,7 @@ def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto:
     """Return the inference model with the weights that ``read`` gives."""
     model = plain_model(artifacts)
     by_name = {t.name: t for t in model.graph.initializer}
-    for name in _weight_names(artifacts):
+    for name in _weight_types(artifacts):
         if name in by_name:
             by_name[name].raw_data = stored_bytes(by_name[name], read(name))
     del model.metadata_props[:]  # the manifest describes the model that can be trained
@@ -98,9 +101,9 @@ def folded(model: onnx.ModelProto) -> onnx.ModelProto:
     return optimised
 
 
-def _weight_names(artifacts: Artifacts) -> list[str]:
+def _weight_types(artifacts: Artifacts) -> dict[str, str]:
     manifest = artifacts.manifest
-    return [w.name for w in (*manifest.parameters, *manifest.buffers)]
+    return {w.name: w.dtype for w in (*manifest.parameters, *manifest.buffers)}
 
 
 def stored_bytes(tensor: onnx.TensorProto, array: np.ndarray) -> bytes:
@@ -110,20 +113,41 @@ def stored_bytes(tensor: onnx.TensorProto, array: np.ndarray) -> bytes:
 
 
 def _weights_as_inputs(
-    model: onnx.ModelProto, names: Sequence[str]
-) -> tuple[onnx.ModelProto, list[str], dict[str, onnx.TensorProto]]:
+    model: onnx.ModelProto, types: Mapping[str, ir.DataType]
+) -> tuple[onnx.ModelProto, dict[str, np.dtype], dict[str, onnx.TensorProto]]:
     """Return a model, those of its weights that became inputs, and those that may not."""
     work = ir.from_proto(model)
     fixed = _wanted_constant(work.graph)
-    known = [n for n in names if n in work.graph.initializers]
-    moved = [n for n in known if n not in fixed]
-    for name in moved:
+    known = [n for n in types if n in work.graph.initializers]
+    moved: dict[str, np.dtype] = {}
+    for name in [n for n in known if n not in fixed]:
         value = work.graph.initializers.pop(name)
         value.const_value = None
-        work.graph.inputs.append(value)
+        given = _given_as(work.graph, value, types[name])
+        work.graph.inputs.append(given)
+        assert given.dtype is not None
+        moved[name] = given.dtype.numpy()
     proto = ir.to_proto(work)
     kept = {t.name: t for t in proto.graph.initializer if t.name in known}
     return proto, moved, kept
+
+
+def _given_as(graph: ir.Graph, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Return the input for a weight: itself, or for a type that numpy lacks one that is cast."""
+    if dtype == weight.dtype or weight.dtype != ir.DataType.BFLOAT16:
+        return weight
+    given = ir.Value(name=weight.name, type=ir.TensorType(dtype), shape=weight.shape)
+    cast = ir.node("Cast", [given], {"to": weight.dtype})
+    (stored,) = cast.outputs
+    stored.name, stored.type, stored.shape = f"{weight.name}.stored", weight.type, weight.shape
+    for use in list(weight.uses()):
+        use.node.replace_input_with(use.idx, stored)
+    first = next(iter(graph), None)
+    if first is None:
+        graph.append(cast)
+    else:
+        graph.insert_before(first, cast)
+    return given
 
 
 def _wanted_constant(graph: ir.Graph) -> set[str]:
