@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.artifacts.at_opset import at_opset
+from onnxtrain.artifacts.at_opset import LARGE_AND_LOWERED, at_opset
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
     backward,
@@ -29,6 +29,7 @@ from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
 from onnxtrain.artifacts.pretrained_weights import aliases_of
 from onnxtrain.artifacts.request import BuildRequest, Names
+from onnxtrain.artifacts.session_check import check_inputs, check_sessions
 from onnxtrain.artifacts.signature import dtype_name, key_of
 from onnxtrain.artifacts.update.in_place import with_in_place
 from onnxtrain.artifacts.update.vector_models import vector_models
@@ -38,6 +39,7 @@ from onnxtrain.autodiff.selection import batch_statistics, match, trainable
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.io.shared_weights import SharedWeights, copy_with_weights, keep_with
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.modes.widen import widen
 from onnxtrain.graph.prepare import constant_names, repairs_of
@@ -49,8 +51,6 @@ from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.optim.clip import Clip
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.targets import BUNDLES, Target, find
-
-_LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
 
 
 def build(
@@ -73,6 +73,7 @@ def build(
     randomness: str = "portable",
     steps_per_call: int | None = None,
     opset: int | None = None,
+    check: bool = True,
 ) -> Artifacts:
     """Return training, evaluation, optimizer, step and inference models with their manifest.
 
@@ -106,44 +107,49 @@ def build(
             in one call. ``None`` is 8 for small models on wasm, else 1.
         opset: of all models, where a runtime wants an older one; each then goes through
             :func:`onnxtrain.lower` and is compared with what it came from.
+        check: make a session of the file and of what was built, once, where onnxruntime is
+            installed; what it refuses is found here then, and not at the first step.
     """
     asked = from_arguments(BuildRequest, locals())
     first, *rest = BUNDLES.get(target, (target,))
-    artifacts = _build_one(model, dataclasses.replace(asked, target=first))
+    shared = SharedWeights()
+    one = dataclasses.replace(asked, target=first)
+    artifacts = _checked(_build_one(model, one, shared), one)
     for name in rest:
         one = dataclasses.replace(asked, target=name)
         if not find(name).prefers("several-steps"):
             one = dataclasses.replace(one, steps_per_call=1)
-        artifacts = merge_targets(artifacts, _build_one(model, one))
+        artifacts = merge_targets(artifacts, _checked(_build_one(model, one, shared), one))
     return artifacts
 
 
-def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
+def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Artifacts:
     """Return the artifacts for a single target."""
     target, accumulate, opset = asked.target, asked.accumulate, asked.opset
     _check_options(asked.mode, accumulate, asked.ema, target, asked.randomness)
     exactness = resolve_precision(asked.precision, target)
     source = specialise(load(model), asked.dims or {})
-    _check_size(source)
+    check_inputs(source)
+    large = shared.take(source)
+    if large and opset is not None:
+        raise PrepareError(LARGE_AND_LOWERED)
     apart = separate_statistics(source)
     base = load_normalized(source)
+    keep_with(base, source)
     if asked.recompute:
         copy_scopes(source, base)
     options = _resolved(asked, base, exactness)
     trained = {*options.candidates, *options.buffers}
     widened = widen(base, trained, target=options.target) if exactness.widens else []
-    origin = backward(base.clone(), options)
+    origin = backward(copy_with_weights(base), options)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
-    aliases = aliases_of(source)
-    weights = tuple(
-        dataclasses.replace(_weight(n, a), aliases=aliases.get(n, ())) for n, a in arrays.items()
-    )
+    weights = _weights(source, arrays)
     state = [*_state(options, arrays), *exactness.state()]
     _check_names(origin.parameters, origin.buffers, state)
     specs = [
         training_graph(origin, options),
-        eval_graph(base.clone(), options, origin.parameters),
+        eval_graph(copy_with_weights(base), options, origin.parameters),
         optimizer_graph(options, weights, state),
         step_graph(origin, options, state),
     ]
@@ -174,7 +180,15 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
             "repairs": [*apart, *repairs_of(base), *widened, *origin.repairs],
         },
     )
-    return Artifacts(manifest, models, {**arrays, **values}, slots)
+    kept = shared if large else None
+    return Artifacts(manifest, models, {**arrays, **values}, slots, shared=kept)
+
+
+def _checked(artifacts: Artifacts, asked: BuildRequest) -> Artifacts:
+    """Return artifacts that onnxruntime takes, if it is to be asked."""
+    if asked.check:
+        check_sessions(artifacts, asked.target)
+    return artifacts
 
 
 def _resolved(asked: BuildRequest, base: ir.Model, exactness: Precision) -> BuildOptions:
@@ -224,16 +238,6 @@ def _forms(target: str, opset: int | None) -> Target:
     """Return the target; at an older opset few operators take sizes that data decide."""
     chosen = find(target)
     return chosen if opset is None else chosen.without("data-dependent-sizes")
-
-
-def _check_size(model: ir.Model) -> None:
-    stored = (x.const_value for x in model.graph.initializers.values())
-    size = sum(t.nbytes for t in stored if t is not None)
-    if size > _LARGEST:
-        raise PrepareError(
-            f"weights of {size:,} bytes: artifacts over 2 GiB are not there yet\n"
-            "hint: use onnxtrain.vjp, whose parameters are inputs"
-        )
 
 
 def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
@@ -286,6 +290,13 @@ def _array(model: ir.Model, name: str) -> np.ndarray:
     tensor = model.graph.initializers[name].const_value
     assert tensor is not None
     return np.array(tensor.numpy())
+
+
+def _weights(source: ir.Model, arrays: Mapping[str, np.ndarray]) -> tuple[WeightSpec, ...]:
+    aliases = aliases_of(source)
+    return tuple(
+        dataclasses.replace(_weight(n, a), aliases=aliases.get(n, ())) for n, a in arrays.items()
+    )
 
 
 def _weight(name: str, array: np.ndarray) -> WeightSpec:

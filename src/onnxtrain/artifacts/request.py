@@ -74,6 +74,7 @@ class BuildRequest:
         Flag(int, "Of all models, where a runtime wants an older one than 21."),
         lambda opset: OPSET if opset is None else opset,
     )
+    check: bool = option(True)
 
 
 __all__ = ["BuildRequest", "Names"]

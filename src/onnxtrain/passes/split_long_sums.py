@@ -21,7 +21,7 @@ from onnxtrain.graph.shapes.dims import Dim
 
 LONG = 1 << 16
 """So many numbers are added up in one stage, with an error below 1e-6."""
-_FEW, _SEVERAL = 16, 3
+_FEW, _SEVERAL = 16, 2
 """So few numbers per sample, if a sample has several times as many."""
 _WORTHWHILE = 32
 """Shorter rows are not added up by themselves."""

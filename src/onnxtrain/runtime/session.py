@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,28 @@ from onnxtrain.runtime.denormals import FlushDenormals, learning_mode
 
 Copies = Sequence[tuple[np.ndarray, np.ndarray]]
 _FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
+_FOLDER = "session.model_external_initializers_file_folder_path"
 DEVICES = ("cpu", "cuda")
+
+
+class BesideWeights(bytes):
+    """A serialised model whose larger weights lie in files of a folder."""
+
+    folder: str = ""
+
+    @classmethod
+    def of(cls, data: bytes, folder: str) -> BesideWeights:
+        """Return the bytes with the folder."""
+        made = cls(data)
+        made.folder = folder
+        return made
+
+
+def in_place_of(source: bytes | str, data: bytes) -> bytes:
+    """Return another model with the weights that lie beside ``source``."""
+    if isinstance(source, str):
+        return BesideWeights.of(data, os.path.dirname(os.path.abspath(source)))
+    return BesideWeights.of(data, source.folder) if isinstance(source, BesideWeights) else data
 
 
 def runtime() -> ModuleType:
@@ -67,6 +89,8 @@ def create(
     options = session_options(threads) if options is None else options
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    if isinstance(source, BesideWeights):
+        options.add_session_config_entry(_FOLDER, source.folder)
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
         settings = {"device_id": device_id, "enable_cuda_graph": int(capture)}

@@ -18,6 +18,7 @@ from onnxtrain.graph.io import save as save_model
 from onnxtrain.lowering.api import lower
 from onnxtrain.manifest import Manifest
 from onnxtrain.runtime import session as runtime
+from onnxtrain.training.layouts import model_of
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -44,6 +45,7 @@ class Predictor:
             plain_model(artifacts),
             {n: dtype_from_name(d) for n, d in _weight_types(artifacts).items()},
         )
+        self._source = artifacts.source("infer")
         self._built_with: dict[str, bytes] | None = None
         self._session: Any = None
 
@@ -61,16 +63,14 @@ class Predictor:
             return
         for name, tensor in self._constants.items():
             tensor.raw_data = now[name]
-        self._session = runtime.create(
-            self._model.SerializeToString(), device=self._device, threads=self._threads
-        )
+        data = runtime.in_place_of(self._source, self._model.SerializeToString())
+        self._session = runtime.create(data, device=self._device, threads=self._threads)
         self._built_with = now
 
 
 def plain_model(artifacts: Artifacts) -> onnx.ModelProto:
-    """Return the inference model as it was built."""
-    source = artifacts.source("infer")
-    return onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
+    """Return the inference model as it was built, without weights that lie in other files."""
+    return model_of(artifacts.source("infer"))
 
 
 def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto:
@@ -79,13 +79,33 @@ def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto:
     by_name = {t.name: t for t in model.graph.initializer}
     for name in _weight_types(artifacts):
         if name in by_name:
-            by_name[name].raw_data = stored_bytes(by_name[name], read(name))
+            tensor = by_name[name]
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+            tensor.raw_data = stored_bytes(tensor, read(name))
     del model.metadata_props[:]  # the manifest describes the model that can be trained
     return model
 
 
-def folded(model: onnx.ModelProto) -> onnx.ModelProto:
+def whole_model(artifacts: Artifacts, model: onnx.ModelProto) -> onnx.ModelProto | ir.Model:
+    """Return a model with the weights that lie in other files, mapped into memory."""
+    if not any(t.external_data for t in model.graph.initializer):
+        return model
+    source = artifacts.source("infer")
+    folder = source.folder if isinstance(source, runtime.BesideWeights) else artifacts.directory
+    whole = ir.from_proto(model)
+    for x in whole.graph.initializers.values():
+        if isinstance(x.const_value, ir.ExternalTensor):
+            x.const_value.base_dir = str(folder)
+    return whole
+
+
+def folded(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
     """Return the model after the runtime's own standard-operator optimisations."""
+    if isinstance(model, ir.Model):
+        raise OnnxTrainError(
+            "weights that lie in a file of their own cannot be folded\nhint: export without fold"
+        )
     ort = runtime.runtime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
@@ -186,9 +206,10 @@ def export(
     """
     averages = _averages(trainer.manifest) if ema else {}
     model = trained_model(trainer.artifacts, lambda name: trainer.view(averages.get(name, name)))
+    whole = whole_model(trainer.artifacts, model)
     if opset is not None:
-        model = lower(model, opset=opset)
-    save_model(folded(model) if fold else model, path)
+        whole = lower(whole, opset=opset)
+    save_model(folded(whole) if fold else whole, path)
 
 
 def _averages(manifest: Manifest) -> dict[str, str]:
