@@ -20,7 +20,17 @@ TYPES = {
 }
 SIZES = (6, 1, 16, 32, 48, 64, 80, 128, 224, 320, 512, 1024, 4096, 16000)
 """Tried for dimensions whose names say nothing."""
-WORDS = {"batch": 2, "past": 0, "total": 6, "seq": 6, "height": 32, "width": 32, "channel": 3}
+WORDS = {
+    "batch": 2,
+    "sliding": 32,
+    "past": 0,
+    "total": 6,
+    "audio": 32,
+    "seq": 6,
+    "height": 32,
+    "width": 32,
+    "channel": 3,
+}
 CAPTION, PAST = 6, 0
 
 
