@@ -115,7 +115,8 @@ def test_predictions_are_those_of_the_export(tmp_path):
 
 def test_a_directory_keeps_masters_and_types(tmp_path):
     artifacts = build(mlp("float16"), loss="mse", optimizer="adamw:lr=1e-5")
-    artifacts.save(tmp_path / "run")
+    manifest = artifacts.save(tmp_path / "run")
+    assert {place.dtype for w in manifest.parameters for place in w.locations} == {"float16"}
     trainer, same = Trainer(Artifacts.load(tmp_path / "run")), Trainer(artifacts)
     for _ in range(2):
         assert trainer.step(*batch()).loss == same.step(*batch()).loss

@@ -245,9 +245,13 @@ def _with_places(manifest: Manifest, protos: Mapping[str, onnx.ModelProto]) -> M
     if infer is not None:
         located = places(protos[infer], infer, manifest.weights)
 
+    def own(weight: WeightSpec) -> Location:
+        place = located[weight.name]
+        return dataclasses.replace(place, dtype="") if place.dtype == weight.dtype else place
+
     def placed(weights: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
         return tuple(
-            dataclasses.replace(w, locations=(located[w.name],) if w.name in located else ())
+            dataclasses.replace(w, locations=(own(w),) if w.name in located else ())
             for w in weights
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.signature import FILES, describe
+from onnxtrain.artifacts.signature import FILES, describe, dtype_name
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io.external_data import STORED, entries
 from onnxtrain.graph.io.shared_weights import copy_with_weights, detach
@@ -44,13 +45,14 @@ def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
 
 
 def places(model: onnx.ModelProto, file: str, weights: str | None) -> dict[str, Location]:
-    """Return where the bytes of each initializer lie: in a model's file, or in that of weights."""
+    """Return where the bytes of each initializer lie, in a model's file or in that of weights."""
     located = locate(model.SerializeToString(deterministic=True), file)
+    types = {t.name: dtype_name(ir.DataType(t.data_type)) for t in model.graph.initializer}
     for tensor in model.graph.initializer if weights is not None else ():
         if tensor.external_data:
             _, offset, length = entries(tensor)
             located[tensor.name] = Location(weights or "", offset or 0, length or 0)
-    return located
+    return {n: dataclasses.replace(place, dtype=types[n]) for n, place in located.items()}
 
 
 def locate(data: bytes, file: str) -> dict[str, Location]:
