@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.artifacts.at_opset import at_opset
+from onnxtrain.artifacts.candidates import candidates, names_list, why_untrained
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
     backward,
@@ -32,14 +33,13 @@ from onnxtrain.artifacts.request import BuildRequest, Names
 from onnxtrain.artifacts.signature import dtype_name, key_of
 from onnxtrain.artifacts.update.in_place import with_in_place
 from onnxtrain.artifacts.update.vector_models import vector_models
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
 from onnxtrain.autodiff.recompute_blocks import copy_scopes
-from onnxtrain.autodiff.selection import batch_statistics, match, trainable
+from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.modes import separate_statistics
-from onnxtrain.graph.prepare import constant_names, repairs_of
+from onnxtrain.graph.prepare import repairs_of, show_weights
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
@@ -48,6 +48,7 @@ from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.optim.clip import Clip
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.targets import BUNDLES, Target, find
+from onnxtrain.way_out import with_freeze
 
 _LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
 
@@ -106,12 +107,13 @@ def build(
     """
     asked = from_arguments(BuildRequest, locals())
     first, *rest = BUNDLES.get(target, (target,))
-    artifacts = _build_one(model, dataclasses.replace(asked, target=first))
-    for name in rest:
-        one = dataclasses.replace(asked, target=name)
-        if not find(name).prefers("several-steps"):
-            one = dataclasses.replace(one, steps_per_call=1)
-        artifacts = merge_targets(artifacts, _build_one(model, one))
+    with with_freeze():
+        artifacts = _build_one(model, dataclasses.replace(asked, target=first))
+        for name in rest:
+            one = dataclasses.replace(asked, target=name)
+            if not find(name).prefers("several-steps"):
+                one = dataclasses.replace(one, steps_per_call=1)
+            artifacts = merge_targets(artifacts, _build_one(model, one))
     return artifacts
 
 
@@ -120,13 +122,15 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
     target, accumulate, opset = asked.target, asked.accumulate, asked.opset
     _check_options(asked.mode, accumulate, asked.ema, target, asked.randomness)
     exactness = resolve_precision(asked.precision, target)
-    source = specialise(load(model), asked.dims or {})
+    source, shown = show_weights(load(model, allow_domains=own_domains()))
+    source = specialise(source, asked.dims or {})
     _check_size(source)
     apart = separate_statistics(source)
     base = load_normalized(source)
     if asked.recompute:
         copy_scopes(source, base)
     options = _resolved(asked, base, exactness)
+    untrained = why_untrained(base) if asked.train is None else []
     origin = backward(base.clone(), options)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
@@ -166,7 +170,7 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
         options={
             **recorded(asked),
             "loss_scale": exactness.settings(),
-            "repairs": [*apart, *repairs_of(base), *origin.repairs],
+            "repairs": [*shown, *apart, *repairs_of(base), *untrained, *origin.repairs],
         },
     )
     return Artifacts(manifest, models, {**arrays, **values}, slots)
@@ -231,42 +235,11 @@ def _check_size(model: ir.Model) -> None:
         )
 
 
-def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
-    """Return the initializers that may be trained, in the order of the file."""
-    statistics = batch_statistics(base.graph)
-    if train is None:
-        chosen = trainable(base)
-    else:
-        hidden = constant_names(base)
-        known = {
-            n: x for n, x in base.graph.initializers.items() if n not in hidden and S.is_float(x)
-        }
-        wanted = set(match(_list(train), known, "train", "parameter"))
-        chosen = [x for x in known.values() if x in wanted]
-    frozen = _list(freeze)
-    if frozen:
-        known = {x.name or "": x for x in chosen}
-        out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
-        chosen = [x for x in chosen if x not in out]
-    named = _list(train)
-    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in named)]
-    if not chosen:
-        raise PrepareError(
-            "no parameter is left to train\n"
-            "hint: look at `onnxtrain explain`, then at train and freeze"
-        )
-    return chosen
-
-
-def _list(names: Names) -> list[str]:
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
-
-
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
     """Return names; patterns stand for outputs, a plain name may be any value of the model."""
     known = [y.name or "" for y in base.graph.outputs]
     names: dict[str, None] = {}
-    for name in _list(outputs):
+    for name in names_list(outputs):
         hits = fnmatch.filter(known, name) if name not in known else []
         names.update(dict.fromkeys(hits or [name]))
     return tuple(names)

@@ -14,6 +14,7 @@ from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.prepare import constant_names, unused_parameters
+from onnxtrain.graph.roles import roles_of
 
 
 def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Value]:
@@ -63,12 +64,13 @@ def _only_floats(values: list[ir.Value], argument: str) -> list[ir.Value]:
 
 
 def trainable(model: ir.Model) -> list[ir.Value]:
-    """Return the float initializers through which a gradient reaches a float output.
+    """Return the float initializers that work as weights and through which a gradient can flow.
 
-    Running statistics of BatchNormalization are not among them, nor are the constants of the graph.
+    Running statistics of BatchNormalization are not among them, nor are the constants of the graph
+    and what works as one (:mod:`onnxtrain.graph.roles`).
     """
     graph = model.graph
-    hidden, statistics = constant_names(model), batch_statistics(graph)
+    hidden, statistics = constant_names(model) | untrained_names(model), batch_statistics(graph)
     candidates = [
         x
         for name, x in graph.initializers.items()
@@ -76,6 +78,11 @@ def trainable(model: ir.Model) -> list[ir.Value]:
     ]
     useful = reaching(graph)
     return [x for x in candidates if x in useful]
+
+
+def untrained_names(model: ir.Model) -> frozenset[str]:
+    """Return the names of tensors that are no parameters unless the user names them."""
+    return frozenset(n for n, role in roles_of(model).items() if not role.trains)
 
 
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:

@@ -15,10 +15,12 @@ from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
 from onnxtrain.graph.prepare.decompose import decompose
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
+from onnxtrain.graph.prepare.hidden_weights import show_weights
 from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
+from onnxtrain.graph.roles import note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.simplify import remove_dead, remove_identities
@@ -39,6 +41,9 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
+    model, shown = show_weights(model)
+    repairs += shown
+    parts = roles(model)
     given = set(model.graph.initializers)
     before = model.opset_imports.get("", OPSET)
     model = to_working_opset(model)
@@ -69,6 +74,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     used = {n.domain for n in model.graph.all_nodes()}
     for domain in [d for d in model.opset_imports if d and d not in used]:
         del model.opset_imports[domain]
+    note_roles(model, parts)
     model.meta[_CONSTANTS] = frozenset(constants)
     model.meta[_UNUSED] = unused
     model.meta[_REPAIRS] = tuple(repairs)
