@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 
 import onnx_ir as ir
 
 from onnxtrain.autodiff.gradients import Names
+from onnxtrain.autodiff.registry import NO_GRADIENT
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable, untrained_names
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import key_of
 from onnxtrain.graph.roles import roles_of, summary
 
 _SHOWN = 8  # reasons in a message
@@ -67,7 +70,13 @@ def _nothing_left(base: ir.Model, train: Names, freeze: Names) -> str:
         lines += [f"  {line}" for line in reasons[:_SHOWN]]
         if len(reasons) > _SHOWN:
             lines.append(f"  ... and {len(reasons) - _SHOWN} more reasons")
-        if not reasons:
+        counts = Counter(key_of(n) for n in base.graph.all_nodes() if key_of(n) in NO_GRADIENT)
+        lines += [
+            f"  {key.split('::')[1]} x{n}: {NO_GRADIENT[key]}"
+            for key, n in counts.items()
+            if "::" in key
+        ]
+        if len(lines) == 1:
             lines.append("  the model holds no float tensor that a gradient could change")
         lines.append("hint: name tensors in `train` to train them all the same")
     else:

@@ -32,6 +32,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
 from onnxtrain.graph.roles import Role, roles_of
+from onnxtrain.graph.shapes.specialise import specialise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +125,10 @@ def explain(
     Args:
         model: anything :func:`onnxtrain.load` takes.
         wrt: as in :func:`onnxtrain.vjp`.
-        dims: numbers for symbolic sizes, for the estimate of memory; others count as one.
+        dims: sizes to fix, as in :func:`onnxtrain.build`; others count as one in the estimate of
+            memory.
     """
-    original = load(model, allow_domains=own_domains())
+    original = specialise(load(model, allow_domains=own_domains()), dims or {})
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
     work = load_normalized(original)
     graph = work.graph
@@ -159,9 +161,14 @@ def explain(
         lost=tuple(n for n in declared if n not in present),
         repairs=repairs_of(work),
         opset=work.opset_imports[""],
-        memory=estimate(graph, wanted, dims),
+        memory=_memory(graph, wanted, dims or {}),
         refusal="" if any(n.how == "missing" for n in nodes) else _trial(work, wanted),
     )
+
+
+def _memory(graph: ir.Graph, wanted: Sequence[ir.Value], dims: Mapping[str, int]) -> Memory:
+    memory = estimate(graph, wanted)
+    return dataclasses.replace(memory, sizes={**dims, **memory.sizes})
 
 
 def _kind(parts: Mapping[str, Role], x: ir.Value) -> str:

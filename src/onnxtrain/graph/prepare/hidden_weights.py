@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.graph.nodes import is_op
+from onnxtrain.graph.prepare.classical import rewrite_classical
 from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.roles import lift_weights
 
@@ -15,12 +16,13 @@ def show_weights(model: ir.Model) -> tuple[ir.Model, list[str]]:
     """Return the model with all its weights as initializers, and a line for each kind of change.
 
     The argument must not be used any more. Weights lie in Constant nodes, in bodies of If, Loop and
-    Scan, and in local functions, which are inlined if they hold any.
+    Scan, in attributes of linear models, and in local functions, which are then inlined.
     """
     repairs = []
     if any(_holds_weights(function) for function in model.functions.values()):
         repairs.append(f"{len(model.functions)} local function(s) with weights inlined")
         model = inline_functions(model)
+    repairs += rewrite_classical(model)
     lifted = lift_weights(model)
     if lifted:
         repairs.append(f"{len(lifted)} weight(s) in Constant nodes or bodies became initializers")

@@ -19,6 +19,7 @@ from onnxtrain.graph.prepare.hidden_weights import show_weights
 from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
+from onnxtrain.graph.prepare.squeezes import explicit_squeezes
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
 from onnxtrain.graph.roles import note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
@@ -54,6 +55,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given)
+    repairs += explicit_squeezes(model)
     repairs += resolve_sequences(model)
     repairs += decompose(
         model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)

@@ -22,8 +22,10 @@ def fixed_values(array: np.ndarray, kind: str) -> str | None:
         array: the values.
         kind: the role that the use of the tensor suggests.
     """
-    if array.size < 8 or not np.isfinite(array).all():
-        return None if array.size < 8 else _infinite(array)
+    if array.size < 8 or (array == array.flat[0]).all():
+        return None  # weights may start as zeros or ones
+    if not np.isfinite(array).all():
+        return _infinite(array)
     for test, says in _TESTS.get(kind, _EVERYWHERE):
         if test(array):
             return says
@@ -132,7 +134,7 @@ def _are_filters(array: np.ndarray) -> bool:
     matrix = np.squeeze(array)
     if matrix.ndim != 2 or min(matrix.shape) < 8 or matrix.min() < 0:
         return False
-    if (matrix == 0).mean() < 0.6:
+    if not 0.6 <= (matrix == 0).mean() < 1.0 or not matrix.any(axis=1).mean() > 0.2:
         return False
     return any(all(_is_bump(row) for row in m) for m in (matrix, matrix.T) if len(m) < 1024)
 

@@ -76,6 +76,14 @@ def _by_schema(node: ir.Node, i: int) -> int | None:
 
 def _through(node: ir.Node, i: int, after: Callable[[ir.Value], int | None]) -> int | None:
     """Return the rank before a node from the one behind it."""
+    if is_op(node, "Add", "Sub", "Mul", "Div") and len(node.inputs) == 2:
+        other = node.inputs[1 - i]
+        rank = None if other is None or other.shape is None else after(node.outputs[0])
+        # What has more axes gives its rank to the result.
+        wider = rank is not None and other is not None and rank > len(other.shape or ())
+        return rank if wider or rank == 0 else None
+    if is_op(node, "Concat"):
+        return after(node.outputs[0])
     if i != 0:
         return None
     if is_op(node, *_SAME):
