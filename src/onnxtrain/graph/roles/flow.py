@@ -52,10 +52,6 @@ class Flow:
             node = node.inputs[0].producer()
         return node
 
-    def is_after_product(self, node: ir.Node) -> bool:
-        """Return whether a node adds to what a product just made."""
-        return any(self._product_of(x) is not None for x in node.inputs if x is not None)
-
     def has_one_feature(self, node: ir.Node) -> bool:
         """Return whether a node adds to a product that has one column or channel."""
         for x in node.inputs:

@@ -190,7 +190,7 @@ class _Case:
             return constant("one number all over")
         if key in ("Mul", "Div"):
             return T.SCALE
-        return T.TABLE if wide and not self.flow.is_after_product(node) else T.BIAS
+        return T.TABLE if wide else T.BIAS
 
 
 __all__ = ["UNUSED", "Judge", "tensor_of"]

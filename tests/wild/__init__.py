@@ -1,0 +1,1 @@
+"""Files as other people have them: causes that once kept them from training."""
