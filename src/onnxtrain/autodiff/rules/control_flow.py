@@ -26,6 +26,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.copy_nodes import copy_nodes
 from onnxtrain.graph.captured_values import captured
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.way_out import leave_out
 
 Maybe = ir.Value | None
 
@@ -140,5 +141,6 @@ def _refuse_changing_shapes(node: ir.Node, body: ir.Graph, states: Sequence[ir.V
             raise UndifferentiableError(
                 f"Loop {node.name!r} may change the shape of what it carries: "
                 f"{S.describe_value(inner)} becomes {S.describe_value(after)}\n"
-                "hint: declare a fixed shape, or unroll the loop"
+                "hint: fix the sizes of inputs that decide on it by `dims`, export the loop unrolled, "
+                f"or {leave_out('the parameters that enter it')}"
             )

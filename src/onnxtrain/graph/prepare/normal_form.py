@@ -17,6 +17,7 @@ from onnxtrain.graph.prepare.decompose import decompose
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.hidden_weights import show_weights
 from onnxtrain.graph.prepare.local_functions import inline_functions
+from onnxtrain.graph.prepare.loop_states import pin_loop_states
 from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
 from onnxtrain.graph.prepare.squeezes import explicit_squeezes
@@ -56,6 +57,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given)
     repairs += explicit_squeezes(model)
+    repairs += pin_loop_states(model)
     repairs += resolve_sequences(model)
     repairs += decompose(
         model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import onnx_ir as ir
 
@@ -39,9 +40,10 @@ def lift_weights(model: ir.Model) -> list[str]:
     ]
     if not hidden:
         return []
-    taken = {y.name for n in graph.all_nodes() for y in n.outputs} | set(graph.initializers)
-    taken |= {x.name for x in graph.inputs}
-    return [_lift(graph, x, taken) for x in hidden]
+    uses = Counter(y.name for n in graph.all_nodes() for y in n.outputs)
+    uses.update(x.name for x in graph.inputs)
+    uses.update(x.name for x in float_tensors(graph) if x.producer() is None)
+    return [_lift(graph, x, uses) for x in hidden]
 
 
 def roles(model: ir.Model) -> dict[str, Role]:
@@ -80,18 +82,17 @@ def _is_float(value: ir.Value) -> bool:
     return tensor is not None and tensor.dtype in _FLOATS
 
 
-def _lift(graph: ir.Graph, old: ir.Value, taken: set[str | None]) -> str:
+def _lift(graph: ir.Graph, old: ir.Value, uses: Counter[str | None]) -> str:
     """Put a new initializer in the place of a hidden tensor; return its name."""
     tensor = tensor_of(old)
     assert tensor is not None
-    node, name = old.producer(), old.name or "weight"
+    node, base, n = old.producer(), old.name or "weight", 2
     home = old.graph if node is None else node.graph
-    if node is None:
-        # Another body may call its own so.
-        base, n = name, 2
-        while name in taken:
+    name = base
+    if uses[base] > 1:  # two bodies may call what is theirs by one name
+        while uses[name]:
             name, n = f"{base}.{n}", n + 1
-        taken.add(name)
+        uses[name] += 1
     new = ir.Value(
         name=name,
         type=ir.TensorType(tensor.dtype),
