@@ -9,7 +9,20 @@ import pytest
 import onnxtrain
 from onnxtrain import build
 from onnxtrain.errors import OnnxTrainError, PrepareError, ShapeError
-from tests.wild.graphs import BOOL, body, falls, model, node, random, run, train, trained
+from tests.wild.graphs import (
+    BOOL,
+    INT64,
+    body,
+    falls,
+    info,
+    model,
+    node,
+    random,
+    run,
+    tensor,
+    train,
+    trained,
+)
 
 LSTM = {"w": random(1, 8, 4), "r": random(1, 8, 2), "last": np.array([3])}
 DEEP = {"x": ["t", "n", 4, "width"]}
@@ -169,3 +182,44 @@ def test_a_shape_that_a_loop_changes_is_refused_with_a_way_out():
     assert "may change the shape of what it carries" in text
     assert "hint:" in text
     assert "`freeze`" in text
+
+
+def repeated(rank: int) -> onnx.ModelProto:
+    """A Loop whose count and condition are numbers or vectors of one, as files have both."""
+    shape = [1] * rank
+    step = body(
+        [node("MatMul", "s w", "t"), node("Tanh", "t", "u"), node("Identity", "go", "more")],
+        {"more": shape, "u": ["other", 4]},
+        [info("i", shape, INT64), info("go", shape, BOOL), info("s", ["rows", 4])],
+    )
+    step.output[0].type.tensor_type.elem_type = BOOL
+    weights = {
+        "count": np.full(shape, 3),
+        "true": np.full(shape, True),
+        "w": 0.3 * random(4, 4),
+    }
+    proto = model([node("Loop", "count true x", "y", body=step)], {"x": ["n", 4]}, {"y": None})
+    proto.graph.initializer.extend(tensor(n, a) for n, a in weights.items())
+    return proto
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_count_and_condition_of_a_loop_may_be_vectors_of_one(rank: int):
+    proto = repeated(rank)
+    feeds = {"x": random(3, 4)}
+    (y,) = run(proto, feeds)
+    cotangent = random(*y.shape)
+    (w,) = onnxtrain.parameters(proto).values()
+    made = onnxtrain.vjp(proto, ["w"])
+    names = [i.name for i in made.graph.input]
+    gradient = run(made, dict(zip(names, [feeds["x"], w, cotangent], strict=True)))[1]
+
+    def value(step: float) -> float:
+        h = feeds["x"].astype(np.float64)
+        for _ in range(3):
+            h = np.tanh(h @ (w + step * gradient))
+        return float((h * cotangent).sum())
+
+    slope = (value(1e-5) - value(-1e-5)) / 2e-5
+    assert slope == pytest.approx(float((gradient**2).sum()), rel=1e-3)
+    assert falls(train(proto, feeds)[1])
