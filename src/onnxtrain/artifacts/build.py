@@ -81,8 +81,8 @@ def build(
         loss: a name (``"cross_entropy"``), a loss object, the name of a scalar output, a function
             over the builder, another model, or a list of weighted losses.
         optimizer: a name (``"adamw"``) or an optimizer object.
-        train: names or globs of the parameters to train; ``None`` stands for every float
-            initializer that reaches the loss, running statistics excluded.
+        train: names or globs of the parameters to train; ``None`` stands for every tensor that
+            works as a weight and reaches the loss: no constants, no running statistics.
         freeze: names or globs to take out of those.
         mode: ``"train"`` puts BatchNormalization with a trainable scale into training mode and
             Dropout on; ``"as-is"`` leaves the model as it was exported.
@@ -97,7 +97,7 @@ def build(
             or globs of scopes (``"layers.*"``), nodes, or values that blocks end with.
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
-        dims: sizes to fix, by the name of the symbolic dimension.
+        dims: sizes to fix, by the name of the symbolic dimension or by its place (``"x[0]"``).
         randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
             runtime; ``"native"`` uses the runtime's own random operators.
         steps_per_call: with more than one, there is also a step model that trains so many batches
