@@ -338,3 +338,28 @@ def test_nothing_left_says_why_for_each_tensor():
     assert "not trained, an exponent: 1: two" in text
     assert "not trained, a single number in arithmetic: 1: half" in text
     assert "`train`" in text
+
+
+def test_weights_without_a_path_to_an_output_are_told():
+    nodes = [node("MatMul", "x w", "h"), node("ArgMax", "h", "at"), node("Cast", "at", "y", to=1)]
+    proto = model(nodes, X, {"y": None}, {"w": random(8, 8)})
+    with pytest.raises(PrepareError, match="no differentiable path from w"):
+        build(proto, loss="mse", optimizer="sgd")
+
+
+@pytest.mark.parametrize("spelling", ["Reciprocal", "Div"])
+def test_a_logistic_function_that_is_written_out_does_not_overflow(spelling: str):
+    """The slope of ``1 / (1 + exp(-h))`` is zero where the exponential is infinite, not NaN."""
+    last = node("Reciprocal", "d", "y") if spelling == "Reciprocal" else node("Div", "one d", "y")
+    nodes = [
+        node("MatMul", "x w", "h"),
+        node("Mul", "h minus", "n"),
+        node("Exp", "n", "e"),
+        node("Add", "e one", "d"),
+        last,
+    ]
+    weights = {"w": 50 * random(8, 8), "minus": np.float32(-1), "one": np.float32(1)}
+    proto = model(nodes, X, Y, weights)
+    _, curve, trainer = train(proto, {"x": random(16, 8)})
+    assert falls(curve)
+    assert np.isfinite(trainer.parameters["w"]).all()

@@ -68,6 +68,10 @@ def _nothing_left(base: ir.Model, train: Names, freeze: Names) -> str:
     if train is None and freeze is None:
         reasons = why_untrained(base)
         lines += [f"  {line}" for line in reasons[:_SHOWN]]
+        cut_off = [n for n, role in roles_of(base).items() if role.trains]
+        if cut_off:
+            more = f" and {len(cut_off) - _SHOWN} more" if len(cut_off) > _SHOWN else ""
+            lines.append(f"  no differentiable path from {', '.join(cut_off[:_SHOWN])}{more}")
         if len(reasons) > _SHOWN:
             lines.append(f"  ... and {len(reasons) - _SHOWN} more reasons")
         counts = Counter(key_of(n) for n in base.graph.all_nodes() if key_of(n) in NO_GRADIENT)

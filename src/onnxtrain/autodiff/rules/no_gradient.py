@@ -39,7 +39,8 @@ for _op in ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"):
 for _op in ("SVMClassifier", "SVMRegressor"):
     no_gradient(
         f"ai.onnx.ml::{_op}",
-        why="its vectors lie in attributes; only a linear kernel becomes a tensor that trains",
+        why="its vectors lie in attributes; only a linear kernel without probabilities and, for "
+        "classes, two of them, becomes tensors that train",
         refuse=True,
     )
 for _op in ("LinearClassifier", "LinearRegressor", "Normalizer"):

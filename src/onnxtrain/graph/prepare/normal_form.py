@@ -16,11 +16,11 @@ from onnxtrain.graph.prepare.constants import fold, lift_constants
 from onnxtrain.graph.prepare.decompose import decompose
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.hidden_weights import show_weights
+from onnxtrain.graph.prepare.left_open import explicit_squeezes, pin_loop_states
 from onnxtrain.graph.prepare.local_functions import inline_functions
-from onnxtrain.graph.prepare.loop_states import pin_loop_states
 from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
-from onnxtrain.graph.prepare.squeezes import explicit_squeezes
+from onnxtrain.graph.prepare.spelled_sigmoid import name_sigmoids
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
 from onnxtrain.graph.roles import note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
@@ -67,6 +67,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += normalise(model)
+    repairs += name_sigmoids(model)
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
     constants |= fold(model, constants)
     if _has_unknown_ranks(model):  # bounds and shapes that were computed are numbers now

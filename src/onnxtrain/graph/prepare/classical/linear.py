@@ -59,7 +59,7 @@ def linear_classifier(op: Writer) -> Sequence[ir.Value] | None:
         scores = op.op("Sigmoid", scores)
     elif transform == "SOFTMAX":
         scores = op.op("Softmax", scores, axis=1)
-    return [label, scores]
+    return [label, _columns(scores, rows)]
 
 
 def _two_labels(op: Writer, score: ir.Value, labels: list) -> Sequence[ir.Value]:
@@ -71,7 +71,7 @@ def _two_labels(op: Writer, score: ir.Value, labels: list) -> Sequence[ir.Value]
     if _text(op, "post_transform", "NONE") == "LOGISTIC":
         score = op.op("Sigmoid", score)
     other = op.op("Sub", op.constant([1.0]), score)
-    return [label, op.op("Concat", other, score, axis=1)]
+    return [label, _columns(op.op("Concat", other, score, axis=1), 2)]
 
 
 @classical("SVMClassifier")
@@ -92,14 +92,18 @@ def svm_classifier(op: Writer) -> Sequence[ir.Value] | None:
     at = op.op("Cast", op.op("Not", positive), to=int(ir.DataType.INT64))
     flat = op.op("Reshape", at, op.constant([-1], np.int64))
     label = op.op("Gather", _labels(op, labels), flat, axis=0)
-    return [label, op.op("Concat", op.op("Neg", score), score, axis=1)]
+    return [label, _columns(op.op("Concat", op.op("Neg", score), score, axis=1), 2)]
 
 
 def _gemm(op: Writer, weight: np.ndarray, bias: np.ndarray) -> ir.Value:
-    x = op.float_input()
-    return op.op(
-        "Gemm", x, op.weight("coefficients", weight), op.weight("intercepts", bias), transB=1
-    )
+    w, b = op.weight("coefficients", weight), op.weight("intercepts", bias)
+    return _columns(op.op("Gemm", op.float_input(), w, b, transB=1), len(weight))
+
+
+def _columns(scores: ir.Value, count: int) -> ir.Value:
+    """Return a value with its type and rank recorded."""
+    scores.type, scores.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([None, count])
+    return scores
 
 
 def _labels(op: Writer, labels: list) -> ir.Value:

@@ -130,7 +130,7 @@ def _replace(graph: ir.Graph, node: ir.Node, outputs: Sequence[ir.Value]) -> Non
         last = ir.node("Identity", [new])
         graph.insert_before(node, last)
         value = last.outputs[0]
-        value.name, value.type, value.shape = old.name, old.type, old.shape
+        value.name, value.type, value.shape = old.name, old.type or new.type, old.shape or new.shape
         old.name = f"{old.name}.replaced"
         old.replace_all_uses_with(value, replace_graph_outputs=True)
     graph.remove(node, safe=True)
