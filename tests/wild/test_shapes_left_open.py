@@ -221,5 +221,5 @@ def test_count_and_condition_of_a_loop_may_be_vectors_of_one(rank: int):
         return float((h * cotangent).sum())
 
     slope = (value(1e-5) - value(-1e-5)) / 2e-5
-    assert slope == pytest.approx(float((gradient**2).sum()), rel=1e-3)
+    assert slope == pytest.approx(float((gradient**2).sum()), rel=5e-3)
     assert falls(train(proto, feeds)[1])

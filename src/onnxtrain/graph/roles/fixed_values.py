@@ -48,6 +48,12 @@ def _infinite(array: np.ndarray) -> str | None:
     return "a mask" if np.isinf(array).any() and not np.isnan(array).any() else None
 
 
+def _is_identity(array: np.ndarray) -> bool:
+    matrix = np.squeeze(array)
+    square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
+    return square and bool(np.array_equal(matrix, np.eye(len(matrix))))
+
+
 def _is_grid(array: np.ndarray) -> bool:
     """Return whether all values are whole or half numbers, of which there are several."""
     values = np.unique(array if array.size <= 1 << 16 else array.reshape(-1)[: 1 << 16])
@@ -197,6 +203,7 @@ _EVERYWHERE: list[_Test] = [
     (_is_geometric, "a geometric progression of frequencies"),
     (_is_window, "a window function"),
     (_is_grid, "a grid of whole or half numbers"),
+    (_is_identity, "an identity matrix"),
 ]
 _PRODUCT: list[_Test] = [
     (_are_sinusoids, "a basis of sines and cosines"),

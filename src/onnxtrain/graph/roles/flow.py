@@ -65,6 +65,21 @@ class Flow:
                 return True
         return False
 
+    def becomes_angles(self, node: ir.Node) -> bool:
+        """Return whether a result is read by both Sin and Cos, and by nothing else."""
+        readers: set[str] = set()
+        pending, seen = list(node.outputs), set(node.outputs)
+        while pending:
+            for reader, _ in pending.pop().uses():
+                key = key_of(reader)
+                if key in T.MOVES or key == "Concat":
+                    new = [y for y in reader.outputs if y not in seen]
+                    seen.update(new)
+                    pending.extend(new)
+                else:
+                    readers.add(key)
+        return readers == {"Sin", "Cos"}
+
     def scales_integers(self, node: ir.Node) -> bool:
         """Return whether a node brings the result of an integer product back to floats."""
         makers = [self.behind_moves(x) for x in node.inputs if x is not None]

@@ -33,13 +33,17 @@ class Judge:
         tensor = tensor_of(value)
         if tensor is None:
             return constant("its values are not in the file")
-        uses = list(_Case(self.flow, value, tensor.size).uses(value))
+        rank = len(tensor.shape)
+        case = _Case(self.flow, value, tensor.size, rank)
+        uses = list(case.uses(value))
         if not uses:
             return UNUSED
         training = [r for r in uses if r.trains]
         if not training or (tensor.size == 1 and len(training) < len(uses)):
             return next(r for r in uses if not r.trains)
         chosen, name = training[0], value.name or ""
+        if rank == 0 and not case.named:
+            return T.NUMBER  # biases and the like have an axis
         if N.names_statistic(name):
             return T.STATISTIC
         if N.names_constant(name) and chosen.kind not in ("bias", "normalisation"):
@@ -74,9 +78,10 @@ def _array(tensor: ir.TensorProtocol) -> np.ndarray:
 class _Case:
     """One tensor on its way through the graph."""
 
-    def __init__(self, flow: Flow, origin: ir.Value, size: int) -> None:
+    def __init__(self, flow: Flow, origin: ir.Value, size: int, rank: int) -> None:
         self.flow, self.origin, self.size = flow, origin, size
         self.name = origin.name or ""
+        self.named = N.names_scalar_parameter(self.name, rank)
         self.seen: set[ir.Value] = set()
 
     def uses(self, value: ir.Value) -> Iterator[Role]:
@@ -123,7 +128,7 @@ class _Case:
             tensor = tensor_of(self.origin)
             if tensor is not None and V.counts_up(_array(tensor)):
                 return constant("the numbers of bins")
-        return T.WEIGHT
+        return T.ANGLES if self.flow.becomes_angles(node) else T.WEIGHT
 
     def _is_learned_state(self) -> bool:
         tensor = tensor_of(self.origin)
@@ -137,8 +142,11 @@ class _Case:
 
     def _among_constants(self, node: ir.Node, key: str) -> Iterator[Role]:
         """Return roles behind arithmetic on constants alone: ``g * v / norm(v)``."""
-        if self.size == 1 and key in T.ARITHMETIC and not N.names_scalar_parameter(self.name):
+        if self.size == 1 and key in T.ARITHMETIC and not self.named:
             yield T.NUMBER
+            return
+        if self.flow.becomes_angles(node):
+            yield T.ANGLES
             return
         for out in node.outputs:
             yield from self.uses(out)
@@ -177,7 +185,7 @@ class _Case:
             if key == "Add" and self.flow.has_one_feature(node):
                 return T.BIAS
             learned = T.BIAS if key == "Add" else T.SCALE
-            return learned if N.names_scalar_parameter(self.name) else T.NUMBER
+            return learned if self.named else T.NUMBER
         tensor = tensor_of(self.origin)
         assert tensor is not None
         automatic = N.is_automatic(self.name) or self.origin.producer() is not None
@@ -189,7 +197,7 @@ class _Case:
         if wide and automatic and not self._may_be_learned():
             return constant("one number all over")
         if key in ("Mul", "Div"):
-            return T.SCALE
+            return T.ANGLES if self.flow.becomes_angles(node) else T.SCALE
         return T.TABLE if wide else T.BIAS
 
 

@@ -18,9 +18,12 @@ _CONSTANT = re.compile(
 )
 _STATISTIC = re.compile(r"(^|[._/])(running|moving|batch_norm)_?(mean|var\w*)(:\d+)?$", re.I)
 _LEARNED_SCALAR = re.compile(
-    r"(^|[._/])(logit_(scale|bias)|(layer_?)?scale\d*|gamma\d*|beta|alpha|weight|bias|temperature|temp"
-    r"|slope|gate|g|skip_scale|res(idual)?_scale|lambda\d*|\w+\.[wb]_\d+(_deepcopy_\d+)?)$",
+    r"(^|[._/])(logit_(scale|bias)|temperature|\w+_(scale|gain)|\w+\.[wb]_\d+(_deepcopy_\d+)?)$"
 )
+_LEARNED_PLACE = re.compile(  # words that exporters also give to the arguments of a function
+    r"[._/](scale\d*|gain|gamma\d*|beta|alpha|weight|bias|temp|slope|gate|g|lambda\d*)$"
+)
+_LEARNED_VECTOR = re.compile(r"^(scale|gain|gamma|layer_scale|bias|weight)\d*$")
 
 
 def is_automatic(name: str) -> bool:
@@ -38,6 +41,9 @@ def names_statistic(name: str) -> bool:
     return _STATISTIC.search(name) is not None
 
 
-def names_scalar_parameter(name: str) -> bool:
+def names_scalar_parameter(name: str, rank: int) -> bool:
     """Return whether the name is one that people give to a single number that trains."""
-    return not is_automatic(name) and _LEARNED_SCALAR.search(name) is not None
+    if is_automatic(name):
+        return False
+    patterns = [_LEARNED_SCALAR, _LEARNED_PLACE, *([_LEARNED_VECTOR] if rank else [])]
+    return any(pattern.search(name) is not None for pattern in patterns)
