@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.artifacts.at_opset import LARGE_AND_LOWERED, at_opset
+from onnxtrain.artifacts.candidates import candidates, names_list, why_untrained
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
     backward,
@@ -33,16 +34,15 @@ from onnxtrain.artifacts.session_check import check_inputs, check_sessions
 from onnxtrain.artifacts.signature import dtype_name, key_of
 from onnxtrain.artifacts.update.in_place import with_in_place
 from onnxtrain.artifacts.update.vector_models import vector_models
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
 from onnxtrain.autodiff.recompute_blocks import copy_scopes
-from onnxtrain.autodiff.selection import batch_statistics, match, trainable
+from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.io.shared_weights import SharedWeights, copy_with_weights, keep_with
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.modes.widen import widen
-from onnxtrain.graph.prepare import constant_names, repairs_of
+from onnxtrain.graph.prepare import repairs_of, show_weights
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
@@ -51,6 +51,7 @@ from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.optim.clip import Clip
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.targets import BUNDLES, Target, find
+from onnxtrain.way_out import with_freeze
 
 
 def build(
@@ -82,8 +83,8 @@ def build(
         loss: a name (``"cross_entropy"``), a loss object, the name of a scalar output, a function
             over the builder, another model, or a list of weighted losses.
         optimizer: a name (``"adamw"``) or an optimizer object.
-        train: names or globs of the parameters to train; ``None`` stands for every float
-            initializer that reaches the loss, running statistics excluded.
+        train: names or globs of the parameters to train; ``None`` stands for every tensor that
+            works as a weight and reaches the loss: no constants, no running statistics.
         freeze: names or globs to take out of those.
         mode: ``"train"`` puts BatchNormalization with a trainable scale into training mode and
             Dropout on; ``"as-is"`` leaves the model as it was exported.
@@ -100,7 +101,7 @@ def build(
             or globs of scopes (``"layers.*"``), nodes, or values that blocks end with.
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
-        dims: sizes to fix, by the name of the symbolic dimension.
+        dims: sizes to fix, by the name of the symbolic dimension or by its place (``"x[0]"``).
         randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
             runtime; ``"native"`` uses the runtime's own random operators.
         steps_per_call: with more than one, there is also a step model that trains so many batches
@@ -113,13 +114,14 @@ def build(
     asked = from_arguments(BuildRequest, locals())
     first, *rest = BUNDLES.get(target, (target,))
     shared = SharedWeights()
-    one = dataclasses.replace(asked, target=first)
-    artifacts = _checked(_build_one(model, one, shared), one)
-    for name in rest:
-        one = dataclasses.replace(asked, target=name)
-        if not find(name).prefers("several-steps"):
-            one = dataclasses.replace(one, steps_per_call=1)
-        artifacts = merge_targets(artifacts, _checked(_build_one(model, one, shared), one))
+    with with_freeze():
+        one = dataclasses.replace(asked, target=first)
+        artifacts = _checked(_build_one(model, one, shared), one)
+        for name in rest:
+            one = dataclasses.replace(asked, target=name)
+            if not find(name).prefers("several-steps"):
+                one = dataclasses.replace(one, steps_per_call=1)
+            artifacts = merge_targets(artifacts, _checked(_build_one(model, one, shared), one))
     return artifacts
 
 
@@ -128,7 +130,8 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     target, accumulate, opset = asked.target, asked.accumulate, asked.opset
     _check_options(asked.mode, accumulate, asked.ema, target, asked.randomness)
     exactness = resolve_precision(asked.precision, target)
-    source = specialise(load(model), asked.dims or {})
+    source, shown = show_weights(load(model, allow_domains=own_domains()))
+    source = specialise(source, asked.dims or {})
     check_inputs(source)
     large = shared.take(source)
     if large and opset is not None:
@@ -139,6 +142,7 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     if asked.recompute:
         copy_scopes(source, base)
     options = _resolved(asked, base, exactness)
+    untrained = why_untrained(base) if asked.train is None else []
     trained = {*options.candidates, *options.buffers}
     widened = widen(base, trained, target=options.target) if exactness.widens else []
     origin = backward(copy_with_weights(base), options)
@@ -177,7 +181,7 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
         options={
             **recorded(asked),
             "loss_scale": exactness.settings(),
-            "repairs": [*apart, *repairs_of(base), *widened, *origin.repairs],
+            "repairs": [*shown, *apart, *repairs_of(base), *untrained, *widened, *origin.repairs],
         },
     )
     kept = shared if large else None
@@ -240,42 +244,11 @@ def _forms(target: str, opset: int | None) -> Target:
     return chosen if opset is None else chosen.without("data-dependent-sizes")
 
 
-def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
-    """Return the initializers that may be trained, in the order of the file."""
-    statistics = batch_statistics(base.graph)
-    if train is None:
-        chosen = trainable(base)
-    else:
-        hidden = constant_names(base)
-        known = {
-            n: x for n, x in base.graph.initializers.items() if n not in hidden and S.is_float(x)
-        }
-        wanted = set(match(_list(train), known, "train", "parameter"))
-        chosen = [x for x in known.values() if x in wanted]
-    frozen = _list(freeze)
-    if frozen:
-        known = {x.name or "": x for x in chosen}
-        out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
-        chosen = [x for x in chosen if x not in out]
-    named = _list(train)
-    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in named)]
-    if not chosen:
-        raise PrepareError(
-            "no parameter is left to train\n"
-            "hint: look at `onnxtrain explain`, then at train and freeze"
-        )
-    return chosen
-
-
-def _list(names: Names) -> list[str]:
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
-
-
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
     """Return names; patterns stand for outputs, a plain name may be any value of the model."""
     known = [y.name or "" for y in base.graph.outputs]
     names: dict[str, None] = {}
-    for name in _list(outputs):
+    for name in names_list(outputs):
         hits = fnmatch.filter(known, name) if name not in known else []
         names.update(dict.fromkeys(hits or [name]))
     return tuple(names)

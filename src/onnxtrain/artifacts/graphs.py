@@ -285,7 +285,7 @@ def emit_update(
 
 
 def _reaching_parameters(graph: ir.Graph, options: BuildOptions, loss: ir.Value) -> list[ir.Value]:
-    useful = reaching(graph, [loss])
+    useful = reaching(graph, [loss], refused=True)
     candidates = [graph.initializers[n] for n in options.candidates if n in graph.initializers]
     dead = [x.name or "" for x in candidates if x not in useful]
     if dead and options.chosen_by_user:

@@ -28,7 +28,8 @@ CYCLE = Kind("a cycle in the graph", INVALID)
 RECURSIVE = Kind("local functions that call themselves", "ONNX functions cannot be recursive")
 DOMAINS = Kind(
     "operators of unknown domains",
-    "load(..., allow_domains={...}) admits a domain whose operators you can run or have rules for",
+    "onnxtrain.register_vjp admits a domain by a rule for one of its operators; "
+    "load(..., allow_domains={...}) admits one whose operators you only want to run",
 )
 NO_OPSET = Kind("operator domains without an opset import", INVALID)
 BAD_OPSET = Kind("opset imports that cannot be used", "newer opsets need a newer onnx package")

@@ -15,10 +15,14 @@ from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
 from onnxtrain.graph.prepare.decompose import decompose
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
+from onnxtrain.graph.prepare.hidden_weights import show_weights
+from onnxtrain.graph.prepare.left_open import explicit_squeezes, pin_loop_states
 from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
+from onnxtrain.graph.prepare.spelled_sigmoid import name_sigmoids
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
+from onnxtrain.graph.roles import note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.simplify import remove_dead, remove_identities
@@ -39,6 +43,9 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
+    model, shown = show_weights(model)
+    repairs += shown
+    parts = roles(model)
     given = set(model.graph.initializers)
     before = model.opset_imports.get("", OPSET)
     model = to_working_opset(model)
@@ -49,6 +56,8 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given)
+    repairs += explicit_squeezes(model)
+    repairs += pin_loop_states(model)
     repairs += resolve_sequences(model)
     repairs += decompose(
         model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
@@ -58,6 +67,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += normalise(model)
+    repairs += name_sigmoids(model)
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
     constants |= fold(model, constants)
     if _has_unknown_ranks(model):  # bounds and shapes that were computed are numbers now
@@ -69,6 +79,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     used = {n.domain for n in model.graph.all_nodes()}
     for domain in [d for d in model.opset_imports if d and d not in used]:
         del model.opset_imports[domain]
+    note_roles(model, parts)
     model.meta[_CONSTANTS] = frozenset(constants)
     model.meta[_UNUSED] = unused
     model.meta[_REPAIRS] = tuple(repairs)
