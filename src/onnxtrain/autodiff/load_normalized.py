@@ -15,12 +15,17 @@ def load_normalized(model: Source) -> ir.Model:
 
     Operators without a rule whose body the ONNX standard gives are replaced by it.
     """
-    return prepare(load(model, allow_domains=own_domains()), inline=lacks_rule)
+    return prepare(load(model, allow_domains=own_domains()), inline=lacks_rule, keep=has_rule)
 
 
 def own_domains() -> set[str]:
     """Return the domains for which the user registered rules."""
     return {key.split("::")[0] for key in USER_RULES if "::" in key}
+
+
+def has_rule(key: str) -> bool:
+    """Return whether an operator of another domain has a rule, so that it stays as it is."""
+    return key in USER_RULES or key in RULES
 
 
 def lacks_rule(op_type: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
+from onnxtrain.graph.io.imports import load_repairs
 from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
@@ -28,14 +29,20 @@ _UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothi
 _REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
-def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False) -> ir.Model:
+def prepare(
+    model: ir.Model,
+    *,
+    inline: Callable[[str], bool] = lambda op_type: False,
+    keep: Callable[[str], bool] = lambda key: False,
+) -> ir.Model:
     """Return the model in the normal form; the argument must not be used any more.
 
     Args:
         model: a model from ``load``.
         inline: tells for which operators the standard's function body is to be inlined.
+        keep: tells which operators of other domains, ``"domain::Op"``, are to stay as they are.
     """
-    repairs: list[str] = []
+    repairs: list[str] = list(load_repairs(model))
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
@@ -47,12 +54,14 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
         repairs.append(f"opset {before} brought to {after}")
     lift_constants(model)
     _name_nodes(model)
-    infer_shapes(model.graph, after)
+    fused = decompose(model, only=lambda key: not _is_standard(key, after) and not keep(key))
+    if fused:  # types and shapes were inferred on the way
+        repairs += fused
+    else:
+        infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given)
     repairs += resolve_sequences(model)
-    repairs += decompose(
-        model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
-    )
+    repairs += decompose(model, only=lambda key: inline(key) and _is_standard(key, after))
     model = inline_bodies(model, inline)
     lift_constants(model)
     _name_nodes(model)
@@ -116,5 +125,5 @@ def _name_nodes(model: ir.Model) -> None:
             taken.add(node.name)
 
 
-def _is_standard(op_type: str, opset: int) -> bool:
-    return schema_of(op_type, opset) is not None
+def _is_standard(key: str, opset: int) -> bool:
+    return "::" not in key and schema_of(key, opset) is not None

@@ -101,10 +101,11 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             opset_imports=[onnx.OperatorSetIdProto(domain=node.domain, version=opset)],
             ir_version=10,
         )
+    except KeyError as error:
+        raise PrepareError(_untyped(node, error)) from error
     except (
         onnx.shape_inference.InferenceError,
         onnx.checker.ValidationError,
-        KeyError,  # an input of unknown type
         RuntimeError,
         ValueError,
     ) as error:
@@ -117,6 +118,20 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             shape = ir.serde.deserialize_type_proto_for_shape(inferred[v.name])
             if shape is not None:
                 set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
+
+
+def _untyped(node: ir.Node, error: KeyError) -> str:
+    """Return a message on an input of unknown type, which names the operator that gives it."""
+    missing = next((x for x in node.inputs if x is not None and x.type is None), None)
+    maker = None if missing is None else missing.producer()
+    if missing is None or maker is None:
+        return f"shapes do not fit at node {node.name!r}: {describe(node)}\n  {first_line(error)}"
+    return (
+        f"the type of value {missing.name!r} is unknown, which node {node.name!r} "
+        f"({node.op_type}) reads: neither ONNX nor this library defines "
+        f"{maker.domain or 'ai.onnx'}::{maker.op_type} of node {maker.name!r}\n"
+        "hint: add the value's type and shape to the model's value_info"
+    )
 
 
 def _known_array(x: ir.Value) -> np.ndarray | None:

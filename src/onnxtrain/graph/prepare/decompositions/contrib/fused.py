@@ -126,7 +126,7 @@ def fused_gemm(
 def simplified_layer_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     """``x / sqrt(mean(x^2) + epsilon) * scale``; the second output is the reciprocal root."""
     axes = list(range(axis % op.rank(x), op.rank(x)))
-    wide = op.cast(x, ir.DataType(stash_type))
+    wide = x if x.dtype == ir.DataType.DOUBLE else op.cast(x, ir.DataType(stash_type))
     inverse = op.Reciprocal(
         op.Sqrt(op.Add(op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1), epsilon))
     )
