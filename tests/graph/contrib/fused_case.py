@@ -44,10 +44,12 @@ class Case:
     """What of each output is compared; all of it by default."""
     fixed: tuple[int, ...] = ()
     """Float inputs that get no gradient."""
+    symbolic: bool = True
+    """Whether sizes have names."""
     precision: type = np.float64
     """In which gradients are checked: some kernels have one only."""
 
-    def model(self, dtype: type = np.float32, *, symbolic: bool = True) -> onnx.ModelProto:
+    def model(self, dtype: type = np.float32) -> onnx.ModelProto:
         values: list[ir.Value | None] = []
         initializers = []
         for i, array in enumerate(self.inputs):
@@ -57,7 +59,7 @@ class Case:
             array = _as(array, dtype)
             kind = ir.DataType.from_numpy(array.dtype)
             constant = i in self.constants
-            dims = list(array.shape) if constant or not symbolic else _dims(array)
+            dims = list(array.shape) if constant or not self.symbolic else _dims(array)
             value = ir.val(f"x{i}", kind, dims)
             if constant:
                 value.const_value = ir.Tensor(array, name=f"x{i}")
@@ -129,7 +131,7 @@ class Case:
                 kept[self.rows] = seed[self.rows]
                 seeds[name] = kept if seed.ndim == 3 else seed
         gradients = onnxtrain.vjp(model, wrt)
-        grads = _run(gradients, {**feeds, **seeds}, [f"{w}_grad" for w in wrt])
+        grads = _run(gradients, {**arrays, **seeds}, [f"{w}_grad" for w in wrt])
         step = 1e-6 if dtype == np.float64 else 1e-2
         for name, grad in zip(wrt, grads, strict=True):
             assert grad.shape == arrays[name].shape

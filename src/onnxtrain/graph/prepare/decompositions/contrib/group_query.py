@@ -63,9 +63,10 @@ def group_query_attention(
         cos, sin = angles(op, cos_cache, where), angles(op, sin_cache, where)
         q = turn(op, q, cos, sin, rotary_interleaved, node)
         k = turn(op, k, cos, sin, rotary_interleaved, node)
-    present = (k, v) if empty else _wanted_present(op, at, past_key, past_value, k, v, node)
+    past: Any = (past_key, past_value)
+    present = (k, v) if empty else _wanted_present(op, at, past, k, v, node)
     if not empty and attention_bias is not None:  # its last axis is the order of the cache
-        present = present or _present(op, at, past_key, past_value, k, v)
+        present = present or _present(op, at, past, k, v)
         k, v = present
         columns = op.Unsqueeze(op.iota(op.size(k, 2)), [0])
         real = op.Less(columns, op.Unsqueeze(at.lengths, [1]))
@@ -156,20 +157,19 @@ def _visible(
 
 
 def _wanted_present(
-    op: OpBuilder, at: _Positions, past_key: ir.Value, past_value: ir.Value,
-    k: ir.Value, v: ir.Value, node: ir.Node,
+    op: OpBuilder, at: _Positions, past: tuple[ir.Value, ir.Value], k: ir.Value, v: ir.Value,
+    node: ir.Node,
 ) -> tuple[ir.Value, ir.Value] | None:  # fmt: skip
     wanted = any(y.name and (y.uses() or y.is_graph_output()) for y in node.outputs[1:3])
-    return _present(op, at, past_key, past_value, k, v) if wanted else None
+    return _present(op, at, past, k, v) if wanted else None
 
 
 def _present(
-    op: OpBuilder, at: _Positions, past_key: ir.Value, past_value: ir.Value,
-    k: ir.Value, v: ir.Value,
+    op: OpBuilder, at: _Positions, past: tuple[ir.Value, ir.Value], k: ir.Value, v: ir.Value
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
     """Return the caches with new tokens where they belong, also in shorter sequences."""
     assert at.before is not None
-    old, new = op.size(past_key, 2), op.size(k, 2)
+    old, new = op.size(past[0], 2), op.size(k, 2)
     # A cache is as long as the longest sequence, or as the buffer it came in.
     longest = op.ReduceMax(op.Add(at.before, op.vector([new])), keepdims=0)
     length = op.Max(op.Reshape(longest, [1]), op.vector([old]))
@@ -181,12 +181,12 @@ def _present(
     source = op.Unsqueeze(op.Where(op.Less(slot, at.before), slot, behind), [2])
     real = op.Unsqueeze(op.Less(slot, op.Unsqueeze(at.lengths, [1])), [1, 3])
 
-    def joined(past: ir.Value, fresh: ir.Value) -> ir.Value:
-        both = op.Transpose(with_past(op, past, fresh), perm=[0, 2, 1, 3])
+    def joined(cache: ir.Value, fresh: ir.Value) -> ir.Value:
+        both = op.Transpose(with_past(op, cache, fresh), perm=[0, 2, 1, 3])
         moved = op.Transpose(op.GatherND(both, source, batch_dims=1), perm=[0, 2, 1, 3])
         dims = op.dims(moved)
         moved = op.Where(real, moved, 0.0)  # slots behind the end of a sequence are empty
         S.set_dims(moved, [*op.dims(fresh)[:2], dims[2], op.dims(fresh)[3]])
         return moved
 
-    return joined(past_key, k), joined(past_value, v)
+    return joined(past[0], k), joined(past[1], v)
