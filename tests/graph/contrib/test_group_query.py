@@ -67,6 +67,23 @@ CASES |= {
 }  # fmt: skip
 
 
+def windowed(capacity: int, seen: int, length: int) -> Case:
+    """A cache that holds the last positions only: it is exact where the kernel is."""
+    past = normal(1, K, capacity, H), normal(1, K, capacity, H)[..., ::-1].copy()
+    return gqa(
+        PACKED[:1, :length], past=past, cos=True, local_window_size=3, sliding_window_cache=1,
+        lens=np.array([seen + length - 1], np.int32), total=np.array(seen + length, np.int32),
+    )  # fmt: skip
+
+
+CASES |= {
+    "a prompt into a window": windowed(6, 0, LENGTH),
+    "a window just full": windowed(6, 5, 1),
+    "a window that forgets": windowed(4, 9, 1),
+    "a window that forgets while it reads": windowed(4, 4, LENGTH),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_kernel(name: str) -> None:
     CASES[name].check_forward()

@@ -38,7 +38,7 @@ def group_query_attention(
     k_scale=None, v_scale=None, q_norm_weight=None, k_norm_weight=None, *,
     num_heads, kv_num_heads, scale=None, softcap=0.0, do_rotary=0, rotary_interleaved=0,
     local_window_size=-1, smooth_softmax=-1, causal=1, qk_output=0, qk_norm_epsilon=1e-6,
-    k_quant_type="NONE", v_quant_type="NONE", kv_cache_bit_width=0, node,
+    k_quant_type="NONE", v_quant_type="NONE", kv_cache_bit_width=0, sliding_window_cache=0, node,
 ):  # fmt: skip
     """Causal attention; ``num_heads / kv_num_heads`` heads share one of keys and values."""
     _check(node, k_quant_type, v_quant_type, k_scale, v_scale)
@@ -57,7 +57,8 @@ def group_query_attention(
             rms(op, k, k_norm_weight, qk_norm_epsilon),
         )
     empty = past_key is None or op.dims(past_key)[2] == 0
-    at = _positions(op, q, seqlens_k, total, None if empty else past_key)
+    window = local_window_size if sliding_window_cache else None
+    at = _positions(op, q, seqlens_k, total, None if empty else past_key, window)
     if do_rotary:
         where = _angles_at(op, at, position_ids, empty)
         cos, sin = angles(op, cos_cache, where), angles(op, sin_cache, where)
@@ -66,6 +67,8 @@ def group_query_attention(
     past: Any = (past_key, past_value)
     present = (k, v) if empty else _wanted_present(op, at, past, k, v, node)
     if not empty and attention_bias is not None:  # its last axis is the order of the cache
+        if sliding_window_cache:
+            refuse(node, "a bias together with a cache that forgets")
         present = present or _present(op, at, past, k, v)
         k, v = present
         columns = op.Unsqueeze(op.iota(op.size(k, 2)), [0])
@@ -91,6 +94,14 @@ def _check(node: ir.Node, k_type, v_type, k_scale, v_scale) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Forgotten:
+    """How many of the first positions a cache has dropped, [B, 1]: when it came, and afterwards."""
+
+    before: ir.Value
+    after: ir.Value
+
+
+@dataclasses.dataclass(frozen=True)
 class _Positions:
     """Where queries and keys stand; keys are those of the cache, then the new ones."""
 
@@ -100,11 +111,13 @@ class _Positions:
     queries: ir.Value  # [B or 1, S]
     keys: ir.Value  # [B or 1, P + S]
     real: ir.Value  # [B, P + S]: whether a key is a token and no padding
+    forgotten: _Forgotten | None = None  # of a cache that is as long as the window
 
 
 def _positions(
-    op: OpBuilder, q: ir.Value, seqlens_k: ir.Value, total: ir.Value, past: ir.Value | None
-) -> _Positions:
+    op: OpBuilder, q: ir.Value, seqlens_k: ir.Value, total: ir.Value, past: ir.Value | None,
+    window: int | None,
+) -> _Positions:  # fmt: skip
     lengths = op.Add(op.cast(op.Reshape(seqlens_k, [-1]), _INT64), 1)
     S.set_dims(lengths, [op.dims(q)[0]])
     new = op.Unsqueeze(op.iota(op.size(q, 2)), [0])
@@ -117,10 +130,23 @@ def _positions(
     S.set_dims(before, [op.dims(q)[0], 1])
     queries = op.Add(before, new)
     old = op.Unsqueeze(op.iota(op.size(past, 2)), [0])
+    forgotten = None
+    if window is not None:
+        capacity = op.vector([op.size(past, 2)])
+        forgotten = _Forgotten(*(_dropped(op, n, capacity, window) for n in (before, ends)))
+        old = op.Add(old, forgotten.before)
     real = op.Concat(op.Less(old, before), op.Less(queries, ends), axis=1)
     nothing = op.Mul(before, 0)
     keys = op.Concat(op.Add(old, nothing), queries, axis=1)
-    return _Positions(lengths, before, prompt, queries, keys, real)
+    return _Positions(lengths, before, prompt, queries, keys, real, forgotten)
+
+
+def _dropped(op: OpBuilder, count: ir.Value, capacity: ir.Value, window: int) -> ir.Value:
+    """Return how many of ``count`` tokens a cache has dropped; it drops several at a time."""
+    at_once = op.Add(op.Sub(capacity, window), 1)
+    over = op.Max(op.Sub(count, capacity), 0)
+    times = op.Div(op.Sub(op.Add(over, at_once), 1), at_once)
+    return op.Mul(times, at_once)
 
 
 def _angles_at(
@@ -170,15 +196,19 @@ def _present(
     """Return the caches with new tokens where they belong, also in shorter sequences."""
     assert at.before is not None
     old, new = op.size(past[0], 2), op.size(k, 2)
-    # A cache is as long as the longest sequence, or as the buffer it came in.
-    longest = op.ReduceMax(op.Add(at.before, op.vector([new])), keepdims=0)
-    length = op.Max(op.Reshape(longest, [1]), op.vector([old]))
-    slot = op.Unsqueeze(op.iota(length), [0])
+    if at.forgotten is not None:
+        slot = op.Add(op.Unsqueeze(op.iota(old), [0]), at.forgotten.after)
+        kept = op.Sub(slot, at.forgotten.before)
+    else:
+        # A cache is as long as the longest sequence, or as the buffer it came in.
+        longest = op.ReduceMax(op.Add(at.before, op.vector([new])), keepdims=0)
+        length = op.Max(op.Reshape(longest, [1]), op.vector([old]))
+        slot = kept = op.Unsqueeze(op.iota(length), [0])
     behind = op.Min(
         op.Add(op.Sub(slot, at.before), op.vector([old])),
         op.Sub(op.vector([plus(op, old, new)]), 1),
     )
-    source = op.Unsqueeze(op.Where(op.Less(slot, at.before), slot, behind), [2])
+    source = op.Unsqueeze(op.Where(op.Less(slot, at.before), kept, behind), [2])
     real = op.Unsqueeze(op.Less(slot, op.Unsqueeze(at.lengths, [1])), [1, 3])
 
     def joined(cache: ir.Value, fresh: ir.Value) -> ir.Value:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.prepare.decompositions.contrib.heads import refuse
 
 
@@ -42,6 +43,15 @@ class Packed:
         return ir.DataType.UINT8 if self.bits == 8 else ir.DataType.UINT4
 
 
+def constant_bytes(op: OpBuilder, x: ir.Value | None) -> np.ndarray | None:
+    """Return the array of a constant, also of one that a Reshape turns into another shape."""
+    maker = None if x is None else x.producer()
+    if maker is None or not is_op(maker, "Reshape"):
+        return op.constant(x)
+    array, shape = op.constant(maker.inputs[0]), op.constant(maker.inputs[1])
+    return None if array is None or shape is None else array.reshape(shape.tolist())
+
+
 def dequantised(
     op: OpBuilder, weights: ir.Value, scales: ir.Value, points: ir.Value | None, packed: Packed,
     node: ir.Node, *, rows: int | None = None, width: int | None = None,
@@ -58,7 +68,7 @@ def dequantised(
         rows: how many rows the bytes are, if their shape does not tell.
         width: how many numbers of a row count; all by default.
     """
-    raw = op.constant(weights)
+    raw = constant_bytes(op, weights)
     if raw is None or packed.bits not in (2, 4, 8):
         refuse(node, "can be expressed for constant weights of 2, 4 or 8 bits only")
     numbers = packed.unpack(raw if rows is None else raw.reshape(rows, -1))

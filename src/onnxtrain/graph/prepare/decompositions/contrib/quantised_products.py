@@ -10,7 +10,11 @@ import onnx_ir as ir
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.prepare.decompose import decomposition
 from onnxtrain.graph.prepare.decompositions.contrib.heads import refuse, rms
-from onnxtrain.graph.prepare.decompositions.contrib.packed_weights import Packed, dequantised
+from onnxtrain.graph.prepare.decompositions.contrib.packed_weights import (
+    Packed,
+    constant_bytes,
+    dequantised,
+)
 
 # The 16 numbers of bitsandbytes' types: fractions with a sign, and quantiles of the normal law.
 _FP4 = [0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25]
@@ -117,7 +121,7 @@ def gather_block_quantized(
     quantize_axis=1, node,
 ):  # fmt: skip
     """Rows of a quantised table, as floats: rows are picked first, then dequantised."""
-    raw = op.constant(data)
+    raw = constant_bytes(op, data)
     rank = op.rank(data)
     if raw is None or gather_axis % rank != 0 or quantize_axis % rank != rank - 1:
         refuse(node, "only constant tables, rows along the first axis, blocks along the last")
