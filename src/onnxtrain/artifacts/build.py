@@ -123,7 +123,7 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
     source = specialise(load(model), asked.dims or {})
     _check_size(source)
     apart = separate_statistics(source)
-    base = load_normalized(source)
+    base = load_normalized(source, target)
     if asked.recompute:
         copy_scopes(source, base)
     options = _resolved(asked, base, exactness)

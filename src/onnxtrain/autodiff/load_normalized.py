@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
-from onnxtrain.autodiff.registry import NO_GRADIENT, RULES, USER_RULES, ZERO
+from onnxtrain.autodiff.registry import KEPT, NO_GRADIENT, RULES, USER_RULES, ZERO, key_of
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.prepare import prepare
+from onnxtrain.targets import Target, find
 
 
-def load_normalized(model: Source) -> ir.Model:
+def load_normalized(model: Source, target: str | Target = "cpu") -> ir.Model:
     """Return the model in the normal form; the argument is not changed.
 
-    Operators without a rule whose body the ONNX standard gives are replaced by it.
+    Operators without a rule whose body the ONNX standard gives are replaced by it. Products with
+    packed weights stay what they are if the target has them.
     """
-    return prepare(load(model, allow_domains=own_domains()), inline=lacks_rule, keep=has_rule)
+    loaded = load(model, allow_domains=own_domains())
+    return prepare(loaded, inline=lacks_rule, keep=kept_for(target))
 
 
 def own_domains() -> set[str]:
@@ -23,9 +28,15 @@ def own_domains() -> set[str]:
     return {key.split("::")[0] for key in USER_RULES if "::" in key}
 
 
-def has_rule(key: str) -> bool:
-    """Return whether an operator of another domain has a rule, so that it stays as it is."""
-    return key in USER_RULES or key in RULES
+def kept_for(target: str | Target) -> Callable[[ir.Node], bool]:
+    """Return what tells of a node of another domain whether it has a rule and stays as it is."""
+    fused = not find(target).lacks("MatMulNBits")
+
+    def keep(node: ir.Node) -> bool:
+        key = key_of(node)
+        return key in USER_RULES or (fused and key in RULES and KEPT[key](node))
+
+    return keep
 
 
 def lacks_rule(op_type: str) -> bool:

@@ -55,6 +55,8 @@ NO_GRADIENT: dict[str, str] = {}
 REFUSED: set[str] = set()
 """Those of ``NO_GRADIENT`` where zeros would be a trap: it is an error to want a gradient."""
 USER_RULES: dict[str, Rule] = {}
+KEPT: dict[str, Callable[[ir.Node], bool]] = {}
+"""Operators with a rule and a decomposition: tells of a node whether the rule knows its form."""
 
 
 def find_rule(node: ir.Node) -> Rule | None:

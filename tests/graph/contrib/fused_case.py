@@ -104,7 +104,7 @@ class Case:
                 a, b = a[self.rows], b[self.rows]
             np.testing.assert_allclose(b, a, rtol=self.rtol, atol=self.atol)
 
-    def check_gradient(self) -> None:
+    def check_gradient(self, target: str = "portable") -> None:
         """Compare the slope along a random direction of each float input."""
         dtype = self.precision
         model, feeds = self.model(dtype), self.feeds(dtype)
@@ -130,7 +130,7 @@ class Case:
                 kept = np.zeros_like(seed)
                 kept[self.rows] = seed[self.rows]
                 seeds[name] = kept if seed.ndim == 3 else seed
-        gradients = onnxtrain.vjp(model, wrt)
+        gradients = onnxtrain.vjp(model, wrt, target=target)
         grads = _run(gradients, {**arrays, **seeds}, [f"{w}_grad" for w in wrt])
         step = 1e-6 if dtype == np.float64 else 1e-2
         for name, grad in zip(wrt, grads, strict=True):
@@ -152,7 +152,7 @@ class Case:
 
 
 def load_normalized_proto(model: onnx.ModelProto) -> onnx.ModelProto:
-    plain = ir.to_proto(load_normalized(model))
+    plain = ir.to_proto(load_normalized(model, "portable"))
     assert {n.domain for n in plain.graph.node} <= {""}
     return plain
 

@@ -46,15 +46,22 @@ def has_decomposition(key: str) -> bool:
     return key in DECOMPOSITIONS
 
 
-def decompose(model: ir.Model, only: Callable[[str], bool]) -> list[str]:
-    """Rewrite, in place, the nodes whose key ``only`` accepts; return a line for each kind."""
+def decompose(
+    model: ir.Model,
+    only: Callable[[str], bool],
+    keep: Callable[[ir.Node], bool] = lambda node: False,
+) -> list[str]:
+    """Rewrite, in place, the nodes whose key ``only`` accepts; return a line for each kind.
+
+    Nodes that ``keep`` names stay as they are.
+    """
     done: dict[str, int] = {}
-    if not any(_chosen(n, only) for n in model.graph.all_nodes()):
+    if not any(_chosen(n, only) and not keep(n) for n in model.graph.all_nodes()):
         return []
     builder = OpBuilder(model.graph, prefix="prepare/")
 
     def rewrite(node: ir.Node) -> bool:
-        if not _chosen(node, only):
+        if not _chosen(node, only) or keep(node):
             return False
         graph = node.graph
         assert isinstance(graph, ir.Graph)

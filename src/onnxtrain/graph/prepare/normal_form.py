@@ -15,6 +15,7 @@ from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the tab
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
 from onnxtrain.graph.prepare.decompose import decompose
+from onnxtrain.graph.prepare.exact_products import exact_products
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.prepare.normalise import normalise
@@ -33,14 +34,14 @@ def prepare(
     model: ir.Model,
     *,
     inline: Callable[[str], bool] = lambda op_type: False,
-    keep: Callable[[str], bool] = lambda key: False,
+    keep: Callable[[ir.Node], bool] = lambda node: False,
 ) -> ir.Model:
     """Return the model in the normal form; the argument must not be used any more.
 
     Args:
         model: a model from ``load``.
         inline: tells for which operators the standard's function body is to be inlined.
-        keep: tells which operators of other domains, ``"domain::Op"``, are to stay as they are.
+        keep: tells which nodes of other domains are to stay as they are.
     """
     repairs: list[str] = list(load_repairs(model))
     if model.functions:
@@ -54,7 +55,8 @@ def prepare(
         repairs.append(f"opset {before} brought to {after}")
     lift_constants(model)
     _name_nodes(model)
-    fused = decompose(model, only=lambda key: not _is_standard(key, after) and not keep(key))
+    repairs += exact_products(model)
+    fused = decompose(model, only=lambda key: not _is_standard(key, after), keep=keep)
     if fused:  # types and shapes were inferred on the way
         repairs += fused
     else:

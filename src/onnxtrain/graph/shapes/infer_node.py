@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.contrib_shapes import infer_contrib
 from onnxtrain.graph.shapes.control_flow_shapes import infer_control_flow
 from onnxtrain.graph.shapes.fast_rules import infer as infer_fast
 from onnxtrain.graph.shapes.negative_sizes import check_output_sizes
@@ -44,7 +45,7 @@ def infer_node(node: ir.Node, opset: int) -> None:
     try:
         if infer_fast(node):
             return
-        if infer_control_flow(node):
+        if infer_control_flow(node) or infer_contrib(node):
             pass
         elif node.op_type in _LIKE_FIRST and is_standard(node) and node.inputs[0] is not None:
             node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
