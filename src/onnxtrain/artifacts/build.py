@@ -69,6 +69,7 @@ def build(
     recompute: str | Sequence[str] = (),
     target: str = "cpu",
     dims: Mapping[str, int] | None = None,
+    straight_through: bool = False,
     randomness: str = "portable",
     steps_per_call: int | None = None,
     opset: int | None = None,
@@ -97,6 +98,8 @@ def build(
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
         dims: sizes to fix, by the name of the symbolic dimension.
+        straight_through: train through quantisers as if they did not round: gradients pass inside
+            the range of the integers, and nothing outside. Without it such models are refused.
         randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
             runtime; ``"native"`` uses the runtime's own random operators.
         steps_per_call: with more than one, there is also a step model that trains so many batches
@@ -123,7 +126,7 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
     source = specialise(load(model), asked.dims or {})
     _check_size(source)
     apart = separate_statistics(source)
-    base = load_normalized(source, target)
+    base = load_normalized(source, target, straight_through=asked.straight_through)
     if asked.recompute:
         copy_scopes(source, base)
     options = _resolved(asked, base, exactness)

@@ -7,20 +7,44 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
-from onnxtrain.autodiff.registry import KEPT, NO_GRADIENT, RULES, USER_RULES, ZERO, key_of
+from onnxtrain.autodiff.registry import (
+    KEPT,
+    NO_GRADIENT,
+    RULES,
+    STRAIGHT,
+    USER_RULES,
+    ZERO,
+    key_of,
+    mark_straight_through,
+)
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.prepare import prepare
 from onnxtrain.targets import Target, find
 
 
-def load_normalized(model: Source, target: str | Target = "cpu") -> ir.Model:
+def load_normalized(
+    model: Source, target: str | Target = "cpu", *, straight_through: bool = False
+) -> ir.Model:
     """Return the model in the normal form; the argument is not changed.
 
     Operators without a rule whose body the ONNX standard gives are replaced by it. Products with
     packed weights stay what they are if the target has them.
+
+    Args:
+        model: anything that ``load`` takes.
+        target: what forms are chosen for.
+        straight_through: whether gradients are to pass quantisers inside their range.
     """
     loaded = load(model, allow_domains=own_domains())
-    return prepare(loaded, inline=lacks_rule, keep=kept_for(target))
+
+    def inline(op_type: str) -> bool:
+        return lacks_rule(op_type) and not (straight_through and op_type in STRAIGHT)
+
+    keep = kept_for(target)
+    work = prepare(loaded, inline=inline, keep=keep, straight_through=straight_through)
+    if straight_through:
+        mark_straight_through(work.graph.all_nodes())
+    return work
 
 
 def own_domains() -> set[str]:

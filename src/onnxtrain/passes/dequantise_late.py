@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.copy_nodes import copy_node
 from onnxtrain.graph.builder.late import late_zero
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.thresholds import LATE_DEQUANTISE
@@ -79,12 +80,7 @@ def _give_own(op: OpBuilder, chain: list[ir.Node], reader: ir.Node, i: int, wait
     late = op.Add(scale, zero)
     late.shape = scale.shape
     inputs = [first.inputs[0], late, *first.inputs[2:]]
-    value = _copy(op, first, inputs)
+    value = copy_node(op, first, inputs)
     for move in moves:
-        value = _copy(op, move, [value, *move.inputs[1:]])
+        value = copy_node(op, move, [value, *move.inputs[1:]])
     reader.replace_input_with(i, value)
-
-
-def _copy(op: OpBuilder, node: ir.Node, inputs: list[ir.Value | None]) -> ir.Value:
-    attributes = list(node.attributes.values())
-    return op.append(ir.Node(node.domain, node.op_type, inputs, attributes, version=node.version))

@@ -28,6 +28,20 @@ from onnxtrain.graph.shapes.infer import infer_shapes
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
 
+INTEGER: set[str] = set()
+"""Decompositions of integer arithmetic into floats between quantisers, which are used on demand."""
+
+
+def integer_decomposition(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decomposition of operators that compute with integers.
+
+    It is used only if a model is to be trained straight through its quantisers: else the
+    operators stay, and what they give is bit for bit what it was.
+    """
+    INTEGER.update(ops)
+    return decomposition(*ops)
+
+
 def decomposition(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a decomposition for operators keyed ``"Op"`` or ``"domain::Op"``."""
 

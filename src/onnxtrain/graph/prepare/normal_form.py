@@ -14,7 +14,7 @@ from onnxtrain.graph.io.imports import load_repairs
 from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
-from onnxtrain.graph.prepare.decompose import decompose
+from onnxtrain.graph.prepare.decompose import INTEGER, decompose
 from onnxtrain.graph.prepare.exact_products import exact_products
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.local_functions import inline_functions
@@ -35,6 +35,7 @@ def prepare(
     *,
     inline: Callable[[str], bool] = lambda op_type: False,
     keep: Callable[[ir.Node], bool] = lambda node: False,
+    straight_through: bool = False,
 ) -> ir.Model:
     """Return the model in the normal form; the argument must not be used any more.
 
@@ -42,6 +43,7 @@ def prepare(
         model: a model from ``load``.
         inline: tells for which operators the standard's function body is to be inlined.
         keep: tells which nodes of other domains are to stay as they are.
+        straight_through: whether integer arithmetic becomes floats between quantisers.
     """
     repairs: list[str] = list(load_repairs(model))
     if model.functions:
@@ -56,7 +58,11 @@ def prepare(
     lift_constants(model)
     _name_nodes(model)
     repairs += exact_products(model)
-    fused = decompose(model, only=lambda key: not _is_standard(key, after), keep=keep)
+
+    def wanted(key: str) -> bool:
+        return straight_through if key in INTEGER else not _is_standard(key, after)
+
+    fused = decompose(model, only=wanted, keep=keep)
     if fused:  # types and shapes were inferred on the way
         repairs += fused
     else:
