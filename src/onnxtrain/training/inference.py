@@ -34,7 +34,7 @@ class Predictor:
         self.spec = spec
         self._names = [t.name for t in spec.outputs]
         proto, self._weights = _weights_as_inputs(plain_model(artifacts), _weight_names(artifacts))
-        self._session = runtime.create(proto, device=device, threads=threads)
+        self._session = runtime.create(proto, device=device, threads=threads, as_shipped=True)
 
     def run(self, feeds: dict[str, np.ndarray], read: Read) -> dict[str, np.ndarray]:
         """Return the outputs by name."""
