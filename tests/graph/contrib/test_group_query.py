@@ -68,7 +68,7 @@ CASES |= {
 
 
 def windowed(capacity: int, seen: int, length: int) -> Case:
-    """A cache that holds the last positions only: it is exact where the kernel is."""
+    """A cache that holds the last positions only; it is full afterwards, for other rows are junk."""
     past = normal(1, K, capacity, H), normal(1, K, capacity, H)[..., ::-1].copy()
     return gqa(
         PACKED[:1, :length], past=past, cos=True, local_window_size=3, sliding_window_cache=1,
@@ -77,10 +77,10 @@ def windowed(capacity: int, seen: int, length: int) -> Case:
 
 
 CASES |= {
-    "a prompt into a window": windowed(6, 0, LENGTH),
+    "a prompt into a window": windowed(LENGTH, 0, LENGTH),
     "a window just full": windowed(6, 5, 1),
     "a window that forgets": windowed(4, 9, 1),
-    "a window that forgets while it reads": windowed(4, 4, LENGTH),
+    "a window that forgets while it reads": windowed(4, 3, LENGTH),
 }
 
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.prepare.decompositions.rotation import rotate
 from onnxtrain.graph.shapes import dims as D
 
 
@@ -140,25 +141,7 @@ def turn(
     half, size = op.dims(cos)[-1], op.dims(heads)[-1]
     if not isinstance(half, int) or not isinstance(size, int):
         refuse(node, "the number of rotated features is not known")
-    turning, rest = heads, None
-    if 2 * half < size:
-        turning, rest = op.Split(heads, [2 * half, size - 2 * half], axis=-1, _outputs=2)
-    if interleaved:
-        a = op.Slice(turning, [0], [2 * half], [3], [2])
-        b = op.Slice(turning, [1], [2 * half], [3], [2])
-    else:
-        a, b = op.Split(turning, axis=-1, num_outputs=2, _outputs=2)
-    left = op.Sub(op.Mul(a, cos), op.Mul(b, sin))
-    right = op.Add(op.Mul(a, sin), op.Mul(b, cos))
-    left.shape = right.shape = a.shape
-    if interleaved:
-        pairs = op.Concat(op.Unsqueeze(left, [4]), op.Unsqueeze(right, [4]), axis=4)
-        y = op.Reshape(pairs, [0, 0, 0, 2 * half])
-        y = y if rest is None else op.Concat(y, rest, axis=-1)
-    else:
-        y = op.Concat(left, right, *([] if rest is None else [rest]), axis=-1)
-    y.shape = heads.shape
-    return y
+    return rotate(op, heads, cos, sin, interleaved, 2 * half if 2 * half < size else None)
 
 
 def angles(op: OpBuilder, cache: ir.Value, positions: ir.Value) -> ir.Value:
