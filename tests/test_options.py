@@ -118,6 +118,7 @@ def test_the_manifest_records_options() -> None:
         "precision": "bf16-mixed",
         "randomness": "portable",
         "recompute": ["*"],
+        "straight_through": False,
     }
 
 

@@ -23,6 +23,7 @@ LACKS = {
     "ConstantOfShape": "a tensor of one value",
     "GatherElements": "one element per row, by a label",
     "LogSoftmax": "logarithms of probabilities",
+    "MatMulNBits": "products with weights of few bits, packed in blocks, and rows of such tables",
     "MaxPool.Indices": "where the maxima are",
     "MaxUnpool": "values put where the maxima were",
     "NegativeLogLikelihoodLoss": "the loss of labels",
@@ -151,8 +152,9 @@ TARGETS: dict[str, Target] = {
             "portable",
             missing=frozenset(
                 {
-                    *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
-                    *("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss", "Softplus"),
+                    *("GatherElements", "LogSoftmax", "MatMulNBits", "MaxPool.Indices"),
+                    *("MaxUnpool", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"),
+                    "Softplus",
                     "float64",
                 }
             ),

@@ -71,6 +71,7 @@ def build(
     recompute: str | Sequence[str] = (),
     target: str = "cpu",
     dims: Mapping[str, int] | None = None,
+    straight_through: bool = False,
     randomness: str = "portable",
     steps_per_call: int | None = None,
     opset: int | None = None,
@@ -102,6 +103,8 @@ def build(
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
         dims: sizes to fix, by the name of the symbolic dimension or by its place (``"x[0]"``).
+        straight_through: train through quantisers as if they did not round: gradients pass inside
+            the range of the integers, and nothing outside. Without it such models are refused.
         randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
             runtime; ``"native"`` uses the runtime's own random operators.
         steps_per_call: with more than one, there is also a step model that trains so many batches
@@ -137,7 +140,7 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     if large and opset is not None:
         raise PrepareError(LARGE_AND_LOWERED)
     apart = separate_statistics(source)
-    base = load_normalized(source)
+    base = load_normalized(source, target, straight_through=asked.straight_through)
     keep_with(base, source)
     if asked.recompute:
         copy_scopes(source, base)

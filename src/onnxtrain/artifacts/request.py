@@ -65,6 +65,9 @@ class BuildRequest:
         Flag(list[str], "Fix a size: batch=32.", name="dim"),
         lambda dims: dict(dims or {}),
     )
+    straight_through: bool = option(
+        False, Flag(bool, "Train through quantisers: gradients pass inside their range."), as_it_is
+    )
     randomness: str = option("portable", record=as_it_is)
     steps_per_call: int | None = option(
         None, Flag(int, "Also a step model for so many batches; 8 for small ones on wasm.")

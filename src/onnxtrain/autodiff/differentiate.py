@@ -20,6 +20,7 @@ from onnxtrain.autodiff.registry import (
     has_own_rule,
     is_refused,
     is_stopped,
+    is_straight_through,
     key_of,
 )
 from onnxtrain.errors import OnnxTrainError, UndifferentiableError
@@ -96,6 +97,22 @@ def differentiate(
     return {x: grads.get(x) for x in wrt}
 
 
+def refuse_behind(
+    nodes: Sequence[ir.Node], values: Sequence[ir.Value], results: Sequence[ir.Value]
+) -> None:
+    """Raise if it is refused nodes that keep values from results.
+
+    Raises:
+        UndifferentiableError: naming those nodes.
+    """
+    if not values or not any(is_refused(n) for n in nodes):
+        return
+    live, flowing = reached_from(nodes, values), needed_for(nodes, results)
+    refused = [n for n in nodes if n in flowing and is_refused(n) and live.intersection(n.inputs)]
+    if refused:
+        raise UndifferentiableError(_explain_refusal(refused))
+
+
 def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Value]:
     """Return the values that depend differentiably on ``wrt``."""
     live = set(wrt)
@@ -108,8 +125,10 @@ def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Va
 
 
 def _stands_in(node: ir.Node, live: set[ir.Value]) -> bool:
-    return has_own_rule(node) or any(
-        x in live and x.dtype in QUANTISED for x in node.inputs if x is not None
+    return (
+        has_own_rule(node)
+        or is_straight_through(node)
+        or any(x in live and x.dtype in QUANTISED for x in node.inputs if x is not None)
     )
 
 
@@ -178,8 +197,9 @@ def _explain_refusal(refused: Sequence[ir.Node]) -> str:
     if len(refused) > 10:
         lines.append(f"  ... and {len(refused) - 10} more")
     lines.append(
-        f"hint: {leave_out('the parameters upstream of these nodes')}, or register a "
-        f"straight-through rule with onnxtrain.register_vjp({key_of(refused[0])!r})"
+        f"hint: build(..., straight_through=True) trains through quantisers; or "
+        f"{leave_out('the parameters upstream of these nodes')}, or register a rule with "
+        f"onnxtrain.register_vjp({key_of(refused[0])!r})"
     )
     return "\n".join(lines)
 

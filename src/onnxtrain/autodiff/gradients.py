@@ -132,8 +132,7 @@ def start(
     choose: Callable[[ir.Model, Names], list[ir.Value]] = select_outputs,
 ) -> tuple[ir.Model, list[ir.Value], list[ir.Value]]:
     """Return the model in the normal form, the values of ``wrt`` and the chosen outputs."""
-    find(target)
-    work = load_normalized(model)
+    work = load_normalized(model, find(target))
     chosen = choose(work, outputs)
     wrt_values = select_wrt(work, wrt)
     if wrt is not None:

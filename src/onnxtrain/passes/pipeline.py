@@ -18,6 +18,7 @@ from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
 from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
+from onnxtrain.passes.dequantise_late import dequantise_late
 from onnxtrain.passes.expand_label_losses import expand_label_losses
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -78,6 +79,7 @@ FINAL = (
     Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),
     Pass(bias_as_weight_column, prefers="bias-as-weight-column"),
     Pass(split_long_sums),
+    Pass(dequantise_late),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

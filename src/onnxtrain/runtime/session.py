@@ -73,6 +73,7 @@ def create(
     options: Any = None,
     capture: bool = False,
     rest: bool = False,
+    as_shipped: bool = False,
 ) -> Any:
     """Return a session for a model, with the options that training wants.
 
@@ -83,10 +84,12 @@ def create(
         threads: of the session's pool; ``None`` leaves the choice to onnxruntime.
         options: the caller's own ``SessionOptions``, taken as they are.
         capture: record a run as a CUDA graph and replay it; shapes and addresses must stay.
+        as_shipped: run quantised models as any user of the file would, by integer kernels.
         rest: let the pool sleep between runs, since other threads want its cores then.
     """
     ort = runtime()
-    options = session_options(threads) if options is None else options
+    if options is None:
+        options = session_options(threads, as_shipped=as_shipped)
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
     if isinstance(source, BesideWeights):
@@ -102,8 +105,8 @@ def create(
         raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
 
 
-def session_options(threads: int | None) -> Any:
-    """Return the options that training wants."""
+def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
+    """Return the options that training wants; ``as_shipped`` allows fused integer kernels."""
     ort = runtime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are raised, and need not be printed too
@@ -114,6 +117,9 @@ def session_options(threads: int | None) -> Any:
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     # Zeros to scatter into are made when they are needed: kept, they take as much as a weight.
     options.add_session_config_entry(_FOLDED, str(1 << 20))
+    # Quantisers of a step stay what they are: fused to integer kernels, the forward pass would
+    # round in other places than the backward pass believes, and products their inputs to 8 bits.
+    options.add_session_config_entry("session.disable_quant_qdq", "0" if as_shipped else "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     return options

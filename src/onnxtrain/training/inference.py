@@ -64,7 +64,9 @@ class Predictor:
         for name, tensor in self._constants.items():
             tensor.raw_data = now[name]
         data = runtime.in_place_of(self._source, self._model.SerializeToString())
-        self._session = runtime.create(data, device=self._device, threads=self._threads)
+        self._session = runtime.create(
+            data, device=self._device, threads=self._threads, as_shipped=True
+        )
         self._built_with = now
 
 

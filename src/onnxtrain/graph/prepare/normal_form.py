@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
+from onnxtrain.graph.io.imports import load_repairs
 from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
-from onnxtrain.graph.prepare.decompose import decompose
+from onnxtrain.graph.prepare.decompose import INTEGER, decompose
+from onnxtrain.graph.prepare.exact_products import exact_products
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.hidden_weights import show_weights
 from onnxtrain.graph.prepare.left_open import explicit_squeezes, pin_loop_states
@@ -32,14 +34,22 @@ _UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothi
 _REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
-def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False) -> ir.Model:
+def prepare(
+    model: ir.Model,
+    *,
+    inline: Callable[[str], bool] = lambda op_type: False,
+    keep: Callable[[ir.Node], bool] = lambda node: False,
+    straight_through: bool = False,
+) -> ir.Model:
     """Return the model in the normal form; the argument must not be used any more.
 
     Args:
         model: a model from ``load``.
         inline: tells for which operators the standard's function body is to be inlined.
+        keep: tells which nodes of other domains are to stay as they are.
+        straight_through: whether integer arithmetic becomes floats between quantisers.
     """
-    repairs: list[str] = []
+    repairs: list[str] = list(load_repairs(model))
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
@@ -54,14 +64,21 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
         repairs.append(f"opset {before} brought to {after}")
     lift_constants(model)
     _name_nodes(model)
-    infer_shapes(model.graph, after)
+    repairs += exact_products(model)
+
+    def wanted(key: str) -> bool:
+        return straight_through if key in INTEGER else not _is_standard(key, after)
+
+    fused = decompose(model, only=wanted, keep=keep)
+    if fused:  # types and shapes were inferred on the way
+        repairs += fused
+    else:
+        infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given)
     repairs += explicit_squeezes(model)
     repairs += pin_loop_states(model)
     repairs += resolve_sequences(model)
-    repairs += decompose(
-        model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
-    )
+    repairs += decompose(model, only=lambda key: inline(key) and _is_standard(key, after))
     model = inline_bodies(model, inline)
     lift_constants(model)
     _name_nodes(model)
@@ -127,5 +144,5 @@ def _name_nodes(model: ir.Model) -> None:
             taken.add(node.name)
 
 
-def _is_standard(op_type: str, opset: int) -> bool:
-    return schema_of(op_type, opset) is not None
+def _is_standard(key: str, opset: int) -> bool:
+    return "::" not in key and schema_of(key, opset) is not None

@@ -17,6 +17,7 @@ from onnxtrain.graph.prepare.decompose import decompose, has_decomposition
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.old_batch_norm import convert_around_training
 from onnxtrain.graph.prepare.old_forms import convert_with_care
+from onnxtrain.graph.prepare.runtime_operators import move_runtime_operators
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.shapes.negative_sizes import check_before_conversion
 
@@ -37,6 +38,7 @@ def to_working_opset(model: ir.Model) -> ir.Model:
     if "ai.onnx" in model.opset_imports:
         del model.opset_imports["ai.onnx"]
     model.opset_imports[""] = opset or OPSET
+    move_runtime_operators(model, opset or OPSET)
     if opset and opset != OPSET:
         check_before_conversion(model)
     if not opset or opset == OPSET:
