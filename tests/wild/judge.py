@@ -19,7 +19,7 @@ from onnxtrain.training import Trainer
 from tests.wild.inputs import accepted
 from tests.wild.original import Original, mean_square
 
-STEPS = (3e-2, 1e-2, 3e-3, 1e-3, 1e-4)
+STEPS = (3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 """Sizes of steps in units of the weights' own size; the best of them counts."""
 SINGLE = 4
 """So many tensors are also tried one by one."""
