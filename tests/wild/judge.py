@@ -53,6 +53,7 @@ def judge(path: Path, label: str) -> Row:
         row.verdict, row.message = "refused", str(error)
     except Exception as error:
         row.verdict, row.message = "crash", f"{type(error).__name__}: {error}"
+    row.message = row.message.replace(str(path), path.name)
     row.seconds = round(time.perf_counter() - start, 1)
     return row
 
