@@ -16,7 +16,7 @@ import pytest
 import onnxtrain
 from onnxtrain import losses
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.graph.io import load, save, shared_weights
+from onnxtrain.graph.io import load, save, shared_weights, write_model
 from onnxtrain.training import Trainer
 
 WIDTH, LAYERS, CLASSES = 32, 3, 4
@@ -93,10 +93,23 @@ def test_a_directory_holds_one_file_of_weights(given, tmp_path):
     assert trainer.step(*batch()).loss == other.step(*batch()).loss
     x = batch()[0]
     np.testing.assert_array_equal(trainer.predict(x)["y"], other.predict(x)["y"])
+
+
+@pytest.mark.parametrize("train", [["head"], None])
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_is_exported_is_whole(given, tmp_path, monkeypatch, train, saved):
+    artifacts = build(given, loss=LOSS, optimizer="adamw:lr=0.01", train=train)
+    if saved:
+        artifacts.save(tmp_path / "run")
+    trainer = Trainer(tmp_path / "run" if saved else artifacts)
+    trainer.step(*batch())
+    monkeypatch.setattr(write_model.save, "__kwdefaults__", {"external_data_above": 4096})
     trainer.export(tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx.data").stat().st_size >= 3 * WIDTH * WIDTH * 4
     session = onnxruntime.InferenceSession(tmp_path / "out.onnx")
+    x = batch()[0]
     want = session.run(None, {"t0": x})[0]
-    np.testing.assert_allclose(trainer.predict(x)["y"], want, rtol=1e-6)
+    np.testing.assert_allclose(trainer.predict(x)["y"], want, rtol=1e-5, atol=1e-6)
 
 
 def test_what_was_loaded_is_saved_again(given, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,7 @@ SIZES = (6, 1, 16, 32, 48, 64, 80, 128, 224, 320, 512, 1024, 4096, 16000)
 """Tried for dimensions whose names say nothing."""
 WORDS = {
     "batch": 2,
-    "sliding": 32,
+    "sliding": 0,
     "past": 0,
     "total": 6,
     "audio": 32,
@@ -36,8 +37,11 @@ CAPTION, PAST = 6, 0
 
 def candidates(session: Any) -> Iterator[dict[str, np.ndarray]]:
     """Return feeds, the likeliest first."""
-    for size, batch in itertools.product(SIZES, (2, 1)):
-        yield {x.name: array(x, size, batch) for x in session.get_inputs()}
+    names = [str(d) for x in session.get_inputs() for d in x.shape]
+    windows = (32, 0) if any("sliding" in n for n in names) else (0,)
+    for size, batch, window in itertools.product(SIZES, (2, 1), windows):
+        sizes = Sizes(size, batch, window)
+        yield {x.name: array(x, sizes) for x in session.get_inputs()}
 
 
 def accepted(session: Any) -> dict[str, np.ndarray] | None:
@@ -55,12 +59,21 @@ def accepted(session: Any) -> dict[str, np.ndarray] | None:
     return spare
 
 
-def array(x: Any, size: int, batch: int) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is tried at once."""
+
+    unnamed: int
+    batch: int = 2
+    window: int = 0
+
+
+def array(x: Any, sizes: Sizes) -> np.ndarray:
     """Return an array for an input."""
     if x.type not in TYPES:
         raise TypeError(f"{x.name}: {x.type}")
     dtype = TYPES[x.type]
-    dims = [dimension(d, i, size, batch) for i, d in enumerate(x.shape)]
+    dims = [dimension(d, i, sizes) for i, d in enumerate(x.shape)]
     rng = np.random.default_rng(sum(map(ord, x.name)))
     name = x.name.lower()
     if dtype == np.bool_:
@@ -85,14 +98,15 @@ def integers(name: str, dims: list[int], rng: np.random.Generator) -> np.ndarray
     return rng.integers(3, 40, dims)
 
 
-def dimension(d: Any, axis: int, size: int, batch: int) -> int:
+def dimension(d: Any, axis: int, sizes: Sizes) -> int:
     """Return a size for a dimension: fixed, told by its name, or the one to try."""
     if isinstance(d, int) and d > 0:
         return d
     word = str(d or "").lower()
     if "past" in word and ("+" in word or "total" in word):
         return CAPTION
-    for key, value in WORDS.items():
+    known = {**WORDS, "batch": sizes.batch, "sliding": sizes.window}
+    for key, value in known.items():
         if key in word:
-            return batch if key == "batch" else value
-    return batch if axis == 0 else size
+            return value
+    return sizes.batch if axis == 0 else sizes.unnamed

@@ -56,12 +56,14 @@ PRODUCERS = Environment(
     ),
 )
 OPTIMUM = Environment("venv-optimum", ((TORCH,), ("optimum-onnx", "onnxruntime", "onnx")))
+KERAS = Environment("venv-keras", (("tensorflow-cpu", "tf2onnx", "keras", "onnxruntime"),))
 MAKERS = {
     "genai": (PRODUCERS, "genai_models.py"),
     "mobius": (PRODUCERS, "mobius_models.py"),
     "ort": (PRODUCERS, "ort_models.py"),
     "sklearn": (PRODUCERS, "sklearn_models.py"),
     "optimum": (OPTIMUM, "optimum_models.py"),
+    "keras": (KERAS, "keras_models.py"),
 }
 PACKAGES = (
     "basic-pitch captcha-recognizer ddddocr faster-whisper==1.2.1 livekit-plugins-silero magika "

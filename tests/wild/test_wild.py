@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.wild.inputs import dimension
+from tests.wild.inputs import Sizes, dimension
 from tests.wild.judge import Row, judge
 from tests.wild.report import merge, read, summary
 
@@ -52,11 +52,13 @@ def test_files_of_other_tools_train_right(files: Path, name: str) -> None:
 
 
 def test_sizes_are_told_by_names() -> None:
-    assert dimension(7, 1, 99, 2) == 7
-    assert dimension("batch_size", 0, 99, 2) == 2
-    assert dimension("past_sequence_length", 2, 99, 2) == 0
-    assert dimension("past_sequence_length + sequence_length", 1, 99, 2) == 6
-    assert dimension(None, 1, 99, 2) == 99
+    sizes = Sizes(99, batch=3, window=32)
+    assert dimension(7, 1, sizes) == 7
+    assert dimension("batch_size", 0, sizes) == 3
+    assert dimension("past_sequence_length", 2, sizes) == 0
+    assert dimension("past_sliding_length", 2, sizes) == 32
+    assert dimension("past_sequence_length + sequence_length", 1, sizes) == 6
+    assert dimension(None, 1, sizes) == 99
 
 
 def test_rows_are_kept_by_file(tmp_path: Path) -> None:

@@ -75,29 +75,33 @@ def plain_model(artifacts: Artifacts) -> onnx.ModelProto:
     return model_of(artifacts.source("infer"))
 
 
-def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto:
-    """Return the inference model with the weights that ``read`` gives."""
+def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto | ir.Model:
+    """Return the inference model with the weights that ``read`` gives.
+
+    Where weights lie in a file, nothing but an ``ir.Model`` can hold them all: they are mapped.
+    """
     model = plain_model(artifacts)
+    del model.metadata_props[:]  # the manifest describes the model that can be trained
+    if any(t.external_data for t in model.graph.initializer):
+        return _with_mapped_weights(artifacts, model, read)
     by_name = {t.name: t for t in model.graph.initializer}
     for name in _weight_types(artifacts):
         if name in by_name:
-            tensor = by_name[name]
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
-            tensor.raw_data = stored_bytes(tensor, read(name))
-    del model.metadata_props[:]  # the manifest describes the model that can be trained
+            by_name[name].raw_data = stored_bytes(by_name[name], read(name))
     return model
 
 
-def whole_model(artifacts: Artifacts, model: onnx.ModelProto) -> onnx.ModelProto | ir.Model:
-    """Return a model with the weights that lie in other files, mapped into memory."""
-    if not any(t.external_data for t in model.graph.initializer):
-        return model
+def _with_mapped_weights(artifacts: Artifacts, model: onnx.ModelProto, read: Read) -> ir.Model:
     source = artifacts.source("infer")
     folder = source.folder if isinstance(source, runtime.BesideWeights) else artifacts.directory
+    trained = _weight_types(artifacts)
     whole = ir.from_proto(model)
-    for x in whole.graph.initializers.values():
-        if isinstance(x.const_value, ir.ExternalTensor):
+    for name, x in whole.graph.initializers.items():
+        if name in trained and x.const_value is not None:
+            dtype = x.const_value.dtype
+            array = np.ascontiguousarray(read(name).astype(dtype.numpy(), copy=False))
+            x.const_value = ir.Tensor(array, dtype, name=name)
+        elif isinstance(x.const_value, ir.ExternalTensor):
             x.const_value.base_dir = str(folder)
     return whole
 
@@ -208,10 +212,9 @@ def export(
     """
     averages = _averages(trainer.manifest) if ema else {}
     model = trained_model(trainer.artifacts, lambda name: trainer.view(averages.get(name, name)))
-    whole = whole_model(trainer.artifacts, model)
     if opset is not None:
-        whole = lower(whole, opset=opset)
-    save_model(folded(whole) if fold else whole, path)
+        model = lower(model, opset=opset)
+    save_model(folded(model) if fold else model, path)
 
 
 def _averages(manifest: Manifest) -> dict[str, str]:

@@ -55,7 +55,9 @@ def checkpoint(folder: Path, name: str) -> None:
     suffix = "TextConfig" if name == "gemma3" else "Config"
     settings = getattr(transformers, prefix + suffix)
     own = set(settings().to_dict()) | {"head_dim", "original_max_position_embeddings"}
-    sizes = {**COMMON, **({"hidden_size": 128, "head_dim": 32} if name == "phi" else {})}
+    # Rotations of half a head want heads twice as long.
+    wide = {"hidden_size": 128, "head_dim": 32} if name in ("phi", "nemotron") else {}
+    sizes = {**COMMON, **wide}
     config = settings(**{k: v for k, v in sizes.items() if k in own})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)

@@ -126,6 +126,8 @@ def _with_mask(
     """Return the scores with a mask added, conditions on keys, and whether every row has a key."""
     if mask is None:
         return scores, [], True
+    if mask.dtype != ir.DataType.BOOL:
+        mask = op.cast(mask, scores.dtype)  # whole numbers are added like any others
     mask = _full_length(op, mask, k)
     if mask.dtype == ir.DataType.BOOL:
         return scores, [mask], False
