@@ -32,12 +32,18 @@ _UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothi
 _REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
-def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False) -> ir.Model:
+def prepare(
+    model: ir.Model,
+    *,
+    inline: Callable[[str], bool] = lambda op_type: False,
+    by_readers: bool = True,
+) -> ir.Model:
     """Return the model in the normal form; the argument must not be used any more.
 
     Args:
         model: a model from ``load``.
         inline: tells for which operators the standard's function body is to be inlined.
+        by_readers: whether a shape that is left open may be decided by what reads it.
     """
     repairs: list[str] = []
     if model.functions:
@@ -55,9 +61,10 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     lift_constants(model)
     _name_nodes(model)
     infer_shapes(model.graph, after)
-    repairs += resolve_branches(model, given)
-    repairs += explicit_squeezes(model)
-    repairs += pin_loop_states(model)
+    repairs += resolve_branches(model, given, by_readers=by_readers)
+    if by_readers:
+        repairs += explicit_squeezes(model)
+        repairs += pin_loop_states(model)
     repairs += resolve_sequences(model)
     repairs += decompose(
         model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
