@@ -321,3 +321,11 @@ def test_a_tree_says_that_it_has_no_gradient():
     )
     with pytest.raises(OnnxTrainError, match="a tree has no gradient with respect to its input"):
         build(behind, loss=losses.LossTerm("mse", output="y"), optimizer="sgd")
+
+
+def test_the_model_that_is_given_stays_as_it_is():
+    given = ir.from_proto(in_constants())
+    before = ir.to_proto(given).SerializeToString(deterministic=True)
+    build(given, loss=losses.LossTerm("mse", output="y"), optimizer="sgd")
+    onnxtrain.explain(given)
+    assert ir.to_proto(given).SerializeToString(deterministic=True) == before
