@@ -1,1 +1,1 @@
-"""Files as other people have them: causes that once kept them from training."""
+"""ONNX files that others made: what happens to each by default."""

@@ -25,6 +25,7 @@ from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
 from onnxtrain.graph.roles import note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
 from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.shapes.open_sizes import note_root
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 
 _CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
@@ -58,6 +59,7 @@ def prepare(
     after = model.opset_imports[""]
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
+    note_root(model.graph)
     lift_constants(model)
     _name_nodes(model)
     infer_shapes(model.graph, after)

@@ -10,7 +10,6 @@ from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.graph.shapes.open_sizes import note_root
 
 
 def infer_shapes(graph: ir.Graph, opset: int) -> None:
@@ -19,17 +18,16 @@ def infer_shapes(graph: ir.Graph, opset: int) -> None:
     An exporter may call a size ``s7`` where inference finds ``2*batch``: the inferred form wins,
     and the exporter's name is replaced by it from there on.
     """
-    _Inference(opset, graph).run(graph)
+    _Inference(opset).run(graph)
 
 
 class _Inference:
-    def __init__(self, opset: int, root: ir.Graph) -> None:
-        self.opset, self.root = opset, root
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
         self.alias: dict[str, Dim] = {}
         self.inputs: set[str] = set()
 
     def run(self, graph: ir.Graph) -> None:
-        note_root(graph, self.root)
         for x in graph.inputs:
             for d in S.dims_of(x) or ():
                 self.inputs |= D.symbols(d)
