@@ -220,22 +220,24 @@ def test_a_linear_regressor_is_what_it_was_and_trains(op: str):
     )
 
 
-def test_a_linear_support_vector_classifier_trains():
+@pytest.mark.parametrize("classes", [2, 3, 4])
+def test_a_linear_support_vector_classifier_trains(classes: int):
+    count, pairs = 3 * classes, classes * (classes - 1) // 2
     made = node(
         "SVMClassifier",
         "x",
         "label y",
         domain="ai.onnx.ml",
-        coefficients=[0.5, -0.25, 0.75, -1.0],
-        support_vectors=random(16).tolist(),
-        vectors_per_class=[2, 2],
+        coefficients=random((classes - 1) * count).tolist(),
+        support_vectors=random(4 * count).tolist(),
+        vectors_per_class=[3] * classes,
         kernel_type="LINEAR",
         kernel_params=[0.5, 0.0, 3.0],
-        rho=[0.1],
-        classlabels_ints=[3, 4],
+        rho=random(pairs).tolist(),
+        classlabels_ints=list(range(3, 3 + classes)),
         post_transform="NONE",
     )
-    outputs = {"label": ["batch"], "y": ["batch", 2]}
+    outputs = {"label": ["batch"], "y": ["batch", max(pairs, 2)]}
     proto = model([made], X, outputs, machine_learning=3, types=LABEL)
     artifacts, curve, _ = train(proto, FEEDS, optimizer="adamw:lr=1e-2")
     assert falls(curve)
@@ -319,3 +321,11 @@ def test_a_tree_says_that_it_has_no_gradient():
     )
     with pytest.raises(OnnxTrainError, match="a tree has no gradient with respect to its input"):
         build(behind, loss=losses.LossTerm("mse", output="y"), optimizer="sgd")
+
+
+def test_the_model_that_is_given_stays_as_it_is():
+    given = ir.from_proto(in_constants())
+    before = ir.to_proto(given).SerializeToString(deterministic=True)
+    build(given, loss=losses.LossTerm("mse", output="y"), optimizer="sgd")
+    onnxtrain.explain(given)
+    assert ir.to_proto(given).SerializeToString(deterministic=True) == before

@@ -228,6 +228,12 @@ CASES = {
         windowed_fourier_basis(64),
         None,
     ),
+    "bias of a fixed filter": (
+        [node("Conv", "x basis t", "y")],
+        {"x": ["n", 1, 99]},
+        random(66),
+        None,
+    ),
     "window": (
         [node("STFT", "x step t", "s"), node("ReduceSum", "s", "y")],
         {"x": ["n", 99]},
@@ -268,6 +274,7 @@ _OTHERS = {
     "r8": random(1, 8, 2),
     "w3": random(1, 8, 4),
     "step": np.int64(4),
+    "basis": windowed_fourier_basis(64),
 }
 
 

@@ -223,3 +223,20 @@ def test_count_and_condition_of_a_loop_may_be_vectors_of_one(rank: int):
     slope = (value(1e-5) - value(-1e-5)) / 2e-5
     assert slope == pytest.approx(float((gradient**2).sum()), rel=5e-3)
     assert falls(train(proto, feeds)[1])
+
+
+def test_a_rank_lost_in_a_body_names_sizes_of_the_models_inputs():
+    inner = [node("MatMul", "x w", "h"), node("Squeeze", "h", "s"), node("ReduceMax", "s", "a")]
+    branches = {
+        "then_branch": body(inner, {"a": None}),
+        "else_branch": body([node("ReduceMax", "x", "b")], {"b": None}),
+    }
+    proto = model(
+        [node("If", "first", "y", **branches)],
+        {"x": ["n", None, 4], "first": []},
+        {"y": None},
+        {"w": random(4, 2)},
+        types={"first": BOOL},
+    )
+    with pytest.raises(ShapeError, match=r"dims=\{'n': 1, 'x\[1\]': 1\}"):
+        build(proto, loss="mse", optimizer="sgd")

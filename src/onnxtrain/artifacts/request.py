@@ -62,7 +62,7 @@ class BuildRequest:
     target: str = option("cpu", Flag(str, f"One of {', '.join([*TARGETS, *BUNDLES])}."))
     dims: Mapping[str, int] | None = option(
         None,
-        Flag(list[str], "Fix a size: batch=32.", name="dim"),
+        Flag(list[str], "Fix a size: batch=32, or by place: x[0]=1.", name="dim"),
         lambda dims: dict(dims or {}),
     )
     straight_through: bool = option(

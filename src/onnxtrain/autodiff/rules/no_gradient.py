@@ -39,8 +39,7 @@ for _op in ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"):
 for _op in ("SVMClassifier", "SVMRegressor"):
     no_gradient(
         f"ai.onnx.ml::{_op}",
-        why="its vectors lie in attributes; only a linear kernel without probabilities and, for "
-        "classes, two of them, becomes tensors that train",
+        why="its vectors lie in attributes; only a linear kernel, without probabilities, trains",
         refuse=True,
     )
 for _op in ("LinearClassifier", "LinearRegressor", "Normalizer"):

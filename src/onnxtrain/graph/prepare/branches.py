@@ -12,18 +12,23 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
-from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.prepare.constants import fold
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.shapes.required_rank import required_rank
 
+_MOVES = ("Constant", "Identity", "Squeeze", "Unsqueeze")
 
-def resolve_branches(model: ir.Model, parameters: set[str]) -> list[str]:
+
+def resolve_branches(
+    model: ir.Model, parameters: set[str], *, by_readers: bool = True
+) -> list[str]:
     """Replace If nodes whose branch is known by that branch, in place; say how many.
 
     Args:
         model: at the working opset, constants lifted, shapes inferred.
         parameters: initializers that do not count as known.
+        by_readers: whether the rank that readers demand decides too.
     """
     graph = model.graph
     counts = {"with a constant condition": 0, "of which one branch has the rank that is read": 0}
@@ -33,7 +38,7 @@ def resolve_branches(model: ir.Model, parameters: set[str]) -> list[str]:
         fold(model, set(graph.initializers) - parameters, subgraphs=True)
         taken = {n: b for n in _ifs(graph) if (b := _by_condition(n, parameters)) is not None}
         kind = by_condition
-        if not taken:
+        if not taken and by_readers:
             # One at a time: it may decide on the others.
             ranked = ((n, b) for n in _ifs(graph) if (b := _by_rank(n, declared)) is not None)
             taken, kind = dict([first] if (first := next(ranked, None)) else []), by_rank
@@ -75,10 +80,17 @@ def _by_rank(node: ir.Node, declared: dict[ir.Value, int]) -> str | None:
             ranks[name] = None if shape is None else len(shape)
         if None in ranks.values() or len(set(ranks.values())) < 2:
             continue
-        wanted = required_rank(out, declared)
+        # A runtime only warns of a declared rank: a branch that computes must not go by it.
+        wanted = required_rank(out, declared if _only_moves(node) else {})
         if wanted in ranks.values():
             fitting &= {name for name, rank in ranks.items() if rank == wanted}
     return next(iter(fitting)) if len(fitting) == 1 else None
+
+
+def _only_moves(node: ir.Node) -> bool:
+    """Return whether branches give one value with more or fewer axes of size 1, if any."""
+    bodies = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+    return all(is_op(inner, *_MOVES) for body in bodies for inner in body)
 
 
 def _take(node: ir.Node, name: str, names: set[str | None]) -> None:

@@ -27,6 +27,7 @@ from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
 from onnxtrain.graph.roles import note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
 from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.shapes.open_sizes import note_root
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 
 _CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
@@ -40,6 +41,7 @@ def prepare(
     inline: Callable[[str], bool] = lambda op_type: False,
     keep: Callable[[ir.Node], bool] = lambda node: False,
     straight_through: bool = False,
+    by_readers: bool = True,
 ) -> ir.Model:
     """Return the model in the normal form; the argument must not be used any more.
 
@@ -48,6 +50,7 @@ def prepare(
         inline: tells for which operators the standard's function body is to be inlined.
         keep: tells which nodes of other domains are to stay as they are.
         straight_through: whether integer arithmetic becomes floats between quantisers.
+        by_readers: whether a shape that is left open may be decided by what reads it.
     """
     repairs: list[str] = list(load_repairs(model))
     if model.functions:
@@ -62,6 +65,7 @@ def prepare(
     after = model.opset_imports[""]
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
+    note_root(model.graph)
     lift_constants(model)
     _name_nodes(model)
     repairs += exact_products(model)
@@ -74,9 +78,10 @@ def prepare(
         repairs += fused
     else:
         infer_shapes(model.graph, after)
-    repairs += resolve_branches(model, given)
-    repairs += explicit_squeezes(model)
-    repairs += pin_loop_states(model)
+    repairs += resolve_branches(model, given, by_readers=by_readers)
+    if by_readers:
+        repairs += explicit_squeezes(model)
+        repairs += pin_loop_states(model)
     repairs += resolve_sequences(model)
     repairs += decompose(model, only=lambda key: inline(key) and _is_standard(key, after))
     model = inline_bodies(model, inline)

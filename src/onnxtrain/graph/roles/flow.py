@@ -52,6 +52,11 @@ class Flow:
             node = node.inputs[0].producer()
         return node
 
+    def product_before(self, node: ir.Node) -> ir.Node | None:
+        """Return the product that a node adds to, if any."""
+        products = (self._product_of(x) for x in node.inputs if x is not None)
+        return next((p for p in products if p is not None), None)
+
     def has_one_feature(self, node: ir.Node) -> bool:
         """Return whether a node adds to a product that has one column or channel."""
         for x in node.inputs:

@@ -20,6 +20,7 @@ from onnxtrain.graph.roles.flow import Flow
 from onnxtrain.graph.roles.role import Role, constant, parameter
 
 UNUSED = constant("no node reads it")
+_LARGE = 1 << 20  # elements that are looked at
 
 
 class Judge:
@@ -27,14 +28,20 @@ class Judge:
 
     def __init__(self, graph: ir.Graph) -> None:
         self.flow = Flow(graph)
+        self._known: dict[ir.Value, Role] = {}
 
     def role(self, value: ir.Value) -> Role:
         """Return the role of an initializer or of the output of a Constant node."""
+        if value not in self._known:
+            self._known[value] = self._role(value)
+        return self._known[value]
+
+    def _role(self, value: ir.Value) -> Role:
         tensor = tensor_of(value)
         if tensor is None:
             return constant("its values are not in the file")
         rank = len(tensor.shape)
-        case = _Case(self.flow, value, tensor.size, rank)
+        case = _Case(self, value, tensor.size, rank)
         uses = list(case.uses(value))
         if not uses:
             return UNUSED
@@ -71,15 +78,19 @@ def tensor_of(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def _array(tensor: ir.TensorProtocol) -> np.ndarray:
+    """Return the values as numpy's floats; of a large tensor, which may be mapped, the first."""
     array = tensor.numpy()
+    if array.size > _LARGE:
+        array = np.squeeze(array)
+        array = array[: max(1, _LARGE * len(array) // array.size)]
     return array if array.dtype.kind == "f" else array.astype(np.float32)
 
 
 class _Case:
     """One tensor on its way through the graph."""
 
-    def __init__(self, flow: Flow, origin: ir.Value, size: int, rank: int) -> None:
-        self.flow, self.origin, self.size = flow, origin, size
+    def __init__(self, judge: Judge, origin: ir.Value, size: int, rank: int) -> None:
+        self.judge, self.flow, self.origin, self.size = judge, judge.flow, origin, size
         self.name = origin.name or ""
         self.named = N.names_scalar_parameter(self.name, rank)
         self.seen: set[ir.Value] = set()
@@ -101,6 +112,8 @@ class _Case:
         listed = T.ROLES.get(key, {}).get(i)
         if listed is T.STATE and self._is_learned_state():
             yield parameter("state", "a learned initial state")
+        elif listed is T.BIAS:
+            yield self._bias(node)
         elif listed is not None:
             yield listed if listed is not T.WEIGHT else self._operand(node, i)
         elif key in ("Loop", "Scan"):
@@ -119,6 +132,17 @@ class _Case:
             yield from self._among_constants(node, key)
         else:
             yield self._beside_activations(node, i, key, value)
+
+    def _bias(self, product: ir.Node | None) -> Role:
+        """Return the role of a bias: that of a fixed filter is as fixed."""
+        kernel = product.inputs[1] if product is not None and len(product.inputs) > 1 else None
+        while kernel is not None and tensor_of(kernel) is None:
+            mover = kernel.producer()
+            kernel = mover.inputs[0] if mover is not None and key_of(mover) in T.MOVES else None
+        tensor = None if kernel is None else tensor_of(kernel)
+        if kernel is None or tensor is None or not tensor.dtype.is_floating_point():
+            return T.BIAS
+        return T.BIAS if self.judge.role(kernel).kind != "constant" else T.FIXED_BIAS
 
     def _operand(self, node: ir.Node, i: int) -> Role:
         """Return the role in a product: an expectation over bins and angles do not train."""
@@ -183,7 +207,7 @@ class _Case:
             return T.QUANTISED
         if self.size == 1:
             if key == "Add" and self.flow.has_one_feature(node):
-                return T.BIAS
+                return self._bias(self.flow.product_before(node))
             learned = T.BIAS if key == "Add" else T.SCALE
             return learned if self.named else T.NUMBER
         tensor = tensor_of(self.origin)
@@ -198,7 +222,7 @@ class _Case:
             return constant("one number all over")
         if key in ("Mul", "Div"):
             return T.ANGLES if self.flow.becomes_angles(node) else T.SCALE
-        return T.TABLE if wide else T.BIAS
+        return T.TABLE if wide else self._bias(self.flow.product_before(node))
 
 
 __all__ = ["UNUSED", "Judge", "tensor_of"]

@@ -12,7 +12,6 @@ from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.graph.shapes.open_sizes import note_root
 
 Rewrite = Callable[[ir.Node], bool]
 """Replaces a node whose inputs are typed by nodes that are typed too; tells whether it did."""
@@ -25,18 +24,17 @@ def infer_shapes(graph: ir.Graph, opset: int, rewrite: Rewrite | None = None) ->
     and the exporter's name is replaced by it from there on. ``rewrite`` is asked about each node
     in front of its inference, so that operators nobody can infer are replaced on the way.
     """
-    _Inference(opset, graph, rewrite).run(graph)
+    _Inference(opset, rewrite).run(graph)
 
 
 class _Inference:
-    def __init__(self, opset: int, root: ir.Graph, rewrite: Rewrite | None = None) -> None:
-        self.opset, self.root = opset, root
+    def __init__(self, opset: int, rewrite: Rewrite | None = None) -> None:
+        self.opset = opset
         self.rewrite = rewrite
         self.alias: dict[str, Dim] = {}
         self.inputs: set[str] = set()
 
     def run(self, graph: ir.Graph) -> None:
-        note_root(graph, self.root)
         for x in graph.inputs:
             for d in S.dims_of(x) or ():
                 self.inputs |= D.symbols(d)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain.graph.captured_values import subgraphs_of
+
 _ROOT = "onnxtrain.root"  # key in Graph.meta: the graph with the inputs that users know
 _OURS = ("prepare/", "grad/", "step/")  # what names of ours start with
 
@@ -18,9 +20,11 @@ def open_sizes(graph: ir.Graph) -> list[str]:
     return list(names)
 
 
-def note_root(body: ir.Graph, root: ir.Graph) -> None:
-    """Record which graph a body belongs to, for messages."""
-    body.meta[_ROOT] = root
+def note_root(root: ir.Graph) -> None:
+    """Record which graph its bodies belong to, for messages."""
+    for node in root.all_nodes():
+        for body in subgraphs_of(node):
+            body.meta[_ROOT] = root
 
 
 def unknown_rank(x: ir.Value) -> str:

@@ -20,16 +20,6 @@ def scaler(op: Writer) -> Sequence[ir.Value]:
     return [op.op("Mul", x, op.constant(scale))] if scale.size else [op.op("Identity", x)]
 
 
-@classical("ArrayFeatureExtractor")
-def array_feature_extractor(op: Writer) -> Sequence[ir.Value] | None:
-    """Columns, by their numbers."""
-    x, at = op.node.inputs[:2]
-    if x is None or at is None or x.shape is None or len(x.shape) < 2:
-        return None
-    flat = op.op("Reshape", at, op.constant([-1], np.int64))
-    return [op.op("Gather", x, flat, axis=len(x.shape) - 1)]
-
-
 @classical("Binarizer")
 def binarizer(op: Writer) -> Sequence[ir.Value]:
     """One above the threshold, else zero."""

@@ -76,23 +76,49 @@ def _two_labels(op: Writer, score: ir.Value, labels: list) -> Sequence[ir.Value]
 
 @classical("SVMClassifier")
 def svm_classifier(op: Writer) -> Sequence[ir.Value] | None:
-    """With a linear kernel and two labels, one hyperplane: its support vectors add up."""
+    """With a linear kernel, a hyperplane for each two labels: its support vectors add up."""
     labels = op.attribute("classlabels_ints") or _strings(op, "classlabels_strings")
-    vectors, per_class = op.floats("support_vectors"), op.attribute("vectors_per_class", [])
+    counts = op.attribute("vectors_per_class", [])
     plain = _text(op, "post_transform", "NONE") == "NONE" and not op.attribute("prob_a")
-    if _kernel(op) != "LINEAR" or len(labels) != 2 or not plain or sum(per_class) < 1:
+    coefficients, classes = op.floats("coefficients"), len(labels)
+    fits = classes > 1 and len(counts) == classes and sum(counts) > 0
+    if _kernel(op) != "LINEAR" or not plain or not fits:
         return None
-    coefficients, rho = op.floats("coefficients"), op.floats("rho")
-    if coefficients.size != sum(per_class) or (coefficients >= 0).all():
+    if coefficients.size != (classes - 1) * sum(counts) or (coefficients >= 0).all():
         return None
-    weight = coefficients[None, :] @ vectors.reshape(sum(per_class), -1)
-    score = _gemm(op, weight, rho[:1])
-    positive = op.op("Greater", score, op.constant([0.0]))
-    # A positive sum votes for the first label.
-    at = op.op("Cast", op.op("Not", positive), to=int(ir.DataType.INT64))
-    flat = op.op("Reshape", at, op.constant([-1], np.int64))
-    label = op.op("Gather", _labels(op, labels), flat, axis=0)
-    return [label, _columns(op.op("Concat", op.op("Neg", score), score, axis=1), 2)]
+    vectors = op.floats("support_vectors").reshape(sum(counts), -1)
+    pairs = [(i, j) for i in range(classes) for j in range(i + 1, classes)]
+    rho = op.floats("rho")
+    planes = _planes(coefficients.reshape(classes - 1, -1), vectors, counts, pairs)
+    scores = _gemm(op, planes, rho if rho.size == len(pairs) else np.repeat(rho[:1], len(pairs)))
+    # A positive score of a pair is a vote for the first of the two.
+    positive = op.op("Greater", scores, op.constant([0.0]))
+    votes = op.op("Cast", positive, to=int(ir.DataType.FLOAT))
+    first, second = (np.eye(classes)[[pair[k] for pair in pairs]] for k in (0, 1))
+    against = op.op("Sub", op.constant([1.0]), votes)
+    total = op.op(
+        "Add",
+        op.op("MatMul", votes, op.constant(first)),
+        op.op("MatMul", against, op.constant(second)),
+    )
+    at = op.op("ArgMax", total, axis=1, keepdims=0)
+    label = op.op("Gather", _labels(op, labels), at, axis=0)
+    if classes == 2:
+        scores = op.op("Concat", op.op("Neg", scores), scores, axis=1)
+    return [label, _columns(scores, max(len(pairs), 2))]
+
+
+def _planes(
+    coefficients: np.ndarray, vectors: np.ndarray, counts: list[int], pairs: list[tuple[int, int]]
+) -> np.ndarray:
+    """Return the normal of the plane between each two classes."""
+    ends = np.cumsum([0, *counts])
+    rows = []
+    for i, j in pairs:
+        of_i, of_j = slice(ends[i], ends[i + 1]), slice(ends[j], ends[j + 1])
+        own, other = coefficients[j - 1, of_i], coefficients[i, of_j]
+        rows.append(own @ vectors[of_i] + other @ vectors[of_j])
+    return np.asarray(rows, np.float32)
 
 
 def _gemm(op: Writer, weight: np.ndarray, bias: np.ndarray) -> ir.Value:

@@ -21,7 +21,10 @@ def pin_loop_states(model: ir.Model) -> list[str]:
         body = node.attributes["body"].as_graph()
         for i, inner in enumerate(body.inputs[2:], 1):
             after = body.outputs[i]
-            if _is_open(S.dims_of(inner), S.dims_of(after)):
+            tensors = isinstance(inner.type, ir.TensorType) and isinstance(
+                after.type, ir.TensorType
+            )
+            if tensors and _is_open(S.dims_of(inner), S.dims_of(after)):
                 body.outputs[i] = _like(body, after, inner)
                 count += 1
     if count:
