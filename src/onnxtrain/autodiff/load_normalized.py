@@ -58,7 +58,9 @@ def kept_for(target: str | Target) -> Callable[[ir.Node], bool]:
 
     def keep(node: ir.Node) -> bool:
         key = key_of(node)
-        return key in USER_RULES or (fused and key in RULES and KEPT[key](node))
+        if key in USER_RULES:
+            return "::" in key
+        return fused and key in KEPT and KEPT[key](node)
 
     return keep
 

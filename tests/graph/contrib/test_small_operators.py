@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -306,6 +307,24 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_kernel_or_the_formula(name: str) -> None:
     CASES[name].check_forward()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "branches",
+        "branches, one scale",
+        "gated norm",
+        "gated norm, sigmoid",
+        "gated add",
+        "scaled silu",
+        "pre mix",
+        "post mix",
+        "engram",
+    ],
+)
+def test_equals_the_kernel_too(name: str) -> None:
+    dataclasses.replace(CASES[name], reference=None).check_forward()
 
 
 @pytest.mark.parametrize("name", CASES)

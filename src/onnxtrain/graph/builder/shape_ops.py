@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 
@@ -87,9 +88,10 @@ class ShapeOps:
         Asked of inputs, the same size is the same value in all layers of a model.
         """
         parts: list[Any] = []
-        for name in d.split("+"):
+        fed = self._fed_sizes()
+        for name in [d] if d in fed else d.split("+"):
             name = name.strip()
-            where = self._fed_sizes().get(name)
+            where = fed.get(name)
             if where is not None:
                 parts.append(self.Shape(where[0], start=where[1], end=where[1] + 1))
             elif name.isdigit():
@@ -170,6 +172,9 @@ class ShapeOps:
         """Undo broadcasting: sum ``x`` down to the shape of ``ref``."""
         if S.same_shape(x, ref):
             return x
+        maker = x.producer()
+        if maker is not None and is_op(maker, "Neg") and maker.inputs[0] is not None:
+            return self.Neg(self.sum_to(maker.inputs[0], ref))  # the sum is smaller
         have, want = self.dims(x), self.dims(ref)
         lead = len(have) - len(want)
         if lead < 0:

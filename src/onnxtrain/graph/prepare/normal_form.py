@@ -61,7 +61,11 @@ def prepare(
     parts = roles(model)
     given = set(model.graph.initializers)
     before = model.opset_imports.get("", OPSET)
-    model = to_working_opset(model)
+
+    def fused(key: str) -> bool:
+        return straight_through or key not in INTEGER
+
+    model = to_working_opset(model, fused=fused, keep=keep)
     after = model.opset_imports[""]
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
@@ -73,9 +77,9 @@ def prepare(
     def wanted(key: str) -> bool:
         return straight_through if key in INTEGER else not _is_standard(key, after)
 
-    fused = decompose(model, only=wanted, keep=keep)
-    if fused:  # types and shapes were inferred on the way
-        repairs += fused
+    rewritten = decompose(model, only=wanted, keep=keep)
+    if rewritten:  # types and shapes were inferred on the way
+        repairs += rewritten
     else:
         infer_shapes(model.graph, after)
     repairs += resolve_branches(model, given, by_readers=by_readers)

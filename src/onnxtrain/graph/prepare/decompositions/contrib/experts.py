@@ -37,7 +37,11 @@ def q_moe(
     fc2_expert_weight_bits=None, fc3_expert_weight_bits=None, block_size=0, quant_type="int",
     weights_prepacked=-1, accuracy_level=0, node,
 ):  # fmt: skip
-    """The same with quantised weights, which are constants and stay narrow."""
+    """The same with quantised weights, which are constants and stay narrow.
+
+    The kernel for CPUs takes the softmax over the chosen experts only, whatever the attribute says,
+    unless there are weights for them.
+    """
     if use_sparse_mixer or quant_type != "int" or weights_prepacked > 0:
         refuse(node, "a sparse mixer, weights that are no integers, or packed for one device")
 
@@ -55,7 +59,8 @@ def q_moe(
     act = _Activation(
         activation_type, activation_alpha, activation_beta, swiglu_fusion, swiglu_limit
     )
-    return _mixture(op, x, router, router_weights, layers, act, k, normalize_routing_weights, node)
+    normalise = normalize_routing_weights if router_weights is not None else 1
+    return _mixture(op, x, router, router_weights, layers, act, k, normalise, node)
 
 
 class _Layers:
