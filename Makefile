@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -65,6 +65,10 @@ lower-zoo: $(VENV)/.dev $(ONNXJS)  ## every zoo model at older opsets; rewrites 
 
 ops: $(VENV)/.dev  ## ONNX's node tests as a gradient test; rewrites docs/ops.md
 	$(BIN)/python -m tests.node_cases --write
+
+wild: $(VENV)/.dev  ## files that others made, in .cache/wild; rewrites docs/wild.md
+	$(BIN)/python -m tests.wild.produce
+	$(BIN)/python -m tests.wild --write
 
 ort-suite: $(VENV)/.dev  ## onnxruntime's own tests of its training API: make ort-suite ORT_SRC=<checkout>
 	$(BIN)/python -m tests.compat.ort_suite "$(ORT_SRC)"

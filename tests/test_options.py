@@ -28,7 +28,7 @@ DECLARED: dict[type, Declared] = {
         onnxtrain.build,
         {"model"},
         "build",
-        {"model", "output", "lr", "loss_output", "placement", "prefix"},
+        {"model", "output", "lr", "loss_output", "placement", "prefix", "no_check"},
     ),
     FitOptions: (
         onnxtrain.Trainer.fit,
@@ -38,7 +38,7 @@ DECLARED: dict[type, Declared] = {
     ),
 }
 ONLY_IN_PYTHON = {
-    BuildRequest: {"randomness"},
+    BuildRequest: {"randomness", "check"},
     FitOptions: {"callbacks", "progress", "shuffle", "drop_last", "tensorboard"},
 }
 kinds = pytest.mark.parametrize("kind", DECLARED)
@@ -118,6 +118,7 @@ def test_the_manifest_records_options() -> None:
         "precision": "bf16-mixed",
         "randomness": "portable",
         "recompute": ["*"],
+        "straight_through": False,
     }
 
 

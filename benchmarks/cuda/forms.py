@@ -33,12 +33,16 @@ from onnxtrain.targets import find
 SLOW = ("lifted", "swapped")  # tried on small sizes only
 # batch, channels, outs, size, kernel, stride, group: of ResNet-50, MobileNetV3, U-Net and ViT
 CONVS = [
-    *[(64, c, o, s, 1, 1, 1) for c, o, s in ((64, 256, 56), (512, 128, 28), (1024, 256, 14), (2048, 512, 7), (16, 64, 112))],
+    (64, 64, 256, 56, 1, 1, 1), (64, 512, 128, 28, 1, 1, 1), (64, 1024, 256, 14, 1, 1, 1),
+    (64, 2048, 512, 7, 1, 1, 1), (64, 16, 64, 112, 1, 1, 1),
     *[(64, c, c, s, 3, 1, 1) for c, s in ((64, 56), (128, 28), (256, 14), (512, 7))],
-    (64, 128, 128, 56, 3, 2, 1), (64, 512, 1024, 28, 1, 2, 1), (64, 3, 64, 224, 7, 2, 1), (64, 3, 16, 224, 3, 2, 1),
-    (4, 64, 64, 224, 3, 1, 1), (8, 256, 256, 64, 3, 1, 1), (1, 320, 320, 64, 3, 1, 1), (256, 32, 64, 14, 3, 1, 1),
+    (64, 128, 128, 56, 3, 2, 1), (64, 512, 1024, 28, 1, 2, 1),
+    (64, 3, 64, 224, 7, 2, 1), (64, 3, 16, 224, 3, 2, 1),
+    (4, 64, 64, 224, 3, 1, 1), (8, 256, 256, 64, 3, 1, 1),
+    (1, 320, 320, 64, 3, 1, 1), (256, 32, 64, 14, 3, 1, 1),
     (32, 3, 768, 224, 16, 16, 1), (64, 128, 128, 28, 3, 1, 32),
-    *[(64, c, c, s, k, st, c) for c, s, k, st in ((16, 112, 3, 1), (64, 112, 3, 2), (72, 56, 5, 2), (120, 28, 5, 1), (480, 14, 3, 1), (960, 7, 5, 1))],
+    (64, 16, 16, 112, 3, 1, 16), (64, 64, 64, 112, 3, 2, 64), (64, 72, 72, 56, 5, 2, 72),
+    (64, 120, 120, 28, 5, 1, 120), (64, 480, 480, 14, 3, 1, 480), (64, 960, 960, 7, 5, 1, 960),
 ]  # fmt: skip
 
 
@@ -93,8 +97,9 @@ def conv_forms(kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
         out = (size + 2 * (k // 2 if stride < k or k == 1 else 0) - k) // stride + 1
         p = k // 2 if stride < k or k == 1 else 0
 
-        def values(op: OpBuilder, n=n, c=c, o=o, size=size, k=k, group=group, out=out) -> list[ir.Value]:  # fmt: skip
-            shapes = {"x": [n, c, size, size], "dy": [n, o, out, out], "w": [o, c // group, k, k]}
+        shapes = {"x": [n, c, size, size], "dy": [n, o, out, out], "w": [o, c // group, k, k]}
+
+        def values(op: OpBuilder, shapes: Any = shapes) -> list[ir.Value]:
             return [op.input(name, ir.DataType.FLOAT, shape) for name, shape in shapes.items()]
 
         win = windows([k, k], [stride] * 2, None, [p] * 4)
@@ -108,10 +113,12 @@ def conv_forms(kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
             if name in ("taps", "merged") and k > 7:
                 continue
 
-            def build(op: OpBuilder, form=form, values=values, win=win, group=group) -> list[ir.Value]:  # fmt: skip
+            def build(
+                op: OpBuilder, form: Any = form, values: Any = values, rest: Any = (win, group)
+            ) -> list[ir.Value]:
                 x, dy, w = values(op)
                 order = (x, dy, w) if kind == "weight" else (dy, w, x)
-                return [form.build(op, *order, win, group)]
+                return [form.build(op, *order, *rest)]
 
             models[name] = model_of(build)
         yield f"{n}x{c}->{o} {size}x{size} k{k} s{stride} g{group}", models

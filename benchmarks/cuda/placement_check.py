@@ -76,7 +76,8 @@ def main() -> int:
         module, losses = references[target]
         wanted = {n: p.detach().numpy() for n, p in module.named_parameters()}
         artifacts = onnxtrain.build(
-            models[target], loss="cross_entropy", target=target, dims={"batch": ROWS} if fixed else None,
+            models[target], loss="cross_entropy", target=target,
+            dims={"batch": ROWS} if fixed else None,
             optimizer=optim.AdamW(lr=1e-2, weight_decay=0.01),
         )  # fmt: skip
         label = f"{target:5}{'fixed' if fixed else 'free':6}{layout:9} capture={capture!s:6}"
@@ -89,7 +90,8 @@ def main() -> int:
             off = max(float(np.abs(trainer.parameters[n] - w).max()) for n, w in wanted.items())
             left = [n for s in trainer.step_models for n in placement(s, device=args.device).left]
             right = loss < 2e-2 and off < 2e-2
-            note = f"captured={trainer.captured!s:6} loss {loss:.1e}, parameters {off:.1e}, on the CPU: {len(left)}"
+            note = f"captured={trainer.captured!s:6} loss {loss:.1e}, parameters {off:.1e}"
+            note += f", on the CPU: {len(left)}"
         except Exception as error:  # every failure is a line of the table
             right, note = False, f"{type(error).__name__}: {str(error)[:200]}"
         failed += not right

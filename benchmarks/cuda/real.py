@@ -5,7 +5,7 @@
     python -m benchmarks.cuda.report real.json
 
 All get each batch from the host and give the loss of each step back. AdamW, TF32 on for all, and
-torch's optimizer is the fused one. Losses of the first steps are compared, and shown if they differ.
+torch's optimizer is the fused one. Losses of the first steps are compared.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def ours(
     x, labels = (t.numpy() for t in net.batch())
     start = time.perf_counter()
     artifacts = onnxtrain.build(
-        folder / f"{name}.onnx", loss="cross_entropy", optimizer=optim.AdamW(lr=LR, weight_decay=0.01),
+        folder / f"{name}.onnx", loss="cross_entropy",
+        optimizer=optim.AdamW(lr=LR, weight_decay=0.01),
         target="cuda", precision=precision, dims={"batch": len(x)}, **options,
     )  # fmt: skip
     built = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Nets that people train, as their libraries make them; dropout off, so that losses can be compared.
+"""Nets that people train, as their libraries make them; without dropout, to compare losses.
 
 Each entry gives a module from a batch to scores ``[rows, classes]``, and a batch with labels.
 """

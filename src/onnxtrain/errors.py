@@ -51,6 +51,10 @@ class VerificationError(LoweringError):
     """A lowered model does not do what the original does; nothing was written."""
 
 
+class DefectError(OnnxTrainError):
+    """A model that was built here is refused by the runtime: a defect of this library."""
+
+
 class CheckpointError(OnnxTrainError, ValueError):
     """A checkpoint, manifest or artifact is broken or does not fit the model."""
 

@@ -78,6 +78,8 @@ class Location:
     file: str
     offset: int
     nbytes: int
+    dtype: str = ""
+    """Of these bytes, where it is not that of the tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +167,10 @@ class Manifest:
             for name in _OPTIONAL:
                 if not model[name]:
                     del model[name]
+        for weight in (*data["parameters"], *data["buffers"]):
+            for place in weight["locations"]:
+                if not place["dtype"]:
+                    del place["dtype"]
         if not hashes:
             data["files"] = {}
             for model in data["models"]:

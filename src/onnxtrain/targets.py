@@ -24,6 +24,7 @@ LACKS = {
     "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
     "GatherElements": "one element per row, by a label",
     "LogSoftmax": "logarithms of probabilities",
+    "MatMulNBits": "products with weights of few bits, packed in blocks, and rows of such tables",
     "MaxPool.Indices": "where the maxima are",
     "MaxUnpool": "values put where the maxima were",
     "NegativeLogLikelihoodLoss": "the loss of labels",
@@ -34,6 +35,7 @@ LACKS = {
     "SoftmaxCrossEntropyLoss": "the loss of labels",
     "Softplus": "log(1 + e^x) that does not overflow",
     "float16": "products in 16 bits, or rounded to them",
+    "float64": "sums of very many numbers",
     "int64": "inputs of 64 bits",
     "output-binding": "results written to memory of the caller's choice",
 }
@@ -166,8 +168,8 @@ TARGETS: dict[str, Target] = {
                     *("ArgMax", "BatchNormalization.training_mode", "ConstantOfShape"),
                     *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
                     *("NegativeLogLikelihoodLoss", "Range.int64", "ScatterElements", "Sign"),
-                    *("Slice.bool", "SoftmaxCrossEntropyLoss", "Softplus", "float16", "int64"),
-                    "output-binding",
+                    *("Slice.bool", "SoftmaxCrossEntropyLoss", "Softplus", "float16", "float64"),
+                    *("int64", "output-binding"),
                 }
             ),
             preferences=frozenset({"means-by-matmul"}),
@@ -179,8 +181,10 @@ TARGETS: dict[str, Target] = {
             "portable",
             missing=frozenset(
                 {
-                    *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
-                    *("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss", "Softplus"),
+                    *("GatherElements", "LogSoftmax", "MatMulNBits", "MaxPool.Indices"),
+                    *("MaxUnpool", "NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"),
+                    "Softplus",
+                    "float64",
                 }
             ),
             preferences=frozenset({"means-by-matmul"}),

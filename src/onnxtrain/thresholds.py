@@ -233,3 +233,8 @@ FUSED_SGD_LEFT_OVER = 8
 
 No command varies it; ``python -m benchmarks`` times whole steps.
 """
+LATE_DEQUANTISE = 1 << 12
+"""From so many elements on, a frozen quantised weight is dequantised each time it is read.
+
+No command varies it; below, what is kept is smaller than what the extra nodes cost.
+"""

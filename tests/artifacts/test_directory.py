@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.errors import CheckpointError, PrepareError
+from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import Manifest
 from onnxtrain.training import Trainer
 
@@ -250,12 +250,6 @@ def test_models_may_not_reach_outside(folder: Path) -> None:
     edit(folder, f"m['models'][1]['sha256'] = '{digest}'")
     with pytest.raises(CheckpointError, match=r"^eval_model\.onnx: not an ONNX model"):
         Artifacts.load(folder)
-
-
-def test_weights_over_two_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["onnxtrain.artifacts.build"], "_LARGEST", 100)
-    with pytest.raises(PrepareError, match="artifacts over 2 GiB are not there yet"):
-        example()
 
 
 def test_no_directory(tmp_path: Path) -> None:

@@ -234,13 +234,13 @@ def test_quantised_weights(bits: int, points: bool) -> None:
     np.testing.assert_allclose(dx, u @ weights.T, rtol=1e-3, atol=1e-3)
 
 
-def test_cache_is_refused() -> None:
+def test_a_shared_buffer_is_refused() -> None:
     model = fused_model(
         "Attention",
         [r(B, S, D), r(D, 3 * D), r(3 * D), None, r(2, B, HEADS, S, D // HEADS)],
-        {"num_heads": HEADS},
+        {"num_heads": HEADS, "past_present_share_buffer": 1},
         ["y"],
         "com.microsoft",
     )
-    with pytest.raises(onnxtrain.errors.PrepareError, match="key-value cache"):
+    with pytest.raises(onnxtrain.errors.PrepareError, match="buffer of fixed length"):
         onnxtrain.vjp(model, "x0")

@@ -52,6 +52,10 @@ def test_default_is_the_runtimes(key: str):
         theirs = _default(attribute)
         if name not in ours or attribute.required or (theirs in _EMPTY and ours[name] in _EMPTY):
             continue
-        if ours[name] != pytest.approx(theirs, rel=1e-6):
+        if isinstance(theirs, str | bytes):
+            same = ours[name] == (theirs if isinstance(theirs, str) else theirs.decode())
+        else:
+            same = ours[name] == pytest.approx(theirs, rel=1e-6)
+        if not same:
             differing[name] = (ours[name], theirs)
     assert not differing

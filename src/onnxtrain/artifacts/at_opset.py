@@ -9,6 +9,10 @@ import onnx
 from onnxtrain.errors import LoweringError
 from onnxtrain.lowering.api import lower
 
+LARGE_AND_LOWERED = (
+    "weights so large are kept in a file, which no lowering rewrites\n"
+    "hint: build without opset, and lower what is exported"
+)
 _SCATTER = "\nhint: target='portable' gives gradients of pooling that scatter nothing"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.artifacts.at_opset import at_opset
+from onnxtrain.artifacts.at_opset import LARGE_AND_LOWERED, at_opset
+from onnxtrain.artifacts.candidates import candidates, names_list, why_untrained
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
     backward,
@@ -29,17 +30,19 @@ from onnxtrain.artifacts.precision import OWNER, Precision, initial
 from onnxtrain.artifacts.precision import resolve as resolve_precision
 from onnxtrain.artifacts.pretrained_weights import aliases_of
 from onnxtrain.artifacts.request import BuildRequest, Names
+from onnxtrain.artifacts.session_check import check_inputs, check_sessions
 from onnxtrain.artifacts.signature import dtype_name, key_of
 from onnxtrain.artifacts.update.in_place import with_in_place
 from onnxtrain.artifacts.update.vector_models import vector_models
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
 from onnxtrain.autodiff.recompute_blocks import copy_scopes
-from onnxtrain.autodiff.selection import batch_statistics, match, trainable
+from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.io.shared_weights import SharedWeights, copy_with_weights, keep_with
 from onnxtrain.graph.modes import separate_statistics
-from onnxtrain.graph.prepare import constant_names, repairs_of
+from onnxtrain.graph.modes.widen import widen
+from onnxtrain.graph.prepare import repairs_of, show_weights
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
@@ -48,8 +51,7 @@ from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.optim.clip import Clip
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.targets import BUNDLES, Target, find
-
-_LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
+from onnxtrain.way_out import with_freeze
 
 
 def build(
@@ -69,9 +71,11 @@ def build(
     recompute: str | Sequence[str] = (),
     target: str = "cpu",
     dims: Mapping[str, int] | None = None,
+    straight_through: bool = False,
     randomness: str = "portable",
     steps_per_call: int | None = None,
     opset: int | None = None,
+    check: bool = True,
 ) -> Artifacts:
     """Return training, evaluation, optimizer, step and inference models with their manifest.
 
@@ -80,8 +84,8 @@ def build(
         loss: a name (``"cross_entropy"``), a loss object, the name of a scalar output, a function
             over the builder, another model, or a list of weighted losses.
         optimizer: a name (``"adamw"``) or an optimizer object.
-        train: names or globs of the parameters to train; ``None`` stands for every float
-            initializer that reaches the loss, running statistics excluded.
+        train: names or globs of the parameters to train; ``None`` stands for every tensor that
+            works as a weight and reaches the loss: no constants, no running statistics.
         freeze: names or globs to take out of those.
         mode: ``"train"`` puts BatchNormalization with a trainable scale into training mode and
             Dropout on; ``"as-is"`` leaves the model as it was exported.
@@ -92,53 +96,67 @@ def build(
         ema: decay of a moving average of the weights.
         precision: ``"float32"``, or ``"bf16-mixed"`` or ``"fp16-mixed"``: products in 16 bits,
             parameters and all else in float32; a :class:`Precision` also sets the loss scaling.
+            Files in 16 bits train in float32 too, and are exported as they were; ``"file"`` trains
+            them in their own types.
         recompute: what to compute again in the backward pass instead of keeping it: ``"auto"``,
             or globs of scopes (``"layers.*"``), nodes, or values that blocks end with.
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
-        dims: sizes to fix, by the name of the symbolic dimension.
+        dims: sizes to fix, by the name of the symbolic dimension or by its place (``"x[0]"``).
+        straight_through: train through quantisers as if they did not round: gradients pass inside
+            the range of the integers, and nothing outside. Without it such models are refused.
         randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
             runtime; ``"native"`` uses the runtime's own random operators.
         steps_per_call: with more than one, there is also a step model that trains so many batches
             in one call. ``None`` is 8 for small models on wasm, else 1.
         opset: of all models, where a runtime wants an older one; each then goes through
             :func:`onnxtrain.lower` and is compared with what it came from.
+        check: make a session of the file and of what was built, once, where onnxruntime is
+            installed; what it refuses is found here then, and not at the first step.
     """
     asked = from_arguments(BuildRequest, locals())
     first, *rest = BUNDLES.get(target, (target,))
-    artifacts = _build_one(model, dataclasses.replace(asked, target=first))
-    for name in rest:
-        one = dataclasses.replace(asked, target=name)
-        if not find(name).prefers("several-steps"):
-            one = dataclasses.replace(one, steps_per_call=1)
-        artifacts = merge_targets(artifacts, _build_one(model, one))
+    shared = SharedWeights()
+    with with_freeze():
+        one = dataclasses.replace(asked, target=first)
+        artifacts = _checked(_build_one(model, one, shared), one)
+        for name in rest:
+            one = dataclasses.replace(asked, target=name)
+            if not find(name).prefers("several-steps"):
+                one = dataclasses.replace(one, steps_per_call=1)
+            artifacts = merge_targets(artifacts, _checked(_build_one(model, one, shared), one))
     return artifacts
 
 
-def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
+def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Artifacts:
     """Return the artifacts for a single target."""
     target, accumulate, opset = asked.target, asked.accumulate, asked.opset
     _check_options(asked.mode, accumulate, asked.ema, target, asked.randomness)
     exactness = resolve_precision(asked.precision, target)
-    source = specialise(load(model), asked.dims or {})
-    _check_size(source)
+    source, shown = show_weights(load(model, allow_domains=own_domains()))
+    source = specialise(source, asked.dims or {})
+    check_inputs(source)
+    large = shared.take(source)
+    if large and opset is not None:
+        raise PrepareError(LARGE_AND_LOWERED)
     apart = separate_statistics(source)
-    base = load_normalized(source)
+    base = load_normalized(source, target, straight_through=asked.straight_through)
+    keep_with(base, source)
     if asked.recompute:
         copy_scopes(source, base)
     options = _resolved(asked, base, exactness)
-    origin = backward(base.clone(), options)
+    untrained = why_untrained(base) if asked.train is None else []
+    trained = {*options.candidates, *options.buffers}
+    widened = widen(base, trained, target=options.target) if exactness.widens else []
+    origin = backward(copy_with_weights(base), options)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
-    aliases = aliases_of(source)
-    weights = tuple(
-        dataclasses.replace(_weight(n, a), aliases=aliases.get(n, ())) for n, a in arrays.items()
-    )
+    weights = _weights(source, arrays)
     state = [*_state(options, arrays), *exactness.state()]
     _check_names(origin.parameters, origin.buffers, state)
     specs = [
         training_graph(origin, options),
-        eval_graph(base.clone(), options, origin.parameters),
+        eval_graph(copy_with_weights(base), options, origin.parameters),
         optimizer_graph(options, weights, state),
         step_graph(origin, options, state),
     ]
@@ -166,11 +184,19 @@ def _build_one(model: Source, asked: BuildRequest) -> Artifacts:
         options={
             **recorded(asked),
             "loss_scale": exactness.settings(),
-            "repairs": [*apart, *repairs_of(base), *origin.repairs],
+            "repairs": [*shown, *apart, *repairs_of(base), *untrained, *widened, *origin.repairs],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
         },
     )
-    return Artifacts(manifest, models, {**arrays, **values}, slots)
+    kept = shared if large else None
+    return Artifacts(manifest, models, {**arrays, **values}, slots, shared=kept)
+
+
+def _checked(artifacts: Artifacts, asked: BuildRequest) -> Artifacts:
+    """Return artifacts that onnxruntime takes, if it is to be asked."""
+    if asked.check:
+        check_sessions(artifacts, asked.target)
+    return artifacts
 
 
 def _resolved(asked: BuildRequest, base: ir.Model, exactness: Precision) -> BuildOptions:
@@ -222,52 +248,11 @@ def _forms(target: str, opset: int | None) -> Target:
     return chosen if opset is None else chosen.without("data-dependent-sizes")
 
 
-def _check_size(model: ir.Model) -> None:
-    stored = (x.const_value for x in model.graph.initializers.values())
-    size = sum(t.nbytes for t in stored if t is not None)
-    if size > _LARGEST:
-        raise PrepareError(
-            f"weights of {size:,} bytes: artifacts over 2 GiB are not there yet\n"
-            "hint: use onnxtrain.vjp, whose parameters are inputs"
-        )
-
-
-def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
-    """Return the initializers that may be trained, in the order of the file."""
-    statistics = batch_statistics(base.graph)
-    if train is None:
-        chosen = trainable(base)
-    else:
-        hidden = constant_names(base)
-        known = {
-            n: x for n, x in base.graph.initializers.items() if n not in hidden and S.is_float(x)
-        }
-        wanted = set(match(_list(train), known, "train", "parameter"))
-        chosen = [x for x in known.values() if x in wanted]
-    frozen = _list(freeze)
-    if frozen:
-        known = {x.name or "": x for x in chosen}
-        out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
-        chosen = [x for x in chosen if x not in out]
-    named = _list(train)
-    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in named)]
-    if not chosen:
-        raise PrepareError(
-            "no parameter is left to train\n"
-            "hint: look at `onnxtrain explain`, then at train and freeze"
-        )
-    return chosen
-
-
-def _list(names: Names) -> list[str]:
-    return [] if names is None else [names] if isinstance(names, str) else list(names)
-
-
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
     """Return names; patterns stand for outputs, a plain name may be any value of the model."""
     known = [y.name or "" for y in base.graph.outputs]
     names: dict[str, None] = {}
-    for name in _list(outputs):
+    for name in names_list(outputs):
         hits = fnmatch.filter(known, name) if name not in known else []
         names.update(dict.fromkeys(hits or [name]))
     return tuple(names)
@@ -282,6 +267,13 @@ def _array(model: ir.Model, name: str) -> np.ndarray:
     tensor = model.graph.initializers[name].const_value
     assert tensor is not None
     return np.array(tensor.numpy())
+
+
+def _weights(source: ir.Model, arrays: Mapping[str, np.ndarray]) -> tuple[WeightSpec, ...]:
+    aliases = aliases_of(source)
+    return tuple(
+        dataclasses.replace(_weight(n, a), aliases=aliases.get(n, ())) for n, a in arrays.items()
+    )
 
 
 def _weight(name: str, array: np.ndarray) -> WeightSpec:

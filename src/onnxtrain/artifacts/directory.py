@@ -7,21 +7,26 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
 
 from onnxtrain.artifacts.directory_check import check_files, read, unreadable
-from onnxtrain.artifacts.inference import locate
+from onnxtrain.artifacts.inference import places
+from onnxtrain.artifacts.large_files import Content, copier, digest, open_weights, refer
 from onnxtrain.artifacts.signature import key_of, plain_name
 from onnxtrain.artifacts.summary import Row, Shown, listed
 from onnxtrain.artifacts.write_directory import MANIFEST, write_directory
 from onnxtrain.checkpoint import from_file, state_key, to_bytes
 from onnxtrain.errors import CheckpointError, SaveError
+from onnxtrain.graph.io import shared_weights
 from onnxtrain.graph.io.regular_file import open_regular
+from onnxtrain.graph.io.shared_weights import SharedWeights
 from onnxtrain.manifest import Location, Manifest, ModelSpec, WeightSpec
+from onnxtrain.runtime.session import BesideWeights
 
 _SHARED = 1024  # bytes: larger constants go to the file that all models share
 _ALIGNMENT = 64
@@ -43,6 +48,8 @@ class Artifacts(Shown):
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Progress of a run: step, lr, schedule, seed, position in the data, properties."""
     directory: Path | None = None
+    shared: SharedWeights | None = None
+    """Weights too large for protobufs, in a file to which the models refer."""
 
     def summary(self) -> tuple[str, list[Row]]:
         """Return what a shell shows: the models, what is trained, and by what."""
@@ -69,7 +76,10 @@ class Artifacts(Shown):
         """Return the model that an entry of the manifest describes, as a runtime takes it."""
         if self.directory is not None:
             return str(self.directory / spec.file)
-        return self.models[key_of(spec)].SerializeToString(deterministic=True)
+        data = self.models[key_of(spec)].SerializeToString(deterministic=True)
+        if self.shared is None or self.shared.path is None:
+            return data
+        return BesideWeights.of(data, str(self.shared.path.parent))
 
     def over(self, view: Callable[[str], np.ndarray]) -> Artifacts:
         """Return the same with other arrays for all values, of the same shapes."""
@@ -102,12 +112,16 @@ class Artifacts(Shown):
             SaveError: the file system refuses.
         """
         folder = Path(directory)
-        models = self.models or self._read_models()
+        path = self._large_weights()
+        models = self.models or self._read_models(with_weights=path is None)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SaveError(f"{folder}: cannot be made: {error.strerror}") from error
-        manifest = write_directory(folder, prefix, lambda p: assemble(self, models, p))
+        with ExitStack() as stack:
+            # Opened once: the file may be one of those that are replaced.
+            weights = None if path is None else stack.enter_context(open_weights(path))
+            manifest = write_directory(folder, prefix, lambda p: assemble(self, models, p, weights))
         if self.directory is not None and self.directory.resolve() == folder.resolve():
             self.manifest = manifest  # the files may have had other names
         return manifest
@@ -136,10 +150,19 @@ class Artifacts(Shown):
             )
         return cls(manifest, {}, values, state, meta, folder)
 
-    def _read_models(self) -> dict[str, onnx.ModelProto]:
+    def _large_weights(self) -> Path | None:
+        """Return the file of weights that are too large to be read, if there is one."""
+        if self.shared is not None:
+            return self.shared.path
+        if self.directory is None or self.manifest.weights is None:
+            return None
+        path = self.directory / self.manifest.weights
+        return path if path.stat().st_size > shared_weights.LARGE else None
+
+    def _read_models(self, *, with_weights: bool) -> dict[str, onnx.ModelProto]:
         assert self.directory is not None
         return {
-            key_of(m): onnx.load(self.directory / m.file, load_external_data=True)
+            key_of(m): onnx.load(self.directory / m.file, load_external_data=with_weights)
             for m in self.manifest.models
         }
 
@@ -175,31 +198,48 @@ def split_tensors(
 
 
 def assemble(
-    artifacts: Artifacts, models: Mapping[str, onnx.ModelProto], prefix: str
-) -> tuple[dict[str, bytes], Manifest]:
-    """Return the files of a directory by name, and the manifest; the manifest comes last."""
+    artifacts: Artifacts,
+    models: Mapping[str, onnx.ModelProto],
+    prefix: str,
+    weights: BinaryIO | None = None,
+) -> tuple[dict[str, Content], Manifest]:
+    """Return the files of a directory by name, and the manifest; the manifest comes last.
+
+    Args:
+        artifacts: whose models.
+        models: as protobufs.
+        prefix: in front of every file name.
+        weights: the file that the models refer to, if they do.
+    """
     shared = _Shared(f"{prefix}weights.bin")
     protos: dict[str, onnx.ModelProto] = {}
     for spec in artifacts.manifest.models:
         proto = protos[prefix + plain_name(spec.file)] = onnx.ModelProto()
         proto.CopyFrom(models[key_of(spec)])
         del proto.metadata_props[:]
-        if spec.role != "infer":
+        if weights is not None:
+            refer(proto, shared.file)
+        elif spec.role != "infer":
             shared.move(proto)
-    manifest = _renamed(artifacts.manifest, prefix, shared.file if shared.data else None)
+    apart = weights is not None or shared.data
+    manifest = _renamed(artifacts.manifest, prefix, shared.file if apart else None)
     manifest = _with_places(manifest, protos)
     # The checkpoint has a digest of its own, so that training may replace it.
-    files = {manifest.checkpoint: artifacts.checkpoint_bytes(manifest)}
+    files: dict[str, Content] = {manifest.checkpoint: artifacts.checkpoint_bytes(manifest)}
     if manifest.weights is not None:
-        files[manifest.weights] = bytes(shared.data)
+        files[manifest.weights] = bytes(shared.data) if weights is None else copier(weights)
     for name, proto in protos.items():
         # Comes after the graph: places stay.
         proto.metadata_props.add(key=_KEY, value=manifest.to_text(name))
         files[name] = proto.SerializeToString(deterministic=True)
     manifest = dataclasses.replace(
         manifest,
-        models=tuple(dataclasses.replace(m, sha256=_sha(files[m.file])) for m in manifest.models),
-        files={n: _sha(files[n]) for n in (manifest.weights,) if n is not None},
+        models=tuple(dataclasses.replace(m, sha256=digest(files[m.file])) for m in manifest.models),
+        files={
+            n: digest(files[n] if weights is None else weights)
+            for n in (manifest.weights,)
+            if n is not None
+        },
     )
     files[f"{prefix}{MANIFEST}"] = manifest.to_json().encode()
     return files, manifest
@@ -217,13 +257,17 @@ def _renamed(manifest: Manifest, prefix: str, weights: str | None) -> Manifest:
 def _with_places(manifest: Manifest, protos: Mapping[str, onnx.ModelProto]) -> Manifest:
     """Return the manifest with the places of weights in the inference model."""
     infer = next((m.file for m in manifest.models if m.role == "infer"), None)
-    places: dict[str, Location] = {}
+    located: dict[str, Location] = {}
     if infer is not None:
-        places = locate(protos[infer].SerializeToString(deterministic=True), infer)
+        located = places(protos[infer], infer, manifest.weights)
+
+    def own(weight: WeightSpec) -> Location:
+        place = located[weight.name]
+        return dataclasses.replace(place, dtype="") if place.dtype == weight.dtype else place
 
     def placed(weights: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
         return tuple(
-            dataclasses.replace(w, locations=(places[w.name],) if w.name in places else ())
+            dataclasses.replace(w, locations=(own(w),) if w.name in located else ())
             for w in weights
         )
 
@@ -259,7 +303,3 @@ class _Shared:
                 ("length", str(len(raw))),
             ):
                 tensor.external_data.add(key=key, value=value)
-
-
-def _sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

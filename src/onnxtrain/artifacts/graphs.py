@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxtrain.artifacts.options import GRAD_NORM, BuildOptions, UpdateOptions
 from onnxtrain.artifacts.precision import SCALE, Guard, scalar, unscaled
 from onnxtrain.artifacts.signature import GraphSignature, dtype_from_name
+from onnxtrain.autodiff.differentiate import refuse_behind
 from onnxtrain.autodiff.gradient_model import GradientModel, lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
@@ -293,9 +294,10 @@ def emit_update(
 
 
 def _reaching_parameters(graph: ir.Graph, options: BuildOptions, loss: ir.Value) -> list[ir.Value]:
-    useful = reaching(graph, [loss])
+    useful = reaching(graph, [loss], refused=True)
     candidates = [graph.initializers[n] for n in options.candidates if n in graph.initializers]
     dead = [x.name or "" for x in candidates if x not in useful]
+    refuse_behind(list(graph), [x for x in candidates if x not in useful], [loss])
     if dead and options.chosen_by_user:
         raise PrepareError(
             f"no differentiable path to the loss from: {', '.join(dead)}\n"

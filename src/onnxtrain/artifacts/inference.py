@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.signature import FILES, describe
+from onnxtrain.artifacts.signature import FILES, describe, dtype_name
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io.external_data import STORED, entries
+from onnxtrain.graph.io.shared_weights import copy_with_weights, detach
 from onnxtrain.graph.io.strip import strip_traces
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.prepare.versions import NEWEST_IR, NEWEST_OPSET
@@ -19,17 +22,18 @@ from onnxtrain.manifest import Location, ModelSpec
 
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
     """Return the plain model in evaluation mode, its weights as raw bytes under their own names."""
-    model = source.clone()
+    model = copy_with_weights(source)
     strip_traces(model)
     if to_evaluation(model):
         remove_dead(model)
     for x in model.graph.initializers.values():
-        if S.is_float(x) and x.const_value is not None:
+        if S.is_float(x) and x.const_value is not None and STORED not in x.const_value.meta:
             array = np.ascontiguousarray(x.const_value.numpy()).reshape(x.const_value.shape.numpy())
             x.const_value = ir.Tensor(array, dtype=x.const_value.dtype, name=x.name)
     model.ir_version = min(model.ir_version, NEWEST_IR)
     if model.opset_imports.get("", 0) > NEWEST_OPSET:
         model.opset_imports[""] = NEWEST_OPSET
+    detach(model)
     proto = ir.to_proto(model)
     spec = ModelSpec(
         role="infer",
@@ -38,6 +42,17 @@ def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
         outputs=tuple(describe(y, "output") for y in model.graph.outputs),
     )
     return proto, spec
+
+
+def places(model: onnx.ModelProto, file: str, weights: str | None) -> dict[str, Location]:
+    """Return where the bytes of each initializer lie, in a model's file or in that of weights."""
+    located = locate(model.SerializeToString(deterministic=True), file)
+    types = {t.name: dtype_name(ir.DataType(t.data_type)) for t in model.graph.initializer}
+    for tensor in model.graph.initializer if weights is not None else ():
+        if tensor.external_data:
+            _, offset, length = entries(tensor)
+            located[tensor.name] = Location(weights or "", offset or 0, length or 0)
+    return {n: dataclasses.replace(place, dtype=types[n]) for n, place in located.items()}
 
 
 def locate(data: bytes, file: str) -> dict[str, Location]:

@@ -22,6 +22,7 @@ from onnxtrain.targets import Target, find
 
 OWNER = "loss_scale"
 SCALE, GOOD, SKIPPED = f"{OWNER}.scale", f"{OWNER}.good_steps", f"{OWNER}.skipped"
+_FILE = "file"
 _HALVES = {"bf16-mixed": ir.DataType.BFLOAT16, "fp16-mixed": ir.DataType.FLOAT16}
 
 
@@ -30,7 +31,7 @@ class Precision:
     """How a step computes; the numbers say how the loss of ``fp16-mixed`` is scaled."""
 
     name: str = "float32"
-    """``float32``, ``bf16-mixed`` or ``fp16-mixed``."""
+    """``float32``, ``bf16-mixed``, ``fp16-mixed``, or ``file`` for the types of the file."""
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -38,9 +39,10 @@ class Precision:
     """How many good steps in a row let the scale grow."""
 
     def __post_init__(self) -> None:
-        if self.name != "float32" and self.name not in _HALVES:
+        names = ("float32", *_HALVES, _FILE)
+        if self.name not in names:
             raise PrepareError(
-                f"no such precision: {self.name!r}\nhint: float32, {' or '.join(_HALVES)}"
+                f"no such precision: {self.name!r}\nhint: {', '.join(names[:-1])} or {names[-1]}"
             )
         if (
             not (self.init_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0)
@@ -55,6 +57,11 @@ class Precision:
     def half(self) -> ir.DataType | None:
         """The type of products, if it is not float32."""
         return _HALVES.get(self.name)
+
+    @property
+    def widens(self) -> bool:
+        """Whether float32 takes the place of what is 16 bits wide in the file."""
+        return self.name != _FILE
 
     @property
     def scaled(self) -> bool:

@@ -49,7 +49,7 @@ class BuildRequest:
     accumulate: int = option(1, Flag(int, "Batches per update."))
     ema: float | None = option(None, Flag(float, "Decay of a moving average of weights."), as_it_is)
     precision: str | Precision = option(
-        "float32", Flag(str, "float32, bf16-mixed or fp16-mixed."), _precision_record
+        "float32", Flag(str, "float32, bf16-mixed, fp16-mixed or file."), _precision_record
     )
     recompute: str | Sequence[str] = option(
         (),
@@ -62,8 +62,11 @@ class BuildRequest:
     target: str = option("cpu", Flag(str, f"One of {', '.join([*TARGETS, *BUNDLES])}."))
     dims: Mapping[str, int] | None = option(
         None,
-        Flag(list[str], "Fix a size: batch=32.", name="dim"),
+        Flag(list[str], "Fix a size: batch=32, or by place: x[0]=1.", name="dim"),
         lambda dims: dict(dims or {}),
+    )
+    straight_through: bool = option(
+        False, Flag(bool, "Train through quantisers: gradients pass inside their range."), as_it_is
     )
     randomness: str = option("portable", record=as_it_is)
     steps_per_call: int | None = option(
@@ -74,6 +77,7 @@ class BuildRequest:
         Flag(int, "Of all models, where a runtime wants an older one than 21."),
         lambda opset: OPSET if opset is None else opset,
     )
+    check: bool = option(True)
 
 
 __all__ = ["BuildRequest", "Names"]

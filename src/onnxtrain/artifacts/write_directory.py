@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from onnxtrain.artifacts.large_files import Content
 from onnxtrain.artifacts.signature import is_model_name
 from onnxtrain.errors import CheckpointError
-from onnxtrain.graph.io.atomic import content, sweep, write_files
+from onnxtrain.graph.io.atomic import Writer, content, sweep, write_files
 from onnxtrain.graph.io.regular_file import read_regular
 from onnxtrain.manifest import Manifest
 
@@ -23,7 +24,7 @@ MANIFEST = "manifest.json"
 SPARE = ".saving-"
 """In front of the names that files have until their proper names are free."""
 
-Assembled = Callable[[str], tuple[dict[str, bytes], Manifest]]
+Assembled = Callable[[str], tuple[dict[str, Content], Manifest]]
 """From the prefix of file names to the files, the manifest last, and the manifest."""
 
 
@@ -48,7 +49,7 @@ def write_directory(folder: Path, prefix: str, assembled: Assembled) -> Manifest
     return manifest
 
 
-def _write_spare(path: Path, files: dict[str, bytes]) -> None:
+def _write_spare(path: Path, files: dict[str, Content]) -> None:
     try:
         _write(path, files)
     except BaseException:
@@ -57,12 +58,16 @@ def _write_spare(path: Path, files: dict[str, bytes]) -> None:
         raise
 
 
-def _write(path: Path, files: dict[str, bytes]) -> None:
+def _write(path: Path, files: dict[str, Content]) -> None:
     *data, (_, manifest) = files.items()
     sweep(path.parent, [path.name, *files])
     label = str(path.parent)
-    write_files(label, {str(path.parent / n): content(raw) for n, raw in data}, guard=False)
-    write_files(label, {str(path): content(manifest)})
+    write_files(label, {str(path.parent / n): _writer(raw) for n, raw in data}, guard=False)
+    write_files(label, {str(path): _writer(manifest)})
+
+
+def _writer(what: Content) -> Writer:
+    return content(what) if isinstance(what, bytes) else what
 
 
 def _named_by(path: Path) -> set[str] | None:

@@ -20,6 +20,7 @@ from onnxtrain.autodiff.registry import (
     has_own_rule,
     is_refused,
     is_stopped,
+    is_straight_through,
     key_of,
 )
 from onnxtrain.errors import OnnxTrainError, UndifferentiableError
@@ -27,6 +28,9 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import captured
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.way_out import leave_out
+
+_SHOWN = 10  # nodes in a message
 
 
 def differentiate(
@@ -63,6 +67,7 @@ def differentiate(
     if refused:
         raise UndifferentiableError(_explain_refusal(refused))
 
+    undefined: list[tuple[ir.Node, int, str]] = []
     grads: dict[ir.Value, ir.Value] = {y: dy for y, dy in cotangents.items() if y in live}
     for node in reversed(path):
         dys = [grads.get(y) for y in node.outputs]
@@ -83,10 +88,29 @@ def differentiate(
             if x is None or dx is None or not wanted[i] or i in rule.constant_inputs:
                 continue
             if isinstance(dx, Undefined):
-                raise UndifferentiableError(_no_gradient_here(node, i, dx.why))
+                undefined.append((node, i, dx.why))
+                continue
             _stamp(dx, x, node)
             grads[x] = accumulate(op, grads[x], dx) if x in grads else dx
+    if undefined:
+        raise UndifferentiableError(_explain_undefined(undefined))
     return {x: grads.get(x) for x in wrt}
+
+
+def refuse_behind(
+    nodes: Sequence[ir.Node], values: Sequence[ir.Value], results: Sequence[ir.Value]
+) -> None:
+    """Raise if it is refused nodes that keep values from results.
+
+    Raises:
+        UndifferentiableError: naming those nodes.
+    """
+    if not values or not any(is_refused(n) for n in nodes):
+        return
+    live, flowing = reached_from(nodes, values), needed_for(nodes, results)
+    refused = [n for n in nodes if n in flowing and is_refused(n) and live.intersection(n.inputs)]
+    if refused:
+        raise UndifferentiableError(_explain_refusal(refused))
 
 
 def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Value]:
@@ -101,8 +125,10 @@ def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Va
 
 
 def _stands_in(node: ir.Node, live: set[ir.Value]) -> bool:
-    return has_own_rule(node) or any(
-        x in live and x.dtype in QUANTISED for x in node.inputs if x is not None
+    return (
+        has_own_rule(node)
+        or is_straight_through(node)
+        or any(x in live and x.dtype in QUANTISED for x in node.inputs if x is not None)
     )
 
 
@@ -159,7 +185,7 @@ def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -
     if len(missing) > 10:
         lines.append(f"  ... and {len(missing) - 10} more")
     lines.append(
-        "hint: leave the parameters upstream of these nodes out of `wrt`, "
+        f"hint: {leave_out('the parameters upstream of these nodes')}, "
         "or give a rule with onnxtrain.register_vjp"
     )
     return "\n".join(lines)
@@ -171,16 +197,22 @@ def _explain_refusal(refused: Sequence[ir.Node]) -> str:
     if len(refused) > 10:
         lines.append(f"  ... and {len(refused) - 10} more")
     lines.append(
-        "hint: leave the parameters upstream of these nodes out of `wrt`, or register a "
-        f"straight-through rule with onnxtrain.register_vjp({key_of(refused[0])!r})"
+        f"hint: build(..., straight_through=True) trains through quantisers; or "
+        f"{leave_out('the parameters upstream of these nodes')}, or register a rule with "
+        f"onnxtrain.register_vjp({key_of(refused[0])!r})"
     )
     return "\n".join(lines)
 
 
-def _no_gradient_here(node: ir.Node, i: int, why: str) -> str:
-    x = _sources(node)[i]
-    return (
-        f"no gradient for input {i} of node {node.name!r}: {why}\n"
-        f"  {S.describe(node)}\n"
-        f"hint: leave {x.name if x is not None else i!r} and what it depends on out of `wrt`"
-    )
+def _explain_undefined(undefined: Sequence[tuple[ir.Node, int, str]]) -> str:
+    lines, names = [], dict[str, None]()
+    for node, i, why in undefined[:_SHOWN]:
+        lines.append(f"no gradient for input {i} of node {node.name!r}: {why}")
+        lines.append(f"  {S.describe(node)}")
+    if len(undefined) > _SHOWN:
+        lines.append(f"... and {len(undefined) - _SHOWN} more")
+    for node, i, _ in undefined:
+        x = _sources(node)[i]
+        names[repr(i) if x is None else x.name or ""] = None
+    lines.append(f"hint: {leave_out(', '.join(names) + ' and what they depend on')}")
+    return "\n".join(lines)

@@ -9,7 +9,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.differentiate import differentiable_inputs, needed_for, reached_from
+from onnxtrain.autodiff.differentiate import (
+    differentiable_inputs,
+    differentiate,
+    needed_for,
+    reached_from,
+)
 from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
 from onnxtrain.autodiff.memory_estimate import Memory, estimate
 from onnxtrain.autodiff.registry import (
@@ -21,9 +26,13 @@ from onnxtrain.autodiff.registry import (
     key_of,
 )
 from onnxtrain.autodiff.selection import batch_statistics, select_wrt, trainable
+from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
+from onnxtrain.graph.roles import Role, roles_of
+from onnxtrain.graph.shapes.specialise import specialise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +53,9 @@ class Report:
 
     nodes: tuple[NodeReport, ...]
     parameters: dict[str, str]
-    """Trainable initializers that get a gradient: name -> dtype and shape."""
+    """Trainable initializers that get a gradient: name -> dtype, shape and role."""
+    roles: dict[str, str]
+    """What each parameter is for: ``weight``, ``bias``, ``embedding`` ..."""
     frozen: dict[str, str]
     """Float initializers that get none, with the reason."""
     lost: tuple[str, ...]
@@ -54,11 +65,14 @@ class Report:
     opset: int
     memory: Memory
     """What training would take, estimated from shapes."""
+    refusal: str = ""
+    """What stands in the way although every node has a rule; empty if nothing does."""
 
     @property
     def differentiable(self) -> bool:
-        """Return whether every node on the way has a gradient."""
-        return not any(n.how == "missing" for n in self.nodes)
+        """Return whether there is a parameter, and a gradient all the way to it."""
+        missing = any(n.how == "missing" for n in self.nodes)
+        return bool(self.parameters) and not missing and not self.refusal
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
@@ -67,9 +81,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"opset {self.opset}, {len(self.nodes)} nodes"]
         lacking = sum(n.how == "missing" for n in self.nodes)
-        lines.append(
-            f"not differentiable: {lacking} node(s) lack a rule" if lacking else "differentiable"
-        )
+        lines.append(self._verdict(lacking))
         counts = Counter((n.how, n.op) for n in self.nodes)
         for how in ("missing", "rule", "zero", "constant"):
             kinds = [
@@ -79,7 +91,9 @@ class Report:
                 lines.append(f"  {how}: {', '.join(kinds)}")
         lines += [f"  missing {n.name!r}: {n.signature}" for n in self.nodes if n.how == "missing"]
         lines.append(f"parameters: {len(self.parameters)}")
-        lines += [f"  {name}: {shape}" for name, shape in self.parameters.items()]
+        lines += [
+            f"  {name}: {shape}, {self.roles[name]}" for name, shape in self.parameters.items()
+        ]
         for title, entries in (("frozen", self.frozen.items()),):
             if entries:
                 lines.append(f"{title}: {len(entries)}")
@@ -91,6 +105,13 @@ class Report:
             lines.append("repairs:")
             lines += [f"  {line}" for line in self.repairs]
         return "\n".join(lines)
+
+    def _verdict(self, lacking: int) -> str:
+        if lacking:
+            return f"not differentiable: {lacking} node(s) lack a rule"
+        if self.refusal:
+            return "not differentiable: " + self.refusal.replace("\n", "\n  ")
+        return "differentiable" if self.parameters else "nothing to differentiate: no parameters"
 
 
 def explain(
@@ -104,9 +125,10 @@ def explain(
     Args:
         model: anything :func:`onnxtrain.load` takes.
         wrt: as in :func:`onnxtrain.vjp`.
-        dims: numbers for symbolic sizes, for the estimate of memory; others count as one.
+        dims: sizes to fix, as in :func:`onnxtrain.build`; others count as one in the estimate of
+            memory.
     """
-    original = load(model, allow_domains=own_domains())
+    original = specialise(load(model, allow_domains=own_domains()), dims or {})
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
     work = load_normalized(original)
     graph = work.graph
@@ -114,7 +136,7 @@ def explain(
     live = reached_from(list(graph), wanted)
     refused = _refused(graph, live)
     statistics = batch_statistics(graph)
-    hidden = constant_names(work)
+    hidden, parts = constant_names(work), roles_of(work)
     frozen: dict[str, str] = {}
     for name, x in graph.initializers.items():
         if name in hidden or x in wanted or not S.is_float(x):
@@ -123,20 +145,52 @@ def explain(
             frozen[name] = "running statistics of BatchNormalization"
         elif wrt is not None:
             frozen[name] = "not in wrt"
+        elif name in parts and not parts[name].trains:
+            frozen[name] = parts[name].why
         else:
             frozen[name] = "no differentiable path to a float output"
     unused = unused_parameters(work)
     frozen.update({n: "no node reads it" for n, x in unused.items() if x not in wanted})
+    nodes = tuple(_node(n, live, refused) for n in graph)
     present = {*graph.initializers, *unused, *(x.name for x in graph.inputs)}
     return Report(
-        nodes=tuple(_node(n, live, refused) for n in graph),
+        nodes=nodes,
         parameters={x.name or "": _shape(x) for x in wanted},
+        roles={x.name or "": _kind(parts, x) for x in wanted},
         frozen=frozen,
         lost=tuple(n for n in declared if n not in present),
         repairs=repairs_of(work),
         opset=work.opset_imports[""],
-        memory=estimate(graph, wanted, dims),
+        memory=_memory(graph, wanted, dims or {}),
+        refusal="" if any(n.how == "missing" for n in nodes) else _trial(work, wanted),
     )
+
+
+def _memory(graph: ir.Graph, wanted: Sequence[ir.Value], dims: Mapping[str, int]) -> Memory:
+    memory = estimate(graph, wanted)
+    return dataclasses.replace(memory, sizes={**dims, **memory.sizes})
+
+
+def _kind(parts: Mapping[str, Role], x: ir.Value) -> str:
+    role = parts.get(x.name or "")
+    return "input" if role is None else role.kind
+
+
+def _trial(work: ir.Model, wanted: Sequence[ir.Value]) -> str:
+    """Return why the gradient cannot be made, by making it; empty if it can."""
+    copy = work.clone()
+    graph = copy.graph
+    known = {x.name: x for x in (*graph.inputs, *graph.initializers.values())}
+    wrt = [known[x.name] for x in wanted if x.name in known]
+    outputs = [y for y in graph.outputs if S.is_float(y)]
+    if not wrt or not outputs:
+        return ""
+    op = OpBuilder(graph, "grad/")
+    try:
+        differentiate(op, {y: op.zeros_like(y) for y in outputs}, wrt)
+    except OnnxTrainError as error:
+        return str(error)
+    return ""
 
 
 def _refused(graph: ir.Graph, live: set[ir.Value]) -> set[ir.Node]:

@@ -31,8 +31,8 @@ def vjp(
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        wrt: names or glob patterns of initializers and inputs; ``None`` stands for every trainable
-            float initializer, running statistics of BatchNormalization excluded.
+        wrt: names or glob patterns of initializers and inputs; ``None`` stands for every
+            initializer that works as a weight: no constants, no running statistics.
         outputs: which outputs get a cotangent; ``None`` stands for every float output.
         target: the kind of runtime that forms are chosen for: ``cpu``, ``cuda``, ``wasm``,
             ``webgpu`` or ``portable``.
@@ -132,15 +132,14 @@ def start(
     choose: Callable[[ir.Model, Names], list[ir.Value]] = select_outputs,
 ) -> tuple[ir.Model, list[ir.Value], list[ir.Value]]:
     """Return the model in the normal form, the values of ``wrt`` and the chosen outputs."""
-    find(target)
-    work = load_normalized(model)
+    work = load_normalized(model, find(target))
     chosen = choose(work, outputs)
     wrt_values = select_wrt(work, wrt)
     if wrt is not None:
         _refuse_settings(wrt_values)
     if not wrt_values:
         raise UndifferentiableError(
-            "the model has no trainable parameters: no float initializer reaches a float output\n"
+            "the model has no trainable parameters: no weight reaches a float output\n"
             "hint: name inputs or initializers in `wrt`"
         )
     return work, wrt_values, chosen

@@ -8,7 +8,7 @@ function body (inlined by ``prepare``), an error. Operators of another domain ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -55,18 +55,41 @@ NO_GRADIENT: dict[str, str] = {}
 REFUSED: set[str] = set()
 """Those of ``NO_GRADIENT`` where zeros would be a trap: it is an error to want a gradient."""
 USER_RULES: dict[str, Rule] = {}
+KEPT: dict[str, Callable[[ir.Node], bool]] = {}
+"""Operators with a rule and a decomposition: tells of a node whether the rule knows its form."""
+
+
+STRAIGHT: dict[str, Rule] = {}
+"""Rules of quantisers that are trained straight through: gradients pass inside their range."""
+_STRAIGHT = "onnxtrain.straight_through"  # key in Node.meta
+
+
+def mark_straight_through(nodes: Iterable[ir.Node]) -> int:
+    """Let gradients pass the quantisers among some nodes; return how many there are."""
+    count = 0
+    for node in nodes:
+        if key_of(node) in STRAIGHT:
+            node.meta[_STRAIGHT] = True
+            count += 1
+    return count
+
+
+def is_straight_through(node: ir.Node) -> bool:
+    """Return whether gradients pass a quantiser as if it did not round."""
+    return bool(node.meta.get(_STRAIGHT))
 
 
 def find_rule(node: ir.Node) -> Rule | None:
     """Return the rule of a node; users' own go first."""
     key = key_of(node)
-    return USER_RULES.get(key) or RULES.get(key)
+    straight = STRAIGHT.get(key) if is_straight_through(node) else None
+    return USER_RULES.get(key) or straight or RULES.get(key)
 
 
 def is_stopped(node: ir.Node) -> bool:
     """Return whether no gradient flows through the node, by declaration."""
     key = key_of(node)
-    return key not in USER_RULES and key not in RULES and (key in ZERO or key in NO_GRADIENT)
+    return find_rule(node) is None and (key in ZERO or key in NO_GRADIENT)
 
 
 def is_refused(node: ir.Node) -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
-from onnxtrain.autodiff.registry import is_stopped
+from onnxtrain.autodiff.registry import is_refused, is_stopped
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.prepare import constant_names, unused_parameters
+from onnxtrain.graph.roles import roles_of
 
 
 def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Value]:
@@ -63,19 +64,25 @@ def _only_floats(values: list[ir.Value], argument: str) -> list[ir.Value]:
 
 
 def trainable(model: ir.Model) -> list[ir.Value]:
-    """Return the float initializers through which a gradient reaches a float output.
+    """Return the float initializers that work as weights and through which a gradient can flow.
 
-    Running statistics of BatchNormalization are not among them, nor are the constants of the graph.
+    Running statistics of BatchNormalization are not among them, nor are the constants of the graph
+    and what works as one (:mod:`onnxtrain.graph.roles`).
     """
     graph = model.graph
-    hidden, statistics = constant_names(model), batch_statistics(graph)
+    hidden, statistics = constant_names(model) | untrained_names(model), batch_statistics(graph)
     candidates = [
         x
         for name, x in graph.initializers.items()
         if name not in hidden and x not in statistics and S.is_float(x)
     ]
-    useful = reaching(graph)
+    useful = reaching(graph, refused=True)
     return [x for x in candidates if x in useful]
+
+
+def untrained_names(model: ir.Model) -> frozenset[str]:
+    """Return the names of tensors that are no parameters unless the user names them."""
+    return frozenset(n for n, role in roles_of(model).items() if not role.trains)
 
 
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
@@ -86,16 +93,21 @@ def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
     return statistics
 
 
-def reaching(graph: ir.Graph, outputs: Sequence[ir.Value] | None = None) -> set[ir.Value]:
+def reaching(
+    graph: ir.Graph, outputs: Sequence[ir.Value] | None = None, *, refused: bool = False
+) -> set[ir.Value]:
     """Return every value from which a differentiable path leads to ``outputs``.
 
-    ``None`` stands for every float output of the graph.
+    ``None`` stands for every float output of the graph. With ``refused``, nodes count as passed
+    that it is an error to differentiate through: whoever wants the gradient shall be told.
     """
     useful = set(graph.outputs if outputs is None else outputs)
     useful = {y for y in useful if S.is_float(y)}
     for node in reversed(list(graph)):
         if any(y in useful for y in node.outputs):
             useful.update(flowing_inputs(node))
+            if refused and is_refused(node):
+                useful.update(x for x in node.inputs if x is not None)
     return useful
 
 

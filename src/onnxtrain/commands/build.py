@@ -36,6 +36,9 @@ def build(
         bool, Option("--placement", help="Tell which nodes would leave the GPU.")
     ] = False,
     prefix: Annotated[str, Option(help="In front of every file name.")] = "",
+    no_check: Annotated[
+        bool, Option("--no-check", help="Do not ask onnxruntime whether it takes the models.")
+    ] = False,
 ) -> None:
     """Write a directory of training artifacts for a model."""
     target: str = asked["target"]
@@ -49,7 +52,7 @@ def build(
     asked["dims"] = dict(read_size(d) for d in asked.get("dims", ()))
     if asked.get("recompute") == ["auto"]:
         asked["recompute"] = "auto"
-    artifacts = build_artifacts(model, **asked)
+    artifacts = build_artifacts(model, check=not no_check, **asked)
     manifest = artifacts.save(output, prefix)
     step = manifest.model("step")
     assert step is not None

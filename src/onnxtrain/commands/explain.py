@@ -16,7 +16,7 @@ def explain(
     model: Model,
     wrt: Wrt = None,
     dim: Annotated[
-        list[str] | None, Option(help="A size for the estimate of memory: batch=32.")
+        list[str] | None, Option(help="Fix a size: batch=32, or by place: x[0]=1.")
     ] = None,
     as_json: Json = False,
 ) -> None:

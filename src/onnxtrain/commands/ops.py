@@ -1,4 +1,4 @@
-"""``onnxtrain ops``: the operators of the standard."""
+"""``onnxtrain ops``: the operators of the standard, and of onnxruntime's own domain."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from onnxtrain.commands.common import Json
 
 
 def ops(
+    domain: Annotated[str, Option(help="ai.onnx, or com.microsoft: onnxruntime's own.")] = "",
     missing: Annotated[bool, Option("--missing", help="Only those we cannot handle.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the operators of the ONNX standard and how each is differentiated."""
-    listed = [o for o in operators() if o.how == "missing" or not missing]
+    """List the operators of the ONNX standard, or of a domain, and how each is differentiated."""
+    listed = [o for o in operators(domain) if o.how == "missing" or not missing]
     if as_json:
         typer.echo(
             json.dumps(

@@ -37,7 +37,7 @@ def lower_model(
     """
     _check_opset(opset, profile)
     given = _names_of_weights(model)
-    model = prepare(specialise(model, sizes))
+    model = prepare(specialise(model, sizes), by_readers=False)
     weights = given - constant_names(model)
     working = model.opset_imports[""]
     _tidy(model, weights)

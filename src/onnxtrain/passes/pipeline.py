@@ -20,6 +20,7 @@ from onnxtrain.passes.aligned_classes import aligned_classes
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
 from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
+from onnxtrain.passes.dequantise_late import dequantise_late
 from onnxtrain.passes.expand_label_losses import expand_label_losses
 from onnxtrain.passes.gelu_operator import gelu_operator
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
@@ -28,6 +29,7 @@ from onnxtrain.passes.maxpool_indices import maxpool_indices
 from onnxtrain.passes.open_rows import open_rows
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.passes.scale_after_matmul import scale_after_matmul
+from onnxtrain.passes.split_long_sums import split_long_sums
 from onnxtrain.passes.split_qkv import split_qkv
 from onnxtrain.passes.split_reductions import split_reductions
 from onnxtrain.targets import Target, find
@@ -89,6 +91,8 @@ FINAL = (
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
     Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),
     Pass(bias_as_weight_column, prefers="bias-as-weight-column"),
+    Pass(split_long_sums),
+    Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""

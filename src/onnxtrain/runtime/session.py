@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,28 @@ from onnxtrain.runtime.denormals import FlushDenormals, learning_mode
 
 Copies = Sequence[tuple[np.ndarray, np.ndarray]]
 _FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
+_FOLDER = "session.model_external_initializers_file_folder_path"
 DEVICES = ("cpu", "cuda")
+
+
+class BesideWeights(bytes):
+    """A serialised model whose larger weights lie in files of a folder."""
+
+    folder: str = ""
+
+    @classmethod
+    def of(cls, data: bytes, folder: str) -> BesideWeights:
+        """Return the bytes with the folder."""
+        made = cls(data)
+        made.folder = folder
+        return made
+
+
+def in_place_of(source: bytes | str, data: bytes) -> bytes:
+    """Return another model with the weights that lie beside ``source``."""
+    if isinstance(source, str):
+        return BesideWeights.of(data, os.path.dirname(os.path.abspath(source)))
+    return BesideWeights.of(data, source.folder) if isinstance(source, BesideWeights) else data
 
 
 def runtime() -> ModuleType:
@@ -51,6 +73,7 @@ def create(
     options: Any = None,
     capture: bool = False,
     rest: bool = False,
+    as_shipped: bool = False,
 ) -> Any:
     """Return a session for a model, with the options that training wants.
 
@@ -61,12 +84,16 @@ def create(
         threads: of the session's pool; ``None`` leaves the choice to onnxruntime.
         options: the caller's own ``SessionOptions``, taken as they are.
         capture: record a run as a CUDA graph and replay it; shapes and addresses must stay.
+        as_shipped: run quantised models as any user of the file would, by integer kernels.
         rest: let the pool sleep between runs, since other threads want its cores then.
     """
     ort = runtime()
-    options = session_options(threads) if options is None else options
+    if options is None:
+        options = session_options(threads, as_shipped=as_shipped)
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    if isinstance(source, BesideWeights):
+        options.add_session_config_entry(_FOLDER, source.folder)
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
         settings = {
@@ -83,8 +110,8 @@ def create(
         raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
 
 
-def session_options(threads: int | None) -> Any:
-    """Return the options that training wants."""
+def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
+    """Return the options that training wants; ``as_shipped`` allows fused integer kernels."""
     ort = runtime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are raised, and need not be printed too
@@ -95,6 +122,9 @@ def session_options(threads: int | None) -> Any:
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     # Zeros to scatter into are made when they are needed: kept, they take as much as a weight.
     options.add_session_config_entry(_FOLDED, str(1 << 20))
+    # Quantisers of a step stay what they are: fused to integer kernels, the forward pass would
+    # round in other places than the backward pass believes, and products their inputs to 8 bits.
+    options.add_session_config_entry("session.disable_quant_qdq", "0" if as_shipped else "1")
     if threads is not None:
         options.intra_op_num_threads = threads
     return options

@@ -17,6 +17,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.roles import PARAMETERS
 from onnxtrain.torch import torch_exporters as exporters
 from onnxtrain.torch.arguments import arguments_of, name_outputs
 from onnxtrain.torch.checking import BATCH_NORMS, check, ignores, untracked
@@ -82,7 +83,9 @@ def from_torch(
     call = arguments_of(module, example_inputs, given, dynamic_shapes, dynamic_batch)
     label = type(module).__name__
     model = export(call.module, call.inputs, call.names, call.axes, train=train, label=label)
-    _fix_constants(model, set(last_report(model).names.values()))
+    stored = set(last_report(model).names.values())
+    _fix_constants(model, stored)
+    model.metadata_props[PARAMETERS] = json.dumps(sorted(stored))
     with _restored(call.module):
         if train is not None:
             call.module.train(train)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.signature import dtype_from_name
 from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.graph.io import save as save_model
 from onnxtrain.lowering.api import lower
 from onnxtrain.manifest import Manifest
 from onnxtrain.runtime import session as runtime
+from onnxtrain.training.layouts import model_of
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -25,7 +27,12 @@ Read = Callable[[str], np.ndarray]
 
 
 class Predictor:
-    """Runs the inference model; weights are inputs, so that the session need not be made again."""
+    """Runs the inference model; weights are inputs, so that the session need not be made again.
+
+    Quantised operators of other domains want their scales to be constants: with scales as inputs
+    some kernels compute nonsense. Such weights stay initializers, and the session is made again
+    when one of them has changed.
+    """
 
     def __init__(self, artifacts: Artifacts, *, device: str, threads: int | None) -> None:
         spec = artifacts.manifest.model("infer")
@@ -33,34 +40,78 @@ class Predictor:
             raise CheckpointError("these artifacts have no infer model\nhint: build them again")
         self.spec = spec
         self._names = [t.name for t in spec.outputs]
-        proto, self._weights = _weights_as_inputs(plain_model(artifacts), _weight_names(artifacts))
-        self._session = runtime.create(proto, device=device, threads=threads)
+        self._device, self._threads = device, threads
+        self._model, self._weights, self._constants = _weights_as_inputs(
+            plain_model(artifacts),
+            {n: dtype_from_name(d) for n, d in _weight_types(artifacts).items()},
+        )
+        self._source = artifacts.source("infer")
+        self._built_with: dict[str, bytes] | None = None
+        self._session: Any = None
 
     def run(self, feeds: dict[str, np.ndarray], read: Read) -> dict[str, np.ndarray]:
         """Return the outputs by name."""
-        feeds = {**feeds, **{n: read(n) for n in self._weights}}
+        self._refresh(read)
+        weights = {n: read(n).astype(t, copy=False) for n, t in self._weights.items()}
+        feeds = {**feeds, **weights}
         return dict(zip(self._names, runtime.run(self._session, self._names, feeds), strict=True))
+
+    def _refresh(self, read: Read) -> None:
+        """Make the session, anew if weights inside it have changed."""
+        now = {n: stored_bytes(t, read(n)) for n, t in self._constants.items()}
+        if now == self._built_with:
+            return
+        for name, tensor in self._constants.items():
+            tensor.raw_data = now[name]
+        data = runtime.in_place_of(self._source, self._model.SerializeToString())
+        self._session = runtime.create(
+            data, device=self._device, threads=self._threads, as_shipped=True
+        )
+        self._built_with = now
 
 
 def plain_model(artifacts: Artifacts) -> onnx.ModelProto:
-    """Return the inference model as it was built."""
-    source = artifacts.source("infer")
-    return onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
+    """Return the inference model as it was built, without weights that lie in other files."""
+    return model_of(artifacts.source("infer"))
 
 
-def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto:
-    """Return the inference model with the weights that ``read`` gives."""
+def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto | ir.Model:
+    """Return the inference model with the weights that ``read`` gives.
+
+    Where weights lie in a file, nothing but an ``ir.Model`` can hold them all: they are mapped.
+    """
     model = plain_model(artifacts)
-    by_name = {t.name: t for t in model.graph.initializer}
-    for name in _weight_names(artifacts):
-        if name in by_name:
-            by_name[name].raw_data = np.ascontiguousarray(read(name)).tobytes()
     del model.metadata_props[:]  # the manifest describes the model that can be trained
+    if any(t.external_data for t in model.graph.initializer):
+        return _with_mapped_weights(artifacts, model, read)
+    by_name = {t.name: t for t in model.graph.initializer}
+    for name in _weight_types(artifacts):
+        if name in by_name:
+            by_name[name].raw_data = stored_bytes(by_name[name], read(name))
     return model
 
 
-def folded(model: onnx.ModelProto) -> onnx.ModelProto:
+def _with_mapped_weights(artifacts: Artifacts, model: onnx.ModelProto, read: Read) -> ir.Model:
+    source = artifacts.source("infer")
+    folder = source.folder if isinstance(source, runtime.BesideWeights) else artifacts.directory
+    trained = _weight_types(artifacts)
+    whole = ir.from_proto(model)
+    for name, x in whole.graph.initializers.items():
+        if name in trained and x.const_value is not None:
+            dtype = x.const_value.dtype
+            array = np.ascontiguousarray(read(name).astype(dtype.numpy(), copy=False))
+            x.const_value = ir.Tensor(array, dtype, name=name)
+        elif isinstance(x.const_value, ir.ExternalTensor):
+            x.const_value.base_dir = str(folder)
+    return whole
+
+
+def folded(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
     """Return the model after the runtime's own standard-operator optimisations."""
+    if isinstance(model, ir.Model):
+        raise OnnxTrainError(
+            "weights that lie in a file of their own cannot be folded\nhint: export without fold"
+        )
     ort = runtime.runtime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
@@ -76,19 +127,69 @@ def folded(model: onnx.ModelProto) -> onnx.ModelProto:
     return optimised
 
 
-def _weight_names(artifacts: Artifacts) -> list[str]:
+def _weight_types(artifacts: Artifacts) -> dict[str, str]:
     manifest = artifacts.manifest
-    return [w.name for w in (*manifest.parameters, *manifest.buffers)]
+    return {w.name: w.dtype for w in (*manifest.parameters, *manifest.buffers)}
 
 
-def _weights_as_inputs(model: onnx.ModelProto, names: Sequence[str]) -> tuple[bytes, list[str]]:
+def stored_bytes(tensor: onnx.TensorProto, array: np.ndarray) -> bytes:
+    """Return an array as the tensor of a file stores it, in the file's type."""
+    dtype = ir.DataType(tensor.data_type).numpy()
+    return np.ascontiguousarray(array.astype(dtype, copy=False)).tobytes()
+
+
+def _weights_as_inputs(
+    model: onnx.ModelProto, types: Mapping[str, ir.DataType]
+) -> tuple[onnx.ModelProto, dict[str, np.dtype], dict[str, onnx.TensorProto]]:
+    """Return a model, those of its weights that became inputs, and those that may not."""
     work = ir.from_proto(model)
-    moved = [n for n in names if n in work.graph.initializers]
-    for name in moved:
+    fixed = _wanted_constant(work.graph)
+    known = [n for n in types if n in work.graph.initializers]
+    moved: dict[str, np.dtype] = {}
+    for name in [n for n in known if n not in fixed]:
         value = work.graph.initializers.pop(name)
         value.const_value = None
-        work.graph.inputs.append(value)
-    return ir.to_proto(work).SerializeToString(), moved
+        given = _given_as(work.graph, value, types[name])
+        work.graph.inputs.append(given)
+        assert given.dtype is not None
+        moved[name] = given.dtype.numpy()
+    proto = ir.to_proto(work)
+    kept = {t.name: t for t in proto.graph.initializer if t.name in known}
+    return proto, moved, kept
+
+
+def _given_as(graph: ir.Graph, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Return the input for a weight: itself, or for a type that numpy lacks one that is cast."""
+    if dtype == weight.dtype or weight.dtype != ir.DataType.BFLOAT16:
+        return weight
+    given = ir.Value(name=weight.name, type=ir.TensorType(dtype), shape=weight.shape)
+    cast = ir.node("Cast", [given], {"to": weight.dtype})
+    (stored,) = cast.outputs
+    stored.name, stored.type, stored.shape = f"{weight.name}.stored", weight.type, weight.shape
+    for use in list(weight.uses()):
+        use.node.replace_input_with(use.idx, stored)
+    first = next(iter(graph), None)
+    if first is None:
+        graph.append(cast)
+    else:
+        graph.insert_before(first, cast)
+    return given
+
+
+def _wanted_constant(graph: ir.Graph) -> set[str]:
+    """Return the names of all that quantised operators of other domains read."""
+    quantised = (
+        node
+        for node in graph.all_nodes()
+        if node.domain not in ("", "ai.onnx")
+        and any(x is not None and _is_integer_weight(x) for x in node.inputs)
+    )
+    return {x.name or "" for node in quantised for x in node.inputs if x is not None}
+
+
+def _is_integer_weight(x: ir.Value) -> bool:
+    dtype = x.dtype if x.const_value is None else x.const_value.dtype
+    return x.is_initializer() and dtype is not None and not dtype.is_floating_point()
 
 
 def export(

@@ -26,6 +26,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.copy_nodes import copy_nodes
 from onnxtrain.graph.captured_values import captured
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.way_out import leave_out
 
 Maybe = ir.Value | None
 
@@ -64,13 +65,13 @@ def loop(op, dys, trip_count, cond, *states, node):
     floats = [i for i in range(n) if S.is_float(states[i])]
     wanted_outer = [x for x in outer if S.is_float(x)]
     given = [i for i in range(n, len(dys)) if dys[i] is not None]
-    count = op.Squeeze(op.Shape(steps), [0])
+    count = op.Squeeze(op.Shape(steps, start=0, end=1), [0])
 
     carried = [
         *(dys[i] if dys[i] is not None else op.zeros_like(states[i]) for i in floats),
         *(op.zeros_like(x) for x in wanted_outer),
     ]
-    step = op.body([*body.inputs[:2], *carried])
+    step = op.body([op.const(0), op.const(True), *carried])
     turn, go, *rest = step.graph.inputs
     d_state, d_outer = rest[: len(floats)], rest[len(floats) :]
     at = step.Sub(step.Sub(count, 1), turn)
@@ -84,7 +85,12 @@ def loop(op, dys, trip_count, cond, *states, node):
         value = step.Gather(stack, at, axis=0)
         value.shape = states[i].shape
         before.append(value)
-    mapping = dict(zip(body.inputs, [at, go, *before], strict=True))
+    # A file may have the number of the step and the condition as vectors of one.
+    first = [
+        step.Reshape(x, [1]) if _is_vector(y) else x
+        for x, y in zip((at, go), body.inputs[:2], strict=True)
+    ]
+    mapping = dict(zip(body.inputs, [*first, *before], strict=True))
     outputs = copy_nodes(step, body, mapping)
     wrt = [*(before[i] for i in floats), *wanted_outer]
     grads = own(step, sweep(step, outputs, d_outputs, wrt), wrt)
@@ -97,6 +103,10 @@ def loop(op, dys, trip_count, cond, *states, node):
         result[i + 2] = shaped(d, states[i])
     by_value = dict(zip(wanted_outer, loop_grads[len(floats) :], strict=True))
     return *result, *(None if x not in by_value else shaped(by_value[x], x) for x in outer)
+
+
+def _is_vector(x: ir.Value) -> bool:
+    return x.shape is not None and len(x.shape) == 1
 
 
 def _save_loop_states(
@@ -115,7 +125,7 @@ def _save_loop_states(
     steps.name = op.names.fresh(f"{node.outputs[0].name}.steps")
     steps.type = ir.TensorType(ir.DataType.INT64)
     length = D.symbol(steps.name)
-    S.set_dims(steps, [length])
+    S.set_dims(steps, [length, *(S.dims_of(body.inputs[0]) or ())])
     for i, state in enumerate(node.inputs[2:]):
         assert state is not None
         out = node.outputs[first + 1 + i]
@@ -140,5 +150,6 @@ def _refuse_changing_shapes(node: ir.Node, body: ir.Graph, states: Sequence[ir.V
             raise UndifferentiableError(
                 f"Loop {node.name!r} may change the shape of what it carries: "
                 f"{S.describe_value(inner)} becomes {S.describe_value(after)}\n"
-                "hint: declare a fixed shape, or unroll the loop"
+                "hint: fix sizes of inputs that decide on it by `dims`, unroll the loop, "
+                f"or {leave_out('the parameters that enter it')}"
             )

@@ -15,7 +15,12 @@ from onnxtrain.autodiff.registry import elementwise, no_gradient, vjp, zero_grad
 # Arguments that broadcast against each other.
 elementwise("Add", lambda op, dy, a, b: (dy, dy))
 elementwise("Sub", lambda op, dy, a, b: (dy, op.Neg(dy)))
-elementwise("Mul", lambda op, dy, a, b: (op.Mul(dy, b), op.Mul(dy, a)))
+elementwise(
+    "Mul",
+    lambda op, dy, a, b: (
+        (op.Mul(dy, b), op.Mul(dy, a)) if a is not b else (op.Mul(op.Mul(dy, 2.0), a), None)
+    ),
+)
 elementwise("Sum", lambda op, dy, *xs: (dy,) * len(xs))
 elementwise("Where", lambda op, dy, c, a, b: (None, op.Where(c, dy, 0.0), op.Where(c, 0.0, dy)))
 

@@ -31,3 +31,19 @@ no_gradient("TfIdfVectorizer", why="counts integers or strings")
 no_gradient("ImageDecoder", why="decodes bytes")
 no_gradient("SequenceLength", "OptionalHasElement", why="the result does not depend on the values")
 no_gradient("SequenceEmpty", why="a constant")
+
+# What standard operators can say of ai.onnx.ml, `prepare` has rewritten.
+_TREE = "a tree has no gradient with respect to its input or its thresholds"
+for _op in ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"):
+    no_gradient(f"ai.onnx.ml::{_op}", why=_TREE, refuse=True)
+for _op in ("SVMClassifier", "SVMRegressor"):
+    no_gradient(
+        f"ai.onnx.ml::{_op}",
+        why="its vectors lie in attributes; only a linear kernel, without probabilities, trains",
+        refuse=True,
+    )
+for _op in ("LinearClassifier", "LinearRegressor", "Normalizer"):
+    no_gradient(f"ai.onnx.ml::{_op}", why="this form of it is not known as tensors", refuse=True)
+for _op in ("LabelEncoder", "OneHotEncoder", "CategoryMapper", "CastMap", "DictVectorizer"):
+    no_gradient(f"ai.onnx.ml::{_op}", why="works on categories")
+no_gradient("ai.onnx.ml::ZipMap", why="the result is a map")

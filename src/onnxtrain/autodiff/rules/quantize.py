@@ -1,7 +1,8 @@
 """Quantised tensors: integers are frozen, scales can be trained.
 
-Rounding has no useful gradient, so quantisers are refused. To train through them, register a
-straight-through rule, which gets and gives gradients in the unit of the integers::
+Rounding has no useful gradient, so quantisers are refused; ``build(straight_through=True)`` trains
+through them as if they did not round (``straight_through.py``). A rule of your own gets and gives
+gradients in the unit of the integers::
 
     @onnxtrain.register_vjp("QuantizeLinear")
     def straight_through(op, dy, x, scale, zero_point=None):
@@ -28,26 +29,41 @@ def dequantize_linear(op, dy, x, x_scale, x_zero_point=None, *, axis, block_size
 
     The gradient of x exists only on the way to a straight-through rule: ``dx = dy * scale``.
     """
-    rank = op.rank(x_scale)
-    axis = axis % op.rank(x) if op.rank(x) else 0
-    form = {"axis": axis} if rank == 1 else {"axis": axis, "block_size": block_size}
-    form = {} if rank == 0 or op.dims(x_scale) == (1,) else form
+    form = form_of(op, x, x_scale, axis, block_size)
     steps = op.DequantizeLinear(x, op.ones_like(x_scale), x_zero_point, **form)
     weighted = op.Mul(dy, op.cast(steps, dy.dtype))
-    if not form:
-        dscale = op.reshape_like(op.ReduceSum(weighted, keepdims=0), x_scale)
-    elif rank == 1 and not block_size:
-        others = [a for a in range(op.rank(x)) if a != axis]
-        dscale = op.ReduceSum(weighted, others, keepdims=0) if others else weighted
-        dscale = op.sum_to(dscale, x_scale)  # a scale of unknown size may have one element
-    else:
-        dscale = _sum_blocks(op, weighted, x_scale, axis, block_size)
+    dscale = sum_to_scale(op, weighted, x_scale, axis, block_size, form)
     dx = None
     if wanted[0]:
-        one = ir.tensor(np.ones(1, np.float32)).numpy().astype(x.dtype.numpy())
-        ones = op.ConstantOfShape(op.shape_of(x), value=ir.Tensor(one, dtype=x.dtype))
-        dx = op.Mul(dy, op.cast(op.DequantizeLinear(ones, x_scale, **form), dy.dtype))
+        dx = op.Mul(dy, op.cast(spread(op, x_scale, x, x.dtype, form), dy.dtype))
     return dx, op.cast(dscale, x_scale.dtype)
+
+
+def form_of(op, x, scale, axis: int, block_size: int) -> dict[str, int]:
+    """Return the attributes with which a scale has its present shape."""
+    rank = op.rank(scale)
+    axis = axis % op.rank(x) if op.rank(x) else 0
+    form = {"axis": axis} if rank == 1 else {"axis": axis, "block_size": block_size}
+    return {} if rank == 0 or op.dims(scale) == (1,) else form
+
+
+def spread(op, scale, like, dtype: ir.DataType, form: dict[str, int]):
+    """Return a scale for every element of ``like``; ``dtype`` is that of the integers."""
+    one = ir.tensor(np.ones(1, np.float32)).numpy().astype(dtype.numpy())
+    ones = op.ConstantOfShape(op.shape_of(like), value=ir.Tensor(one, dtype=dtype))
+    return op.DequantizeLinear(ones, scale, **form)
+
+
+def sum_to_scale(op, weighted, scale, axis: int, block_size: int, form: dict[str, int]):
+    """Return the sum of what belongs to each scale."""
+    if not form:
+        return op.reshape_like(op.ReduceSum(weighted, keepdims=0), scale)
+    axis = axis % op.rank(weighted)
+    if op.rank(scale) == 1 and not block_size:
+        others = [a for a in range(op.rank(weighted)) if a != axis]
+        total = op.ReduceSum(weighted, others, keepdims=0) if others else weighted
+        return op.sum_to(total, scale)  # a scale of unknown size may have one element
+    return _sum_blocks(op, weighted, scale, axis, block_size)
 
 
 def _sum_blocks(op, x, scale, axis: int, block: int):

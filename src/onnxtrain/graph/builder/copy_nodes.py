@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from onnxtrain.graph.builder.op_builder import OpBuilder
@@ -25,6 +27,7 @@ def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]
             num_outputs=len(node.outputs),
             version=node.version,
         )
+        copy.meta.update(node.meta)
         copy.name = op.names.fresh(f"{op.prefix}{node.op_type}")
         for old, new in zip(node.outputs, copy.outputs, strict=True):
             new.name = op.names.fresh(f"{op.prefix}{old.name}") if old.name else ""
@@ -36,6 +39,14 @@ def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]
         else:
             op.graph.insert_before(op.position, copy)
     return [mapping.get(y, y) for y in graph.outputs]
+
+
+def copy_node(op: OpBuilder, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Value:
+    """Append a copy of a node of one output that reads other inputs; return its output."""
+    attributes = list(node.attributes.values())
+    copy = ir.Node(node.domain, node.op_type, inputs, attributes, version=node.version)
+    copy.meta.update(node.meta)
+    return op.append(copy)
 
 
 def _copy_attribute(

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 
@@ -78,7 +79,38 @@ class ShapeOps:
         d = self.dims(x)[axis]
         if isinstance(d, int):
             return d
-        return self.Shape(self.shape_source(x), start=axis, end=axis + 1)
+        fed = None if self.position is None or d is None else self._fed_size(d)
+        return self.Shape(self.shape_source(x), start=axis, end=axis + 1) if fed is None else fed
+
+    def _fed_size(self, d: str) -> ir.Value | None:
+        """Return a size, or a sum of sizes, that inputs of the graph tell.
+
+        Asked of inputs, the same size is the same value in all layers of a model.
+        """
+        parts: list[Any] = []
+        fed = self._fed_sizes()
+        for name in [d] if d in fed else d.split("+"):
+            name = name.strip()
+            where = fed.get(name)
+            if where is not None:
+                parts.append(self.Shape(where[0], start=where[1], end=where[1] + 1))
+            elif name.isdigit():
+                parts.append(self.const([int(name)]))
+            else:
+                return None
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.Add(total, part)
+        return total
+
+    def _fed_sizes(self) -> dict[str, tuple[ir.Value, int]]:
+        """Return the first input, and its axis, that has each of the named sizes."""
+        where: dict[str, tuple[ir.Value, int]] = {}
+        for x in self.root.inputs:
+            for i, d in enumerate(S.dims_of(x) or ()):
+                if isinstance(d, str) and not isinstance(x.type, ir.SequenceType):
+                    where.setdefault(d, (x, i))
+        return where
 
     def vector(self, sizes: Sequence[Size]) -> ir.Value:
         """Join sizes to an int64 vector."""
@@ -140,6 +172,9 @@ class ShapeOps:
         """Undo broadcasting: sum ``x`` down to the shape of ``ref``."""
         if S.same_shape(x, ref):
             return x
+        maker = x.producer()
+        if maker is not None and is_op(maker, "Neg") and maker.inputs[0] is not None:
+            return self.Neg(self.sum_to(maker.inputs[0], ref))  # the sum is smaller
         have, want = self.dims(x), self.dims(ref)
         lead = len(have) - len(want)
         if lead < 0:

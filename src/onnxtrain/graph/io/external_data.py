@@ -65,6 +65,17 @@ class Refused(Exception):  # noqa: N818  (never leaves graph/: turned into a Loa
         self.detail = detail
 
 
+STORED = "onnxtrain.stored"  # key in the meta of tensors: where they lie
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the bytes of a tensor lie."""
+
+    file: str
+    offset: int
+
+
 @dataclass(frozen=True)
 class Region:
     """A checked stretch of bytes in a data file."""
@@ -105,6 +116,11 @@ class DataFiles:
                 f"bytes {start} to {start + nbytes} of {quote(location)}, which has {size}",
             )
         return Region("/".join(parts), start, nbytes)
+
+    def place(self, region: Region) -> Stored:
+        """The file and the place in it of a checked region."""
+        assert self._directory is not None
+        return Stored(os.path.join(self._directory, *region.location.split("/")), region.offset)
 
     def array(self, region: Region, dtype: np.dtype) -> np.ndarray:
         """A flat read-only view of ``region``."""
@@ -151,6 +167,12 @@ def entries(tensor: onnx.TensorProto) -> tuple[str, int | None, int | None]:
 
 def to_tensor(external: ir.ExternalTensor, files: DataFiles) -> ir.TensorProtocol:
     """The same tensor on the mapped file; what must be unpacked or aligned is so on first use."""
+    tensor, region = _mapped(external, files)
+    tensor.meta[STORED] = files.place(region)
+    return tensor
+
+
+def _mapped(external: ir.ExternalTensor, files: DataFiles) -> tuple[ir.TensorProtocol, Region]:
     dtype, dims = external.dtype, list(external.shape.numpy())
     region = files.region(
         os.fspath(external.location), external.offset, external.length, external.nbytes
@@ -163,15 +185,15 @@ def to_tensor(external: ir.ExternalTensor, files: DataFiles) -> ir.TensorProtoco
     shape = ir.Shape(dims)
     if dtype.bitwidth < 8:
         packed = files.array(region, np.dtype(np.uint8))
-        return ir.PackedTensor(packed, dtype, shape=shape, **about)
+        return ir.PackedTensor(packed, dtype, shape=shape, **about), region
     flat = files.array(region, np.dtype(dtype.numpy()).newbyteorder("<"))
     if flat.flags.aligned:
-        return ir.Tensor(flat.reshape(dims), dtype, shape=shape, **about)
+        return ir.Tensor(flat.reshape(dims), dtype, shape=shape, **about), region
 
     def aligned() -> ir.TensorProtocol:
         return ir.Tensor(flat.copy().reshape(dims), dtype)
 
-    return ir.LazyTensor(aligned, dtype, shape=shape, **about)
+    return ir.LazyTensor(aligned, dtype, shape=shape, **about), region
 
 
 def _number(fields: dict[str, str], key: str) -> int | None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxtrain.errors import LoadError
 from onnxtrain.graph.io import ir_check, structure
 from onnxtrain.graph.io.external_data import DataFiles
+from onnxtrain.graph.io.imports import import_runtime_domain
 from onnxtrain.graph.io.limits import Kind, Limits, Problems, quote
 from onnxtrain.graph.io.proto_check import ProtoReader
 from onnxtrain.graph.io.schema_check import check_nodes
@@ -154,6 +155,7 @@ def _finished(model: ir.Model, problems: Problems, files: ir_check.Files) -> ir.
     if not 0 < model.ir_version <= onnx.IR_VERSION:
         known = f"onnx {onnx.__version__} knows 1 to {onnx.IR_VERSION}"
         raise problems.refusal(NEW_IR, f"IR version {model.ir_version}, {known}")
+    import_runtime_domain(model)
     ir_check.tidy(model, problems, files)
     problems.check()
     check_nodes(model, problems)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
+from onnxtrain.graph.io.imports import RUNTIME_DOMAIN
 from onnxtrain.graph.io.limits import INVALID, Kind, Limits, Problems, quote
 
 TOO_MANY_NODES = Kind(
@@ -28,7 +29,8 @@ CYCLE = Kind("a cycle in the graph", INVALID)
 RECURSIVE = Kind("local functions that call themselves", "ONNX functions cannot be recursive")
 DOMAINS = Kind(
     "operators of unknown domains",
-    "load(..., allow_domains={...}) admits a domain whose operators you can run or have rules for",
+    "onnxtrain.register_vjp admits a domain by a rule for one of its operators; "
+    "load(..., allow_domains={...}) admits one whose operators you only want to run",
 )
 NO_OPSET = Kind("operator domains without an opset import", INVALID)
 BAD_OPSET = Kind("opset imports that cannot be used", "newer opsets need a newer onnx package")
@@ -41,7 +43,7 @@ STANDARD_DOMAINS = frozenset(
         "ai.onnx.preview",
         "ai.onnx.preview.training",
         "ai.onnx.training",
-        "com.microsoft",
+        RUNTIME_DOMAIN,
     }
 )
 
@@ -241,7 +243,7 @@ def _check_domains(
             if not known and node.key not in model.functions:
                 detail = f"{quote(node.domain)}: {node}"
                 problems.add(DOMAINS, f"{scope.graph.where}{detail}")
-            elif node.domain not in imported:
+            elif node.domain not in imported and node.domain != RUNTIME_DOMAIN:
                 missing.setdefault(node.domain, node)
     for domain, node in missing.items():
         problems.add(NO_OPSET, f"{body.where}domain {quote(domain)}, used by {node}")

@@ -42,7 +42,7 @@ def save(
     _check_versions(model, label)
     if isinstance(model, onnx.ModelProto):
         _check_complete(model, label)
-        if model.ByteSize() <= external_data_above:
+        if _fits(model, external_data_above):
             write_files(label, {target: content(_serialised(model, label))})
             return
         _check_representable(model, label)
@@ -54,7 +54,7 @@ def save(
     total = sum(v.const_value.nbytes for v in _weights(standalone) if v.const_value is not None)
     if total <= external_data_above:
         proto = ir.to_proto(standalone)
-        if proto.ByteSize() <= external_data_above:
+        if _fits(proto, external_data_above):
             write_files(label, {target: content(_serialised(proto, label))})
             return
         del proto
@@ -64,6 +64,11 @@ def save(
     if tensors:
         files = {target + ".data": _data_writer(tensors), **files}
     write_files(label, files)
+
+
+def _fits(model: onnx.ModelProto, limit: int) -> bool:
+    """Return whether a model is small enough; beyond 2 GiB protobuf does not even tell the size."""
+    return sum(len(t.raw_data) for t in all_tensors(model)) <= limit and model.ByteSize() <= limit
 
 
 def _check_versions(model: ir.Model | onnx.ModelProto, label: str) -> None:

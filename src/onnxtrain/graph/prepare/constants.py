@@ -33,15 +33,17 @@ def lift_constants(model: ir.Model) -> set[str]:
     return set(model.graph.initializers) - before
 
 
-def fold(model: ir.Model, constants: set[str]) -> set[str]:
+def fold(model: ir.Model, constants: set[str], *, subgraphs: bool = False) -> set[str]:
     """Replace nodes whose outputs are known by initializers, in place; return the new names.
 
     Only ``constants`` count as known, never a parameter; and integers that shape inference found.
+    With ``subgraphs``, the nodes of bodies are replaced too.
     """
     graph, opset = model.graph, model.opset_imports[""]
     added: set[str] = set()
-    for node in nodes(graph, *_FOLDABLE):
-        if len(node.outputs) != 1:
+    for node in nodes(graph, *_FOLDABLE, subgraphs=subgraphs):
+        home = node.graph
+        if len(node.outputs) != 1 or not isinstance(home, ir.Graph):
             continue
         y = node.outputs[0]
         if y.is_graph_output():
@@ -54,6 +56,8 @@ def fold(model: ir.Model, constants: set[str]) -> set[str]:
         if array is None or array.size > _SMALL:
             continue
         name = y.name or ""
+        if home is not graph:  # another body may use the name
+            name = _unused(f"{name}.known", graph)
         assert y.dtype is not None
         own = np.ascontiguousarray(array).reshape(array.shape)
         value = ir.Value(
@@ -64,10 +68,17 @@ def fold(model: ir.Model, constants: set[str]) -> set[str]:
         )
         y.name = f"{name}.folded"
         y.replace_all_uses_with(value)
-        graph.remove(node, safe=True)
+        home.remove(node, safe=True)
         graph.register_initializer(value)
         added.add(name)
     return added
+
+
+def _unused(name: str, graph: ir.Graph) -> str:
+    base, n = name, 2
+    while name in graph.initializers:
+        name, n = f"{base}.{n}", n + 1
+    return name
 
 
 def _is_constant(x: ir.Value | None, constants: set[str]) -> bool:

@@ -26,13 +26,26 @@ from onnxtrain.graph.builder.call_by_signature import (
     signature_of,
     unknown_parts,
 )
-from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.nodes import key_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 _WITH_GAPS = frozenset({"com.microsoft::EmbedLayerNormalization"})
 """Operators with inputs that may be left out and stand before others that may not."""
+
+
+INTEGER: set[str] = set()
+"""Decompositions of integer arithmetic into floats between quantisers, which are used on demand."""
+
+
+def integer_decomposition(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decomposition of operators that compute with integers.
+
+    It is used only if a model is to be trained straight through its quantisers: else the
+    operators stay, and what they give is bit for bit what it was.
+    """
+    INTEGER.update(ops)
+    return decomposition(*ops)
 
 
 def decomposition(*ops: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -53,36 +66,40 @@ def has_decomposition(key: str) -> bool:
     return key in DECOMPOSITIONS
 
 
-def decompose(model: ir.Model, only: Callable[[str], bool]) -> list[str]:
-    """Rewrite, in place, the nodes whose key ``only`` accepts; return a line for each kind."""
+def decompose(
+    model: ir.Model,
+    only: Callable[[str], bool],
+    keep: Callable[[ir.Node], bool] = lambda node: False,
+) -> list[str]:
+    """Rewrite, in place, the nodes whose key ``only`` accepts; return a line for each kind.
+
+    Nodes that ``keep`` names stay as they are.
+    """
     done: dict[str, int] = {}
-    if not any(_chosen(n, only) for n in model.graph.all_nodes()):
+    if not any(_chosen(n, only) and not keep(n) for n in model.graph.all_nodes()):
         return []
-    infer_shapes(model.graph, model.opset_imports[""])
     builder = OpBuilder(model.graph, prefix="prepare/")
-    _walk(model.graph, builder, only, done)
+
+    def rewrite(node: ir.Node) -> bool:
+        if not _chosen(node, only) or keep(node):
+            return False
+        graph = node.graph
+        assert isinstance(graph, ir.Graph)
+        op = OpBuilder(graph, builder.prefix, before=node, parent=builder)
+        outputs = _call(DECOMPOSITIONS[key_of(node)], op, node)
+        if outputs is None:
+            return False
+        done[key_of(node)] = done.get(key_of(node), 0) + 1
+        replacements = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        _replace(graph, op, node, replacements)
+        return True
+
+    infer_shapes(model.graph, model.opset_imports[""], rewrite)
     return [f"{kind}: {n} node(s) rewritten into standard operators" for kind, n in done.items()]
 
 
 def _chosen(node: ir.Node, only: Callable[[str], bool]) -> bool:
     return key_of(node) in DECOMPOSITIONS and only(key_of(node))
-
-
-def _walk(
-    graph: ir.Graph, parent: OpBuilder, only: Callable[[str], bool], done: dict[str, int]
-) -> None:
-    for node in list(graph):
-        for body in subgraphs_of(node):
-            _walk(body, parent, only, done)
-        if not _chosen(node, only):
-            continue
-        op = OpBuilder(graph, parent.prefix, before=node, parent=parent)
-        outputs = _call(DECOMPOSITIONS[key_of(node)], op, node)
-        if outputs is None:
-            continue
-        done[key_of(node)] = done.get(key_of(node), 0) + 1
-        replacements = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-        _replace(graph, op, node, replacements)
 
 
 def _call(function: Callable[..., Any], op: OpBuilder, node: ir.Node) -> Any:

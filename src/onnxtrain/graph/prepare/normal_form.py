@@ -10,18 +10,25 @@ from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
+from onnxtrain.graph.io.imports import load_repairs
 from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
-from onnxtrain.graph.prepare.decompose import decompose
+from onnxtrain.graph.prepare.decompose import INTEGER, decompose
 from onnxtrain.graph.prepare.empty_axes import drop_empty_axes
+from onnxtrain.graph.prepare.exact_products import exact_products
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
+from onnxtrain.graph.prepare.hidden_weights import show_weights
+from onnxtrain.graph.prepare.left_open import explicit_squeezes, pin_loop_states
 from onnxtrain.graph.prepare.local_functions import inline_functions
 from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
+from onnxtrain.graph.prepare.spelled_sigmoid import name_sigmoids
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
+from onnxtrain.graph.roles import note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
 from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.shapes.open_sizes import note_root
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 
 _CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
@@ -29,37 +36,66 @@ _UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothi
 _REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
-def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: False) -> ir.Model:
+def prepare(
+    model: ir.Model,
+    *,
+    inline: Callable[[str], bool] = lambda op_type: False,
+    keep: Callable[[ir.Node], bool] = lambda node: False,
+    straight_through: bool = False,
+    by_readers: bool = True,
+) -> ir.Model:
     """Return the model in the normal form; the argument must not be used any more.
 
     Args:
         model: a model from ``load``.
         inline: tells for which operators the standard's function body is to be inlined.
+        keep: tells which nodes of other domains are to stay as they are.
+        straight_through: whether integer arithmetic becomes floats between quantisers.
+        by_readers: whether a shape that is left open may be decided by what reads it.
     """
-    repairs: list[str] = []
+    repairs: list[str] = list(load_repairs(model))
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
+    model, shown = show_weights(model)
+    repairs += shown
+    parts = roles(model)
     given = set(model.graph.initializers)
     before = model.opset_imports.get("", OPSET)
-    model = to_working_opset(model)
+
+    def fused(key: str) -> bool:
+        return straight_through or key not in INTEGER
+
+    model = to_working_opset(model, fused=fused, keep=keep)
     after = model.opset_imports[""]
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
+    note_root(model.graph)
     lift_constants(model)
     drop_empty_axes(model)
     _name_nodes(model)
-    infer_shapes(model.graph, after)
-    repairs += resolve_branches(model, given)
+    repairs += exact_products(model)
+
+    def wanted(key: str) -> bool:
+        return straight_through if key in INTEGER else not _is_standard(key, after)
+
+    rewritten = decompose(model, only=wanted, keep=keep)
+    if rewritten:  # types and shapes were inferred on the way
+        repairs += rewritten
+    else:
+        infer_shapes(model.graph, after)
+    repairs += resolve_branches(model, given, by_readers=by_readers)
+    if by_readers:
+        repairs += explicit_squeezes(model)
+        repairs += pin_loop_states(model)
     repairs += resolve_sequences(model)
-    repairs += decompose(
-        model, only=lambda key: "::" in key or not _is_standard(key, after) or inline(key)
-    )
+    repairs += decompose(model, only=lambda key: inline(key) and _is_standard(key, after))
     model = inline_bodies(model, inline)
     lift_constants(model)
     _name_nodes(model)
     infer_shapes(model.graph, after)
     repairs += normalise(model)
+    repairs += name_sigmoids(model)
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
     constants |= fold(model, constants)
     if _has_unknown_ranks(model):  # bounds and shapes that were computed are numbers now
@@ -71,6 +107,7 @@ def prepare(model: ir.Model, *, inline: Callable[[str], bool] = lambda op_type: 
     used = {n.domain for n in model.graph.all_nodes()}
     for domain in [d for d in model.opset_imports if d and d not in used]:
         del model.opset_imports[domain]
+    note_roles(model, parts)
     model.meta[_CONSTANTS] = frozenset(constants)
     model.meta[_UNUSED] = unused
     model.meta[_REPAIRS] = tuple(repairs)
@@ -118,5 +155,5 @@ def _name_nodes(model: ir.Model) -> None:
             taken.add(node.name)
 
 
-def _is_standard(op_type: str, opset: int) -> bool:
-    return schema_of(op_type, opset) is not None
+def _is_standard(key: str, opset: int) -> bool:
+    return "::" not in key and schema_of(key, opset) is not None

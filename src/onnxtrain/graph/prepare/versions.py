@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import onnx
 import onnx.version_converter
@@ -17,6 +17,7 @@ from onnxtrain.graph.prepare.decompose import decompose, has_decomposition
 from onnxtrain.graph.prepare.function_bodies import inline_bodies
 from onnxtrain.graph.prepare.old_batch_norm import convert_around_training
 from onnxtrain.graph.prepare.old_forms import convert_with_care
+from onnxtrain.graph.prepare.runtime_operators import move_runtime_operators
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.shapes.negative_sizes import check_before_conversion
 
@@ -27,8 +28,18 @@ NEWEST_IR = 13
 _UNBATCHED_SCAN = 9
 
 
-def to_working_opset(model: ir.Model) -> ir.Model:
+def to_working_opset(
+    model: ir.Model,
+    *,
+    fused: Callable[[str], bool] = lambda key: True,
+    keep: Callable[[ir.Node], bool] = lambda node: False,
+) -> ir.Model:
     """Return the model at the working opset, or at its own if it cannot come down.
+
+    Args:
+        model: it is used up.
+        fused: tells of a decomposition of another domain's operator whether it is to be used.
+        keep: tells which nodes of other domains are to stay as they are.
 
     Raises:
         PrepareError: if it is newer than what runtimes accept, or an old operator has no successor.
@@ -37,6 +48,7 @@ def to_working_opset(model: ir.Model) -> ir.Model:
     if "ai.onnx" in model.opset_imports:
         del model.opset_imports["ai.onnx"]
     model.opset_imports[""] = opset or OPSET
+    move_runtime_operators(model, opset or OPSET)
     if opset and opset != OPSET:
         check_before_conversion(model)
     if not opset or opset == OPSET:
@@ -44,7 +56,7 @@ def to_working_opset(model: ir.Model) -> ir.Model:
     elif opset < OPSET:
         model = _raise(model)
     else:
-        model = _come_down(model, opset)
+        model = _come_down(model, opset, fused, keep)
     newest = model.opset_imports[""]
     model.ir_version = IR_VERSION if newest == OPSET else min(max(model.ir_version, 11), NEWEST_IR)
     for node in model.graph.all_nodes():
@@ -74,12 +86,17 @@ def _convert(proto: onnx.ModelProto) -> onnx.ModelProto:
     return convert_with_care(proto, lambda p: onnx.version_converter.convert_version(p, OPSET))
 
 
-def _come_down(model: ir.Model, opset: int) -> ir.Model:
+def _come_down(
+    model: ir.Model,
+    opset: int,
+    fused: Callable[[str], bool],
+    keep: Callable[[ir.Node], bool],
+) -> ir.Model:
     model = inline_bodies(
         model, lambda op_type: _is_new(op_type) and not has_decomposition(op_type)
     )
     lift_constants(model)
-    decompose(model, only=_is_new)
+    decompose(model, only=lambda key: fused(key) if "::" in key else _is_new(key), keep=keep)
     infer_shapes(model.graph, opset)  # element types decide
     stuck = sorted(
         {n.op_type for n in model.graph.all_nodes() if not _same_at_working_opset(n, opset)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
@@ -12,19 +14,24 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.negative_sizes import mark_branches
 
+Rewrite = Callable[[ir.Node], bool]
+"""Replaces a node whose inputs are typed by nodes that are typed too; tells whether it did."""
 
-def infer_shapes(graph: ir.Graph, opset: int) -> None:
+
+def infer_shapes(graph: ir.Graph, opset: int, rewrite: Rewrite | None = None) -> None:
     """Set type and shape of every value; unify the exporter's symbols with inferred sizes.
 
     An exporter may call a size ``s7`` where inference finds ``2*batch``: the inferred form wins,
-    and the exporter's name is replaced by it from there on.
+    and the exporter's name is replaced by it from there on. ``rewrite`` is asked about each node
+    in front of its inference, so that operators nobody can infer are replaced on the way.
     """
-    _Inference(opset).run(graph)
+    _Inference(opset, rewrite).run(graph)
 
 
 class _Inference:
-    def __init__(self, opset: int) -> None:
+    def __init__(self, opset: int, rewrite: Rewrite | None = None) -> None:
         self.opset = opset
+        self.rewrite = rewrite
         self.alias: dict[str, Dim] = {}
         self.inputs: set[str] = set()
 
@@ -36,8 +43,9 @@ class _Inference:
             if x.const_value is not None and x.shape is None:
                 x.shape = ir.Shape(x.const_value.shape.numpy())
                 x.type = ir.TensorType(x.const_value.dtype)
-        for node in graph:
-            self._node(node)
+        for node in list(graph):
+            if self.rewrite is None or not self.rewrite(node):
+                self._node(node)
 
     def _node(self, node: ir.Node) -> None:
         declared = [(y.type, S.dims_of(y)) for y in node.outputs]
@@ -86,6 +94,8 @@ class _Inference:
     def _loop_body(self, node: ir.Node) -> None:
         """Find which carried values keep their shape, by assuming it and looking at the result."""
         body = node.attributes["body"].as_graph()
+        if self.rewrite is not None:  # before sizes are assumed that may turn out to change
+            self.run(body)
         declared = [(y, y.shape) for n in body.all_nodes() for y in n.outputs]
         inner = body.inputs[2:]
         before = [x.shape for x in inner]

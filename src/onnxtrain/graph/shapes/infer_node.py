@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph.nodes import is_standard
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.contrib_shapes import infer_contrib
 from onnxtrain.graph.shapes.control_flow_shapes import infer_control_flow
 from onnxtrain.graph.shapes.fast_rules import infer as infer_fast
 from onnxtrain.graph.shapes.negative_sizes import check_output_sizes
@@ -44,7 +45,7 @@ def infer_node(node: ir.Node, opset: int) -> None:
     try:
         if infer_fast(node):
             return
-        if infer_control_flow(node):
+        if infer_control_flow(node) or infer_contrib(node):
             pass
         elif node.op_type in _LIKE_FIRST and is_standard(node) and node.inputs[0] is not None:
             node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
@@ -101,10 +102,11 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             opset_imports=[onnx.OperatorSetIdProto(domain=node.domain, version=opset)],
             ir_version=10,
         )
+    except KeyError as error:
+        raise PrepareError(_untyped(node, error)) from error
     except (
         onnx.shape_inference.InferenceError,
         onnx.checker.ValidationError,
-        KeyError,  # an input of unknown type
         RuntimeError,
         ValueError,
     ) as error:
@@ -117,6 +119,20 @@ def _infer_by_onnx(node: ir.Node, opset: int) -> None:
             shape = ir.serde.deserialize_type_proto_for_shape(inferred[v.name])
             if shape is not None:
                 set_dims(v, [d if isinstance(d, int) else D.dim(d.value) for d in shape])
+
+
+def _untyped(node: ir.Node, error: KeyError) -> str:
+    """Return a message on an input of unknown type, which names the operator that gives it."""
+    missing = next((x for x in node.inputs if x is not None and x.type is None), None)
+    maker = None if missing is None else missing.producer()
+    if missing is None or maker is None:
+        return f"shapes do not fit at node {node.name!r}: {describe(node)}\n  {first_line(error)}"
+    return (
+        f"the type of value {missing.name!r} is unknown, which node {node.name!r} "
+        f"({node.op_type}) reads: neither ONNX nor this library defines "
+        f"{maker.domain or 'ai.onnx'}::{maker.op_type} of node {maker.name!r}\n"
+        "hint: add the value's type and shape to the model's value_info"
+    )
 
 
 def _known_array(x: ir.Value) -> np.ndarray | None:

@@ -28,8 +28,9 @@ def refine(node: ir.Node, opset: int) -> None:
         return
     attributes = S.attributes_of(node, opset)
     out = node.outputs[0]
-    # onnx counts windows that start behind the input; no runtime does.
-    overrule = bool(attributes.get("ceil_mode"))
+    # onnx counts windows that start behind the input; no runtime does. It takes both sides of the
+    # spectrum where STFT has no frame_length; no runtime does.
+    overrule = bool(attributes.get("ceil_mode")) or node.op_type == "STFT"
     if formula is not None and (overrule or any(not S.is_static(o) for o in node.outputs)):
         dims = formula(node, attributes)
         if dims is not None:

@@ -13,10 +13,13 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.shapes.open_sizes import unknown_rank
 
 _DATA_LIMIT = 1024  # elements: larger constants never are shapes, axes or pads
 _OWN = "onnxtrain.own"  # key in Value.meta: a constant that the builder made
 _SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the value itself, as dimensions
+
+_MACHINE_LEARNING = (5, 4, 3)  # opsets of ai.onnx.ml, newest first; some operators end in between
 
 FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -25,7 +28,20 @@ FLOATS = frozenset(
 
 @functools.cache
 def schema_of(op_type: str, opset: int, domain: str = "") -> onnx.defs.OpSchema | None:
-    """Return the schema of an operator at an opset, ``None`` if there is none."""
+    """Return the schema of an operator at an opset, ``None`` if there is none.
+
+    ``opset`` is that of the standard; of other domains the newest schema counts that is in force.
+    """
+    if domain in ("", "ai.onnx"):
+        return _schema(op_type, opset, domain)
+    for version in _MACHINE_LEARNING:
+        schema = _schema(op_type, version, domain)
+        if schema is not None and not schema.deprecated:
+            return schema
+    return None
+
+
+def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema | None:
     try:
         return onnx.defs.get_schema(op_type, opset, domain)
     except onnx.defs.SchemaError:
@@ -56,10 +72,7 @@ def rank_of(x: ir.Value) -> int:
         ShapeError: if it is unknown.
     """
     if x.shape is None:
-        raise ShapeError(
-            f"the rank of value {x.name!r} is unknown\n"
-            "hint: give the model's inputs shapes, symbolic sizes are enough"
-        )
+        raise ShapeError(unknown_rank(x))
     return len(x.shape)
 
 

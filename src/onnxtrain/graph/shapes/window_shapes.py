@@ -98,7 +98,20 @@ def _scaled(size: Dim, scale: float) -> Dim:
     return int(np.floor(size * np.float32(scale))) if isinstance(size, int) else None
 
 
+def _stft(node: ir.Node, a: Attributes) -> Sequence[Dim] | None:
+    """Frames as runtimes count them; onnx takes both sides where the length is the window's."""
+    dims, window = dims_in(node), dims_in(node, 2)
+    step, length = elements_in(node, 1), elements_in(node, 3)
+    size = length[0] if length else window[0] if window else None
+    if dims is None:
+        return None
+    frames = D.add(D.floordiv(D.sub(dims[1], size), step[0] if step else None), 1)
+    bins = D.add(D.floordiv(size, 2), 1) if a.get("onesided", 1) else size
+    return [dims[0], frames, bins, 2]
+
+
 FORMULAS: dict[str, Formula] = {
+    "STFT": _stft,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     **dict.fromkeys(("AveragePool", "LpPool", "MaxPool"), _pool),

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from onnxtrain.runtime import session as runtime
+from onnxtrain.training.layouts import model_of
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -78,7 +79,7 @@ def find_node(source: bytes | str, feeds: Mapping[str, np.ndarray]) -> str | Non
         source: the model, as a runtime takes it.
         feeds: all of its inputs.
     """
-    model = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
+    model = model_of(source)
     names = [y for node in model.graph.node for y in node.output if y]
     del model.graph.output[:]
     model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names)
@@ -86,7 +87,8 @@ def find_node(source: bytes | str, feeds: Mapping[str, np.ndarray]) -> str | Non
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = runtime.create(model.SerializeToString(), options=options)
+    plain = runtime.in_place_of(source, model.SerializeToString())
+    session = runtime.create(plain, options=options)
     values = dict(zip(names, runtime.run(session, names, dict(feeds)), strict=True))
     known = {**feeds, **values}
     for bad in (_has_nan, _has_infinity):

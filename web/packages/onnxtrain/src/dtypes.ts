@@ -79,6 +79,13 @@ export function filled(dtype: string, dims: readonly number[], value: number): H
   return { dtype, dims, data };
 }
 
+/** Gives a tensor of floats in another type of floats, rounded. */
+export function inType(t: HostTensor, dtype: string | undefined): HostTensor {
+  if (dtype === undefined || dtype === t.dtype) return t;
+  const numbers = Array.from(t.data as Float32Array, (v) => encode(dtype, decode(t.dtype, v)));
+  return { dtype, dims: t.dims, data: new (kindOf(dtype).array)(numbers as never) };
+}
+
 /** Gives what is stored for a number: itself, or the bits of a 16-bit float. */
 export function encode(dtype: string, value: number): number {
   if (dtype === "float16") return toHalf(value);

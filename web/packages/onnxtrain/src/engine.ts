@@ -1,5 +1,5 @@
 import { Artifacts } from "./artifacts.js";
-import { filled, type HostTensor } from "./dtypes.js";
+import { filled, inType, toBytes, type HostTensor } from "./dtypes.js";
 import { ArtifactError, CheckpointError, ShapeError } from "./errors.js";
 import { failed } from "./failures.js";
 import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec, type TensorSpec, type WeightSpec } from "./manifest.js";
@@ -170,7 +170,7 @@ export class LocalEngine implements Engine {
     }
     const session = await this.#predictor;
     const feeds = Object.fromEntries([...batch].map(([n, t]) => [n, this.runtime.tensor(t, n)]));
-    for (const { name } of weights) feeds[name] = this.#values.get(name)!;
+    for (const w of weights) feeds[w.name] = await this.#stored(w);
     const out = new Map<string, HostTensor>();
     try {
       const results = await this.runtime.run(session, feeds);
@@ -186,12 +186,20 @@ export class LocalEngine implements Engine {
   }
 
   async #openPredictor(spec: ModelSpec, weights: readonly WeightSpec[]): Promise<OrtSession> {
-    const model = weightsAsInputs(await this.artifacts.file(spec.file), weights);
+    const stored = weights.map((w) => ({ ...w, dtype: storedType(w) }));
+    const model = weightsAsInputs(await this.artifacts.file(spec.file), stored);
     try {
       return await this.runtime.session(model, []);
     } catch (error) {
       throw failed(error, `${spec.file} on ${this.device}`);
     }
+  }
+
+  /** Gives a weight as the inference model has it: a file in 16 bits is trained in float32. */
+  async #stored(w: WeightSpec): Promise<OrtTensor> {
+    const value = this.#values.get(w.name)!;
+    const dtype = storedType(w);
+    return dtype === w.dtype ? value : this.runtime.tensor(inType(await this.runtime.host(value), dtype), w.name);
   }
 
   async read(names: readonly string[]): Promise<Map<string, HostTensor>> {
@@ -216,9 +224,8 @@ export class LocalEngine implements Engine {
     const weights = [...manifest.parameters, ...manifest.buffers];
     const values = await this.read(weights.map((w) => w.name));
     for (const w of weights) {
-      const { data } = values.get(w.name)!;
-      const bytes = new Uint8Array(data.buffer, data.byteOffset, data.byteLength);
       for (const place of w.locations) {
+        const bytes = toBytes(inType(values.get(w.name)!, place.dtype));
         if (place.file !== spec.file || place.nbytes !== bytes.length || place.offset + place.nbytes > model.length) {
           throw new ArtifactError(`'${w.name}': its place in ${place.file} is not ${bytes.length} bytes of ${spec.file}`);
         }
@@ -290,3 +297,6 @@ function controlTensor({ role, dtype, shape }: TensorSpec, controls: readonly Co
   }
   return undefined;
 }
+
+/** Gives the element type that a weight has in the inference model. */
+const storedType = (w: WeightSpec): string => w.locations[0]?.dtype ?? w.dtype;

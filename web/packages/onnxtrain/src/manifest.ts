@@ -46,6 +46,8 @@ export interface Location {
   readonly file: string;
   readonly offset: number;
   readonly nbytes: number;
+  /** Of these bytes, where it is not that of the tensor. */
+  readonly dtype?: string;
 }
 
 /** A parameter or buffer. */
@@ -133,7 +135,7 @@ const tensor = record({
 });
 const weight = record({
   name: text, dtype: text, shape: list(size), aliases: list(text),
-  locations: list(record({ file, offset: size, nbytes: size })),
+  locations: list(record({ file, offset: size, nbytes: size }, { dtype: text })),
 });
 const MANIFEST = record({
   format: size,

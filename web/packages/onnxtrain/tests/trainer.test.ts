@@ -3,7 +3,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { afterAll, expect, test } from "vitest";
 import { cosine, DisposedError, ShapeError, Trainer, type Progress } from "../src/index.js";
-import { bytes, distance, filesOf, fixture, MODELS, runPython } from "./support.js";
+import { bytes, distance, filesOf, fixture, FIXTURES, MODELS, runPython } from "./support.js";
 
 const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
 afterAll(() => rmSync(folder, { recursive: true }));
@@ -36,6 +36,32 @@ print(json.dumps(session.run(None, {name: batches["0/" + name]})[0].ravel().toli
   const theirs = JSON.parse(printed) as number[];
   expect(distance(ours["logits"]!.data as Float32Array, theirs)).toBeLessThan(1e-5);
   expect(distance(f.predictions.get("logits")!.data as Float32Array, theirs)).toBeLessThan(1e-5);
+  await trainer.dispose();
+});
+
+test("what came in float16 is trained in float32 and exported in float16", async () => {
+  const trainer = await Trainer.create({ artifacts: `${FIXTURES}/half-wasm`, device: "node", threads: 1 });
+  const x = { data: Float32Array.from({ length: 80 }, (_, i) => Math.sin(i)), dims: [8, 10] };
+  const labels = { data: BigInt64Array.from({ length: 8 }, (_, i) => BigInt(i % 3)), dims: [8] };
+  const losses: number[] = [];
+  for (let i = 0; i < 5; i++) losses.push((await trainer.step({ x, labels })).loss);
+  expect(losses[4]).toBeLessThan(losses[0]!);
+  const path = join(folder, "half.onnx");
+  writeFileSync(path, await trainer.exportModel());
+  const ours = await trainer.predict({ x });
+  const [types, theirs] = JSON.parse(runPython(
+    `
+import json, sys, numpy as np, onnx, onnxruntime
+model = onnx.load(sys.argv[1])
+onnx.checker.check_model(model, full_check=True)
+x = np.sin(np.arange(80)).astype(np.float32).reshape(8, 10)
+logits = onnxruntime.InferenceSession(sys.argv[1]).run(["logits"], {"x": x})[0]
+print(json.dumps([sorted({t.data_type for t in model.graph.initializer if "weight" in t.name}), logits.ravel().tolist()]))
+`,
+    path,
+  )) as [number[], number[]];
+  expect(types).toEqual([10]);
+  expect(distance(ours["logits"]!.data as Float32Array, theirs)).toBeLessThan(1e-5);
   await trainer.dispose();
 });
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxtrain.artifacts.signature import GraphSignature, describe
 from onnxtrain.autodiff.gradient_model import GradientModel
-from onnxtrain.autodiff.load_normalized import lacks_rule
+from onnxtrain.autodiff.load_normalized import kept_for, lacks_rule
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.compat.ort.build.evaluation import evaluation_model, rename
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
@@ -103,7 +103,7 @@ def _training_model(
 ) -> tuple[onnx.ModelProto, ModelSpec, list[str]]:
     """Return the model, its description, and the names of running statistics."""
     domains = {o.domain for o in forward.opset_import} if request.custom_operators else set()
-    model = prepare(load(forward, allow_domains=domains), inline=lacks_rule)
+    model = prepare(load(forward, allow_domains=domains), inline=lacks_rule, keep=kept_for("cpu"))
     graph = model.graph
     inputs = list(graph.inputs)
     portable_dropout(model)

@@ -11,6 +11,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.size_arithmetic import Size, minus
 from onnxtrain.graph.prepare.decompose import decomposition
+from onnxtrain.graph.prepare.decompositions.rotation import rotate
 
 _RAW, _CAPPED, _BIASED, _PROBABILITIES = range(4)  # values of qk_matmul_output_mode
 
@@ -80,25 +81,10 @@ def rotary_embedding(
     if position_ids is not None:
         cos_cache = op.Gather(cos_cache, position_ids, axis=0)
         sin_cache = op.Gather(sin_cache, position_ids, axis=0)
-    spread = [2 if flat else 1, *([4] if interleaved else [])]
+    spread = [2 if flat else 1]
     cos, sin = op.Unsqueeze(cos_cache, spread), op.Unsqueeze(sin_cache, spread)
-    turning, rest = heads, None
-    if rotary_embedding_dim and op.dims(heads)[-1] != rotary_embedding_dim:
-        turning = op.Slice(heads, [0], [rotary_embedding_dim], [3])
-        rest = op.Slice(heads, [rotary_embedding_dim], [np.iinfo(np.int64).max], [3])
-    if interleaved:
-        pairs = op.Reshape(turning, [0, 0, 0, -1, 2])
-        a, b = op.Split(pairs, axis=4, num_outputs=2, _outputs=2)
-    else:
-        a, b = op.Split(turning, axis=3, num_outputs=2, _outputs=2)
-    left = op.Sub(op.Mul(a, cos), op.Mul(b, sin))
-    right = op.Add(op.Mul(a, sin), op.Mul(b, cos))
-    y = op.Concat(left, right, axis=-1)
-    if interleaved:
-        y = op.Reshape(y, [0, 0, 0, -1])
-    if rest is not None:
-        y = op.Concat(y, rest, axis=3)
-    y.shape = heads.shape
+    part = rotary_embedding_dim if op.dims(heads)[-1] != rotary_embedding_dim else 0
+    y = rotate(op, heads, cos, sin, interleaved, part or None)
     return op.reshape_like(y, x) if flat else y
 
 
@@ -126,9 +112,10 @@ def _per_head(op: OpBuilder, a: ir.Value, b: ir.Value, kv: ir.Value) -> ir.Value
     """
     if op.dims(a)[1] == op.dims(kv)[1]:
         return op.MatMul(a, b)
-    grouped = op.reshape(a, [op.size(a, 0), op.size(kv, 1), -1, op.size(a, 3)])
+    grouped = op.Reshape(a, op.vector([0, op.size(kv, 1), -1, op.size(a, 3)]))
+    S.set_dims(grouped, [op.dims(a)[0], *op.dims(grouped)[1:]])
     together = op.MatMul(grouped, b)
-    y = op.reshape(together, [op.size(a, 0), op.size(a, 1), op.size(a, 2), -1])
+    y = op.Reshape(together, op.vector([0, op.size(a, 1), op.size(a, 2), -1]))
     S.set_dims(y, [*op.dims(a)[:3], op.dims(b)[3]])
     return y
 
@@ -139,6 +126,8 @@ def _with_mask(
     """Return the scores with a mask added, conditions on keys, and whether every row has a key."""
     if mask is None:
         return scores, [], True
+    if mask.dtype != ir.DataType.BOOL:
+        mask = op.cast(mask, scores.dtype)  # whole numbers are added like any others
     mask = _full_length(op, mask, k)
     if mask.dtype == ir.DataType.BOOL:
         return scores, [mask], False

@@ -119,55 +119,77 @@ def fused_gemm(
     return _activate(op, y, activation, given, node)
 
 
-# -- normalisation -----------------------------------------------------------------
-
-
-@decomposition("SimplifiedLayerNormalization", "com.microsoft::SimplifiedLayerNormalization")
-def simplified_layer_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
-    """``x / sqrt(mean(x^2) + epsilon) * scale``; the second output is the reciprocal root."""
-    axes = list(range(axis % op.rank(x), op.rank(x)))
-    wide = op.cast(x, ir.DataType(stash_type))
-    inverse = op.Reciprocal(
-        op.Sqrt(op.Add(op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1), epsilon))
-    )
-    return op.Mul(op.cast(op.Mul(wide, inverse), x.dtype), scale), inverse
-
-
-@decomposition("com.microsoft::SkipLayerNormalization")
-def skip_layer_normalization(op, x, skip, gamma, beta=None, bias=None, *, epsilon=1e-12):
-    """Layer normalisation of ``x + skip + bias``; the fourth output is that sum."""
-    total = op.Add(x, skip)
-    if bias is not None:
-        total = op.Add(total, bias)
-    y, mean, inverse = op.LayerNormalization(
-        total, gamma, beta, axis=-1, epsilon=epsilon, _outputs=3
-    )
-    return y, mean, inverse, total
-
-
-@decomposition("com.microsoft::SkipSimplifiedLayerNormalization")
-def skip_simplified_layer_normalization(op, x, skip, gamma, bias=None, *, epsilon=1e-12):
-    """Root-mean-square normalisation of ``x + skip + bias``; the fourth output is that sum."""
-    total = op.Add(x, skip)
-    if bias is not None:
-        total = op.Add(total, bias)
-    y, inverse = simplified_layer_normalization(op, total, gamma, epsilon=epsilon)
-    return y, None, inverse, total
-
-
-@decomposition("com.microsoft::EmbedLayerNormalization")
-def embed_layer_normalization(
-    op, ids, segments, words, positions, segment_table, gamma, beta, mask=None, position_ids=None,
-    *, epsilon=1e-12, mask_index_type=0,
+@decomposition("com.microsoft::FusedMatMulActivation")
+def fused_matmul_activation(
+    op, a, b, *, activation, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0,
+    activation_alpha=None, activation_beta=None, activation_gamma=None, activation_axis=None, node,
 ):  # fmt: skip
-    """Layer normalisation of the sum of word, position and segment embeddings."""
-    total = op.Gather(words, ids, axis=0)
-    if position_ids is None:
-        stop = op.size(ids, 1)
-        stop = op.const(stop) if isinstance(stop, int) else op.Squeeze(stop, [0])
-        position_ids = op.Range(op.const(0), stop, op.const(1))
-    total = op.Add(total, op.Gather(positions, position_ids, axis=0))
-    if segments is not None and segment_table is not None:
-        total = op.Add(total, op.Gather(segment_table, segments, axis=0))
-    lengths = None if mask is None else op.ReduceSum(mask, [1], keepdims=0)
-    return op.LayerNormalization(total, gamma, beta, axis=-1, epsilon=epsilon), lengths, total
+    """``alpha * A @ B`` with transposed operands, then an activation."""
+    y = fused_matmul(
+        op, a, b, alpha=alpha, transA=transA, transB=transB, transBatchA=transBatchA,
+        transBatchB=transBatchB,
+    )  # fmt: skip
+    if activation == "Softmax":
+        return op.Softmax(y, axis=-1 if activation_axis is None else activation_axis)
+    given = [p for p in (activation_alpha, activation_beta, activation_gamma) if p is not None]
+    return _activate(op, y, activation, given, node)
+
+
+@decomposition("com.microsoft::GemmFastGelu")
+def gemm_fast_gelu(op, x, w, bias=None):
+    """Gelu of ``x @ w + bias`` with the tanh approximation."""
+    return fast_gelu(op, op.MatMul(x, w), bias)
+
+
+@decomposition("com.microsoft::ScaledSiLU")
+def scaled_silu(op, x, scale=None, *, alpha=1.0):
+    """``z * sigmoid(z)`` of ``z = scale * x``; the input goes before the attribute."""
+    z = op.Mul(x, alpha if scale is None else op.cast(scale, x.dtype))
+    z.shape = x.shape
+    return op.Mul(z, op.Sigmoid(z))
+
+
+@decomposition("com.microsoft::GatedAdd")
+def gated_add(op, x, y, gate):
+    """``x + y * gate``, with a gate per row."""
+    return op.Add(x, op.Mul(y, gate))
+
+
+# -- channels last -----------------------------------------------------------------
+
+
+@decomposition("com.microsoft::NhwcConv", "com.microsoft::NhwcFusedConv")
+def nhwc_conv(
+    op, x, w, b=None, z=None, *, activation="", activation_params=None, auto_pad=None,
+    dilations=None, group=1, kernel_shape=None, pads=None, strides=None, node,
+):  # fmt: skip
+    """Convolution of images whose channels come last, plus ``z``, then an activation."""
+    y = fused_conv(
+        op, channels_first(op, x), w, b, None if z is None else channels_first(op, z),
+        activation=activation, activation_params=activation_params, auto_pad=auto_pad,
+        dilations=dilations, group=group, kernel_shape=kernel_shape, pads=pads, strides=strides,
+        node=node,
+    )  # fmt: skip
+    return channels_last(op, y)
+
+
+@decomposition("com.microsoft::NhwcMaxPool")
+def nhwc_max_pool(
+    op, x, *, kernel_shape, auto_pad=None, ceil_mode=0, dilations=None, pads=None, strides=None
+):
+    """Pooling of images whose channels come last."""
+    y = op.MaxPool(
+        channels_first(op, x), kernel_shape=kernel_shape, auto_pad=auto_pad, ceil_mode=ceil_mode,
+        dilations=dilations, pads=pads, strides=strides,
+    )  # fmt: skip
+    return channels_last(op, y)
+
+
+def channels_first(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return [N, ..., C] as [N, C, ...]."""
+    return op.move_axis(x, -1, 1)
+
+
+def channels_last(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return [N, C, ...] as [N, ..., C]."""
+    return op.move_axis(x, 1, -1)

@@ -1,0 +1,91 @@
+"""Which initializers a build may train: by role, or as the user names them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+
+import onnx_ir as ir
+
+from onnxtrain.autodiff.gradients import Names
+from onnxtrain.autodiff.registry import NO_GRADIENT
+from onnxtrain.autodiff.selection import batch_statistics, match, trainable, untrained_names
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import key_of
+from onnxtrain.graph.roles import roles_of, summary
+
+_SHOWN = 8  # reasons in a message
+
+
+def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
+    """Return the initializers that may be trained, in the order of the file."""
+    statistics = batch_statistics(base.graph)
+    chosen = trainable(base) if train is None else _named(base, names_list(train))
+    frozen = names_list(freeze)
+    if frozen:
+        known = {x.name or "": x for x in chosen}
+        out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
+        chosen = [x for x in chosen if x not in out]
+    named = names_list(train)
+    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in named)]
+    if not chosen:
+        raise PrepareError(_nothing_left(base, train, freeze))
+    return chosen
+
+
+def why_untrained(base: ir.Model) -> list[str]:
+    """Return a line for each reason why float tensors of the model do not train by default."""
+    return summary(roles_of(base), base.graph.initializers)
+
+
+def names_list(names: Names) -> list[str]:
+    """Return names or patterns as a list."""
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _named(base: ir.Model, train: list[str]) -> list[ir.Value]:
+    """Return what ``train`` names: a plain name may be any tensor, a pattern stands for weights.
+
+    A pattern that fits no weight stands for the other tensors that it fits.
+    """
+    known = {
+        n: x
+        for n, x in base.graph.initializers.items()
+        if S.is_float(x) and not S.is_own_constant(x)
+    }
+    untrained = untrained_names(base)
+    weights = {n: x for n, x in known.items() if n not in untrained}
+    wanted: set[ir.Value] = set()
+    for name in train:
+        narrow = name not in known and any(fnmatch.filter(weights, name))
+        wanted.update(match([name], weights if narrow else known, "train", "parameter"))
+    return [x for x in known.values() if x in wanted]
+
+
+def _nothing_left(base: ir.Model, train: Names, freeze: Names) -> str:
+    lines = ["no parameter is left to train"]
+    if train is None and freeze is None:
+        reasons = why_untrained(base)
+        lines += [f"  {line}" for line in reasons[:_SHOWN]]
+        cut_off = [n for n, role in roles_of(base).items() if role.trains]
+        if cut_off:
+            more = f" and {len(cut_off) - _SHOWN} more" if len(cut_off) > _SHOWN else ""
+            lines.append(f"  no differentiable path from {', '.join(cut_off[:_SHOWN])}{more}")
+        if len(reasons) > _SHOWN:
+            lines.append(f"  ... and {len(reasons) - _SHOWN} more reasons")
+        counts = Counter(key_of(n) for n in base.graph.all_nodes() if key_of(n) in NO_GRADIENT)
+        lines += [
+            f"  {key.split('::')[1]} x{n}: {NO_GRADIENT[key]}"
+            for key, n in counts.items()
+            if "::" in key
+        ]
+        if len(lines) == 1:
+            lines.append("  the model holds no float tensor that a gradient could change")
+        lines.append("hint: name tensors in `train` to train them all the same")
+    else:
+        lines.append("hint: look at `onnxtrain explain`, then at train and freeze")
+    return "\n".join(lines)
+
+
+__all__ = ["candidates", "names_list", "why_untrained"]

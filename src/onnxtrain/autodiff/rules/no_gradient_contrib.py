@@ -1,0 +1,74 @@
+"""Operators of onnxruntime's own domain through which nothing is differentiated, and why."""
+
+from __future__ import annotations
+
+from onnxtrain.autodiff.registry import no_gradient
+
+
+def _none(*ops: str, why: str) -> None:
+    no_gradient(*(f"com.microsoft::{op}" for op in ops), why=why, refuse=True)
+
+
+_none(
+    *("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"),
+    why="it generates tokens one after the other, which are integers",
+)
+_none(
+    *("BifurcationDetector", "NGramRepeatBlock", "DynamicTimeWarping", "Unique", "Tokenizer"),
+    why="the result is indices, tokens or a choice of elements",
+)
+_none(
+    *("MurmurHash3", "NGramHashMapping", "VarlenNGramHashMapping"),
+    why="it hashes integers or strings",
+)
+_none(
+    *("PackedSparseAttentionIndexer", "SparseAttentionIndexer"),
+    why="the result is indices of keys",
+)
+_none("EPContext", "Snpe", why="its body is a binary for one device")
+_none(
+    *("QuantizeBFP", "DequantizeBFP", "QuantizeWithOrder", "DequantizeWithOrder"),
+    why="the layout of its integers belongs to one device",
+)
+_none(
+    *("QOrderedAttention", "QOrderedGelu", "QOrderedLayerNormalization"),
+    *("QOrderedLongformerAttention", "QOrderedMatMul"),
+    why="the layout of its integers belongs to one device",
+)
+_none(
+    *("MatMulInteger16", "MulInteger", "ReduceSumInteger"),
+    why="works on integers; it stays as it is where nothing is trained in front of it",
+)
+_none(
+    *("DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization", "QLinearReduceMean"),
+    why="works on integers; it stays as it is where nothing is trained in front of it",
+)
+_none(
+    *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QGemm", "QLinearAdd"),
+    *("QLinearAveragePool", "QLinearConcat", "QLinearConv", "QLinearGlobalAveragePool"),
+    *("QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere"),
+    why="it rounds to integers",
+)
+_none(
+    *("GemmFloat8", "MatMulBlockQuantizedFp4Weight", "MatMulBlockQuantizedFp8Weight"),
+    why="8 or 4 bit floats, whose products have kernels on one device only",
+)
+_none("MatMulFpQ4", why="its weights are a blob in a packing that the file does not describe")
+_none(
+    *("PagedAttention", "SparsePagedAttention"),
+    why="keys and values lie in pages of a buffer that it writes to",
+)
+_none(
+    *("DynamicSparseAttention", "LongformerAttention", "SparseAttention"),
+    why="which keys are seen is told by tables of blocks for one kernel",
+)
+_none(
+    *("GatedDeltaNet", "VarlenCausalConvWithState"),
+    why="sequences of several lengths lie one behind the other; use LinearAttention or "
+    "CausalConvWithState, which have a batch axis",
+)
+_none("SparseToDenseMatMul", why="its first operand is a sparse tensor")
+_none("AttnLSTM", "WordConvEmbedding", why="no optimizer or exporter writes it any more")
+_none("DecoderAttention", why="inputs decide at run time what it computes")
+_none("CropAndResize", why="boxes decide what is read; use RoiAlign or GridSample")
+_none("MaxpoolWithMask", why="for internal use of the runtime, which does not define it")

@@ -1,0 +1,43 @@
+"""Opset imports that a runtime does without and this library adds."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxtrain.graph.captured_values import subgraphs_of
+
+RUNTIME_DOMAIN = "com.microsoft"
+"""The domain of onnxruntime's own operators, which it takes without an import."""
+_REPAIRS = "onnxtrain.load_repairs"  # key in Model.meta: what `load` changed, in words
+
+
+def import_runtime_domain(model: ir.Model) -> None:
+    """Add the import of onnxruntime's domain where nodes use it and nothing imports it."""
+    bodies = [(model.graph, model.opset_imports)]
+    bodies += [(f.graph, f.opset_imports) for f in model.functions.values()]
+    added = False
+    for graph, imports in bodies:
+        if RUNTIME_DOMAIN in imports:
+            continue
+        if _uses_runtime_domain(graph):
+            imports[RUNTIME_DOMAIN] = 1
+            added = True
+    if added:
+        model.opset_imports.setdefault(RUNTIME_DOMAIN, 1)
+        line = f"the missing opset import of {RUNTIME_DOMAIN} was added"
+        model.meta[_REPAIRS] = (*load_repairs(model), line)
+
+
+def _uses_runtime_domain(graph: ir.Graph) -> bool:
+    pending = [graph]
+    while pending:
+        for node in pending.pop():
+            if node.domain == RUNTIME_DOMAIN:
+                return True
+            pending += subgraphs_of(node)
+    return False
+
+
+def load_repairs(model: ir.Model) -> tuple[str, ...]:
+    """Say what ``load`` changed of a model so that it is valid."""
+    return model.meta.get(_REPAIRS, ())

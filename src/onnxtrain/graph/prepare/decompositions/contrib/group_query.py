@@ -1,0 +1,222 @@
+"""GroupQueryAttention: attention with shared keys, rotation and a cache inside.
+
+Sequences are padded on the right: sequence ``b`` has ``seqlens_k[b] + 1`` tokens, those of the
+cache among them. In a prompt (as many new tokens as tokens in all) the cache is empty, or a buffer
+whose contents do not count; else new tokens stand behind ``seqlens_k[b] + 1 - S`` of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.size_arithmetic import plus
+from onnxtrain.graph.prepare.decompose import decomposition
+from onnxtrain.graph.prepare.decompositions.contrib.heads import (
+    angles,
+    attend,
+    join_heads,
+    refuse,
+    rms,
+    split_heads,
+    turn,
+    with_past,
+)
+
+_INT64 = ir.DataType.INT64
+
+
+@decomposition("com.microsoft::GroupQueryAttention")
+def group_query_attention(
+    op, query, key: Any = None, value: Any = None, past_key: Any = None, past_value: Any = None,
+    seqlens_k: Any = None, total: Any = None, cos_cache: Any = None, sin_cache: Any = None,
+    position_ids=None, attention_bias=None, head_sink=None,
+    k_scale=None, v_scale=None, q_norm_weight=None, k_norm_weight=None, *,
+    num_heads, kv_num_heads, scale=None, softcap=0.0, do_rotary=0, rotary_interleaved=0,
+    local_window_size=-1, smooth_softmax=-1, causal=1, qk_output=0, qk_norm_epsilon=1e-6,
+    k_quant_type="NONE", v_quant_type="NONE", kv_cache_bit_width=0, sliding_window_cache=0, node,
+):  # fmt: skip
+    """Causal attention; ``num_heads / kv_num_heads`` heads share one of keys and values."""
+    _check(node, k_quant_type, v_quant_type, k_scale, v_scale)
+    if key is None:
+        width = op.dims(query)[-1]
+        if not isinstance(width, int):
+            refuse(node, "the width of the packed query, key and value is not known")
+        size = width // (num_heads + 2 * kv_num_heads)
+        sizes = [num_heads * size, kv_num_heads * size, kv_num_heads * size]
+        query, key, value = op.Split(query, sizes, axis=-1, _outputs=3)
+    q = split_heads(op, query, num_heads)
+    k, v = split_heads(op, key, kv_num_heads), split_heads(op, value, kv_num_heads)
+    if q_norm_weight is not None:
+        q, k = (
+            rms(op, q, q_norm_weight, qk_norm_epsilon),
+            rms(op, k, k_norm_weight, qk_norm_epsilon),
+        )
+    empty = past_key is None or op.dims(past_key)[2] == 0
+    window = local_window_size if sliding_window_cache else None
+    at = _positions(op, q, seqlens_k, total, None if empty else past_key, window)
+    if do_rotary:
+        where = _angles_at(op, at, position_ids, empty)
+        cos, sin = angles(op, cos_cache, where), angles(op, sin_cache, where)
+        q = turn(op, q, cos, sin, rotary_interleaved, node)
+        k = turn(op, k, cos, sin, rotary_interleaved, node)
+    past: Any = (past_key, past_value)
+    present = (k, v) if empty else _wanted_present(op, at, past, k, v, node)
+    if not empty and attention_bias is not None:  # its last axis is the order of the cache
+        if sliding_window_cache:
+            refuse(node, "a bias together with a cache that forgets")
+        present = present or _present(op, at, past, k, v)
+        k, v = present
+        columns = op.Unsqueeze(op.iota(op.size(k, 2)), [0])
+        real = op.Less(columns, op.Unsqueeze(at.lengths, [1]))
+    else:
+        k, v = (with_past(op, None if empty else p, n) for p, n in ((past_key, k), (past_value, v)))
+        columns, real = at.keys, at.real
+    conditions, certain = _visible(op, at, columns, real, causal, local_window_size)
+    sink = head_sink
+    if sink is None and smooth_softmax == 1:
+        sink = op.const([0.0] * num_heads, q.dtype)
+    y, _ = attend(
+        op, q, k, v, scale=scale, softcap=softcap, added=[attention_bias],
+        allowed=conditions, certain=certain, sink=sink,
+    )  # fmt: skip
+    return join_heads(op, y), *(present or (None, None))
+
+
+def _check(node: ir.Node, k_type, v_type, k_scale, v_scale) -> None:
+    kinds = {t.decode() if isinstance(t, bytes) else t for t in (k_type, v_type)}
+    if kinds != {"NONE"} or k_scale is not None or v_scale is not None:
+        refuse(node, "a quantised cache cannot be trained through")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forgotten:
+    """How many of the first positions a cache has dropped, [B, 1]: when it came, and afterwards."""
+
+    before: ir.Value
+    after: ir.Value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Positions:
+    """Where queries and keys stand; keys are those of the cache, then the new ones."""
+
+    lengths: ir.Value  # [B]: real tokens of each sequence, with those of the cache
+    before: ir.Value | None  # [B, 1]: real tokens in the cache; None: it is empty
+    prompt: ir.Value | None  # whether the cache does not count; None: it is empty
+    queries: ir.Value  # [B or 1, S]
+    keys: ir.Value  # [B or 1, P + S]
+    real: ir.Value  # [B, P + S]: whether a key is a token and no padding
+    forgotten: _Forgotten | None = None  # of a cache that is as long as the window
+
+
+def _positions(
+    op: OpBuilder, q: ir.Value, seqlens_k: ir.Value, total: ir.Value, past: ir.Value | None,
+    window: int | None,
+) -> _Positions:  # fmt: skip
+    lengths = op.Add(op.cast(op.Reshape(seqlens_k, [-1]), _INT64), 1)
+    S.set_dims(lengths, [op.dims(q)[0]])
+    new = op.Unsqueeze(op.iota(op.size(q, 2)), [0])
+    ends = op.Unsqueeze(lengths, [1])
+    if past is None:
+        return _Positions(lengths, None, None, new, new, op.Less(new, ends))
+    count = op.vector([op.size(q, 2)])
+    prompt = op.Equal(op.cast(op.Reshape(total, [-1]), _INT64), count)
+    before = op.Where(prompt, 0, op.Sub(ends, count))  # [B, 1]
+    S.set_dims(before, [op.dims(q)[0], 1])
+    queries = op.Add(before, new)
+    old = op.Unsqueeze(op.iota(op.size(past, 2)), [0])
+    forgotten = None
+    if window is not None:
+        capacity = op.vector([op.size(past, 2)])
+        forgotten = _Forgotten(*(_dropped(op, n, capacity, window) for n in (before, ends)))
+        old = op.Add(old, forgotten.before)
+    real = op.Concat(op.Less(old, before), op.Less(queries, ends), axis=1)
+    nothing = op.Mul(before, 0)
+    keys = op.Concat(op.Add(old, nothing), queries, axis=1)
+    return _Positions(lengths, before, prompt, queries, keys, real, forgotten)
+
+
+def _dropped(op: OpBuilder, count: ir.Value, capacity: ir.Value, window: int) -> ir.Value:
+    """Return how many of ``count`` tokens a cache has dropped; it drops several at a time."""
+    at_once = op.Add(op.Sub(capacity, window), 1)
+    over = op.Max(op.Sub(count, capacity), 0)
+    times = op.Div(op.Sub(op.Add(over, at_once), 1), at_once)
+    return op.Mul(times, at_once)
+
+
+def _angles_at(
+    op: OpBuilder, at: _Positions, position_ids: ir.Value | None, empty: bool
+) -> ir.Value:
+    """Return the row of the tables for each new token.
+
+    The first of the given positions counts in a prompt, all of them behind a cache.
+    """
+    if position_ids is None:
+        return at.queries
+    first = op.Reshape(op.Slice(op.Reshape(position_ids, [-1]), [0], [1]), [1, 1])
+    counted = op.Add(first, op.Unsqueeze(op.iota(op.size(at.queries, 1)), [0]))
+    if empty or at.prompt is None:
+        return counted
+    return op.Where(at.prompt, counted, position_ids)
+
+
+def _visible(
+    op: OpBuilder, at: _Positions, columns: ir.Value, real: ir.Value, causal: int, window: int
+) -> tuple[list[ir.Value], bool]:
+    """Return conditions on [B, 1, S, keys], and whether every query has a key."""
+    keys = op.Unsqueeze(columns, [1, 2])
+    conditions = [op.Unsqueeze(real, [1, 2])]
+    if not causal:
+        return conditions, True
+    rows = op.Unsqueeze(at.queries, [1, 3])
+    conditions.append(op.LessOrEqual(keys, rows))
+    if window >= 0:
+        ends = op.Unsqueeze(op.Unsqueeze(at.lengths, [1]), [2, 3])
+        seen = op.Min(op.Add(rows, 1), ends)
+        conditions.append(op.GreaterOrEqual(keys, op.Sub(seen, window)))
+    return conditions, window != 0
+
+
+def _wanted_present(
+    op: OpBuilder, at: _Positions, past: tuple[ir.Value, ir.Value], k: ir.Value, v: ir.Value,
+    node: ir.Node,
+) -> tuple[ir.Value, ir.Value] | None:  # fmt: skip
+    wanted = any(y.name and (y.uses() or y.is_graph_output()) for y in node.outputs[1:3])
+    return _present(op, at, past, k, v) if wanted else None
+
+
+def _present(
+    op: OpBuilder, at: _Positions, past: tuple[ir.Value, ir.Value], k: ir.Value, v: ir.Value
+) -> tuple[ir.Value, ir.Value]:  # fmt: skip
+    """Return the caches with new tokens where they belong, also in shorter sequences."""
+    assert at.before is not None
+    old, new = op.size(past[0], 2), op.size(k, 2)
+    if at.forgotten is not None:
+        slot = op.Add(op.Unsqueeze(op.iota(old), [0]), at.forgotten.after)
+        kept = op.Sub(slot, at.forgotten.before)
+    else:
+        # A cache is as long as the longest sequence, or as the buffer it came in.
+        longest = op.ReduceMax(op.Add(at.before, op.vector([new])), keepdims=0)
+        length = op.Max(op.Reshape(longest, [1]), op.vector([old]))
+        slot = kept = op.Unsqueeze(op.iota(length), [0])
+    behind = op.Min(
+        op.Add(op.Sub(slot, at.before), op.vector([old])),
+        op.Sub(op.vector([plus(op, old, new)]), 1),
+    )
+    source = op.Unsqueeze(op.Where(op.Less(slot, at.before), kept, behind), [2])
+    real = op.Unsqueeze(op.Less(slot, op.Unsqueeze(at.lengths, [1])), [1, 3])
+
+    def joined(cache: ir.Value, fresh: ir.Value) -> ir.Value:
+        both = op.Transpose(with_past(op, cache, fresh), perm=[0, 2, 1, 3])
+        moved = op.Transpose(op.GatherND(both, source, batch_dims=1), perm=[0, 2, 1, 3])
+        dims = op.dims(moved)
+        moved = op.Where(real, moved, 0.0)  # slots behind the end of a sequence are empty
+        S.set_dims(moved, [*op.dims(fresh)[:2], dims[2], op.dims(fresh)[3]])
+        return moved
+
+    return joined(past[0], k), joined(past[1], v)

@@ -1,0 +1,112 @@
+"""Types and shapes of onnxruntime's own operators that stay in a graph: quantised ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.shapes.values import dims_of, set_dims
+
+Typed = tuple[ir.DataType | None, Sequence[Dim] | None]
+"""Type and shape of an output, as far as they are known."""
+
+
+def infer_contrib(node: ir.Node) -> bool:
+    """Set the types of a node's outputs; return whether it is one of the operators known here."""
+    rule = _RULES.get(node.op_type) if node.domain == "com.microsoft" else None
+    if rule is None:
+        return False
+    for y, (dtype, dims) in zip(node.outputs, rule(node), strict=False):
+        if dtype is not None:
+            y.type = ir.TensorType(dtype)
+        if dims is not None:
+            set_dims(y, dims)
+    return True
+
+
+def _int(node: ir.Node, name: str, default: int) -> int:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.as_int()
+
+
+def _dims(node: ir.Node, i: int) -> tuple[Dim, ...] | None:
+    x = node.inputs[i] if i < len(node.inputs) else None
+    return None if x is None else dims_of(x)
+
+
+def _dtype(node: ir.Node, i: int) -> ir.DataType | None:
+    x = node.inputs[i] if i < len(node.inputs) else None
+    return None if x is None else x.dtype
+
+
+def _matmul_n_bits(node: ir.Node) -> list[Typed]:
+    dims = _dims(node, 0)
+    width = _int(node, "N", 0)
+    return [(_dtype(node, 0), None if dims is None else [*dims[:-1], width])]
+
+
+def _gather_block_quantized(node: ir.Node) -> list[Typed]:
+    data, indices = _dims(node, 0), _dims(node, 1)
+    dims = None
+    if data is not None and indices is not None:
+        axis = _int(node, "gather_axis", 0) % len(data)
+        packed = _dtype(node, 0) == ir.DataType.UINT8
+        each = 8 // _int(node, "bits", 4) if packed else 1
+        dims = [*data[:axis], *indices, *data[axis + 1 : -1], D.mul(data[-1], each)]
+    return [(_dtype(node, 2), dims)]
+
+
+def _like(i: int) -> Callable[[ir.Node], list[Typed]]:
+    return lambda node: [(_dtype(node, i), _dims(node, i))]
+
+
+def _quantize(node: ir.Node) -> list[Typed]:
+    return [(_dtype(node, 2) or ir.DataType.UINT8, _dims(node, 0))]
+
+
+def _dequantize(node: ir.Node) -> list[Typed]:
+    return [(_dtype(node, 1), _dims(node, 0))]
+
+
+def _broadcast(first: int, second: int) -> Callable[[ir.Node], list[Typed]]:
+    def infer(node: ir.Node) -> list[Typed]:
+        a, b = _dims(node, first), _dims(node, second)
+        dims = None
+        if a is not None and b is not None:
+            rank = max(len(a), len(b))
+            a, b = ((1,) * (rank - len(t)) + tuple(t) for t in (a, b))
+            dims = [D.broadcast(p, q) for p, q in zip(a, b, strict=True)]
+        return [(_dtype(node, first), dims)]
+
+    return infer
+
+
+def _product(scale: int) -> Callable[[ir.Node], list[Typed]]:
+    """Return the inference of a product of inputs 0 and 1 whose type is that of a scale."""
+
+    def infer(node: ir.Node) -> list[Typed]:
+        a, b = _dims(node, 0), _dims(node, 1)
+        dims = None
+        if a is not None and b is not None and len(b) == 2 and len(a) >= 2:
+            dims = [*a[:-1], b[-1]]
+        return [(_dtype(node, scale), dims)]
+
+    return infer
+
+
+_RULES: dict[str, Callable[[ir.Node], list[Typed]]] = {
+    "DequantizeLinear": _dequantize,
+    "DynamicQuantizeMatMul": _product(2),
+    "GatherBlockQuantized": _gather_block_quantized,
+    "MatMulIntegerToFloat": _product(2),
+    "MatMulNBits": _matmul_n_bits,
+    "QLinearAdd": _broadcast(0, 3),
+    "QLinearLeakyRelu": _like(0),
+    "QLinearMul": _broadcast(0, 3),
+    "QLinearSigmoid": _like(0),
+    "QLinearSoftmax": _like(0),
+    "QuantizeLinear": _quantize,
+}

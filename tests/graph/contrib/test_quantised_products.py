@@ -1,0 +1,167 @@
+"""Products with packed weights mean what the kernels compute; the weights stay narrow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.autodiff.registry import USER_RULES
+from onnxtrain.errors import PrepareError
+from tests.graph.contrib.fused_case import Case, normal
+
+N, K = 6, 96
+RNG = np.random.default_rng(1)
+
+
+def nbits(bits, block, *, k=K, points=None, group=False, bias=False):
+    blocks = -(-k // block)
+    packed = RNG.integers(0, 256, (N, blocks, block * bits // 8)).astype(np.uint8)
+    scales = (0.1 + RNG.random(N * blocks)).astype(np.float32) / (1 << bits)
+    zeros = None
+    if points == "packed":
+        zeros = RNG.integers(0, 256, N * -(-blocks * bits // 8)).astype(np.uint8)
+    elif points == "float":
+        zeros = (RNG.random((N, blocks)) * (1 << bits)).astype(np.float32)
+    inputs = [normal(3, k), packed, scales, zeros]
+    inputs.append(
+        np.repeat(np.arange(blocks, dtype=np.int32), block)[:k][::-1].copy() if group else None
+    )
+    inputs.append(normal(N) if bias else None)
+    return Case(
+        "MatMulNBits",
+        inputs,
+        {"K": k, "N": N, "bits": bits, "block_size": block},
+        constants=(1, 2, 3, 4),
+        rtol=1e-4,
+        atol=1e-4,
+        precision=np.float32,
+        fixed=(3,) if points == "float" and group else (),
+    )
+
+
+CASES = {
+    f"{bits} bits, blocks of {block}, {points or 'no'} points": nbits(bits, block, points=points)
+    for bits in (2, 4, 8)
+    for block in (16, 32)
+    for points in (None, "packed", "float")
+    if not (bits == 8 and points == "float")
+}
+CASES["a short last block"] = nbits(4, 32, k=80, points="packed")
+CASES["groups"] = nbits(4, 32, group=True)
+CASES["groups, float points"] = nbits(4, 32, points="float", group=True)
+CASES["bias"] = nbits(4, 32, bias=True)
+
+
+def bnb4(kind):
+    packed = RNG.integers(0, 256, N * 64 // 2).astype(np.uint8)
+    absmax = (0.1 + RNG.random(N * 64 // 32)).astype(np.float32)
+    return Case(
+        "MatMulBnb4",
+        [normal(3, 64), packed, absmax],
+        {"K": 64, "N": N, "block_size": 32, "quant_type": kind},
+        constants=(1, 2),
+        rtol=1e-4,
+        atol=1e-4,
+        precision=np.float32,
+    )
+
+
+CASES["fp4"], CASES["nf4"] = bnb4(0), bnb4(1)
+
+
+def rows(bits, points=False, table=(12, 64)):
+    packed = RNG.integers(0, 256, (table[0], table[1] * bits // 8)).astype(np.uint8)
+    blocks = table[1] // 32
+    scales = (0.1 + RNG.random((table[0], blocks))).astype(np.float32)
+    zeros = RNG.integers(0, 256, (table[0], -(-blocks * bits // 8))).astype(np.uint8)
+    return Case(
+        "GatherBlockQuantized",
+        [packed, np.array([[1, 3], [11, 0]]), scales, zeros if points else None],
+        {"bits": bits, "block_size": 32},
+        constants=(0, 2, 3),
+        precision=np.float32,
+    )
+
+
+for _bits in (4, 8):
+    CASES[f"rows of {_bits} bits"] = rows(_bits)
+    CASES[f"rows of {_bits} bits, points"] = rows(_bits, True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_kernel(name: str) -> None:
+    CASES[name].check_forward()
+
+
+@pytest.mark.parametrize("target", ["cpu", "portable"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_equals_finite_differences(name: str, target: str) -> None:
+    CASES[name].check_gradient(target)
+
+
+def operators(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(n.op_type for n in model.graph.node)
+
+
+@pytest.mark.parametrize("opset", [17, 21, 23])
+def test_weights_stay_packed_where_the_runtime_has_the_product(opset: int) -> None:
+    case = CASES["4 bits, blocks of 32, packed points"]
+    model = dataclasses.replace(case, opset=opset).model()
+    fused = onnxtrain.vjp(model, "x0")
+    assert operators(fused)["MatMulNBits"] == operators(fused)["GatherBlockQuantized"] == 1
+    assert {t.name for t in fused.graph.initializer} >= {"x1", "x2", "x3"}
+    plain = onnxtrain.vjp(model, "x0", target="portable")
+    assert {n.domain for n in plain.graph.node} == {""}
+    assert operators(plain)["DequantizeLinear"] == 1
+
+
+def test_no_weight_is_unpacked_before_its_gradient_is_there() -> None:
+    """What reads constants only would be run at the start, for all layers at once."""
+    graph = onnxtrain.vjp(CASES["4 bits, blocks of 32, no points"].model(), "x0").graph
+    makers = {y: n for n in graph.node for y in n.output}
+    (unpack,) = (n for n in graph.node if n.op_type == "GatherBlockQuantized")
+    pending, seen = list(unpack.input), set()
+    while pending:
+        name = pending.pop()
+        seen.add(name)
+        pending += makers[name].input if name in makers else []
+    assert "y_grad" in seen
+
+
+def test_inputs_are_not_rounded_in_training() -> None:
+    case = CASES["4 bits, blocks of 32, no points"]
+    rough = dataclasses.replace(case, attributes={**case.attributes, "accuracy_level": 4})
+    report = onnxtrain.explain(rough.model(), wrt="x0")
+    assert any("accuracy_level 0" in line for line in report.repairs)
+    gradients = onnxtrain.vjp(rough.model(), "x0")
+    feeds = {**case.feeds(), "y_grad": normal(3, N)}
+    session = onnxruntime.InferenceSession(gradients.SerializeToString())
+    exact = onnxruntime.InferenceSession(case.model().SerializeToString())
+    got, want = session.run(["y"], feeds)[0], exact.run(None, case.feeds())[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rule_of_the_users_goes_before_the_decomposition() -> None:
+    @onnxtrain.register_vjp("com.microsoft::QuickGelu")
+    def quick_gelu(op, dy, x):
+        return op.Mul(dy, 42.0)
+
+    try:
+        model = Case("QuickGelu", [normal(3, 4)]).model()
+        model.graph.output[0].type.CopyFrom(model.graph.input[0].type)  # nobody infers it
+        graph = onnxtrain.vjp(model, "x0").graph
+        assert [n.domain for n in graph.node if n.op_type == "QuickGelu"] == ["com.microsoft"]
+    finally:
+        del USER_RULES["com.microsoft::QuickGelu"]
+
+
+def test_groups_with_packed_points_are_refused() -> None:
+    """The kernel reads the points in an order of its own there."""
+    with pytest.raises(PrepareError, match="groups of columns together with packed zero points"):
+        onnxtrain.vjp(nbits(4, 32, points="packed", group=True).model(), "x0")

@@ -1,0 +1,1 @@
+"""ONNX files that others made: what happens to each by default."""

@@ -1,0 +1,99 @@
+"""Small language models by onnxruntime-genai's builder. Runs in the producers' venv."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import onnxruntime_genai
+import tokenizers
+import torch
+import transformers
+
+BUILDER = Path(onnxruntime_genai.__file__).parent / "models" / "builder.py"
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 32,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "phi": "Phi",
+    "phi3": "Phi3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "granite": "Granite",
+    "olmo": "Olmo",
+    "nemotron": "Nemotron",
+    "smollm3": "SmolLM3",
+    "ernie": "Ernie4_5",
+}
+PRECISIONS = ("fp32", "fp16", "int4")
+
+
+def checkpoint(folder: Path, name: str) -> None:
+    """Write a transformers model of random weights and a tokenizer of a few words."""
+    prefix = FAMILIES[name]
+    suffix = "TextConfig" if name == "gemma3" else "Config"
+    settings = getattr(transformers, prefix + suffix)
+    own = set(settings().to_dict()) | {"head_dim", "original_max_position_embeddings"}
+    # Rotations of half a head want heads twice as long.
+    wide = {"hidden_size": 128, "head_dim": 32} if name in ("phi", "nemotron") else {}
+    sizes = {**COMMON, **wide}
+    config = settings(**{k: v for k, v in sizes.items() if k in own})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(128)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, bos_token="w1", eos_token="w2", pad_token="w0", unk_token="w3"
+    )
+    fast.save_pretrained(folder)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Write what can be made; say what cannot."""
+    for name in names or FAMILIES:
+        source = folder.parent / "checkpoints" / name
+        if not source.exists():
+            source.mkdir(parents=True)
+            try:
+                checkpoint(source, name)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                continue
+        for precision in PRECISIONS:
+            out = folder / f"{name}-{precision}"
+            command = [sys.executable, str(BUILDER), "-i", str(source), "-o", str(out)]
+            command += ["-p", precision, "-e", "cpu", "-c", str(folder.parent / "hf")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            last = (done.stderr.strip().splitlines() or [""])[-1]
+            print(f"{name}-{precision}: {'made' if done.returncode == 0 else last}", flush=True)
+        (source / "done.json").write_text(json.dumps({"family": name}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

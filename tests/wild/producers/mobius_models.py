@@ -1,0 +1,125 @@
+"""Small models of many types by mobius-onnx, with random weights. Runs in the producers' venv."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+import mobius
+import numpy as np
+import onnx_ir as ir
+import transformers
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "d_model": 64,
+    "rotary_dim": 16,
+    "rotary_pct": 1.0,
+    "partial_rotary_factor": 1.0,
+    "num_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "ffn_dim": 64,
+    "d_ff": 64,
+    "d_kv": 16,
+    "num_heads": 4,
+    "word_embed_proj_dim": 64,
+    "embedding_size": 64,
+    "dim": 64,
+    "hidden_dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_inner": 64,
+    "attention_heads": 4,
+    "type_vocab_size": 2,
+    "max_source_positions": 16,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TYPES = """
+llama mistral qwen2 qwen3 phi phi3 gemma gemma2 gemma3_text gpt2 gpt_neox gptj opt olmo
+olmo2 granite cohere cohere2 stablelm starcoder2 smollm3 ernie4_5 nemotron bloom falcon
+mpt codegen gpt_neo mixtral olmoe phimoe qwen2_moe qwen3_moe granitemoe internlm2 exaone4
+glm glm4 helium arcee seed_oss hunyuan_v1_dense apertus bert roberta albert distilbert
+electra xlm-roberta camembert mpnet deberta-v2 roformer modernbert vit deit beit dinov2
+swin bart t5 mt5 marian pegasus mbart wav2vec2 hubert whisper mamba xglm biogpt persimmon
+ctrl gpt_bigcode jais2 dots1 ministral lfm2 rembert nystromformer megatron-bert convbert
+squeezebert yolos clip_vision_model siglip_vision_model
+"""
+
+
+def made(kind: str) -> mobius.ModelPackage:
+    """Return the package of one model type."""
+    hf = transformers.CONFIG_MAPPING[kind]
+    own = set(hf().to_dict())
+    config = hf(**{k: v for k, v in SIZES.items() if k in own})
+    reading = mobius.registry.get_config_class(kind) or mobius.ArchitectureConfig
+    settings = reading.from_transformers(config)
+    module = mobius.registry.get(kind)(settings)
+    task = mobius.registry.get_task(kind) or "text-generation"
+    return mobius.build_from_module(module, settings, task, execution_provider="cpu")
+
+
+def fill(model: ir.Model, rng: np.random.Generator) -> None:
+    """Give every weight without values some."""
+    for name, x in model.graph.initializers.items():
+        if x.const_value is not None and not _is_blank(x.const_value):
+            continue
+        dims = tuple(int(d) for d in x.shape)
+        norm = "norm" in name.lower() and name.endswith("weight")
+        array = rng.standard_normal(dims) * (0.3 if len(dims) > 1 else 0.05) + norm
+        dtype = x.dtype or ir.DataType.FLOAT
+        x.const_value = ir.Tensor(array.astype(dtype.numpy()), name=name)
+
+
+def _is_blank(tensor: ir.TensorProtocol) -> bool:
+    """Return whether values are still to come: a tensor of zeros has no direction."""
+    if isinstance(tensor, ir.LazyTensor):
+        return True
+    return tensor.dtype.is_floating_point() and tensor.size > 1 and not tensor.numpy().any()
+
+
+def main(folder: Path, kinds: list[str]) -> None:
+    """Write what can be made; say what cannot."""
+    for kind in kinds or TYPES.split():
+        try:
+            package = made(kind)
+            for part, model in package.items():
+                fill(model, np.random.default_rng(0))
+                suffix = "" if len(package) == 1 else f"-{part}"
+                ir.save(model, folder / f"{kind}{suffix}.onnx")
+        except Exception as error:
+            print(f"{kind}: {type(error).__name__}: {str(error)[:150]}", flush=True)
+            if len(kinds) == 1:
+                traceback.print_exc()
+        else:
+            print(f"{kind}: made", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

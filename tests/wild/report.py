@@ -1,0 +1,73 @@
+"""The results as a page: docs/wild.md, a row for each file."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.wild.judge import Row
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / ".cache" / "wild" / "results.json"
+PAGE = ROOT / "docs" / "wild.md"
+HEAD = """# Files that others made
+
+`make wild` makes or downloads these files and judges each: the gradient of the mean square of an
+output against central differences of the same loss on the original file in stock onnxruntime, in
+float64 (largest relative error along all weights and along some tensors by themselves); ten steps
+of AdamW; and what is exported against what the trainer predicts. Weights are random where a
+producer has no others. The page is written by `python -m tests.wild --write`.
+"""
+
+
+def merge(rows: Sequence[Row], path: Path) -> None:
+    """Keep the latest row of each file."""
+    known = {r.file: r for r in read(path)}
+    known.update({r.file: r for r in rows})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([dataclasses.asdict(known[n]) for n in sorted(known)], indent=1))
+
+
+def read(path: Path) -> list[Row]:
+    """Return all rows."""
+    return [Row(**r) for r in json.loads(path.read_text())] if path.exists() else []
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return how many files have which verdict."""
+    counts = collections.Counter(r.verdict for r in rows)
+    lines = [f"{count:5} {verdict}" for verdict, count in counts.most_common()]
+    return "\n".join([*lines, f"{len(rows):5} files"])
+
+
+def write(path: Path) -> None:
+    """Write the page."""
+    rows = read(path)
+    counts = collections.Counter(r.verdict for r in rows)
+    lines = [HEAD, "| verdict | files |", "|---|---|"]
+    lines += [f"| {verdict} | {count} |" for verdict, count in counts.most_common()]
+    by_producer: dict[str, list[Row]] = {}
+    for row in rows:
+        by_producer.setdefault(row.file.split("/")[0], []).append(row)
+    for producer, own in by_producer.items():
+        lines += ["", f"## {producer}", ""]
+        lines += ["| file | parameters | elements | gradient error | loss | export | verdict |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        lines += [_line(row) for row in own]
+    PAGE.write_text("\n".join(lines) + "\n")
+
+
+def _line(row: Row) -> str:
+    name = row.file.split("/", 1)[-1]
+    said = row.message.splitlines()[0][:110].replace("|", "/") if row.message else ""
+    loss = "" if row.first is None else f"{row.first:.3g} -> {row.last:.3g}"
+    verdict = f"{row.verdict}: {said}" if said else row.verdict
+    cells = [name, row.parameters, row.elements, _number(row.gradient), loss, _number(row.export)]
+    return "| " + " | ".join(map(str, [*cells, verdict])) + " |"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}"
