@@ -276,6 +276,11 @@ NOT_MEASURED: dict[str, str] = {
     "UPDATE_PIECE_ELEMENTS": "cuts the update, not a graph: `python -m benchmarks`",
     "UPDATE_PIECES_PER_THREAD": "needs several threads: `python -m benchmarks --threads 2`",
     "SECOND_COPY_BYTES": "chooses the memory of a step: `python -m benchmarks`",
+    "ALIGNED_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
+    "CAPTURED_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
+    "LATE_DEQUANTISE": "bounds what is kept in memory, no choice of speed",
+    "NORMALISED_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
+    "WEIGHT_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
     "FUSED_SGD_LEFT_OVER": "chooses between one call and two: `python -m benchmarks`",
 }
 """Thresholds that choose between no forms of a graph on one CPU thread, with the reason."""

@@ -113,14 +113,8 @@ class Target:
 
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
-    *(
-        "aligned-classes",
-        "float16-products",
-        "gelu-operator",
-        "mask-without-infinity",
-        "several-steps",
-    ),
-    *("split-reductions", "statistics-by-layer-norm"),
+    *("aligned-classes", "float16-products", "gelu-operator", "given-means"),
+    *("mask-without-infinity", "several-steps", "split-reductions", "statistics-by-layer-norm"),
 }
 
 TARGETS: dict[str, Target] = {

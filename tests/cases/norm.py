@@ -145,9 +145,9 @@ CASES = [
     ),
     OpCase(
         "GroupNormalization",
-        (f(3, 4), f(4), f(4)),
+        (f(3, 6), f(6), f(6)),
         torch=group_norm(2),
-        model=group_norm_graph("3,4", 4, "num_groups=2"),
+        model=group_norm_graph("3,6", 6, "num_groups=2"),
         forward="torch",
         id="no-positions",
     ),

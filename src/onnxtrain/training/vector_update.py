@@ -189,7 +189,7 @@ class DeviceVectorUpdater:
                 for key, names in group.tensors.items()
             }
             spares = {
-                key: ort_value(lines[key].numpy(), device)
+                key: ort_value(np.array(lines[key].numpy()), device)  # never the same memory
                 for key in group.changing
                 if key not in group.spec.in_place
             }

@@ -20,6 +20,8 @@ from onnxtrain.graph.builder.late import late_zero
 from onnxtrain.graph.shapes.dims import Dim
 
 _SMALLEST_BLOCK = 16  # of GatherBlockQuantized
+_BITS = (2, 4, 8)  # of a number that kernels unpack
+_BIAS = 5  # the place of MatMulNBits' bias
 
 
 def _packed(node: ir.Node) -> bool:
@@ -31,7 +33,7 @@ def _packed(node: ir.Node) -> bool:
         S.constant_of(inputs[1]) is not None
         and groups is None
         and (points is None or (S.constant_of(points) is not None and _bytes(points)))
-        and attributes.get("bits", 4) in (2, 4, 8)
+        and attributes.get("bits", 4) in _BITS
         and attributes.get("block_size", 0) >= _SMALLEST_BLOCK
         and attributes["block_size"].bit_count() == 1
     )
@@ -80,7 +82,7 @@ def matmul_n_bits(
         each = op.Reshape(op.Mul(dw, steps), [N, form.blocks, block_size])
         dscales = op.reshape_like(op.ReduceSum(each, [2], keepdims=0), scales)
     dbias = None
-    if len(wanted) > 5 and wanted[5]:
+    if len(wanted) > _BIAS and wanted[_BIAS]:
         dbias = op.sum_to(dy, bias)
     return da, None, dscales, None, None, dbias
 
