@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from onnxtrain.errors import LoweringError
@@ -12,7 +13,18 @@ from onnxtrain.lowering.api import lower
 from onnxtrain.lowering.registry import RULES, apply, rules_for
 
 from .cases import CASES
-from .single import OPSETS, everything_but, lacking, model_of
+from .make import c
+from .single import (
+    OPSETS,
+    Case,
+    Const,
+    everything_but,
+    feeds_of,
+    lacking,
+    model_of,
+    op_types,
+    run,
+)
 from .test_bool_as_int import FLOAT, LACKS, MASKS, model
 from .test_symbolic import WANTS_CONSTANTS, cut, reshaped
 
@@ -24,11 +36,37 @@ def test_opsets():
 def test_every_operator_has_a_case():
     rules_for("Add")
     decompose.has_decomposition("Add")
-    standard = {name for name in decompose.DECOMPOSITIONS if "::" not in name}
+    trained_only = decompose.INTEGER - set(RULES)  # floats for straight-through gradients
+    standard = {name for name in decompose.DECOMPOSITIONS if "::" not in name} - trained_only
     wanted = (set(RULES) | standard) - {"SimplifiedLayerNormalization"}  # onnxruntime's own name
     assert wanted - {case.op for case in CASES} == set()
     lowered = {case.op for case in CASES if not set(OPSETS) <= set(case.refused)}
     assert wanted - lowered == set()
+
+
+_BYTES, _STEP, _ZERO = np.arange(16, dtype=np.uint8), c(0.5, np.float32), c(3, np.uint8)
+_MATRIX, _IMAGE = _BYTES.reshape(4, 4), _BYTES.reshape(1, 1, 4, 4)
+INTEGERS = [
+    Case("MatMulInteger", (_MATRIX, Const(_MATRIX), _ZERO, _ZERO)),
+    Case("ConvInteger", (_IMAGE, Const(_IMAGE[..., :2, :2]), _ZERO, _ZERO)),
+    Case("QLinearMatMul", (_MATRIX, _STEP, _ZERO, Const(_MATRIX), _STEP, _ZERO, _STEP, _ZERO)),
+    Case(
+        "QLinearConv",
+        (_IMAGE, _STEP, _ZERO, Const(_IMAGE[..., :2, :2]), _STEP, _ZERO, _STEP, _ZERO),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", INTEGERS, ids=str)
+def test_integers_stay_integers(case: Case):
+    """Their floats round in another place at times: they are for training alone."""
+    assert case.op in decompose.INTEGER
+    lowered = lower(model_of(case), opset=13)
+    assert case.op in op_types(lowered)
+    (expected,), (got,) = (run(m, feeds_of(case)) for m in (model_of(case), lowered))
+    np.testing.assert_array_equal(got, expected)
+    with pytest.raises(LoweringError, match=case.op):
+        lower(model_of(case), lacking(case), opset=13)
 
 
 def test_every_decomposition_is_used(monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ from onnxtrain.errors import PrepareError
 torch = pytest.importorskip("torch")
 
 from onnxtrain.torch import from_torch  # noqa: E402
+from onnxtrain.torch.rename import rename_initializers  # noqa: E402
 
 
 class Odd(torch.nn.Module):
@@ -50,3 +51,36 @@ def test_a_damaged_list_of_parameters_is_refused():
         model.metadata_props["onnxtrain.parameters"] = text
         with pytest.raises(PrepareError, match=r"onnxtrain\.parameters"):
             explain(model)
+
+
+def _net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+
+
+def test_a_list_whose_names_are_gone_freezes_nothing():
+    model = from_torch(_net(), torch.randn(2, 3))
+    for name in list(model.graph.initializers):  # as tools do that know nothing of the list
+        value = model.graph.initializers.pop(name)
+        value.name = f"net.{name}"
+        model.graph.register_initializer(value)
+    expected = {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
+    assert set(explain(model).parameters) == expected
+    artifacts = build(model, loss="mse", optimizer="sgd")
+    assert {w.name for w in artifacts.manifest.parameters} == expected
+
+
+def test_a_list_with_some_names_gone_still_tells_of_the_others():
+    model = from_torch(Odd(), torch.randn(3, 16, 8))
+    value = model.graph.initializers.pop("linear.weight")
+    value.name = "kernel"
+    model.graph.register_initializer(value)
+    parameters = set(explain(model).parameters)
+    assert {"exponent", "table", "linear.bias", "kernel"} <= parameters
+
+
+def test_renamed_initializers_stay_listed():
+    model = from_torch(Odd(), torch.randn(3, 16, 8))
+    expected = {f"inner.{n}" for n, _ in Odd().named_parameters()}
+    rename_initializers(model, lambda name: f"inner.{name}")
+    assert set(explain(model).parameters) == expected

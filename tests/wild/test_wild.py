@@ -15,19 +15,6 @@ MADE += ["cnn-basic", "cnn-extended", "cnn-fp16-io32", "attention-basic", "atten
 MADE += ["attention-int4-4", "lstm-basic"]
 
 
-WAITING = {
-    "mlp-extended": "no type behind a fused operator",
-    "cnn-extended": "no type behind a fused operator",
-    "attention-extended": "no type behind a fused operator",
-    "attention-int4-4": "no type behind a fused operator",
-}
-
-
-def _case(name: str) -> object:
-    marks = [pytest.mark.xfail(reason=WAITING[name], strict=False)] if name in WAITING else []
-    return pytest.param(name, marks=marks)
-
-
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All files of the nets, made once for all tests of a process."""
@@ -44,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [_case(n) for n in MADE])
+@pytest.mark.parametrize("name", MADE)
 @pytest.mark.filterwarnings("ignore")
 def test_files_of_other_tools_train_right(files: Path, name: str) -> None:
     row = judge(files / f"{name}.onnx", name)

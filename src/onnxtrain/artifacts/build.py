@@ -15,6 +15,8 @@ from onnxtrain.artifacts.at_opset import LARGE_AND_LOWERED, at_opset
 from onnxtrain.artifacts.candidates import candidates, names_list, why_untrained
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.graphs import (
+    Backward,
+    Finished,
     backward,
     eval_graph,
     optimizer_graph,
@@ -140,10 +142,7 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     if large and opset is not None:
         raise PrepareError(LARGE_AND_LOWERED)
     apart = separate_statistics(source)
-    base = load_normalized(source, target, straight_through=asked.straight_through)
-    keep_with(base, source)
-    if asked.recompute:
-        copy_scopes(source, base)
+    base = _normal_form(source, asked)
     options = _resolved(asked, base, exactness)
     untrained = why_untrained(base) if asked.train is None else []
     trained = {*options.candidates, *options.buffers}
@@ -154,27 +153,17 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     weights = _weights(source, arrays)
     state = [*_state(options, arrays), *exactness.state()]
     _check_names(origin.parameters, origin.buffers, state)
-    specs = [
-        training_graph(origin, options),
-        eval_graph(copy_with_weights(base), options, origin.parameters),
-        optimizer_graph(options, weights, state),
-        step_graph(origin, options, state),
-    ]
     slots = {s.name: _initial(s, arrays) for s in state}
     size = sum(a.nbytes for group in (arrays, values, slots) for a in group.values())
     count = steps_wanted(asked.steps_per_call, target, accumulate, size)
-    if count > 1:
-        leaner, fewer, packs = packed(origin, options, state)
-        lean = step_graph(leaner, options, fewer)
-        specs.append(multi_step_model(lean, count, specs[-1][1], packs))
+    graphs = _graphs(base, origin, options, weights, state, accumulate, count)
     infer, infer_spec = inference_model(source)
-    specs += vector_models(origin, options, weights, state, accumulate)
-    models = {key_of(spec): proto for proto, spec in specs}
+    models = {key_of(spec): proto for proto, spec in graphs}
     models["infer"] = infer
     if opset is not None:
         models = at_opset(models, opset)
     manifest = Manifest(
-        models=(*(with_in_place(spec, models[key_of(spec)]) for _, spec in specs), infer_spec),
+        models=(*(with_in_place(spec, models[key_of(spec)]) for _, spec in graphs), infer_spec),
         parameters=weights,
         buffers=tuple(_weight(n, a) for n, a in values.items()),
         state=tuple(state),
@@ -190,6 +179,38 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     )
     kept = shared if large else None
     return Artifacts(manifest, models, {**arrays, **values}, slots, shared=kept)
+
+
+def _normal_form(source: ir.Model, asked: BuildRequest) -> ir.Model:
+    """Return what the rules can differentiate, with the weights of the source."""
+    base = load_normalized(source, asked.target, straight_through=asked.straight_through)
+    keep_with(base, source)
+    if asked.recompute:
+        copy_scopes(source, base)
+    return base
+
+
+def _graphs(
+    base: ir.Model,
+    origin: Backward,
+    options: BuildOptions,
+    weights: tuple[WeightSpec, ...],
+    state: list[StateSpec],
+    accumulate: int,
+    steps: int,
+) -> list[Finished]:
+    """Return all models that training needs; one trains several ``steps`` in a call, if asked."""
+    graphs = [
+        training_graph(origin, options),
+        eval_graph(copy_with_weights(base), options, origin.parameters),
+        optimizer_graph(options, weights, state),
+        step_graph(origin, options, state),
+    ]
+    if steps > 1:
+        leaner, fewer, packs = packed(origin, options, state)
+        lean = step_graph(leaner, options, fewer)
+        graphs.append(multi_step_model(lean, steps, graphs[-1][1], packs))
+    return [*graphs, *vector_models(origin, options, weights, state, accumulate)]
 
 
 def _checked(artifacts: Artifacts, asked: BuildRequest) -> Artifacts:

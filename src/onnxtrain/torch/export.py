@@ -85,7 +85,7 @@ def from_torch(
     model = export(call.module, call.inputs, call.names, call.axes, train=train, label=label)
     stored = set(last_report(model).names.values())
     _fix_constants(model, stored)
-    model.metadata_props[PARAMETERS] = json.dumps(sorted(stored))
+    model.metadata_props[PARAMETERS] = json.dumps(sorted(stored & model.graph.initializers.keys()))
     with _restored(call.module):
         if train is not None:
             call.module.train(train)

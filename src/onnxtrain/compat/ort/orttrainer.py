@@ -25,6 +25,7 @@ from onnxtrain.errors import CompatError
 from onnxtrain.graph.io import load
 from onnxtrain.runtime.feeds import to_array
 from onnxtrain.torch import from_torch, last_report
+from onnxtrain.torch.rename import rename_initializers
 from onnxtrain.training import Trainer
 
 
@@ -284,10 +285,7 @@ def _rename(model: ir.Model, signature: Signature) -> None:
         raise CompatError(
             f"the description has {len(signature.outputs)} outputs, the model {len(graph.outputs)}"
         )
-    for name in [n for n in graph.initializers if n.startswith("model.")]:
-        value = graph.initializers.pop(name)
-        value.name = name.removeprefix("model.")
-        graph.register_initializer(value)
+    rename_initializers(model, lambda name: name.removeprefix("model."))
     wanted = dict(zip(graph.outputs, signature.outputs, strict=False))
     for node in graph.all_nodes():
         for y in node.outputs:

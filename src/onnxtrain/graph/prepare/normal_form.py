@@ -61,12 +61,36 @@ def prepare(
     repairs += shown
     parts = roles(model)
     given = set(model.graph.initializers)
+    model = _at_working_opset(model, repairs, keep, straight_through=straight_through)
+    repairs += _without_other_operators(model, keep, straight_through=straight_through)
+    repairs += resolve_branches(model, given, by_readers=by_readers)
+    if by_readers:
+        repairs += explicit_squeezes(model)
+        repairs += pin_loop_states(model)
+    repairs += resolve_sequences(model)
+    model = _with_bodies(model, repairs, inline)
+    repairs += normalise(model)
+    repairs += name_sigmoids(model)
+    constants, unused = _tidy(model, given)
+    note_roles(model, parts)
+    model.meta[_CONSTANTS] = frozenset(constants)
+    model.meta[_UNUSED] = unused
+    model.meta[_REPAIRS] = tuple(repairs)
+    return model
+
+
+def _at_working_opset(
+    model: ir.Model,
+    repairs: list[str],
+    keep: Callable[[ir.Node], bool],
+    *,
+    straight_through: bool,
+) -> ir.Model:
+    """Return the model at the working opset, its constants initializers, its nodes named."""
     before = model.opset_imports.get("", OPSET)
-
-    def fused(key: str) -> bool:
-        return straight_through or key not in INTEGER
-
-    model = to_working_opset(model, fused=fused, keep=keep)
+    model = to_working_opset(
+        model, fused=lambda key: straight_through or key not in INTEGER, keep=keep
+    )
     after = model.opset_imports[""]
     if before != after:
         repairs.append(f"opset {before} brought to {after}")
@@ -75,43 +99,49 @@ def prepare(
     drop_empty_axes(model)
     _name_nodes(model)
     repairs += exact_products(model)
+    return model
+
+
+def _without_other_operators(
+    model: ir.Model, keep: Callable[[ir.Node], bool], *, straight_through: bool
+) -> list[str]:
+    """Decompose operators that are not of the standard, in place; types are inferred."""
+    opset = model.opset_imports[""]
 
     def wanted(key: str) -> bool:
-        return straight_through if key in INTEGER else not _is_standard(key, after)
+        return straight_through if key in INTEGER else not _is_standard(key, opset)
 
     rewritten = decompose(model, only=wanted, keep=keep)
-    if rewritten:  # types and shapes were inferred on the way
-        repairs += rewritten
-    else:
-        infer_shapes(model.graph, after)
-    repairs += resolve_branches(model, given, by_readers=by_readers)
-    if by_readers:
-        repairs += explicit_squeezes(model)
-        repairs += pin_loop_states(model)
-    repairs += resolve_sequences(model)
-    repairs += decompose(model, only=lambda key: inline(key) and _is_standard(key, after))
+    if not rewritten:  # else types and shapes were inferred on the way
+        infer_shapes(model.graph, opset)
+    return rewritten
+
+
+def _with_bodies(model: ir.Model, repairs: list[str], inline: Callable[[str], bool]) -> ir.Model:
+    """Return the model with the bodies of operators that ``inline`` tells in their place."""
+    opset = model.opset_imports[""]
+    repairs += decompose(model, only=lambda key: inline(key) and _is_standard(key, opset))
     model = inline_bodies(model, inline)
     lift_constants(model)
     _name_nodes(model)
-    infer_shapes(model.graph, after)
-    repairs += normalise(model)
-    repairs += name_sigmoids(model)
+    infer_shapes(model.graph, opset)
+    return model
+
+
+def _tidy(model: ir.Model, given: set[str]) -> tuple[set[str], dict[str, ir.Value]]:
+    """Fold and remove what may be, in place; return new constants, and parameters unused now."""
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
     constants |= fold(model, constants)
     if _has_unknown_ranks(model):  # bounds and shapes that were computed are numbers now
-        infer_shapes(model.graph, after)
+        infer_shapes(model.graph, model.opset_imports[""])
     remove_identities(model)
     parameters = {n: x for n, x in model.graph.initializers.items() if n in given and is_float(x)}
     remove_dead(model)
-    unused = {n: x for n, x in parameters.items() if n not in model.graph.initializers}
     used = {n.domain for n in model.graph.all_nodes()}
     for domain in [d for d in model.opset_imports if d and d not in used]:
         del model.opset_imports[domain]
-    note_roles(model, parts)
-    model.meta[_CONSTANTS] = frozenset(constants)
-    model.meta[_UNUSED] = unused
-    model.meta[_REPAIRS] = tuple(repairs)
-    return model
+    unused = {n: x for n, x in parameters.items() if n not in model.graph.initializers}
+    return constants, unused
 
 
 def _has_unknown_ranks(model: ir.Model) -> bool:

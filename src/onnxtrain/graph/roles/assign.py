@@ -29,7 +29,7 @@ def lift_weights(model: ir.Model) -> list[str]:
     Running statistics go with them; what is neither stays where it is.
     """
     graph = model.graph
-    if PARAMETERS in model.metadata_props:
+    if _is_listed(model):
         return []
     judge = Judge(graph)
     own = set(graph.initializers.values())
@@ -47,13 +47,23 @@ def lift_weights(model: ir.Model) -> list[str]:
 
 
 def roles(model: ir.Model) -> dict[str, Role]:
-    """Return the role of every float initializer of the main graph, by name."""
+    """Return the role of every float initializer of the main graph, by name.
+
+    A list of parameters in the file decides. If some of its names are gone, a tool has changed the
+    file since: what is still called by a listed name is a parameter, and use tells of the rest.
+    """
     floats = {n: x for n, x in model.graph.initializers.items() if _is_float(x)}
-    known = _listed(model)
-    if known is not None:
-        return {n: _KNOWN if n in known else _OTHER for n in floats}
+    listed = _listed(model) or set()
+    if _is_listed(model):
+        return {n: _KNOWN if n in listed else _OTHER for n in floats}
     judge = Judge(model.graph)
-    return {n: judge.role(x) for n, x in floats.items()}
+    return {n: _KNOWN if n in listed else judge.role(x) for n, x in floats.items()}
+
+
+def _is_listed(model: ir.Model) -> bool:
+    """Return whether the file lists its parameters, and has all of them."""
+    listed = _listed(model)
+    return listed is not None and listed <= model.graph.initializers.keys()
 
 
 def _listed(model: ir.Model) -> set[str] | None:

@@ -29,19 +29,35 @@ class Judge:
     def __init__(self, graph: ir.Graph) -> None:
         self.flow = Flow(graph)
         self._known: dict[ir.Value, Role] = {}
+        self._kernels: dict[ir.Value, Role] = {}
 
     def role(self, value: ir.Value) -> Role:
         """Return the role of an initializer or of the output of a Constant node."""
         if value not in self._known:
-            self._known[value] = self._role(value)
+            self._judge(value, self._known, is_kernel=False)
         return self._known[value]
 
-    def _role(self, value: ir.Value) -> Role:
+    def kernel_role(self, value: ir.Value) -> Role:
+        """Return the role that a bias asks for: where the kernel is a bias too, it asks no more.
+
+        A tensor may be the kernel and the bias of one product.
+        """
+        if value not in self._kernels:
+            self._judge(value, self._kernels, is_kernel=True)
+        return self._kernels[value]
+
+    def _judge(self, value: ir.Value, known: dict[ir.Value, Role], *, is_kernel: bool) -> None:
         tensor = tensor_of(value)
         if tensor is None:
-            return constant("its values are not in the file")
+            known[value] = constant("its values are not in the file")
+            return
+        case = _Case(self, value, tensor, is_kernel=is_kernel)
+        known[value] = self._role(value, case, tensor)
+        if not case.is_bias:  # both questions have one answer
+            self._known[value] = self._kernels[value] = known[value]
+
+    def _role(self, value: ir.Value, case: _Case, tensor: ir.TensorProtocol) -> Role:
         rank = len(tensor.shape)
-        case = _Case(self, value, tensor.size, rank)
         uses = list(case.uses(value))
         if not uses:
             return UNUSED
@@ -89,25 +105,43 @@ def _array(tensor: ir.TensorProtocol) -> np.ndarray:
 class _Case:
     """One tensor on its way through the graph."""
 
-    def __init__(self, judge: Judge, origin: ir.Value, size: int, rank: int) -> None:
-        self.judge, self.flow, self.origin, self.size = judge, judge.flow, origin, size
+    def __init__(
+        self, judge: Judge, origin: ir.Value, tensor: ir.TensorProtocol, *, is_kernel: bool
+    ) -> None:
+        self.judge, self.flow, self.origin, self.size = judge, judge.flow, origin, tensor.size
         self.name = origin.name or ""
-        self.named = N.names_scalar_parameter(self.name, rank)
+        self.named = N.names_scalar_parameter(self.name, len(tensor.shape))
+        self.is_kernel = is_kernel  # it is asked for on behalf of a bias
+        self.is_bias = False
         self.seen: set[ir.Value] = set()
 
     def uses(self, value: ir.Value) -> Iterator[Role]:
-        """Return the role in each use of a value that the tensor has become."""
+        """Return the role in each use of the values that the tensor becomes, in their order.
+
+        The walk keeps its own stack: a chain of nodes may be longer than Python's.
+        """
+        walks = [self._steps(value)]
+        while walks:
+            step = next(walks[-1], None)
+            if step is None:
+                walks.pop()
+            elif isinstance(step, Role):
+                yield step
+            else:
+                walks.append(self._steps(step))
+
+    def _steps(self, value: ir.Value) -> Iterator[Role | ir.Value]:
+        """Return the role in each use of one value, or what the use makes of it."""
         if value in self.seen:
             return
         self.seen.add(value)
         for node, i in value.uses():
             yield from self._use(node, i, value)
-        for out in self.flow.leaves_as(value):
-            yield from self.uses(out)
+        yield from self.flow.leaves_as(value)
         if self.flow.is_result(value):
             yield constant("a result as it is")
 
-    def _use(self, node: ir.Node, i: int, value: ir.Value) -> Iterator[Role]:
+    def _use(self, node: ir.Node, i: int, value: ir.Value) -> Iterator[Role | ir.Value]:
         key = key_of(node)
         listed = T.ROLES.get(key, {}).get(i)
         if listed is T.STATE and self._is_learned_state():
@@ -117,8 +151,7 @@ class _Case:
         elif listed is not None:
             yield listed if listed is not T.WEIGHT else self._operand(node, i)
         elif key in ("Loop", "Scan"):
-            for inner in self.flow.enters_as(node, i):
-                yield from self.uses(inner)
+            yield from self.flow.enters_as(node, i)
         elif key == "Pow" and i == 1:
             yield T.EXPONENT
         elif key in T.BOUNDS or key in T.COMPARISONS:
@@ -126,8 +159,7 @@ class _Case:
         elif T.works_on_integers(key):
             yield T.QUANTISED
         elif i == 0 and key in T.MOVES:
-            for out in node.outputs:
-                yield from self.uses(out)
+            yield from node.outputs
         elif self.flow.is_static(node):
             yield from self._among_constants(node, key)
         else:
@@ -135,6 +167,9 @@ class _Case:
 
     def _bias(self, product: ir.Node | None) -> Role:
         """Return the role of a bias: that of a fixed filter is as fixed."""
+        self.is_bias = True
+        if self.is_kernel:
+            return T.BIAS
         kernel = product.inputs[1] if product is not None and len(product.inputs) > 1 else None
         while kernel is not None and tensor_of(kernel) is None:
             mover = kernel.producer()
@@ -142,7 +177,7 @@ class _Case:
         tensor = None if kernel is None else tensor_of(kernel)
         if kernel is None or tensor is None or not tensor.dtype.is_floating_point():
             return T.BIAS
-        return T.BIAS if self.judge.role(kernel).kind != "constant" else T.FIXED_BIAS
+        return T.BIAS if self.judge.kernel_role(kernel).kind != "constant" else T.FIXED_BIAS
 
     def _operand(self, node: ir.Node, i: int) -> Role:
         """Return the role in a product: an expectation over bins and angles do not train."""
@@ -164,7 +199,7 @@ class _Case:
             and bool(_array(tensor).any())
         )
 
-    def _among_constants(self, node: ir.Node, key: str) -> Iterator[Role]:
+    def _among_constants(self, node: ir.Node, key: str) -> Iterator[Role | ir.Value]:
         """Return roles behind arithmetic on constants alone: ``g * v / norm(v)``."""
         if self.size == 1 and key in T.ARITHMETIC and not self.named:
             yield T.NUMBER
@@ -172,8 +207,7 @@ class _Case:
         if self.flow.becomes_angles(node):
             yield T.ANGLES
             return
-        for out in node.outputs:
-            yield from self.uses(out)
+        yield from node.outputs
 
     def _beside_activations(self, node: ir.Node, i: int, key: str, value: ir.Value) -> Role:
         if key in T.ARITHMETIC:

@@ -1,0 +1,47 @@
+"""Roles are told of tensors whose way is long, or comes back to them."""
+
+from __future__ import annotations
+
+import sys
+
+import onnx
+
+from onnxtrain.graph.io import load
+from onnxtrain.graph.roles import roles
+from tests.wild.graphs import model, node, random
+
+
+def _of(proto: onnx.ModelProto) -> dict[str, bool]:
+    return {name: role.trains for name, role in roles(load(proto)).items()}
+
+
+def test_a_way_longer_than_the_stack():
+    count = 2 * sys.getrecursionlimit()
+    chain = [node("Identity", f"w{i}", f"w{i + 1}") for i in range(count)]
+    proto = model(
+        [*chain, node("MatMul", f"x w{count}", "y")],
+        {"x": ["batch", 8]},
+        {"y": ["batch", 8]},
+        {"w0": random(8, 8)},
+    )
+    assert _of(proto) == {"w0": True}
+
+
+def test_a_kernel_that_is_its_own_bias():
+    proto = model(
+        [node("Gemm", "x w w", "y")],
+        {"x": [8, 8]},
+        {"y": [8, 8]},
+        {"w": random(8, 8)},
+    )
+    assert _of(proto) == {"w": True}
+
+
+def test_two_kernels_that_are_the_biases_of_each_other():
+    proto = model(
+        [node("Gemm", "x a b", "h"), node("Gemm", "h b a", "y")],
+        {"x": [8, 8]},
+        {"y": [8, 8]},
+        {"a": random(8, 8), "b": random(8, 8)},
+    )
+    assert _of(proto) == {"a": True, "b": True}
