@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
 import onnxtrain
+from onnxtrain.checkpoint import to_bytes
+from tests.artifacts.test_half_files import batch, mlp
 from tests.cpp import nets
 from tests.cpp.ort_root import ROOT
 from tests.cpp.programs import driver, need, run, web_package
+from tests.training.test_batch_of_one import built
 
 STEPS = 10
 
@@ -104,4 +108,33 @@ def test_refusals_say_what_and_where(tmp_path: Path) -> None:
     assert error.startswith(
         "step_model.onnx: not the file that the manifest names (sha256 differs)"
     )
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_file_of_16_bits_is_exported_in_16_bits(tmp_path: Path) -> None:
+    """Its parameters train in float32; rounded to the nearest, they are the bytes of Python."""
+    folder = tmp_path / "artifacts"
+    onnxtrain.build(mlp("float16"), loss="mse", optimizer="adamw").save(folder)
+    trainer = onnxtrain.Trainer(folder, threads=1)
+    for _ in range(STEPS):
+        trainer.step(*batch())
+    trainer.save(tmp_path / "saved")
+    run(driver(), "export", folder, tmp_path / "saved", tmp_path / "model.onnx")
+    trainer.export(tmp_path / "expected.onnx")
+    actual, expected = (
+        {t.name: t.raw_data for t in onnx.load(tmp_path / name).graph.initializer}
+        for name in ("model.onnx", "expected.onnx")
+    )
+    assert len(actual["w1"]) == 8 * 24 * 2
+    assert actual == expected
+
+
+def test_a_batch_of_one_leaves_nothing_to_normalise(tmp_path: Path) -> None:
+    folder = tmp_path / "artifacts"
+    built("batch, 3").save(folder)
+    row = np.ones((1, 3), np.float32)
+    (tmp_path / "batches").write_bytes(to_bytes({"0/x": row, "0/target": row}, {}))
+    places = (1, tmp_path / "losses", tmp_path / "saved")
+    error = run(driver(), "train", folder, tmp_path / "batches", *places, fails=True)
+    assert "batch of 1 leaves BatchNormalization one value per channel" in error
     assert not (tmp_path / "saved").exists()

@@ -44,6 +44,7 @@ struct WeightSpec {
   struct Location {
     std::string file;
     uint64_t offset = 0, nbytes = 0;
+    const DType* dtype = nullptr;  ///< of the bytes there; a file of 16 bits trains in float32
   };
   std::string name;
   const DType* dtype = nullptr;
@@ -68,6 +69,7 @@ struct Manifest {
   std::string optimizer, loss;  ///< as JSON
   double lr = 0;
   int64_t accumulate = 1;
+  std::vector<std::string> above_one;  ///< products of sizes, "a*b", that a training batch must have above 1
   std::string checkpoint, weights;  ///< file names; `weights` may be empty
   std::map<std::string, std::string> files;
   std::string text;  ///< as checkpoints keep it: without spaces and hashes
@@ -254,10 +256,10 @@ inline WeightSpec read_weight(const Entry& e) {
   w.shape = e.shape(*w.dtype);
   e.get("aliases");
   w.aliases = e.names("aliases");
-  w.locations = e.each("locations", [](const Entry& l) {
-    l.only({"file", "offset", "nbytes"});
+  w.locations = e.each("locations", [&](const Entry& l) {
+    l.only({"file", "offset", "nbytes", "dtype"});
     return WeightSpec::Location{l.file("file"), static_cast<uint64_t>(l.size("offset")),
-                                static_cast<uint64_t>(l.size("nbytes"))};
+                                static_cast<uint64_t>(l.size("nbytes")), l.has("dtype") ? l.dtype() : w.dtype};
   });
   return w;
 }
@@ -296,7 +298,8 @@ inline Manifest Manifest::parse(std::string_view source, const std::string& labe
   m.loss = detail::compact(e.get("loss"));
   m.accumulate = e.size("accumulate", 1);
   if (m.accumulate >= 1 << 24) e.fail("'accumulate' is too large");
-  detail::Entry(e.get("options"), label + ": options");
+  const detail::Entry options(e.get("options"), label + ": options");
+  if (options.has("above_one")) m.above_one = options.names("above_one");
   m.checkpoint = e.file("checkpoint");
   if (!e.null("weights")) m.weights = e.file("weights");
   const detail::Entry files(e.get("files"), label + ": files");

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -212,8 +213,9 @@ class BoundModel {
     }
   }
 
-  void run(const Batch& batch = {}) {
-    bind(batch);
+  /// Run on a batch; in training some products of sizes must be above 1 (see Manifest::above_one).
+  void run(const Batch& batch = {}, const std::vector<std::string>& above_one = {}) {
+    bind(batch, above_one);
     for (size_t i = 0; i < results_.size(); ++i)
       if (model_->spec().outputs[i].role == "output") results_[i] = Ort::Value{nullptr};
     model_->run(in_, feeds_, out_, results_);
@@ -234,6 +236,16 @@ class BoundModel {
   }
 
  private:
+  static void check_above_one(const std::string& product, const std::map<std::string, int64_t>& sizes) {
+    std::istringstream names(product);
+    for (std::string name; std::getline(names, name, '*');) {
+      const auto at = sizes.find(name);
+      if (at == sizes.end() || at->second != 1) return;
+    }
+    throw ShapeError(product + " of 1 leaves BatchNormalization one value per channel; in training it needs more\n" +
+                     "hint: a larger batch, or build(mode='as-is')");
+  }
+
   static Shape one_number(const TensorSpec& t) {
     Shape shape;
     for (const auto& d : t.shape) {
@@ -245,7 +257,7 @@ class BoundModel {
   }
 
   /// Take the batch; the error says which tensor does not fit, and nothing has run then.
-  void bind(const Batch& batch) {
+  void bind(const Batch& batch, const std::vector<std::string>& above_one) {
     for (const Feed& feed : batch) {
       const bool known =
           std::any_of(batch_.begin(), batch_.end(), [&](const auto& b) { return b.second->name == feed.name; });
@@ -259,6 +271,7 @@ class BoundModel {
       if (at == batch.end()) throw ShapeError("missing from the batch: '" + spec->name + "'\n" + takes());
       feeds_[index] = fitted(*spec, at->value, sizes);
     }
+    for (const std::string& product : above_one) check_above_one(product, sizes);
   }
 
   std::string takes() const {

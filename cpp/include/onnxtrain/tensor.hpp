@@ -59,6 +59,22 @@ inline const DType* find_type(ONNXTensorElementDataType onnx) {
   return nullptr;
 }
 
+/// Return elements in another type: float32 as 16 bits, rounded to the nearest; others as they are.
+inline std::string in_type(const DType& to, const DType& from, const unsigned char* data, size_t bytes) {
+  if (&to == &from) return {reinterpret_cast<const char*>(data), bytes};
+  const bool half = to.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+  if (from.onnx != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || (!half && to.onnx != ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16))
+    throw ManifestError(std::string("manifest.json: ") + from.name + " is not stored as " + to.name);
+  std::string out(bytes / sizeof(float) * to.size, '\0');
+  for (size_t i = 0; i < bytes / sizeof(float); ++i) {
+    float number;
+    std::memcpy(&number, data + i * sizeof(float), sizeof(float));
+    const uint16_t word = half ? Ort::Float16_t(number).val : Ort::BFloat16_t(number).val;
+    std::memcpy(&out[i * to.size], &word, to.size);
+  }
+  return out;
+}
+
 /// Return whether an array of a shape can be, and put its size in bytes into `bytes`.
 inline bool size_of(const Shape& shape, size_t item, size_t& bytes) {
   // A zero does not make the other sizes possible.

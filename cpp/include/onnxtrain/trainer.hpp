@@ -111,7 +111,7 @@ class Trainer {
   StepResult accumulate(const Batch& batch) {
     control(progress_.step + 1, micro_);
     detail::BoundModel& call = layout_->call();
-    call.run(batch);
+    call.run(batch, manifest().above_one);
     StepResult r = call.result();
     r.step = progress_.step + 1;
     if (!std::isfinite(r.loss)) return r;
@@ -244,13 +244,15 @@ class Trainer {
     for (const auto* list : {&manifest().parameters, &manifest().buffers})
       for (const WeightSpec& w : *list) {
         const std::string& name = averages.count(w.name) ? averages[w.name] : w.name;
-        const size_t bytes = values.slot(name).bytes;
         for (const WeightSpec::Location& place : w.locations) {
+          const std::string stored =
+              detail::in_type(*place.dtype, *w.dtype, values.data(name), values.slot(name).bytes);
+          const size_t bytes = stored.size();
           const bool inside = place.offset <= model.size() && place.nbytes <= model.size() - place.offset;
           if (place.file != spec.file || place.nbytes != bytes || !inside)
             throw ManifestError("'" + w.name + "': its place in " + place.file + " is not " + std::to_string(bytes) +
                                 " bytes of " + spec.file);
-          if (bytes) std::memcpy(&model[place.offset], values.data(name), bytes);
+          if (bytes) std::memcpy(&model[place.offset], stored.data(), bytes);
         }
       }
     detail::write_file(path, {model});
