@@ -124,14 +124,15 @@ def rewrite_after(model: ir.Model, op: OpBuilder) -> None:
 
 
 def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
-    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it."""
+    """Simplify a model, run :data:`FINAL` and perhaps order its nodes, in place; return it."""
     simplify(model)
     target = find(target)
     if any(p.wanted(target) for p in FINAL):
         op = OpBuilder(model.graph, f"{target.name}/", target=target)
         if run(FINAL, model, op):
             simplify(model)
-    order_for_runtime(model.graph)
+    if target.prefers("order-of-the-sweep"):
+        order_for_runtime(model.graph)
     return model
 
 
