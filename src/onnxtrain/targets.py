@@ -57,7 +57,6 @@ PREFERS = {
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
-    "order-of-the-sweep": "nodes run as the reverse sweep emits them, which frees memory sooner",
     "repeated-channels": "numbers per channel repeated for each of few positions",
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
@@ -115,8 +114,7 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "float16-products", "gelu-operator", "given-means"),
-    *("mask-without-infinity", "order-of-the-sweep", "several-steps", "split-reductions"),
-    "statistics-by-layer-norm",
+    *("mask-without-infinity", "several-steps", "split-reductions", "statistics-by-layer-norm"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -142,8 +140,7 @@ TARGETS: dict[str, Target] = {
                 {
                     *("affine-in-one-pass", "aligned-classes", "float16-products"),
                     *("gelu-operator", "given-means"),
-                    *("mask-without-infinity", "order-of-the-sweep", "scale-after-matmul"),
-                    "split-reductions",
+                    *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
                     *("statistics-by-layer-norm", "vector-update"),
                 }
             ),

@@ -124,15 +124,14 @@ def rewrite_after(model: ir.Model, op: OpBuilder) -> None:
 
 
 def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
-    """Simplify a model, run :data:`FINAL` and perhaps order its nodes, in place; return it."""
+    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it."""
     simplify(model)
     target = find(target)
     if any(p.wanted(target) for p in FINAL):
         op = OpBuilder(model.graph, f"{target.name}/", target=target)
         if run(FINAL, model, op):
             simplify(model)
-    if target.prefers("order-of-the-sweep"):
-        order_for_runtime(model.graph)
+    order_for_runtime(model.graph)
     return model
 
 
