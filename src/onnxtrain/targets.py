@@ -20,8 +20,12 @@ from onnxtrain.errors import PrepareError
 LACKS = {
     "ArgMax": "the class of the largest score, in a type that can be computed with",
     "BatchNormalization.training_mode": "statistics of the batch",
+    "Celu": "an exponential below zero, and a line above",
+    "Col2Im": "windows added up to an image",
     "ConstantOfShape": "a tensor of one value",
     "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
+    "DFT": "a Fourier transform",
+    "Det": "determinants",
     "GatherElements": "one element per row, by a label",
     "LogSoftmax": "logarithms of probabilities",
     "MatMulNBits": "products with weights of few bits, packed in blocks, and rows of such tables",
@@ -131,9 +135,8 @@ TARGETS: dict[str, Target] = {
             profile="ort-cuda",
             missing=frozenset(
                 {
-                    "BatchNormalization.training_mode",
-                    "ConvTranspose.asymmetric_pads",
-                    "MaxUnpool",
+                    *("BatchNormalization.training_mode", "Celu", "Col2Im"),
+                    *("ConvTranspose.asymmetric_pads", "DFT", "Det", "MaxUnpool"),
                 }
             ),
             preferences=frozenset(

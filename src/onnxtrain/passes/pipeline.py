@@ -18,6 +18,7 @@ from onnxtrain.graph.simplify.file_order import order_for_runtime
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.aligned_classes import aligned_classes
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
+from onnxtrain.passes.compose_missing import compose_missing
 from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
 from onnxtrain.passes.dequantise_late import dequantise_late
@@ -84,6 +85,7 @@ AFTER = (
     Pass(maxpool_indices, prefers="maxpool-indices"),
     Pass(decompose_batch_norm, lacks="BatchNormalization.training_mode"),
     Pass(expand_label_losses),
+    Pass(compose_missing),
 )
 """Behind the reverse sweep: the operators' own gradients are better than those of the results."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxtrain.graph.composed import col2im
 from onnxtrain.lowering.registry import lower
 
 _MOST = 256  # convolutions that one is made of
@@ -117,33 +118,7 @@ def conv_by_picture(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shap
     return op.Concat(*ys, axis=0)
 
 
-@lower("Col2Im")
-def col2im(op, x, image, block, *, dilations, pads, strides):
-    """A transposed convolution whose kernels hold a single one each."""
-    picture, window = op.constant(image), op.constant(block)
-    if picture is None or window is None:
-        return None
-    n = len(window)
-    k = int(np.prod(window))
-    strides, dilations, pads = strides or [1] * n, dilations or [1] * n, pads or [0] * 2 * n
-    channels = op.dims(x)[1]
-    if not isinstance(channels, int):
-        return None
-    channels //= k
-    out = [int(p) + pads[i] + pads[i + n] for i, p in enumerate(picture)]
-    reach = [(int(w) - 1) * d + 1 for w, d in zip(window, dilations, strict=True)]
-    steps = [(o - r) // s + 1 for o, r, s in zip(out, reach, strides, strict=True)]
-    spare = [o - (t - 1) * s - r for o, t, s, r in zip(out, steps, strides, reach, strict=True)]
-    batch = op.size(x, 0)
-    first = batch if isinstance(batch, int) else -1
-    columns = op.Reshape(x, [first, channels * k, *steps])
-    w = np.zeros((channels, k, 1, k))
-    w[:, np.arange(k), 0, np.arange(k)] = 1
-    w = w.reshape(channels * k, 1, *(int(v) for v in window))
-    return op.ConvTranspose(
-        columns, op.const(w, x.dtype), dilations=dilations, group=channels, pads=pads,
-        strides=strides, output_padding=spare,
-    )  # fmt: skip
+lower("Col2Im")(col2im)
 
 
 @lower("MaxPool")
