@@ -166,12 +166,13 @@ def test_a_first_run_that_cannot_be_recorded_runs_without(
     artifacts = made(dims={"batch": 8})
     spec = artifacts.manifest.model("step")
     assert spec is not None
-    source, refused = artifacts.source("step"), []
+    source, refused, settling = artifacts.source("step"), [], []
 
     def run(session: Any, binding: Any, options: Any = None) -> None:
-        if options is not None:
+        if options is not None and options.get_run_config_entry("gpu_graph_id") != "-1":
             refused.append(options)
             raise OnnxTrainError("operation failed due to a previous error during capture")
+        settling.append(options is not None)
         plain(session, binding)
 
     monkeypatch.setattr(runtime, "run_bound", run)
@@ -192,5 +193,6 @@ def test_a_first_run_that_cannot_be_recorded_runs_without(
     with pytest.warns(UserWarning, match="could not be captured .* runs without: operation failed"):
         assert losses(1, opened) == wanted
     assert len(refused) == 1
+    assert settling.count(True) == 1, "the first run is not recorded"
     with pytest.raises(OnnxTrainError, match="previous error during capture"):
         losses(1, None)

@@ -2,17 +2,20 @@
 
 A channel's sum over batch and positions reads an image here and an image there: on a GPU the
 general kernel for that takes six times as long as a sum over the positions of each image, which lie
-together, and then one over the batch.
+together, and then one over the batch. Of these two the first is fastest as the kernel that pools.
 """
 
 from __future__ import annotations
+
+import math
 
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.nodes import key_of, nodes
+from onnxtrain.graph.nodes import is_op, key_of, nodes
+from onnxtrain.graph.shapes import dims as D
 
 _KINDS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum")
 
@@ -38,6 +41,17 @@ def _split(op: OpBuilder, node: ir.Node) -> int:
     uses = list(y.uses())
     op.position = node
     kind = getattr(op, key_of(node))
-    inner = kind(x, last, keepdims=keepdims)
-    replace_value(y, kind(inner, first, keepdims=keepdims), uses)
+    count = math.prod(D.numbers(dims[2:]) or (0,))
+    if count and x.dtype == ir.DataType.FLOAT and _pooled(node, last, rank):
+        means = kind(op.GlobalAveragePool(x), first, keepdims=1)
+        inner = means if is_op(node, "ReduceMean") else op.Mul(means, float(count))
+        outer = inner if keepdims else op.Squeeze(inner, wanted)
+    else:
+        outer = kind(kind(x, last, keepdims=keepdims), first, keepdims=keepdims)
+    replace_value(y, outer, uses)
     return 1
+
+
+def _pooled(node: ir.Node, last: list[int], rank: int) -> bool:
+    """Return whether what is reduced first are the positions of images."""
+    return is_op(node, "ReduceMean", "ReduceSum") and rank == 4 and last == [2, 3]

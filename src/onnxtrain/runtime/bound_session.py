@@ -78,6 +78,7 @@ class BoundSession:
         self._bound = len(spec.outputs) - len(self._fresh)
         # Never on the CPU: with RunOptions a call costs ten times as much.
         self._options = None if graph_id is None else _capture(graph_id)
+        self._settled = graph_id is None
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run on a batch; return the outputs that have no place of their own."""
@@ -100,7 +101,9 @@ class BoundSession:
             session, self._reopen = self._reopen(), None
             self._bind(session, None)
             return self.run(feeds)
-        self._reopen = None
+        if self._settled:
+            self._reopen = None
+        self._settled = True
         if self._unchecked:
             self._unchecked -= 1
             if not self._unchecked:
@@ -111,7 +114,7 @@ class BoundSession:
         for name in self._fresh:
             # Again each time: the last result would be taken for memory to write to.
             self.binding.bind_output(name, "cpu")
-        runtime.run_bound(self.session, self.binding, self._options)
+        runtime.run_bound(self.session, self.binding, self._options if self._settled else _settle())
         outputs = {name: read() for name, read in self._kept.items()}
         if self._fresh:
             results = self.binding.get_outputs()[self._bound :]
@@ -127,6 +130,7 @@ class BoundSession:
         spec, inputs, places, device = self._parts
         again = BoundSession(self.session, spec, inputs, places, device)
         again._options = None if self._options is None else _capture(_NOT_CAPTURED)
+        again._settled = True
         again._unchecked = 0
         self._parts = (spec, {}, {}, device)
         wanted = again.run(feeds)
@@ -148,4 +152,15 @@ def _agree(a: Arrays, b: Arrays, names: list[str]) -> bool:
 def _capture(graph_id: int) -> Any:
     options = runtime.runtime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    return options
+
+
+def _settle() -> Any:
+    """Return the options of the first run, which is not recorded and gives its memory back.
+
+    It takes each tensor's memory as it comes, and finds out what all take together; the next run
+    takes one block of that size. What the first one had would stay beside it.
+    """
+    options = _capture(_NOT_CAPTURED)
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
     return options
