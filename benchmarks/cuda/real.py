@@ -1,74 +1,62 @@
 """Real nets on a GPU: ours beside torch eager and torch.compile, interleaved in one process.
 
-    python -m benchmarks.cuda.real --export nets          # once; several at a time
     python -m benchmarks.cuda.real --models nets --json real.json
-    python -m benchmarks.cuda.report real.json
+    python -m benchmarks.cuda.report --real real.json
 
-All get each batch from the host and give the loss of each step back. AdamW, TF32 on for all, and
-torch's optimizer is the fused one. Losses of the first steps are compared.
+The first run exports the nets and fills torch.compile's cache, several at a time; rows that
+``real.json`` has already are kept, so that a run may be cut off and go on. All engines get each
+batch from the host and give the loss of each step back. AdamW, TF32 on for all, and torch's
+optimizer is the fused one. Losses of the first 20 steps are compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import onnxtrain
+from benchmarks.cuda.prepare_real import prepare
 from benchmarks.cuda.real_nets import REAL, Net
-from benchmarks.cuda.steps import facts, kernels
+from benchmarks.cuda.steps import Step, facts, profiled, step_of
 from onnxtrain import optim
 from onnxtrain.runtime.placement import placement
 
 LR = 1e-4
-Step = Callable[[], float]
+PRECISIONS = ("float32", "bf16-mixed")
+ENGINES = ("eager", "compile")
+KERNELS = 12  # shown of each engine
 
 
-def export(name: str, folder: Path) -> None:
-    """Write a net as ONNX, with its weights in a file beside it."""
-    import onnx_ir as ir
-
-    from onnxtrain.torch import from_torch
-
-    start = time.perf_counter()
-    torch.manual_seed(0)
-    net = REAL[name]
-    model = from_torch(net.module(), (net.batch()[0],))
-    folder.mkdir(parents=True, exist_ok=True)
-    ir.save(model, folder / f"{name}.onnx", external_data=f"{name}.data")
-    print(f"{name}: exported in {time.perf_counter() - start:.0f} s", flush=True)
-
-
-def ours(
-    name: str, net: Net, folder: Path, precision: str, **options: Any
-) -> tuple[Step, Any, dict]:
+def ours(name: str, net: Net, folder: Path, precision: str) -> tuple[Step, Any, dict[str, Any]]:
     """Return a step, the trainer, and what it took to get there."""
     x, labels = (t.numpy() for t in net.batch())
     start = time.perf_counter()
     artifacts = onnxtrain.build(
         folder / f"{name}.onnx", loss="cross_entropy",
         optimizer=optim.AdamW(lr=LR, weight_decay=0.01),
-        target="cuda", precision=precision, dims={"batch": len(x)}, **options,
+        target="cuda", precision=precision, dims={"batch": len(x)},
     )  # fmt: skip
     built = time.perf_counter()
+    casts = collections.Counter(
+        n.op_type for m in artifacts.models.values() for n in m.graph.node if n.op_type == "Cast"
+    )
     trainer = onnxtrain.Trainer(artifacts, device="cuda")
     ready = time.perf_counter()
-    del artifacts
-    return (
-        lambda: float(trainer.step(x, labels).loss),
-        trainer,
-        {"build_s": built - start, "trainer_s": ready - built},
-    )
+    took = {
+        "build_s": round(built - start, 1),
+        "trainer_s": round(ready - built, 1),
+        "casts": casts["Cast"],
+    }
+    return lambda: float(trainer.step(x, labels).loss), trainer, took
 
 
 def torchs(net: Net, precision: str, compiled: bool) -> Step:
@@ -76,29 +64,31 @@ def torchs(net: Net, precision: str, compiled: bool) -> Step:
     torch.manual_seed(0)
     module = net.module().cuda().train()
     update = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.01, fused=True)
-    x, labels = net.batch()
-    mixed = precision != "float32"
     forward = torch.compile(module) if compiled else module
+    step = step_of(forward, update, net.batch(), precision)
+    return lambda: step().item()
 
-    def step() -> float:
-        update.zero_grad(set_to_none=True)
-        here, wanted = x.cuda(), labels.cuda()
-        with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
-            loss = torch.nn.functional.cross_entropy(forward(here).float(), wanted)
-        loss.backward()
-        update.step()
-        return loss.item()
 
-    return step
+def taken() -> float:
+    """Return GiB of the device's memory that are taken."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 def used() -> float:
-    """Return GiB of the device's memory that are taken."""
+    """Return GiB of the device's memory that are taken, without what torch keeps for later."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 2**30
+    return taken()
+
+
+def warm_up() -> None:
+    """Load the libraries that both use: their memory belongs to neither."""
+    x = torch.randn(2, 3, 32, 32, device="cuda", requires_grad=True)
+    y = torch.nn.functional.conv2d(x, torch.randn(4, 3, 3, 3, device="cuda"))
+    (y.flatten(1) @ y.flatten(1).T).sum().backward()
 
 
 def measure(name: str, args: argparse.Namespace, precision: str) -> dict[str, Any]:
@@ -106,82 +96,88 @@ def measure(name: str, args: argparse.Namespace, precision: str) -> dict[str, An
     net = REAL[name]
     row: dict[str, Any] = {"net": name, "precision": precision}
     base = used()
-    step, trainer, times = ours(name, net, args.models, precision)
-    row |= {k: round(v, 1) for k, v in times.items()} | {"captured": trainer.captured}
+    step, trainer, took = ours(name, net, args.models, precision)
+    row |= took
     start = time.perf_counter()
     losses = {"ours": [step()]}
     row["first_step_s"] = round(time.perf_counter() - start, 2)
     losses["ours"] += [step() for _ in range(args.losses - 1)]
+    row["captured"] = trainer.captured
     row["ours_gib"] = round(used() - base, 2)
     row["left"] = [n for source in trainer.step_models for n in placement(source).left][:8]
     engines: dict[str, Step] = {"ours": step}
     for engine in args.engines:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_reserved()
+        before = used()
+        start = time.perf_counter()
         try:
             run = torchs(net, precision, engine == "compile")
-            losses[engine] = [run() for _ in range(args.losses)]
+            losses[engine] = [run()]
+            row[f"{engine}_first_s"] = round(time.perf_counter() - start, 1)
+            losses[engine] += [run() for _ in range(args.losses - 1)]
         except Exception as error:  # a peer that fails is a cell of the table
             row[f"{engine}_error"] = str(error)[:200]
             continue
         engines[engine] = run
-        row[f"{engine}_gib"] = round((torch.cuda.max_memory_reserved() - before) / 2**30, 2)
-    spent: dict[str, list[float]] = {e: [] for e in engines}
-    for _ in range(args.rounds):
-        for engine, run in engines.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(args.steps):
-                run()
-            torch.cuda.synchronize()
-            spent[engine].append((time.perf_counter() - begin) / args.steps * 1e3)
-    row |= {f"{e}_ms": round(statistics.median(t), 2) for e, t in spent.items()}
+        row[f"{engine}_gib"] = round(taken() - before, 2)
+    row |= timed_in_turns(engines, args.rounds, args.steps)
+    for engine, run in engines.items():
+        row[f"{engine}_gpu_ms"], row[f"{engine}_kernels"] = profiled(run, 3, KERNELS)
     row["losses"] = {e: [round(v, 5) for v in values] for e, values in losses.items()}
-    if "eager" in losses:
-        pairs = list(zip(losses["ours"], losses["eager"], strict=True))
-        row["worst_loss"] = max(abs(a - b) / abs(b) for a, b in pairs)
-    if args.profile:
-        print(f"ours, {name} {precision}\n{kernels(step, 3, args.profile)}", flush=True)
+    for engine in engines.keys() & set(args.engines):
+        pairs = list(zip(losses["ours"], losses[engine], strict=True))
+        row[f"{engine}_worst_loss"] = max(abs(a - b) / abs(b) for a, b in pairs)
     return row
 
 
+def timed_in_turns(engines: dict[str, Step], rounds: int, steps: int) -> dict[str, float]:
+    """Return the median milliseconds of a step of each engine."""
+    spent: dict[str, list[float]] = {e: [] for e in engines}
+    for _ in range(rounds):
+        for engine, run in engines.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                run()
+            torch.cuda.synchronize()
+            spent[engine].append((time.perf_counter() - begin) / steps * 1e3)
+    return {f"{e}_ms": round(statistics.median(t), 2) for e, t in spent.items()}
+
+
 def main() -> None:
-    """Export, or measure what was asked for."""
+    """Measure what was asked for and is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[n for n in REAL if n != "gpt2-large"])
-    parser.add_argument("--export", type=Path)
-    parser.add_argument("--models", type=Path)
-    parser.add_argument("--precisions", nargs="*", default=["float32", "bf16-mixed"])
-    parser.add_argument("--engines", nargs="*", default=["eager", "compile"])
+    parser.add_argument("--only", nargs="*", default=list(REAL))
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--precisions", nargs="*", default=PRECISIONS)
+    parser.add_argument("--engines", nargs="*", default=ENGINES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--losses", type=int, default=20)
-    parser.add_argument("--profile", type=int, default=0, help="show so many kernels")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    if args.export and len(args.only) > 1:
-        command = [sys.executable, "-m", "benchmarks.cuda.real", "--export", str(args.export)]
-        running = [subprocess.Popen([*command, "--only", name]) for name in args.only]
-        raise SystemExit(max(p.wait() for p in running))
-    if args.export:
-        return export(args.only[0], args.export)
+    exports = prepare(args.only, args.models, args.precisions, compiled="compile" in args.engines)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    rows = []
+    warm_up()
+    rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    known = {(r["net"], r["precision"]) for r in rows if "error" not in r}
     for name in args.only:
+        exports.wait_for(name)
         for precision in args.precisions:
+            if (name, precision) in known:
+                continue
             try:
                 row = measure(name, args, precision)
             except Exception as error:  # a net that fails is a row of the table
                 traceback.print_exc()
                 row = {"net": name, "precision": precision, "error": str(error)[:300]}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
-            gc.collect()
-            torch.cuda.empty_cache()
+            shown = {k: v for k, v in row.items() if "kernels" not in k and k != "losses"}
+            print(json.dumps(shown), flush=True)
+            rows = [r for r in rows if (r["net"], r["precision"]) != (name, precision)] + [row]
+            args.json.write_text(
+                json.dumps({"facts": facts("benchmarks.cuda.real"), "rows": rows}, indent=1)
+            )
+            used()
             torch.compiler.reset()
-    if args.json:
-        args.json.write_text(json.dumps({"facts": facts(), "rows": rows}, indent=1))
-    return None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The figures of a GPU as a page.
 
-``python -m benchmarks.cuda.report steps.json [kernels.txt]`` or, of real nets,
-``python -m benchmarks.cuda.report --real real.json``.
+``python -m benchmarks.cuda.report steps.json [kernels.txt]``, of real nets
+``python -m benchmarks.cuda.report --real real.json``, and of files
+``python -m benchmarks.cuda.report --files files.json ...``, each with a part of them.
 """
 
 from __future__ import annotations
@@ -12,14 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cuda.nets import NETS
+from benchmarks.cuda.real_report import real_figures
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks-cuda.md"
-REAL_TITLES = {
-    "gpt2": "GPT-2 124M, 8x512", "bert": "BERT-base, 32x128", "vit": "ViT-B/16, 32",
-    "resnet50": "ResNet-50, 64", "mobilenet": "MobileNetV3-L, 64",
-    "smollm2": "SmolLM2-135M shape, 4x512", "unet": "U-Net, 16 x 64x64",
-    "whisper": "Whisper-tiny encoder, 8", "gpt2-large": "GPT-2 774M, 4x512",
-}  # fmt: skip
 TARGETS = {
     ("mlp", "float32"): 0.5,
     ("cnn", "float32"): 0.9,
@@ -30,12 +26,10 @@ HEADS = (
     "net", "optimizer", "precision", "ours ms", "torch ms", "torch, loss not read",
     "ours / torch (range)", "target", "CUDA graph", "nodes by provider", "left the GPU",
 )  # fmt: skip
+WRONG = 1e-3  # of a loss, relative
+FILES_START, FILES_END = "<!-- files -->", "<!-- end of files -->"
 START, END = "<!-- figures -->", "<!-- end of figures -->"
 REAL_START, REAL_END = "<!-- real nets -->", "<!-- end of real nets -->"
-REAL_HEADS = (
-    "net", "precision", "ours ms", "eager ms", "compile ms", "/ eager", "/ compile",
-    "GiB ours / eager", "worst loss", "build s", "first step s",
-)  # fmt: skip
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -74,28 +68,22 @@ def figures(report: dict[str, Any], kernels: str = "") -> str:
     return "\n\n".join(parts)
 
 
-def real_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of real nets as Markdown; what was not measured is left empty."""
-    lines = [f"| {' | '.join(REAL_HEADS)} |", "|" + "---|" * len(REAL_HEADS)]
-    for r in rows:
-        name = REAL_TITLES.get(r["net"], r["net"])
+def files_table(rows: list[dict[str, Any]]) -> str:
+    """Return what was seen of each file, as Markdown."""
+    heads = ("file", "largest difference of a loss", "recorded", "nodes on the CPU")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for r in sorted(rows, key=lambda r: r["file"]):
         if "error" in r:
-            lines.append(f"| {name} | {r['precision']} | {r['error']} |" + " |" * 8)
+            lines.append(f"| {r['file']} | {r['error'].replace('|', ' ')} | | |")
             continue
-        ours = r["ours_ms"]
-        ratios = [f"{ours / r[e]:.2f}" if e in r else "" for e in ("eager_ms", "compile_ms")]
-        loss = f"{r['worst_loss']:.0e}" if "worst_loss" in r else ""
-        cells = (
-            name, r["precision"], f"{ours:.1f}", _shown(r, "eager_ms"), _shown(r, "compile_ms"),
-            *ratios, f"{r['ours_gib']:.1f} / {r['eager_gib']:.1f}", loss, _shown(r, "build_s"),
-            f"{r['first_step_s']:.2f}",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _shown(row: dict[str, Any], name: str) -> str:
-    return f"{row[name]:.1f}" if name in row else ""
+        left = ", ".join(r["left"]) or "none"
+        lines.append(
+            f"| {r['file']} | {r['loss']:.0e} | {'yes' if r['captured'] else 'no'} | {left} |"
+        )
+    wrong = sum("error" not in r and r["loss"] > WRONG for r in rows)
+    refused, off = (sum(bool(r.get(k)) for r in rows) for k in ("error", "left"))
+    head = f"{len(rows)} files: {wrong} wrong, {refused} refused, {off} with nodes on the CPU."
+    return "\n".join([head, "", *lines])
 
 
 def put(page: str, marks: tuple[str, str], text: str) -> str:
@@ -108,10 +96,13 @@ def put(page: str, marks: tuple[str, str], text: str) -> str:
 def main() -> None:
     """Put the figures into the page."""
     if sys.argv[1] == "--real":
-        report = json.loads(Path(sys.argv[2]).read_text())
-        facts = "; ".join(f"{k}: {v}" for k, v in report["facts"].items() if k != "command")
-        text = f"{facts}\n\n```\n{report['facts']['command']}\n```\n\n{real_table(report['rows'])}"
+        text = real_figures(json.loads(Path(sys.argv[2]).read_text()))
         page = put(PAGE.read_text(encoding="utf-8"), (REAL_START, REAL_END), text)
+        PAGE.write_text(page, encoding="utf-8")
+        return
+    if sys.argv[1] == "--files":
+        rows = [r for name in sys.argv[2:] for r in json.loads(Path(name).read_text())]
+        page = put(PAGE.read_text(encoding="utf-8"), (FILES_START, FILES_END), files_table(rows))
         PAGE.write_text(page, encoding="utf-8")
         return
     report = json.loads(Path(sys.argv[1]).read_text())

@@ -62,18 +62,30 @@ def torch_step(net: Workload, optimizer: str, precision: str) -> tuple[Step, Ste
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     update = kind(module.parameters(), lr=net.rate(optimizer), fused=True)
     x, labels = (torch.from_numpy(a) for a in net.batch())
+    step = step_of(module, update, (x, labels), precision)
+    return lambda: step().item(), lambda: _unread(step)
+
+
+def step_of(
+    forward: Callable[[Any], torch.Tensor],
+    update: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    precision: str,
+) -> Callable[[], torch.Tensor]:
+    """Return a step of torch on a batch of the host, which gives the loss."""
+    x, labels = batch
     mixed = precision != "float32"
 
     def step() -> torch.Tensor:
         update.zero_grad(set_to_none=True)
         here, wanted = x.cuda(), labels.cuda()
         with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
-            loss = torch.nn.functional.cross_entropy(module(here).float(), wanted)
+            loss = torch.nn.functional.cross_entropy(forward(here).float(), wanted)
         loss.backward()
         update.step()
         return loss
 
-    return lambda: step().item(), lambda: _unread(step)
+    return step
 
 
 def _unread(step: Callable[[], Any]) -> float:
@@ -139,6 +151,11 @@ def measure(
 
 def kernels(step: Step, count: int = 5, top: int = 18) -> str:
     """Return a table of the GPU's kernels by time, for whatever runs in this process."""
+    return "\n".join(profiled(step, count, top)[1])
+
+
+def profiled(step: Step, count: int, top: int) -> tuple[float, list[str]]:
+    """Return for how many milliseconds of a step the GPU is busy, and its kernels by time."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -154,11 +171,11 @@ def kernels(step: Step, count: int = 5, top: int = 18) -> str:
         f"{e.self_device_time_total / count / 1e3:8.3f} {e.count / count:6.1f}x {e.key[:110]}"
         for e in events[:top]
     ]
-    return "\n".join(lines)
+    return round(total, 2), lines
 
 
-def facts() -> dict[str, str]:
-    """Return what the figures depend on."""
+def facts(module: str = "benchmarks.cuda.steps") -> dict[str, str]:
+    """Return what the figures of a module depend on."""
     import onnxruntime
 
     return {
@@ -166,7 +183,7 @@ def facts() -> dict[str, str]:
         "GPU": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "onnxruntime-gpu": onnxruntime.__version__,
-        "command": " ".join(["python -m benchmarks.cuda.steps", *map(_plain, sys.argv[1:])]),
+        "command": " ".join([f"python -m {module}", *map(_plain, sys.argv[1:])]),
     }
 
 
