@@ -287,3 +287,35 @@ def test_operators_without_a_kernel_are_composed(operator: str) -> None:
         "Det-batches",
         "Det-rank-three-of-four",
     }
+
+
+class Cut(nn.Module):
+    """Attention whose projection is one, cut up by indices, as torch's own writes it."""
+
+    def __init__(self, *taken: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.taken, self.into, self.out = taken, nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = self.into(x).unflatten(-1, (3, 8)).movedim(-2, 0)
+        q, k, v = (whole[i] for i in self.taken)
+        return self.out((torch.softmax(q @ k.transpose(-1, -2), -1) @ v).mean(1))
+
+
+@pytest.mark.parametrize(("taken", "halved"), [((0, 1, 2), True), ((0, 1, 1), False)])
+def test_parts_of_a_projection_stay_in_16_bits(taken: tuple[int, ...], halved: bool) -> None:
+    x, labels = torch.randn(2, 5, 8), torch.tensor([0, 2])
+    model = from_torch(Cut(*taken), (x,))
+    losses = []
+    for precision in ("fp16-mixed", "float32"):
+        artifacts = onnxtrain.build(
+            model, loss="cross_entropy", optimizer="sgd", target="cuda", precision=precision
+        )
+        graph = ir.from_proto(artifacts.models["step"]).graph
+        parts = {n.outputs[0].dtype for n in graph if n.op_type == "Gather"}
+        if precision == "fp16-mixed":
+            assert (ir.DataType.FLOAT16 in parts) == halved
+        trainer = onnxtrain.Trainer(artifacts, threads=1)
+        losses.append([trainer.step(x.numpy(), labels.numpy()).loss for _ in range(3)])
+    np.testing.assert_allclose(*losses, rtol=5e-3)

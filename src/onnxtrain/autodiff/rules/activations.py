@@ -130,27 +130,33 @@ def gelu(op, dy, x, *, y, approximate):
             slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
         else:
             slope = op.Mul(bend, op.Sub(op.Mul(steep, 3.0), 2.0 * c))
-    else:
-        below = _half_sum(op, op.Erf(op.Mul(x, math.sqrt(0.5))))
-        density = op.Exp(op.Mul(op.Mul(x, x), -0.5))
-        slope = op.Mul(op.Mul(x, density), 1.0 / math.sqrt(2.0 * math.pi))
+        return op.Mul(dy, op.Add(below, slope))
+    return chosen(op, x, GELU_FORMS, GELU_CHOICES)(op, dy, x)
+
+
+_DENSITY = -math.log(math.sqrt(2.0 * math.pi))  # of the normal distribution at 0, its logarithm
+
+
+def _with_affine(op, dy, x):
+    """``(erf + 1) / 2`` in one pass; the bounds of HardSigmoid change nothing."""
+    u = op.Mul(x, math.sqrt(0.5))
+    below = op.HardSigmoid(op.Erf(u), alpha=0.5, beta=0.5)
+    slope = op.Mul(x, op.Exp(op.Sub(_DENSITY, op.Mul(u, u))))
     return op.Mul(dy, op.Add(below, slope))
 
 
-def _half_sum(op, x):
-    """Return ``(x + 1) / 2`` for ``-1 <= x <= 1``."""
-    return chosen(op, x, HALF_SUM_FORMS, HALF_SUM_CHOICES)(op, x)
+def _halved(op, dy, x):
+    """Everything twice, and half of ``dy``: mostly a product gives it, which can take the half."""
+    u = op.Mul(x, math.sqrt(0.5))
+    slope = op.Mul(x, op.Exp(op.Sub(_DENSITY + math.log(2.0), op.Mul(u, u))))
+    return op.Mul(op.Mul(dy, 0.5), op.Add(op.Add(op.Erf(u), 1.0), slope))
 
 
-HALF_SUM_FORMS: Forms[ir.Value] = {
-    "sum": Form(lambda op, x: op.Mul(op.Add(x, 1.0), 0.5)),
-    # One pass; its bounds change nothing.
-    "hard_sigmoid": Form(
-        lambda op, x: op.HardSigmoid(x, alpha=0.5, beta=0.5),
-        lambda x: x.dtype == ir.DataType.FLOAT,
-    ),
+GELU_FORMS: Forms[ir.Value] = {
+    "halved": Form(_halved),
+    "with_affine": Form(_with_affine, lambda x: x.dtype == ir.DataType.FLOAT),
 }
-HALF_SUM_CHOICES: Choices[ir.Value] = [
-    Choice("hard_sigmoid", prefers="affine-in-one-pass"),
-    Choice("sum"),
+GELU_CHOICES: Choices[ir.Value] = [
+    Choice("with_affine", prefers="affine-in-one-pass"),
+    Choice("halved"),
 ]

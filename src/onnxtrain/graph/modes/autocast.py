@@ -147,6 +147,8 @@ class _Native(_Pass):
         super().__init__(root, graph, half)
         self.made: dict[ir.Value, ir.Value] = {}
         """float32 values that are casts of 16-bit ones, with these."""
+        self.parts: set[ir.Node] = set()
+        """Each one of several Gathers that cut a value up."""
 
     def visit(self, node: ir.Node, after: ir.Node | None) -> None:
         if not node.outputs or any(y.dtype != FLOAT for y in node.outputs):
@@ -154,7 +156,7 @@ class _Native(_Pass):
         operands = [i for i, x in enumerate(node.inputs) if x is not None and x.dtype == FLOAT]
         if node.op_type in _NATIVE_PRODUCTS[self.half]:
             self.count += 1
-        elif node.op_type in _MOVES:
+        elif node.op_type in _MOVES or self.is_part(node):
             if node.inputs[0] not in self.made:
                 return
             operands = [0]
@@ -167,6 +169,15 @@ class _Native(_Pass):
         for y in node.outputs:
             y.type = ir.TensorType(self.half)
             self.made[self.replace(y, after, (FLOAT,))] = y
+
+    def is_part(self, node: ir.Node) -> bool:
+        """Return whether a Gather is one of several that cut a value up, as that of q, k and v.
+
+        The gradient of all together is a Concat; that of others adds up, which wants float32.
+        """
+        if node not in self.parts:
+            self.parts |= _siblings(node)
+        return node in self.parts
 
     def follows(self, node: ir.Node) -> bool:
         """Return whether all that a pass reads is 16 bits already, but for numbers and masks."""
@@ -186,6 +197,28 @@ class _Native(_Pass):
         if x not in self.cast:
             self.cast[x] = self.builder(before).Cast(x, to=self.half)
         return self.cast[x]
+
+
+def _siblings(node: ir.Node) -> set[ir.Node]:
+    """Return the Gathers that read the same as one, if together they read all of it once."""
+    x = node.inputs[0] if node.op_type == "Gather" else None
+    dims = None if x is None else S.dims_of(x)
+    if x is None or dims is None:
+        return set()
+    places: set[tuple[int, int]] = set()
+    readers = list(x.uses())
+    for use in readers:
+        at = S.constant_of(use.node.inputs[1]) if use.node.op_type == "Gather" else None
+        if at is None or at.shape != () or use.idx != 0:
+            return set()
+        axis = use.node.attributes.get("axis")
+        axis = (0 if axis is None else axis.as_int()) % len(dims)
+        size = dims[axis]
+        if not isinstance(size, int) or size != len(readers):
+            return set()
+        places.add((axis, int(at) % size))
+    whole = len(places) == len(readers) and len({axis for axis, _ in places}) == 1
+    return {use.node for use in readers} if whole else set()
 
 
 def _is_number(x: ir.Value) -> bool:
