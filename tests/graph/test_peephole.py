@@ -76,3 +76,13 @@ def test_axes_that_are_split_otherwise_stay() -> None:
         y = Reshape(b, split)
     }"""
     assert both(text, (2, 6, 3, 4))[0] == ["Reshape", "Transpose", "Reshape"]
+
+
+@pytest.mark.parametrize(("bias", "left"), [(0, ["Conv"]), (1, ["Expand", "Conv"])])
+def test_a_bias_of_zeros_is_none(bias: int, left: list[str]) -> None:
+    text = f"""g (float[1,2,5,5] x, float[3,2,3,3] w) => (float[1,3,3,3] y)
+        <float[1] zero = {{{bias}}}, int64[1] sizes = {{3}}> {{
+        b = Expand(zero, sizes)
+        y = Conv(x, w, b)
+    }}"""
+    assert both(text, (1, 2, 5, 5), (3, 2, 3, 3))[0] == left

@@ -45,8 +45,8 @@ class BoundSession:
     ) -> None:
         self._parts = (spec, dict(inputs), dict(outputs), device)
         self._reopen = reopen if graph_id is not None else None
-        in_place = any(y is x for y in outputs.values() for x in inputs.values())
-        self._unchecked = 0 if device == "cpu" or in_place else _CHECKED_RUNS
+        self._in_place = any(y is x for y in outputs.values() for x in inputs.values())
+        self._unchecked = 0 if device == "cpu" or self._in_place else _CHECKED_RUNS
         self._bind(session, graph_id)
 
     @property
@@ -78,7 +78,9 @@ class BoundSession:
         self._bound = len(spec.outputs) - len(self._fresh)
         # Never on the CPU: with RunOptions a call costs ten times as much.
         self._options = None if graph_id is None else _capture(graph_id)
-        self._settled = graph_id is None
+        # What writes over its inputs has none of its own, and its first run is recorded by those
+        # who expect that the recording runs more than once.
+        self._settled = graph_id is None or self._in_place
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run on a batch; return the outputs that have no place of their own."""

@@ -97,7 +97,22 @@ def _join(node: ir.Node) -> int:
         return _join_reshapes(node) or _unfold_transpose(node)
     if node.op_type in _BROADCASTING:
         return _drop_expands(node) or _join_negations(node) or pads_to_concat(node)
+    if node.op_type in ("Conv", "ConvTranspose"):
+        return _drop_zero_bias(node)
     return _join_gemm(node) if node.op_type == "Gemm" else 0
+
+
+def _drop_zero_bias(node: ir.Node) -> int:
+    """Exporters expand a zero to the bias of a convolution that has none; kernels would add it."""
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    before = _producer(bias, node)
+    if before is None or before.op_type != "Expand":
+        return 0
+    zero = S.constant_of(before.inputs[0])
+    if zero is None or zero.size != 1 or zero.item() != 0:
+        return 0
+    node.resize_inputs(2)
+    return 1
 
 
 def _join_transposes(node: ir.Node) -> int:
