@@ -102,7 +102,10 @@ def main() -> None:
         return
     if sys.argv[1] == "--files":
         rows = [r for name in sys.argv[2:] for r in json.loads(Path(name).read_text())]
-        page = put(PAGE.read_text(encoding="utf-8"), (FILES_START, FILES_END), files_table(rows))
+        page = PAGE.read_text(encoding="utf-8")
+        if FILES_START not in page:
+            page += f"\n## Every model of the zoo\n\n{FILES_START}\n\n{FILES_END}\n"
+        page = put(page, (FILES_START, FILES_END), files_table(rows))
         PAGE.write_text(page, encoding="utf-8")
         return
     report = json.loads(Path(sys.argv[1]).read_text())
