@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <string>
 #include <string_view>
@@ -10,29 +11,18 @@
 #include <vector>
 
 #include "error.hpp"
+#include "files.hpp"
 #include "json.hpp"
 #include "sha256.hpp"
 #include "tensor.hpp"
 
 namespace onnxtrain {
 
-/// A tensor in a checkpoint: its bytes lie in the file's, or in a trainer's memory.
-struct Stored {
-  const DType* dtype = nullptr;
-  Shape shape;
-  std::string_view bytes;
-};
-
-/// What a checkpoint holds. `meta` is JSON text by key; it is empty in files of other tools.
+/// What a checkpoint holds. Tensors lie in the bytes of the file that was read, or in a trainer's memory.
 struct Checkpoint {
-  std::map<std::string, Stored> tensors;
-  std::map<std::string, std::string> meta;
+  std::map<std::string, TensorView> tensors;
+  std::map<std::string, std::string> meta;  ///< JSON text by key; empty in files of other tools
 };
-
-/// Return the name under which optimizer state is stored.
-inline std::string state_key(const std::string& parameter, const std::string& slot) {
-  return "optim/" + slot + "/" + parameter;
-}
 
 namespace detail {
 
@@ -40,66 +30,47 @@ inline const std::string kNoDigest(64, '0');
 
 inline std::string joined(const std::map<std::string, std::string>& meta) {
   std::string out;
-  for (const auto& [key, text] : meta) out += (out.empty() ? "{" : ",") + json_text(key) + ":" + text;
-  return (out.empty() ? "{" : out) + "}";
+  for (const auto& [key, text] : meta) out += (out.empty() ? "" : ",") + json_text(key) + ":" + text;
+  return "{" + out + "}";
 }
 
-/// Return the length and header of a checkpoint file; the tensors' bytes follow in `order`.
-inline std::string header_of(const Checkpoint& checkpoint, std::vector<std::string_view>& order) {
-  std::vector<std::pair<std::string_view, const Stored*>> tensors;
-  for (const auto& [name, t] : checkpoint.tensors) tensors.emplace_back(name, &t);
-  // Wide types first, so that every tensor is aligned; then by name.
-  std::stable_sort(tensors.begin(), tensors.end(),
-                   [](const auto& a, const auto& b) { return a.second->dtype->size > b.second->dtype->size; });
-  auto meta = checkpoint.meta;
-  meta["sha256"] = json_text(kNoDigest);
-  std::string head = "{\"__metadata__\":{\"onnxtrain\":" + json_text(joined(meta), false) + "}";
-  size_t at = 0;
-  for (const auto& [name, t] : tensors) {
-    std::string sizes;
-    for (const int64_t size : t->shape) sizes += (sizes.empty() ? "" : ",") + std::to_string(size);
-    const size_t end = at + t->bytes.size();
-    head += "," + json_text(name, false) + ":{\"dtype\":\"" + t->dtype->stored + "\",\"shape\":[" + sizes +
-            "],\"data_offsets\":[" + std::to_string(at) + "," + std::to_string(end) + "]}";
-    at = end;
-    order.push_back(t->bytes);
-  }
-  head += "}";
-  head.append((8 - head.size() % 8) % 8, ' ');
-  Sha256 digest;
-  digest.update(head);
-  for (const std::string_view part : order) digest.update(part);
-  head.replace(head.find(kNoDigest), 64, digest.hex());
-  std::string length;
-  for (int shift = 0; shift < 64; shift += 8) length += static_cast<char>(head.size() >> shift);
-  return length + head;
-}
-
-/// Return an entry of the header as a tensor whose bytes lie in `data`; `begin` is where they start.
-inline Stored read_stored(const Json& info, std::string_view data, size_t& begin, const std::string& label) {
-  const auto wrong = [&](const std::string& what) {
-    return CheckpointError(label + ": tensor '" + info.key + "' is described wrongly: " + what);
-  };
-  Stored t;
+/// Return an entry of the header as a tensor whose bytes lie in `data`.
+inline TensorView read_stored(const Json& info, std::string_view data, const std::string& label) {
+  const std::string name = label + ": tensor '" + info.key + "' ";
+  const auto wrong = [&](const std::string& what) { return CheckpointError(name + "is described wrongly: " + what); };
   const Json *type = info.find("dtype"), *shape = info.find("shape"), *offsets = info.find("data_offsets");
   if (!type || !shape || !offsets || info.items.size() != 3) throw wrong("not dtype, shape and data_offsets");
-  t.dtype = type->is(Json::Kind::string) ? find_type(type->text) : nullptr;
-  if (!t.dtype || type->text != t.dtype->stored) throw wrong("element type '" + type->text + "'");
-  for (const Json& size : shape->items)
-    if (int64_t value = 0; size.whole(value)) t.shape.push_back(value);
-  int64_t first = -1, last = -1;
-  const bool pair = offsets->items.size() == 2 && offsets->items[0].whole(first) && offsets->items[1].whole(last);
-  size_t bytes = 0;
-  if (!shape->is(Json::Kind::array) || t.shape.size() != shape->items.size() || !pair || first < 0 || last < first)
+  const DType* dtype = find_type(type->text);
+  if (!dtype || type->text != dtype->stored) throw wrong("element type '" + type->text + "'");
+  Shape sizes, places;
+  for (const auto& [json, list] : {std::pair(shape, &sizes), std::pair(offsets, &places)})
+    for (const Json& item : json->items)
+      if (int64_t size = 0; item.whole(size)) list->push_back(size);
+  if (!shape->is(Json::Kind::array) || sizes.size() != shape->items.size() || places.size() != 2 ||
+      offsets->items.size() != 2 || places[0] < 0 || places[1] < places[0])
     throw wrong("sizes are no numbers");
-  if (!size_of(t.shape, t.dtype->size, bytes)) throw wrong("no array has the shape [" + listing(t.shape) + "]");
-  if (static_cast<uint64_t>(last - first) != bytes)
-    throw CheckpointError(label + ": tensor '" + info.key + "' does not fill its place");
-  if (static_cast<uint64_t>(last) > data.size())
-    throw CheckpointError(label + ": truncated in tensor '" + info.key + "'");
-  begin = static_cast<size_t>(first);
-  t.bytes = data.substr(begin, bytes);
-  return t;
+  const auto begin = static_cast<size_t>(places[0]), end = static_cast<size_t>(places[1]);
+  const auto bytes = size_of(sizes, *dtype);
+  if (!bytes) throw wrong("no array has the shape [" + listing(sizes) + "]");
+  if (end - begin != *bytes) throw CheckpointError(name + "does not fill its place");
+  if (end > data.size()) throw CheckpointError(label + ": truncated in tensor '" + info.key + "'");
+  return TensorView(*dtype, data.data() + begin, *bytes / dtype->size, sizes);
+}
+
+/// Refuse tensors that do not fill the file.
+inline void check_places(const std::map<std::string, TensorView>& tensors, std::string_view data,
+                         const std::string& label) {
+  std::vector<std::string_view> places;
+  for (const auto& [name, t] : tensors) places.push_back(t.bytes());
+  std::sort(places.begin(), places.end(),
+            [](const auto& a, const auto& b) { return std::pair(a.data(), a.size()) < std::pair(b.data(), b.size()); });
+  const char* expected = data.data();
+  for (const std::string_view place : places) {
+    if (place.data() != expected) throw CheckpointError(label + ": tensors overlap, or leave gaps");
+    expected += place.size();
+  }
+  if (const auto rest = data.data() + data.size() - expected)
+    throw CheckpointError(label + ": " + std::to_string(rest) + " bytes after the last tensor");
 }
 
 inline std::map<std::string, std::string> read_meta(const Json* entry, const std::string& label) {
@@ -120,7 +91,7 @@ inline std::map<std::string, std::string> read_meta(const Json* entry, const std
 inline void check_digest(std::string head, std::string_view data, std::map<std::string, std::string>& meta,
                          const std::string& label) {
   if (meta.empty()) return;
-  const std::string digest = meta.count("sha256") ? meta["sha256"] : "";
+  const std::string digest = meta["sha256"];
   const size_t place = digest.size() == 66 ? head.find(digest.substr(1, 64)) : std::string::npos;
   if (place != std::string::npos) head.replace(place, 64, kNoDigest);
   if (json_text(Sha256().update(head).update(data).hex()) != digest)
@@ -141,27 +112,45 @@ inline Checkpoint read_checkpoint(std::string_view file, const std::string& labe
   const Json header = Json::parse(head, label);
   if (!header.is(Json::Kind::object)) throw CheckpointError(label + ": the header is not an object");
   Checkpoint checkpoint;
-  std::vector<std::pair<size_t, size_t>> places;
-  for (const Json& info : header.items) {
-    if (info.key == "__metadata__") continue;
-    size_t begin = 0;
-    const Stored t = detail::read_stored(info, data, begin, label);
-    places.emplace_back(begin, t.bytes.size());
-    checkpoint.tensors[info.key] = t;
-  }
-  std::sort(places.begin(), places.end());
-  size_t expected = 0;
-  for (const auto& [begin, bytes] : places) {
-    if (begin != expected) throw CheckpointError(label + ": tensors overlap, or leave gaps");
-    expected += bytes;
-  }
-  if (expected != data.size())
-    throw CheckpointError(label + ": " + std::to_string(data.size() - expected) + " bytes after the last tensor");
+  for (const Json& info : header.items)
+    if (info.key != "__metadata__") checkpoint.tensors[info.key] = detail::read_stored(info, data, label);
+  detail::check_places(checkpoint.tensors, data, label);
   checkpoint.meta = detail::read_meta(header.find("__metadata__"), label);
   detail::check_digest(std::string(head), data, checkpoint.meta, label);
   return checkpoint;
 } catch (const ManifestError& error) {
   throw CheckpointError(std::string(error.what()));
+}
+
+/// Write a checkpoint file: whole, or the old one stays.
+inline void write_checkpoint(const std::filesystem::path& path, const Checkpoint& checkpoint) {
+  std::vector<std::pair<std::string, TensorView>> tensors(checkpoint.tensors.begin(), checkpoint.tensors.end());
+  // Wide types first, so that every tensor is aligned; then by name.
+  std::stable_sort(tensors.begin(), tensors.end(),
+                   [](const auto& a, const auto& b) { return a.second.dtype->size > b.second.dtype->size; });
+  auto meta = checkpoint.meta;
+  meta["sha256"] = detail::json_text(detail::kNoDigest);
+  std::string head = "{\"__metadata__\":{\"onnxtrain\":" + detail::json_text(detail::joined(meta)) + "}";
+  std::vector<std::string_view> parts{"", ""};
+  size_t at = 0;
+  for (const auto& [name, t] : tensors) {
+    std::string sizes;
+    for (const int64_t size : t.shape) sizes += (sizes.empty() ? "" : ",") + std::to_string(size);
+    parts.push_back(t.bytes());
+    const size_t begin = std::exchange(at, at + t.bytes().size());
+    head += "," + detail::json_text(name) + ":{\"dtype\":\"" + t.dtype->stored + "\",\"shape\":[" + sizes +
+            "],\"data_offsets\":[" + std::to_string(begin) + "," + std::to_string(at) + "]}";
+  }
+  head += "}";
+  head.append((8 - head.size() % 8) % 8, ' ');
+  parts[1] = head;
+  detail::Sha256 digest;
+  for (const std::string_view part : parts) digest.update(part);
+  head.replace(head.find(detail::kNoDigest), 64, digest.hex());
+  std::string length;
+  for (int shift = 0; shift < 64; shift += 8) length += static_cast<char>(head.size() >> shift);
+  parts[0] = length;
+  detail::write_file(path, parts);
 }
 
 }  // namespace onnxtrain

@@ -4,13 +4,13 @@
 #include <onnxruntime_cxx_api.h>
 
 #include <algorithm>
-#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -103,25 +103,22 @@ inline void prepare(Ort::SessionOptions& options, int threads) {
 class Model {
  public:
   Model(const ModelSpec& spec, const std::filesystem::path& path, const Ort::SessionOptions& options) try
-      : spec_(&spec),
+      : spec_(spec),
         session_(open(path, options)) {
-    compare(spec.inputs, true);
-    compare(spec.outputs, false);
+    compare(spec.inputs, session_.GetInputCount(), true);
+    compare(spec.outputs, session_.GetOutputCount(), false);
   } catch (const Ort::Exception& error) {
     throw RuntimeError(spec.file + ": onnxruntime refuses the model: " + error.what());
   }
 
-  const ModelSpec& spec() const { return *spec_; }
+  const ModelSpec& spec() const { return spec_; }
 
   void run(const std::vector<const char*>& in, const std::vector<Ort::Value>& feeds,
-           const std::vector<const char*>& out, std::vector<Ort::Value>& results) {
-    try {
-      const FlushDenormals mode;
-      session_.Run(Ort::RunOptions{nullptr}, in.data(), feeds.data(), in.size(), out.data(), results.data(),
-                   out.size());
-    } catch (const Ort::Exception& error) {
-      throw RuntimeError(spec_->file + ": onnxruntime: " + error.what());
-    }
+           const std::vector<const char*>& out, std::vector<Ort::Value>& results) try {
+    const FlushDenormals mode;
+    session_.Run(Ort::RunOptions{nullptr}, in.data(), feeds.data(), in.size(), out.data(), results.data(), out.size());
+  } catch (const Ort::Exception& error) {
+    throw RuntimeError(spec_.file + ": onnxruntime: " + error.what());
   }
 
  private:
@@ -130,29 +127,27 @@ class Model {
     return Ort::Session(environment(), path.c_str(), options);
   }
 
-  void compare(const std::vector<TensorSpec>& specs, bool inputs) const {
-    std::map<std::string, const TensorSpec*> listed;
-    for (const TensorSpec& t : specs) listed[t.name] = &t;
-    Ort::AllocatorWithDefaultOptions allocator;
-    const size_t count = inputs ? session_.GetInputCount() : session_.GetOutputCount();
+  void compare(const std::vector<TensorSpec>& specs, size_t count, bool inputs) const {
     const auto fail = [&](const std::string& what) {
-      throw ManifestError(spec_->file + ": " + (inputs ? "input " : "output ") + what +
-                          ", the manifest says otherwise");
+      throw ManifestError(spec_.file + ": " + (inputs ? "input " : "output ") + what + ", the manifest says otherwise");
     };
     if (count != specs.size()) fail("count is " + std::to_string(count));
+    std::map<std::string_view, const TensorSpec*> listed;
+    for (const TensorSpec& t : specs) listed[t.name] = &t;
+    Ort::AllocatorWithDefaultOptions allocator;
     for (size_t i = 0; i < count; ++i) {
       const auto name =
           inputs ? session_.GetInputNameAllocated(i, allocator) : session_.GetOutputNameAllocated(i, allocator);
-      const auto at = listed.find(name.get());
-      if (at == listed.end()) fail(std::string("'") + name.get() + "' is there");
+      const std::string quoted = std::string("'") + name.get() + "'";
+      if (!listed.count(name.get())) fail(quoted + " is there");
       const Ort::TypeInfo type = inputs ? session_.GetInputTypeInfo(i) : session_.GetOutputTypeInfo(i);
-      if (type.GetONNXType() != ONNX_TYPE_TENSOR) fail(at->first + " is no tensor");
-      const auto info = type.GetTensorTypeAndShapeInfo();
-      if (info.GetElementType() != at->second->dtype->onnx) fail("'" + at->first + "' has another element type");
+      if (type.GetONNXType() != ONNX_TYPE_TENSOR) fail(quoted + " is no tensor");
+      if (type.GetTensorTypeAndShapeInfo().GetElementType() != listed[name.get()]->dtype->onnx)
+        fail(quoted + " has another element type");
     }
   }
 
-  const ModelSpec* spec_;
+  const ModelSpec& spec_;
   Ort::Session session_;
 };
 
@@ -161,7 +156,10 @@ class Controls {
  public:
   float lr = 0, rng[2] = {0, 0}, scale = 1;
   bool reset = true;
-  void set_step(int64_t number) { step_ = number, step32_ = static_cast<int32_t>(number); }
+  void set_step(int64_t number) {
+    step_ = number;
+    step32_ = static_cast<int32_t>(number);
+  }
 
   /// Return the place of a control input, or a null value if it is none.
   Ort::Value value(const TensorSpec& t) {
@@ -175,47 +173,109 @@ class Controls {
 
  private:
   template <class T>
-  Ort::Value view(const TensorSpec& t, T* data, int64_t count) {
-    const bool fits = t.shape.size() == 1 && t.shape[0].index() == 0 && std::get<0>(t.shape[0]) == count;
-    if (!fits || t.dtype != &dtype_of<T>())
+  static Ort::Value view(const TensorSpec& t, const T* data, int64_t count) {
+    if (t.fixed() != Shape{count} || t.dtype != &dtype_of<T>())
       throw ManifestError("manifest.json: " + t.text() + ", which role " + t.role + " is not");
-    return Ort::Value::CreateTensor<T>(cpu_memory(), data, static_cast<size_t>(count), &count, 1);
+    return seen(TensorView(data, static_cast<size_t>(count), {count}));
   }
 
   int64_t step_ = 0;
   int32_t step32_ = 0;
 };
 
+/// Return the shape of a tensor of the batch, which may be open in one size where none is given.
+inline Shape shape_of(const TensorSpec& spec, const TensorView& given) {
+  if (given.shaped) return given.shape;
+  Shape shape;
+  int64_t known = 1, open = 0;
+  for (const auto& d : spec.shape) {
+    open += d.index() ? 1 : 0;
+    shape.push_back(d.index() ? -1 : std::get<int64_t>(d));
+    known *= std::max<int64_t>(shape.back(), 1);
+  }
+  if (open > 1) throw ShapeError(spec.text() + ": several sizes are open\nhint: give the shape too");
+  std::replace(shape.begin(), shape.end(), int64_t{-1}, static_cast<int64_t>(given.count) / known);
+  return shape;
+}
+
+/// Return a tensor of the batch with its shape; `sizes` are those that symbols stand for.
+inline TensorView fitted(const TensorSpec& spec, const TensorView& given, std::map<std::string, int64_t>& sizes) {
+  if (given.dtype != spec.dtype) throw ShapeError(spec.text() + ", got " + given.dtype->name);
+  const Shape shape = shape_of(spec, given);
+  bool fits = shape.size() == spec.shape.size() && size_of(shape, *spec.dtype) == given.count * spec.dtype->size;
+  for (size_t i = 0; fits && i < shape.size(); ++i) {
+    if (const auto* size = std::get_if<int64_t>(&spec.shape[i])) {
+      fits = *size == shape[i];
+    } else if (const std::string& symbol = std::get<std::string>(spec.shape[i]); symbol != "?") {
+      const int64_t other = sizes.emplace(symbol, shape[i]).first->second;
+      if (other != shape[i])
+        throw ShapeError(spec.text() + ", got " + symbol + " = " + std::to_string(shape[i]) + ", another tensor has " +
+                         std::to_string(other));
+    }
+  }
+  if (!fits)
+    throw ShapeError(spec.text() + ", got shape [" + listing(shape) + "] and " + std::to_string(given.count) +
+                     " elements");
+  return TensorView(*given.dtype, given.data, given.count, shape);
+}
+
+/// Refuse a batch in which a product of sizes is 1 (see Manifest::above_one).
+inline void check_above_one(const std::string& product, const std::map<std::string, int64_t>& sizes) {
+  std::istringstream names(product);
+  for (std::string name; std::getline(names, name, '*');) {
+    const auto at = sizes.find(name);
+    if (at == sizes.end() || at->second != 1) return;
+  }
+  throw ShapeError(product + " of 1 leaves BatchNormalization one value per channel; in training it needs more\n" +
+                   "hint: a larger batch, or build(mode='as-is')");
+}
+
 /// A model with memory for everything but the batch; made once, run many times.
 class BoundModel {
  public:
-  using Place = std::function<Ort::Value(const TensorSpec&)>;
+  using Place = std::function<TensorView(const TensorSpec&)>;
 
   /// `input` and `output` give the memory of tensors that are not part of the batch or the report.
   BoundModel(std::shared_ptr<Model> model, Controls& controls, const Place& input, const Place& output)
       : model_(std::move(model)) {
-    const ModelSpec& spec = model_->spec();
-    for (const TensorSpec& t : spec.inputs) {
-      in_.push_back(t.name.c_str());
+    for (const TensorSpec& t : model_->spec().inputs) {
       const bool given = t.role == "input" || t.role == "target";
+      if (given) batch_.push_back(feeds_.size());
       Ort::Value value = given ? Ort::Value{nullptr} : controls.value(t);
-      if (given) batch_.emplace_back(feeds_.size(), &t);
-      else if (!value) value = input(t);
-      feeds_.push_back(std::move(value));
+      in_.push_back(t.name.c_str());
+      feeds_.push_back(given || value ? std::move(value) : seen(input(t)));
     }
-    for (const TensorSpec& t : spec.outputs)
-      if (t.role == "loss" || t.role == "metric") scalars_.add(t.name, *t.dtype, one_number(t));
-    scalars_.allocate();
-    for (const TensorSpec& t : spec.outputs) {
+    for (const TensorSpec& t : model_->spec().outputs) {
       out_.push_back(t.name.c_str());
-      if (scalars_.has(t.name)) results_.push_back(scalars_.value(t.name));
-      else results_.push_back(t.role == "output" ? Ort::Value{nullptr} : output(t));
+      if (is_scalar(t) && t.fixed() != Shape(t.shape.size(), 1))
+        throw ManifestError("manifest.json: " + t.text() + ", not one number");
+      if (is_scalar(t)) scalars_.add(t.name, *t.dtype, *t.fixed());
+      if (t.role == "output") results_.emplace_back(nullptr);
+      else results_.push_back(seen(is_scalar(t) ? scalars_[t.name] : output(t)));
     }
   }
 
-  /// Run on a batch; in training some products of sizes must be above 1 (see Manifest::above_one).
+  /// Run on a batch; the error says which tensor does not fit, and nothing has run then.
   void run(const Batch& batch = {}, const std::vector<std::string>& above_one = {}) {
-    bind(batch, above_one);
+    const auto& inputs = model_->spec().inputs;
+    const auto fail = [&](const std::string& what) {
+      std::vector<std::string> names;
+      for (const size_t i : batch_) names.push_back(inputs[i].name);
+      throw ShapeError(what + "\nhint: the model takes " + listing(names));
+    };
+    std::map<std::string_view, const TensorView*> given;
+    for (const Feed& feed : batch) {
+      const auto known = [&](size_t i) { return inputs[i].name == feed.name; };
+      if (std::none_of(batch_.begin(), batch_.end(), known)) fail("no such input: '" + feed.name + "'");
+      if (!given.emplace(feed.name, &feed.value).second) fail("an input is given twice");
+    }
+    std::map<std::string, int64_t> sizes;
+    for (const size_t i : batch_) {
+      const auto at = given.find(inputs[i].name);
+      if (at == given.end()) fail("missing from the batch: '" + inputs[i].name + "'");
+      feeds_[i] = seen(fitted(inputs[i], *at->second, sizes));
+    }
+    for (const std::string& product : above_one) check_above_one(product, sizes);
     for (size_t i = 0; i < results_.size(); ++i)
       if (model_->spec().outputs[i].role == "output") results_[i] = Ort::Value{nullptr};
     model_->run(in_, feeds_, out_, results_);
@@ -227,8 +287,8 @@ class BoundModel {
     for (size_t i = 0; i < results_.size(); ++i) {
       const TensorSpec& t = model_->spec().outputs[i];
       if (t.role == "output") r.outputs.emplace_back(t.name, std::move(results_[i]));
-      if (!scalars_.has(t.name)) continue;
-      const double number = number_at(*t.dtype, scalars_.data(t.name));
+      if (!is_scalar(t)) continue;
+      const double number = number_at(*t.dtype, scalars_[t.name].data);
       if (t.role == "loss") r.loss = number;
       else r.metrics.emplace_back(t.name, number);
     }
@@ -236,95 +296,13 @@ class BoundModel {
   }
 
  private:
-  static void check_above_one(const std::string& product, const std::map<std::string, int64_t>& sizes) {
-    std::istringstream names(product);
-    for (std::string name; std::getline(names, name, '*');) {
-      const auto at = sizes.find(name);
-      if (at == sizes.end() || at->second != 1) return;
-    }
-    throw ShapeError(product + " of 1 leaves BatchNormalization one value per channel; in training it needs more\n" +
-                     "hint: a larger batch, or build(mode='as-is')");
-  }
-
-  static Shape one_number(const TensorSpec& t) {
-    Shape shape;
-    for (const auto& d : t.shape) {
-      if (d.index() || std::get<int64_t>(d) != 1)
-        throw ManifestError("manifest.json: " + t.text() + ", not one number");
-      shape.push_back(1);
-    }
-    return shape;
-  }
-
-  /// Take the batch; the error says which tensor does not fit, and nothing has run then.
-  void bind(const Batch& batch, const std::vector<std::string>& above_one) {
-    for (const Feed& feed : batch) {
-      const bool known =
-          std::any_of(batch_.begin(), batch_.end(), [&](const auto& b) { return b.second->name == feed.name; });
-      if (!known) throw ShapeError("no such input: '" + feed.name + "'\n" + takes());
-    }
-    if (batch.size() > batch_.size()) throw ShapeError("an input is given twice\n" + takes());
-    std::map<std::string, int64_t> sizes;
-    for (const auto& [index, spec] : batch_) {
-      const auto at =
-          std::find_if(batch.begin(), batch.end(), [&, s = spec](const Feed& f) { return f.name == s->name; });
-      if (at == batch.end()) throw ShapeError("missing from the batch: '" + spec->name + "'\n" + takes());
-      feeds_[index] = fitted(*spec, at->value, sizes);
-    }
-    for (const std::string& product : above_one) check_above_one(product, sizes);
-  }
-
-  std::string takes() const {
-    std::vector<std::string> names;
-    for (const auto& [index, spec] : batch_) names.push_back(spec->name);
-    return "hint: the model takes " + listing(names);
-  }
-
-  static Ort::Value fitted(const TensorSpec& spec, const TensorView& given, std::map<std::string, int64_t>& sizes) {
-    if (given.dtype != spec.dtype) throw ShapeError(spec.text() + ", got " + given.dtype->name);
-    const Shape shape = given.shaped ? given.shape : deduced(spec, given.count);
-    const auto fail = [&] {
-      throw ShapeError(spec.text() + ", got shape [" + listing(shape) + "] and " + std::to_string(given.count) +
-                       " elements");
-    };
-    size_t bytes = 0;
-    if (shape.size() != spec.shape.size() || !size_of(shape, spec.dtype->size, bytes) ||
-        bytes != given.count * spec.dtype->size)
-      fail();
-    for (size_t i = 0; i < shape.size(); ++i) {
-      if (const auto* size = std::get_if<int64_t>(&spec.shape[i])) {
-        if (*size != shape[i]) fail();
-      } else if (const std::string& symbol = std::get<std::string>(spec.shape[i]); symbol != "?") {
-        const auto [at, fresh] = sizes.emplace(symbol, shape[i]);
-        if (!fresh && at->second != shape[i])
-          throw ShapeError(spec.text() + ", got " + symbol + " = " + std::to_string(shape[i]) +
-                           ", another tensor has " + std::to_string(at->second));
-      }
-    }
-    return Ort::Value::CreateTensor(cpu_memory(), const_cast<void*>(given.data), bytes, shape.data(), shape.size(),
-                                    spec.dtype->onnx);
-  }
-
-  /// Return the shape of plain elements, where only one size is open.
-  static Shape deduced(const TensorSpec& spec, size_t count) {
-    Shape shape;
-    int64_t known = 1, open = 0;
-    for (const auto& d : spec.shape) {
-      open += d.index() ? 1 : 0;
-      shape.push_back(d.index() ? -1 : std::get<int64_t>(d));
-      if (!d.index()) known *= std::max<int64_t>(shape.back(), 1);
-    }
-    if (open > 1) throw ShapeError(spec.text() + ": several sizes are open\nhint: give the shape too");
-    for (int64_t& size : shape)
-      if (size < 0) size = static_cast<int64_t>(count) / known;
-    return shape;
-  }
+  static bool is_scalar(const TensorSpec& t) { return t.role == "loss" || t.role == "metric"; }
 
   std::shared_ptr<Model> model_;
   Values scalars_;
   std::vector<const char*> in_, out_;
   std::vector<Ort::Value> feeds_, results_;
-  std::vector<std::pair<size_t, const TensorSpec*>> batch_;
+  std::vector<size_t> batch_;  ///< which inputs are part of it
 };
 
 }  // namespace detail

@@ -6,8 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
-#include <memory>
-#include <new>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -59,67 +58,38 @@ inline const DType* find_type(ONNXTensorElementDataType onnx) {
   return nullptr;
 }
 
-/// Return elements in another type: float32 as 16 bits, rounded to the nearest; others as they are.
-inline std::string in_type(const DType& to, const DType& from, const unsigned char* data, size_t bytes) {
-  if (&to == &from) return {reinterpret_cast<const char*>(data), bytes};
-  const bool half = to.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
-  if (from.onnx != ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT || (!half && to.onnx != ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16))
-    throw ManifestError(std::string("manifest.json: ") + from.name + " is not stored as " + to.name);
-  std::string out(bytes / sizeof(float) * to.size, '\0');
-  for (size_t i = 0; i < bytes / sizeof(float); ++i) {
-    float number;
-    std::memcpy(&number, data + i * sizeof(float), sizeof(float));
-    const uint16_t word = half ? Ort::Float16_t(number).val : Ort::BFloat16_t(number).val;
-    std::memcpy(&out[i * to.size], &word, to.size);
-  }
-  return out;
-}
-
-/// Return whether an array of a shape can be, and put its size in bytes into `bytes`.
-inline bool size_of(const Shape& shape, size_t item, size_t& bytes) {
+/// Return how many bytes an array of a shape has; nothing if there can be none.
+inline std::optional<size_t> size_of(const Shape& shape, const DType& type) {
   // A zero does not make the other sizes possible.
-  int64_t room = INT64_MAX / static_cast<int64_t>(item), count = 1;
+  int64_t room = INT64_MAX / static_cast<int64_t>(type.size), count = 1;
   for (const int64_t size : shape) {
-    if (size < 0 || (size > 0 && size > room)) return false;
+    if (size < 0 || size > room) return std::nullopt;
     room /= size > 0 ? size : 1;
     count *= size;
   }
-  bytes = static_cast<size_t>(count) * item;
-  return shape.size() <= kMostDimensions;
+  if (shape.size() > kMostDimensions) return std::nullopt;
+  return static_cast<size_t>(count) * type.size;
 }
 
-template <class Sizes>
-std::string listing(const Sizes& sizes) {
+/// Return texts or numbers with commas between them.
+template <class Items>
+std::string listing(const Items& items) {
   std::string out;
-  for (const auto& size : sizes) {
+  for (const auto& item : items) {
     out += out.empty() ? "" : ", ";
-    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(size)>>) out += std::to_string(size);
-    else out += size;
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(item)>>) out += std::to_string(item);
+    else out += item;
   }
   return out;
-}
-
-/// Return a float that is stored in 16 bits.
-inline float half_to_float(uint16_t bits, bool brain) {
-  uint32_t word = uint32_t{bits} << 16;
-  if (!brain) {
-    const uint32_t sign = word & 0x80000000u, mantissa = bits & 1023u;
-    uint32_t exponent = (bits >> 10) & 31u;
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(mantissa) / 16777216.0f;
-    exponent = exponent == 31 ? 255 : exponent + 112;
-    word = sign | exponent << 23 | mantissa << 13;
-  }
-  float value;
-  std::memcpy(&value, &word, 4);
-  return value;
 }
 
 /// Return a number of any floating type.
 inline double number_at(const DType& type, const void* data) {
   if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return *static_cast<const float*>(data);
   if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE) return *static_cast<const double*>(data);
-  if (type.size != 2) throw ShapeError(std::string(type.name) + " is no floating type");
-  return half_to_float(*static_cast<const uint16_t*>(data), type.stored[0] == 'B');
+  if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return static_cast<const Ort::Float16_t*>(data)->ToFloat();
+  if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16) return static_cast<const Ort::BFloat16_t*>(data)->ToFloat();
+  throw ShapeError(std::string(type.name) + " is no floating type");
 }
 
 }  // namespace detail
@@ -143,34 +113,32 @@ struct TensorView {
   Shape shape;
   bool shaped = false;
 
-  template <class T>
-  TensorView(const T* elements, size_t number) : dtype(&dtype_of<T>()),
-                                                 data(elements),
-                                                 count(number) {}
-  template <class T>
-  TensorView(const T* elements, size_t number, Shape sizes) : TensorView(elements, number) {
+  TensorView() = default;
+  TensorView(const DType& type, const void* elements, size_t number) : dtype(&type), data(elements), count(number) {}
+  TensorView(const DType& type, const void* elements, size_t number, Shape sizes) : TensorView(type, elements, number) {
     shape = std::move(sizes);
     shaped = true;
   }
+  template <class T>
+  TensorView(const T* elements, size_t number) : TensorView(dtype_of<T>(), elements, number) {}
+  template <class T>
+  TensorView(const T* elements, size_t number, Shape sizes)
+      : TensorView(dtype_of<T>(), elements, number, std::move(sizes)) {}
   template <class T>
   TensorView(const std::vector<T>& elements) : TensorView(elements.data(), elements.size()) {}
   template <class T>
   TensorView(const std::vector<T>& elements, Shape sizes)
       : TensorView(elements.data(), elements.size(), std::move(sizes)) {}
-  TensorView(const DType& type, const void* elements, size_t number, Shape sizes)
-      : dtype(&type),
-        data(elements),
-        count(number),
-        shape(std::move(sizes)),
-        shaped(true) {}
-  TensorView(const Ort::Value& value) : shaped(true) {
+  TensorView(const Ort::Value& value) : data(value.GetTensorRawData()), shaped(true) {
     const auto info = value.GetTensorTypeAndShapeInfo();
     dtype = detail::find_type(info.GetElementType());
     if (!dtype) throw ShapeError("a tensor of an element type that is not supported");
-    data = value.GetTensorRawData();
     count = info.GetElementCount();
     shape = info.GetShape();
   }
+
+  std::string_view bytes() const { return {static_cast<const char*>(data), count * dtype->size}; }
+  std::string text() const { return std::string(dtype->name) + "[" + detail::listing(shape) + "]"; }
 };
 
 /// A tensor with memory of its own.
@@ -180,6 +148,7 @@ struct Tensor {
   std::vector<unsigned char> bytes;
 
   size_t count() const { return dtype ? bytes.size() / dtype->size : 0; }
+  TensorView view() const { return TensorView(*dtype, bytes.data(), count(), shape); }
 
   /// Return the elements; T must be the tensor's own type.
   template <class T>
@@ -191,69 +160,65 @@ struct Tensor {
     if (!out.empty()) std::memcpy(out.data(), bytes.data(), bytes.size());
     return out;
   }
-
-  TensorView view() const { return TensorView(*dtype, bytes.data(), count(), shape); }
 };
 
 namespace detail {
 
-inline const Ort::MemoryInfo& cpu_memory() {
-  static const Ort::MemoryInfo memory = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
-  return memory;
+/// Return a tensor as the runtime sees it: the same memory.
+inline Ort::Value seen(const TensorView& t) {
+  static const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  return Ort::Value::CreateTensor(cpu, const_cast<void*>(t.data), t.bytes().size(), t.shape.data(), t.shape.size(),
+                                  t.dtype->onnx);
 }
 
-/// Tensors in one allocation, each aligned to 64 bytes; zeros at first.
+/// Return elements in another type: float32 as 16 bits, rounded to the nearest; others as they are.
+inline std::string in_type(const DType& to, const TensorView& t) {
+  if (&to == t.dtype) return std::string(t.bytes());
+  const bool half = &to == &dtype_of<Ort::Float16_t>();
+  if (t.dtype != &dtype_of<float>() || (!half && &to != &dtype_of<Ort::BFloat16_t>()))
+    throw ManifestError(std::string("manifest.json: ") + t.dtype->name + " is not stored as " + to.name);
+  std::string out(t.count * to.size, '\0');
+  for (size_t i = 0; i < t.count; ++i) {
+    const float number = static_cast<const float*>(t.data)[i];
+    const uint16_t word = half ? Ort::Float16_t(number).val : Ort::BFloat16_t(number).val;
+    std::memcpy(&out[i * to.size], &word, to.size);
+  }
+  return out;
+}
+
+/// Tensors by name in memory of the runtime, which aligns it; zeros at first.
 class Values {
  public:
-  struct Slot {
-    const DType* dtype;
-    Shape shape;
-    size_t bytes;
-    size_t offset;
-  };
-
   void add(const std::string& name, const DType& type, const Shape& shape) {
-    size_t bytes = 0;
-    if (!size_of(shape, type.size, bytes) || bytes > (size_t{1} << 46))
+    const auto bytes = size_of(shape, type);
+    if (!bytes || *bytes > (size_t{1} << 46))
       throw ShapeError("'" + name + "': no array has the shape [" + listing(shape) + "]");
-    if (slots_.emplace(name, Slot{&type, shape, bytes, total_}).second) total_ += (bytes + 63) / 64 * 64 + 64;
+    Ort::AllocatorWithDefaultOptions allocator;
+    Ort::Value value = Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), type.onnx);
+    if (*bytes) std::memset(value.GetTensorMutableRawData(), 0, *bytes);
+    tensors_.emplace(name, TensorView(type, value.GetTensorRawData(), *bytes / type.size, shape));
+    memory_.push_back(std::move(value));
   }
 
-  /// Make the memory; nothing can be added any more.
-  void allocate() {
-    void* memory = ::operator new(total_ + 64, std::align_val_t(64), std::nothrow);
-    if (!memory) throw Error("no memory for " + std::to_string(total_) + " bytes of weights and state");
-    memory_.reset(static_cast<unsigned char*>(memory));
-    std::memset(memory, 0, total_);
-  }
-
-  bool has(const std::string& name) const { return slots_.count(name) > 0; }
-  const Slot& slot(const std::string& name) const {
-    const auto at = slots_.find(name);
-    if (at == slots_.end()) throw ManifestError("manifest.json: '" + name + "' has no value");
+  bool has(const std::string& name) const { return tensors_.count(name) > 0; }
+  const TensorView& operator[](const std::string& name) const {
+    const auto at = tensors_.find(name);
+    if (at == tensors_.end()) throw ManifestError("manifest.json: '" + name + "' has no value");
     return at->second;
   }
-  unsigned char* data(const std::string& name) const { return memory_.get() + slot(name).offset; }
-  const std::map<std::string, Slot>& slots() const { return slots_; }
-  size_t bytes() const { return total_; }
 
-  void copy_from(const Values& other, const std::string& name) {
-    std::memcpy(data(name), other.data(name), slot(name).bytes);
+  /// Set a tensor to bytes of the right number.
+  void write(const std::string& name, std::string_view bytes) {
+    if (!bytes.empty()) std::memcpy(const_cast<void*>((*this)[name].data), bytes.data(), bytes.size());
   }
-
-  /// Return what the runtime takes for a tensor: the same memory, seen by it.
-  Ort::Value value(const std::string& name) const {
-    const Slot& s = slot(name);
-    return Ort::Value::CreateTensor(cpu_memory(), data(name), s.bytes, s.shape.data(), s.shape.size(), s.dtype->onnx);
+  /// Take over all that another set has.
+  void copy(const Values& other) {
+    for (const auto& [name, t] : other.tensors_) write(name, t.bytes());
   }
 
  private:
-  struct Free {
-    void operator()(unsigned char* p) const { ::operator delete(p, std::align_val_t(64)); }
-  };
-  std::map<std::string, Slot> slots_;
-  std::unique_ptr<unsigned char, Free> memory_;
-  size_t total_ = 0;
+  std::map<std::string, TensorView> tensors_;
+  std::vector<Ort::Value> memory_;
 };
 
 }  // namespace detail
