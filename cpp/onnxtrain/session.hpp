@@ -107,16 +107,19 @@ class Model {
         session_(open(path, options)) {
     compare(spec.inputs, session_.GetInputCount(), true);
     compare(spec.outputs, session_.GetOutputCount(), false);
+    for (const TensorSpec& t : spec.inputs) in_.push_back(t.name.c_str());
+    for (const TensorSpec& t : spec.outputs) out_.push_back(t.name.c_str());
   } catch (const Ort::Exception& error) {
     throw RuntimeError(spec.file + ": onnxruntime refuses the model: " + error.what());
   }
 
   const ModelSpec& spec() const { return spec_; }
 
-  void run(const std::vector<const char*>& in, const std::vector<Ort::Value>& feeds,
-           const std::vector<const char*>& out, std::vector<Ort::Value>& results) try {
+  /// Run on all inputs and outputs, in the order of the manifest.
+  void run(const std::vector<Ort::Value>& feeds, std::vector<Ort::Value>& results) try {
     const FlushDenormals mode;
-    session_.Run(Ort::RunOptions{nullptr}, in.data(), feeds.data(), in.size(), out.data(), results.data(), out.size());
+    session_.Run(Ort::RunOptions{nullptr}, in_.data(), feeds.data(), in_.size(), out_.data(), results.data(),
+                 out_.size());
   } catch (const Ort::Exception& error) {
     throw RuntimeError(spec_.file + ": onnxruntime: " + error.what());
   }
@@ -149,6 +152,7 @@ class Model {
 
   const ModelSpec& spec_;
   Ort::Session session_;
+  std::vector<const char*> in_, out_;
 };
 
 /// The inputs that a trainer sets by itself.
@@ -242,11 +246,9 @@ class BoundModel {
       const bool given = t.role == "input" || t.role == "target";
       if (given) batch_.push_back(feeds_.size());
       Ort::Value value = given ? Ort::Value{nullptr} : controls.value(t);
-      in_.push_back(t.name.c_str());
       feeds_.push_back(given || value ? std::move(value) : seen(input(t)));
     }
     for (const TensorSpec& t : model_->spec().outputs) {
-      out_.push_back(t.name.c_str());
       if (is_scalar(t) && t.fixed() != Shape(t.shape.size(), 1))
         throw ManifestError("manifest.json: " + t.text() + ", not one number");
       if (is_scalar(t)) scalars_.add(t.name, *t.dtype, *t.fixed());
@@ -278,7 +280,7 @@ class BoundModel {
     for (const std::string& product : above_one) check_above_one(product, sizes);
     for (size_t i = 0; i < results_.size(); ++i)
       if (model_->spec().outputs[i].role == "output") results_[i] = Ort::Value{nullptr};
-    model_->run(in_, feeds_, out_, results_);
+    model_->run(feeds_, results_);
   }
 
   /// Return what the last run reported; outputs are handed over.
@@ -300,7 +302,6 @@ class BoundModel {
 
   std::shared_ptr<Model> model_;
   Values scalars_;
-  std::vector<const char*> in_, out_;
   std::vector<Ort::Value> feeds_, results_;
   std::vector<size_t> batch_;  ///< which inputs are part of it
 };

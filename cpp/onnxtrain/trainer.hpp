@@ -139,7 +139,7 @@ class Trainer {
   void update(double scale) {
     if (fused_ || fresh_) throw Error("there are no gradients to update with\nhint: call accumulate() first");
     control(progress_.step + 1, micro_);
-    controls_->scale = static_cast<float>(scale);
+    controls_.scale = static_cast<float>(scale);
     layout_->update();
     ++progress_.step;
   }
@@ -151,15 +151,14 @@ class Trainer {
   /// Return loss, metrics and outputs of one batch in evaluation mode.
   StepResult evaluate(const Batch& batch) {
     control(0, 0);
-    const detail::Values& now = layout_->values();
     if (!eval_) eval_ = open_model(manifest().model("eval"), false);
-    auto& call = evaluators_[&now];
+    auto& call = evaluators_[layout_->turn()];
     if (!call) {
-      const auto source = [&](const TensorSpec& t) { return now[t.name]; };
+      const auto source = [&](const TensorSpec& t) { return (*layout_)[t.name]; };
       const auto none = [](const TensorSpec& t) -> TensorView {
         throw ManifestError("manifest.json: '" + t.name + "' is no result of an evaluation");
       };
-      call = std::make_unique<detail::BoundModel>(eval_, *controls_, source, none);
+      call = std::make_unique<detail::BoundModel>(eval_, controls_, source, none);
     }
     call->run(batch);
     StepResult r = call->result();
@@ -213,7 +212,7 @@ class Trainer {
       throw Error("gradients are accumulated but not applied\nhint: call flush() first");
     check_finite();
     Checkpoint c{{}, progress_.write(manifest())};
-    for (const ValueSpec& v : manifest().values()) c.tensors[v.key] = layout_->values()[v.name];
+    for (const ValueSpec& v : manifest().values()) c.tensors[v.key] = (*layout_)[v.name];
     return c;
   }
 
@@ -228,7 +227,7 @@ class Trainer {
     if (ema && averages.empty()) throw Error("no moving average was kept\nhint: build(..., ema=0.999)");
     for (const auto* list : {&manifest().parameters, &manifest().buffers})
       for (const WeightSpec& w : *list) {
-        const TensorView& now = layout_->values()[averages.count(w.name) ? averages[w.name] : w.name];
+        const TensorView& now = (*layout_)[averages.count(w.name) ? averages[w.name] : w.name];
         for (const WeightSpec::Location& place : w.locations) {
           const std::string bytes = detail::in_type(*place.dtype, now);
           const bool inside = place.offset <= model.size() && place.nbytes <= model.size() - place.offset;
@@ -273,12 +272,11 @@ class Trainer {
     if (options_.layout == LayoutKind::fused && !fused_) throw Error("accumulated gradients need the separate layout");
     if (!manifest().find(fused_ ? "step" : "train") && manifest().find("gradients"))
       throw ManifestError(
-          "manifest.json: only a step over vectors (gradients, scalars, update), which C++ does not run" +
-          std::string("\nhint: build() also writes a step, training and optimizer model; add them"));
+          "manifest.json: a step over vectors only (gradients, scalars, update), a layout that C++ does not run\n"
+          "hint: build the artifacts again; step_model.onnx, or training and optimizer model, are missing");
     const auto open = [this](const ModelSpec& spec, bool small) { return open_model(spec, small); };
     try {
-      if (fused_) return std::make_unique<detail::Fused>(manifest(), open, *controls_);
-      return std::make_unique<detail::Separate>(manifest(), open, *controls_);
+      return std::make_unique<detail::Layout>(manifest(), open, controls_, fused_);
     } catch (const Ort::Exception& error) {
       throw RuntimeError(std::string("onnxruntime: ") + error.what());
     }
@@ -312,15 +310,15 @@ class Trainer {
     if (schedule_ && number > 0) set_lr(schedule_(number));
     // Every batch has a draw of its own, counted so that float32 holds it exactly.
     const int64_t draw = (((number - 1) * accumulate_ + micro + 1) % detail::kSeeds + detail::kSeeds) % detail::kSeeds;
-    controls_->lr = static_cast<float>(progress_.lr);
-    controls_->set_step(number);
-    controls_->rng[0] = static_cast<float>(progress_.seed);
-    controls_->rng[1] = static_cast<float>(draw);
-    controls_->scale = 1;
-    controls_->reset = fresh_;
+    controls_.lr = static_cast<float>(progress_.lr);
+    controls_.set_step(number);
+    controls_.rng[0] = static_cast<float>(progress_.seed);
+    controls_.rng[1] = static_cast<float>(draw);
+    controls_.scale = 1;
+    controls_.reset = fresh_;
   }
 
-  const TensorView& value(const std::string& name) const { return layout_->values()[manifest().weight(name).name]; }
+  const TensorView& value(const std::string& name) const { return (*layout_)[manifest().weight(name).name]; }
 
   /// Take over values and progress of a checkpoint that fits; else nothing changes.
   void take(const Checkpoint& checkpoint, const std::string& label) {
@@ -332,7 +330,7 @@ class Trainer {
 
   void check_finite() const {
     for (const WeightSpec& w : manifest().parameters) {
-      const std::string_view bytes = layout_->values()[w.name].bytes();
+      const std::string_view bytes = (*layout_)[w.name].bytes();
       const bool floats = std::string_view(w.dtype->name).find("float") != std::string_view::npos;
       for (size_t at = 0; floats && at < bytes.size(); at += w.dtype->size)
         if (!std::isfinite(detail::number_at(*w.dtype, bytes.data() + at)))
@@ -348,10 +346,10 @@ class Trainer {
   detail::Progress progress_;
   Schedule schedule_;
   std::set<std::string> checked_;
-  std::unique_ptr<detail::Controls> controls_ = std::make_unique<detail::Controls>();
+  detail::Controls controls_;
   std::shared_ptr<detail::Model> eval_;
   std::unique_ptr<detail::Layout> layout_;
-  std::map<const detail::Values*, std::unique_ptr<detail::BoundModel>> evaluators_;
+  std::unique_ptr<detail::BoundModel> evaluators_[2];
 };
 
 }  // namespace onnxtrain

@@ -144,8 +144,9 @@ void bench(char** argv) {
   const auto& spec = trainer.manifest().model("step");
   Ort::Session session(onnxtrain::detail::environment(), (std::filesystem::path(argv[2]) / spec.file).c_str(),
                        session_options);
-  auto old = onnxtrain::detail::room_for(trainer.manifest());
-  const auto fresh = onnxtrain::detail::room_for(trainer.manifest());
+  onnxtrain::detail::Values old, fresh;
+  for (auto* values : {&old, &fresh})
+    for (const auto& v : trainer.manifest().values()) values->add(v.name, *v.dtype, v.shape);
   const auto start = trainer.snapshot();
   for (const auto& [key, t] : start.tensors)
     if (old.has(key)) old.write(key, t.bytes());
