@@ -32,7 +32,8 @@ struct Progress {
   /// Return what metadata says, and this where it says nothing; refuse what cannot be.
   Progress read(const std::map<std::string, std::string>& entries, const std::string& label) const {
     Progress p;
-    p.lr = lr, p.meta = entries;
+    p.lr = lr;
+    p.meta = entries;
     int64_t number = seed;
     for (const auto& [key, text] : entries) {
       const Json json = Json::parse(text, label);
@@ -82,7 +83,7 @@ inline Property read_property(const std::string& text, const std::string& name) 
   double real = 0;
   if (json.is(Json::Kind::string)) return json.text;
   if (json.whole(whole)) return whole;
-  if (json.is(Json::Kind::boolean)) return int64_t{json.text == "true"};
+  if (json.is(Json::Kind::boolean)) return int64_t{json.spelling == "true"};
   json.real(real);
   return real;
 }

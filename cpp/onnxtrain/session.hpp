@@ -187,18 +187,18 @@ class Controls {
   int32_t step32_ = 0;
 };
 
-/// Return the shape of a tensor of the batch, which may be open in one size where none is given.
+/// Return the shape of a tensor of the batch; where none is given, one size may be open.
 inline Shape shape_of(const TensorSpec& spec, const TensorView& given) {
   if (given.shaped) return given.shape;
   Shape shape;
-  int64_t known = 1, open = 0;
+  auto rest = static_cast<int64_t>(given.count);
   for (const auto& d : spec.shape) {
-    open += d.index() ? 1 : 0;
     shape.push_back(d.index() ? -1 : std::get<int64_t>(d));
-    known *= std::max<int64_t>(shape.back(), 1);
+    rest /= std::max<int64_t>(shape.back(), 1);
   }
-  if (open > 1) throw ShapeError(spec.text() + ": several sizes are open\nhint: give the shape too");
-  std::replace(shape.begin(), shape.end(), int64_t{-1}, static_cast<int64_t>(given.count) / known);
+  if (std::count(shape.begin(), shape.end(), -1) > 1)
+    throw ShapeError(spec.text() + ": several sizes are open\nhint: give the shape too");
+  std::replace(shape.begin(), shape.end(), int64_t{-1}, rest);
   return shape;
 }
 

@@ -107,7 +107,7 @@ const DType& dtype_of() {
 
 /// Elements that somebody else owns. A tensor without a shape is given the one that the model expects.
 struct TensorView {
-  const DType* dtype = nullptr;
+  const DType* dtype = &detail::kTypes[0];
   const void* data = nullptr;
   size_t count = 0;
   Shape shape;
