@@ -109,6 +109,10 @@ void settings(Trainer& trainer) {
   trainer.set_property("count", int64_t{1} << 60);
   trainer.set_property("name", std::string("K\xC3\xA4se \xF0\x9F\x99\x82"));
   trainer.save("settings");
+  refused<onnxtrain::FileError>("'none/settings': cannot be written: No such file",
+                                [&] { trainer.save("none/settings"); });
+  std::filesystem::create_directories("taken/inside");
+  refused<onnxtrain::FileError>("'taken': cannot be written: ", [&] { trainer.save("taken"); });
   trainer.set_property("ratio", std::string("other"));
   trainer.load("settings");
   check(std::get<double>(trainer.property("ratio")) == 0.1, "a number");
