@@ -129,7 +129,8 @@ struct TensorView {
   template <class T>
   TensorView(const std::vector<T>& elements, Shape sizes)
       : TensorView(elements.data(), elements.size(), std::move(sizes)) {}
-  TensorView(const Ort::Value& value) : data(value.GetTensorRawData()), shaped(true) {
+  TensorView(const Ort::Value& value) : shaped(true) {
+    data = const_cast<Ort::Value&>(value).GetTensorMutableRawData();  // the const one is newer than onnxruntime 1.20
     const auto info = value.GetTensorTypeAndShapeInfo();
     dtype = detail::find_type(info.GetElementType());
     if (!dtype) throw ShapeError("a tensor of an element type that is not supported");
@@ -195,8 +196,9 @@ class Values {
       throw ShapeError("'" + name + "': no array has the shape [" + listing(shape) + "]");
     Ort::AllocatorWithDefaultOptions allocator;
     Ort::Value value = Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), type.onnx);
-    if (*bytes) std::memset(value.GetTensorMutableRawData(), 0, *bytes);
-    tensors_.emplace(name, TensorView(type, value.GetTensorRawData(), *bytes / type.size, shape));
+    void* memory = value.GetTensorMutableRawData();
+    if (*bytes) std::memset(memory, 0, *bytes);
+    tensors_.emplace(name, TensorView(type, memory, *bytes / type.size, shape));
     memory_.push_back(std::move(value));
   }
 
