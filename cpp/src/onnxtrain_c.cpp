@@ -145,9 +145,7 @@ int onnxtrain_set_parameter(onnxtrain_trainer* t, const char* name, const void* 
     if (size % w.dtype->size)
       throw onnxtrain::ShapeError(std::string("'") + name + "': " + std::to_string(size) + " bytes of " +
                                   w.dtype->name);
-    onnxtrain::TensorView view(*w.dtype, data, size / w.dtype->size, {});
-    view.shaped = false;
-    t->trainer.set_parameter(name, view);
+    t->trainer.set_parameter(name, {*w.dtype, data, size / w.dtype->size});
   });
 }
 

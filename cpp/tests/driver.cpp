@@ -18,8 +18,7 @@ struct Batches {
       const size_t slash = name.find('/');
       const auto number = static_cast<size_t>(std::stoul(name.substr(0, slash)));
       if (all.size() <= number) all.resize(number + 1);
-      all[number].push_back({name.substr(slash + 1),
-                             onnxtrain::TensorView(*t.dtype, t.bytes.data(), t.bytes.size() / t.dtype->size, t.shape)});
+      all[number].push_back({name.substr(slash + 1), t});
     }
   }
   std::string file;
@@ -145,12 +144,12 @@ void bench(char** argv) {
   const auto& spec = trainer.manifest().model("step");
   Ort::Session session(onnxtrain::detail::environment(), (std::filesystem::path(argv[2]) / spec.file).c_str(),
                        session_options);
-  const auto old = onnxtrain::detail::room_for(trainer.manifest()),
-             fresh = onnxtrain::detail::room_for(trainer.manifest());
+  onnxtrain::detail::Values old, fresh;
+  for (auto* values : {&old, &fresh})
+    for (const auto& v : trainer.manifest().values()) values->add(v.name, *v.dtype, v.shape);
   const auto start = trainer.snapshot();
   for (const auto& [key, t] : start.tensors)
-    if (old.has(key)) std::memcpy(old.data(key), t.bytes.data(), t.bytes.size());
-  const auto memory = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+    if (old.has(key)) old.write(key, t.bytes());
   std::vector<const char*> in, out;
   std::vector<Ort::Value> feeds, results;
   for (const auto& t : spec.inputs) {
@@ -158,17 +157,14 @@ void bench(char** argv) {
     feeds.push_back(controls.value(t));
     if (t.role == "input" || t.role == "target") {
       for (const auto& feed : batches.all[0])
-        if (feed.name == t.name)
-          feeds.back() =
-              Ort::Value::CreateTensor(memory, const_cast<void*>(feed.value.data), feed.value.count * t.dtype->size,
-                                       feed.value.shape.data(), feed.value.shape.size(), t.dtype->onnx);
+        if (feed.name == t.name) feeds.back() = onnxtrain::detail::seen(feed.value);
     } else if (!feeds.back()) {
-      feeds.back() = old.value(t.name);
+      feeds.back() = onnxtrain::detail::seen(old[t.name]);
     }
   }
   for (const auto& t : spec.outputs) {
     out.push_back(t.name.c_str());
-    results.push_back(t.feeds.empty() ? Ort::Value{nullptr} : fresh.value(t.feeds));
+    results.push_back(t.feeds.empty() ? Ort::Value{nullptr} : onnxtrain::detail::seen(fresh[t.feeds]));
   }
   const auto raw = [&] {
     const onnxtrain::detail::FlushDenormals mode;

@@ -61,6 +61,7 @@ void batches(Trainer& trainer) {
   refused<ShapeError>("'x' is float32[batch, 10], got shape [3, 10] and 37", [&] {
     trainer.step({{"x", odd}, {"labels", labels}});
   });
+  refused<ShapeError>("'labels' is int64[batch], got float32", [&] { trainer.step({{"x", x}, {"labels", {}}}); });
   const std::vector<int64_t> outside = {0, 1, 2, 99};
   refused<onnxtrain::RuntimeError>(trainer.fused() ? "step_model.onnx" : "training_model.onnx", [&] {
     trainer.step({{"x", x}, {"labels", outside}});
@@ -108,11 +109,30 @@ void settings(Trainer& trainer) {
   trainer.set_property("count", int64_t{1} << 60);
   trainer.set_property("name", std::string("K\xC3\xA4se \xF0\x9F\x99\x82"));
   trainer.save("settings");
+  refused<onnxtrain::FileError>("'none/settings': cannot be written: No such file",
+                                [&] { trainer.save("none/settings"); });
+  std::filesystem::create_directories("taken/inside");
+  refused<onnxtrain::FileError>("'taken': cannot be written: ", [&] { trainer.save("taken"); });
   trainer.set_property("ratio", std::string("other"));
   trainer.load("settings");
   check(std::get<double>(trainer.property("ratio")) == 0.1, "a number");
   check(std::get<int64_t>(trainer.property("count")) == int64_t{1} << 60, "a whole number");
   check(std::get<std::string>(trainer.property("name")) == "K\xC3\xA4se \xF0\x9F\x99\x82", "a text");
+}
+
+/// What has no public way in: booleans of Python's, sizes that no batch has, numbers as Python writes them.
+void details() {
+  using namespace onnxtrain::detail;
+  check(std::get<int64_t>(read_property("true", "flag")) == 1, "true is 1");
+  check(std::get<int64_t>(read_property("false", "flag")) == 0, "false is 0");
+  const onnxtrain::TensorSpec huge{"x", "input", find_type("float32"), {INT64_MAX, INT64_MAX, "n"}, ""};
+  const std::vector<float> x = rows(1);
+  check(shape_of(huge, x) == onnxtrain::Shape({INT64_MAX, INT64_MAX, 0}), "nothing is left for n");
+  for (const char* text : {"0.0", "-0.0", "1.0", "0.1", "1e-05", "0.0001", "123456.789", "1e+16", "9300000000000000.0",
+                           "1.7976931348623157e+308", "5e-324", "-2.5e-07", "0.30000000000000004"}) {
+    double number = 1;
+    check(onnxtrain::Json::parse(text, "").real(number) && float_text(number) == text, text);
+  }
 }
 
 /// Gradients of two batches make the update of both at once.
@@ -169,5 +189,6 @@ int main(int argc, char** argv) {
   }
   accumulation(folder);
   sessions(folder);
+  details();
   std::puts("all as promised");
 }

@@ -32,6 +32,9 @@ NETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cnn": ("cnn", {"optimizer": SGD(lr=0.02, momentum=0.9)}),
     "transformer": ("transformer", {"optimizer": AdamW(lr=0.002), "ema": 0.99}),
     "accumulated": ("mlp", {"optimizer": AdamW(lr=0.01), "accumulate": 3}),
+    "several": ("mlp", {"optimizer": AdamW(lr=0.003), "clip": 1.0, "steps_per_call": 4}),
+    "fp16": ("mlp", {"optimizer": AdamW(lr=0.003), "precision": "fp16-mixed"}),
+    "web": ("mlp", {"optimizer": AdamW(lr=0.003), "target": "web"}),
 }
 """A net of the web tests by name, and options of ``build``."""
 BATCHES = 20

@@ -51,7 +51,7 @@ def test_steps(tmp_path: Path, name: str) -> None:
     root = ort_root.make(tmp_path / "ort", library, include)
     program = tmp_path / "driver"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-Wno-psabi"]
-    paths = [f"-I{SOURCE / 'include'}", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
+    paths = [f"-I{SOURCE}", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
     run(CROSS, *flags, *paths, SOURCE / "tests/driver.cpp", "-lonnxruntime", "-o", program)
     folder = nets.artifacts(name, tmp_path / "artifacts")
     rows = nets.batches(name, tmp_path / "batches")

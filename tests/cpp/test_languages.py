@@ -160,7 +160,7 @@ def test_oldest_runtime(folder: Path) -> None:
     library = folder / f"old/onnxruntime/capi/libonnxruntime.so.{OLDEST}"
     root = ort_root.make(folder / "ort", library, include)
     # The linker notes the version of the library: programs are linked with the one that they ship.
-    paths = [f"-I{SOURCE / 'include'}", f"-I{include}", f"-L{root / 'lib'}", "-lonnxruntime"]
+    paths = [f"-I{SOURCE}", f"-I{include}", f"-L{root / 'lib'}", "-lonnxruntime"]
     sources = [SOURCE / "src/onnxtrain_c.cpp", "-xc++", SOURCE / "tests/c_example.c"]
     run("g++", "-std=c++17", *sources, *paths, f"-Wl,-rpath,{root / 'lib'}", "-o", folder / "old/c")
     check(folder, run(folder / "old/c", cwd=folder), exact=False)

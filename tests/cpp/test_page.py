@@ -49,14 +49,24 @@ def test_commands_compile_the_program(folder: Path) -> None:
     check(folder, printed)
 
 
+PACKAGE = """add_library(onnxruntime::onnxruntime SHARED IMPORTED)
+set_target_properties(onnxruntime::onnxruntime PROPERTIES
+  IMPORTED_LOCATION "{root}/lib/libonnxruntime.so" INTERFACE_INCLUDE_DIRECTORIES "{root}/include")
+"""
+"""What an installed onnxruntime has for CMake."""
+
+
 @pytest.mark.full
-def test_cmake_of_the_page(folder: Path) -> None:
+@pytest.mark.parametrize("installed", [False, True])
+def test_cmake_of_the_page(folder: Path, installed: bool) -> None:
     need()
     (text,) = re.findall(r"```cmake\n(.*?)```", TEXT, re.DOTALL)
     (folder / "CMakeLists.txt").write_text(text)
     (folder / "quickstart.cpp").write_text(shown(TEXT)["cpp/tests/quickstart.cpp"])
     (folder / "onnxtrain").symlink_to(ort_root.ROOT)
     root = built() / "ort"
-    run("cmake", "-S", folder, "-B", folder / "build", f"-DORT_ROOT={root}")
+    (folder / "onnxruntimeConfig.cmake").write_text(PACKAGE.format(root=root))
+    option = f"-Donnxruntime_DIR={folder}" if installed else f"-DORT_ROOT={root}"
+    run("cmake", "-S", folder, "-B", folder / "build", option)
     run("cmake", "--build", folder / "build", "-j2")
     check(folder, run(folder / "build/quickstart", cwd=folder))

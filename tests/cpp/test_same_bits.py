@@ -22,6 +22,9 @@ LAYOUTS = [
     ("cnn", "separate"),
     ("transformer", "auto"),
     ("accumulated", "auto"),
+    ("several", "auto"),  # a model of four steps besides that of one
+    ("fp16", "auto"),
+    ("web", "auto"),  # models for two kinds of runtime
 ]
 
 

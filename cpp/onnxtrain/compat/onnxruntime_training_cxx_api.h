@@ -62,22 +62,20 @@ struct State {
   /// A checkpoint without optimizer state starts with what the optimizer starts with.
   void add_fresh_state() {
     for (const onnxtrain::StateSpec& s : manifest->state) {
-      const std::string key = onnxtrain::state_key(s.parameter, s.slot);
-      if (checkpoint.tensors.count(key)) continue;
-      size_t bytes = 0;
-      onnxtrain::detail::size_of(s.shape, s.dtype->size, bytes);
-      std::string& data = fresh[key];
+      if (checkpoint.tensors.count(s.key)) continue;
+      const size_t bytes = onnxtrain::detail::size_of(s.shape, *s.dtype).value_or(0);
+      std::string& data = fresh[s.key];
       const auto parameter = checkpoint.tensors.find(s.parameter);
       if (s.slot == "ema" && parameter != checkpoint.tensors.end()) {
-        data = std::string(parameter->second.bytes);
+        data = parameter->second.bytes();
       } else {
         data.assign(bytes, '\0');
         const auto init = static_cast<float>(s.init);
         if (init != 0 && s.dtype != &onnxtrain::dtype_of<float>())
-          throw onnxtrain::CheckpointError("'" + key + "' is missing");
+          throw onnxtrain::CheckpointError("'" + s.key + "' is missing");
         for (size_t at = 0; init != 0 && at < bytes; at += sizeof init) std::memcpy(&data[at], &init, sizeof init);
       }
-      checkpoint.tensors[key] = {s.dtype, s.shape, data};
+      checkpoint.tensors[s.key] = {*s.dtype, data.data(), data.size() / s.dtype->size, s.shape};
     }
   }
 };
@@ -113,12 +111,9 @@ class CheckpointState {
       const training_detail::State& state = *checkpoint_state.state_;
       onnxtrain::Checkpoint saved = state.trainer ? state.trainer->snapshot(true) : state.checkpoint;
       for (const onnxtrain::StateSpec& s : state.manifest->state)
-        if (!include_optimizer_state) saved.tensors.erase(onnxtrain::state_key(s.parameter, s.slot));
+        if (!include_optimizer_state) saved.tensors.erase(s.key);
       if (!include_optimizer_state) saved.meta["step"] = "0";
-      std::vector<std::string_view> parts{""};
-      const std::string head = onnxtrain::detail::header_of(saved, parts);
-      parts[0] = head;
-      onnxtrain::detail::write_file(path_to_checkpoint, parts);
+      onnxtrain::write_checkpoint(path_to_checkpoint, saved);
     });
   }
 

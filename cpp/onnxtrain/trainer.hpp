@@ -69,7 +69,7 @@ class Trainer {
       throw Error("seed must lie in [0, 2^24): " + std::to_string(*options.seed));
     if (accumulate_ < 1 || accumulate_ >= detail::kSeeds) throw Error("accumulate must be a positive number");
     // First of all: no memory is asked for that the checkpoint does not fill.
-    detail::fitting(manifest(), start, manifest().checkpoint);
+    detail::check_fits(manifest(), start, manifest().checkpoint);
     layout_ = make_layout();
     take(start, manifest().checkpoint);
     progress_.seed = options.seed.value_or(progress_.seed);
@@ -82,7 +82,7 @@ class Trainer {
   /// Return how many updates there were.
   int64_t global_step() const { return progress_.step; }
   uint32_t seed() const { return progress_.seed; }
-  bool fused() const { return layout_->fused(); }
+  bool fused() const { return fused_; }
   double lr() const { return progress_.lr; }
   void set_lr(double lr) {
     if (!detail::is_lr(lr)) throw Error("lr must be a finite number from 0 on: " + std::to_string(lr));
@@ -102,7 +102,7 @@ class Trainer {
   /// Train on one batch. Where the loss is not finite nothing changes, and `updated` is false.
   StepResult step(const Batch& batch) {
     StepResult r = accumulate(batch);
-    if (layout_->fused()) return r;
+    if (fused_) return r;
     r.updated = micro_ >= accumulate_ && flush();
     return r;
   }
@@ -117,7 +117,7 @@ class Trainer {
     if (!std::isfinite(r.loss)) return r;
     layout_->commit();
     progress_.forget_run();
-    if (layout_->fused()) {
+    if (fused_) {
       ++progress_.step;
       r.updated = true;
     } else {
@@ -137,26 +137,28 @@ class Trainer {
 
   /// Update with the sum of the gradients times `scale`; the sum goes on until it is reset.
   void update(double scale) {
-    if (layout_->fused() || fresh_) throw Error("there are no gradients to update with\nhint: call accumulate() first");
+    if (fused_ || fresh_) throw Error("there are no gradients to update with\nhint: call accumulate() first");
     control(progress_.step + 1, micro_);
-    controls_->scale = static_cast<float>(scale);
+    controls_.scale = static_cast<float>(scale);
     layout_->update();
     ++progress_.step;
   }
-  void reset_gradients() { micro_ = 0, fresh_ = true; }
+  void reset_gradients() {
+    micro_ = 0;
+    fresh_ = true;
+  }
 
   /// Return loss, metrics and outputs of one batch in evaluation mode.
   StepResult evaluate(const Batch& batch) {
     control(0, 0);
-    const detail::Values& now = layout_->values();
     if (!eval_) eval_ = open_model(manifest().model("eval"), false);
-    auto& call = evaluators_[&now];
+    auto& call = evaluators_[layout_->turn()];
     if (!call) {
-      const auto none = [](const TensorSpec& t) -> Ort::Value {
+      const auto source = [&](const TensorSpec& t) { return (*layout_)[t.name]; };
+      const auto none = [](const TensorSpec& t) -> TensorView {
         throw ManifestError("manifest.json: '" + t.name + "' is no result of an evaluation");
       };
-      call = std::make_unique<detail::BoundModel>(
-          eval_, *controls_, [&](const TensorSpec& t) { return now.value(t.name); }, none);
+      call = std::make_unique<detail::BoundModel>(eval_, controls_, source, none);
     }
     call->run(batch);
     StepResult r = call->result();
@@ -166,19 +168,15 @@ class Trainer {
 
   /// Return a copy of a parameter or buffer.
   Tensor parameter(const std::string& name) const {
-    const WeightSpec& w = manifest().weight(name);
-    const detail::Values& values = layout_->values();
-    const unsigned char* data = values.data(w.name);
-    return {w.dtype, w.shape, std::vector<unsigned char>(data, data + values.slot(w.name).bytes)};
+    const std::string_view bytes = value(name).bytes();
+    return {value(name).dtype, value(name).shape, std::vector<unsigned char>(bytes.begin(), bytes.end())};
   }
 
-  void set_parameter(const std::string& name, const TensorView& value) {
-    const WeightSpec& w = manifest().weight(name);
-    const size_t bytes = layout_->values().slot(w.name).bytes;
-    if (value.dtype != w.dtype || (value.shaped && value.shape != w.shape) || value.count * w.dtype->size != bytes)
-      throw ShapeError("'" + w.name + "' is " + w.dtype->name + "[" + detail::listing(w.shape) + "], got " +
-                       value.dtype->name + "[" + detail::listing(value.shape) + "]");
-    write(w.name, value.data);
+  void set_parameter(const std::string& name, const TensorView& given) {
+    const TensorView& now = value(name);
+    if (given.dtype != now.dtype || (given.shaped && given.shape != now.shape) || given.count != now.count)
+      throw ShapeError("'" + manifest().weight(name).name + "' is " + now.text() + ", got " + given.text());
+    layout_->write(manifest().weight(name).name, given.bytes());
   }
 
   void set_property(const std::string& name, const Property& value) {
@@ -191,12 +189,7 @@ class Trainer {
   }
 
   /// Write a checkpoint: whole, or the old file stays.
-  void save(const std::filesystem::path& path) const {
-    std::vector<std::string_view> parts{""};
-    const std::string head = detail::header_of(snapshot(), parts);
-    parts[0] = head;
-    detail::write_file(path, parts);
-  }
+  void save(const std::filesystem::path& path) const { write_checkpoint(path, snapshot()); }
 
   /// Go on from a checkpoint; nothing changes if it does not fit.
   void load(const std::filesystem::path& path) {
@@ -218,16 +211,8 @@ class Trainer {
     if (micro_ > 0 && !drop_gradients)
       throw Error("gradients are accumulated but not applied\nhint: call flush() first");
     check_finite();
-    Checkpoint c;
-    const detail::Values& values = layout_->values();
-    const auto add = [&](const std::string& key, const std::string& name) {
-      const auto& slot = values.slot(name);
-      c.tensors[key] = {slot.dtype, slot.shape, {reinterpret_cast<const char*>(values.data(name)), slot.bytes}};
-    };
-    for (const auto* list : {&manifest().parameters, &manifest().buffers})
-      for (const WeightSpec& w : *list) add(w.name, w.name);
-    for (const StateSpec& s : manifest().state) add(state_key(s.parameter, s.slot), s.name);
-    c.meta = progress_.write(manifest());
+    Checkpoint c{{}, progress_.write(manifest())};
+    for (const ValueSpec& v : manifest().values()) c.tensors[v.key] = (*layout_)[v.name];
     return c;
   }
 
@@ -240,19 +225,16 @@ class Trainer {
     for (const StateSpec& s : manifest().state)
       if (ema && s.slot == "ema") averages[s.parameter] = s.name;
     if (ema && averages.empty()) throw Error("no moving average was kept\nhint: build(..., ema=0.999)");
-    const detail::Values& values = layout_->values();
     for (const auto* list : {&manifest().parameters, &manifest().buffers})
       for (const WeightSpec& w : *list) {
-        const std::string& name = averages.count(w.name) ? averages[w.name] : w.name;
+        const TensorView& now = (*layout_)[averages.count(w.name) ? averages[w.name] : w.name];
         for (const WeightSpec::Location& place : w.locations) {
-          const std::string stored =
-              detail::in_type(*place.dtype, *w.dtype, values.data(name), values.slot(name).bytes);
-          const size_t bytes = stored.size();
+          const std::string bytes = detail::in_type(*place.dtype, now);
           const bool inside = place.offset <= model.size() && place.nbytes <= model.size() - place.offset;
-          if (place.file != spec.file || place.nbytes != bytes || !inside)
-            throw ManifestError("'" + w.name + "': its place in " + place.file + " is not " + std::to_string(bytes) +
-                                " bytes of " + spec.file);
-          if (bytes) std::memcpy(&model[place.offset], stored.data(), bytes);
+          if (place.file != spec.file || place.nbytes != bytes.size() || !inside)
+            throw ManifestError("'" + w.name + "': its place in " + place.file + " is not " +
+                                std::to_string(bytes.size()) + " bytes of " + spec.file);
+          model.replace(place.offset, bytes.size(), bytes);
         }
       }
     detail::write_file(path, {model});
@@ -282,28 +264,22 @@ class Trainer {
   Trainer(Opened opened, const Options& options) : Trainer(std::move(opened.artifacts), opened.start, options) {}
 
   std::unique_ptr<detail::Layout> make_layout() {
-    bool fused = accumulate_ == 1 && options_.layout != LayoutKind::separate;
+    size_t second_copy = 0;
+    for (const ValueSpec& v : manifest().values()) second_copy += detail::size_of(v.shape, *v.dtype).value_or(0);
+    fused_ = accumulate_ == 1 && options_.layout != LayoutKind::separate;
     if (options_.layout == LayoutKind::automatic)
-      fused = fused && manifest().find("step") && second_copy() <= kSecondCopy;
-    if (options_.layout == LayoutKind::fused && !fused) throw Error("accumulated gradients need the separate layout");
+      fused_ = fused_ && manifest().find("step") && second_copy <= kSecondCopy;
+    if (options_.layout == LayoutKind::fused && !fused_) throw Error("accumulated gradients need the separate layout");
+    if (!manifest().find(fused_ ? "step" : "train") && manifest().find("gradients"))
+      throw ManifestError(
+          "manifest.json: a step over vectors only (gradients, scalars, update), a layout that C++ does not run\n"
+          "hint: build the artifacts again; step_model.onnx, or training and optimizer model, are missing");
     const auto open = [this](const ModelSpec& spec, bool small) { return open_model(spec, small); };
     try {
-      if (fused) return std::make_unique<detail::Fused>(manifest(), open, *controls_);
-      return std::make_unique<detail::Separate>(manifest(), open, *controls_);
+      return std::make_unique<detail::Layout>(manifest(), open, controls_, fused_);
     } catch (const Ort::Exception& error) {
       throw RuntimeError(std::string("onnxruntime: ") + error.what());
     }
-  }
-
-  size_t second_copy() const {
-    size_t total = 0, bytes = 0;
-    const auto add = [&](const auto& spec) {
-      total += detail::size_of(spec.shape, spec.dtype->size, bytes) ? bytes : 0;
-    };
-    for (const auto& w : manifest().parameters) add(w);
-    for (const auto& w : manifest().buffers) add(w);
-    for (const auto& s : manifest().state) add(s);
-    return total;
   }
 
   /// Return a file's bytes, once its sha256 is found right.
@@ -334,35 +310,30 @@ class Trainer {
     if (schedule_ && number > 0) set_lr(schedule_(number));
     // Every batch has a draw of its own, counted so that float32 holds it exactly.
     const int64_t draw = (((number - 1) * accumulate_ + micro + 1) % detail::kSeeds + detail::kSeeds) % detail::kSeeds;
-    controls_->lr = static_cast<float>(progress_.lr);
-    controls_->set_step(number);
-    controls_->rng[0] = static_cast<float>(progress_.seed);
-    controls_->rng[1] = static_cast<float>(draw);
-    controls_->scale = 1;
-    controls_->reset = fresh_;
+    controls_.lr = static_cast<float>(progress_.lr);
+    controls_.set_step(number);
+    controls_.rng[0] = static_cast<float>(progress_.seed);
+    controls_.rng[1] = static_cast<float>(draw);
+    controls_.scale = 1;
+    controls_.reset = fresh_;
   }
 
-  void write(const std::string& name, const void* data) {
-    detail::Values& values = layout_->values();
-    if (const size_t bytes = values.slot(name).bytes) std::memcpy(values.data(name), data, bytes);
-    layout_->written(name);
-  }
+  const TensorView& value(const std::string& name) const { return (*layout_)[manifest().weight(name).name]; }
 
   /// Take over values and progress of a checkpoint that fits; else nothing changes.
   void take(const Checkpoint& checkpoint, const std::string& label) {
-    const auto values = detail::fitting(manifest(), checkpoint, label);
+    detail::check_fits(manifest(), checkpoint, label);
     progress_ = progress_.read(checkpoint.meta, label);
-    for (const auto& [name, stored] : values) write(name, stored.bytes.data());
+    for (const ValueSpec& v : manifest().values()) layout_->write(v.name, checkpoint.tensors.at(v.key).bytes());
     reset_gradients();
   }
 
   void check_finite() const {
-    const detail::Values& values = layout_->values();
     for (const WeightSpec& w : manifest().parameters) {
-      if (w.dtype->name[0] != 'f' && w.dtype->name[0] != 'b') continue;
-      const unsigned char* data = values.data(w.name);
-      for (size_t at = 0; at < values.slot(w.name).bytes; at += w.dtype->size)
-        if (!std::isfinite(detail::number_at(*w.dtype, data + at)))
+      const std::string_view bytes = (*layout_)[w.name].bytes();
+      const bool floats = std::string_view(w.dtype->name).find("float") != std::string_view::npos;
+      for (size_t at = 0; floats && at < bytes.size(); at += w.dtype->size)
+        if (!std::isfinite(detail::number_at(*w.dtype, bytes.data() + at)))
           throw CheckpointError(
               "'" + w.name + "' is not finite any more\nhint: load an older checkpoint, and lower the learning rate");
     }
@@ -371,14 +342,14 @@ class Trainer {
   Artifacts artifacts_;
   Options options_;
   int64_t accumulate_, micro_ = 0;
-  bool fresh_ = true;
+  bool fused_ = false, fresh_ = true;
   detail::Progress progress_;
   Schedule schedule_;
   std::set<std::string> checked_;
-  std::unique_ptr<detail::Controls> controls_ = std::make_unique<detail::Controls>();
+  detail::Controls controls_;
   std::shared_ptr<detail::Model> eval_;
   std::unique_ptr<detail::Layout> layout_;
-  std::map<const detail::Values*, std::unique_ptr<detail::BoundModel>> evaluators_;
+  std::unique_ptr<detail::BoundModel> evaluators_[2];
 };
 
 }  // namespace onnxtrain

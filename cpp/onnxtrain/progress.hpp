@@ -32,7 +32,8 @@ struct Progress {
   /// Return what metadata says, and this where it says nothing; refuse what cannot be.
   Progress read(const std::map<std::string, std::string>& entries, const std::string& label) const {
     Progress p;
-    p.lr = lr, p.meta = entries;
+    p.lr = lr;
+    p.meta = entries;
     int64_t number = seed;
     for (const auto& [key, text] : entries) {
       const Json json = Json::parse(text, label);
@@ -82,7 +83,7 @@ inline Property read_property(const std::string& text, const std::string& name) 
   double real = 0;
   if (json.is(Json::Kind::string)) return json.text;
   if (json.whole(whole)) return whole;
-  if (json.is(Json::Kind::boolean)) return int64_t{json.text == "true"};
+  if (json.is(Json::Kind::boolean)) return int64_t{json.spelling == "true"};
   json.real(real);
   return real;
 }
@@ -101,30 +102,21 @@ inline void check_origin(const Manifest& own, const std::string& source, const s
   }
 }
 
-/// Return the tensors of a checkpoint by the names in the manifest; the error lists what does not fit.
-inline std::map<std::string, Stored> fitting(const Manifest& manifest, const Checkpoint& checkpoint,
-                                             const std::string& label) {
-  std::vector<std::string> problems;
-  std::map<std::string, Stored> values;
-  const auto fit = [&](const std::string& key, const auto& spec) {
-    const auto at = checkpoint.tensors.find(key);
-    const std::string name = "'" + key + "'";
-    if (at == checkpoint.tensors.end()) problems.push_back(name + " is missing");
-    else if (at->second.shape != spec.shape)
-      problems.push_back(name + " has shape [" + listing(at->second.shape) + "], expected [" + listing(spec.shape) +
-                         "]");
-    else if (at->second.dtype != spec.dtype)
-      problems.push_back(name + " is " + at->second.dtype->name + ", expected " + spec.dtype->name);
-    else values[spec.name] = at->second;
-  };
-  for (const auto* list : {&manifest.parameters, &manifest.buffers})
-    for (const WeightSpec& w : *list) fit(w.name, w);
-  for (const StateSpec& s : manifest.state) fit(state_key(s.parameter, s.slot), s);
-  if (problems.empty()) return values;
+/// Refuse a checkpoint that lacks a tensor or has it in another form; the error lists what does not fit.
+inline void check_fits(const Manifest& manifest, const Checkpoint& checkpoint, const std::string& label) {
+  size_t problems = 0;
   std::string list;
-  for (size_t i = 0; i < problems.size() && i < 5; ++i) list += "\n  " + problems[i];
-  if (problems.size() > 5) list += "\n  ... and " + std::to_string(problems.size() - 5) + " more";
-  throw CheckpointError(label + " does not fit these artifacts:" + list);
+  for (const ValueSpec& v : manifest.values()) {
+    const auto at = checkpoint.tensors.find(v.key);
+    const bool there = at != checkpoint.tensors.end();
+    if (there && at->second.shape == v.shape && at->second.dtype == v.dtype) continue;
+    if (++problems > 5) continue;
+    list += "\n  '" + v.key + "' is ";
+    if (there) list += at->second.text() + ", expected " + TensorView(*v.dtype, nullptr, 0, v.shape).text();
+    else list += "missing";
+  }
+  if (problems > 5) list += "\n  ... and " + std::to_string(problems - 5) + " more";
+  if (problems) throw CheckpointError(label + " does not fit these artifacts:" + list);
 }
 
 }  // namespace detail

@@ -1,6 +1,7 @@
 // SHA-256 (FIPS 180-4).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -15,19 +16,11 @@ class Sha256 {
   Sha256& update(std::string_view data) {
     length_ += data.size();
     while (!data.empty()) {
-      if (filled_ == 0 && data.size() >= 64) {
-        block(reinterpret_cast<const unsigned char*>(data.data()));
-        data.remove_prefix(64);
-        continue;
-      }
-      const size_t n = data.size() < 64 - filled_ ? data.size() : 64 - filled_;
-      std::memcpy(rest_ + filled_, data.data(), n);
-      filled_ += n;
+      const size_t n = std::min(data.size(), sizeof block_ - filled_);
+      std::memcpy(block_ + filled_, data.data(), n);
       data.remove_prefix(n);
-      if (filled_ == 64) {
-        block(rest_);
-        filled_ = 0;
-      }
+      filled_ += n;
+      if (filled_ == sizeof block_) process();
     }
     return *this;
   }
@@ -48,7 +41,7 @@ class Sha256 {
  private:
   static uint32_t rotate(uint32_t x, int n) { return (x >> n) | (x << (32 - n)); }
 
-  void block(const unsigned char* data) {
+  void process() {
     static constexpr uint32_t k[64] = {
         0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
         0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -58,10 +51,8 @@ class Sha256 {
         0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
         0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
         0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
-    uint32_t w[64];
-    for (int i = 0; i < 16; ++i)
-      w[i] = uint32_t{data[4 * i]} << 24 | uint32_t{data[4 * i + 1]} << 16 | uint32_t{data[4 * i + 2]} << 8 |
-             data[4 * i + 3];
+    uint32_t w[64] = {};
+    for (size_t i = 0; i < sizeof block_; ++i) w[i / 4] = w[i / 4] << 8 | block_[i];
     for (int i = 16; i < 64; ++i)
       w[i] = w[i - 16] + w[i - 7] + (rotate(w[i - 15], 7) ^ rotate(w[i - 15], 18) ^ (w[i - 15] >> 3)) +
              (rotate(w[i - 2], 17) ^ rotate(w[i - 2], 19) ^ (w[i - 2] >> 10));
@@ -73,11 +64,12 @@ class Sha256 {
     }
     const uint32_t now[8] = {a, b, c, d, e, f, g, h};
     for (size_t i = 0; i < 8; ++i) state_[i] += now[i];
+    filled_ = 0;
   }
 
   std::array<uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                     0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  unsigned char rest_[64] = {};
+  unsigned char block_[64] = {};
   size_t filled_ = 0;
   uint64_t length_ = 0;
 };

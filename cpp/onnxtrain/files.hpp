@@ -57,24 +57,19 @@ inline void write_file(const fs::path& path, const std::vector<std::string_view>
   std::random_device random;
   const std::string suffix = "." + std::to_string(random()) + std::to_string(random()) + ".tmp";
   const fs::path temporary = folder / ("." + path.filename().string().substr(0, 48) + suffix);
-  const auto fail = [&](const std::string& why) {
-    std::error_code ignored;
-    fs::remove(temporary, ignored);
-    throw FileError("'" + path.string() + "': cannot be written: " + why);
-  };
   // x: never through a link that somebody put there.
   std::FILE* file = std::fopen(temporary.string().c_str(), "wbx");
-  if (!file) throw FileError("'" + path.string() + "': cannot be written: " + std::strerror(errno));
-  bool good = true;
+  bool good = file != nullptr;
   for (const std::string_view part : parts)
     good = good && std::fwrite(part.data(), 1, part.size(), file) == part.size();
   good = good && flush(file);
-  const int reason = errno;
-  good = (std::fclose(file) == 0) && good;
-  if (!good) fail(std::strerror(reason));
-  std::error_code error;
-  fs::rename(temporary, path, error);
-  if (error) fail(error.message());
+  std::error_code error(errno, std::generic_category()), ignored;
+  good = file && std::fclose(file) == 0 && good;
+  if (good) fs::rename(temporary, path, error);
+  if (!good || error) {
+    if (file) fs::remove(temporary, ignored);
+    throw FileError("'" + path.string() + "': cannot be written: " + error.message());
+  }
 #ifndef _WIN32
   if (const int descriptor = open(folder.c_str(), O_RDONLY); descriptor >= 0) {
     fsync(descriptor);

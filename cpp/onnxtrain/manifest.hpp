@@ -7,6 +7,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -23,6 +24,13 @@ struct TensorSpec {
   std::vector<std::variant<int64_t, std::string>> shape;  ///< sizes; a symbol is a size that the caller chooses
   std::string feeds;                                      ///< of an output: the input that it replaces, or empty
 
+  /// Return the shape if no size is open.
+  std::optional<Shape> fixed() const {
+    Shape sizes;
+    for (const auto& d : shape)
+      if (d.index() == 0) sizes.push_back(std::get<int64_t>(d));
+    return sizes.size() == shape.size() ? std::optional(sizes) : std::nullopt;
+  }
   std::string text() const {
     std::vector<std::string> sizes;
     for (const auto& d : shape)
@@ -39,25 +47,27 @@ struct ModelSpec {
   std::vector<std::string> in_place;  ///< inputs whose memory may be given to the outputs that feed them
 };
 
+/// A tensor that is kept from step to step.
+struct ValueSpec {
+  std::string name, key;  ///< in the models, and in checkpoints
+  const DType* dtype = nullptr;
+  Shape shape;
+};
+
 /// A parameter or buffer.
-struct WeightSpec {
+struct WeightSpec : ValueSpec {
   struct Location {
     std::string file;
     uint64_t offset = 0, nbytes = 0;
     const DType* dtype = nullptr;  ///< of the bytes there; a file of 16 bits trains in float32
   };
-  std::string name;
-  const DType* dtype = nullptr;
-  Shape shape;
   std::vector<std::string> aliases;
   std::vector<Location> locations;  ///< where its bytes lie in the inference model
 };
 
 /// One state tensor of the optimizer.
-struct StateSpec {
-  std::string name, parameter, slot;
-  const DType* dtype = nullptr;
-  Shape shape;
+struct StateSpec : ValueSpec {
+  std::string parameter, slot;
   double init = 0;  ///< what every element starts with; the slot ema starts as the parameter
 };
 
@@ -70,7 +80,7 @@ struct Manifest {
   double lr = 0;
   int64_t accumulate = 1;
   std::vector<std::string> above_one;  ///< products of sizes, "a*b", that a training batch must have above 1
-  std::string checkpoint, weights;  ///< file names; `weights` may be empty
+  std::string checkpoint, weights;     ///< file names; `weights` may be empty
   std::map<std::string, std::string> files;
   std::string text;  ///< as checkpoints keep it: without spaces and hashes
 
@@ -87,15 +97,19 @@ struct Manifest {
     if (const ModelSpec* m = find(role)) return *m;
     throw ManifestError("these artifacts have no " + std::string(role) + " model\nhint: build them again");
   }
+  /// Return all that is kept from step to step.
+  std::vector<ValueSpec> values() const {
+    std::vector<ValueSpec> all(parameters.begin(), parameters.end());
+    all.insert(all.end(), buffers.begin(), buffers.end());
+    all.insert(all.end(), state.begin(), state.end());
+    return all;
+  }
   /// Return a parameter or buffer, also by an alias.
-  const WeightSpec& weight(std::string_view name) const {
+  const WeightSpec& weight(const std::string& name) const {
     for (const auto* list : {&parameters, &buffers})
-      for (const WeightSpec& w : *list) {
-        if (w.name == name) return w;
-        for (const std::string& alias : w.aliases)
-          if (alias == name) return w;
-      }
-    throw ShapeError("no such parameter: '" + std::string(name) + "'");
+      for (const WeightSpec& w : *list)
+        if (w.name == name || std::find(w.aliases.begin(), w.aliases.end(), name) != w.aliases.end()) return w;
+    throw ShapeError("no such parameter: '" + name + "'");
   }
 };
 
@@ -111,19 +125,17 @@ class Entry {
   [[noreturn]] void fail(const std::string& what) const { throw ManifestError(where_ + ": " + what); }
 
   /// Refuse entries that nobody knows; a file from the future may mean something else.
-  const Entry& only(const std::set<std::string>& names) const {
+  void only(const std::set<std::string>& names) const {
     for (const Json& item : json_.items)
       if (!names.count(item.key)) fail("unknown entry '" + item.key + "'");
-    return *this;
   }
 
-  const Json& get(const std::string& name) const {
-    const Json* json = json_.find(name);
-    if (!json) fail("'" + name + "' is missing");
-    return *json;
-  }
   bool has(const std::string& name) const { return json_.find(name) != nullptr; }
-  bool null(const std::string& name) const { return get(name).is(Json::Kind::null); }
+  const Json& get(const std::string& name) const {
+    if (!has(name)) fail("'" + name + "' is missing");
+    return *json_.find(name);
+  }
+  Entry object(const std::string& name) const { return Entry(get(name), where_ + ": " + name); }
 
   std::string text(const std::string& name) const {
     const Json& json = get(name);
@@ -131,27 +143,26 @@ class Entry {
     if (json.text.find('\0') != std::string::npos) fail("'" + name + "' has a zero in it");
     return json.text;
   }
+  /// Return a name, or an empty text for null.
+  std::string text_or_null(const std::string& name) const { return get(name).is(Json::Kind::null) ? "" : text(name); }
   std::string word(const std::string& name, const std::set<std::string>& known) const {
     const std::string word = text(name);
     if (!known.count(word)) fail("'" + name + "' is '" + word + "', which is not known");
     return word;
   }
-  std::string file(const std::string& name) const { return plain(text(name)); }
+  /// Return the name of a file in this directory.
   std::string plain(const std::string& name) const {
-    constexpr std::string_view spaces = " \t\r\n\f\v";
-    const bool trimmed = !name.empty() && spaces.find(name.front()) == std::string_view::npos &&
-                         spaces.find(name.back()) == std::string_view::npos;
-    if (!trimmed || name.find_first_of(std::string_view("/\\\0", 3)) != std::string::npos || name == "." ||
-        name == "..")
+    constexpr std::string_view spaces = " \t\r\n\f\v", outside("/\\\0", 3);
+    const bool trimmed = name.find_first_not_of(spaces) == 0 && name.find_last_not_of(spaces) == name.size() - 1;
+    if (!trimmed || name.find_first_of(outside) != std::string::npos || name == "." || name == "..")
       fail("file name '" + name + "' is not plain");
     return name;
   }
   std::string digest(const Json& json) const {
-    const bool empty = json.is(Json::Kind::string) && json.text.empty();
-    if (empty || (json.is(Json::Kind::string) && json.text.size() == 64 &&
-                  json.text.find_first_not_of("0123456789abcdef") == std::string::npos))
-      return json.text;
-    fail("'" + json.key + "' is not a sha256");
+    const bool hex = json.text.find_first_not_of("0123456789abcdef") == std::string::npos;
+    if (!json.is(Json::Kind::string) || !hex || (json.text.size() != 64 && !json.text.empty()))
+      fail("'" + json.key + "' is not a sha256");
+    return json.text;
   }
   int64_t size(const std::string& name, int64_t least = 0) const {
     int64_t value = 0;
@@ -159,20 +170,16 @@ class Entry {
       fail("'" + name + "' is not a whole number from " + std::to_string(least) + " on");
     return value;
   }
-  const DType* dtype() const {
-    const DType* type = find_type(text("dtype"));
-    if (!type || text("dtype") != type->name) fail("element type '" + text("dtype") + "' is not supported");
-    return type;
+  double real(const std::string& name) const {
+    double value = 0;
+    if (!get(name).real(value)) fail("'" + name + "' is not a number");
+    return value;
   }
-  Shape shape(const DType& type) const {
-    Shape shape;
-    for (const Json& size : list("shape")) {
-      if (int64_t value = 0; size.whole(value)) shape.push_back(value);
-      else fail("'shape' has something that is no size");
-    }
-    size_t bytes = 0;
-    if (!size_of(shape, type.size, bytes)) fail("no array has the shape [" + listing(shape) + "]");
-    return shape;
+  const DType* dtype() const {
+    const std::string name = text("dtype");
+    const DType* type = find_type(name);
+    if (!type || name != type->name) fail("element type '" + name + "' is not supported");
+    return type;
   }
   const std::vector<Json>& list(const std::string& name) const {
     const Json& json = get(name);
@@ -181,7 +188,6 @@ class Entry {
   }
   std::vector<std::string> names(const std::string& name) const {
     std::vector<std::string> out;
-    if (!has(name)) return out;
     for (const Json& item : list(name)) {
       if (!item.is(Json::Kind::string) || item.text.empty()) fail("'" + name + "' has something that is no name");
       out.push_back(item.text);
@@ -192,10 +198,17 @@ class Entry {
   template <class Read>
   auto each(const std::string& name, Read read) const {
     std::vector<decltype(read(*this))> out;
-    size_t i = 0;
     for (const Json& item : list(name))
-      out.push_back(read(Entry(item, where_ + ": " + name + "[" + std::to_string(i++) + "]")));
+      out.push_back(read(Entry(item, where_ + ": " + name + "[" + std::to_string(out.size()) + "]")));
     return out;
+  }
+  /// Return the names of tensors; none may come twice.
+  template <class Specs>
+  std::set<std::string> distinct(const Specs& specs, const std::string& what) const {
+    std::set<std::string> names;
+    for (const auto& s : specs)
+      if (!names.insert(s.name).second) fail("two " + what + " are called '" + s.name + "'");
+    return names;
   }
 
  private:
@@ -205,9 +218,7 @@ class Entry {
 
 inline TensorSpec read_tensor(const Entry& e) {
   e.only({"name", "dtype", "shape", "role", "feeds"});
-  TensorSpec t;
-  t.name = e.text("name");
-  t.dtype = e.dtype();
+  TensorSpec t{e.text("name"), {}, e.dtype(), {}, e.text_or_null("feeds")};
   t.role = e.word("role", {"input", "target", "parameter", "frozen", "buffer", "gradient", "accumulator", "state", "lr",
                            "step", "rng", "grad_scale", "reset", "scalar", "loss", "metric", "output"});
   for (const Json& d : e.list("shape")) {
@@ -217,7 +228,6 @@ inline TensorSpec read_tensor(const Entry& e) {
     else e.fail("'shape' has something that is no size and no symbol");
   }
   if (t.shape.size() > kMostDimensions) e.fail("too many dimensions");
-  if (!e.null("feeds")) t.feeds = e.text("feeds");
   return t;
 }
 
@@ -226,53 +236,54 @@ inline ModelSpec read_model(const Entry& e) {
   ModelSpec m;
   m.role = e.word("role", {"train", "eval", "optimizer", "step", "infer", "gradients", "scalars", "update"});
   m.target = e.text("target");
-  m.file = e.file("file");
+  m.file = e.plain(e.text("file"));
   m.sha256 = e.digest(e.get("sha256"));
   m.steps_per_call = e.size("steps_per_call", 1);
   m.inputs = e.each("inputs", read_tensor);
   m.outputs = e.each("outputs", read_tensor);
-  m.in_place = e.names("in_place");
-  e.names("members");
-  std::set<std::string> inputs, outputs;
-  for (const TensorSpec& t : m.inputs)
-    if (!inputs.insert(t.name).second) e.fail("two inputs are called '" + t.name + "'");
-  for (const TensorSpec& t : m.outputs) {
-    if (!outputs.insert(t.name).second) e.fail("two outputs are called '" + t.name + "'");
+  if (e.has("in_place")) m.in_place = e.names("in_place");
+  if (e.has("members")) e.names("members");
+  const auto inputs = e.distinct(m.inputs, "inputs");
+  e.distinct(m.outputs, "outputs");
+  for (const TensorSpec& t : m.outputs)
     if (!t.feeds.empty() && !inputs.count(t.feeds)) e.fail("'" + t.name + "' feeds '" + t.feeds + "', not an input");
-  }
+  for (const std::string& name : m.in_place)
+    if (!inputs.count(name)) e.fail("'in_place' names '" + name + "', not an input");
   const auto losses = std::count_if(m.outputs.begin(), m.outputs.end(), [](const auto& t) { return t.role == "loss"; });
   if ((m.role == "train" || m.role == "eval" || m.role == "step") != (losses == 1) && m.role != "gradients")
     e.fail("a model with " + std::to_string(losses) + " losses");
-  for (const std::string& name : m.in_place)
-    if (!inputs.count(name)) e.fail("'in_place' names '" + name + "', not an input");
   return m;
+}
+
+inline ValueSpec read_value(const Entry& e) {
+  ValueSpec v{e.text("name"), e.text("name"), e.dtype(), {}};
+  for (const Json& d : e.list("shape")) {
+    if (int64_t size = 0; d.whole(size)) v.shape.push_back(size);
+    else e.fail("'shape' has something that is no size");
+  }
+  if (!size_of(v.shape, *v.dtype)) e.fail("no array has the shape [" + listing(v.shape) + "]");
+  return v;
 }
 
 inline WeightSpec read_weight(const Entry& e) {
   e.only({"name", "dtype", "shape", "aliases", "locations"});
-  WeightSpec w;
-  w.name = e.text("name");
-  w.dtype = e.dtype();
-  w.shape = e.shape(*w.dtype);
-  e.get("aliases");
-  w.aliases = e.names("aliases");
-  w.locations = e.each("locations", [&](const Entry& l) {
+  const ValueSpec value = read_value(e);
+  const auto location = [&](const Entry& l) {
     l.only({"file", "offset", "nbytes", "dtype"});
-    return WeightSpec::Location{l.file("file"), static_cast<uint64_t>(l.size("offset")),
-                                static_cast<uint64_t>(l.size("nbytes")), l.has("dtype") ? l.dtype() : w.dtype};
-  });
-  return w;
+    return WeightSpec::Location{l.plain(l.text("file")), static_cast<uint64_t>(l.size("offset")),
+                                static_cast<uint64_t>(l.size("nbytes")), l.has("dtype") ? l.dtype() : value.dtype};
+  };
+  return {value, e.names("aliases"), e.each("locations", location)};
 }
 
 inline StateSpec read_state(const Entry& e) {
   e.only({"name", "parameter", "slot", "dtype", "shape", "init"});
-  StateSpec s{e.text("name"), e.text("parameter"), e.text("slot"), e.dtype(), {}, 0};
-  s.shape = e.shape(*s.dtype);
-  if (!e.get("init").real(s.init)) e.fail("'init' is not a number");
+  StateSpec s{read_value(e), e.text("parameter"), e.text("slot"), e.real("init")};
+  s.key = "optim/" + s.slot + "/" + s.parameter;
   return s;
 }
 
-/// Return a learning rate that a step can take, in float32.
+/// Return whether a step can take a learning rate, in float32.
 inline bool is_lr(double value) {
   return value >= 0 && value <= 3.4028234663852886e38;
 }
@@ -283,7 +294,7 @@ inline Manifest Manifest::parse(std::string_view source, const std::string& labe
   const Json json = Json::parse(source, label);
   const detail::Entry e(json, label);
   if (int64_t format = 0; !e.get("format").whole(format) || format != 1)
-    e.fail("format " + e.get("format").text + ", this version reads 1\nhint: build the artifacts again");
+    e.fail("format " + detail::compact(e.get("format")) + ", this version reads 1\nhint: build the artifacts again");
   e.only({"format", "models", "parameters", "buffers", "state", "optimizer", "loss", "accumulate", "options",
           "checkpoint", "weights", "files"});
   Manifest m;
@@ -291,25 +302,19 @@ inline Manifest Manifest::parse(std::string_view source, const std::string& labe
   m.parameters = e.each("parameters", detail::read_weight);
   m.buffers = e.each("buffers", detail::read_weight);
   m.state = e.each("state", detail::read_state);
-  const detail::Entry optimizer(e.get("optimizer"), label + ": optimizer"), loss(e.get("loss"), label + ": loss");
-  if (!optimizer.get("lr").real(m.lr) || !detail::is_lr(m.lr)) optimizer.fail("'lr' is not a learning rate");
+  e.distinct(m.values(), "tensors");
   m.optimizer = detail::compact(e.get("optimizer"));
-  loss.text("output");
+  m.lr = e.object("optimizer").real("lr");
+  if (!detail::is_lr(m.lr)) e.object("optimizer").fail("'lr' is not a learning rate");
   m.loss = detail::compact(e.get("loss"));
+  e.object("loss").text("output");
   m.accumulate = e.size("accumulate", 1);
   if (m.accumulate >= 1 << 24) e.fail("'accumulate' is too large");
-  const detail::Entry options(e.get("options"), label + ": options");
-  if (options.has("above_one")) m.above_one = options.names("above_one");
-  m.checkpoint = e.file("checkpoint");
-  if (!e.null("weights")) m.weights = e.file("weights");
-  const detail::Entry files(e.get("files"), label + ": files");
+  if (e.object("options").has("above_one")) m.above_one = e.object("options").names("above_one");
+  m.checkpoint = e.plain(e.text("checkpoint"));
+  if (!e.text_or_null("weights").empty()) m.weights = e.plain(e.text("weights"));
+  const detail::Entry files = e.object("files");
   for (const Json& sum : e.get("files").items) m.files[files.plain(sum.key)] = files.digest(sum);
-  std::set<std::string> names;
-  for (const auto* list : {&m.parameters, &m.buffers})
-    for (const WeightSpec& w : *list)
-      if (!names.insert(w.name).second) e.fail("two weights are called '" + w.name + "'");
-  for (const StateSpec& s : m.state)
-    if (!names.insert(s.name).second) e.fail("two tensors are called '" + s.name + "'");
   m.text = detail::compact(json, false);
   return m;
 }
