@@ -51,6 +51,7 @@ from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.optim.clip import Clip
+from onnxtrain.optim.transforms import ANCHOR
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.targets import BUNDLES, Target, find
 from onnxtrain.way_out import with_freeze
@@ -332,7 +333,7 @@ def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     if spec.parameter == OWNER:
         return initial(spec)
     array = arrays[spec.parameter]
-    if spec.slot == "ema":
+    if spec.slot in ("ema", ANCHOR):
         return np.array(array)
     return np.full(
         spec.shape, spec.init, array.dtype if spec.dtype == array.dtype.name else spec.dtype
@@ -342,6 +343,8 @@ def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
     values = dataclasses.asdict(optimizer)
     values["groups"] = [dataclasses.asdict(g) for g in optimizer.groups]
+    if not optimizer.proximal:  # most have none
+        del values["proximal"]
     return {"name": type(optimizer).__name__, **values}
 
 
