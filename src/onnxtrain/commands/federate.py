@@ -40,6 +40,9 @@ def serve(
     artifacts: Annotated[
         Path | None, Option(help="Artifacts that the page trains, served as /artifacts.")
     ] = None,
+    folder: Annotated[
+        list[str] | None, Option(help="Further folders to serve: /data=path; repeatable.")
+    ] = None,
     port: Annotated[int, Option(help="Where pages are.")] = 8080,
     host: Annotated[str, Option(help="Which interface pages are served on.")] = "127.0.0.1",
     superlink_port: Annotated[int, Option(help="Of the SuperLink, for Python clients.")] = 8000,
@@ -58,10 +61,11 @@ def serve(
     key: Annotated[Path | None, Option(help="Of the certificate.")] = None,
 ) -> None:
     """Start a SuperLink, and a server through which pages reach it."""
-    folders = {path: folder for path, folder in (("/artifacts", artifacts), ("/", page)) if folder}
-    for folder in folders.values():
-        if not folder.is_dir():
-            raise OnnxTrainError(f"{folder}: no such folder")
+    given = {"/artifacts": artifacts, "/": page, **dict(map(_served, folder or ()))}
+    folders = {path: place for path, place in given.items() if place}
+    for place in folders.values():
+        if not place.is_dir():
+            raise OnnxTrainError(f"{place}: no such folder")
 
     def pages(address: str) -> None:
         scheme = "https" if certificate else "http"
@@ -81,3 +85,11 @@ def serve(
     else:
         with superlink(superlink_port, database=database) as address:
             pages(address)
+
+
+def _served(text: str) -> tuple[str, Path]:
+    """Return path and folder of ``/data=path``."""
+    path, equals, place = text.partition("=")
+    if not equals or not path.startswith("/"):
+        raise OnnxTrainError(f"not a folder to serve: {text!r}\nhint: --folder /data=runs/data")
+    return path, Path(place)

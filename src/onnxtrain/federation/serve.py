@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -52,7 +53,11 @@ def superlink(
     command += ["--database", str(database)] if database else []
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("ab")) if log else None
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        # It starts programs of its own, by name.
+        paths = os.pathsep.join([str(Path(command[0]).parent), os.environ.get("PATH", "")])
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "PATH": paths}
+        )
         try:
             address = f"http://127.0.0.1:{port}"
             _wait_for(f"{address}/health", process)

@@ -14,8 +14,9 @@ from tests.flower.inside.golden import PATH, golden
 
 STORED = json.loads(PATH.read_text("utf-8"))
 TOLD = (
-    "Flower's wire format is not what web/packages/onnxtrain/src/flower speaks: adapt that, rewrite "
-    "tests/flower/golden.json by python -m tests.flower.inside.golden, and narrow the extra [flower]"
+    "Flower's wire format is not what web/packages/onnxtrain/src/flower speaks: adapt that, "
+    "rewrite tests/flower/golden.json by python -m tests.flower.inside.golden, and narrow the "
+    "extra [flower]"
 )
 
 

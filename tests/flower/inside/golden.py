@@ -1,6 +1,6 @@
 """Bytes that Flower itself makes: what JavaScript has to make too.
 
-    python -m tests.flower.inside.golden     # rewrites tests/flower/golden.json
+python -m tests.flower.inside.golden     # rewrites tests/flower/golden.json
 """
 
 from __future__ import annotations
