@@ -14,5 +14,6 @@ const ended = new Promise((resolve) => ["SIGINT", "SIGTERM"].forEach((name) => p
 const reload = process.env.RELOAD_AFTER;
 if (reload) setTimeout(() => void page.reload().then(() => console.log("reloaded")), Number(reload) * 1000);
 await ended;
+if (process.env.SCREENSHOT) await page.screenshot({ path: process.env.SCREENSHOT, fullPage: true });
 await page.evaluate(() => globalThis.node?.leave());
 await browser.close();
