@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -262,3 +263,49 @@ def test_a_node_that_is_killed_comes_back_with_its_id(federation: Federation) ->
     assert len(joined) == 2
     assert joined[0] == joined[1]
     assert apart(found, mean(federation.replies(2))) < 1e-6
+
+
+@needs_browser
+def test_a_tab_that_reloads_goes_on(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELOAD_AFTER", "6")
+    project = federation.project(2)
+    federation.python(1)
+    federation.tab(2)
+    found = federation.run(project, rounds=2, batch_size=8, shuffle=False)
+    lines = (federation.logs / "tab2").read_text().splitlines()
+    joined = [line for line in lines if line.startswith("joined as node")]
+    assert "reloaded" in lines, federation.told()
+    assert len(joined) == 2, federation.told()
+    assert joined[0] == joined[1]
+    assert apart(found, mean(federation.replies(2))) < 1e-6
+
+
+@pytest.mark.full
+def test_twenty_clients_each_killed_once(federation: Federation) -> None:
+    """Nineteen in Node, one in Python; whoever is killed comes back with what it had kept."""
+    rng = np.random.default_rng(0)
+    project = federation.project(20)
+    federation.python(1)
+    stores = {i: str(federation.folder / "stores" / str(i)) for i in range(19)}
+    alive = {i: federation.node(1 + i % 4, store) for i, store in stores.items()}
+
+    def kill_all() -> None:
+        for i in rng.permutation(19):
+            time.sleep(float(rng.uniform(1, 4)))
+            alive[i].kill()
+            alive[i].wait()
+            time.sleep(float(rng.uniform(0, 2)))
+            federation.node(1 + int(i) % 4, stores[int(i)])
+
+    killer = threading.Thread(target=kill_all)
+    killer.start()
+    try:
+        found = federation.run(project, rounds=6, batch_size=8, shuffle=False)
+    finally:
+        killer.join()
+    last = federation.replies(6)
+    assert all(np.isfinite(a).all() for a in found.values())
+    assert apart(found, mean(last)) < 1e-6
+    assert len(last) >= 15, federation.told()

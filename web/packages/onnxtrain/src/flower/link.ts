@@ -74,6 +74,7 @@ export class Link {
         }
         this.#tell(`${name} is tried again: ${(error as Error).message}`);
         await sleep(wait * (0.5 + Math.random() / 2), this.#signal);
+        if (this.#signal.aborted) throw error;
       }
     }
   }
