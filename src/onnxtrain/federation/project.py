@@ -23,7 +23,8 @@ name = {name}
 version = "1.0.0"
 description = "A federation that trains ONNX artifacts."
 license = "Apache-2.0"
-dependencies = ["onnxtrain[cpu,flower]"]
+# onnxtrain[cpu,flower] is where Flower is; a SuperLink installs what else is listed here.
+dependencies = []
 
 [tool.hatch.build.targets.wheel]
 packages = ["."]

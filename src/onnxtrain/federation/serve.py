@@ -37,9 +37,19 @@ def flower_program(name: str) -> str:
 
 @contextlib.contextmanager
 def superlink(
-    port: int = 8000, *, database: Path | None = None, log: Path | None = None
+    port: int = 8000,
+    *,
+    database: Path | None = None,
+    simulation: bool = False,
+    log: Path | None = None,
 ) -> Iterator[str]:
     """Run a SuperLink on this machine's loopback; give its address once it answers.
+
+    Args:
+        port: where Python clients and ``flwr run`` reach it.
+        database: where it remembers nodes and runs; else in memory.
+        simulation: it runs all clients itself.
+        log: where its output goes; else to ours.
 
     Raises:
         BusyError: something else has the port.
@@ -51,6 +61,7 @@ def superlink(
     command = [flower_program("flower-superlink"), "--insecure", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--disable-runtime-dependency-installation"]
     command += ["--database", str(database)] if database else []
+    command += ["--simulation"] if simulation else []
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("ab")) if log else None
         # It starts programs of its own, by name.
