@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "flower"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+ALONE = ["opacus==1.6.0"]
+"""Without what it needs: torch and the rest are in our environment."""
 
 
 def python(extras: str = "") -> Path:
@@ -33,7 +35,7 @@ def python(extras: str = "") -> Path:
     wanted += [extras] if extras else []
     beside = sysconfig.get_paths()["purelib"]
     folder = FOLDER / f"venv{'-' + extras.partition('=')[0] if extras else ''}"
-    ready, mark = folder / ".ready", "\n".join([*wanted, beside])
+    ready, mark = folder / ".ready", "\n".join([*wanted, *ALONE, beside])
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several workers may ask at once
@@ -41,7 +43,9 @@ def python(extras: str = "") -> Path:
             venv.create(folder, with_pip=True, clear=True)
             interpreter = folder / "bin" / "python"
             install = [interpreter, "-m", "pip", "install", "--quiet"]
-            subprocess.run([*install, "--disable-pip-version-check", *wanted], check=True)
+            install.append("--disable-pip-version-check")
+            subprocess.run([*install, *wanted], check=True)
+            subprocess.run([*install, "--no-deps", *ALONE], check=True)
             own = subprocess.run(
                 [interpreter, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
                 check=True,
