@@ -66,7 +66,7 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        config = dict(message.content.config_records.get(CONFIG, {}))
+        config: dict[str, Any] = dict(message.content.config_records.get(CONFIG, {}))
         mine = local(context)
         _check_proximal(config, mine.manifest.optimizer)
         arrays, metrics = mine.train(

@@ -126,8 +126,8 @@ class LocalRound:
         names = self._kept_names(tensors, keep=keep)
         stored = {n: own[n].numpy() for n in names if own is not None and n in own}
         self.trainer.load_state_dict({**self._start, **stored, **tensors, **anchors})
-        progress = kept.metric_records.get(_PROGRESS)
-        self.trainer.global_step = int(progress["step"]) if keep and progress is not None else 0
+        progress: dict[str, Any] = dict(kept.metric_records.get(_PROGRESS, {}))
+        self.trainer.global_step = int(progress.get("step", 0)) if keep else 0
 
     def _store(self, tensors: Mapping[str, np.ndarray], kept: RecordDict, *, keep: bool) -> None:
         names = self._kept_names(tensors, keep=keep)

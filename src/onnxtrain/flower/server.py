@@ -88,8 +88,8 @@ def server_app(
             train_config=_told(config or {}, run),
             evaluate_fn=None if trainer is None else _central(trainer, validation),
         )
-        target = out or run.get("out")
-        if target:
+        target = out or str(run.get("out") or "")
+        if target and result.arrays:  # there are none where every reply was refused
             save_global(own, result.arrays, target)
         if on_result is not None:
             on_result(result, checked)
@@ -135,7 +135,7 @@ def _central(trainer: Trainer, data: Any) -> Callable[[int, ArrayRecord], Metric
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         trainer.load_weights({n: arrays[n].numpy() for n in arrays}, strict=False)
-        return MetricRecord(trainer.evaluate(data).to_dict())
+        return MetricRecord(dict(trainer.evaluate(data).to_dict()))
 
     return evaluate
 

@@ -135,6 +135,8 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fede
 
 def build_javascript() -> None:
     """Compile the package, if its sources are newer."""
+    if not (machines.WEB / "node_modules").is_dir():
+        pytest.skip("web/node_modules is not there: npm ci --ignore-scripts in web/")
     package = machines.WEB / "packages" / "onnxtrain"
     built = package / "dist" / "flower" / "index.js"
     newest = max(p.stat().st_mtime for p in (package / "src").rglob("*.ts"))
@@ -266,6 +268,7 @@ def test_a_node_that_is_killed_comes_back_with_its_id(federation: Federation) ->
 
 
 @needs_browser
+@pytest.mark.full
 def test_a_tab_that_reloads_goes_on(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

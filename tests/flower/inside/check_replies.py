@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,14 +113,15 @@ def test_a_bad_client_is_refused_by_name(change: Any) -> None:
     same(result.arrays, by_hand(artifacts, nodes=2))
 
 
-def test_a_round_without_a_good_reply_changes_nothing() -> None:
+def test_a_round_without_a_good_reply_changes_nothing(tmp_path: Path) -> None:
     artifacts = built()
 
     def spoil(node: int, reply: Message) -> Message:
         return changed(reply, nan) if "arrays" in reply.content else reply
 
-    found, checked, _ = federate(artifacts, spoil=spoil, rounds=1)
+    found, checked, _ = federate(artifacts, spoil=spoil, rounds=1, out=tmp_path / "global")
     assert len(checked.refusals) == 2
+    assert not (tmp_path / "global").exists()
     assert found.arrays is None or len(found.arrays) == 0
 
 
