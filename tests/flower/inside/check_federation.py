@@ -286,8 +286,8 @@ def test_a_tab_that_reloads_goes_on(
 
 
 @pytest.mark.full
-def test_twenty_clients_each_killed_once(federation: Federation) -> None:
-    """Nineteen in Node, one in Python; whoever is killed comes back with what it had kept."""
+def test_nineteen_of_twenty_clients_are_killed_once(federation: Federation) -> None:
+    """Nineteen in Node, and one in Python that stays; the killed come back with what they kept."""
     rng = np.random.default_rng(0)
     project = federation.project(20)
     federation.python(1)
