@@ -38,7 +38,7 @@ DECLARED: dict[type, Declared] = {
     ),
 }
 ONLY_IN_PYTHON = {
-    BuildRequest: {"randomness", "check"},
+    BuildRequest: {"dp", "randomness", "check"},
     FitOptions: {"callbacks", "progress", "shuffle", "drop_last", "tensorboard"},
 }
 kinds = pytest.mark.parametrize("kind", DECLARED)

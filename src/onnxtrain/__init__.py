@@ -8,12 +8,14 @@ from onnxtrain.autodiff.registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
+from onnxtrain.optim.privacy import DP
 from onnxtrain.replace_head import replace_head
 from onnxtrain.training import Callback, EarlyStopping, Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DP",
     "Artifacts",
     "Callback",
     "Clip",

@@ -132,6 +132,15 @@ CASES: dict[str, tuple[optim.Optimizer, Callable[..., torch.optim.Optimizer]]] =
         optim.SGD(momentum=0.8, dampening=0.3),
         lambda p, lr: TORCH.SGD(p, lr=lr, momentum=0.8, dampening=0.3),
     ),
+    # The anchor of these tests is zero: the term is that of weight decay then.
+    "sgd-proximal": (
+        optim.SGD(momentum=0.5, proximal=0.05),
+        lambda p, lr: TORCH.SGD(p, lr=lr, momentum=0.5, weight_decay=0.05),
+    ),
+    "adam-proximal": (
+        optim.Adam(proximal=0.05),
+        lambda p, lr: TORCH.Adam(p, lr=lr, weight_decay=0.05),
+    ),
     "adam": (optim.Adam(), lambda p, lr: TORCH.Adam(p, lr=lr)),
     "adam-decay-amsgrad": (
         optim.Adam(weight_decay=0.1, amsgrad=True, betas=(0.8, 0.99)),

@@ -35,6 +35,7 @@ from onnxtrain.artifacts.request import BuildRequest, Names
 from onnxtrain.artifacts.session_check import check_inputs, check_sessions
 from onnxtrain.artifacts.signature import dtype_name, key_of
 from onnxtrain.artifacts.update.in_place import with_in_place
+from onnxtrain.artifacts.update.per_example import per_example
 from onnxtrain.artifacts.update.vector_models import vector_models
 from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
 from onnxtrain.autodiff.recompute_blocks import copy_scopes
@@ -51,6 +52,8 @@ from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.optim.clip import Clip
+from onnxtrain.optim.privacy import DP
+from onnxtrain.optim.transforms import ANCHOR
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.targets import BUNDLES, Target, find
 from onnxtrain.way_out import with_freeze
@@ -73,6 +76,7 @@ def build(
     recompute: str | Sequence[str] = (),
     target: str = "cpu",
     dims: Mapping[str, int] | None = None,
+    dp: DP | None = None,
     straight_through: bool = False,
     randomness: str = "portable",
     steps_per_call: int | None = None,
@@ -105,6 +109,7 @@ def build(
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
         dims: sizes to fix, by the name of the symbolic dimension or by its place (``"x[0]"``).
+        dp: clip the gradients of each example, and add noise to their sum (:class:`DP`).
         straight_through: train through quantisers as if they did not round: gradients pass inside
             the range of the integers, and nothing outside. Without it such models are refused.
         randomness: ``"portable"`` masks are a function of seed, step and place, the same on every
@@ -148,6 +153,9 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     trained = {*options.candidates, *options.buffers}
     widened = widen(base, trained, target=options.target) if exactness.widens else []
     origin = backward(copy_with_weights(base), options)
+    if asked.dp is not None:
+        _check_private(asked, exactness)
+        origin = per_example(origin, asked.dp, options.target)
     arrays = {n: _array(base, n) for n in origin.parameters}
     values = {n: _array(base, n) for n in origin.buffers}
     weights = _weights(source, arrays)
@@ -175,6 +183,7 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
             "loss_scale": exactness.settings(),
             "repairs": [*shown, *apart, *repairs_of(base), *untrained, *widened, *origin.repairs],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
+            **({"dp": dataclasses.asdict(asked.dp)} if asked.dp else {}),
         },
     )
     kept = shared if large else None
@@ -263,6 +272,13 @@ def _check_options(
         raise PrepareError(f"ema must lie between 0 and 1: {ema}")
 
 
+def _check_private(asked: BuildRequest, exactness: Precision) -> None:
+    if asked.accumulate > 1:
+        raise PrepareError("dp= adds noise to every batch\nhint: leave accumulate at 1")
+    if exactness.half is not None or exactness.scaled:
+        raise PrepareError("dp= clips in float32\nhint: leave precision at float32")
+
+
 def _forms(target: str, opset: int | None) -> Target:
     """Return the target; at an older opset few operators take sizes that data decide."""
     chosen = find(target)
@@ -332,7 +348,7 @@ def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     if spec.parameter == OWNER:
         return initial(spec)
     array = arrays[spec.parameter]
-    if spec.slot == "ema":
+    if spec.slot in ("ema", ANCHOR):
         return np.array(array)
     return np.full(
         spec.shape, spec.init, array.dtype if spec.dtype == array.dtype.name else spec.dtype
@@ -342,6 +358,8 @@ def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
     values = dataclasses.asdict(optimizer)
     values["groups"] = [dataclasses.asdict(g) for g in optimizer.groups]
+    if not optimizer.proximal:  # most have none
+        del values["proximal"]
     return {"name": type(optimizer).__name__, **values}
 
 

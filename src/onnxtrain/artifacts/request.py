@@ -12,6 +12,7 @@ from onnxtrain.graph.prepare.versions import OPSET
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim.clip import Clip
+from onnxtrain.optim.privacy import DP
 from onnxtrain.options import Flag, as_it_is, option
 from onnxtrain.targets import BUNDLES, TARGETS
 
@@ -65,6 +66,7 @@ class BuildRequest:
         Flag(list[str], "Fix a size: batch=32, or by place: x[0]=1.", name="dim"),
         lambda dims: dict(dims or {}),
     )
+    dp: DP | None = option(None)
     straight_through: bool = option(
         False, Flag(bool, "Train through quantisers: gradients pass inside their range."), as_it_is
     )

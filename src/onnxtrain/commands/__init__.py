@@ -6,6 +6,7 @@ from onnxtrain.commands.build import build
 from onnxtrain.commands.evaluate import evaluate
 from onnxtrain.commands.explain import explain
 from onnxtrain.commands.export import export
+from onnxtrain.commands.federate import federate
 from onnxtrain.commands.grad import grad
 from onnxtrain.commands.lowering import check, lower, profiles
 from onnxtrain.commands.ops import ops
@@ -27,3 +28,4 @@ def register(app: typer.Typer) -> None:
     app.command("check")(check)
     app.command("profiles")(profiles)
     app.add_typer(probe, name="probe")
+    app.add_typer(federate, name="federate")

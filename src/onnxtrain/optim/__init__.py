@@ -14,6 +14,7 @@ from onnxtrain.optim.optimizers import (
     Lion,
     RMSprop,
 )
+from onnxtrain.optim.privacy import DP
 from onnxtrain.optim.schedules import (
     SCHEDULES,
     Chain,
@@ -34,6 +35,7 @@ from onnxtrain.optim.schedules import (
 from onnxtrain.optim.transforms import Slot
 
 __all__ = [
+    "DP",
     "LAMB",
     "OPTIMIZERS",
     "SCHEDULES",

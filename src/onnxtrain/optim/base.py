@@ -47,6 +47,9 @@ class Optimizer:
     lr: float = 1e-3
     weight_decay: float = 0.0
     groups: Sequence[ParamGroup] = ()
+    proximal: float = 0.0
+    """Pulls each parameter towards its slot ``anchor``: adds ``proximal * (p - anchor)`` to its
+    gradient, as FedProx does. The anchor is where training started, until somebody moves it."""
 
     def __init_subclass__(cls) -> None:
         """Let a class that changes the update say anew whether it works element by element."""
@@ -64,7 +67,7 @@ class Optimizer:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if (
-                field.name in ("eps", "weight_decay", "momentum")
+                field.name in ("eps", "weight_decay", "momentum", "proximal")
                 and isinstance(value, float)
                 and value < 0
             ):
@@ -76,6 +79,10 @@ class Optimizer:
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
         """Return the transforms that make an update of a gradient."""
         raise NotImplementedError
+
+    def links(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Return the chain, behind what draws parameters to their anchors."""
+        return T.chain(T.add_proximal(self.proximal), *self.chain(weight_decay))
 
     def group_of(self, name: str) -> ParamGroup:
         """Return the settings of a parameter."""
@@ -89,12 +96,12 @@ class Optimizer:
         """Return whether a parameter's update is ``lr`` times its gradient and nothing else."""
         cls = type(self)
         emitted = (cls.apply, cls.subtract_update) == (Optimizer.apply, Optimizer.subtract_update)
-        return emitted and not self.chain(self.group_of(name).weight_decay or 0.0)
+        return emitted and not self.links(self.group_of(name).weight_decay or 0.0)
 
     def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
         """Return the state that a parameter needs."""
         decay = self.group_of(name).weight_decay or 0.0
-        return [s for t in self.chain(decay) for s in t.slots(tuple(dims), dtype)]
+        return [s for t in self.links(decay) for s in t.slots(tuple(dims), dtype)]
 
     def apply(
         self,
@@ -128,7 +135,7 @@ class Optimizer:
                 if key not in shared:
                     shared[key] = op.Mul(rate, group.lr_factor)
                 rate = shared[key]
-            links = self.chain(decay)
+            links = self.links(decay)
             dims = op.static(p) or ()
             mine = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
             u = Update(

@@ -16,6 +16,9 @@ from onnxtrain.graph.builder import OpBuilder
 
 Scalars = dict[tuple[str, float], ir.Value]
 
+ANCHOR = "anchor"
+"""The slot that holds where a proximal term draws a parameter to."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
@@ -112,6 +115,22 @@ def add_weight_decay(rate: float) -> Transform | None:
         u.gradient = u.op.Add(u.gradient, u.op.Mul(u.parameter, rate))
 
     return Transform(update) if rate else None
+
+
+def add_proximal(rate: float) -> Transform | None:
+    """Add ``rate * (parameter - anchor)`` to the gradient: that of ``rate / 2 * ||p - anchor||²``.
+
+    The anchor is state that no step changes.
+    """
+
+    def update(u: Update) -> None:
+        u.apply_pending_scale()
+        anchor = u.state[ANCHOR]
+        u.new_state[ANCHOR] = u.op.Identity(anchor)
+        distance = u.op.Sub(u.parameter, anchor)
+        u.gradient = u.op.Add(u.gradient, u.op.Mul(distance, rate))
+
+    return Transform(update, like(ANCHOR)) if rate else None
 
 
 def decay_weights(rate: float) -> Transform | None:

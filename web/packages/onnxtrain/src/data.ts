@@ -47,6 +47,14 @@ export async function* batches(
 export const isColumns = (data: Dataset): data is Batch =>
   typeof data === "object" && !(Symbol.iterator in data) && !(Symbol.asyncIterator in data);
 
+/** Gives how many rows a dataset has; batches that are made anew for each epoch are gone through. */
+export async function countRows(data: Dataset, specs: readonly TensorSpec[]): Promise<number> {
+  if (isColumns(data)) return rowsOf(data, specs);
+  let n = 0;
+  for await (const batch of batches(data, specs, {})) n += rowsOf(batch, specs);
+  return n;
+}
+
 function rowsOf(data: Batch, specs: readonly TensorSpec[]): number {
   let found: { n: number; name: string } | undefined;
   for (const s of specs) {

@@ -1,0 +1,145 @@
+"""Bad replies are refused by name, and the round goes on without them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+
+from tests.flower.inside.check_rounds import by_hand, federate, same
+from tests.flower.inside.federations import built
+
+
+def changed(reply: Message, change: Callable[[dict[str, Array], dict[str, Any]], None]) -> Message:
+    arrays = dict(reply.content["arrays"]) if "arrays" in reply.content else {}
+    metrics = dict(reply.content["metrics"])
+    change(arrays, metrics)
+    records = {"arrays": ArrayRecord(arrays)} if arrays else {}
+    reply.content = RecordDict({**records, "metrics": MetricRecord(metrics)})
+    return reply
+
+
+def nan(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    arrays["fc2.bias"] = Array(np.full(3, np.nan, np.float32))
+
+
+def wrong_shape(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    arrays["fc2.bias"] = Array(np.zeros(4, np.float32))
+
+
+def scalar(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    arrays["fc2.bias"] = Array(np.asarray(0, np.float32))
+
+
+def wrong_type(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    arrays["fc2.bias"] = Array(np.zeros(3, np.float64))
+
+
+def missing(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    del arrays["fc2.bias"]
+
+
+def foreign(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    arrays["evil"] = Array(np.zeros(3, np.float32))
+
+
+def huge(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    big = Array(np.zeros(1 << 20, np.float32))
+    arrays["fc2.bias"] = Array("float32", (3,), "numpy.ndarray", big.data)
+
+
+def announced_wrongly(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    other = Array(np.zeros(5, np.float32))
+    arrays["fc2.bias"] = Array("float32", (3,), "numpy.ndarray", other.data)
+
+
+def no_file(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    arrays["fc2.bias"] = Array("float32", (3,), "numpy.ndarray", b"garbage")
+
+
+def far(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    arrays["fc2.bias"] = Array(np.full(3, 1e6, np.float32))
+
+
+def heavy(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    metrics["num-examples"] = 10**12
+
+
+def negative(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    metrics["num-examples"] = -5
+
+
+def no_weight(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    del metrics["num-examples"]
+
+
+def bad_loss(arrays: dict[str, Array], metrics: dict[str, Any]) -> None:
+    metrics["loss"] = math.inf
+
+
+BAD = {
+    nan: "'fc2.bias' has values that are infinite or NaN",
+    wrong_shape: "'fc2.bias' is float32[4], not float32[3]",
+    scalar: "'fc2.bias' is float32[], not float32[3]",
+    wrong_type: "'fc2.bias' is float64[3], not float32[3]",
+    missing: "no array 'fc2.bias'",
+    foreign: "an unknown array 'evil'",
+    huge: "'fc2.bias' has 4,194,432 bytes, more than",
+    announced_wrongly: "'fc2.bias' holds float32[5]",
+    no_file: "'fc2.bias' cannot be read",
+    far: "its update has norm 1.7",
+    heavy: "'num-examples' is 1000000000000",
+    negative: "'num-examples' is -5",
+    no_weight: "no metric 'num-examples'",
+    bad_loss: "metric 'loss' is inf",
+}
+
+
+@pytest.mark.parametrize("change", BAD, ids=lambda change: change.__name__)
+def test_a_bad_client_is_refused_by_name(change: Any) -> None:
+    artifacts = built()
+
+    def spoil(node: int, reply: Message) -> Message:
+        return changed(reply, change) if node == 3 and "arrays" in reply.content else reply
+
+    result, checked, _ = federate(artifacts, nodes=3, spoil=spoil, largest_update=1000.0)
+    assert [(r.round, r.node) for r in checked.refusals] == [(1, 3), (2, 3), (3, 3)]
+    assert all(BAD[change] in r.reason for r in checked.refusals), checked.refusals[0]
+    same(result.arrays, by_hand(artifacts, nodes=2))
+
+
+def test_a_round_without_a_good_reply_changes_nothing(tmp_path: Path) -> None:
+    artifacts = built()
+
+    def spoil(node: int, reply: Message) -> Message:
+        return changed(reply, nan) if "arrays" in reply.content else reply
+
+    found, checked, _ = federate(artifacts, spoil=spoil, rounds=1, out=tmp_path / "global")
+    assert len(checked.refusals) == 2
+    assert not (tmp_path / "global").exists()
+    assert found.arrays is None or len(found.arrays) == 0
+
+
+def test_metrics_of_one_client_alone_are_left_out() -> None:
+    def spoil(node: int, reply: Message) -> Message:
+        return changed(reply, lambda _, m: m.update(mine=1.0)) if node == 1 else reply
+
+    result, checked, _ = federate(built(), spoil=spoil, rounds=1)
+    assert checked.refusals == []
+    assert "mine" not in result.train_metrics_clientapp[1]
+    assert "mine" not in result.evaluate_metrics_clientapp[1]
+
+
+def test_a_bad_evaluation_is_refused() -> None:
+    def spoil(node: int, reply: Message) -> Message:
+        evaluated = "arrays" not in reply.content
+        return changed(reply, bad_loss) if node == 1 and evaluated else reply
+
+    result, checked, _ = federate(built(), spoil=spoil, rounds=1)
+    assert [r.node for r in checked.refusals] == [1]
+    assert math.isfinite(result.evaluate_metrics_clientapp[1]["loss"])
