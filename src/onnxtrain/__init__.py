@@ -1,6 +1,6 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
-from onnxtrain import losses, optim
+from onnxtrain import examples, losses, optim, testing
 from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
@@ -9,7 +9,14 @@ from onnxtrain.autodiff.split import Split, split
 from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
 from onnxtrain.replace_head import replace_head
-from onnxtrain.training import Callback, EarlyStopping, Trainer
+from onnxtrain.training import (
+    Callback,
+    EarlyStopping,
+    MlflowLogger,
+    Trainer,
+    WandbLogger,
+    find_lr,
+)
 
 __version__ = "0.1.0"
 
@@ -18,12 +25,16 @@ __all__ = [
     "Callback",
     "Clip",
     "EarlyStopping",
+    "MlflowLogger",
     "Precision",
     "Report",
     "Split",
     "Trainer",
+    "WandbLogger",
     "build",
+    "examples",
     "explain",
+    "find_lr",
     "grad",
     "jvp",
     "load",
@@ -35,5 +46,6 @@ __all__ = [
     "register_vjp",
     "replace_head",
     "split",
+    "testing",
     "vjp",
 ]

@@ -4,10 +4,12 @@ import typer
 
 from onnxtrain.commands.build import build
 from onnxtrain.commands.evaluate import evaluate
+from onnxtrain.commands.example import example
 from onnxtrain.commands.explain import explain
 from onnxtrain.commands.export import export
 from onnxtrain.commands.grad import grad
 from onnxtrain.commands.lowering import check, lower, profiles
+from onnxtrain.commands.lr_find import lr_find
 from onnxtrain.commands.ops import ops
 from onnxtrain.commands.probe import probe
 from onnxtrain.commands.train import train
@@ -20,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command("gradients", hidden=True)(grad)
     app.command("ops")(ops)
     app.command("build")(build)
+    app.command("lr-find")(lr_find)
     app.command("train")(train)
     app.command("eval")(evaluate)
     app.command("export")(export)
@@ -27,3 +30,4 @@ def register(app: typer.Typer) -> None:
     app.command("check")(check)
     app.command("profiles")(profiles)
     app.add_typer(probe, name="probe")
+    app.command("example")(example)
