@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 import onnxtrain
+from onnxtrain.autodiff import registry
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.testing import check_rule
-from tests.registries import restore_afterwards
 
 X = np.linspace(-1.4, 1.6, 6).reshape(2, 3)
 
 
 @pytest.fixture(autouse=True)
-def _own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    restore_afterwards(monkeypatch)
+def _own_rules() -> Iterator[None]:
+    before = dict(registry.USER_RULES)
+    yield
+    registry.USER_RULES.clear()
+    registry.USER_RULES.update(before)
 
 
 def test_rules_of_ours() -> None:

@@ -68,7 +68,7 @@ class LrCurve(Shown):
         axes.grid(alpha=0.3)
         axes.legend()
         picture = io.BytesIO()
-        name = os.fsdecode(path)
+        name = os.path.abspath(os.fsdecode(path))
         figure.savefig(picture, format="svg" if name.lower().endswith(".svg") else "png")
         write_files(name, {name: content(picture.getvalue())})
 
