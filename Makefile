@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
+.PHONY: docs release-check hugging-face help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -34,14 +34,37 @@ test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium cpp-to
 	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1 --durations=30
 	$(MAKE) web-test
 
-test-full: $(VENV)/.dev check  ## the long loops too
+test-full: $(VENV)/.dev check  ## the long loops too, and transformers
 	$(BIN)/python -m pytest -n 2 -q
+	$(MAKE) hugging-face
 
 check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs  ## the documentation site, into docs/_build/html
+	cd docs && ../$(BIN)/python -m sitegen
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m tools.site_links docs/_build/html
+
+release-check: $(BIN)/python  ## build and try wheel, sdist and npm tarball of the last commit, from a clean clone
+	$(BIN)/python -m tools.release_check .cache/release
+
+HUGGING_FACE := .cache/hugging-face
+$(HUGGING_FACE)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(HUGGING_FACE)
+	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]" transformers datasets
+	@touch $@
+
+hugging-face: $(HUGGING_FACE)/.ready  ## modules and Trainer of transformers, in an environment that has it
+	$(HUGGING_FACE)/bin/python -m pytest -n0 -q tests/torch/test_hugging_face.py "tests/docs/test_pages.py::test_blocks_run[docs/hugging-face.md]"
 
 lower-bounds: $(BIN)/python  ## fast tests with the oldest releases that pyproject.toml allows
 	$(BIN)/python tests/lower_bounds.py .cache/lower-bounds
@@ -135,4 +158,4 @@ style-transfer: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chrom
 	$(BIN)/python examples/style_transfer/run.py $(STYLE_FLAGS)
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs .cache web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public
+	rm -rf $(VENV) runs .cache docs/_build docs/generated web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public

@@ -30,7 +30,7 @@ def write(folder: Path) -> None:
     """Write the pages, and one that lists them."""
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[str] = []
-    seen: set[int] = set()
+    seen: dict[int, str] = {}
     for name, about in MODULES.items():
         file = name.replace(".", "-")
         text = f"# {name}\n\n{about}\n\n```{{eval-rst}}\n{_directives(name, seen)}```\n"
@@ -43,8 +43,8 @@ def write(folder: Path) -> None:
     (folder / "index.md").write_text(text, encoding="utf-8")
 
 
-def _directives(name: str, seen: set[int]) -> str:
-    """Return what autodoc is told; what an earlier page has is not in the index twice."""
+def _directives(name: str, seen: dict[int, str]) -> str:
+    """Return what autodoc is told; what an earlier page has is named, not described twice."""
     module = importlib.import_module(name)
     public = getattr(module, "__all__", None) or [
         n
@@ -52,17 +52,20 @@ def _directives(name: str, seen: set[int]) -> str:
         if not n.startswith("_") and getattr(v, "__module__", None) == name
     ]
     text = f".. currentmodule:: {name}\n\n"
+    again = []
     for member in sorted(public, key=lambda n: (n[:1].isupper(), n)):
         value = getattr(module, member)
         if inspect.ismodule(value):
             continue
-        again = "   :no-index:\n" if id(value) in seen else ""
-        seen.add(id(value))
+        if id(value) in seen:
+            again.append(f"* ``{member}``: :doc:`{seen[id(value)]}`\n")
+            continue
         if inspect.isclass(value):
             text += f".. autoclass:: {name}.{member}\n   :members:\n   :show-inheritance:\n"
-            text += f"   :exclude-members: {OF_OTHERS}\n{again}\n"
+            text += f"   :exclude-members: {OF_OTHERS}\n\n"
         elif callable(value):
-            text += f".. autofunction:: {name}.{member}\n{again}\n"
+            text += f".. autofunction:: {name}.{member}\n\n"
         else:
             text += f".. autodata:: {name}.{member}\n   :no-value:\n\n"
-    return text
+        seen[id(value)] = name.replace(".", "-")
+    return text + ("Also here:\n\n" + "".join(again) if again else "")

@@ -18,7 +18,7 @@ from onnxtrain.training import (
     find_lr,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Artifacts",

@@ -1,4 +1,4 @@
-"""Their Trainer trains a TrainableModule as it trains the module itself; the page runs in tests/docs.
+"""Their Trainer trains a TrainableModule as it trains the module; the page runs in tests/docs.
 
 ``make hugging-face`` makes an environment that has transformers, and runs both there.
 """
