@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnxtrain
-from sitegen.bench_chart import chart
+from sitegen.bench_chart import chart, write_glance
 from sitegen.contents import DOCS
 from sitegen.data_flow import data_flow
 from sitegen.graph_picture import graph_picture
@@ -16,7 +16,7 @@ def small_gradient() -> str:
 
 
 def main() -> None:
-    """Write the pictures."""
+    """Write the pictures, and what a page shows beside one."""
     drawn = {
         "data-flow": data_flow(),
         "gradient-graph": small_gradient(),
@@ -24,6 +24,7 @@ def main() -> None:
     }
     for name, text in drawn.items():
         (DOCS / "images" / f"{name}.svg").write_text(text, encoding="utf-8")
+    write_glance()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from sitegen.contents import DOCS
-from sitegen.svg import arrow, box, picture
+from sitegen.svg import arrow, box, picture, sideways
 
 WAYS_IN = ["model.onnx", "torch.nn.Module", "scikit-learn"]
-RUNS = ["Python", "Node", "browser: wasm, WebGPU", "C++, C, Java, Rust", "CUDA"]
+RUNS = ["Python", "Node", "browser", "C++, C, Java, Rust", "CUDA"]
 HIDDEN = {"torch.nn.Module", "model.onnx", "sessions", "train", "artifacts"}
 
 
@@ -28,7 +28,7 @@ def data_flow() -> str:
     parts = []
     for i, name in enumerate(WAYS_IN):
         y = middle + 60 * (i - 1) - 18
-        parts += [box(16, y, 140, 36, [name], "grey"), arrow(156, y + 18, 206, 42)]
+        parts += [box(16, y, 140, 36, [name], "grey"), sideways(156, y + 18, 206, 42)]
     for i, (name, folder) in enumerate(rows):
         y = 24 + 44 * i
         parts.append(box(208, y, 190, 36, [name, folder], "blue"))
@@ -36,10 +36,16 @@ def data_flow() -> str:
             parts.append(arrow(303, y - 8, 303, y))
     last = 24 + 44 * (len(rows) - 1) + 18
     files = ["art/", "plain ONNX models", "checkpoint", "manifest.json"]
-    parts += [box(456, middle - 44, 150, 88, files, "orange"), arrow(398, last, 454, middle)]
+    parts += [
+        box(456, middle - 44, 150, 88, files, "orange"),
+        sideways(398, last, 454, middle),
+    ]
     for i, name in enumerate(RUNS):
         y = middle + 50 * (i - (len(RUNS) - 1) / 2) - 18
-        parts += [box(664, y, 180, 36, [name], "green"), arrow(606, middle, 662, y + 18)]
+        parts += [
+            box(664, y, 180, 36, [name], "green"),
+            sideways(606, middle, 662, y + 18),
+        ]
     note = (
         f"<text x='754' y='{middle + 160:g}' text-anchor='middle' font-size='11' fill='#52606d'>"
         "stock ONNX Runtime</text>"

@@ -30,18 +30,20 @@ def box(
 
 
 def arrow(x: float, y: float, to_x: float, to_y: float) -> str:
-    """Return an arrow, bent if it does not go straight."""
-    if x == to_x or y == to_y:
-        path = f"M{x:g},{y:g} L{to_x:g},{to_y:g}"
-    elif abs(to_y - y) >= abs(to_x - x):
-        middle = (y + to_y) / 2
-        path = f"M{x:g},{y:g} C{x:g},{middle:g} {to_x:g},{middle:g} {to_x:g},{to_y:g}"
-    else:
-        middle = (x + to_x) / 2
-        path = f"M{x:g},{y:g} C{middle:g},{y:g} {middle:g},{to_y:g} {to_x:g},{to_y:g}"
-    return (
-        f"<path d='{path}' fill='none' stroke='{LINE}' stroke-width='1.3' marker-end='url(#to)'/>"
-    )
+    """Return an arrow downwards."""
+    middle = (y + to_y) / 2
+    return _arrow(f"M{x:g},{y:g} C{x:g},{middle:g} {to_x:g},{middle:g} {to_x:g},{to_y:g}")
+
+
+def sideways(x: float, y: float, to_x: float, to_y: float) -> str:
+    """Return an arrow to the right."""
+    middle = (x + to_x) / 2
+    return _arrow(f"M{x:g},{y:g} C{middle:g},{y:g} {middle:g},{to_y:g} {to_x:g},{to_y:g}")
+
+
+def _arrow(path: str) -> str:
+    style = f"fill='none' stroke='{LINE}' stroke-width='1.3'"
+    return f"<path d='{path}' {style} marker-end='url(#to)'/>"
 
 
 def picture(wide: float, high: float, parts: Sequence[str], title: str) -> str:

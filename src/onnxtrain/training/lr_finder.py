@@ -62,9 +62,10 @@ class LrCurve(Shown):
         axes.plot(self.lrs, self.losses, linewidth=0.6, alpha=0.4, label="loss")
         axes.plot(self.lrs, self.smoothed, linewidth=1.6, label="smoothed")
         axes.axvline(self.suggestion, color="tab:red", linestyle="--")
-        axes.annotate(f" {self.suggestion:.2g}", (self.suggestion, max(self.smoothed)))
+        top = min(1.1 * max(self.smoothed), 1.6 * self.smoothed[0])  # not where it ends
+        axes.annotate(f" {self.suggestion:.2g}", (self.suggestion, 0.95 * top))
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
-        axes.set_ylim(0.9 * min(self.smoothed), 1.1 * max(self.smoothed))
+        axes.set_ylim(0.9 * min(self.smoothed), top)
         axes.grid(alpha=0.3)
         axes.legend()
         picture = io.BytesIO()
