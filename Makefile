@@ -60,11 +60,11 @@ HUGGING_FACE := .cache/hugging-face
 $(HUGGING_FACE)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(HUGGING_FACE)
 	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]" transformers datasets
+	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]" transformers datasets wandb mlflow-skinny
 	@touch $@
 
-hugging-face: $(HUGGING_FACE)/.ready  ## modules and Trainer of transformers, in an environment that has it
-	$(HUGGING_FACE)/bin/python -m pytest -n0 -q tests/torch/test_hugging_face.py "tests/docs/test_pages.py::test_blocks_run[docs/hugging-face.md]"
+hugging-face: $(HUGGING_FACE)/.ready  ## transformers, datasets, wandb and mlflow, in an environment that has them
+	$(HUGGING_FACE)/bin/python -m pytest -n0 -q tests/torch/test_hugging_face.py tests/training/test_trackers.py "tests/docs/test_pages.py::test_blocks_run[docs/hugging-face.md]"
 
 lower-bounds: $(BIN)/python  ## fast tests with the oldest releases that pyproject.toml allows
 	$(BIN)/python tests/lower_bounds.py .cache/lower-bounds

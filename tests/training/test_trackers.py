@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,3 +113,36 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, name: str) ->
     kind = {"wandb": onnxtrain.WandbLogger, "mlflow": onnxtrain.MlflowLogger}[name]
     with pytest.raises(OnnxTrainError, match=rf"hint: pip install {name}"):
         kind("digits")
+
+
+# -- the packages themselves, without a network -------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed: make hugging-face"
+)
+def test_the_real_wandb_offline(tmp_path: Path) -> None:
+    history = fit(onnxtrain.WandbLogger("digits", mode="offline", dir=str(tmp_path)))
+    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert record.stat().st_size > 500
+    assert len(history.epochs) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed: make hugging-face"
+)
+def test_the_real_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    place = (tmp_path / "runs").as_uri()
+    logger = onnxtrain.MlflowLogger("digits", uri=place)
+    history = fit(logger)
+    client = mlflow.MlflowClient(tracking_uri=place)
+    run = client.get_run(logger.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["epoch/val_loss"] == history.epochs[-1]["val_loss"]
+    steps = client.get_metric_history(logger.run_id, "step/loss")
+    assert [(m.step, m.value) for m in steps] == [(r["step"], r["loss"]) for r in history.steps]
