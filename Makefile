@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: docs release-check hugging-face help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
+.PHONY: docs playground release-check hugging-face help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -135,6 +135,10 @@ web/node_modules/.package-lock.json: web/package-lock.json
 web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that trains a digit classifier
 	$(BIN)/python web/demo/make_artifacts.py web/demo/public
 	cd web && npm run dev
+
+playground: $(VENV)/.demo web/node_modules/.package-lock.json  ## build that page; `make docs` then has it in the gallery
+	$(BIN)/python web/demo/make_artifacts.py web/demo/public
+	cd web && npm run build
 
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }

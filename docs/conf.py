@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,28 @@ api.write(GENERATED / "api")
 (GENERATED / "profiles.md").write_text(profiles.page(), encoding="utf-8")
 
 
+PLAYGROUND = DOCS.parent / "web" / "demo" / "dist"
+FRAME = (
+    '<iframe src="../playground/index.html" title="a digit classifier that learns in this page" '
+    'loading="lazy" style="width: 100%; height: 48rem; border: 1px solid #ccc"></iframe>'
+)
+
+
 def _fill(app: Any, name: str, source: list[str]) -> None:
-    """Put the tables of contents where the first page asks for them."""
+    """Put the tables of contents, and the page that trains if it is built, where they belong."""
     del app
     if name == "index":
         source[0] = source[0].replace("<!-- contents -->", toctrees())
+    if name == "gallery/pages" and PLAYGROUND.exists():
+        source[0] = source[0].replace("<!-- playground -->", FRAME)
+
+
+def _copy_playground(app: Any, error: Exception | None) -> None:
+    if error is None and PLAYGROUND.exists():
+        shutil.copytree(PLAYGROUND, Path(app.outdir) / "playground", dirs_exist_ok=True)
 
 
 def setup(app: Any) -> None:
     """Connect what is ours."""
     app.connect("source-read", _fill)
+    app.connect("build-finished", _copy_playground)
