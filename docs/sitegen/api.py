@@ -13,8 +13,6 @@ MODULES = {
     "onnxtrain.optim": "Optimizers and schedules.",
     "onnxtrain.torch": "From PyTorch, and back.",
     "onnxtrain.sklearn": "Estimators that train ONNX graphs.",
-    "onnxtrain.lowering": "Models for older opsets and smaller runtimes.",
-    "onnxtrain.artifacts": "Directories that train anywhere.",
     "onnxtrain.manifest": "What such a directory promises.",
     "onnxtrain.checkpoint": "Checkpoints as safetensors files.",
     "onnxtrain.targets": "What runtimes have, lack and prefer.",

@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").glob("*.md")))
-PLAIN = {"", "text", "diff"}
-"""What is shown and not run, as outputs are; ``{toctree}`` and the like are for the site."""
+PLAIN = {"", "text", "diff", "pycon"}
+"""What is shown and not run, as outputs are; doctest runs ``pycon``, the site ``{toctree}``."""
 _FENCE = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+?) -->\n)?^(?P<indent> *)```(?P<kind>[^\n`]*)\n"
     r"(?P<code>.*?)^(?P=indent)```[ ]*$",
