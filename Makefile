@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: docs playground release-check hugging-face help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -44,6 +44,7 @@ check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+.PHONY: docs playground release-check hugging-face
 $(VENV)/.docs: $(VENV)/.dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	@touch $@

@@ -20,7 +20,14 @@ SECTIONS = {
         *("generated/profiles", "zoo", "wild"),
     ],
     "Internals": [
-        *("design", "speed", "benchmarks", "benchmarks-cuda", "benchmarks-web"),
+        *(
+            "design",
+            "speed",
+            "benchmarks",
+            "benchmarks-cuda",
+            "benchmarks-web",
+            "benchmarks-finetune",
+        ),
         *("contributing", "changelog"),
     ],
     "Gallery": ["gallery/digits", "gallery/gradients", "gallery/learning-rate", "gallery/pages"],
