@@ -61,7 +61,8 @@ HUGGING_FACE := .cache/hugging-face
 $(HUGGING_FACE)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(HUGGING_FACE)
 	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]" transformers datasets wandb mlflow-skinny
+	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]"
+	$(HUGGING_FACE)/bin/pip install --quiet transformers datasets wandb mlflow-skinny  # they bound packages of their own
 	@touch $@
 
 hugging-face: $(HUGGING_FACE)/.ready  ## transformers, datasets, wandb and mlflow, in an environment that has them
