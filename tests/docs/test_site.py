@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -44,8 +45,8 @@ def test_every_public_name_is_in_the_api(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     api.write(tmp_path)
     text = (tmp_path / "onnxtrain.md").read_text(encoding="utf-8")
-    modules = {"examples", "losses", "optim", "testing"}
-    public = [n for n in onnxtrain.__all__ if n not in modules]
+    public = [n for n in onnxtrain.__all__ if not inspect.ismodule(getattr(onnxtrain, n))]
+    assert len(public) > 20
     assert [n for n in public if f"onnxtrain.{n}\n" not in text] == []
 
 
