@@ -34,14 +34,39 @@ test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium cpp-to
 	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1 --durations=30
 	$(MAKE) web-test
 
-test-full: $(VENV)/.dev check  ## the long loops too
+test-full: $(VENV)/.dev check  ## the long loops too, and transformers
 	$(BIN)/python -m pytest -n 2 -q
+	$(MAKE) hugging-face
 
 check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+.PHONY: docs playground release-check hugging-face
+$(VENV)/.docs: $(VENV)/.dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs  ## the documentation site, into docs/_build/html
+	cd docs && ../$(BIN)/python -m sitegen
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m tools.site_links docs/_build/html
+
+release-check: $(BIN)/python  ## build and try wheel, sdist and npm tarball of the last commit, from a clean clone
+	$(BIN)/python -m tools.release_check .cache/release
+
+HUGGING_FACE := .cache/hugging-face
+$(HUGGING_FACE)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(HUGGING_FACE)
+	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]"
+	$(HUGGING_FACE)/bin/pip install --quiet transformers datasets wandb mlflow-skinny  # they bound packages of their own
+	@touch $@
+
+hugging-face: $(HUGGING_FACE)/.ready  ## transformers, datasets, wandb and mlflow, in an environment that has them
+	$(HUGGING_FACE)/bin/python -m pytest -n0 -q tests/torch/test_hugging_face.py tests/training/test_trackers.py "tests/docs/test_pages.py::test_blocks_run[docs/hugging-face.md]"
 
 lower-bounds: $(BIN)/python  ## fast tests with the oldest releases that pyproject.toml allows
 	$(BIN)/python tests/lower_bounds.py .cache/lower-bounds
@@ -113,6 +138,10 @@ web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that t
 	$(BIN)/python web/demo/make_artifacts.py web/demo/public
 	cd web && npm run dev
 
+playground: $(VENV)/.demo web/node_modules/.package-lock.json  ## build that page; `make docs` then has it in the gallery
+	$(BIN)/python web/demo/make_artifacts.py web/demo/public
+	cd web && npm run build
+
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
 
@@ -140,4 +169,4 @@ federated-demo: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## Py
 	python=$$($(BIN)/python -m tests.flower.environment) && PYTHONPATH=src $$python examples/federated/run.py $(FEDERATED_FLAGS)
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs .cache web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public
+	rm -rf $(VENV) runs .cache docs/_build docs/generated web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public

@@ -1,6 +1,6 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
-from onnxtrain import losses, optim
+from onnxtrain import examples, losses, optim, testing
 from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
@@ -10,9 +10,16 @@ from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
 from onnxtrain.optim.privacy import DP
 from onnxtrain.replace_head import replace_head
-from onnxtrain.training import Callback, EarlyStopping, Trainer
+from onnxtrain.training import (
+    Callback,
+    EarlyStopping,
+    MlflowLogger,
+    Trainer,
+    WandbLogger,
+    find_lr,
+)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DP",
@@ -20,12 +27,16 @@ __all__ = [
     "Callback",
     "Clip",
     "EarlyStopping",
+    "MlflowLogger",
     "Precision",
     "Report",
     "Split",
     "Trainer",
+    "WandbLogger",
     "build",
+    "examples",
     "explain",
+    "find_lr",
     "grad",
     "jvp",
     "load",
@@ -37,5 +48,6 @@ __all__ = [
     "register_vjp",
     "replace_head",
     "split",
+    "testing",
     "vjp",
 ]

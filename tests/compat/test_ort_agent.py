@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from onnxruntime.capi._pybind_state import OrtValueVector
 
+import onnxtrain
 from onnxtrain import vjp
 from onnxtrain.compat.ort.agent import (
     OrtModuleGraphBuilder,
@@ -20,6 +22,7 @@ from onnxtrain.compat.ort.agent import (
     TrainingGraphTransformerConfiguration,
 )
 from onnxtrain.errors import CompatError
+from onnxtrain.examples import digits_data, digits_model
 
 from .models import WEIGHTS, arrays_of, batch, mlp, two_outputs
 
@@ -205,15 +208,17 @@ def test_wrong_builds_are_named():
         TrainingAgent(session, ["input", *WEIGHTS], bw_fetches_names=["x"])
 
 
-def test_the_page_runs_as_written():
+def test_the_page_gives_right_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "coming-from-onnxruntime-training.md").read_text()
     section = page.partition("## Forward and backward as two calls")[2]
     (block,) = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-    model = mlp()
-    scope = {"model": model, "weights": arrays_of(model), "features": batch()[0]}
-    exec(compile(block, "coming-from", "exec"), {**scope, "onnxruntime": onnxruntime}, scope)
+    model = digits_model("model.onnx", hidden=8)
+    scope: dict = {"onnx": onnx, "onnxtrain": onnxtrain, "digits": digits_data(16)}
+    exec(compile(block, "coming-from", "exec"), scope)
     slope = 2 * scope["outputs"][0].numpy()
-    want = expected(model, WEIGHTS, [scope["features"], *scope["weights"].values()], [slope])
+    names = list(scope["weights"])
+    want = expected(model, names, [scope["features"], *scope["weights"].values()], [slope])
     for got, value in zip(numbers(scope["gradients"]), want[1:], strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
 

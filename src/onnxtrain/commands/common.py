@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import numpy as np
 import typer
 
-from onnxtrain.errors import OnnxTrainError, PrepareError
-from onnxtrain.graph.io.regular_file import open_regular
+from onnxtrain.errors import PrepareError
+from onnxtrain.training import Trainer
+from onnxtrain.training.data_files import read_data
 
 Model = Annotated[Path, typer.Argument(help="An .onnx file.")]
 Wrt = Annotated[
@@ -18,15 +20,18 @@ Wrt = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Directory = Annotated[Path, typer.Argument(help="A directory that `onnxtrain build` has made.")]
-Data = Annotated[Path, typer.Option(help="An .npz file with an array per input and target.")]
+Data = Annotated[
+    Path,
+    typer.Option(
+        help="An .npz, .csv or .jsonl file, or a folder with a folder of pictures per class."
+    ),
+]
 Checkpoint = Annotated[
     Path | None, typer.Option(help="Weights to take; else those in the directory.")
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int | None, typer.Option(help="Threads to use; all cores by default.")]
-
-_HINT = "hint: numpy.savez('train.npz', x=..., labels=...)"
-_NPY, _ZIP = b"\x93NUMPY", b"PK"
+_CLASSES = "classes:"
 
 
 def read_size(text: str) -> tuple[str, int]:
@@ -37,34 +42,18 @@ def read_size(text: str) -> tuple[str, int]:
     return name, int(value)
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file by name.
+def read_for(trainer: Trainer, path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file or folder for a trainer.
 
-    Raises:
-        OnnxTrainError: it cannot be read, or is not such a file.
+    Where labels are texts, or folders of pictures, the trainer's checkpoints keep which number
+    stands for which: it is the same for training, validation and all later evaluation.
     """
-    try:
-        with open_regular(path) as raw:
-            return _arrays(raw, path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OnnxTrainError(f"{path}: cannot be read: {reason}\n{_HINT}") from error
-
-
-def _arrays(raw: BinaryIO, path: Path) -> dict[str, np.ndarray]:
-    start = raw.read(len(_NPY))
-    raw.seek(0)
-    if start == _NPY:
-        raise OnnxTrainError(f"{path}: a single array, whose name is not known\n{_HINT}")
-    if not start.startswith(_ZIP):
-        raise OnnxTrainError(f"{path}: not an .npz file\n{_HINT}")
-    try:
-        with np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # damaged zip files raise anything
-        reason = str(error) or type(error).__name__
-        raise OnnxTrainError(f"{path}: not an .npz file of arrays: {reason}\n{_HINT}") from error
-    odd = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
-    if odd:
-        raise OnnxTrainError(f"{path}: {odd[0]!r} is no array\n{_HINT}")
-    return arrays
+    kept = {
+        name.removeprefix(_CLASSES): json.loads(str(texts))
+        for name, texts in trainer.properties.items()
+        if name.startswith(_CLASSES)
+    }
+    data = read_data(path, trainer.batch_specs, kept)
+    for name, texts in data.classes.items():
+        trainer.properties[_CLASSES + name] = json.dumps(texts)
+    return data.arrays

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from onnxtrain.commands.common import Checkpoint, Data, Device, Directory, Json, Threads, read_npz
+from onnxtrain.commands.common import Checkpoint, Data, Device, Directory, Json, Threads, read_for
 from onnxtrain.training import Trainer
 
 
@@ -25,7 +25,7 @@ def evaluate(
     trainer = Trainer(directory, device=device, threads=threads)
     if checkpoint is not None:
         trainer.load(checkpoint)
-    evaluation = trainer.evaluate(read_npz(data), batch_size=batch_size)
+    evaluation = trainer.evaluate(read_for(trainer, data), batch_size=batch_size)
     if as_json:
         typer.echo(json.dumps({**evaluation.to_dict(), "samples": evaluation.samples}))
         return

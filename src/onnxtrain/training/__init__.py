@@ -1,7 +1,10 @@
 """Training on stock ONNX Runtime."""
 
 from onnxtrain.training.callbacks import Best, Callback, EarlyStopping
+from onnxtrain.training.data_files import DataFile, read_data
 from onnxtrain.training.evaluation import Evaluation
+from onnxtrain.training.lr_finder import LrCurve, find_lr
+from onnxtrain.training.reports.trackers import MlflowLogger, WandbLogger
 from onnxtrain.training.results import Parameters, StepResult
 from onnxtrain.training.run import History, Run
 from onnxtrain.training.trainer import Trainer
@@ -9,11 +12,17 @@ from onnxtrain.training.trainer import Trainer
 __all__ = [
     "Best",
     "Callback",
+    "DataFile",
     "EarlyStopping",
     "Evaluation",
     "History",
+    "LrCurve",
+    "MlflowLogger",
     "Parameters",
     "Run",
     "StepResult",
     "Trainer",
+    "WandbLogger",
+    "find_lr",
+    "read_data",
 ]

@@ -23,7 +23,7 @@ class FitOptions:
     epochs: int | None = option(None, Flag(int, "How often to go through the data; 1."))
     batch_size: int | None = option(None, Flag(int, "32, or what the model is fixed to."))
     lr: float | None = option(None, Flag(float, "Learning rate; else that of the build."))
-    validation: Any = option(None, Flag(Path, "An .npz file to validate on."))
+    validation: Any = option(None, Flag(Path, "Data to validate on, as --data."))
     schedule: str | Schedule | Mapping[str, Any] | None = option(
         None, Flag(str, "cosine, one_cycle, step:step_size=10 ...")
     )

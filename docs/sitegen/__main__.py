@@ -1,0 +1,31 @@
+"""Draw the pictures that the repository keeps: ``python -m sitegen`` in ``docs/``."""
+
+from __future__ import annotations
+
+import onnxtrain
+from sitegen.bench_chart import chart, write_glance
+from sitegen.contents import DOCS
+from sitegen.data_flow import data_flow
+from sitegen.graph_picture import graph_picture
+
+
+def small_gradient() -> str:
+    """Return the picture of the gradients of a small net."""
+    model = onnxtrain.vjp(onnxtrain.examples.digits_model(hidden=4), "fc*")
+    return graph_picture(model, "Forward and backward of a small net")
+
+
+def main() -> None:
+    """Write the pictures, and what a page shows beside one."""
+    drawn = {
+        "data-flow": data_flow(),
+        "gradient-graph": small_gradient(),
+        "benchmarks-cpu": chart(),
+    }
+    for name, text in drawn.items():
+        (DOCS / "images" / f"{name}.svg").write_text(text, encoding="utf-8")
+    write_glance()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A small ONNX graph as a picture: operators in rows by depth, gradients in another colour."""
+
+from __future__ import annotations
+
+import onnx
+
+from sitegen.svg import arrow, box, picture
+
+WIDE, HIGH, GAP, ROW = 128, 40, 22, 78
+
+
+def graph_picture(model: onnx.ModelProto, title: str, most: int = 60) -> str:
+    """Return the picture; a graph that is too large for one is refused."""
+    nodes = list(model.graph.node)
+    if len(nodes) > most:
+        raise ValueError(f"{len(nodes)} nodes are too many for a picture")
+    constants = {t.name for t in model.graph.initializer}
+    sources = {v.name: v.name for v in model.graph.input}
+    depth: dict[str, int] = dict.fromkeys(sources, 0)
+    items: list[tuple[str, list[str], str, list[str]]] = [
+        (name, [name], "green", []) for name in sources
+    ]
+    for i, node in enumerate(nodes):
+        inputs = [n for n in node.input if n and n not in constants]
+        level = 1 + max((depth[n] for n in inputs), default=0)
+        key = f"node {i}"
+        for output in node.output:
+            depth[output], sources[output] = level, key
+        depth[key] = level
+        made = [o for o in node.output if o in {v.name for v in model.graph.output}]
+        colour = "orange" if node.name.startswith("grad") else "blue"
+        items.append((key, [node.op_type, *made], colour, [sources[n] for n in inputs]))
+    return _drawn(items, depth, title)
+
+
+def _drawn(
+    items: list[tuple[str, list[str], str, list[str]]], depth: dict[str, int], title: str
+) -> str:
+    rows: dict[int, list[str]] = {}
+    for key, *_ in items:
+        rows.setdefault(depth[key], []).append(key)
+    wide = max(len(row) for row in rows.values()) * (WIDE + GAP) + GAP
+    places = {}
+    for level, row in rows.items():
+        left = (wide - len(row) * (WIDE + GAP) + GAP) / 2
+        for i, key in enumerate(row):
+            places[key] = (left + i * (WIDE + GAP), 16 + level * ROW)
+    arrows, boxes = [], []
+    for key, lines, colour, inputs in items:
+        x, y = places[key]
+        boxes.append(box(x, y, WIDE, HIGH, lines[:2], colour))
+        for source in inputs:
+            from_x, from_y = places[source]
+            arrows.append(arrow(from_x + WIDE / 2, from_y + HIGH, x + WIDE / 2, y))
+    return picture(wide, 16 + (max(rows) + 1) * ROW, [*arrows, *boxes], title)

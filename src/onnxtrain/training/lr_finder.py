@@ -1,0 +1,170 @@
+"""The learning rate at which a model learns fastest, found by trying many in one short run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.artifacts.summary import Row, Shown
+from onnxtrain.errors import OnnxTrainError
+from onnxtrain.graph.io.atomic import content, write_files
+from onnxtrain.runtime.feeds import feed
+from onnxtrain.training.data import Batch, Source, as_source
+from onnxtrain.training.guards.nan_search import is_finite
+from onnxtrain.training.guards.progress_meta import check_lr
+from onnxtrain.training.trainer import Trainer
+
+_MEMORY = 0.9  # how slowly the loss that is watched follows
+_APART = 4.0  # a loss this many times the best one has left for good
+_FEWEST = 5
+_NEIGHBOURS = 8
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LrCurve(Shown):
+    """The losses of a run whose learning rate grows from step to step."""
+
+    lrs: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float
+    """Where the smoothed loss falls most steeply."""
+
+    def summary(self) -> tuple[str, list[Row]]:
+        """Return what a shell shows."""
+        rows = [
+            ("suggestion", f"{self.suggestion:.2g}"),
+            ("tried", f"{self.lrs[0]:.2g} to {self.lrs[-1]:.2g} in {len(self.lrs)} steps"),
+            ("lowest loss", f"{min(self.smoothed):.5g}"),
+        ]
+        return "LrCurve", rows
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Draw the curve into a PNG or SVG file.
+
+        Raises:
+            OnnxTrainError: without matplotlib.
+        """
+        if importlib.util.find_spec("matplotlib") is None:
+            raise OnnxTrainError('a picture needs matplotlib\nhint: pip install "onnxtrain[plot]"')
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(self.lrs, self.losses, linewidth=0.6, alpha=0.4, label="loss")
+        axes.plot(self.lrs, self.smoothed, linewidth=1.6, label="smoothed")
+        axes.axvline(self.suggestion, color="tab:red", linestyle="--")
+        top = min(1.1 * max(self.smoothed), 1.6 * self.smoothed[0])  # not where it ends
+        axes.annotate(f" {self.suggestion:.2g}", (self.suggestion, 0.95 * top))
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
+        axes.set_ylim(0.9 * min(self.smoothed), top)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        picture = io.BytesIO()
+        name = os.path.abspath(os.fsdecode(path))
+        figure.savefig(picture, format="svg" if name.lower().endswith(".svg") else "png")
+        write_files(name, {name: content(picture.getvalue())})
+
+
+def find_lr(
+    trainer: Trainer,
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    lowest: float = 1e-6,
+    highest: float = 1.0,
+    steps: int = 100,
+) -> LrCurve:
+    """Return how the loss goes while the learning rate grows; the trainer stays as it was.
+
+    Args:
+        trainer: what is tried.
+        data: as :meth:`Trainer.fit` takes it.
+        batch_size: of arrays; 32, or what the model is fixed to.
+        lowest: the first learning rate.
+        highest: the last one, unless the loss leaves before.
+        steps: how many batches; the data is gone through again if it has fewer.
+
+    Raises:
+        OnnxTrainError: if gradients are waiting, or the loss is infinite or NaN from the start.
+    """
+    if not 0 < check_lr(lowest, "lowest") < check_lr(highest, "highest"):
+        raise OnnxTrainError(f"lowest must lie between 0 and highest: {lowest}, {highest}")
+    if steps < _FEWEST:
+        raise OnnxTrainError(f"steps must be at least {_FEWEST}: {steps}")
+    if trainer.accumulating:
+        raise OnnxTrainError("gradients are accumulated but not applied\nhint: call flush() first")
+    fixed = trainer.fixed_batch
+    source = as_source(
+        data,
+        batch_size=batch_size or fixed or 32,
+        shuffle=True,
+        seed=trainer.seed,
+        drop_last=fixed is not None,
+        columns=trainer.inputs,
+    )
+    before = trainer.state_dict(), trainer.lr, trainer.global_step
+    rates = np.geomspace(lowest, highest, steps).tolist()
+    try:
+        losses = list(_losses(trainer, source, rates))
+    finally:
+        trainer.load_state_dict(before[0])
+        trainer.lr, trainer.global_step = before[1:]
+    if len(losses) < _FEWEST:
+        raise OnnxTrainError(
+            f"the loss is not finite after {len(losses)} steps at learning rate {lowest:g}\n"
+            "hint: a smaller lowest; fit(debug_nan=True) finds the node"
+        )
+    smoothed = _smooth(losses)
+    rates = rates[: len(losses)]
+    return LrCurve(rates, losses, smoothed, _steepest(rates, smoothed))
+
+
+def _losses(trainer: Trainer, source: Source, rates: list[float]) -> Iterator[float]:
+    """Yield the loss before each step, until it leaves."""
+    best, smoothed = math.inf, 0.0
+    for number, (rate, batch) in enumerate(zip(rates, _endless(source), strict=False), 1):
+        trainer.lr = rate
+        outputs = trainer.compute(feed(trainer.batch_specs, batch.positional, batch.named))
+        if not is_finite(outputs[trainer.loss_name]):
+            return
+        loss = trainer.commit(outputs).loss
+        yield loss
+        smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
+        now = smoothed / (1 - _MEMORY**number)
+        best = min(best, now)
+        if number > _FEWEST and best > 0 and now > _APART * best:
+            return
+
+
+def _endless(source: Source) -> Iterator[Batch]:
+    for epoch in itertools.count():
+        yield from source.batches(epoch)
+
+
+def _smooth(losses: list[float]) -> list[float]:
+    """Return means over neighbours on both sides, so that nothing is late; near ones count more."""
+    near = min(_NEIGHBOURS, len(losses) // 2)
+    weights = near + 1.0 - np.abs(np.arange(-near, near + 1))
+    total = np.convolve(losses, weights, "same")
+    return (total / np.convolve(np.ones(len(losses)), weights, "same")).tolist()
+
+
+def _steepest(rates: list[float], smoothed: list[float]) -> float:
+    """Return the rate at which the loss falls fastest, on the way to its minimum."""
+    end = int(np.argmin(smoothed)) + 1
+    if end < 3:
+        return rates[max(end - 1, 0)] / 10
+    slopes = np.gradient(np.array(smoothed[:end]), np.log(rates[:end]))
+    return rates[int(np.argmin(slopes))]
+
+
+__all__ = ["LrCurve", "find_lr"]

@@ -1,0 +1,80 @@
+"""What the site is made of besides pages: contents, command line, profiles, pictures, charts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import onnxtrain
+from tests.docs.blocks import ROOT
+
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS))
+
+from sitegen import api, bench_chart, command_line, contents, graph_picture, profiles  # noqa: E402
+
+
+def test_every_page_has_one_place() -> None:
+    pages = [page for section in contents.sections().values() for page in section]
+    assert len(pages) == len(set(pages))
+    written = {p.stem for p in DOCS.glob("*.md")} - {"index"}
+    assert written <= set(pages)
+    made = [p for p in pages if not p.startswith(contents.MADE)]
+    assert [p for p in made if not (DOCS / f"{p}.md").exists()] == []
+
+
+def test_the_command_line_has_every_command_and_option() -> None:
+    page = command_line.page()
+    for name in ("train", "lr-find", "export", "probe pack", "example"):
+        assert f"\n## onnxtrain {name}\n" in page
+    assert "`--best`" in page
+    assert "gradients" not in re.findall(r"^## onnxtrain (.+)$", page, re.MULTILINE)  # an old name
+
+
+def test_every_profile_is_listed() -> None:
+    page = profiles.page()
+    assert [p.stem for p in profiles.FOLDER.glob("*.json") if f"`{p.stem}`" not in page] == []
+
+
+def test_every_public_name_is_in_the_api(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    api.write(tmp_path)
+    text = (tmp_path / "onnxtrain.md").read_text(encoding="utf-8")
+    public = [n for n in onnxtrain.__all__ if not inspect.ismodule(getattr(onnxtrain, n))]
+    assert len(public) > 20
+    assert [n for n in public if f"onnxtrain.{n}\n" not in text] == []
+
+
+def test_the_picture_of_a_graph_has_its_nodes() -> None:
+    model = onnxtrain.vjp(onnxtrain.examples.digits_model(hidden=2))
+    picture = ElementTree.fromstring(graph_picture.graph_picture(model, "small"))
+    words = [e.text for e in picture.iter() if e.tag.endswith("text")]
+    for node in model.graph.node:
+        assert node.op_type in words
+    with pytest.raises(ValueError, match="too many"):
+        graph_picture.graph_picture(model, "small", most=3)
+
+
+TABLE = """### 1 thread
+
+| workload | optimizer | onnxtrain, ms | / a | / b |
+| --- | --- | ---: | ---: | ---: |
+| MLP | sgd | 0.5 (0.4-0.6) | 0.51 (0.39-0.87), <= 0.45 **missed by 13%** | wrong |
+| CNN | adamw | 2.0 (1.0-3.0) | 0.80 (0.7-0.9) | 1.20 (1.1-1.3) |
+
+"""
+
+
+def test_ratios_of_a_page() -> None:
+    engines, values = bench_chart.ratios(TABLE)
+    assert engines == ["a", "b"]
+    assert values == {"MLP, sgd": {"a": 0.51}, "CNN, adamw": {"a": 0.8, "b": 1.2}}
+    text = bench_chart.glance(TABLE)
+    assert "| CNN | adamw | 2.0 | b | 1.20 |" in text
+    assert "not to be quoted" not in text
+    assert "not to be quoted" in bench_chart.glance(TABLE + bench_chart.WARNING)

@@ -1,0 +1,77 @@
+"""Their Trainer trains a TrainableModule as it trains the module; the page runs in tests/docs.
+
+``make hugging-face`` makes an environment that has transformers, and runs both there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onnxtrain.torch import TrainableModule
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None,
+        reason="transformers is not installed: make hugging-face",
+    ),
+    pytest.mark.filterwarnings("ignore"),  # of the frameworks; they have many
+]
+
+
+class Classifier(nn.Module):
+    """What their Trainer wants: a loss, then the scores."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(input_ids=input_ids)["logits"]
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=8, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def train(net: nn.Module, folder: Path) -> list[float]:
+    """The losses of two epochs with clipping, a schedule and accumulated gradients."""
+    from transformers import Trainer, TrainingArguments
+
+    draw = torch.Generator().manual_seed(1)
+    rows = [
+        {"input_ids": ids, "labels": ids[0] % 3}
+        for ids in torch.randint(1, 40, (24, 6), generator=draw)
+    ]
+    arguments = TrainingArguments(
+        output_dir=str(folder), num_train_epochs=2, per_device_train_batch_size=4, seed=3,
+        learning_rate=5e-3, warmup_steps=2, max_grad_norm=1.0, gradient_accumulation_steps=2,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer: Any = Trainer(Classifier(net), arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_their_trainer(tmp_path: Path) -> None:
+    theirs, ours = bert(), bert()
+    wanted = train(theirs, tmp_path / "theirs")
+    losses = train(TrainableModule(ours, threads=1), tmp_path / "ours")
+    assert len(losses) == 6
+    assert losses == pytest.approx(wanted, abs=2e-4)  # they log four digits
+    for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, msg=name)

@@ -1,0 +1,1 @@
+"""What maintainers run: versions, releases, the oldest runtime that works."""

@@ -1,0 +1,67 @@
+"""Check a built site: ``python -m tools.site_links docs/_build/html``.
+
+Every link, picture and script inside the site leads to a file, and every anchor to an element; the
+search index has the words that people look for.
+"""
+
+from __future__ import annotations
+
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+WORDS = ("resume", "webgpu", "lora", "csv", "earlystopping")
+OPTIONAL = {"lora": "fine-tuning.html"}
+"""Words of pages that may not be there yet."""
+
+
+class Page(HTMLParser):
+    """What a page refers to, and what in it can be referred to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect."""
+        values = dict(attrs)
+        self.anchors.update(v for n in ("id", "name") if (v := values.get(n)))
+        name = {"a": "href", "link": "href", "img": "src", "script": "src", "object": "data"}
+        link = values.get(name.get(tag, ""))
+        if link:
+            self.links.append(link)
+
+
+def broken(site: Path) -> list[str]:
+    """Return the links that lead nowhere."""
+    pages = {p: Page(p.read_text("utf-8")) for p in sorted(site.rglob("*.html"))}
+    lines = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchor = unquote(parts.fragment)
+            if not target.exists():
+                lines.append(f"{path.relative_to(site)}: {link}")
+            elif anchor and target in pages and anchor not in pages[target].anchors:
+                lines.append(f"{path.relative_to(site)}: {link}: no such place")
+    return lines
+
+
+def unsearchable(site: Path) -> list[str]:
+    """Return the words that the search does not know."""
+    index = (site / "searchindex.js").read_text("utf-8").lower()
+    wanted = [w for w in WORDS if w not in OPTIONAL or (site / OPTIONAL[w]).exists()]
+    return [f"the search does not know {word!r}" for word in wanted if word not in index]
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]).resolve()
+    wrong = broken(folder) + unsearchable(folder)
+    print("\n".join(wrong) or f"{folder}: every link leads somewhere")
+    sys.exit(bool(wrong))
