@@ -180,3 +180,14 @@ def test_names_of_modules(node, weight, bias, module):
         tensor.name = name
     (layer,) = layers_of(onnxtrain.load(model).graph)
     assert layer.module == module
+
+
+def test_a_bias_of_several_layers_names_none():
+    model = net(
+        "p = MatMul(x, v) q = Add(p, first__bias) r = MatMul(q, w) y = Add(r, first__bias)",
+        v=RNG.standard_normal((K, N)).astype("f"), w=RNG.standard_normal((N, N)).astype("f"),
+        first__bias=BIAS,
+    )  # fmt: skip
+    for node, name in zip(model.graph.node, ("/a/MatMul", "", "/b/MatMul", ""), strict=True):
+        node.name = name
+    assert [layer.module for layer in layers_of(onnxtrain.load(model).graph)] == ["a", "b"]
