@@ -12,6 +12,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import PrepareError
+from onnxtrain.graph.io import shared_weights
 from onnxtrain.losses import CrossEntropy, LossTerm
 from tests.adapters.decoders import VOCABULARY, batch, write
 
@@ -116,3 +117,12 @@ def test_bad_requests_are_refused(tmp_path, options, message):
     path = write(tmp_path).path
     with pytest.raises(PrepareError, match=message):
         onnxtrain.lora(path, **options)
+
+
+def test_a_large_base_is_referred_to_where_it_lies(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_weights, "LARGE", 60_000)
+    path = write(tmp_path).path
+    adapted = onnxtrain.lora(path, rank=2)
+    artifacts = onnxtrain.build(adapted, loss=loss(), optimizer="adamw", check=False)
+    assert artifacts.shared is not None
+    assert artifacts.shared.path == path.with_name("model.onnx.data")
