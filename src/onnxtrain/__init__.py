@@ -1,6 +1,7 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
 from onnxtrain import examples, losses, optim, testing
+from onnxtrain.adapters import Adapted, load_adapter, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
@@ -23,6 +24,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "DP",
+    "Adapted",
     "Artifacts",
     "Callback",
     "Clip",
@@ -40,7 +42,9 @@ __all__ = [
     "grad",
     "jvp",
     "load",
+    "load_adapter",
     "load_weights",
+    "lora",
     "losses",
     "lower",
     "optim",
