@@ -10,6 +10,8 @@ from onnxtrain.autodiff.split import Split, split
 from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
 from onnxtrain.replace_head import replace_head
+from onnxtrain.text.finetune import finetune
+from onnxtrain.text.generate import generate
 from onnxtrain.training import Callback, EarlyStopping, Trainer
 
 __version__ = "0.1.0"
@@ -26,6 +28,8 @@ __all__ = [
     "Trainer",
     "build",
     "explain",
+    "finetune",
+    "generate",
     "grad",
     "jvp",
     "load",
