@@ -261,7 +261,8 @@ class FineTuning:
         decoder = decoder_of(model, threads=self.options.threads)
         most = self.options.sample_tokens
         room = self.folder.positions
-        ends = set(self.folder.eos)
+        assert isinstance(self.task, CausalTask)
+        ends = self.task.ends()
         return [
             continued(
                 decoder,

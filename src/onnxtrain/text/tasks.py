@@ -173,6 +173,16 @@ class CausalTask(Task):
             starts.append(e.ids[:at].tolist())
         return starts
 
+    def ends(self) -> set[int]:
+        """Return the tokens that end a text: the model's own, and that of an answer's end."""
+        ends = set(self.folder.eos)
+        if self.tokenizer is None:
+            return ends
+        own = self.tokenizer.id_of("eos_token")
+        special = self.tokenizer.special_ids()
+        answer = [t for t in self.train[0].labels.tolist() if t in special]
+        return {*ends, *([] if own is None else [own]), *answer[-1:]}
+
 
 def split(
     examples: Examples, options: FineTuneOptions
