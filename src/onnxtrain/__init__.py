@@ -1,7 +1,7 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
 from onnxtrain import losses, optim
-from onnxtrain.adapters import Adapted, lora
+from onnxtrain.adapters import Adapted, load_adapter, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
@@ -33,6 +33,7 @@ __all__ = [
     "grad",
     "jvp",
     "load",
+    "load_adapter",
     "load_weights",
     "lora",
     "losses",
