@@ -154,3 +154,37 @@ def genai_folder(folder: Path, model: onnx.ModelProto, *, context: int = 128) ->
     settings |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder": decoder}
     (folder / "genai_config.json").write_text(json.dumps({"model": settings, "search": {}}))
     return folder
+
+
+def encoder(vocabulary: int = 96, width: int = 16, *, classes: int = 0) -> onnx.ModelProto:
+    """Return a small encoder: vectors of tokens, or scores of the first token if asked."""
+    w = Writer(3)
+    ids, mask, types = (
+        w.input(name, INT64, ["batch", "sequence"])
+        for name in ("input_ids", "attention_mask", "token_type_ids")
+    )
+    words = w.node("Gather", "words", [w.normal("embeddings.word.weight", vocabulary, width), ids])
+    kinds = w.node("Gather", "kinds", [w.normal("embeddings.type.weight", 2, width), types])
+    x = w.node("Add", "embedded", [words, kinds])
+    q, k, v = (
+        w.node(
+            "MatMul", f"layer.0.attention.{n}", [x, w.normal(f"layer.0.{n}.weight", width, width)]
+        )
+        for n in ("query", "key", "value")
+    )
+    scores = w.node("MatMul", "scores", [q, w.node("Transpose", "keys", [k], perm=[0, 2, 1])])
+    seen = w.node("Unsqueeze", "seen", [mask, w.weight("one", np.array([1], np.int64))])
+    seen = w.node("Cast", "seen_as_bool", [seen], to=9)
+    scores = w.node("Where", "masked", [seen, scores, w.weight("low", np.array(-1e9, np.float32))])
+    mixed = w.node("MatMul", "mixed", [w.node("Softmax", "weights", [scores]), v])
+    hidden = w.node("Add", "hidden", [x, mixed])
+    if not classes:
+        _output(w.graph, hidden, "last_hidden_state", ["batch", "sequence", width])
+    else:
+        first = w.node("Gather", "first", [hidden, w.weight("zero", np.array(0, np.int64))], axis=1)
+        head = w.normal("classifier.weight", width, classes)
+        bias = w.weight("classifier.bias", np.zeros(classes, np.float32))
+        _output(
+            w.graph, w.node("Gemm", "logits", [first, head, bias]), "logits", ["batch", classes]
+        )
+    return ir.to_proto(ir.Model(w.graph, ir_version=10))

@@ -164,7 +164,7 @@ class FineTuning:
         train: Sequence[str] | None = None
         if o.lora_rank:
             adapted = lora(source, o.lora_rank, o.lora_alpha or 1.0, o.targets, seed=o.seed)
-            train = [*adapted.names, *task.trained]
+            train = [*adapted.names, *task.trained] if task.trained else None
         artifacts = build(
             task.for_training(source if adapted is None else adapted),
             loss=task.loss,
