@@ -23,9 +23,9 @@ import transformers
 
 import onnxtrain
 from onnxtrain.adapters import Adapted
-from onnxtrain.adapters.frozen_weights import frozen_weight
-from onnxtrain.adapters.layers import EMBEDDING, layers_of
-from onnxtrain.adapters.units import Unit, units_of
+from onnxtrain.adapters.modules.frozen_weights import frozen_weight
+from onnxtrain.adapters.modules.layers import EMBEDDING, layers_of
+from onnxtrain.adapters.modules.units import Unit, units_of
 from onnxtrain.losses import CrossEntropy, LossTerm
 
 IGNORED = -100

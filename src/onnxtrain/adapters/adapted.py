@@ -11,11 +11,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.adapters.adapter import Adapter
-from onnxtrain.adapters.merge import BRANCH, Merged, merge
-from onnxtrain.adapters.ort_files import write_ort_adapter, write_ort_base
-from onnxtrain.adapters.peft_files import write_peft
-from onnxtrain.adapters.refer import save_referring
-from onnxtrain.adapters.trained_values import Weights, trained_values
+from onnxtrain.adapters.files.merge import BRANCH, Merged, merge
+from onnxtrain.adapters.files.onnx_adapter import write_ort_adapter, write_ort_base
+from onnxtrain.adapters.files.peft import write_peft
+from onnxtrain.adapters.files.refer import save_referring
+from onnxtrain.adapters.files.trained_values import Weights, trained_values
 
 
 @dataclasses.dataclass(frozen=True)

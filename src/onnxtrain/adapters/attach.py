@@ -13,10 +13,10 @@ import onnx_ir as ir
 
 from onnxtrain.adapters.adapter import Adapter
 from onnxtrain.adapters.branches import Branches
-from onnxtrain.adapters.layers import CONV, EMBEDDING, Layer
 from onnxtrain.adapters.magnitudes import lengths
+from onnxtrain.adapters.modules.layers import CONV, EMBEDDING, Layer
+from onnxtrain.adapters.modules.units import Unit
 from onnxtrain.adapters.pieces import Piece
-from onnxtrain.adapters.units import Unit
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import names_in
 from onnxtrain.graph.roles import PARAMETERS

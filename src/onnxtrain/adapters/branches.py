@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.adapters.layers import CONV, EMBEDDING, Layer
 from onnxtrain.adapters.magnitudes import with_lengths
+from onnxtrain.adapters.modules.layers import CONV, EMBEDDING, Layer
 from onnxtrain.adapters.pieces import Piece
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value

@@ -9,11 +9,11 @@ import numpy as np
 
 from onnxtrain.adapters.adapted import Adapted
 from onnxtrain.adapters.attach import Plan, attach, check_ranks
-from onnxtrain.adapters.families import model_type
-from onnxtrain.adapters.layers import CONV, layers_of
+from onnxtrain.adapters.files.peft import PeftAdapter
 from onnxtrain.adapters.lora import copy_of, notes, ready
-from onnxtrain.adapters.peft_files import PeftAdapter
-from onnxtrain.adapters.units import Unit, units_of
+from onnxtrain.adapters.modules.families import model_type
+from onnxtrain.adapters.modules.layers import CONV, layers_of
+from onnxtrain.adapters.modules.units import Unit, units_of
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.io import Source
 

@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from onnxtrain.adapters.adapted import Adapted
 from onnxtrain.adapters.attach import Plan, attach, check_ranks, start_values
-from onnxtrain.adapters.choose import choose
-from onnxtrain.adapters.families import model_type
-from onnxtrain.adapters.layers import layers_of
-from onnxtrain.adapters.units import units_of
+from onnxtrain.adapters.modules.choose import choose
+from onnxtrain.adapters.modules.families import model_type
+from onnxtrain.adapters.modules.layers import layers_of
+from onnxtrain.adapters.modules.units import units_of
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.prepare import show_weights

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.adapters.frozen_weights import frozen_weight
-from onnxtrain.adapters.layers import CONV, Layer
+from onnxtrain.adapters.modules.frozen_weights import frozen_weight
+from onnxtrain.adapters.modules.layers import CONV, Layer
+from onnxtrain.adapters.modules.units import Unit
 from onnxtrain.adapters.pieces import Piece
-from onnxtrain.adapters.units import Unit
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import STOP, is_op
 

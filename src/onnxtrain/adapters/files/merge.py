@@ -11,10 +11,10 @@ import onnx_ir as ir
 
 from onnxtrain.adapters.adapter import Adapter
 from onnxtrain.adapters.attach import Plan, attach
-from onnxtrain.adapters.frozen_weights import frozen_weight
-from onnxtrain.adapters.layers import CONV, EMBEDDING, Layer, layers_of
-from onnxtrain.adapters.requantise import can_requantise, is_quantised, requantise
-from onnxtrain.adapters.units import Unit, units_of
+from onnxtrain.adapters.files.requantise import can_requantise, is_quantised, requantise
+from onnxtrain.adapters.modules.frozen_weights import frozen_weight
+from onnxtrain.adapters.modules.layers import CONV, EMBEDDING, Layer, layers_of
+from onnxtrain.adapters.modules.units import Unit, units_of
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.roles import PARAMETERS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.adapters.layers import CONV, EMBEDDING, Layer
-from onnxtrain.adapters.operand import values_of
+from onnxtrain.adapters.modules.layers import CONV, EMBEDDING, Layer
+from onnxtrain.adapters.modules.operand import values_of
 from onnxtrain.graph.nodes import is_op, key_of
 from onnxtrain.graph.prepare.decompositions.contrib.packed_weights import Packed
 from onnxtrain.graph.prepare.decompositions.contrib.quantised_products import BNB4

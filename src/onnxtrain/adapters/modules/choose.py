@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.adapters.layers import LINEAR
-from onnxtrain.adapters.units import Unit
+from onnxtrain.adapters.modules.layers import LINEAR
+from onnxtrain.adapters.modules.units import Unit
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.nodes import is_op
 

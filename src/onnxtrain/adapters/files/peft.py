@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxtrain.adapters.adapter import Adapter
-from onnxtrain.adapters.families import FAN_IN_FAN_OUT
-from onnxtrain.adapters.layers import CONV, EMBEDDING
+from onnxtrain.adapters.modules.families import FAN_IN_FAN_OUT
+from onnxtrain.adapters.modules.layers import CONV, EMBEDDING
 from onnxtrain.checkpoint.safetensors_file import load_checkpoint, plain_bytes
 from onnxtrain.errors import CheckpointError
 from onnxtrain.graph.io.atomic import content, write_files

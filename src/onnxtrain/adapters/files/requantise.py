@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.adapters.frozen_weights import packed_rows
-from onnxtrain.adapters.layers import Layer
-from onnxtrain.adapters.operand import operand, values_of
+from onnxtrain.adapters.modules.frozen_weights import packed_rows
+from onnxtrain.adapters.modules.layers import Layer
+from onnxtrain.adapters.modules.operand import operand, values_of
 from onnxtrain.graph.nodes import key_of
 
 _NBITS = "com.microsoft::MatMulNBits"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from onnxtrain.adapters.module_names import is_builders, module_name, weight_module
-from onnxtrain.adapters.operand import operand
+from onnxtrain.adapters.modules.module_names import is_builders, module_name, weight_module
+from onnxtrain.adapters.modules.operand import operand
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op, key_of
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.adapters.families import PACKED, renamed
-from onnxtrain.adapters.layers import LINEAR, Layer
+from onnxtrain.adapters.modules.families import PACKED, renamed
+from onnxtrain.adapters.modules.layers import LINEAR, Layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from onnxtrain.adapters.adapter import Adapter
 from onnxtrain.adapters.attach import Plan, attach
-from onnxtrain.adapters.layers import CONV, layers_of
-from onnxtrain.adapters.refer import save_referring
-from onnxtrain.adapters.units import units_of
+from onnxtrain.adapters.files.refer import save_referring
+from onnxtrain.adapters.modules.layers import CONV, layers_of
+from onnxtrain.adapters.modules.units import units_of
 from onnxtrain.errors import PrepareError, SaveError
 from onnxtrain.graph.roles import PARAMETERS
 from onnxtrain.runtime.adapter_file import write_adapter

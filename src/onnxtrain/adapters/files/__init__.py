@@ -1,0 +1,1 @@
+"""Files that adapters go to: PEFT directories, ``.onnx_adapter``, merged models."""
