@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer chromium clean
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer finetune-demo chromium clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -133,6 +133,9 @@ web-test: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## the web 
 
 style-transfer: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium  ## train a style, lower it to opset 7, run it in browser runtimes
 	$(BIN)/python examples/style_transfer/run.py $(STYLE_FLAGS)
+
+finetune-demo: $(VENV)/.dev  ## train a small Llama, write it in 4 bits, fine-tune that file to another text
+	$(BIN)/python examples/finetune/run.py $(FINETUNE_FLAGS)
 
 clean:  ## remove what make made
 	rm -rf $(VENV) runs .cache web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public
