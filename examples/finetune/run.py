@@ -1,7 +1,8 @@
 """A base that knows something, fine-tuned in 4 bits: from speeches of presidents to Moby-Dick.
 
-A small Llama is trained from scratch by torch, written in 4 bits by onnxruntime-genai's builder, and
-that file is fine-tuned by onnxtrain, without torch. ``make finetune-demo`` runs it.
+A small Llama is trained from scratch by torch, written in 4 bits by the builder of
+onnxruntime-genai, and that file is fine-tuned by onnxtrain, without torch.
+``make finetune-demo`` runs it.
 """
 
 from __future__ import annotations
