@@ -23,7 +23,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 # torch comes first: the CPU build of its release is the one the tests were made with.
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,sklearn,plot,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,sklearn,plot,text,dev]"
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into runs/demo/

@@ -1,6 +1,7 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
 from onnxtrain import losses, optim
+from onnxtrain.adapters import Adapted, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
@@ -14,6 +15,7 @@ from onnxtrain.training import Callback, EarlyStopping, Trainer
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapted",
     "Artifacts",
     "Callback",
     "Clip",
@@ -28,6 +30,7 @@ __all__ = [
     "jvp",
     "load",
     "load_weights",
+    "lora",
     "losses",
     "lower",
     "optim",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from typing import Protocol, runtime_checkable
 
 import onnx
 import onnx_ir as ir
@@ -20,7 +21,17 @@ from onnxtrain.graph.io.write_model import save
 
 __all__ = ["Limits", "load", "save"]
 
-Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+
+@runtime_checkable
+class HoldsModel(Protocol):
+    """Something that is a model with more around it."""
+
+    def as_ir(self) -> ir.Model:
+        """Return the model."""
+        ...
+
+
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model | HoldsModel
 """What stands for a model."""
 _DEFAULT_IR_VERSION = 10
 _ALLOWED = "onnxtrain.domains"  # key in Model.meta: what the caller admitted, for the next load
@@ -61,6 +72,8 @@ def load(
     hint: the file is damaged, incomplete or of another format
     """
     limits = limits or Limits()
+    if isinstance(source, HoldsModel):
+        source = source.as_ir()
     allowed = {allow_domains} if isinstance(allow_domains, str) else set(allow_domains)
     if isinstance(source, ir.Model):
         allowed |= source.meta.get(_ALLOWED, frozenset())

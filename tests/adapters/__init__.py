@@ -1,0 +1,1 @@
+"""Adapters on graphs, and the files that they come from and go to."""
