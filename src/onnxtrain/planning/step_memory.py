@@ -51,6 +51,7 @@ class ExecutedGraph:
         own = list(self._models[1].graph)
         self._known = {y.name: y for node in own for y in node.outputs if y.name}
         self._elsewhere = set(elsewhere)
+        self.weights = dict(self._models[0].graph.initializers)
         self.nodes = run_order(_as_created(list(self._models[0].graph), own))
 
     def memory(self, symbols: Mapping[str, int]) -> StepMemory:
