@@ -1,7 +1,7 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
 from onnxtrain import losses, optim
-from onnxtrain.adapters import Adapted, lora
+from onnxtrain.adapters import Adapted, load_adapter, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
@@ -11,6 +11,8 @@ from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
 from onnxtrain.planning import Plan, plan
 from onnxtrain.replace_head import replace_head
+from onnxtrain.text.finetune import finetune
+from onnxtrain.text.generate import generate
 from onnxtrain.training import Callback, EarlyStopping, Trainer
 
 __version__ = "0.1.0"
@@ -28,9 +30,12 @@ __all__ = [
     "Trainer",
     "build",
     "explain",
+    "finetune",
+    "generate",
     "grad",
     "jvp",
     "load",
+    "load_adapter",
     "load_weights",
     "lora",
     "losses",

@@ -5,42 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
-
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """One pair of matrices beside a frozen layer."""
-
-    module: str
-    """The path of the torch module, as PEFT files name it."""
-    kind: str
-    """``linear``, ``embedding`` or ``conv``."""
-    nodes: tuple[str, ...]
-    """Names of the nodes that the branch stands beside."""
-    a: str
-    """The initializer of the first factor: [inputs, rank]; of a convolution, its kernel."""
-    b: str
-    """The initializer of the second factor: [rank, outputs]; of a convolution, its kernel."""
-    magnitude: str | None
-    """The initializer of the magnitudes, with DoRA."""
-    inputs: int
-    outputs: int
-    rank: int
-    alpha: float
-    scaling: float
-    """What the product of both factors is multiplied by."""
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of all initializers that train."""
-        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
-
-    def __str__(self) -> str:
-        sizes = f"{self.kind} {self.inputs} -> {self.outputs}"
-        return f"{self.module}: {sizes}, rank {self.rank}, scaling {self.scaling:g}"
+from onnxtrain.adapters.adapter import Adapter
+from onnxtrain.adapters.merge import BRANCH, Merged, merge
+from onnxtrain.adapters.ort_files import write_ort_adapter, write_ort_base
+from onnxtrain.adapters.peft_files import write_peft
+from onnxtrain.adapters.refer import save_referring
+from onnxtrain.adapters.trained_values import Weights, trained_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +37,10 @@ class Adapted:
     """The kind of model, as transformers names it, if it is known."""
     base: str | None
     """The file that the model came from, if it is one."""
+    plain: ir.Model
+    """The graph without branches; its tensors are those of ``model``."""
+    modules: tuple[str, ...]
+    """All modules of the file that could have an adapter."""
     notes: tuple[str, ...] = ()
     """What a user should know before training."""
 
@@ -100,6 +79,74 @@ class Adapted:
             dtype = x.const_value.dtype
             x.const_value = ir.Tensor(np.asarray(array).astype(dtype.numpy()), dtype, name=name)
         return dataclasses.replace(self, model=model)
+
+    def export_peft(
+        self,
+        directory: str | os.PathLike[str],
+        weights: Weights = None,
+        *,
+        base_model: str = "",
+        task_type: str | None = None,
+    ) -> None:
+        """Write the adapters as a directory of PEFT, which loads them onto the torch original.
+
+        Args:
+            directory: where adapter_config.json and adapter_model.safetensors go.
+            weights: a trainer, arrays by name, or the path of a checkpoint; ``None`` stands for the
+                values in the model.
+            base_model: what the configuration calls the torch original.
+            task_type: PEFT's word for the task, such as ``"CAUSAL_LM"``.
+        """
+        values = trained_values(self, weights)
+        write_peft(directory, self, values, base_model=base_model, task_type=task_type)
+
+    def export_ort_adapter(self, path: str | os.PathLike[str], weights: Weights = None) -> None:
+        """Write the adapters as an ``.onnx_adapter`` file, for a base of :meth:`export_ort_base`.
+
+        Args:
+            path: of the file.
+            weights: as in :meth:`export_peft`.
+        """
+        write_ort_adapter(path, self, trained_values(self, weights))
+
+    def export_ort_base(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write the file once with inputs for adapters, and return where it is.
+
+        Without an adapter it computes what the file computes. In the folder of the file it refers
+        to its external data; elsewhere it has a copy of them.
+
+        Args:
+            path: of the file; by default it is beside the original, ``model.lora.onnx``.
+        """
+        return write_ort_base(path, self)
+
+    def merge(self, weights: Weights = None, *, quantised: str = BRANCH) -> Merged:
+        """Return a model without adapters that computes the same.
+
+        Args:
+            weights: as in :meth:`export_peft`.
+            quantised: what becomes of quantised layers: ``"branch"`` keeps their weights and the
+                branch beside them, ``"requantise"`` rounds the sum again, which loses a little.
+        """
+        return merge(self, trained_values(self, weights), quantised)
+
+    def export_merged(
+        self,
+        path: str | os.PathLike[str],
+        weights: Weights = None,
+        *,
+        quantised: str = BRANCH,
+    ) -> Merged:
+        """Write a model without adapters that computes the same, and return it with a report.
+
+        Args:
+            path: of the file. In the folder of the original it refers to its external data.
+            weights: as in :meth:`export_peft`.
+            quantised: as in :meth:`merge`.
+        """
+        merged = self.merge(weights, quantised=quantised)
+        save_referring(merged.model, path)
+        return merged
 
     def __str__(self) -> str:
         kinds = "DoRA" if self.dora else "LoRA"

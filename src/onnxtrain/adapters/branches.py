@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.adapters.layers import CONV, EMBEDDING, Layer
+from onnxtrain.adapters.magnitudes import with_lengths
+from onnxtrain.adapters.pieces import Piece
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
 
 _WINDOW = ("auto_pad", "dilations", "kernel_shape", "pads", "strides")
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """An adapter's share in the output of one layer."""
-
-    a: ir.Value
-    b: ir.Value
-    scaling: float
-    rank: int
-    start: int
-    width: int
-    column: int
-    outputs: int
-    """How many columns ``b`` has in all."""
 
 
 class Branches:
@@ -48,7 +34,10 @@ class Branches:
         _declare(layer)
         uses = [(u.node, u.idx) for u in y.uses()]
         branch = self.branch(op, layer, pieces)
-        total = op.Add(y, branch)
+        if pieces[0].magnitude is None:
+            total = op.Add(y, branch)
+        else:
+            total = with_lengths(op, layer, pieces, branch)
         total.type, total.shape = y.type, y.shape
         replace_value(y, total, uses)
         return total
@@ -65,7 +54,7 @@ class Branches:
                 n: layer.node.attributes[n].value for n in _WINDOW if n in layer.node.attributes
             }
             narrow = op.Conv(self._input(op, layer.x), piece.a, **window)
-            return op.Conv(_scaled(op, narrow, pieces), piece.b)
+            return op.Conv(_scaled(op, narrow, pieces), piece.b, group=layer.groups)
         return op.MatMul(self._rows(op, layer.x, pieces), _wide(op, pieces, layer.outputs))
 
     def _rows(self, op: OpBuilder, x: ir.Value, pieces: Sequence[Piece]) -> ir.Value:
@@ -117,4 +106,4 @@ def _wide(op: OpBuilder, pieces: Sequence[Piece], outputs: int) -> ir.Value:
     return rows[0] if len(rows) == 1 else op.Concat(*rows, axis=0)
 
 
-__all__ = ["Branches", "Piece"]
+__all__ = ["Branches"]

@@ -38,6 +38,7 @@ class Layer:
     parts: tuple[Part, ...]
     kernel: tuple[int, ...] = ()
     """Sizes of a convolution's window."""
+    groups: int = 1
 
     @property
     def x(self) -> ir.Value:
@@ -70,6 +71,7 @@ class _Shape:
     weights: tuple[ir.Value, ...]
     joined: tuple[tuple[ir.Value, int], ...] = ()
     kernel: tuple[int, ...] = ()
+    groups: int = 1
 
 
 def layers_of(graph: ir.Graph) -> list[Layer]:
@@ -94,6 +96,7 @@ def _layer(node: ir.Node, shape: _Shape) -> Layer:
         module,
         tuple(_parts(node, module, shape)),
         shape.kernel,
+        shape.groups,
     )
 
 
@@ -137,11 +140,15 @@ def _packed_widths(y: ir.Value) -> tuple[int, int, int] | None:
         if node.op_type == "GroupQueryAttention" and use.idx == 0:
             return _by_heads(node, y)
         if is_op(node, "Split") and len(node.outputs) == 3:
-            sizes = S.constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
-            if sizes is not None and sizes.size == 3:
-                a, b, c = (int(n) for n in sizes)
-                return a, b, c
+            sizes = _numbers(node.inputs[1]) if len(node.inputs) > 1 else None
+            if sizes is not None and len(sizes) == 3:
+                return sizes[0], sizes[1], sizes[2]
     return None
+
+
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else [int(n) for n in tensor.numpy().reshape(-1)]
 
 
 def _by_heads(node: ir.Node, y: ir.Value) -> tuple[int, int, int] | None:
@@ -216,10 +223,11 @@ def _packed_gather(node: ir.Node) -> _Shape | None:
 
 def _conv(node: ir.Node) -> _Shape | None:
     kernel = operand(node.inputs[1], 0)
-    if kernel is None or len(kernel.shape) < 3 or node.attributes.get_int("group", 1) != 1:
+    if kernel is None or len(kernel.shape) < 3:
         return None
     n, k, *window = kernel.shape
-    return _Shape(CONV, k, n, kernel.stored, kernel=tuple(window))
+    groups = node.attributes.get_int("group", 1)
+    return _Shape(CONV, k * groups, n, kernel.stored, kernel=tuple(window), groups=groups)
 
 
 def _is_float(node: ir.Node) -> bool:

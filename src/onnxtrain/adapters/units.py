@@ -6,6 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
+import onnx_ir as ir
+
 from onnxtrain.adapters.families import PACKED, renamed
 from onnxtrain.adapters.layers import LINEAR, Layer
 
@@ -34,6 +36,16 @@ class Unit:
     def kernel(self) -> tuple[int, ...]:
         """Sizes of a convolution's window."""
         return self.sites[0].layer.kernel
+
+    @property
+    def groups(self) -> int:
+        """Groups of a convolution, 1 of all else."""
+        return self.sites[0].layer.groups
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The type of what the module gives."""
+        return self.sites[0].layer.dtype
 
     @property
     def largest_rank(self) -> int:

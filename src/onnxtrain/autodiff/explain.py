@@ -30,6 +30,7 @@ from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.nodes import stops_gradient
 from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
 from onnxtrain.graph.roles import Role, roles_of
 from onnxtrain.graph.shapes.specialise import specialise
@@ -209,6 +210,8 @@ def _how(node: ir.Node, live: set[ir.Value]) -> tuple[str, str]:
     key = key_of(node)
     if not any(x in live for x in differentiable_inputs(node)):
         return "constant", "does not depend on a parameter"
+    if stops_gradient(node):
+        return "zero", "its name says that no gradient passes"
     if find_rule(node) is not None:
         if not any(y in live for y in node.outputs):
             return "constant", "the results are not floats"

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.call_by_signature import call_by_signature
-from onnxtrain.graph.nodes import key_of
+from onnxtrain.graph.nodes import key_of, stops_gradient
 
 Gradient = ir.Value | None
 Gradients = Gradient | tuple[Gradient, ...]
@@ -81,6 +81,8 @@ def is_straight_through(node: ir.Node) -> bool:
 
 def find_rule(node: ir.Node) -> Rule | None:
     """Return the rule of a node; users' own go first."""
+    if stops_gradient(node):
+        return None
     key = key_of(node)
     straight = STRAIGHT.get(key) if is_straight_through(node) else None
     return USER_RULES.get(key) or straight or RULES.get(key)
@@ -89,7 +91,8 @@ def find_rule(node: ir.Node) -> Rule | None:
 def is_stopped(node: ir.Node) -> bool:
     """Return whether no gradient flows through the node, by declaration."""
     key = key_of(node)
-    return find_rule(node) is None and (key in ZERO or key in NO_GRADIENT)
+    known = key in ZERO or key in NO_GRADIENT or stops_gradient(node)
+    return find_rule(node) is None and known
 
 
 def is_refused(node: ir.Node) -> bool:

@@ -63,14 +63,30 @@ def to_bytes(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> byte
     return b"".join(_parts(tensors, meta))
 
 
+def plain_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """Return the content of a safetensors file for other tools, with their metadata."""
+    head, data = _head_and_data(tensors, metadata)
+    return b"".join([len(head).to_bytes(8, "little"), head, *data])
+
+
 def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[bytes | memoryview]:
+    head, data = _head_and_data(tensors, {KEY: _text({**meta, _DIGEST: _NO_DIGEST})})
+    digest = _digest([head, *data])
+    head = head.replace(_NO_DIGEST.encode(), digest.encode(), 1)
+    return [len(head).to_bytes(8, "little"), head, *data]
+
+
+def _head_and_data(
+    tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> tuple[bytes, list[memoryview]]:
+    """Return the header of a file and the bytes of its tensors, in order."""
     arrays = {name: np.asarray(a) for name, a in tensors.items()}
     odd = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype not in _NAMES]
     if odd:
         raise CheckpointError(f"tensors of a type that safetensors has not: {', '.join(odd)}")
     # Wide types first, so that every tensor is aligned; then by name.
     order = sorted(arrays, key=lambda n: (-arrays[n].dtype.itemsize, n))
-    header: dict[str, Any] = {"__metadata__": {KEY: _text({**meta, _DIGEST: _NO_DIGEST})}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name in order:
         end = at + arrays[name].nbytes
@@ -82,10 +98,7 @@ def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[b
         at = end
     head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
-    data = [np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8).data for n in order]
-    digest = _digest([head, *data])
-    head = head.replace(_NO_DIGEST.encode(), digest.encode(), 1)
-    return [len(head).to_bytes(8, "little"), head, *data]
+    return head, [np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8).data for n in order]
 
 
 def _digest(parts: Iterable[bytes | memoryview]) -> str:

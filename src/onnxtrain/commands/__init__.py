@@ -6,6 +6,7 @@ from onnxtrain.commands.build import build
 from onnxtrain.commands.evaluate import evaluate
 from onnxtrain.commands.explain import explain
 from onnxtrain.commands.export import export
+from onnxtrain.commands.finetune import finetune
 from onnxtrain.commands.grad import grad
 from onnxtrain.commands.lowering import check, lower, profiles
 from onnxtrain.commands.ops import ops
@@ -23,6 +24,7 @@ def register(app: typer.Typer) -> None:
     app.command("ops")(ops)
     app.command("build")(build)
     app.command("train")(train)
+    app.command("finetune")(finetune)
     app.command("eval")(evaluate)
     app.command("export")(export)
     app.command("lower")(lower)

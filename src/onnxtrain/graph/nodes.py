@@ -6,6 +6,9 @@ from typing import Protocol
 
 import onnx_ir as ir
 
+STOP = "stop_gradient"
+"""In the name of an Identity: no gradient passes it, as with ``detach`` of torch."""
+
 
 class _HasDomain(Protocol):
     @property
@@ -30,6 +33,11 @@ def is_op(node: _HasOperator, *op_types: str) -> bool:
 def key_of(node: _HasOperator) -> str:
     """Return the name of a node's operator in tables: ``"Relu"`` or ``"com.acme::Swirl"``."""
     return node.op_type if is_standard(node) else f"{node.domain}::{node.op_type}"
+
+
+def stops_gradient(node: ir.Node) -> bool:
+    """Return whether a node is an Identity that no gradient passes, by its name."""
+    return STOP in (node.name or "") and is_op(node, "Identity")
 
 
 def nodes(graph: ir.Graph, *op_types: str, subgraphs: bool = False) -> list[ir.Node]:

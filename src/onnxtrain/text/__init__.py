@@ -5,8 +5,10 @@ What needs ``tokenizers`` or ``jinja2`` says so when it is used: ``pip install o
 
 from onnxtrain.text.batches import TokenBatches, inputs_for, pack
 from onnxtrain.text.examples import Example, Examples, from_arrays, make_examples
+from onnxtrain.text.finetune import FineTuned, FineTuning, Sample, finetune
 from onnxtrain.text.folder import ModelFolder, look_at
 from onnxtrain.text.generate import generate
+from onnxtrain.text.pooling import pooled, with_classifier
 from onnxtrain.text.preview import preview
 from onnxtrain.text.records import Records, read_records
 from onnxtrain.text.tokenizer import Tokenizer
@@ -15,17 +17,23 @@ from onnxtrain.text.without_cache import without_cache
 __all__ = [
     "Example",
     "Examples",
+    "FineTuned",
+    "FineTuning",
     "ModelFolder",
     "Records",
+    "Sample",
     "TokenBatches",
     "Tokenizer",
+    "finetune",
     "from_arrays",
     "generate",
     "inputs_for",
     "look_at",
     "make_examples",
     "pack",
+    "pooled",
     "preview",
     "read_records",
+    "with_classifier",
     "without_cache",
 ]

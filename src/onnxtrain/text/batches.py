@@ -9,7 +9,7 @@ import numpy as np
 from onnxtrain.errors import ShapeError
 from onnxtrain.text.examples import IGNORED, Example
 from onnxtrain.text.names import IDS, LABELS, MASK, POSITIONS, TYPES
-from onnxtrain.training.data import shuffled
+from onnxtrain.training.data import Batch, shuffled
 
 _KNOWN = (IDS, MASK, POSITIONS, TYPES, LABELS, "cache_position")
 
@@ -87,7 +87,8 @@ def inputs_for(
 class TokenBatches:
     """Batches of one epoch after the other, in an order that follows from seed and epoch.
 
-    ``trainer.fit(batches)`` takes it as a function from the epoch to its batches.
+    ``trainer.fit(batches)`` takes it as a function from the epoch to its batches. A batch weighs as
+    much as it has tokens to learn, so that means over batches are means over tokens.
 
     Args:
         rows: examples, packed or not.
@@ -111,14 +112,64 @@ class TokenBatches:
         if batch_size < 1:
             raise ShapeError(f"batch_size must be at least 1: {batch_size}")
         self.rows, self.names = list(rows), list(names)
-        self.batch_size, self.pad, self.seed = batch_size, pad, seed
-        self.multiple = multiple
+        self.batch_size, self.seed = batch_size, seed
+        self._pad, self._multiple = pad, multiple
+        self.tokens = 0
+        """Of all batches that were made so far."""
 
     def __call__(self, epoch: int) -> Epoch:
         """Return the batches of an epoch."""
         n = len(self.rows)
         order = np.arange(n) if self.seed is None else shuffled(n, self.seed, epoch)
         return Epoch(self, order)
+
+    def batch(self, picked: Sequence[int]) -> Batch:
+        """Return some rows as a batch."""
+        rows = [self.rows[i] for i in picked]
+        self.tokens += sum(len(e) for e in rows)
+        arrays = inputs_for(rows, self.names, pad=self._pad, multiple=self._multiple)
+        return Batch((), arrays, np.asarray(picked), max(1, sum(e.learned for e in rows)))
+
+
+class GroupBatches(TokenBatches):
+    """Batches whose rows come in groups: texts with a label each, or pairs that stay together.
+
+    Args:
+        groups: the texts of each group, which stand behind each other in a batch.
+        labels: one per group, if there are any.
+        names: inputs and targets of the model.
+        batch_size: groups of a batch.
+        pad: the token that rows are filled up with.
+        seed: of the order; ``None`` keeps the order of the groups.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Example]],
+        labels: np.ndarray | None,
+        names: Sequence[str],
+        *,
+        batch_size: int,
+        pad: int = 0,
+        seed: int | None = 0,
+    ) -> None:
+        rows = [example for group in groups for example in group]
+        super().__init__(rows, names, batch_size=batch_size, pad=pad, seed=seed)
+        self.groups, self.labels = [list(g) for g in groups], labels
+
+    def __call__(self, epoch: int) -> Epoch:
+        """Return the batches of an epoch."""
+        n = len(self.groups)
+        return Epoch(self, np.arange(n) if self.seed is None else shuffled(n, self.seed, epoch))
+
+    def batch(self, picked: Sequence[int]) -> Batch:
+        """Return some groups as a batch."""
+        rows = [example for i in picked for example in self.groups[i]]
+        self.tokens += sum(len(e) for e in rows)
+        arrays = inputs_for(rows, [n for n in self.names if n != LABELS], pad=self._pad)
+        if LABELS in self.names and self.labels is not None:
+            arrays[LABELS] = self.labels[np.asarray(picked)]
+        return Batch((), arrays, np.asarray(picked), len(picked))
 
 
 class Epoch:
@@ -130,11 +181,10 @@ class Epoch:
     def __len__(self) -> int:
         return -(-len(self._order) // self._source.batch_size)
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        source = self._source
-        for i in range(0, len(self._order), source.batch_size):
-            rows = [source.rows[j] for j in self._order[i : i + source.batch_size]]
-            yield inputs_for(rows, source.names, pad=source.pad, multiple=source.multiple)
+    def __iter__(self) -> Iterator[Batch]:
+        size = self._source.batch_size
+        for i in range(0, len(self._order), size):
+            yield self._source.batch(self._order[i : i + size].tolist())
 
 
-__all__ = ["Epoch", "TokenBatches", "inputs_for", "pack"]
+__all__ = ["Epoch", "GroupBatches", "TokenBatches", "inputs_for", "pack"]

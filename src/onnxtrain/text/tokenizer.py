@@ -73,6 +73,11 @@ class Tokenizer:
         text = self.special.get(name)
         return None if text is None else self.inner.token_to_id(text)
 
+    def special_ids(self) -> set[int]:
+        """Return the ids of tokens that are no text: ends, starts, marks of turns."""
+        added = self.inner.get_added_tokens_decoder()
+        return {int(i) for i, token in added.items() if token.special}
+
     def encode(self, text: str, *, special: bool = True) -> Tokens:
         """Return the tokens of a text; ``special`` adds those that the model wants around it."""
         encoded = self.inner.encode(text, add_special_tokens=special)

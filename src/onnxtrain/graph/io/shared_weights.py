@@ -40,9 +40,11 @@ class SharedWeights:
             return False
         self.keep(model)
         if self.path is None:
-            places = [_stored(t) for t in tensors if t.nbytes >= _SMALLEST]
-            files = {None if place is None else place.file for place in places}
-            (only,) = files if len(files) == 1 else (None,)
+            places = {id(t): _stored(t) for t in tensors if t.nbytes >= _SMALLEST}
+            files = {place.file for place in places.values() if place is not None}
+            # What lies in no file, such as adapters beside a large model, stays in the protobuf.
+            loose = sum(t.nbytes for t in tensors if places.get(id(t)) is None)
+            (only,) = files if len(files) == 1 and loose <= LARGE else (None,)
             if only is None:
                 self._make_file()
             else:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnxtrain.graph.captured_values import subgraphs_of
-from onnxtrain.graph.nodes import is_standard, nodes
+from onnxtrain.graph.nodes import is_standard, nodes, stops_gradient
 from onnxtrain.graph.simplify.peephole import rewrite
 
 RANDOM = frozenset(
@@ -70,7 +70,7 @@ def remove_identities(model: ir.Model) -> None:
     done: dict[ir.Graph, list[ir.Node]] = {}
     for node in nodes(model.graph, "Identity", subgraphs=True):
         x, y, graph = node.inputs[0], node.outputs[0], node.graph
-        if x is None or graph is None or not isinstance(graph, ir.Graph):
+        if x is None or graph is None or not isinstance(graph, ir.Graph) or stops_gradient(node):
             continue
         if y.is_graph_output():
             source = x.producer()

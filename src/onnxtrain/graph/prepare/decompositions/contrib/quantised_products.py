@@ -24,6 +24,8 @@ _NF4 = [
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 ]
+BNB4 = {0: [*_FP4, *(-v for v in _FP4)], 1: _NF4}
+"""The number that each of 16 codes stands for, by ``quant_type``."""
 
 
 @decomposition("com.microsoft::MatMulNBits")
@@ -104,7 +106,7 @@ def matmul_bnb4(op, a, b, absmax, *, K, N, block_size, quant_type, transB=1, tra
         refuse(node, "can be expressed for constant weights only")
     flat = raw.reshape(-1)
     numbers = np.stack([flat >> 4, flat & 15], axis=-1).reshape(-1)[: N * K]  # high bits first
-    table = _NF4 if quant_type else [*_FP4, *(-v for v in _FP4)]
+    table = BNB4[int(bool(quant_type))]
     blocks = -(-N * K // block_size)
     padded = np.concatenate([numbers, np.zeros(blocks * block_size - N * K, numbers.dtype)])
     codes = op.const(padded.reshape(blocks, block_size).astype(np.uint8), ir.DataType.UINT8)
