@@ -36,7 +36,7 @@ class Shape:
 SHAPES = {
     "smollm2-135m": Shape(49152, 576, 1536, 30, 9, 3),
     "1b": Shape(128256, 2048, 8192, 16, 32, 8),
-    "tiny": Shape(512, 64, 128, 2, 4, 2),
+    "tiny": Shape(8192, 64, 128, 2, 4, 2),
 }
 """SmolLM2-135M, Llama-3.2-1B, and one for tests."""
 
@@ -88,7 +88,9 @@ class _Writer:
     def block(self, i: int, skip: str, mixed: str) -> tuple[str, str]:
         s, path = self.shape, f"model.layers.{i}"
         x, skip = self.norm(f"{path}.input_layernorm", skip, mixed)
-        packed = self.product(x, f"{path}.attn.qkv_proj", s.hidden, (s.heads + 2 * s.groups) * s.head)
+        packed = self.product(
+            x, f"{path}.attn.qkv_proj", s.hidden, (s.heads + 2 * s.groups) * s.head
+        )
         past = [f"past_key_values.{i}.key", f"past_key_values.{i}.value"]
         present = [f"present.{i}.key", f"present.{i}.value"]
         mixed = self.node(
@@ -100,7 +102,9 @@ class _Writer:
         )  # fmt: skip
         mixed = self.product(mixed, f"{path}.attn.o_proj", s.hidden, s.hidden)
         x, skip = self.norm(f"{path}.post_attention_layernorm", skip, mixed)
-        gate, up = (self.product(x, f"{path}.mlp.{n}_proj", s.hidden, s.inner) for n in ("gate", "up"))
+        gate, up = (
+            self.product(x, f"{path}.mlp.{n}_proj", s.hidden, s.inner) for n in ("gate", "up")
+        )
         sigmoid = self.node("Sigmoid", [gate], [f"/{path}/mlp/Sigmoid"])
         act = self.node("Mul", [gate, sigmoid], [f"/{path}/mlp/act"])
         inner = self.node("Mul", [act, up], [f"/{path}/mlp/Mul"])

@@ -88,7 +88,10 @@ def _as_created(executed: list[ir.Node], own: list[ir.Node]) -> list[ir.Node]:
     """Return what runs in the order of the file, with nodes that the runtime made at the end."""
     place = {node.name: i for i, node in enumerate(own)}
     kept = [n for n in executed if n.name in place]
-    return [*sorted(kept, key=lambda n: place[n.name]), *(n for n in executed if n.name not in place)]
+    return [
+        *sorted(kept, key=lambda n: place[n.name]),
+        *(n for n in executed if n.name not in place),
+    ]
 
 
 def _live(events: list[Event]) -> tuple[int, str]:

@@ -57,7 +57,9 @@ def ways(
     if again is not None:
         yield from _smaller(again, symbols, batch, budget, 'recompute="auto", ')
     if adapt is not None and (few := _built(adapt)) is not None:
-        yield Way("lora(rank=8)", _peak(few, symbols), "adapters only; the weights stay as they are")
+        yield Way(
+            "lora(rank=8)", _peak(few, symbols), "adapters only; the weights stay as they are"
+        )
 
 
 def _smaller(
