@@ -9,6 +9,7 @@ from onnxtrain.autodiff.registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
+from onnxtrain.planning import Plan, plan
 from onnxtrain.replace_head import replace_head
 from onnxtrain.text.finetune import finetune
 from onnxtrain.text.generate import generate
@@ -22,6 +23,7 @@ __all__ = [
     "Callback",
     "Clip",
     "EarlyStopping",
+    "Plan",
     "Precision",
     "Report",
     "Split",
@@ -40,6 +42,7 @@ __all__ = [
     "lower",
     "optim",
     "parameters",
+    "plan",
     "register_vjp",
     "replace_head",
     "split",

@@ -10,6 +10,7 @@ from onnxtrain.commands.finetune import finetune
 from onnxtrain.commands.grad import grad
 from onnxtrain.commands.lowering import check, lower, profiles
 from onnxtrain.commands.ops import ops
+from onnxtrain.commands.plan import plan
 from onnxtrain.commands.probe import probe
 from onnxtrain.commands.train import train
 
@@ -17,6 +18,7 @@ from onnxtrain.commands.train import train
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command("explain")(explain)
+    app.command("plan")(plan)
     app.command("grad")(grad)
     app.command("gradients", hidden=True)(grad)
     app.command("ops")(ops)

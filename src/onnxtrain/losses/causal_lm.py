@@ -16,6 +16,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.base import INT64, LOSSES, Loss, TargetSpec, check_rank, labels_for
 from onnxtrain.losses.classification import CrossEntropy, guarded
 from onnxtrain.losses.head import head_of
+from onnxtrain.losses.vocabulary_loop import by_vocabulary, packed_head
 
 _LAYOUT = "[batch, sequence, vocabulary]"
 
@@ -64,7 +65,12 @@ class CausalLM(Loss):
         check_rank(self, prediction, [3], _LAYOUT)
         following = self._following(op, labels)
         form = chosen(op, self._rows(prediction), CAUSAL_FORMS, CAUSAL_CHOICES)
-        total = form(self, op, prediction, following)
+        packed = packed_head(head_of(prediction)) if self.rows is None else None
+        if packed is not None and form is CausalLM._by_rows:
+            labels = guarded(op, following, self.ignore_index)
+            total = by_vocabulary(op, packed, labels, self.ignore_index)
+        else:
+            total = form(self, op, prediction, following)
         if self.reduction == "sum":
             return total
         counted = op.Where(op.Equal(following, self.ignore_index), 0.0, 1.0)

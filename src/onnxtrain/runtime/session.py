@@ -90,6 +90,8 @@ def create(
     ort = runtime()
     if options is None:
         options = session_options(threads, as_shipped=as_shipped)
+        # Memory kept for a later result of the same shape is idle until then.
+        options.enable_mem_reuse = device != "cpu"
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
     if isinstance(source, BesideWeights):
