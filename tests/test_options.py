@@ -16,8 +16,8 @@ import onnxtrain
 from onnxtrain.artifacts.request import BuildRequest
 from onnxtrain.commands.from_options import Asked, with_flags_of
 from onnxtrain.commands.main import app
+from onnxtrain.finetuning.options import FineTuneOptions
 from onnxtrain.options import Flag, flags, from_arguments, option, recorded
-from onnxtrain.text.finetune_options import FineTuneOptions
 from onnxtrain.training.fit_options import FitOptions
 from tests.artifacts.models import classifier
 

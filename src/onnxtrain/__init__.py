@@ -7,11 +7,11 @@ from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
 from onnxtrain.autodiff.registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
+from onnxtrain.finetuning.finetune import finetune
 from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
 from onnxtrain.planning import Plan, plan
 from onnxtrain.replace_head import replace_head
-from onnxtrain.text.finetune import finetune
 from onnxtrain.text.generate import generate
 from onnxtrain.training import Callback, EarlyStopping, Trainer
 

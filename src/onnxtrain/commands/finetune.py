@@ -9,8 +9,8 @@ import typer
 from typer import Argument, Option
 
 from onnxtrain.commands.from_options import Asked, with_flags_of
-from onnxtrain.text.finetune import FineTuning
-from onnxtrain.text.finetune_options import FineTuneOptions
+from onnxtrain.finetuning.finetune import FineTuning
+from onnxtrain.finetuning.options import FineTuneOptions
 
 
 @with_flags_of(FineTuneOptions)

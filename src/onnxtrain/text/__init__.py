@@ -1,11 +1,10 @@
-"""Language models: their inputs, data, fine-tuning and generation.
+"""Language models: their inputs, data and generation.
 
 What needs ``tokenizers`` or ``jinja2`` says so when it is used: ``pip install onnxtrain[text]``.
 """
 
 from onnxtrain.text.batches import TokenBatches, inputs_for, pack
 from onnxtrain.text.examples import Example, Examples, from_arrays, make_examples
-from onnxtrain.text.finetune import FineTuned, FineTuning, Sample, finetune
 from onnxtrain.text.folder import ModelFolder, look_at
 from onnxtrain.text.generate import generate
 from onnxtrain.text.pooling import pooled, with_classifier
@@ -17,14 +16,10 @@ from onnxtrain.text.without_cache import without_cache
 __all__ = [
     "Example",
     "Examples",
-    "FineTuned",
-    "FineTuning",
     "ModelFolder",
     "Records",
-    "Sample",
     "TokenBatches",
     "Tokenizer",
-    "finetune",
     "from_arrays",
     "generate",
     "inputs_for",

@@ -9,17 +9,17 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
+from onnxtrain.finetuning.options import FineTuneOptions
+from onnxtrain.finetuning.tasks import Task, is_part, split
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
 from onnxtrain.losses import MultipleNegatives
 from onnxtrain.replace_head import replace_head
 from onnxtrain.text.batches import GroupBatches, TokenBatches
 from onnxtrain.text.examples import Example, Examples, check_vocabulary
-from onnxtrain.text.finetune_options import FineTuneOptions
 from onnxtrain.text.folder import ModelFolder
 from onnxtrain.text.pooling import LOGITS, pooled, with_classifier
 from onnxtrain.text.records import Record, Records
-from onnxtrain.text.tasks import Task, is_part, split
 
 _SHOWN = 60
 
@@ -97,6 +97,13 @@ class _Encoded(Task):
             pad=self.pad,
             seed=None if validation else self.options.seed,
         )
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The rows of a batch, and the length of the longest."""
+        groups = [self.groups[i] for i in self.train]
+        rows = min(self.options.batch_size, len(groups)) * len(groups[0])
+        return rows, max(len(e) for group in groups for e in group)
 
     def preview(self) -> str:
         """Return three records in words."""

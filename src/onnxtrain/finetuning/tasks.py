@@ -10,11 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.finetuning.options import FineTuneOptions
 from onnxtrain.graph.io import load
 from onnxtrain.losses import LossLike
 from onnxtrain.text.batches import TokenBatches, pack
 from onnxtrain.text.examples import Example, Examples, check_vocabulary, from_arrays, make_examples
-from onnxtrain.text.finetune_options import FineTuneOptions
 from onnxtrain.text.folder import ModelFolder
 from onnxtrain.text.preview import preview
 from onnxtrain.text.records import Records, read_records
@@ -79,6 +79,11 @@ class Task:
 
     def batches(self, names: Sequence[str], *, validation: bool = False) -> TokenBatches | None:
         """Return the batches of training, or those of the validation, if there is one."""
+        raise NotImplementedError
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The rows of a batch, and the length of the longest."""
         raise NotImplementedError
 
     def preview(self) -> str:
@@ -147,6 +152,11 @@ class CausalTask(Task):
         if not rows:
             return None
         return TokenBatches(rows, names, batch_size=size, pad=self.pad, seed=seed)
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The rows of a batch, and the length of the longest."""
+        return min(self.options.batch_size, len(self.rows)), max(len(e) for e in self.rows)
 
     def preview(self) -> str:
         """Return three examples with their masks."""

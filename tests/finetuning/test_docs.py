@@ -10,9 +10,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from tests.finetuning.test_encoders import LABELLED
+from tests.finetuning.test_finetune import CHAT
 from tests.text.models import Writer, encoder, genai_folder, llama
-from tests.text.test_encoders import LABELLED
-from tests.text.test_finetune import CHAT
 from tests.text.words import write_lines, write_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "fine-tuning.md"

@@ -12,15 +12,17 @@ from typing import Any
 from onnxtrain.adapters import Adapted, lora
 from onnxtrain.artifacts import Artifacts, build
 from onnxtrain.errors import OnnxTrainError, PrepareError
+from onnxtrain.finetuning.encoder_tasks import ClassificationTask, EmbeddingTask
+from onnxtrain.finetuning.options import FineTuneOptions
+from onnxtrain.finetuning.outputs import write_json, write_outputs
+from onnxtrain.finetuning.tasks import CausalTask, Task
+from onnxtrain.finetuning.watch import Pace, Say, TokenDisplay, perplexity, tell_perplexity
 from onnxtrain.options import from_arguments, recorded
-from onnxtrain.text.encoder_tasks import ClassificationTask, EmbeddingTask
+from onnxtrain.planning import plan
+from onnxtrain.planning.amounts import amount
 from onnxtrain.text.feeds import decoder_of
-from onnxtrain.text.finetune_options import FineTuneOptions
 from onnxtrain.text.folder import ModelFolder, look_at
 from onnxtrain.text.generate import Sampling, continued
-from onnxtrain.text.outputs import write_json, write_outputs
-from onnxtrain.text.tasks import CausalTask, Task
-from onnxtrain.text.watch import Pace, Say, TokenDisplay, perplexity, tell_perplexity
 from onnxtrain.training import Trainer
 from onnxtrain.training.reports.progress import display
 from onnxtrain.training.run import History
@@ -192,9 +194,18 @@ class FineTuning:
             f"run: {o.epochs} epochs, batches of {o.batch_size}"
             + (f" x {o.accumulate}" if o.accumulate > 1 else "")
             + f", {o.optimizer}, lr {o.lr:g}, {o.schedule}",
+            *self._memory(artifacts),
         ]
         notes = [*self.task.notes, *(() if adapted is None else adapted.notes)]
         return [*lines, *(f"note: {n}" for n in dict.fromkeys(notes))]
+
+    def _memory(self, artifacts: Artifacts) -> list[str]:
+        """Return in words what a step of the largest batch takes, where that can be told."""
+        if self.options.device != "cpu":
+            return []
+        rows, length = self.task.largest
+        known = plan(artifacts, tokens=f"{rows}x{length}")
+        return [f"memory: about {amount(known.peak)} at {rows} x {length} tokens"]
 
     def run(self, output: Path) -> FineTuned:
         """Train, and write everything to a folder."""
