@@ -99,7 +99,9 @@ def main() -> None:
     command = [sys.executable, str(BUILDER), "-i", str(checkpoint)]
     command += ["-o", str(asked.folder / "int4"), "-p", "int4", "-e", "cpu"]
     command += ["-c", str(asked.folder / "cache")]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    built = subprocess.run(command, check=False, capture_output=True, text=True)
+    if built.returncode:
+        sys.exit(built.stderr)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A small Llama is trained from scratch by torch, written in 4 bits by the builder of
 onnxruntime-genai, and that file is fine-tuned by onnxtrain, without torch.
-``make finetune-demo`` runs it.
+``make finetune-demo`` runs it; flags that are not known here go to base.py (``--width 192``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--passages", type=int, default=400)
     parser.add_argument("--resume", action="store_true")
-    asked = parser.parse_args()
+    asked, of_base = parser.parse_known_args()
     asked.work.mkdir(parents=True, exist_ok=True)
 
     base = asked.work / "base" / "int4"
@@ -55,7 +55,7 @@ def main() -> None:
         text.write_text(speeches(asked.work / "npm"), encoding="utf-8")
         python = asked.python or environment(asked.work / "venv")
         command = [str(python), str(HERE / "base.py"), str(text), str(base.parent)]
-        command += ["--steps", str(asked.base_steps)]
+        command += ["--steps", str(asked.base_steps), *of_base]
         subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
     novel = chapters(asked.work / "npm")
