@@ -87,7 +87,8 @@ def build(
             over the builder, another model, or a list of weighted losses.
         optimizer: a name (``"adamw"``) or an optimizer object.
         train: names or globs of the parameters to train; ``None`` stands for every tensor that
-            works as a weight and reaches the loss: no constants, no running statistics.
+            works as a weight and reaches the loss: no constants, no running statistics. A word
+            stands for some: ``"bias"``, ``"norm"``, ``"last:2"`` (the last two blocks or layers).
         freeze: names or globs to take out of those.
         mode: ``"train"`` puts BatchNormalization with a trainable scale into training mode and
             Dropout on; ``"as-is"`` leaves the model as it was exported.

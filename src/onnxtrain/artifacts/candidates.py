@@ -8,6 +8,7 @@ from collections import Counter
 import onnx_ir as ir
 
 from onnxtrain.autodiff.gradients import Names
+from onnxtrain.autodiff.named_selections import expand
 from onnxtrain.autodiff.registry import NO_GRADIENT
 from onnxtrain.autodiff.selection import batch_statistics, match, trainable, untrained_names
 from onnxtrain.errors import PrepareError
@@ -21,14 +22,15 @@ _SHOWN = 8  # reasons in a message
 def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
     """Return the initializers that may be trained, in the order of the file."""
     statistics = batch_statistics(base.graph)
-    chosen = trainable(base) if train is None else _named(base, names_list(train))
-    frozen = names_list(freeze)
+    free = trainable(base)
+    names = expand(base, names_list(train), free)
+    chosen = free if train is None else _named(base, names)
+    frozen = expand(base, names_list(freeze), free)
     if frozen:
         known = {x.name or "": x for x in chosen}
         out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
         chosen = [x for x in chosen if x not in out]
-    named = names_list(train)
-    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in named)]
+    chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in names)]
     if not chosen:
         raise PrepareError(_nothing_left(base, train, freeze))
     return chosen

@@ -17,6 +17,7 @@ from onnxtrain.autodiff.differentiate import (
 )
 from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
 from onnxtrain.autodiff.memory_estimate import Memory, estimate
+from onnxtrain.autodiff.named_selections import listed
 from onnxtrain.autodiff.registry import (
     NO_GRADIENT,
     ZERO,
@@ -68,6 +69,8 @@ class Report:
     """What training would take, estimated from shapes."""
     refusal: str = ""
     """What stands in the way although every node has a rule; empty if nothing does."""
+    selections: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Words that `train` takes for some of the parameters, with what they stand for."""
 
     @property
     def differentiable(self) -> bool:
@@ -95,6 +98,7 @@ class Report:
         lines += [
             f"  {name}: {shape}, {self.roles[name]}" for name, shape in self.parameters.items()
         ]
+        lines += [f"selection {word}: {what}" for word, what in self.selections.items()]
         for title, entries in (("frozen", self.frozen.items()),):
             if entries:
                 lines.append(f"{title}: {len(entries)}")
@@ -164,6 +168,7 @@ def explain(
         opset=work.opset_imports[""],
         memory=_memory(graph, wanted, dims or {}),
         refusal="" if any(n.how == "missing" for n in nodes) else _trial(work, wanted),
+        selections=listed(work, trainable(work)),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
+from onnxtrain.autodiff.named_selections import expand
 from onnxtrain.autodiff.registry import is_refused, is_stopped
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
@@ -30,7 +31,8 @@ def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Valu
         if name not in hidden:
             candidates.setdefault(name, x)
     candidates.update(unused_parameters(model))
-    values = match([wrt] if isinstance(wrt, str) else list(wrt), candidates, "wrt", "value")
+    names = expand(model, [wrt] if isinstance(wrt, str) else list(wrt), trainable(model))
+    values = match(names, candidates, "wrt", "value")
     return _only_floats(values, "wrt")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,10 +104,9 @@ class _Change:
             _store(graph, self.layer, self.weight)
 
 
-def _changes(unit: Unit, a: Adapter, values: Mapping[str, np.ndarray]) -> list[_Change]:
-    """Return the new weights of each layer that a unit lies in."""
+def _changes(unit: Unit, a: Adapter, values: Mapping[str, np.ndarray]) -> Iterator[_Change]:
+    """Yield the new weights of each layer that a unit lies in, each made after the one before."""
     delta = _delta(a, values)
-    changes = []
     for site in unit.sites:
         layer = site.layer
         weight = np.array(frozen_weight(layer))
@@ -124,8 +123,7 @@ def _changes(unit: Unit, a: Adapter, values: Mapping[str, np.ndarray]) -> list[_
                 axes = tuple(range(1, weight.ndim))
                 long = values[a.magnitude].reshape(-1, *(1,) * len(axes))
                 weight = _with_length(weight, long, axis=axes)
-        changes.append(_Change(layer, weight))
-    return changes
+        yield _Change(layer, weight)
 
 
 def _delta(a: Adapter, values: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -25,7 +25,7 @@ from onnxtrain.graph.prepare.normalise import normalise
 from onnxtrain.graph.prepare.sequences import resolve_sequences
 from onnxtrain.graph.prepare.spelled_sigmoid import name_sigmoids
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
-from onnxtrain.graph.roles import note_roles, roles
+from onnxtrain.graph.roles import kinds_by_use, note_kinds, note_roles, roles
 from onnxtrain.graph.shapes import is_float, schema_of
 from onnxtrain.graph.shapes.infer import infer_shapes
 from onnxtrain.graph.shapes.open_sizes import note_root
@@ -60,6 +60,7 @@ def prepare(
     model, shown = show_weights(model)
     repairs += shown
     parts = roles(model)
+    uses = kinds_by_use(model, parts)
     given = set(model.graph.initializers)
     model = _at_working_opset(model, repairs, keep, straight_through=straight_through)
     repairs += _without_other_operators(model, keep, straight_through=straight_through)
@@ -73,6 +74,7 @@ def prepare(
     repairs += name_sigmoids(model)
     constants, unused = _tidy(model, given)
     note_roles(model, parts)
+    note_kinds(model, uses)
     model.meta[_CONSTANTS] = frozenset(constants)
     model.meta[_UNUSED] = unused
     model.meta[_REPAIRS] = tuple(repairs)

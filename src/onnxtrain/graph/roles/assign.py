@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -58,6 +59,18 @@ def roles(model: ir.Model) -> dict[str, Role]:
         return {n: _KNOWN if n in listed else _OTHER for n in floats}
     judge = Judge(model.graph)
     return {n: _KNOWN if n in listed else judge.role(x) for n, x in floats.items()}
+
+
+def kinds_by_use(model: ir.Model, known: Mapping[str, Role]) -> dict[str, str]:
+    """Return the kind of every float initializer by its use, also of those that a list names."""
+    judge: Judge | None = None
+    kinds = {}
+    for name, role in known.items():
+        if role.kind == _KNOWN.kind:
+            judge = judge or Judge(model.graph)
+            role = judge.role(model.graph.initializers[name])
+        kinds[name] = role.kind
+    return kinds
 
 
 def _is_listed(model: ir.Model) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import onnx_ir as ir
 
 _ROLES = "onnxtrain.roles"  # key in Model.meta: name of a tensor -> its role
+_KINDS = "onnxtrain.kinds"  # key in Model.meta: name of a tensor -> its kind by use
 _SHOWN = 6  # names in a line of a report
 
 
@@ -44,6 +45,16 @@ def roles_of(model: ir.Model) -> Mapping[str, Role]:
 def note_roles(model: ir.Model, roles: Mapping[str, Role]) -> None:
     """Record the roles of a model's tensors."""
     model.meta[_ROLES] = dict(roles)
+
+
+def note_kinds(model: ir.Model, by_use: Mapping[str, str]) -> None:
+    """Record what each tensor is for by its use, whatever the maker of the file says."""
+    model.meta[_KINDS] = dict(by_use)
+
+
+def kinds(model: ir.Model) -> Mapping[str, str]:
+    """Return what each tensor is for by its use: ``weight``, ``bias``, ``normalisation`` ..."""
+    return model.meta.get(_KINDS, {})
 
 
 def summary(roles: Mapping[str, Role], names: Iterable[str]) -> list[str]:
