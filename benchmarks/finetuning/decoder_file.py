@@ -1,59 +1,52 @@
-"""A decoder of Llama's kind as onnxruntime-genai's builder writes it in int4, with drawn weights."""
+"""A decoder of Llama's kind, spelled as onnxruntime-genai's builder does, in int4, drawn."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto as T
-from onnx import helper, numpy_helper
+import onnx_ir as ir
+
+from benchmarks.finetuning.shapes import Shape
 
 MS = "com.microsoft"
 BLOCK = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder, by the names of its config.json."""
-
-    vocabulary: int
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    groups: int
-    positions: int = 2048
-
-    @property
-    def head(self) -> int:
-        """Width of one head."""
-        return self.hidden // self.heads
-
-
-SHAPES = {
-    "smollm2-135m": Shape(49152, 576, 1536, 30, 9, 3),
-    "1b": Shape(128256, 2048, 8192, 16, 32, 8),
-    "tiny": Shape(8192, 64, 128, 2, 4, 2),
-}
-"""SmolLM2-135M, Llama-3.2-1B, and one for tests."""
-
-
 class _Writer:
     def __init__(self, shape: Shape, seed: int) -> None:
         self.shape, self.rng = shape, np.random.default_rng(seed)
-        self.nodes: list[onnx.NodeProto] = []
-        self.weights: list[onnx.TensorProto] = []
+        self.nodes: list[ir.Node] = []
+        self.values: dict[str, ir.Value] = {}
+        self.weights: list[ir.Value] = []
+
+    def value(self, name: str) -> ir.Value:
+        return self.values.setdefault(name, ir.Value(name=name))
 
     def node(self, op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> str:
-        self.nodes.append(helper.make_node(op, inputs, outputs, name=outputs[0], **attributes))
+        node = ir.Node(
+            attributes.pop("domain", ""), op,
+            [self.value(n) if n else None for n in inputs],
+            ir.convenience.convert_attributes(attributes),
+            outputs=[self.value(n) if n else ir.Value(name="") for n in outputs],
+            name=outputs[0],
+        )  # fmt: skip
+        self.nodes.append(node)
         return outputs[0]
 
     def store(self, name: str, array: np.ndarray) -> str:
-        self.weights.append(numpy_helper.from_array(array, name))
+        value = self.value(name)
+        value.const_value = ir.Tensor(array, name=name)
+        value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(array.shape)
+        self.weights.append(value)
         return name
+
+    def typed(self, name: str, dtype: ir.DataType, sizes: list[int | str]) -> ir.Value:
+        value = self.value(name)
+        value.type, value.shape = ir.TensorType(dtype), ir.Shape(sizes)
+        return value
 
     def quantised(self, name: str, outputs: int, inputs: int) -> tuple[str, str]:
         """Draw the bytes themselves: 4-bit codes with a scale for every 32 of them."""
@@ -117,10 +110,10 @@ def _start(w: _Writer) -> str:
     one = w.store("one", np.array([1], np.int64))
     w.node("ReduceSum", ["attention_mask", one], ["lengths"], keepdims=0)
     w.node("Sub", ["lengths", one], ["last"])
-    w.node("Cast", ["last"], ["seqlens_k"], to=T.INT32)
+    w.node("Cast", ["last"], ["seqlens_k"], to=int(ir.DataType.INT32))
     w.node("Shape", ["attention_mask"], ["mask_shape"])
     w.node("Gather", ["mask_shape", w.store("place", np.array(1, np.int64))], ["total"], axis=0)
-    w.node("Cast", ["total"], ["total_length"], to=T.INT32)
+    w.node("Cast", ["total"], ["total_length"], to=int(ir.DataType.INT32))
     turns = 10000.0 ** (-np.arange(0, s.head, 2) / s.head)
     angles = np.outer(np.arange(s.positions), turns)
     w.store("cos_cache", np.cos(angles).astype(np.float32))
@@ -141,20 +134,25 @@ def write(shape: Shape, path: Path, seed: int = 0) -> Path:
     x, _ = w.norm(f"model.layers.{shape.layers}.final_norm", skip, mixed)
     w.multiply(x, "lm_head.MatMul.weight_Q4", "lm_head.MatMul.weight_scales",
                shape.hidden, shape.vocabulary, "logits")  # fmt: skip
-    info = helper.make_tensor_value_info
-    inputs = [info("input_ids", T.INT64, ["batch_size", "sequence_length"])]
-    inputs.append(info("attention_mask", T.INT64, ["batch_size", "total_sequence_length"]))
-    sizes = ["batch_size", "sequence_length", shape.vocabulary]
-    outputs = [info("logits", T.FLOAT, sizes)]
+    ints, floats = ir.DataType.INT64, ir.DataType.FLOAT
+    inputs = [
+        w.typed("input_ids", ints, ["batch_size", "sequence_length"]),
+        w.typed("attention_mask", ints, ["batch_size", "total_sequence_length"]),
+    ]
+    sizes: list[int | str] = ["batch_size", "sequence_length", shape.vocabulary]
+    outputs = [w.typed("logits", floats, sizes)]
     for i in range(shape.layers):
         for part in ("key", "value"):
-            cache = ["batch_size", shape.groups, "past_sequence_length", shape.head]
-            inputs.append(info(f"past_key_values.{i}.{part}", T.FLOAT, cache))
-            cache = ["batch_size", shape.groups, "total_sequence_length", shape.head]
-            outputs.append(info(f"present.{i}.{part}", T.FLOAT, cache))
-    graph = helper.make_graph(w.nodes, "decoder", inputs, outputs, w.weights)
-    imports = [helper.make_opsetid("", 21), helper.make_opsetid(MS, 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+            old, new = "past_sequence_length", "total_sequence_length"
+            rest = ["batch_size", shape.groups, old, shape.head]
+            inputs.append(w.typed(f"past_key_values.{i}.{part}", floats, rest))
+            rest = ["batch_size", shape.groups, new, shape.head]
+            outputs.append(w.typed(f"present.{i}.{part}", floats, rest))
+    graph = ir.Graph(
+        inputs, outputs, nodes=w.nodes, initializers=w.weights,
+        opset_imports={"": 21, MS: 1}, name="decoder",
+    )  # fmt: skip
+    model = ir.to_proto(ir.Model(graph, ir_version=10))
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
     return path
