@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
@@ -98,6 +100,20 @@ def test_texts_arrays_packing_and_no_validation(folder: Path, tmp_path: Path) ->
     assert plain.after["loss"] < plain.before["loss"]
 
 
+def test_weights_train_where_they_are_named(folder: Path, tmp_path: Path) -> None:
+    rows = {"input_ids": [[5, 6, 7, 8]] * 4}
+    result = onnxtrain.finetune(folder, rows, tmp_path / "out", train="norm", epochs=3, **FAST)
+    assert result.history.losses[-1] < result.history.losses[0]
+    assert set(result.files) == {"merged/"}
+    before, after = (onnx.load(p / "model.onnx") for p in (folder, tmp_path / "out/merged"))
+    assert [x.name for x in after.graph.input] == [x.name for x in before.graph.input]
+    old, new = ({t.name: t for t in m.graph.initializer} for m in (before, after))
+    changed = {n for n, t in old.items() if ir.serde.deserialize_tensor(t).tobytes()
+               != ir.serde.deserialize_tensor(new[n]).tobytes()}  # fmt: skip
+    assert changed
+    assert all("norm" in name for name in changed)
+
+
 def test_a_killed_run_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "chat.jsonl", *CHAT)
     options = ["--epochs", "12", "--batch-size", "2", "--lr", "0.01", "--validation", "0.34"]
@@ -158,6 +174,7 @@ def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) ->
         ({"targets": "qqq*"}, PrepareError, "qqq"),
         ({"lora_rank": 99}, PrepareError, "rank 99 is larger than a layer"),
         ({"lora_rank": -1}, PrepareError, "lora_rank must not be negative"),
+        ({"lora_rank": 4, "train": "norm"}, PrepareError, "train chooses weights"),
         ({"epochs": 0}, PrepareError, "epochs must be at least 1"),
         ({"kind": "poetry"}, PrepareError, "no such kind of model: 'poetry'"),
         ({"kind": "vision"}, PrepareError, "a model of the kind 'vision'"),

@@ -69,6 +69,7 @@ def finetune(
     lora_rank: int | None = None,
     lora_alpha: float | None = None,
     targets: str | Sequence[str] = (),
+    train: str | Sequence[str] | None = None,
     epochs: int = 3,
     batch_size: int = 4,
     accumulate: int = 1,
@@ -108,6 +109,8 @@ def finetune(
         lora_alpha: adapters are scaled by ``alpha / rank``; twice the rank.
         targets: which layers get adapters, those of attention by default: see
             :func:`onnxtrain.lora`.
+        train: without adapters, which weights train: ``"bias"``, ``"norm"``, ``"last:2"``, names or
+            globs; all of them by default.
         epochs: how often to go through the data.
         batch_size: rows, records or pairs of a batch.
         accumulate: batches that count as one.
@@ -163,7 +166,9 @@ class FineTuning:
         o, task = self.options, self.task
         source = task.model()
         adapted = None
-        train: Sequence[str] | None = None
+        train = o.train
+        if train is not None and task.trained:
+            train = [*([train] if isinstance(train, str) else train), *task.trained]
         if o.lora_rank:
             adapted = lora(source, o.lora_rank, o.lora_alpha or 1.0, o.targets, seed=o.seed)
             train = [*adapted.names, *task.trained] if task.trained else None

@@ -41,6 +41,11 @@ class FineTuneOptions:
         Flag(list[str], "attention (the default), all-linear, or names or globs; repeatable."),
         lambda value: value if isinstance(value, str) else list(value),
     )
+    train: str | Sequence[str] | None = option(
+        None,
+        Flag(list[str], "Without adapters: bias, norm, last:2, or names or globs; repeatable."),
+        lambda value: list(value) if isinstance(value, list | tuple) else value,
+    )
     epochs: int = option(3, Flag(int, "How often to go through the data."))
     batch_size: int = option(4, Flag(int, "Rows of a batch."), as_it_is)
     accumulate: int = option(1, Flag(int, "Batches that count as one."), as_it_is)
@@ -78,6 +83,10 @@ class FineTuneOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PrepareError(f"{name} must be at least 1: {value}")
+        if self.train is not None and self.lora_rank:
+            raise PrepareError(
+                "train chooses weights, and adapters leave them as they are\nhint: lora_rank=0"
+            )
         if self.lora_rank is not None and self.lora_rank < 0:
             raise PrepareError(f"lora_rank must not be negative: {self.lora_rank}")
 
@@ -85,7 +94,7 @@ class FineTuneOptions:
         """Return the options with what depends on the kind of model filled in."""
         rank = self.lora_rank
         if rank is None:
-            rank = 8 if kind == "causal_lm" else 0
+            rank = 8 if kind == "causal_lm" and self.train is None else 0
         alpha = float(2 * rank) if self.lora_alpha is None else self.lora_alpha
         lr = self.lr if self.lr is not None else (2e-4 if rank else 2e-5)
         targets = self.targets or "attention"

@@ -7,8 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from onnxtrain.adapters import Adapted
+from onnxtrain.graph.io import load, save
 from onnxtrain.graph.io.atomic import content, write_files
+from onnxtrain.graph.prepare import show_weights
 from onnxtrain.text.folder import ModelFolder
 from onnxtrain.training import Trainer
 
@@ -51,11 +55,25 @@ def write_outputs(
         how = "requantise" if requantise else "branch"
         report = adapted.export_merged(merged, trainer, quantised=how)
         written["merged/"] = f"a model to serve: {report}"
+    elif folder.kind == "causal_lm":
+        save(with_weights(folder, trainer), merged)
+        written["merged/"] = "a model to serve, with the trained weights"
     else:
         trainer.export(merged)
         written["merged/"] = "a model to serve, with the trained weights"
     copy_beside(folder, merged.parent)
     return written
+
+
+def with_weights(folder: ModelFolder, trainer: Trainer) -> ir.Model:
+    """Return the model of the folder, cache and all, with the trained weights in their places."""
+    model, _ = show_weights(load(folder.path))
+    for name, array in trainer.parameters.items():
+        place = model.graph.initializers[name]
+        assert place.const_value is not None
+        dtype = place.const_value.dtype
+        place.const_value = ir.Tensor(array.astype(dtype.numpy()), dtype, name=name)
+    return model
 
 
 _TASKS = {
@@ -79,4 +97,4 @@ def write_json(path: Path, value: Any) -> None:
     write_files(repr(str(path)), {str(path.absolute()): content(text.encode())})
 
 
-__all__ = ["copy_beside", "write_json", "write_outputs"]
+__all__ = ["copy_beside", "with_weights", "write_json", "write_outputs"]
