@@ -281,6 +281,7 @@ NOT_MEASURED: dict[str, str] = {
     "LATE_DEQUANTISE": "bounds what is kept in memory, no choice of speed",
     "LOSS_SCORES": "bounds what is kept in memory, no choice of speed",
     "LOSS_VOCABULARY": "bounds what is kept in memory, no choice of speed",
+    "LOSS_WORDS": "bounds what is kept in memory, no choice of speed",
     "NORMALISED_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
     "WEIGHT_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
     "FUSED_SGD_LEFT_OVER": "chooses between one call and two: `python -m benchmarks`",
