@@ -47,8 +47,11 @@ def check(file: Path, checkpoint: Path, **options: Any) -> dict[str, float]:
         feeds = batch(exact)
         labels = np.where(feeds["attention_mask"] == 1, feeds["input_ids"], IGNORED)
         logits, gradients = run_torch(torch_model, feeds, labels)
+        with torch_model.disable_adapter():
+            plain, _ = run_torch(torch_model, feeds, None)
         valid = feeds["attention_mask"] == 1
         result = {
+            "without_adapter": difference(run(adapted.plain, feeds)[valid], plain[valid]),
             "logits": difference(run(adapted.model, feeds)[valid], logits[valid]),
             "gradients": worst_gradient(adapted, feeds, labels, gradients),
         }
@@ -161,11 +164,13 @@ def run_served(adapted: Adapted, feeds: dict[str, np.ndarray], folder: Path) -> 
 
 
 def run_torch(
-    model: Any, feeds: dict[str, np.ndarray], labels: np.ndarray
+    model: Any, feeds: dict[str, np.ndarray], labels: np.ndarray | None
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return logits, and gradients of all factors by PEFT's names without the adapter's."""
     ids, mask = (torch.from_numpy(feeds[n]) for n in ("input_ids", "attention_mask"))
     logits = model(input_ids=ids, attention_mask=mask).logits
+    if labels is None:
+        return logits.detach().numpy(), {}
     flat = logits.reshape(-1, logits.shape[-1])
     loss = torch.nn.functional.cross_entropy(flat, torch.from_numpy(labels).reshape(-1))
     loss.backward()

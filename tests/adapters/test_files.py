@@ -25,6 +25,7 @@ def run(model: ir.Model | str | os.PathLike[str], feeds, adapter=None, output="l
     """Return the logits on stock onnxruntime, with an adapter file or without."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     source = ir.to_proto(model).SerializeToString() if isinstance(model, ir.Model) else str(model)
     session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     run_options = ort.RunOptions()

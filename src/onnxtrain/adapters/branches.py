@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.adapters.magnitudes import with_lengths
-from onnxtrain.adapters.modules.layers import CONV, EMBEDDING, Layer
+from onnxtrain.adapters.modules.layers import CONV, EMBEDDING, LINEAR, Layer
+from onnxtrain.adapters.modules.operand import operand
 from onnxtrain.adapters.pieces import Piece
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
@@ -81,6 +82,11 @@ def _declare(layer: Layer) -> None:
     for value in (layer.y, *([] if layer.kind == EMBEDDING else [layer.x])):
         if value.type is None:
             value.type = ir.TensorType(layer.dtype)
+    weight = layer.node.inputs[1]
+    stored = operand(weight) if layer.kind == LINEAR and not layer.node.domain else None
+    if stored is not None and stored.value.type is None:
+        stored.value.type = ir.TensorType(layer.dtype)
+        stored.value.shape = ir.Shape(stored.shape)
 
 
 def _scaled(op: OpBuilder, narrow: ir.Value, pieces: Sequence[Piece]) -> ir.Value:

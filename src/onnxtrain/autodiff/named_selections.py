@@ -46,6 +46,8 @@ def expand(model: ir.Model, names: Sequence[str], trainable: Sequence[ir.Value])
 
 def listed(model: ir.Model, trainable: Sequence[ir.Value]) -> dict[str, str]:
     """Return the words that stand for something in this model, with what that is."""
+    if not trainable:
+        return {}
     words = {
         BIAS: _meant(model, BIAS, trainable),
         NORM: _meant(model, NORM, trainable),

@@ -57,7 +57,9 @@ def checkpoint(folder: Path, name: str) -> None:
     own = set(settings().to_dict()) | {"head_dim", "original_max_position_embeddings"}
     # Rotations of half a head want heads twice as long.
     wide = {"hidden_size": 128, "head_dim": 32} if name in ("phi", "nemotron") else {}
-    sizes = {**COMMON, **wide}
+    # The builder takes any layer for the head that has as many outputs as there are words.
+    words = {"vocab_size": 160} if name in ("phi", "phi3", "nemotron", "ernie") else {}
+    sizes = {**COMMON, **wide, **words}
     config = settings(**{k: v for k, v in sizes.items() if k in own})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)

@@ -70,7 +70,9 @@ def _bias_owner(node: ir.Node) -> list[str]:
     if not is_op(node, "Conv", "Gemm"):
         behind = [u.node for u in node.outputs[0].uses() if is_op(u.node, "Add")]
         places = [x for n in behind for x in n.inputs]
-    names = [x.name or "" for x in places if x is not None and x.is_initializer()]
+    stored = [x for x in places if x is not None and x.is_initializer()]
+    # Exporters store equal tensors once: a bias of many layers has the name of only one of them.
+    names = [x.name or "" for x in stored if len(x.uses()) == 1]
     return [n.removesuffix(".bias") for n in names if n.endswith(".bias")]
 
 

@@ -1,0 +1,172 @@
+"""Convolutions, embeddings and a run of 200 steps beside PEFT; runs where peft is installed.
+
+``python -m tests.adapters.peft_nets FOLDER`` prints one line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import peft
+import torch
+from torch import nn
+
+import onnxtrain
+from onnxtrain.adapters import Adapted
+from onnxtrain.losses import CrossEntropy, LossTerm
+from onnxtrain.torch import from_torch
+from tests.adapters.peft_check import (
+    IGNORED,
+    batch,
+    difference,
+    drawn,
+    family_of,
+    original,
+    without_rounding,
+)
+
+
+class Vision(nn.Module):
+    """Two convolutions and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.second = nn.Conv2d(8, 12, 1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores of classes."""
+        h = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.head(h.mean((2, 3)))
+
+
+class Words(nn.Module):
+    """An embedding, its mean, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores of classes."""
+        return self.head(torch.tanh(self.table(x)).mean(1))
+
+
+def check(module: nn.Module, x: np.ndarray, targets: list[str], **options: Any) -> dict[str, float]:
+    """Return differences of scores and gradients for an adapter that PEFT made and saved."""
+    torch.manual_seed(0)
+    exported = from_torch(module, (torch.from_numpy(x),))
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
+    torch_model = peft.get_peft_model(module, config)
+    with torch.no_grad():
+        for name, p in torch_model.named_parameters():
+            if "lora_" in name and "magnitude" not in name:
+                p.normal_(0, 0.2)
+    labels = np.array([1, 3])
+    with tempfile.TemporaryDirectory() as folder:
+        torch_model.save_pretrained(folder)
+        adapted = onnxtrain.load_adapter(exported, folder)
+    y = torch_model(torch.from_numpy(x))
+    nn.functional.cross_entropy(y, torch.from_numpy(labels)).backward()
+    trainer = onnxtrain.Trainer(
+        onnxtrain.build(adapted, loss="cross_entropy", optimizer="sgd", mode="as-is")
+    )
+    name = next(n for n in trainer.inputs if n != "labels")
+    feeds = {name: x}
+    ours = trainer.gradients(**feeds, labels=labels)
+    theirs = {
+        n.replace(".default", ""): p.grad.numpy()
+        for n, p in torch_model.named_parameters()
+        if p.grad is not None
+    }
+    (scores,) = trainer.predict(**feeds).values()
+    return {
+        "scores": difference(scores, y.detach().numpy()),
+        "gradients": max(_differences(adapted, ours, theirs)),
+    }
+
+
+def _differences(
+    adapted: Adapted, ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]
+) -> list[float]:
+    differences = []
+    for a in adapted.adapters:
+        stem = f"base_model.model.{a.module}."
+        names = ("lora_embedding_A", "lora_embedding_B")
+        if a.kind != "embedding":
+            names = ("lora_A.weight", "lora_B.weight")
+        pairs = list(zip((a.a, a.b), names, strict=True))
+        if a.magnitude is not None:
+            pairs.append((a.magnitude, "lora_magnitude_vector.weight"))
+        for name, key in pairs:
+            expected, got = theirs[stem + key], ours[name]
+            got = got if a.kind == "conv" else got.T
+            differences.append(difference(got.reshape(expected.shape), expected))
+    return differences
+
+
+def curve(file: Path, checkpoint: Path, steps: int = 200, rate: float = 3e-4) -> dict[str, float]:
+    """Return the largest relative difference of losses over a run beside torch's AdamW."""
+    exact = without_rounding(file)
+    adapted = onnxtrain.lora(exact, rank=4, targets="all-linear", family=family_of(file))
+    adapted = adapted.with_parameters(drawn(adapted))
+    with tempfile.TemporaryDirectory() as folder:
+        adapted.export_peft(folder)
+        model = peft.PeftModel.from_pretrained(
+            original(adapted, checkpoint), folder, is_trainable=True
+        )
+    feeds = batch(exact)
+    rng = np.random.default_rng(3)
+    batches = [rng.integers(3, 96, feeds["input_ids"].shape) for _ in range(4)]
+    loss = LossTerm(CrossEntropy(axis=-1, ignore_index=IGNORED), output="logits")
+    trainer = onnxtrain.Trainer(onnxtrain.build(adapted, loss=loss, optimizer="adamw"))
+    trainer.lr = rate
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    mask, worst, last = feeds["attention_mask"], 0.0, 0.0
+    for step in range(steps):
+        ids = batches[step % len(batches)]
+        labels = np.where(mask == 1, ids, IGNORED)
+        ours = float(trainer.step(**{**feeds, "input_ids": ids}, labels=labels).loss)
+        logits = model(
+            input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)
+        ).logits
+        theirs = nn.functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), torch.from_numpy(labels).reshape(-1)
+        )
+        optimizer.zero_grad()
+        theirs.backward()
+        optimizer.step()
+        last = theirs.item()
+        worst = max(worst, abs(ours - last) / last)
+    return {"steps": steps, "last": last, "largest difference": worst}
+
+
+def main(folder: Path) -> None:
+    """Check the nets, and one run."""
+    ort.set_default_logger_severity(3)
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((2, 3, 8, 8)).astype(np.float32)
+    words = rng.integers(0, 20, (2, 6))
+    convs = ["first", "second", "head"]
+    for options in ({}, {"use_rslora": True}, {"use_dora": True}):
+        result = check(Vision().eval(), image, convs, **options)
+        print(json.dumps({"net": "vision", **options, **result}), flush=True)
+    for options in ({}, {"use_rslora": True}):
+        result = check(Words().eval(), words, ["table", "head"], **options)
+        print(json.dumps({"net": "words", **options, **result}), flush=True)
+    for name in ("llama-int4", "qwen3-fp32"):
+        file = folder / "genai" / name / "model.onnx"
+        result = curve(file, folder / "checkpoints" / name.split("-")[0])
+        print(json.dumps({"curve": name, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

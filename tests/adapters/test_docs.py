@@ -1,0 +1,46 @@
+"""The programs of docs/fine-tuning.md about adapters and their files run, in order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from tests.adapters.decoders import batch, write
+
+PAGE = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
+
+
+def programs(section: str) -> list[str]:
+    text = PAGE.read_text(encoding="utf-8")
+    part = text.split(f"## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", part, re.DOTALL)
+
+
+def test_adapters_and_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    write(tmp_path, int4=True)
+    monkeypatch.chdir(tmp_path)
+    feeds = batch()
+    space: dict = {"batches": [{**feeds, "labels": feeds["input_ids"]}] * 2}
+    for program in (*programs("Adapters"), *programs("Files out")):
+        exec(compile(program, "fine-tuning.md", "exec"), space)
+    out = capsys.readouterr().out
+    assert "LoRA rank 8 on model.onnx: 8 adapters" in out
+    assert "8 kept as a branch" in out
+    assert {p.name for p in tmp_path.iterdir()} >= {
+        *("adapter", "model.lora.onnx", "style.onnx_adapter", "merged.onnx")
+    }
+    adapter, options, quiet = ort.LoraAdapter(), ort.RunOptions(), ort.SessionOptions()
+    quiet.log_severity_level = 3
+    adapter.Load("style.onnx_adapter")
+    options.add_active_adapter(adapter)
+    served = ort.InferenceSession("model.lora.onnx", quiet)
+    merged = ort.InferenceSession("merged.onnx", quiet)
+    np.testing.assert_allclose(
+        served.run(["logits"], feeds, run_options=options)[0],
+        merged.run(["logits"], feeds)[0],
+        atol=1e-4,
+    )
