@@ -81,7 +81,7 @@ def by_vocabulary(op: OpBuilder, head: PackedHead, labels: ir.Value, ignored: in
     chosen = head.rows(op, op.Where(counts, labels, op.const(0, labels.dtype)))
     column = [op.size(rows, 0), 1]
     start = [
-        op.full(column, _LOWEST, rows.dtype), op.full(column, 0.0, rows.dtype),
+        op.full(column, _LOWEST, ir.DataType.FLOAT), op.full(column, 0.0, ir.DataType.FLOAT),
         op.zeros_like(rows), rows, chosen,
     ]  # fmt: skip
     firsts = op.const(np.arange(0, head.words, head.piece, dtype=np.int64))

@@ -118,10 +118,10 @@ def _batch(spec: ModelSpec, symbols: Mapping[str, int]) -> int:
 
 @functools.cache
 def interpreter_memory() -> int:
-    """Return what a process takes that has imported the libraries, measured in one where possible."""
+    """Return what a process takes once the libraries are imported, measured where possible."""
     code = "import onnxtrain, onnxruntime; print(open('/proc/self/status').read())"
     try:
-        run = subprocess.run(  # noqa: S603: our own interpreter
+        run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
         )
         lines = [x for x in run.stdout.splitlines() if x.startswith("VmRSS")]

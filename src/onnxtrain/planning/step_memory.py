@@ -58,19 +58,43 @@ class ExecutedGraph:
         """Return the memory of a step at numbers for symbolic sizes."""
         sizes = Sizes({**self._counted(symbols), **symbols})
 
+        made = self._made_by_runtime(sizes)
+
         def size(x: ir.Value) -> int:
-            return sizes(self._known.get(x.name or "", x))
+            name = x.name or ""
+            return made[name] if name in made else sizes(self._known.get(name, x))
 
         events = lifetimes(self.nodes, size, elsewhere=self._elsewhere)
         live, at = _live(events)
         arena = Arena()
         for _ in range(_RUNS):
             _serve(arena, events, sizes)
-        unknown = sorted(n for n in sizes.unknown if n)
+        unknown = sorted(n for n in sizes.unknown - set(made) if n)
         return StepMemory(live, arena.touched, at, tuple(unknown))
 
+    def _made_by_runtime(self, sizes: Sizes) -> dict[str, int]:
+        """Return the bytes of results that the runtime has put in between and tells no shape of.
+
+        They are another layout of what they were made from.
+        """
+        made: dict[str, int] = {}
+        for node in self.nodes:
+            for y in node.outputs:
+                dims = S.dims_of(self._known.get(y.name or "", y))
+                if not y.name or (dims is not None and sizes.elements(dims) is not None):
+                    continue
+                sources = (x for x in node.inputs if x is not None)
+                made[y.name] = max(
+                    (
+                        made.get(x.name or "", sizes(self._known.get(x.name or "", x)))
+                        for x in sources
+                    ),
+                    default=0,
+                )
+        return made
+
     def _counted(self, symbols: Mapping[str, int]) -> dict[str, int]:
-        """Return bounds for sizes that data decide: as many as there are elements to choose from."""
+        """Return bounds for sizes that data decide: all elements that there are to choose from."""
         sizes, counted = Sizes(symbols), dict[str, int]()
         for node in self.nodes:
             if node.op_type != "NonZero":

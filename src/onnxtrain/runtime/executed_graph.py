@@ -13,7 +13,8 @@ from onnxtrain.runtime import session as runtime
 def executed_graph(source: bytes | str) -> onnx.ModelProto:
     """Return what onnxruntime makes of a model; nodes that it did not make keep their names.
 
-    Its nodes are in some order that respects their inputs, not in that of a run. Weights that lie in other files stay there.
+    Its nodes are in some order that respects their inputs, not in that of a run. Weights that lie
+    in other files stay there.
 
     Args:
         source: as for :func:`onnxtrain.runtime.session.create`.
