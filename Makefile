@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean finetune-demo
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -23,7 +23,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 # torch comes first: the CPU build of its release is the one the tests were made with.
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,sklearn,plot,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,sklearn,plot,text,dev]"
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into runs/demo/
@@ -167,6 +167,9 @@ style-transfer: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chrom
 federated-demo: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## Python, Node and a browser tab train digits together
 	cd web && npm run build --workspace onnxtrain
 	python=$$($(BIN)/python -m tests.flower.environment) && PYTHONPATH=src $$python examples/federated/run.py $(FEDERATED_FLAGS)
+
+finetune-demo: $(VENV)/.dev  ## train a small Llama, write it in 4 bits, fine-tune that file to another text
+	$(BIN)/python examples/finetune/run.py $(FINETUNE_FLAGS)
 
 clean:  ## remove what make made
 	rm -rf $(VENV) runs .cache docs/_build docs/generated web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public

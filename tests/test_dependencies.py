@@ -47,7 +47,7 @@ def test_lower_bounds_are_below_what_is_tested(extra: str | None) -> None:
 
 def test_constraints_are_exact_and_cover_development() -> None:
     versions = pins()
-    for extra in ("cpu", "torch", "sklearn", "plot", "dev"):
+    for extra in ("cpu", "torch", "sklearn", "plot", "text", "dev"):
         for requirement in EXTRAS[extra]:
             name, exact = re.split(r"[<>=]+", requirement)[:2]
             assert plain(name) in versions

@@ -16,6 +16,7 @@ import onnxtrain
 from onnxtrain.artifacts.request import BuildRequest
 from onnxtrain.commands.from_options import Asked, with_flags_of
 from onnxtrain.commands.main import app
+from onnxtrain.finetuning.options import FineTuneOptions
 from onnxtrain.options import Flag, flags, from_arguments, option, recorded
 from onnxtrain.training.fit_options import FitOptions
 from tests.artifacts.models import classifier
@@ -36,10 +37,17 @@ DECLARED: dict[type, Declared] = {
         "train",
         {"directory", "data", "seed", "quiet", "device", "threads"},
     ),
+    FineTuneOptions: (
+        onnxtrain.finetune,
+        {"model", "data", "output"},
+        "finetune",
+        {"model", "data", "output", "preview", "quiet"},
+    ),
 }
 ONLY_IN_PYTHON = {
     BuildRequest: {"dp", "randomness", "check"},
     FitOptions: {"callbacks", "progress", "shuffle", "drop_last", "tensorboard"},
+    FineTuneOptions: {"progress"},
 }
 kinds = pytest.mark.parametrize("kind", DECLARED)
 

@@ -7,10 +7,13 @@ from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
 from onnxtrain.autodiff.registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
+from onnxtrain.finetuning.finetune import finetune
 from onnxtrain.graph.io import load
 from onnxtrain.lowering.api import lower
 from onnxtrain.optim.privacy import DP
+from onnxtrain.planning import Plan, plan
 from onnxtrain.replace_head import replace_head
+from onnxtrain.text.generate import generate
 from onnxtrain.training import (
     Callback,
     EarlyStopping,
@@ -30,6 +33,7 @@ __all__ = [
     "Clip",
     "EarlyStopping",
     "MlflowLogger",
+    "Plan",
     "Precision",
     "Report",
     "Split",
@@ -39,6 +43,8 @@ __all__ = [
     "examples",
     "explain",
     "find_lr",
+    "finetune",
+    "generate",
     "grad",
     "jvp",
     "load",
@@ -49,6 +55,7 @@ __all__ = [
     "lower",
     "optim",
     "parameters",
+    "plan",
     "register_vjp",
     "replace_head",
     "split",

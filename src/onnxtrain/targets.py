@@ -59,6 +59,7 @@ PREFERS = {
     "gelu-operator": "GELU by its own operator where a file has it written out",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
+    "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
     "repeated-channels": "numbers per channel repeated for each of few positions",
@@ -154,7 +155,7 @@ TARGETS: dict[str, Target] = {
             "wasm",
             profile="ort-cpu",
             missing=frozenset({"output-binding"}),
-            preferences=frozenset({"means-by-matmul", "several-steps"}),
+            preferences=frozenset({"loss-by-rows", "means-by-matmul", "several-steps"}),
             family="wasm",
         ),
         Target(

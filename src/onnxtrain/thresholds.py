@@ -238,3 +238,21 @@ LATE_DEQUANTISE = 1 << 12
 
 No command varies it; below, what is kept is smaller than what the extra nodes cost.
 """
+
+# Losses.
+
+LOSS_VOCABULARY = 1 << 12
+"""From so many classes on, the loss of a language model is computed for some rows at a time.
+
+No command varies it; below, all scores of a batch are smaller than what a layer keeps.
+"""
+LOSS_WORDS = 1 << 12
+"""How many words of a frozen, packed last layer are unpacked at a time for the loss.
+
+No command varies it; 4,096 words of 576 numbers are 9 MB, and the loop has few steps then.
+"""
+LOSS_SCORES = 1 << 22
+"""How many scores are computed at a time then: 16 MB of them, and as much again for the loss.
+
+No command varies it; with fewer, packed weights of the last layer are unpacked too often.
+"""

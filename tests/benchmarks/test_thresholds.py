@@ -22,6 +22,7 @@ NO_SIZES = {
     "autodiff/recompute.py:_SYMBOL": "what a symbolic size counts as in an estimate",
     "autodiff/rules/grid_sample.py:_A": "a coefficient of cubic interpolation",
     "autodiff/rules/grid_sample.py:_CUBIC": "coefficients of cubic interpolation",
+    "autodiff/named_selections.py:_OFFSET": "the place of an input",
     "autodiff/rules/pad.py:_END": "the end of an axis",
     "autodiff/differentiate.py:_SHOWN": "how many names a message lists",
     "autodiff/rules/conv/window_sum.py:_TABLE": "bounds the size of a constant",

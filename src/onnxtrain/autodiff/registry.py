@@ -79,6 +79,9 @@ def is_straight_through(node: ir.Node) -> bool:
     return bool(node.meta.get(_STRAIGHT))
 
 
+_STOPPED = "onnxtrain.stopped"
+
+
 def find_rule(node: ir.Node) -> Rule | None:
     """Return the rule of a node; users' own go first."""
     if stops_gradient(node):
@@ -88,8 +91,16 @@ def find_rule(node: ir.Node) -> Rule | None:
     return USER_RULES.get(key) or straight or RULES.get(key)
 
 
+def mark_stopped(node: ir.Node | None) -> None:
+    """Say that no gradient flows through a node, since its gradient is brought in another way."""
+    assert node is not None
+    node.meta[_STOPPED] = True
+
+
 def is_stopped(node: ir.Node) -> bool:
     """Return whether no gradient flows through the node, by declaration."""
+    if node.meta.get(_STOPPED):
+        return True
     key = key_of(node)
     known = key in ZERO or key in NO_GRADIENT or stops_gradient(node)
     return find_rule(node) is None and known

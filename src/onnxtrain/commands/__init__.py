@@ -8,10 +8,12 @@ from onnxtrain.commands.example import example
 from onnxtrain.commands.explain import explain
 from onnxtrain.commands.export import export
 from onnxtrain.commands.federate import federate
+from onnxtrain.commands.finetune import finetune
 from onnxtrain.commands.grad import grad
 from onnxtrain.commands.lowering import check, lower, profiles
 from onnxtrain.commands.lr_find import lr_find
 from onnxtrain.commands.ops import ops
+from onnxtrain.commands.plan import plan
 from onnxtrain.commands.probe import probe
 from onnxtrain.commands.train import train
 
@@ -19,12 +21,14 @@ from onnxtrain.commands.train import train
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command("explain")(explain)
+    app.command("plan")(plan)
     app.command("grad")(grad)
     app.command("gradients", hidden=True)(grad)
     app.command("ops")(ops)
     app.command("build")(build)
     app.command("lr-find")(lr_find)
     app.command("train")(train)
+    app.command("finetune")(finetune)
     app.command("eval")(evaluate)
     app.command("export")(export)
     app.command("lower")(lower)

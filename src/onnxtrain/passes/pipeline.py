@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.memory import order_for_memory
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.graph.simplify.file_order import order_for_runtime
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.aligned_classes import aligned_classes
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
@@ -133,7 +133,7 @@ def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
         op = OpBuilder(model.graph, f"{target.name}/", target=target)
         if run(FINAL, model, op):
             simplify(model)
-    order_for_runtime(model.graph)
+    order_for_memory(model.graph)
     return model
 
 

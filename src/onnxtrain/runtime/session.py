@@ -92,8 +92,8 @@ def create(
         options = session_options(threads, as_shipped=as_shipped)
         # Sizes that never change are planned: one block of the right size.
         options.enable_mem_pattern = capture
-        # Planned ahead, memory of one size is kept for tensors of this size, used or not.
-        options.enable_mem_reuse = device == "cpu"
+        # Memory kept for a later result of the same shape is idle until then.
+        options.enable_mem_reuse = False
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
     if isinstance(source, BesideWeights):

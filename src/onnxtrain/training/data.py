@@ -21,10 +21,14 @@ class Batch(NamedTuple):
     named: dict[str, Any]
     rows: np.ndarray | None = None
     """The numbers of its samples in the data, if they are known."""
+    weight: int | None = None
+    """What it weighs in means over batches, if that is not the number of its samples."""
 
     @property
     def size(self) -> int:
-        """The number of samples: the length of the first tensor that has one."""
+        """The number of samples, or what counts as such: the length of the first tensor."""
+        if self.weight is not None:
+            return self.weight
         for value in (*self.positional, *self.named.values()):
             shape = getattr(value, "shape", None)
             if shape is None:
@@ -59,8 +63,8 @@ def as_source(
 
     Args:
         data: an array, a tuple of arrays (by position) or a dict of arrays (by name), which are cut
-            into batches here; or a list or other iterable of batches, each one of these; or a
-            function that gives such an iterable for an epoch.
+            into batches here; or a list or other iterable of batches, each one of these or a
+            :class:`Batch`; or a function that gives such an iterable for an epoch.
         batch_size: of arrays.
         shuffle: arrays anew in each epoch, in an order that follows from seed and epoch alone.
         seed: of the order.
@@ -191,6 +195,8 @@ class Batches:
 
 
 def _as_batch(item: Any) -> Batch:
+    if isinstance(item, Batch):
+        return item
     if isinstance(item, Mapping):
         return Batch((), dict(item))
     if isinstance(item, tuple | list):

@@ -11,6 +11,7 @@ from onnxtrain.options import from_arguments
 from onnxtrain.training.callbacks import Callback, Record
 from onnxtrain.training.fit_options import FitOptions
 from onnxtrain.training.guards.run_lock import locked
+from onnxtrain.training.reports.progress import Display
 from onnxtrain.training.run import History, Run
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def fit(
     schedule: str | Schedule | Mapping[str, Any] | None = None,
     warmup: float | None = None,
     callbacks: Sequence[Callback | Callable[[Run, Record], None]] = (),
-    progress: bool | str = True,
+    progress: bool | str | Display = True,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     checkpoint_every: int | None = None,
@@ -62,7 +63,7 @@ def fit(
         warmup: steps, or a part of all steps if below 1.
         callbacks: :class:`Callback` objects, or functions that get the run and each epoch's record.
         progress: ``True`` for a bar in a terminal and lines elsewhere, ``"bar"``, ``"plain"`` or
-            ``False``.
+            ``False``; or a display of your own.
         directory: where metrics, curve and checkpoints go; nothing is written without one.
         resume: continue from the last checkpoint there, if there is one.
         checkpoint_every: steps between checkpoints, besides the one after each epoch.

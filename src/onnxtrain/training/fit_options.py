@@ -14,6 +14,7 @@ from onnxtrain.optim.schedules import Schedule
 from onnxtrain.options import Flag, option
 from onnxtrain.training.callbacks import Callback, Record
 from onnxtrain.training.guards.progress_meta import check_lr
+from onnxtrain.training.reports.progress import Display
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class FitOptions:
     )
     warmup: float | None = option(None, Flag(float, "Steps, or a part of all steps if below 1."))
     callbacks: Sequence[Callback | Callable[[Any, Record], None]] = option(())
-    progress: bool | str = option(True)
+    progress: bool | str | Display = option(True)
     directory: Path | None = option(
         None,
         Flag(Path, "Where records and checkpoints go; DIRECTORY/run by default.", name="out"),

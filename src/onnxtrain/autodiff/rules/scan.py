@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.accumulate import accumulate
 from onnxtrain.autodiff.registry import vjp_multi
+from onnxtrain.autodiff.rules.summed_scan import is_summed, summed_scan
 from onnxtrain.autodiff.subgraphs import (
     append_identities,
     name_outputs,
@@ -85,6 +86,8 @@ class _Step:
 def scan(op, dys, *inputs, node, wanted):
     """A Scan over the steps in reverse, which carries the gradients of the states."""
     refuse_randomness(node)
+    if is_summed(node):
+        return summed_scan(op, dys[0], node, wanted)
     parts = _read(node, inputs, dys, wanted)
     n, body = parts.n, parts.body
     d_states = [dys[i] if dys[i] is not None else op.zeros_like(inputs[i]) for i in parts.floats]

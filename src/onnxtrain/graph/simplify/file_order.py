@@ -14,15 +14,15 @@ the order of the sweep.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from onnxtrain.graph.captured_values import captured
 
 
-def order_for_runtime(graph: ir.Graph) -> None:
-    """Put the nodes of a graph, which are in the order to be run in, into the order for a file."""
-    nodes = list(graph)
+def file_order(nodes: Sequence[ir.Node]) -> list[ir.Node]:
+    """Return nodes, which are in the order to be run in, in the order for a file."""
     place = {node: i for i, node in enumerate(nodes)}
     waiting: list[int] = []
     readers: list[list[int]] = [[] for _ in nodes]
@@ -48,8 +48,7 @@ def order_for_runtime(graph: ir.Graph) -> None:
                 heapq.heappush(ready, -reader)
     order += [nodes[i] for i in sorted(ends, reverse=True)]
     assert len(order) == len(nodes)
-    graph.remove(nodes)
-    graph.extend(order)
+    return order
 
 
-__all__ = ["order_for_runtime"]
+__all__ = ["file_order"]

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 _PASSED_ON = (
     "Cast",
+    "Concat",
     "Flatten",
     "Identity",
+    "Pad",
     "Reshape",
+    "Slice",
     "Squeeze",
     "Transpose",
     "Unsqueeze",
@@ -98,8 +101,15 @@ def _advice(labels: np.ndarray, known: Classes) -> str:
 def classes_of(model: onnx.ModelProto, name: str) -> Classes | None:
     """Return how many classes the labels called ``name`` choose from, if a loss tells."""
     constants = {t.name: t for t in model.graph.initializer}
-    labels, count, ignored = {name}, None, set[int]()
-    for node in model.graph.node:
+    return _classes_in(model.graph, {name}, constants)
+
+
+def _classes_in(
+    graph: onnx.GraphProto, labels: set[str], constants: Mapping[str, onnx.TensorProto]
+) -> Classes | None:
+    """Return what a graph, or a loop in it, does with labels."""
+    count, ignored = None, set[int]()
+    for node in graph.node:
         given = {i for i, x in enumerate(node.input) if x in labels}
         if not given:
             continue
@@ -107,10 +117,15 @@ def classes_of(model: onnx.ModelProto, name: str) -> Classes | None:
             labels.update(node.output)
         elif node.op_type == "Equal":
             ignored.update(_numbers(constants, (x for x in node.input if x not in labels)))
+        elif node.op_type == "Scan":
+            body = next(a.g for a in node.attribute if a.name == "body")
+            inner = _classes_in(body, {body.input[i].name for i in given}, constants)
+            if inner is not None:
+                count, ignored = inner.size, ignored | inner.ignored
         elif 1 in given and node.op_type in (*_LOSSES, "GatherElements"):
             attributes = {a.name: a.i for a in node.attribute}
             axis = 1 if node.op_type in _LOSSES else attributes.get("axis", 0)
-            count = count or _size(model, node.input[0], axis)
+            count = count or _size(graph, node.input[0], axis)
             if "ignore_index" in attributes:
                 ignored.add(attributes["ignore_index"])
     return None if count is None else Classes(count, frozenset(ignored))
@@ -123,8 +138,7 @@ def _numbers(constants: Mapping[str, onnx.TensorProto], names: Iterator[str]) ->
             yield int(ir.serde.deserialize_tensor(tensor).numpy())
 
 
-def _size(model: onnx.ModelProto, name: str, axis: int) -> int | None:
-    graph = model.graph
+def _size(graph: onnx.GraphProto, name: str, axis: int) -> int | None:
     for value in (*graph.value_info, *graph.input, *graph.output):
         if value.name == name:
             dims: Any = value.type.tensor_type.shape.dim

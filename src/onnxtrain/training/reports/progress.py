@@ -32,13 +32,20 @@ class Display(Protocol):
         ...
 
 
-def display(progress: bool | str, console: Console | None = None) -> Display:
-    """Return a display: ``True`` picks by the terminal, ``"bar"`` and ``"plain"`` are fixed."""
+def display(
+    progress: bool | str | Display, console: Console | None = None, *, unit: str = "samples"
+) -> Display:
+    """Return a display: ``True`` picks by the terminal, ``"bar"`` and ``"plain"`` are fixed.
+
+    A display of the caller's own is taken as it is. Speed is in ``unit`` per second.
+    """
     if not progress:
         return Silent()
+    if not isinstance(progress, bool | str):
+        return progress
     console = console or Console()
     bar = progress == "bar" or (progress is True and console.is_terminal)
-    return Bar(console) if bar else Lines(console)
+    return Bar(console, unit) if bar else Lines(console, unit)
 
 
 class Silent:
@@ -80,8 +87,8 @@ class _Pace:
 class Bar:
     """A progress bar: epoch, steps, loss, learning rate, samples per second, time left."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._pace = console, _Pace()
+    def __init__(self, console: Console, unit: str = "samples") -> None:
+        self._console, self._pace, self._unit = console, _Pace(), unit
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -106,7 +113,7 @@ class Bar:
     def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
         """Advance by one."""
         self._pace.add(loss, samples)
-        numbers = f"loss {self._pace.loss:.4f}  lr {lr:.2e}  {self._pace.speed:,.0f}/s"
+        numbers = f"loss {self._pace.loss:.4f}  lr {lr:.2e}  {self._pace.speed:,.0f} {self._unit}/s"
         self._progress.update(
             self._task, advance=1, description=f"epoch {epoch}/{self._epochs}", numbers=numbers
         )
@@ -123,8 +130,8 @@ class Bar:
 class Lines:
     """A line now and then, for logs."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._pace = console, _Pace()
+    def __init__(self, console: Console, unit: str = "samples") -> None:
+        self._console, self._pace, self._unit = console, _Pace(), unit
         self._epochs, self._total, self._done = 0, None, 0
         self._started = self._said = time.perf_counter()
         self._first = 0
@@ -149,7 +156,7 @@ class Lines:
             left = f"  eta {_clock(each * (self._total - self._done))}"
         self.line(
             f"epoch {epoch}/{self._epochs}  {where}  loss {self._pace.loss:.4f}  lr {lr:.2e}"
-            f"  {self._pace.speed:,.0f} samples/s{left}"
+            f"  {self._pace.speed:,.0f} {self._unit}/s{left}"
         )
 
     def line(self, text: str) -> None:

@@ -1,0 +1,190 @@
+"""Fine-tuning with adapters of rank 8 beside torch and PEFT: step time, tokens/s, peak memory.
+
+    python -m benchmarks.finetune [--models smollm2-135m encoder] [--threads 1 2] [--rounds 5]
+        [--tokens 1x256] [--device cuda] [--peer-python PATH] [--write]
+
+A SmolLM2-135M shape with drawn int4 weights, and an encoder of BERT-base's size in float32. Every
+engine is a process of its own; rounds of one step each are interleaved, so that ratios are of the
+same moments. The peer needs torch, transformers and peft, in an environment of its own:
+``--peer-python``. On CUDA the peer runs in bfloat16. ``--write`` puts the tables into
+``docs/benchmarks-finetune.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.finetuning.decoder_file import write
+from benchmarks.finetuning.shapes import SHAPES
+
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".cache" / "bench" / "finetune"
+PAGE = ROOT / "docs" / "benchmarks-finetune.md"
+MARKS = ("<!-- table -->", "<!-- end of table -->")
+WARM = 2  # rounds that are not counted
+RECOMPUTE = {"smollm2-135m": "auto", "1b": "auto", "tiny": "auto"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m", "encoder"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", default="1x256")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="float32", help="of our side, as for build")
+    parser.add_argument("--peer-python", default=os.environ.get("PEFT_PYTHON", sys.executable))
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    count, length = (int(n) for n in args.tokens.split("x"))
+    lines = []
+    for name in args.models:
+        folder = built(name, args.device, args.precision)
+        data = batch(name, count, length)
+        for threads in args.threads if args.device == "cpu" else [1]:
+            lines += rows(name, threads, folder, data, count * length, args)
+            print("\n".join(lines[-2:]), flush=True)
+    text = page(lines, args)
+    print(text)
+    if args.write:
+        before, _, rest = PAGE.read_text().partition(MARKS[0])
+        after = rest.partition(MARKS[1])[2]
+        PAGE.write_text(f"{before}{MARKS[0]}\n\n{text}\n{MARKS[1]}{after}")
+
+
+def built(name: str, device: str, precision: str) -> Path:
+    """Return the directory of the training artifacts, made in a process of its own if need be."""
+    folder = CACHE / f"{name}-{device}-{precision}"
+    if not (folder / "manifest.json").exists():
+        code = f"from benchmarks.finetune import build; build({name!r}, {device!r}, {precision!r})"
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    return folder
+
+
+def build(name: str, device: str, precision: str) -> None:
+    """Write the training artifacts of a model."""
+    import onnxtrain
+    from onnxtrain.text import without_cache
+
+    if name == "encoder":
+        model, loss = encoder(), "cross_entropy"
+    else:
+        path = CACHE / name / "model.onnx"
+        model = without_cache(path if path.exists() else write(SHAPES[name], path))
+        loss = "causal_lm"
+    adapted = onnxtrain.lora(model, rank=8, alpha=16, targets="all-linear")
+    artifacts = onnxtrain.build(
+        adapted, loss=loss, optimizer=onnxtrain.optim.AdamW(lr=1e-4), target=device,
+        precision=precision, recompute=RECOMPUTE.get(name, ()), check=False,
+    )  # fmt: skip
+    artifacts.save(CACHE / f"{name}-{device}-{precision}")
+
+
+def encoder() -> Any:
+    """Return the encoder as a model."""
+    import torch
+
+    from benchmarks.finetuning.encoder import Encoder
+    from onnxtrain.torch import from_torch
+
+    torch.manual_seed(0)
+    return from_torch(
+        Encoder().eval(), (torch.zeros(2, 16, dtype=torch.long),), names=["input_ids"]
+    )
+
+
+def batch(name: str, count: int, length: int) -> Path:
+    """Write the batch that both sides train on."""
+    rng = np.random.default_rng(0)
+    if name == "encoder":
+        arrays = {"input_ids": rng.integers(0, 30000, (count, length)),
+                  "labels": rng.integers(0, 2, count)}  # fmt: skip
+    else:
+        ids = rng.integers(0, SHAPES[name].vocabulary, (count, length))
+        arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
+    path = CACHE / f"{name}-{count}x{length}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, allow_pickle=False, **arrays)
+    return path
+
+
+def rows(
+    name: str, threads: int, folder: Path, data: Path, tokens: int, args: argparse.Namespace
+) -> list[str]:
+    """Measure one model at one number of threads; return a line of the table for each engine."""
+    common = ["--threads", str(threads), "--device", args.device]
+    ours = [sys.executable, "-m", "benchmarks.finetuning.ours", str(folder), str(data), *common]
+    dtype = "bfloat16" if args.device == "cuda" else "float32"
+    peer = [args.peer_python, "-m", "benchmarks.finetuning.peft_side", name, str(data), *common]
+    engines = {"onnxtrain": ours}
+    if not args.no_peer:
+        engines[f"torch + PEFT {dtype}"] = [*peer, "--dtype", dtype]
+    samples = measured(engines, threads, args.rounds)
+    base = samples[[*samples][-1]]
+    lines = []
+    for engine, answers in samples.items():
+        timed = answers[WARM:]
+        seconds = statistics.median(a["seconds"] for a in timed)
+        pairs = zip(timed, base[WARM:], strict=True)
+        ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+        where = "device" if args.device == "cuda" else "peak"
+        peak, other = answers[-1][where], base[-1][where]
+        lines.append(
+            f"| {name} | {threads} | {engine} | {seconds * 1e3:.0f} | {ratio:.2f} | "
+            f"{tokens / seconds:.0f} | {peak:.0f} | {peak / other:.2f} |"
+        )
+    return lines
+
+
+def measured(
+    engines: dict[str, list[str]], threads: int, rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """Run rounds of one step each, the engines in turn."""
+    here = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    here["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    workers = {
+        name: subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=here
+        )
+        for name, command in engines.items()
+    }
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    for _ in range(WARM + rounds):
+        for name, worker in workers.items():
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+            samples[name].append(json.loads(worker.stdout.readline()))
+    for worker in workers.values():
+        worker.communicate()
+    return samples
+
+
+def page(lines: list[str], args: argparse.Namespace) -> str:
+    """Return the table with the command and the load of the machine."""
+    load = os.getloadavg()[0]
+    threads = " ".join(map(str, args.threads))
+    options = f"--models {' '.join(args.models)} --tokens {args.tokens} --threads {threads}"
+    where = f"{args.device}, {os.cpu_count()} cores, load {load:.1f} at the end"
+    head = [
+        f"`python -m benchmarks.finetune {options} --rounds {args.rounds}`, {where}:",
+        "",
+        "| model | threads | engine | ms/step | time, ratio | tokens/s | peak MB | memory, ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

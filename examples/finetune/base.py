@@ -1,0 +1,108 @@
+"""A small Llama that has read some speeches, as onnxruntime-genai's builder writes it in 4 bits.
+
+Runs in an environment of its own: torch, transformers, tokenizers, onnxruntime-genai.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import onnxruntime_genai
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+BUILDER = Path(onnxruntime_genai.__file__).parent / "models" / "builder.py"
+SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+def tokenizer_of(text: str, size: int) -> transformers.PreTrainedTokenizerFast:
+    """Train byte-level pairs on the text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(text.split("\n\n"), trainer)
+    pad, start, end = SPECIAL
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=start, eos_token=end
+    )
+
+
+def config_of(size: int, width: int, layers: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=size,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 32 * 32,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 64,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def train(
+    model: transformers.LlamaForCausalLM, ids: torch.Tensor, steps: int, batch: int, length: int
+) -> None:
+    """Train by AdamW with a cosine schedule; print the loss now and then."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=steps + 1)
+    draw = torch.Generator().manual_seed(0)
+    started = time.perf_counter()
+    for step in range(1, steps + 1):
+        starts = torch.randint(len(ids) - length, (batch,), generator=draw)
+        rows = torch.stack([ids[i : i + length] for i in starts])
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == steps:
+            pace = step * batch * length / (time.perf_counter() - started)
+            print(f"step {step}/{steps}  loss {loss:.3f}  {pace:,.0f} tokens/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("text", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--width", type=int, default=320)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    asked = parser.parse_args()
+    text = asked.text.read_text(encoding="utf-8")
+    tokenizer = tokenizer_of(text, asked.vocabulary)
+    ids = torch.tensor(tokenizer(text, return_attention_mask=False)["input_ids"])
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config_of(len(tokenizer), asked.width, asked.layers))
+    count = sum(p.numel() for p in model.parameters())
+    print(f"{len(ids):,} tokens, {count:,} parameters", flush=True)
+    train(model.train(), ids, asked.steps, asked.batch, asked.length)
+    checkpoint = asked.folder / "checkpoint"
+    model.save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    command = [sys.executable, str(BUILDER), "-i", str(checkpoint)]
+    command += ["-o", str(asked.folder / "int4"), "-p", "int4", "-e", "cpu"]
+    command += ["-c", str(asked.folder / "cache")]
+    built = subprocess.run(command, check=False, capture_output=True, text=True)
+    if built.returncode:
+        sys.exit(built.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A base that knows something, fine-tuned in 4 bits: from speeches of presidents to Moby-Dick.
+
+A small Llama is trained from scratch by torch, written in 4 bits by the builder of
+onnxruntime-genai, and that file is fine-tuned by onnxtrain, without torch.
+``make finetune-demo`` runs it; flags that are not known here go to base.py (``--width 192``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnxtrain
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from texts import chapters, speeches, write_passages  # noqa: E402 - beside this file
+
+PACKAGES = (("torch==2.13.0",), ("transformers", "tokenizers", "onnx", "onnx-ir", "onnxruntime",
+                                 "onnxruntime-genai"))  # fmt: skip
+PROMPTS = ("The whale", "Upon the sea", "It is the duty of Congress")
+HELD = 10  # chapters at the end of the novel, for validation
+
+
+def environment(folder: Path) -> Path:
+    """Return the interpreter of an environment with torch and the builder, made once."""
+    python = folder / "bin" / "python"
+    if not (folder / ".done").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        for packages in PACKAGES:
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+        (folder / ".done").touch()
+    return python
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path(".cache/finetune-demo"))
+    parser.add_argument("--out", type=Path, default=Path("runs/finetune-demo"))
+    parser.add_argument("--python", type=Path, help="an interpreter that has torch and genai")
+    parser.add_argument("--base-steps", type=int, default=400)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--passages", type=int, default=400)
+    parser.add_argument("--resume", action="store_true")
+    asked, of_base = parser.parse_known_args()
+    asked.work.mkdir(parents=True, exist_ok=True)
+
+    base = asked.work / "base" / "int4"
+    if not (base / "model.onnx").exists():
+        text = asked.work / "speeches.txt"
+        text.write_text(speeches(asked.work / "npm"), encoding="utf-8")
+        python = asked.python or environment(asked.work / "venv")
+        command = [str(python), str(HERE / "base.py"), str(text), str(base.parent)]
+        command += ["--steps", str(asked.base_steps), *of_base]
+        subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+    novel = chapters(asked.work / "npm")
+    train, held = asked.work / "novel.jsonl", asked.work / "held.jsonl"
+    write_passages(novel[:-HELD], train)
+    write_passages(novel[-HELD:], held)
+    passages = train.read_text(encoding="utf-8").splitlines()[: asked.passages]
+    train.write_text("\n".join(passages) + "\n", encoding="utf-8")
+    kept = held.read_text(encoding="utf-8").splitlines()[:40]
+    held.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+    result = onnxtrain.finetune(
+        base,
+        train,
+        asked.out,
+        validation=held,
+        targets="all-linear",
+        lora_rank=16,
+        epochs=asked.epochs,
+        batch_size=8,
+        max_length=128,
+        lr=2e-3,
+        prompts=PROMPTS,
+        sample_tokens=30,
+        checkpoint_every=25,
+        resume=asked.resume,
+    )
+    before, after = result.before["perplexity"], result.after["perplexity"]
+    print(json.dumps({"perplexity_before": round(before, 2), "perplexity_after": round(after, 2)}))
+    assert after < before, "the novel should be less of a surprise after training"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Fine-tuning of a model's own file: data, adapters, training, samples and files out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxtrain.adapters import Adapted, lora
+from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.errors import OnnxTrainError, PrepareError
+from onnxtrain.finetuning.encoder_tasks import ClassificationTask, EmbeddingTask
+from onnxtrain.finetuning.options import FineTuneOptions
+from onnxtrain.finetuning.outputs import write_json, write_outputs
+from onnxtrain.finetuning.tasks import CausalTask, Task
+from onnxtrain.finetuning.watch import Pace, Say, TokenDisplay, perplexity, tell_perplexity
+from onnxtrain.options import from_arguments, recorded
+from onnxtrain.planning import plan
+from onnxtrain.planning.amounts import amount
+from onnxtrain.text.feeds import decoder_of
+from onnxtrain.text.folder import ModelFolder, look_at
+from onnxtrain.text.generate import Sampling, continued
+from onnxtrain.training import Trainer
+from onnxtrain.training.reports.progress import display
+from onnxtrain.training.run import History
+
+SETTINGS, REPORT = "finetune.json", "report.json"
+_TASKS = {
+    "causal_lm": CausalTask,
+    "classification": ClassificationTask,
+    "embeddings": EmbeddingTask,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What a model writes after a prompt, before and after training."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTuned:
+    """What a fine-tuning gave."""
+
+    history: History
+    before: dict[str, float]
+    """Numbers of the validation before training; empty if there is none."""
+    after: dict[str, float]
+    samples: tuple[Sample, ...]
+    files: dict[str, str]
+    """What lies where in the folder, in words."""
+    notes: tuple[str, ...]
+
+
+def finetune(
+    model: str | os.PathLike[str],
+    data: Any,
+    output: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    validation: Any = None,
+    tokenizer: Any = None,
+    lora_rank: int | None = None,
+    lora_alpha: float | None = None,
+    targets: str | Sequence[str] = (),
+    train: str | Sequence[str] | None = None,
+    epochs: int = 3,
+    batch_size: int = 4,
+    accumulate: int = 1,
+    lr: float | None = None,
+    schedule: str = "cosine",
+    warmup: float = 0.03,
+    optimizer: str = "adamw",
+    clip: float | None = 1.0,
+    max_length: int | None = None,
+    pack: bool = False,
+    learn_prompts: bool = False,
+    recompute: str | Sequence[str] = (),
+    prompts: Sequence[str] = (),
+    sample_tokens: int = 40,
+    requantise: bool = False,
+    checkpoint_every: int = 100,
+    resume: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+    threads: int | None = None,
+    progress: bool | str = True,
+) -> FineTuned:
+    """Fine-tune an ONNX file on texts, and write adapters and a model to serve.
+
+    Nothing of the model's own folder is changed.
+
+    Args:
+        model: an ``.onnx`` file, or its folder (as onnxruntime-genai and optimum write them).
+        data: a file (``.jsonl``, ``.json``, ``.csv``, plain text), a list of records or texts, or
+            token ids (``{"input_ids": ..., "labels": ...}``).
+        output: the folder to write: ``peft/``, ``adapter.onnx_adapter``, ``merged/``, ``run/``.
+        kind: ``"causal_lm"``, ``"classification"`` or ``"embeddings"``; told by the files.
+        validation: a file, or a part of the data such as 0.1; by default a twentieth of it.
+        tokenizer: the folder of the tokenizer; that of the model.
+        lora_rank: rank of the adapters; 8 for language models. 0 trains the weights themselves,
+            as is usual for encoders.
+        lora_alpha: adapters are scaled by ``alpha / rank``; twice the rank.
+        targets: which layers get adapters, those of attention by default: see
+            :func:`onnxtrain.lora`.
+        train: without adapters, which weights train: ``"bias"``, ``"norm"``, ``"last:2"``, names or
+            globs; all of them by default.
+        epochs: how often to go through the data.
+        batch_size: rows, records or pairs of a batch.
+        accumulate: batches that count as one.
+        lr: learning rate; 2e-4 for adapters, 2e-5 for weights.
+        schedule: of the learning rate.
+        warmup: steps, or a part of all steps if below 1.
+        optimizer: its name.
+        clip: the largest joint norm of the gradients.
+        max_length: tokens of a row; 512, or what the model takes.
+        pack: put several examples into a row.
+        learn_prompts: learn prompts and what users say, too.
+        recompute: what to compute again instead of keeping it: see :func:`onnxtrain.build`.
+        prompts: texts that the model goes on from before and after; by default, starts of examples.
+        sample_tokens: how long these samples are; 0 for none.
+        requantise: round adapters into quantised weights of the merged model; else they stay
+            branches beside them.
+        checkpoint_every: steps between checkpoints, besides the one after each epoch.
+        resume: go on from the last checkpoint in ``output``; the options must be the same, but
+            there may be more epochs.
+        seed: of adapters, masks and the order of the data.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: of onnxruntime's pool; all cores by default.
+        progress: ``True``, ``"bar"``, ``"plain"`` or ``False``.
+
+    Raises:
+        LoadError: model, tokenizer or data cannot be read.
+        PrepareError: they do not fit each other; always before the first step.
+    """
+    options = from_arguments(FineTuneOptions, locals())
+    return FineTuning(model, data, options).run(Path(output))
+
+
+class FineTuning:
+    """A fine-tuning that is prepared: data read, model known; nothing is built or written yet."""
+
+    def __init__(self, model: str | os.PathLike[str], data: Any, options: FineTuneOptions) -> None:
+        self.folder: ModelFolder = look_at(model, options.kind)
+        if self.folder.kind not in _TASKS:
+            raise PrepareError(
+                f"{self.folder.path.name} is a model of the kind {self.folder.kind!r}, told by "
+                f"{self.folder.why}\nhint: onnxtrain.lora and build train it on arrays"
+            )
+        self.options = options.completed(self.folder.kind)
+        self.task: Task = _TASKS[self.folder.kind](self.folder, self.options, data)
+        self._settings = {
+            **recorded(self.options),
+            "model": os.path.abspath(self.folder.path),
+            "data": os.fsdecode(data) if isinstance(data, str | os.PathLike) else "given",
+        }
+
+    def prepared(self) -> tuple[Adapted | None, Artifacts]:
+        """Return the model with its adapters, if it has any, and what trains it."""
+        o, task = self.options, self.task
+        source = task.model()
+        adapted = None
+        train = o.train
+        if train is not None and task.trained:
+            train = [*([train] if isinstance(train, str) else train), *task.trained]
+        if o.lora_rank:
+            adapted = lora(source, o.lora_rank, o.lora_alpha or 1.0, o.targets, seed=o.seed)
+            train = [*adapted.names, *task.trained] if task.trained else None
+        artifacts = build(
+            task.for_training(source if adapted is None else adapted),
+            loss=task.loss,
+            optimizer=o.optimizer,
+            train=train,
+            metrics=task.metrics,
+            clip=o.clip,
+            accumulate=o.accumulate,
+            recompute=o.recompute,
+            target="cuda" if o.device.startswith("cuda") else "cpu",
+        )
+        return adapted, artifacts
+
+    def plan(self, adapted: Adapted | None, artifacts: Artifacts) -> list[str]:
+        """Return in words what will be done."""
+        o, folder = self.options, self.folder
+        trained = sum(artifacts.values[p.name].size for p in artifacts.manifest.parameters)
+        how = (
+            f"adapters of rank {o.lora_rank}" if adapted is not None else "the model's own weights"
+        )
+        lines = [
+            f"model: {folder.path} ({folder.kind}, told by {folder.why})",
+            f"data: {self.task.summary()}",
+            f"trains: {trained:,} numbers in {len(artifacts.manifest.parameters)} tensors, {how}",
+            f"run: {o.epochs} epochs, batches of {o.batch_size}"
+            + (f" x {o.accumulate}" if o.accumulate > 1 else "")
+            + f", {o.optimizer}, lr {o.lr:g}, {o.schedule}",
+            *self._memory(artifacts),
+        ]
+        notes = [*self.task.notes, *(() if adapted is None else adapted.notes)]
+        return [*lines, *(f"note: {n}" for n in dict.fromkeys(notes))]
+
+    def _memory(self, artifacts: Artifacts) -> list[str]:
+        """Return in words what a step of the largest batch takes, where that can be told."""
+        if self.options.device != "cpu":
+            return []
+        rows, length = self.task.largest
+        known = plan(artifacts, tokens=f"{rows}x{length}")
+        return [f"memory: about {amount(known.peak)} at {rows} x {length} tokens"]
+
+    def run(self, output: Path) -> FineTuned:
+        """Train, and write everything to a folder."""
+        o, task = self.options, self.task
+        say = _say(o.progress)
+        self._check_settings(output)
+        adapted, artifacts = self.prepared()
+        for line in self.plan(adapted, artifacts):
+            say(line)
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / SETTINGS, self._settings)
+        prompts = task.prompts() if isinstance(task, CausalTask) and o.sample_tokens else []
+        first = self._texts(self.folder.path, prompts)
+        trainer = Trainer(artifacts, device=o.device, seed=o.seed, threads=o.threads)
+        held = task.batches(trainer.inputs, validation=True)
+        before = self._numbers(trainer, held)
+        if before:
+            say(f"before: {_in_words(before)}")
+        history = self._fit(trainer, output, held)
+        after = self._numbers(trainer, held)
+        files = write_outputs(trainer, adapted, self.folder, output, requantise=bool(o.requantise))
+        if isinstance(task, ClassificationTask):
+            write_json(output / "labels.json", dict(enumerate(task.classes)))
+            files["labels.json"] = "the classes by number"
+        samples = self._samples(prompts, first, output)
+        result = FineTuned(history, before, after, samples, files, tuple(task.notes))
+        self._report(result, output, say)
+        return result
+
+    def _fit(self, trainer: Trainer, output: Path, held: Any) -> History:
+        o, task = self.options, self.task
+        batches = task.batches(trainer.inputs)
+        assert batches is not None
+        causal = isinstance(task, CausalTask)
+        shown = display(o.progress, unit="tokens")
+        pace = Pace(batches)
+        return trainer.fit(
+            batches,
+            epochs=o.epochs,
+            lr=o.lr,
+            schedule=o.schedule,
+            warmup=o.warmup,
+            validation=held,
+            callbacks=[pace, *([tell_perplexity] if causal else [])],
+            progress=TokenDisplay(shown, batches) if o.progress else False,
+            directory=output / "run",
+            resume=o.resume,
+            checkpoint_every=o.checkpoint_every,
+        )
+
+    def _numbers(self, trainer: Trainer, held: Any) -> dict[str, float]:
+        """Return what the validation says of the weights of the moment."""
+        if held is None:
+            return {}
+        numbers = trainer.evaluate(held).to_dict()
+        if isinstance(self.task, CausalTask):
+            numbers["perplexity"] = perplexity(numbers["loss"])
+        return {n: float(v) for n, v in numbers.items()}
+
+    def _texts(self, model: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the tokens that a model writes after each prompt, the likeliest ones."""
+        if not prompts:
+            return []
+        decoder = decoder_of(model, threads=self.options.threads)
+        most = self.options.sample_tokens
+        room = self.folder.positions
+        assert isinstance(self.task, CausalTask)
+        ends = self.task.ends()
+        return [
+            continued(
+                decoder,
+                p,
+                most if room is None else max(0, min(most, room - len(p))),
+                Sampling(),
+                ends,
+            )
+            for p in prompts
+        ]
+
+    def _samples(
+        self, prompts: Sequence[list[int]], first: Sequence[list[int]], output: Path
+    ) -> tuple[Sample, ...]:
+        """Return the samples as text; the trained model is the merged one, as it will be served."""
+        last = self._texts(output / "merged" / self.folder.path.name, prompts)
+        pairs = zip(prompts, first, last, strict=True)
+        return tuple(Sample(*map(self._text, row)) for row in pairs)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        tokenizer = self.task.tokenizer
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+    def _check_settings(self, output: Path) -> None:
+        """Refuse to go on with a run that was asked for otherwise."""
+        path = output / SETTINGS
+        if not self.options.resume or not path.is_file():
+            return
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise OnnxTrainError(f"{str(path)!r}: cannot be read: {error}") from error
+        now = json.loads(json.dumps(self._settings))
+        changed = [n for n in now if n in stored and stored[n] != now[n]]
+        if changed:
+            listing = ", ".join(f"{n} was {stored[n]!r}, not {now[n]!r}" for n in changed)
+            raise OnnxTrainError(
+                f"{output}: this run was begun otherwise: {listing}\n"
+                "hint: resume with the same options, or choose another folder"
+            )
+
+    def _report(self, result: FineTuned, output: Path, say: Say) -> None:
+        if result.after:
+            say(f"after: {_in_words(result.after)}")
+        for s in result.samples:
+            say(f"prompt: {s.prompt!r}\n  before: {s.before!r}\n  after:  {s.after!r}")
+        for name, what in result.files.items():
+            say(f"{output / name}: {what}")
+        report = {
+            "before": result.before,
+            "after": result.after,
+            "samples": [dataclasses.asdict(s) for s in result.samples],
+            "files": result.files,
+            "notes": list(result.notes),
+            "stopped": result.history.stopped,
+        }
+        write_json(output / REPORT, report)
+
+
+def _in_words(numbers: dict[str, float]) -> str:
+    shown = {n: v for n, v in numbers.items() if n != "samples"}
+    return ", ".join(f"{n} {v:.4g}" for n, v in shown.items())
+
+
+def _say(progress: bool | str) -> Say:
+    return display("plain" if progress else False).line
+
+
+__all__ = ["FineTuned", "FineTuning", "Sample", "finetune"]

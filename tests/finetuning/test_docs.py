@@ -1,0 +1,80 @@
+"""The examples of docs/fine-tuning.md run as written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from tests.finetuning.test_encoders import LABELLED
+from tests.finetuning.test_finetune import CHAT
+from tests.text.models import Writer, encoder, genai_folder, llama
+from tests.text.words import write_lines, write_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
+SECTIONS = ("Language models", "Encoders: classes of texts", "Embeddings", "Vision")
+
+
+def blocks(section: str) -> list[str]:
+    text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def vision() -> onnx.ModelProto:
+    w = Writer(1)
+    x = w.input("pixel_values", ir.DataType.FLOAT, ["batch", 3, 8, 8])
+    for i, (before, after) in enumerate(((3, 4), (4, 8))):
+        kernel = w.normal(f"conv{i}.weight", after, before, 3, 3)
+        x = w.node("Conv", f"conv{i}", [x, kernel], kernel_shape=[3, 3], pads=[1] * 4)
+        x = w.node("Relu", f"relu{i}", [x])
+    x = w.node("Flatten", "flat", [w.node("GlobalAveragePool", "pool", [x])])
+    y = w.node("Gemm", "head", [x, w.normal("head.weight", 8, 5), w.normal("head.bias", 5)])
+    y.name, y.type, y.shape = "logits", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", 5])
+    w.graph.outputs.append(y)
+    return ir.to_proto(ir.Model(w.graph, ir_version=10))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the files that the page names, in the working directory."""
+    pytest.importorskip("tokenizers", reason="the extra onnxtrain[text] is not installed")
+    genai_folder(write_tokenizer(tmp_path / "llama-int4"), llama(layers=1))
+    onnx.save(encoder(), write_tokenizer(tmp_path / "encoder") / "model.onnx")
+    onnx.save(vision(), tmp_path / "vision.onnx")
+    write_lines(tmp_path / "chat.jsonl", *CHAT)
+    rows = [f"{row['text']},{row['label']}" for row in LABELLED]
+    (tmp_path / "labels.csv").write_text("\n".join(["text,label", *rows]))
+    pairs = [{"anchor": f"the {a}", "positive": f"a {a} says"} for a in ("cat", "dog", "mouse")]
+    write_lines(tmp_path / "pairs.jsonl", *pairs)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_examples_run_as_written(
+    section: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = blocks(section)
+    assert code
+    for block in code:
+        exec(compile(block, str(PAGE), "exec"), {})
+    written = {
+        "Language models": ["out/merged/model.onnx", "out/peft/adapter_model.safetensors"],
+        "Encoders: classes of texts": ["classifier/merged/model.onnx", "classifier/labels.json"],
+        "Embeddings": ["embedder/merged/model.onnx"],
+        "Vision": ["vision-trained.onnx"],
+    }[section]
+    assert [name for name in written if not (files / name).is_file()] == []
+    if section == "Language models":
+        before, after = capsys.readouterr().out.split(" -> ")[:2]
+        assert float(after.split()[0]) < float(before.split()[-1])
+
+
+def test_named_data_forms_are_read() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"## {s}\n" in text for s in SECTIONS)
+    assert np.all([f'"{name}"' in text for name in ("messages", "prompt", "completion", "text")])

@@ -1,0 +1,132 @@
+"""Encoders: classes of texts, vectors of texts, and what is put behind a model for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.errors import LoadError, PrepareError
+from onnxtrain.text import look_at, pooled, with_classifier
+from tests.text.models import encoder, genai_folder, llama
+from tests.text.words import write_tokenizer
+
+IDS = np.array([[5, 6, 7, 8], [9, 10, 0, 0]])
+MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+FEEDS = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": np.zeros_like(IDS)}
+FAST = {"progress": False, "lr": 0.01, "batch_size": 4, "epochs": 8}
+LABELLED = [
+    {"text": f"the {animal} {verb} {place}", "label": label}
+    for animal, label in (("cat", "cats"), ("dog", "dogs"))
+    for verb in ("sat", "ran", "looked")
+    for place in ("on the mat", "to the house")
+]
+
+
+def run(model: ir.Model) -> np.ndarray:
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    return session.run(None, FEEDS)[0]
+
+
+def folder_of(path: Path, model: onnx.ModelProto) -> Path:
+    pytest.importorskip("tokenizers", reason="the extra onnxtrain[text] is not installed")
+    write_tokenizer(path)
+    onnx.save(model, path / "model.onnx")
+    return path
+
+
+def test_pooling_counts_what_the_mask_counts() -> None:
+    model = encoder()
+    hidden = onnxruntime.InferenceSession(model.SerializeToString()).run(None, FEEDS)[0]
+    mean = np.stack([hidden[0].mean(0), hidden[1, :2].mean(0)])
+    np.testing.assert_allclose(run(pooled(model)), mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(pooled(model, how="first")), hidden[:, 0], rtol=1e-6)
+    again = pooled(pooled(model))
+    assert [y.name for y in again.graph.outputs] == ["sentence_embedding"]
+    np.testing.assert_allclose(run(again), mean, rtol=1e-5, atol=1e-6)
+    assert run(with_classifier(model, 3)).shape == (2, 3)
+    with pytest.raises(PrepareError, match="no such pooling: 'max'"):
+        pooled(model, how="max")
+
+
+@pytest.mark.parametrize(
+    ("classes", "rank"), [(0, 0), (2, 0), (5, 0), (2, 4)], ids=["new", "same", "other", "adapters"]
+)
+def test_classes_are_learned(tmp_path: Path, classes: int, rank: int) -> None:
+    folder = folder_of(tmp_path / "model", encoder(classes=classes))
+    given = {"kind": "classification"} if not classes else {}
+    if rank:
+        given |= {"lora_rank": rank, "targets": "all-linear"}
+    result = onnxtrain.finetune(
+        folder, LABELLED, tmp_path / "out", validation=0.25, **given, **{**FAST, "epochs": 20}
+    )
+    first, *_, last = (epoch["loss"] for epoch in result.history.epochs)
+    assert last < (0.9 if rank else 0.5) * first  # behind a frozen toy only a little is to be had
+    assert rank or result.after["accuracy"] == 1.0
+    assert json.loads((tmp_path / "out/labels.json").read_text()) == {"0": "cats", "1": "dogs"}
+    session = onnxruntime.InferenceSession(str(tmp_path / "out/merged/model.onnx"))
+    assert session.run(["logits"], FEEDS)[0].shape == (2, 2)
+    assert ("peft/" in result.files) == bool(rank)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_pairs_come_near_each_other(tmp_path: Path, parts: int) -> None:
+    folder = folder_of(tmp_path / "model", encoder())
+    names = ("anchor", "positive", "negative")[:parts]
+    texts = [
+        ("what does the cat say?", "the cat says meow", "the dog ran away"),
+        ("what does the dog say?", "the dog says woof", "the cat sat on the mat"),
+        ("a mouse ran away", "the mouse from the house", "hello, how are you today?"),
+        ("hello", "how are you today?", "the dog says woof"),
+    ]
+    rows = [dict(zip(names, row, strict=False)) for row in texts]
+    result = onnxtrain.finetune(folder, rows, tmp_path / "out", **FAST)
+    losses = result.history.losses
+    assert losses[-1] < 0.7 * losses[0]
+    session = onnxruntime.InferenceSession(str(tmp_path / "out/merged/model.onnx"))
+    assert [y.name for y in session.get_outputs()] == ["sentence_embedding"]
+
+
+def test_data_that_does_not_fit_the_kind(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", encoder(classes=2))
+    with pytest.raises(PrepareError, match="form 'text', not label"):
+        onnxtrain.finetune(folder, ["a text"], tmp_path / "out", **FAST)
+    one = [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}]
+    with pytest.raises(PrepareError, match="one class only: x"):
+        onnxtrain.finetune(folder, one, tmp_path / "out", **FAST)
+    plain = folder_of(tmp_path / "plain", encoder())
+    pair = [{"anchor": "a", "positive": "b"}] * 2
+    with pytest.raises(PrepareError, match="batch_size must be at least 2"):
+        onnxtrain.finetune(plain, pair, tmp_path / "out", **{**FAST, "batch_size": 1})
+
+
+def test_kinds_are_told_by_the_files(tmp_path: Path) -> None:
+    genai = genai_folder(tmp_path / "genai", llama(layers=1))
+    assert (look_at(genai).kind, look_at(genai).why) == ("causal_lm", "genai_config.json")
+    assert look_at(genai).vocabulary == 96
+    assert look_at(genai).eos == (2,)
+    (genai / "genai_config.json").unlink()
+    assert look_at(genai).why == "its inputs for a cache"
+    for name, model, kind in (
+        ("scores", encoder(classes=3), "classification"),
+        ("vectors", encoder(), "embeddings"),
+    ):
+        (tmp_path / name).mkdir()
+        onnx.save(model, tmp_path / name / "any.onnx")
+        assert look_at(tmp_path / name).kind == kind
+    config = {"architectures": ["OtherForCausalLM"], "max_position_embeddings": 77}
+    (tmp_path / "vectors/config.json").write_text(json.dumps(config))
+    known = look_at(tmp_path / "vectors")
+    assert (known.kind, known.positions) == ("causal_lm", 77)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LoadError, match=r"no \.onnx file"):
+        look_at(tmp_path / "empty")
+    (tmp_path / "vectors/config.json").write_text("{")
+    with pytest.raises(LoadError, match="cannot be read"):
+        look_at(tmp_path / "vectors")

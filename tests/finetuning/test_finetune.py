@@ -1,0 +1,216 @@
+"""Fine-tuning from a folder and a file of texts to adapters and a model to serve."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.errors import LoadError, OnnxTrainError, PrepareError, ShapeError
+from onnxtrain.text import generate
+from tests.text.models import HEAD, genai_folder, llama
+from tests.text.words import write_lines, write_tokenizer
+
+ANIMALS = (("cat", "meow"), ("dog", "woof"), ("mouse", "hello"))
+CHAT = [
+    {
+        "messages": [
+            {"role": "user", "content": f"what does the {animal} say?"},
+            {"role": "assistant", "content": f"the {animal} says {sound}"},
+        ]
+    }
+    for animal, sound in ANIMALS * 2
+]
+FAST = {"progress": False, "sample_tokens": 4, "lr": 0.01, "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("tokenizers", reason="the extra onnxtrain[text] is not installed")
+    return genai_folder(write_tokenizer(tmp_path_factory.mktemp("model")), llama(layers=1))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def test_a_chat_is_learned_and_everything_is_written(folder: Path, tmp_path: Path) -> None:
+    before = digests(folder)
+    data = write_lines(tmp_path / "chat.jsonl", *CHAT, "", "{bad")
+    result = onnxtrain.finetune(
+        folder, data, tmp_path / "out", validation=0.34, epochs=25, targets="all-linear", **FAST
+    )
+    assert digests(folder) == before
+    assert result.after["perplexity"] < 0.1 * result.before["perplexity"]
+    assert result.after["perplexity"] == pytest.approx(np.exp(result.after["loss"]))
+    assert "2 of 8 lines left out: line 7: empty; line 8: not JSON" in result.notes[0]
+    assert len(result.samples) == 2
+    assert set(result.files) == {"peft/", "adapter.onnx_adapter", "base/", "merged/"}
+    question = CHAT[0]["messages"][:1]
+    answer = generate(tmp_path / "out" / "merged", question, max_tokens=6)
+    assert str(answer).strip() in {f"the {a} says {sound}" for a, sound in ANIMALS}
+    assert json.loads((tmp_path / "out/report.json").read_text())["after"] == result.after
+    check_served_alike(tmp_path / "out")
+
+
+def check_served_alike(out: Path) -> None:
+    """The adapter on its base gives the logits of the merged model."""
+    ids = np.array([[5, 17, 40, 8]])
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    feeds |= {
+        f"past_key_values.0.{kind}": np.zeros((1, 1, 0, HEAD), np.float32)
+        for kind in ("key", "value")
+    }
+    adapter = onnxruntime.LoraAdapter()
+    adapter.Load(str(out / "adapter.onnx_adapter"))
+    active = onnxruntime.RunOptions()
+    active.add_active_adapter(adapter)
+    base = onnxruntime.InferenceSession(str(out / "base/model.onnx"))
+    merged = onnxruntime.InferenceSession(str(out / "merged/model.onnx"))
+    (plain,) = base.run(["logits"], feeds)
+    (adapted,) = base.run(["logits"], feeds, run_options=active)
+    (expected,) = merged.run(["logits"], feeds)
+    np.testing.assert_allclose(adapted, expected, rtol=1e-4, atol=1e-4)
+    assert np.abs(plain - expected).max() > 0.1
+
+
+def test_texts_arrays_packing_and_no_validation(folder: Path, tmp_path: Path) -> None:
+    texts = ["the cat sat on the mat and looked at the dog"] * 6
+    packed = onnxtrain.finetune(
+        folder, texts, tmp_path / "a", pack=True, max_length=64, epochs=2, **FAST
+    )
+    losses = packed.history.losses
+    assert losses[-1] < losses[0]
+    assert packed.before == packed.after == {}
+    rows = {"input_ids": [[5, 6, 7, 8]] * 4, "labels": [[-100, 6, 7, 8]] * 4}
+    plain = onnxtrain.finetune(folder, rows, tmp_path / "b", epochs=3, validation=0.25, **FAST)
+    assert plain.after["loss"] < plain.before["loss"]
+
+
+def test_weights_train_where_they_are_named(folder: Path, tmp_path: Path) -> None:
+    rows = {"input_ids": [[5, 6, 7, 8]] * 4}
+    result = onnxtrain.finetune(folder, rows, tmp_path / "out", train="norm", epochs=3, **FAST)
+    assert result.history.losses[-1] < result.history.losses[0]
+    assert set(result.files) == {"merged/"}
+    before, after = (onnx.load(p / "model.onnx") for p in (folder, tmp_path / "out/merged"))
+    assert [x.name for x in after.graph.input] == [x.name for x in before.graph.input]
+    old, new = ({t.name: t for t in m.graph.initializer} for m in (before, after))
+    changed = {n for n, t in old.items() if ir.serde.deserialize_tensor(t).tobytes()
+               != ir.serde.deserialize_tensor(new[n]).tobytes()}  # fmt: skip
+    assert changed
+    assert all("norm" in name for name in changed)
+
+
+def test_a_killed_run_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "chat.jsonl", *CHAT)
+    options = ["--epochs", "12", "--batch-size", "2", "--lr", "0.01", "--validation", "0.34"]
+    options += ["--sample-tokens", "0", "--checkpoint-every", "1", "--accumulate", "2"]
+
+    def start(out: Path, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "onnxtrain", "finetune", str(folder), "--data", str(data)]
+        return subprocess.Popen(
+            [*command, "-o", str(out), *options, *more],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ,
+        )  # fmt: skip
+
+    whole = start(tmp_path / "whole")
+    output = whole.communicate(timeout=300)[0]
+    assert whole.returncode == 0, output
+    broken = start(tmp_path / "broken")
+    checkpoints = tmp_path / "broken/run/checkpoints"
+    limit = time.monotonic() + 120
+    while not list(checkpoints.glob("step-*3.safetensors")):
+        assert broken.poll() is None, broken.communicate()[0]
+        assert time.monotonic() < limit, "no checkpoint was written"
+        time.sleep(0.005)
+    broken.send_signal(signal.SIGKILL)
+    broken.communicate(timeout=60)
+    assert not (tmp_path / "broken/peft").exists()
+    resumed = start(tmp_path / "broken", "--resume")
+    output = resumed.communicate(timeout=300)[0]
+    assert resumed.returncode == 0, output
+    assert "resumed at step" in output
+    assert "tokens/s" in output
+    for name in ("peft/adapter_model.safetensors", "adapter.onnx_adapter"):
+        first, second = ((tmp_path / run / name).read_bytes() for run in ("whole", "broken"))
+        assert first == second
+    other = start(tmp_path / "broken", "--resume", "--lora-rank", "4")
+    output = other.communicate(timeout=120)[0]
+    assert other.returncode == 1
+    assert "begun otherwise: lora_rank was 8, not 4" in output
+
+
+def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from onnxtrain.commands.main import app
+
+    data = write_lines(tmp_path / "chat.jsonl", *CHAT)
+    arguments = ["finetune", str(folder), "--data", str(data), "-o", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*arguments, "--preview"])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("learned | ") == 3
+    assert "read    | '<|im_start|>user" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_length": 500}, PrepareError, "max_length=500 is beyond the 128 positions"),
+        ({"targets": "qqq*"}, PrepareError, "qqq"),
+        ({"lora_rank": 99}, PrepareError, "rank 99 is larger than a layer"),
+        ({"lora_rank": -1}, PrepareError, "lora_rank must not be negative"),
+        ({"lora_rank": 4, "train": "norm"}, PrepareError, "train chooses weights"),
+        ({"epochs": 0}, PrepareError, "epochs must be at least 1"),
+        ({"kind": "poetry"}, PrepareError, "no such kind of model: 'poetry'"),
+        ({"kind": "vision"}, PrepareError, "a model of the kind 'vision'"),
+        ({"validation": 1.5}, PrepareError, "a part below 1"),
+        ({"validation": "missing.jsonl"}, LoadError, "cannot be read"),
+        ({"tokenizer": "nowhere"}, LoadError, "no tokenizer"),
+    ],
+)
+def test_bad_options_are_refused_before_the_first_step(
+    folder: Path, tmp_path: Path, options: dict, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        onnxtrain.finetune(folder, CHAT, tmp_path / "out", **{**FAST, **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_data_is_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+    def tune(data: object, **options: object) -> None:
+        onnxtrain.finetune(folder, data, tmp_path / "out", **{**FAST, **options})  # type: ignore[arg-type]
+
+    with pytest.raises(OnnxTrainError, match="label 96 in row 0 is out of range"):
+        tune({"input_ids": [[1, 2]], "labels": [[1, 96]]})
+    with pytest.raises(ShapeError, match="1 rows are longer than 8 tokens, row 0 first"):
+        tune({"input_ids": [[1] * 9]}, max_length=8)
+    with pytest.raises(PrepareError, match="does not learn from records of the form 'label'"):
+        tune([{"text": "a", "label": "b"}])
+    with pytest.raises(LoadError, match="no such file or folder"):
+        onnxtrain.finetune(tmp_path / "no", CHAT, tmp_path / "out")
+    wide = genai_folder(write_tokenizer(tmp_path / "wide", 140), llama(layers=1))
+    with pytest.raises(PrepareError, match="tokenizer does not fit the model"):
+        onnxtrain.finetune(wide, CHAT, tmp_path / "out", **FAST)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_used_folder_is_not_taken_twice(folder: Path, tmp_path: Path) -> None:
+    rows = {"input_ids": [[5, 6, 7, 8]] * 4}
+    onnxtrain.finetune(folder, rows, tmp_path / "out", epochs=1, **FAST)
+    with pytest.raises(OnnxTrainError, match="holds a run already"):
+        onnxtrain.finetune(folder, rows, tmp_path / "out", epochs=1, **FAST)
