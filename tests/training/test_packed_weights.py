@@ -9,7 +9,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.text import without_cache
-from onnxtrain.training.layouts import has_packed_weights
+from onnxtrain.training.packed_weights import has_packed_weights
 from tests.adapters.decoders import batch, write
 
 

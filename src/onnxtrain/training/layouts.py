@@ -295,17 +295,3 @@ def model_of(source: bytes | str) -> onnx.ModelProto:
     if isinstance(source, str):
         return onnx.load(source, load_external_data=False)
     return onnx.load_from_string(source)
-
-
-def has_packed_weights(source: bytes | str) -> bool:
-    """Return whether all products of a file with packed weights have 4 bits and scales alone.
-
-    Kernels would keep a second copy of them, larger than the weights. They unpack these at little
-    cost in each run; of other kinds they may not.
-    """
-    if not isinstance(source, str):
-        return False
-    packed = [n for n in model_of(source).graph.node if n.op_type == "MatMulNBits"]
-    return bool(packed) and all(
-        len(n.input) == 3 and all(a.i == 4 for a in n.attribute if a.name == "bits") for n in packed
-    )

@@ -14,7 +14,8 @@ from onnxtrain.runtime.bound_session import Arrays, BoundSession
 from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
-from onnxtrain.training.layouts import has_packed_weights, open_session, reopening, spec_of
+from onnxtrain.training.layouts import open_session, reopening, spec_of
+from onnxtrain.training.packed_weights import has_packed_weights
 from onnxtrain.training.vector_update import DeviceVectorUpdater, VectorUpdater, VectorUpdates
 
 
