@@ -82,7 +82,7 @@ def main(folder: Path, names: list[str]) -> None:
             source.mkdir(parents=True)
             try:
                 checkpoint(source, name)
-            except Exception as error:
+            except Exception as error:  # a tool that fails on one model still makes the others
                 print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 continue
         for precision in PRECISIONS:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import is_op, is_standard
-from onnxtrain.graph.simplify.redundant import remove_dead
+from onnxtrain.graph.simplify.redundant import remove_dead_nodes
 
 _WIDE = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE})
 _LINEAR = frozenset(
@@ -33,12 +33,12 @@ _DEPTH = 8
 def join_chains(model: ir.Model, op: OpBuilder) -> int:
     """Join factors along chains of nodes, in place; return how many nodes became needless."""
     changes = 0
-    remove_dead(model)
+    remove_dead_nodes(model.graph)
     for node in list(model.graph):
         changes += _fold(node, op)
     for node in list(model.graph):
         changes += _as_mean(node)
-    remove_dead(model)
+    remove_dead_nodes(model.graph)
     index = {node: i for i, node in enumerate(model.graph)}
     for node in list(model.graph):
         if is_op(node, "Mul"):
