@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from tests.wild.original import Original, mean_square
 
 STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5)
 """Sizes of steps in units of the weights' own size."""
+COARSE = (1e-1, 3e-2, 1e-2)
+"""The same in float16, where smaller ones are lost in rounding."""
 FINE = (1e-4, 3e-5, 1e-5)
 """Steps in float64: kinks are hardly met. The reference computes some operators in float32."""
 FEWEST, SECONDS = 4, 12.0
@@ -47,6 +49,7 @@ class Differences:
         given = {x.name for x in self.session.get_inputs()}
         given |= {x.name for x in self.session.get_overridable_initializers()}
         self.weights = {n: w for n, w in weights.items() if n in given}
+        self.half = any(w.dtype.itemsize == 2 for w in self.weights.values())
         whole = {n: gradients[n].astype(np.float64) for n in self.weights}
         norms = {n: float(np.linalg.norm(g)) * _size(weights[n]) for n, g in whole.items()}
         top = max(norms.values(), default=0.0)
@@ -70,7 +73,7 @@ class Differences:
         """Return the largest error after a closer look at those over the limit, worst first."""
         errors = sorted(errors, key=lambda e: -e[0])
         end = time.perf_counter() + AGAIN
-        if errors[0][0] <= limit:
+        if errors[0][0] <= limit or self.half:
             return errors[0][0]
         wide = widened(self.original.proto)
         done = [0.0]
@@ -106,8 +109,9 @@ class Differences:
     def _along(self, ways: Mapping[str, np.ndarray]) -> float:
         """Return the relative error of the derivative along a direction."""
         unit = self._unit(ways)
-        ratios = [self._ratio(self.session, None, ways, unit, h) for h in STEPS]
-        return abs(settled(ratios) - 1.0)
+        steps = COARSE if self.half else STEPS
+        ratios = [self._ratio(self.session, None, ways, unit, h) for h in steps]
+        return abs(settled(steps, ratios) - 1.0)
 
     def _unit(self, ways: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the direction, where each weight moves in units of its own size."""
@@ -130,16 +134,17 @@ class Differences:
             values.append(mean_square(session.run([self.name], feeds)[0], self.target))
         # Along what was really moved, after rounding to the type of the file.
         want = sum(float((ways[n] * (moved[0][n] - moved[1][n])).sum()) for n in unit)
-        return (values[0] - values[1]) / want if want else np.inf
+        moves = values[0] != values[1] and want  # else the step is too small to be seen
+        return (values[0] - values[1]) / want if moves else np.inf
 
 
-def settled(ratios: list[float]) -> float:
+def settled(steps: Sequence[float], ratios: Sequence[float]) -> float:
     """Return the limit of differences by steps that become smaller.
 
     Errors fall with the square of the step until rounding takes over: neighbours are extrapolated,
     and of all estimates those that change least from one step to the next count, whatever they are.
     """
-    squares = [(a / b) ** 2 for a, b in itertools.pairwise(STEPS)]
+    squares = [(a / b) ** 2 for a, b in itertools.pairwise(steps)]
     better = [
         (k * fine - coarse) / (k - 1)
         for coarse, fine, k in zip(ratios, ratios[1:], squares, strict=False)
