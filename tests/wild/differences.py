@@ -93,13 +93,13 @@ class Differences:
         """Return the error of the limit of many differences, by least squares in the step."""
         unit, fits = self._unit(ways), []
         steps = np.geomspace(1 / 3, 3, 96)
-        for middle in (1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5):
+        for middle in (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5):
             ratios = np.array(
                 [self._ratio(self.session, None, ways, unit, h) for h in middle * steps]
             )
-            for degree in (1, 2):
+            for exponents in ((1, 3), (1, 3, 5), (1, 2)):  # the last one is for kinks
                 # Times the step: rounding matters less in larger ones.
-                powers = np.stack([steps ** (2 * i + 1) for i in range(degree + 1)], axis=1)
+                powers = np.stack([steps**i for i in exponents], axis=1)
                 answer = np.linalg.lstsq(powers, ratios * steps, rcond=None)[0]
                 spread = np.std(powers @ answer - ratios * steps)
                 doubt = float(np.sqrt(np.linalg.inv(powers.T @ powers)[0, 0]) * spread)

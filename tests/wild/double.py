@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
+
+from tests.wild.original import graphs
 
 FLOAT, DOUBLE = onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE
 STANDARD = {"", "ai.onnx"}
@@ -34,15 +36,6 @@ def widened(proto: onnx.ModelProto) -> Double | None:
     """Return the file in float64, if all its operators are standard ones."""
     kinds = {n.domain for graph in graphs(proto.graph) for n in graph.node}
     return Double(proto) if kinds <= STANDARD and not proto.functions else None
-
-
-def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Return a graph and all that lie in its nodes."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from graphs(attribute.g)
 
 
 def _widen(graph: onnx.GraphProto) -> None:
