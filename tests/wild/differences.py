@@ -75,7 +75,7 @@ class Differences:
         end = time.perf_counter() + AGAIN
         if errors[0][0] <= limit or self.half:
             return errors[0][0]
-        wide = widened(self.original.proto)
+        wide = self._wide()
         done = [0.0]
         while errors and errors[0][0] > limit and time.perf_counter() < end:
             _, share, ways = errors.pop(0)
@@ -83,6 +83,18 @@ class Differences:
             done.append(again * share)
         self.closer = "float64" if wide is not None else "fit"
         return max([*done, *(e for e, *_ in errors)])
+
+    def _wide(self) -> Double | None:
+        """Return the file in float64, if the reference computes what the runtime does."""
+        wide = widened(self.original.proto)
+        if wide is None:
+            return None
+        seen, want = (
+            np.asarray(s.run([self.name], dict(self.feeds))[0])
+            for s in (wide, self.original.session)
+        )
+        near = seen.shape == want.shape and np.abs(seen - want).max() < 1e-3 * np.abs(want).max()
+        return wide if near else None
 
     def _in_float64(self, wide: Double, ways: Mapping[str, np.ndarray]) -> float:
         unit = self._unit(ways)
