@@ -17,7 +17,7 @@ from tests.wild.judge import Row, judge
 from tests.wild.report import RESULTS, merge, summary, write
 
 FILES = Path(__file__).parents[2] / ".cache" / "wild" / "files"
-LIMIT = 240
+LIMIT = 420
 
 
 def files() -> dict[str, Path]:

@@ -19,7 +19,7 @@ TYPES = {
     "tensor(int8)": np.int8,
     "tensor(bool)": np.bool_,
 }
-SIZES = (6, 1, 16, 32, 48, 64, 80, 128, 224, 320, 512, 1024, 4096, 16000)
+SIZES = (6, 1, 16, 32, 48, 64, 80, 128, 224, 320, 512, 576, 1024, 4096, 16000)
 """Tried for dimensions whose names say nothing."""
 WORDS = {
     "batch": 2,
@@ -33,14 +33,21 @@ WORDS = {
     "channel": 3,
 }
 CAPTION, PAST = 6, 0
+SOUND = ("wave", "audio", "pcm")
+"""Inputs of these names are seconds of sound; short ones stop some kernels of the runtime."""
+SECOND = 16000
+STATES = ("state", "h", "c", "hn", "cn", "h0", "c0")
+"""Inputs of these names have the batch behind the layers."""
 
 
 def candidates(session: Any) -> Iterator[dict[str, np.ndarray]]:
     """Return feeds, the likeliest first."""
     names = [str(d) for x in session.get_inputs() for d in x.shape]
     windows = (32, 0) if any("sliding" in n for n in names) else (0,)
-    for size, batch, window in itertools.product(SIZES, (2, 1), windows):
-        sizes = Sizes(size, batch, window)
+    long = any(w in x.name.lower() for x in session.get_inputs() for w in SOUND)
+    unnamed = (SECOND, 4000, *SIZES) if long else SIZES
+    for words, size, batch, window in itertools.product((40, 8), unnamed, (2, 1), windows):
+        sizes = Sizes(size, batch, window, words, size if long else CAPTION)
         yield {x.name: array(x, sizes) for x in session.get_inputs()}
 
 
@@ -50,7 +57,7 @@ def accepted(session: Any) -> dict[str, np.ndarray] | None:
     for feeds in candidates(session):
         try:
             outputs = session.run(None, feeds)
-        except Exception:
+        except Exception:  # the runtime has no common class for inputs that it refuses
             continue
         floats = [y for y in outputs if isinstance(y, np.ndarray) and y.dtype.kind == "f"]
         if any(y.size > 1 and np.isfinite(y).all() and np.ptp(y) > 0 for y in floats):
@@ -66,6 +73,8 @@ class Sizes:
     unnamed: int
     batch: int = 2
     window: int = 0
+    words: int = 40
+    length: int = CAPTION
 
 
 def array(x: Any, sizes: Sizes) -> np.ndarray:
@@ -74,16 +83,21 @@ def array(x: Any, sizes: Sizes) -> np.ndarray:
         raise TypeError(f"{x.name}: {x.type}")
     dtype = TYPES[x.type]
     dims = [dimension(d, i, sizes) for i, d in enumerate(x.shape)]
+    floats = np.issubdtype(dtype, np.floating)
+    if floats and x.name.lower() in STATES and len(dims) == 3 and not isinstance(x.shape[1], int):
+        dims[1] = sizes.batch
+    if floats and len(dims) == 2 and "seq" in str(x.shape[1]):  # samples, not tokens
+        dims[1] = sizes.unnamed
     rng = np.random.default_rng(sum(map(ord, x.name)))
     name = x.name.lower()
     if dtype == np.bool_:
         return np.ones(dims, bool)
     if np.issubdtype(dtype, np.integer):
-        return integers(name, dims, rng).astype(dtype)
+        return integers(name, dims, rng, sizes).astype(dtype)
     return rng.standard_normal(dims).astype(dtype)
 
 
-def integers(name: str, dims: list[int], rng: np.random.Generator) -> np.ndarray:
+def integers(name: str, dims: list[int], rng: np.random.Generator, sizes: Sizes) -> np.ndarray:
     """Return whole numbers that fit a name."""
     if "mask" in name or "use_cache" in name:
         return np.ones(dims, np.int64)
@@ -92,10 +106,10 @@ def integers(name: str, dims: list[int], rng: np.random.Generator) -> np.ndarray
     if name == "sr" or "sample_rate" in name:
         return np.full(dims, 16000)
     if "length" in name or "len" in name or not dims:
-        return np.full(dims, CAPTION)
+        return np.full(dims, sizes.length)
     if "type" in name or "segment" in name or "bbox" in name:
         return np.zeros(dims, np.int64)
-    return rng.integers(3, 40, dims)
+    return rng.integers(3, sizes.words, dims)
 
 
 def dimension(d: Any, axis: int, sizes: Sizes) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ class Original:
 
     def weights(self, names: list[str]) -> dict[str, np.ndarray]:
         """Return those of some weights that the file has as tensors."""
-        tensors = {t.name: t for t in self.proto.graph.initializer}
-        for node in self.proto.graph.node:
-            if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
-                tensors[node.output[0]] = node.attribute[0].t
+        tensors = {}
+        for graph in reversed(list(graphs(self.proto.graph))):
+            tensors |= {t.name: t for t in graph.initializer}
+            tensors |= {n.output[0]: n.attribute[0].t for n in _constants(graph)}
         return {n: ir.serde.deserialize_tensor(tensors[n]).numpy() for n in names if n in tensors}
 
     def adjustable(self, names: list[str]) -> Any:
@@ -49,15 +49,9 @@ class Original:
         for attribute in (a for node in graph.node for a in node.attribute):
             if attribute.name == "accuracy_level":
                 attribute.i = 0
-        known = {t.name for t in graph.initializer}
         inputs = {x.name for x in graph.input}
-        for node in [n for n in graph.node if n.op_type == "Constant" and n.output[0] in names]:
-            if node.output[0] in known:
-                continue
-            tensor = graph.initializer.add()
-            tensor.CopyFrom(node.attribute[0].t)
-            tensor.name = node.output[0]
-            graph.node.remove(node)
+        for part in list(graphs(graph)):
+            _lift(part, graph, names)
         for tensor in graph.initializer:
             if tensor.name in names and tensor.name not in inputs:
                 graph.input.add(name=tensor.name).type.tensor_type.CopyFrom(_type(tensor))
@@ -65,6 +59,38 @@ class Original:
         return onnxruntime.InferenceSession(
             model.SerializeToString(), self.options, providers=["CPUExecutionProvider"]
         )
+
+
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Return a graph and all that lie in its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from graphs(attribute.g)
+
+
+def _constants(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    return [
+        n
+        for n in graph.node
+        if n.op_type == "Constant" and n.attribute and n.attribute[0].HasField("t")
+    ]
+
+
+def _lift(part: onnx.GraphProto, graph: onnx.GraphProto, names: list[str]) -> None:
+    """Move tensors of a body, and of Constant nodes, to the graph: what is inside sees them."""
+    known = {t.name for t in graph.initializer}
+    for node in [n for n in _constants(part) if n.output[0] in names]:
+        if node.output[0] not in known:
+            tensor = graph.initializer.add()
+            tensor.CopyFrom(node.attribute[0].t)
+            tensor.name = node.output[0]
+            part.node.remove(node)
+    if part is not graph:
+        for tensor in [t for t in part.initializer if t.name in names and t.name not in known]:
+            graph.initializer.append(tensor)
+            part.initializer.remove(tensor)
 
 
 def _type(tensor: onnx.TensorProto) -> onnx.TypeProto.Tensor:

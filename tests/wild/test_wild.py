@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import re
 from pathlib import Path
 
+import onnx
 import pytest
 
+import onnxtrain
 from tests.wild.inputs import Sizes, dimension
 from tests.wild.judge import Row, judge
 from tests.wild.report import merge, read, summary
@@ -36,6 +40,57 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_of_other_tools_train_right(files: Path, name: str) -> None:
     row = judge(files / f"{name}.onnx", name)
     assert row.verdict == "trains right", row
+
+
+ENCODER = {
+    "table.weight": (40, 32),
+    "layers.layers.0.self_attn.in_proj_bias": (96,),
+    "layers.layers.0.self_attn.out_proj.weight": (32, 32),
+    "layers.layers.0.self_attn.out_proj.bias": (32,),
+    "layers.layers.0.linear1.bias": (64,),
+    "layers.layers.0.linear2.bias": (32,),
+    "layers.layers.0.norm1.weight": (32,),
+    "head.bias": (5,),
+}
+"""Both layers began with equal weights, which the optimizer stores once; biases of norms are zero
+like other biases of 32."""
+PARAMETERS = {
+    "mlp-extended": {
+        "0.weight": (64, 32), "0.bias": (64,), "2.weight": (64,), "2.bias": (64,),
+        "3.weight": (32, 64), "3.bias": (32,),
+    },
+    "cnn-extended": {
+        "Conv 1": (8, 3, 3, 3), "Conv 2": (8,), "Conv 3": (16, 8, 3, 3), "Conv 4": (16,),
+        "9.weight": (4, 16), "9.bias": (4,),
+    },
+    "lstm-basic": {
+        "LSTM 1": (1, 64, 8), "LSTM 2": (1, 64, 16), "LSTM 3": (1, 128),
+        "head.weight": (3, 16), "head.bias": (3,),
+    },
+    "attention-extended": {
+        **ENCODER, "MatMul 1": (32, 96), "MatMul 2": (32, 64), "MatMul 3": (64, 32),
+        "MatMul 4": (32, 5),
+    },
+    # Weights that two layers share stay float there; only the head has 4 bits.
+    "attention-int4-4": {
+        **ENCODER, "MatMul 1": (32, 96), "MatMul 2": (32, 64), "MatMul 3": (64, 32),
+    },
+}  # fmt: skip
+"""What a reader of these files would train. Exporters number what has no name: in order."""
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.filterwarnings("ignore")
+def test_parameters_are_those_that_a_reader_finds(files: Path, name: str) -> None:
+    report = onnxtrain.explain(files / f"{name}.onnx")
+    shapes = {t.name: tuple(t.dims) for t in onnx.load(files / f"{name}.onnx").graph.initializer}
+    counts: collections.Counter[str] = collections.Counter()
+    trained = {}
+    for parameter in sorted(report.parameters):
+        kind = re.fullmatch(r"onnx::(\w+)_\d+", parameter)
+        counts[kind[1] if kind else ""] += 1
+        trained[f"{kind[1]} {counts[kind[1]]}" if kind else parameter] = shapes[parameter]
+    assert trained == PARAMETERS[name]
 
 
 def test_sizes_are_told_by_names() -> None:

@@ -26,6 +26,7 @@ from onnxtrain.passes.expand_label_losses import expand_label_losses
 from onnxtrain.passes.gelu_operator import gelu_operator
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.int32_inputs import int32_inputs
+from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
 from onnxtrain.passes.open_rows import open_rows
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
@@ -86,6 +87,7 @@ AFTER = (
     Pass(decompose_batch_norm, lacks="BatchNormalization.training_mode"),
     Pass(expand_label_losses),
     Pass(compose_missing),
+    Pass(join_factors),
 )
 """Behind the reverse sweep: the operators' own gradients are better than those of the results."""
 

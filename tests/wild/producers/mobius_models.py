@@ -61,6 +61,9 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+OWN = dict.fromkeys(("gpt_neox", "persimmon", "phi"), ONE_HEAD)
+"""They turn a share of each head, and onnxruntime wants tables with a multiple of 8 columns."""
 TYPES = """
 llama mistral qwen2 qwen3 phi phi3 gemma gemma2 gemma3_text gpt2 gpt_neox gptj opt olmo
 olmo2 granite cohere cohere2 stablelm starcoder2 smollm3 ernie4_5 nemotron bloom falcon
@@ -77,9 +80,12 @@ def made(kind: str) -> mobius.ModelPackage:
     """Return the package of one model type."""
     hf = transformers.CONFIG_MAPPING[kind]
     own = set(hf().to_dict())
-    config = hf(**{k: v for k, v in SIZES.items() if k in own})
+    sizes = {**SIZES, **OWN.get(kind, {})}
+    config = hf(**{k: v for k, v in sizes.items() if k in own})
     reading = mobius.registry.get_config_class(kind) or mobius.ArchitectureConfig
     settings = reading.from_transformers(config)
+    if getattr(settings, "type_vocab_size", None) == 0:  # the graph asks for types all the same
+        settings.type_vocab_size = SIZES["type_vocab_size"]
     module = mobius.registry.get(kind)(settings)
     task = mobius.registry.get_task(kind) or "text-generation"
     return mobius.build_from_module(module, settings, task, execution_provider="cpu")
@@ -113,7 +119,7 @@ def main(folder: Path, kinds: list[str]) -> None:
                 fill(model, np.random.default_rng(0))
                 suffix = "" if len(package) == 1 else f"-{part}"
                 ir.save(model, folder / f"{kind}{suffix}.onnx")
-        except Exception as error:
+        except Exception as error:  # a tool that fails on one model still makes the others
             print(f"{kind}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             if len(kinds) == 1:
                 traceback.print_exc()

@@ -87,7 +87,7 @@ def main(folder: Path) -> None:
         for work in (made, fused) if name in FUSED else (made,):
             try:
                 work(folder, name)
-            except Exception as error:
+            except Exception as error:  # a tool that fails on one model still makes the others
                 print(f"{name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             else:
                 print(f"{name} {work.__name__}: made", flush=True)

@@ -146,7 +146,7 @@ def main(folder: Path) -> None:
         for work, make in works.items():
             try:
                 make()
-            except Exception as error:
+            except Exception as error:  # a tool that fails on one model still makes the others
                 print(f"{name} {work}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             else:
                 print(f"{name} {work}: made", flush=True)

@@ -39,12 +39,15 @@ def simplify(model: ir.Model) -> ir.Model:
 
 def remove_dead(model: ir.Model) -> None:
     """Drop nodes, optional outputs and initializers that no output depends on."""
-    _sweep(model.graph)
+    remove_dead_nodes(model.graph)
     passes.RemoveUnusedNodesPass()(model)
 
 
-def _sweep(graph: ir.Graph) -> None:
-    """Drop dead nodes all at once; what only the body of a dead node reads is dead, too."""
+def remove_dead_nodes(graph: ir.Graph) -> None:
+    """Drop dead nodes all at once; what only the body of a dead node reads is dead, too.
+
+    Initializers stay: a builder may hand them out again.
+    """
     dead = []
     for node in reversed(graph):
         if any(y.uses() or y.is_graph_output() for y in node.outputs):

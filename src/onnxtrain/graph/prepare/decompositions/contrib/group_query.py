@@ -28,6 +28,8 @@ from onnxtrain.graph.prepare.decompositions.contrib.heads import (
 )
 
 _INT64 = ir.DataType.INT64
+_FAR = 2**31 - 1
+"""Stands for the position of what no query may see."""
 
 
 @decomposition("com.microsoft::GroupQueryAttention")
@@ -42,28 +44,19 @@ def group_query_attention(
 ):  # fmt: skip
     """Causal attention; ``num_heads / kv_num_heads`` heads share one of keys and values."""
     _check(node, k_quant_type, v_quant_type, k_scale, v_scale)
-    if key is None:
-        width = op.dims(query)[-1]
-        if not isinstance(width, int):
-            refuse(node, "the width of the packed query, key and value is not known")
-        size = width // (num_heads + 2 * kv_num_heads)
-        sizes = [num_heads * size, kv_num_heads * size, kv_num_heads * size]
-        query, key, value = op.Split(query, sizes, axis=-1, _outputs=3)
-    q = split_heads(op, query, num_heads)
-    k, v = split_heads(op, key, kv_num_heads), split_heads(op, value, kv_num_heads)
+    counts = [num_heads, kv_num_heads, kv_num_heads]
+    parts, v = _heads(op, query, key, value, counts, q_norm_weight is None, node)
     if q_norm_weight is not None:
-        q, k = (
-            rms(op, q, q_norm_weight, qk_norm_epsilon),
-            rms(op, k, k_norm_weight, qk_norm_epsilon),
-        )
+        weights = (q_norm_weight, k_norm_weight)
+        parts = [rms(op, x, w, qk_norm_epsilon) for x, w in zip(parts, weights, strict=True)]
     empty = past_key is None or op.dims(past_key)[2] == 0
     window = local_window_size if sliding_window_cache else None
-    at = _positions(op, q, seqlens_k, total, None if empty else past_key, window)
+    at = _positions(op, v, seqlens_k, total, None if empty else past_key, window)
     if do_rotary:
         where = _angles_at(op, at, position_ids, empty)
         cos, sin = angles(op, cos_cache, where), angles(op, sin_cache, where)
-        q = turn(op, q, cos, sin, rotary_interleaved, node)
-        k = turn(op, k, cos, sin, rotary_interleaved, node)
+        parts = [turn(op, x, cos, sin, rotary_interleaved, node) for x in parts]
+    q, k = parts if len(parts) == 2 else op.Split(parts[0], counts[:2], axis=1, _outputs=2)
     past: Any = (past_key, past_value)
     present = (k, v) if empty else _wanted_present(op, at, past, k, v, node)
     if not empty and attention_bias is not None:  # its last axis is the order of the cache
@@ -72,19 +65,38 @@ def group_query_attention(
         present = present or _present(op, at, past, k, v)
         k, v = present
         columns = op.Unsqueeze(op.iota(op.size(k, 2)), [0])
-        real = op.Less(columns, op.Unsqueeze(at.lengths, [1]))
+        keys = _unless_padding(op, columns, op.Unsqueeze(at.lengths, [1]))
     else:
         k, v = (with_past(op, None if empty else p, n) for p, n in ((past_key, k), (past_value, v)))
-        columns, real = at.keys, at.real
-    conditions, certain = _visible(op, at, columns, real, causal, local_window_size)
+        keys = at.keys
+    conditions, certain = _visible(op, at, keys, causal, local_window_size)
     sink = head_sink
     if sink is None and smooth_softmax == 1:
         sink = op.const([0.0] * num_heads, q.dtype)
     y, _ = attend(
         op, q, k, v, scale=scale, softcap=softcap, added=[attention_bias],
-        allowed=conditions, certain=certain, sink=sink,
+        allowed=conditions, certain=certain, additive=certain, sink=sink,
     )  # fmt: skip
     return join_heads(op, y), *(present or (None, None))
+
+
+def _heads(
+    op: OpBuilder, query: ir.Value, key: ir.Value | None, value: ir.Value | None,
+    counts: list[int], alike: bool, node: ir.Node,
+) -> tuple[list[ir.Value], ir.Value]:  # fmt: skip
+    """Return queries and keys, and values, of [B, heads, S, size].
+
+    What is packed stays together as long as queries and keys are treated ``alike``.
+    """
+    if key is not None and value is not None:
+        return [split_heads(op, query, counts[0]), split_heads(op, key, counts[1])], split_heads(
+            op, value, counts[2]
+        )
+    if not isinstance(op.dims(query)[-1], int):
+        refuse(node, "the width of the packed query, key and value is not known")
+    sizes = [counts[0] + counts[1], counts[2]] if alike else counts
+    *parts, v = op.Split(split_heads(op, query, sum(counts)), sizes, axis=1, _outputs=len(sizes))
+    return parts, v
 
 
 def _check(node: ir.Node, k_type, v_type, k_scale, v_scale) -> None:
@@ -109,8 +121,7 @@ class _Positions:
     before: ir.Value | None  # [B, 1]: real tokens in the cache; None: it is empty
     prompt: ir.Value | None  # whether the cache does not count; None: it is empty
     queries: ir.Value  # [B or 1, S]
-    keys: ir.Value  # [B or 1, P + S]
-    real: ir.Value  # [B, P + S]: whether a key is a token and no padding
+    keys: ir.Value  # [B, P + S]; padding is far behind everything
     forgotten: _Forgotten | None = None  # of a cache that is as long as the window
 
 
@@ -123,7 +134,7 @@ def _positions(
     new = op.Unsqueeze(op.iota(op.size(q, 2)), [0])
     ends = op.Unsqueeze(lengths, [1])
     if past is None:
-        return _Positions(lengths, None, None, new, new, op.Less(new, ends))
+        return _Positions(lengths, None, None, new, _unless_padding(op, new, ends))
     count = op.vector([op.size(q, 2)])
     prompt = op.Equal(op.cast(op.Reshape(total, [-1]), _INT64), count)
     before = op.Where(prompt, 0, op.Sub(ends, count))  # [B, 1]
@@ -135,10 +146,14 @@ def _positions(
         capacity = op.vector([op.size(past, 2)])
         forgotten = _Forgotten(*(_dropped(op, n, capacity, window) for n in (before, ends)))
         old = op.Add(old, forgotten.before)
-    real = op.Concat(op.Less(old, before), op.Less(queries, ends), axis=1)
-    nothing = op.Mul(before, 0)
-    keys = op.Concat(op.Add(old, nothing), queries, axis=1)
-    return _Positions(lengths, before, prompt, queries, keys, real, forgotten)
+    parts = ((old, before), (queries, ends))
+    keys = op.Concat(*(_unless_padding(op, at, end) for at, end in parts), axis=1)
+    return _Positions(lengths, before, prompt, queries, keys, forgotten)
+
+
+def _unless_padding(op: OpBuilder, positions: ir.Value, ends: ir.Value) -> ir.Value:
+    """Return positions, [B, keys], where those that are not before the end are far away."""
+    return op.Where(op.Less(positions, ends), positions, _FAR)
 
 
 def _dropped(op: OpBuilder, count: ir.Value, capacity: ir.Value, window: int) -> ir.Value:
@@ -166,15 +181,14 @@ def _angles_at(
 
 
 def _visible(
-    op: OpBuilder, at: _Positions, columns: ir.Value, real: ir.Value, causal: int, window: int
+    op: OpBuilder, at: _Positions, columns: ir.Value, causal: int, window: int
 ) -> tuple[list[ir.Value], bool]:
     """Return conditions on [B, 1, S, keys], and whether every query has a key."""
     keys = op.Unsqueeze(columns, [1, 2])
-    conditions = [op.Unsqueeze(real, [1, 2])]
     if not causal:
-        return conditions, True
+        return [op.Less(keys, _FAR)], True
     rows = op.Unsqueeze(at.queries, [1, 3])
-    conditions.append(op.LessOrEqual(keys, rows))
+    conditions = [op.LessOrEqual(keys, rows)]
     if window >= 0:
         ends = op.Unsqueeze(op.Unsqueeze(at.lengths, [1]), [2, 3])
         seen = op.Min(op.Add(rows, 1), ends)
@@ -208,12 +222,12 @@ def _present(
         op.Add(op.Sub(slot, at.before), op.vector([old])),
         op.Sub(op.vector([plus(op, old, new)]), 1),
     )
-    source = op.Unsqueeze(op.Where(op.Less(slot, at.before), kept, behind), [2])
+    source = op.Unsqueeze(op.Where(op.Less(slot, at.before), kept, behind), [1, 3])
+    source = op.Expand(source, [1, op.dims(k)[1], 1, 1])
     real = op.Unsqueeze(op.Less(slot, op.Unsqueeze(at.lengths, [1])), [1, 3])
 
     def joined(cache: ir.Value, fresh: ir.Value) -> ir.Value:
-        both = op.Transpose(with_past(op, cache, fresh), perm=[0, 2, 1, 3])
-        moved = op.Transpose(op.GatherND(both, source, batch_dims=1), perm=[0, 2, 1, 3])
+        moved = op.GatherND(with_past(op, cache, fresh), source, batch_dims=2)
         dims = op.dims(moved)
         moved = op.Where(real, moved, 0.0)  # slots behind the end of a sequence are empty
         S.set_dims(moved, [*op.dims(fresh)[:2], dims[2], op.dims(fresh)[3]])

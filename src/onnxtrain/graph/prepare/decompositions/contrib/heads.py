@@ -46,14 +46,33 @@ def per_group(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
         return op.MatMul(a, b)
     assert isinstance(heads, int)
     assert isinstance(groups, int)
-    inner = op.dims(a)[3]
-    width = inner if isinstance(inner, int) else op.size(a, 3)
-    below = op.Reshape(a, op.vector([0, groups, -1, width]))
-    S.set_dims(below, [op.dims(a)[0], groups, *op.dims(below)[2:3], inner])
-    together = op.MatMul(below, b)
-    y = op.Reshape(together, op.vector([0, heads, op.size(a, 2), -1]))
-    S.set_dims(y, [*op.dims(a)[:3], op.dims(b)[3]])
+    together = op.MatMul(_rows_below(op, a, groups), b)
+    return _rows_apart(op, together, heads, op.size(a, 2))
+
+
+def _rows_below(op: OpBuilder, x: ir.Value, groups: int) -> ir.Value:
+    """Return [B, H, S, m] as [B, G, H / G * S, m]."""
+    inner = op.dims(x)[3]
+    width = inner if isinstance(inner, int) else op.size(x, 3)
+    y = op.Reshape(x, op.vector([0, groups, -1, width]))
+    S.set_dims(y, [op.dims(x)[0], groups, *op.dims(y)[2:3], inner])
     return y
+
+
+def _rows_apart(op: OpBuilder, x: ir.Value, heads: int, length: ir.Value | int) -> ir.Value:
+    """Return [B, G, H / G * S, m] as [B, H, S, m]."""
+    inner = op.dims(x)[3]
+    y = op.Reshape(x, op.vector([0, heads, length, inner if isinstance(inner, int) else -1]))
+    S.set_dims(y, [op.dims(x)[0], heads, *op.dims(y)[2:3], inner])
+    return y
+
+
+def _repeat_rows(op: OpBuilder, allowed: Sequence[ir.Value], times: int) -> list[ir.Value]:
+    """Return conditions on [B, 1, S, keys] for rows that are put below each other."""
+    if not allowed:
+        return []
+    keep = functools.reduce(op.And, allowed)
+    return [keep if op.dims(keep)[2] == 1 else op.Concat(*[keep] * times, axis=2)]
 
 
 def factor_of(op: OpBuilder, q: ir.Value, scale: float | None) -> float | ir.Value:
@@ -67,7 +86,8 @@ def factor_of(op: OpBuilder, q: ir.Value, scale: float | None) -> float | ir.Val
 def attend(
     op: OpBuilder, q: ir.Value, k: ir.Value, v: ir.Value, *, scale: float | None,
     softcap: float = 0.0, added: Sequence[ir.Value | None] = (),
-    allowed: Sequence[ir.Value] = (), certain: bool = True, sink: ir.Value | None = None,
+    allowed: Sequence[ir.Value] = (), certain: bool = True, additive: bool = False,
+    sink: ir.Value | None = None,
 ) -> tuple[ir.Value, ir.Value]:  # fmt: skip
     """Return ``softmax(cap(scale q k^T) + added) v`` over allowed keys, and the scores.
 
@@ -81,8 +101,19 @@ def attend(
         added: what is added to the scores.
         allowed: conditions on pairs of a query and a key.
         certain: whether every query has a key that is allowed.
+        additive: whether a very negative number may be added for what is not allowed; only where
+            ``certain`` is proven, as a query without keys would get a gradient.
         sink: one more score per head, of a key whose value is zero.
     """
+    heads, groups, plain = op.dims(q)[1], op.dims(k)[1], all(x is None for x in (*added, sink))
+    if plain and isinstance(heads, int) and isinstance(groups, int) and heads != groups:
+        length, times = op.size(q, 2), heads // groups
+        below = _rows_below(op, q, groups)
+        y, scores = attend(
+            op, below, k, v, scale=scale, softcap=softcap, certain=certain, additive=additive,
+            allowed=_repeat_rows(op, allowed, times),
+        )  # fmt: skip
+        return _rows_apart(op, y, heads, length), _rows_apart(op, scores, heads, length)
     scores = per_group(op, op.Mul(q, factor_of(op, q, scale)), op.mT(k))
     if softcap:
         scores = op.Mul(op.Tanh(op.Div(scores, softcap)), softcap)
@@ -95,7 +126,11 @@ def attend(
     if allowed:
         keep = functools.reduce(op.And, allowed)
         assert q.dtype is not None
-        logits = op.Where(keep, scores, float(q.dtype.min))
+        lowest = float(q.dtype.min)
+        if additive and plain:  # one sum for all layers, and its gradient is free
+            logits = op.Add(scores, op.Where(keep, op.const(0.0, q.dtype), lowest))
+        else:
+            logits = op.Where(keep, scores, lowest)
         logits.shape = scores.shape
     p = op.Softmax(logits, axis=-1) if sink is None else _with_sink(op, logits, sink)
     if keep is not None and not certain:

@@ -15,10 +15,8 @@ def simplified_layer_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash
     """``x / sqrt(mean(x^2) + epsilon) * scale``; the second output is the reciprocal root."""
     axes = list(range(axis % op.rank(x), op.rank(x)))
     wide = x if x.dtype == ir.DataType.DOUBLE else op.cast(x, ir.DataType(stash_type))
-    inverse = op.Reciprocal(
-        op.Sqrt(op.Add(op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1), epsilon))
-    )
-    return op.Mul(op.cast(op.Mul(wide, inverse), x.dtype), scale), inverse
+    root = op.Sqrt(op.Add(op.ReduceMean(op.Mul(wide, wide), axes, keepdims=1), epsilon))
+    return op.Mul(op.cast(op.Div(wide, root), x.dtype), scale), op.Reciprocal(root)
 
 
 @decomposition("com.microsoft::SkipLayerNormalization")

@@ -1,0 +1,188 @@
+"""How many nodes the gradient of a decoder of fused operators has."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import onnxtrain
+from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.graph.simplify import simplify
+
+WIDTH, HEADS, GROUPS, SIZE, HIDDEN, WORDS, PLACES = 64, 4, 2, 16, 48, 64, 16
+IMPORTS = {"": 23, "com.microsoft": 1}
+FLOAT, WHOLE, INT32 = ir.DataType.FLOAT, ir.DataType.INT64, int(ir.DataType.INT32)
+LAST = np.array([1], np.int64)
+MOST, MOST_PER_LAYER = 7.8, 7.6
+"""Nodes of the gradient graph, forward and backward, for each node of the file."""
+MOST_ADDED = 4.5
+"""Nodes that differentiation adds, for each node of the file."""
+
+
+class Decoder:
+    """A decoder as exporters of language models write it, with a cache and packed projections."""
+
+    def __init__(self, layers: int) -> None:
+        self.rng = np.random.default_rng(5)
+        self.graph = ir.Graph([], [], nodes=[], opset_imports=IMPORTS, name="decoder")
+        self.ids, self.mask = (
+            self.input("ids", WHOLE, "B", "S"),
+            self.input("mask", WHOLE, "B", "T"),
+        )
+        x = self.node("Gather", self.weight("embed", WORDS, WIDTH), self.ids)
+        one = self.constant("one", np.array(1, np.int64))
+        counted = self.node("ReduceSum", self.mask, self.constant("last", LAST), keepdims=0)
+        self.lengths = self.node("Cast", self.node("Sub", counted, one), to=INT32)
+        size = self.node("Gather", self.node("Shape", self.mask), one)
+        self.total = self.node("Cast", size, to=INT32)
+        angles = np.outer(np.arange(PLACES), 0.5 ** np.arange(SIZE // 2))
+        self.tables = [
+            self.constant(n, f(angles).astype(np.float32))
+            for n, f in (("cos_cache", np.cos), ("sin_cache", np.sin))
+        ]
+        normal = self.node("RMSNormalization", x, self.weight("norm", WIDTH), axis=-1)
+        for i in range(layers):
+            x, normal = self.layer(i, x, normal)
+        logits = self.node("MatMul", normal, self.turned("head", WORDS, WIDTH))
+        self.output("logits", logits, "B", "S", WORDS)
+        self.model = ir.to_proto(ir.Model(self.graph, ir_version=11))
+
+    def layer(self, i: int, x: ir.Value, normal: ir.Value) -> tuple[ir.Value, ir.Value]:
+        parts = [
+            self.weight(f"{i}.{n}", h * SIZE, WIDTH)
+            for n, h in (("q", HEADS), ("k", GROUPS), ("v", GROUPS))
+        ]
+        joint = self.node("Transpose", self.node("Concat", *parts, axis=0), perm=[1, 0])
+        past = [self.input(f"past_{n}{i}", FLOAT, "B", GROUPS, "P", SIZE) for n in "kv"]
+        packed = self.node("MatMul", normal, joint)
+        inputs = [packed, None, None, *past, self.lengths, self.total, *self.tables]
+        y, *present = self.fused(
+            "GroupQueryAttention", inputs, 3, num_heads=HEADS, kv_num_heads=GROUPS, do_rotary=1
+        )
+        for n, value in zip("kv", present, strict=True):
+            self.output(f"{n}{i}", value, "B", GROUPS, "T", SIZE)
+        y = self.node("MatMul", y, self.turned(f"{i}.o", WIDTH, HEADS * SIZE))
+        x, normal = self.skip(f"{i}.post", x, y)
+        gate = self.node("MatMul", normal, self.turned(f"{i}.gate", HIDDEN, WIDTH))
+        up = self.node("MatMul", normal, self.turned(f"{i}.up", HIDDEN, WIDTH))
+        hidden = self.node("Mul", self.node("Mul", gate, self.node("Sigmoid", gate)), up)
+        down = self.node("MatMul", hidden, self.turned(f"{i}.down", WIDTH, HIDDEN))
+        return self.skip(f"{i}.next", x, down)
+
+    def skip(self, name: str, x: ir.Value, y: ir.Value) -> tuple[ir.Value, ir.Value]:
+        inputs = [x, y, self.weight(f"{name}.norm", WIDTH)]
+        normal, mean, inverse, total = self.fused(
+            "SkipSimplifiedLayerNormalization", inputs, 4, epsilon=1e-6
+        )
+        mean.name = inverse.name = ""
+        return total, normal
+
+    def turned(self, name: str, *shape: int) -> ir.Value:
+        return self.node("Transpose", self.weight(name, *shape), perm=[1, 0])
+
+    def weight(self, name: str, *shape: int) -> ir.Value:
+        array = self.rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
+        return self.constant(f"{name}.weight", array)
+
+    def constant(self, name: str, array: np.ndarray) -> ir.Value:
+        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        self.graph.register_initializer(value)
+        return value
+
+    def node(self, kind: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
+        (y,) = self.fused(kind, list(inputs), 1, domain="", **attributes)
+        return y
+
+    def fused(
+        self, kind: str, inputs: list, number: int, domain: str = "com.microsoft", **attributes
+    ) -> list[ir.Value]:
+        node = ir.node(kind, inputs, attributes, domain=domain, num_outputs=number)
+        for i, y in enumerate(node.outputs):
+            y.name = f"{kind}{len(self.graph)}_{i}"
+        self.graph.append(node)
+        return list(node.outputs)
+
+    def input(self, name: str, kind: ir.DataType, *dims: int | str) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(dims))
+        self.graph.inputs.append(value)
+        return value
+
+    def output(self, name: str, value: ir.Value, *dims: int | str) -> None:
+        value.name, value.type, value.shape = name, ir.TensorType(FLOAT), ir.Shape(dims)
+        self.graph.outputs.append(value)
+
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[int, tuple[int, int, int]]:
+    """Nodes of the file, of the same in plain operators, and of its gradient, by layers."""
+    counts = {}
+    for layers in (1, 2):
+        model = Decoder(layers).model
+        plain = simplify(load_normalized(model))
+        made = onnxtrain.vjp(model, outputs="logits")
+        counts[layers] = (len(model.graph.node), len(plain.graph), len(made.graph.node))
+    return counts
+
+
+def test_the_gradient_graph_of_a_decoder_is_small(sizes) -> None:
+    file, plain, made = sizes[2]
+    assert made <= MOST * file, sizes
+    assert made - plain <= MOST_ADDED * file, sizes
+
+
+def test_each_further_layer_adds_as_little(sizes) -> None:
+    file, plain, made = (b - a for a, b in zip(sizes[1], sizes[2], strict=True))
+    assert made <= MOST_PER_LAYER * file, (file, plain, made)
+    assert made - plain <= MOST_ADDED * file, (file, plain, made)
+
+
+def test_the_gradient_of_a_decoder_is_that_of_differences() -> None:
+    model = Decoder(2).model
+    made = onnxtrain.vjp(model, outputs="logits")
+    assert {n.domain for n in made.graph.node} <= {"", "ai.onnx"}
+    rng = np.random.default_rng(0)
+    feeds: dict[str, np.ndarray] = {
+        "ids": rng.integers(0, WORDS, (2, 5)),
+        "mask": np.array([[1] * 5, [1, 1, 1, 0, 0]]),
+    }
+    for i in range(2):
+        for n in "kv":
+            feeds[f"past_{n}{i}"] = np.zeros((2, GROUPS, 0, SIZE), np.float32)
+    tensors = model.graph.initializer
+    weights = {t.name: ir.serde.deserialize_tensor(t).numpy() for t in tensors}
+    names = [x.name for x in made.graph.input]
+    dy = rng.standard_normal((2, 5, WORDS)).astype(np.float32)
+    dy[1, 3:] = 0  # what stands behind the end of a sequence does not count
+    given = {n: weights[n] for n in names if n in weights}
+    session: Any = onnxruntime.InferenceSession(made.SerializeToString())
+    outputs = [y.name for y in session.get_outputs()]
+    results = session.run(outputs, {**feeds, **given, "logits_grad": dy})
+    gradients = {n: g for n, g in zip(outputs, results, strict=True) if n.endswith("_grad")}
+    assert len(gradients) == len(given) == 1 + 1 + 1 + 2 * (3 + 1 + 3 + 2)
+
+    free = onnx.ModelProto()
+    free.CopyFrom(model)
+    free.graph.input.extend(x for x in made.graph.input if x.name in given)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    original: Any = onnxruntime.InferenceSession(free.SerializeToString(), options)
+
+    def value(moved: dict[str, np.ndarray]) -> float:
+        return float((original.run(["logits"], {**feeds, **moved})[0].astype(float) * dy).sum())
+
+    errors = collections.defaultdict(list)
+    for n, w in given.items():
+        g = gradients[f"{n}_grad"].astype(float)
+        way = (g / np.abs(g).max() * np.abs(w).max()).astype(np.float32)
+        for h in (1e-2, 1e-3):
+            up, down = w + np.float32(h) * way, w - np.float32(h) * way
+            slope = value({n: up}) - value({n: down})
+            want = float((g * (up.astype(float) - down)).sum())
+            errors[n].append(abs(slope - want) / abs(want))
+    assert max(min(e) for e in errors.values()) < 2e-3, dict(errors)

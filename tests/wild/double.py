@@ -1,0 +1,67 @@
+"""A file in float64, run by ONNX's reference implementation: differences without rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from tests.wild.original import graphs
+
+FLOAT, DOUBLE = onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE
+STANDARD = {"", "ai.onnx"}
+
+
+class Double:
+    """Runs a file of standard operators with all floats twice as wide."""
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        model = onnx.ModelProto()
+        model.CopyFrom(proto)
+        for graph in graphs(model.graph):
+            _widen(graph)
+        self.evaluator: Any = ReferenceEvaluator(model)
+
+    def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Return outputs, as a session of the runtime does."""
+        wide = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in feeds.items()}
+        return self.evaluator.run(list(names), wide)
+
+
+def widened(proto: onnx.ModelProto) -> Double | None:
+    """Return the file in float64, if all its operators are standard ones."""
+    kinds = {n.domain for graph in graphs(proto.graph) for n in graph.node}
+    return Double(proto) if kinds <= STANDARD and not proto.functions else None
+
+
+def _widen(graph: onnx.GraphProto) -> None:
+    del graph.value_info[:]
+    for value in (*graph.input, *graph.output):
+        if value.type.tensor_type.elem_type == FLOAT:
+            value.type.tensor_type.elem_type = DOUBLE
+    for tensor in graph.initializer:
+        _widen_tensor(tensor)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.name in ("to", "dtype") and attribute.i == FLOAT:
+                attribute.i = DOUBLE
+            elif attribute.HasField("t"):
+                _widen_tensor(attribute.t)
+            elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
+                floats = attribute.f if attribute.name == "value_float" else list(attribute.floats)
+                wide = ir.tensor(np.asarray(floats, np.float64))
+                node.attribute[0].CopyFrom(
+                    ir.serde.serialize_attribute(ir.AttrTensor("value", wide))
+                )
+
+
+def _widen_tensor(tensor: onnx.TensorProto) -> None:
+    if tensor.data_type != FLOAT:
+        return
+    array = ir.serde.deserialize_tensor(tensor).numpy().astype(np.float64)
+    name = tensor.name
+    tensor.CopyFrom(ir.serde.serialize_tensor(ir.Tensor(array, name=name)))

@@ -1,0 +1,96 @@
+"""The tools that judge files of others: limits of differences, adapters, values before sigmoids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from tests.graph.contrib.fused_case import normal
+from tests.wild.differences import STEPS, Differences, settled
+from tests.wild.double import widened
+from tests.wild.original import Original
+from tests.wild.surgery import before_saturation, with_adapters
+
+HEAD = '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>\n'
+NET = """g (float[n,4] x) => (float[n,2] y) <float[4,2] w = {1,-2,3,0.5,-1,2,0.25,-0.5}> {
+    h = MatMul(x, w) t = Tanh(h) s = Sigmoid(t) y = Identity(s) }"""
+
+
+def saved(text: str, folder: Path) -> Path:
+    onnx.save(onnx.parser.parse_model(HEAD + text), folder / "net.onnx")
+    return folder / "net.onnx"
+
+
+@pytest.mark.parametrize("wrong", [1.0, 1.003])
+def test_a_limit_is_found_behind_curves_and_rounding(wrong: float) -> None:
+    rng = np.random.default_rng(0)
+    ratios = [
+        wrong * (1 + 900 * h**2 + 4e4 * h**4) + 1e-8 / h * rng.standard_normal() for h in STEPS
+    ]
+    assert abs(settled(STEPS, ratios) - wrong) < 3e-4
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_gradient_that_is_off_is_seen(tmp_path: Path, factor: float) -> None:
+    original = Original(saved(NET, tmp_path))
+    x, target = normal(3, 4), normal(3, 2)
+    w = original.weights(["w"])["w"].astype(np.float64)
+    t = np.tanh(x @ w)
+    s = 1 / (1 + np.exp(-t))
+    dh = 2 * (s - target) / s.size * s * (1 - s) * (1 - t**2)
+    gradient = (x.T @ dh * factor).astype(np.float32)
+    error = Differences(original, {"x": x}, "y", target).error({"w": gradient}, 1e-3)
+    assert error is not None
+    assert abs(error - abs(1 / factor - 1)) < 1e-4
+
+
+def test_a_file_in_float64_gives_its_numbers(tmp_path: Path) -> None:
+    original = Original(saved(NET, tmp_path))
+    wide, x = widened(original.proto), normal(3, 4)
+    assert wide is not None
+    (y,) = wide.run(["y"], {"x": x})
+    assert y.dtype == np.float64
+    np.testing.assert_allclose(y, original.outputs({"x": x})["y"], rtol=1e-6)
+
+
+def test_the_value_before_the_sigmoid_is_an_output(tmp_path: Path) -> None:
+    inner = before_saturation(saved(NET, tmp_path), "y", tmp_path)
+    assert inner is not None
+    path, name = inner
+    x = normal(3, 4)
+    outputs = Original(path).outputs({"x": x})
+    np.testing.assert_allclose(outputs["y"], 1 / (1 + np.exp(-outputs[name])), rtol=1e-5)
+    assert before_saturation(path, name, tmp_path) is None
+
+
+def test_adapters_are_added_beside_quantised_products(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    path = saved(
+        """g (float[n,32] x) => (float[n,8] y) {
+        y = com.microsoft.MatMulNBits<K=32, N=8, bits=4, block_size=32>(x, packed, scales) }""",
+        tmp_path,
+    )
+    model = onnx.load(path)
+    arrays = {
+        "packed": rng.integers(0, 256, (8, 1, 16)).astype(np.uint8),
+        "scales": rng.random(8).astype(np.float32),
+    }
+    for name, array in arrays.items():
+        tensor = ir.serde.serialize_tensor(ir.Tensor(array, name=name))
+        model.graph.initializer.append(tensor)
+    onnx.save(model, path)
+    (tmp_path / "out").mkdir()
+    adapted = with_adapters(path, tmp_path / "out")
+    assert adapted is not None
+    copy, x = Original(adapted), normal(3, 32)
+    names = [t.name for t in copy.proto.graph.initializer if "adapter" in t.name]
+    down, up = (copy.weights([n])[n] for n in sorted(names))
+    session = onnxruntime.InferenceSession(path)
+    want = np.asarray(session.run(["y"], {"x": x})[0]) + x @ down @ up
+    np.testing.assert_allclose(copy.outputs({"x": x})["y"], want, rtol=1e-4, atol=1e-5)
+    assert with_adapters(saved(NET, tmp_path), tmp_path / "out") is None
