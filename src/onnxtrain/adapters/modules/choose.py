@@ -41,24 +41,24 @@ def choose(units: Sequence[Unit], targets: str | Sequence[str]) -> list[Unit]:
             "weights are stored in the file"
         )
     chosen: dict[str, Unit] = {}
-    for target in [targets] if isinstance(targets, str) else targets:
-        hits = _matching(units, target)
+    for wanted in [targets] if isinstance(targets, str) else targets:
+        hits = _matching(units, wanted)
         if not hits:
-            raise PrepareError(_nothing(units, target))
+            raise PrepareError(_nothing(units, wanted))
         chosen.update((u.module, u) for u in hits)
     if not chosen:
         raise PrepareError("`targets` is empty\nhint: attention, all-linear, or names of layers")
     return [u for u in units if u.module in chosen]
 
 
-def _matching(units: Sequence[Unit], target: str) -> list[Unit]:
-    if target == ATTENTION:
+def _matching(units: Sequence[Unit], wanted: str) -> list[Unit]:
+    if wanted == ATTENTION:
         return [u for u in units if u.kind == LINEAR and _in_attention(u.module)]
-    if target == ALL_LINEAR:
+    if wanted == ALL_LINEAR:
         linear = [u for u in units if u.kind == LINEAR]
         inner = [u for u in linear if not _is_head(u)]
         return inner or linear
-    return [u for u in units if any(_fits(name, target) for name in _names(u))]
+    return [u for u in units if any(_fits(name, wanted) for name in _names(u))]
 
 
 def _in_attention(module: str) -> bool:
