@@ -16,24 +16,24 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.memory import order_for_memory
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
-from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
-from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
 from onnxtrain.passes.dequantise_late import dequantise_late
 from onnxtrain.passes.expand_label_losses import expand_label_losses
-from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
+from onnxtrain.passes.gpu.aligned_classes import aligned_classes
+from onnxtrain.passes.gpu.compose_missing import compose_missing
+from onnxtrain.passes.gpu.gelu_operator import gelu_operator
+from onnxtrain.passes.gpu.open_rows import open_rows
+from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
-from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.passes.scale_after_matmul import scale_after_matmul
 from onnxtrain.passes.split_long_sums import split_long_sums
 from onnxtrain.passes.split_qkv import split_qkv
-from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.targets import Target, find
 
 
