@@ -71,6 +71,11 @@ def test_a_tensor_of_that_name_goes_first():
     assert trained(parse(text), "bias") == {"bias"}
 
 
+def test_an_input_of_that_name_goes_first():
+    model = parse("g (float[2] bias, float[2] x) => (float[2] y) { y = Mul(bias, x) }")
+    assert [y.name for y in onnxtrain.vjp(model, wrt="bias").graph.output] == ["y", "bias_grad"]
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

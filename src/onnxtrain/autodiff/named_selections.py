@@ -31,7 +31,7 @@ def expand(model: ir.Model, names: Sequence[str], trainable: Sequence[ir.Value])
     Raises:
         PrepareError: if a word stands for nothing.
     """
-    known = model.graph.initializers
+    known = {*model.graph.initializers, *(x.name for x in model.graph.inputs)}
     expanded: list[str] = []
     for name in names:
         if name in known or not _is_word(name):

@@ -141,16 +141,16 @@ CAUSAL_CHOICES: Choices[int] = [
 class _Groups:
     """Rows cut into groups of one size; the last is filled up."""
 
-    def __init__(self, sizes: tuple[ir.Value, ir.Value], missing: ir.Value) -> None:
+    def __init__(self, sizes: tuple[ir.Value, ir.Value], short: ir.Value) -> None:
         self.count, self.size = sizes
-        self.missing = missing
+        self.short = short
         self.cuts: list[ir.Value] = []
 
     def cut(self, op: OpBuilder, x: ir.Value, fill: float) -> ir.Value:
         """Return ``[groups, size, ...]``."""
         wide = [0] * (op.rank(x) - 1)
         pads = op.Concat(
-            op.const([0, *wide]), self.missing, *([op.const(wide)] if wide else []), axis=0
+            op.const([0, *wide]), self.short, *([op.const(wide)] if wide else []), axis=0
         )
         filled = op.Pad(x, pads, op.const(fill, x.dtype))
         inner = op.dims(x)[1:]

@@ -18,6 +18,11 @@ from onnxtrain.losses.classification import CrossEntropy
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
+def label_type(op: OpBuilder) -> ir.DataType:
+    """Return the type of class labels: int32 where a runtime lacks int64."""
+    return ir.DataType.INT32 if op.target.lacks("int64") else INT64
+
+
 class LossContext:
     """A model to which something is being attached; ``own`` are its own outputs."""
 
@@ -72,8 +77,7 @@ class LossContext:
 
     def new_input(self, name: str, target: TargetSpec) -> ir.Value:
         """Add an input; class labels are int32 where a runtime lacks int64."""
-        narrow = target.dtype == INT64 and self.op.target.lacks("int64")
-        dtype = ir.DataType.INT32 if narrow else target.dtype
+        dtype = label_type(self.op) if target.dtype == INT64 else target.dtype
         return self.op.input(name, dtype, target.dims)
 
     def shared_input(self, name: str, target: TargetSpec, loss: Loss) -> ir.Value:

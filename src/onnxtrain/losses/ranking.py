@@ -11,6 +11,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.base import LOSSES, Loss, TargetSpec, check_rank, reduce
 from onnxtrain.losses.classification import CrossEntropy
+from onnxtrain.losses.context import label_type
 from onnxtrain.losses.embedding import TripletMargin
 
 _EPSILON = 1e-12  # added to squared lengths
@@ -53,8 +54,7 @@ class MultipleNegatives(Loss):
         anchors, *others = columns(op, unit, self.parts)
         candidates = others[0] if len(others) == 1 else op.Concat(*others, axis=0)
         scores = op.Mul(op.MatMul(anchors, op.Transpose(candidates, perm=[1, 0])), self.scale)
-        own = op.iota(op.size(anchors, 0))
-        own = op.cast(own, ir.DataType.INT32) if op.target.lacks("int64") else own
+        own = op.cast(op.iota(op.size(anchors, 0)), label_type(op))
         plain = CrossEntropy(reduction=self.reduction, ignore_index=None)
         return plain.build(op, scores, own)
 

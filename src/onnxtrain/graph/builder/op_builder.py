@@ -192,10 +192,12 @@ class OpBuilder(ShapeOps):
             )
         array = array.astype(dtype.numpy())
         key = (array.tobytes(), array.shape, dtype)
-        if key not in self._constants:
+        known = self._constants.get(key)
+        if known is None or self.root.initializers.get(known.name or "") is not known:
+            # The second: a pass has put another in its place.
             name = self.names.fresh(f"{self.prefix}const")
-            self._constants[key] = self._initializer(name, array, dtype)
-        return self._constants[key]
+            known = self._constants[key] = self._initializer(name, array, dtype)
+        return known
 
     def _initializer(self, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
         tensor = ir.Tensor(array, dtype=dtype, name=name)
