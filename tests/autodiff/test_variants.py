@@ -55,7 +55,9 @@ def test_no_formula_asks_for_the_target(folder: str) -> None:
         if asked:
             asking[name] = asked
     # The type of an input is no formula.
-    assert asking == (CHOOSERS if folder == "autodiff/rules" else {"context.py": {"lacks", "target"}})
+    assert asking == (
+        CHOOSERS if folder == "autodiff/rules" else {"context.py": {"lacks", "target"}}
+    )
 
 
 def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
