@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,16 @@ import pytest
 from tests.flower.environment import ROOT, python, variables
 
 INSIDE = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
+
+
+def tests_of(path: Path) -> tuple[int, int]:
+    """Return how many tests a file has, and how many of them are long."""
+    text = path.read_text(encoding="utf-8")
+    return len(re.findall(r"^def test_", text, re.M)), text.count("@pytest.mark.full\n")
+
+
+FAST = [path for path in INSIDE if tests_of(path)[0] > tests_of(path)[1]]
+LONG = [path for path in INSIDE if tests_of(path)[1]]
 
 
 def run_inside(path: Path, *options: str) -> None:
@@ -22,14 +33,12 @@ def run_inside(path: Path, *options: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("path", INSIDE, ids=lambda path: path.stem.removeprefix("check_"))
+@pytest.mark.parametrize("path", FAST, ids=lambda path: path.stem.removeprefix("check_"))
 def test_inside(path: Path) -> None:
     run_inside(path, "-m", "not full")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", INSIDE, ids=lambda path: path.stem.removeprefix("check_"))
+@pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem.removeprefix("check_"))
 def test_the_long_ones(path: Path) -> None:
-    if "mark.full" not in path.read_text(encoding="utf-8"):
-        pytest.skip("it has no long tests")
     run_inside(path, "-m", "full")
