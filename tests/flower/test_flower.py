@@ -13,14 +13,14 @@ from tests.flower.environment import ROOT, python, variables
 INSIDE = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
 
 
-def tests_of(path: Path) -> tuple[int, int]:
+def counts(path: Path) -> tuple[int, int]:
     """Return how many tests a file has, and how many of them are long."""
     text = path.read_text(encoding="utf-8")
     return len(re.findall(r"^def test_", text, re.M)), text.count("@pytest.mark.full\n")
 
 
-FAST = [path for path in INSIDE if tests_of(path)[0] > tests_of(path)[1]]
-LONG = [path for path in INSIDE if tests_of(path)[1]]
+FAST = [path for path in INSIDE if counts(path)[0] > counts(path)[1]]
+LONG = [path for path in INSIDE if counts(path)[1]]
 
 
 def run_inside(path: Path, *options: str) -> None:
