@@ -15,6 +15,7 @@ export interface Arrived {
 export class FakeSuperLink {
   readonly calls: string[] = [];
   readonly pulled: string[] = [];
+  #sent = 0;
   readonly replies: Arrived[] = [];
   readonly nodes = new Map<string, bigint>();
   readonly online = new Set<bigint>();
@@ -55,7 +56,8 @@ export class FakeSuperLink {
   async send(type: string, content: Content): Promise<void> {
     const [to] = [...this.nodes.values()].slice(-1);
     const metadata: Metadata = {
-      runId: 2n ** 63n + 5n, messageId: "", from: 1n, to: to!, replyTo: "", group: "", ttl: 3600, type, createdAt: Date.now() / 1000,
+      runId: 2n ** 63n + 5n, messageId: "", from: 1n, to: to!, replyTo: "", group: "", ttl: 3600, type,
+      createdAt: Date.now() / 1000 + ++this.#sent * 1e-6, // as finely as Flower's own clock: equal messages are one
     };
     const body = new Writer().message(1, writeMetadata(metadata)).done();
     const tree = await addObject("Message", [await addContent(content, this.#objects)], body, this.#objects);
