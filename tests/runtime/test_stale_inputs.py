@@ -196,3 +196,33 @@ def test_a_first_run_that_cannot_be_recorded_runs_without(
     assert settling.count(True) == 1, "the first run is not recorded"
     with pytest.raises(OnnxTrainError, match="previous error during capture"):
         losses(1, None)
+
+
+def test_a_session_gives_memory_back_once_before_anything_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one binding has recorded stays, however often it ran before the other did."""
+    plain, seen = runtime.run_bound, []
+
+    def run(session: Any, binding: Any, options: Any = None) -> None:
+        seen.append(options.get_run_config_entry("gpu_graph_id"))
+        plain(session, binding)
+
+    monkeypatch.setattr(bound_session, "memory_of", lambda _: DeviceMemory("cpu"))
+    monkeypatch.setattr(runtime, "run_bound", run)
+    artifacts = made(dims={"batch": 8})
+    spec = artifacts.manifest.model("step")
+    assert spec is not None
+    values = {**artifacts.values, **artifacts.state}
+    inputs = {t.name: ort_value(values[t.name]) for t in spec.inputs if t.name in values}
+    x, labels = data(8)
+    feeds = {"x": x, "labels": labels, "learning_rate": np.array([0.1], np.float32)}
+    feeds = {t.name: feeds[t.name] for t in spec.inputs if t.name in feeds}
+    session = runtime.create(artifacts.source("step"), threads=1)
+    one, two = (
+        bound_session.BoundSession(session, spec, inputs, {}, "d", graph_id) for graph_id in (1, 2)
+    )
+    for bound in (one, one, two):
+        bound.run(feeds)
+    # The third compares the second run with one that is not recorded.
+    assert seen == ["-1", "1", "-1", "2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from onnxtrain.runtime.values import ort_value
 Arrays = Mapping[str, np.ndarray]
 _CHECKED_RUNS = 2
 _NOT_CAPTURED = -1  # the graph id of a run that is neither recorded nor replayed
+_SETTLED: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions that have run once
 
 
 class BoundSession:
@@ -78,9 +80,6 @@ class BoundSession:
         self._bound = len(spec.outputs) - len(self._fresh)
         # Never on the CPU: with RunOptions a call costs ten times as much.
         self._options = None if graph_id is None else _capture(graph_id)
-        # What writes over its inputs has none of its own, and its first run is recorded by those
-        # who expect that the recording runs more than once.
-        self._settled = graph_id is None or self._in_place
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run on a batch; return the outputs that have no place of their own."""
@@ -91,8 +90,9 @@ class BoundSession:
                 self._memory.feed(self.binding, name, array)
         for name, value in self._copied.items():
             self.binding.bind_ortvalue_input(name, value)
+        settling = self._settling()
         try:
-            outputs = self._run()
+            outputs = self._run(settling)
         except OnnxTrainError as error:
             if self._reopen is None:
                 raise
@@ -103,20 +103,31 @@ class BoundSession:
             session, self._reopen = self._reopen(), None
             self._bind(session, None)
             return self.run(feeds)
-        if self._settled:
+        if settling:
+            _SETTLED.add(self.session)
+        else:
             self._reopen = None
-        self._settled = True
         if self._unchecked:
             self._unchecked -= 1
             if not self._unchecked:
                 self._check(feeds, outputs)
         return outputs
 
-    def _run(self) -> dict[str, np.ndarray]:
+    def _settling(self) -> bool:
+        """Return whether the next run is the session's first, which is not recorded.
+
+        Only that one: memory given back later may be what another binding has recorded. A model
+        that writes over its inputs has none of its own, and is recorded at once by those who
+        expect that the recording runs more than once.
+        """
+        recorded = self._options is not None and not self._in_place
+        return recorded and self.session not in _SETTLED
+
+    def _run(self, settling: bool) -> dict[str, np.ndarray]:
         for name in self._fresh:
             # Again each time: the last result would be taken for memory to write to.
             self.binding.bind_output(name, "cpu")
-        runtime.run_bound(self.session, self.binding, self._options if self._settled else _settle())
+        runtime.run_bound(self.session, self.binding, _settle() if settling else self._options)
         outputs = {name: read() for name, read in self._kept.items()}
         if self._fresh:
             results = self.binding.get_outputs()[self._bound :]
@@ -132,7 +143,6 @@ class BoundSession:
         spec, inputs, places, device = self._parts
         again = BoundSession(self.session, spec, inputs, places, device)
         again._options = None if self._options is None else _capture(_NOT_CAPTURED)
-        again._settled = True
         again._unchecked = 0
         self._parts = (spec, {}, {}, device)
         wanted = again.run(feeds)
