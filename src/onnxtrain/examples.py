@@ -28,13 +28,18 @@ _GLYPHS = (
 
 
 def digits_model(
-    path: str | os.PathLike[str] | None = None, *, hidden: int = 32, seed: int = 0
+    path: str | os.PathLike[str] | None = None,
+    *,
+    hidden: int = 32,
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> onnx.ModelProto:
     """Return an untrained classifier of small pictures, image [batch, 64] to logits [batch, 10].
 
     Args:
         path: where to write it as well.
         hidden: numbers in the layer between.
+        dropout: the share of them that training leaves out; off in the file itself.
         seed: of the weights.
 
     >>> [v.name for v in digits_model().graph.initializer]
@@ -56,6 +61,8 @@ def digits_model(
         return value
 
     h = op.Relu(op.Gemm(image, weight("fc1.weight", 64, hidden), weight("fc1.bias", hidden)))
+    if dropout:
+        h = op.Dropout(h, op.const(dropout, ir.DataType.FLOAT))
     logits = op.Gemm(h, weight("fc2.weight", hidden, 10), weight("fc2.bias", 10))
     logits.name = "logits"
     graph.outputs.append(logits)

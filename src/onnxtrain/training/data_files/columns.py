@@ -62,10 +62,11 @@ def _has_texts(values: list[Any], spec: TensorSpec) -> bool:
     if spec.role != "target" or "int" not in spec.dtype:
         return False
     # One number among texts is a slip, not a class.
-    return all(isinstance(v, str) and v and not _is_number(v) for v in values)
+    return all(isinstance(v, str) and v and not is_number(v) for v in values)
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Return whether a text reads as a number."""
     try:
         float(text)
     except ValueError:

@@ -14,7 +14,7 @@ import numpy as np
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io.regular_file import open_regular
 from onnxtrain.manifest import TensorSpec
-from onnxtrain.training.data_files.columns import Classes, arrays_of
+from onnxtrain.training.data_files.columns import Classes, arrays_of, is_number
 from onnxtrain.training.data_files.images import read_folder
 from onnxtrain.training.data_files.npz import HINT, read_npz
 
@@ -84,7 +84,7 @@ def _read_table(text: str, path: Path, between: str) -> tuple[dict[str, list[Any
     if len(rows) < 2:
         raise OnnxTrainError(f"{path}: no rows\nhint: names in the first line, then a sample each")
     names, *rows = rows
-    if all(_is_number(name) for name in names):
+    if all(is_number(name) for name in names):
         raise OnnxTrainError(f"{path}: the first line has numbers\nhint: it names the columns")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -119,14 +119,6 @@ def _read_lines(text: str, path: Path) -> tuple[dict[str, list[Any]], list[int]]
     if not lines:
         raise OnnxTrainError(f"{path}: no rows\nhint: a JSON object in each line")
     return columns, lines
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 __all__ = ["DataFile", "read_data"]
