@@ -275,6 +275,7 @@ NOT_MEASURED: dict[str, str] = {
     "STEPS_PER_CALL": "for wasm, of which `make bench-web` times whole steps",
     "UPDATE_PIECE_ELEMENTS": "cuts the update, not a graph: `python -m benchmarks`",
     "UPDATE_PIECES_PER_THREAD": "needs several threads: `python -m benchmarks --threads 2`",
+    "DEVICE_UPDATE_PIECE_ELEMENTS": "for GPUs: `python -m benchmarks.cuda.real --only vit`",
     "SECOND_COPY_BYTES": "chooses the memory of a step: `python -m benchmarks`",
     "ALIGNED_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
     "CAPTURED_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",

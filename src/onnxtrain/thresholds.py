@@ -208,6 +208,11 @@ UPDATE_PIECES_PER_THREAD = 8
 
 No command varies it; ``python -m benchmarks --threads 2`` times whole steps.
 """
+DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 24
+"""So many elements are updated at once on a device: enough to keep it busy.
+
+No command varies it; ``python -m benchmarks.cuda.real`` times whole steps.
+"""
 SECOND_COPY_BYTES = 64 << 20
 """From so many bytes of parameters and state on, a second copy of them costs more than a call.
 

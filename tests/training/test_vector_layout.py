@@ -60,7 +60,11 @@ def test_pieces_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_flat_updates_in_memory_of_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("piece", [1 << 24, 48])
+def test_flat_updates_in_memory_of_a_device(
+    piece: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thresholds, "DEVICE_UPDATE_PIECE_ELEMENTS", piece)
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
     plain = Trainer(artifacts, layout="separate")
 

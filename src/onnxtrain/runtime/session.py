@@ -75,6 +75,7 @@ def create(
     rest: bool = False,
     as_shipped: bool = False,
     lean: bool = False,
+    planned: bool = True,
 ) -> Any:
     """Return a session for a model, with the options that training wants.
 
@@ -88,12 +89,13 @@ def create(
         as_shipped: run quantised models as any user of the file would, by integer kernels.
         rest: let the pool sleep between runs, since other threads want its cores then.
         lean: keep no second copy of weights in the form that kernels want.
+        planned: whether a captured model's values get one block of memory, found in a first run.
     """
     ort = runtime()
     if options is None:
         options = session_options(threads, as_shipped=as_shipped)
         # Sizes that never change are planned: one block of the right size.
-        options.enable_mem_pattern = capture
+        options.enable_mem_pattern = capture and planned
         # Memory kept for a later result of the same shape is idle until then.
         options.enable_mem_reuse = False
     if lean:

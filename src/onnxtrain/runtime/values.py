@@ -74,12 +74,17 @@ class Values(Mapping[str, Any]):
         start, end = self._range(names)
         return self._raw[start:end].view(self._arrays[names[0]].dtype)
 
-    def line_value(self, names: Sequence[str]) -> Any:
-        """Return what the runtime takes for neighbours as one vector, in memory of a device."""
+    def length(self, names: Sequence[str]) -> int:
+        """Return the number of elements of neighbours as one vector, gaps among them."""
         start, end = self._range(names)
+        return (end - start) // self._arrays[names[0]].itemsize
+
+    def line_value(self, names: Sequence[str], first: int = 0, count: int | None = None) -> Any:
+        """Return what the runtime takes for a part of neighbours as one vector, on a device."""
         kind = self._arrays[names[0]].dtype
-        count = (end - start) // kind.itemsize
-        return self._window(start, np.broadcast_to(kind.type(0), (count,)))
+        count = self.length(names) - first if count is None else count
+        at = self._range(names)[0] + first * kind.itemsize
+        return self._window(at, np.broadcast_to(kind.type(0), (count,)))
 
     def _range(self, names: Sequence[str]) -> tuple[int, int]:
         last = self._arrays[names[-1]]

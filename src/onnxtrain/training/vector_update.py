@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -157,7 +156,10 @@ class VectorUpdater:
 
 
 class DeviceVectorUpdater:
-    """Runs each update once over whole vectors, in memory of a device.
+    """Runs each update over large pieces of the vectors, in memory of a device.
+
+    What an update computes on the way is as long as what it updates, and several vectors of it:
+    in pieces it takes little memory, and no more time.
 
     Args:
         updates: the models.
@@ -180,27 +182,50 @@ class DeviceVectorUpdater:
         *,
         capture: bool,
     ) -> None:
-        self._scalars = Scalars(updates)
-        self._calls: list[tuple[BoundSession, Sequence[str], list[tuple[Any, Any]]]] = []
+        self._scalars, self._device, self._capture = Scalars(updates), device, capture
+        self._shared = {n: ort_value(a, device) for n, a in self._scalars.arrays.items()}
+        self._sent: dict[str, np.ndarray] = {}
+        self._calls: list[tuple[BoundSession, list[tuple[Any, Any]]]] = []
         for group in updates.groups:
-            session = runtime.create(group.source, device=device, threads=1, capture=capture)
-            lines = {
-                key: (gradients if key == group.gradient else values).line_value(names)
+            session = runtime.create(
+                group.source, device=device, threads=1, capture=capture, planned=False
+            )
+            homes = {
+                key: (gradients if key == group.gradient else values, names)
                 for key, names in group.tensors.items()
             }
-            spares = {
-                key: ort_value(np.array(lines[key].numpy()), device)  # never the same memory
-                for key in group.changing
-                if key not in group.spec.in_place
-            }
-            places = {**lines, **spares}
-            outputs = {t.name: places[t.feeds or ""] for t in group.spec.outputs}
-            graph_id = 1 if capture else None
-            call = BoundSession(session, group.spec, lines, outputs, device, graph_id)
-            scalars = [t.name for t in group.spec.inputs_of("scalar")]
-            self._calls.append((call, scalars, [(lines[k], v) for k, v in spares.items()]))
+            length = gradients.length(group.tensors[group.gradient])
+            spares: dict[tuple[str, int], Any] = {}
+            for number, (start, count) in enumerate(_pieces(length), 1):
+                lines = {k: v.line_value(names, start, count) for k, (v, names) in homes.items()}
+                self._calls.append(self._bind(session, group, lines, spares, number))
         if capture:
             self._run()
+
+    def _bind(
+        self,
+        session: Any,
+        group: VectorUpdate,
+        lines: dict[str, Any],
+        spares: dict[tuple[str, int], Any],
+        number: int,
+    ) -> tuple[BoundSession, list[tuple[Any, Any]]]:
+        """Return a session bound to one piece, and what to copy after it ran."""
+        own = {}
+        for key in group.changing:
+            if key not in group.spec.in_place:
+                count = lines[key].shape()[0]
+                if (key, count) not in spares:  # pieces of one length take it in turn
+                    spares[key, count] = ort_value(np.array(lines[key].numpy()), self._device)
+                own[key] = spares[key, count]
+        places = {**lines, **own}
+        outputs = {t.name: places[t.feeds or ""] for t in group.spec.outputs}
+        scalars = {t.name: self._shared[t.name] for t in group.spec.inputs_of("scalar")}
+        graph_id = number if self._capture else None
+        call = BoundSession(
+            session, group.spec, lines | scalars, outputs, self._device, graph_id
+        )  # fmt: skip
+        return call, [(lines[k], v) for k, v in own.items()]
 
     def run(self, feeds: Arrays) -> None:
         """Update everything; ``feeds`` are learning rate and step."""
@@ -208,7 +233,19 @@ class DeviceVectorUpdater:
         self._run()
 
     def _run(self) -> None:
-        for call, scalars, copies in self._calls:
-            call.run({n: self._scalars.arrays[n] for n in scalars})
+        for name, value in self._shared.items():
+            array = self._scalars.arrays[name]
+            if not np.array_equal(array, self._sent.get(name, np.nan)):  # a copy costs a kernel
+                value.update_inplace(array)
+                self._sent[name] = np.array(array)
+        for call, copies in self._calls:
+            call.run({})
             for target, source in copies:
                 target.update_inplace(source)
+
+
+def _pieces(length: int) -> list[tuple[int, int]]:
+    """Return where each piece of a vector starts, and its length; all but the last are equal."""
+    parts = max(-(-length // T.DEVICE_UPDATE_PIECE_ELEMENTS), 1)
+    size = -(-max(length, 1) // parts // _ALIGNED) * _ALIGNED
+    return [(start, min(size, length - start)) for start in range(0, length, size)]
