@@ -173,6 +173,4 @@ def _settle() -> Any:
     It takes each tensor's memory as it comes, and finds out what all take together; the next run
     takes one block of that size. What the first one had would stay beside it.
     """
-    options = _capture(_NOT_CAPTURED)
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
-    return options
+    return runtime.giving_memory_back(_NOT_CAPTURED)

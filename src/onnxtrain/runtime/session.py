@@ -140,6 +140,15 @@ def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
     return options
 
 
+def giving_memory_back(graph_id: int | None = None) -> Any:
+    """Return options of a run after which a device gets back the memory that is not in use."""
+    options = runtime().RunOptions()
+    if graph_id is not None:
+        options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
+    return options
+
+
 def inputs_on_host(session: Any) -> frozenset[str]:
     """Return the inputs that a session reads in memory of the CPU, whatever device it is for.
 

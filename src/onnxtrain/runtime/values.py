@@ -43,7 +43,7 @@ class Values(Mapping[str, Any]):
         if self._shared:
             self._values = {n: ort_value(a) for n, a in self._arrays.items()}
         else:
-            host, self._memory = self._arrays, ort_value(self._raw, device)
+            host, self._memory = self._arrays, _copied(self._raw, device)
             self._arrays = {n: np.broadcast_to(a.dtype.type(0), a.shape) for n, a in host.items()}
             self._raw = np.empty(0, np.uint8)
             self._values = {n: self._window(self._at[n], a) for n, a in self._arrays.items()}
@@ -122,17 +122,46 @@ def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
     return kind.ortvalue_from_numpy(array, device, 0)
 
 
+def _copied(raw: np.ndarray, device: str) -> Any:
+    """Return bytes in memory of a device, in a block of just their size.
+
+    A value that is made of an array gets a block of the next power of two; a result of a session
+    does not. What earlier ones left is given back.
+    """
+    session = _room_session(device)
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", np.array([raw.size], np.int64))
+    binding.bind_output("y", device)
+    options = None if device == "cpu" else runtime.giving_memory_back()
+    runtime.run_bound(session, binding, options)
+    value = binding.get_outputs()[0]
+    value.update_inplace(raw)
+    return value
+
+
+@functools.cache
+def _room_session(device: str) -> Any:
+    """Return a session whose result is a vector of bytes, as long as its input says."""
+    return _one_node("ConstantOfShape", onnx.TensorProto.INT64, onnx.TensorProto.UINT8, device)
+
+
 @functools.cache
 def _window_session() -> Any:
     """Return a session for the one way to say where a value lies: as the place of an output."""
+    return _one_node("Identity", onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT, "cpu")
+
+
+def _one_node(op_type: str, takes: int, gives: int, device: str) -> Any:
+    node = onnx.NodeProto(op_type=op_type, input=["x"], output=["y"])
+    if op_type == "ConstantOfShape":
+        zero = onnx.TensorProto(dims=[1], data_type=gives, raw_data=b"\0")
+        node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR, t=zero)
     x, y = (onnx.ValueInfoProto(name=n) for n in "xy")
-    for value in (x, y):
-        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    node = onnx.NodeProto(op_type="Identity", input=["x"], output=["y"])
-    graph = onnx.GraphProto(name="window", node=[node], input=[x], output=[y])
+    x.type.tensor_type.elem_type, y.type.tensor_type.elem_type = takes, gives
+    graph = onnx.GraphProto(name="memory", node=[node], input=[x], output=[y])
     opsets = [onnx.OperatorSetIdProto(version=21)]
     model = onnx.ModelProto(graph=graph, opset_import=opsets, ir_version=10)
-    return runtime.create(model.SerializeToString(), threads=1)
+    return runtime.create(model.SerializeToString(), device=device, threads=1)
 
 
 def _arena(
