@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,10 +44,17 @@ class Values(Mapping[str, Any]):
         if self._shared:
             self._values = {n: ort_value(a) for n, a in self._arrays.items()}
         else:
-            host, self._memory = self._arrays, _copied(self._raw, device)
+            host = self._arrays
+            self._memory: Any = _copied(self._raw, device)
             self._arrays = {n: np.broadcast_to(a.dtype.type(0), a.shape) for n, a in host.items()}
             self._raw = np.empty(0, np.uint8)
             self._values = {n: self._window(self._at[n], a) for n, a in self._arrays.items()}
+
+    def __del__(self) -> None:
+        """Give memory of a device back."""
+        if getattr(self, "_memory", None) is not None and not sys.is_finalizing():
+            self._values, self._memory = {}, None
+            _room(0, self._device)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -126,17 +134,22 @@ def _copied(raw: np.ndarray, device: str) -> Any:
     """Return bytes in memory of a device, in a block of just their size.
 
     A value that is made of an array gets a block of the next power of two; a result of a session
-    does not. What earlier ones left is given back.
+    does not.
     """
+    value = _room(raw.size, device)
+    value.update_inplace(raw)
+    return value
+
+
+def _room(size: int, device: str) -> Any:
+    """Return so many bytes of a device; what is not in use any more is given back."""
     session = _room_session(device)
     binding = session.io_binding()
-    binding.bind_cpu_input("x", np.array([raw.size], np.int64))
+    binding.bind_cpu_input("x", np.array([size], np.int64))
     binding.bind_output("y", device)
     options = None if device == "cpu" else runtime.giving_memory_back()
     runtime.run_bound(session, binding, options)
-    value = binding.get_outputs()[0]
-    value.update_inplace(raw)
-    return value
+    return binding.get_outputs()[0]
 
 
 @functools.cache

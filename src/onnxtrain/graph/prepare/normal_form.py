@@ -26,8 +26,8 @@ from onnxtrain.graph.prepare.sequences import resolve_sequences
 from onnxtrain.graph.prepare.spelled_sigmoid import name_sigmoids
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
 from onnxtrain.graph.roles import kinds_by_use, note_kinds, note_roles, roles
-from onnxtrain.graph.shapes import is_float, schema_of
-from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.shapes import dims_of, is_float, schema_of
+from onnxtrain.graph.shapes.infer import infer_shapes, invented
 from onnxtrain.graph.shapes.open_sizes import note_root
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 
@@ -133,8 +133,10 @@ def _with_bodies(model: ir.Model, repairs: list[str], inline: Callable[[str], bo
 def _tidy(model: ir.Model, given: set[str]) -> tuple[set[str], dict[str, ir.Value]]:
     """Fold and remove what may be, in place; return new constants, and parameters unused now."""
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
-    constants |= fold(model, constants)
-    if _has_unknown_ranks(model):  # bounds and shapes that were computed are numbers now
+    folded = fold(model, constants)
+    constants |= folded
+    # Bounds, pads and shapes that were computed are numbers now.
+    if _has_unknown_ranks(model) or (folded and _has_unknown_sizes(model)):
         infer_shapes(model.graph, model.opset_imports[""])
     remove_identities(model)
     parameters = {n: x for n, x in model.graph.initializers.items() if n in given and is_float(x)}
@@ -152,6 +154,10 @@ def _has_unknown_ranks(model: ir.Model) -> bool:
         for node in model.graph
         for y in node.outputs
     )
+
+
+def _has_unknown_sizes(model: ir.Model) -> bool:
+    return any(invented(d) for node in model.graph for y in node.outputs for d in dims_of(y) or ())
 
 
 def constant_names(model: ir.Model) -> frozenset[str]:

@@ -28,6 +28,11 @@ def infer_shapes(graph: ir.Graph, opset: int, rewrite: Rewrite | None = None) ->
     _Inference(opset, rewrite).run(graph)
 
 
+def invented(d: Dim) -> bool:
+    """Return whether a size is a name that onnx gave it because it knew nothing."""
+    return isinstance(d, str) and d.startswith("unk__")
+
+
 class _Inference:
     def __init__(self, opset: int, rewrite: Rewrite | None = None) -> None:
         self.opset = opset
@@ -69,7 +74,7 @@ class _Inference:
         merged: list[Dim] = []
         for i, (a, b) in enumerate(zip(inferred, declared, strict=True)):
             # Inference knew nothing, and gave a name of ours or of onnx's.
-            own = a == D.symbol(f"{y.name}.{i}") or (isinstance(a, str) and a.startswith("unk__"))
+            own = a == D.symbol(f"{y.name}.{i}") or invented(a)
             if own and b is not None:
                 merged.append(b)
                 continue
