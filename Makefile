@@ -164,7 +164,7 @@ style-transfer: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chrom
 	$(BIN)/python examples/style_transfer/run.py $(STYLE_FLAGS)
 
 # Flower wants older releases of some of our tools: it has an environment of its own.
-federated-demo: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## Python, Node and a browser tab train digits together
+federated-demo: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## Python, Node and a browser tab train digits, then adapters, together
 	cd web && npm run build --workspace onnxtrain
 	python=$$($(BIN)/python -m tests.flower.environment) && PYTHONPATH=src $$python examples/federated/run.py $(FEDERATED_FLAGS)
 
