@@ -15,7 +15,7 @@ from examples.federated import machines
 
 import onnxtrain
 from tests.flower.inside.federations import rows
-from tests.flower.inside.running import Federation
+from tests.flower.inside.running import Federation, apart
 
 REPLAY = Path(__file__).with_name("replay.mjs")
 DEVICES = {"node": "node", "tab": "wasm"}
@@ -38,7 +38,7 @@ def reference(
             updates = []
             for kind, part in clients:
                 if kind == "python":
-                    updates.append(by_python(artifacts, part, weights))
+                    updates.append(by_python(artifacts, rows(part), weights))
                 else:
                     data = federation.data / f"{part}.json"
                     updates.append(by_javascript(node, DEVICES[kind], data, weights))
@@ -47,11 +47,34 @@ def reference(
     return weights
 
 
-def by_python(artifacts: onnxtrain.Artifacts, part: int, weights: Weights) -> Weights:
+def honest(
+    artifacts: onnxtrain.Artifacts,
+    data: Sequence[Weights],
+    rounds: Sequence[Sequence[Weights]],
+    within: float,
+) -> Weights:
+    """Compare every reply of rounds with updates of all clients; return the last mean.
+
+    Raises:
+        AssertionError: a reply is what no client finds from the weights of its round.
+    """
+    weights = {p.name: np.array(artifacts.values[p.name]) for p in artifacts.manifest.parameters}
+    for replies in rounds:
+        updates = [by_python(artifacts, own, weights) for own in data]
+        assert replies
+        for reply in replies:
+            assert min(apart(reply, update) for update in updates) < within
+        counts = [int(reply["examples"]) for reply in replies]
+        updates = [{n: reply[n] for n in weights} for reply in replies]
+        weights = mean_as_flower_does(updates, counts)
+    return weights
+
+
+def by_python(artifacts: onnxtrain.Artifacts, data: Weights, weights: Weights) -> Weights:
     """Return the weights after an epoch over a client's data."""
     trainer = onnxtrain.Trainer(artifacts, threads=1)
     trainer.load_weights(weights)
-    trainer.fit(rows(part), 1, batch_size=BATCH, shuffle=False, progress=False)
+    trainer.fit(data, 1, batch_size=BATCH, shuffle=False, progress=False)
     return {n: np.array(trainer.parameters[n]) for n in weights}
 
 

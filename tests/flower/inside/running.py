@@ -109,8 +109,7 @@ class Federation:
 
     def replies_of(self, server_round: int) -> dict[str, dict[str, np.ndarray]]:
         """Return the same by the numbers of nodes."""
-        files = sorted((self.folder / "replies").glob(f"{server_round}-*.npz"))
-        return {file.stem.split("-")[2]: dict(np.load(file)) for file in files}
+        return recorded(self.folder / "replies", server_round)
 
     def number(self, log: str, seconds: float = 90) -> str:
         """Return the number that the node with this log got, once it has one."""
@@ -165,6 +164,12 @@ def build_javascript() -> None:
     if not built.exists() or built.stat().st_mtime < newest:
         command = ["npm", "run", "build", "--workspace", "onnxtrain"]
         subprocess.run(command, cwd=machines.WEB, check=True, capture_output=True)
+
+
+def recorded(folder: Path, server_round: int) -> dict[str, dict[str, np.ndarray]]:
+    """Return the replies of a round that the ServerApp wrote down, by the numbers of nodes."""
+    files = sorted(folder.glob(f"{server_round}-*.npz"))
+    return {file.stem.split("-")[2]: dict(np.load(file)) for file in files}
 
 
 def mean(replies: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
