@@ -42,12 +42,15 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def write_connection(home: Path, address: str, authority: Path | None = None) -> None:
-    """Tell ``flwr run`` of a SuperLink by the name ``lab``; ``authority`` signed its key."""
+def write_connection(
+    home: Path, address: str, authority: Path | None = None, name: str = "lab"
+) -> None:
+    """Tell ``flwr run`` of a SuperLink by a name; ``authority`` signed its certificate."""
     home.mkdir(parents=True, exist_ok=True)
     safety = "insecure = true" if authority is None else f'root-certificates = "{authority}"'
-    lab = f'[superlink.lab]\naddress = "{host_of(address)}"\n{safety}\n'
-    (home / "config.toml").write_text(f'[superlink]\ndefault = "lab"\n\n{lab}', encoding="utf-8")
+    own = f'[superlink.{name}]\naddress = "{host_of(address)}"\n{safety}\n'
+    text = f'[superlink]\ndefault = "{name}"\n\n{own}'
+    (home / "config.toml").write_text(text, encoding="utf-8")
 
 
 def host_of(address: str) -> str:

@@ -152,7 +152,6 @@ def main() -> None:
     """Train, and tell what became of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--lora-rounds", type=int, default=5)
     parser.add_argument("--head-only", action="store_true", help="freeze all but the last layer")
     parser.add_argument("--only", choices=["digits", "lora"], help="one of the two")
     asked = parser.parse_args()
@@ -165,10 +164,10 @@ def main() -> None:
         folder = OUT / name
         folder.mkdir(parents=True)
         if name == "lora":
-            held_out, rounds = prepare_adapters(folder), asked.lora_rounds
+            held_out = prepare_adapters(folder)
         else:
-            held_out, rounds = prepare_net(folder, head_only=asked.head_only), asked.rounds
-        federate(folder, rounds)
+            held_out = prepare_net(folder, head_only=asked.head_only)
+        federate(folder, asked.rounds)
         tell(folder, held_out)
 
 

@@ -43,35 +43,42 @@ def register(federation: Federation, public_key: Path) -> None:
     assert "registered successfully" in done.stdout
 
 
-def test_registered_keys_over_tls(federation: Federation) -> None:
-    """A SuperNode and a client in Node are let in by their keys, a stranger is not."""
+def test_registered_keys_over_tls(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients are let in by their keys, directly and through a door; a stranger is not."""
     files, folder = write_certificates(federation.folder), federation.folder
     address = federation.stack.enter_context(guarded_superlink(files, federation.logs / "guarded"))
     machines.write_connection(federation.home, address, files.authority)
     trust = {"NODE_EXTRA_CA_CERTS": str(files.authority)}
 
-    def node(part: int, log: str, **variables: str) -> subprocess.Popen[bytes]:
+    with monkeypatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(files.authority))
+        door = federation.stack.enter_context(machines.door(address, {}, federation.logs / "door"))
+
+    def node(part: int, log: str, url: str = address, **own: str) -> subprocess.Popen[bytes]:
         data = federation.data / f"{part}.json"
         client = machines.node_client(
-            address, federation.artifacts, data, federation.logs / log, **trust, **variables
+            url, federation.artifacts, data, federation.logs / log, **trust, **own
         )
         return federation.stack.enter_context(client)
 
-    node(2, "making", KEY=str(folder / "node.key")).wait(60)  # makes the key, and ends
-    register(federation, folder / "node.key.pub")
+    for part in (2, 3):
+        key = str(folder / f"node{part}.key")
+        node(part, "making", KEY=key).wait(60)  # makes the key, and ends
+        register(federation, Path(f"{key}.pub"))
     register(federation, write_key(folder / "python.key"))
-    project = federation.project(2)
+    project = federation.project(3)
     key = str(folder / "python.key")
     options = ["--root-certificates", str(files.authority), "--auth-supernode-private-key", key]
     data, log = str(federation.data / "1.npz"), federation.logs / "python1"
     federation.stack.enter_context(
         machines.supernode(address, federation.home, log, *options, data=data)
     )
-    node(2, "node2", KEY=str(folder / "node.key"))
-    stranger = node(3, "stranger")
+    node(2, "node2", KEY=str(folder / "node2.key"))
+    node(3, "node3", door, KEY=str(folder / "node3.key"))
+    stranger = node(4, "stranger")
     final = federation.run(project, rounds=1, batch_size=8, shuffle=False)
 
-    nodes = {federation.number("python1"), federation.number("node2")}
+    nodes = {federation.number(log) for log in ("python1", "node2", "node3")}
     assert set(federation.replies_of(1)) == nodes, federation.told()
     assert apart(final, mean(federation.replies(1))) < 1e-6
     end = time.monotonic() + 60
