@@ -39,7 +39,7 @@ class Clients:
     def kill_all(self, rng: np.random.Generator, stop: threading.Event) -> None:
         """Kill each, one after another, and start it again; end early if the run does."""
         for place in rng.permutation(PYTHON + NODE).tolist():
-            if stop.wait(float(rng.uniform(0, 8))):
+            if stop.wait(float(rng.uniform(0, 6))):
                 return
             os.killpg(self.alive[place].pid, signal.SIGKILL)
             self.alive[place].wait()
