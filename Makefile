@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean finetune-demo
+.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web bench-federated web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean finetune-demo
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -164,9 +164,13 @@ style-transfer: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chrom
 	$(BIN)/python examples/style_transfer/run.py $(STYLE_FLAGS)
 
 # Flower wants older releases of some of our tools: it has an environment of its own.
-federated-demo: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## Python, Node and a browser tab train digits together
+federated-demo: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## Python, Node and a browser tab train digits, then adapters, together
 	cd web && npm run build --workspace onnxtrain
 	python=$$($(BIN)/python -m tests.flower.environment) && PYTHONPATH=src $$python examples/federated/run.py $(FEDERATED_FLAGS)
+
+bench-federated: $(VENV)/.dev web/node_modules/.package-lock.json  ## bytes and time of a federated round, beside Flower's PyTorch quickstart
+	cd web && npm run build --workspace onnxtrain
+	python=$$($(BIN)/python -m tests.flower.environment) && PYTHONPATH=src:. $$python -m benchmarks.federated $(FEDERATED_FLAGS)
 
 finetune-demo: $(VENV)/.dev  ## train a small Llama, write it in 4 bits, fine-tune that file to another text
 	$(BIN)/python examples/finetune/run.py $(FINETUNE_FLAGS)

@@ -42,12 +42,20 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def write_connection(home: Path, address: str) -> None:
-    """Tell ``flwr run`` of a SuperLink, by the name ``lab``."""
+def write_connection(
+    home: Path, address: str, authority: Path | None = None, name: str = "lab"
+) -> None:
+    """Tell ``flwr run`` of a SuperLink by a name; ``authority`` signed its certificate."""
     home.mkdir(parents=True, exist_ok=True)
-    host = address.removeprefix("http://")
-    text = f'[superlink]\ndefault = "lab"\n\n[superlink.lab]\naddress = "{host}"\ninsecure = true\n'
+    safety = "insecure = true" if authority is None else f'root-certificates = "{authority}"'
+    own = f'[superlink.{name}]\naddress = "{host_of(address)}"\n{safety}\n'
+    text = f'[superlink]\ndefault = "{name}"\n\n{own}'
     (home / "config.toml").write_text(text, encoding="utf-8")
+
+
+def host_of(address: str) -> str:
+    """Return host and port of an address."""
+    return address.partition("://")[2]
 
 
 @contextlib.contextmanager
@@ -72,22 +80,22 @@ def process(
 
 
 def supernode(
-    address: str, home: Path, log: Path, **config: str | int
+    address: str, home: Path, log: Path, *options: str, **config: str | int
 ) -> contextlib.AbstractContextManager:
     """Run a SuperNode with Python's ClientApp."""
-    host = address.removeprefix("http://")
     settings = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in config.items())
-    command = [flower_program("flower-supernode"), "--insecure", "--superlink", host]
+    command = [flower_program("flower-supernode"), "--superlink", host_of(address)]
+    command += [*options, *(["--insecure"] if address.startswith("http://") else [])]
     command += ["--port", str(free_port()), "--node-config", settings]
     return process(command, log, environment(home))
 
 
 def node_client(
-    address: str, artifacts: Path, data: Path, log: Path, *options: str
+    address: str, artifacts: Path, data: Path, log: Path, *options: str, **variables: str
 ) -> contextlib.AbstractContextManager:
-    """Run a client in Node."""
+    """Run a client in Node, with further variables of its environment."""
     command = ["node", PAGES / "node.mjs", address, artifacts, data, *options]
-    return process(command, log)
+    return process(command, log, {**os.environ, **variables})
 
 
 def tab(page: str, log: Path) -> contextlib.AbstractContextManager:
@@ -96,17 +104,17 @@ def tab(page: str, log: Path) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def door(address: str, folders: Mapping[str, Path], log: Path) -> Iterator[str]:
+def door(address: str, folders: Mapping[str, Path], log: Path, *options: str) -> Iterator[str]:
     """Run ``onnxtrain federate serve`` before a SuperLink that runs already; give its address."""
     port = free_port()
     command = [sys.executable, "-m", "onnxtrain", "federate", "serve", "--port", str(port)]
-    command += ["--superlink-address", address]
+    command += ["--superlink-address", address, *options]
     for path, folder in folders.items():
         command += ["--folder", f"{path}={folder}"]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     with process(command, log, {**os.environ, **paths}) as started:
         wait_for_port(port, started)
-        yield f"http://127.0.0.1:{port}"
+        yield f"{'https' if '--certificate' in options else 'http'}://127.0.0.1:{port}"
 
 
 def wait_for_port(port: int, started: subprocess.Popen[bytes], seconds: float = 120) -> None:

@@ -23,18 +23,28 @@ ALONE = ["opacus==1.6.0"]
 """Without what it needs: torch and the rest are in our environment."""
 
 
-def python(extras: str = "") -> Path:
+SIMULATION = "ray==2.55.1"
+"""What simulations need besides, as the release of Flower wants it."""
+
+
+def python(extras: str = "", release: str = "") -> Path:
     """Return the Python of the environment, which is made if it is not as it should be.
 
     ``FLOWER_PYTHON`` names another one that has Flower.
+
+    Args:
+        extras: one more package, in an environment of its own.
+        release: of Flower, if another than that of the requirements.
     """
     given = os.environ.get("FLOWER_PYTHON")
     if given:
         return Path(given)
     wanted = REQUIREMENTS.read_text(encoding="utf-8").split()
+    if release:
+        wanted = [f"flwr=={release}", *(w for w in wanted if not w.startswith("flwr=="))]
     wanted += [extras] if extras else []
     beside = sysconfig.get_paths()["purelib"]
-    folder = FOLDER / f"venv{'-' + extras.partition('=')[0] if extras else ''}"
+    folder = FOLDER / "-".join(["venv", *filter(None, [extras.partition("=")[0], release])])
     ready, mark = folder / ".ready", "\n".join([*wanted, *ALONE, beside])
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:

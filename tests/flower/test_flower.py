@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flower.environment import ROOT, python, variables
+from tests.flower.environment import ROOT, SIMULATION, python, variables
 
 INSIDE = sorted(Path(__file__).with_name("inside").glob("check_*.py"))
 
@@ -23,8 +23,8 @@ FAST = [path for path in INSIDE if counts(path)[0] > counts(path)[1]]
 LONG = [path for path in INSIDE if counts(path)[1]]
 
 
-def run_inside(path: Path, *options: str) -> None:
-    interpreter = python()
+def run_inside(path: Path, *options: str, extras: str = "") -> None:
+    interpreter = python(extras)
     command = [interpreter, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:randomly", *options]
     command += ["-o", "python_files=check_*.py", "-o", "filterwarnings=default", str(path)]
     done = subprocess.run(
@@ -41,4 +41,5 @@ def test_inside(path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("path", LONG, ids=lambda path: path.stem.removeprefix("check_"))
 def test_the_long_ones(path: Path) -> None:
-    run_inside(path, "-m", "full")
+    simulated = 'importorskip("ray"' in path.read_text(encoding="utf-8")
+    run_inside(path, "-m", "full", extras=SIMULATION if simulated else "")

@@ -1,14 +1,24 @@
 // A client of a federation in Node: node node.mjs URL ARTIFACTS DATA.json [STORE]
-import { readFileSync } from "node:fs";
+// KEY=file: a key that the federation knows; where there is no such file it is made, to be registered.
+import { existsSync, readFileSync, writeFileSync } from "node:fs";
 import { Trainer } from "onnxtrain";
-import { fileNodeStore, FlowerNode } from "onnxtrain/flower";
+import { exportKey, fileNodeStore, FlowerNode, importKey, newKey, publicKeyLine } from "onnxtrain/flower";
 import { columns } from "./columns.mjs";
 
 const [url, artifacts, data, folder] = process.argv.slice(2);
+const file = process.env.KEY;
+if (file && !existsSync(file)) {
+  const made = await newKey(true);
+  writeFileSync(file, await exportKey(made), { mode: 0o600 });
+  writeFileSync(`${file}.pub`, await publicKeyLine(made));
+  console.log(`made ${file}; now: flwr supernode register ${file}.pub`);
+  process.exit(0);
+}
 const trainer = await Trainer.create({ artifacts });
 const node = new FlowerNode(url, {
   trainer,
   dataset: columns(JSON.parse(readFileSync(data, "utf8"))),
+  ...(file ? { key: await importKey(readFileSync(file, "utf8")) } : {}),
   ...(folder ? { store: fileNodeStore(folder) } : {}),
   onMessage: (message) => console.log(message),
   onRound: ({ type, round, metrics, seconds }) => console.log(type, round, metrics, `${seconds.toFixed(2)} s`),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
+from examples.federated import adapters
 from flwr.serverapp import strategy as strategies
 
 import onnxtrain
@@ -91,6 +95,25 @@ def test_what_is_frozen_does_not_travel() -> None:
     )
     _, _, grid = federate(artifacts)
     assert set(grid.sent[0].content["arrays"]) == {"fc2.weight", "fc2.bias"}
+
+
+def test_of_a_net_with_adapters_only_these_travel(tmp_path: Path) -> None:
+    onnx.save(adapters.wide_net(), tmp_path / "large.onnx")
+    artifacts = adapters.artifacts_of(tmp_path / "large.onnx")
+    data = onnxtrain.examples.digits_data(64)
+    grid = LocalGrid(client_app(artifacts, data, batch_size=32), nodes=2)
+    results: list[Any] = []
+    run_server(server_app(artifacts, rounds=2, on_result=lambda r, _: results.append(r)), grid)
+    sent = {n: a.numpy() for n, a in grid.sent[0].content["arrays"].items()}
+    layers = ("fc1.lora_A", "fc1.lora_B", "fc2.lora_A", "fc2.lora_B")
+    assert set(sent) == set(results[0].arrays) == set(layers)
+    whole = sum(
+        w.const_value.nbytes for w in ir.load(tmp_path / "large.onnx").graph.initializers.values()
+    )
+    assert sum(a.nbytes for a in sent.values()) < whole / 100
+    assert np.abs(results[0].arrays["fc2.lora_B"].numpy()).max() > 0  # zero at the start
+    losses = results[0].train_metrics_clientapp
+    assert losses[2]["loss"] < losses[1]["loss"]
 
 
 @pytest.mark.parametrize("statistics", ["average", "local"])

@@ -168,6 +168,47 @@ test("a given key is used, and its number comes back with it", async () => {
   expect(again.id).toBe(node.id);
 });
 
+test("nothing is confirmed before it is stored", async () => {
+  const start = await weights(await open());
+  const inner = memoryNodeStore();
+  // Into the list of calls, so that their order is seen.
+  const store: NodeStore = { ...inner, put: (name, value) => (link.calls.push(`put ${name.split("/").pop()}`), inner.put(name, value)) };
+  await join_({ store });
+  await link.send("train", ask(start));
+  await arrived(1);
+  const at = (name: string) => link.calls.indexOf(name);
+  const order = ["put pending", "pull-object", "put reply", "confirm-message-received", "push-messages"];
+  expect(order.every((name) => at(name) >= 0)).toBe(true);
+  expect([...order].sort((a, b) => at(a) - at(b))).toEqual(order);
+});
+
+test("a hidden page asks for no work until it is shown, if it is to pause", async () => {
+  const start = await weights(await open());
+  const page = { hidden: true };
+  vi.stubGlobal("document", page);
+  try {
+    await join_({ pauseWhenHidden: true });
+    await link.send("train", ask(start));
+    await new Promise((resolve) => setTimeout(resolve, 300));
+    expect(link.calls).not.toContain("pull-messages");
+    page.hidden = false;
+    await arrived(1);
+    expect(link.replies[0]!.failure).toBe("");
+  } finally {
+    vi.unstubAllGlobals();
+  }
+});
+
+test("a hidden page works on, unless it is to pause", async () => {
+  vi.stubGlobal("document", { hidden: true });
+  try {
+    await join_();
+    await vi.waitFor(() => expect(link.calls).toContain("pull-messages"), { timeout: 10_000 });
+  } finally {
+    vi.unstubAllGlobals();
+  }
+});
+
 /** Gives a store that fails from a certain write on, as a program that is killed does. */
 function killing(store: NodeStore, word: string): NodeStore & { dead: boolean } {
   const own = {

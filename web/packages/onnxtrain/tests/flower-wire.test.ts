@@ -3,7 +3,7 @@ import { gzipSync } from "node:zlib";
 import { build } from "vite";
 import { expect, test } from "vitest";
 import type { HostTensor } from "../src/dtypes.js";
-import { exportKey, importKey, newKey, pem, sign, subtle, toDer } from "../src/flower/keys.js";
+import { exportKey, importKey, newKey, pem, publicKeyLine, sign, subtle, toDer } from "../src/flower/keys.js";
 import { makeReply, readMetadata, writeNode, type Metadata } from "../src/flower/messages.js";
 import { readNpy, writeNpy } from "../src/flower/npy.js";
 import { addContent, addObject, readContent, readTree, writeTree, type Content, type Objects } from "../src/flower/objects.js";
@@ -128,6 +128,12 @@ test("signatures have the form of ASN.1, and keys survive as text", async () => 
   expect(hex(toDer(pair)).slice(0, 14)).toBe("3063022f008001");
   const key = await importKey(await exportKey(await newKey(true)));
   expect(Buffer.from(await pem(key.publicKey)).toString()).toMatch(/^-----BEGIN PUBLIC KEY-----\n([\w+/=]{1,64}\n)+-----END PUBLIC KEY-----\n$/);
+  // As ssh-keygen writes it: the kind and the curve have their lengths in front, then a point of 97 bytes.
+  const [kind, text] = (await publicKeyLine(key)).trim().split(" ");
+  const line = Buffer.from(text!, "base64");
+  expect(kind).toBe("ecdsa-sha2-nistp384");
+  expect(line.subarray(0, 39).toString("latin1")).toBe("\0\0\0\x13ecdsa-sha2-nistp384\0\0\0\bnistp384\0\0\0a");
+  expect([line.length, line[39]]).toEqual([136, 4]);
   const raw = new Uint8Array(await subtle().sign({ name: "ECDSA", hash: "SHA-256" }, key.privateKey, Buffer.from("time")));
   const checked = await subtle().verify({ name: "ECDSA", hash: "SHA-256" }, key.publicKey, raw, Buffer.from("time"));
   expect(checked).toBe(true);

@@ -1,5 +1,5 @@
 export { FlowerError } from "./errors.js";
-export { exportKey, importKey, newKey } from "./keys.js";
+export { exportKey, importKey, newKey, publicKeyLine } from "./keys.js";
 export type { Traffic } from "./link.js";
 export type { RoundSettings } from "./local-round.js";
 export { FlowerNode, type FlowerNodeOptions, type RoundReport } from "./node.js";

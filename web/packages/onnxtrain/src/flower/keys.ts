@@ -33,6 +33,16 @@ export async function pem(key: CryptoKey): Promise<Uint8Array> {
   return textBytes(`-----BEGIN PUBLIC KEY-----\n${lines.join("\n")}\n-----END PUBLIC KEY-----\n`);
 }
 
+/** Gives the public key as the line of a file that `flwr supernode register` takes. */
+export async function publicKeyLine({ publicKey }: CryptoKeyPair): Promise<string> {
+  const curve = "nistp384";
+  const kind = `ecdsa-sha2-${curve}`;
+  const point = new Uint8Array(await subtle().exportKey("raw", publicKey));
+  // Each part has its length in front; none is longer than a byte tells.
+  const parts = [textBytes(kind), textBytes(curve), point].flatMap((part) => [Uint8Array.of(0, 0, 0, part.length), part]);
+  return `${kind} ${base64(concat(parts))}\n`;
+}
+
 /** Gives the signature of a text, as Python's cryptography has it. */
 export async function sign(key: CryptoKey, text: string): Promise<Uint8Array> {
   const data = textBytes(text) as Uint8Array<ArrayBuffer>;

@@ -1,0 +1,51 @@
+"""Malicious nodes in a stock ``flwr run``: refused by name, and the others' round goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from examples.federated import machines
+
+from tests.flower.inside.running import Federation, apart, mean
+
+pytest_plugins = ["tests.flower.inside.running"]
+
+EVIL = Path(__file__).with_name("evil.mjs")
+KINDS = {
+    "nan": "'fc1.weight' has values that are infinite or NaN",
+    "shape": "'fc1.weight' is float32[7], not float32[4, 6]",
+    "huge": "'fc1.weight' is float32[4000000], not float32[4, 6]",
+    "disguised": "'fc1.weight' has 16,000,128 bytes, more than",
+    "names": "no array 'fc1.weight'; an unknown array 'evil'",
+    "double": "'fc1.weight' is float64[4, 6], not float32[4, 6]",
+    "heavy": "'num-examples' is 1000000000000000, not a number up to",
+}
+"""What a node does, and what it is refused for."""
+
+
+def test_malicious_nodes_are_refused_over_the_wire(federation: Federation) -> None:
+    project = federation.project(2 + len(KINDS))
+    dist = str(machines.WEB / "packages" / "onnxtrain" / "dist")
+    for kind in KINDS:
+        federation.script(EVIL, dist, kind, log=f"evil-{kind}")
+    federation.node(1)
+    federation.node(2)
+    good = {federation.number("node1"), federation.number("node2")}
+    evil = {federation.number(f"evil-{kind}"): text for kind, text in KINDS.items()}
+    final = federation.run(project, rounds=2, batch_size=8, shuffle=False)
+
+    trained = [line for line in federation.report(project) if line["kind"] == "train"]
+    assert [line["round"] for line in trained] == [1, 2]
+    for line in trained:
+        assert set(line["nodes"]) == good, federation.told()
+        assert line["failed"] == []
+        assert set(line["refused"]) == set(evil)
+        for node, reason in line["refused"].items():
+            assert evil[node] in reason
+    told = (federation.logs / "run").read_text(errors="replace")
+    assert all(f"refused node {node}: " in told for node in evil)
+    for server_round in (1, 2):
+        assert set(federation.replies_of(server_round)) == good
+    assert all(np.isfinite(a).all() for a in final.values())
+    assert apart(final, mean(federation.replies(2))) < 1e-6

@@ -1,0 +1,63 @@
+// A node that trains nothing and sends what it should not: node evil.mjs SUPERLINK DIST KIND
+const [url, dist, kind] = process.argv.slice(2);
+const own = (name) => import(`${dist}/flower/${name}.js`);
+const { newKey } = await own("keys");
+const { Link, sleep } = await own("link");
+const { makeReply, readMetadata, writeNode } = await own("messages");
+const { digests, readContent, readTree } = await own("objects");
+const { bytesText, Writer } = await own("wire");
+
+const HUGE = 4_000_000;
+const first = (arrays) => Object.entries(arrays)[0];
+const replaced = (arrays, change) => {
+  const [name, tensor] = first(arrays);
+  return { ...arrays, [name]: { ...tensor, ...change(tensor) } };
+};
+const KINDS = {
+  nan: (arrays) => replaced(arrays, ({ data }) => ({ data: data.slice().fill(NaN) })),
+  shape: (arrays) => replaced(arrays, () => ({ dims: [7], data: new Float32Array(7) })),
+  huge: (arrays) => replaced(arrays, () => ({ dims: [HUGE], data: new Float32Array(HUGE) })),
+  // Says that it is small, and is not.
+  disguised: (arrays) => replaced(arrays, () => ({ data: new Float32Array(HUGE) })),
+  names: (arrays) => {
+    const { [first(arrays)[0]]: moved, ...rest } = arrays;
+    return { ...rest, evil: moved };
+  },
+  double: (arrays) => replaced(arrays, ({ data }) => ({ dtype: "float64", data: Float64Array.from(data) })),
+  heavy: (arrays) => arrays,
+};
+
+const { signal } = new AbortController();
+const link = new Link(url, await newKey(), signal, (message) => console.log(message));
+const key = await link.prepare();
+await link.call("register-node", new Writer().setBytes(1, key).done());
+const id = (await link.call("activate-node", new Writer().setBytes(1, key).setDouble(2, 600).done())).uint(1);
+console.log(`joined as node ${id}`);
+
+const inRun = (run) => writeNode(id).uint(2, run);
+
+async function answer(asked, tree) {
+  const objects = new Map();
+  for (const digest of digests(tree)) {
+    objects.set(digest, (await link.call("pull-object", inRun(asked.runId).text(3, digest).done())).bytes(3));
+  }
+  const { arrays } = readContent(tree.id, objects).arrays;
+  const metrics = { "num-examples": kind === "heavy" ? 10n ** 15n : 24n, loss: 0.5, accuracy: 0.5, steps: 3n };
+  const content = { arrays: { arrays: KINDS[kind](arrays) }, metrics: { metrics } };
+  const reply = await makeReply(id, asked, { content }, link.now(), 1);
+  await link.call("confirm-message-received", inRun(asked.runId).text(3, asked.messageId).done());
+  const wanted = await link.call("push-messages", reply.request);
+  for (const digest of wanted.all(3).map(bytesText)) {
+    const body = inRun(asked.runId).text(3, digest).bytes(4, reply.objects.get(digest)).text(5, wanted.text(4));
+    await link.call("push-object", body.done());
+  }
+  console.log(`sent ${wanted.all(3).length} objects`);
+}
+
+for (;;) {
+  const told = await link.call("pull-messages", writeNode(id).done());
+  const [message] = told.all(2);
+  const [tree] = told.all(3);
+  if (message && tree) await answer(readMetadata(message), readTree(tree)).catch((error) => console.log(error.message));
+  else await sleep(500, signal);
+}
