@@ -57,7 +57,7 @@ api.write(GENERATED / "api")
 (GENERATED / "profiles.md").write_text(profiles.page(), encoding="utf-8")
 
 
-PLAYGROUND = DOCS.parent / "web" / "demo" / "dist"
+PLAYGROUND = DOCS.parent / "web" / "site" / "dist"
 FRAME = (
     '<iframe src="../playground/index.html" title="a digit classifier that learns in this page" '
     'loading="lazy" style="width: 100%; height: 48rem; border: 1px solid #ccc"></iframe>'

