@@ -178,7 +178,7 @@ $("share").onclick = () => void attempt(async () => {
   await navigator.clipboard.writeText(address());
   say("The link is in the clipboard.");
 });
-for (const id of ["rate", "batch", "pace"]) $(id).onchange = () => {
+for (const id of ["rate", "batch", "paces"]) $(id).onchange = () => {
   readControls();
   changed();
 };

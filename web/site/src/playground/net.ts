@@ -1,5 +1,6 @@
 /** The net of the playground: made, trained and asked in this thread, since it is tiny. */
 import { createHead, Trainer, type HeadOptions } from "onnxtrain";
+import { softmax } from "../shell/softmax.js";
 import { PLANE } from "./field.js";
 import { random, type Points } from "./points.js";
 
@@ -80,7 +81,7 @@ export class Net {
   neurons(layers: readonly Layer[], side: number): Float32Array[][] {
     const at = (i: number) => (2 * (i + 0.5)) / side - 1;
     let before = [0, 1].map((axis) => Float32Array.from({ length: side * side }, (_, i) => (axis ? -at(Math.floor(i / side)) : at(i % side))));
-    const curve = CURVES[this.shape.activation];
+    const curve = CURVES[this.shape.activation]!;
     return layers.slice(0, -1).map(({ weight, bias }) => {
       before = Array.from(bias, (b, out) => {
         const values = new Float32Array(side * side).fill(b);
@@ -104,17 +105,4 @@ function scaled(values: Float32Array, activation: Activation): Float32Array {
   if (activation === "sigmoid") return values.map((v) => 2 * v - 1);
   const most = activation === "tanh" ? 1 : values.reduce((a, v) => Math.max(a, Math.abs(v)), 1e-6);
   return values.map((v) => v / most);
-}
-
-/** Gives the probabilities of each row. */
-export function softmax(logits: Float32Array, classes: number): Float32Array {
-  const out = new Float32Array(logits.length);
-  for (let at = 0; at < logits.length; at += classes) {
-    const row = logits.subarray(at, at + classes);
-    const top = Math.max(...row);
-    const powers = row.map((v) => Math.exp(v - top));
-    const sum = powers.reduce((a, b) => a + b, 0);
-    out.set(powers.map((v) => v / sum), at);
-  }
-  return out;
 }

@@ -21,8 +21,8 @@ export const normal = (next: () => number): number => Math.sqrt(-2 * Math.log(1 
 type Place = (k: number, classes: number, next: () => number) => [number, number];
 
 const spiral: Place = (k, classes, next) => {
-  const r = 0.06 + 0.86 * Math.sqrt(next());
-  const angle = 4.4 * r + (2 * Math.PI * k) / classes;
+  const r = 0.08 + 0.86 * Math.sqrt(next());
+  const angle = (classes === 2 ? 7 : 5) * r + (2 * Math.PI * k) / classes;
   return [r * Math.sin(angle), r * Math.cos(angle)];
 };
 

@@ -19,7 +19,7 @@ export interface Settings {
   seed: number;
 }
 
-const FIELDS = ["activation", "rate", "decay", "batch", "pace", "noise", "count"] as const;
+const FIELDS = ["activation", "rate", "decay", "batch", "noise", "count"] as const;
 export const settings: Settings = {
   set: "spirals", noise: 0.05, count: 240, hidden: [8, 6], activation: "tanh", rate: 0.03, decay: 0, batch: 16, pace: 12, seed: 1,
 };
@@ -42,21 +42,24 @@ export function readAddress(): void {
     // A list has no value that it does not offer.
     if (control.value === "") control.value = before;
   }
+  const pace = document.querySelector<HTMLInputElement>(`[name=pace][value="${Number(given.get("pace"))}"]`);
+  if (pace) pace.checked = true;
   readControls();
 }
 
 /** Takes what the controls say. */
 export function readControls(): void {
   settings.activation = text("activation") as Activation;
-  for (const name of ["rate", "decay", "batch", "pace", "noise", "count"] as const) settings[name] = Number(text(name));
+  for (const name of ["rate", "decay", "batch", "noise", "count"] as const) settings[name] = Number(text(name));
+  settings.pace = Number(document.querySelector<HTMLInputElement>("[name=pace]:checked")!.value);
   $("noise-shown").textContent = `${Math.round(200 * settings.noise)} %`;
   $("count-shown").textContent = String(settings.count);
 }
 
 /** Gives the address of the page with these settings. */
 export function address(): string {
-  const { set, hidden, seed } = settings;
-  const given = new URLSearchParams({ set, hidden: hidden.join("-"), seed: String(seed) });
+  const { set, hidden, seed, pace } = settings;
+  const given = new URLSearchParams({ set, hidden: hidden.join("-"), seed: String(seed), pace: String(pace) });
   for (const name of FIELDS) given.set(name, String(settings[name]));
   return `${location.href.split("#")[0]}#${given}`;
 }
