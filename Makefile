@@ -44,7 +44,7 @@ check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-.PHONY: docs playground release-check hugging-face
+.PHONY: docs site screenshots release-check hugging-face
 $(VENV)/.docs: $(VENV)/.dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	@touch $@
@@ -134,13 +134,16 @@ web/node_modules/.package-lock.json: web/package-lock.json
 	cd web && npm ci --ignore-scripts
 	@touch $@
 
-web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the page that trains a digit classifier
-	$(BIN)/python web/demo/make_artifacts.py web/demo/public
+web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the site whose pages train in the tab
+	$(BIN)/python web/site/make_artifacts.py web/site/public
 	cd web && npm run dev
 
-playground: $(VENV)/.demo web/node_modules/.package-lock.json  ## build that page; `make docs` then has it in the gallery
-	$(BIN)/python web/demo/make_artifacts.py web/demo/public
+site: $(VENV)/.demo web/node_modules/.package-lock.json  ## build it into web/site/dist, plain files for any place; `make docs` has it in the gallery
+	$(BIN)/python web/site/make_artifacts.py web/site/public
 	cd web && npm run build
+
+screenshots: site chromium  ## pictures of the site's pages, into docs/images
+	cd web && node site/screenshots.mjs ../docs/images
 
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
@@ -176,4 +179,4 @@ finetune-demo: $(VENV)/.dev  ## train a small Llama, write it in 4 bits, fine-tu
 	$(BIN)/python examples/finetune/run.py $(FINETUNE_FLAGS)
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs .cache docs/_build docs/generated web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/demo/dist web/demo/public
+	rm -rf $(VENV) runs .cache docs/_build docs/generated web/node_modules tests/lowering/onnxjs/node_modules web/.fixtures web/packages/*/dist web/site/dist web/site/public

@@ -16,7 +16,7 @@ COPIES = (
     ("web/packages/onnxtrain/package.json", r'^(  "version": ")([^"]+)(")'),
     ("web/package-lock.json", r'(    "packages/onnxtrain": \{\n      "version": ")([^"]+)(")'),
     ("web/package-lock.json", r'(^        "onnxtrain": ")([^"]+)(")'),
-    ("web/demo/package.json", r'(^    "onnxtrain": ")([^"]+)(")'),
+    ("web/site/package.json", r'(^    "onnxtrain": ")([^"]+)(")'),
     ("examples/web/react/package.json", r'(^    "onnxtrain": ")([^"]+)(")'),
     ("cpp/CMakeLists.txt", r"^(project\(onnxtrain VERSION )([\d.]+)( )"),
     ("CITATION.cff", r"^(version: )(\S+)($)"),

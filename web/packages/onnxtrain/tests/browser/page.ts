@@ -67,7 +67,7 @@ export async function start(options: { webgpu?: boolean } = {}): Promise<Browser
   const executablePath = browserPath();
   const gpu = options.webgpu ? ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"] : [];
   const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu], timeout: PATIENCE });
-  browser.on("context", (context) => context.setDefaultTimeout(PATIENCE));
+  browser.on("context", (context) => context.setDefaultTimeout(Number(process.env["PATIENCE"] ?? PATIENCE)));
   return browser;
 }
 

@@ -1,0 +1,110 @@
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { gzipSync } from "node:zlib";
+import { afterAll, beforeAll, expect, test } from "vitest";
+import { DESK, PHONE, Site, until } from "./site.js";
+
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const PAGES = ["", "playground/", "draw/", "teach/", "write/", "style/", "model/"];
+let site: Site;
+
+beforeAll(async () => {
+  site = await Site.open();
+});
+afterAll(() => site?.close());
+
+declare const axe: { run(): Promise<{ violations: { id: string; impact: string; nodes: { html: string; failureSummary: string }[] }[] }> };
+
+test.each(PAGES)("page '%s' has no serious flaw for people who use it otherwise, on a phone and on a desk", async (path) => {
+  for (const options of [PHONE, DESK]) {
+    const { page, close } = await site.page(path, { ...options, bypassCSP: true });
+    await page.locator("h1").waitFor();
+    await page.evaluate(AXE);
+    const found = await page.evaluate(async () => (await axe.run()).violations
+      .filter((v) => v.impact === "serious" || v.impact === "critical")
+      .map((v) => `${v.id}: ${v.nodes.map((n) => `${n.html.slice(0, 120)} ${n.failureSummary}`).join("\n")}`));
+    expect(found, `${path} at ${options.viewport!.width}`).toEqual([]);
+    expect(await page.evaluate(() => document.documentElement.scrollWidth), `${path} sideways`).toBeLessThanOrEqual(options.viewport!.width);
+    await close();
+  }
+});
+
+test("every page says what it is, to people and to those who share it", async () => {
+  const { page, close } = await site.page("", DESK);
+  for (const path of PAGES) {
+    await page.goto(site.address + path);
+    const told = await page.evaluate(() => ({
+      title: document.title,
+      description: document.querySelector<HTMLMetaElement>("[name=description]")!.content,
+      og: [...document.querySelectorAll<HTMLMetaElement>("[property^='og:']")].map((m) => m.content),
+      icon: document.querySelector<HTMLLinkElement>("[rel=icon]")!.href,
+      h1: document.querySelectorAll("h1").length,
+      here: document.querySelector("[aria-current=page]")?.textContent,
+      footer: document.querySelector("footer")!.textContent,
+    }));
+    expect(told.title).toContain("onnxtrain");
+    expect(told.description.length).toBeGreaterThan(50);
+    expect(told.og).toContain(told.description);
+    expect((await page.request.get(told.icon)).ok()).toBe(true);
+    expect(told.h1).toBe(1);
+    expect(told.here).toBeTruthy();
+    expect(told.footer).toContain("Nothing leaves this tab");
+  }
+  await close();
+});
+
+test("the start page leads to all six, and the theme stays where a person put it", async () => {
+  const { page, complaints, close } = await site.page("", DESK);
+  expect(await page.locator(".cards a").count()).toBe(6);
+  const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+  const light = await background();
+  await page.getByRole("button", { name: "Dark theme" }).click();
+  const dark = await background();
+  expect(dark).not.toBe(light);
+  await page.getByRole("link", { name: /^Draw/ }).first().click();
+  await page.waitForURL(/\/onnxtrain\/draw\/$/);
+  expect(await background()).toBe(dark);
+  await page.getByRole("button", { name: "Dark theme" }).click();
+  await page.reload();
+  expect(await background()).toBe(light);
+  expect(complaints).toEqual([]);
+  await close();
+});
+
+test("the built pages may do nothing but their own work", async () => {
+  const { page, complaints, close } = await site.page("draw/", DESK);
+  await until(page, "Epoch ");
+  expect(complaints).toEqual([]);
+  await page.evaluate(() => {
+    document.addEventListener("securitypolicyviolation", (event) => (document.title += ` ${event.effectiveDirective}`));
+    document.body.insertAdjacentHTML("beforeend", "<img src=x onerror=\"document.title = 'ran'\">");
+    document.head.append(Object.assign(document.createElement("script"), { textContent: "document.title = 'ran'" }));
+    void fetch("https://example.org/").catch(() => undefined);
+  });
+  await page.waitForFunction(() => ["connect-src", "script-src-elem", "script-src-attr"].every((d) => document.title.includes(d)));
+  expect(await page.title()).not.toContain("ran");
+  await close();
+});
+
+test("the first load is small besides the runtime and models", async () => {
+  const sizes: string[] = [];
+  const others = /\/ort[.-]|\.wasm$|\/art\//;
+  for (const path of PAGES) {
+    const { page, close } = await site.page("", DESK);
+    await page.goto("about:blank");
+    const loaded: Promise<Buffer>[] = [];
+    page.on("response", (response) => {
+      const own = response.ok() && response.url().startsWith(site.address) && !others.test(response.url());
+      if (own) loaded.push(response.body());
+    });
+    await page.goto(site.address + path, { waitUntil: "networkidle" });
+    const files = await Promise.all(loaded);
+    const bytes = files.reduce((n, body) => n + body.length, 0);
+    const packed = files.reduce((n, body) => n + gzipSync(body).length, 0);
+    sizes.push(`${path || "start"} ${Math.round(bytes / 1000)} kB, ${Math.round(packed / 1000)} kB after gzip`);
+    expect(packed, path).toBeGreaterThan(1000);
+    expect(bytes, path).toBeLessThan(300_000);
+    await close();
+  }
+  console.log(`first loads: ${sizes.join("; ")}`);
+});
