@@ -1,4 +1,8 @@
+import { existsSync } from "node:fs";
+import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
+import { PAGES } from "./pages.js";
+import { shell } from "./shell.js";
 
 // With these headers the runtime may use threads.
 const headers = {
@@ -6,27 +10,16 @@ const headers = {
   "Cross-Origin-Embedder-Policy": "require-corp",
 };
 
-// What the built page may do: compile wasm, start workers of its own, and ask its own origin for files.
-const POLICY = [
-  "default-src 'none'", "script-src 'self' 'wasm-unsafe-eval' blob:", "worker-src 'self' blob:", "connect-src 'self' blob:",
-  "style-src 'self'", "img-src 'self' data: blob:", "base-uri 'none'", "form-action 'none'",
-].join("; ");
-
-/** Says the policy in the built page; the development server has scripts and styles of its own in it. */
-const policy = {
-  name: "content-security-policy",
-  apply: "build",
-  transformIndexHtml: () => [
-    { tag: "meta", attrs: { "http-equiv": "Content-Security-Policy", content: POLICY }, injectTo: "head-prepend" },
-  ],
-};
+const file = (path) => fileURLToPath(new URL(path, import.meta.url));
+const pages = ["index.html", ...PAGES.map((p) => `${p.folder}/index.html`)].map(file).filter(existsSync);
 
 export default defineConfig({
-  // The page finds its files wherever it is put: at an address of its own, or below a path.
+  // The pages find their files wherever they are put: at an address of their own, or below a path.
   base: "./",
-  plugins: [policy],
+  appType: "mpa",
+  plugins: [shell()],
   worker: { format: "es" },
-  build: { target: "es2022" },
+  build: { target: "es2022", rollupOptions: { input: pages } },
   optimizeDeps: { exclude: ["onnxtrain", "onnxruntime-web"] },
   server: { headers },
   preview: { headers },

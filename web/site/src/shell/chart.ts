@@ -1,0 +1,97 @@
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import "./chart.css";
+import { color, onTheme } from "./theme.js";
+
+/** A line of a chart. */
+export interface Line {
+  readonly label: string;
+  /** A colour of style.css; the accent unless given. */
+  readonly color?: string;
+  /** From 0 to 1, with an axis of its own on the right. */
+  readonly share?: boolean;
+  /** Values that are far apart are joined. */
+  readonly sparse?: boolean;
+}
+
+/** More points than this say nothing more: every other one is dropped. */
+const MOST = 1600;
+
+/** Lines over steps, drawn by uPlot: `new Chart(place, [{ label: "loss" }])`. */
+export class Chart {
+  #rows: (number | null)[][];
+  readonly #lines: readonly Line[];
+  readonly #plot: uPlot;
+  readonly #place: HTMLElement;
+  #every = 1;
+  #seen = 0;
+
+  constructor(place: HTMLElement, lines: readonly Line[], options: { height?: number; x?: string } = {}) {
+    this.#place = place;
+    this.#lines = lines;
+    this.#rows = [[], ...lines.map(() => [])];
+    place.classList.add("chart");
+    place.setAttribute("role", "img");
+    const size = () => ({ width: Math.max(place.clientWidth - 2, 200), height: options.height ?? 200 });
+    const axis = {
+      stroke: () => color("--quiet"), font: "12px system-ui, sans-serif",
+      grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false },
+    };
+    this.#plot = new uPlot(
+      {
+        ...size(),
+        cursor: { y: false, points: { size: 7 } },
+        scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low), (high || 1) * 1.05] }, share: { range: [0, 1] } },
+        axes: [
+          { ...axis, size: 28, grid: { show: false } },
+          { ...axis, size: 46 },
+          ...(lines.some((l) => l.share)
+            ? [{ ...axis, scale: "share", side: 1, size: 46, grid: { show: false }, values: (_: unknown, ticks: number[]) => ticks.map((v) => `${Math.round(100 * v)} %`) } as uPlot.Axis]
+            : []),
+        ],
+        series: [
+          { label: options.x ?? "step" },
+          ...lines.map((l): uPlot.Series => ({
+            label: l.label, stroke: () => color(l.color ?? "--accent"), width: 2, spanGaps: l.sparse ?? false,
+            points: { show: false }, scale: l.share ? "share" : "y",
+            value: (_, v) => (v === null || v === undefined ? "–" : l.share ? `${(100 * v).toFixed(1)} %` : v.toPrecision(3)),
+          })),
+        ],
+      },
+      this.#rows as uPlot.AlignedData,
+      place,
+    );
+    new ResizeObserver(() => this.#plot.setSize(size())).observe(place);
+    onTheme(() => this.#plot.redraw());
+    this.draw();
+  }
+
+  /** Adds the values of a step, one per line; `null` or nothing where there is none. */
+  add(step: number, ...values: (number | null | undefined)[]): void {
+    // What is rare is never dropped.
+    const rare = this.#lines.some((l, i) => l.sparse && values[i] !== null && values[i] !== undefined);
+    if (this.#seen++ % this.#every && !rare) return;
+    this.#rows[0]!.push(step);
+    this.#lines.forEach((_, i) => this.#rows[i + 1]!.push(values[i] ?? null));
+    if (this.#rows[0]!.length < MOST) return;
+    this.#every *= 2;
+    const kept = this.#rows[0]!.map((_, r) => r % 2 === 0 || this.#lines.some((l, i) => l.sparse && this.#rows[i + 1]![r] !== null));
+    this.#rows = this.#rows.map((row) => row.filter((_, r) => kept[r]));
+  }
+
+  /** Draws what was added. */
+  draw(): void {
+    this.#plot.setData(this.#rows as uPlot.AlignedData);
+    const last = this.#lines.map((l, i) => {
+      const value = this.#rows[i + 1]!.findLast((v) => v !== null);
+      return `${l.label} ${value === undefined || value === null ? "not known yet" : l.share ? `${(100 * value).toFixed(1)} %` : value.toPrecision(3)}`;
+    });
+    this.#place.setAttribute("aria-label", `Chart over ${this.#rows[0]!.at(-1) ?? 0} steps: ${last.join(", ")}`);
+  }
+
+  clear(): void {
+    this.#rows = this.#rows.map(() => []);
+    [this.#every, this.#seen] = [1, 0];
+    this.draw();
+  }
+}
