@@ -2,6 +2,7 @@ import { count, type HostTensor, type TypedArray } from "./dtypes.js";
 import { ShapeError } from "./errors.js";
 import type { Batch, TensorLike } from "./feeds.js";
 import type { TensorSpec } from "./manifest.js";
+import { uniform } from "./random.js";
 
 /** Columns of rows, batches one by one, or a function that starts them anew for each epoch. */
 export type Dataset = Batch | Iterable<Batch> | AsyncIterable<Batch> | (() => Iterable<Batch> | AsyncIterable<Batch>);
@@ -120,13 +121,7 @@ function gather(c: Column, rows: Uint32Array): TensorLike {
 
 /** Fisher and Yates, with a generator that is the same everywhere. */
 function shuffle(order: Uint32Array, seed: number): void {
-  let s = seed >>> 0;
-  const next = () => {
-    s = (s + 0x6d2b79f5) >>> 0;
-    let t = Math.imul(s ^ (s >>> 15), s | 1);
-    t ^= t + Math.imul(t ^ (t >>> 7), t | 61);
-    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
-  };
+  const next = uniform(seed);
   for (let i = order.length - 1; i > 0; i--) {
     const j = Math.floor(next() * (i + 1));
     [order[i], order[j]] = [order[j]!, order[i]!];

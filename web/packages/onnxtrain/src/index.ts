@@ -7,6 +7,11 @@ export {
   OutOfMemoryError, RuntimeError, ShapeError,
 } from "./errors.js";
 export type { Batch, TensorLike } from "./feeds.js";
+export { createHead } from "./head/create-head.js";
+export type { Activation } from "./head/layers.js";
+export type { HeadLoss } from "./head/losses.js";
+export type { HeadOptimizer } from "./head/optimizers.js";
+export type { HeadOptions } from "./head/settings.js";
 export {
   parseManifest, type Location, type Manifest, type ModelSpec, type StateSpec, type TensorSpec, type WeightSpec,
 } from "./manifest.js";

@@ -1,13 +1,9 @@
 /** Weights of a model file as inputs, so that one session runs with whatever weights there are. */
 import { ArtifactError } from "./errors.js";
 import type { WeightSpec } from "./manifest.js";
+import { ELEMENT, field, valueInfo } from "./protobuf.js";
 import { concat } from "./sha256.js";
 
-/** Numbers of element types in ONNX. */
-const ELEMENT: Readonly<Record<string, number>> = {
-  float32: 1, uint8: 2, int8: 3, uint16: 4, int16: 5, int32: 6, int64: 7, bool: 9, float16: 10,
-  float64: 11, uint32: 12, uint64: 13, bfloat16: 16,
-};
 /** Numbers of fields in ONNX's messages. */
 const GRAPH = 7;
 const INITIALIZER = 5;
@@ -22,7 +18,7 @@ export function weightsAsInputs(model: Uint8Array, weights: readonly WeightSpec[
   const parts = [...fields(model)].map((part) => {
     if (part.number !== GRAPH) return part.whole;
     const kept = [...fields(part.content)].filter((f) => f.number !== INITIALIZER || !held(f.content)).map((f) => f.whole);
-    return field(GRAPH, concat([...kept, ...weights.map((w) => field(INPUT, valueInfo(w)))]));
+    return field(GRAPH, concat([...kept, ...weights.map((w) => field(INPUT, info(w)))]));
   });
   return concat(parts);
 }
@@ -62,19 +58,7 @@ function* fields(data: Uint8Array): Generator<Field> {
   }
 }
 
-function valueInfo(w: WeightSpec): Uint8Array {
-  const element = ELEMENT[w.dtype];
-  if (element === undefined) throw new ArtifactError(`'${w.name}': element type ${w.dtype} is not supported here`);
-  const dims = w.shape.map((n) => field(1, concat([varint(8), varint(n)])));
-  const tensor = concat([varint(8), varint(element), field(2, concat(dims))]);
-  return concat([field(1, new TextEncoder().encode(w.name)), field(2, field(1, tensor))]);
-}
-
-const field = (number: number, content: Uint8Array): Uint8Array =>
-  concat([varint(8 * number + 2), varint(content.length), content]);
-
-function varint(value: number): Uint8Array {
-  const bytes: number[] = [];
-  for (; value > 127; value = Math.floor(value / 128)) bytes.push((value % 128) + 128);
-  return Uint8Array.from([...bytes, value]);
+function info(w: WeightSpec): Uint8Array {
+  if (ELEMENT[w.dtype] === undefined) throw new ArtifactError(`'${w.name}': element type ${w.dtype} is not supported here`);
+  return valueInfo(w);
 }

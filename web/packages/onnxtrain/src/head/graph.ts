@@ -1,0 +1,67 @@
+import { field, node, tensor, text, valueInfo, type Attribute } from "../protobuf.js";
+import { concat } from "../sha256.js";
+import type { TensorSpec } from "../manifest.js";
+
+type Described = Pick<TensorSpec, "name" | "dtype" | "shape">;
+
+/** A graph under construction. Values are names; `prefix` keeps those of an inner graph apart. */
+export class Graph {
+  readonly #nodes: Uint8Array[] = [];
+  readonly #constants = new Map<string, { name: string; bytes: Uint8Array }>();
+  #count = 0;
+
+  constructor(readonly prefix = "") {}
+
+  /** Adds an operator and gives the name of its result. */
+  op(type: string, inputs: readonly string[], attributes: Readonly<Record<string, Attribute>> = {}, name?: string): string {
+    const result = name ?? `${this.prefix}${type}_${this.#count++}`;
+    this.add(type, inputs, [result], attributes);
+    return result;
+  }
+
+  /** Adds an operator with names of its own for what it gives. */
+  add(type: string, inputs: readonly string[], outputs: readonly string[], attributes: Readonly<Record<string, Attribute>> = {}): void {
+    this.#nodes.push(field(1, node(type, inputs, outputs, attributes)));
+  }
+
+  /** Gives a float. */
+  float(value: number): string {
+    return this.#constant("float32", [], Float32Array.of(value));
+  }
+
+  /** Gives one whole number as int64 or int32. */
+  whole(value: number, dtype = "int64"): string {
+    return this.#constant(dtype, [], dtype === "int32" ? Int32Array.of(value) : BigInt64Array.of(BigInt(value)));
+  }
+
+  /** Gives a list of int64, as axes and shapes are. */
+  list(...values: readonly number[]): string {
+    return this.#constant("int64", [values.length], BigInt64Array.from(values, BigInt));
+  }
+
+  /** Gives the numbers from 0 to below `count`, one for each class. */
+  classes(count: number, dtype: "int32" | "float32"): string {
+    const values = Array.from({ length: count }, (_, i) => i);
+    return this.#constant(dtype, [1, count], dtype === "int32" ? Int32Array.from(values) : Float32Array.from(values));
+  }
+
+  #constant(dtype: string, dims: readonly number[], data: Float32Array | Int32Array | BigInt64Array): string {
+    const key = `${dtype} ${dims.join()}: ${data.join()}`;
+    let known = this.#constants.get(key);
+    if (!known) {
+      const name = `${this.prefix}const_${this.#constants.size}`;
+      known = { name, bytes: field(5, tensor(name, dtype, dims, new Uint8Array(data.buffer))) };
+      this.#constants.set(key, known);
+    }
+    return known.name;
+  }
+
+  /** Gives the graph's bytes; tensors in `weights` come last, in their order. */
+  bytes(name: string, inputs: readonly Described[], outputs: readonly Described[], weights: readonly Uint8Array[] = []): Uint8Array {
+    return concat([
+      ...this.#nodes, text(2, name), ...[...this.#constants.values()].map((c) => c.bytes),
+      ...inputs.map((t) => field(11, valueInfo(t))), ...outputs.map((t) => field(12, valueInfo(t))),
+      ...weights.map((w) => field(5, w)),
+    ]);
+  }
+}

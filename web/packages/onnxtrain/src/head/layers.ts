@@ -1,0 +1,77 @@
+/** A stack of linear layers, forward and backward. */
+import type { Graph } from "./graph.js";
+
+export type Activation = "relu" | "tanh" | "sigmoid" | "gelu";
+
+interface Slope {
+  readonly op: string;
+  /** Gives the gradient of what went in (`x`) from that of what came out (`y`). */
+  backward(g: Graph, x: string, y: string, dy: string): string;
+}
+
+export const ACTIVATIONS: Readonly<Record<Activation, Slope>> = {
+  relu: {
+    op: "Relu",
+    backward: (g, _, y, dy) => g.op("Where", [g.op("Greater", [y, g.float(0)]), dy, g.float(0)]),
+  },
+  tanh: {
+    op: "Tanh",
+    backward: (g, _, y, dy) => g.op("Mul", [dy, g.op("Sub", [g.float(1), g.op("Mul", [y, y])])]),
+  },
+  sigmoid: {
+    op: "Sigmoid",
+    backward: (g, _, y, dy) => g.op("Mul", [dy, g.op("Mul", [y, g.op("Sub", [g.float(1), y])])]),
+  },
+  gelu: {
+    op: "Gelu",
+    // With z = x / sqrt(2): dy / 2 * (erf(z) + 1 + x * sqrt(2 / pi) * exp(-z^2)).
+    backward: (g, x, _, dy) => {
+      const z = g.op("Mul", [x, g.float(Math.SQRT1_2)]);
+      const bell = g.op("Exp", [g.op("Sub", [g.float(Math.log(2 / Math.PI) / 2), g.op("Mul", [z, z])])]);
+      const sum = g.op("Add", [g.op("Add", [g.op("Erf", [z]), g.float(1)]), g.op("Mul", [x, bell])]);
+      return g.op("Mul", [g.op("Mul", [dy, g.float(0.5)]), sum]);
+    },
+  },
+};
+
+/** The names of one layer's weights. */
+export interface Layer {
+  readonly weight: string;
+  readonly bias: string;
+}
+
+/** What the backward pass needs of the forward pass. */
+export interface Stack {
+  readonly output: string;
+  /** What went into each layer, and into the activation before it. */
+  readonly kept: readonly { readonly input: string; readonly before: string }[];
+}
+
+/** Adds the layers, with the activation between them, and gives the values that they find. */
+export function forward(g: Graph, x: string, layers: readonly Layer[], activation: Activation, output?: string): Stack {
+  const kept: { input: string; before: string }[] = [];
+  let [value, before] = [x, ""];
+  layers.forEach(({ weight, bias }, i) => {
+    kept.push({ input: value, before });
+    const last = i === layers.length - 1;
+    before = g.op("Gemm", [value, weight, bias], { transB: 1 }, last ? output : undefined);
+    value = last ? before : g.op(ACTIVATIONS[activation].op, [before]);
+  });
+  return { output: value, kept };
+}
+
+/** Adds the gradients of all weights, given that of the output; gives them by the weights' names. */
+export function backward(
+  g: Graph, { kept }: Stack, layers: readonly Layer[], activation: Activation, gradient: string,
+): Map<string, string> {
+  const found = new Map<string, string>();
+  let dy = gradient;
+  for (let i = layers.length - 1; i >= 0; i--) {
+    const { weight, bias } = layers[i]!;
+    const { input, before } = kept[i]!;
+    found.set(weight, g.op("Gemm", [dy, input], { transA: 1 }));
+    found.set(bias, g.op("ReduceSum", [dy, g.list(0)], { keepdims: 0 }));
+    if (i > 0) dy = ACTIVATIONS[activation].backward(g, before, input, g.op("Gemm", [dy, weight]));
+  }
+  return found;
+}
