@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+from models.writer import writer
 from sklearn.datasets import load_digits
 
 from onnxtrain.artifacts import build
@@ -167,6 +168,9 @@ def main(out: Path) -> None:
                 target="web",
             )
             built.save(out / "art" / f"{model.__name__}-{name}")
+    build(writer(), loss="causal_lm", optimizer="adamw", freeze="mask", target="web").save(
+        out / "art" / "writer"
+    )
 
 
 if __name__ == "__main__":
