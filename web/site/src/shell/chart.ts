@@ -41,6 +41,7 @@ export class Chart {
       {
         ...size(),
         cursor: { y: false, points: { size: 7 } },
+        legend: { live: false },
         scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low), (high || 1) * 1.05] }, share: { range: [0, 1] } },
         axes: [
           { ...axis, size: 28, grid: { show: false } },

@@ -1,0 +1,53 @@
+/** The nets that learn digits: one made here by `createHead`, or one that Python built. */
+import { createHead, Trainer, type HostTensor } from "onnxtrain";
+import { siteFile } from "../shell/dom.js";
+import { say } from "../shell/status.js";
+
+export interface Choice {
+  readonly model: string;
+  readonly data: string;
+  readonly size: number;
+  readonly device: "wasm" | "webgpu";
+  readonly classes: number;
+}
+
+/** Neurons of the only hidden layer, by pixels per side. */
+export const hiddenOf = (size: number): number => (size < 16 ? 64 : 128);
+
+/** Opens a net with first weights. */
+export async function openNet({ model, data, size, device, classes }: Choice): Promise<Trainer> {
+  const artifacts = model === "mlp"
+    ? await createHead({ inputs: size * size, classes, hidden: [hiddenOf(size)], activation: "relu" })
+    : siteFile(`art/${model}-${data}/`);
+  return await Trainer.create({ artifacts, device, onMessage: say });
+}
+
+/** Opens a net with more classes than another one, whose weights it takes over. */
+export async function grownNet(old: Trainer, choice: Choice): Promise<Trainer> {
+  const next = await openNet(choice);
+  for (const { name } of next.parameters) {
+    const [own, other] = [await next.getParameter(name), await old.getParameter(name)];
+    // Classes are rows, the new ones last: they keep their first weights.
+    (own.data as Float32Array).set(other.data as Float32Array);
+    await next.setParameter(name, own);
+  }
+  return next;
+}
+
+/** Gives images of what the first layer looks for, where it looks at pixels, and how many sides they have. */
+export async function firstLayer(trainer: Trainer): Promise<{ tiles: Float32Array[]; side: number } | undefined> {
+  const weights = trainer.parameters.find((p) => p.name === "layers.0.weight" || p.name === "conv1.weight");
+  if (!weights) return undefined;
+  const { data, dims }: HostTensor = await trainer.getParameter(weights.name);
+  const width = data.length / dims[0]!;
+  return {
+    tiles: Array.from({ length: dims[0]! }, (_, i) => (data as Float32Array).slice(i * width, (i + 1) * width)),
+    side: Math.sqrt(width),
+  };
+}
+
+/** Gives logits of images, `classes` numbers each. */
+export async function ask(trainer: Trainer, image: Float32Array): Promise<Float32Array> {
+  const { logits } = await trainer.predict({ [trainer.inputs[0]!]: image });
+  return logits!.data as Float32Array;
+}

@@ -1,0 +1,129 @@
+/** A run that a person watches: numbers, chart, Pause and Stop (`#pause`, `#stop`, `#loss`, `#accuracy`, ...). */
+import type { Dataset, Schedule, Trainer } from "onnxtrain";
+import type { Chart } from "./chart.js";
+import { $, show } from "./dom.js";
+import { fail, say } from "./status.js";
+
+/** How often numbers and chart change, in ms. */
+const NUMBERS = 100;
+
+/** What is trained, and how. */
+export interface Plan {
+  readonly trainer: Trainer;
+  readonly rows: Dataset;
+  readonly test: Dataset;
+  readonly epochs: number;
+  readonly batchSize: number;
+  readonly schedule: Schedule;
+  /** Steps per picture of the screen, so that one can watch; as many as there can be unless given. */
+  readonly pace?: number | undefined;
+  /** Called now and then, and at the end of every epoch, to show more. */
+  readonly look?: (epochEnds: boolean) => Promise<void>;
+  /** What is said at the end, before the count of steps. */
+  readonly done?: string;
+}
+
+/** The next picture; hidden pages have none and go on all the same. */
+const frame = () => new Promise<void>((resolve) => {
+  const late = setTimeout(resolve, 100);
+  requestAnimationFrame(() => {
+    clearTimeout(late);
+    resolve();
+  });
+});
+
+export class Run {
+  readonly #chart: Chart;
+  readonly #changed: (running: boolean) => void;
+  #stop: AbortController | undefined;
+  #paused = false;
+  #resume: () => void = () => undefined;
+
+  /** `changed` is told when a run begins and ends, to disable what makes no sense then. */
+  constructor(chart: Chart, changed: (running: boolean) => void) {
+    this.#chart = chart;
+    this.#changed = changed;
+    $("pause").onclick = () => this.pause(!this.#paused);
+    $("stop").onclick = () => this.stop();
+    this.#show(false);
+  }
+
+  get running(): boolean {
+    return this.#stop !== undefined;
+  }
+
+  pause(on: boolean): void {
+    this.#paused = on;
+    show("pause", on ? "Resume" : "Pause");
+    if (!on) this.#resume();
+  }
+
+  stop(): void {
+    this.#stop?.abort();
+    this.pause(false);
+  }
+
+  /** Does work that ends with training; Pause and Stop count from here on. Another run is stopped. */
+  async begin(work: (clicked: number) => Promise<void>): Promise<void> {
+    const clicked = performance.now();
+    if (this.#stop) return;
+    this.#stop = new AbortController();
+    this.#show(true);
+    try {
+      await work(clicked);
+    } catch (error) {
+      if (this.#stop.signal.aborted) say("Stopped.");
+      else fail(error);
+    } finally {
+      this.#stop = undefined;
+      this.#show(false);
+    }
+  }
+
+  #show(running: boolean): void {
+    this.pause(false);
+    for (const id of ["pause", "stop"]) $<HTMLButtonElement>(id).disabled = !running;
+    this.#changed(running);
+  }
+
+  /** Trains, and shows how it goes. */
+  async train(plan: Plan, clicked: number): Promise<void> {
+    const { trainer, rows, test, epochs, batchSize, schedule, pace, look } = plan;
+    const signal = this.#stop!.signal;
+    this.#chart.clear();
+    for (const id of ["loss", "accuracy", "speed", "eta"]) show(id, "–");
+    const before = trainer.globalStep;
+    const tell = (epoch: number) => say(`Epoch ${epoch} of ${epochs} on ${trainer.device}${before ? `, from step ${before}` : ""}.`);
+    let [told, steps, shown] = [1, 0, 0];
+    let began = performance.now();
+    tell(told);
+    const options = { epochs, batchSize, schedule, validation: test, signal, ...(pace ? { stepsPerCall: 1 } : {}) };
+    for await (const m of trainer.fit(rows, options)) {
+      const now = performance.now();
+      if (++steps === 1) $("status").dataset["first"] = ((now - clicked) / 1000).toFixed(2);
+      const { validation } = m;
+      this.#chart.add(m.step, m.loss, validation && (validation["accuracy"] ?? validation.loss));
+      if (m.epoch !== told) tell((told = m.epoch));
+      if (now - shown > NUMBERS || validation) {
+        shown = now;
+        const speed = (1000 * steps) / (now - began);
+        show("loss", m.loss.toFixed(3));
+        show("speed", speed.toFixed(0));
+        show("eta", `${((m.totalSteps! - steps) / speed).toFixed(0)} s`);
+        if (validation) show("accuracy", validation["accuracy"] === undefined ? `loss ${validation.loss.toFixed(3)}` : `${(100 * validation["accuracy"]!).toFixed(1)} %`);
+        this.#chart.draw();
+        await look?.(validation !== undefined);
+      }
+      if (pace && steps % pace === 0) await frame();
+      if (this.#paused) {
+        const paused = performance.now();
+        say("Paused.");
+        await new Promise<void>((resolve) => (this.#resume = resolve));
+        began += performance.now() - paused;
+        if (!signal.aborted) tell(told);
+      }
+    }
+    await look?.(true);
+    say(`${plan.done ?? "Done"}: ${steps} steps in ${((performance.now() - began) / 1000).toFixed(1)} s on ${trainer.device}.`);
+  }
+}
