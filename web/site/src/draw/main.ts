@@ -21,7 +21,7 @@ const REPLAY = 400;
 const LESSON = { epochs: 4, batchSize: 32 };
 /** What is good for each set of digits. */
 const DEFAULTS: Record<string, { batch: number; epochs: number; pace: string }> = {
-  digits: { batch: 32, epochs: 10, pace: "1" },
+  digits: { batch: 32, epochs: 10, pace: "16" },
   mnist: { batch: 64, epochs: 5, pace: "0" },
 };
 const SCHEDULES: Record<string, (lr: number) => Schedule> = { cosine, linear, constant };
@@ -74,7 +74,11 @@ async function look(everything: boolean): Promise<void> {
   const test = first(data.test, everything ? Math.min(whole("tests"), data.test.labels.length) : SHOWN);
   const guesses = best(await ask(trainer, test.image), own.names.length);
   showGuesses(guesses, test.labels, own.names);
-  if (everything) showConfusion(guesses, test.labels, own.names);
+  if (everything) {
+    showConfusion(guesses, test.labels, own.names);
+    const right = guesses.filter((g, i) => g === test.labels[i]).length;
+    show("progress", `So far it reads ${right} of ${guesses.length} digits that it has never seen.`);
+  }
   await showLayer();
   await predictDrawing();
 }

@@ -53,7 +53,7 @@ export function showTiles(tiles: readonly Float32Array[], side: number): void {
 export function showConfusion(guesses: readonly number[], labels: Uint8Array, names: readonly string[]): void {
   const counts = names.map(() => names.map(() => 0));
   guesses.forEach((g, i) => counts[labels[i]!]![g]!++);
-  const rows = counts.map((row, is) => ({ row, is })).filter(({ row }) => row.some((n) => n > 0));
+  const rows = counts.map((row, is) => ({ row, is })).filter(({ row, is }) => is < 10 || row.some((n) => n > 0));
   const cell = (n: number, is: number, taken: number, total: number) => {
     const td = make("td", {}, n ? String(n) : "");
     td.className = n === 0 ? "" : is === taken ? "hit" : "miss";

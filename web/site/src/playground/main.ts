@@ -114,11 +114,12 @@ const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
 /** Everything that touches the net happens here, one thing after the other. */
 async function live(): Promise<never> {
   let counted = 0;
-  let drawn = 0;
+  let [drawn, pictured] = [0, 0];
   for (;;) {
     await frame();
     if (stale) await reopen();
-    const until = performance.now() + BUDGET;
+    // Where pictures take long, as much time is for steps.
+    const until = performance.now() + Math.max(BUDGET, pictured);
     const target = playing ? settings.pace : wanted;
     for (let i = 0; i < target && (i === 0 || performance.now() < until) && !stale; i++) {
       await net!.step(points, settings.batch, settings.rate);
@@ -128,6 +129,7 @@ async function live(): Promise<never> {
     const now = performance.now();
     if (!playing || !calm() || now - drawn > STILL) {
       await picture();
+      pictured = performance.now() - now;
       drawn = now;
     }
     if (target && (!playing || now - counted > (calm() ? STILL : NUMBERS))) {

@@ -1,6 +1,7 @@
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import "./chart.css";
+import { make } from "./dom.js";
 import { color, onTheme } from "./theme.js";
 
 /** A line of a chart. */
@@ -41,7 +42,7 @@ export class Chart {
       {
         ...size(),
         cursor: { y: false, points: { size: 7 } },
-        legend: { live: false },
+        legend: { show: false },
         scales: { x: { time: false }, y: { range: (_, low, high) => [Math.min(0, low), (high || 1) * 1.05] }, share: { range: [0, 1] } },
         axes: [
           { ...axis, size: 28, grid: { show: false } },
@@ -62,6 +63,11 @@ export class Chart {
       this.#rows as uPlot.AlignedData,
       place,
     );
+    place.append(make("ul", { className: "legend", "aria-hidden": true }, ...lines.map((l) => {
+      const key = make("span", { className: "key" });
+      key.style.background = `var(${l.color ?? "--accent"})`;
+      return make("li", {}, key, l.label);
+    })));
     new ResizeObserver(() => this.#plot.setSize(size())).observe(place);
     onTheme(() => this.#plot.redraw());
     this.draw();

@@ -15,7 +15,7 @@ export interface Plan {
   readonly epochs: number;
   readonly batchSize: number;
   readonly schedule: Schedule;
-  /** Steps per picture of the screen, so that one can watch; as many as there can be unless given. */
+  /** How long a step takes at least, in ms, so that one can watch; as fast as it can unless given. */
   readonly pace?: number | undefined;
   /** Called now and then, and at the end of every epoch, to show more. */
   readonly look?: (epochEnds: boolean) => Promise<void>;
@@ -23,14 +23,7 @@ export interface Plan {
   readonly done?: string;
 }
 
-/** The next picture; hidden pages have none and go on all the same. */
-const frame = () => new Promise<void>((resolve) => {
-  const late = setTimeout(resolve, 100);
-  requestAnimationFrame(() => {
-    clearTimeout(late);
-    resolve();
-  });
-});
+const wait = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
 
 export class Run {
   readonly #chart: Chart;
@@ -94,7 +87,7 @@ export class Run {
     for (const id of ["loss", "accuracy", "speed", "eta"]) show(id, "–");
     const before = trainer.globalStep;
     const tell = (epoch: number) => say(`Epoch ${epoch} of ${epochs} on ${trainer.device}${before ? `, from step ${before}` : ""}.`);
-    let [told, steps, shown] = [1, 0, 0];
+    let [told, steps, next] = [1, 0, 0];
     let began = performance.now();
     tell(told);
     const options = { epochs, batchSize, schedule, validation: test, signal, ...(pace ? { stepsPerCall: 1 } : {}) };
@@ -104,8 +97,7 @@ export class Run {
       const { validation } = m;
       this.#chart.add(m.step, m.loss, validation && (validation["accuracy"] ?? validation.loss));
       if (m.epoch !== told) tell((told = m.epoch));
-      if (now - shown > NUMBERS || validation) {
-        shown = now;
+      if (now > next || validation) {
         const speed = (1000 * steps) / (now - began);
         show("loss", m.loss.toFixed(3));
         show("speed", speed.toFixed(0));
@@ -113,8 +105,11 @@ export class Run {
         if (validation) show("accuracy", validation["accuracy"] === undefined ? `loss ${validation.loss.toFixed(3)}` : `${(100 * validation["accuracy"]!).toFixed(1)} %`);
         this.#chart.draw();
         await look?.(validation !== undefined);
+        // Most of the time is for training, also where pictures take long.
+        next = performance.now() + Math.max(NUMBERS, 2 * (performance.now() - now));
       }
-      if (pace && steps % pace === 0) await frame();
+      const ahead = began + (pace ?? 0) * steps - performance.now();
+      if (ahead > 10) await wait(ahead);
       if (this.#paused) {
         const paused = performance.now();
         say("Paused.");

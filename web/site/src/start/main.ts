@@ -29,13 +29,18 @@ async function live(): Promise<void> {
   const net = await Net.open(SHAPE);
   onTheme(() => void draw(net));
   const still = calm();
-  for (let step = 0; step < ENOUGH; step += PACE) {
-    for (let i = 0; i < PACE; i++) await net.step(points, 24, 0.02);
-    if (still && step % 400) continue;
+  let drawn = 0;
+  for (let step = 1; step <= ENOUGH; step++) {
+    await net.step(points, 24, 0.02);
+    if (step % (still ? 400 : PACE) || performance.now() < drawn) continue;
     await new Promise((resolve) => requestAnimationFrame(resolve));
+    const began = performance.now();
     await draw(net);
-    if (step % 20 === 0 || still) show("live-text", `Step ${step + PACE} of a net with 20 neurons, trained by your browser right now.`);
+    // Where pictures take long, as much time is for steps.
+    drawn = 2 * performance.now() - began;
+    show("live-text", `Step ${step} of a net with 20 neurons, trained by your browser right now.`);
   }
+  await draw(net);
   show("live-text", `A net with 20 neurons, trained by your browser in ${ENOUGH} steps just now.`);
 }
 

@@ -8,6 +8,7 @@ import { ROOT } from "../support.js";
 const MODULES = `${ROOT}/web/node_modules`;
 const TYPES: Record<string, string> = {
   ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".json": "application/json", ".wasm": "application/wasm",
+  ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png",
 };
 
 /** Packs the package of a workspace as npm would publish it, and gives the archive's path. */

@@ -1,0 +1,131 @@
+import { cpSync, mkdirSync, readFileSync } from "node:fs";
+import { join } from "node:path";
+import type { Page } from "playwright-core";
+import { afterAll, beforeAll, expect, test } from "vitest";
+import { FIXTURES, runPython } from "../support.js";
+import { DESK, PHONE, Site, until } from "./site.js";
+
+let site: Site;
+const file = (name: string) => join(site.folder, name);
+
+beforeAll(async () => {
+  site = await Site.open();
+  const own = `${FIXTURES}/mlp-wasm`;
+  const manifest = JSON.parse(readFileSync(`${own}/manifest.json`, "utf8")) as { checkpoint: string; models: { file: string }[] };
+  mkdirSync(file("art"));
+  for (const name of new Set(["manifest.json", manifest.checkpoint, ...manifest.models.map((m) => m.file)])) cpSync(`${own}/${name}`, join(file("art"), name));
+  // The class is the largest of the first four numbers.
+  runPython(
+    `
+import json, sys, numpy as np
+x = np.random.default_rng(0).standard_normal((400, 10)).astype(np.float32); labels = x[:, :4].argmax(1)
+folder = sys.argv[1]
+words = np.array(["ant", "bee", "cow", "dog"])[labels]
+np.savez_compressed(folder + "/good.npz", x=x, labels=labels)
+np.savez(folder + "/words.npz", x=x, labels=words)
+np.savez(folder + "/short.npz", x=x[:, :9], labels=labels)
+np.savez(folder + "/unnamed.npz", rows=x, labels=labels)
+head = ",".join([f"x.{i}" for i in range(10)] + ["labels"])
+rows = [",".join([*(f"{v:.5f}" for v in row), str(l)]) for row, l in zip(x, labels)]
+def write(name, lines): open(folder + "/" + name, "w").write("\\n".join(lines))
+write("good.csv", [head, *rows])
+write("words.csv", [head, *(r.rsplit(",", 1)[0] + f',"{w}, the"' for r, w in zip(rows, words))])
+write("good.jsonl", [json.dumps({"x": [round(float(v), 5) for v in row], "labels": str(w)}) for row, w in zip(x, words)])
+write("ones.csv", [head, *(",".join([*(f"{v:.5f}" for v in row), str(l + 1)]) for row, l in zip(x, labels))])
+write("first.txt", [str(labels.tolist().index(3))])
+write("word.csv", [head, *rows[:2], rows[2].replace(rows[2].split(",")[3], "much")])
+write("gap.csv", [head, *rows[:2], rows[2].replace(rows[2].split(",")[3], "")])
+write("few.csv", [head.replace("x.9,", "")] + [",".join(r.split(",")[1:]) for r in rows])
+write("half.csv", [head, *rows[:5], rows[5].rsplit(",", 1)[0] + ",0.5"])
+write("bad.jsonl", ['{"x": [1, 2], "labels": 0}', '{"x": [1], "labels": 0}'])
+write("number.csv", ["width,height,area", *(f"{a:.3f},{b:.3f},{a * b + 0.001:.3f}" for a, b in np.random.default_rng(1).random((200, 2)))])
+`,
+    site.folder,
+  );
+});
+afterAll(() => site?.close());
+
+const state = (page: Page) => page.locator("#own-state");
+const give = (page: Page, name: string) => page.setInputFiles("#own-data", file(name));
+const accuracy = async (page: Page) => parseFloat(await page.locator("#accuracy").innerText());
+
+async function train(page: Page, settings: Record<string, string> = {}): Promise<void> {
+  if (!(await page.getByLabel("Epochs").isVisible())) await page.locator(".training summary").click();
+  for (const [name, value] of Object.entries(settings)) await page.getByLabel(name).fill(value);
+  await page.evaluate(() => (document.querySelector("#status")!.textContent = ""));
+  await page.getByRole("button", { name: "Train my model" }).click();
+}
+
+test("a model of one's own learns from CSV, JSONL and NPZ, with text labels, and has a save of its own", async () => {
+  const { page, complaints, close } = await site.page("model/", DESK);
+  await page.setInputFiles("#own-model", file("art"));
+  await expect.poll(() => state(page).innerText()).toMatch(/It takes x \(float32\[batch, 10\]\) and labels \(int64\[batch\]\)/);
+  for (const [name, words] of [
+    ["word.csv", /word.csv: column 'x.3', line 4: 'much' is not a number/],
+    ["gap.csv", /gap.csv: column 'x.3', line 4 is empty/],
+    ["few.csv", /few.csv: the model takes 'x' \(float32\[batch, 10\]\), which is 10 columns; there are 9: x.0, x.1/],
+    ["half.csv", /half.csv: column 'labels', line 7: 0.5 is no whole number, 'labels' \(int64\[batch\]\) takes those/],
+    ["short.npz", /short.npz: the model takes 'x' \(float32\[batch, 10\]\), the array has shape \[400, 9\]/],
+    ["unnamed.npz", /unnamed.npz: the model takes 'x' .*the file has rows, labels/],
+    ["bad.jsonl", /bad.jsonl: line 2: 'x' is not a list of 2 numbers as in line 1/],
+  ] as const) {
+    await give(page, name);
+    await expect.poll(() => state(page).innerText()).toMatch(words);
+    expect(await page.getByRole("button", { name: "Train my model" }).isDisabled()).toBe(true);
+  }
+  for (const name of ["good.npz", "words.npz", "words.csv", "good.jsonl"]) {
+    await give(page, name);
+    await expect.poll(() => state(page).innerText()).toContain(`400 rows from ${name}`);
+    if (name !== "good.npz") expect(await state(page).innerText()).toMatch(/'labels' was text: ant\S*( the)? is 0, bee/);
+    await train(page, { "Learning rate": "0.02", Epochs: "10" });
+    await until(page, "Done: 100 steps");
+    expect(await accuracy(page)).toBeGreaterThan(75);
+  }
+  // What it says about unseen rows is said in words.
+  expect(await page.locator("#answer-rows td:nth-child(2)").first().innerText()).toMatch(/^(ant|bee|cow|dog)$/);
+  await give(page, "ones.csv");
+  await expect.poll(() => state(page).innerText()).toContain("400 rows from ones.csv");
+  await train(page);
+  await until(page, `Failed: ones.csv: 'labels' has 4 in row ${readFileSync(file("first.txt"), "utf8")}; the model has 4 classes: 0 to 3`);
+  await give(page, "good.csv");
+  await train(page, { "Learning rate": "0.02", Epochs: "10" });
+  await until(page, "Done: 100 steps");
+  await page.getByRole("button", { name: "Save", exact: true }).click();
+  await until(page, "Saved at step 100");
+  await page.getByRole("button", { name: "Continue saved" }).click();
+  await until(page, "Done: 100 steps");
+  await page.getByRole("button", { name: "Save", exact: true }).click();
+  await until(page, "Saved at step 200");
+  expect(complaints).toEqual([]);
+  await close();
+});
+
+test("without a model the page makes one for the table, on a phone too", async () => {
+  const { page, complaints, close } = await site.page("model/", PHONE);
+  await page.getByRole("button", { name: "Try it with 150 irises" }).tap();
+  await expect.poll(() => state(page).innerText()).toMatch(/150 rows from iris.csv.*which 'kind' a row is: setosa, versicolor, virginica/);
+  await train(page);
+  await until(page, "Done");
+  expect(await accuracy(page)).toBeGreaterThan(85);
+  expect(await page.locator("#answer-rows .right").count()).toBeGreaterThan(8);
+  expect(await page.locator("#answer-rows td:nth-child(2)").first().innerText()).toMatch(/^(setosa|versicolor|virginica)$/);
+  // Its save is not that of other models.
+  await page.getByRole("button", { name: "Save", exact: true }).click();
+  await until(page, "Saved at step");
+  await page.getByLabel("Hidden layers").fill("8, none");
+  await page.keyboard.press("Tab");
+  await until(page, "Failed: Hidden layers is 8, none, expected sizes such as 64, 32");
+  await page.getByLabel("Hidden layers").fill("8, 4");
+  await page.keyboard.press("Tab");
+  await until(page, "Ready.");
+  await page.getByRole("button", { name: "Continue saved" }).click();
+  await until(page, "Failed:");
+  // A number to predict: the loss on unseen rows is shown in place of the share that is right.
+  await give(page, "number.csv");
+  await expect.poll(() => state(page).innerText()).toContain("it predicts 'area'");
+  await train(page, { Epochs: "20" });
+  await until(page, "Done");
+  expect(await page.locator("#accuracy").innerText()).toMatch(/^loss 0\.0/);
+  expect(complaints).toEqual([]);
+  await close();
+});

@@ -1,0 +1,79 @@
+/** The built site, served as any host of files would, for the tests of its pages. */
+import { execFileSync } from "node:child_process";
+import { existsSync, mkdtempSync, readdirSync, rmSync, statSync, symlinkSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import type { Browser, BrowserContextOptions, Page } from "playwright-core";
+import { build } from "vite";
+import { python, ROOT } from "../support.js";
+import { start } from "./page.js";
+import { serveFolder } from "./project.js";
+
+export const SITE = `${ROOT}/web/site`;
+const WEB = `${ROOT}/web`;
+
+/** Gives when the newest file of some folders changed. */
+function newest(...paths: string[]): number {
+  return Math.max(0, ...paths.filter((p) => existsSync(p)).map((path) => {
+    const about = statSync(path);
+    if (!about.isDirectory()) return about.mtimeMs;
+    return Math.max(...readdirSync(path).filter((n) => !["node_modules", "dist", "public", "__pycache__"].includes(n)).map((n) => newest(join(path, n))), 0);
+  }));
+}
+
+/** Builds the site, if what it is made of is newer. */
+async function buildSite(): Promise<void> {
+  const [made, built] = [`${SITE}/public/data/iris.csv`, `${SITE}/dist/index.html`];
+  if (newest(made) <= newest(`${SITE}/make_artifacts.py`, `${ROOT}/src/onnxtrain`)) {
+    execFileSync(python(), [`${SITE}/make_artifacts.py`, `${SITE}/public`], { stdio: "inherit" });
+  }
+  const pieces = readdirSync(SITE).filter((n) => n !== "dist" && n !== "node_modules").map((n) => join(SITE, n));
+  const used = [made, ...pieces, ...readdirSync(`${WEB}/packages/onnxtrain/dist`).map((n) => `${WEB}/packages/onnxtrain/dist/${n}`)];
+  if (newest(built) <= newest(...used)) await build({ root: SITE, logLevel: "error" });
+}
+
+export interface Opened {
+  readonly page: Page;
+  /** Everything that the page complained about. */
+  readonly complaints: string[];
+  close(): Promise<void>;
+}
+
+/** The site below a path, without headers; and a browser. */
+export class Site {
+  private constructor(readonly address: string, readonly browser: Browser, readonly folder: string, private readonly end: () => void) {}
+
+  static async open(): Promise<Site> {
+    await buildSite();
+    const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
+    symlinkSync(`${SITE}/dist`, join(folder, "onnxtrain"));
+    const served = await serveFolder(folder);
+    return new Site(`${served.address}onnxtrain/`, await start(), folder, () => served.server.close());
+  }
+
+  /** Opens a page of the site, such as `draw/`. */
+  async page(path: string, options: BrowserContextOptions = {}): Promise<Opened> {
+    const context = await this.browser.newContext(options);
+    const page = await context.newPage();
+    const complaints: string[] = [];
+    page.on("pageerror", (error) => complaints.push(error.message));
+    page.on("console", (message) => {
+      if (message.type() === "error" || message.type() === "warning") complaints.push(message.text());
+    });
+    await page.goto(this.address + path);
+    return { page, complaints, close: () => context.close() };
+  }
+
+  async close(): Promise<void> {
+    await this.browser.close();
+    this.end();
+    rmSync(this.folder, { recursive: true });
+  }
+}
+
+/** Waits for words of the status that stay: what is there for an instant may be missed. */
+export const until = (page: Page, words: string) =>
+  page.waitForFunction((w) => document.querySelector("#status")!.textContent!.includes(w), words);
+
+export const PHONE: BrowserContextOptions = { viewport: { width: 390, height: 844 }, colorScheme: "dark", hasTouch: true };
+export const DESK: BrowserContextOptions = { viewport: { width: 1280, height: 900 }, colorScheme: "light" };
