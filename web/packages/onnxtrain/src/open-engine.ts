@@ -2,6 +2,7 @@ import { Artifacts } from "./artifacts.js";
 import { LocalEngine, type Engine, type Tensors } from "./engine.js";
 import { RuntimeError } from "./errors.js";
 import { findModel, type ModelRole } from "./manifest.js";
+import { checkMemory } from "./memory-plan.js";
 import { WorkerEngine } from "./remote.js";
 import { inNode, TARGETS, webgpuProblem, type Device } from "./runtime.js";
 import type { TrainerOptions } from "./trainer-types.js";
@@ -33,6 +34,7 @@ export async function openEngine(
 async function open(
   artifacts: Artifacts, device: Device, roles: readonly ModelRole[], values: Tensors, options: TrainerOptions,
 ): Promise<Engine> {
+  checkMemory(artifacts.manifest, device, options.sizes ?? {}, options.memoryLimit);
   const inWorker = (options.worker ?? true) && !inNode() && typeof Worker === "function";
   const create = inWorker ? WorkerEngine.create : LocalEngine.create;
   return await create(artifacts, device, roles, values, options);

@@ -4,6 +4,7 @@ import type { Control, Engine, Tensors } from "./engine.js";
 import { revive, RuntimeError } from "./errors.js";
 import type { ModelRole } from "./manifest.js";
 import { addressOf, type Device, type RuntimeOptions } from "./runtime.js";
+import type { FileData } from "./weights-file.js";
 
 /** What a worker is asked first. */
 export interface Opening {
@@ -17,7 +18,7 @@ export interface Opening {
 export type Request =
   | { readonly id: number; readonly open: Opening }
   | { readonly id: number; readonly method: string; readonly args: readonly unknown[] }
-  | { readonly file: string; readonly data?: Uint8Array; readonly error?: { name: string; message: string } };
+  | { readonly file: string; readonly data?: FileData; readonly error?: { name: string; message: string } };
 
 export type Reply =
   | { readonly id: number; readonly result?: unknown; readonly error?: { name: string; message: string } }
@@ -67,11 +68,11 @@ export class WorkerEngine implements Engine {
           "hint: serve onnxtrain from the page's own origin, or give worker: false",
       );
     }
-    const { threads, wasmPaths, signal } = options;
+    const { threads, wasmPaths, memoryLimit, signal } = options;
     const stop = () => engine.#fail(signal!.reason as Error);
     signal?.addEventListener("abort", stop, { once: true });
     const runtimeUrl = options.runtimeUrl ?? addressOf(device);
-    const open: Opening = { text: artifacts.text, device, roles, values, options: { threads, wasmPaths, runtimeUrl } };
+    const open: Opening = { text: artifacts.text, device, roles, values, options: { threads, wasmPaths, memoryLimit, runtimeUrl } };
     try {
       await engine.#ask((id) => ({ id, open }));
     } catch (error) {
@@ -86,7 +87,7 @@ export class WorkerEngine implements Engine {
   /** Files are read and checked on this side, where their source is known. */
   async #send(artifacts: Artifacts, file: string): Promise<void> {
     try {
-      const data = await artifacts.file(file);
+      const data = await artifacts.data(file);
       artifacts.forget(file);
       this.#worker.postMessage({ file, data } satisfies Request);
     } catch (error) {
@@ -123,8 +124,12 @@ export class WorkerEngine implements Engine {
     return this.#call("run", role, batch, control);
   }
 
-  predict(batch: Tensors): Promise<Map<string, HostTensor>> {
-    return this.#call("predict", batch);
+  predict(batch: Tensors, last?: boolean): Promise<Map<string, HostTensor>> {
+    return this.#call("predict", batch, last);
+  }
+
+  rest(): Promise<void> {
+    return this.#call("rest");
   }
 
   read(names: readonly string[]): Promise<Map<string, HostTensor>> {

@@ -3,14 +3,15 @@ import { Artifacts } from "./artifacts.js";
 import { LocalEngine } from "./engine.js";
 import { revive } from "./errors.js";
 import type { Reply, Request } from "./remote.js";
+import type { FileData } from "./weights-file.js";
 
-const files = new Map<string, { resolve(data: Uint8Array): void; reject(error: Error): void }>();
+const files = new Map<string, { resolve(data: FileData): void; reject(error: Error): void }>();
 let engine: LocalEngine | undefined;
 
 const reply = (message: Reply): void => globalThis.postMessage(message);
 
 /** Asks the page for a file, which it has checked already. */
-const ask = (file: string): Promise<Uint8Array> =>
+const ask = (file: string): Promise<FileData> =>
   new Promise((resolve, reject) => {
     files.set(file, { resolve, reject });
     reply({ wanted: file });
