@@ -74,6 +74,9 @@ def test_frozen_weights_are_written_once(base: Path, tmp_path: Path) -> None:
     names = {p.name for p in artifacts.manifest.parameters}
     large = [t for t in infer.graph.initializer if len(t.raw_data) >= 1024]
     assert {t.name for t in large} <= names
+    built(base, "cpu").save(tmp_path / "cpu")  # where no one fetches, the model is whole
+    whole = onnx.load(tmp_path / "cpu" / "inference_model.onnx", load_external_data=False)
+    assert not any(t.external_data for t in whole.graph.initializer)
     assert any(t.external_data for t in infer.graph.initializer)
     trainer = onnxtrain.Trainer(tmp_path / "art", threads=1)
     again = trainer.predict(**{n: a for n, a in batch().items() if n != "labels"})["logits"]

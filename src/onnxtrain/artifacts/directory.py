@@ -221,7 +221,8 @@ def assemble(
             refer(proto, shared.file)
         elif spec.role != "infer":
             shared.move(proto)
-        elif "adapters" in artifacts.manifest.options:  # what they stand beside is there once
+        elif artifacts.manifest.options.keys() >= {"adapters", "memory"}:
+            # For tabs: what adapters stand beside is fetched once.
             shared.move(proto, {w.name for w in artifacts.manifest.parameters})
     apart = weights is not None or shared.data
     manifest = _renamed(artifacts.manifest, prefix, shared.file if apart else None)

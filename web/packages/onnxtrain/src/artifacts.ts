@@ -124,8 +124,8 @@ export class Artifacts {
   /** Gives the external data that a model may refer to, as ONNX Runtime takes it. */
   async externalData(model: ModelSpec): Promise<{ path: string; data: FileData }[]> {
     const { weights, options } = this.manifest;
-    // What adapters stand beside is written once, for the inference model too.
-    if (weights === null || (model.role === "infer" && !options["adapters"])) return [];
+    // Where it was built for tabs, what adapters stand beside is written once, for the inference model too.
+    if (weights === null || (model.role === "infer" && !(options["adapters"] && options["memory"]))) return [];
     return [{ path: weights, data: await this.data(weights) }];
   }
 
