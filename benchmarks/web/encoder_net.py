@@ -73,11 +73,11 @@ def minilm() -> ir.Model:
 
 
 def examples(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return texts and their classes: a third of the words are those of the class."""
+    """Return texts and their classes: half of the words are those of the class."""
     rng = np.random.default_rng(seed)
     labels = np.repeat(np.arange(CLASSES), count)
     ids = rng.integers(CLASSES * _TOPIC, WORDS, (len(labels), LENGTH))
     own = labels[:, None] * _TOPIC + rng.integers(0, _TOPIC, ids.shape) // 16
-    ids = np.where(rng.random(ids.shape) < 0.4, own, ids)
+    ids = np.where(rng.random(ids.shape) < 0.5, own, ids)
     order = rng.permutation(len(labels))
     return ids[order], labels[order]

@@ -106,7 +106,7 @@ export class Artifacts {
     if (!this.checked) return await this.#source.read(name);
     const { open } = this.#source;
     const tell = this.#options.onProgress ?? (() => undefined);
-    if (open && this.#options.cache !== false && !inNode()) return await keptFile(name, this.#digest(name), () => open(name), tell);
+    if (open) return await keptFile(name, this.#digest(name), () => open(name), tell, this.#options.cache !== false);
     const data = await this.#source.read(name);
     const hash = new Sha256();
     if (data instanceof Uint8Array) {

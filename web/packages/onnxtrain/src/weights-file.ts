@@ -18,11 +18,11 @@ export type FileData = Uint8Array | Blob;
 
 const FOLDER = "onnxtrain-weights";
 
-/** Gives a file of this sha256 from the origin's private files, or what `open` gives, which is kept there. */
+/** Gives a file of this sha256 from the origin's private files, or what `open` gives, which is kept there if there is room. */
 export async function keptFile(
-  name: string, digest: string, open: () => Promise<Response>, tell: (progress: LoadProgress) => void,
+  name: string, digest: string, open: () => Promise<Response>, tell: (progress: LoadProgress) => void, keep = true,
 ): Promise<Blob> {
-  const folder = await privateFolder();
+  const folder = keep ? await privateFolder() : undefined;
   const before = await folder?.getFileHandle(digest).then((h) => h.getFile(), () => undefined);
   // The browser puts a file in its place when all of it is written; an empty one was never closed.
   if (before?.size) {
@@ -43,6 +43,7 @@ export async function keptFile(
   } catch (error) {
     await target?.abort().catch(() => undefined);
     await folder?.removeEntry(digest).catch(() => undefined);
+    if (target && (error as Error).name === "QuotaExceededError") return await keptFile(name, digest, open, tell, false);
     throw error;
   }
   return target ? await handle!.getFile() : new Blob(parts as Uint8Array<ArrayBuffer>[]);

@@ -131,3 +131,21 @@ test("a damaged file is refused and not kept", async () => {
   expect(told[1]).toBe("0");
   await page.close();
 });
+
+test("where there is no room the file is fetched and not kept", async () => {
+  const { page, complaints } = await openPage(browser, isolated.address);
+  const told = await page.evaluate(async () => {
+    const own = FileSystemWritableFileStream.prototype.write;
+    FileSystemWritableFileStream.prototype.write = async () => { throw new DOMException("full", "QuotaExceededError"); };
+    const source = new URL("/fixtures/lm/", location.href);
+    const full = await onnxtrain.Artifacts.load(source).then((a) => a.data("weights.bin"));
+    FileSystemWritableFileStream.prototype.write = own;
+    const loaded: number[] = [];
+    const asked = await onnxtrain.Artifacts.load(source, { cache: false, onProgress: (p) => loaded.push(p.loaded) });
+    const unkept = await asked.data("weights.bin");
+    return [(full as Blob).size, (unkept as Blob).size, loaded.at(-1), await onnxtrain.forgetWeights()];
+  });
+  expect(told).toEqual([WEIGHTS, WEIGHTS, WEIGHTS, 0]);
+  expect(complaints).toEqual([]);
+  await page.close();
+});
