@@ -128,6 +128,7 @@ bench-web: $(VENV)/.dev chromium web/node_modules/.package-lock.json benchmarks/
 	.cache/bench/venvs/ort-training/bin/python benchmarks/web/official.py $(BENCH_WEB) 2>$(BENCH_WEB)/official.log
 	node benchmarks/web/run.mjs $(BENCH_WEB) benchmarks/web/results.json
 	$(BIN)/python benchmarks/web/report.py benchmarks/web/results.json docs
+	$(BIN)/python -m benchmarks.web.finetune
 
 # No scripts of other packages: the runtime's would fetch CUDA libraries. Ours (prepack) may run.
 web/node_modules/.package-lock.json: web/package-lock.json

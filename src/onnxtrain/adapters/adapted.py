@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,10 @@ import onnx_ir as ir
 from onnxtrain.adapters.adapter import Adapter
 from onnxtrain.adapters.files.merge import BRANCH, Merged, merge
 from onnxtrain.adapters.files.onnx_adapter import write_ort_adapter, write_ort_base
-from onnxtrain.adapters.files.peft import write_peft
+from onnxtrain.adapters.files.peft import peft_config, write_peft
 from onnxtrain.adapters.files.refer import save_referring
 from onnxtrain.adapters.files.trained_values import Weights, trained_values
+from onnxtrain.graph.roles import ADAPTERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Adapted:
     """All modules of the file that could have an adapter."""
     notes: tuple[str, ...] = ()
     """What a user should know before training."""
+
+    def __post_init__(self) -> None:
+        # Artifacts take it along, so that adapters can be written wherever they were trained.
+        kept = ("module", "kind", "a", "b", "magnitude", "scaling")
+        rows = [{n: getattr(a, n) for n in kept} for a in self.adapters]
+        table = {"config": peft_config(self), "tensors": rows}
+        self.model.metadata_props[ADAPTERS] = json.dumps(table, sort_keys=True)
 
     def as_ir(self) -> ir.Model:
         """Return the model, for whatever takes models."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import fnmatch
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,11 @@ from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.io.shared_weights import SharedWeights, copy_with_weights, keep_with
+from onnxtrain.graph.memory import symbolic_peaks
 from onnxtrain.graph.modes import separate_statistics
 from onnxtrain.graph.modes.widen import widen
 from onnxtrain.graph.prepare import repairs_of, show_weights
+from onnxtrain.graph.roles import ADAPTERS
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
@@ -164,6 +167,9 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
     _check_names(origin.parameters, origin.buffers, state)
     slots = {s.name: _initial(s, arrays) for s in state}
     size = sum(a.nbytes for group in (arrays, values, slots) for a in group.values())
+    # Where the rest is large, a call costs little beside it, and a second session much.
+    frozen = [x.const_value for x in base.graph.initializers.values() if x.name not in trained]
+    size += sum(t.nbytes for t in frozen if t is not None)
     count = steps_wanted(asked.steps_per_call, target, accumulate, size)
     graphs = _graphs(base, origin, options, weights, state, accumulate, count)
     infer, infer_spec = inference_model(source)
@@ -185,10 +191,30 @@ def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Art
             "repairs": [*shown, *apart, *repairs_of(base), *untrained, *widened, *origin.repairs],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
             **({"dp": dataclasses.asdict(asked.dp)} if asked.dp else {}),
+            **_for_other_runtimes(source, graphs, options.target),
         },
     )
     kept = shared if large else None
     return Artifacts(manifest, models, {**arrays, **values}, slots, shared=kept)
+
+
+def _for_other_runtimes(
+    source: ir.Model, graphs: Sequence[Finished], target: Target
+) -> dict[str, Any]:
+    """Return what trainers that know no graphs need: names of adapters, memory of a step."""
+    notes: dict[str, Any] = {}
+    if ADAPTERS in source.metadata_props:
+        notes["adapters"] = json.loads(source.metadata_props[ADAPTERS])
+    if target.lacks("output-binding"):
+        step = next(p for p, spec in graphs if spec.role == "step" and spec.steps_per_call == 1)
+        graph = ir.from_proto(step).graph
+        constants = [x.const_value for x in graph.initializers.values()]
+        notes["memory"] = {
+            "constants": sum(t.nbytes for t in constants if t is not None),
+            "nodes": len(graph),
+            "results": symbolic_peaks(graph),
+        }
+    return notes
 
 
 def _normal_form(source: ir.Model, asked: BuildRequest) -> ir.Model:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -221,6 +221,9 @@ def assemble(
             refer(proto, shared.file)
         elif spec.role != "infer":
             shared.move(proto)
+        elif artifacts.manifest.options.keys() >= {"adapters", "memory"}:
+            # For tabs: what adapters stand beside is fetched once.
+            shared.move(proto, {w.name for w in artifacts.manifest.parameters})
     apart = weights is not None or shared.data
     manifest = _renamed(artifacts.manifest, prefix, shared.file if apart else None)
     manifest = _with_places(manifest, protos)
@@ -284,10 +287,10 @@ class _Shared:
         self.data = bytearray()
         self.places: dict[bytes, int] = {}
 
-    def move(self, proto: onnx.ModelProto) -> None:
+    def move(self, proto: onnx.ModelProto, but: Collection[str] = ()) -> None:
         for tensor in proto.graph.initializer:
             raw = tensor.raw_data
-            if len(raw) < _SHARED:
+            if len(raw) < _SHARED or tensor.name in but:
                 continue
             digest = hashlib.sha256(raw).digest()
             if digest not in self.places:

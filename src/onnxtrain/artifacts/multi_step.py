@@ -45,7 +45,8 @@ def multi_step_model(
         packs: parameters and state that are one tensor in ``step``.
     """
     proto, inner = step
-    body = ir.from_proto(proto).graph
+    one = ir.from_proto(proto)
+    body = one.graph
     fed = {t.feeds: t for t in inner.outputs if t.feeds is not None}
     carried = [t for t in inner.inputs if t.name in fed]
     scanned = [t for t in inner.inputs if t.name not in fed and t.role not in _KEPT]
@@ -53,8 +54,9 @@ def multi_step_model(
 
     inputs = tuple(t if t.role in _KEPT else _several(t, count) for t in plain.inputs)
     outputs = tuple(t if t.feeds is not None else _several(t, count) for t in plain.outputs)
+    opsets = {**one.opset_imports, "": OPSET}
     outer = ir.Graph(
-        [_value(t) for t in inputs], [], nodes=[], opset_imports={"": OPSET}, name="steps_model"
+        [_value(t) for t in inputs], [], nodes=[], opset_imports=opsets, name="steps_model"
     )
     given = {x.name or "": x for x in outer.inputs}
     results = [y.name or "" for y in body.outputs]

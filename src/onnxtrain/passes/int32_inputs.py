@@ -16,7 +16,7 @@ def int32_inputs(model: ir.Model, op: OpBuilder) -> int:
     front = op.before(next(iter(graph), None))
     for x in wide:
         uses = list(x.uses())
-        x.dtype = ir.DataType.INT32
+        x.type = ir.TensorType(ir.DataType.INT32)  # copies of the graph share types
         widened = front.Cast(x, to=ir.DataType.INT64)
         widened.shape = x.shape
         for node, index in uses:

@@ -45,7 +45,9 @@ def write_peft(
     tensors: dict[str, np.ndarray] = {}
     for a in adapted.adapters:
         tensors.update(_as_peft(a, values))
-    config = json.dumps(_config(adapted, base_model, task_type), indent=2, sort_keys=True) + "\n"
+    config = (
+        json.dumps(peft_config(adapted, base_model, task_type), indent=2, sort_keys=True) + "\n"
+    )
     files = {
         str(folder / TENSORS): content(plain_bytes(tensors, {"format": "pt"})),
         str(folder / CONFIG): content(config.encode()),
@@ -71,7 +73,10 @@ def _as_peft(a: Adapter, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
     return tensors
 
 
-def _config(adapted: Adapted, base_model: str, task_type: str | None) -> dict[str, Any]:
+def peft_config(
+    adapted: Adapted, base_model: str = "", task_type: str | None = None
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
     ranks = {a.module: a.rank for a in adapted.adapters if a.rank != adapted.rank}
     alphas = {a.module: _number(a.alpha) for a in adapted.adapters if a.alpha != adapted.alpha}
     return {
@@ -194,4 +199,4 @@ def _read_config(path: Path, label: str) -> dict[str, Any]:
     return config
 
 
-__all__ = ["PeftAdapter", "write_peft"]
+__all__ = ["PeftAdapter", "peft_config", "write_peft"]

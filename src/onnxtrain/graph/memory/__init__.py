@@ -5,5 +5,15 @@ from onnxtrain.graph.memory.choose_order import order_for_memory
 from onnxtrain.graph.memory.lifetimes import Event, lifetimes
 from onnxtrain.graph.memory.peak import Sizes, peak_of
 from onnxtrain.graph.memory.run_order import run_order
+from onnxtrain.graph.memory.symbolic_peak import symbolic_peaks
 
-__all__ = ["Arena", "Event", "Sizes", "lifetimes", "order_for_memory", "peak_of", "run_order"]
+__all__ = [
+    "Arena",
+    "Event",
+    "Sizes",
+    "lifetimes",
+    "order_for_memory",
+    "peak_of",
+    "run_order",
+    "symbolic_peaks",
+]

@@ -16,6 +16,8 @@ from onnxtrain.graph.roles.table import STATISTIC
 
 PARAMETERS = "onnxtrain.parameters"
 """Key in a model's metadata: the names of its parameters, where their maker knows them."""
+ADAPTERS = "onnxtrain.adapters"
+"""Key in a model's metadata: what its adapters are called elsewhere, if it has any; JSON."""
 
 _FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}

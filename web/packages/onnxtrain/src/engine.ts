@@ -2,9 +2,11 @@ import { filled, inType, toBytes, type HostTensor } from "./dtypes.js";
 import { ArtifactError, CheckpointError, ShapeError } from "./errors.js";
 import { failed } from "./failures.js";
 import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec, type TensorSpec, type WeightSpec } from "./manifest.js";
+import { checkMemory, sizesIn } from "./memory-plan.js";
 import { Runtime, TARGETS, type Device, type OrtSession, type OrtTensor, type RuntimeOptions } from "./runtime.js";
 import { stateKey } from "./safetensors.js";
 import { weightsAsInputs } from "./weight-inputs.js";
+import type { FileData } from "./weights-file.js";
 
 export type Tensors = ReadonlyMap<string, HostTensor>;
 
@@ -29,8 +31,10 @@ export interface Engine {
    * controls stands for as many batches, stacked.
    */
   run(role: ModelRole, batch: Tensors, control: Control | readonly Control[]): Promise<Map<string, HostTensor>>;
-  /** Runs the inference model with the current weights. */
-  predict(batch: Tensors): Promise<Map<string, HostTensor>>;
+  /** Runs the inference model with the current weights; `last` gives the last position of sequences only. */
+  predict(batch: Tensors, last?: boolean): Promise<Map<string, HostTensor>>;
+  /** Lets go of the session that predicts; the next prediction opens it again. */
+  rest(): Promise<void>;
   /** Gives parameters, buffers and state by the names in the manifest. */
   read(names: readonly string[]): Promise<Map<string, HostTensor>>;
   write(tensors: Tensors): Promise<void>;
@@ -42,6 +46,8 @@ export interface Engine {
 export interface ModelFiles {
   readonly manifest: Manifest;
   file(name: string): Promise<Uint8Array>;
+  /** Gives a file as `file` does; that of the weights need not be in memory. */
+  data(name: string): Promise<FileData>;
   /** Lets go of a file's bytes. */
   forget(name: string): void;
 }
@@ -60,6 +66,7 @@ export class LocalEngine implements Engine {
   private constructor(
     readonly artifacts: ModelFiles,
     readonly runtime: Runtime,
+    readonly memoryLimit: number | undefined,
   ) {}
 
   get device(): Device {
@@ -70,7 +77,7 @@ export class LocalEngine implements Engine {
   static async create(
     artifacts: ModelFiles, device: Device, roles: readonly ModelRole[], values: Tensors, options: RuntimeOptions,
   ): Promise<LocalEngine> {
-    const engine = new LocalEngine(artifacts, await Runtime.open(device, options));
+    const engine = new LocalEngine(artifacts, await Runtime.open(device, options), options.memoryLimit);
     try {
       await engine.write(values);
       for (const role of roles) await engine.#model(role);
@@ -107,14 +114,14 @@ export class LocalEngine implements Engine {
     }
     const data = await this.artifacts.file(spec.file);
     const onGpu = spec.outputs.filter((t) => t.feeds !== null).map((t) => t.name);
-    const { weights } = manifest;
-    const external = weights === null ? [] : [{ path: weights, data: await this.artifacts.file(weights) }];
+    const external = await externalData(this.artifacts, spec);
     try {
       const session = await this.runtime.session(data, external, { onGpu });
-      this.artifacts.forget(spec.file);
       return { spec, session };
     } catch (error) {
       throw failed(error, `${spec.file} on ${this.device}`);
+    } finally {
+      this.artifacts.forget(spec.file);
     }
   }
 
@@ -131,6 +138,7 @@ export class LocalEngine implements Engine {
   async run(role: ModelRole, batch: Tensors, control: Control | readonly Control[]): Promise<Map<string, HostTensor>> {
     const controls = "length" in control ? control : [control];
     const { spec, session } = await this.#model(role, controls.length);
+    if (controls.length === 1 && batch.size) checkMemory(this.artifacts.manifest, this.device, sizesIn(spec.inputs, batch), this.memoryLimit);
     const feeds: Record<string, OrtTensor> = {};
     const gradients = role === "optimizer" ? await this.#gradientNames() : [];
     let next = 0;
@@ -168,7 +176,7 @@ export class LocalEngine implements Engine {
     return ofRole(spec.inputs, "accumulator").map((t) => t.name);
   }
 
-  async predict(batch: Tensors): Promise<Map<string, HostTensor>> {
+  async predict(batch: Tensors, last = false): Promise<Map<string, HostTensor>> {
     const { manifest } = this.artifacts;
     const spec = inferenceModel(manifest);
     const weights = inferenceWeights(manifest);
@@ -184,7 +192,8 @@ export class LocalEngine implements Engine {
       const results = await this.runtime.run(session, feeds);
       for (const t of spec.outputs) {
         const value = results[t.name] as OrtTensor;
-        out.set(t.name, await this.runtime.host(value));
+        const whole = await this.runtime.host(value);
+        out.set(t.name, last ? lastPosition(whole) : whole);
         value.dispose();
       }
     } catch (error) {
@@ -193,11 +202,17 @@ export class LocalEngine implements Engine {
     return out;
   }
 
+  async rest(): Promise<void> {
+    const session = await this.#predictor?.catch(() => undefined);
+    this.#predictor = undefined;
+    await session?.release();
+  }
+
   async #openPredictor(spec: ModelSpec, weights: readonly WeightSpec[]): Promise<OrtSession> {
     const stored = weights.map((w) => ({ ...w, dtype: storedType(w) }));
     const model = weightsAsInputs(await this.artifacts.file(spec.file), stored);
     try {
-      return await this.runtime.session(model, []);
+      return await this.runtime.session(model, await externalData(this.artifacts, spec));
     } catch (error) {
       throw failed(error, `${spec.file} on ${this.device}`);
     }
@@ -250,8 +265,7 @@ export class LocalEngine implements Engine {
     this.#values.clear();
     this.#models.clear();
     for (const found of loaded) if (found.status === "fulfilled") await found.value.session.release();
-    await (await this.#predictor?.catch(() => undefined))?.release();
-    this.#predictor = undefined;
+    await this.rest();
   }
 }
 
@@ -276,6 +290,23 @@ export function valuesOf(manifest: Manifest, tensors: Tensors, label: string): M
     );
   }
   return found;
+}
+
+/** Gives the external data that a model may refer to, as ONNX Runtime takes it. */
+async function externalData(files: ModelFiles, model: ModelSpec): Promise<{ path: string; data: FileData }[]> {
+  const { weights, options } = files.manifest;
+  // Where it was built for tabs, what adapters stand beside is written once, for the inference model too.
+  if (weights === null || (model.role === "infer" && !(options["adapters"] && options["memory"]))) return [];
+  return [{ path: weights, data: await files.data(weights) }];
+}
+
+/** Gives the last place along the second axis, of tensors that have three: [batch, 1, ...]. */
+function lastPosition({ dtype, dims, data }: HostTensor): HostTensor {
+  if (dims.length !== 3 || dims[1]! < 2) return { dtype, dims, data };
+  const [rows, length, width] = dims as [number, number, number];
+  const own = new (data.constructor as new (n: number) => Float32Array)(rows * width);
+  for (let i = 0; i < rows; i++) own.set(data.subarray(((i + 1) * length - 1) * width, (i + 1) * length * width) as Float32Array, i * width);
+  return { dtype, dims: [rows, 1, width], data: own };
 }
 
 /** Tells whether the loss that a model gave, or all of them, are numbers. */

@@ -38,6 +38,11 @@ export class OutOfMemoryError extends RuntimeError {
   override name = "OutOfMemoryError";
 }
 
+/** Training would take more memory than there is; nothing was started. */
+export class TooLargeError extends OnnxTrainError {
+  override name = "TooLargeError";
+}
+
 /** The GPU is gone, and what was on it; what was saved before is intact. */
 export class DeviceLostError extends RuntimeError {
   override name = "DeviceLostError";
@@ -50,7 +55,7 @@ export class DisposedError extends OnnxTrainError {
 
 const KINDS = [
   ManifestError, ArtifactError, CheckpointError, ShapeError, NonFiniteError, RuntimeError, OutOfMemoryError,
-  DeviceLostError, DisposedError,
+  TooLargeError, DeviceLostError, DisposedError,
 ] as const;
 
 /** Gives an error of the same kind from its name, for errors that crossed a thread. */

@@ -4,7 +4,7 @@ export { checkLabels } from "./diagnosis.js";
 export type { HostTensor, TypedArray } from "./dtypes.js";
 export {
   ArtifactError, CheckpointError, DeviceLostError, DisposedError, ManifestError, NonFiniteError, OnnxTrainError,
-  OutOfMemoryError, RuntimeError, ShapeError,
+  OutOfMemoryError, RuntimeError, ShapeError, TooLargeError,
 } from "./errors.js";
 export type { Batch, TensorLike } from "./feeds.js";
 export { createHead } from "./head/create-head.js";
@@ -15,6 +15,7 @@ export type { HeadOptions } from "./head/settings.js";
 export {
   parseManifest, type Location, type Manifest, type ModelSpec, type StateSpec, type TensorSpec, type WeightSpec,
 } from "./manifest.js";
+export { planMemory, type MemoryPlan } from "./memory-plan.js";
 export type { Device, RuntimeOptions } from "./runtime.js";
 export { readCheckpoint, writeCheckpoint, type Checkpoint, type Meta } from "./safetensors.js";
 export { constant, cosine, linear, stepwise, warmup, type Schedule } from "./schedules.js";
@@ -22,4 +23,5 @@ export { databaseStore, fileStore, privateFileStore, type CheckpointStore } from
 export {
   Trainer, type FitOptions, type Metrics, type Outputs, type Progress, type StepResult, type TrainerOptions,
 } from "./trainer.js";
+export { forgetWeights, type LoadProgress } from "./weights-file.js";
 export { TrainingSession, type TrainingSessionCreateOptions, type UriOrBuffer } from "./training-session.js";

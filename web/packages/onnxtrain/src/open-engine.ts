@@ -2,6 +2,7 @@ import { Artifacts } from "./artifacts.js";
 import { LocalEngine, type Engine, type Tensors } from "./engine.js";
 import { RuntimeError } from "./errors.js";
 import { findModel, type ModelRole } from "./manifest.js";
+import { checkMemory } from "./memory-plan.js";
 import { WorkerEngine } from "./remote.js";
 import { addressOf } from "./runtime-address.js";
 import { inNode, TARGETS, webgpuProblem, type Device } from "./runtime.js";
@@ -36,6 +37,7 @@ const tell = ({ onMessage = (message: string) => console.warn(message) }: Traine
 async function open(
   artifacts: Artifacts, device: Device, roles: readonly ModelRole[], values: Tensors, options: TrainerOptions,
 ): Promise<Engine> {
+  checkMemory(artifacts.manifest, device, options.sizes ?? {}, options.memoryLimit);
   const inWorker = (options.worker ?? true) && !inNode() && typeof Worker === "function";
   const address = inWorker && (await addressOf(device, options));
   if (address) return await WorkerEngine.create(artifacts, device, roles, values, { ...options, ...address });

@@ -4,6 +4,7 @@ import type { Control, Engine, Tensors } from "./engine.js";
 import { revive, RuntimeError } from "./errors.js";
 import type { Manifest, ModelRole } from "./manifest.js";
 import type { Device, RuntimeOptions } from "./runtime.js";
+import type { FileData } from "./weights-file.js";
 import { WORKER } from "./worker-text.js";
 
 /** What a worker is asked first. */
@@ -18,7 +19,7 @@ export interface Opening {
 export type Request =
   | { readonly id: number; readonly open: Opening }
   | { readonly id: number; readonly method: string; readonly args: readonly unknown[] }
-  | { readonly file: string; readonly data?: Uint8Array; readonly error?: { name: string; message: string } };
+  | { readonly file: string; readonly data?: FileData; readonly error?: { name: string; message: string } };
 
 export type Reply =
   | { readonly id: number; readonly result?: unknown; readonly error?: { name: string; message: string } }
@@ -69,10 +70,10 @@ export class WorkerEngine implements Engine {
         `the worker cannot be started: ${(error as Error).message}\n${ALLOWED}`,
       );
     }
-    const { threads, runtimeUrl, wasmPaths, signal } = options;
+    const { threads, runtimeUrl, wasmPaths, memoryLimit, signal } = options;
     const stop = () => engine.#fail(signal!.reason as Error);
     signal?.addEventListener("abort", stop, { once: true });
-    const open: Opening = { manifest: artifacts.manifest, device, roles, values, options: { threads, runtimeUrl, wasmPaths } };
+    const open: Opening = { manifest: artifacts.manifest, device, roles, values, options: { threads, runtimeUrl, wasmPaths, memoryLimit } };
     try {
       await engine.#ask((id) => ({ id, open }));
     } catch (error) {
@@ -87,7 +88,7 @@ export class WorkerEngine implements Engine {
   /** Files are read and checked on this side, where their source is known. */
   async #send(artifacts: Artifacts, file: string): Promise<void> {
     try {
-      const data = await artifacts.file(file);
+      const data = await artifacts.data(file);
       artifacts.forget(file);
       this.#worker.postMessage({ file, data } satisfies Request);
     } catch (error) {
@@ -124,8 +125,12 @@ export class WorkerEngine implements Engine {
     return this.#call("run", role, batch, control);
   }
 
-  predict(batch: Tensors): Promise<Map<string, HostTensor>> {
-    return this.#call("predict", batch);
+  predict(batch: Tensors, last?: boolean): Promise<Map<string, HostTensor>> {
+    return this.#call("predict", batch, last);
+  }
+
+  rest(): Promise<void> {
+    return this.#call("rest");
   }
 
   read(names: readonly string[]): Promise<Map<string, HostTensor>> {

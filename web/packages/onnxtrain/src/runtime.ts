@@ -3,6 +3,7 @@ import type { InferenceSession, Tensor } from "onnxruntime-common";
 import { kindOf, type HostTensor, type TypedArray } from "./dtypes.js";
 import { RuntimeError } from "./errors.js";
 import { deviceLost, failed } from "./failures.js";
+import { readable, type FileData } from "./weights-file.js";
 
 export type OrtModule = typeof import("onnxruntime-common");
 export type OrtTensor = Tensor;
@@ -16,6 +17,8 @@ export interface RuntimeOptions {
   readonly device?: Device | "auto" | undefined;
   /** Of the runtime's pool; pages need COOP and COEP headers for more than one. */
   readonly threads?: number | undefined;
+  /** Bytes that wasm may take, 4 GB unless given: what is planned to take more is refused. `Infinity` tries it. */
+  readonly memoryLimit?: number | undefined;
   /** Address of ONNX Runtime's module, where no bundler and no import map finds it. */
   readonly runtimeUrl?: string | undefined;
   /** Address of the folder with ONNX Runtime's `.wasm` files, or of the file, if not beside its module. */
@@ -61,9 +64,10 @@ export class Runtime {
   /** Makes a session; outputs in `onGpu` stay there on WebGPU. */
   async session(
     model: Uint8Array,
-    externalData: { path: string; data: Uint8Array }[],
+    external: readonly { path: string; data: FileData }[],
     options: { onGpu?: readonly string[]; extra?: SessionOptions } = {},
   ): Promise<OrtSession> {
+    const externalData = await Promise.all(external.map(async ({ path, data }) => ({ path, data: await readable(data) })));
     const settings: SessionOptions = {
       executionProviders: [this.device === "node" ? "cpu" : this.device],
       enableMemPattern: false,

@@ -26,11 +26,25 @@ export async function writeCheckpoint(
   tensors: ReadonlyMap<string, HostTensor>,
   meta: Meta,
 ): Promise<Uint8Array> {
+  const text = join(new Map([...meta, [DIGEST, JSON.stringify(NO_DIGEST)]]));
+  const { header, data } = headAndData(tensors, { [KEY]: text });
+  const digest = await sha256(header, ...data);
+  const place = indexOf(header, new TextEncoder().encode(NO_DIGEST));
+  header.set(new TextEncoder().encode(digest), place);
+  return concat([sizeOf(header), header, ...data]);
+}
+
+/** Gives the content of a safetensors file for other tools, with their metadata. */
+export function plainSafetensors(tensors: ReadonlyMap<string, HostTensor>, metadata: Readonly<Record<string, string>>): Uint8Array {
+  const { header, data } = headAndData(tensors, metadata);
+  return concat([sizeOf(header), header, ...data]);
+}
+
+function headAndData(tensors: ReadonlyMap<string, HostTensor>, metadata: Readonly<Record<string, string>>) {
   const size = (name: string) => kindOf(tensors.get(name)!.dtype, name).size;
   // Wide types first, so that every tensor is aligned; then by name.
   const order = [...tensors.keys()].sort((a, b) => size(b) - size(a) || byCodePoint(a, b));
-  const text = join(new Map([...meta, [DIGEST, JSON.stringify(NO_DIGEST)]]));
-  const head = [`"__metadata__":{"${KEY}":${JSON.stringify(text)}}`];
+  const head = [`"__metadata__":${JSON.stringify(metadata)}`];
   const data: Uint8Array[] = [];
   let at = 0;
   for (const name of order) {
@@ -44,14 +58,14 @@ export async function writeCheckpoint(
     at += bytes.length;
     data.push(bytes);
   }
-  let header = new TextEncoder().encode(`{${head.join(",")}}`);
-  header = concat([header, new Uint8Array(-header.length & 7).fill(32)]) as typeof header;
-  const digest = await sha256(header, ...data);
-  const place = indexOf(header, new TextEncoder().encode(NO_DIGEST));
-  header.set(new TextEncoder().encode(digest), place);
+  const header = new TextEncoder().encode(`{${head.join(",")}}`);
+  return { header: concat([header, new Uint8Array(-header.length & 7).fill(32)]), data };
+}
+
+function sizeOf(header: Uint8Array): Uint8Array {
   const length = new Uint8Array(8);
   new DataView(length.buffer).setBigUint64(0, BigInt(header.length), true);
-  return concat([length, header, ...data]);
+  return length;
 }
 
 /** Gives tensors and metadata of a checkpoint or of any safetensors file; refuses damaged ones. */

@@ -5,7 +5,7 @@ export async function sha256(...parts: readonly Uint8Array[]): Promise<string> {
   const digest = globalThis.crypto?.subtle
     ? new Uint8Array(await crypto.subtle.digest("SHA-256", data as Uint8Array<ArrayBuffer>))
     : plainSha256(data);
-  return Array.from(digest, (b) => b.toString(16).padStart(2, "0")).join("");
+  return hex(digest);
 }
 
 /** Gives all parts in one piece. */
@@ -20,17 +20,60 @@ export function concat(parts: readonly Uint8Array[]): Uint8Array {
 }
 
 /** Gives the digest without help from the platform. */
-export function plainSha256(data: Uint8Array): Uint8Array {
-  const { round, start } = constants();
-  const state = Int32Array.from(start);
-  const words = new Int32Array(64);
-  const padded = new Uint8Array((((data.length + 8) >> 6) + 1) << 6);
-  padded.set(data);
-  padded[data.length] = 0x80;
-  const view = new DataView(padded.buffer);
-  view.setUint32(padded.length - 8, Math.floor(data.length / 2 ** 29));
-  view.setUint32(padded.length - 4, (data.length << 3) >>> 0);
-  for (let block = 0; block < padded.length; block += 64) {
+export const plainSha256 = (data: Uint8Array): Uint8Array => new Sha256().add(data).bytes();
+
+/** A digest of bytes that come in pieces, which the platform has not. */
+export class Sha256 {
+  readonly #round: Int32Array;
+  readonly #state: Int32Array;
+  readonly #words = new Int32Array(64);
+  /** What does not fill a block yet. */
+  readonly #rest = new Uint8Array(64);
+  #size = 0;
+
+  constructor() {
+    const { round, start } = constants();
+    this.#round = round;
+    this.#state = start;
+  }
+
+  add(data: Uint8Array): this {
+    let at = 0;
+    const held = this.#size % 64;
+    this.#size += data.length;
+    if (held) {
+      at = Math.min(64 - held, data.length);
+      this.#rest.set(data.subarray(0, at), held);
+      if (held + at < 64) return this;
+      this.#block(new DataView(this.#rest.buffer), 0);
+    }
+    const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
+    for (; at + 64 <= data.length; at += 64) this.#block(view, at);
+    this.#rest.set(data.subarray(at));
+    return this;
+  }
+
+  /** Gives the digest; nothing can be added after it. */
+  bytes(): Uint8Array {
+    const size = this.#size;
+    const end = new Uint8Array((size % 64 < 56 ? 64 : 128) - (size % 64));
+    end[0] = 0x80;
+    const view = new DataView(end.buffer);
+    view.setUint32(end.length - 8, Math.floor(size / 2 ** 29));
+    view.setUint32(end.length - 4, (size << 3) >>> 0);
+    this.add(end);
+    const out = new DataView(new ArrayBuffer(32));
+    this.#state.forEach((v, i) => out.setInt32(4 * i, v));
+    return new Uint8Array(out.buffer);
+  }
+
+  digest(): string {
+    return hex(this.bytes());
+  }
+
+  #block(view: DataView, block: number): void {
+    const words = this.#words;
+    const round = this.#round;
     for (let i = 0; i < 16; i++) words[i] = view.getInt32(block + 4 * i);
     for (let i = 16; i < 64; i++) {
       const x = words[i - 15]!;
@@ -39,22 +82,21 @@ export function plainSha256(data: Uint8Array): Uint8Array {
       const s1 = turn(y, 17) ^ turn(y, 19) ^ (y >>> 10);
       words[i] = (words[i - 16]! + s0 + words[i - 7]! + s1) | 0;
     }
-    let [a, b, c, d, e, f, g, h] = state as unknown as [
-      number, number, number, number, number, number, number, number,
-    ];
+    const state = this.#state;
+    let [a, b, c, d, e, f, g, h] = [state[0]!, state[1]!, state[2]!, state[3]!, state[4]!, state[5]!, state[6]!, state[7]!];
     for (let i = 0; i < 64; i++) {
       const s1 = turn(e, 6) ^ turn(e, 11) ^ turn(e, 25);
       const t1 = (h + s1 + ((e & f) ^ (~e & g)) + round[i]! + words[i]!) | 0;
       const s0 = turn(a, 2) ^ turn(a, 13) ^ turn(a, 22);
       const t2 = (s0 + ((a & b) ^ (a & c) ^ (b & c))) | 0;
-      [h, g, f, e, d, c, b, a] = [g, f, e, (d + t1) | 0, c, b, a, (t1 + t2) | 0];
+      h = g; g = f; f = e; e = (d + t1) | 0; d = c; c = b; b = a; a = (t1 + t2) | 0;
     }
-    [a, b, c, d, e, f, g, h].forEach((v, i) => (state[i] = state[i]! + v));
+    state[0]! += a; state[1]! += b; state[2]! += c; state[3]! += d;
+    state[4]! += e; state[5]! += f; state[6]! += g; state[7]! += h;
   }
-  const out = new DataView(new ArrayBuffer(32));
-  state.forEach((v, i) => out.setInt32(4 * i, v));
-  return new Uint8Array(out.buffer);
 }
+
+const hex = (bytes: Uint8Array): string => Array.from(bytes, (b) => b.toString(16).padStart(2, "0")).join("");
 
 const turn = (x: number, n: number): number => (x >>> n) | (x << (32 - n));
 

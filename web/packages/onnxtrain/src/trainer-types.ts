@@ -1,12 +1,12 @@
 /** What a trainer is given, and what it gives. */
-import type { Artifacts, ArtifactSource } from "./artifacts.js";
+import type { Artifacts, ArtifactSource, LoadOptions } from "./artifacts.js";
 import type { BatchOptions, Dataset } from "./data.js";
 import type { HostTensor } from "./dtypes.js";
 import type { RuntimeOptions } from "./runtime.js";
 import type { Schedule } from "./schedules.js";
 import type { CheckpointStore } from "./storage.js";
 
-export interface TrainerOptions extends RuntimeOptions {
+export interface TrainerOptions extends RuntimeOptions, Pick<LoadOptions, "cache" | "onProgress"> {
   readonly artifacts: ArtifactSource | Artifacts;
   readonly prefix?: string;
   /** Train in a worker, so that the page stays live: so it is in pages unless this is `false`. */
@@ -14,6 +14,8 @@ export interface TrainerOptions extends RuntimeOptions {
   /** Of dropout masks and of the order of the data; below 2^24. */
   readonly seed?: number;
   readonly store?: CheckpointStore;
+  /** Sizes that batches will have, by the manifest's names: what cannot be held is refused before anything is fetched. */
+  readonly sizes?: Readonly<Record<string, number>>;
   /** Told what happens besides training, such as a change of device. */
   readonly onMessage?: (message: string) => void;
   readonly signal?: AbortSignal;

@@ -59,11 +59,11 @@ export class Trainer {
       throw new OnnxTrainError(`seed must be a whole number in [0, 2^24): ${seed}`);
     }
     const artifacts = await Artifacts.load(options.artifacts, options);
-    const { manifest } = artifacts;
+    const { manifest, text } = artifacts;
     const start = await readCheckpoint(await artifacts.file(manifest.checkpoint), manifest.checkpoint);
     artifacts.forget(manifest.checkpoint);
     const belongs = start.meta.get("manifest");
-    if (belongs !== undefined && belongs !== withoutHashes(artifacts.text)) {
+    if (belongs !== undefined && belongs !== withoutHashes(text)) {
       throw new CheckpointError(
         `manifest.json and ${manifest.checkpoint} do not belong together\n` +
           "hint: build the artifacts again; importCheckpoint() takes checkpoints of other builds",
@@ -253,11 +253,16 @@ export class Trainer {
   }
 
   /** Gives the outputs of the inference model with the current weights. */
-  async predict(batch: Batch, options: { signal?: AbortSignal } = {}): Promise<Outputs> {
+  async predict(batch: Batch, options: { signal?: AbortSignal; last?: boolean } = {}): Promise<Outputs> {
     options.signal?.throwIfAborted();
     const spec = this.manifest.models.find((m) => m.role === "infer");
     const feeds = feed(spec?.inputs ?? [], batch);
-    return Object.fromEntries(await this.#alone(() => this.#engine.predict(feeds)));
+    return Object.fromEntries(await this.#alone(() => this.#engine.predict(feeds, options.last)));
+  }
+
+  /** Lets go of what `predict` holds in memory; the next prediction opens it again. */
+  async rest(): Promise<void> {
+    await this.#alone(() => this.#engine.rest());
   }
 
   /** Gives a copy of a parameter or buffer. */
@@ -344,8 +349,7 @@ export class Trainer {
   async dispose(): Promise<void> {
     if (this.#disposed) return;
     this.#disposed = true;
-    await this.#queue.catch(() => undefined);
-    await this.#engine.release();
+    await this.#queue.catch(() => undefined).then(() => this.#engine.release());
   }
 
   async [Symbol.asyncDispose](): Promise<void> {

@@ -2,14 +2,15 @@
 import { LocalEngine } from "./engine.js";
 import { revive } from "./errors.js";
 import type { Reply, Request } from "./remote.js";
+import type { FileData } from "./weights-file.js";
 
-const files = new Map<string, { resolve(data: Uint8Array): void; reject(error: Error): void }>();
+const files = new Map<string, { resolve(data: FileData): void; reject(error: Error): void }>();
 let engine: LocalEngine | undefined;
 
 const reply = (message: Reply): void => globalThis.postMessage(message);
 
 /** Asks the page for a file, which it has checked already. */
-const ask = (file: string): Promise<Uint8Array> =>
+const ask = (file: string): Promise<FileData> =>
   new Promise((resolve, reject) => {
     files.set(file, { resolve, reject });
     reply({ wanted: file });
@@ -34,7 +35,8 @@ globalThis.onmessage = async ({ data }: MessageEvent<Request>): Promise<void> =>
 async function answer(request: Exclude<Request, { file: string }>): Promise<unknown> {
   if ("open" in request) {
     const { manifest, device, roles, values, options } = request.open;
-    engine = await LocalEngine.create({ manifest, file: ask, forget: () => undefined }, device, roles, values, options);
+    const bytes = ask as (file: string) => Promise<Uint8Array>; // all but the file of weights come so
+    engine = await LocalEngine.create({ manifest, file: bytes, data: ask, forget: () => undefined }, device, roles, values, options);
     return undefined;
   }
   const work = (engine as unknown as Record<string, (...args: readonly unknown[]) => unknown>)[request.method];

@@ -13,7 +13,7 @@ test("npm pack builds what it packs, as it is called in a clone", () => {
   // What the build says comes first.
   const [{ files }] = JSON.parse(told.slice(told.indexOf("[\n"))) as [{ files: { path: string }[] }];
   const names = files.map((f) => f.path);
-  for (const name of ["package.json", "README.md", "LICENSE", "dist/index.js", "dist/index.d.ts", "dist/flower/index.js", "dist/flower/index.d.ts"]) {
+  for (const name of ["package.json", "README.md", "LICENSE", "dist/index.js", "dist/index.d.ts", "dist/flower/index.js", "dist/flower/index.d.ts", "dist/text/index.js", "dist/text/index.d.ts"]) {
     expect(names).toContain(name);
   }
   expect(names.filter((n) => n.startsWith("src/") || n.startsWith("tests/"))).toEqual([]);

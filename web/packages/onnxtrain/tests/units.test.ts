@@ -94,7 +94,7 @@ test("schedules", () => {
 });
 
 test("every public name has a place in the docs", () => {
-  const source = readFileSync(`${ROOT}/web/packages/onnxtrain/src/index.ts`, "utf8");
+  const source = ["index.ts", "text/index.ts"].map((f) => readFileSync(`${ROOT}/web/packages/onnxtrain/src/${f}`, "utf8")).join("");
   const names = [...source.matchAll(/\{([^}]*)\}/g)].flatMap((m) => m[1]!.split(",").map((n) => n.trim().replace(/^type /, ""))).filter(Boolean);
   expect(names.length).toBeGreaterThan(40);
   const docs = readFileSync(`${ROOT}/docs/web.md`, "utf8");
