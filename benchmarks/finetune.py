@@ -6,17 +6,19 @@
 A SmolLM2-135M shape with drawn int4 weights, and an encoder of BERT-base's size in float32. Every
 engine is a process of its own; rounds of one step each are interleaved, so that ratios are of the
 same moments. The peer needs torch, transformers and peft, in an environment of its own:
-``--peer-python``. On CUDA the peer runs in bfloat16. ``--write`` puts the tables into
-``docs/benchmarks-finetune.md``.
+``--peer-python``. On CUDA the peer runs in bfloat16, and our sizes are fixed (``--precision
+bf16-mixed`` for the same precision). Models and artifacts are made on the spot, and again when the
+library has changed. An engine that dies is named with its last words; the other models are measured
+all the same. ``--write`` puts the tables into ``docs/benchmarks-finetune.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
+import hashlib
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.finetuning.decoder_file import write
+from benchmarks.finetuning.engines import EngineError, finished, measured
 from benchmarks.finetuning.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
@@ -31,10 +34,10 @@ CACHE = ROOT / ".cache" / "bench" / "finetune"
 PAGE = ROOT / "docs" / "benchmarks-finetune.md"
 MARKS = ("<!-- table -->", "<!-- end of table -->")
 WARM = 2  # rounds that are not counted
-RECOMPUTE = {"smollm2-135m": "auto", "1b": "auto", "tiny": "auto"}
+RECOMPUTE = {"smollm2-135m": "auto", "1b": "auto", "tiny": "auto"}  # on the CPU
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m", "encoder"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
@@ -47,32 +50,49 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     count, length = (int(n) for n in args.tokens.split("x"))
-    lines = []
+    lines, failures = [], []
     for name in args.models:
-        folder = built(name, args.device, args.precision)
-        data = batch(name, count, length)
-        for threads in args.threads if args.device == "cpu" else [1]:
-            lines += rows(name, threads, folder, data, count * length, args)
-            print("\n".join(lines[-2:]), flush=True)
+        try:
+            folder = built(name, args.device, args.precision, (count, length))
+            data = batch(name, count, length)
+            for threads in args.threads if args.device == "cpu" else [1]:
+                lines += rows(name, threads, folder, data, count * length, args)
+                print("\n".join(lines[-2:]), flush=True)
+        except EngineError as error:
+            failures.append(f"{name}: {error}")
+            print(failures[-1], file=sys.stderr, flush=True)
     text = page(lines, args)
     print(text)
     if args.write:
         before, _, rest = PAGE.read_text().partition(MARKS[0])
         after = rest.partition(MARKS[1])[2]
         PAGE.write_text(f"{before}{MARKS[0]}\n\n{text}\n{MARKS[1]}{after}")
+    return 1 if failures else 0
 
 
-def built(name: str, device: str, precision: str) -> Path:
+def built(name: str, device: str, precision: str, sizes: tuple[int, int]) -> Path:
     """Return the directory of the training artifacts, made in a process of its own if need be."""
-    folder = CACHE / f"{name}-{device}-{precision}"
+    fixed = "" if device == "cpu" else f"-{sizes[0]}x{sizes[1]}"
+    folder = CACHE / f"{name}-{device}-{precision}{fixed}-{version()}"
     if not (folder / "manifest.json").exists():
-        code = f"from benchmarks.finetune import build; build({name!r}, {device!r}, {precision!r})"
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        given = f"{name!r}, {device!r}, {precision!r}, {sizes!r}, {str(folder)!r}"
+        code = f"from benchmarks.finetune import build; build({given})"
+        finished("build", [sys.executable, "-c", code])
     return folder
 
 
-def build(name: str, device: str, precision: str) -> None:
-    """Write the training artifacts of a model."""
+@functools.cache
+def version() -> str:
+    """Return a short name for the library and the models as they are now."""
+    digest = hashlib.sha256()
+    for part in (ROOT / "src" / "onnxtrain", ROOT / "benchmarks" / "finetuning"):
+        for path in sorted(part.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def build(name: str, device: str, precision: str, sizes: tuple[int, int], folder: str) -> None:
+    """Write the training artifacts of a model; those for a GPU have sizes fixed, to be recorded."""
     import onnxtrain
     from onnxtrain.text import without_cache
 
@@ -83,11 +103,14 @@ def build(name: str, device: str, precision: str) -> None:
         model = without_cache(path if path.exists() else write(SHAPES[name], path))
         loss = "causal_lm"
     adapted = onnxtrain.lora(model, rank=8, alpha=16, targets="all-linear")
+    fixed: dict[str, int] = {"batch_size": sizes[0], "sequence_length": sizes[1]}
+    on_cpu = device == "cpu"
     artifacts = onnxtrain.build(
         adapted, loss=loss, optimizer=onnxtrain.optim.AdamW(lr=1e-4), target=device,
-        precision=precision, recompute=RECOMPUTE.get(name, ()), check=False,
+        precision=precision, check=False, dims=None if on_cpu else fixed,
+        recompute=RECOMPUTE.get(name, ()) if on_cpu else (),
     )  # fmt: skip
-    artifacts.save(CACHE / f"{name}-{device}-{precision}")
+    artifacts.save(folder)
 
 
 def encoder() -> Any:
@@ -99,8 +122,9 @@ def encoder() -> Any:
 
     torch.manual_seed(0)
     return from_torch(
-        Encoder().eval(), (torch.zeros(2, 16, dtype=torch.long),), names=["input_ids"]
-    )
+        Encoder().eval(), (torch.zeros(2, 16, dtype=torch.long),), names=["input_ids"],
+        dynamic_shapes=[{0: "batch_size", 1: "sequence_length"}],
+    )  # fmt: skip
 
 
 def batch(name: str, count: int, length: int) -> Path:
@@ -129,7 +153,10 @@ def rows(
     engines = {"onnxtrain": ours}
     if not args.no_peer:
         engines[f"torch + PEFT {dtype}"] = [*peer, "--dtype", dtype]
-    samples = measured(engines, threads, args.rounds)
+    together = [engines] if args.device == "cpu" else [{n: c} for n, c in engines.items()]
+    samples = {}
+    for some in together:  # what a device holds is counted for all who use it: one at a time
+        samples |= measured(some, threads, WARM + args.rounds)
     base = samples[[*samples][-1]]
     lines = []
     for engine, answers in samples.items():
@@ -141,34 +168,9 @@ def rows(
         peak, other = answers[-1][where], base[-1][where]
         lines.append(
             f"| {name} | {threads} | {engine} | {seconds * 1e3:.0f} | {ratio:.2f} | "
-            f"{tokens / seconds:.0f} | {peak:.0f} | {peak / other:.2f} |"
+            f"{tokens / seconds:.0f} | {peak:.0f} | {peak / (other or 1.0):.2f} |"
         )
     return lines
-
-
-def measured(
-    engines: dict[str, list[str]], threads: int, rounds: int
-) -> dict[str, list[dict[str, float]]]:
-    """Run rounds of one step each, the engines in turn."""
-    here = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    here["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    workers = {
-        name: subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=here
-        )
-        for name, command in engines.items()
-    }
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-    for _ in range(WARM + rounds):
-        for name, worker in workers.items():
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            worker.stdin.write("\n")
-            worker.stdin.flush()
-            samples[name].append(json.loads(worker.stdout.readline()))
-    for worker in workers.values():
-        worker.communicate()
-    return samples
 
 
 def page(lines: list[str], args: argparse.Namespace) -> str:
@@ -187,4 +189,4 @@ def page(lines: list[str], args: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.finetuning.encoder import LINEAR, Encoder
-from benchmarks.finetuning.serve import serve
+from benchmarks.finetuning.serve import device_memory, serve
 from benchmarks.finetuning.shapes import SHAPES
 
 
@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
+    on_device = None if args.device == "cpu" else device_memory()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
@@ -37,7 +38,7 @@ def main() -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    serve(step, None if args.device == "cpu" else device_memory)
+    serve(step, on_device)
 
 
 def adapted(name: str) -> Any:
@@ -67,11 +68,6 @@ def loss_of(net: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if "attention_mask" in batch:
         return net(**batch).loss
     return torch.nn.functional.cross_entropy(net(batch["input_ids"]).float(), batch["labels"])
-
-
-def device_memory() -> float:
-    """Return the most MB that tensors took on the device."""
-    return torch.cuda.max_memory_allocated() / 2**20
 
 
 if __name__ == "__main__":

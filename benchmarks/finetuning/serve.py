@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,18 @@ def serve(step: Callable[[], float], device_memory: Callable[[], float] | None =
             "device": 0.0 if device_memory is None else device_memory(),
         }
         print(json.dumps(answer), flush=True)
+
+
+def device_memory() -> Callable[[], float]:
+    """Return what tells the MB that a device holds more than it does now; run alone there."""
+    before = _held()
+    return lambda: _held() - before
+
+
+def _held() -> float:
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    return float(told.split()[0])
 
 
 def peak() -> float:

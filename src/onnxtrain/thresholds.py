@@ -251,10 +251,10 @@ LOSS_VOCABULARY = 1 << 12
 
 No command varies it; below, all scores of a batch are smaller than what a layer keeps.
 """
-LOSS_WORDS = 1 << 12
+LOSS_WORDS = 1 << 11
 """How many words of a frozen, packed last layer are unpacked at a time for the loss.
 
-No command varies it; 4,096 words of 576 numbers are 9 MB, and the loop has few steps then.
+No command varies it; 2,048 words of 576 numbers are 5 MB. Twice as many are no faster.
 """
 LOSS_SCORES = 1 << 22
 """How many scores are computed at a time then: 16 MB of them, and as much again for the loss.

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from onnxtrain.autodiff.differentiate import differentiate, reached_from
+from onnxtrain.autodiff.kept_values import kept_values
 from onnxtrain.autodiff.recompute_blocks import find_blocks
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -111,6 +112,7 @@ class Recomputation:
             for b, outs in zip(self.blocks, self.outputs, strict=True)
         ]
         _share_shapes(self.op, self.forward, backward, set().union(*inside))
+        useful = _ancestors([g for g in gradients.values() if g is not None])
         copied, waiting = 0, []
         for block, outputs, inner in reversed(
             list(zip(self.blocks, self.outputs, inside, strict=True))
@@ -124,11 +126,13 @@ class Recomputation:
                 (use.node, use.idx)
                 for y in inner
                 for use in y.uses()
-                if use.node not in self.order and use.node not in earlier
+                if use.node in useful and use.node not in self.order and use.node not in earlier
             ]
             if not users:
                 continue
-            copies = self._copy(block, {node.inputs[i] for node, i in users}, inner, sources)
+            wanted = {x for node, i in users if (x := node.inputs[i]) is not None}
+            keep = kept_values(block, wanted, inner, lambda n: _may_copy(n, self.moving))
+            copies = self._copy(block, wanted - keep, inner, keep, sources)
             users.sort(key=lambda use: (use[0].name or "", use[1]))
             for node, i in users:
                 x = node.inputs[i]
@@ -157,8 +161,9 @@ class Recomputation:
     def _copy(
         self,
         block: Block,
-        wanted: set[ir.Value | None],
+        wanted: set[ir.Value],
         inner: set[ir.Value],
+        keep: set[ir.Value],
         sources: Sequence[ir.Value],
     ) -> dict[ir.Value, ir.Value]:
         """Append copies of the nodes that make the wanted values; return what stands for what."""
@@ -167,7 +172,7 @@ class Recomputation:
         for node in reversed(block):
             if any(y in needed for y in node.outputs) and _may_copy(node, self.moving):
                 chosen.append(node)
-                needed.update(x for x in node.inputs if x in inner)
+                needed.update(x for x in node.inputs if x in inner and x not in keep)
         gates: dict[ir.Value, ir.Value] = {}
         copies: dict[ir.Value, ir.Value] = {}
         late: list[ir.Value] = []
@@ -206,6 +211,7 @@ class Recomputation:
                 new.type, new.shape = old.type, old.shape
                 if old is node.outputs[0] or not first_only:
                     copies[old] = new
+        copies |= {x: gate for x, gate in gates.items() if x in keep}
         return {old: new for old, new in copies.items() if old in inner}
 
 
@@ -270,11 +276,18 @@ def _size(x: ir.Value) -> float:
 
 def _late(op: OpBuilder, sources: Sequence[ir.Value]) -> ir.Value:
     """Return a boolean scalar that is there only when all of some values are."""
-    firsts = [
-        op.cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), ir.DataType.FLOAT) for x in sources
-    ]
-    joined = firsts[0] if len(firsts) == 1 else op.Concat(*firsts, axis=0)
-    return op.Cast(op.ReduceSum(joined, keepdims=0), to=ir.DataType.BOOL)
+    corners: dict[int, list[ir.Value]] = {}  # an element of each, by rank: one node for most
+    for x in sources:
+        rank = len(S.dims_of(x) or ()) or 1
+        line = x if S.dims_of(x) else op.Reshape(x, [-1])
+        corner = op.Slice(line, [0] * rank, [1] * rank, list(range(rank)))
+        corners.setdefault(rank, []).append(op.cast(corner, ir.DataType.FLOAT))
+    groups = [op.Reshape(_joined(op, values), [-1]) for values in corners.values()]
+    return op.Cast(op.ReduceSum(_joined(op, groups), keepdims=0), to=ir.DataType.BOOL)
+
+
+def _joined(op: OpBuilder, values: Sequence[ir.Value]) -> ir.Value:
+    return values[0] if len(values) == 1 else op.Concat(*values, axis=0)
 
 
 def _ancestors(values: Iterable[ir.Value], stop: set[ir.Node] | None = None) -> set[ir.Node]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
@@ -116,6 +115,8 @@ def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
     graph.input.extend(onnx.ValueInfoProto(name=name) for name in feeds)
     graph.output.append(onnx.ValueInfoProto(name=node.outputs[0].name))
     imports = [onnx.OperatorSetIdProto(version=opset)]
+    from onnx.reference import ReferenceEvaluator  # large, and not needed to train
+
     try:
         with np.errstate(all="ignore"):
             evaluator = ReferenceEvaluator(

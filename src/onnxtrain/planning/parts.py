@@ -24,7 +24,7 @@ from onnxtrain.training.layouts import pick_layout, spec_of
 _INTERPRETER = 120 << 20  # where it cannot be measured
 _SESSIONS = 22 << 20  # kernels' code that is read, pools, the sessions of the update
 _NODE = 8 << 10  # bytes that a session takes for a node
-_PACKED_WEIGHT = 0.95  # bytes for a weight of 4 bits, in the form that kernels want
+_PACKED_WEIGHT = 0.5  # bytes for a weight of 4 bits, in the form that kernels want
 _PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", "FusedGemm")
 
 
@@ -74,7 +74,7 @@ class Run:
             "interpreter and libraries": interpreter_memory(),
             "sessions": _SESSIONS + _NODE * len(self.graph.nodes),
             "frozen weights": frozen,
-            "packed copies of frozen weights": 0 if self._lean() else packed,
+            "packed copies of frozen weights": packed,
             "trained weights": values * (2 if self.layout == "fused" else 1),
             "optimizer state": state * (2 if self.layout == "fused" else 1),
             "gradients": self._gradients(),
@@ -82,12 +82,6 @@ class Run:
             "gaps and workspaces": max(step.arena - step.live, 0),
             "batch": _batch(self.spec, symbols),
         }
-
-    def _lean(self) -> bool:
-        """Return whether the session makes no packed copies; of files, as training reads them."""
-        nodes = [n for n in self.graph.nodes if n.op_type == "MatMulNBits"]
-        few = all(len(n.inputs) == 3 and n.attributes.get_int("bits", 4) == 4 for n in nodes)
-        return self.layout == "vector" and bool(nodes) and few
 
     def _gradients(self) -> int:
         trained = sum(

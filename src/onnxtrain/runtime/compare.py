@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.errors import MissingExtraError, OnnxTrainError, VerificationError
 from onnxtrain.graph import shapes as S
@@ -103,6 +102,8 @@ def compare(
 
 def evaluator(model: onnx.ModelProto) -> Runner:
     """Return a function that runs a model on onnx's reference evaluator."""
+    from onnx.reference import ReferenceEvaluator  # large, and not needed to train
+
     reference = ReferenceEvaluator(model)
 
     def run(feeds: Arrays) -> list[np.ndarray]:

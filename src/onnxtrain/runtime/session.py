@@ -74,7 +74,6 @@ def create(
     capture: bool = False,
     rest: bool = False,
     as_shipped: bool = False,
-    lean: bool = False,
     planned: bool = True,
 ) -> Any:
     """Return a session for a model, with the options that training wants.
@@ -88,7 +87,6 @@ def create(
         capture: record a run as a CUDA graph and replay it; shapes and addresses must stay.
         as_shipped: run quantised models as any user of the file would, by integer kernels.
         rest: let the pool sleep between runs, since other threads want its cores then.
-        lean: keep no second copy of weights in the form that kernels want.
         planned: whether a captured model's values get one block of memory, found in a first run.
     """
     ort = runtime()
@@ -98,8 +96,6 @@ def create(
         options.enable_mem_pattern = capture and planned
         # Memory kept for a later result of the same shape is idle until then.
         options.enable_mem_reuse = False
-    if lean:
-        options.add_session_config_entry("session.disable_prepacking", "1")
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
     if isinstance(source, BesideWeights):

@@ -15,7 +15,6 @@ from onnxtrain.runtime.cuda_graph import can_capture
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.values import Values
 from onnxtrain.training.layouts import open_session, reopening, spec_of
-from onnxtrain.training.packed_weights import has_packed_weights
 from onnxtrain.training.vector_update import DeviceVectorUpdater, VectorUpdater, VectorUpdates
 
 
@@ -60,9 +59,7 @@ class VectorLayout:
                 self.write(name, array)
         if session is None:
             rest = self._updater.shared
-            session = runtime.create(
-                source, device=device, threads=threads, rest=rest, lean=has_packed_weights(source)
-            )
+            session = runtime.create(source, device=device, threads=threads, rest=rest)
         # Values that a step gives whole have two homes in turn; all others are changed in place.
         homes = (self._homes, self._homes[::-1])[: 2 if self._results else 1]
         self._calls = [self._bind(session, old, new) for old, new in homes]

@@ -6,7 +6,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
-from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
@@ -115,6 +114,8 @@ def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
     model = onnx.ModelProto(
         ir_version=10, graph=graph, opset_import=[onnx.OperatorSetIdProto(version=opset)]
     )
+    from onnx.reference import ReferenceEvaluator  # large, and not needed to train
+
     try:
         with np.errstate(all="ignore"):
             (array,) = ReferenceEvaluator(model).run(None, feeds)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph import shapes as S
 
@@ -112,6 +111,8 @@ def computed(case: Case) -> tuple[np.ndarray | None, ...] | None:
     feeds = {
         f"x{i}": a for i, a in enumerate(case.inputs) if a is not None and i not in case.stored
     }
+    from onnx.reference import ReferenceEvaluator  # large, and not needed to train
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overflows of the evaluator are no news

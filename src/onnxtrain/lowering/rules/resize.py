@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx.reference import ReferenceEvaluator
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.lowering.forms.resize import constant_scales
@@ -128,5 +127,7 @@ def _table(node: ir.Node, n: int, m: int, factor: float | None) -> np.ndarray:
         feeds["scales"] = np.asarray([factor, 1.0], np.float32)
     else:
         feeds["sizes"] = np.asarray([m, n], np.int64)
+    from onnx.reference import ReferenceEvaluator  # large, and not needed to train
+
     (table,) = ReferenceEvaluator(model).run(None, feeds)
     return np.asarray(table)
