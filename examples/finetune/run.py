@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".cache/finetune-demo"))
     parser.add_argument("--out", type=Path, default=Path("runs/finetune-demo"))
     parser.add_argument("--python", type=Path, help="an interpreter that has torch and genai")
-    parser.add_argument("--base-steps", type=int, default=400)
+    parser.add_argument("--base-steps", type=int, default=800)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--passages", type=int, default=400)
     parser.add_argument("--resume", action="store_true")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,12 @@ def interpreter() -> str:
     return os.environ.get("ONNXTRAIN_PEFT_PYTHON", str(PEFT.python))
 
 
-@pytest.mark.parametrize("name", ["llama-int4", "qwen3-fp32"])
-def test_peft_agrees(name: str) -> None:
+def rows_of(program: str, *names: str) -> list[dict[str, Any]]:
+    """Return what a program prints that runs where peft is installed."""
     if not Path(interpreter()).exists():
         pytest.skip("no environment with peft: python -m tests.adapters.peft_environment")
-    if not (FILES / "genai" / name / "model.onnx").exists():
-        pytest.skip("no files of the builder: make wild")
     done = subprocess.run(
-        [interpreter(), "-m", "tests.adapters.peft_check", str(FILES), name],
+        [interpreter(), "-m", f"tests.adapters.{program}", str(FILES), *names],
         capture_output=True,
         text=True,
         check=False,
@@ -34,8 +33,36 @@ def test_peft_agrees(name: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 3, done.stderr[-2000:]
+    assert rows, done.stderr[-2000:]
+    return rows
+
+
+def agrees(row: dict[str, Any]) -> None:
+    differences = {k: v for k, v in row.items() if isinstance(v, float)}
+    assert {"logits", "gradients", "loaded"} <= differences.keys(), row
+    assert max(differences.values()) < TOLERANCE, row
+
+
+@pytest.mark.parametrize("name", ["llama-int4", "qwen3-fp32"])
+def test_peft_agrees(name: str) -> None:
+    if not (FILES / "genai" / name / "model.onnx").exists():
+        pytest.skip("no files of the builder: make wild")
+    rows = rows_of("peft_check", name)
+    assert len(rows) == 3
     for row in rows:
-        differences = {k: v for k, v in row.items() if isinstance(v, float)}
-        assert {"logits", "gradients", "loaded"} <= differences.keys(), row
-        assert max(differences.values()) < TOLERANCE, row
+        agrees(row)
+
+
+EXPORTED = (
+    *("mobius/llama", "mobius/qwen3", "mobius/phi3", "mobius/gpt2", "mobius/starcoder2"),
+    *("optimum/qwen2", "optimum/bert"),
+)
+
+
+def test_files_of_mobius_and_optimum_go_back_to_peft() -> None:
+    if not all((FILES / f"{name}.onnx").exists() for name in EXPORTED):
+        pytest.skip("no files of mobius and optimum: make wild")
+    rows = rows_of("peft_exporters", *EXPORTED)
+    assert [row["file"] for row in rows] == list(EXPORTED)
+    for row in rows:
+        agrees(row)

@@ -16,6 +16,7 @@ from onnxtrain.adapters.files.onnx_adapter import write_ort_adapter, write_ort_b
 from onnxtrain.adapters.files.peft import write_peft
 from onnxtrain.adapters.files.refer import save_referring
 from onnxtrain.adapters.files.trained_values import Weights, trained_values
+from onnxtrain.adapters.modules.families import foreign
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Adapted:
         """How many numbers train."""
         return sum(a.size for a in self.parameters.values())
 
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Modules that torch has only as a part of others, so that PEFT has no adapter for them."""
+        return tuple(a.module for a in self.adapters if foreign(a.module, self.family))
+
     def with_parameters(self, arrays: Mapping[str, np.ndarray]) -> Adapted:
         """Return the same model with other values of its adapters."""
         model = self.model.clone()
@@ -96,6 +102,9 @@ class Adapted:
                 values in the model.
             base_model: what the configuration calls the torch original.
             task_type: PEFT's word for the task, such as ``"CAUSAL_LM"``.
+
+        Raises:
+            PrepareError: if torch packs an adapted module with others, head by head.
         """
         values = trained_values(self, weights)
         write_peft(directory, self, values, base_model=base_model, task_type=task_type)

@@ -202,6 +202,8 @@ class FineTuning:
             *self._memory(artifacts),
         ]
         notes = [*self.task.notes, *(() if adapted is None else adapted.notes)]
+        if adapted is not None and adapted.foreign:
+            notes.append(f"no peft/: torch has {adapted.foreign[0]} only as a part of others")
         return [*lines, *(f"note: {n}" for n in dict.fromkeys(notes))]
 
     def _memory(self, artifacts: Artifacts) -> list[str]:

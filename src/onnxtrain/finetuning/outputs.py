@@ -40,7 +40,7 @@ def write_outputs(
     written: dict[str, str] = {}
     merged = output / "merged" / folder.path.name
     merged.parent.mkdir(parents=True, exist_ok=True)
-    if adapted is not None:
+    if adapted is not None and not adapted.foreign:
         adapted.export_peft(output / "peft", trainer, task_type=_TASKS.get(folder.kind))
         written["peft/"] = "the adapters, for PEFT on the torch original"
     if adapted is not None and folder.kind == "causal_lm":

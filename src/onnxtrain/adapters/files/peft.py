@@ -15,7 +15,7 @@ from onnxtrain.adapters.adapter import Adapter
 from onnxtrain.adapters.modules.families import FAN_IN_FAN_OUT
 from onnxtrain.adapters.modules.layers import CONV, EMBEDDING
 from onnxtrain.checkpoint.safetensors_file import load_checkpoint, plain_bytes
-from onnxtrain.errors import CheckpointError
+from onnxtrain.errors import CheckpointError, PrepareError
 from onnxtrain.graph.io.atomic import content, write_files
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ def write_peft(
     task_type: str | None = None,
 ) -> None:
     """Write adapters as PEFT does, so that it loads them onto the torch original."""
+    if adapted.foreign:
+        raise PrepareError(
+            f"torch packs {adapted.foreign[0]!r} with other modules of {adapted.family}, head by "
+            "head: PEFT has no adapter for it alone\n"
+            "hint: export_merged and export_ort_adapter write it; or leave q_proj, k_proj and "
+            "v_proj out of `targets`"
+        )
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
