@@ -96,6 +96,29 @@ def check(module: nn.Module, x: np.ndarray, targets: list[str], **options: Any) 
     }
 
 
+def check_head(x: np.ndarray) -> dict[str, float]:
+    """Return the difference of scores for adapters with a head among ``modules_to_save``."""
+    torch.manual_seed(0)
+    module = Vision().eval()
+    exported = from_torch(module, (torch.from_numpy(x),))
+    adapted = onnxtrain.lora(exported, 4, targets=["first", "second"])
+    rng = np.random.default_rng(1)
+    values = drawn(adapted)
+    own = adapted.plain.graph.initializers
+    for name in ("head.weight", "head.bias"):
+        tensor = own[name].const_value
+        assert tensor is not None
+        values[name] = rng.standard_normal(tuple(tensor.shape)).astype(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        adapted.export_peft(folder, values)
+        torch_model = peft.PeftModel.from_pretrained(module, folder).eval()
+        again = onnxtrain.load_adapter(exported, folder)
+    expected = torch_model(torch.from_numpy(x)).detach().numpy()
+    session = ort.InferenceSession(ir.to_proto(again.model).SerializeToString())
+    (scores,) = session.run(None, {session.get_inputs()[0].name: x})
+    return {"scores": difference(scores, expected), "head": float(np.abs(expected).max())}
+
+
 class Masked(nn.Module):
     """Dropout that always leaves the same."""
 
@@ -210,6 +233,7 @@ def main(folder: Path) -> None:
     for options in ({}, {"use_rslora": True}, {"use_dora": True}):
         result = check(Vision().eval(), image, convs, **options)
         print(json.dumps({"net": "vision", **options, **result}), flush=True)
+    print(json.dumps({"net": "vision, head saved", **check_head(image)}), flush=True)
     print(json.dumps({"net": "vision, magnitudes and dropout", **check_dropout(image)}), flush=True)
     for options in ({}, {"use_rslora": True}):
         result = check(Words().eval(), words, ["table", "head"], **options)

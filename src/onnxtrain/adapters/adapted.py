@@ -15,7 +15,8 @@ from onnxtrain.adapters.files.merge import BRANCH, Merged, merge
 from onnxtrain.adapters.files.onnx_adapter import write_ort_adapter, write_ort_base
 from onnxtrain.adapters.files.peft import write_peft
 from onnxtrain.adapters.files.refer import save_referring
-from onnxtrain.adapters.files.trained_values import Weights, trained_values
+from onnxtrain.adapters.files.saved_modules import saved_modules
+from onnxtrain.adapters.files.trained_values import Weights, other_values, trained_values
 from onnxtrain.adapters.modules.families import foreign
 
 
@@ -96,6 +97,8 @@ class Adapted:
     ) -> None:
         """Write the adapters as a directory of PEFT, which loads them onto the torch original.
 
+        Layers of the file that trained beside them, such as a new head, are ``modules_to_save``.
+
         Args:
             directory: where adapter_config.json and adapter_model.safetensors go.
             weights: a trainer, arrays by name, or the path of a checkpoint; ``None`` stands for the
@@ -107,7 +110,8 @@ class Adapted:
             PrepareError: if torch packs an adapted module with others, head by head.
         """
         values = trained_values(self, weights)
-        write_peft(directory, self, values, base_model=base_model, task_type=task_type)
+        saved = saved_modules(self, other_values(self, weights))
+        write_peft(directory, self, values, saved=saved, base_model=base_model, task_type=task_type)
 
     def export_ort_adapter(self, path: str | os.PathLike[str], weights: Weights = None) -> None:
         """Write the adapters as an ``.onnx_adapter`` file, for a base of :meth:`export_ort_base`.

@@ -20,6 +20,7 @@ _BESIDE = (
     *("genai_config.json", "config.json", "generation_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.txt"),
     *("added_tokens.json", "merges.txt", "vocab.json", "tokenizer.model"),
+    "preprocessor_config.json",
 )
 """Files that go with a model to where it is served."""
 
