@@ -107,7 +107,8 @@ def main() -> None:
     print(f"{len(ids):,} tokens, {count:,} parameters", flush=True)
     held = round(len(ids) * HELD)
     train(model.train(), ids[:-held], asked.steps, asked.batch, asked.length)
-    print(f"perplexity {perplexity(model.eval(), ids[-held:], asked.length):.1f} on speeches held back")
+    surprise = perplexity(model.eval(), ids[-held:], asked.length)
+    print(f"perplexity {surprise:.1f} on speeches that were held back", flush=True)
     checkpoint = asked.folder / "checkpoint"
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
