@@ -6,6 +6,7 @@ Runs in an environment of its own: torch, transformers, tokenizers, onnxruntime-
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BUILDER = Path(onnxruntime_genai.__file__).parent / "models" / "builder.py"
 SPECIAL = ["<pad>", "<s>", "</s>"]
+RATE = 2e-3
+HELD = 0.02  # of the text, at its end, for the perplexity of the base
 
 
 def tokenizer_of(text: str, size: int) -> transformers.PreTrainedTokenizerFast:
@@ -56,8 +59,10 @@ def train(
     model: transformers.LlamaForCausalLM, ids: torch.Tensor, steps: int, batch: int, length: int
 ) -> None:
     """Train by AdamW with a cosine schedule; print the loss now and then."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=steps + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, RATE, total_steps=steps + 1, pct_start=0.1
+    )
     draw = torch.Generator().manual_seed(0)
     started = time.perf_counter()
     for step in range(1, steps + 1):
@@ -74,16 +79,24 @@ def train(
             print(f"step {step}/{steps}  loss {loss:.3f}  {pace:,.0f} tokens/s", flush=True)
 
 
+@torch.no_grad()
+def perplexity(model: transformers.LlamaForCausalLM, ids: torch.Tensor, length: int) -> float:
+    """Return the perplexity of rows that were held back, at most 64 of them."""
+    rows = ids[: len(ids) // length * length].reshape(-1, length)[:64]
+    losses = [model(input_ids=part, labels=part).loss.item() for part in rows.split(16)]
+    return math.exp(sum(losses) / len(losses))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("text", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--width", type=int, default=320)
-    parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=3072)
     asked = parser.parse_args()
     text = asked.text.read_text(encoding="utf-8")
     tokenizer = tokenizer_of(text, asked.vocabulary)
@@ -92,7 +105,10 @@ def main() -> None:
     model = transformers.LlamaForCausalLM(config_of(len(tokenizer), asked.width, asked.layers))
     count = sum(p.numel() for p in model.parameters())
     print(f"{len(ids):,} tokens, {count:,} parameters", flush=True)
-    train(model.train(), ids, asked.steps, asked.batch, asked.length)
+    held = round(len(ids) * HELD)
+    train(model.train(), ids[:-held], asked.steps, asked.batch, asked.length)
+    surprise = perplexity(model.eval(), ids[-held:], asked.length)
+    print(f"perplexity {surprise:.1f} on speeches that were held back", flush=True)
     checkpoint = asked.folder / "checkpoint"
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)

@@ -3,6 +3,7 @@
 A small Llama is trained from scratch by torch, written in 4 bits by the builder of
 onnxruntime-genai, and that file is fine-tuned by onnxtrain, without torch.
 ``make finetune-demo`` runs it; flags that are not known here go to base.py (``--width 192``).
+``--quick`` is the same with a toy, in a minute.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PACKAGES = (("torch==2.13.0",), ("transformers", "tokenizers", "onnx", "onnx-ir"
                                  "onnxruntime-genai"))  # fmt: skip
 PROMPTS = ("The whale", "Upon the sea", "It is the duty of Congress")
 HELD = 10  # chapters at the end of the novel, for validation
+QUICK = ("--width", "64", "--layers", "1", "--vocabulary", "512", "--batch", "4", "--length", "64")
 
 
 def environment(folder: Path) -> Path:
@@ -42,11 +44,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(".cache/finetune-demo"))
     parser.add_argument("--out", type=Path, default=Path("runs/finetune-demo"))
     parser.add_argument("--python", type=Path, help="an interpreter that has torch and genai")
-    parser.add_argument("--base-steps", type=int, default=400)
+    parser.add_argument("--base-steps", type=int, default=800)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--passages", type=int, default=400)
+    parser.add_argument("--passages", type=int, default=600)
+    parser.add_argument("--held", type=int, default=40, help="passages to validate on")
+    parser.add_argument("--quick", action="store_true", help="a toy, to see that all works")
     parser.add_argument("--resume", action="store_true")
     asked, of_base = parser.parse_known_args()
+    if asked.quick:
+        asked.base_steps, asked.passages, asked.held = 20, 24, 4
+        of_base = [*QUICK, *of_base]
     asked.work.mkdir(parents=True, exist_ok=True)
 
     base = asked.work / "base" / "int4"
@@ -64,7 +71,7 @@ def main() -> None:
     write_passages(novel[-HELD:], held)
     passages = train.read_text(encoding="utf-8").splitlines()[: asked.passages]
     train.write_text("\n".join(passages) + "\n", encoding="utf-8")
-    kept = held.read_text(encoding="utf-8").splitlines()[:40]
+    kept = held.read_text(encoding="utf-8").splitlines()[: asked.held]
     held.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
     result = onnxtrain.finetune(

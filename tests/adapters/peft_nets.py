@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import peft
 import torch
@@ -92,6 +94,78 @@ def check(module: nn.Module, x: np.ndarray, targets: list[str], **options: Any) 
         "scores": difference(scores, y.detach().numpy()),
         "gradients": max(_differences(adapted, ours, theirs)),
     }
+
+
+def check_head(x: np.ndarray) -> dict[str, float]:
+    """Return the difference of scores for adapters with a head among ``modules_to_save``."""
+    torch.manual_seed(0)
+    module = Vision().eval()
+    exported = from_torch(module, (torch.from_numpy(x),))
+    adapted = onnxtrain.lora(exported, 4, targets=["first", "second"])
+    rng = np.random.default_rng(1)
+    values = drawn(adapted)
+    own = adapted.plain.graph.initializers
+    for name in ("head.weight", "head.bias"):
+        tensor = own[name].const_value
+        assert tensor is not None
+        values[name] = rng.standard_normal(tuple(tensor.shape)).astype(np.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        adapted.export_peft(folder, values)
+        torch_model = peft.PeftModel.from_pretrained(module, folder).eval()
+        again = onnxtrain.load_adapter(exported, folder)
+    expected = torch_model(torch.from_numpy(x)).detach().numpy()
+    session = ort.InferenceSession(ir.to_proto(again.model).SerializeToString())
+    (scores,) = session.run(None, {session.get_inputs()[0].name: x})
+    return {"scores": difference(scores, expected), "head": float(np.abs(expected).max())}
+
+
+class Masked(nn.Module):
+    """Dropout that always leaves the same."""
+
+    def __init__(self, kept: float) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the first channels of x only, as dropout scales them."""
+        mask = torch.zeros_like(x)
+        mask[:, : x.shape[1] // 2] = 1 / self.kept
+        return x * mask
+
+
+def check_dropout(x: np.ndarray, kept: float = 0.75) -> dict[str, float]:
+    """Return the difference of scores where magnitudes meet dropout, with one mask for both."""
+    torch.manual_seed(0)
+    module = Vision().eval()
+    exported = from_torch(module, (torch.from_numpy(x),))
+    targets = ["first", "second", "head"]
+    config = peft.LoraConfig(
+        r=4, target_modules=targets, use_dora=True, lora_dropout=1 - kept, init_lora_weights=False
+    )
+    torch_model = peft.get_peft_model(module, config).train()
+    with tempfile.TemporaryDirectory() as folder:
+        torch_model.save_pretrained(folder)
+        adapted = onnxtrain.load_adapter(exported, folder)
+    for layer in torch_model.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.lora_dropout["default"] = Masked(kept)
+    proto = ir.to_proto(adapted.model)
+    for node in proto.graph.node:
+        if node.op_type == "Dropout":
+            mask = _channels(proto, node.input[0], kept)
+            proto.graph.initializer.append(mask)
+            node.op_type, node.input[:] = "Mul", [node.input[0], mask.name]
+    session = ort.InferenceSession(proto.SerializeToString())
+    (scores,) = session.run(None, {session.get_inputs()[0].name: x})
+    return {"scores": difference(scores, torch_model(torch.from_numpy(x)).detach().numpy())}
+
+
+def _channels(proto: onnx.ModelProto, name: str, kept: float) -> onnx.TensorProto:
+    values = {v.name: v for v in (*proto.graph.value_info, *proto.graph.input)}
+    dims = [d.dim_value for d in values[name].type.tensor_type.shape.dim]
+    mask = np.zeros([1, dims[1], *[1] * (len(dims) - 2)], np.float32)
+    mask[:, : dims[1] // 2] = 1 / kept
+    return ir.serde.serialize_tensor(ir.Tensor(mask, name=f"{name}_mask"))
 
 
 def _differences(
@@ -205,6 +279,8 @@ def main(folder: Path) -> None:
     for options in ({}, {"use_rslora": True}, {"use_dora": True}):
         result = check(Vision().eval(), image, convs, **options)
         print(json.dumps({"net": "vision", **options, **result}), flush=True)
+    print(json.dumps({"net": "vision, head saved", **check_head(image)}), flush=True)
+    print(json.dumps({"net": "vision, magnitudes and dropout", **check_dropout(image)}), flush=True)
     for options in ({}, {"use_rslora": True}):
         result = check(Words().eval(), words, ["table", "head"], **options)
         print(json.dumps({"net": "words", **options, **result}), flush=True)

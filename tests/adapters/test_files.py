@@ -233,8 +233,31 @@ def test_convolutions_are_folded_unless_grouped():
     assert (merged.folded, merged.branches) == (("first", "third"), ("second",))
     x = np.random.default_rng(0).standard_normal((2, 4, 6, 6)).astype(np.float32)
     close(run(merged.model, {"x": x}, output="y"), run(adapted.model, {"x": x}, output="y"))
-    with pytest.raises(PrepareError, match="cannot have an empty kernel"):
-        adapted.export_ort_base("nowhere.onnx")
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_adapter_files_have_kernels_of_any_rank(tmp_path, rank):
+    model = conv_net()
+    targets = ["first", "second", "third"]
+    base = onnxtrain.lora(model, 2, targets=targets).export_ort_base(tmp_path / "base.onnx")
+    adapted = drawn(onnxtrain.lora(model, rank, alpha=3, targets=targets))
+    adapted.export_ort_adapter(tmp_path / "a.onnx_adapter")
+    adapter = ort.LoraAdapter()
+    adapter.Load(str(tmp_path / "a.onnx_adapter"))
+    feeds = {"x": np.random.default_rng(0).standard_normal((2, 4, 6, 6)).astype(np.float32)}
+    plain = run(adapted.plain, feeds, output="y")
+    np.testing.assert_allclose(run(base, feeds, output="y"), plain, atol=1e-6)
+    served = run(base, feeds, adapter, output="y")
+    close(served, run(adapted.model, feeds, output="y"))
+    assert np.abs(served - plain).max() > 0.01
+
+
+def test_magnitudes_have_no_place_in_an_adapter_file(tmp_path):
+    adapted = onnxtrain.lora(conv_net(), 2, targets=["first"], dora=True)
+    for write_file in (adapted.export_ort_base, adapted.export_ort_adapter):
+        with pytest.raises(PrepareError, match=r"DoRA: first\nhint: export_merged"):
+            write_file(tmp_path / "nothing")
+    assert not list(tmp_path.iterdir())
 
 
 def test_exports_take_the_weights_of_a_trainer_or_a_checkpoint(tmp_path):

@@ -24,6 +24,19 @@ def blocks(section: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
+def write_pictures(folder: Path, count: int = 8) -> Path:
+    """Write red cats and blue dogs."""
+    image = pytest.importorskip("PIL.Image", reason="the extra onnxtrain[images] is not installed")
+    rng = np.random.default_rng(3)
+    for name, channel in (("cat", 0), ("dog", 2)):
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            pixels = rng.integers(0, 100, (10, 12, 3), np.uint8)
+            pixels[..., channel] += 150
+            image.fromarray(pixels).save(folder / name / f"{i}.png")
+    return folder
+
+
 def vision() -> onnx.ModelProto:
     w = Writer(1)
     x = w.input("pixel_values", ir.DataType.FLOAT, ["batch", 3, 8, 8])
@@ -45,6 +58,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     genai_folder(write_tokenizer(tmp_path / "llama-int4"), llama(layers=1))
     onnx.save(encoder(), write_tokenizer(tmp_path / "encoder") / "model.onnx")
     onnx.save(vision(), tmp_path / "vision.onnx")
+    write_pictures(tmp_path / "pictures")
     write_lines(tmp_path / "chat.jsonl", *CHAT)
     rows = [f"{row['text']},{row['label']}" for row in LABELLED]
     (tmp_path / "labels.csv").write_text("\n".join(["text,label", *rows]))
@@ -66,7 +80,11 @@ def test_examples_run_as_written(
         "Language models": ["out/merged/model.onnx", "out/peft/adapter_model.safetensors"],
         "Encoders: classes of texts": ["classifier/merged/model.onnx", "classifier/labels.json"],
         "Embeddings": ["embedder/merged/model.onnx"],
-        "Vision": ["vision-trained.onnx"],
+        "Vision": [
+            *("vision-trained.onnx", "vision-adapter/adapter_model.safetensors"),
+            *("vision-out/merged/vision.onnx", "vision-out/labels.json"),
+            "vision-out/peft/adapter_model.safetensors",
+        ],
     }[section]
     assert [name for name in written if not (files / name).is_file()] == []
     if section == "Language models":

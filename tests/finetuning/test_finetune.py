@@ -177,7 +177,7 @@ def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) ->
         ({"lora_rank": 4, "train": "norm"}, PrepareError, "train chooses weights"),
         ({"epochs": 0}, PrepareError, "epochs must be at least 1"),
         ({"kind": "poetry"}, PrepareError, "no such kind of model: 'poetry'"),
-        ({"kind": "vision"}, PrepareError, "a model of the kind 'vision'"),
+        ({"kind": "vision"}, PrepareError, "a vision model takes pictures only"),
         ({"validation": 1.5}, PrepareError, "a part below 1"),
         ({"validation": "missing.jsonl"}, LoadError, "cannot be read"),
         ({"tokenizer": "nowhere"}, LoadError, "no tokenizer"),

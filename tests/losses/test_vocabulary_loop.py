@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -64,6 +65,20 @@ def test_value_and_gradients_are_those_of_torch(size: int, length: int) -> None:
         assert np.abs(g - gradients[name]).max() < 1e-5 * np.abs(gradients[name]).max() + 1e-7
     assert trainer.evaluate_batch(input_ids=ids, labels=labels).loss == pytest.approx(loss, 1e-5)
     assert trainer.step(input_ids=ids, labels=labels).loss == pytest.approx(loss, 1e-5)
+
+
+def products_in_the_loop(model: onnx.ModelProto) -> int:
+    (loop,) = (n for n in model.graph.node if n.op_type == "Scan")
+    (body,) = (a.g for a in loop.attribute if a.name == "body")
+    return sum("MatMul" in n.op_type for n in body.node)
+
+
+def test_an_evaluation_computes_no_gradient() -> None:
+    models = onnxtrain.build(
+        model(), loss="causal_lm", optimizer="sgd", train=["middle"], check=False
+    ).models
+    assert products_in_the_loop(models["gradients"]) == 2
+    assert products_in_the_loop(models["eval"]) == 1
 
 
 def test_a_batch_in_which_no_label_counts_has_no_loss_and_no_gradient() -> None:

@@ -16,7 +16,9 @@ from onnxtrain.adapters.files.merge import BRANCH, Merged, merge
 from onnxtrain.adapters.files.onnx_adapter import write_ort_adapter, write_ort_base
 from onnxtrain.adapters.files.peft import peft_config, write_peft
 from onnxtrain.adapters.files.refer import save_referring
-from onnxtrain.adapters.files.trained_values import Weights, trained_values
+from onnxtrain.adapters.files.saved_modules import saved_modules
+from onnxtrain.adapters.files.trained_values import Weights, other_values, trained_values
+from onnxtrain.adapters.modules.families import foreign
 from onnxtrain.graph.roles import ADAPTERS
 
 
@@ -78,6 +80,11 @@ class Adapted:
         """How many numbers train."""
         return sum(a.size for a in self.parameters.values())
 
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Modules that torch has only as a part of others, so that PEFT has no adapter for them."""
+        return tuple(a.module for a in self.adapters if foreign(a.module, self.family))
+
     def with_parameters(self, arrays: Mapping[str, np.ndarray]) -> Adapted:
         """Return the same model with other values of its adapters."""
         model = self.model.clone()
@@ -99,15 +106,21 @@ class Adapted:
     ) -> None:
         """Write the adapters as a directory of PEFT, which loads them onto the torch original.
 
+        Layers of the file that trained beside them, such as a new head, are ``modules_to_save``.
+
         Args:
             directory: where adapter_config.json and adapter_model.safetensors go.
             weights: a trainer, arrays by name, or the path of a checkpoint; ``None`` stands for the
                 values in the model.
             base_model: what the configuration calls the torch original.
             task_type: PEFT's word for the task, such as ``"CAUSAL_LM"``.
+
+        Raises:
+            PrepareError: if torch packs an adapted module with others, head by head.
         """
         values = trained_values(self, weights)
-        write_peft(directory, self, values, base_model=base_model, task_type=task_type)
+        saved = saved_modules(self, other_values(self, weights))
+        write_peft(directory, self, values, saved=saved, base_model=base_model, task_type=task_type)
 
     def export_ort_adapter(self, path: str | os.PathLike[str], weights: Weights = None) -> None:
         """Write the adapters as an ``.onnx_adapter`` file, for a base of :meth:`export_ort_base`.

@@ -56,6 +56,7 @@ class Plan:
         unit, rank = self.unit, self.rank
         if unit.kind == CONV:
             ones = (1,) * len(unit.kernel)
+            rank = rank or unit.groups  # there are no empty kernels: one of zeros is to be filled
             narrow = rank // unit.groups
             return (rank, unit.inputs, *unit.kernel), (unit.outputs, narrow, *ones)
         return (unit.inputs, rank), (rank, unit.outputs)
@@ -112,8 +113,7 @@ def attach(
         unit = plan.unit
         a, b = (_parameter(graph, n, start[n], unit.dtype, taken) for n in plan.names)
         if plan.rank == 0:  # the size is for those to say who fill it
-            a.shape = ir.Shape([unit.inputs, f"lora_rank.{unit.module}"])
-            b.shape = ir.Shape([f"lora_rank.{unit.module}", unit.outputs])
+            a.shape, b.shape = _open_shapes(unit)
         extra: list[ir.Value] = []
         if plan.magnitude is not None:
             squared = lengths(unit) ** 2
@@ -128,6 +128,16 @@ def attach(
         branches.add(layer, shares)
     model.metadata_props[PARAMETERS] = json.dumps([n for row in rows for n in row.parameters])
     return tuple(rows)
+
+
+def _open_shapes(unit: Unit) -> tuple[ir.Shape, ir.Shape]:
+    """Return shapes of both factors for any rank."""
+    rank = f"lora_rank.{unit.module}"
+    if unit.kind != CONV:
+        return ir.Shape([unit.inputs, rank]), ir.Shape([rank, unit.outputs])
+    narrow = rank if unit.groups == 1 else f"{rank}.group"
+    ones = (1,) * len(unit.kernel)
+    return ir.Shape([rank, unit.inputs, *unit.kernel]), ir.Shape([unit.outputs, narrow, *ones])
 
 
 def start_values(plans: Sequence[Plan], seed: int) -> dict[str, np.ndarray]:

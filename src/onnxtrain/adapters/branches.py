@@ -38,7 +38,7 @@ class Branches:
         if pieces[0].magnitude is None:
             total = op.Add(y, branch)
         else:
-            total = with_lengths(op, layer, pieces, branch)
+            total = with_lengths(op, layer, pieces, branch, self._input(op, layer.x))
         total.type, total.shape = y.type, y.shape
         replace_value(y, total, uses)
         return total

@@ -10,6 +10,7 @@ import numpy as np
 from onnxtrain.adapters.adapted import Adapted
 from onnxtrain.adapters.attach import Plan, attach, check_ranks
 from onnxtrain.adapters.files.peft import PeftAdapter
+from onnxtrain.adapters.files.saved_modules import put_saved
 from onnxtrain.adapters.lora import copy_of, notes, ready
 from onnxtrain.adapters.modules.families import model_type
 from onnxtrain.adapters.modules.layers import CONV, layers_of
@@ -40,6 +41,7 @@ def load_adapter(
         path = os.fsdecode(model)
     family = model_type(path) if family is None else family
     work = ready(model)
+    put_saved(work, peft.saved, family, peft.label)
     plain = copy_of(work)
     units = units_of(layers_of(work.graph), family)
     plans, values = [], dict[str, np.ndarray]()

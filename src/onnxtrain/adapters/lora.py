@@ -47,7 +47,8 @@ def lora(
         alpha: the branch is scaled by ``alpha / rank``.
         targets: ``"attention"`` (the projections of attention), ``"all-linear"`` (every linear
             layer but the head), or names or globs of layers, as torch or the file names them.
-        dropout: the share of activations that a branch does not see in training.
+        dropout: the share of activations that a branch does not see in training; branches beside
+            embeddings read row numbers and see all of them, as in PEFT.
         rslora: scale by ``alpha / sqrt(rank)`` instead.
         dora: train a magnitude per output beside the direction (DoRA).
         seed: of the drawn start values.
@@ -57,7 +58,7 @@ def lora(
     Raises:
         PrepareError: if a target matches no layer, or the rank does not fit.
     """
-    _check(rank, alpha, dropout, dora)
+    _check(rank, alpha, dropout)
     path = os.fsdecode(model) if isinstance(model, str | os.PathLike) else None
     family = model_type(path) if family is None else family
     work = ready(model)
@@ -91,15 +92,13 @@ def ready(model: Source) -> ir.Model:
     return work
 
 
-def _check(rank: int, alpha: float, dropout: float, dora: bool) -> None:
+def _check(rank: int, alpha: float, dropout: float) -> None:
     if rank < 1:
         raise PrepareError(f"rank must be at least 1: {rank}")
     if not alpha > 0 or not math.isfinite(alpha):
         raise PrepareError(f"alpha must be above 0: {alpha}")
     if not 0.0 <= dropout < 1.0:
         raise PrepareError(f"dropout must lie in [0, 1): {dropout}")
-    if dora and dropout:
-        raise PrepareError("dropout cannot be had together with dora\nhint: dropout=0.0")
 
 
 def notes(graph: ir.Graph) -> tuple[str, ...]:

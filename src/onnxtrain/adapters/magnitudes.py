@@ -6,6 +6,9 @@ when gradients are computed, as its authors propose. It needs no weights as floa
 ``|V|^2 = |W|^2 + 2 s sum((A^T W) * B) + s^2 sum(B * (A^T A B))``,
 
 where ``A^T W`` is the frozen layer itself, applied to the rows of ``A^T``.
+
+With dropout, only what turns or stretches the weights reads the activations ``d`` that are left:
+``y = x W + (m / |V| - 1) * d W + m / |V| * s d A B``, as in PEFT.
 """
 
 from __future__ import annotations
@@ -39,9 +42,21 @@ def lengths(unit: Unit) -> np.ndarray:
 
 
 def with_lengths(
-    op: OpBuilder, layer: Layer, pieces: Sequence[Piece], branch: ir.Value
+    op: OpBuilder, layer: Layer, pieces: Sequence[Piece], branch: ir.Value, x: ir.Value
 ) -> ir.Value:
-    """Return what takes the place of a layer's output; its bias is added behind, in place."""
+    """Return what takes the place of a layer's output; its bias is added behind, in place.
+
+    Args:
+        op: writes nodes behind the layer.
+        layer: the frozen layer.
+        pieces: the adapters in its output.
+        branch: what they add.
+        x: the activations that the branch reads.
+    """
+    if x is not layer.x:
+        factors = _factors(op, layer, pieces)
+        stretched = op.Mul(_applied(op, layer, x), op.Sub(factors, 1.0))
+        return op.Add(layer.y, op.Add(stretched, op.Mul(branch, factors)))
     bias = _take_bias(layer.node)
     total = op.Mul(op.Add(layer.y, branch), _factors(op, layer, pieces))
     return total if bias is None else op.Add(total, _per_channel(op, layer, bias))
@@ -103,17 +118,24 @@ def _images(op: OpBuilder, layer: Layer, piece: Piece) -> tuple[ir.Value, ir.Val
         kernel = op.Reshape(layer.node.inputs[1], [layer.outputs, -1])
         return rows, op.MatMul(rows, op.Transpose(kernel, perm=[1, 0]))
     rows = op.Transpose(piece.a, perm=[1, 0])
-    node = layer.node
-    attributes = [a for n, a in node.attributes.items() if n not in ("accuracy_level", "beta")]
-    keep = list(node.inputs)[: _BIAS.get(node.op_type, len(node.inputs))]
-    copy = ir.Node(node.domain, node.op_type, [rows, *keep[1:]], attributes, version=node.version)
-    images = op.append(copy)
-    if images.type is None:
-        images.type = ir.TensorType(layer.dtype)
+    images = _applied(op, layer, rows, leave="accuracy_level")
+    if images.shape is None:
         images.shape = ir.Shape([piece.rank, layer.outputs])
     if piece.width != layer.outputs:
         images = op.Slice(images, [piece.start], [piece.start + piece.width], [1])
     return rows, images
+
+
+def _applied(op: OpBuilder, layer: Layer, x: ir.Value, *, leave: str = "") -> ir.Value:
+    """Return what the layer makes of other activations, without its bias."""
+    node = layer.node
+    attributes = [a for n, a in node.attributes.items() if n not in (leave, "beta")]
+    keep = list(node.inputs)[: _BIAS.get(node.op_type, len(node.inputs))]
+    copy = ir.Node(node.domain, node.op_type, [x, *keep[1:]], attributes, version=node.version)
+    y = op.append(copy)
+    if y.type is None:
+        y.type = ir.TensorType(layer.dtype)
+    return y
 
 
 def _constant(op: OpBuilder, x: ir.Value) -> ir.Value:

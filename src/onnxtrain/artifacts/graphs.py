@@ -321,6 +321,7 @@ def _attach(
         metrics=options.graph_metrics,
         outputs=options.outputs,
         target=options.target,
+        differentiated=not evaluation,
     )
     # As outputs they keep their names when something is put in their place.
     graph.outputs.extend(y for y in attached.outputs.values() if y not in list(graph.outputs))

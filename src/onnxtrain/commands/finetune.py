@@ -1,4 +1,4 @@
-"""``onnxtrain finetune``: a model's own file, fine-tuned on texts."""
+"""``onnxtrain finetune``: a model's own file, fine-tuned on texts or pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxtrain.finetuning.options import FineTuneOptions
 def finetune(
     asked: Asked,
     model: Annotated[Path, Argument(help="An .onnx file, or the folder of a model.")],
-    data: Annotated[Path, Option(help="A .jsonl, .json, .csv or text file.")],
+    data: Annotated[Path, Option(help="A .jsonl, .json, .csv or text file, or pictures.")],
     output: Annotated[Path, Option("--output", "-o", help="The folder to write.")],
     *,
     preview: Annotated[
@@ -25,7 +25,7 @@ def finetune(
     ] = False,
     quiet: Annotated[bool, Option("--quiet", help="Show nothing on the way.")] = False,
 ) -> None:
-    """Fine-tune a language model or an encoder; write adapters and a model to serve."""
+    """Fine-tune a language, text or vision model; write adapters and a model to serve."""
     options = FineTuneOptions(**asked, progress=not quiet)
     tuning = FineTuning(model, data, options)
     if preview:

@@ -9,17 +9,18 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
+from onnxtrain.finetuning.heads import head_weights, with_head
 from onnxtrain.finetuning.options import FineTuneOptions
 from onnxtrain.finetuning.tasks import Task, is_part, split
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
 from onnxtrain.losses import MultipleNegatives
-from onnxtrain.replace_head import replace_head
 from onnxtrain.text.batches import GroupBatches, TokenBatches
 from onnxtrain.text.examples import Example, Examples, check_vocabulary
 from onnxtrain.text.folder import ModelFolder
 from onnxtrain.text.pooling import LOGITS, pooled, with_classifier
 from onnxtrain.text.records import Record, Records
+from onnxtrain.training.data_files.images import in_order
 
 _SHOWN = 60
 
@@ -135,9 +136,7 @@ class ClassificationTask(_Encoded):
     def __init__(self, folder: ModelFolder, options: FineTuneOptions, data: Any) -> None:
         super().__init__(folder, options, data)
         known = {str(self.records.records[i].fields["label"]) for i in self.train}
-        self.classes = sorted(
-            known, key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0, c)
-        )
+        self.classes = in_order(known)
         if len(self.classes) < 2:
             raise PrepareError(f"there is one class only: {', '.join(self.classes)}")
 
@@ -161,38 +160,14 @@ class ClassificationTask(_Encoded):
             work = with_classifier(source, count, seed=self.options.seed)
             self.trained = ("classifier.weight", "classifier.bias")
             return work
-        if dims[1] != count:
-            self.notes.append(f"the last layer is new: {count} classes, not {dims[1]}")
-            source = load(replace_head(source, LOGITS, count, seed=self.options.seed))
-        source.graph.outputs[:] = [y for y in source.graph.outputs if y.name == LOGITS]
-        self.trained = _head_weights(source)
+        source, note = with_head(source, LOGITS, count, seed=self.options.seed)
+        self.notes += [note] if note else []
+        self.trained = head_weights(source)
         return source
 
     def summary(self) -> str:
         """Return how many records and classes there are."""
         return f"{super().summary()}, {len(self.classes)} classes: {', '.join(self.classes[:8])}"
-
-
-def _head_weights(model: ir.Model) -> tuple[str, ...]:
-    """Return the weights of the last layer."""
-    value = model.graph.outputs[0]
-    while (node := value.producer()) is not None:
-        weights = [x.name or "" for x in node.inputs if x is not None and x.is_initializer()]
-        if node.op_type in ("Gemm", "MatMul"):
-            return tuple(weights)
-        if node.op_type == "Add" and weights:
-            inner = next(x for x in node.inputs if x is not None and not x.is_initializer())
-            product = inner.producer()
-            if product is not None and product.op_type == "MatMul":
-                more = [
-                    x.name or "" for x in product.inputs if x is not None and x.is_initializer()
-                ]
-                return (*more, *weights)
-        first = node.inputs[0] if node.inputs else None
-        if first is None:
-            break
-        value = first
-    return ()
 
 
 class EmbeddingTask(_Encoded):

@@ -11,11 +11,12 @@ from typing import Any
 
 from onnxtrain.adapters import Adapted, lora
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.errors import OnnxTrainError, PrepareError
+from onnxtrain.errors import OnnxTrainError
 from onnxtrain.finetuning.encoder_tasks import ClassificationTask, EmbeddingTask
 from onnxtrain.finetuning.options import FineTuneOptions
 from onnxtrain.finetuning.outputs import write_json, write_outputs
 from onnxtrain.finetuning.tasks import CausalTask, Task
+from onnxtrain.finetuning.vision_task import VisionTask
 from onnxtrain.finetuning.watch import Pace, Say, TokenDisplay, perplexity, tell_perplexity
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.planning import plan
@@ -32,6 +33,7 @@ _TASKS = {
     "causal_lm": CausalTask,
     "classification": ClassificationTask,
     "embeddings": EmbeddingTask,
+    "vision": VisionTask,
 }
 
 
@@ -92,16 +94,19 @@ def finetune(
     threads: int | None = None,
     progress: bool | str = True,
 ) -> FineTuned:
-    """Fine-tune an ONNX file on texts, and write adapters and a model to serve.
+    """Fine-tune an ONNX file on texts or pictures, and write adapters and a model to serve.
 
     Nothing of the model's own folder is changed.
 
     Args:
         model: an ``.onnx`` file, or its folder (as onnxruntime-genai and optimum write them).
         data: a file (``.jsonl``, ``.json``, ``.csv``, plain text), a list of records or texts, or
-            token ids (``{"input_ids": ..., "labels": ...}``).
+            token ids (``{"input_ids": ..., "labels": ...}``). Of a vision model: a folder with a
+            folder of pictures for each class, a table with columns ``image`` and ``label``, or
+            arrays by the input's name and ``labels``.
         output: the folder to write: ``peft/``, ``adapter.onnx_adapter``, ``merged/``, ``run/``.
-        kind: ``"causal_lm"``, ``"classification"`` or ``"embeddings"``; told by the files.
+        kind: ``"causal_lm"``, ``"classification"``, ``"embeddings"`` or ``"vision"``; told by the
+            files.
         validation: a file, or a part of the data such as 0.1; by default a twentieth of it.
         tokenizer: the folder of the tokenizer; that of the model.
         lora_rank: rank of the adapters; 8 for language models. 0 trains the weights themselves,
@@ -148,11 +153,6 @@ class FineTuning:
 
     def __init__(self, model: str | os.PathLike[str], data: Any, options: FineTuneOptions) -> None:
         self.folder: ModelFolder = look_at(model, options.kind)
-        if self.folder.kind not in _TASKS:
-            raise PrepareError(
-                f"{self.folder.path.name} is a model of the kind {self.folder.kind!r}, told by "
-                f"{self.folder.why}\nhint: onnxtrain.lora and build train it on arrays"
-            )
         self.options = options.completed(self.folder.kind)
         self.task: Task = _TASKS[self.folder.kind](self.folder, self.options, data)
         self._settings = {
@@ -202,15 +202,16 @@ class FineTuning:
             *self._memory(artifacts),
         ]
         notes = [*self.task.notes, *(() if adapted is None else adapted.notes)]
+        if adapted is not None and adapted.foreign:
+            notes.append(f"no peft/: torch has {adapted.foreign[0]} only as a part of others")
         return [*lines, *(f"note: {n}" for n in dict.fromkeys(notes))]
 
     def _memory(self, artifacts: Artifacts) -> list[str]:
         """Return in words what a step of the largest batch takes, where that can be told."""
         if self.options.device != "cpu":
             return []
-        rows, length = self.task.largest
-        known = plan(artifacts, tokens=f"{rows}x{length}")
-        return [f"memory: about {amount(known.peak)} at {rows} x {length} tokens"]
+        sizes, words = self.task.memory_sizes()
+        return [f"memory: about {amount(plan(artifacts, **sizes).peak)} at {words}"]
 
     def run(self, output: Path) -> FineTuned:
         """Train, and write everything to a folder."""
@@ -232,7 +233,7 @@ class FineTuning:
         history = self._fit(trainer, output, held)
         after = self._numbers(trainer, held)
         files = write_outputs(trainer, adapted, self.folder, output, requantise=bool(o.requantise))
-        if isinstance(task, ClassificationTask):
+        if isinstance(task, ClassificationTask | VisionTask):
             write_json(output / "labels.json", dict(enumerate(task.classes)))
             files["labels.json"] = "the classes by number"
         samples = self._samples(prompts, first, output)
@@ -245,7 +246,7 @@ class FineTuning:
         batches = task.batches(trainer.inputs)
         assert batches is not None
         causal = isinstance(task, CausalTask)
-        shown = display(o.progress, unit="tokens")
+        shown = display(o.progress, unit=batches.unit)
         pace = Pace(batches)
         return trainer.fit(
             batches,

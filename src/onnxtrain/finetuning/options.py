@@ -24,7 +24,9 @@ class FineTuneOptions:
     """How a model is fine-tuned; the docstring of ``finetune`` tells what each option means."""
 
     kind: str | None = option(
-        None, Flag(str, "causal_lm, classification or embeddings; told by the files."), as_it_is
+        None,
+        Flag(str, "causal_lm, classification, embeddings or vision; told by the files."),
+        as_it_is,
     )
     validation: Any = option(
         None, Flag(str, "A file to validate on, or a part of the data such as 0.1."), _path

@@ -20,6 +20,7 @@ _BESIDE = (
     *("genai_config.json", "config.json", "generation_config.json", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.txt"),
     *("added_tokens.json", "merges.txt", "vocab.json", "tokenizer.model"),
+    "preprocessor_config.json",
 )
 """Files that go with a model to where it is served."""
 
@@ -40,7 +41,7 @@ def write_outputs(
     written: dict[str, str] = {}
     merged = output / "merged" / folder.path.name
     merged.parent.mkdir(parents=True, exist_ok=True)
-    if adapted is not None:
+    if adapted is not None and not adapted.foreign:
         adapted.export_peft(output / "peft", trainer, task_type=_TASKS.get(folder.kind))
         written["peft/"] = "the adapters, for PEFT on the torch original"
     if adapted is not None and folder.kind == "causal_lm":

@@ -86,6 +86,11 @@ class Task:
         """The rows of a batch, and the length of the longest."""
         raise NotImplementedError
 
+    def memory_sizes(self) -> tuple[dict[str, Any], str]:
+        """Return the sizes of the largest batch, for a plan and in words."""
+        rows, length = self.largest
+        return {"tokens": f"{rows}x{length}"}, f"{rows} x {length} tokens"
+
     def preview(self) -> str:
         """Return some examples in words."""
         raise NotImplementedError

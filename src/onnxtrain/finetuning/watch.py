@@ -73,7 +73,8 @@ class Pace(Callback):
             self._told = True
             left = "" if run.batches is None else self._left(run)
             run.show.line(
-                f"{self.seconds:.2f} s per batch, {self.tokens_per_second:,.0f} tokens/s{left}"
+                f"{self.seconds:.2f} s per batch, {self.tokens_per_second:,.0f} "
+                f"{self._batches.unit}/s{left}"
             )
 
     def _left(self, run: Run) -> str:

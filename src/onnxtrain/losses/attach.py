@@ -42,6 +42,7 @@ def attach_loss(
     metrics: Iterable[MetricLike] = (),
     outputs: Iterable[str] = (),
     target: str | Target = "cpu",
+    differentiated: bool = True,
 ) -> Attached:
     """Add a loss to a prepared model, in place.
 
@@ -56,6 +57,7 @@ def attach_loss(
         metrics: names or objects, or functions as above.
         outputs: names of further values of the model that the caller wants to have at hand.
         target: the kind of runtime; where it lacks int64, class labels are int32.
+        differentiated: whether the gradient of the loss will be asked for.
 
     Raises:
         PrepareError: a name does not exist, or it is not clear which output is meant.
@@ -64,6 +66,7 @@ def attach_loss(
     known = set(model.graph.initializers)
     before = list(model.graph.inputs)
     work = _Attaching(model, OpBuilder(model.graph, prefix="loss/", target=target))
+    work.op.differentiated = differentiated
     terms = work.build_terms(resolve(loss, model))
     total = _sum(work.op, terms)
     kept = [y for y in work.own if not _stands_for(y, total)]

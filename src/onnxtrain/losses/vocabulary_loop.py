@@ -5,7 +5,8 @@ row is ``log z + m - x_label`` and its gradient ``sum of exp(x_v - m) W_v / z - 
 sums over words, so that one loop gives both, and weights are unpacked once, some words at a time.
 
 The loop is cut off from the sweep. ``<h - h', gradient>``, where ``h'`` is ``h`` as the loop hands
-it through, is zero, and brings the gradient to ``h``.
+it through, is zero, and brings the gradient to ``h``. Where nobody asks for it, the loop sums the
+loss only.
 """
 
 from __future__ import annotations
@@ -80,12 +81,15 @@ def by_vocabulary(op: OpBuilder, head: PackedHead, labels: ir.Value, ignored: in
     counts = op.Not(op.Equal(labels, ignored))
     chosen = head.rows(op, op.Where(counts, labels, op.const(0, labels.dtype)))
     column = [op.size(rows, 0), 1]
-    start = [
-        op.full(column, _LOWEST, ir.DataType.FLOAT), op.full(column, 0.0, ir.DataType.FLOAT),
-        op.zeros_like(rows), rows, chosen,
-    ]  # fmt: skip
+    start = [op.full(column, _LOWEST, ir.DataType.FLOAT), op.full(column, 0.0, ir.DataType.FLOAT)]
     firsts = op.const(np.arange(0, head.words, head.piece, dtype=np.int64))
-    most, total, mean, own, label_rows = _loop(op, head, start, firsts)
+    if not op.differentiated:
+        most, total, own = _loop(op, head, [*start, rows], firsts)
+        score = op.ReduceSum(op.Mul(own, chosen), [1], keepdims=1)
+        each = op.Sub(op.Add(op.Log(total), most), score)
+        return op.ReduceSum(op.Where(op.Unsqueeze(counts, [1]), each, 0.0), keepdims=0)
+    start += [rows, op.zeros_like(rows), chosen]
+    most, total, own, mean, label_rows = _loop(op, head, start, firsts)
     score = op.ReduceSum(op.Mul(own, label_rows), [1], keepdims=1)
     losses = op.Sub(op.Add(op.Log(total), most), score)
     gradient = op.Sub(op.Div(mean, total), label_rows)
@@ -97,26 +101,23 @@ def by_vocabulary(op: OpBuilder, head: PackedHead, labels: ir.Value, ignored: in
 def _loop(
     op: OpBuilder, head: PackedHead, start: list[ir.Value], firsts: ir.Value
 ) -> tuple[ir.Value, ...]:
-    """Return maximum, sum and weighted rows of all words, and what was handed through."""
+    """Return maximum and sum of all words, what was handed through, and weighted rows if asked."""
     step = op.body(start)
     first = ir.Value(name=op.names.fresh(f"{op.prefix}first"), type=firsts.type)
     first.shape = ir.Shape([])
     step.graph.inputs.append(first)
-    most, total, mean, own, chosen = step.graph.inputs[:5]
+    most, total, own, *rest = step.graph.inputs[: len(start)]
     weights = head.rows(step, step.Add(first, step.iota(head.piece)))
     x = step.MatMul(own, step.mT(weights))
     higher = step.Max(most, step.ReduceMax(x, [1], keepdims=1))
     e, shrink = step.Exp(step.Sub(x, higher)), step.Exp(step.Sub(most, higher))
-    step.graph.outputs.extend(
-        [
-            higher,
-            step.Add(step.Mul(total, shrink), step.ReduceSum(e, [1], keepdims=1)),
-            step.Add(step.Mul(mean, shrink), step.MatMul(e, weights)),
-            step.Identity(own),
-            step.Identity(chosen),
-        ]
-    )
-    results = op.Scan(*start, firsts, body=step.graph, num_scan_inputs=1, _outputs=5)
+    summed = step.Add(step.Mul(total, shrink), step.ReduceSum(e, [1], keepdims=1))
+    step.graph.outputs.extend([higher, summed, step.Identity(own)])
+    if rest:
+        mean, chosen = rest
+        weighted = step.Add(step.Mul(mean, shrink), step.MatMul(e, weights))
+        step.graph.outputs.extend([weighted, step.Identity(chosen)])
+    results = op.Scan(*start, firsts, body=step.graph, num_scan_inputs=1, _outputs=len(start))
     mark_stopped(results[0].producer())
     for y, x in zip(results, start, strict=True):
         y.type, y.shape = x.type, x.shape

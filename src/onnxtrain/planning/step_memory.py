@@ -13,7 +13,10 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.memory import Arena, Event, Sizes, lifetimes, peak_of, run_order
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.planning.numbers import open_sizes
 
+_LISTED = {"ScatterND": True, "GatherND": True, "ScatterElements": False}
+"""Operators that list where they read or write, and whether a row of indices is one place."""
 _RUNS = 3  # pieces lie elsewhere in the second step than in the first
 
 
@@ -56,7 +59,8 @@ class ExecutedGraph:
 
     def memory(self, symbols: Mapping[str, int]) -> StepMemory:
         """Return the memory of a step at numbers for symbolic sizes."""
-        sizes = Sizes({**self._counted(symbols), **symbols})
+        told = {**open_sizes(self.nodes, self._known, symbols), **symbols}
+        sizes = Sizes({**self._counted(told), **told})
 
         made = self._made_by_runtime(sizes)
 
@@ -75,7 +79,7 @@ class ExecutedGraph:
     def _made_by_runtime(self, sizes: Sizes) -> dict[str, int]:
         """Return the bytes of results that the runtime has put in between and tells no shape of.
 
-        They are another layout of what they were made from.
+        They are another layout of what they were made from, or a part of it.
         """
         made: dict[str, int] = {}
         for node in self.nodes:
@@ -84,13 +88,14 @@ class ExecutedGraph:
                 if not y.name or (dims is not None and sizes.elements(dims) is not None):
                     continue
                 sources = (x for x in node.inputs if x is not None)
-                made[y.name] = max(
+                whole = max(
                     (
                         made.get(x.name or "", sizes(self._known.get(x.name or "", x)))
                         for x in sources
                     ),
                     default=0,
                 )
+                made[y.name] = math.ceil(whole * _share(node, y))
         return made
 
     def _counted(self, symbols: Mapping[str, int]) -> dict[str, int]:
@@ -106,6 +111,18 @@ class ExecutedGraph:
                 continue
             counted |= dict.fromkeys(D.symbols(own[-1]), count)
         return counted
+
+
+def _share(node: ir.Node, y: ir.Value) -> float:
+    """Return how much of its source a result is: a part of what is split."""
+    if node.op_type != "Split":
+        return 1.0
+    place, count = node.outputs.index(y), len(node.outputs)
+    lengths = node.inputs[1] if len(node.inputs) > 1 else None
+    tensor = None if lengths is None else lengths.const_value
+    if tensor is None or tensor.size != count or not tensor.numpy().sum():
+        return 1.0 / count
+    return float(tensor.numpy()[place] / tensor.numpy().sum())
 
 
 def _as_created(executed: list[ir.Node], own: list[ir.Node]) -> list[ir.Node]:
@@ -148,9 +165,20 @@ def _workspace(node: ir.Node, sizes: Sizes) -> int:
         return max(peak_of(list(g), sizes) for g in bodies)
     if node.op_type == "ConvTranspose":
         return _columns(node, sizes)
+    if node.op_type in _LISTED:
+        return _places(node, sizes)
     if node.op_type == "Einsum":  # operands and result in the order of a product
         return sum(sizes(x) for x in (*node.inputs, *node.outputs) if x is not None)
     return 0
+
+
+def _places(node: ir.Node, sizes: Sizes) -> int:
+    """Return the bytes of a list of places: a number of 64 bits for each index, or each row."""
+    indices = node.inputs[1]
+    dims = None if indices is None else S.dims_of(indices)
+    if not dims:
+        return 0
+    return 8 * (sizes.elements(dims[:-1] if _LISTED[node.op_type] else dims) or 0)
 
 
 def _columns(node: ir.Node, sizes: Sizes) -> int:

@@ -99,6 +99,9 @@ class TokenBatches:
         multiple: lengths are rounded up to a multiple of this.
     """
 
+    unit = "tokens"
+    """What ``tokens`` counts."""
+
     def __init__(
         self,
         rows: Sequence[Example],

@@ -10,57 +10,8 @@ import mobius
 import numpy as np
 import onnx_ir as ir
 import transformers
+from sizes import MOBIUS as SIZES
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "n_ctx": 64,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "d_model": 64,
-    "rotary_dim": 16,
-    "rotary_pct": 1.0,
-    "partial_rotary_factor": 1.0,
-    "num_layers": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "ffn_dim": 64,
-    "d_ff": 64,
-    "d_kv": 16,
-    "num_heads": 4,
-    "word_embed_proj_dim": 64,
-    "embedding_size": 64,
-    "dim": 64,
-    "hidden_dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_inner": 64,
-    "attention_heads": 4,
-    "type_vocab_size": 2,
-    "max_source_positions": 16,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
 OWN = dict.fromkeys(("gpt_neox", "persimmon", "phi"), ONE_HEAD)
 """They turn a share of each head, and onnxruntime wants tables with a multiple of 8 columns."""

@@ -12,44 +12,9 @@ from pathlib import Path
 import torch
 import transformers
 from optimum.exporters.onnx import onnx_export_from_model
+from sizes import OPTIMUM as SIZES
+from sizes import OPTIMUM_MODELS as MODELS
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "dim": 32,
-    "hidden_dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "d_model": 32,
-    "d_ff": 64,
-    "d_kv": 8,
-    "num_heads": 4,
-    "num_layers": 2,
-    "image_size": 32,
-    "patch_size": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MODELS = {
-    "bert": ("BertConfig", "BertForSequenceClassification", "text-classification"),
-    "distilbert": ("DistilBertConfig", "DistilBertModel", "feature-extraction"),
-    "roberta": ("RobertaConfig", "RobertaForMaskedLM", "fill-mask"),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", "text-generation-with-past"),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", "text-generation-with-past"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "text-generation"),
-    "t5": ("T5Config", "T5ForConditionalGeneration", "text2text-generation"),
-    "vit": ("ViTConfig", "ViTForImageClassification", "image-classification"),
-}
 FUSED = {"bert": "bert", "distilbert": "bert", "roberta": "bert", "gpt2": "gpt2", "vit": "vit"}
 
 

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.adapters.adapter import Adapter
 from onnxtrain.adapters.attach import Plan, attach
 from onnxtrain.adapters.files.refer import save_referring
-from onnxtrain.adapters.modules.layers import CONV, layers_of
+from onnxtrain.adapters.modules.layers import layers_of
 from onnxtrain.adapters.modules.units import units_of
 from onnxtrain.errors import PrepareError, SaveError
 from onnxtrain.graph.roles import PARAMETERS
@@ -40,7 +39,7 @@ def write_ort_adapter(
 
 
 def write_ort_base(path: str | os.PathLike[str] | None, adapted: Adapted) -> Path:
-    """Write the model with an input for each factor; empty ones by default."""
+    """Write the model with an input for each factor; by default, empty ones or kernels of 0."""
     _check(adapted)
     if path is None:
         if adapted.base is None:
@@ -74,18 +73,11 @@ def base_with_inputs(adapted: Adapted) -> ir.Model:
 def _check(adapted: Adapted) -> None:
     if adapted.dora:
         raise PrepareError(
-            "magnitudes of DoRA have no place in an .onnx_adapter\nhint: merge the adapters"
+            "an .onnx_adapter has no place for the magnitudes of DoRA: "
+            f"{adapted.adapters[0].module}\n"
+            "hint: export_merged writes one model that has them folded in (quantised layers: "
+            "quantised='requantise'), export_peft a directory for PEFT; or dora=False"
         )
-    folded = [a for a in adapted.adapters if a.kind == CONV]
-    if folded:
-        raise PrepareError(_convolutions(folded))
-
-
-def _convolutions(adapters: list[Adapter]) -> str:
-    return (
-        f"a convolution cannot have an empty kernel: {adapters[0].module}\n"
-        "hint: merge the adapters, or leave convolutions out of `targets`"
-    )
 
 
 def _same(a: Path, b: Path) -> bool:

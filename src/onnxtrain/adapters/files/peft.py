@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxtrain.adapters.adapter import Adapter
+from onnxtrain.adapters.files.saved_modules import Saved
 from onnxtrain.adapters.modules.families import FAN_IN_FAN_OUT
 from onnxtrain.adapters.modules.layers import CONV, EMBEDDING
 from onnxtrain.checkpoint.safetensors_file import load_checkpoint, plain_bytes
-from onnxtrain.errors import CheckpointError
+from onnxtrain.errors import CheckpointError, PrepareError
 from onnxtrain.graph.io.atomic import content, write_files
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ _SUFFIXES = {
     "lora_B": (".lora_B.weight", ".lora_embedding_B"),
     "magnitude": (".lora_magnitude_vector", ".lora_magnitude_vector.weight"),
 }
-_FOREIGN = ("bias", "modules_to_save", "layer_replication", "megatron_config", "trainable_tokens")
+_WHOLE = ("weight", "bias")
+_FOREIGN = ("bias", "layer_replication", "megatron_config", "trainable_tokens")
 
 
 def write_peft(
@@ -36,18 +38,28 @@ def write_peft(
     adapted: Adapted,
     values: Mapping[str, np.ndarray],
     *,
+    saved: Saved | None = None,
     base_model: str = "",
     task_type: str | None = None,
 ) -> None:
-    """Write adapters as PEFT does, so that it loads them onto the torch original."""
+    """Write adapters and whole modules as PEFT does, so that it loads them onto the original."""
+    if adapted.foreign:
+        raise PrepareError(
+            f"torch packs {adapted.foreign[0]!r} with other modules of {adapted.family}, head by "
+            "head: PEFT has no adapter for it alone\n"
+            "hint: export_merged and export_ort_adapter write it; or leave q_proj, k_proj and "
+            "v_proj out of `targets`"
+        )
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for a in adapted.adapters:
         tensors.update(_as_peft(a, values))
-    config = (
-        json.dumps(peft_config(adapted, base_model, task_type), indent=2, sort_keys=True) + "\n"
-    )
+    for module, parts in (saved or {}).items():
+        tensors.update((f"{_PREFIX}{module}.{part}", array) for part, array in parts.items())
+    settings = peft_config(adapted, base_model, task_type)
+    settings["modules_to_save"] = sorted(saved) if saved else None
+    config = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     files = {
         str(folder / TENSORS): content(plain_bytes(tensors, {"format": "pt"})),
         str(folder / CONFIG): content(config.encode()),
@@ -131,9 +143,12 @@ class PeftAdapter:
                 "hint: save it with safe_serialization=True; pickles are not read"
             )
         self.tensors: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
+        self.saved: Saved = collections.defaultdict(dict)
+        """Whole modules that trained beside the adapters."""
         for key, array in load_checkpoint(folder / TENSORS)[0].items():
             module, part = self._place(key)
-            self.tensors[module][part] = np.asarray(array, np.float32)
+            group = self.saved if part in _WHOLE else self.tensors
+            group[module][part] = np.asarray(array, np.float32)
         lacking = [m for m, parts in self.tensors.items() if not {"lora_A", "lora_B"} <= set(parts)]
         if lacking or not self.tensors:
             raise CheckpointError(f"{self.label}: an adapter without both factors: {lacking[:3]}")
@@ -144,9 +159,14 @@ class PeftAdapter:
             for suffix in suffixes:
                 if key.endswith(suffix):
                     return key.removesuffix(suffix).removeprefix(_PREFIX), part
+        path = key.removeprefix(_PREFIX).replace(".modules_to_save.default", "")
+        module, _, part = path.rpartition(".")
+        whole = self.config.get("modules_to_save") or ()
+        if part in _WHOLE and any(module == m or module.endswith("." + m) for m in whole):
+            return module, part
         raise CheckpointError(
             f"{self.label}: a tensor that is no LoRA factor: {key!r}\n"
-            "hint: adapters with biases or whole layers of their own cannot be loaded"
+            "hint: adapters with biases of their own cannot be loaded"
         )
 
     @property

@@ -37,13 +37,7 @@ def trained_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
     values = {n: np.asarray(a, np.float32) for n, a in adapted.parameters.items()}
     if weights is None:
         return values
-    given: Mapping[str, Any]
-    if isinstance(weights, str | os.PathLike):
-        given = load_checkpoint(weights)[0]
-    elif isinstance(weights, Mapping):
-        given = weights
-    else:
-        given = weights.parameters
+    given = _given(weights)
     known = [n for n in given if n in values]
     if not known:
         few = ", ".join(list(given)[:3]) or "nothing"
@@ -61,4 +55,20 @@ def trained_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
     return values
 
 
-__all__ = ["Weights", "trained_values"]
+def other_values(adapted: Adapted, weights: Weights) -> dict[str, np.ndarray]:
+    """Return weights of the file that trained beside the adapters, by name."""
+    if weights is None:
+        return {}
+    own = adapted.plain.graph.initializers
+    return {n: np.asarray(a, np.float32) for n, a in _given(weights).items() if n in own}
+
+
+def _given(
+    weights: HasParameters | Mapping[str, Any] | str | os.PathLike[str],
+) -> Mapping[str, Any]:
+    if isinstance(weights, str | os.PathLike):
+        return load_checkpoint(weights)[0]
+    return weights if isinstance(weights, Mapping) else weights.parameters
+
+
+__all__ = ["Weights", "other_values", "trained_values"]

@@ -61,6 +61,9 @@ class OpBuilder(ShapeOps):
         before: nodes are inserted in front of this one; appended if ``None``.
     """
 
+    differentiated = True
+    """Whether gradients of what is written will be asked for; losses may do with less if not."""
+
     def __init__(
         self,
         graph: ir.Graph,

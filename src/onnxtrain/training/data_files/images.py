@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ import numpy as np
 
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.manifest import TensorSpec
-from onnxtrain.training.data_files.columns import Classes
+from onnxtrain.training.data_files.columns import Classes, Columns
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
 _MOST_BYTES = 4 << 30
+_PATHS, _LABELS = ("image", "path", "file"), ("label", "class")
 _HINT = "hint: a folder per class, as in pictures/cat/1.jpg, pictures/dog/1.jpg"
 
 
@@ -60,6 +61,54 @@ def read_folder(
     pictures = _read_all([p for p, _ in files], layout_of(image), image, folder)
     labels = np.array([number for _, number in files], np.int64)
     return {image.name: pictures, label.name: labels}, {**known, label.name: list(classes)}
+
+
+def read_listed(
+    path: Path,
+    columns: Columns,
+    lines: Sequence[int],
+    specs: Sequence[TensorSpec],
+    known: Classes,
+) -> tuple[dict[str, np.ndarray], Classes]:
+    """Return pictures and labels of a table with paths, relative to where it lies.
+
+    Args:
+        path: of the table.
+        columns: its columns; ``image``, or ``path`` or ``file``, and ``label`` are read.
+        lines: where each row stands.
+        specs: the input for pictures and the target for labels.
+        known: texts of labels, as an earlier table had them; without, they are those of this one.
+    """
+    image, label = specs
+    name = next((n for n in (*_PATHS, image.name) if n in columns), None)
+    texts = next((columns[n] for n in (*_LABELS, label.name) if n in columns), None)
+    if name is None or texts is None:
+        raise OnnxTrainError(
+            f"{path}: no columns image and label\nhint: it has {', '.join(columns)}"
+        )
+    texts = [str(t) for t in texts]
+    classes = known.get(label.name) or in_order(texts)
+    for text, line in zip(texts, lines, strict=True):
+        if text not in classes:
+            raise OnnxTrainError(
+                f"{path}: line {line}: {text!r} is no class\nhint: they are {', '.join(classes)}"
+            )
+    files = [path.parent / str(value) for value in columns[name]]
+    for file, line in zip(files, lines, strict=True):
+        if not file.is_file():
+            raise OnnxTrainError(f"{path}: line {line}: there is no picture {str(file)!r}")
+    pictures = _read_all(files, layout_of(image), image, path)
+    labels = np.array([classes.index(t) for t in texts], np.int64)
+    return {image.name: pictures, label.name: labels}, {**known, label.name: list(classes)}
+
+
+def in_order(labels: Iterable[str]) -> list[str]:
+    """Return each label once: numbers by their size, then texts.
+
+    >>> in_order(["10", "9", "b", "9"])
+    ['9', '10', 'b']
+    """
+    return sorted(set(labels), key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0, c))
 
 
 def _pictures(folder: Path) -> list[Path]:

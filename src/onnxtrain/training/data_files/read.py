@@ -15,7 +15,7 @@ from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph.io.regular_file import open_regular
 from onnxtrain.manifest import TensorSpec
 from onnxtrain.training.data_files.columns import Classes, arrays_of, is_number
-from onnxtrain.training.data_files.images import read_folder
+from onnxtrain.training.data_files.images import read_folder, read_listed
 from onnxtrain.training.data_files.npz import HINT, read_npz
 
 _LINES = (".jsonl", ".ndjson")
@@ -49,14 +49,43 @@ def read_data(
     known = {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
         return DataFile(*read_folder(path, specs, known))
+    if path.suffix.lower() not in (*_COLUMNS, *_LINES):
+        return DataFile(read_npz(path), known)
+    columns, lines = _columns(path)
+    return DataFile(*arrays_of(columns, lines, specs, known, path))
+
+
+def read_pictures(
+    path: Path, specs: Sequence[TensorSpec], classes: Mapping[str, Sequence[str]] | None = None
+) -> DataFile:
+    """Return pictures and their labels: of a folder per class, or of a table of paths.
+
+    Args:
+        path: a folder that has a folder of pictures for each class; or a ``.csv``, ``.tsv`` or
+            ``.jsonl`` file with columns ``image`` (paths relative to the file) and ``label``.
+        specs: the input for pictures and the target for labels.
+        classes: as for :func:`read_data`.
+
+    Raises:
+        OnnxTrainError: something cannot be read, or does not fit; it says where.
+    """
+    known = {name: list(texts) for name, texts in (classes or {}).items()}
+    if path.is_dir():
+        return DataFile(*read_folder(path, specs, known))
+    if path.suffix.lower() not in (*_COLUMNS, *_LINES):
+        raise OnnxTrainError(
+            f"{path}: no folder of pictures, and no table of them\n"
+            "hint: a folder per class, or a .csv file with columns image and label"
+        )
+    return DataFile(*read_listed(path, *_columns(path), specs, known))
+
+
+def _columns(path: Path) -> tuple[dict[str, list[Any]], list[int]]:
+    """Return the columns of a table, and the line of each row."""
     kind = path.suffix.lower()
     if kind in _COLUMNS:
-        columns, lines = _read_table(_text(path), path, _COLUMNS[kind])
-    elif kind in _LINES:
-        columns, lines = _read_lines(_text(path), path)
-    else:
-        return DataFile(read_npz(path), known)
-    return DataFile(*arrays_of(columns, lines, specs, known, path))
+        return _read_table(_text(path), path, _COLUMNS[kind])
+    return _read_lines(_text(path), path)
 
 
 def _text(path: Path) -> str:
@@ -121,4 +150,4 @@ def _read_lines(text: str, path: Path) -> tuple[dict[str, list[Any]], list[int]]
     return columns, lines
 
 
-__all__ = ["DataFile", "read_data"]
+__all__ = ["DataFile", "read_data", "read_pictures"]
