@@ -63,6 +63,8 @@ PREFERS = {
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
     "repeated-channels": "numbers per channel repeated for each of few positions",
+    "rotary-operator": "rotation of features by its own operator, if the file is of its opset",
+    "rows-in-one-axis": "batch and sequence joined to one axis between the views that need them",
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
     "several-steps": "several steps of a small model in one call",

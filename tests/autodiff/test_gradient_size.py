@@ -19,9 +19,9 @@ WIDTH, HEADS, GROUPS, SIZE, HIDDEN, WORDS, PLACES = 64, 4, 2, 16, 48, 64, 16
 IMPORTS = {"": 23, "com.microsoft": 1}
 FLOAT, WHOLE, INT32 = ir.DataType.FLOAT, ir.DataType.INT64, int(ir.DataType.INT32)
 LAST = np.array([1], np.int64)
-MOST, MOST_PER_LAYER = 7.8, 7.6
+MOST, MOST_PER_LAYER = 6.6, 6.1
 """Nodes of the gradient graph, forward and backward, for each node of the file."""
-MOST_ADDED = 4.5
+MOST_ADDED = 3.0
 """Nodes that differentiation adds, for each node of the file."""
 
 

@@ -86,3 +86,40 @@ def test_a_bias_of_zeros_is_none(bias: int, left: list[str]) -> None:
         y = Conv(x, w, b)
     }}"""
     assert both(text, (1, 2, 5, 5), (3, 2, 3, 3))[0] == left
+
+
+def test_a_transposed_batched_product_of_a_transposed_matrix() -> None:
+    text = """g (float[2,5,3] a, float[2,5,4] b) => (float[2,4,3] y) {
+        t = Transpose<perm=[0,2,1]>(a)
+        p = MatMul(t, b)
+        y = Transpose<perm=[0,2,1]>(p)
+    }"""
+    assert both(text, (2, 5, 3), (2, 5, 4))[0] == ["Transpose", "MatMul"]
+
+
+def test_a_batched_product_that_others_read_stays_as_it_is() -> None:
+    text = """g (float[2,4,4] a, float[2,4,4] b) => (float[2,4,4] y) {
+        t = Transpose<perm=[0,2,1]>(a)
+        p = MatMul(t, b)
+        q = Transpose<perm=[0,2,1]>(p)
+        y = Add(p, q)
+    }"""
+    assert both(text, (2, 4, 4), (2, 4, 4))[0] == ["Transpose", "MatMul", "Transpose", "Add"]
+
+
+def test_leading_axes_of_size_one_are_left_to_broadcasting() -> None:
+    text = """g (float[3] x, float[2,3] z) => (float[2,3] y) <int64[1] first = {0}> {
+        u = Unsqueeze(x, first)
+        y = Mul(u, z)
+    }"""
+    assert both(text, (3,), (2, 3))[0] == ["Mul"]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_axes_that_decide_the_result_stay(axis: int) -> None:
+    width = "3,3" if axis else "1,3"
+    text = f"""g (float[3] x, float[3] z) => (float[{width}] y) <int64[1] a = {{{axis}}}> {{
+        u = Unsqueeze(x, a)
+        y = Mul(u, z)
+    }}"""
+    assert both(text, (3,), (3,))[0] == ["Unsqueeze", "Mul"]

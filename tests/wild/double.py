@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.errors import OnnxTrainError
 from tests.wild.original import graphs
 
 FLOAT, DOUBLE = onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE
@@ -36,6 +39,15 @@ def widened(proto: onnx.ModelProto) -> Double | None:
     """Return the file in float64, if all its operators are standard ones."""
     kinds = {n.domain for graph in graphs(proto.graph) for n in graph.node}
     return Double(proto) if kinds <= STANDARD and not proto.functions else None
+
+
+def written_out(path: Path) -> Double | None:
+    """Return the file in float64 with fused operators written out, if that is possible."""
+    try:
+        proto = ir.to_proto(load_normalized(path, "portable"))
+    except OnnxTrainError:
+        return None
+    return widened(proto)
 
 
 def _widen(graph: onnx.GraphProto) -> None:

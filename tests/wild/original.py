@@ -23,7 +23,7 @@ class Original:
         self.session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
         )
-        self.proto = onnx.load(path)
+        self.path, self.proto = path, onnx.load(path)
 
     def outputs(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return all outputs by name."""

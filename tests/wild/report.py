@@ -27,8 +27,9 @@ count, not those nearest to the gradient. The error is relative to the tensor's 
 hundredth of the steepest. It has to be below 1e-3 for decoders and encoders in float32 and int4
 (mobius, genai), below 1e-2 for nets with kinks and those of packages, below 5e-2 in float16, where
 differences round. What is over the limit is looked at again: in float64 by ONNX's reference
-implementation if all operators are standard ones and it computes what the runtime does, else by
-fits through 96 steps. Rows without "alone" were judged by the nearest of six steps.
+implementation, fused operators written out in standard ones, if that computes what the runtime
+does, with the weights of the file and with others; else by fits through 96 steps.
+Rows without "alone" were judged by the nearest of six steps.
 Where an output ends in a sigmoid or a
 softmax the loss is taken before it: numbers near 0 and 1 have no slope that float32 shows. Files
 with 4-bit weights get float adapters of rank 2 beside every quantised product (`y = x W + x A B`),

@@ -49,6 +49,29 @@ def test_a_gradient_that_is_off_is_seen(tmp_path: Path, factor: float) -> None:
     assert abs(error - abs(1 / factor - 1)) < 1e-4
 
 
+FUSED = """g (float[n,4] x) => (float[n,2] y) <float[4,2] w = {1,-2,3,0.5,-1,2,0.25,-0.5}> {
+    h = MatMul(x, w)
+    y = com.microsoft.FastGelu(h)
+}"""
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.02])
+def test_fused_operators_are_judged_in_float64_too(factor: float, tmp_path: Path) -> None:
+    original = Original(saved(FUSED, tmp_path))
+    x, target = normal(3, 4), normal(3, 2)
+    h = x @ original.weights(["w"])["w"].astype(np.float64)
+    c = np.sqrt(2 / np.pi)
+    t = np.tanh(c * (h + 0.044715 * h**3))
+    slope = 0.5 * (1 + t) + 0.5 * h * (1 - t**2) * c * (1 + 3 * 0.044715 * h**2)
+    dh = 2 * (0.5 * h * (1 + t) - target) / h.size * slope
+    gradient = (x.T @ dh * factor).astype(np.float32)
+    differences = Differences(original, {"x": x}, "y", target)
+    error = differences.error({"w": gradient}, 0.0)
+    assert differences.closer == "float64"
+    assert error is not None
+    assert abs(error - abs(1 / factor - 1)) < 1e-6
+
+
 def test_a_file_in_float64_gives_its_numbers(tmp_path: Path) -> None:
     original = Original(saved(NET, tmp_path))
     wide, x = widened(original.proto), normal(3, 4)

@@ -31,9 +31,12 @@ from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
+from onnxtrain.passes.rotary_operator import rotary_operator
+from onnxtrain.passes.rows_in_one_axis import rows_in_one_axis
 from onnxtrain.passes.scale_after_matmul import scale_after_matmul
 from onnxtrain.passes.split_long_sums import split_long_sums
 from onnxtrain.passes.split_qkv import split_qkv
+from onnxtrain.passes.swish_slope import swish_slope
 from onnxtrain.targets import Target, find
 
 
@@ -88,6 +91,7 @@ AFTER = (
     Pass(expand_label_losses),
     Pass(compose_missing),
     Pass(join_factors),
+    Pass(swish_slope),
 )
 """Behind the reverse sweep: the operators' own gradients are better than those of the results."""
 
@@ -96,6 +100,8 @@ FINAL = (
     Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),
     Pass(bias_as_weight_column, prefers="bias-as-weight-column"),
     Pass(split_long_sums),
+    Pass(rotary_operator, prefers="rotary-operator"),
+    Pass(rows_in_one_axis, prefers="rows-in-one-axis"),
     Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
 )

@@ -79,10 +79,10 @@ class ShapeOps:
         d = self.dims(x)[axis]
         if isinstance(d, int):
             return d
-        fed = None if self.position is None or d is None else self._fed_size(d)
+        fed = None if self.position is None or d is None else self.fed_size(d)
         return self.Shape(self.shape_source(x), start=axis, end=axis + 1) if fed is None else fed
 
-    def _fed_size(self, d: str) -> ir.Value | None:
+    def fed_size(self, d: str) -> ir.Value | None:
         """Return a size, or a sum of sizes, that inputs of the graph tell.
 
         Asked of inputs, the same size is the same value in all layers of a model.

@@ -1,4 +1,4 @@
-"""Opset imports that a runtime does without and this library adds."""
+"""Opset imports: what a runtime does without and this library adds, and what the file had."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from onnxtrain.graph.captured_values import subgraphs_of
 RUNTIME_DOMAIN = "com.microsoft"
 """The domain of onnxruntime's own operators, which it takes without an import."""
 _REPAIRS = "onnxtrain.load_repairs"  # key in Model.meta: what `load` changed, in words
+_FILE_OPSET = "onnxtrain.file_opset"  # key in Model.meta: of the standard, as the file has it
 
 
 def import_runtime_domain(model: ir.Model) -> None:
@@ -41,3 +42,13 @@ def _uses_runtime_domain(graph: ir.Graph) -> bool:
 def load_repairs(model: ir.Model) -> tuple[str, ...]:
     """Say what ``load`` changed of a model so that it is valid."""
     return model.meta.get(_REPAIRS, ())
+
+
+def note_file_opset(model: ir.Model, opset: int) -> None:
+    """Record of which opset the file is that a model comes from."""
+    model.meta[_FILE_OPSET] = opset
+
+
+def file_opset(model: ir.Model) -> int:
+    """Return the opset that the file was of: whoever runs the file has its operators."""
+    return model.meta.get(_FILE_OPSET, model.opset_imports.get("", 0))

@@ -15,6 +15,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from onnxtrain.graph.io.external_data import STORED, Stored
+from onnxtrain.graph.io.imports import file_opset, note_file_opset
 
 LARGE = 1 << 29
 """Bytes of weights from which on they are kept out of protobufs."""
@@ -103,6 +104,7 @@ class SharedWeights:
 def copy_with_weights(model: ir.Model) -> ir.Model:
     """Return a copy of a model whose weights are looked after by the same file."""
     copy = model.clone()
+    note_file_opset(copy, file_opset(model))
     keep_with(copy, model)
     return copy
 

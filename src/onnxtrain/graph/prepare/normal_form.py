@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import onnx_ir as ir
 
-from onnxtrain.graph.io.imports import load_repairs
+from onnxtrain.graph.io.imports import load_repairs, note_file_opset
 from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
 from onnxtrain.graph.prepare.branches import resolve_branches
 from onnxtrain.graph.prepare.constants import fold, lift_constants
@@ -54,6 +54,7 @@ def prepare(
         by_readers: whether a shape that is left open may be decided by what reads it.
     """
     repairs: list[str] = list(load_repairs(model))
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", OPSET))
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
@@ -77,6 +78,7 @@ def prepare(
     note_kinds(model, uses)
     model.meta[_CONSTANTS] = frozenset(constants)
     model.meta[_UNUSED] = unused
+    note_file_opset(model, opset)
     model.meta[_REPAIRS] = tuple(repairs)
     return model
 

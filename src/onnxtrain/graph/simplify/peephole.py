@@ -92,11 +92,12 @@ def _neutral(node: ir.Node) -> ir.Value | None:
 def _join(node: ir.Node) -> int:
     """Read past an input's producer where the node can do its work; give 1 if something changed."""
     if node.op_type == "Transpose":
-        return _join_transposes(node) or _swap_product(node)
+        return _join_transposes(node) or _swap_product(node) or _swap_batched_product(node)
     if node.op_type == "Reshape":
         return _join_reshapes(node) or _unfold_transpose(node)
     if node.op_type in _BROADCASTING:
-        return _drop_expands(node) or _join_negations(node) or pads_to_concat(node)
+        dropped = _drop_expands(node) or _drop_leading_axes(node)
+        return dropped or _join_negations(node) or pads_to_concat(node)
     if node.op_type in ("Conv", "ConvTranspose"):
         return _drop_zero_bias(node)
     return _join_gemm(node) if node.op_type == "Gemm" else 0
@@ -151,6 +152,32 @@ def _swap_product(node: ir.Node) -> int:
     return 1
 
 
+def _swap_batched_product(node: ir.Node) -> int:
+    """``(A^T B)^T = B^T A`` in the last two axes: as many transposes in front, and none behind."""
+    before, perm = _producer(node.inputs[0], node), _perm(node)
+    if before is None or before.op_type != "MatMul" or perm is None or len(perm) < 3:
+        return 0
+    product, swap = before.outputs[0], [*range(len(perm) - 2), len(perm) - 1, len(perm) - 2]
+    turned = _producer(before.inputs[0], before)
+    if perm != swap or turned is None or turned.op_type != "Transpose" or _perm(turned) != swap:
+        return 0
+    a, b = turned.inputs[0], before.inputs[1]
+    if len(product.uses()) > 1 or product.is_graph_output() or len(turned.outputs[0].uses()) > 1:
+        return 0
+    dims = None if b is None else S.dims_of(b)
+    if dims is None or len(dims) != len(perm):
+        return 0
+    before.op_type, node.op_type = "Transpose", "MatMul"
+    before.resize_inputs(1)
+    before.replace_input_with(0, b)
+    before.attributes["perm"] = ir.AttrInt64s("perm", swap)
+    S.set_dims(product, [dims[i] for i in swap])
+    node.resize_inputs(2)
+    node.replace_input_with(1, a)
+    node.attributes.clear()
+    return 1
+
+
 def _join_reshapes(node: ir.Node) -> int:
     before, shape = _producer(node.inputs[0], node), S.symbolic_of(node.inputs[1])
     if before is None or before.op_type not in VIEWS or shape is None:
@@ -195,6 +222,24 @@ def _drop_expands(node: ir.Node) -> int:
             continue
         others = [z for j, z in enumerate(node.inputs) if j != i and z is not None]
         if any(S.same_shape(z, y) for z in others):
+            node.replace_input_with(i, before.inputs[0])
+            changed = 1
+    return changed
+
+
+def _drop_leading_axes(node: ir.Node) -> int:
+    """Leave leading axes of size 1 to the node, if another input has as many axes."""
+    changed = 0
+    for i, x in enumerate(node.inputs):
+        before = _producer(x, node)
+        if x is None or before is None or before.op_type != "Unsqueeze" or x.shape is None:
+            continue
+        axes = S.constant_of(before.inputs[1])
+        others = [z.shape for j, z in enumerate(node.inputs) if j != i and z is not None]
+        ranks = [len(shape) for shape in others if shape is not None]
+        if axes is None or max(ranks, default=0) < len(x.shape):
+            continue
+        if sorted(int(a) % len(x.shape) for a in axes) == list(range(axes.size)):
             node.replace_input_with(i, before.inputs[0])
             changed = 1
     return changed
