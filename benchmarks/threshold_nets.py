@@ -271,6 +271,8 @@ NOT_MEASURED: dict[str, str] = {
     "STORED_POSITIONS": "bounds the size of a file, no choice of speed",
     "WEIGHT_PAIRS_PRODUCTS": "for GPUs in browsers, of which `make bench-web` times whole steps",
     "PACKED_PARAMETER_ELEMENTS": "for wasm, of which `make bench-web` times whole steps",
+    "JOINED_PARAMETER_ELEMENTS": "for GPUs in browsers; `make bench-web` times whole steps",
+    "JOINED_ELEMENTS": "bounds the size of a buffer, no choice of speed",
     "SEVERAL_STEPS_BYTES": "for wasm, of which `make bench-web` times whole steps",
     "STEPS_PER_CALL": "for wasm, of which `make bench-web` times whole steps",
     "UPDATE_PIECE_ELEMENTS": "cuts the update, not a graph: `python -m benchmarks`",

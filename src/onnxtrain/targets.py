@@ -57,6 +57,7 @@ PREFERS = {
     "gemm-without-trans-a": "a transposed left operand made before the product",
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
+    "few-operators": "fewer operators, each a kernel to start, even where they move more",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
     "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
@@ -120,7 +121,7 @@ class Target:
 
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
-    *("aligned-classes", "float16-products", "gelu-operator", "given-means"),
+    *("aligned-classes", "few-operators", "float16-products", "gelu-operator", "given-means"),
     *("mask-without-infinity", "several-steps", "split-reductions", "statistics-by-layer-norm"),
 }
 
@@ -172,7 +173,7 @@ TARGETS: dict[str, Target] = {
                     *("int64", "output-binding"),
                 }
             ),
-            preferences=frozenset({"means-by-matmul"}),
+            preferences=frozenset({"few-operators", "means-by-matmul"}),
             family="products",
             gpu=True,
         ),

@@ -223,6 +223,16 @@ PACKED_PARAMETER_ELEMENTS = 1 << 14
 
 No command varies it; ``make bench-web`` times whole steps.
 """
+JOINED_PARAMETER_ELEMENTS = 1 << 18
+"""Up to so many elements, parameters of a step on WebGPU are joined: beyond, copies cost as much.
+
+No command varies it; ``make bench-web`` times whole steps.
+"""
+JOINED_ELEMENTS = 1 << 22
+"""So many elements at most are joined to one vector: four such rows still fit a buffer of WebGPU.
+
+No command varies it; ``make bench-web`` times whole steps.
+"""
 SEVERAL_STEPS_BYTES = 20_000_000
 """Up to so many bytes of parameters and state, a call makes several steps on wasm.
 

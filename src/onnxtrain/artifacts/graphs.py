@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import onnx
@@ -28,6 +29,7 @@ from onnxtrain.optim import (
     global_norm,
     moving_average,
 )
+from onnxtrain.optim.joined import apply_joined
 from onnxtrain.passes.pipeline import rewrite_inputs, rewrite_spellings
 from onnxtrain.targets import Target
 
@@ -282,7 +284,11 @@ def emit_update(
         grads = clip_by_global_norm(op, grads, options.clip.norm)
     if options.clip.value is not None:
         grads = clip_by_value(op, grads, options.clip.value)
-    new, new_state = options.optimizer.apply(op, parameters, grads, slots, lr, step)
+    if op.target.prefers("few-operators"):
+        apply = functools.partial(apply_joined, options.optimizer)
+    else:
+        apply = options.optimizer.apply
+    new, new_state = apply(op, parameters, grads, slots, lr, step)
     if options.ema is not None:
         averages = {n: slots[f"{n}.ema"] for n in parameters}
         averaged = moving_average(op, averages, new, options.ema)

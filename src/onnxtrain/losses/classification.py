@@ -229,6 +229,8 @@ class CrossEntropy(_Labelled):
         One-hot comparison serves runtimes where gathering by class is slow or absent.
         """
         x = rows.x
+        if self._counts_hits(op, x, weights):
+            return self._by_hits(op, rows)
         z, lse = log_sum_exp(op, x, 1)
         here = op.Where(is_label(op, x, rows.labels), z, op.const(0.0, x.dtype))
         each = op.Sub(op.Squeeze(lse, [1]), op.ReduceSum(here, [1], keepdims=0))
@@ -236,6 +238,24 @@ class CrossEntropy(_Labelled):
         if not self.label_smoothing:
             return loss
         return self._blend(op, loss, self._spread(op, rows, op.Sub(lse, z), weights), x)
+
+    def _counts_hits(self, op: OpBuilder, x: ir.Value, weights: Maybe) -> bool:
+        """Return whether a label counts if it is a class, and then as much as any other."""
+        classes = op.size(x, 1)
+        ignored = self.ignore_index
+        outside = ignored is not None and isinstance(classes, int) and not 0 <= ignored < classes
+        plain = weights is None and not self.label_smoothing and self.reduction == "mean"
+        return op.target.prefers("few-operators") and outside and plain
+
+    def _by_hits(self, op: OpBuilder, rows: Scores) -> ir.Value:
+        """Emit the mean of ``-log p`` where a class is the label, in few operators."""
+        x = rows.x
+        z = op.Sub(x, op.Ceil(op.ReduceMax(x, [1], keepdims=1)))
+        log_p = op.Sub(z, op.ReduceLogSumExp(z, [1], keepdims=1))
+        hit, zero = is_label(op, x, rows.labels), op.const(0.0, x.dtype)
+        minus = op.Where(hit, op.const(-1.0, x.dtype), zero)
+        total = op.ReduceSum(op.Where(hit, log_p, zero), keepdims=0)
+        return op.Div(total, op.ReduceSum(minus, keepdims=0))
 
     def _spread(self, op: OpBuilder, rows: Scores, cost: ir.Value, weights: Maybe) -> ir.Value:
         """Reduce the loss of a uniform target: the sum of the cost ``-logp`` of all classes."""

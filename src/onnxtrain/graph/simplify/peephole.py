@@ -246,21 +246,41 @@ def _drop_leading_axes(node: ir.Node) -> int:
 
 
 def _join_negations(node: ir.Node) -> int:
-    """``a + (-b) = a - b`` and ``a - (-b) = a + b``."""
+    """``a + (-b) = a - b``, ``a - (-b) = a + b``, and the same where ``-b`` is multiplied first."""
     if node.op_type not in ("Add", "Sub") or node.outputs[0].dtype not in S.FLOATS:
         return 0
     for i in (1, 0) if node.op_type == "Add" else (1,):
-        negated = _producer(node.inputs[i], node)
-        if negated is None or negated.op_type != "Neg" or len(negated.outputs[0].uses()) > 1:
+        maker = _own_producer(node.inputs[i], node)
+        if maker is None:
             continue
-        if negated.outputs[0].is_graph_output():
+        a, b = node.inputs[1 - i], node.inputs[i]
+        if maker.op_type == "Neg":
+            b = maker.inputs[0]
+        elif maker.op_type != "Mul" or not _drop_negation(maker):
             continue
-        a, b = node.inputs[1 - i], negated.inputs[0]
         node.replace_input_with(0, a)
         node.replace_input_with(1, b)
         node.op_type = "Sub" if node.op_type == "Add" else "Add"
         return 1
     return 0
+
+
+def _drop_negation(product: ir.Node) -> bool:
+    """Let one factor be what it is the negative of; return whether there was such a factor."""
+    for i, x in enumerate(product.inputs):
+        maker = _own_producer(x, product)
+        if maker is not None and maker.op_type == "Neg":
+            product.replace_input_with(i, maker.inputs[0])
+            return True
+    return False
+
+
+def _own_producer(x: ir.Value | None, node: ir.Node) -> ir.Node | None:
+    """Return what makes a value that nobody else reads."""
+    maker = _producer(x, node)
+    if maker is None or len(maker.outputs[0].uses()) > 1 or maker.outputs[0].is_graph_output():
+        return None
+    return maker
 
 
 def _join_gemm(node: ir.Node) -> int:
