@@ -44,7 +44,7 @@ check: $(VENV)/.dev  ## format, lint, types, layering
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-.PHONY: docs site release-check hugging-face
+.PHONY: docs site screenshots release-check hugging-face
 $(VENV)/.docs: $(VENV)/.dev
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	@touch $@
@@ -141,6 +141,9 @@ web: $(VENV)/.demo web/node_modules/.package-lock.json  ## serve the site whose 
 site: $(VENV)/.demo web/node_modules/.package-lock.json  ## build it into web/site/dist, plain files for any place; `make docs` has it in the gallery
 	$(BIN)/python web/site/make_artifacts.py web/site/public
 	cd web && npm run build
+
+screenshots: site chromium  ## pictures of the site's pages, into docs/images
+	cd web && node site/screenshots.mjs ../docs/images
 
 chromium:
 	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }

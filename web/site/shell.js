@@ -1,5 +1,6 @@
 /** Puts what every page has around what it is about: head, header, footer, and the policy of what it may do. */
 import { createHash } from "node:crypto";
+import { existsSync, readFileSync } from "node:fs";
 import { PAGES, START } from "./pages.js";
 
 // Before anything is painted: the theme that a person chose here, if any.
@@ -62,7 +63,7 @@ const footer = (base) => `
     <footer class="site-footer">
       <p><strong>Nothing leaves this tab.</strong> Models, data and what you draw, say or drop stay on your device; there is no server behind these pages.</p>
       <p class="links">${[
-        link(DOCS_URL, "Documentation"), link(SOURCE_URL, "Source"),
+        link(DOCS_URL && (/^https?:/.test(DOCS_URL) ? DOCS_URL : base + DOCS_URL), "Documentation"), link(SOURCE_URL, "Source"),
         link(`${base}#how`, "How it works"), link("https://onnx.ai/", "ONNX"), link("https://onnxruntime.ai/", "ONNX Runtime"),
       ].filter(Boolean).join("")}</p>
     </footer>`;
@@ -70,8 +71,18 @@ const footer = (base) => `
 const cards = () => PAGES.map((p) => `
         <li><a class="card" href="./${p.folder}/"><svg class="picture" aria-hidden="true"><use href="#picture-${p.folder}" /></svg><h2>${p.name}</h2><p>${p.line}</p></a></li>`).join("");
 
+// The picture that previews of links show.
+const CARD = new URL("../../docs/images/site-playground-light.png", import.meta.url);
+
 /** The plugin for Vite. */
 export const shell = () => [
+  {
+    name: "card",
+    apply: "build",
+    generateBundle() {
+      if (existsSync(CARD)) this.emitFile({ type: "asset", fileName: "card.png", source: readFileSync(CARD) });
+    },
+  },
   {
     name: "shell",
     transformIndexHtml: {

@@ -1,5 +1,5 @@
 import { ArtifactError } from "./errors.js";
-import { parseManifest, type Manifest, type ModelSpec } from "./manifest.js";
+import { parseManifest, type Manifest } from "./manifest.js";
 import { sha256 } from "./sha256.js";
 
 /**
@@ -43,11 +43,6 @@ export class Artifacts {
     return new Artifacts(parseManifest(text, name), text, read);
   }
 
-  /** Artifacts whose files somebody else reads and checks. */
-  static asking(text: string, read: (file: string) => Promise<Uint8Array>): Artifacts {
-    return new Artifacts(parseManifest(text), text, read, false);
-  }
-
   /** Gives the bytes of one file of a folder, unchecked. */
   static async raw(folder: string, file: string): Promise<Uint8Array> {
     return await fromFolder(folder)(file);
@@ -84,13 +79,6 @@ export class Artifacts {
       );
     }
     return data;
-  }
-
-  /** Gives the external data that a model may refer to, as ONNX Runtime takes it. */
-  async externalData(model: ModelSpec): Promise<{ path: string; data: Uint8Array }[]> {
-    const { weights } = this.manifest;
-    if (weights === null || model.role === "infer") return [];
-    return [{ path: weights, data: await this.file(weights) }];
   }
 
   /** Reads and checks every file, and gives them by name. */

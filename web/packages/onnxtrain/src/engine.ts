@@ -1,4 +1,3 @@
-import { Artifacts } from "./artifacts.js";
 import { filled, inType, toBytes, type HostTensor } from "./dtypes.js";
 import { ArtifactError, CheckpointError, ShapeError } from "./errors.js";
 import { failed } from "./failures.js";
@@ -39,6 +38,14 @@ export interface Engine {
   release(): Promise<void>;
 }
 
+/** What an engine needs of artifacts: the manifest, and files that were checked. */
+export interface ModelFiles {
+  readonly manifest: Manifest;
+  file(name: string): Promise<Uint8Array>;
+  /** Lets go of a file's bytes. */
+  forget(name: string): void;
+}
+
 interface Loaded {
   readonly spec: ModelSpec;
   readonly session: OrtSession;
@@ -51,7 +58,7 @@ export class LocalEngine implements Engine {
   #predictor: Promise<OrtSession> | undefined;
 
   private constructor(
-    readonly artifacts: Artifacts,
+    readonly artifacts: ModelFiles,
     readonly runtime: Runtime,
   ) {}
 
@@ -61,7 +68,7 @@ export class LocalEngine implements Engine {
 
   /** Loads the runtime and the models of `roles`, and sets the initial values. */
   static async create(
-    artifacts: Artifacts, device: Device, roles: readonly ModelRole[], values: Tensors, options: RuntimeOptions,
+    artifacts: ModelFiles, device: Device, roles: readonly ModelRole[], values: Tensors, options: RuntimeOptions,
   ): Promise<LocalEngine> {
     const engine = new LocalEngine(artifacts, await Runtime.open(device, options));
     try {
@@ -100,7 +107,8 @@ export class LocalEngine implements Engine {
     }
     const data = await this.artifacts.file(spec.file);
     const onGpu = spec.outputs.filter((t) => t.feeds !== null).map((t) => t.name);
-    const external = await this.artifacts.externalData(spec);
+    const { weights } = manifest;
+    const external = weights === null ? [] : [{ path: weights, data: await this.artifacts.file(weights) }];
     try {
       const session = await this.runtime.session(data, external, { onGpu });
       this.artifacts.forget(spec.file);

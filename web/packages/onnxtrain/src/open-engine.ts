@@ -3,6 +3,7 @@ import { LocalEngine, type Engine, type Tensors } from "./engine.js";
 import { RuntimeError } from "./errors.js";
 import { findModel, type ModelRole } from "./manifest.js";
 import { WorkerEngine } from "./remote.js";
+import { addressOf } from "./runtime-address.js";
 import { inNode, TARGETS, webgpuProblem, type Device } from "./runtime.js";
 import type { TrainerOptions } from "./trainer-types.js";
 
@@ -10,7 +11,6 @@ import type { TrainerOptions } from "./trainer-types.js";
 export async function openEngine(
   artifacts: Artifacts, roles: readonly ModelRole[], values: Tensors, options: TrainerOptions,
 ): Promise<Engine> {
-  const tell = options.onMessage ?? ((message: string) => console.warn(message));
   const { device = "auto" } = options;
   const fallback: Device = inNode() ? "node" : "wasm";
   const has = (d: Device) => roles.every((r) => findModel(artifacts.manifest, r, TARGETS[d]));
@@ -26,14 +26,19 @@ export async function openEngine(
       problem = error.message;
     }
   }
-  tell(`onnxtrain: WebGPU is not used, training runs on ${fallback}: ${problem}`);
+  tell(options, `WebGPU is not used, training runs on ${fallback}: ${problem}`);
   return await open(artifacts, fallback, roles, values, options);
 }
+
+const tell = ({ onMessage = (message: string) => console.warn(message) }: TrainerOptions, message: string): void =>
+  onMessage(`onnxtrain: ${message}`);
 
 async function open(
   artifacts: Artifacts, device: Device, roles: readonly ModelRole[], values: Tensors, options: TrainerOptions,
 ): Promise<Engine> {
   const inWorker = (options.worker ?? true) && !inNode() && typeof Worker === "function";
-  const create = inWorker ? WorkerEngine.create : LocalEngine.create;
-  return await create(artifacts, device, roles, values, options);
+  const address = inWorker && (await addressOf(device, options));
+  if (address) return await WorkerEngine.create(artifacts, device, roles, values, { ...options, ...address });
+  if (inWorker) tell(options, "training runs in the page itself: a worker cannot find ONNX Runtime here\nhint: give runtimeUrl");
+  return await LocalEngine.create(artifacts, device, roles, values, options);
 }

@@ -2,12 +2,13 @@ import type { Artifacts } from "./artifacts.js";
 import type { HostTensor } from "./dtypes.js";
 import type { Control, Engine, Tensors } from "./engine.js";
 import { revive, RuntimeError } from "./errors.js";
-import type { ModelRole } from "./manifest.js";
-import { addressOf, type Device, type RuntimeOptions } from "./runtime.js";
+import type { Manifest, ModelRole } from "./manifest.js";
+import type { Device, RuntimeOptions } from "./runtime.js";
+import { WORKER } from "./worker-text.js";
 
 /** What a worker is asked first. */
 export interface Opening {
-  readonly text: string;
+  readonly manifest: Manifest;
   readonly device: Device;
   readonly roles: readonly ModelRole[];
   readonly values: Tensors;
@@ -23,10 +24,8 @@ export type Reply =
   | { readonly id: number; readonly result?: unknown; readonly error?: { name: string; message: string } }
   | { readonly wanted: string };
 
-/** Bundlers that move a module away from its neighbours leave it without its worker. */
-const SETTINGS =
-  'hint: with Vite set worker: { format: "es" } and optimizeDeps: { exclude: ["onnxtrain", "onnxruntime-web"] }; ' +
-  "with anything else see that dist/worker.js is served beside dist/index.js; or give worker: false";
+/** What keeps a worker from starting. */
+const ALLOWED = "hint: a content security policy must have blob: in worker-src; or give worker: false";
 
 interface Waiting {
   resolve(value: unknown): void;
@@ -43,13 +42,17 @@ export class WorkerEngine implements Engine {
     artifacts: Artifacts,
     readonly device: Device,
   ) {
-    this.#worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
+    const text = URL.createObjectURL(new Blob([WORKER], { type: "text/javascript" }));
+    this.#worker = new Worker(text, { type: "module" });
+    const forget = () => URL.revokeObjectURL(text);
+    this.#worker.addEventListener("message", forget, { once: true });
+    this.#worker.addEventListener("error", forget, { once: true });
     this.#worker.onmessage = ({ data }: MessageEvent<Reply>) => {
       if ("wanted" in data) void this.#send(artifacts, data.wanted);
       else this.#settle(data);
     };
     this.#worker.onerror = (event) => {
-      this.#fail(new RuntimeError(`the worker failed: ${event.message || `it could not be started\n${SETTINGS}`}`));
+      this.#fail(new RuntimeError(`the worker failed: ${event.message || `it could not be started\n${ALLOWED}`}`));
     };
   }
 
@@ -63,15 +66,13 @@ export class WorkerEngine implements Engine {
       engine = new WorkerEngine(artifacts, device);
     } catch (error) {
       throw new RuntimeError(
-        `the worker cannot be started: ${(error as Error).message}\n` +
-          "hint: serve onnxtrain from the page's own origin, or give worker: false",
+        `the worker cannot be started: ${(error as Error).message}\n${ALLOWED}`,
       );
     }
-    const { threads, wasmPaths, signal } = options;
+    const { threads, runtimeUrl, wasmPaths, signal } = options;
     const stop = () => engine.#fail(signal!.reason as Error);
     signal?.addEventListener("abort", stop, { once: true });
-    const runtimeUrl = options.runtimeUrl ?? addressOf(device);
-    const open: Opening = { text: artifacts.text, device, roles, values, options: { threads, wasmPaths, runtimeUrl } };
+    const open: Opening = { manifest: artifacts.manifest, device, roles, values, options: { threads, runtimeUrl, wasmPaths } };
     try {
       await engine.#ask((id) => ({ id, open }));
     } catch (error) {

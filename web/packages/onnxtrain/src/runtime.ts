@@ -18,8 +18,8 @@ export interface RuntimeOptions {
   readonly threads?: number | undefined;
   /** Address of ONNX Runtime's module, where no bundler and no import map finds it. */
   readonly runtimeUrl?: string | undefined;
-  /** Address of the folder with ONNX Runtime's `.wasm` files, if not beside its module. */
-  readonly wasmPaths?: string | undefined;
+  /** Address of the folder with ONNX Runtime's `.wasm` files, or of the file, if not beside its module. */
+  readonly wasmPaths?: string | { readonly wasm: string } | undefined;
 }
 
 export const inNode = (): boolean => typeof process === "object" && !!process.versions?.node;
@@ -53,7 +53,7 @@ export class Runtime {
       // Without these headers memory cannot be shared between threads.
       const shared = inNode() || globalThis.crossOriginIsolated === true;
       wasm.numThreads = shared ? (options.threads ?? 1) : 1;
-      if (options.wasmPaths !== undefined) wasm.wasmPaths = options.wasmPaths;
+      if (options.wasmPaths !== undefined) wasm.wasmPaths = options.wasmPaths as string;
     }
     return new Runtime(ort, device, options.threads);
   }
@@ -147,15 +147,6 @@ const module = (found: unknown): OrtModule => {
   const it = found as OrtModule & { default?: OrtModule };
   return it.InferenceSession ? it : it.default!;
 };
-
-/** Gives where this page finds ONNX Runtime, for workers, which have no import map. */
-export function addressOf(device: Device): string | undefined {
-  try {
-    return import.meta.resolve(`onnxruntime-web/${device === "webgpu" ? "webgpu" : "wasm"}`);
-  } catch {
-    return undefined;
-  }
-}
 
 /** Says why WebGPU cannot be used here, or nothing if it can. */
 export async function webgpuProblem(): Promise<string | undefined> {

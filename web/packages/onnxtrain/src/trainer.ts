@@ -1,7 +1,8 @@
 /// <reference lib="esnext.disposable" preserve="true" />
 import { Artifacts } from "./artifacts.js";
+import { checkedRate, checkFit } from "./checks.js";
 import { batchCount, batches, isColumns, type BatchOptions, type Dataset } from "./data.js";
-import { badLabel, badLoss, checkBatchSize, classLabels } from "./diagnosis.js";
+import { badLabel, badLoss, checkBatchSize, checkLabels, classLabels } from "./diagnosis.js";
 import type { HostTensor, TypedArray } from "./dtypes.js";
 import { finiteLoss, valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
 import { CheckpointError, DisposedError, OnnxTrainError, ShapeError, type NonFiniteError } from "./errors.js";
@@ -112,6 +113,8 @@ export class Trainer {
     feeds: readonly Tensors[], rates: readonly number[] | undefined, signal?: AbortSignal, data?: Dataset,
   ): Promise<StepResult[]> {
     for (const batch of feeds) checkBatchSize(this.manifest, this.#batchSpecs(), batch);
+    // Other devices refuse such labels themselves.
+    if (this.device === "webgpu") feeds.forEach((batch) => checkLabels(this.manifest, Object.fromEntries(batch)));
     return await this.#alone(async () => {
       signal?.throwIfAborted();
       const role = this.#fused ? "step" : "train";
@@ -128,8 +131,8 @@ export class Trainer {
 
   async #update(role: ModelRole, feeds: readonly Tensors[], rates: readonly number[] | undefined): Promise<StepResult[]> {
     const first = this.#step + 1;
-    this.learningRate = rates?.at(-1) ?? this.learningRate;
-    const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: rates?.[i] ?? this.learningRate, onlyFinite: true }));
+    const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: checkedRate(rates?.[i] ?? this.learningRate), onlyFinite: true }));
+    this.learningRate = controls.at(-1)!.lr;
     const several = feeds.length > 1;
     if (several) this.#stack = stacked(feeds, this.#stack);
     const found = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
@@ -185,6 +188,7 @@ export class Trainer {
    */
   async *fit(data: Dataset, options: FitOptions = {}): AsyncGenerator<Progress, void, void> {
     const { epochs = 1, schedule, validation, signal } = options;
+    checkFit(this.manifest, data, options);
     const perEpoch = batchCount(data, this.#batchSpecs(), options);
     const total = perEpoch === undefined ? undefined : perEpoch * epochs;
     if (schedule && total === undefined) {

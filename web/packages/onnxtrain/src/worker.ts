@@ -1,5 +1,4 @@
 /** The worker's side of `WorkerEngine`. */
-import { Artifacts } from "./artifacts.js";
 import { LocalEngine } from "./engine.js";
 import { revive } from "./errors.js";
 import type { Reply, Request } from "./remote.js";
@@ -34,8 +33,8 @@ globalThis.onmessage = async ({ data }: MessageEvent<Request>): Promise<void> =>
 
 async function answer(request: Exclude<Request, { file: string }>): Promise<unknown> {
   if ("open" in request) {
-    const { text, device, roles, values, options } = request.open;
-    engine = await LocalEngine.create(Artifacts.asking(text, ask), device, roles, values, options);
+    const { manifest, device, roles, values, options } = request.open;
+    engine = await LocalEngine.create({ manifest, file: ask, forget: () => undefined }, device, roles, values, options);
     return undefined;
   }
   const work = (engine as unknown as Record<string, (...args: readonly unknown[]) => unknown>)[request.method];

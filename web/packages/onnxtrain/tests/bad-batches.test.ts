@@ -118,3 +118,34 @@ onnxtrain.build(model, loss="mse", optimizer="sgd", target="wasm").save(sys.argv
   expect((await trainer.evaluate(some(1))).loss).toBeGreaterThan(0);
   await trainer.dispose();
 });
+
+const settings: [object, string][] = [
+  [{ epochs: 0 }, "'epochs' must be a whole number from 1 on, got 0"],
+  [{ epochs: -2 }, "'epochs' must be a whole number from 1 on, got -2"],
+  [{ epochs: 1.5 }, "'epochs' must be a whole number from 1 on, got 1.5"],
+  [{ epochs: "" }, "'epochs' must be a whole number from 1 on, got \"\""],
+  [{ batchSize: 0 }, "'batchSize' must be a whole number from 1 on, got 0"],
+  [{ stepsPerCall: NaN }, "'stepsPerCall' must be a whole number from 1 on, got NaN"],
+  [{ schedule: () => -1 }, "the learning rate must be a number from 0 on, got -1"],
+  [{ schedule: () => NaN }, "the learning rate must be a number from 0 on, got NaN"],
+];
+
+test.each(settings)("fit refuses %j by its name, and nothing is trained", async (options, message) => {
+  const trainer = await open();
+  const before = await trainer.exportCheckpoint();
+  await expect(drain(trainer.fit(rows(64), options))).rejects.toThrow(message);
+  expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
+  await trainer.dispose();
+});
+
+test.each([-1, NaN, Infinity, ""])("a learning rate of %j is refused by step and fit", async (rate) => {
+  const trainer = await open();
+  const words = `the learning rate must be a number from 0 on, got ${rate === "" ? '""' : rate}`;
+  trainer.learningRate = rate as number;
+  await expect(trainer.step(rows(8))).rejects.toThrow(words);
+  await expect(drain(trainer.fit(rows(8)))).rejects.toThrow(words);
+  expect(trainer.globalStep).toBe(0);
+  trainer.learningRate = 0.01;
+  expect((await trainer.step(rows(8))).step).toBe(1);
+  await trainer.dispose();
+});

@@ -3,6 +3,8 @@ import { mkdirSync, mkdtempSync, rmSync, symlinkSync, writeFileSync } from "node
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { expect, test } from "vitest";
+import { readFileSync } from "node:fs";
+import semver from "semver";
 import { ROOT } from "./support.js";
 
 test("npm pack builds what it packs, as it is called in a clone", () => {
@@ -11,7 +13,7 @@ test("npm pack builds what it packs, as it is called in a clone", () => {
   // What the build says comes first.
   const [{ files }] = JSON.parse(told.slice(told.indexOf("[\n"))) as [{ files: { path: string }[] }];
   const names = files.map((f) => f.path);
-  for (const name of ["package.json", "README.md", "LICENSE", "dist/index.js", "dist/index.d.ts", "dist/worker.js", "dist/flower/index.js", "dist/flower/index.d.ts"]) {
+  for (const name of ["package.json", "README.md", "LICENSE", "dist/index.js", "dist/index.d.ts", "dist/flower/index.js", "dist/flower/index.d.ts"]) {
     expect(names).toContain(name);
   }
   expect(names.filter((n) => n.startsWith("src/") || n.startsWith("tests/"))).toEqual([]);
@@ -31,4 +33,14 @@ test("its types are read with an older library of TypeScript, and checked", () =
   rmSync(folder, { recursive: true });
   expect(told.stdout).toBe("");
   expect(told.status).toBe(0);
+});
+
+test("releases of ONNX Runtime are taken, and what comes before them", () => {
+  const { dependencies, peerDependencies } = JSON.parse(readFileSync(`${ROOT}/web/packages/onnxtrain/package.json`, "utf8")) as Record<string, Record<string, string>>;
+  for (const range of [dependencies!["onnxruntime-common"]!, ...Object.values(peerDependencies!)]) {
+    for (const version of ["1.20.0", "1.30.0", "1.31.0-dev.20260914-8d85527a0", "1.32.0-dev.20270101-abc", "1.40.0-rc.1", "1.99.0", "2.0.0"]) {
+      expect(semver.satisfies(version, range), `${version} in ${range}`).toBe(true);
+    }
+    for (const version of ["1.19.2", "1.20.0-dev.20240928-1bda91fc57"]) expect(semver.satisfies(version, range), version).toBe(false);
+  }
 });

@@ -17,8 +17,8 @@ import { best, showConfusion, showDigits, showGuesses, showTiles } from "./pictu
 /** Digits that are shown. */
 const SHOWN = 30;
 /** How many digits a drawing is mixed with, so that they are not forgotten, and for how long it is learned. */
-const REPLAY = 400;
-const LESSON = { epochs: 4, batchSize: 32 };
+const REPLAY = 320;
+const LESSON = { epochs: 7, batchSize: 32, schedule: cosine(0.006) };
 /** What is good for each set of digits. */
 const DEFAULTS: Record<string, { batch: number; epochs: number; pace: string }> = {
   digits: { batch: 32, epochs: 10, pace: "16" },
@@ -29,6 +29,7 @@ const SCHEDULES: Record<string, (lr: number) => Schedule> = { cosine, linear, co
 let data: Data;
 let trainer: Trainer | undefined;
 let asking = false;
+let stale = false;
 const own = new Own();
 const pad = new Pad($<HTMLCanvasElement>("pad"), () => void predictDrawing());
 const chart = new Chart($("chart"), [{ label: "loss" }, { label: "right about unseen digits", color: "--class-0", share: true, sparse: true }]);
@@ -95,6 +96,8 @@ async function predictDrawing(): Promise<void> {
     return show("verdict", "Draw a digit");
   }
   if (!trainer) return show("verdict", "The net is not there yet ...");
+  // What was drawn while the net was asked is asked about afterwards.
+  stale = asking;
   if (asking) return;
   asking = true;
   try {
@@ -107,6 +110,7 @@ async function predictDrawing(): Promise<void> {
     show("verdict", `${sure > 0.9 ? "This is" : sure > 0.5 ? "Probably" : "Perhaps"} ${/^\d$/.test(own.names[top]!) ? "a " : ""}${own.names[top]}`);
   } finally {
     asking = false;
+    if (stale) void predictDrawing();
   }
 }
 
@@ -128,9 +132,9 @@ async function learn(clicked: number): Promise<void> {
     layBars(own.names);
     $("bars").classList.add("named");
   }
-  const { schedule, tests } = settings();
+  const { tests } = settings();
   await run.train({
-    ...LESSON, schedule, trainer: net, look, done: `It has learned "${name}" from ${VARIANTS} variants of your drawing`,
+    ...LESSON, trainer: net, look, done: `It has learned "${name}" from ${VARIANTS} variants of your drawing`,
     rows: batchOf(net, joined(some(data.train, REPLAY), own.rows())), test: batchOf(net, first(data.test, tests)),
   }, clicked);
   panel.refresh();

@@ -4,7 +4,7 @@ import type { Digits } from "./digits.js";
 import { grayPicture } from "./pictures.js";
 
 /** How many pictures are made from each drawing. */
-export const VARIANTS = 24;
+export const VARIANTS = 48;
 /** How many signs there may be besides the digits. */
 const SIGNS = 8;
 const DIGITS = Array.from({ length: 10 }, (_, i) => String(i));

@@ -69,7 +69,7 @@ export async function start(options: { webgpu?: boolean; camera?: boolean } = {}
   // A camera that shows a moving figure, and a microphone that beeps.
   const media = options.camera ? ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"] : [];
   const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu, ...media], timeout: PATIENCE });
-  browser.on("context", (context) => context.setDefaultTimeout(PATIENCE));
+  browser.on("context", (context) => context.setDefaultTimeout(Number(process.env["PATIENCE"] ?? PATIENCE)));
   return browser;
 }
 

@@ -16,7 +16,7 @@ const accuracy = async (page: Page) => parseFloat(await page.locator("#accuracy"
 /** Waits for the end of an epoch. */
 const learned = (page: Page) => page.waitForFunction(() => document.querySelector("#accuracy")!.textContent !== "–");
 const shares = (page: Page) => page.locator("#bars .share").allInnerTexts();
-const drawn = (page: Page) => page.waitForFunction(() => [...document.querySelectorAll("#bars .share")].some((s) => parseInt(s.textContent!) > 20));
+const drawn = (page: Page) => page.waitForFunction(() => [...document.querySelectorAll("#bars .share")].every((s) => s.textContent !== ""));
 
 /** Draws lines through places of the pad, given as shares of its sides. */
 async function draw(page: Page, ...strokes: (readonly [number, number])[][]): Promise<void> {
@@ -201,7 +201,7 @@ test.each([["digits", "cnn", 10, 94], ["digits", "attention", 10, 88], ["mnist",
   const { page, close } = await site.page("draw/", DESK);
   await settle(page, {});
   if (data === "mnist") {
-    await page.getByLabel("Digits", { exact: true }).selectOption(data);
+    await page.locator("#data").selectOption(data);
     await until(page, "Press");
   }
   await page.getByLabel("Model").selectOption(model);

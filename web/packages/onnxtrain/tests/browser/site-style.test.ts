@@ -19,18 +19,18 @@ const pixels = (page: Page, id: string) => page.evaluate((name) => {
 
 test("a picture from a file is painted as Python paints it, and saved", async () => {
   const { page, complaints, close } = await site.page("style/", { ...DESK, acceptDownloads: true });
-  await until(page, "Painted 416 x ");
+  await until(page, "Painted 640 x ");
   await page.getByLabel("large tiles").check();
-  await until(page, "Painted 256 x ");
+  await until(page, "Painted 384 x ");
   runPython("import sys, numpy as np; from PIL import Image; x = np.random.default_rng(0).uniform(0, 255, (6, 9, 3)); Image.fromarray(x.astype(np.uint8)).resize((90, 60)).save(sys.argv[1])", join(site.folder, "mine.png"));
   await page.setInputFiles("#file", join(site.folder, "mine.png"));
-  await until(page, "Painted 256 x 172 pixels");
+  await until(page, "Painted 384 x 256 pixels");
   const [before, after] = [await pixels(page, "original"), await pixels(page, "painted")];
   for (const [name, data] of [["before", before], ["after", after]] as const) writeFileSync(join(site.folder, name), Uint8Array.from(data));
   const far = runPython(
     `
 import sys, numpy as np, onnxruntime
-before, after = (np.fromfile(f"{sys.argv[1]}/{n}", np.uint8).reshape(172, 256, 4)[..., :3].transpose(2, 0, 1)[None] for n in ("before", "after"))
+before, after = (np.fromfile(f"{sys.argv[1]}/{n}", np.uint8).reshape(256, 384, 4)[..., :3].transpose(2, 0, 1)[None] for n in ("before", "after"))
 (styled,) = onnxruntime.InferenceSession(sys.argv[2]).run(None, {"image": before.astype(np.float32)})
 print(np.abs(styled - after).max(), np.abs(styled - before).mean())
 `,
@@ -51,7 +51,7 @@ print(np.abs(styled - after).max(), np.abs(styled - before).mean())
 
 test("the camera is painted, by touch on a phone", async () => {
   const { page, complaints, close } = await site.page("style/", { ...PHONE, permissions: ["camera"] });
-  await until(page, "Painted 416 x ");
+  await until(page, "Painted 640 x ");
   await page.getByRole("button", { name: "Use the camera" }).tap();
   await until(page, "Painting what the camera sees");
   await page.waitForFunction(() => document.querySelector<HTMLCanvasElement>("#painted")!.width === 256);
@@ -60,7 +60,7 @@ test("the camera is painted, by touch on a phone", async () => {
   await page.getByRole("button", { name: "Stop the camera" }).tap();
   await until(page, "The camera is off.");
   await page.getByRole("button", { name: "A dahlia" }).tap();
-  await until(page, "Painted 416 x ");
+  await until(page, "Painted 640 x ");
   expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
   expect(complaints).toEqual([]);
   await close();

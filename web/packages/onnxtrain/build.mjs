@@ -1,0 +1,28 @@
+/** Builds what is packed: declarations by TypeScript, and each entry of `exports` as one small file by esbuild. */
+import { execFileSync } from "node:child_process";
+import { readFileSync, rmSync } from "node:fs";
+import { fileURLToPath } from "node:url";
+import { build } from "esbuild";
+
+const here = fileURLToPath(new URL(".", import.meta.url));
+const { exports } = JSON.parse(readFileSync(`${here}package.json`, "utf8"));
+const common = {
+  absWorkingDir: here, bundle: true, minify: true, format: "esm", target: "es2022", legalComments: "none", logLevel: "warning",
+  external: ["onnxruntime-web", "onnxruntime-web/*", "onnxruntime-common", "node:*"],
+};
+
+// A worker has to be one file: bundlers move files, and take workers for programs of their own.
+const { outputFiles: [worker] } = await build({ ...common, entryPoints: ["src/worker.ts"], write: false });
+const workerText = {
+  name: "worker-text",
+  setup: (made) => made.onLoad({ filter: /[\\/]worker-text\.ts$/ }, () => ({ contents: `export const WORKER = ${JSON.stringify(worker.text)};` })),
+};
+
+rmSync(`${here}dist`, { recursive: true, force: true });
+const entries = Object.values(exports).flatMap((e) => e.default ?? []);
+await build({
+  ...common,
+  entryPoints: entries.map((file) => file.replace("./dist/", "src/").replace(/\.js$/, ".ts")),
+  outdir: "dist", outbase: "src", splitting: true, chunkNames: "parts/[hash]", plugins: [workerText],
+});
+execFileSync(process.execPath, [fileURLToPath(import.meta.resolve("typescript/package.json")).replace("package.json", "bin/tsc"), "-p", here], { stdio: "inherit" });
