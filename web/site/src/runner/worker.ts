@@ -1,0 +1,26 @@
+/** Runs a model in a worker of its own, so that the page stays live. */
+import * as ort from "onnxruntime-web/wasm";
+import type { Answer, Question } from "./runner.js";
+
+let session: ort.InferenceSession | undefined;
+
+async function answer({ model, threads, feeds }: Question): Promise<Answer> {
+  if (model) {
+    ort.env.wasm.numThreads = globalThis.crossOriginIsolated ? threads ?? 1 : 1;
+    session = await ort.InferenceSession.create(model, { executionProviders: ["wasm"] });
+    return { outputs: {} };
+  }
+  const given = Object.entries(feeds ?? {}).map(([name, t]) => [name, new ort.Tensor("float32", t.data, [...t.dims])] as const);
+  const results = await session!.run(Object.fromEntries(given));
+  return {
+    outputs: Object.fromEntries(Object.entries(results).map(([name, t]) => [name, { data: t.data as Float32Array<ArrayBuffer>, dims: t.dims }])),
+  };
+}
+
+onmessage = async ({ data }: MessageEvent<Question>) => {
+  try {
+    postMessage(await answer(data));
+  } catch (error) {
+    postMessage({ outputs: {}, error: (error as Error).message } satisfies Answer);
+  }
+};

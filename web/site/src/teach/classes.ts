@@ -1,0 +1,132 @@
+/** The classes of a person: names, examples, and the list of them in the page. */
+import { make } from "../shell/dom.js";
+import { attempt } from "../shell/status.js";
+
+const SHOWN = 12;
+const COLORS = 6;
+
+export interface Example {
+  readonly picture: ImageData;
+  readonly features: Float32Array;
+}
+
+export interface Class {
+  readonly color: number;
+  name: string;
+  examples: Example[];
+}
+
+/** What the list asks the page to do. */
+export interface Deeds {
+  /** Starts to take examples for a class; gives what ends it. */
+  readonly record: (into: Class) => () => void;
+  readonly files: (into: Class, files: readonly File[]) => Promise<void>;
+  readonly changed: () => void;
+}
+
+export class ClassList {
+  classes: Class[] = [];
+  /** Whether examples are taken from a stream, or from files. */
+  streaming = false;
+  readonly #place: HTMLElement;
+  readonly #deeds: Deeds;
+  #made = 0;
+
+  constructor(place: HTMLElement, deeds: Deeds) {
+    this.#place = place;
+    this.#deeds = deeds;
+  }
+
+  add(name = `Class ${this.#made + 1}`): Class {
+    const fresh: Class = { color: this.#made++ % COLORS, name, examples: [] };
+    this.classes.push(fresh);
+    this.draw();
+    return fresh;
+  }
+
+  /** Forgets all classes. */
+  clear(): void {
+    [this.classes, this.#made] = [[], 0];
+    this.draw();
+  }
+
+  /** Shows the list anew. */
+  draw(): void {
+    this.#place.replaceChildren(...this.classes.map((c) => this.#item(c)));
+    this.#deeds.changed();
+  }
+
+  /** Shows the newest examples of a class, without touching what may have the focus. */
+  refresh(which: Class): void {
+    const item = this.#place.children[this.classes.indexOf(which)];
+    item?.querySelector(".strip")!.replaceChildren(...which.examples.slice(-SHOWN).reverse().map((e) => thumbnail(e.picture)));
+    item?.querySelector(".count")!.replaceChildren(count(which));
+    this.#deeds.changed();
+  }
+
+  #item(which: Class): HTMLLIElement {
+    const name = make("input", { type: "text", value: which.name, maxLength: 30, "aria-label": `Name of class ${this.classes.indexOf(which) + 1}`, onchange: () => {
+      which.name = name.value.trim() || which.name;
+      name.value = which.name;
+      this.draw();
+    } });
+    const remove = make("button", { type: "button", className: "quiet", "aria-label": `Remove ${which.name}`, onclick: () => {
+      this.classes = this.classes.filter((c) => c !== which);
+      this.draw();
+    } }, "Remove");
+    const clear = make("button", { type: "button", className: "quiet", "aria-label": `Forget the examples of ${which.name}`, onclick: () => {
+      which.examples = [];
+      this.refresh(which);
+    } }, "Forget");
+    return make("li", { "data-color": which.color },
+      make("div", { className: "name" }, name, remove),
+      make("div", { className: "strip", "aria-hidden": "true" }, ...which.examples.slice(-SHOWN).reverse().map((e) => thumbnail(e.picture))),
+      make("div", { className: "row" }, this.streaming ? this.#recorder(which) : this.#chooser(which), clear, make("span", { className: "count" }, count(which))),
+    );
+  }
+
+  /** A button to hold; by keyboard, one press records for two seconds. */
+  #recorder(which: Class): HTMLButtonElement {
+    let end: (() => void) | undefined;
+    const start = () => {
+      if (end) return;
+      button.setAttribute("aria-pressed", "true");
+      const stop = this.#deeds.record(which);
+      end = () => {
+        stop();
+        end = undefined;
+        button.setAttribute("aria-pressed", "false");
+      };
+    };
+    const button = make("button", { type: "button", className: "record", "aria-pressed": "false", "aria-label": `Record examples of ${which.name}: hold, or press a key for two seconds` }, "Hold to record");
+    button.addEventListener("pointerdown", (event) => {
+      button.setPointerCapture(event.pointerId);
+      start();
+    });
+    for (const kind of ["pointerup", "pointercancel"] as const) button.addEventListener(kind, () => end?.());
+    button.addEventListener("contextmenu", (event) => event.preventDefault());
+    button.addEventListener("click", (event) => {
+      // A click without a pointer is a key or a screen reader.
+      if (event.detail !== 0) return;
+      start();
+      setTimeout(() => end?.(), 2000);
+    });
+    return button;
+  }
+
+  #chooser(which: Class): HTMLLabelElement {
+    const input = make("input", { type: "file", accept: "image/*", multiple: true, className: "visually-hidden", "aria-label": `Pictures of ${which.name}`, onchange: () => void attempt(async () => {
+      await this.#deeds.files(which, [...(input.files ?? [])]);
+      input.value = "";
+    }) });
+    return make("label", { className: "button" }, "Add pictures", input);
+  }
+}
+
+const count = (which: Class): string => `${which.examples.length} ${which.examples.length === 1 ? "example" : "examples"}`;
+
+function thumbnail(picture: ImageData): HTMLCanvasElement {
+  const canvas = make("canvas", { width: picture.width, height: picture.height });
+  canvas.getContext("2d")!.putImageData(picture, 0, 0);
+  return canvas;
+}

@@ -1,0 +1,77 @@
+/**
+ * Joins two ONNX models, the second of which goes on where the first ends, without a library: in
+ * protobuf a message is a row of numbered fields, so fields are copied or left out as they are.
+ */
+
+/** Numbers of fields in onnx.proto. */
+const MODEL = { graph: 7, opset: 8 };
+const GRAPH = { node: 1, name: 2, initializer: 5, input: 11, output: 12 };
+
+interface Field {
+  readonly number: number;
+  /** The whole field with its key, and the content of one that has a length. */
+  readonly bytes: Uint8Array;
+  readonly content: Uint8Array;
+}
+
+function varint(bytes: Uint8Array, at: number): [value: number, next: number] {
+  let [value, factor] = [0, 1];
+  for (;;) {
+    const byte = bytes[at++];
+    if (byte === undefined) throw new Error("the model's bytes end too early");
+    value += (byte & 127) * factor;
+    if (byte < 128) return [value, at];
+    factor *= 128;
+  }
+}
+
+/** Gives the fields of a message. */
+function fields(bytes: Uint8Array): Field[] {
+  const all: Field[] = [];
+  for (let at = 0; at < bytes.length;) {
+    const start = at;
+    const [key, afterKey] = varint(bytes, at);
+    let end: number;
+    let from = afterKey;
+    if (key % 8 === 2) {
+      const [length, next] = varint(bytes, afterKey);
+      [from, end] = [next, next + length];
+    } else if (key % 8 === 0) end = varint(bytes, afterKey)[1];
+    else if (key % 8 === 5) end = afterKey + 4;
+    else if (key % 8 === 1) end = afterKey + 8;
+    else throw new Error(`the model has a field of an unknown kind: ${key % 8}`);
+    all.push({ number: Math.floor(key / 8), bytes: bytes.subarray(start, end), content: bytes.subarray(from, end) });
+    at = end;
+  }
+  return all;
+}
+
+function joined(parts: readonly Uint8Array[]): Uint8Array {
+  const out = new Uint8Array(parts.reduce((n, p) => n + p.length, 0));
+  let at = 0;
+  for (const part of parts) {
+    out.set(part, at);
+    at += part.length;
+  }
+  return out;
+}
+
+function withLength(number: number, content: Uint8Array): Uint8Array {
+  const head: number[] = [8 * number + 2];
+  let rest = content.length;
+  for (; rest > 127; rest = Math.floor(rest / 128)) head.push((rest % 128) + 128);
+  return joined([Uint8Array.from([...head, rest]), content]);
+}
+
+const graphOf = (model: readonly Field[]): Field[] => fields(model.find((f) => f.number === MODEL.graph)!.content);
+
+/** Gives one model: inputs of the first, outputs of the second. What the second takes must be called as what the first gives. */
+export function join(first: Uint8Array, second: Uint8Array): Uint8Array {
+  const [a, b] = [fields(first), fields(second)];
+  const added = new Set([GRAPH.node, GRAPH.initializer, GRAPH.output]);
+  const graph = joined([
+    ...graphOf(a).filter((f) => f.number !== GRAPH.output).map((f) => f.bytes),
+    ...graphOf(b).filter((f) => added.has(f.number)).map((f) => f.bytes),
+  ]);
+  return joined([...a.filter((f) => f.number !== MODEL.graph).map((f) => f.bytes), withLength(MODEL.graph, graph)]);
+}
