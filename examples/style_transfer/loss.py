@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 from features import FeatureNet
-from stylist import LIGHT, Stylist
+from net import TransformerNet
+from stylist import LIGHT, Rough
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, conv2d
 
@@ -84,13 +85,13 @@ class StyleLoss(nn.Module):
 
     def __init__(
         self,
-        stylist: Stylist,
+        net: TransformerNet,
         content_weight: float,
         style_weight: float,
         features: FeatureNet | None = None,
     ):
         super().__init__()
-        self.net, self.rough = stylist.net, stylist.rough
+        self.net, self.rough = net, Rough()
         self.content_weight, self.style_weight = content_weight, style_weight
         self.features = features
 

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 LIGHT = (0.299, 0.587, 0.114)
 COLOUR = 0.3
 """How much of its colours a picture keeps."""
-STRENGTH = 0.7
-"""How much of the layout is laid on a picture."""
+BLUR, STRENGTH = 2.5, 0.7
+"""How rough pictures are, in pixels, and how much of the layout lies on them: in training."""
+FINER, FAINTER, CONTRAST = 2.1, 0.65, 1.2
+"""Finished pictures are less rough, with less of the layout and more contrast: one knows them."""
+MIDDLE = 155.0
+"""What stays as bright as it is; most of a mosaic is darker than most photos."""
 ROUNDS = 6
 """How often the layout and its mirror are repeated, each way: so large may pictures be."""
 
@@ -24,7 +28,7 @@ ROUNDS = 6
 class Rough(nn.Module):
     """Blurs a picture and takes most of its colours: two convolutions that are never trained."""
 
-    def __init__(self, blur: float = 2.5):
+    def __init__(self, blur: float = BLUR):
         super().__init__()
         reach = int(3 * blur)
         taps = torch.exp(-(torch.arange(-reach, reach + 1.0) ** 2) / (2 * blur**2))
@@ -54,8 +58,9 @@ class Stylist(nn.Module):
 
     def __init__(self, net: TransformerNet, style: np.ndarray):
         super().__init__()
-        self.net, self.rough = net, Rough()
-        self.register_buffer("layout", torch.from_numpy(layout_of(style, self.rough))[None])
+        self.net, self.rough = net, Rough(FINER)
+        layout = FAINTER * layout_of(style, Rough())
+        self.register_buffer("layout", torch.from_numpy(layout)[None])
 
     def forward(self, image: Tensor) -> Tensor:
         """Return the painted picture."""
@@ -63,4 +68,5 @@ class Stylist(nn.Module):
         row = torch.cat([self.layout, self.layout.flip(3)], 3)  # mirrored: no seams
         both = torch.cat([row, row.flip(2)], 2)
         layout = both.repeat(1, 1, ROUNDS, ROUNDS)[:, :, :height, :width]
-        return self.net(self.rough(image) + layout).clamp(0, 255)
+        given = CONTRAST * (self.rough(image) - MIDDLE) + MIDDLE + layout
+        return self.net(given).clamp(0, 255)

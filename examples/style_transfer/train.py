@@ -118,7 +118,7 @@ def train(
 ) -> Stylist:
     """Return the trained net, behind what prepares its pictures."""
     stylist = stylist_of(settings, fresh(settings))
-    module = StyleLoss(stylist, settings.content_weight, settings.style_weight, features)
+    module = StyleLoss(stylist.net, settings.content_weight, settings.style_weight, features)
     trainer = trainer_of(module, settings)
     trainer.fit(
         lambda epoch: batches(settings, epoch),

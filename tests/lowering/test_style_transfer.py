@@ -76,7 +76,7 @@ def _modules() -> Path:
 
 def test_loss_and_steps_are_torchs(example, tiny):
     stylist = example.train.stylist_of(tiny, example.train.fresh(tiny))
-    ours = example.loss.StyleLoss(stylist, 1.0, 1.0)
+    ours = example.loss.StyleLoss(stylist.net, 1.0, 1.0)
     trainer = example.train.trainer_of(ours, tiny)
     assert set(trainer.parameters) == {f"net.{n}" for n, _ in ours.net.named_parameters()}
     last = list(ours.net.deconv3.parameters())
@@ -175,8 +175,8 @@ def test_features_count_where_there_are_some(example, tiny):
     features = example.features.frozen(example.features.FeatureNet((4, "M", 8)))
     stylist = example.train.stylist_of(tiny, example.train.fresh(tiny))
     batch = [torch.from_numpy(a) for a in example.train.batches(tiny)[0]]
-    plain = example.loss.StyleLoss(stylist, 1.0, 1.0)(*batch)
-    more = example.loss.StyleLoss(stylist, 1.0, 1.0, features)(*batch)
+    plain = example.loss.StyleLoss(stylist.net, 1.0, 1.0)(*batch)
+    more = example.loss.StyleLoss(stylist.net, 1.0, 1.0, features)(*batch)
     assert more[2] > plain[2]
     added = (more[2] - plain[2]).item()
     assert (more[0] - plain[0]).item() == pytest.approx(added, rel=1e-3)

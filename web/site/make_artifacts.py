@@ -178,7 +178,7 @@ def main(out: Path) -> None:
                 target="web",
             )
             built.save(out / "art" / f"{model.__name__}-{name}")
-    shutil.copytree(SHIPPED, out, dirs_exist_ok=True)
+    shutil.copytree(SHIPPED, out, ignore=shutil.ignore_patterns("*.md"), dirs_exist_ok=True)
     build(writer(), loss="causal_lm", optimizer="adamw", freeze="mask", target="web").save(
         out / "art" / "writer"
     )

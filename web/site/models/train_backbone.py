@@ -1,6 +1,6 @@
 """Trains the backbone of the page Teach with onnxtrain: pictures [batch, 3, 64, 64] -> features.
 
-Run as ``python train_backbone.py --steps 700``; leaves ``backbone.onnx`` beside itself. It learns
+Run as ``python train_backbone.py --steps 350``; leaves ``backbone.onnx`` beside itself. It learns
 to tell several hundred things apart (exemplars.py), then its classes are thrown away. ``--look``
 only says how well a few examples of new things are enough, beside what bare pixels give.
 """
@@ -77,7 +77,7 @@ class Features(nn.Module):
         return self.net.features(image)
 
 
-def trained(steps: int, rows: int = 48, seed: int = 0) -> Backbone:
+def trained(steps: int, rows: int = 32, seed: int = 0) -> Backbone:
     """Return a backbone trained by onnxtrain."""
     torch.manual_seed(seed)
     net = Backbone()
@@ -102,7 +102,8 @@ def trained(steps: int, rows: int = 48, seed: int = 0) -> Backbone:
 
 
 def write(net: Backbone, path: Path) -> None:
-    """Leave the part that is kept, its normalizations folded into the convolutions, as opset 21."""
+    """Leave the part that is kept, tidied up, at the opset of what the page joins it with."""
+    net.head = nn.Identity()
     example = torch.rand(2, 3, 64, 64)
     model = from_torch(
         Features(net), example, train=False, names=["image"], dynamic_shapes=[{0: "batch"}]
@@ -141,7 +142,7 @@ def look(path: Path, shots: int = 8, ways: int = 5, rounds: int = 20) -> tuple[f
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--look", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=HERE / "backbone.onnx")
     given = parser.parse_args()

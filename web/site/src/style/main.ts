@@ -47,7 +47,7 @@ async function show(picture: Picture, side: number): Promise<number | undefined>
   if (mine !== asked) return undefined;
   for (const [place, image] of [[painted, after], [original, before]] as const) {
     [place.width, place.height] = [width, height];
-    place.getContext("2d")!.putImageData(image, 0, 0);
+    place.getContext("2d", { willReadFrequently: true })!.putImageData(image, 0, 0);
   }
   $("easel").toggleAttribute("data-tall", height > width);
   return took;

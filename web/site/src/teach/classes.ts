@@ -44,6 +44,12 @@ export class ClassList {
     return fresh;
   }
 
+  /** Forgets all classes. */
+  clear(): void {
+    [this.classes, this.#made] = [[], 0];
+    this.draw();
+  }
+
   /** Shows the list anew. */
   draw(): void {
     this.#place.replaceChildren(...this.classes.map((c) => this.#item(c)));

@@ -171,7 +171,7 @@ async function listen(): Promise<() => void> {
 async function example(): Promise<void> {
   document.querySelector<HTMLInputElement>('[value="pictures"]')!.checked = true;
   await choose("pictures");
-  list.classes = [];
+  list.clear();
   for (const name of Object.keys(DRAWINGS)) {
     const fresh = list.add(name);
     for (let i = 0; i < 10; i++) await take(fresh, draw(name));

@@ -64,10 +64,12 @@ export function browserPath(): string {
 export const PATIENCE = 600_000;
 
 /** Starts the browser, with a GPU in software where one is asked for. */
-export async function start(options: { webgpu?: boolean } = {}): Promise<Browser> {
+export async function start(options: { webgpu?: boolean; camera?: boolean } = {}): Promise<Browser> {
   const executablePath = browserPath();
   const gpu = options.webgpu ? ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"] : [];
-  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu], timeout: PATIENCE });
+  // A camera that shows a moving figure, and a microphone that beeps.
+  const media = options.camera ? ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"] : [];
+  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu, ...media], timeout: PATIENCE });
   browser.on("context", (context) => context.setDefaultTimeout(Number(process.env["PATIENCE"] ?? PATIENCE)));
   return browser;
 }

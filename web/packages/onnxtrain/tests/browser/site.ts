@@ -24,7 +24,7 @@ function newest(...paths: string[]): number {
 /** Builds the site, if what it is made of is newer. */
 async function buildSite(): Promise<void> {
   const [made, built] = [`${SITE}/public/data/iris.csv`, `${SITE}/dist/index.html`];
-  if (newest(made) <= newest(`${SITE}/make_artifacts.py`, `${ROOT}/src/onnxtrain`)) {
+  if (newest(made) <= newest(`${SITE}/make_artifacts.py`, `${SITE}/models`, `${SITE}/shipped`, `${ROOT}/src/onnxtrain`)) {
     execFileSync(python(), [`${SITE}/make_artifacts.py`, `${SITE}/public`], { stdio: "inherit" });
   }
   const pieces = readdirSync(SITE).filter((n) => n !== "dist" && n !== "node_modules").map((n) => join(SITE, n));
@@ -43,12 +43,12 @@ export interface Opened {
 export class Site {
   private constructor(readonly address: string, readonly browser: Browser, readonly folder: string, private readonly end: () => void) {}
 
-  static async open(): Promise<Site> {
+  static async open(options: { camera?: boolean } = {}): Promise<Site> {
     await buildSite();
     const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
     symlinkSync(`${SITE}/dist`, join(folder, "onnxtrain"));
     const served = await serveFolder(folder);
-    return new Site(`${served.address}onnxtrain/`, await start(), folder, () => served.server.close());
+    return new Site(`${served.address}onnxtrain/`, await start(options), folder, () => served.server.close());
   }
 
   /** Opens a page of the site, such as `draw/`. */

@@ -1,0 +1,110 @@
+import { join } from "node:path";
+import type { Page } from "playwright-core";
+import { afterAll, beforeAll, expect, test } from "vitest";
+import { runPython } from "../support.js";
+import { DESK, PHONE, Site, until } from "./site.js";
+
+let site: Site;
+beforeAll(async () => {
+  site = await Site.open({ camera: true });
+  // Rings and crosses, in any colours, somewhere.
+  runPython(
+    `
+import sys, numpy as np
+from PIL import Image, ImageDraw
+rng = np.random.default_rng(0)
+for kind in ("ring", "cross"):
+    for i in range(14):
+        colours = [tuple(int(v) for v in rng.integers(low, low + 90, 3)) for low in (160, 0)]
+        picture = Image.new("RGB", (160, 120), colours[0]); pen = ImageDraw.Draw(picture)
+        x, y, r = rng.integers(65, 95), rng.integers(50, 70), rng.integers(28, 42)
+        if kind == "ring": pen.ellipse([x - r, y - r, x + r, y + r], outline=colours[1], width=9)
+        else: pen.line([x - r, y - r, x + r, y + r], colours[1], 11); pen.line([x - r, y + r, x + r, y - r], colours[1], 11)
+        picture.save(f"{sys.argv[1]}/{kind}{i}.png")
+`,
+    site.folder,
+  );
+});
+afterAll(() => site?.close());
+
+const files = (kind: string, from: number, to: number) => Array.from({ length: to - from }, (_, i) => join(site.folder, `${kind}${from + i}.png`));
+const verdict = (page: Page) => page.locator("#verdict").innerText();
+const count = (page: Page, item: number) => page.locator("#classes .count").nth(item).innerText().then((words) => parseInt(words));
+
+test("pictures of two things are learned, told apart, and taken along as one model", async () => {
+  const { page, complaints, close } = await site.page("teach/", { ...DESK, acceptDownloads: true });
+  await until(page, "Ready.");
+  await page.getByLabel("Name of class 1").fill("Ring");
+  await page.getByLabel("Name of class 2").fill("Cross");
+  await page.getByLabel("Name of class 2").press("Tab");
+  const learn = page.getByRole("button", { name: "Learn", exact: true });
+  expect(await learn.isDisabled()).toBe(true);
+  for (const [name, kind] of [["Ring", "ring"], ["Cross", "cross"]] as const) {
+    await page.getByLabel(`Pictures of ${name}`).setInputFiles(files(kind, 0, 10));
+    await until(page, `10 pictures more for ${name}.`);
+  }
+  await learn.click();
+  await until(page, "Learned 20 examples of 2 classes");
+  const answers: string[] = [];
+  for (const file of [...files("ring", 10, 14), ...files("cross", 10, 14)]) {
+    await page.evaluate(() => (document.querySelector("#verdict")!.textContent = ""));
+    await page.setInputFiles("#ask", file);
+    await expect.poll(() => verdict(page)).not.toBe("");
+    answers.push(await page.evaluate(() => document.querySelector("#bars .top .label")!.textContent!));
+  }
+  const right = answers.filter((a, i) => a === (i < 4 ? "Ring" : "Cross")).length;
+  expect(right, answers.join()).toBeGreaterThanOrEqual(6);
+
+  await page.getByText("Here is the code that did this").click();
+  expect(await page.locator(".code-panel code").innerText()).toContain('const names = ["Ring","Cross"]');
+  const [model] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download classifier.onnx" }).click()]);
+  await model.saveAs(join(site.folder, "classifier.onnx"));
+  const planes = await page.evaluate(() => [...document.querySelector<HTMLCanvasElement>("#look")!.getContext("2d")!.getImageData(0, 0, 64, 64).data]);
+  const share = await page.locator("#bars .share").allInnerTexts();
+  const chances = runPython(
+    `
+import json, sys, numpy as np, onnx, onnxruntime
+model = onnx.load(sys.argv[1]); onnx.checker.check_model(model, full_check=True)
+assert [v.name for v in model.graph.input] == ["image"] and [v.name for v in model.graph.output] == ["logits"]
+image = np.array(json.loads(sys.argv[2]), np.float32).reshape(64, 64, 4)[..., :3].transpose(2, 0, 1)[None] / 255
+(logits,) = onnxruntime.InferenceSession(sys.argv[1]).run(None, {"image": image})
+chances = np.exp(logits[0] - logits[0].max()); print(json.dumps((chances / chances.sum()).tolist()))
+`,
+    join(site.folder, "classifier.onnx"), JSON.stringify(planes),
+  );
+  (JSON.parse(chances) as number[]).forEach((c, i) => expect(Math.abs(100 * c - parseInt(share[i]!))).toBeLessThan(1));
+  expect(complaints).toEqual([]);
+  await close();
+});
+
+test("the camera and the microphone are examples too: held by finger, pressed by key", async () => {
+  const { page, complaints, close } = await site.page("teach/", { ...PHONE, permissions: ["camera", "microphone"] });
+  await until(page, "Ready.");
+  await page.getByText("Camera", { exact: true }).tap();
+  await until(page, "The camera is on.");
+  const record = page.getByRole("button", { name: /^Record examples of Class/ });
+  await record.first().scrollIntoViewIfNeeded();
+  const box = (await record.first().boundingBox())!;
+  await page.mouse.move(box.x + 20, box.y + 20);
+  await page.mouse.down();
+  await expect.poll(() => count(page, 0)).toBeGreaterThanOrEqual(4);
+  await page.mouse.up();
+  await page.getByText("Microphone", { exact: true }).tap();
+  await until(page, "The microphone is on.");
+  await record.nth(1).focus();
+  await page.keyboard.press("Enter");
+  await expect.poll(() => count(page, 1)).toBeGreaterThanOrEqual(4);
+  await expect.poll(() => record.nth(1).getAttribute("aria-pressed")).toBe("false");
+  await page.getByRole("button", { name: "Learn", exact: true }).tap();
+  await until(page, "Learned ");
+  // What is heard now is a sound and not what the camera saw.
+  await expect.poll(() => page.evaluate(() => document.querySelector("#bars .top .label")?.textContent)).toBe("Class 2");
+  await page.getByRole("button", { name: "Show me with an example" }).tap();
+  await until(page, "Learned 30 examples of 3 classes");
+  await expect.poll(() => page.locator("#bars .top").count()).toBe(1);
+  await page.getByRole("button", { name: "Remove Stars" }).tap();
+  expect(await page.locator("#classes li").count()).toBe(2);
+  expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
+  expect(complaints).toEqual([]);
+  await close();
+});

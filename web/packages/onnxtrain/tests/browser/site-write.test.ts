@@ -1,0 +1,95 @@
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
+import type { Page } from "playwright-core";
+import { afterAll, beforeAll, expect, test } from "vitest";
+import { runPython } from "../support.js";
+import { DESK, PHONE, Site, until } from "./site.js";
+
+let site: Site;
+beforeAll(async () => {
+  site = await Site.open();
+});
+afterAll(() => site?.close());
+
+const number = async (page: Page, id: string) => parseFloat((await page.locator(`#${id}`).innerText()).replace(",", ""));
+const steps = (page: Page, wanted: number) =>
+  page.waitForFunction((n) => Number(document.querySelector("#steps")!.textContent) >= n, wanted);
+const typed = (page: Page) => page.evaluate(() => document.querySelector("#typed")!.textContent!);
+
+test("a text is learned by itself, can be paused, and the model is taken along", async () => {
+  const { page, complaints, close } = await site.page("write/", { ...DESK, acceptDownloads: true });
+  await until(page, "It learns, on wasm.");
+  await steps(page, 1);
+  const first = await number(page, "loss");
+  await steps(page, 25);
+  await page.getByRole("button", { name: "Pause" }).click();
+  await until(page, "Paused");
+  const last = await number(page, "loss");
+  expect(first).toBeGreaterThan(4);
+  expect(last).toBeLessThan(first - 0.5);
+  expect(await number(page, "choices")).toBeCloseTo(Math.exp(last), -1);
+  expect((await typed(page)).length).toBeGreaterThan(90);
+  const kept = await page.locator("#samples li").allInnerTexts();
+  expect(kept.map((k) => k.split("\n")[0])).toEqual(["first step", "25 steps"]);
+  await page.waitForTimeout(300);
+  const still = await typed(page);
+  await page.waitForTimeout(300);
+  expect(await typed(page)).toBe(still);
+
+  await page.getByText("Here is the code that did this").click();
+  expect(await page.locator(".code-panel code").innerText()).toContain("trainer.learningRate = 0.003;");
+  const [model] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download writer.onnx" }).click()]);
+  const [characters] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download characters.json" }).click()]);
+  await model.saveAs(join(site.folder, "writer.onnx"));
+  await characters.saveAs(join(site.folder, "characters.json"));
+  const names = JSON.parse(readFileSync(join(site.folder, "characters.json"), "utf8")) as string[];
+  expect(names[1]).toBe(" ");
+  // What it learned is in the file: the page shows a mean over the last steps, which is a little behind.
+  const loss = runPython(
+    `
+import json, sys, numpy as np, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1])
+names = json.load(open(sys.argv[2]))
+text = open(sys.argv[3]).read()
+numbers = np.array([names.index(c) for c in text])
+rows = np.stack([numbers[i : i + 64] for i in range(0, len(numbers) - 64, 64)])
+(logits,) = session.run(None, {"ids": rows})
+chances = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+print(-np.take_along_axis(chances[:, :-1], rows[:, 1:, None], -1).mean())
+`,
+    join(site.folder, "writer.onnx"), join(site.folder, "characters.json"), new URL("../../../../site/src/write/sonnets.txt", import.meta.url).pathname,
+  );
+  expect(parseFloat(loss)).toBeLessThan(last + 0.2);
+  expect(parseFloat(loss)).toBeGreaterThan(last - 1.2);
+  await page.getByRole("button", { name: "Go on" }).click();
+  await steps(page, 30);
+  expect(complaints).toEqual([]);
+  await close();
+});
+
+test("a link holds the settings and a text; what is too short is refused; by touch on a phone", async () => {
+  const text = "the cat sat on the mat and the rat sat on the hat. ".repeat(8);
+  const { page, complaints, close } = await site.page(`write/#${new URLSearchParams({ temperature: "0.3", rate: "0.01", begin: "the ", text })}`, PHONE);
+  await steps(page, 5);
+  expect(await page.getByLabel("Temperature").inputValue()).toBe("0.3");
+  expect(await page.getByLabel("Learning rate").inputValue()).toBe("0.01");
+  expect(await page.locator("#source").inputValue()).toBe(text);
+  expect(await page.locator("#about-source").innerText()).toContain(`${text.length} characters, ${new Set(text).size} of them different`);
+  expect(await typed(page)).toMatch(/^the /);
+  expect(new Set(await typed(page)).size).toBeLessThanOrEqual(new Set(text).size);
+  await page.getByLabel("Learning rate").selectOption("0.001");
+  await page.getByLabel("with the text").check();
+  await page.getByRole("button", { name: "Copy a link" }).tap();
+  await expect.poll(() => page.url()).toContain("rate=0.001");
+  expect(new URLSearchParams(new URL(page.url()).hash.slice(1)).get("text")).toBe(text);
+  await page.locator("#source").fill("too short");
+  await page.getByRole("button", { name: "Learn this text" }).tap();
+  await until(page, "Failed: the text has 9 characters, the model reads pieces of 64: give it more");
+  await page.getByRole("button", { name: "Shakespeare's sonnets" }).tap();
+  await page.getByRole("button", { name: "Learn this text" }).tap();
+  await until(page, "It learns, on wasm.");
+  await steps(page, 1);
+  expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
+  expect(complaints).toEqual([]);
+  await close();
+});
