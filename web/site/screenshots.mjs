@@ -37,7 +37,7 @@ async function draw(page, ...strokes) {
 
 /** What a person would have done before the picture is taken. */
 const SCENES = {
-  start: ["", async (page) => page.waitForFunction(() => /Step (1[0-9]|2)\d\d|just now/.test(document.querySelector("#live-text").textContent))],
+  start: ["", async (page) => page.waitForFunction(() => /Step ([6-9]\d\d|\d{4})|just now/.test(document.querySelector("#live-text").textContent))],
   playground: ["playground/#set=spirals&hidden=8-6&pace=400&seed=3&rate=0.03", async (page) => percent(page, 97)],
   draw: ["draw/", async (page) => {
     await status(page, "Epoch ");
@@ -62,6 +62,7 @@ for (const [name, [path, prepare]] of Object.entries(SCENES)) {
     await page.goto(address + path);
     await prepare(page);
     await page.evaluate(() => scrollTo(0, 0));
+    await page.waitForTimeout(500);
     await page.screenshot({ path: join(out, `site-${name}-${view}.png`) });
     await page.close();
   }

@@ -3,7 +3,7 @@ import { rgb } from "../shell/theme.js";
 import type { Points } from "./points.js";
 
 /** Places per side at which the net is asked; the browser fills the rest smoothly. */
-export const SIDE = 48;
+export const SIDE = 64;
 
 /** All places of the plane, row by row from the top left. */
 export const PLANE: Float32Array = (() => {

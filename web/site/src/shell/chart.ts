@@ -35,7 +35,7 @@ export class Chart {
     place.setAttribute("role", "img");
     const size = () => ({ width: Math.max(place.clientWidth - 2, 200), height: options.height ?? 200 });
     const axis = {
-      stroke: () => color("--quiet"), font: "12px system-ui, sans-serif",
+      stroke: () => color("--quiet"), font: "12px Inter, system-ui, sans-serif",
       grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false },
     };
     this.#plot = new uPlot(
