@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=600)
     parser.add_argument("--held", type=int, default=40, help="passages to validate on")
     parser.add_argument("--quick", action="store_true", help="a toy, to see that all works")
+    parser.add_argument("--threads", type=int, help="of onnxruntime; all cores by default")
     parser.add_argument("--resume", action="store_true")
     asked, of_base = parser.parse_known_args()
     if asked.quick:
@@ -88,6 +89,7 @@ def main() -> None:
         prompts=PROMPTS,
         sample_tokens=30,
         checkpoint_every=25,
+        threads=asked.threads,
         resume=asked.resume,
     )
     before, after = result.before["perplexity"], result.after["perplexity"]

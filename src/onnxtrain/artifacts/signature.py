@@ -67,6 +67,8 @@ class GraphSignature:
         self.role, self.model, self.op = role, model, op
         self._inputs: list[tuple[ir.Value, str]] = []
         self._outputs: list[tuple[ir.Value, str, ir.Value | None]] = []
+        self._named: set[str | None] = set()
+        self._seen = [0, 0, 0]  # inputs, outputs and inputs of the graph whose names are known
 
     def declare(self, values: Sequence[ir.Value], role: str) -> None:
         """Declare values that are inputs of the graph already."""
@@ -95,10 +97,9 @@ class GraphSignature:
     def _claim(self, wanted: str) -> str:
         """Return a free name; a value inside the graph that has it is renamed."""
         op = self.op
-        outside = {x.name for x, _ in self._inputs} | {y.name for y, _, _ in self._outputs}
-        outside |= {x.name for x in self.model.graph.inputs} | set(self.model.graph.initializers)
+        outside, stored = self._outside(), self.model.graph.initializers
         name, n = wanted, 2
-        while name in outside:
+        while name in outside or name in stored:
             name, n = f"{wanted}.{n}", n + 1
         if name in op.names.taken:
             for node in self.model.graph.all_nodes():
@@ -109,6 +110,20 @@ class GraphSignature:
                         y.name = op.names.fresh(f"{name}.inner")
         op.names.taken.add(name)
         return name
+
+    def _outside(self) -> set[str | None]:
+        """Return the names of inputs and outputs; those that are new since the last time are added.
+
+        To gather all of them each time would take long: there may be thousands.
+        """
+        inner = self.model.graph.inputs
+        first = self._seen
+        new = [x for x, _ in self._inputs[first[0] :]]
+        new += [y for y, _, _ in self._outputs[first[1] :]]
+        new += inner[first[2] if first[2] <= len(inner) else 0 :]
+        self._named.update(x.name for x in new)
+        self._seen = [len(self._inputs), len(self._outputs), len(inner)]
+        return self._named
 
     def replace_output(
         self, old: ir.Value, name: str, role: str, value: ir.Value, feeds: ir.Value
