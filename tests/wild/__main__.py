@@ -1,6 +1,7 @@
 """Judge files that others made: ``python -m tests.wild [--only PATTERN] [--write]``.
 
-Each file has a process of its own with a time limit. Results are kept in ``.cache/wild``.
+Each file has a process of its own with a time limit. Results are kept in ``.cache/wild``, or where
+``ONNXTRAIN_WILD`` says.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import sys
 from pathlib import Path
 
 from tests.wild.judge import Row, judge
-from tests.wild.report import RESULTS, merge, summary, write
+from tests.wild.places import FILES, RESULTS
+from tests.wild.report import merge, summary, write
 
-FILES = Path(__file__).parents[2] / ".cache" / "wild" / "files"
 LIMIT = 420
 
 

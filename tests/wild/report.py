@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.wild.judge import Row
+from tests.wild.places import ROOT
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / ".cache" / "wild" / "results.json"
 PAGE = ROOT / "docs" / "wild.md"
 HEAD = """# Files that others made
 

@@ -81,8 +81,8 @@ def main(folder: Path, names: list[str]) -> None:
     """Write what can be made; say what cannot."""
     for name in names or FAMILIES:
         source = folder.parent / "checkpoints" / name
-        if not source.exists():
-            source.mkdir(parents=True)
+        if not (source / "config.json").exists():
+            source.mkdir(parents=True, exist_ok=True)
             try:
                 checkpoint(source, name)
             except Exception as error:  # a tool that fails on one model still makes the others

@@ -70,5 +70,4 @@ _none(
 _none("SparseToDenseMatMul", why="its first operand is a sparse tensor")
 _none("AttnLSTM", "WordConvEmbedding", why="no optimizer or exporter writes it any more")
 _none("DecoderAttention", why="inputs decide at run time what it computes")
-_none("CropAndResize", why="boxes decide what is read; use RoiAlign or GridSample")
 _none("MaxpoolWithMask", why="for internal use of the runtime, which does not define it")

@@ -97,8 +97,20 @@ def _product(scale: int) -> Callable[[ir.Node], list[Typed]]:
     return infer
 
 
+def _dynamic_lstm(node: ir.Node) -> list[Typed]:
+    """Return the outputs of an LSTM: all states, the last one and the last cell."""
+    x = _dims(node, 0)
+    length, batch = (None, None) if x is None or len(x) != 3 else x[:2]
+    direction = node.attributes.get("direction")
+    ways = 2 if direction is not None and direction.as_string() == "bidirectional" else 1
+    hidden = _int(node, "hidden_size", 0) or None
+    last: list[Dim] = [ways, batch, hidden]
+    return [(_dtype(node, 0), [length, *last]), (_dtype(node, 0), last), (_dtype(node, 0), last)]
+
+
 _RULES: dict[str, Callable[[ir.Node], list[Typed]]] = {
     "DequantizeLinear": _dequantize,
+    "DynamicQuantizeLSTM": _dynamic_lstm,
     "DynamicQuantizeMatMul": _product(2),
     "GatherBlockQuantized": _gather_block_quantized,
     "MatMulIntegerToFloat": _product(2),

@@ -1,0 +1,92 @@
+"""What is said of operators that nothing is differentiated through."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import onnxtrain
+from onnxtrain.errors import LoadError, OnnxTrainError, PrepareError, UndifferentiableError
+from onnxtrain.training import Trainer
+
+HEAD = '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1, "ai.onnx.ml": 1]>\n'
+HIDDEN, WIDTH = 8, 4
+LSTM = """g (float[3,2,4] x) => (float[3,1,2,2] out) {
+    a = MatMul(x, front)
+    y = com.microsoft.DynamicQuantizeLSTM<hidden_size=8>(a, w, r, , , , , , ws, wz, rs, rz)
+    out = MatMul(y, head)
+}"""
+
+
+def with_weights(text: str, **arrays: np.ndarray) -> onnx.ModelProto:
+    model = onnx.parser.parse_model(HEAD + text)
+    for name, array in arrays.items():
+        tensor = ir.serde.serialize_tensor(ir.Tensor(array, name=name))
+        model.graph.initializer.append(tensor)
+    return model
+
+
+def lstm() -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    numbers = {
+        "w": rng.integers(0, 255, (1, WIDTH, 4 * HIDDEN)).astype(np.uint8),
+        "r": rng.integers(0, 255, (1, HIDDEN, 4 * HIDDEN)).astype(np.uint8),
+        "front": rng.standard_normal((WIDTH, WIDTH)).astype(np.float32),
+        "head": rng.standard_normal((HIDDEN, 2)).astype(np.float32),
+    }
+    for n in "wr":
+        numbers[f"{n}s"] = np.array([0.01], np.float32)
+        numbers[f"{n}z"] = np.array([128], np.uint8)
+    return with_weights(LSTM, **numbers)
+
+
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_quantised_lstm_is_named_where_something_in_front_is_trained(straight: bool) -> None:
+    """The file has no types of what the operator gives; they follow from its attributes."""
+    with pytest.raises(UndifferentiableError, match=r"DynamicQuantizeLSTM.*works on integers"):
+        onnxtrain.build(lstm(), loss="mse", optimizer="sgd", straight_through=straight)
+
+
+def test_what_is_behind_a_quantised_lstm_is_trained() -> None:
+    trainer = Trainer(onnxtrain.build(lstm(), loss="mse", optimizer="sgd:lr=0.1", train=["head"]))
+    batch = {"x": np.ones((3, 2, 4), np.float32), "target": np.ones((3, 1, 2, 2), np.float32)}
+    values = [float(trainer.step(**batch).loss) for _ in range(5)]
+    assert values[-1] < values[0]
+
+
+def test_maps_are_refused_with_the_option_of_the_exporter() -> None:
+    model = with_weights(
+        """g (float[n,3] x) => (int64[n] label, seq(map(int64, float)) named) {
+        label, p = ai.onnx.ml.LinearClassifier<classlabels_ints = [0, 1], multi_class = 1,
+            coefficients = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], intercepts = [0.0, 0.1]>(x)
+        named = ai.onnx.ml.ZipMap<classlabels_int64s = [0, 1]>(p)
+    }"""
+    )
+    with pytest.raises(LoadError, match="output 'named'") as caught:
+        onnxtrain.build(model, loss="mse", optimizer="sgd")
+    assert "'zipmap': False" in str(caught.value)
+
+
+BEAM = """g (int32[b,s] ids, int32[1] most, int32[1] least, int32[1] beams, int32[1] kept,
+    float[1] penalty) => (float[b,kept] scores) {
+    sequences, scores = com.microsoft.BeamSearch<eos_token_id = 1, pad_token_id = 0,
+        decoder = d (int32[b,s] input_ids) => (int32[b,s] logits) { logits = Identity(input_ids) }
+    >(ids, most, least, beams, kept, penalty)
+}"""
+
+
+ASKED = {
+    "build": lambda model: onnxtrain.build(model, loss="mse", optimizer="sgd"),
+    "vjp": lambda model: onnxtrain.vjp(model, wrt=["penalty"]),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_a_search_says_that_it_makes_tokens(ask: str) -> None:
+    model = with_weights(BEAM)
+    with pytest.raises(OnnxTrainError, match="it generates tokens one after the other") as caught:
+        ASKED[ask](model)
+    assert isinstance(caught.value, PrepareError | UndifferentiableError)
+    assert "BeamSearch" in str(caught.value)

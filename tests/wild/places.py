@@ -1,0 +1,14 @@
+"""Where files of others, and what was found out about them, are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WILD = Path(os.environ.get("ONNXTRAIN_WILD", ROOT / ".cache" / "wild"))
+"""Environments, wheels, files and results; ``ONNXTRAIN_WILD`` puts them elsewhere."""
+FILES, WHEELS = WILD / "files", WILD / "wheels"
+RESULTS = WILD / "results.json"
+
+__all__ = ["FILES", "RESULTS", "ROOT", "WHEELS", "WILD"]
