@@ -119,18 +119,19 @@ test("losses and every parameter are those of artifacts that Python builds, for 
     const { loss } = await fresh.step(batches(options).at(-1)!);
     expect(relative([loss], [expected[name]!.own]), `${name}: Python's trainer on these files`).toBeLessThan(1e-6);
     await fresh.dispose();
-    for (const target of ["wasm", "webgpu"] as const) {
+    for (const [target, close] of [["wasm", 1e-6], ["webgpu", 1e-4]] as const) {
+      // For WebGPU Python spells the update as a product, which rounds otherwise; Adam enlarges that where gradients are near 0.
       const theirs = expected[name]![target];
       const trainer = await Trainer.create({ artifacts: await only(target, await createHead(options)), device: "node", threads: 1 });
       const losses: number[] = [];
       for (const batch of batches(options)) losses.push((await trainer.step(batch)).loss);
-      expect(relative(losses, theirs.losses), `${name} on ${target}: losses`).toBeLessThan(1e-6);
+      expect(relative(losses, theirs.losses), `${name} on ${target}: losses`).toBeLessThan(target === "wasm" ? 1e-6 : 5e-6);
       for (const { name: weight } of trainer.parameters) {
         const { data } = await trainer.getParameter(weight);
-        expect(relative(data as Float32Array, theirs.weights[weight]!), `${name} on ${target}: ${weight}`).toBeLessThan(1e-6);
+        expect(relative(data as Float32Array, theirs.weights[weight]!), `${name} on ${target}: ${weight}`).toBeLessThan(close);
       }
       const predicted = await trainer.predict({ x: batches(options).at(-1)!["x"]! });
-      expect(relative(Object.values(predicted)[0]!.data as Float32Array, theirs.predicted)).toBeLessThan(2e-6);
+      expect(relative(Object.values(predicted)[0]!.data as Float32Array, theirs.predicted)).toBeLessThan(2 * close);
       await trainer.dispose();
     }
   }

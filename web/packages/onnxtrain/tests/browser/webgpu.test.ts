@@ -40,7 +40,7 @@ test("a GPU that is lost is said by name; what was saved goes on elsewhere", asy
   }, batch);
   // The worker's runtime is the module that it loaded; its GPU goes as a driver's crash takes it.
   const [worker] = page.workers();
-  await worker!.evaluate("import('/ort/ort.webgpu.bundle.min.mjs').then(async (ort) => (await ort.env.webgpu.device).destroy())");
+  await worker!.evaluate(`import("${site.address}ort/ort.webgpu.bundle.min.mjs").then(async (ort) => (await ort.env.webgpu.device).destroy())`);
   const found = await page.evaluate(async (batch) => {
     const { DeviceLostError, Trainer } = onnxtrain;
     const { trainer } = globalThis as unknown as { trainer: Trainer };
