@@ -49,7 +49,7 @@ const SCENES = {
     await page.getByRole("button", { name: "Show me with an example" }).click();
     await status(page, "Learned");
   }],
-  write: ["write/", async (page) => page.waitForTimeout(30_000)],
+  write: ["write/", async (page) => page.waitForTimeout(12_000)],
   style: ["style/", async (page) => status(page, "Painted")],
   model: ["model/", async (page) => {
     await page.getByRole("button", { name: "Try it with 150 irises" }).click();
