@@ -88,7 +88,7 @@ test("the built pages may do nothing but their own work", async () => {
 
 test("the first load is small besides the runtime and models", async () => {
   const sizes: string[] = [];
-  const others = /\/ort[.-]|\.wasm$|\/art\//;
+  const others = /\/ort[.-]|\.wasm$|\/art\/|\/models\//;
   for (const path of PAGES) {
     const { page, close } = await site.page("", DESK);
     await page.goto("about:blank");
