@@ -68,20 +68,30 @@ export class ClassList {
     const name = make("input", { type: "text", value: which.name, maxLength: 30, "aria-label": `Name of class ${this.classes.indexOf(which) + 1}`, onchange: () => {
       which.name = name.value.trim() || which.name;
       name.value = which.name;
-      this.draw();
+      // In place: what is drawn anew loses the focus of who goes on typing.
+      label();
+      this.#deeds.changed();
     } });
-    const remove = make("button", { type: "button", className: "quiet", "aria-label": `Remove ${which.name}`, onclick: () => {
+    const remove = make("button", { type: "button", className: "quiet", onclick: () => {
       this.classes = this.classes.filter((c) => c !== which);
       this.draw();
     } }, "Remove");
-    const clear = make("button", { type: "button", className: "quiet", "aria-label": `Forget the examples of ${which.name}`, onclick: () => {
+    const clear = make("button", { type: "button", className: "quiet", onclick: () => {
       which.examples = [];
       this.refresh(which);
     } }, "Forget");
+    const source = this.streaming ? this.#recorder(which) : this.#chooser(which);
+    const label = () => {
+      remove.setAttribute("aria-label", `Remove ${which.name}`);
+      clear.setAttribute("aria-label", `Forget the examples of ${which.name}`);
+      const words = this.streaming ? `Record examples of ${which.name}: hold, or press a key for two seconds` : `Pictures of ${which.name}`;
+      (source.querySelector("input") ?? source).setAttribute("aria-label", words);
+    };
+    label();
     return make("li", { "data-color": which.color },
       make("div", { className: "name" }, name, remove),
       make("div", { className: "strip", "aria-hidden": "true" }, ...which.examples.slice(-SHOWN).reverse().map((e) => thumbnail(e.picture))),
-      make("div", { className: "row" }, this.streaming ? this.#recorder(which) : this.#chooser(which), clear, make("span", { className: "count" }, count(which))),
+      make("div", { className: "row" }, source, clear, make("span", { className: "count" }, count(which))),
     );
   }
 
@@ -98,7 +108,7 @@ export class ClassList {
         button.setAttribute("aria-pressed", "false");
       };
     };
-    const button = make("button", { type: "button", className: "record", "aria-pressed": "false", "aria-label": `Record examples of ${which.name}: hold, or press a key for two seconds` }, "Hold to record");
+    const button = make("button", { type: "button", className: "record", "aria-pressed": "false" }, "Hold to record");
     button.addEventListener("pointerdown", (event) => {
       button.setPointerCapture(event.pointerId);
       start();
@@ -115,7 +125,7 @@ export class ClassList {
   }
 
   #chooser(which: Class): HTMLLabelElement {
-    const input = make("input", { type: "file", accept: "image/*", multiple: true, className: "visually-hidden", "aria-label": `Pictures of ${which.name}`, onchange: () => void attempt(async () => {
+    const input = make("input", { type: "file", accept: "image/*", multiple: true, className: "visually-hidden", onchange: () => void attempt(async () => {
       await this.#deeds.files(which, [...(input.files ?? [])]);
       input.value = "";
     }) });
