@@ -44,6 +44,13 @@ const SCENES = {
     await draw(page, [[0.28, 0.2], [0.72, 0.2], [0.45, 0.85]]);
     await status(page, "Done");
   }],
+  teach: ["teach/", async (page) => {
+    await status(page, "Ready.");
+    await page.getByRole("button", { name: "Show me with an example" }).click();
+    await status(page, "Learned");
+  }],
+  write: ["write/", async (page) => page.waitForTimeout(12_000)],
+  style: ["style/", async (page) => status(page, "Painted")],
   model: ["model/", async (page) => {
     await page.getByRole("button", { name: "Try it with 150 irises" }).click();
     await status(page, "Ready.");
