@@ -44,6 +44,17 @@ const SCENES = {
     await draw(page, [[0.28, 0.2], [0.72, 0.2], [0.45, 0.85]]);
     await status(page, "Done");
   }],
+  teach: ["teach/", async (page) => {
+    await status(page, "Ready.");
+    await page.getByRole("button", { name: "Show me with an example" }).click();
+    await page.locator("#bars .top").waitFor();
+  }],
+  write: ["write/", async (page) => page.waitForFunction(() => Number(document.querySelector("#steps").textContent) >= 200)],
+  style: ["style/", async (page) => {
+    await status(page, "Painted ");
+    await page.locator("#split").fill("25");
+    await page.locator("#split").blur();
+  }],
   model: ["model/", async (page) => {
     await page.getByRole("button", { name: "Try it with 150 irises" }).click();
     await status(page, "Ready.");
