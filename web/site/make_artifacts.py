@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -160,14 +161,20 @@ def iris() -> str:
     return "\n".join(",".join(row) for row in ([*names, "kind"], *rows)) + "\n"
 
 
+def packed(content: bytes) -> bytes:
+    """Return the bytes compressed as pages unpack them: deflate, without a header."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return packer.compress(content) + packer.flush()
+
+
 def main(out: Path) -> None:
     """Write everything."""
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
     (data / "iris.csv").write_text(iris(), encoding="utf-8")
     for name, (images, labels, about) in {"digits": digits(), "mnist": mnist()}.items():
-        (data / f"{name}.bin").write_bytes(images.astype(np.uint8).tobytes())
-        (data / f"{name}-labels.bin").write_bytes(labels.astype(np.uint8).tobytes())
+        for part, values in ((name, images), (f"{name}-labels", labels)):
+            (data / f"{part}.packed").write_bytes(packed(values.astype(np.uint8).tobytes()))
         (data / f"{name}.json").write_text(json.dumps(about))
         for model in (cnn, attention):
             built = build(

@@ -13,16 +13,22 @@ export interface Data {
   readonly size: number;
 }
 
+async function get(file: string): Promise<Response> {
+  const response = await fetch(siteFile(`data/${file}`));
+  if (!response.ok) throw new Error(`${file}: HTTP ${response.status}`);
+  return response;
+}
+
+/** Gives the bytes of a file of digits, which is sent packed. */
+export async function bytesOf(name: string): Promise<Uint8Array<ArrayBuffer>> {
+  const { body } = await get(`${name}.packed`);
+  return new Uint8Array(await new Response(body!.pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
+}
+
 /** Loads digits by their name. */
 export async function loadDigits(name: string): Promise<Data> {
-  const get = async (file: string) => {
-    const response = await fetch(siteFile(`data/${file}`));
-    if (!response.ok) throw new Error(`${file}: HTTP ${response.status}`);
-    return response;
-  };
   const about = (await (await get(`${name}.json`)).json()) as { count: number; size: number; test: number; top: number };
-  const pixels = new Uint8Array(await (await get(`${name}.bin`)).arrayBuffer());
-  const labels = new Uint8Array(await (await get(`${name}-labels.bin`)).arrayBuffer());
+  const [pixels, labels] = [await bytesOf(name), await bytesOf(`${name}-labels`)];
   const image = Float32Array.from(pixels, (v) => v / about.top);
   const split = about.count - about.test;
   const at = split * about.size ** 2;

@@ -1,14 +1,14 @@
 import { constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
-import { $, positive, show, siteFile, text, whole } from "../shell/dom.js";
+import { $, positive, show, text, whole } from "../shell/dom.js";
 import { Run } from "../shell/run.js";
 import { softmax } from "../shell/softmax.js";
 import { attempt, say } from "../shell/status.js";
 import { calm, onTheme } from "../shell/theme.js";
 import { layBars, showBars } from "./bars.js";
 import { training, use, type Told } from "./code.js";
-import { first, joined, loadDigits, some, type Data, type Digits } from "./digits.js";
+import { bytesOf, first, joined, loadDigits, some, type Data, type Digits } from "./digits.js";
 import { ask, firstLayer, grownNet, openNet, type Choice } from "./net.js";
 import { Own, VARIANTS } from "./own.js";
 import { Pad } from "./pad.js";
@@ -173,7 +173,6 @@ $("resume").onclick = () => void run.begin(async (clicked) => {
 const told = (): Told => ({
   ...choice(), lr: text("lr"), schedule: text("schedule"), batch: text("batch"), epochs: text("epochs"),
 });
-const file = async (name: string) => new Uint8Array(await (await fetch(siteFile(`data/${name}`))).arrayBuffer());
 let panel: ReturnType<typeof codePanel>;
 function showCode(): void {
   const need = async () => trainer ?? (await open());
@@ -183,7 +182,7 @@ function showCode(): void {
     products: [
       { name: "model.onnx", about: "the net as it is now, for any runtime", bytes: async () => (await need()).exportModel() },
       { name: "checkpoint.safetensors", about: "to go on training, in Python too", bytes: async () => (await need()).exportCheckpoint() },
-      ...["", "-labels"].map((part) => ({ name: `${text("data")}${part}.bin`, bytes: () => file(`${text("data")}${part}.bin`) })),
+      ...["", "-labels"].map((part) => ({ name: `${text("data")}${part}.bin`, bytes: () => bytesOf(`${text("data")}${part}`) })),
     ],
   });
 }

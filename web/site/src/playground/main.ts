@@ -121,11 +121,11 @@ async function live(): Promise<never> {
     // Where pictures take long, as much time is for steps.
     const until = performance.now() + Math.max(BUDGET, pictured);
     const target = playing ? settings.pace : wanted;
+    wanted = 0;
     for (let i = 0; i < target && (i === 0 || performance.now() < until) && !stale; i++) {
       await net!.step(points, settings.batch, settings.rate);
       steps++;
     }
-    wanted = 0;
     const now = performance.now();
     if (!playing || !calm() || now - drawn > STILL) {
       await picture();
