@@ -47,10 +47,14 @@ const SCENES = {
   teach: ["teach/", async (page) => {
     await status(page, "Ready.");
     await page.getByRole("button", { name: "Show me with an example" }).click();
-    await status(page, "Learned");
+    await page.locator("#bars .top").waitFor();
   }],
-  write: ["write/", async (page) => page.waitForTimeout(12_000)],
-  style: ["style/", async (page) => status(page, "Painted")],
+  write: ["write/", async (page) => page.waitForFunction(() => Number(document.querySelector("#steps").textContent) >= 200)],
+  style: ["style/", async (page) => {
+    await status(page, "Painted ");
+    await page.locator("#split").fill("25");
+    await page.locator("#split").blur();
+  }],
   model: ["model/", async (page) => {
     await page.getByRole("button", { name: "Try it with 150 irises" }).click();
     await status(page, "Ready.");
