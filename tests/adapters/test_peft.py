@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.adapters.peft_environment import PEFT
-from tests.wild.produce import FILES, ROOT
+from tests.wild.places import FILES, ROOT
 
 TOLERANCE = 1e-4
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.wild.produce import PRODUCERS, ROOT
+from tests.wild.places import ROOT
+from tests.wild.produce import PRODUCERS
 
 NOVEL = ("whale", "sea", "ship", "captain", "night", "wind")
 SPEECH = ("congress", "state", "people", "duty", "law", "treaty", "union")

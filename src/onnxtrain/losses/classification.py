@@ -204,7 +204,8 @@ class CrossEntropy(_Labelled):
             return self._soft(op, prediction, target, axis)
         rows = to_rows(self, op, prediction, target, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
-        form = chosen(op, None, CROSS_ENTROPY_FORMS, CROSS_ENTROPY_CHOICES)
+        plain = self._counts_hits(op, rows.x, weights)
+        form = chosen(op, plain, CROSS_ENTROPY_FORMS, CROSS_ENTROPY_CHOICES)
         loss = form(self, op, rows, weights)
         return rows.restore(op, loss) if self.reduction == "none" else loss
 
@@ -229,8 +230,6 @@ class CrossEntropy(_Labelled):
         One-hot comparison serves runtimes where gathering by class is slow or absent.
         """
         x = rows.x
-        if self._counts_hits(op, x, weights):
-            return self._by_hits(op, rows)
         z, lse = log_sum_exp(op, x, 1)
         here = op.Where(is_label(op, x, rows.labels), z, op.const(0.0, x.dtype))
         each = op.Sub(op.Squeeze(lse, [1]), op.ReduceSum(here, [1], keepdims=0))
@@ -245,10 +244,11 @@ class CrossEntropy(_Labelled):
         ignored = self.ignore_index
         outside = ignored is not None and isinstance(classes, int) and not 0 <= ignored < classes
         plain = weights is None and not self.label_smoothing and self.reduction == "mean"
-        return op.target.prefers("few-operators") and outside and plain
+        return outside and plain
 
-    def _by_hits(self, op: OpBuilder, rows: Scores) -> ir.Value:
+    def _by_hits(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
         """Emit the mean of ``-log p`` where a class is the label, in few operators."""
+        assert weights is None
         x = rows.x
         z = op.Sub(x, op.Ceil(op.ReduceMax(x, [1], keepdims=1)))
         log_p = op.Sub(z, op.ReduceLogSumExp(z, [1], keepdims=1))
@@ -295,12 +295,14 @@ class CrossEntropy(_Labelled):
         return self.reduce(op, op.ReduceSum(op.Mul(cost, target), [axis], keepdims=0))
 
 
-CROSS_ENTROPY_FORMS: Forms[None] = {
+CROSS_ENTROPY_FORMS: Forms[bool] = {
+    "hits": Form(CrossEntropy._by_hits, lambda plain: plain),
     "comparison": Form(CrossEntropy._by_comparison),
     "operator": Form(CrossEntropy._by_operator),
 }
 # The operators become LogSoftmax and GatherElements in the end.
-CROSS_ENTROPY_CHOICES: Choices[None] = [
+CROSS_ENTROPY_CHOICES: Choices[bool] = [
+    Choice("hits", prefers="few-operators"),
     Choice("comparison", lacks="SoftmaxCrossEntropyLoss"),
     Choice("comparison", lacks="LogSoftmax"),
     Choice("comparison", lacks="GatherElements"),
