@@ -80,9 +80,14 @@ def test_joined_updates_are_those_of_separate_parameters(name, largest, tmp_path
     losses, joined = trained("webgpu", OPTIMIZERS[name], f"{tmp_path}/joined")
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     kept = plain.artifacts.manifest
+    # The losses differ in their last bits, which steps by the root of the square make larger.
+    part_of_a_step = 5e-4 * OPTIMIZERS[name].lr
     for tensor in (*kept.parameters, *kept.state):
         old, new = plain.view(tensor.name), joined.view(tensor.name)
-        np.testing.assert_allclose(new, old, rtol=1e-5, atol=2e-6 * np.abs(old).max())
+        near = 2e-6 * np.abs(old).max()
+        if tensor in kept.parameters:
+            near = max(near, part_of_a_step)
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=near)
 
 
 def test_large_parameters_stay_apart(tmp_path, monkeypatch):
