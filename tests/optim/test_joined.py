@@ -87,7 +87,7 @@ def test_joined_updates_are_those_of_separate_parameters(name, largest, tmp_path
         near = 2e-6 * np.abs(old).max()
         if tensor in kept.parameters:
             near = max(near, part_of_a_step)
-        np.testing.assert_allclose(new, old, rtol=1e-5, atol=near)
+        np.testing.assert_allclose(new, old, rtol=5e-5, atol=near)
 
 
 def test_large_parameters_stay_apart(tmp_path, monkeypatch):
