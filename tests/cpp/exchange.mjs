@@ -1,7 +1,6 @@
 // Goes on from a checkpoint in Node: node exchange.mjs <artifacts> <batches> <checkpoint> <steps> <out>
 import { readFileSync, writeFileSync } from "node:fs";
-import { Trainer } from "../../web/packages/onnxtrain/dist/index.js";
-import { readCheckpoint } from "../../web/packages/onnxtrain/dist/safetensors.js";
+import { readCheckpoint, Trainer } from "../../web/packages/onnxtrain/dist/index.js";
 
 const [artifacts, batches, checkpoint, steps, out] = process.argv.slice(2);
 const { tensors } = await readCheckpoint(new Uint8Array(readFileSync(batches)));
