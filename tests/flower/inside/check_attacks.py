@@ -26,9 +26,8 @@ KINDS = {
 
 def test_malicious_nodes_are_refused_over_the_wire(federation: Federation) -> None:
     project = federation.project(2 + len(KINDS))
-    dist = str(machines.WEB / "packages" / "onnxtrain" / "dist")
     for kind in KINDS:
-        federation.script(EVIL, dist, kind, log=f"evil-{kind}")
+        federation.script(EVIL, str(machines.WEB), kind, log=f"evil-{kind}")
     federation.node(1)
     federation.node(2)
     good = {federation.number("node1"), federation.number("node2")}

@@ -1,11 +1,17 @@
-// A node that trains nothing and sends what it should not: node evil.mjs SUPERLINK DIST KIND
-const [url, dist, kind] = process.argv.slice(2);
-const own = (name) => import(`${dist}/flower/${name}.js`);
-const { newKey } = await own("keys");
-const { Link, sleep } = await own("link");
-const { makeReply, readMetadata, writeNode } = await own("messages");
-const { digests, readContent, readTree } = await own("objects");
-const { bytesText, Writer } = await own("wire");
+// A node that trains nothing and sends what it should not: node evil.mjs SUPERLINK WEB KIND
+import { join } from "node:path";
+import { pathToFileURL } from "node:url";
+
+const [url, web, kind] = process.argv.slice(2);
+// The package has entries for those who mean well: what it is made of is read from its sources.
+const { build } = await import(pathToFileURL(join(web, "node_modules/esbuild/lib/main.js")).href).then((m) => m.default);
+const parts = ["keys", "link", "messages", "objects", "wire"];
+const { outputFiles: [made] } = await build({
+  stdin: { contents: parts.map((n) => `export * from "./${n}.js";`).join("\n"), loader: "ts", resolveDir: join(web, "packages/onnxtrain/src/flower") },
+  bundle: true, format: "esm", platform: "node", write: false, external: ["onnxruntime-*"],
+});
+const { bytesText, digests, Link, makeReply, newKey, readContent, readMetadata, readTree, sleep, writeNode, Writer } =
+  await import(`data:text/javascript;base64,${Buffer.from(made.text).toString("base64")}`);
 
 const HUGE = 4_000_000;
 const first = (arrays) => Object.entries(arrays)[0];
