@@ -14,7 +14,7 @@ const WEB = fileURLToPath(new URL("../../web/", import.meta.url));
 const { chromium } = createRequire(join(WEB, "package.json"))("playwright-core");
 const [work, out, ...chosen] = process.argv.slice(2);
 const TYPES = { ".js": "text/javascript", ".mjs": "text/javascript", ".json": "application/json", ".wasm": "application/wasm" };
-const FOLDERS = { onnxtrain: join(WEB, "packages/onnxtrain/dist"), ort: join(WEB, "node_modules/onnxruntime-web/dist"), work };
+const FOLDERS = { onnxtrain: join(WEB, "packages/onnxtrain/dist"), ort: join(WEB, "node_modules/onnxruntime-web/dist"), made: work };
 const IMPORTS = { onnxtrain: "/onnxtrain/index.js", "onnxtrain/text": "/onnxtrain/text/index.js", "onnxruntime-web/wasm": "/ort/ort.wasm.bundle.min.mjs" };
 const HTML = `<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><script type="importmap">${JSON.stringify({ imports: IMPORTS })}</script>
 <script type="module">import * as a from "onnxtrain"; import * as b from "onnxtrain/text"; Object.assign(globalThis, { onnxtrain: a, text: b });
@@ -62,7 +62,7 @@ async function inPage(task, settings) {
 async function decoder({ threads, rows }) {
   const began = performance.now();
   const trainer = await onnxtrain.Trainer.create({
-    artifacts: "/work/decoder/", device: "wasm", threads, sizes: { batch_size: 1, sequence_length: rows[0][0].length },
+    artifacts: "/made/decoder/", device: "wasm", threads, sizes: { batch_size: 1, sequence_length: rows[0][0].length },
   });
   const ready = (performance.now() - began) / 1000;
   const losses = [];
@@ -87,7 +87,7 @@ async function decoder({ threads, rows }) {
 
 async function encoder({ train, test }) {
   const began = performance.now();
-  const trainer = await onnxtrain.Trainer.create({ artifacts: "/work/encoder/", device: "wasm", threads: 1 });
+  const trainer = await onnxtrain.Trainer.create({ artifacts: "/made/encoder/", device: "wasm", threads: 1 });
   const ready = (performance.now() - began) / 1000;
   let steps = 0;
   for await (const m of trainer.fit(train, { epochs: 8, batchSize: 12, seed: 1, stepsPerCall: 1 })) {
