@@ -245,18 +245,6 @@ def test_reduction_none_is_reduced_only_on_request() -> None:
     np.testing.assert_allclose(loss, np.mean((X @ W1 - TA) ** 2), rtol=1e-5)
 
 
-def test_half_precision_is_compared_in_float32() -> None:
-    def build(op: OpBuilder) -> dict[str, ir.Value]:
-        x = op.input("x", ir.DataType.FLOAT16, ["batch", 4])
-        return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float16)))}
-
-    attached = attach_loss(load_normalized(model_of(build)), "mse", metrics=["mae"])
-    assert attached.loss.dtype == FLOAT
-    assert signature(attached) == [("target", FLOAT, ("batch", "3"))]
-    outputs = run(attached, x=X.astype(np.float16), target=TA + 300)
-    np.testing.assert_allclose(outputs["loss"], np.mean((X @ W1 - TA - 300) ** 2), rtol=1e-2)
-
-
 def test_inner_values_can_be_asked_for() -> None:
     def build(op: OpBuilder) -> dict[str, ir.Value]:
         h = op.Tanh(op.input("x", FLOAT, ["batch", 4]))
@@ -384,23 +372,3 @@ def test_what_a_term_may_look_at() -> None:
         PrepareError, match="'size' is an output already; it does not look at others"
     ):
         attach_loss(model, LossTerm("size", output="y"))
-
-
-@pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits", "mse"])
-def test_double_precision(loss: str) -> None:
-    def build(op: OpBuilder) -> dict[str, ir.Value]:
-        x = op.input("x", ir.DataType.DOUBLE, ["batch", 4])
-        return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float64)))}
-
-    attached = attach_loss(load_normalized(model_of(build)), loss)
-    assert attached.loss.dtype == ir.DataType.DOUBLE
-    y, t = torch.tensor(X.astype(np.float64) @ W1), torch.tensor(TA.astype(np.float64))
-    expected = {
-        "cross_entropy": lambda: F.cross_entropy(y, torch.tensor(LABELS)),
-        "bce_with_logits": lambda: F.binary_cross_entropy_with_logits(y, t),
-        "mse": lambda: F.mse_loss(y, t),
-    }[loss]()
-    name = attached.targets[0].name
-    given = LABELS if name == "labels" else t.numpy()
-    actual = run(attached, x=X.astype(np.float64), **{name: given})["loss"]
-    np.testing.assert_allclose(actual, expected, rtol=1e-12)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts, build
@@ -21,7 +19,6 @@ from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, Shape
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
 from onnxtrain.training.data import as_source, shuffled
-from onnxtrain.training.reports.progress import Bar, Lines, display
 from onnxtrain.training.reports.tensorboard import crc32c
 from tests.artifacts.models import classifier, data, finished, graph, weight
 
@@ -381,34 +378,3 @@ def test_interrupt_saves_and_stops(tmp_path: Path, accumulate: int) -> None:
 
 
 # -- what is shown ----------------------------------------------------------------------
-
-
-def test_bar_and_lines() -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    assert isinstance(display(True, console), Bar)
-    bar = display("bar", console)
-    bar.start(3, 10, 0)
-    bar.step(1, 0.5, 1e-3, 32)
-    bar.line("epoch 1/3  loss 0.5")
-    bar.stop()
-    text = out.getvalue()
-    for part in ("epoch 1/3", "1/10", "loss 0.5000", "lr 1.00e-03", "/s"):
-        assert part in text
-    out = io.StringIO()
-    console = Console(file=out, width=40)
-    lines = display(True, console)
-    assert isinstance(lines, Lines)
-    lines.start(3, 10, 0)
-    lines._said -= 100
-    lines.step(1, 0.5, 1e-3, 32)
-    assert out.getvalue().startswith("epoch 1/3  step 1/10  loss 0.5000  lr 1.00e-03  ")
-    assert "eta 0:00" in out.getvalue()
-    assert out.getvalue().count("\n") == 1
-
-
-def test_lines_of_a_run(artifacts: Artifacts, capsys: pytest.CaptureFixture[str]) -> None:
-    Trainer(artifacts).fit(data(16), 2, progress="plain")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith("epoch 1/2  step 1  loss ")

@@ -1,4 +1,4 @@
-import { ManifestError } from "./errors.js";
+import { ManifestError, ShapeError } from "./errors.js";
 import { compact } from "./json-text.js";
 
 /** The version of the contract that this package reads. */
@@ -209,3 +209,11 @@ export function findModel(
 /** Gives the tensors of some roles, in order. */
 export const ofRole = (specs: readonly TensorSpec[], ...roles: readonly Role[]): TensorSpec[] =>
   specs.filter((t) => roles.includes(t.role));
+
+/** Gives the parameter or buffer of a name, or of one of its other names. */
+export function weightNamed(manifest: Manifest, name: string): WeightSpec {
+  const weights = [...manifest.parameters, ...manifest.buffers];
+  const named = weights.find((w) => w.name === name || w.aliases.includes(name));
+  if (!named) throw new ShapeError(`no such parameter: '${name}'\nhint: there are ${weights.map((w) => w.name).join(", ")}`);
+  return named;
+}

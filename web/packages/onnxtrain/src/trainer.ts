@@ -7,7 +7,7 @@ import type { HostTensor, TypedArray } from "./dtypes.js";
 import { finiteLoss, valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
 import { CheckpointError, DisposedError, OnnxTrainError, ShapeError, type NonFiniteError } from "./errors.js";
 import { feed, fit, type Batch, type TensorLike } from "./feeds.js";
-import { findModel, ofRole, withoutHashes, type Manifest, type ModelRole, type ModelSpec, type WeightSpec } from "./manifest.js";
+import { findModel, ofRole, withoutHashes, type Manifest, type ModelRole, type ModelSpec, type WeightSpec, weightNamed } from "./manifest.js";
 import { openEngine } from "./open-engine.js";
 import { readProgress, writeProgress, type RunProgress } from "./progress.js";
 import { TARGETS, type Device } from "./runtime.js";
@@ -267,24 +267,15 @@ export class Trainer {
 
   /** Gives a copy of a parameter or buffer. */
   async getParameter(name: string): Promise<HostTensor> {
-    this.#weight(name);
+    weightNamed(this.manifest, name);
     return (await this.#alone(() => this.#engine.read([name]))).get(name)!;
   }
 
   /** Sets a parameter or buffer. */
   async setParameter(name: string, value: TensorLike): Promise<void> {
-    const found = fit(this.#weight(name), value);
+    const found = fit(weightNamed(this.manifest, name), value);
     const own = { ...found, data: found.data.slice() as TypedArray };
     await this.#alone(() => this.#engine.write(new Map([[name, own]])));
-  }
-
-  #weight(name: string): WeightSpec {
-    const weights = [...this.manifest.parameters, ...this.manifest.buffers];
-    const found = weights.find((w) => w.name === name || w.aliases.includes(name));
-    if (!found) {
-      throw new ShapeError(`no such parameter: '${name}'\nhint: there are ${weights.map((w) => w.name).join(", ")}`);
-    }
-    return found;
   }
 
   /** Gives everything that training needs to go on, as the safetensors file that Python reads. */

@@ -1,0 +1,47 @@
+"""Losses of models that compute in other types than float32."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.losses import attach_loss
+from tests.losses.small import FLOAT, W1, X, model_of, run, weight
+from tests.losses.test_attach import LABELS, TA, signature
+
+
+def test_half_precision_is_compared_in_float32() -> None:
+    def build(op: OpBuilder) -> dict[str, ir.Value]:
+        x = op.input("x", ir.DataType.FLOAT16, ["batch", 4])
+        return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float16)))}
+
+    attached = attach_loss(load_normalized(model_of(build)), "mse", metrics=["mae"])
+    assert attached.loss.dtype == FLOAT
+    assert signature(attached) == [("target", FLOAT, ("batch", "3"))]
+    outputs = run(attached, x=X.astype(np.float16), target=TA + 300)
+    np.testing.assert_allclose(outputs["loss"], np.mean((X @ W1 - TA - 300) ** 2), rtol=1e-2)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce_with_logits", "mse"])
+def test_double_precision(loss: str) -> None:
+    def build(op: OpBuilder) -> dict[str, ir.Value]:
+        x = op.input("x", ir.DataType.DOUBLE, ["batch", 4])
+        return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float64)))}
+
+    attached = attach_loss(load_normalized(model_of(build)), loss)
+    assert attached.loss.dtype == ir.DataType.DOUBLE
+    y, t = torch.tensor(X.astype(np.float64) @ W1), torch.tensor(TA.astype(np.float64))
+    expected = {
+        "cross_entropy": lambda: F.cross_entropy(y, torch.tensor(LABELS)),
+        "bce_with_logits": lambda: F.binary_cross_entropy_with_logits(y, t),
+        "mse": lambda: F.mse_loss(y, t),
+    }[loss]()
+    name = attached.targets[0].name
+    given = LABELS if name == "labels" else t.numpy()
+    actual = run(attached, x=X.astype(np.float64), **{name: given})["loss"]
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
