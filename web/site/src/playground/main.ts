@@ -27,6 +27,9 @@ let wanted = 0;
 let wake: () => void = () => undefined;
 let cross: [number, number] | undefined;
 let last = { loss: NaN, accuracy: NaN };
+/** The step that the numbers on the page are of, and whether the status says that it learns. */
+let shown = -1;
+let told: boolean | undefined;
 
 const chart = new Chart($("chart"), [{ label: "these points", color: "--class-0" }, { label: "new points" }], { height: 190 });
 const plane = $<HTMLCanvasElement>("plane");
@@ -101,9 +104,11 @@ async function numbers(): Promise<void> {
   show("accuracy", `${(100 * other.accuracy).toFixed(0)} %`);
   show("loss", own.loss.toFixed(3));
   show("steps", steps.toLocaleString("en"));
+  shown = steps;
 }
 
 function tell(): void {
+  told = playing;
   if (playing) return say("Learning. Change anything while it runs.");
   const known = Number.isNaN(last.accuracy) ? "" : ` It is right about ${(100 * last.accuracy).toFixed(0)} % of new points after ${steps} steps.`;
   say(`Paused.${known}`);
@@ -132,18 +137,19 @@ async function live(): Promise<never> {
       pictured = performance.now() - now;
       drawn = now;
     }
-    if (target && (!playing || now - counted > (calm() ? STILL : NUMBERS))) {
+    if (shown !== steps && (!playing || now - counted > (calm() ? STILL : NUMBERS))) {
       await numbers();
       counted = now;
     }
-    if (!playing && !stale && !wanted) await new Promise<void>((resolve) => (wake = resolve));
+    // Of a net that was paused the last numbers are told, not those of the moment it was asked to pause.
+    if (told !== playing && (playing || shown === steps)) tell();
+    if (!playing && !stale && !wanted && shown === steps) await new Promise<void>((resolve) => (wake = resolve));
   }
 }
 
 function play(on: boolean): void {
   playing = on;
   show("play", on ? "Pause" : "Train");
-  tell();
   wake();
 }
 
@@ -156,6 +162,7 @@ function addPoint(at: [number, number]): void {
 $("play").onclick = () => play(!playing);
 $("once").onclick = () => {
   play(false);
+  told = undefined;
   wanted = 1;
   wake();
 };

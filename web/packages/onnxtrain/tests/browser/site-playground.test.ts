@@ -29,14 +29,11 @@ test("a net learns a circle by itself, and the plane shows it", async () => {
   await until(page, "Paused. It is right about");
   // Outside is the second class, orange: more red than blue.
   for (const [r, , b] of Object.values(await colours(page))) expect(r! - b!).toBeGreaterThan(30);
-  let before = -1;
-  // The picture that was under way when it was paused is still finished.
-  while (before !== (await steps(page))) {
-    before = await steps(page);
-    await page.waitForTimeout(500);
-  }
+  const before = await steps(page);
+  expect(await page.locator("#status").innerText()).toContain(`after ${before} steps`);
   await page.getByRole("button", { name: "One step" }).click();
   await page.waitForFunction((n) => Number(document.querySelector("#steps")!.textContent!.replace(/,/g, "")) === n + 1, before);
+  await until(page, `after ${before + 1} steps`);
   // A person adds a point, layers and neurons.
   await page.getByLabel("orange").check();
   await page.locator("#plane").click({ position: { x: 100, y: 100 } });
