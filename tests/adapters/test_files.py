@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from onnxtrain.adapters.modules.frozen_weights import frozen_weight
 from onnxtrain.adapters.modules.layers import layers_of
 from onnxtrain.errors import CheckpointError, PrepareError, SaveError
 from onnxtrain.losses import CrossEntropy, LossTerm
+from onnxtrain.runtime.adapter_file import write_adapter
 from tests.adapters.decoders import batch, write
 from tests.adapters.test_gradients import conv_net, drawn
 
@@ -280,3 +282,12 @@ def test_exports_take_the_weights_of_a_trainer_or_a_checkpoint(tmp_path):
     wrong = {adapted.adapters[0].a: np.ones((2, 2), np.float32)}
     with pytest.raises(CheckpointError, match=r"has shape \[2, 2\]"):
         adapted.export_peft(tmp_path / "d", wrong)
+
+
+def test_adapter_files_hold_bfloat16(tmp_path):
+    arrays = {"a": np.array([[1.5, -2.0]], ml_dtypes.bfloat16)}
+    write_adapter(tmp_path / "a.onnx_adapter", arrays)
+    (value,) = (
+        ort.AdapterFormat.read_adapter(str(tmp_path / "a.onnx_adapter")).get_parameters().values()
+    )
+    assert value.data_type() == "tensor(bfloat16)"

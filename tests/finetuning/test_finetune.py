@@ -214,3 +214,55 @@ def test_a_used_folder_is_not_taken_twice(folder: Path, tmp_path: Path) -> None:
     onnxtrain.finetune(folder, rows, tmp_path / "out", epochs=1, **FAST)
     with pytest.raises(OnnxTrainError, match="holds a run already"):
         onnxtrain.finetune(folder, rows, tmp_path / "out", epochs=1, **FAST)
+
+
+def with_hidden_states(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with what its last layer reads as another output, the first."""
+    work = ir.from_proto(model)
+    (scores,) = [y for y in work.graph.outputs if y.name == "logits"]
+    head = scores.producer()
+    state = None if head is None else head.inputs[0]
+    assert state is not None
+    state.name, state.dtype = "hidden_states", ir.DataType.FLOAT
+    state.shape = ir.Shape([*(scores.shape or ())[:2], None])
+    work.graph.outputs.insert(0, state)
+    return ir.to_proto(work)
+
+
+def test_logits_are_learned_beside_hidden_states(folder: Path, tmp_path: Path) -> None:
+    genai = genai_folder(write_tokenizer(tmp_path / "model"), with_hidden_states(llama(layers=1)))
+    texts = [{"text": "the cat says meow"}] * 2
+    made = [
+        onnxtrain.finetune(source, texts, tmp_path / name, epochs=2, **FAST).history.losses
+        for name, source in (("plain", folder), ("more", genai))
+    ]
+    assert made[0] == made[1]
+
+
+def test_vectors_instead_of_tokens_are_named(tmp_path: Path) -> None:
+    model = llama(layers=1)
+    model.graph.input[0].name = "inputs_embeds"
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == "input_ids":
+                node.input[i] = "inputs_embeds"
+    genai = genai_folder(write_tokenizer(tmp_path / "model"), model)
+    with pytest.raises(
+        PrepareError, match=r"'inputs_embeds', vectors instead of tokens\nhint: exp"
+    ):
+        onnxtrain.finetune(genai, [{"text": "the cat"}] * 2, tmp_path / "out", **FAST)
+
+
+def test_a_file_that_does_not_run_here_trains_without_samples(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OnnxTrainError("onnxruntime refuses the model: no kernel of bfloat16\nhint: none")
+
+    module = sys.modules["onnxtrain.finetuning.finetune"]  # its package has a function of this name
+    monkeypatch.setattr(module, "decoder_of", refuse)
+    texts = [{"text": "the cat says meow"}] * 2
+    result = onnxtrain.finetune(folder, texts, tmp_path / "out", epochs=1, **FAST)
+    assert result.samples == ()
+    assert "no samples, the file itself does not run here: onnxruntime refuses" in result.notes[-1]
+    assert "merged/" in result.files

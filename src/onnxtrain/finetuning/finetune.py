@@ -223,8 +223,7 @@ class FineTuning:
             say(line)
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / SETTINGS, self._settings)
-        prompts = task.prompts() if isinstance(task, CausalTask) and o.sample_tokens else []
-        first = self._texts(self.folder.path, prompts)
+        prompts, first = self._first_texts(say)
         trainer = Trainer(artifacts, device=o.device, seed=o.seed, threads=o.threads)
         held = task.batches(trainer.inputs, validation=True)
         before = self._numbers(trainer, held)
@@ -271,6 +270,23 @@ class FineTuning:
             numbers["perplexity"] = perplexity(numbers["loss"])
         return {n: float(v) for n, v in numbers.items()}
 
+    def _first_texts(self, say: Say) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the prompts, and what the untrained model writes; neither if it cannot be run.
+
+        Training computes in float32 what the processor lacks kernels for, the file itself does not.
+        """
+        task = self.task
+        if not isinstance(task, CausalTask) or not self.options.sample_tokens:
+            return [], []
+        prompts = task.prompts()
+        try:
+            return prompts, self._texts(self.folder.path, prompts)
+        except OnnxTrainError as error:
+            reason = str(error).splitlines()[0]
+            task.notes.append(f"no samples, the file itself does not run here: {reason}")
+            say(f"note: {task.notes[-1]}")
+            return [], []
+
     def _texts(self, model: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the tokens that a model writes after each prompt, the likeliest ones."""
         if not prompts:
@@ -295,6 +311,8 @@ class FineTuning:
         self, prompts: Sequence[list[int]], first: Sequence[list[int]], output: Path
     ) -> tuple[Sample, ...]:
         """Return the samples as text; the trained model is the merged one, as it will be served."""
+        if not prompts:
+            return ()
         last = self._texts(output / "merged" / self.folder.path.name, prompts)
         pairs = zip(prompts, first, last, strict=True)
         return tuple(Sample(*map(self._text, row)) for row in pairs)

@@ -15,6 +15,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.base import FLOAT, INT64, Loss, TargetSpec
 from onnxtrain.losses.classification import CrossEntropy
 
+_LOGITS = "logits"  # what a loss looks at where a model has several outputs and nothing was said
 _NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -47,8 +48,11 @@ class LossContext:
     def predictions(self, loss: Loss, names: Sequence[str]) -> list[ir.Value]:
         """Return the outputs that a loss looks at."""
         floats = [y for y in self.own if S.is_float(y)]
+        scores = [y for y in floats if y.name == _LOGITS]
         if names:
             floats = [self.find(name) for name in names]
+        elif loss.predictions == 1 and scores:
+            floats = scores  # beside hidden states, attentions and the like
         elif len(floats) not in (1, loss.predictions):
             listing = ", ".join(y.name or "" for y in self.own)
             name = floats[0].name if floats else "logits"

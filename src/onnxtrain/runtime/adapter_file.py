@@ -9,6 +9,7 @@ import numpy as np
 
 from onnxtrain.errors import SaveError
 from onnxtrain.runtime.session import runtime
+from onnxtrain.runtime.values import ort_value
 
 _VERSION = 1  # of adapter and model: nobody else counts them
 
@@ -25,7 +26,7 @@ def write_adapter(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]
     file = ort.AdapterFormat()
     file.set_adapter_version(_VERSION)
     file.set_model_version(_VERSION)
-    file.set_parameters({n: ort.OrtValue.ortvalue_from_numpy(a) for n, a in arrays.items()})
+    file.set_parameters({n: ort_value(a) for n, a in arrays.items()})
     part = f"{target}.part"
     try:
         file.export_adapter(part)

@@ -14,7 +14,7 @@ from onnxtrain.errors import LoadError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
 from onnxtrain.graph.io.regular_file import open_regular
-from onnxtrain.text.names import IDS, is_past
+from onnxtrain.text.names import EMBEDDED, IDS, is_past
 
 KINDS = ("causal_lm", "classification", "embeddings", "vision")
 _USUAL = ("model.onnx", "decoder_model_merged.onnx", "decoder_model.onnx", "onnx/model.onnx")
@@ -110,6 +110,11 @@ def _kind_of(graph: ir.Graph, genai: dict[str, Any], config: dict[str, Any]) -> 
     inputs = {x.name or "": x for x in graph.inputs}
     outputs = {y.name or "": y for y in graph.outputs}
     if IDS not in inputs:
+        if EMBEDDED in inputs:
+            raise PrepareError(
+                f"the model takes {EMBEDDED!r}, vectors instead of tokens\n"
+                "hint: export the language model whole, with its table of embeddings"
+            )
         images = [n for n, x in inputs.items() if len(S.dims_of(x) or ()) == 4 and S.is_float(x)]
         if images:
             return "vision", f"its input {images[0]!r} has four axes"

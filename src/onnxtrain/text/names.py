@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 IDS = "input_ids"
+EMBEDDED = "inputs_embeds"
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 TYPES = "token_type_ids"
