@@ -17,7 +17,6 @@ from onnxtrain.graph.memory import order_for_memory
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.passes.absorb_norm_scale import absorb_norm_scale
 from onnxtrain.passes.bias_as_weight_column import bias_as_weight_column
-from onnxtrain.passes.bias_into_gemm import bias_into_gemm
 from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
 from onnxtrain.passes.dequantise_late import dequantise_late
@@ -103,7 +102,6 @@ FINAL = (
     Pass(split_long_sums),
     Pass(rotary_operator, prefers="rotary-operator"),
     Pass(rows_in_one_axis, prefers="rows-in-one-axis"),
-    Pass(bias_into_gemm, prefers="rows-in-one-axis"),
     Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
 )
