@@ -110,3 +110,15 @@ def test_outputs_keep_their_names_and_shapes() -> None:
     y = made.graph.output[0]
     assert y.name == "y"
     assert [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim] == ["B", "S", 4]
+
+
+def test_rows_may_tell_that_a_value_is_there() -> None:
+    """The smaller of a size and zero says nothing of axes; the size itself does."""
+    waits = "n0 = Shape<start=0, end=1>(v) z = Min(n0, zero)"
+    for tail, rank in ((waits, 2), (waits + " k = Identity(n0)", 3)):
+        outputs = "float[B,S,4] y, int64[1] z" + (", int64[1] k" if rank == 3 else "")
+        model = model_of("B,S,4", f"y = Mul(m, m) {tail}", outputs, "int64[1] zero = {0}")
+        made = onnxtrain.vjp(model, wrt=["a", "c"])
+        dims = {v.name: len(v.type.tensor_type.shape.dim) for v in made.graph.value_info}
+        asked = {n.input[0] for n in made.graph.node if n.op_type == "Shape"} & set(dims)
+        assert {dims[name] for name in asked} == {rank}

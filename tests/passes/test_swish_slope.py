@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from onnx import parser
 
 import onnxtrain
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.simplify import simplify
+from onnxtrain.passes.swish_slope import swish_slope
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
@@ -43,3 +50,33 @@ def test_a_product_with_the_sigmoid_of_something_else_stays() -> None:
     _, have = gradient(text, x=x, z=z, y_grad=dy)
     s = 1 / (1 + np.exp(-x.astype(np.float64)))
     np.testing.assert_allclose(have, dy * (1 + z * s * (1 - s)), rtol=1e-6)
+
+
+def test_a_slope_of_what_is_computed_again() -> None:
+    """Copies start from ``Where(late, x, x)``, while other readers take ``x`` itself."""
+    model = parser.parse_model(
+        HEAD
+        + """g (float[n] x, float[n] dy, bool late) => (float[n] a, float[n] dx)
+        <float one = {1}> {
+            held = Where(late, x, x)
+            s = Sigmoid(held)
+            a = Mul(x, s)
+            p = Mul(dy, s)
+            rest = Sub(one, s)
+            t = Mul(s, rest)
+            q = Mul(dy, held)
+            u = Mul(q, t)
+            dx = Add(p, u)
+        }"""
+    )
+    work = ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    assert swish_slope(work, OpBuilder(work.graph, "grad/")) == 1
+    simplify(work)
+    assert [n.op_type for n in work.graph].count("Mul") == 3
+    x = np.array([-90, -3, -0.5, 0, 0.7, 4, 90], np.float32)
+    feeds = {"x": x, "dy": np.linspace(-1, 2, x.size, dtype=np.float32), "late": np.array(True)}
+    sessions: Any = [
+        onnxruntime.InferenceSession(m.SerializeToString()) for m in (model, ir.to_proto(work))
+    ]
+    want, have = (np.stack(s.run(["a", "dx"], feeds)) for s in sessions)
+    np.testing.assert_allclose(have, want, rtol=2e-6, atol=1e-7)

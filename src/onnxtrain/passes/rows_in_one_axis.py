@@ -147,6 +147,8 @@ def _share_shape(flat: ir.Value) -> None:
 def _read_rows(op: OpBuilder, node: ir.Node, lead: Lead) -> None:
     """Let a node behind a region read a matrix: a Reshape, or a sum over all rows."""
     op.position = node
+    if is_op(node, "Shape"):
+        return
     if is_op(node, "ReduceSum"):
         node.replace_input_with(1, op.const([0]))
         return
@@ -219,6 +221,8 @@ def _follows(node: ir.Node, index: int, own: Iterable[ir.Node]) -> bool:
         return False
     if is_op(node, "ReduceSum"):
         return _axes(node) == [0, 1] and _flag(node, "keepdims", 1) == 0
+    if is_op(node, "Shape"):
+        return _only_waits(node)
     if not is_op(node, "Reshape"):
         return False
     shape, dims = S.symbolic_of(node.inputs[1]), S.dims_of(node.outputs[0])
@@ -229,6 +233,19 @@ def _follows(node: ir.Node, index: int, own: Iterable[ir.Node]) -> bool:
     if 0 not in shape:
         return True
     return list(shape[:2]) == [0, 0] and 0 not in shape[2:] and D.numbers(dims[2:]) is not None
+
+
+def _only_waits(node: ir.Node) -> bool:
+    """Return whether the first size is asked for only to know that the value is there."""
+    y = node.outputs[0]
+    if _flag(node, "start", 0) != 0 or _flag(node, "end", -1) != 1 or y.is_graph_output():
+        return False
+    return all(is_op(n, "Min") and _has_zero(n) for n, _ in y.uses())
+
+
+def _has_zero(node: ir.Node) -> bool:
+    numbers = [S.constant_of(x) for x in node.inputs]
+    return any(n is not None and n.size == 1 and n.item() == 0 for n in numbers)
 
 
 def _is_flat(node: ir.Node) -> bool:

@@ -28,9 +28,9 @@ def _join(op: OpBuilder, sigmoid: ir.Node, reader: ir.Node) -> int:
     """Replace the sum that ``reader`` is a term of, if it is the gradient of ``x sigmoid(x)``."""
     x, s = sigmoid.inputs[0], sigmoid.outputs[0]
     g = _other(reader, s)
-    if x is None or g is None or g is x or g is s:
+    if x is None or g is None or _plain(g) is _plain(x) or g is s:
         return 0
-    a = next((n.outputs[0] for n, _ in s.uses() if _other(n, s) is x), None)
+    a = next((n.outputs[0] for n, _ in s.uses() if _plain(_other(n, s)) is _plain(x)), None)
     total = _only_reader(reader.outputs[0])
     if a is None or total is None or not is_op(total, "Add"):
         return 0
@@ -52,7 +52,7 @@ def _is_way_through_sigmoid(node: ir.Node, g: ir.Value, x: ir.Value, s: ir.Value
         return False
     for first, second in (tuple(node.inputs), tuple(reversed(node.inputs))):
         upper, slope = (None if v is None else v.producer() for v in (first, second))
-        if upper is None or slope is None or _other(upper, g) is not x:
+        if upper is None or slope is None or _plain(_other(upper, g)) is not _plain(x):
             continue
         rest = _other(slope, s)
         lower = None if rest is None else rest.producer()
@@ -68,6 +68,14 @@ def _other(node: ir.Node, x: ir.Value) -> ir.Value | None:
     if not is_op(node, "Mul") or x not in node.inputs:
         return None
     return node.inputs[1] if node.inputs[0] is x else node.inputs[0]
+
+
+def _plain(x: ir.Value | None) -> ir.Value | None:
+    """Return ``x`` of ``Where(c, x, x)``, which holds back what is computed again."""
+    node = None if x is None else x.producer()
+    if node is None or not is_op(node, "Where") or node.inputs[1] is not node.inputs[2]:
+        return x
+    return _plain(node.inputs[1])
 
 
 def _only_reader(x: ir.Value) -> ir.Node | None:

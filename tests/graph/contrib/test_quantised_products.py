@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import parser
 
 import onnxtrain
 from onnxtrain.autodiff.registry import USER_RULES
@@ -132,6 +135,38 @@ def test_no_weight_is_unpacked_before_its_gradient_is_there() -> None:
         seen.add(name)
         pending += makers[name].input if name in makers else []
     assert "y_grad" in seen
+
+
+def test_scales_are_in_memory_once(tmp_path: Path) -> None:
+    """Both passes read them, in two forms: a runtime would keep a view of a constant as another."""
+    n, k = 256, 512
+    model = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+        g (float[rows,{k}] x, uint8[{n},{k // 32},16] w, float[{n},{k // 32}] s)
+        => (float[rows,{n}] y)
+        {{ y = com.microsoft.MatMulNBits<K={k}, N={n}, bits=4, block_size=32>(x, w, s) }}"""
+    )
+    rng = np.random.default_rng(0)
+    weights = rng.integers(0, 256, (n, k // 32, 16), dtype=np.uint8)
+    scales = rng.random((n, k // 32), dtype=np.float32)
+    for name, array in (("w", weights), ("s", scales)):
+        kind = onnx.TensorProto.UINT8 if name == "w" else onnx.TensorProto.FLOAT
+        tensor = onnx.TensorProto(name=name, dims=array.shape, data_type=kind)
+        tensor.raw_data = array.tobytes()
+        model.graph.initializer.append(tensor)
+        model.graph.input.remove(next(x for x in model.graph.input if x.name == name))
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "run.onnx")
+    gradients = onnxtrain.vjp(model, "x").SerializeToString()
+    session: Any = onnxruntime.InferenceSession(gradients, options)
+    kept = onnx.load(tmp_path / "run.onnx").graph.initializer
+    floats = [t for t in kept if t.data_type == onnx.TensorProto.FLOAT]
+    assert [t.name for t in floats if np.prod(t.dims) == scales.size] == ["s"]
+    codes = np.stack([weights & 15, weights >> 4], -1).reshape(n, -1, 32).astype(np.float64)
+    whole = ((codes - 8) * scales[..., None]).reshape(n, k)
+    dy = normal(3, n)
+    have = session.run(["x_grad"], {"x": normal(3, k), "y_grad": dy})[0]
+    np.testing.assert_allclose(have, dy @ whole, rtol=1e-4, atol=1e-4)
 
 
 def test_inputs_are_not_rounded_in_training() -> None:

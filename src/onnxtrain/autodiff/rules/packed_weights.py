@@ -99,7 +99,7 @@ def _unpacked(
 ) -> ir.Value:  # fmt: skip
     """Return the weights as floats, [N, K]; ``whole`` keeps what fills the last block up."""
     n, blocks = form.n, form.blocks
-    inputs = [b, _late_rows(op, n, dy), op.Reshape(scales, [n, blocks, 1])]
+    inputs = [b, _late_rows(op, n, dy), op.Reshape(scales, _unfolded(op, [n, blocks, 1]))]
     if points is not None:
         inputs.append(_a_byte_each(op, points, form))
     wide = emit_contrib(
@@ -110,6 +110,16 @@ def _unpacked(
     if not whole and blocks * form.block != form.k:
         weight = op.Slice(weight, [0], [form.k], [1])
     return weight
+
+
+def _unfolded(op: OpBuilder, sizes: list[int]) -> list[int] | ir.Value:
+    """Return sizes of a view of a constant such that a runtime does not store the view beside it.
+
+    They take along a zero that depends on the size of an input, so that nothing is constant.
+    """
+    asked = (x for x in op.graph.inputs if op.dims(x) and op.static(x) is None)
+    x = next((x for x in asked if isinstance(op.dims(x)[0], str)), None)
+    return sizes if x is None else op.Add(op.const(sizes), late_zero(op, x))
 
 
 def _a_byte_each(op: OpBuilder, points: ir.Value, form: _Form) -> ir.Value:
