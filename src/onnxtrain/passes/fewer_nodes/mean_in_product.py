@@ -16,12 +16,15 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
 from onnxtrain.graph.nodes import is_op, nodes
 
+_FEWEST = 3
+"""Means from which on a column, two or three nodes, is paid for."""
+
 
 def mean_in_product(model: ir.Model, op: OpBuilder) -> int:
     """Let products take means of the rows of matrices and what is added; return how many."""
     means = [(node, way) for node in nodes(model.graph, "Add") if (way := _shifted(node))]
     columns = _Columns(op)
-    if not columns.possible or not means:
+    if not columns.possible or len(means) < _FEWEST:
         return 0
     for node, (q, number) in means:
         y, column = node.outputs[0], columns.of(q)
