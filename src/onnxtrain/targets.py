@@ -71,6 +71,7 @@ PREFERS = {
     "several-steps": "several steps of a small model in one call",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
+    "sum-in-product": "products of matrices that start from what would be added to them",
     "vector-update": "parameters and state joined to long vectors for the update",
 }
 """What a runtime may prefer among forms that give the same numbers."""

@@ -78,3 +78,18 @@ def test_what_only_looks_alike_stays(old: str, new: str) -> None:
     assert "RotaryEmbedding" not in kinds(model)
     for have, want in zip(run(model), run(made(21, 10, body)), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6)
+
+
+def test_one_table_serves_the_whole_batch() -> None:
+    body = BODY.replace("float[B,S,4]", "float[1,S,4]")
+    rng = np.random.default_rng(0)
+    shapes = {"x": (2, 3, 5, 8), "c": (1, 5, 4), "d": (1, 5, 4), "y_grad": (2, 3, 5, 8)}
+    feeds = {n: rng.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    results = []
+    for operator in (True, False):
+        model = made(23, 11, body, operator=operator)
+        assert kinds(model).count("RotaryEmbedding") == (2 if operator else 0)
+        session = onnxruntime.InferenceSession(model.SerializeToString())
+        results.append([np.asarray(y) for y in session.run(["y", "x_grad"], feeds)])
+    for have, want in zip(*results, strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6)

@@ -80,3 +80,49 @@ def test_a_slope_of_what_is_computed_again() -> None:
     ]
     want, have = (np.stack(s.run(["a", "dx"], feeds)) for s in sessions)
     np.testing.assert_allclose(have, want, rtol=2e-6, atol=1e-7)
+
+
+GATED = """g (float[n] x, float[n] u) => (float[n] y) {
+    s = Sigmoid(x)
+    a = Mul(x, s)
+    y = Mul(ORDER)
+}"""
+
+
+@pytest.mark.parametrize("order", ["a, u", "u, a"])
+def test_a_gate_takes_what_it_lets_through(order: str) -> None:
+    x = np.array([-200, -90, -3, -0.5, 0, 0.7, 4, 20, 90], np.float32)
+    u = np.linspace(-2, 3, x.size, dtype=np.float32)
+    dy = np.linspace(-1, 2, x.size, dtype=np.float32)
+    kinds, have = gradient(GATED.replace("ORDER", order), x=x, u=u, y_grad=dy)
+    wide = x.astype(np.float64)
+    s = np.exp(-np.logaddexp(0, -wide))
+    a = wide * s
+    want = dy * u * (s + a * (1 - s))
+    rounding = 4 * np.finfo(np.float32).eps * np.maximum(np.abs(a), 1)
+    assert (np.abs(have - want) <= rounding * np.abs(want) + 1e-30).all(), (have, want)
+    assert sorted(kinds) == sorted(["Sigmoid", *["Mul"] * 4, "Sub", "Add"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GATED.replace("float[n] u", "float[1] u").replace("ORDER", "a, u"),
+        """g (float[n] x, float[n] u) => (float[n] y) {
+            s = Sigmoid(x)
+            a = Mul(x, s)
+            h = Mul(a, u)
+            y = Mul(h, u)
+        }""",
+    ],
+    ids=["one gate for all", "a square"],
+)
+def test_other_gates_have_their_slope(text: str) -> None:
+    x, u = np.array([-3, 0.5, 7], np.float32), np.array([2.0], np.float32)
+    u = u if "float[1] u" in text else np.array([0.3, -1.5, 2.5], np.float32)
+    dy = np.array([1.0, -1.0, 0.5], np.float32)
+    _, have = gradient(text, x=x, u=u, y_grad=dy)
+    wide = x.astype(np.float64)
+    s = 1 / (1 + np.exp(-wide))
+    factor = u if "float[1] u" in text else u.astype(np.float64) ** 2
+    np.testing.assert_allclose(have, dy * factor * (s + wide * s * (1 - s)), rtol=2e-6)

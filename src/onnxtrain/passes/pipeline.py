@@ -21,6 +21,9 @@ from onnxtrain.passes.conv_as_matmul import conv_as_matmul
 from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
 from onnxtrain.passes.dequantise_late import dequantise_late
 from onnxtrain.passes.expand_label_losses import expand_label_losses
+from onnxtrain.passes.fewer_nodes.mean_in_product import mean_in_product
+from onnxtrain.passes.fewer_nodes.scale_in_rotation import scale_in_rotation
+from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.gpu.compose_missing import compose_missing
@@ -101,7 +104,10 @@ FINAL = (
     Pass(bias_as_weight_column, prefers="bias-as-weight-column"),
     Pass(split_long_sums),
     Pass(rotary_operator, prefers="rotary-operator"),
+    Pass(scale_in_rotation, prefers="rotary-operator"),
     Pass(rows_in_one_axis, prefers="rows-in-one-axis"),
+    Pass(sum_in_product, prefers="sum-in-product"),
+    Pass(mean_in_product, prefers="sum-in-product"),
     Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
 )

@@ -45,10 +45,20 @@ def rotary_operator(model: ir.Model, op: OpBuilder) -> int:
         op.position = node
         y = node.outputs[0]
         uses = list(y.uses())
-        cos, sin = (op.Squeeze(t, [1]) for t in (rotation.cos, rotation.sin))
+        cos, sin = (_table(op, t, rotation.x) for t in (rotation.cos, rotation.sin))
         sin = op.Neg(sin) if rotation.back else sin
         replace_value(y, op.RotaryEmbedding(rotation.x, cos, sin), uses)
     return len(rotations)
+
+
+def _table(op: OpBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
+    """Return a table of [batch, 1, length, half] without the second axis, for the whole batch."""
+    flat, batch = op.Squeeze(table, [1]), op.dims(x)[0]
+    if op.dims(flat)[0] == batch:
+        return flat
+    rows = op.Expand(flat, op.vector([op.size(x, 0), 1, 1]))
+    S.set_dims(rows, [batch, *op.dims(flat)[1:]])
+    return rows
 
 
 def _rotation(node: ir.Node) -> _Rotation | None:
@@ -71,14 +81,14 @@ def _rotation(node: ir.Node) -> _Rotation | None:
 
 
 def _fits(x: ir.Value, table: ir.Value) -> bool:
-    """Return whether a table has a row of half the width for each token of each sequence."""
+    """Return whether a table has a row of half the width for each token of one or each sequence."""
     have, want = S.dims_of(table), S.dims_of(x)
     if have is None or want is None or len(have) != 4 or None in want:
         return False
     width = want[3]
     if not isinstance(width, int) or have[3] != width // 2 or width % 2:
         return False
-    return have[0] == want[0] and have[1] == 1 and have[2] == want[2]
+    return have[0] in (1, want[0]) and have[1] == 1 and have[2] == want[2]
 
 
 def _forward_sin(value: ir.Value, x: ir.Value) -> ir.Value | None:

@@ -26,11 +26,13 @@ from onnxtrain.graph.prepare.sequences import resolve_sequences
 from onnxtrain.graph.prepare.spelled_sigmoid import name_sigmoids
 from onnxtrain.graph.prepare.versions import OPSET, to_working_opset
 from onnxtrain.graph.roles import kinds_by_use, note_kinds, note_roles, roles
+from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes import dims_of, is_float, schema_of
 from onnxtrain.graph.shapes.infer import infer_shapes, invented
 from onnxtrain.graph.shapes.open_sizes import note_root
 from onnxtrain.graph.simplify import remove_dead, remove_identities
 
+_SMALL_INTEGERS = 64  # elements: more are no pads, axes or shape
 _CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
 _UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothing reads
 _REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
@@ -135,7 +137,7 @@ def _with_bodies(model: ir.Model, repairs: list[str], inline: Callable[[str], bo
 def _tidy(model: ir.Model, given: set[str]) -> tuple[set[str], dict[str, ir.Value]]:
     """Fold and remove what may be, in place; return new constants, and parameters unused now."""
     constants = set(model.graph.initializers) - given  # ours, also those of decompositions
-    folded = fold(model, constants)
+    folded = fold(model, constants | _small_integers(model, given))
     constants |= folded
     # Bounds, pads and shapes that were computed are numbers now.
     if _has_unknown_ranks(model) or (folded and _has_unknown_sizes(model)):
@@ -150,6 +152,17 @@ def _tidy(model: ir.Model, given: set[str]) -> tuple[set[str], dict[str, ir.Valu
     return constants, unused
 
 
+def _small_integers(model: ir.Model, given: set[str]) -> set[str]:
+    """Return initializers of the file that axes, pads and shapes may be computed from."""
+    whole = {n: x for n, x in model.graph.initializers.items() if n in given}
+    return {
+        n
+        for n, x in whole.items()
+        if x.dtype is not None and x.dtype.is_integer() and not x.is_graph_input()
+        if x.const_value is not None and x.const_value.size <= _SMALL_INTEGERS
+    }
+
+
 def _has_unknown_ranks(model: ir.Model) -> bool:
     return any(
         y.shape is None and isinstance(y.type, ir.TensorType)
@@ -159,7 +172,13 @@ def _has_unknown_ranks(model: ir.Model) -> bool:
 
 
 def _has_unknown_sizes(model: ir.Model) -> bool:
-    return any(invented(d) for node in model.graph for y in node.outputs for d in dims_of(y) or ())
+    """Return whether a size has a name that inference made up because it knew nothing."""
+    for node in model.graph:
+        for y in node.outputs:
+            for i, d in enumerate(dims_of(y) or ()):
+                if invented(d) or (isinstance(d, str) and d == D.symbol(f"{y.name}.{i}")):
+                    return True
+    return False
 
 
 def constant_names(model: ir.Model) -> frozenset[str]:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.size_arithmetic import plus
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.prepare.decompose import decomposition
 from onnxtrain.graph.prepare.decompositions.contrib.heads import (
     angles,
@@ -129,14 +130,14 @@ def _positions(
     op: OpBuilder, q: ir.Value, seqlens_k: ir.Value, total: ir.Value, past: ir.Value | None,
     window: int | None,
 ) -> _Positions:  # fmt: skip
-    lengths = op.Add(op.cast(op.Reshape(seqlens_k, [-1]), _INT64), 1)
+    lengths = op.Reshape(_one_more(op, seqlens_k), [-1])
     S.set_dims(lengths, [op.dims(q)[0]])
     new = op.Unsqueeze(op.iota(op.size(q, 2)), [0])
     ends = op.Unsqueeze(lengths, [1])
     if past is None:
         return _Positions(lengths, None, None, new, _unless_padding(op, new, ends))
     count = op.vector([op.size(q, 2)])
-    prompt = op.Equal(op.cast(op.Reshape(total, [-1]), _INT64), count)
+    prompt = op.Equal(op.Reshape(_whole(op, total), [-1]), count)
     before = op.Where(prompt, 0, op.Sub(ends, count))  # [B, 1]
     S.set_dims(before, [op.dims(q)[0], 1])
     queries = op.Add(before, new)
@@ -149,6 +150,24 @@ def _positions(
     parts = ((old, before), (queries, ends))
     keys = op.Concat(*(_unless_padding(op, at, end) for at, end in parts), axis=1)
     return _Positions(lengths, before, prompt, queries, keys, forgotten)
+
+
+def _one_more(op: OpBuilder, lasts: ir.Value) -> ir.Value:
+    """Return lengths by the places of last tokens, which files compute as lengths less one."""
+    lasts = _whole(op, lasts)
+    minus = lasts.producer()
+    if minus is not None and is_op(minus, "Sub") and minus.inputs[0] is not None:
+        one = S.constant_of(minus.inputs[1])
+        if one is not None and one.size == 1 and int(one.item()) == 1:
+            return minus.inputs[0]
+    return op.Add(lasts, 1)
+
+
+def _whole(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return counts of tokens in 64 bits: those that a file has shortened, as they were."""
+    cast = x.producer()
+    source = None if cast is None or not is_op(cast, "Cast") else cast.inputs[0]
+    return source if source is not None and source.dtype == _INT64 else op.cast(x, _INT64)
 
 
 def _unless_padding(op: OpBuilder, positions: ir.Value, ends: ir.Value) -> ir.Value:

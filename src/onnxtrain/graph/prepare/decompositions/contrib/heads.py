@@ -47,7 +47,7 @@ def per_group(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     assert isinstance(heads, int)
     assert isinstance(groups, int)
     together = op.MatMul(_rows_below(op, a, groups), b)
-    return _rows_apart(op, together, heads, op.size(a, 2))
+    return _rows_apart(op, together, heads, a)
 
 
 def _rows_below(op: OpBuilder, x: ir.Value, groups: int) -> ir.Value:
@@ -59,11 +59,12 @@ def _rows_below(op: OpBuilder, x: ir.Value, groups: int) -> ir.Value:
     return y
 
 
-def _rows_apart(op: OpBuilder, x: ir.Value, heads: int, length: ir.Value | int) -> ir.Value:
-    """Return [B, G, H / G * S, m] as [B, H, S, m]."""
+def _rows_apart(op: OpBuilder, x: ir.Value, heads: int, like: ir.Value) -> ir.Value:
+    """Return [B, G, H / G * S, m] as [B, H, S, m], where ``like`` is [B, H, S, any]."""
     inner = op.dims(x)[3]
-    y = op.Reshape(x, op.vector([0, heads, length, inner if isinstance(inner, int) else -1]))
-    S.set_dims(y, [op.dims(x)[0], heads, *op.dims(y)[2:3], inner])
+    sizes = [-1, inner] if isinstance(inner, int) else [op.size(like, 2), -1]
+    y = op.Reshape(x, op.vector([0, heads, *sizes]))
+    S.set_dims(y, [op.dims(x)[0], heads, op.dims(like)[2], inner])
     return y
 
 
@@ -107,13 +108,13 @@ def attend(
     """
     heads, groups, plain = op.dims(q)[1], op.dims(k)[1], all(x is None for x in (*added, sink))
     if plain and isinstance(heads, int) and isinstance(groups, int) and heads != groups:
-        length, times = op.size(q, 2), heads // groups
+        times = heads // groups
         below = _rows_below(op, q, groups)
         y, scores = attend(
             op, below, k, v, scale=scale, softcap=softcap, certain=certain, additive=additive,
             allowed=_repeat_rows(op, allowed, times),
         )  # fmt: skip
-        return _rows_apart(op, y, heads, length), _rows_apart(op, scores, heads, length)
+        return _rows_apart(op, y, heads, q), _rows_apart(op, scores, heads, q)
     scores = per_group(op, op.Mul(q, factor_of(op, q, scale)), op.mT(k))
     if softcap:
         scores = op.Mul(op.Tanh(op.Div(scores, softcap)), softcap)

@@ -1,0 +1,73 @@
+"""The factor of attention scores inside the tables of a rotation."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import parser
+
+import onnxtrain
+from onnxtrain.passes import pipeline
+from onnxtrain.passes.fewer_nodes.scale_in_rotation import scale_in_rotation
+
+BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 5, 4, 2, 8
+PACKED = {"x": HEADS + 2 * GROUPS}
+APART = {"x": HEADS, "k": GROUPS, "v": GROUPS}
+
+
+def model(heads: dict[str, int], settings: str) -> onnx.ModelProto:
+    """Return attention with rotation over inputs with so many heads."""
+    given = [f"float[B, S, {h * SIZE}] {n}" for n, h in heads.items()]
+    given += ["int32[B] lengths", "int32 total", f"float[{LENGTH}, {SIZE // 2}] cos"]
+    given += [f"float[{LENGTH}, {SIZE // 2}] sin"]
+    queries = ", ".join([*heads, *['""'] * (3 - len(heads))])
+    return parser.parse_model(f"""<ir_version: 11, opset_import: ["": 23, "com.microsoft": 1]>
+        g ({", ".join(given)}) => (float[B, S, {HEADS * SIZE}] y) {{
+            y = com.microsoft.GroupQueryAttention
+                <num_heads = {HEADS}, kv_num_heads = {GROUPS}, do_rotary = 1{settings}>
+                ({queries}, "", "", lengths, total, cos, sin)
+        }}""")
+
+
+def results(
+    heads: dict[str, int], wanted: list[str], settings: str = ""
+) -> tuple[list[str], list[np.ndarray]]:
+    made = onnxtrain.vjp(model(heads, settings), wrt=wanted)
+    rng = np.random.default_rng(1)
+    shapes = {n: (BATCH, LENGTH, h * SIZE) for n, h in heads.items()}
+    shapes["y_grad"] = (BATCH, LENGTH, HEADS * SIZE)
+    drawn = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    feeds: dict[str, np.ndarray] = {**drawn}
+    feeds["lengths"] = np.array([LENGTH - 1, 2], np.int32)
+    feeds["total"] = np.array(LENGTH, np.int32)
+    angles = np.outer(np.arange(LENGTH), 0.7 ** np.arange(SIZE // 2)).astype(np.float32)
+    feeds |= {"cos": np.cos(angles), "sin": np.sin(angles)}
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    given = {x.name: feeds[x.name] for x in session.get_inputs()}
+    kinds = [n.op_type for n in made.graph.node]
+    return kinds, [np.asarray(y) for y in session.run(None, given)]
+
+
+@pytest.mark.parametrize("heads", [PACKED, APART], ids=["packed", "apart"])
+@pytest.mark.parametrize("settings", ["", ", scale = 0.3"], ids=["by size", "given"])
+def test_only_tables_are_multiplied(heads, settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds, have = results(heads, list(heads), settings)
+    rest = tuple(p for p in pipeline.FINAL if p.rewrite is not scale_in_rotation)
+    monkeypatch.setattr(pipeline, "FINAL", rest)
+    before, want = results(heads, list(heads), settings)
+    for a, b in zip(have, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert kinds.count("RotaryEmbedding") == 4
+    # A factor less in each direction, and three tables with it, which all layers share.
+    assert kinds.count("Mul") == before.count("Mul") - 2 + 3
+    fewer = [len([k for k in of if k in ("Split", "Concat")]) for of in (kinds, before)]
+    assert fewer[0] == fewer[1] - (2 if heads is PACKED else 0)
+
+
+def test_the_gradient_of_queries_alone_has_the_factor_too() -> None:
+    _, (_, both, *_) = results(APART, list(APART))
+    _, (_, alone) = results(APART, ["x"])
+    np.testing.assert_allclose(alone, both, rtol=1e-6)
+    assert np.abs(alone).max() > 0.01
