@@ -1,8 +1,4 @@
 /** Times the systems of one group: a model, an optimizer, a device. */
-import { open, train } from "./browser.mjs";
-
-/** Batches per call of ours: what `onnxtrain build --target web` chooses for these models. */
-const TOGETHER = 8;
 const TOLERANCE = 2e-3;
 /** A loss is compared for at most so many batches, and no longer than so many ms; never for less than two. */
 const CHECKED = 16;
@@ -13,26 +9,10 @@ const ROUND_MS = 150;
 const LONG_MS = 4000;
 const LONG_ROUNDS = 2;
 
-const systems = (model, device) => device === "webgpu"
-  ? [
-      { name: "onnxtrain", file: "ours", device, together: 1 },
-      { name: "TensorFlow.js webgpu", file: "tfjs", device },
-      { name: "jax-js webgpu", file: "jax", device },
-    ]
-  : [
-      { name: "onnxtrain", file: "ours", device, together: TOGETHER },
-      { name: "onnxtrain, 1 per call", file: "ours", device, together: 1 },
-      { name: "onnxruntime-web/training 1.19.2", file: "official", device },
-      { name: "TensorFlow.js wasm", file: "tfjs", device },
-      // Convolutions on WebGL in software take minutes per round.
-      ...(model === "cnn" ? [] : [{ name: "TensorFlow.js webgl", file: "tfjs", device: "webgl" }]),
-      { name: "jax-js wasm", file: "jax", device },
-    ];
-
 /** Opens a system and compares its first losses; throws where they are wrong. */
-async function checked(browser, address, system, { model, optimizer, device }) {
+async function checked({ open, train }, system, { model, optimizer, device }) {
   const began = performance.now();
-  const page = await open(browser, address, system, { model, optimizer });
+  const page = await open(system, { model, optimizer });
   try {
     const whole = system.together ?? 1;
     const losses = [];
@@ -56,16 +36,19 @@ async function checked(browser, address, system, { model, optimizer, device }) {
 
 const reason = (error) => error.message.split("\n")[0].replace("page.evaluate: ", "").slice(0, 300);
 
-/** Times what is missing of a group, adds it there and calls `keep` after each round. */
-export async function measure({ browser, address, group, rounds, keep }) {
+/**
+ * Times what is missing of a group, adds it there and calls `keep` after each round. `place` has the
+ * `systems`, and how one is opened in a page or process (`open`), trains (`train`) and is closed there.
+ */
+export async function measure({ place, group, rounds, keep }) {
   const pages = new Map();
-  for (const system of systems(group.model, group.device)) {
+  for (const system of place.systems(group.model, group.device)) {
     let row = group.rows.find((r) => r.name === system.name);
     if (!row) group.rows.push((row = { name: system.name, times: [] }));
     if (row.long && row.times.length >= LONG_ROUNDS) continue;
     delete row.failed;
     try {
-      const { page, facts } = await checked(browser, address, system, group);
+      const { page, facts } = await checked(place, system, group);
       pages.set(row, page);
       Object.assign(row, facts);
     } catch (error) {
@@ -77,7 +60,7 @@ export async function measure({ browser, address, group, rounds, keep }) {
     for (const [, row] of order) {
       if (row.failed || (row.long && row.times.length >= LONG_ROUNDS)) continue;
       try {
-        const { ms, cpu } = await train(pages.get(row), row.steps);
+        const { ms, cpu } = await place.train(pages.get(row), row.steps);
         row.times.push({ round: group.done, ms, cpu });
       } catch (error) {
         Object.assign(row, { failed: reason(error), times: [] });

@@ -11,7 +11,7 @@
 import { existsSync, readFileSync } from "node:fs";
 import { cpus, loadavg } from "node:os";
 import { parseArgs } from "node:util";
-import { serve, start } from "./browser.mjs";
+import { open, serve, start, train } from "./browser.mjs";
 import { measure } from "./measure.mjs";
 import { quiet } from "./quiet.mjs";
 import { save, said } from "./results.mjs";
@@ -23,7 +23,25 @@ const { values, positionals } = parseArgs({
 const [work, out, rounds = "5", ...chosen] = positionals;
 if (!out || !(Number(rounds) > 0)) throw new Error("usage: node run.mjs WORK OUT.json [ROUNDS] [MODEL ...] [--resume] [--any-load]");
 const MODELS = ["mlp", "cnn", "transformer"];
+/** Batches per call of ours: what `onnxtrain build --target web` chooses for these models. */
+const TOGETHER = 8;
 const GROUPS = [["wasm", "adamw"], ["wasm", "sgd"], ["webgpu", "adamw"]];
+
+const systems = (model, device) => device === "webgpu"
+  ? [
+      { name: "onnxtrain", file: "ours", device, together: 1 },
+      { name: "TensorFlow.js webgpu", file: "tfjs", device },
+      { name: "jax-js webgpu", file: "jax", device },
+    ]
+  : [
+      { name: "onnxtrain", file: "ours", device, together: TOGETHER },
+      { name: "onnxtrain, 1 per call", file: "ours", device, together: 1 },
+      { name: "onnxruntime-web/training 1.19.2", file: "official", device },
+      { name: "TensorFlow.js wasm", file: "tfjs", device },
+      // Convolutions on WebGL in software take minutes per round.
+      ...(model === "cnn" ? [] : [{ name: "TensorFlow.js webgl", file: "tfjs", device: "webgl" }]),
+      { name: "jax-js wasm", file: "jax", device },
+    ];
 
 const results = values.resume && existsSync(out)
   ? JSON.parse(readFileSync(out, "utf8"))
@@ -31,6 +49,7 @@ const results = values.resume && existsSync(out)
 const server = await serve(work);
 const browser = await start();
 Object.assign(results, { wanted: Number(rounds), browser: browser.version(), node: process.version, cpu: cpus()[0].model, cores: cpus().length });
+const place = { systems, open: (system, settings) => open(browser, server.address, system, settings), train };
 const before = results.seconds;
 const began = performance.now();
 const keep = () => save(out, { ...results, seconds: before + (performance.now() - began) / 1000, loadAfter: loadavg()[0] });
@@ -45,7 +64,7 @@ for (const model of chosen.length ? chosen : MODELS) {
     }
     if (!group) results.groups.push((group = { model, optimizer, device, done: 0, rows: [] }));
     console.log(`${model}, ${optimizer}, ${device}`);
-    await measure({ browser, address: server.address, group, rounds: Number(rounds), keep });
+    await measure({ place, group, rounds: Number(rounds), keep });
     for (const line of said(group)) console.log(`  ${line}`);
   }
   if (late) break;
