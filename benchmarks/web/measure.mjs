@@ -34,11 +34,17 @@ async function checked({ open, train }, system, { model, optimizer, device }) {
   }
 }
 
+/** Notes why a system does not train; a run that is being ended says nothing about systems. */
+function failedIn(place, row, error) {
+  if (place.alive?.() === false) throw error;
+  Object.assign(row, { failed: reason(error), times: [] });
+}
+
 const reason = (error) => error.message.split("\n")[0].replace("page.evaluate: ", "").slice(0, 300);
 
 /**
  * Times what is missing of a group, adds it there and calls `keep` after each round. `place` has the
- * `systems`, and how one is opened in a page or process (`open`), trains (`train`) and is closed there.
+ * `systems`, how one is opened in a page or process (`open`) and trains there (`train`), and whether they still can (`alive`).
  */
 export async function measure({ place, group, rounds, keep }) {
   const pages = new Map();
@@ -52,7 +58,7 @@ export async function measure({ place, group, rounds, keep }) {
       pages.set(row, page);
       Object.assign(row, facts);
     } catch (error) {
-      Object.assign(row, { failed: reason(error), times: [] });
+      failedIn(place, row, error);
     }
   }
   while (group.done < rounds) {
@@ -63,7 +69,7 @@ export async function measure({ place, group, rounds, keep }) {
         const { ms, cpu } = await place.train(pages.get(row), row.steps);
         row.times.push({ round: group.done, ms, cpu });
       } catch (error) {
-        Object.assign(row, { failed: reason(error), times: [] });
+        failedIn(place, row, error);
       }
     }
     group.done++;

@@ -49,7 +49,7 @@ const results = values.resume && existsSync(out)
 const server = await serve(work);
 const browser = await start();
 Object.assign(results, { wanted: Number(rounds), browser: browser.version(), node: process.version, cpu: cpus()[0].model, cores: cpus().length });
-const place = { systems, open: (system, settings) => open(browser, server.address, system, settings), train };
+const place = { systems, open: (system, settings) => open(browser, server.address, system, settings), train, alive: () => browser.isConnected() };
 const before = results.seconds;
 const began = performance.now();
 const keep = () => save(out, { ...results, seconds: before + (performance.now() - began) / 1000, loadAfter: loadavg()[0] });
