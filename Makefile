@@ -126,8 +126,8 @@ bench-web: $(VENV)/.dev chromium web/node_modules/.package-lock.json benchmarks/
 	cd web && npm run build --workspace onnxtrain
 	$(BIN)/python benchmarks/web/nets.py $(BENCH_WEB)
 	.cache/bench/venvs/ort-training/bin/python benchmarks/web/official.py $(BENCH_WEB) 2>$(BENCH_WEB)/official.log
-	node benchmarks/web/run.mjs $(BENCH_WEB) benchmarks/web/results.json
-	$(BIN)/python benchmarks/web/report.py benchmarks/web/results.json docs
+	node benchmarks/web/run.mjs $(BENCH_WEB) benchmarks/web/results.json 5 $(BENCH_WEB_FLAGS)
+	$(BIN)/python -m benchmarks.web.report benchmarks/web/results.json docs
 	$(BIN)/python -m benchmarks.web.finetune
 
 # No scripts of other packages: the runtime's would fetch CUDA libraries. Ours (prepack) may run.

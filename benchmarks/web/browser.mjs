@@ -39,15 +39,21 @@ export async function start() {
   return await chromium.launch({ executablePath, args });
 }
 
+/** How long a page may take to get ready or to train, in ms. */
+const LIMIT = 300_000;
+/** Errors that a page's console showed. */
+const told = new WeakMap();
+
 /** Opens a page in which one system is ready to train. */
 export async function open(browser, address, system, settings) {
   const page = await (await browser.newContext()).newPage();
   const complaints = [];
   page.on("pageerror", (error) => complaints.push(error.message));
+  page.on("console", (message) => message.type() === "error" && complaints.push(message.text()));
   if (process.env.VERBOSE) page.on("console", (message) => console.log(`  [${system.name}] ${message.text()}`));
   await page.goto(address + (system.file === "tfjs" ? "tfjs" : ""));
   try {
-    await within(120_000, page.evaluate(`(async () => {
+    await within(LIMIT, page.evaluate(`(async () => {
       const { task } = await import("/systems/task.js");
       const { prepare } = await import("/systems/${system.file}.js");
       globalThis.dispatches = 0;
@@ -65,20 +71,23 @@ export async function open(browser, address, system, settings) {
     await page.close();
     throw new Error([error.message.split("\n")[0], ...complaints].join("; "));
   }
+  told.set(page, complaints);
   return page;
 }
 
 /** Trains some steps; gives losses, and milliseconds per step on the clock and of the page's own thread. */
-export async function train(page, steps, limit = 120_000) {
+export async function train(page, steps, limit = LIMIT) {
   const busy = await threadSeconds(page);
-  const found = await within(limit, page.evaluate(`(async () => {
+  const trained = await within(limit, page.evaluate(`(async () => {
     const before = globalThis.dispatches;
     const began = performance.now();
     const losses = await globalThis.system.train(${steps});
     const ms = (performance.now() - began) / ${steps};
     return { losses, ms, dispatches: (globalThis.dispatches - before) / ${steps}, wanted: globalThis.wanted };
-  })()`));
-  return { ...found, cpu: (1000 * ((await threadSeconds(page)) - busy)) / steps };
+  })()`)).catch((error) => {
+    throw new Error([error.message.split("\n")[0], ...(told.get(page) ?? [])].join("; "));
+  });
+  return { ...trained, cpu: (1000 * ((await threadSeconds(page)) - busy)) / steps };
 }
 
 const clients = new WeakMap();

@@ -8,7 +8,10 @@ export async function prepare(task, { optimizer }) {
   const session = await ort.TrainingSession.create({
     checkpointState: `${base}checkpoint`, trainModel: `${base}training_model.onnx`,
     evalModel: `${base}eval_model.onnx`, optimizerModel: `${base}optimizer_model.onnx`,
-  }, { executionProviders: ["wasm"] });
+  }, { executionProviders: ["wasm"] }).catch((error) => {
+    // What C++ throws arrives as the number of its place in memory.
+    throw typeof error === "number" ? new Error("its session cannot be made; the runtime gives no reason") : error;
+  });
   const feeds = task.batches.map(({ x, labels }) => ({
     x: new ort.Tensor("float32", x, task.dims),
     labels: new ort.Tensor("int64", BigInt64Array.from(labels, BigInt), [task.batch]),

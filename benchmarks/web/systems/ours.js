@@ -1,8 +1,8 @@
 /** onnxtrain on stock onnxruntime-web. */
 import { Trainer } from "onnxtrain";
 
-export async function prepare(task, { optimizer, device, together, artifacts }) {
-  const trainer = await Trainer.create({ artifacts: `${task.base}${artifacts ?? optimizer}/`, device, worker: false, threads: 1 });
+export async function prepare(task, { optimizer, device, together, artifacts, runtimeUrl }) {
+  const trainer = await Trainer.create({ artifacts: `${task.base}${artifacts ?? optimizer}/`, device, worker: false, threads: 1, runtimeUrl });
   if (trainer.device !== device) throw new Error(`runs on ${trainer.device}`);
   let next = 0;
   return {

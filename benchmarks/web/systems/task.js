@@ -1,8 +1,6 @@
 /** What all systems are given: weights, batches and true losses of one model. */
-export async function task(model) {
-  const base = `/nets/${model}/`;
-  const get = async (file) => await (await fetch(base + file)).arrayBuffer();
-  const facts = await (await fetch(`${base}task.json`)).json();
+export async function task(model, base = `/nets/${model}/`, get = async (file) => await (await fetch(base + file)).arrayBuffer()) {
+  const facts = JSON.parse(new TextDecoder().decode(await get("task.json")));
   const [stored, data] = await Promise.all([get("weights.bin"), get("batches.bin")]);
   const size = facts.shape.reduce((a, b) => a * b, 1) * facts.batch;
   const weights = facts.weights.map(({ name, shape, offset }) => {

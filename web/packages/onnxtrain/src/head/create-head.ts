@@ -5,6 +5,7 @@ import { uniform } from "../random.js";
 import { stateKey, writeCheckpoint } from "../safetensors.js";
 import { sha256 } from "../sha256.js";
 import { Graph } from "./graph.js";
+import { updateJoined } from "./joined.js";
 import { backward, forward, type Layer } from "./layers.js";
 import { addLoss, type Spelling } from "./losses.js";
 import { ruleOf, type Rule } from "./optimizers.js";
@@ -148,14 +149,16 @@ function stepSpecs(head: Head, spelling: Spelling) {
 function addStep(g: Graph, head: Head, spelling: Spelling, named: (name: string) => string): void {
   const { layers, stack, loss } = addForward(g, head, spelling, named);
   const gradients = backward(g, stack, layers, head.settings.activation, loss.backward());
-  const all = head.weights.map(({ name }) => {
+  const all = head.weights.map(({ name, shape }) => {
     const state = head.rule.slots.map((slot) => `${name}.${slot}`);
     return {
-      parameter: named(name), gradient: gradients.get(named(name))!, newParameter: named(`${name}.out`),
+      parameter: named(name), gradient: gradients.get(named(name))!, shape, newParameter: named(`${name}.out`),
       state: state.map(named), newState: state.map((s) => named(`${s}.out`)),
     };
   });
-  head.rule.update(g, all, named("learning_rate"), named("step"));
+  const [lr, step] = [named("learning_rate"), named("step")];
+  if (spelling === "webgpu") updateJoined(g, head.rule, head.settings.optimizer, all, lr, step);
+  else head.rule.update(g, all, lr, step);
 }
 
 function stepModel(head: Head, spelling: Spelling): Model {

@@ -29,6 +29,11 @@ export class Graph {
     return this.#constant("float32", [], Float32Array.of(value));
   }
 
+  /** Gives floats of a shape. */
+  floats(dims: readonly number[], values: readonly number[]): string {
+    return this.#constant("float32", dims, Float32Array.from(values));
+  }
+
   /** Gives one whole number as int64 or int32. */
   whole(value: number, dtype = "int64"): string {
     return this.#constant(dtype, [], dtype === "int32" ? Int32Array.of(value) : BigInt64Array.of(BigInt(value)));

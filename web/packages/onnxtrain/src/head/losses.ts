@@ -106,28 +106,26 @@ function onCpu(g: Graph, { prediction, target }: Compared, names: { loss: string
   return { accuracy: names.accuracy, backward };
 }
 
-/** Without the operators that WebGPU has no kernel for: labels are compared with every class. */
+/** Without the operators that WebGPU has no kernel for, and in few: labels are compared with every class, and count where they are one. */
 function onGpu(g: Graph, { prediction, target, width }: Compared, names: { loss: string; accuracy: string }): Computed {
   const top = g.op("ReduceMax", [prediction, g.list(1)], { keepdims: 1 });
   const shifted = g.op("Sub", [prediction, g.op("Ceil", [top])]);
-  const exp = g.op("Exp", [shifted]);
-  const sum = g.op("ReduceSum", [exp, g.list(1)], { keepdims: 1 });
+  const log = g.op("Sub", [shifted, g.op("ReduceLogSumExp", [shifted, g.list(1)], { keepdims: 1 })]);
   const labels = g.op("Unsqueeze", [target, g.list(1)]);
   const isLabel = g.op("Equal", [labels, g.classes(width, "int32")]);
-  const own = g.op("ReduceSum", [g.op("Where", [isLabel, shifted, g.float(0)]), g.list(1)], { keepdims: 1 });
-  const ignored = g.op("Equal", [labels, g.whole(IGNORED, "int32")]);
-  const counts = g.op("Where", [ignored, g.float(0), g.float(1)]);
-  const total = g.op("ReduceSum", [counts], { keepdims: 0 });
-  const losses = g.op("Where", [ignored, g.float(0), g.op("Sub", [g.op("Log", [sum]), own])]);
-  g.op("Div", [g.op("ReduceSum", [losses], { keepdims: 0 }), total], {}, names.loss);
-  // The first class of those with the largest score.
+  const pick = (value: string) => g.op("Where", [isLabel, value, g.float(0)]);
+  const total = g.op("ReduceSum", [pick(g.float(-1))], { keepdims: 0 });
+  g.op("Div", [g.op("ReduceSum", [pick(log)], { keepdims: 0 }), total], {}, names.loss);
+  // The first class of those with the largest score; it is never a label that does not count.
   const place = g.op("Where", [g.op("Equal", [prediction, top]), g.classes(width, "float32"), g.float(width)]);
   const guess = g.op("ReduceMin", [place, g.list(1)], { keepdims: 1 });
-  addAccuracy(g, g.op("Equal", [guess, g.op("Cast", [labels], { to: 1 })]), counts, total, names.accuracy);
+  const right = g.op("Equal", [guess, g.op("Cast", [labels], { to: 1 })]);
+  const hits = g.op("ReduceSum", [g.op("Where", [right, g.float(-1), g.float(0)])], { keepdims: 0 });
+  g.op("Div", [hits, total], {}, names.accuracy);
   const backward = () => {
-    const each = g.op("Where", [ignored, g.float(0), g.op("Div", [g.float(1), total])]);
-    const minus = g.op("Where", [isLabel, g.op("Neg", [each]), g.float(0)]);
-    return g.op("Add", [minus, g.op("Mul", [g.op("Div", [each, sum]), exp])]);
+    const each = pick(g.op("Div", [g.float(1), total]));
+    const row = g.op("ReduceSum", [each, g.list(1)], { keepdims: 1 });
+    return g.op("Sub", [each, g.op("Mul", [row, g.op("Exp", [log])])]);
   };
   return { accuracy: names.accuracy, backward };
 }

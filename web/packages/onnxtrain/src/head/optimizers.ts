@@ -19,6 +19,7 @@ export interface HeadOptimizer {
 export interface Values {
   readonly parameter: string;
   readonly gradient: string;
+  readonly shape: readonly number[];
   readonly state: readonly string[];
   readonly newParameter: string;
   readonly newState: readonly string[];
