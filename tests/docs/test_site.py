@@ -33,6 +33,7 @@ def test_the_command_line_has_every_command_and_option() -> None:
     for name in ("train", "lr-find", "export", "probe pack", "example"):
         assert f"\n## onnxtrain {name}\n" in page
     assert "`--best`" in page
+    assert "``" not in page.replace("```", "")  # an empty default is none
     assert "gradients" not in re.findall(r"^## onnxtrain (.+)$", page, re.MULTILINE)  # an old name
 
 
