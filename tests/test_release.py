@@ -111,6 +111,18 @@ def test_links_of_a_site(tmp_path: Path) -> None:
     ]
 
 
+def test_a_word_that_the_search_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = {"docnames": ["a", "b"], "terms": {"lora": 1}, "titleterms": {"csv": [0, 1]}}
+    (tmp_path / "searchindex.js").write_text(f"Search.setIndex({json.dumps(index)})")
+    monkeypatch.setattr(site_links, "WORDS", {"lora": "a", "csv": "a", "none": "b"})
+    assert site_links.unsearchable(tmp_path) == [
+        "the search for 'lora' does not lead to a",
+        "the search for 'none' does not lead to b",
+    ]
+
+
 def test_the_picture_of_the_data_flow_has_every_stage() -> None:
     code = "from sitegen import data_flow as d; print(d.stages()); print(d.data_flow())"
     done = subprocess.run(
