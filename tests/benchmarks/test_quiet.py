@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.measure import Cell
 
 from benchmarks import __main__ as bench
-from benchmarks import page, quiet
+from benchmarks import growth, page, quiet
 from tests.benchmarks.test_report import cell, timed
 
 MACHINE = {
@@ -69,3 +70,18 @@ def test_ticks_of_all_cores(tmp_path: Path) -> None:
 
 def test_a_sample_is_a_part() -> None:
     assert 0.0 <= quiet.others(0.05) <= 1.0
+
+
+@pytest.mark.parametrize("name", ["cpu", "growth"])
+def test_the_page_shows_the_stored_run(name: str) -> None:
+    path = page.RESULTS / f"{name}.json"
+    if not path.exists():
+        pytest.skip("no run without other work has been stored yet: make bench")
+    run = json.loads(path.read_text())
+    cells = [Cell.from_json(c) for c in run["cells"]]
+    text = {
+        "cpu": lambda: page.generated(run),
+        "growth": lambda: growth.text(cells, run["skipped"], run["machine"], run["threads"]),
+    }[name]()
+    assert not quiet.busy(run["machine"])
+    assert text in page.PAGE.read_text(encoding="utf-8")
