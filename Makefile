@@ -104,11 +104,13 @@ bench-setup: $(VENV)/.dev  ## the environments and exported nets of the benchmar
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.prepare
 
+# Writes nothing if other work is on the machine; the last line draws the chart that leads the page.
 bench: bench-setup  ## every engine on every net, growth, gradients and thresholds; rewrites docs/benchmarks.md and docs/speed.md
 	$(BIN)/python -m benchmarks --write
 	$(BIN)/python -m benchmarks.growth --write
 	$(BIN)/python -m benchmarks.gradients --write
 	$(BIN)/python -m benchmarks.thresholds --write
+	cd docs && ../$(BIN)/python -m sitegen
 
 bench-quick: bench-setup  ## three nets, under three minutes once everything is set up
 	$(BIN)/python -m benchmarks --quick

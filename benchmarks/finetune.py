@@ -9,7 +9,8 @@ same moments. The peer needs torch, transformers and peft, in an environment of 
 ``--peer-python``. On CUDA the peer runs in bfloat16, and our sizes are fixed (``--precision
 bf16-mixed`` for the same precision). Models and artifacts are made on the spot, and again when the
 library has changed. An engine that dies is named with its last words; the other models are measured
-all the same. ``--write`` puts the tables into ``docs/benchmarks-finetune.md``.
+all the same. ``--write`` stores the run of this device in ``benchmarks/results/finetune.json`` and
+writes ``docs/benchmarks-finetune.md`` from there.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.finetuning import page
 from benchmarks.finetuning.decoder_file import write
 from benchmarks.finetuning.engines import EngineError, finished, measured
 from benchmarks.finetuning.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench" / "finetune"
-PAGE = ROOT / "docs" / "benchmarks-finetune.md"
-MARKS = ("<!-- table -->", "<!-- end of table -->")
 WARM = 2  # rounds that are not counted
 RECOMPUTE = {"smollm2-135m": "auto", "1b": "auto", "tiny": "auto"}  # on the CPU
 
@@ -50,23 +50,22 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     count, length = (int(n) for n in args.tokens.split("x"))
-    lines, failures = [], []
+    measured_rows, failures = [], []
     for name in args.models:
         try:
             folder = built(name, args.device, args.precision, (count, length))
             data = batch(name, count, length)
             for threads in args.threads if args.device == "cpu" else [1]:
-                lines += rows(name, threads, folder, data, count * length, args)
-                print("\n".join(lines[-2:]), flush=True)
+                some = rows(name, threads, folder, data, count * length, args)
+                print("\n".join(map(page.line, some)), flush=True)
+                measured_rows += some
         except EngineError as error:
             failures.append(f"{name}: {error}")
             print(failures[-1], file=sys.stderr, flush=True)
-    text = page(lines, args)
-    print(text)
+    run = {"command": command(args), "where": where(args.device), "rows": measured_rows}
+    print(page.table(run))
     if args.write:
-        before, _, rest = PAGE.read_text().partition(MARKS[0])
-        after = rest.partition(MARKS[1])[2]
-        PAGE.write_text(f"{before}{MARKS[0]}\n\n{text}\n{MARKS[1]}{after}")
+        page.write(args.device, run)
     return 1 if failures else 0
 
 
@@ -144,8 +143,8 @@ def batch(name: str, count: int, length: int) -> Path:
 
 def rows(
     name: str, threads: int, folder: Path, data: Path, tokens: int, args: argparse.Namespace
-) -> list[str]:
-    """Measure one model at one number of threads; return a line of the table for each engine."""
+) -> list[dict[str, Any]]:
+    """Measure one model at one number of threads; return a row of the table for each engine."""
     common = ["--threads", str(threads), "--device", args.device]
     ours = [sys.executable, "-m", "benchmarks.finetuning.ours", str(folder), str(data), *common]
     dtype = "bfloat16" if args.device == "cuda" else "float32"
@@ -158,34 +157,33 @@ def rows(
     for some in together:  # what a device holds is counted for all who use it: one at a time
         samples |= measured(some, threads, WARM + args.rounds)
     base = samples[[*samples][-1]]
-    lines = []
+    table = []
     for engine, answers in samples.items():
         timed = answers[WARM:]
         seconds = statistics.median(a["seconds"] for a in timed)
         pairs = zip(timed, base[WARM:], strict=True)
         ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
-        where = "device" if args.device == "cuda" else "peak"
-        peak, other = answers[-1][where], base[-1][where]
-        lines.append(
-            f"| {name} | {threads} | {engine} | {seconds * 1e3:.0f} | {ratio:.2f} | "
-            f"{tokens / seconds:.0f} | {peak:.0f} | {peak / (other or 1.0):.2f} |"
-        )
-    return lines
+        held = "device" if args.device == "cuda" else "peak"
+        peak, other = answers[-1][held], base[-1][held]
+        row = {"model": name, "threads": threads, "engine": engine, "ms": seconds * 1e3,
+               "ratio": ratio, "tokens": tokens / seconds, "peak_mb": peak,
+               "memory": peak / (other or 1.0)}  # fmt: skip
+        table.append(row)
+    return table
 
 
-def page(lines: list[str], args: argparse.Namespace) -> str:
-    """Return the table with the command and the load of the machine."""
-    load = os.getloadavg()[0]
+def command(args: argparse.Namespace) -> str:
+    """Return the command of a run."""
     threads = " ".join(map(str, args.threads))
     options = f"--models {' '.join(args.models)} --tokens {args.tokens} --threads {threads}"
-    where = f"{args.device}, {os.cpu_count()} cores, load {load:.1f} at the end"
-    head = [
-        f"`python -m benchmarks.finetune {options} --rounds {args.rounds}`, {where}:",
-        "",
-        "| model | threads | engine | ms/step | time, ratio | tokens/s | peak MB | memory, ratio |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*head, *lines]) + "\n"
+    if args.device != "cpu":
+        options += f" --device {args.device} --precision {args.precision}"
+    return f"python -m benchmarks.finetune {options} --rounds {args.rounds}"
+
+
+def where(device: str) -> str:
+    """Return device, cores and load of the machine."""
+    return f"{device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import onnx
 import onnxruntime
 
 import onnxtrain
-from benchmarks import machine, page, report
+from benchmarks import machine, page, quiet, report
 from benchmarks.prepare import prepared
 from benchmarks.workers.serve import first_line
 from benchmarks.workloads import WORKLOADS
@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     facts = machine.facts()
+    facts["others"] = quiet.begin(strict=options.write)
     head = ["net"]
     for side in ("onnxtrain", "onnx-ad"):
         head += [f"{side}: build, s", "nodes", "run, CPU ms"]
@@ -158,6 +159,7 @@ def main() -> None:
     for name in options.nets:
         rows.append(measure(name))
         print(" | ".join(rows[-1]), flush=True)
+        facts["others"].append(quiet.others())
     made = "\n\n".join(
         [
             (
@@ -167,9 +169,10 @@ def main() -> None:
             report.markdown([*head, "run ratio", "largest difference"], rows, left=1),
         ]
     )
-    if options.write:
-        page.write(made, "gradients")
     print(made)
+    if options.write:
+        quiet.refuse_busy(facts)
+        page.write(made, "gradients")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from itertools import zip_longest
 from pathlib import Path
 
-from benchmarks import machine, page, report, verdicts
+from benchmarks import machine, page, quiet, report, verdicts
 from benchmarks.measure import Builder, Cell, measure
 from benchmarks.peers import OURS, PEERS, REFERENCE, ROOT
 from benchmarks.prepare import prepared
@@ -27,8 +27,11 @@ OUT = ROOT / "runs" / "bench" / "growth.json"
 SECONDS = 4.0  # of timing per point
 
 
-def run(threads: int, budget: float) -> tuple[list[Cell], list[str]]:
-    """Return the points that were measured, and the names of those that were not."""
+def run(threads: int, budget: float, others: list[float]) -> tuple[list[Cell], list[str]]:
+    """Return the points that were measured, and the names of those that were not.
+
+    Samples of other work on the machine are added to ``others``.
+    """
     builder, order = Builder(), random.Random(0)
     cells: list[Cell] = []
     end = time.monotonic() + budget
@@ -50,6 +53,7 @@ def run(threads: int, budget: float) -> tuple[list[Cell], list[str]]:
             order=order,
         )
         cells.append(cell)
+        others.append(quiet.others())
         print(report.line(cell, "wall"), flush=True)
     return cells, []
 
@@ -121,8 +125,7 @@ def text(cells: list[Cell], skipped: list[str], facts: dict, threads: int) -> st
     parts = [
         (
             f"{facts['date']}, commit {facts['commit']}: `python -m benchmarks.growth --write "
-            f"--threads {threads}`, {facts['cores']} cores of {facts['cpu']}, load average before "
-            f"{facts['load_before'][0]:.2f}."
+            f"--threads {threads}`, {facts['cores']} cores of {facts['cpu']}:"
         ),
         *page.busy(facts),
         pictures,
@@ -141,15 +144,23 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     facts = machine.facts()
-    cells, skipped = run(options.threads, options.budget)
+    facts["others"] = quiet.begin(strict=options.write)
+    cells, skipped = run(options.threads, options.budget, facts["others"])
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"machine": facts, "cells": [c.to_json() for c in cells], "skipped": skipped}
+    kept = {
+        "machine": facts,
+        "threads": options.threads,
+        "cells": [c.to_json() for c in cells],
+        "skipped": skipped,
+    }
     options.out.write_text(json.dumps(kept, indent=1))
     made = text(cells, skipped, facts, options.threads)
+    print(made)
     if options.write:
+        quiet.refuse_busy(facts)
         draw(cells, options.threads)
         page.write(made, "growth")
-    print(made)
+        page.keep(kept, "growth")
 
 
 if __name__ == "__main__":

@@ -39,9 +39,17 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(asked, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return done.stdout.strip() or "unknown"
+    """Return the commit, with a mark if code that is timed has changed since."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    code = ["src", "benchmarks", ":!benchmarks/results"]
+    changed = _git("status", "--porcelain", "--", *code)
+    return f"{commit or 'unknown'}{'-dirty' if changed else ''}"
+
+
+def _git(*words: str) -> str:
+    root = Path(__file__).parents[1]
+    done = subprocess.run(["git", *words], capture_output=True, text=True, cwd=root, check=False)
+    return done.stdout.strip()
 
 
 def version(name: str) -> str:

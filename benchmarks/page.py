@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import op_profile, report
+from benchmarks import op_profile, quiet, report
 from benchmarks.measure import Cell
 from benchmarks.peers import PEERS, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-BUSY = 0.25  # load per core from which a run does not count
 TOP = 6  # operators of a missed row
+RESULTS = ROOT / "benchmarks" / "results"
+"""The runs that pages show."""
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -34,6 +35,12 @@ def write(text: str, name: str = "benchmark", path: Path = PAGE) -> None:
         raise ValueError(f"{path.name} needs {begin} and {end} once each")
     head, _, rest = page.partition(begin)
     path.write_text(f"{head}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
+def keep(results: dict[str, Any], name: str) -> None:
+    """Store what a page shows, beside the code that shows it."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, separators=(",", ":")) + "\n")
 
 
 def generated(results: dict[str, Any]) -> str:
@@ -97,10 +104,10 @@ def _facts(machine: dict[str, Any], cells: list[Cell], clock: str) -> str:
 
 
 def busy(machine: dict[str, Any]) -> list[str]:
-    """Return a warning if other work was on the machine when the run began."""
-    if machine["load_before"][0] <= BUSY * machine["cores"]:
-        return []
-    return ["- **other work was on the machine: these ratios are not to be quoted**"]
+    """Return what other work was on the machine, with a warning if it was too much."""
+    if not quiet.busy(machine):
+        return [f"- {quiet.told(machine)}"]
+    return [f"- **{quiet.told(machine)}: these ratios are not to be quoted**"]
 
 
 def _numbers(values: list[float]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnxtrain
-from benchmarks import machine, page, report, verdicts
+from benchmarks import machine, page, quiet, report, verdicts
 from benchmarks.peers import ROOT
 from benchmarks.threshold_nets import CASES, NOT_MEASURED, Case, Net
 from onnxtrain import thresholds as T
@@ -150,11 +150,10 @@ def text(results: dict[str, list[Point]], facts: dict[str, Any]) -> str:
             f"{facts['date']}, commit {facts['commit']}: "
             "`python -m benchmarks.thresholds --write`, one thread on "
             f"{facts['cores']} cores of {facts['cpu']}, onnxruntime "
-            f"{facts['versions']['onnxruntime']}, load average before "
-            f"{facts['load_before'][0]:.2f}. Processor time of a whole step, both forms in turns "
-            "within each round; the ratio is the median of the rounds, with the smallest and the "
-            f"largest. Ratios within {NOISE:.0%} of 1 are taken for noise; a form that is a small "
-            "part of its step may make no difference that can be seen."
+            f"{facts['versions']['onnxruntime']}. Processor time of a whole step, both forms in "
+            "turns within each round; the ratio is the median of the rounds, with the smallest and "
+            f"the largest. Ratios within {NOISE:.0%} of 1 are taken for noise; a form that is a "
+            "small part of its step may make no difference that can be seen."
         ),
         *page.busy(facts),
         table(results),
@@ -176,16 +175,19 @@ def main() -> None:
     if options.write and options.names:
         parser.error("--write puts all thresholds on the page")
     facts = machine.facts()
+    facts["others"] = quiet.begin(strict=options.write)
     results: dict[str, list[Point]] = {}
     for name in options.names or CASES:
         results[name] = [measure(name, s, rounds=options.rounds) for s in CASES[name].nets]
         ratios = ", ".join(f"{_number(p.size)}: {p.ratio.median:.2f}" for p in results[name])
         said = verdict(CASES[name].side, getattr(T, name), results[name])
         print(f"{name} = {getattr(T, name)}: {ratios}; {said}", flush=True)
+        facts["others"].append(quiet.others())
     made = text(results, facts)
-    if options.write:
-        page.write(made, "thresholds", PAGE)
     print(made)
+    if options.write:
+        quiet.refuse_busy(facts)
+        page.write(made, "thresholds", PAGE)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,11 @@ def _fill(app: Any, name: str, source: list[str]) -> None:
         source[0] = source[0].replace("<!-- playground -->", FRAME)
 
 
+def _read_anew(*_: Any) -> list[str]:
+    """Return pages whose content depends on more than their source."""
+    return ["index", "gallery/pages"]
+
+
 def _copy_playground(app: Any, error: Exception | None) -> None:
     if error is None and PLAYGROUND.exists():
         shutil.copytree(PLAYGROUND, Path(app.outdir) / "site", dirs_exist_ok=True)
@@ -80,5 +85,6 @@ def _copy_playground(app: Any, error: Exception | None) -> None:
 
 def setup(app: Any) -> None:
     """Connect what is ours."""
+    app.connect("env-get-outdated", _read_anew)
     app.connect("source-read", _fill)
     app.connect("build-finished", _copy_playground)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from xml.etree import ElementTree
@@ -45,6 +46,29 @@ def test_setting_a_version_sets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_changelog_has_this_version() -> None:
     assert f"\n## {onnxtrain.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_supported_versions_are_those_that_packages_ask_for() -> None:
+    """``make lower-bounds`` and the workflows try them."""
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for bound in (*extras["cpu"], *project["dependencies"][1:2]):
+        name, least = bound.split(">=")
+        assert f"| {name} | {least} and newer |" in page
+    pythons = [c.rsplit(" ", 1)[1] for c in project["classifiers"] if ":: 3." in c]
+    assert f"| Python | {pythons[0]} to {pythons[-1]} |" in page
+    matrix = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]["python"]
+    assert matrix["strategy"]["matrix"]["python"] == pythons
+    package = json.loads((ROOT / "web/packages/onnxtrain/package.json").read_text())
+    assert package["engines"]["node"] == ">=20"
+    assert "| Node | 20 and newer |" in page
+    for name, bounds in package["peerDependencies"].items():
+        assert bounds.startswith(">=1.20 "), name  # what follows names later previews
+    assert "| onnxruntime-web, onnxruntime-node | 1.20 and newer |" in page
+    listed = page.split("| extra |")[1].split("\n\n")[0]
+    users = set(extras) - {"dev", "docs"}
+    assert [e for e in sorted(users) if f"`{e}`" not in listed] == []
 
 
 @pytest.mark.parametrize("module", [absolute_links, oldest_runtime])
@@ -108,6 +132,18 @@ def test_links_of_a_site(tmp_path: Path) -> None:
         "a.html: b.html#x: no such place",
         "a.html: c.html",
         "b.html: none.png",
+    ]
+
+
+def test_a_word_that_the_search_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = {"docnames": ["a", "b"], "terms": {"lora": 1}, "titleterms": {"csv": [0, 1]}}
+    (tmp_path / "searchindex.js").write_text(f"Search.setIndex({json.dumps(index)})")
+    monkeypatch.setattr(site_links, "WORDS", {"lora": "a", "csv": "a", "none": "b"})
+    assert site_links.unsearchable(tmp_path) == [
+        "the search for 'lora' does not lead to a",
+        "the search for 'none' does not lead to b",
     ]
 
 

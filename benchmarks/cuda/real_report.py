@@ -49,6 +49,22 @@ def real_figures(report: dict[str, Any]) -> str:
     )
 
 
+def earlier_figures(report: dict[str, Any]) -> str:
+    """Return rows that the last run did not reach, as an earlier one measured them."""
+    rows = report["rows"]
+    return "\n\n".join(
+        [
+            (
+                f"Rows of earlier runs, {report['facts']['date']}, one of each command. Their "
+                "memory is as measured, with nothing added."
+            ),
+            "```\n" + "\n".join(dict.fromkeys(r["command"] for r in rows)) + "\n```",
+            _table(TIMES, [_times(r) for r in rows]),
+            _table(MEMORY, [_memory(r) for r in rows]),
+        ]
+    )
+
+
 def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Return what is compared: the ratio and its limit, by name."""
     eager, compiled, memory = LIMITS[row["net"] in CONVOLUTIONAL, row["precision"]]
@@ -87,8 +103,12 @@ def _kernels(rows: list[dict[str, Any]]) -> str:
             for engine in ("ours", "eager", "compile"):
                 if lines := row.get(f"{engine}_kernels"):
                     parts += [f"{engine}, {TITLES[row['net']]}, {row['precision']}", *lines]
-    text = "\n".join(parts)
-    return f"Kernels of rows that miss a time, in milliseconds per step:\n\n```\n{text}\n```"
+    return folded("Kernels of rows that miss a time, in milliseconds per step", "\n".join(parts))
+
+
+def folded(title: str, text: str) -> str:
+    """Return long lines that are shown when one asks for them."""
+    return f"<details>\n<summary>{title}</summary>\n\n```\n{text}\n```\n\n</details>"
 
 
 def _times(row: dict[str, Any]) -> list[str]:

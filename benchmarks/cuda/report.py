@@ -1,8 +1,8 @@
-"""The figures of a GPU as a page.
+"""The figures of a GPU as a page, from what ``benchmarks/results`` has stored of runs.
 
-``python -m benchmarks.cuda.report steps.json [kernels.txt]``, of real nets
-``python -m benchmarks.cuda.report --real real.json``, and of files
-``python -m benchmarks.cuda.report --files files.json ...``, each with a part of them.
+``python -m benchmarks.cuda.report`` writes the page anew. With files of a new run it stores these
+before: ``steps.json [kernels.txt]``, of real nets ``--real real.json``, and of files of the zoo
+``--files files.json ...``, each with a part of them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cuda.nets import NETS
-from benchmarks.cuda.real_report import real_figures
+from benchmarks.cuda.real_report import earlier_figures, folded, real_figures
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks-cuda.md"
+RESULTS = Path(__file__).parents[1] / "results"
 TARGETS = {
     ("mlp", "float32"): 0.5,
     ("cnn", "float32"): 0.9,
@@ -27,9 +28,6 @@ HEADS = (
     "ours / torch (range)", "target", "CUDA graph", "nodes by provider", "left the GPU",
 )  # fmt: skip
 WRONG = 1e-3  # of a loss, relative
-FILES_START, FILES_END = "<!-- files -->", "<!-- end of files -->"
-START, END = "<!-- figures -->", "<!-- end of figures -->"
-REAL_START, REAL_END = "<!-- real nets -->", "<!-- end of real nets -->"
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -59,12 +57,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def figures(report: dict[str, Any], kernels: str = "") -> str:
-    """Return the part of the page that is measured."""
+def figures(report: dict[str, Any]) -> str:
+    """Return the part of the page that is measured on small nets."""
     facts = "; ".join(f"{k}: {v}" for k, v in report["facts"].items() if k != "command")
     parts = [facts, f"```\n{report['facts']['command']}\n```", table(report["rows"])]
-    if kernels:
-        parts.append(f"Kernels by time, in milliseconds per step:\n\n```\n{kernels.strip()}\n```")
+    if kernels := report.get("kernels"):
+        parts.append(folded("Kernels by time, in milliseconds per step", kernels.strip()))
     return "\n\n".join(parts)
 
 
@@ -86,32 +84,54 @@ def files_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([head, "", *lines])
 
 
-def put(page: str, marks: tuple[str, str], text: str) -> str:
+SECTIONS = {
+    "figures": ("cuda_steps", figures),
+    "real nets": ("cuda_real", real_figures),
+    "earlier": ("cuda_real_earlier", earlier_figures),
+    "files": ("cuda_files", files_table),
+}
+"""What stands between the marks of the page: the stored run, and who writes it."""
+
+
+def put(page: str, name: str, text: str) -> str:
     """Return a page with new text between two marks."""
-    head, rest = page.split(marks[0], 1)
-    tail = rest.split(marks[1], 1)[1]
-    return f"{head}{marks[0]}\n\n{text}\n\n{marks[1]}{tail}"
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    head, rest = page.split(start, 1)
+    tail = rest.split(end, 1)[1]
+    return f"{head}{start}\n\n{text}\n\n{end}{tail}"
+
+
+def rendered(page: str, results: Path = RESULTS) -> str:
+    """Return the page with every section as the stored runs have it."""
+    for name, (file, write) in SECTIONS.items():
+        page = put(page, name, write(json.loads((results / f"{file}.json").read_text())))
+    return page
+
+
+def store(arguments: list[str], results: Path = RESULTS) -> None:
+    """Keep the files of a new run."""
+    if arguments[0] == "--files":
+        name, run = "cuda_files", [r for n in arguments[1:] for r in _read(n)]
+    elif arguments[0] == "--real":
+        name, run = "cuda_real", _read(arguments[1])
+        for row in run["rows"]:
+            row.pop("losses", None)  # compared by the run, not shown
+    else:
+        name, run = "cuda_steps", _read(arguments[0])
+        if len(arguments) > 1:
+            run["kernels"] = Path(arguments[1]).read_text()
+    (results / f"{name}.json").write_text(json.dumps(run, separators=(",", ":")) + "\n")
+
+
+def _read(path: str) -> Any:
+    return json.loads(Path(path).read_text())
 
 
 def main() -> None:
-    """Put the figures into the page."""
-    if sys.argv[1] == "--real":
-        text = real_figures(json.loads(Path(sys.argv[2]).read_text()))
-        page = put(PAGE.read_text(encoding="utf-8"), (REAL_START, REAL_END), text)
-        PAGE.write_text(page, encoding="utf-8")
-        return
-    if sys.argv[1] == "--files":
-        rows = [r for name in sys.argv[2:] for r in json.loads(Path(name).read_text())]
-        page = PAGE.read_text(encoding="utf-8")
-        if FILES_START not in page:
-            page += f"\n## Every model of the zoo\n\n{FILES_START}\n\n{FILES_END}\n"
-        page = put(page, (FILES_START, FILES_END), files_table(rows))
-        PAGE.write_text(page, encoding="utf-8")
-        return
-    report = json.loads(Path(sys.argv[1]).read_text())
-    kernels = Path(sys.argv[2]).read_text() if len(sys.argv) > 2 else ""
-    page = put(PAGE.read_text(encoding="utf-8"), (START, END), figures(report, kernels))
-    PAGE.write_text(page, encoding="utf-8")
+    """Store what is given, and write the page."""
+    if sys.argv[1:]:
+        store(sys.argv[1:])
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

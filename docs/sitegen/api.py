@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import typing
 from pathlib import Path
 
 MODULES = {
@@ -61,6 +62,9 @@ def _directives(name: str, seen: dict[int, str]) -> str:
         if inspect.isclass(value):
             text += f".. autoclass:: {name}.{member}\n   :members:\n   :show-inheritance:\n"
             text += f"   :exclude-members: {OF_OTHERS}\n\n"
+        elif kinds := typing.get_args(value):  # autodoc would show the docstring of unions
+            names = ", ".join(f"``{getattr(kind, '__name__', kind)}``" for kind in kinds)
+            text += f".. py:data:: {name}.{member}\n\n   One of: {names}.\n\n"
         elif callable(value):
             text += f".. autofunction:: {name}.{member}\n\n"
         else:

@@ -8,7 +8,7 @@ from sitegen.contents import DOCS
 from sitegen.svg import INK, picture
 
 PAGE = DOCS / "benchmarks.md"
-BAR, LEFT, WIDE, MOST = 13, 250, 420, 1.75
+BAR, LEFT, WIDE, MOST = 13, 330, 420, 1.75
 FILLS = ["#2563eb", "#16a34a", "#ea580c", "#9333ea"]
 WARNING = "these ratios are not to be quoted"
 BEGIN, END = "<!-- glance -->", "<!-- end of glance -->"

@@ -58,7 +58,7 @@ def _table(parameters: list[Any]) -> str:
         kind = "" if getattr(p, "is_flag", False) else _kind(p)
         kind += ", repeatable" if getattr(p, "multiple", False) else ""
         usual = "(required)" if p.required else ""
-        if not p.required and p.default not in (None, False, ()) and not callable(p.default):
+        if not p.required and p.default not in (None, False, (), "") and not callable(p.default):
             usual = f"(default `{p.default}`)"
         about = (getattr(p, "help", "") or "").replace("|", "\\|")
         rows.append(f"| {names} | {kind} | {about} {usual} |")

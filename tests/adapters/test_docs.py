@@ -10,8 +10,11 @@ import onnxruntime as ort
 import pytest
 
 from tests.adapters.decoders import batch, write
+from tests.docs.blocks import Block
+from tests.docs.blocks import blocks as blocks_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "fine-tuning.md"
+SECTIONS = ("Adapters", "Files out")
 
 
 def programs(section: str) -> list[str]:
@@ -20,12 +23,18 @@ def programs(section: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", part, re.DOTALL)
 
 
+def served_with() -> Block:
+    """Return the block that serves an adapter by onnxruntime."""
+    (block,) = [b for b in blocks_of("docs/fine-tuning.md") if b.kind == "py"]
+    return block
+
+
 def test_adapters_and_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     write(tmp_path, int4=True)
     monkeypatch.chdir(tmp_path)
     feeds = batch()
     space: dict = {"batches": [{**feeds, "labels": feeds["input_ids"]}] * 2}
-    for program in (*programs("Adapters"), *programs("Files out")):
+    for program in (p for section in SECTIONS for p in programs(section)):
         exec(compile(program, "fine-tuning.md", "exec"), space)
     out = capsys.readouterr().out
     assert "LoRA rank 8 on model.onnx: 8 adapters" in out
@@ -33,14 +42,14 @@ def test_adapters_and_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert {p.name for p in tmp_path.iterdir()} >= {
         *("adapter", "model.lora.onnx", "style.onnx_adapter", "merged.onnx")
     }
-    adapter, options, quiet = ort.LoraAdapter(), ort.RunOptions(), ort.SessionOptions()
+    quiet = ort.SessionOptions()
     quiet.log_severity_level = 3
-    adapter.Load("style.onnx_adapter")
-    options.add_active_adapter(adapter)
     served = ort.InferenceSession("model.lora.onnx", quiet)
     merged = ort.InferenceSession("merged.onnx", quiet)
+    shown: dict = {"onnxruntime": ort, "session": served, "feeds": feeds}
+    exec(compile(served_with().code, "fine-tuning.md", "exec"), shown)
     np.testing.assert_allclose(
-        served.run(["logits"], feeds, run_options=options)[0],
+        served.run(["logits"], feeds, run_options=shown["options"])[0],
         merged.run(["logits"], feeds)[0],
         atol=1e-4,
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 from benchmarks.cuda.real_report import real_figures
-from benchmarks.cuda.report import figures, files_table, verdict
+from benchmarks.cuda.report import PAGE, RESULTS, figures, files_table, rendered, store, verdict
 
 ROW = {
     "net": "mlp", "optimizer": "sgd", "precision": "float32", "ours_ms": 0.4, "torch_ms": 1.0,
@@ -20,7 +24,8 @@ def test_verdicts() -> None:
 
 def test_a_row_tells_what_left_the_device() -> None:
     facts = {"date": "a day", "command": "python -m it"}
-    page = figures({"facts": facts, "rows": [{**ROW, "left": ["MaxUnpool 'a'"]}]}, "0.1 kernel")
+    row = {**ROW, "left": ["MaxUnpool 'a'"]}
+    page = figures({"facts": facts, "rows": [row], "kernels": "0.1 kernel"})
     assert "python -m it" in page
     assert "| 0.40 (0.30-0.50) | 0.5 met | yes | CUDA 44 | 1 |" in page
     assert "0.1 kernel" in page
@@ -52,3 +57,23 @@ def test_files_are_counted() -> None:
     page = files_table(rows)
     assert page.startswith("3 files: 1 wrong, 1 refused, 1 with nodes on the CPU.")
     assert page.index("| a |") < page.index("| b | 1e-06 | yes | none |") < page.index("| c | E |")
+
+
+def test_the_page_shows_the_stored_runs() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert rendered(text) == text, "python -m benchmarks.cuda.report"
+
+
+def test_a_new_run_takes_the_place_of_the_stored_one(tmp_path: Path) -> None:
+    results = Path(shutil.copytree(RESULTS, tmp_path / "results"))
+    run = {"facts": {"date": "a day", "command": "python -m it"}, "rows": [ROW]}
+    (tmp_path / "steps.json").write_text(json.dumps(run))
+    (tmp_path / "kernels.txt").write_text("0.1 kernel")
+    store([str(tmp_path / "steps.json"), str(tmp_path / "kernels.txt")], results)
+    part = [{"file": "b", "loss": 1e-6, "captured": True, "left": []}]
+    (tmp_path / "files.json").write_text(json.dumps(part))
+    store(["--files", *[str(tmp_path / "files.json")] * 2], results)
+    text = rendered(PAGE.read_text(encoding="utf-8"), results)
+    assert "0.40 (0.30-0.50)" in text
+    assert "0.1 kernel" in text
+    assert "2 files: 0 wrong" in text

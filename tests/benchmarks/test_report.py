@@ -122,6 +122,7 @@ def test_the_whole_page() -> None:
         "memory_gb": 1.0,
         "system": "Linux",
         "load_before": [0.1, 0.2, 0.3],
+        "others": [0.01, 0.03],
     }
     rows = [{"op": "MatMul", "ms": 1.0, "part": 0.5, "calls": 2}]
     profiles = [{"workload": "mlp", "optimizer": "sgd", "threads": 1, "rows": rows}]
@@ -136,8 +137,9 @@ def test_the_whole_page() -> None:
     assert "MatMul 1.00 ms (50%)" in text
     assert "- onnxsim loop, refused: why (mlp sgd 1t)" in text
     assert "not to be quoted" not in text
-    machine["load_before"] = [1.5, 0.2, 0.3]
-    assert "other work was on the machine" in page.generated(results)
+    assert "other work took 2.0% of the machine, at most 3.0% (2 samples)" in text
+    machine["others"] = [0.01, 0.4]
+    assert "these ratios are not to be quoted" in page.generated(results)
 
 
 def test_compile_without_a_target_runs_with_sgd_only() -> None:

@@ -11,16 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import onnxtrain
+from tests.docs import run_page
 from tests.docs.blocks import PAGES, ROOT, blocks, needs, text_of
+from tests.docs.elsewhere import ELSEWHERE, artifacts_command, left
 from tests.registries import restore_afterwards
 
-ELSEWHERE = {
-    "docs/any-language.md": "tests/cpp/test_page.py",
-    "docs/federated.md": "tests/flower",
-    "docs/fine-tuning.md": "tests/adapters",
-    "docs/wild.md": "tests/wild",
-}
-"""Pages whose blocks other tests run, in languages and with peers of their own."""
 HERE = [page for page in PAGES if page not in ELSEWHERE]
 
 
@@ -57,22 +53,34 @@ def test_examples_in_the_text_give_what_they_show(
 
 def test_what_is_not_run_is_counted() -> None:
     """A new block that is not run has to be counted here, so that nobody does it unseen."""
-    left = [b for page in HERE for b in blocks(page) if b.why]
-    counts = {kind: sum(b.kind == kind for b in left) for kind in sorted({b.kind for b in left})}
+    unrun = [b for page in PAGES for b in blocks(page) if b.why]
+    counts = {kind: sum(b.kind == kind for b in unrun) for kind in sorted({b.kind for b in unrun})}
     assert counts == NOT_RUN
-    assert all(len(b.why) > 10 for b in left)
+    assert all(len(b.why) > 10 for b in unrun)
 
 
-NOT_RUN = {"html": 1, "js": 3, "python": 4, "sh": 17, "ts": 3}
+NOT_RUN = {"csharp": 1, "html": 1, "js": 5, "python": 5, "sh": 21, "swift": 1, "ts": 3}
 
 
-def test_pages_that_others_test_name_a_test_that_is_there() -> None:
-    missing = {
-        page: test
-        for page, test in ELSEWHERE.items()
-        if (ROOT / page).exists() and not (ROOT / test).exists()
-    }
-    assert missing == {}
+@pytest.mark.parametrize("page", ELSEWHERE)
+def test_every_block_of_other_pages_is_what_a_test_runs(page: str) -> None:
+    assert [f"{b.page}, line {b.line}: {b.kind}" for b in left(page)] == []
+
+
+def test_a_block_that_no_test_takes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = ELSEWHERE["docs/fine-tuning.md"]()
+    monkeypatch.setitem(ELSEWHERE, "docs/fine-tuning.md", lambda: taken[1:])
+    assert [b.code for b in left("docs/fine-tuning.md")] == [taken[0]]
+
+
+def test_the_command_that_every_language_starts_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnxtrain.examples.digits_model(tmp_path / "model.onnx")
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    run_page.run(artifacts_command(), {}, tmp_path)
+    assert (tmp_path / "artifacts" / "manifest.json").is_file()
 
 
 def test_a_block_is_found_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

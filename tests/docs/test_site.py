@@ -33,6 +33,7 @@ def test_the_command_line_has_every_command_and_option() -> None:
     for name in ("train", "lr-find", "export", "probe pack", "example"):
         assert f"\n## onnxtrain {name}\n" in page
     assert "`--best`" in page
+    assert "``" not in page.replace("```", "")  # an empty default is none
     assert "gradients" not in re.findall(r"^## onnxtrain (.+)$", page, re.MULTILINE)  # an old name
 
 
@@ -45,6 +46,8 @@ def test_every_public_name_is_in_the_api(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     api.write(tmp_path)
     text = (tmp_path / "onnxtrain.md").read_text(encoding="utf-8")
+    losses = (tmp_path / "onnxtrain-losses.md").read_text(encoding="utf-8")
+    assert ".. py:data:: onnxtrain.losses.LossLike\n\n   One of: ``str``" in losses
     public = [n for n in onnxtrain.__all__ if not inspect.ismodule(getattr(onnxtrain, n))]
     assert len(public) > 20
     assert [n for n in public if f"onnxtrain.{n}\n" not in text] == []

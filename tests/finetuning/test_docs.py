@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from tests.docs import run_page
+from tests.docs.blocks import Block
+from tests.docs.blocks import blocks as blocks_of
 from tests.finetuning.test_encoders import LABELLED
 from tests.finetuning.test_finetune import CHAT
 from tests.text.models import Writer, encoder, genai_folder, llama
@@ -22,6 +26,12 @@ SECTIONS = ("Language models", "Encoders: classes of texts", "Embeddings", "Visi
 def blocks(section: str) -> list[str]:
     text = PAGE.read_text(encoding="utf-8").split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def commands() -> list[Block]:
+    """Return the blocks for the command line."""
+    page = blocks_of("docs/fine-tuning.md")
+    return [b for b in page if b.kind == "sh" and b.code.startswith("onnxtrain finetune ")]
 
 
 def write_pictures(folder: Path, count: int = 8) -> Path:
@@ -90,6 +100,17 @@ def test_examples_run_as_written(
     if section == "Language models":
         before, after = capsys.readouterr().out.split(" -> ")[:2]
         assert float(after.split()[0]) < float(before.split()[-1])
+
+
+@pytest.mark.parametrize(("number", "folder"), [(0, "out"), (1, "classifier")])
+def test_commands_run_as_written(
+    number: int, folder: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(commands()) == 2
+    source = str(Path(__file__).parents[2] / "src")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]))
+    run_page.run(commands()[number], {}, files)
+    assert list((files / folder / "merged").glob("*.onnx"))
 
 
 def test_named_data_forms_are_read() -> None:
