@@ -105,7 +105,7 @@ test("the camera and the microphone are examples too: held by finger, pressed by
   // What is heard now is a sound and not what the camera saw.
   await expect.poll(() => page.evaluate(() => document.querySelector("#bars .top .label")?.textContent)).toBe("Class 2");
   await page.getByRole("button", { name: "Show me with an example" }).tap();
-  await until(page, "Learned 30 examples of 3 classes");
+  await until(page, "Learned 72 examples of 3 classes");
   await expect.poll(() => page.locator("#bars .top").count()).toBe(1);
   await page.getByRole("button", { name: "Remove Stars" }).tap();
   expect(await page.locator("#classes li").count()).toBe(2);
