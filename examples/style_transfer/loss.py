@@ -1,8 +1,9 @@
 """What is minimised: content, style and restoration, as one module that gives its loss.
 
 Nothing here was trained on other pictures. The style is the distribution of its patches, seen
-through random filters; and pieces of the style picture itself, made rough, have to be restored,
-which is what teaches the net quickly to draw tiles or strokes.
+through random filters: in the whole and, where edges are concerned, in every quarter. And pieces
+of the style picture itself, made rough, have to be restored, which is what teaches the net quickly
+to draw tiles or strokes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from features import FeatureNet
 from net import TransformerNet
-from stylist import LIGHT, Rough
+from stylist import CONTRAST, LIGHT, Given
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, conv2d
 
@@ -21,9 +22,7 @@ FILTERS = {1: 6, 3: 14, 7: 16}
 """How many random filters of each size there are: for colours, edges, and shapes."""
 COARSE = 8
 """Contents are compared in light and dark of squares of so many pixels."""
-CONTRAST = 0.8
-"""How much of a photo's contrast is asked for: a style has its own."""
-SHARES = {"content": 15.0, "restoration": 6.0, "range": 2.0}
+SHARES = {"content": 20.0, "everywhere": 1.0, "restoration": 6.0, "range": 2.0}
 """What makes the parts about equally large where every weight is 1."""
 
 
@@ -63,6 +62,31 @@ def _sorted_responses(pictures: Tensor, w: Tensor) -> Tensor:
     return responses.transpose(0, 1).flatten(1).sort(1).values
 
 
+def everywhere(ours: Tensor, style: Tensor, w: Tensor) -> Tensor:
+    """Return how far each quarter of our pictures is from the style's average one in its edges.
+
+    Patches of whole pictures may be right where one half has all tiles; this asks for them in
+    dark and in even places too. The strongest edges do not count: dark tiles cannot have them.
+    """
+    distances = []
+    for scale in range(2):
+        a, b = (conv2d(quarters(x), w).flatten(2).sort(2).values for x in (ours, style))
+        outer = a.shape[2] // 10
+        a, b = a[..., outer:-outer], b[..., outer:-outer]
+        usual = b.mean(0, keepdim=True)
+        distances.append(((a - usual).abs().mean(2) / (usual.std(2) + 0.02)).mean())
+        if scale == 0:
+            ours, style = avg_pool2d(ours, 2), avg_pool2d(style, 2)
+    return torch.stack(distances).mean()
+
+
+def quarters(pictures: Tensor) -> Tensor:
+    """Return the quarters of pictures: [N, C, H, W] -> [4 * N, C, H / 2, W / 2]."""
+    height, width = pictures.shape[2] // 2, pictures.shape[3] // 2
+    halves = torch.cat([pictures[:, :, :height], pictures[:, :, height:]])
+    return torch.cat([halves[..., :width], halves[..., width:]])
+
+
 def coarse_light(pictures: Tensor) -> Tensor:
     """Return light and dark of large squares, without the brightness of the whole."""
     light = (pictures * torch.tensor(LIGHT).view(1, 3, 1, 1)).sum(1, keepdim=True)
@@ -91,21 +115,23 @@ class StyleLoss(nn.Module):
         features: FeatureNet | None = None,
     ):
         super().__init__()
-        self.net, self.rough = net, Rough()
+        self.net, self.given = net, Given()
         self.content_weight, self.style_weight = content_weight, style_weight
         self.features = features
 
     def forward(
-        self, image: Tensor, style: Tensor, layout: Tensor, *drawn: Tensor
+        self, image: Tensor, layout: Tensor, style: Tensor, own: Tensor, *drawn: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the loss, and the parts of it: content, style, restoration."""
         count = image.shape[0]
-        given = torch.cat([self.rough(image) + layout, self.rough(style)])
+        given = torch.cat([self.given(image, layout, CONTRAST), self.given(style, own)])
         made = self.net(given) / 255
         painted, restored = made[:count], made[count:]
         picture, wanted = image / 255, style / 255
         content = (coarse_light(painted) - CONTRAST * coarse_light(picture)).square().mean()
         style_distance = patch_distance(painted, wanted, list(drawn))
+        even = everywhere(painted, wanted, drawn[1])
+        style_distance = style_distance + SHARES["everywhere"] * even
         if self.features is not None:
             style_distance = style_distance + self._gram_distance(painted, wanted)
         restoration = (restored - wanted).abs().mean()

@@ -13,7 +13,10 @@ SAMPLES = ("china", "flower")
 
 
 def mosaic(size: int = 256, seed: int = 0) -> np.ndarray:
-    """Draw coloured tiles with dark joints, [size, size, 3] of 0..255; ours, free to use."""
+    """Draw coloured tiles with dark joints, [size, size, 3] of 0..255; ours, free to use.
+
+    It may be repeated in every direction: tiles that end at one side go on at the other.
+    """
     rng = np.random.default_rng(seed)
     cells = 14
     grid = np.stack(np.meshgrid(np.arange(cells), np.arange(cells), indexing="ij"), -1)
@@ -26,7 +29,8 @@ def mosaic(size: int = 256, seed: int = 0) -> np.ndarray:
         0, 10, (len(points), 3)
     )
     at = np.stack(np.meshgrid(np.arange(size), np.arange(size), indexing="ij"), -1)[:, :, None]
-    distance = np.sqrt(((at - points) ** 2).sum(-1))
+    apart = np.abs(at - points)
+    distance = np.sqrt((np.minimum(apart, size - apart) ** 2).sum(-1))
     nearest = np.argsort(distance, axis=-1)[..., :2]
     near, second = np.take_along_axis(distance, nearest, -1).transpose(2, 0, 1)
     picture = colours[nearest[..., 0]] * (1.1 - 0.02 * near[..., None])

@@ -18,7 +18,7 @@ from features import FeatureNet, load_vgg16
 from loss import StyleLoss, filters
 from net import TransformerNet
 from pictures import crops, load, load_all
-from stylist import Rough, Stylist, layout_of
+from stylist import Stylist, layout_of
 from torch import nn
 
 import onnxtrain
@@ -26,7 +26,9 @@ from onnxtrain.torch import from_torch
 
 GAIN = 64.0
 """The last layer makes 0..255 of features of about 1: so much larger are its weights and steps."""
-NAMES = ["image", "style", "layout", "filters1", "filters3", "filters7"]
+FACTORS = (2, 4)
+"""So many squares are as high as a picture: details of large pictures are learned, and of small."""
+NAMES = ["image", "layout", "style", "own", "filters1", "filters3", "filters7"]
 PARTS = ("content", "style_distance", "restoration")
 
 
@@ -36,10 +38,10 @@ class Settings:
 
     dataset: str = "samples"
     style_image: str = "mosaic"
-    epochs: int = 7
+    epochs: int = 12
     steps: int = 100
     batch_size: int = 2
-    image_size: int = 64
+    image_size: int = 80
     style_size: int = 200
     content_weight: float = 1.0
     style_weight: float = 1.0
@@ -93,21 +95,24 @@ def trainer_of(module: StyleLoss, settings: Settings) -> onnxtrain.Trainer:
 
 
 def batches(settings: Settings, epoch: int = 0) -> list[tuple[np.ndarray, ...]]:
-    """Return the squares of one epoch: of pictures, of the style, of its layout, and filters."""
+    """Return what is given in one epoch, by the names of ``NAMES``.
+
+    That is squares of pictures, each with one of the layout; squares of the style, each with its
+    own layout; and filters.
+    """
     rng = np.random.default_rng((settings.seed, epoch))
-    pictures = load_all(settings.dataset, 2 * settings.image_size)
+    sides = [factor * settings.image_size for factor in FACTORS]
+    pictures = [picture for side in sides for picture in load_all(settings.dataset, side)]
     style = load(settings.style_image, settings.style_size)
-    layout = np.moveaxis(layout_of(style, Rough()), 0, -1)
+    both = np.concatenate([style, np.moveaxis(layout_of(style), 0, -1)], -1)
     size, count = settings.image_size, settings.batch_size
-    return [
-        (
-            crops(pictures, size, count, rng),
-            crops([style], size, count, rng),
-            crops([layout], size, count, rng),
-            *filters(rng),
-        )
-        for _ in range(settings.steps)
-    ]
+
+    def drawn() -> tuple[np.ndarray, ...]:
+        layout, own = crops([both], size, count, rng), crops([both], size, count, rng)
+        squares = crops(pictures, size, count, rng)
+        return squares, layout[:, 3:], own[:, :3], own[:, 3:], *filters(rng)
+
+    return [drawn() for _ in range(settings.steps)]
 
 
 def train(

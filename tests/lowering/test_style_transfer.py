@@ -119,6 +119,42 @@ def test_distance_of_patches_knows_a_style(example):
     assert loss.patch_distance(wanted, wanted, drawn) == 0
 
 
+def test_distance_everywhere_sees_an_even_quarter(example):
+    """One quarter without tiles counts, though three more lively ones may hide it in the whole."""
+    rng = np.random.default_rng(0)
+    pictures, loss = example.pictures, example.loss
+    edges = torch.from_numpy(loss.filters(rng)[1])
+    style = pictures.load("mosaic", 200)
+    wanted, alike = (torch.from_numpy(pictures.crops([style], 64, 4, rng)) / 255 for _ in range(2))
+    parts = loss.quarters(alike)
+    assert parts.shape == (16, 3, 32, 32)
+    assert torch.equal(parts[0], alike[0, :, :32, :32])
+    assert torch.equal(parts[-1], alike[-1, :, 32:, 32:])
+    holed = alike.clone()
+    holed[:, :, :32, :32] = holed[:, :, :32, :32].mean((2, 3), keepdim=True)
+    assert loss.everywhere(holed, wanted, edges) > 1.5 * loss.everywhere(alike, wanted, edges)
+
+
+def test_layout_has_lines_of_dark_tiles_too(example):
+    """Lines between dark tiles are about as dark in it as those between light ones."""
+    style = np.full((60, 120, 3), 200.0, np.float32)
+    style[:, 60:] = 50.0
+    style[:, [30, 31, 90, 91]] = 8.0
+    layout = example.stylist.layout_of(style)[0]
+    tiles = [layout[30, 20], layout[30, 100]]
+    light, dark = tiles[0] - layout[30, 30], tiles[1] - layout[30, 90]
+    assert light > 0.6 * example.stylist.DEPTH
+    assert dark > 0.6 * light
+    assert layout.mean() == pytest.approx(0, abs=1e-3)
+
+
+def test_layout_of_a_mosaic_is_repeated_and_of_a_photo_mirrored(example):
+    for name, mirrored in (("mosaic", False), ("china", True), ("flower", True)):
+        style = example.pictures.load(name, 200)
+        net = example.net.TransformerNet(8)
+        assert example.stylist.Stylist(net, style).mirrored is mirrored, name
+
+
 def test_stylist_at_any_size_in_onnxruntime(example, tiny, tmp_path):
     """The exported whole, layout and all, is torch's, for pictures larger than the layout."""
     stylist = example.train.stylist_of(tiny, example.train.fresh(tiny)).eval()
@@ -131,7 +167,8 @@ def test_stylist_at_any_size_in_onnxruntime(example, tiny, tmp_path):
         (styled,) = session.run(None, {"image": image})
         np.testing.assert_allclose(styled, expected, atol=example.run.LIMIT)
     even = torch.full((1, 3, 64, 64), 128.0)
-    assert torch.allclose(stylist.rough(even), even, atol=1e-2)
+    nothing = torch.zeros(1, 1, 64, 64)
+    assert torch.allclose(stylist.given(even, nothing), even, atol=1e-2)
 
 
 @pytest.mark.parametrize("channels", [8, 16, 32])

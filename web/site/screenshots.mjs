@@ -70,6 +70,11 @@ for (const [name, [path, prepare]] of Object.entries(SCENES)) {
   for (const [view, viewport, colorScheme] of VIEWS) {
     const page = await browser.newPage({ viewport, colorScheme });
     page.setDefaultTimeout(300_000);
+    // The same drawings and weights each time.
+    await page.addInitScript(() => {
+      let state = 7;
+      Math.random = () => (state = (state * 16807) % 2147483647) / 2147483647;
+    });
     await page.goto(address + path);
     await prepare(page);
     await page.evaluate(() => scrollTo(0, 0));

@@ -93,10 +93,15 @@ def windows(
 
 
 def pad(op: OpBuilder, x: ir.Value, win: Windows, value: float = 0.0) -> ir.Value:
-    """Return ``x`` with its spatial axes padded."""
+    """Return ``x`` with its spatial axes padded.
+
+    All axes are written: a Pad that names its axes is beyond onnxruntime-web where a Transpose
+    goes through it, as it does before a Conv of one spatial axis on a GPU.
+    """
     if not any(win.pads):
         return x
-    return op.Pad(x, win.pads, None if value == 0.0 else value, win.axes)
+    amounts = [0, 0, *win.before, 0, 0, *win.after]
+    return op.Pad(x, amounts, None if value == 0.0 else value)
 
 
 def tap_slices(
@@ -164,9 +169,9 @@ def pad_at_run_time(
     op: OpBuilder, x: ir.Value, before: ir.Value, after: ir.Value, value: float = 0.0
 ) -> ir.Value:
     """Return ``x`` with its spatial axes padded by amounts that are computed."""
-    axes = list(range(2, op.rank(x)))
-    amounts = op.Concat(before, after, axis=0)
-    return op.Pad(x, amounts, None if value == 0.0 else value, axes)
+    none = op.const([0, 0])
+    amounts = op.Concat(none, before, none, after, axis=0)
+    return op.Pad(x, amounts, None if value == 0.0 else value)
 
 
 def crop_like(op: OpBuilder, padded: ir.Value, before: ir.Value, x: ir.Value) -> ir.Value:

@@ -203,7 +203,7 @@ async function layOut(): Promise<void> {
 }
 
 $("data").onchange = () => void attempt(async () => {
-  run.stop();
+  await run.stop();
   const old = trainer;
   trainer = undefined;
   await old?.dispose();

@@ -21,9 +21,12 @@ let table: Table | undefined;
 let task: Task | undefined;
 let trainer: Trainer | undefined;
 const chart = new Chart($("chart"), [{ label: "loss" }, { label: "right about unseen rows", color: "--class-0", share: true, sparse: true }]);
-const run = new Run(chart, (running) => {
+const run = new Run(chart, enable);
+
+/** Enables what makes sense now. */
+function enable(running = false): void {
   for (const id of ["start", "resume", "save"]) $<HTMLButtonElement>(id).disabled = running || !task;
-});
+}
 
 const settings = () => ({ epochs: whole("epochs"), batchSize: whole("batch"), schedule: SCHEDULES[text("schedule")]!(positive("lr")) });
 
@@ -87,24 +90,33 @@ async function take(files: readonly File[]): Promise<void> {
 /** Takes files, and says what is wrong with them where something is. */
 function got(work: () => Promise<void>): void {
   void attempt(async () => {
-    run.stop();
+    // What was given before is no longer what is meant.
+    task = undefined;
+    enable();
+    await run.stop();
     try {
+      await close();
       await work();
     } catch (error) {
       task = undefined;
       state((error as Error).message, true);
       throw error;
     } finally {
-      for (const id of ["start", "resume", "save"]) $<HTMLButtonElement>(id).disabled = !task;
+      enable();
       panel.refresh();
     }
   });
 }
 
-async function openTask(of: Task): Promise<Trainer> {
+/** Closes the trainer, whose weights are of what was given before. */
+async function close(): Promise<void> {
   const old = trainer;
   trainer = undefined;
   await old?.dispose();
+}
+
+async function openTask(of: Task): Promise<Trainer> {
+  await close();
   say("Loading ONNX Runtime and your model ...");
   return (trainer = await open(of, text("device") as "wasm" | "webgpu", say));
 }
@@ -125,14 +137,16 @@ $("start").onclick = () => void run.begin(async (clicked) => {
   await train(task!, await openTask(task!), clicked);
 });
 $("save").onclick = () => void attempt(async () => {
+  const { slot } = task!;
   const net = trainer ?? (await openTask(task!));
-  await net.save(task!.slot);
+  await net.save(slot);
   say(`Saved at step ${net.globalStep}.`);
 });
 $("resume").onclick = () => void run.begin(async (clicked) => {
-  const net = await openTask(task!);
-  await net.load(task!.slot);
-  await train(task!, net, clicked);
+  const of = task!;
+  const net = await openTask(of);
+  await net.load(of.slot);
+  await train(of, net, clicked);
 });
 for (const id of ["own-model", "own-data"]) {
   const input = $<HTMLInputElement>(id);

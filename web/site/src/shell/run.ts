@@ -29,6 +29,7 @@ export class Run {
   readonly #chart: Chart;
   readonly #changed: (running: boolean) => void;
   #stop: AbortController | undefined;
+  #ended: Promise<void> = Promise.resolve();
   #paused = false;
   #resume: () => void = () => undefined;
 
@@ -37,7 +38,7 @@ export class Run {
     this.#chart = chart;
     this.#changed = changed;
     $("pause").onclick = () => this.pause(!this.#paused);
-    $("stop").onclick = () => this.stop();
+    $("stop").onclick = () => void this.stop();
     this.#show(false);
   }
 
@@ -51,9 +52,11 @@ export class Run {
     if (!on) this.#resume();
   }
 
-  stop(): void {
+  /** Ends a run; done when it has said its last word. */
+  async stop(): Promise<void> {
     this.#stop?.abort();
     this.pause(false);
+    await this.#ended;
   }
 
   /** Does work that ends with training; Pause and Stop count from here on. Another run is stopped. */
@@ -62,10 +65,14 @@ export class Run {
     if (this.#stop) return;
     this.#stop = new AbortController();
     this.#show(true);
+    await (this.#ended = this.#do(() => work(clicked), this.#stop.signal));
+  }
+
+  async #do(work: () => Promise<void>, signal: AbortSignal): Promise<void> {
     try {
-      await work(clicked);
+      await work();
     } catch (error) {
-      if (this.#stop.signal.aborted) say("Stopped.");
+      if (signal.aborted) say("Stopped.");
       else fail(error);
     } finally {
       this.#stop = undefined;
@@ -90,6 +97,13 @@ export class Run {
     let [told, steps, next] = [1, 0, 0];
     let began = performance.now();
     tell(told);
+    const numbers = (loss: number, total: number) => {
+      const speed = (1000 * steps) / (performance.now() - began);
+      show("loss", loss.toFixed(3));
+      show("speed", speed.toFixed(0));
+      show("eta", `${((total - steps) / speed).toFixed(0)} s`);
+      this.#chart.draw();
+    };
     const options = { epochs, batchSize, schedule, validation: test, signal, ...(pace ? { stepsPerCall: 1 } : {}) };
     for await (const m of trainer.fit(rows, options)) {
       const now = performance.now();
@@ -98,12 +112,8 @@ export class Run {
       this.#chart.add(m.step, m.loss, validation && (validation["accuracy"] ?? validation.loss));
       if (m.epoch !== told) tell((told = m.epoch));
       if (now > next || validation) {
-        const speed = (1000 * steps) / (now - began);
-        show("loss", m.loss.toFixed(3));
-        show("speed", speed.toFixed(0));
-        show("eta", `${((m.totalSteps! - steps) / speed).toFixed(0)} s`);
+        numbers(m.loss, m.totalSteps!);
         if (validation) show("accuracy", validation["accuracy"] === undefined ? `loss ${validation.loss.toFixed(3)}` : `${(100 * validation["accuracy"]!).toFixed(1)} %`);
-        this.#chart.draw();
         await look?.(validation !== undefined);
         // Most of the time is for training, also where pictures take long.
         next = performance.now() + Math.max(NUMBERS, 2 * (performance.now() - now));
@@ -112,6 +122,7 @@ export class Run {
       if (ahead > 10) await wait(ahead);
       if (this.#paused) {
         const paused = performance.now();
+        numbers(m.loss, m.totalSteps!);
         say("Paused.");
         await new Promise<void>((resolve) => (this.#resume = resolve));
         began += performance.now() - paused;

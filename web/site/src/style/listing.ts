@@ -27,5 +27,5 @@ from onnxtrain.torch import from_torch
 model = from_torch(StyleLoss(net, content_weight=1, style_weight=1), batch)  # gives its loss
 artifacts = onnxtrain.build(model, loss="loss", optimizer="adam:lr=0.004", train="net.*")
 trainer = onnxtrain.Trainer(artifacts)
-trainer.fit(batches, epochs=7, schedule="cosine")
+trainer.fit(batches, epochs=12, schedule="cosine")
 `;

@@ -22,6 +22,8 @@ let shown: ImageBitmap | undefined;
 let closeCamera: (() => void) | undefined;
 /** Counts what was asked for: only the newest answer is shown. */
 let asked = 0;
+/** Counts what a person chose: a picture that is still being loaded gives way to the next one. */
+let chosen = 0;
 
 const longer = () => Number(document.querySelector<HTMLInputElement>("#sizes :checked")!.value);
 const sizeOf = (picture: Picture): [number, number] =>
@@ -54,7 +56,6 @@ async function show(picture: Picture, side: number): Promise<number | undefined>
 }
 
 async function still(picture: ImageBitmap): Promise<void> {
-  stopCamera();
   shown = picture;
   say("The net paints ...");
   const took = await show(picture, longer());
@@ -69,7 +70,8 @@ function stopCamera(): void {
 }
 
 async function startCamera(): Promise<void> {
-  const close = await openCamera(video);
+  const close = await openLive();
+  if (!close) return;
   video.hidden = false;
   closeCamera = close;
   mark(undefined);
@@ -79,11 +81,29 @@ async function startCamera(): Promise<void> {
   while (closeCamera === close) await show(video, Math.min(LIVE, longer()));
 }
 
+/** Opens the camera with its button disabled until it is on. */
+async function openLive(): Promise<(() => void) | undefined> {
+  const button = $<HTMLButtonElement>("live");
+  const mine = ++chosen;
+  button.disabled = true;
+  try {
+    const close = await openCamera(video);
+    if (mine === chosen) return close;
+    close();
+    return undefined;
+  } finally {
+    button.disabled = false;
+  }
+}
+
 async function fromFile(file: Blob | null | undefined): Promise<void> {
   if (!file) return;
+  stopCamera();
+  const mine = ++chosen;
   const picture = await createImageBitmap(file).catch(() => {
     throw new Error(`${(file as File).name ?? "that"} is no picture that this browser can read`);
   });
+  if (mine !== chosen) return;
   mark(undefined);
   await still(picture);
 }
@@ -93,9 +113,12 @@ function mark(name: string | undefined): void {
 }
 
 async function sample(name: string): Promise<void> {
+  stopCamera();
+  const mine = ++chosen;
   const response = await fetch(siteFile(`style/${name}.jpg`));
   if (!response.ok) throw new Error(`the sample cannot be loaded: ${response.status}`);
   const picture = await createImageBitmap(await response.blob());
+  if (mine !== chosen) return;
   mark(name);
   await still(picture);
 }

@@ -18,6 +18,8 @@ const EPOCHS = 40;
 /** Between examples that are recorded, and between questions, in ms. */
 const RECORD: Record<Source, number> = { camera: 120, microphone: 200, pictures: 0 };
 const ASK = 120;
+/** Of each thing that the page draws itself: with ten, a star in six was taken for a ball. */
+const DRAWN = 24;
 const NOTES: Record<Source, string> = {
   camera: "Hold a button while the camera sees the thing, from all sides. Twenty examples of each are good.",
   microphone: "Hold a button while the sound is there. Make the first class silence, so that it has something to say when nobody does.",
@@ -174,7 +176,7 @@ async function example(): Promise<void> {
   list.clear();
   for (const name of Object.keys(DRAWINGS)) {
     const fresh = list.add(name);
-    for (let i = 0; i < 10; i++) await take(fresh, draw(name));
+    for (let i = 0; i < DRAWN; i++) await take(fresh, draw(name));
   }
   await learn();
   await judge(draw("Stars"));

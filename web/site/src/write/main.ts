@@ -102,15 +102,26 @@ async function learn(model: Trainer, mine: number, numbers: readonly number[]): 
       paint(step, mean, (1000 * read) / reading);
       chart.draw();
     }
-    if (paused) await new Promise<void>((resolve) => (goOn = resolve));
+    if (paused) await rest(step, mean, (1000 * read) / reading);
   }
+}
+
+/** Waits until it may go on; what is shown meanwhile is how things are after this step. */
+async function rest(step: number, loss: number, rate: number): Promise<void> {
+  paint(step, loss, rate);
+  chart.draw();
+  $("paper").setAttribute("aria-busy", "false");
+  say(`Paused after ${step} ${step === 1 ? "step" : "steps"}. What it typed can be read now.`);
+  await new Promise<void>((resolve) => (goOn = resolve));
+  $("paper").setAttribute("aria-busy", "true");
 }
 
 /** Learns the text that is in the field, from the beginning. */
 async function start(): Promise<void> {
-  const mine = ++run;
-  if (paused) pause();
   if ([...source.value].length <= LENGTH) throw new Error(`the text has ${[...source.value].length} characters, the model reads pieces of ${LENGTH}: give it more`);
+  const mine = ++run;
+  $<HTMLButtonElement>("pause").disabled = true;
+  if (paused) pause();
   const model = await open();
   if (mine !== run) return;
   alphabet = new Alphabet(source.value);
@@ -126,15 +137,17 @@ async function start(): Promise<void> {
     await learn(model, mine, alphabet.encode(source.value));
   } catch (error) {
     // What is closed while it works says so; another run has begun.
-    if (mine === run) throw error;
+    if (mine !== run) return;
+    $<HTMLButtonElement>("pause").disabled = true;
+    throw error;
   }
 }
 
 function pause(): void {
   paused = !paused;
   show("pause", paused ? "Go on" : "Pause");
-  say(paused ? "Paused. What it typed can be read now." : `It learns, on ${trainer?.device ?? device()}.`);
-  $("paper").setAttribute("aria-busy", String(!paused));
+  // It rests after the step that is under way, and says so then.
+  say(paused ? "It finishes this step ..." : `It learns, on ${trainer?.device ?? device()}.`);
   if (!paused) goOn?.();
 }
 

@@ -88,6 +88,7 @@ test("a model of one's own learns from CSV, JSONL and NPZ, with text labels, and
   await train(page);
   await until(page, `Failed: ones.csv: 'labels' has 4 in row ${readFileSync(file("first.txt"), "utf8")}; the model has 4 classes: 0 to 3`);
   await give(page, "good.csv");
+  await expect.poll(() => state(page).innerText()).toContain("400 rows from good.csv");
   await train(page, { "Learning rate": "0.02", Epochs: "10" });
   await until(page, "Done: 100 steps");
   await page.getByRole("button", { name: "Save", exact: true }).click();
@@ -120,9 +121,14 @@ test("without a model the page makes one for the table, on a phone too", async (
   await until(page, "Ready.");
   await page.getByRole("button", { name: "Continue saved" }).click();
   await until(page, "Failed:");
+  // What another table brought is not saved under the name of this one.
+  await page.getByRole("button", { name: "Train my model" }).click();
+  await until(page, "Done");
   // A number to predict: the loss on unseen rows is shown in place of the share that is right.
   await give(page, "number.csv");
   await expect.poll(() => state(page).innerText()).toContain("it predicts 'area'");
+  await page.getByRole("button", { name: "Save", exact: true }).click();
+  await until(page, "Saved at step 0.");
   await train(page, { Epochs: "20" });
   await until(page, "Done");
   expect(await page.locator("#accuracy").innerText()).toMatch(/^loss 0\.0/);

@@ -95,15 +95,17 @@ test("the camera and the microphone are examples too: held by finger, pressed by
   await page.getByText("Microphone", { exact: true }).tap();
   await until(page, "The microphone is on.");
   await record.nth(1).focus();
-  await page.keyboard.press("Enter");
-  await expect.poll(() => count(page, 1)).toBeGreaterThanOrEqual(4);
-  await expect.poll(() => record.nth(1).getAttribute("aria-pressed")).toBe("false");
+  // Two seconds a press: a busy machine takes few examples in that time.
+  while (!((await count(page, 1)) >= 4)) {
+    await page.keyboard.press("Enter");
+    await expect.poll(() => record.nth(1).getAttribute("aria-pressed")).toBe("false");
+  }
   await page.getByRole("button", { name: "Learn", exact: true }).tap();
   await until(page, "Learned ");
   // What is heard now is a sound and not what the camera saw.
   await expect.poll(() => page.evaluate(() => document.querySelector("#bars .top .label")?.textContent)).toBe("Class 2");
   await page.getByRole("button", { name: "Show me with an example" }).tap();
-  await until(page, "Learned 30 examples of 3 classes");
+  await until(page, "Learned 72 examples of 3 classes");
   await expect.poll(() => page.locator("#bars .top").count()).toBe(1);
   await page.getByRole("button", { name: "Remove Stars" }).tap();
   expect(await page.locator("#classes li").count()).toBe(2);

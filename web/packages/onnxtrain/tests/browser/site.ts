@@ -43,7 +43,7 @@ export interface Opened {
 export class Site {
   private constructor(readonly address: string, readonly browser: Browser, readonly folder: string, private readonly end: () => void) {}
 
-  static async open(options: { camera?: boolean } = {}): Promise<Site> {
+  static async open(options: { camera?: boolean; webgpu?: boolean } = {}): Promise<Site> {
     await buildSite();
     const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
     symlinkSync(`${SITE}/dist`, join(folder, "onnxtrain"));
@@ -74,6 +74,19 @@ export class Site {
 /** Waits for words of the status that stay: what is there for an instant may be missed. */
 export const until = (page: Page, words: string) =>
   page.waitForFunction((w) => document.querySelector("#status")!.textContent!.includes(w), words);
+
+/**
+ * Presses Pause or Stop while a run is under way, in the page itself: it may be over when a click from here arrives.
+ * One that has ended meanwhile is begun again.
+ */
+export const interrupt = (page: Page, id: "pause" | "stop") => page.waitForFunction((name) => {
+  const press = (button: string) => document.querySelector<HTMLButtonElement>(`#${button}`)!.click();
+  const said = document.querySelector("#status")!.textContent!;
+  if (said.startsWith("Done")) press("start");
+  if (!/^Epoch [1-5] /.test(said)) return false;
+  press(name);
+  return true;
+}, id);
 
 export const PHONE: BrowserContextOptions = { viewport: { width: 390, height: 844 }, colorScheme: "dark", hasTouch: true };
 export const DESK: BrowserContextOptions = { viewport: { width: 1280, height: 900 }, colorScheme: "light" };

@@ -1,0 +1,93 @@
+import { readdirSync, readFileSync, statSync } from "node:fs";
+import { InferenceSession } from "onnxruntime-node";
+import { afterEach, expect, test, vi } from "vitest";
+import { readCheckpoint, Trainer } from "../src/index.js";
+import { generate } from "../src/text/index.js";
+import { bytes, FIXTURES } from "./support.js";
+
+const FOLDER = `${FIXTURES}/lm`;
+const { prompt } = JSON.parse(readFileSync(`${FOLDER}/expected.json`, "utf8")) as { prompt: number[] };
+type Feeds = Record<string, unknown>;
+
+/** What the runtime was asked for: sessions, open or not, with all that they were run on. */
+interface Opened {
+  readonly model: Uint8Array;
+  readonly external: readonly Uint8Array[];
+  readonly runs: Feeds[];
+  results: Feeds[];
+  open: boolean;
+}
+
+afterEach(() => vi.restoreAllMocks());
+
+/** Watches the sessions that are opened from here on. */
+function watch(): Opened[] {
+  const sessions: Opened[] = [];
+  const create = InferenceSession.create.bind(InferenceSession) as (m: Uint8Array, o: InferenceSession.SessionOptions) => Promise<InferenceSession>;
+  vi.spyOn(InferenceSession, "create").mockImplementation((async (model: Uint8Array, options: InferenceSession.SessionOptions) => {
+    const session = await create(model, options);
+    const external = (options.externalData ?? []).map((e) => (e as { data: Uint8Array }).data);
+    const opened: Opened = { model, external, runs: [], results: [], open: true };
+    const [run, release] = [session.run.bind(session), session.release.bind(session)];
+    session.run = (async (feeds: never) => {
+      opened.runs.push(feeds);
+      const results = await run(feeds);
+      opened.results.push(results as unknown as Feeds);
+      return results;
+    }) as never;
+    session.release = async () => {
+      opened.open = false;
+      await release();
+    };
+    sessions.push(opened);
+    return session;
+  }) as never);
+  return sessions;
+}
+
+async function write(trainer: Trainer, keep?: boolean): Promise<void> {
+  for await (const _ of generate(trainer, prompt, { maxTokens: 2, ...(keep === undefined ? {} : { keep }) }));
+}
+
+test("sampling is a second session on the same file of weights and on the very adapters that are trained", async () => {
+  const sessions = watch();
+  const names = readdirSync(FOLDER).filter((name) => /\.(onnx|bin)$|^checkpoint$|^manifest/.test(name));
+  const artifacts = new Map(names.map((name) => [name, bytes(`${FOLDER}/${name}`)]));
+  const trainer = await Trainer.create({ artifacts, device: "node", threads: 1 });
+  const { tensors } = await readCheckpoint(bytes(`${FOLDER}/batches.safetensors`));
+  await trainer.step(Object.fromEntries(["input_ids", "attention_mask", "labels"].map((n) => [n, tensors.get(`0/${n}`)!])));
+  await write(trainer, true);
+  expect(sessions.length).toBe(2);
+  const [training, sampling] = sessions as [Opened, Opened];
+  // The frozen weights: one file, whose bytes both sessions were given and neither model has in it.
+  const size = statSync(`${FOLDER}/weights.bin`).size;
+  expect(size).toBeGreaterThan(0);
+  for (const { external } of sessions) {
+    expect(external.length).toBe(1);
+    expect(external[0] === artifacts.get("weights.bin"), "the very bytes that were given").toBe(true);
+  }
+  expect(sampling.model.length).toBeLessThan(size);
+  // The adapters: tensors that the step gave, fed to the other session as they are.
+  const trained = new Set(Object.values(training.results.at(-1)!));
+  for (const { name } of trainer.parameters) expect(trained.has(sampling.runs[0]![name]), name).toBe(true);
+  await trainer.dispose();
+  expect(sessions.map((s) => s.open)).toEqual([false, false]);
+});
+
+test("the second session is open while it samples, and longer only if it is to be kept", async () => {
+  const sessions = watch();
+  const trainer = await Trainer.create({ artifacts: FOLDER, device: "node", threads: 1 });
+  const open = () => sessions.map((s) => s.open);
+  expect(open()).toEqual([true]);
+  await write(trainer, false);
+  expect(open()).toEqual([true, false]);
+  await write(trainer);
+  expect(open()).toEqual([true, false, true]);
+  await write(trainer); // these weights are small: it was kept, and no other is opened
+  expect(open()).toEqual([true, false, true]);
+  // As if the weights were large.
+  Object.assign(trainer.manifest.options["memory"] as object, { constants: 32e6 });
+  await write(trainer);
+  expect(open()).toEqual([true, false, false]);
+  await trainer.dispose();
+});
