@@ -17,6 +17,7 @@ from onnxtrain.autodiff.registry import KEPT, vjp
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.late import late_zero
+from onnxtrain.graph.builder.packed_parts import PackedParts
 from onnxtrain.graph.shapes.dims import Dim
 
 _SMALLEST_BLOCK = 16  # of GatherBlockQuantized
@@ -69,7 +70,12 @@ def matmul_n_bits(
     form = _Form(K, N, block_size, bits)
     da = None
     if wanted[0]:
-        da = op.MatMul(dy, _unpacked(op, b, scales, points, form, dy))
+        parts = PackedParts(N, K, block_size, bits)
+        if op.target.prefers("packed-parts") and parts.fits(scales):
+            weights = parts.weights(op, b, scales, points, wait=dy)
+            da = parts.together(op, parts.product_back(op, dy, weights))
+        else:
+            da = op.MatMul(dy, _unpacked(op, b, scales, points, form, dy))
     dscales = None
     if wanted[2]:
         ones = op.ones_like(scales)
