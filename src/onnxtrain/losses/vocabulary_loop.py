@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.autodiff.registry import mark_stopped
 from onnxtrain.autodiff.rules.packed_weights import emit_contrib
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.packed_parts import PackedParts
@@ -57,9 +58,8 @@ class PackedHead:
     def parts(self, op: OpBuilder) -> PackedParts | None:
         """Return how the words of one turn are unpacked by operators on bytes, if they are."""
         block, bits = self.attributes["block_size"], self.attributes["bits"]
-        form = PackedParts(self.piece, self.width, block, bits)
-        wanted = op.target.prefers("packed-parts") and form.fits(self.scales)
-        return form if wanted else None
+        form = PackedParts(self.piece, self.width, block, bits, self.scales.dtype)
+        return chosen(op, form, WORD_FORMS, WORD_CHOICES)(form)
 
     def turn(self, op: OpBuilder, first: ir.Value, form: PackedParts | None) -> list[ir.Value]:
         """Return the weights of the words from ``first`` on, as one matrix or in parts."""
@@ -70,6 +70,21 @@ class PackedHead:
         scales = op.Reshape(self.scales, [self.words, self.width // form.block])
         b, scales = (op.Slice(x, start, end, [0]) for x in (self.bits, scales))
         return form.weights(op, b, scales)
+
+
+def _whole(form: PackedParts) -> None:
+    return None
+
+
+def _in_parts(form: PackedParts) -> PackedParts:
+    return form
+
+
+WORD_FORMS: Forms[PackedParts] = {
+    "whole": Form(_whole),
+    "parts": Form(_in_parts, PackedParts.fits),
+}
+WORD_CHOICES: Choices[PackedParts] = [Choice("parts", prefers="packed-parts"), Choice("whole")]
 
 
 def packed_head(head: Head) -> PackedHead | None:

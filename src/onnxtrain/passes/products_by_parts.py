@@ -31,10 +31,11 @@ def products_by_parts(model: ir.Model, op: OpBuilder) -> int:
 def _replaced(op: OpBuilder, node: ir.Node) -> bool:
     x, b, scales, points, groups, bias = [*node.inputs, *[None] * _INPUTS][:_INPUTS]
     named = S.attributes_of(node, 1)
-    form = PackedParts(named["N"], named["K"], named["block_size"], named.get("bits", 4))
     if x is None or scales is None or b is None or b.const_value is None or groups is not None:
         return False
-    if not form.fits(scales) or S.dims_of(x) is None or x.dtype != ir.DataType.FLOAT:
+    sizes = named["N"], named["K"], named["block_size"], named.get("bits", 4)
+    form = PackedParts(*sizes, scales.dtype)
+    if not form.fits() or S.dims_of(x) is None:
         return False
     if points is not None and (points.const_value is None or points.dtype != ir.DataType.UINT8):
         return False

@@ -29,6 +29,8 @@ class PackedParts:
     width: int
     block: int
     bits: int
+    dtype: ir.DataType | None = ir.DataType.FLOAT
+    """Of the scales, and of what is multiplied."""
 
     @property
     def parts(self) -> int:
@@ -39,13 +41,13 @@ class PackedParts:
     def _scales(self) -> int:
         return self.rows * (self.width // self.block)
 
-    def fits(self, scales: ir.Value) -> bool:
+    def fits(self) -> bool:
         """Return whether weights of this form can be unpacked so."""
         return (
             self.bits in (2, 4, 8)
             and self.block >= _SMALLEST_BLOCK
             and self.width % self.block == 0
-            and scales.dtype == ir.DataType.FLOAT
+            and self.dtype == ir.DataType.FLOAT
         )
 
     def apart(self, op: OpBuilder, x: ir.Value) -> ir.Value:
