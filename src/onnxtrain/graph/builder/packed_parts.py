@@ -2,8 +2,9 @@
 
 A byte holds ``p = 8 / bits`` numbers of a row. With ``W_i`` the numbers in place ``i`` of all
 bytes and ``x_i`` the columns ``i, i + p, ...`` of ``x``: ``x W^T = sum of x_i W_i^T``. So no number
-has to change its place: a place is cut out of all bytes at once, and scaled, and multiplied.
-Columns of ``x`` that belong together are put side by side before, which is a small matrix.
+has to change its place: a place is cut out of all bytes at once, scaled and multiplied. Not even
+its bits move: ``(2^k q - 2^k z) (s / 2^k)`` is ``(q - z) s`` to the last bit. Columns of ``x`` that
+belong together are put side by side before, which is a small matrix.
 """
 
 from __future__ import annotations
@@ -80,39 +81,41 @@ class PackedParts:
             wait: what must be there before the first weight is unpacked, where ``b`` is constant.
         """
         late = None if wait is None else late_zero(op, wait)
-        scale = op.Reshape(scales, [self._scales])
-        if late is not None and self.parts == 1:
-            scale = op.Add(scale, op.Cast(late, to=ir.DataType.FLOAT))
-        zeros = self._points(op, points)
         sizes = [self._scales, self.block // self.parts]
+        zeros = self._points(points)
         weights = []
         for i in range(self.parts):
-            numbers = op.Reshape(self._place(op, b, i, late), sizes)
-            wide = op.DequantizeLinear(numbers, scale, zeros, axis=0)
+            place = self.bits * i
+            numbers, scale = b, op.Reshape(scales, [self._scales])
+            if self.parts > 1:
+                mask = ((1 << self.bits) - 1) << place
+                numbers = op.BitwiseAnd(b, self._number(op, mask, ir.DataType.UINT8, late))
+            if place or (self.parts == 1 and late is not None):
+                scale = op.Mul(scale, self._number(op, 2.0**-place, self.dtype, late))
+            numbers, points_here = op.Reshape(numbers, sizes), op.const(zeros << np.uint8(place))
+            wide = op.DequantizeLinear(numbers, scale, points_here, axis=0)
             weights.append(op.Reshape(wide, [self.rows, self.width // self.parts]))
         return weights
 
-    def _place(self, op: OpBuilder, b: ir.Value, i: int, late: ir.Value | None) -> ir.Value:
-        """Return the numbers in one place of the bytes, a byte each."""
+    def _number(
+        self, op: OpBuilder, value: float, dtype: ir.DataType | None, late: ir.Value | None
+    ) -> ir.Value:
+        """Return a number that is only known when ``late`` is, if there is such a zero."""
+        if late is None:
+            return op.const([value], dtype)
+        if dtype == ir.DataType.UINT8:  # kernels add no bytes
+            return op.Cast(op.Add(late, op.const([int(value)])), to=dtype)
+        return op.Add(op.Cast(late, to=dtype), op.const([value], dtype))
 
-        def number(n: int) -> ir.Value:
-            if late is None:
-                return op.const([n], ir.DataType.UINT8)
-            return op.Cast(op.Add(late, op.const([n])), to=ir.DataType.UINT8)
-
-        if i:
-            b = op.BitShift(b, number(self.bits * i), direction="RIGHT")
-        last = i == self.parts - 1
-        return b if last else op.BitwiseAnd(b, number((1 << self.bits) - 1))
-
-    def _points(self, op: OpBuilder, points: ir.Value | None) -> ir.Value:
+    def _points(self, points: ir.Value | None) -> np.ndarray:
+        """Return the zero points of all blocks, a byte each."""
         if points is None:
-            return op.const(np.full(self._scales, 1 << (self.bits - 1), np.uint8))
+            return np.full(self._scales, 1 << (self.bits - 1), np.uint8)
         raw = S.constant_of(points)
         assert raw is not None
         shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
         numbers = (raw.reshape(self.rows, -1)[..., None] >> shifts) & np.uint8((1 << self.bits) - 1)
-        return op.const(numbers.reshape(self.rows, -1)[:, : self.width // self.block].reshape(-1))
+        return numbers.reshape(self.rows, -1)[:, : self.width // self.block].reshape(-1)
 
     def product(self, op: OpBuilder, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
         """Return ``x W^T`` of columns that :meth:`apart` sorted."""
