@@ -36,13 +36,12 @@ def decoder(steps: int) -> None:
     """Write artifacts, batches, and the losses that Python finds."""
     folder = WORK / "decoder"
     shape = SHAPES["smollm2-135m"]
-    if not (folder / "manifest.json").exists():
-        if not BASE.exists():
-            decoder_file.write(shape, BASE)
-        adapted = onnxtrain.lora(BASE, rank=RANK, targets="all-linear")
-        onnxtrain.build(
-            without_cache(adapted), loss="causal_lm", optimizer="adamw", clip=1.0, target="wasm"
-        ).save(folder)
+    if not BASE.exists():
+        decoder_file.write(shape, BASE)
+    adapted = onnxtrain.lora(BASE, rank=RANK, targets="all-linear")
+    onnxtrain.build(
+        without_cache(adapted), loss="causal_lm", optimizer="adamw", clip=1.0, target="wasm"
+    ).save(folder)
     rows = np.random.default_rng(0).integers(0, shape.vocabulary, (steps, 1, TOKENS))
     trainer = onnxtrain.Trainer(folder, threads=1)
     mask = np.ones((1, TOKENS), np.int64)
@@ -55,12 +54,11 @@ def decoder(steps: int) -> None:
 def encoder() -> None:
     """Write artifacts of the classifier, and its examples."""
     folder = WORK / "encoder"
-    if not (folder / "manifest.json").exists():
-        adapted = onnxtrain.lora(minilm(), rank=4, targets=["query", "value"])
-        onnxtrain.build(
-            adapted, loss="cross_entropy", optimizer="adamw", metrics=["accuracy"], target="wasm",
-            train=[*adapted.names, "classifier.*"],
-        ).save(folder)  # fmt: skip
+    adapted = onnxtrain.lora(minilm(), rank=4, targets=["query", "value"])
+    onnxtrain.build(
+        adapted, loss="cross_entropy", optimizer="adamw", metrics=["accuracy"], target="wasm",
+        train=[*adapted.names, "classifier.*"],
+    ).save(folder)  # fmt: skip
     data: dict[str, Any] = {"classes": CLASSES}
     for name, count, seed in (("train", 8, 1), ("test", 16, 2)):
         ids, labels = examples(count, seed)

@@ -63,6 +63,7 @@ PREFERS = {
     "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
+    "packed-parts": "weights of few bits unpacked by operators on bytes, and plain products",
     "repeated-channels": "numbers per channel repeated for each of few positions",
     "rotary-operator": "rotation of features by its own operator, if the file is of its opset",
     "rows-in-one-axis": "batch and sequence joined to one axis between the views that need them",
@@ -123,7 +124,8 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "few-operators", "float16-products", "gelu-operator", "given-means"),
-    *("mask-without-infinity", "several-steps", "split-reductions", "statistics-by-layer-norm"),
+    *("mask-without-infinity", "packed-parts", "several-steps", "split-reductions"),
+    "statistics-by-layer-norm",
 }
 
 TARGETS: dict[str, Target] = {
@@ -159,7 +161,9 @@ TARGETS: dict[str, Target] = {
             "wasm",
             profile="ort-cpu",
             missing=frozenset({"output-binding"}),
-            preferences=frozenset({"loss-by-rows", "means-by-matmul", "several-steps"}),
+            preferences=frozenset(
+                {"loss-by-rows", "means-by-matmul", "packed-parts", "several-steps"}
+            ),
             family="wasm",
         ),
         Target(

@@ -9,10 +9,17 @@ import pytest
 
 import onnxtrain
 from onnxtrain.autodiff import variants
-from onnxtrain.autodiff.rules import activations, batch_norm_forms, losses, max_pool, norm
+from onnxtrain.autodiff.rules import (
+    activations,
+    batch_norm_forms,
+    losses,
+    max_pool,
+    norm,
+    packed_weights,
+)
 from onnxtrain.autodiff.rules.conv import conv, weight_grad
 from onnxtrain.autodiff.variants import Choice, Form, pick
-from onnxtrain.losses import binary, classification, metrics, multi_margin
+from onnxtrain.losses import binary, classification, metrics, multi_margin, vocabulary_loop
 from onnxtrain.targets import find
 
 SOURCE = Path(onnxtrain.__file__).parent
@@ -67,6 +74,8 @@ def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
         (batch_norm_forms.SPREAD_FORMS, batch_norm_forms.SPREAD_CHOICES),
         (batch_norm_forms.DIFFERENCE_FORMS, batch_norm_forms.DIFFERENCE_CHOICES),
         (norm.MEANS_FORMS, norm.MEANS_CHOICES),
+        (packed_weights.INPUT_FORMS, packed_weights.INPUT_CHOICES),
+        (vocabulary_loop.WORD_FORMS, vocabulary_loop.WORD_CHOICES),
         (max_pool.POOLING_FORMS, max_pool.POOLING_CHOICES),
         (losses.WITHOUT_LABEL_FORMS, losses.BY_LABEL),
         (losses.AT_LABEL_FORMS, losses.BY_LABEL),

@@ -19,8 +19,10 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.autodiff.registry import mark_stopped
 from onnxtrain.autodiff.rules.packed_weights import emit_contrib
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.builder.packed_parts import PackedParts
 from onnxtrain.losses.head import Head
 
 _LOWEST = float(np.finfo(np.float32).min)
@@ -53,6 +55,37 @@ class PackedHead:
         S.set_dims(rows, [dims[0], self.width])
         return rows
 
+    def parts(self, op: OpBuilder) -> PackedParts | None:
+        """Return how the words of one turn are unpacked by operators on bytes, if they are."""
+        block, bits = self.attributes["block_size"], self.attributes["bits"]
+        form = PackedParts(self.piece, self.width, block, bits, self.scales.dtype)
+        return chosen(op, form, WORD_FORMS, WORD_CHOICES)(form)
+
+    def turn(self, op: OpBuilder, first: ir.Value, form: PackedParts | None) -> list[ir.Value]:
+        """Return the weights of the words from ``first`` on, as one matrix or in parts."""
+        if form is None:
+            return [self.rows(op, op.Add(first, op.iota(self.piece)))]
+        start = op.Unsqueeze(first, [0])
+        end = op.Add(start, self.piece)
+        scales = op.Reshape(self.scales, [self.words, self.width // form.block])
+        b, scales = (op.Slice(x, start, end, [0]) for x in (self.bits, scales))
+        return form.weights(op, b, scales)
+
+
+def _whole(form: PackedParts) -> None:
+    return None
+
+
+def _in_parts(form: PackedParts) -> PackedParts:
+    return form
+
+
+WORD_FORMS: Forms[PackedParts] = {
+    "whole": Form(_whole),
+    "parts": Form(_in_parts, PackedParts.fits),
+}
+WORD_CHOICES: Choices[PackedParts] = [Choice("parts", prefers="packed-parts"), Choice("whole")]
+
 
 def packed_head(head: Head) -> PackedHead | None:
     """Return the last layer if it is one packed product that the loop can take."""
@@ -80,6 +113,9 @@ def by_vocabulary(op: OpBuilder, head: PackedHead, labels: ir.Value, ignored: in
     rows = op.reshape(head.hidden, [-1, head.width])
     counts = op.Not(op.Equal(labels, ignored))
     chosen = head.rows(op, op.Where(counts, labels, op.const(0, labels.dtype)))
+    form = head.parts(op)
+    if form is not None:  # a sum over columns, in whatever order
+        rows, chosen = form.apart(op, rows), form.apart(op, chosen)
     column = [op.size(rows, 0), 1]
     start = [op.full(column, _LOWEST, ir.DataType.FLOAT), op.full(column, 0.0, ir.DataType.FLOAT)]
     firsts = op.const(np.arange(0, head.words, head.piece, dtype=np.int64))
@@ -107,15 +143,17 @@ def _loop(
     first.shape = ir.Shape([])
     step.graph.inputs.append(first)
     most, total, own, *rest = step.graph.inputs[: len(start)]
-    weights = head.rows(step, step.Add(first, step.iota(head.piece)))
-    x = step.MatMul(own, step.mT(weights))
+    form = head.parts(op)
+    weights = head.turn(step, first, form)
+    x = step.MatMul(own, step.mT(weights[0])) if form is None else form.product(step, own, weights)
     higher = step.Max(most, step.ReduceMax(x, [1], keepdims=1))
     e, shrink = step.Exp(step.Sub(x, higher)), step.Exp(step.Sub(most, higher))
     summed = step.Add(step.Mul(total, shrink), step.ReduceSum(e, [1], keepdims=1))
     step.graph.outputs.extend([higher, summed, step.Identity(own)])
     if rest:
         mean, chosen = rest
-        weighted = step.Add(step.Mul(mean, shrink), step.MatMul(e, weights))
+        rows = step.MatMul(e, weights[0]) if form is None else form.product_back(step, e, weights)
+        weighted = step.Add(step.Mul(mean, shrink), rows)
         step.graph.outputs.extend([weighted, step.Identity(chosen)])
     results = op.Scan(*start, firsts, body=step.graph, num_scan_inputs=1, _outputs=len(start))
     mark_stopped(results[0].producer())

@@ -33,6 +33,7 @@ from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
+from onnxtrain.passes.products_by_parts import products_by_parts
 from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
 from onnxtrain.passes.rotary_operator import rotary_operator
 from onnxtrain.passes.rows_in_one_axis import rows_in_one_axis
@@ -108,6 +109,7 @@ FINAL = (
     Pass(rows_in_one_axis, prefers="rows-in-one-axis"),
     Pass(sum_in_product, prefers="sum-in-product"),
     Pass(mean_in_product, prefers="sum-in-product"),
+    Pass(products_by_parts, prefers="packed-parts"),
     Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
 )

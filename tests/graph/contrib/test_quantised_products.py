@@ -102,7 +102,7 @@ def test_equals_the_kernel(name: str) -> None:
     CASES[name].check_forward()
 
 
-@pytest.mark.parametrize("target", ["cpu", "portable"])
+@pytest.mark.parametrize("target", ["cpu", "portable", "wasm"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_equals_finite_differences(name: str, target: str) -> None:
     CASES[name].check_gradient(target)

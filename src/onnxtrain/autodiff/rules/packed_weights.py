@@ -14,9 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import KEPT, vjp
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.late import late_zero
+from onnxtrain.graph.builder.packed_parts import PackedParts
 from onnxtrain.graph.shapes.dims import Dim
 
 _SMALLEST_BLOCK = 16  # of GatherBlockQuantized
@@ -69,7 +71,9 @@ def matmul_n_bits(
     form = _Form(K, N, block_size, bits)
     da = None
     if wanted[0]:
-        da = op.MatMul(dy, _unpacked(op, b, scales, points, form, dy))
+        parts = PackedParts(N, K, block_size, bits, scales.dtype)
+        product = chosen(op, parts, INPUT_FORMS, INPUT_CHOICES)
+        da = product(op, dy, b, scales, points, parts)
     dscales = None
     if wanted[2]:
         ones = op.ones_like(scales)
@@ -85,6 +89,23 @@ def matmul_n_bits(
     if len(wanted) > _BIAS and wanted[_BIAS]:
         dbias = op.sum_to(dy, bias)
     return da, None, dscales, None, None, dbias
+
+
+def _by_rows(op, dy, b, scales, points, form: PackedParts):
+    whole = _Form(form.width, form.rows, form.block, form.bits)
+    return op.MatMul(dy, _unpacked(op, b, scales, points, whole, dy))
+
+
+def _by_parts(op, dy, b, scales, points, form: PackedParts):
+    weights = form.weights(op, b, scales, points, wait=dy)
+    return form.together(op, form.product_back(op, dy, weights))
+
+
+INPUT_FORMS: Forms[PackedParts] = {
+    "rows": Form(_by_rows),
+    "parts": Form(_by_parts, PackedParts.fits),
+}
+INPUT_CHOICES: Choices[PackedParts] = [Choice("parts", prefers="packed-parts"), Choice("rows")]
 
 
 class _Form:
