@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.wild import produce
-from tests.wild.judge import judge
+from tests.wild.apart import apart
+from tests.wild.judge import Row, judge
 from tests.wild.report import LONGEST, reason
 
 
@@ -58,3 +61,24 @@ def test_the_hint_of_a_refusal_is_followed(tmp_path: Path) -> None:
     assert row.last is not None
     assert row.first is not None
     assert row.last < row.first
+
+
+def _dies(path: Path, label: str) -> Row:
+    os.kill(os.getpid(), signal.SIGFPE)
+    return Row(label)
+
+
+def _runs(path: Path, label: str) -> Row:
+    while True:
+        pass
+
+
+def _answers(path: Path, label: str) -> Row:
+    return Row(label, "refused", message=path.name)
+
+
+def test_a_file_that_crashes_or_runs_on_is_a_row() -> None:
+    path = Path("a.onnx")
+    assert apart("a", path, _answers) == Row("a", "refused", message="a.onnx")
+    assert apart("a", path, _dies) == Row("a", "crash", message=f"exit status {-signal.SIGFPE}")
+    assert apart("a", path, _runs, limit=1) == Row("a", "time limit", seconds=1)
