@@ -101,6 +101,7 @@ def _trained(
 ) -> str:
     """Fill the row; return what training and exporting came to."""
     _, target = _target(original.outputs(feeds), name)
+    source: Any = path
     options: dict[str, Any] = {}
     try:
         seen = _gradient(path, original, feeds, name, row.file)
@@ -108,10 +109,12 @@ def _trained(
         if HINT not in str(error):
             raise
         row.message, options = str(error), {"straight_through": True}
+        if "onnxtrain.lora" in str(error):
+            source = onnxtrain.lora(path, targets=["*"], rank=2)
     else:
         for field in ("parameters", "elements", "forward", "gradient", "checked", "closer"):
             setattr(row, field, getattr(seen, field))
-    verdict = _steps(path, row, losses.LossTerm("mse", output=name), feeds, target, **options)
+    verdict = _steps(source, row, losses.LossTerm("mse", output=name), feeds, target, **options)
     if verdict == "trains right" and row.export is not None and row.export > _exact(original):
         return "export differs from predict"
     return "refused; trains by its hint" if options and verdict == "trains right" else verdict
@@ -180,14 +183,14 @@ def _target_name(trainer: Trainer) -> str:
 
 
 def _steps(
-    path: Path, row: Row, loss: Any, inputs: dict[str, np.ndarray], target: np.ndarray,
+    source: Any, row: Row, loss: Any, inputs: dict[str, np.ndarray], target: np.ndarray,
     **options: Any,
 ) -> str:  # fmt: skip
     """Take ten steps at a rate that lowers the loss, and compare what is exported."""
     trainer = None
     for rate in RATES:
         settings: dict[str, Any] = {"loss": loss, "optimizer": f"adamw:lr={rate}", **options}
-        trainer = Trainer(onnxtrain.build(path, **settings), threads=1)
+        trainer = Trainer(onnxtrain.build(source, **settings), threads=1)
         batch = {**inputs, _target_name(trainer): target}
         values = [float(trainer.step(**batch).loss) for _ in range(10)]
         values.append(float(trainer.evaluate_batch(**batch).loss))

@@ -45,8 +45,8 @@ class Environment:
             return
         subprocess.run([sys.executable, "-m", "venv", str(WILD / self.name)], check=True)
         for packages in self.packages:
-            command = [str(self.python), "-m", "pip", "install", "--quiet", *packages]
-            subprocess.run(command, check=True)
+            command = [str(self.python), "-m", "pip", "install", "--quiet", "--no-compile"]
+            subprocess.run([*command, *packages], check=True)
         done.touch()
 
 

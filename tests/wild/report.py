@@ -30,15 +30,15 @@ hundredth of the steepest. It has to be below 1e-3 for decoders and encoders in 
 (mobius, genai), below 1e-2 for nets with kinks and those of packages, below 5e-2 in float16, where
 differences round. What is over the limit is looked at again: in float64 by ONNX's reference
 implementation, fused operators written out in standard ones, if that computes what the runtime
-does, with the weights of the file and with others; else by fits through 96 steps.
-Where an output ends in a sigmoid or a
-softmax the loss is taken before it: numbers near 0 and 1 have no slope that float32 shows. Files
-with 4-bit weights get float adapters of rank 2 beside every quantised product (`y = x W + x A B`),
-and the gradients of all of them are judged as well (column "adapters").
+does, with the weights of the file and with others; else by fits through 96 steps. Where an output
+ends in a sigmoid or a softmax the loss is taken before it: numbers near 0 and 1 have no slope that
+float32 shows. Files with 4-bit weights get float adapters of rank 2 beside every quantised product
+(`y = x W + x A B`), and the gradients of all of them are judged as well (column "adapters").
 
-A file that rounds its activations is refused, and the message names `straight_through=True`. It is
-then built with that: its steps and its export are judged, its gradient is not, for a loss with
-steps has no slope ("refused; trains by its hint").
+A file that rounds its activations is refused, and the message names `straight_through=True`; one
+whose weights are integers alone is refused, and the message names `onnxtrain.lora` besides. Such
+files are then built as they advise: their steps and their exports are judged, their gradients are
+not, for a loss with steps has no slope ("refused; trains by its hint").
 """
 
 
