@@ -42,6 +42,9 @@ not, for a loss with steps has no slope ("refused; trains by its hint").
 """
 
 
+EARLIER = """Rows with an error but without "alone" are of an earlier run, judged by the nearest of
+six steps.
+"""
 COLUMNS = ("file", "parameters", "elements", "alone", "gradient error", "adapters", "loss")
 COLUMNS += ("export", "verdict")
 
@@ -70,7 +73,8 @@ def write(path: Path) -> None:
     """Write the page."""
     rows = read(path)
     counts = collections.Counter(r.verdict for r in rows)
-    lines = [HEAD, "| verdict | files |", "|---|---|"]
+    earlier = [r for r in rows if r.gradient is not None and not r.checked]
+    lines = [HEAD, *([EARLIER] if earlier else []), "| verdict | files |", "|---|---|"]
     lines += [f"| {verdict} | {count} |" for verdict, count in counts.most_common()]
     by_producer: dict[str, list[Row]] = {}
     for row in rows:
