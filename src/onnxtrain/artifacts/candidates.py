@@ -17,6 +17,9 @@ from onnxtrain.graph.nodes import key_of
 from onnxtrain.graph.roles import roles_of, summary
 
 _SHOWN = 8  # reasons in a message
+_SMALL_INTEGERS = frozenset(
+    {ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}
+)
 
 
 def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
@@ -82,12 +85,39 @@ def _nothing_left(base: ir.Model, train: Names, freeze: Names) -> str:
             for key, n in counts.items()
             if "::" in key
         ]
+        integers = _integer_weights(base)
+        if integers:
+            more = f" and {len(integers) - _SHOWN} more" if len(integers) > _SHOWN else ""
+            lines.append(
+                f"  held as integers: {len(integers)}: {', '.join(integers[:_SHOWN])}{more}"
+            )
         if len(lines) == 1:
             lines.append("  the model holds no float tensor that a gradient could change")
-        lines.append("hint: name tensors in `train` to train them all the same")
+        lines.append(_advice(bool(integers), bool(reasons or cut_off)))
     else:
         lines.append("hint: look at `onnxtrain explain`, then at train and freeze")
     return "\n".join(lines)
+
+
+def _integer_weights(base: ir.Model) -> list[str]:
+    """Return the weights of a quantised model: tensors of small integers that are no vectors."""
+    return [
+        name
+        for name, x in base.graph.initializers.items()
+        if x.dtype in _SMALL_INTEGERS and len(x.shape or ()) > 1 and x.uses()
+    ]
+
+
+def _advice(integers: bool, tensors: bool) -> str:
+    """Return the hint that fits what the model holds."""
+    if integers:
+        return (
+            "hint: small steps do not change integers: onnxtrain.lora(...) puts matrices that train"
+            " beside them; straight_through=True trains through what rounds activations"
+        )
+    if tensors:
+        return "hint: name tensors in `train` to train them all the same"
+    return "hint: numbers in attributes do not train; export the model with its weights as tensors"
 
 
 __all__ = ["candidates", "names_list", "why_untrained"]

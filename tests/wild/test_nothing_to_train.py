@@ -1,0 +1,48 @@
+"""Models that hold nothing to train say so, and say what trains instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onnxtrain
+from onnxtrain import Trainer, build
+from onnxtrain.errors import PrepareError
+from tests.wild.graphs import RNG, falls, model, node, random
+
+X = {"x": ["batch", 8]}
+Y = {"y": ["batch", 8]}
+
+
+def test_integer_weights_are_told_and_the_hint_trains():
+    nodes = [
+        node("DequantizeLinear", "q s z", "w"),
+        node("MatMul", "x w", "h"),
+        node("QuantizeLinear", "h s z", "r"),
+        node("DequantizeLinear", "r s z", "y"),
+    ]
+    numbers = RNG.integers(-90, 90, (8, 8)).astype(np.int8)
+    weights = {"q": numbers, "s": np.float32(0.01), "z": np.int8(0)}
+    proto = model(nodes, X, Y, weights, opset=21)
+    with pytest.raises(PrepareError) as refusal:
+        build(proto, loss="mse", optimizer="sgd")
+    text = str(refusal.value)
+    assert "held as integers: 1: q" in text
+    assert "onnxtrain.lora" in text
+    assert "straight_through=True" in text
+    adapted = onnxtrain.lora(proto, targets=["*"], rank=2)
+    options: dict[str, Any] = {"optimizer": "adamw:lr=1e-2", "straight_through": True}
+    trainer = Trainer(build(adapted, loss="mse", **options))
+    x = 0.1 * random(16, 8)
+    goal = trainer.predict(x=x)["y"] + np.float32(0.1) * x
+    curve = [float(trainer.step(x=x, target=goal).loss) for _ in range(20)]
+    assert falls(curve)
+
+
+def test_a_model_without_tensors_is_not_told_to_name_some():
+    proto = model([node("Relu", "x", "y")], X, Y)
+    with pytest.raises(PrepareError, match="no float tensor") as refusal:
+        build(proto, loss="mse", optimizer="sgd")
+    assert "`train`" not in str(refusal.value)
