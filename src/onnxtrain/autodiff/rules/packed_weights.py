@@ -120,7 +120,10 @@ def _unpacked(
 ) -> ir.Value:  # fmt: skip
     """Return the weights as floats, [N, K]; ``whole`` keeps what fills the last block up."""
     n, blocks = form.n, form.blocks
-    inputs = [b, _late_rows(op, n, dy), op.Reshape(scales, _unfolded(op, [n, blocks, 1]))]
+    # The operator compares the sizes of scales and zero points before it runs.
+    sizes = [n, blocks, 1]
+    view = op.Reshape(scales, sizes if points is not None else _unfolded(op, sizes))
+    inputs = [b, _late_rows(op, n, dy), view]
     if points is not None:
         inputs.append(_a_byte_each(op, points, form))
     wide = emit_contrib(

@@ -82,18 +82,20 @@ class PackedParts:
         """
         late = None if wait is None else late_zero(op, wait)
         sizes = [self._scales, self.block // self.parts]
-        zeros = self._points(points)
+        # A view of constants alone would be stored beside them, for every layer.
+        flat = self._number(op, self._scales, ir.DataType.INT64, late)
         weights = []
         for i in range(self.parts):
             place = self.bits * i
-            numbers, scale = b, op.Reshape(scales, [self._scales])
+            numbers, scale = b, op.Reshape(scales, flat)
+            S.set_dims(scale, [self._scales])
             if self.parts > 1:
                 mask = ((1 << self.bits) - 1) << place
                 numbers = op.BitwiseAnd(b, self._number(op, mask, ir.DataType.UINT8, late))
             if place or (self.parts == 1 and late is not None):
                 scale = op.Mul(scale, self._number(op, 2.0**-place, self.dtype, late))
-            numbers, points_here = op.Reshape(numbers, sizes), op.const(zeros << np.uint8(place))
-            wide = op.DequantizeLinear(numbers, scale, points_here, axis=0)
+            zeros = self._points(op, points, place, flat)
+            wide = op.DequantizeLinear(op.Reshape(numbers, sizes), scale, zeros, axis=0)
             weights.append(op.Reshape(wide, [self.rows, self.width // self.parts]))
         return weights
 
@@ -103,19 +105,27 @@ class PackedParts:
         """Return a number that is only known when ``late`` is, if there is such a zero."""
         if late is None:
             return op.const([value], dtype)
+        if dtype == ir.DataType.INT64:
+            return op.Add(late, op.const([int(value)]))
         if dtype == ir.DataType.UINT8:  # kernels add no bytes
             return op.Cast(op.Add(late, op.const([int(value)])), to=dtype)
         return op.Add(op.Cast(late, to=dtype), op.const([value], dtype))
 
-    def _points(self, points: ir.Value | None) -> np.ndarray:
-        """Return the zero points of all blocks, a byte each."""
+    def _points(
+        self, op: OpBuilder, points: ir.Value | None, place: int, flat: ir.Value
+    ) -> ir.Value:
+        """Return the zero points of all blocks in one place of the bytes, a byte each."""
         if points is None:
-            return np.full(self._scales, 1 << (self.bits - 1), np.uint8)
+            half = np.array([1 << (self.bits - 1 + place)], np.uint8)
+            zeros = op.Expand(op.const(half), flat)
+            S.set_dims(zeros, [self._scales])
+            return zeros
         raw = S.constant_of(points)
         assert raw is not None
         shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
         numbers = (raw.reshape(self.rows, -1)[..., None] >> shifts) & np.uint8((1 << self.bits) - 1)
-        return numbers.reshape(self.rows, -1)[:, : self.width // self.block].reshape(-1)
+        every = numbers.reshape(self.rows, -1)[:, : self.width // self.block].reshape(-1)
+        return op.const(every << np.uint8(place))
 
     def product(self, op: OpBuilder, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
         """Return ``x W^T`` of columns that :meth:`apart` sorted."""
