@@ -35,6 +35,8 @@ NO_SIZES = {
     "autodiff/rules/packed_weights.py:_BITS": "what kernels unpack",
     "autodiff/rules/packed_weights.py:_SMALLEST_BLOCK": "what kernels unpack",
     "autodiff/rules/straight_through.py:_RANGES": "the ranges of types",
+    "passes/fewer_nodes/mean_in_product.py:_FEWEST": "nodes that are saved against nodes added",
+    "passes/products_by_parts.py:_INPUTS": "the number of inputs",
     "passes/gpu/aligned_classes.py:_LOW": "a score",
     "passes/gpu/aligned_classes.py:_WORD": "how many numbers a kernel reads at once",
     "passes/bias_as_weight_column.py:_MOST_ROWS": "bounds the size of a constant",
