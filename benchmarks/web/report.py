@@ -144,8 +144,12 @@ def picture(results: dict[str, Any], path: Path) -> None:
         rows = [r for r in group["rows"] if "ratio" in r]
         places = range(len(rows))
         values = [r["ratio"] for r in rows]
-        spread = [[r["ratio"] - r["low"] for r in rows], [r["high"] - r["ratio"] for r in rows]]
-        axis.barh(places, values, xerr=spread, color=COLOURS[: len(rows)], error_kw={"lw": 0.8})
+        # Of two rounds the median lies between, and may be outside of what the middle half is.
+        below = [max(0.0, r["ratio"] - r["low"]) for r in rows]
+        above = [max(0.0, r["high"] - r["ratio"]) for r in rows]
+        axis.barh(
+            places, values, xerr=[below, above], color=COLOURS[: len(rows)], error_kw={"lw": 0.8}
+        )
         axis.axvline(1, color="#334155", lw=0.8)
         axis.set_xscale("log")
         axis.set_yticks(list(places), [r["name"].replace(" wasm", "") for r in rows], fontsize=6)
