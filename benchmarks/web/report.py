@@ -139,8 +139,13 @@ def coverage(results: dict[str, Any]) -> str:
 def picture(results: dict[str, Any], path: Path) -> None:
     """Draw the ratios on wasm."""
     groups = [g for g in results["groups"] if g["device"] == "wasm"]
-    figure, axes = plt.subplots(1, len(groups), figsize=(3.2 * len(groups), 3.4), sharey=False)
-    for axis, group in zip(axes if len(groups) > 1 else [axes], groups, strict=True):
+    names = dict.fromkeys(r["name"] for g in groups for r in g["rows"] if "ratio" in r)
+    colours = dict(zip(names, COLOURS, strict=False))
+    down = -(-len(groups) // 2)
+    figure, axes = plt.subplots(down, 2, figsize=(9.6, 2.2 * down), squeeze=False)
+    for axis in axes.flat[len(groups) :]:
+        axis.remove()
+    for axis, group in zip(axes.flat, groups, strict=False):
         rows = [r for r in group["rows"] if "ratio" in r]
         places = range(len(rows))
         values = [r["ratio"] for r in rows]
@@ -148,7 +153,11 @@ def picture(results: dict[str, Any], path: Path) -> None:
         below = [max(0.0, r["ratio"] - r["low"]) for r in rows]
         above = [max(0.0, r["high"] - r["ratio"]) for r in rows]
         axis.barh(
-            places, values, xerr=[below, above], color=COLOURS[: len(rows)], error_kw={"lw": 0.8}
+            places,
+            values,
+            xerr=[below, above],
+            color=[colours[r["name"]] for r in rows],
+            error_kw={"lw": 0.8},
         )
         axis.axvline(1, color="#334155", lw=0.8)
         axis.set_xscale("log")
