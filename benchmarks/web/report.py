@@ -99,13 +99,6 @@ not timed on TensorFlow.js webgl, which takes minutes per round on a GPU in soft
 with up to 20 MB of parameters and state, and one per call on WebGPU, where state stays on the GPU.
 On WebGPU the distance to jax-js goes with the dispatches: it fuses
 elementwise operators into few kernels, while ONNX Runtime dispatches a kernel per operator.
-
-Most of a step of the MLP on wasm are its two large products: 0.5 ms each, where a step takes
-1.55 ms with AdamW and 1.20 ms with SGD (the least processor time, in Node on 2 cores of an AMD EPYC
-that had other work; not of the run above). Gemm with and without transposition, MatMul and
-exchanged operands take the same time. By processor time jax-js took 1.1 to 1.2 times ours with
-AdamW there: the products alone are more than a third of its time, so the aim of 3 is out of reach
-on such a machine.
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -71,3 +73,27 @@ def test_the_gradient_of_queries_alone_has_the_factor_too() -> None:
     _, (_, alone) = results(APART, ["x"])
     np.testing.assert_allclose(alone, both, rtol=1e-6)
     assert np.abs(alone).max() > 0.01
+
+
+@pytest.mark.parametrize("setting", ["", "<interleaved=1>"])
+def test_rotations_of_the_file_itself_keep_positions_and_settings(setting: str) -> None:
+    """A later pass sees only what the file's operator was taken apart to."""
+    text = f"""<ir_version: 11, opset_import: ["": 23]>
+    g (float[B,3,S,8] x, float[M,4] c, float[M,4] d, int64[B,S] p) => (float[B,3,S,8] y)
+    <float k = {{3}}> {{
+        u = Mul(x, k)
+        y = RotaryEmbedding{setting}(u, c, d, p)
+    }}"""
+    file = parser.parse_model(text)
+    rng = np.random.default_rng(3)
+    sizes = {"x": (2, 3, 5, 8), "c": (16, 4), "d": (16, 4)}
+    feeds: dict[str, Any] = {n: rng.standard_normal(s).astype(np.float32) for n, s in sizes.items()}
+    feeds["p"] = rng.integers(0, 16, (2, 5))
+    want = onnxruntime.InferenceSession(file.SerializeToString()).run(None, feeds)
+    dy = rng.standard_normal(sizes["x"]).astype(np.float32)
+    made = onnxtrain.vjp(file, wrt=["x"])
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    y, dx = map(np.asarray, session.run(["y", "x_grad"], {**feeds, "y_grad": dy}))
+    np.testing.assert_allclose(y, want[0], rtol=1e-5, atol=1e-5)
+    # The rotation is linear: the gradient of a product with dy.
+    np.testing.assert_allclose((dx * feeds["x"]).sum(), (dy * y).sum(), rtol=1e-4)

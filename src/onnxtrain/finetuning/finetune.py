@@ -21,7 +21,7 @@ from onnxtrain.finetuning.watch import Pace, Say, TokenDisplay, perplexity, tell
 from onnxtrain.options import from_arguments, recorded
 from onnxtrain.planning import plan
 from onnxtrain.planning.amounts import amount
-from onnxtrain.text.feeds import decoder_of
+from onnxtrain.text.feeds import Decoder, decoder_of
 from onnxtrain.text.folder import ModelFolder, look_at
 from onnxtrain.text.generate import Sampling, continued
 from onnxtrain.training import Trainer
@@ -278,20 +278,18 @@ class FineTuning:
         task = self.task
         if not isinstance(task, CausalTask) or not self.options.sample_tokens:
             return [], []
-        prompts = task.prompts()
         try:
-            return prompts, self._texts(self.folder.path, prompts)
+            decoder = decoder_of(self.folder.path, threads=self.options.threads)
         except OnnxTrainError as error:
             reason = str(error).splitlines()[0]
             task.notes.append(f"no samples, the file itself does not run here: {reason}")
             say(f"note: {task.notes[-1]}")
             return [], []
+        prompts = task.prompts()
+        return prompts, self._texts(decoder, prompts)
 
-    def _texts(self, model: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _texts(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the tokens that a model writes after each prompt, the likeliest ones."""
-        if not prompts:
-            return []
-        decoder = decoder_of(model, threads=self.options.threads)
         most = self.options.sample_tokens
         room = self.folder.positions
         assert isinstance(self.task, CausalTask)
@@ -313,7 +311,8 @@ class FineTuning:
         """Return the samples as text; the trained model is the merged one, as it will be served."""
         if not prompts:
             return ()
-        last = self._texts(output / "merged" / self.folder.path.name, prompts)
+        merged = output / "merged" / self.folder.path.name
+        last = self._texts(decoder_of(merged, threads=self.options.threads), prompts)
         pairs = zip(prompts, first, last, strict=True)
         return tuple(Sample(*map(self._text, row)) for row in pairs)
 

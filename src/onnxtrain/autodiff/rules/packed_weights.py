@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import KEPT, vjp
@@ -18,10 +17,9 @@ from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.late import late_zero
-from onnxtrain.graph.builder.packed_parts import PackedParts
+from onnxtrain.graph.builder.packed_parts import SMALLEST_BLOCK, PackedParts, points_of
 from onnxtrain.graph.shapes.dims import Dim
 
-_SMALLEST_BLOCK = 16  # of GatherBlockQuantized
 _BITS = (2, 4, 8)  # of a number that kernels unpack
 _BIAS = 5  # the place of MatMulNBits' bias
 
@@ -36,7 +34,7 @@ def _packed(node: ir.Node) -> bool:
         and groups is None
         and (points is None or (S.constant_of(points) is not None and _bytes(points)))
         and attributes.get("bits", 4) in _BITS
-        and attributes.get("block_size", 0) >= _SMALLEST_BLOCK
+        and attributes.get("block_size", 0) >= SMALLEST_BLOCK
         and attributes["block_size"].bit_count() == 1
     )
 
@@ -125,7 +123,7 @@ def _unpacked(
     view = op.Reshape(scales, sizes if points is not None else _unfolded(op, sizes))
     inputs = [b, _late_rows(op, n, dy), view]
     if points is not None:
-        inputs.append(_a_byte_each(op, points, form))
+        inputs.append(op.const(points_of(points, n, blocks, form.bits)[..., None]))
     wide = emit_contrib(
         op, "GatherBlockQuantized", inputs, scales.dtype, [n, blocks, form.block],
         bits=form.bits, block_size=form.block, gather_axis=0, quantize_axis=2,
@@ -144,17 +142,6 @@ def _unfolded(op: OpBuilder, sizes: list[int]) -> list[int] | ir.Value:
     asked = (x for x in op.graph.inputs if op.dims(x) and op.static(x) is None)
     x = next((x for x in asked if isinstance(op.dims(x)[0], str)), None)
     return sizes if x is None else op.Add(op.const(sizes), late_zero(op, x))
-
-
-def _a_byte_each(op: OpBuilder, points: ir.Value, form: _Form) -> ir.Value:
-    """Return zero points [N, blocks, 1], which lie packed one behind the other in the file."""
-    raw = S.constant_of(points)
-    assert raw is not None
-    shifts = np.arange(0, 8, form.bits, dtype=np.uint8)
-    mask = np.uint8((1 << form.bits) - 1)
-    numbers = (raw.reshape(form.n, -1)[..., None] >> shifts) & mask
-    whole = numbers.reshape(form.n, -1)[:, : form.blocks]
-    return op.const(np.ascontiguousarray(whole).reshape(form.n, form.blocks, 1))
 
 
 def _late_rows(op: OpBuilder, n: int, dy: ir.Value) -> ir.Value:

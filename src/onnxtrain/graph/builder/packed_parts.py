@@ -19,7 +19,8 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder.late import late_zero
 from onnxtrain.graph.builder.op_builder import OpBuilder
 
-_SMALLEST_BLOCK = 16
+SMALLEST_BLOCK = 16
+"""Numbers that share a scale, at least, where kernels unpack them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PackedParts:
         """Return whether weights of this form can be unpacked so."""
         return (
             self.bits in (2, 4, 8)
-            and self.block >= _SMALLEST_BLOCK
+            and self.block >= SMALLEST_BLOCK
             and self.width % self.block == 0
             and self.dtype == ir.DataType.FLOAT
         )
@@ -120,12 +121,8 @@ class PackedParts:
             zeros = op.Expand(op.const(half), flat)
             S.set_dims(zeros, [self._scales])
             return zeros
-        raw = S.constant_of(points)
-        assert raw is not None
-        shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
-        numbers = (raw.reshape(self.rows, -1)[..., None] >> shifts) & np.uint8((1 << self.bits) - 1)
-        every = numbers.reshape(self.rows, -1)[:, : self.width // self.block].reshape(-1)
-        return op.const(every << np.uint8(place))
+        every = points_of(points, self.rows, self.width // self.block, self.bits)
+        return op.const(every.reshape(-1) << np.uint8(place))
 
     def product(self, op: OpBuilder, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
         """Return ``x W^T`` of columns that :meth:`apart` sorted."""
@@ -150,4 +147,13 @@ class PackedParts:
         return products[0] if self.parts == 1 else op.Concat(*products, axis=-1)
 
 
-__all__ = ["PackedParts"]
+def points_of(points: ir.Value, rows: int, blocks: int, bits: int) -> np.ndarray:
+    """Return constant zero points, packed one behind the other in a file, as ``[rows, blocks]``."""
+    raw = S.constant_of(points)
+    assert raw is not None
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    numbers = (raw.reshape(rows, -1)[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+    return np.ascontiguousarray(numbers.reshape(rows, -1)[:, :blocks])
+
+
+__all__ = ["SMALLEST_BLOCK", "PackedParts", "points_of"]

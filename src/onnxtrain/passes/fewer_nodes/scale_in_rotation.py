@@ -18,12 +18,15 @@ from onnxtrain.graph.builder.replace_value import replace_value
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.simplify.redundant import remove_dead_nodes
 
+_INPUTS = 3  # what is rotated, cosines and sines
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze")
 
 
 def scale_in_rotation(model: ir.Model, op: OpBuilder) -> int:
     """Multiply tables instead of what they rotate; return for how many rotations."""
-    rotations = list(nodes(model.graph, "RotaryEmbedding"))
+    # With tables for every token, as `rotary_operator` writes them: no positions, nothing set.
+    every = nodes(model.graph, "RotaryEmbedding")
+    rotations = [n for n in every if len(n.inputs) == _INPUTS and not n.attributes]
     if rotations:
         remove_dead_nodes(model.graph)  # what rotations were made of reads the same values
     return sum(_alone(op, n) or _cut_before(op, n) or _join_behind(op, n) for n in rotations)
@@ -54,10 +57,10 @@ def _alone(op: OpBuilder, rotation: ir.Node) -> int:
 
 def _cut_before(op: OpBuilder, rotation: ir.Node) -> int:
     """``a, b = Split(R(x))`` and ``c a``, where ``x`` is itself a part of something."""
-    x, y = rotation.inputs[0], rotation.outputs[0]
-    outer, inner = _maker(x, "Split"), _only_reader(y, "Split")
-    if x is None or outer is None or inner is None or _only_reader(x) is not rotation:
+    around = _around(rotation, "Split")
+    if around is None:
         return 0
+    x, outer, inner = around
     sizes, parts = _sizes(outer), _sizes(inner)
     if sizes is None or parts is None or len(parts) != 2:
         return 0
@@ -83,10 +86,10 @@ def _cut_before(op: OpBuilder, rotation: ir.Node) -> int:
 
 def _join_behind(op: OpBuilder, rotation: ir.Node) -> int:
     """``Concat(R(Concat(c a, b)), ...)``."""
-    x, y = rotation.inputs[0], rotation.outputs[0]
-    inner, outer = _maker(x, "Concat"), _only_reader(y, "Concat")
-    if x is None or inner is None or outer is None or _only_reader(x) is not rotation:
+    around = _around(rotation, "Concat")
+    if around is None:
         return 0
+    _, inner, outer = around
     if _axis(inner) != 1 or _axis(outer) != 1 or len(inner.inputs) != 2:
         return 0
     if None in inner.inputs or None in outer.inputs:
@@ -102,7 +105,7 @@ def _join_behind(op: OpBuilder, rotation: ir.Node) -> int:
             part = factor.x if part is factor.node.outputs[0] else part
             _leave_out(factor)
         turned.append(_rotated(op, rotation, part, factor))
-    at = outer.inputs.index(y)
+    at = outer.inputs.index(rotation.outputs[0])
     joined = [*outer.inputs[:at], *turned, *outer.inputs[at + 1 :]]
     op.position = outer
     whole = outer.outputs[0]
@@ -158,9 +161,14 @@ def _factor(node: ir.Node, x: ir.Value | None) -> _Factor | None:
     return _Factor(node, x, number) if S.same_shape(x, y) and not y.is_graph_output() else None
 
 
-def _maker(x: ir.Value | None, kind: str) -> ir.Node | None:
-    node = None if x is None else x.producer()
-    return node if node is not None and is_op(node, kind) else None
+def _around(rotation: ir.Node, kind: str) -> tuple[ir.Value, ir.Node, ir.Node] | None:
+    """Return what is rotated, and the nodes of a kind that make it and read the result alone."""
+    x = rotation.inputs[0]
+    before = None if x is None else x.producer()
+    behind = _only_reader(rotation.outputs[0], kind)
+    if x is None or before is None or behind is None or not is_op(before, kind):
+        return None
+    return (x, before, behind) if _only_reader(x) is rotation else None
 
 
 def _only_reader(x: ir.Value, kind: str | None = None) -> ir.Node | None:
