@@ -20,10 +20,10 @@ WIDTH, HEADS, GROUPS, SIZE, HIDDEN, WORDS, PLACES = 64, 4, 2, 16, 48, 64, 16
 IMPORTS = {"": 23, "com.microsoft": 1}
 FLOAT, WHOLE, INT32 = ir.DataType.FLOAT, ir.DataType.INT64, int(ir.DataType.INT32)
 LAST = np.array([1], np.int64)
-MOST, MOST_PER_LAYER = 6.1, 5.6
+MOST, MOST_PER_LAYER = 6.1, 5.5
 """Nodes of the gradient graph, forward and backward, for each node of the file."""
-MOST_TRAINED, MOST_TRAINED_PER_LAYER = 5.1, 5.12
-"""The same of what training runs: no cache comes in or goes out."""
+MOST_TRAINED = 5
+"""The same of what training runs, and of each further layer: no cache comes in or goes out."""
 MOST_ADDED = 2.7
 """Nodes that differentiation adds, for each node of the file."""
 
@@ -145,10 +145,10 @@ def trained() -> dict[int, tuple[int, int]]:
 
 
 def test_what_training_runs_is_smaller_still(trained) -> None:
-    file, made = trained[2]
-    assert made <= MOST_TRAINED * file, trained
+    for file, made in trained.values():
+        assert made <= MOST_TRAINED * file, trained
     file, made = (b - a for a, b in zip(trained[1], trained[2], strict=True))
-    assert made <= MOST_TRAINED_PER_LAYER * file, trained
+    assert made <= MOST_TRAINED * file, trained
 
 
 def test_the_gradient_graph_of_a_decoder_is_small(sizes) -> None:

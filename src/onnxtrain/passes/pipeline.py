@@ -22,6 +22,7 @@ from onnxtrain.passes.decompose_batch_norm import decompose_batch_norm
 from onnxtrain.passes.dequantise_late import dequantise_late
 from onnxtrain.passes.expand_label_losses import expand_label_losses
 from onnxtrain.passes.fewer_nodes.mean_in_product import mean_in_product
+from onnxtrain.passes.fewer_nodes.norm_slope import norm_slope
 from onnxtrain.passes.fewer_nodes.scale_in_rotation import scale_in_rotation
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
@@ -108,6 +109,7 @@ FINAL = (
     Pass(scale_in_rotation, prefers="rotary-operator"),
     Pass(rows_in_one_axis, prefers="rows-in-one-axis"),
     Pass(sum_in_product, prefers="sum-in-product"),
+    Pass(norm_slope, prefers="sum-in-product"),
     Pass(mean_in_product, prefers="sum-in-product"),
     Pass(products_by_parts, prefers="packed-parts"),
     Pass(dequantise_late),

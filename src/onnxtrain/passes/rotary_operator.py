@@ -56,9 +56,26 @@ def _table(op: OpBuilder, table: ir.Value, x: ir.Value) -> ir.Value:
     flat, batch = op.Squeeze(table, [1]), op.dims(x)[0]
     if op.dims(flat)[0] == batch:
         return flat
-    rows = op.Expand(flat, op.vector([op.size(x, 0), 1, 1]))
+    rows = _chosen(op, table, x) or op.Expand(flat, op.vector([op.size(x, 0), 1, 1]))
     S.set_dims(rows, [batch, *op.dims(flat)[1:]])
     return rows
+
+
+def _chosen(op: OpBuilder, table: ir.Value, x: ir.Value) -> ir.Value | None:
+    """Return rows of a longer table that all sequences have in common, chosen for each of them."""
+    view = _producer(table, "Unsqueeze")
+    gather = None if view is None else _producer(view.inputs[0], "Gather")
+    if gather is None or None in gather.inputs:
+        return None
+    every, places = gather.inputs
+    first = _producer(places, "Unsqueeze")
+    axes = None if first is None else S.constant_of(first.inputs[1])
+    if every is None or first is None or axes is None or axes.tolist() != [0]:
+        return None
+    if len(S.dims_of(every) or ()) != 2 or gather.attributes.get_int("axis", 0) != 0:
+        return None
+    spread = op.Expand(first.inputs[0], op.vector([op.size(x, 0), op.size(x, 2)]))
+    return op.Gather(every, spread, axis=0)
 
 
 def _rotation(node: ir.Node) -> _Rotation | None:

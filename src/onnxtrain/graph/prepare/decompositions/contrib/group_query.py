@@ -122,7 +122,9 @@ class _Positions:
     before: ir.Value | None  # [B, 1]: real tokens in the cache; None: it is empty
     prompt: ir.Value | None  # whether the cache does not count; None: it is empty
     queries: ir.Value  # [B or 1, S]
-    keys: ir.Value  # [B, P + S]; padding is far behind everything
+    keys: ir.Value  # [B or 1, P + S]; padding is far behind everything, if `real` does not tell it
+    rows: ir.Value  # the queries as [B, 1, S, 1] or [S, 1]
+    real: ir.Value | None = None  # [B, 1, 1, S]: whether a key is none of the padding
     forgotten: _Forgotten | None = None  # of a cache that is as long as the window
 
 
@@ -132,10 +134,12 @@ def _positions(
 ) -> _Positions:  # fmt: skip
     lengths = op.Reshape(_one_more(op, seqlens_k), [-1])
     S.set_dims(lengths, [op.dims(q)[0]])
-    new = op.Unsqueeze(op.iota(op.size(q, 2)), [0])
-    ends = op.Unsqueeze(lengths, [1])
+    count = op.iota(op.size(q, 2))
+    new = op.Unsqueeze(count, [0])
     if past is None:
-        return _Positions(lengths, None, None, new, _unless_padding(op, new, ends))
+        real = op.Less(count, op.Unsqueeze(lengths, [1, 2, 3]))
+        return _Positions(lengths, None, None, new, new, op.Unsqueeze(count, [1]), real)
+    ends = op.Unsqueeze(lengths, [1])
     count = op.vector([op.size(q, 2)])
     prompt = op.Equal(op.Reshape(_whole(op, total), [-1]), count)
     before = op.Where(prompt, 0, op.Sub(ends, count))  # [B, 1]
@@ -149,7 +153,8 @@ def _positions(
         old = op.Add(old, forgotten.before)
     parts = ((old, before), (queries, ends))
     keys = op.Concat(*(_unless_padding(op, at, end) for at, end in parts), axis=1)
-    return _Positions(lengths, before, prompt, queries, keys, forgotten)
+    rows = op.Unsqueeze(queries, [1, 3])
+    return _Positions(lengths, before, prompt, queries, keys, rows, forgotten=forgotten)
 
 
 def _one_more(op: OpBuilder, lasts: ir.Value) -> ir.Value:
@@ -202,15 +207,15 @@ def _angles_at(
 def _visible(
     op: OpBuilder, at: _Positions, columns: ir.Value, causal: int, window: int
 ) -> tuple[list[ir.Value], bool]:
-    """Return conditions on [B, 1, S, keys], and whether every query has a key."""
-    keys = op.Unsqueeze(columns, [1, 2])
+    """Return conditions that are one on [B, 1, S, keys], and whether every query has a key."""
+    keys = op.Unsqueeze(columns, [1, 2]) if at.real is None else columns
+    real = [] if at.real is None else [at.real]
     if not causal:
-        return [op.Less(keys, _FAR)], True
-    rows = op.Unsqueeze(at.queries, [1, 3])
-    conditions = [op.LessOrEqual(keys, rows)]
+        return real or [op.Less(keys, _FAR)], True
+    conditions = [op.LessOrEqual(keys, at.rows), *real]
     if window >= 0:
         ends = op.Unsqueeze(op.Unsqueeze(at.lengths, [1]), [2, 3])
-        seen = op.Min(op.Add(rows, 1), ends)
+        seen = op.Min(op.Add(at.rows, 1), ends)
         conditions.append(op.GreaterOrEqual(keys, op.Sub(seen, window)))
     return conditions, window != 0
 
