@@ -18,6 +18,7 @@ from onnxtrain.text.names import IDS, MASK, POSITIONS, SWITCHES, is_past, is_pre
 
 _TAKES_PAST: Mapping[str, tuple[int, ...]] = {
     "com.microsoft::GroupQueryAttention": (3, 4),
+    "com.microsoft::SparseAttention": (3, 4),
     "com.microsoft::MultiHeadAttention": (6, 7),
     "com.microsoft::DecoderMaskedMultiHeadAttention": (5, 6),
     "com.microsoft::Attention": (4,),

@@ -56,11 +56,13 @@ _none(
 _none("MatMulFpQ4", why="its weights are a blob in a packing that the file does not describe")
 _none(
     *("PagedAttention", "SparsePagedAttention"),
-    why="keys and values lie in pages of a buffer that it writes to",
+    why="keys and values lie in pages of a buffer that it writes to, and no kernel for a CPU tells "
+    "what it means; use GroupQueryAttention",
 )
 _none(
-    *("DynamicSparseAttention", "LongformerAttention", "SparseAttention"),
-    why="which keys are seen is told by tables of blocks for one kernel",
+    *("DynamicSparseAttention", "LongformerAttention"),
+    why="which keys a query sees is an input, and no kernel for a CPU tells what it means; use "
+    "GroupQueryAttention with a bias",
 )
 _none(
     *("GatedDeltaNet", "VarlenCausalConvWithState"),
@@ -70,4 +72,8 @@ _none(
 _none("SparseToDenseMatMul", why="its first operand is a sparse tensor")
 _none("AttnLSTM", "WordConvEmbedding", why="no optimizer or exporter writes it any more")
 _none("DecoderAttention", why="inputs decide at run time what it computes")
-_none("MaxpoolWithMask", why="for internal use of the runtime, which does not define it")
+_none(
+    "MaxpoolWithMask",
+    why="for internal use of the runtime, which does not define it: its kernel leaves a row of a "
+    "window at the first masked element, and reads the masks of other channels beside their place",
+)

@@ -61,7 +61,11 @@ def _by_group(
     elif points.dtype != ir.DataType.UINT8:
         middle = op.Gather(op.Reshape(points, [n, blocks]), g_idx, axis=1)
     else:
-        refuse(node, "groups of columns together with packed zero points")
+        refuse(
+            node,
+            "groups of columns together with packed zero points, in whose place onnxruntime's kernel "
+            "for CPUs takes the middle of the range\nhint: give the zero points as floats",
+        )
     return op.Mul(op.Sub(wide, middle), scale)
 
 
