@@ -63,8 +63,8 @@ def _by_group(
     else:
         refuse(
             node,
-            "groups of columns together with packed zero points, in whose place onnxruntime's kernel "
-            "for CPUs takes the middle of the range\nhint: give the zero points as floats",
+            "groups of columns together with packed zero points, in whose place onnxruntime's "
+            "kernel for CPUs takes the middle of the range\nhint: give the zero points as floats",
         )
     return op.Mul(op.Sub(wide, middle), scale)
 
