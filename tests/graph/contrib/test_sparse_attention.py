@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -157,3 +159,11 @@ def test_tables_that_are_computed_are_refused() -> None:
     open_tables = Case(case.op, case.inputs, case.attributes)
     with pytest.raises(PrepareError, match="tables that are no constants"):
         onnxtrain.vjp(open_tables.model(), "x0")
+
+
+def test_tables_of_angles_are_not_trained() -> None:
+    model = dataclasses.replace(CASES["rotary"], constants=(5, 6, 9, 10)).model()
+    assert not onnxtrain.parameters(model)
+    told = str(onnxtrain.explain(model))
+    assert "x9: a table of sines and cosines" in told
+    assert "x10: a table of sines and cosines" in told

@@ -137,7 +137,7 @@ def _packed_widths(y: ir.Value) -> tuple[int, int, int] | None:
             widths = _packed_widths(node.outputs[0])
             if widths is not None:
                 return widths
-        if node.op_type == "GroupQueryAttention" and use.idx == 0:
+        if node.op_type in ("GroupQueryAttention", "SparseAttention") and use.idx == 0:
             return _by_heads(node, y)
         if is_op(node, "Split") and len(node.outputs) == 3:
             sizes = _numbers(node.inputs[1]) if len(node.inputs) > 1 else None

@@ -70,7 +70,7 @@ _none(
     "CausalConvWithState, which have a batch axis",
 )
 _none("SparseToDenseMatMul", why="its first operand is a sparse tensor")
-_none("AttnLSTM", "WordConvEmbedding", why="no optimizer or exporter writes it any more")
+_none("AttnLSTM", why="no optimizer or exporter writes it any more; use LSTM")
 _none("DecoderAttention", why="inputs decide at run time what it computes")
 _none(
     "MaxpoolWithMask",

@@ -71,6 +71,8 @@ ROLES: dict[str, dict[int, Role]] = {
     "com.microsoft::PackedMultiHeadAttention": {3: BIAS},
     "com.microsoft::DecoderMaskedMultiHeadAttention": {10: BIAS},
     "com.microsoft::GroupQueryAttention": {7: ROTARY, 8: ROTARY},
+    "com.microsoft::SparseAttention": {9: ROTARY, 10: ROTARY},
+    "com.microsoft::WordConvEmbedding": {1: WEIGHT, 2: BIAS, 3: EMBEDDING},
     "com.microsoft::RotaryEmbedding": {2: ROTARY, 3: ROTARY},
     "com.microsoft::LayerNormalization": _NORM_TWO,
     "com.microsoft::SimplifiedLayerNormalization": {1: NORM},

@@ -61,6 +61,29 @@ def torch_embedding(op, weight, indices, padding_idx=None, scale_grad_by_freq=No
     return op.Gather(weight, indices, axis=0)
 
 
+@decomposition("com.microsoft::WordConvEmbedding")
+def word_conv_embedding(
+    op, words, weight, bias, table, *, conv_window_size=None, embedding_size=None,
+    char_embedding_size=None, node,
+):  # fmt: skip
+    """The largest of ``tanh(conv(letters))`` over the windows of each word; 0 ends a word.
+
+    Words without letters, for which the kernel writes nothing, are zeros.
+    """
+    width = op.dims(weight)[2]
+    if not isinstance(width, int):
+        refuse(node, "the width of its windows is not known")
+    letters = op.Unsqueeze(op.Gather(table, words, axis=0), [1])  # [words, 1, length, size]
+    heights = op.Tanh(op.Squeeze(op.Conv(letters, weight, bias), [3]))  # [words, filters, windows]
+    real = op.Cast(op.Greater(words, op.const(0, words.dtype)), to=_INT64)
+    count = op.ReduceSum(real, [1], keepdims=1)
+    last = op.Sub(op.Max(count, width), width)
+    hidden = op.Greater(op.iota(op.size(heights, 2)), op.Unsqueeze(last, [2]))
+    largest = op.ReduceMax(op.Where(hidden, -2.0, heights), [2], keepdims=0)  # tanh is above -1
+    begun = op.Greater(op.Slice(words, [0], [1], [1]), op.const(0, words.dtype))
+    return op.Where(begun, largest, 0.0)
+
+
 @decomposition("com.microsoft::UnfoldTensor")
 def unfold_tensor(op, x, *, size, dim=-1, step=1):
     """All slices of ``size`` along an axis, one every ``step``, as one more axis at the end."""
