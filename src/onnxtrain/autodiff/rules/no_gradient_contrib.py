@@ -66,12 +66,16 @@ _none(
 )
 _none(
     *("GatedDeltaNet", "VarlenCausalConvWithState"),
-    why="sequences of several lengths lie one behind the other; use LinearAttention or "
-    "CausalConvWithState, which have a batch axis",
+    why="sequences may lie one behind the other, and no kernel for a CPU tells what it means; use "
+    "LinearAttention or CausalConvWithState, which have a batch axis",
 )
 _none("SparseToDenseMatMul", why="its first operand is a sparse tensor")
 _none("AttnLSTM", why="no optimizer or exporter writes it any more; use LSTM")
-_none("DecoderAttention", why="inputs decide at run time what it computes")
+_none(
+    "DecoderAttention",
+    why="inputs decide at run time what it computes, and no kernel for a CPU tells it; use "
+    "MultiHeadAttention",
+)
 _none(
     "MaxpoolWithMask",
     why="for internal use of the runtime, which does not define it: its kernel leaves a row of a "
