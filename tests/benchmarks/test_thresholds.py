@@ -35,6 +35,7 @@ NO_SIZES = {
     "autodiff/rules/packed_weights.py:_BITS": "what kernels unpack",
     "autodiff/rules/straight_through.py:_RANGES": "the ranges of types",
     "passes/fewer_nodes/mean_in_product.py:_FEWEST": "nodes that are saved against nodes added",
+    "passes/fewer_nodes/norm_slope.py:_FEWEST": "nodes that are saved against nodes added",
     "passes/fewer_nodes/scale_in_rotation.py:_INPUTS": "the number of inputs",
     "passes/products_by_parts.py:_INPUTS": "the number of inputs",
     "passes/gpu/aligned_classes.py:_LOW": "a score",
