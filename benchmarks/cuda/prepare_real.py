@@ -1,14 +1,16 @@
-"""What real nets need before they are timed: their ONNX files, and torch.compile's cache.
+"""What real nets need before they are timed: their artifacts, and torch.compile's cache.
 
-    python -m benchmarks.cuda.prepare_real --export gpt2 nets
+    python -m benchmarks.cuda.prepare_real --make gpt2 nets bf16-mixed
     python -m benchmarks.cuda.prepare_real --compile gpt2 bf16-mixed
 
-Each of these is a process of its own, since both take a minute or more on one core.
+Each of these is a process of its own, since both take a minute or more on one core. The first one
+exports, where there is no ONNX file yet, and builds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -17,47 +19,51 @@ from pathlib import Path
 
 import torch
 
+import onnxtrain
 from benchmarks.cuda.real_nets import REAL
 from benchmarks.cuda.steps import step_of
+from onnxtrain import optim
 
-LATE = ("gpt2-large",)  # exported while others are timed
+LR = 1e-4
+LATE = ("gpt2-large",)  # made while others are timed
 _ME = (sys.executable, "-m", "benchmarks.cuda.prepare_real")
 
 
-class Exports:
-    """Processes that write ONNX files."""
+class Making:
+    """Processes that write ONNX files and artifacts."""
 
     def __init__(self, running: dict[str, subprocess.Popen[bytes]]) -> None:
         self._running = running
 
     def wait_for(self, name: str) -> None:
-        """Wait until a net's file is there."""
+        """Wait until a net's artifacts are there."""
         process = self._running.pop(name, None)
         if process is not None and process.wait():
-            print(f"{name}: not exported", file=sys.stderr)
+            print(f"{name}: not made", file=sys.stderr)
 
 
 def prepare(
     names: Sequence[str], folder: Path, precisions: Sequence[str], *, compiled: bool
-) -> Exports:
-    """Start what is missing, and wait for all but the largest exports."""
+) -> Making:
+    """Start what is missing, and wait for all but the largest nets."""
     folder.mkdir(parents=True, exist_ok=True)
-    exports = {
-        n: subprocess.Popen([*_ME, "--export", n, str(folder)])
-        for n in names
-        if not (folder / f"{n}.done").exists()
-    }
+    making = Making(
+        {
+            n: subprocess.Popen([*_ME, "--make", n, str(folder), *precisions])
+            for n in names
+            if not all(_facts(folder, n, p).exists() for p in precisions)
+        }
+    )
     warm = [n for n in names if compiled and not (folder / f"{n}.compiled").exists()]
     compiles = [subprocess.Popen([*_ME, "--compile", n, *precisions]) for n in warm]
     for process in compiles:
         process.wait()
     for n in warm:
         (folder / f"{n}.compiled").touch()
-    made = Exports(exports)
     for n in names:
         if n not in LATE:
-            made.wait_for(n)
-    return made
+            making.wait_for(n)
+    return making
 
 
 def export(name: str, folder: Path) -> None:
@@ -73,6 +79,30 @@ def export(name: str, folder: Path) -> None:
     ir.save(model, folder / f"{name}.onnx", external_data=f"{name}.data")
     (folder / f"{name}.done").touch()
     print(f"{name}: exported in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def build(name: str, folder: Path, precision: str) -> None:
+    """Build a net for a GPU, and write down how long that took."""
+    start = time.perf_counter()
+    artifacts = onnxtrain.build(
+        folder / f"{name}.onnx", loss="cross_entropy",
+        optimizer=optim.AdamW(lr=LR, weight_decay=0.01),
+        target="cuda", precision=precision, dims={"batch": len(REAL[name].batch()[0])},
+    )  # fmt: skip
+    took = {"build_s": round(time.perf_counter() - start, 1)}
+    artifacts.save(_facts(folder, name, precision).with_suffix(""))
+    _facts(folder, name, precision).write_text(json.dumps(took))
+    print(f"{name}, {precision}: built in {took['build_s']} s", flush=True)
+
+
+def built(name: str, folder: Path, precision: str) -> tuple[onnxtrain.Artifacts, dict[str, float]]:
+    """Return a net's artifacts, and how long it took to build them."""
+    facts = _facts(folder, name, precision)
+    return onnxtrain.Artifacts.load(facts.with_suffix("")), json.loads(facts.read_text())
+
+
+def _facts(folder: Path, name: str, precision: str) -> Path:
+    return folder / f"{name}-{precision}.json"
 
 
 def compile_once(name: str, precisions: Sequence[str]) -> None:
@@ -92,15 +122,20 @@ def compile_once(name: str, precisions: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Export or compile one net."""
+    """Make or compile one net."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--export", nargs=2)
-    parser.add_argument("--compile", nargs="+")
+    parser.add_argument("--make", nargs="+", metavar=("NET", "FOLDER"))
+    parser.add_argument("--compile", nargs="+", metavar=("NET", "PRECISION"))
     args = parser.parse_args()
-    if args.export:
-        export(args.export[0], Path(args.export[1]))
-    else:
+    if args.compile:
         compile_once(args.compile[0], args.compile[1:])
+        return
+    name, folder, *precisions = args.make
+    if not (Path(folder) / f"{name}.done").exists():
+        export(name, Path(folder))
+    for precision in precisions:
+        if not _facts(Path(folder), name, precision).exists():
+            build(name, Path(folder), precision)
 
 
 if __name__ == "__main__":

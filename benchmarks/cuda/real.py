@@ -3,9 +3,9 @@
     python -m benchmarks.cuda.real --models nets --json real.json
     python -m benchmarks.cuda.report --real real.json
 
-The first run exports the nets and fills torch.compile's cache, several at a time; rows that
-``real.json`` has already are kept, so that a run may be cut off and go on. All engines get each
-batch from the host and give the loss of each step back. AdamW, TF32 on for all, and torch's
+The first run exports and builds the nets and fills torch.compile's cache, several at a time; rows
+that ``real.json`` has already are kept, so that a run may be cut off and go on. All engines get
+each batch from the host and give the loss of each step back. AdamW, TF32 on for all, and torch's
 optimizer is the fused one. Losses of the first 20 steps are compared.
 """
 
@@ -24,13 +24,11 @@ from typing import Any
 import torch
 
 import onnxtrain
-from benchmarks.cuda.prepare_real import prepare
+from benchmarks.cuda.prepare_real import LR, built, prepare
 from benchmarks.cuda.real_nets import REAL, Net
 from benchmarks.cuda.steps import Step, facts, profiled, step_of
-from onnxtrain import optim
 from onnxtrain.runtime.placement import placement
 
-LR = 1e-4
 PRECISIONS = ("float32", "bf16-mixed")
 ENGINES = ("eager", "compile")
 KERNELS = 12  # shown of each engine
@@ -39,23 +37,13 @@ KERNELS = 12  # shown of each engine
 def ours(name: str, net: Net, folder: Path, precision: str) -> tuple[Step, Any, dict[str, Any]]:
     """Return a step, the trainer, and what it took to get there."""
     x, labels = (t.numpy() for t in net.batch())
+    artifacts, took = built(name, folder, precision)
     start = time.perf_counter()
-    artifacts = onnxtrain.build(
-        folder / f"{name}.onnx", loss="cross_entropy",
-        optimizer=optim.AdamW(lr=LR, weight_decay=0.01),
-        target="cuda", precision=precision, dims={"batch": len(x)},
-    )  # fmt: skip
-    built = time.perf_counter()
     casts = collections.Counter(
         n.op_type for m in artifacts.models.values() for n in m.graph.node if n.op_type == "Cast"
     )
     trainer = onnxtrain.Trainer(artifacts, device="cuda")
-    ready = time.perf_counter()
-    took = {
-        "build_s": round(built - start, 1),
-        "trainer_s": round(ready - built, 1),
-        "casts": casts["Cast"],
-    }
+    took |= {"trainer_s": round(time.perf_counter() - start, 1), "casts": casts["Cast"]}
     return lambda: float(trainer.step(x, labels).loss), trainer, took
 
 
@@ -155,13 +143,13 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=20)
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    exports = prepare(args.only, args.models, args.precisions, compiled="compile" in args.engines)
+    making = prepare(args.only, args.models, args.precisions, compiled="compile" in args.engines)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     warm_up()
     rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
     known = {(r["net"], r["precision"]) for r in rows if "error" not in r}
     for name in args.only:
-        exports.wait_for(name)
+        making.wait_for(name)
         for precision in args.precisions:
             if (name, precision) in known:
                 continue

@@ -60,6 +60,7 @@ PREFERS = {
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
+    "line-in-one-pass": "lines and normalised rows by operators for normalisation, not two passes",
     "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
@@ -124,8 +125,8 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "few-operators", "float16-products", "gelu-operator", "given-means"),
-    *("mask-without-infinity", "packed-parts", "several-steps", "split-reductions"),
-    "statistics-by-layer-norm",
+    *("line-in-one-pass", "mask-without-infinity", "packed-parts", "several-steps"),
+    *("split-reductions", "statistics-by-layer-norm"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -149,7 +150,7 @@ TARGETS: dict[str, Target] = {
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "float16-products"),
-                    *("gelu-operator", "given-means"),
+                    *("gelu-operator", "given-means", "line-in-one-pass"),
                     *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
                     *("statistics-by-layer-norm", "vector-update"),
                 }

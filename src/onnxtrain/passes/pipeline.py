@@ -23,7 +23,9 @@ from onnxtrain.passes.dequantise_late import dequantise_late
 from onnxtrain.passes.expand_label_losses import expand_label_losses
 from onnxtrain.passes.fewer_nodes.mean_in_product import mean_in_product
 from onnxtrain.passes.fewer_nodes.norm_slope import norm_slope
+from onnxtrain.passes.fewer_nodes.row_sums_of_product import row_sums_of_product
 from onnxtrain.passes.fewer_nodes.scale_in_rotation import scale_in_rotation
+from onnxtrain.passes.fewer_nodes.scatter_into_sum import scatter_into_sum
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
@@ -101,6 +103,8 @@ AFTER = (
 """Behind the reverse sweep: the operators' own gradients are better than those of the results."""
 
 FINAL = (
+    Pass(row_sums_of_product),
+    Pass(scatter_into_sum),
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
     Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),
     Pass(bias_as_weight_column, prefers="bias-as-weight-column"),

@@ -4,6 +4,9 @@ The gradient of a loss at the scores ``[rows, classes]`` is a matrix times one n
 1 / count, or the weight of the label. Products commute with that: ``(e A) W = e (A W)`` and
 ``(e A)^T X = A^T (e X)``. With many classes ``A W`` and ``X`` are much smaller than ``A``, and a
 pass over ``A`` is saved; a sum over the rows becomes the product ``e^T A``.
+
+Products in bfloat16 read ``A`` rounded. It may be rounded before it is scaled, since that type has
+the range of float32; the scales themselves are not rounded.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ def _readers(scaled: _Scaled, y: ir.Value, graph: ir.Graph) -> list[tuple[ir.Nod
     for node, index in y.uses():
         if node.graph is not graph:
             return None
-        if is_op(node, "Reshape") and index == 0:
+        if _is_view(node, y) and index == 0:
             dims = S.dims_of(node.outputs[0])
             if dims is None or len(dims) < 2 or dims[-1] != scaled.width:
                 return None
@@ -84,6 +87,13 @@ def _readers(scaled: _Scaled, y: ir.Value, graph: ir.Graph) -> list[tuple[ir.Nod
         else:
             return None
     return readers
+
+
+def _is_view(node: ir.Node, y: ir.Value) -> bool:
+    """Return whether a node gives the same numbers, if rounded: in another shape or type."""
+    to = node.outputs[0].dtype
+    rounded = y.dtype == ir.DataType.FLOAT and to == ir.DataType.BFLOAT16
+    return is_op(node, "Reshape") or (is_op(node, "Cast") and rounded)
 
 
 def _fits(scaled: _Scaled, node: ir.Node, index: int) -> bool:
@@ -139,9 +149,17 @@ def _compensate(
         replace_value(y, op.Reshape(total, [scaled.width]), uses)
     elif _sums_rows(node, index):
         other = node.inputs[1 - index]
-        node.replace_input_with(1 - index, op.Mul(other, scaled.rows))
+        assert other is not None
+        node.replace_input_with(1 - index, _times(op, other, scaled.rows))
     else:
         op.position = following
         sizes = [op.size(y, axis) for axis in range(op.rank(y) - 1)]
         rows = scaled.rows if len(sizes) == 1 else op.reshape(scaled.rows, [*sizes, 1])
-        replace_value(y, op.Mul(y, rows), uses)
+        replace_value(y, _times(op, y, rows), uses)
+
+
+def _times(op: OpBuilder, x: ir.Value, rows: ir.Value) -> ir.Value:
+    """Return scaled rows of ``x`` in its type, multiplied in that of the scales."""
+    if x.dtype == rows.dtype:
+        return op.Mul(x, rows)
+    return op.Cast(op.Mul(op.Cast(x, to=rows.dtype), rows), to=x.dtype)

@@ -7,11 +7,17 @@ Formulas are written so that no factor overflows where the result does not, at a
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import vjp
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.modes.batch_statistics import worth_a_kernel
+from onnxtrain.graph.shapes import dims as D
 
 vjp("Sigmoid")(lambda op, dy, x, *, y: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
 vjp("Softplus")(lambda op, dy, x: op.Mul(dy, op.Sigmoid(x)))
@@ -121,7 +127,7 @@ def gelu(op, dy, x, *, y, approximate):
     """
     if approximate == "tanh":
         c, k = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
-        steep = op.Add(op.Mul(op.Mul(x, x), c * k), c)  # 2u / x
+        steep = _line(op, op.Mul(x, x), c * k, c)  # 2u / x
         below = op.Sigmoid(op.Mul(x, steep))
         bend = op.Mul(y, op.Sub(1.0, below))
         if x.dtype == ir.DataType.FLOAT16:
@@ -129,9 +135,44 @@ def gelu(op, dy, x, *, y, approximate):
             bend = op.Mul(bend, c)
             slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
         else:
-            slope = op.Mul(bend, op.Sub(op.Mul(steep, 3.0), 2.0 * c))
+            slope = op.Mul(bend, _line(op, steep, 3.0, -2.0 * c))
         return op.Mul(dy, op.Add(below, slope))
     return chosen(op, x, GELU_FORMS, GELU_CHOICES)(op, dy, x)
+
+
+def _line(op: OpBuilder, x: ir.Value, slope: float, start: float) -> ir.Value:
+    """Return ``slope x + start``."""
+    facts = _Line(x, worth_a_kernel(op, x))
+    return chosen(op, facts, LINE_FORMS, LINE_CHOICES)(op, x, slope, start)
+
+
+class _Line(NamedTuple):
+    """What a line goes over, and whether a kernel of normalisation is worth it."""
+
+    x: ir.Value
+    worth: bool
+
+
+def _by_statistics(op: OpBuilder, x: ir.Value, slope: float, start: float) -> ir.Value:
+    """One pass, by the operator for given statistics: a mean of 0 and a variance of 1."""
+    channels = D.numbers(op.dims(x)[1:2])
+    gain, shift, mean, variance = (
+        op.const(np.full(channels or (), v), x.dtype) for v in (slope, start, 0.0, 1.0)
+    )
+    return op.BatchNormalization(x, gain, shift, mean, variance, epsilon=0.0)
+
+
+LINE_FORMS: Forms[_Line] = {
+    "two passes": Form(lambda op, x, slope, start: op.Add(op.Mul(x, slope), start)),
+    "statistics": Form(
+        _by_statistics,
+        lambda v: v.worth and bool(D.numbers((S.dims_of(v.x) or ())[1:2])),
+    ),
+}
+LINE_CHOICES: Choices[_Line] = [
+    Choice("statistics", prefers="line-in-one-pass"),
+    Choice("two passes"),
+]
 
 
 _DENSITY = -math.log(math.sqrt(2.0 * math.pi))  # of the normal distribution at 0, its logarithm

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradient, Gradients, vjp, vjp_multi
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shapes import dims as D
 
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -86,11 +88,46 @@ def _normalised(
     """
     if x.dtype == ir.DataType.FLOAT and _stash(op, node) == ir.DataType.FLOAT:
         mean, r = op.extra_output(node, 1), op.extra_output(node, 2)
-        xh = op.Mul(op.Sub(x, mean), r) if y is None else y
+        xh = y
+        if xh is None:
+            given = _Given(x, mean, r, axes, epsilon)
+            xh = chosen(op, given, AGAIN_FORMS, AGAIN_CHOICES)(op, given)
         return xh, r
     centered = center(op, x, axes)
     r = inverse_std(op, centered, axes, epsilon)
     return op.Mul(centered, r), r
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """Rows and their statistics."""
+
+    x: ir.Value
+    mean: ir.Value
+    r: ir.Value
+    axes: list[int]
+    epsilon: float
+
+    @property
+    def sizes(self) -> list[int] | None:
+        """The sizes of the axes that are normalised over, if they are known."""
+        return D.numbers((S.dims_of(self.x) or (None,))[self.axes[0] :])
+
+
+def _by_operator(op: OpBuilder, v: _Given) -> ir.Value:
+    """One pass, by the operator itself, without a scale."""
+    ones = op.const(np.ones(v.sizes or ()), v.x.dtype)
+    return op.LayerNormalization(v.x, ones, axis=v.axes[0], epsilon=v.epsilon)
+
+
+AGAIN_FORMS: Forms[_Given] = {
+    "statistics": Form(lambda op, v: op.Mul(op.Sub(v.x, v.mean), v.r)),
+    "operator": Form(_by_operator, lambda v: bool(v.sizes)),
+}
+AGAIN_CHOICES: Choices[_Given] = [
+    Choice("operator", prefers="line-in-one-pass"),
+    Choice("statistics"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
