@@ -281,6 +281,8 @@ NOT_MEASURED: dict[str, str] = {
     "SECOND_COPY_BYTES": "chooses the memory of a step: `python -m benchmarks`",
     "ALIGNED_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
     "CAPTURED_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
+    "JOINED_AVERAGES": "where joining takes fewer kernels, no choice of speed",
+    "SCALED_PER_WEIGHT": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
     "LATE_DEQUANTISE": "bounds what is kept in memory, no choice of speed",
     "LOSS_SCORES": "bounds what is kept in memory, no choice of speed",
     "LOSS_VOCABULARY": "bounds what is kept in memory, no choice of speed",
