@@ -283,6 +283,7 @@ NOT_MEASURED: dict[str, str] = {
     "CAPTURED_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
     "JOINED_AVERAGES": "where joining takes fewer kernels, no choice of speed",
     "SCALED_PER_WEIGHT": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
+    "STAGED_BATCH_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
     "LATE_DEQUANTISE": "bounds what is kept in memory, no choice of speed",
     "LOSS_SCORES": "bounds what is kept in memory, no choice of speed",
     "LOSS_VOCABULARY": "bounds what is kept in memory, no choice of speed",

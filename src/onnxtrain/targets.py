@@ -60,6 +60,7 @@ PREFERS = {
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
     "joined-averages": "running averages of many vectors as one",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
+    "masks-by-cast": "what is not zero by a cast, not by a comparison",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
     "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
     "maxpool-indices": "the places of maxima by a second pooling",
@@ -127,7 +128,7 @@ class Target:
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "few-operators", "float16-products", "gelu-operator", "given-means"),
     *("mask-without-infinity", "packed-parts", "several-steps", "split-reductions"),
-    *("joined-averages", "scale-in-weights", "statistics-by-layer-norm"),
+    *("joined-averages", "masks-by-cast", "scale-in-weights", "statistics-by-layer-norm"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -151,7 +152,7 @@ TARGETS: dict[str, Target] = {
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "float16-products"),
-                    *("gelu-operator", "given-means", "joined-averages"),
+                    *("gelu-operator", "given-means", "joined-averages", "masks-by-cast"),
                     *("mask-without-infinity", "scale-after-matmul", "scale-in-weights"),
                     *("split-reductions", "statistics-by-layer-norm", "vector-update"),
                 }

@@ -220,6 +220,11 @@ UPDATE_PIECES_PER_THREAD = 8
 
 No command varies it; ``python -m benchmarks --threads 2`` times whole steps.
 """
+STAGED_BATCH_BYTES = 4 << 20
+"""From so many bytes on, threads copy a batch to memory that a GPU reads by itself.
+
+No command varies it; ``python -m benchmarks.cuda.real --only resnet50`` times whole steps.
+"""
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 24
 """So many elements are updated at once on a device: enough to keep it busy.
 

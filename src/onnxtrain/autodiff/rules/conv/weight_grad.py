@@ -178,6 +178,7 @@ _PRODUCTS: list[Choice[ConvShape]] = [
 # A kernel of the size of the image takes a hundred times as long as a product on a GPU.
 _CUDA: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.WEIGHT_PAIRS_GPU)),
+    Choice("tap_columns", lambda f: f.taps == 1 and not f.strided and _narrowing(f)),
     Choice("merged", lambda f: f.taps == 1 and f.small_image),
     Choice("im2col", lambda f: f.taps == 1),
     Choice("im2col", lambda f: f.narrow and _joinable(f)),
@@ -187,6 +188,12 @@ _CUDA: list[Choice[ConvShape]] = [
     Choice("taps", lambda f: f.few_taps),
     Choice("swapped"),
 ]
+
+
+def _narrowing(facts: ConvShape) -> bool:
+    """Return whether images are small and what is read is wider than what is put out."""
+    wide = facts.channels is not None and facts.outs is not None and facts.channels > facts.outs
+    return wide and facts.small_image
 
 
 def _joinable(facts: ConvShape) -> bool:
