@@ -35,12 +35,6 @@ class Net(nn.Module):
         return torch.relu(self.nb(self.b(y)) + y).mean((2, 3))
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let sizes of a test be sizes of a net."""
-    monkeypatch.setattr(thresholds, "NORMALISED_POSITIONS", 2)
-
-
 def built(module: nn.Module, x: torch.Tensor) -> onnxtrain.Artifacts:
     return onnxtrain.build(
         from_torch(module, (x,)), loss="mse", optimizer=optim.SGD(lr=0.1), target="cuda",
@@ -83,12 +77,24 @@ def follow(module: nn.Module, trainer: onnxtrain.Trainer, x: torch.Tensor, steps
 
 def test_steps_follow_torch_in_few_passes() -> None:
     x = torch.randn(8, 3, 12, 12)
+    assert thresholds.NORMALISED_POSITIONS < 12 * 12
     module = Net(nn.Identity())
     made = built(module, x)
     counts = large(made.models["step"], 8 * 6 * 12 * 12)
     # Per normalisation one product for the sum and one difference; scales are in the weights.
     assert (counts["Mul"], counts["Sub"]) == (2, 2)
     assert counts["BatchNormalization"] == 4
+    follow(module, onnxtrain.Trainer(made), x)
+
+
+def test_small_images_have_plain_passes_in_their_place() -> None:
+    x = torch.randn(8, 3, 7, 7)
+    module = Net(nn.Identity())
+    made = built(module, x)
+    counts = large(made.models["step"], 8 * 6 * 7 * 7)
+    assert counts["BatchNormalization"] == 0
+    # Forward one product with a scale, backward one too; besides, those of the sum and a square.
+    assert (counts["Mul"], counts["Sub"], counts["Div"]) == (8, 4, 0)
     follow(module, onnxtrain.Trainer(made), x)
 
 

@@ -7,7 +7,13 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.modes.batch_statistics import mean_and_variance, worth_a_kernel
+from onnxtrain.graph.modes.batch_statistics import (
+    Channels,
+    follows_layer,
+    mean_and_variance,
+    normalised,
+    worth_a_kernel,
+)
 from onnxtrain.graph.nodes import is_op, nodes
 
 
@@ -28,11 +34,14 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
     """Return the result and both new statistics."""
     x, scale, bias, old_mean, old_var = node.inputs
     assert x is not None
+    assert scale is not None
+    assert bias is not None
     kept, epsilon = _number(node, "momentum", 0.9), _number(node, "epsilon", 1e-5)
     mean, var = mean_and_variance(op, x)
     flat_mean, flat_var = op.Reshape(mean, [-1]), op.Reshape(var, [-1])
-    if op.target.prefers("affine-in-one-pass") and worth_a_kernel(op, x):
-        y = op.BatchNormalization(x, scale, bias, flat_mean, flat_var, epsilon=epsilon)
+    in_one = op.target.prefers("affine-in-one-pass")
+    if in_one and (worth_a_kernel(op, x) or follows_layer(x)):
+        y = normalised(op, x, Channels(scale, bias, flat_mean, flat_var), epsilon)
     else:
         column = op.const([-1, *[1] * (op.rank(x) - 2)])
         spread = op.Sqrt(op.Add(var, epsilon))

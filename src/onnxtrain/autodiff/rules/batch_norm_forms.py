@@ -15,11 +15,13 @@ from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes.batch_statistics import (
+    Channels,
+    follows_layer,
     mean_and_variance,
+    normalised,
     puts_out_batch_statistics,
     worth_a_kernel,
 )
-from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 
 
@@ -117,8 +119,7 @@ def input_gradients(
     ``dx = scale * r * (dy - mean(dy) - xc * r^2 * mean(dy * xc))``, ``dbias = sum(dy)`` and
     ``dscale = r * sum(dy * xc)``.
     """
-    facts = Whole(v.x, v.scale, worth_a_kernel(op, v.x))
-    return chosen(op, facts, GRADIENT_FORMS, GRADIENT_CHOICES)(op, v, axes)
+    return chosen(op, v.x, GRADIENT_FORMS, GRADIENT_CHOICES)(op, v, axes)
 
 
 def _by_centered(
@@ -149,39 +150,21 @@ def _by_one_map(op: OpBuilder, v: Incoming, axes: list[int]) -> tuple[ir.Value, 
     dy_mean = op.ReduceMean(dy, axes, keepdims=0)
     together = op.ReduceMean(op.Mul(dy, x), axes, keepdims=0)
     slope = op.Mul(op.Sub(together, op.Mul(mean, dy_mean)), r)
-    line = op.BatchNormalization(x, slope, dy_mean, mean, variance, epsilon=v.epsilon)
+    line = normalised(op, x, Channels(slope, dy_mean, mean, variance), v.epsilon)
     dx = op.Mul(op.Sub(dy, line), per_channel(op, op.Mul(v.scale, r), x))
     return dx, op.Mul(slope, size), op.Mul(dy_mean, size)
 
 
-class Whole(NamedTuple):
-    """What is normalised, its scale, and whether a kernel of normalisation is worth it."""
-
-    x: ir.Value
-    scale: ir.Value
-    worth: bool
+def _near_zero(x: ir.Value) -> bool:
+    """Return whether sums of products with ``x`` as it is keep their digits."""
+    return S.rank_of(x) > 1 and follows_layer(x)
 
 
-def _near_zero(v: Whole) -> bool:
-    """Return whether means are no larger than deviations by orders of magnitude.
-
-    They are not behind layers with weights; inputs may be years, or prices.
-    """
-    layer = v.x.producer()
-    return (
-        v.worth
-        and S.rank_of(v.x) > 1
-        and D.numbers(S.dims_of(v.scale) or (None,)) is not None
-        and layer is not None
-        and is_op(layer, "Conv", "ConvTranspose", "Gemm", "MatMul")
-    )
-
-
-GRADIENT_FORMS: Forms[Whole] = {
+GRADIENT_FORMS: Forms[ir.Value] = {
     "centered": Form(_by_centered),
     "one map": Form(_by_one_map, _near_zero),
 }
-GRADIENT_CHOICES: Choices[Whole] = [
+GRADIENT_CHOICES: Choices[ir.Value] = [
     Choice("one map", prefers="given-means"),
     Choice("centered"),
 ]
