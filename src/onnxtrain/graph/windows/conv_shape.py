@@ -36,6 +36,8 @@ class ConvShape:
     """Whether a product can give the input's gradient, windows added up by Col2Im."""
     rows: int | None = None
     """Positions in the output, over the whole batch."""
+    shiftable: bool = False
+    """Whether windows are squares, one at each position of a plane of known size, in one group."""
 
     @property
     def few_taps(self) -> bool:
@@ -113,6 +115,7 @@ def facts_of(
         ),
         addable=_addable(op, x, dy, w, win, group),
         rows=_product([op.dims(dy)[0], *op.dims(dy)[2:]]),
+        shiftable=_shiftable(op, x, dy, w, win, group),
     )
 
 
@@ -136,6 +139,17 @@ def _addable(
         size + win.before[i] + win.after[i] - (win.extent(i) or 0) for i, size in enumerate(image)
     ]
     return list(count) == [end // s + 1 for end, s in zip(ends, win.strides, strict=True)]
+
+
+def _shiftable(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> bool:
+    image, count, kernel = (D.numbers(op.dims(v)[2:]) for v in (x, dy, w))
+    if image is None or kernel is None or group != 1 or win.rank != 2:
+        return False
+    plain = all(n == 1 for n in (*win.strides, *win.dilations))
+    square = kernel[0] == kernel[1] and 1 < kernel[0] <= min(image)
+    return plain and square and image == count and D.numbers(op.dims(w)) is not None
 
 
 def _product(sizes: Sequence[Dim]) -> int | None:
