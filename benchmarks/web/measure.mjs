@@ -24,7 +24,7 @@ async function checked({ open, train }, system, { model, optimizer, device }) {
     const off = Math.max(...losses.map((loss, i) => Math.abs(loss - last.wanted[i])));
     if (!(off < TOLERANCE)) throw new Error(`wrong: a loss is off by ${off.toExponential(1)}`);
     // Until the engine has compiled the hot code for good, and to learn how long a step takes.
-    const until = performance.now() + (device === "webgpu" ? 0 : 1000);
+    const until = performance.now() + (system.warm ?? (device === "webgpu" ? 0 : 1000));
     while (performance.now() < until && whole * last.ms < 1000) last = await train(page, whole);
     const steps = whole * Math.max(1, Math.round(ROUND_MS / last.ms / whole));
     return { page, facts: { steps, off, checked: losses.length, dispatches: last.dispatches, long: steps * last.ms > LONG_MS, opened: Math.round(performance.now() - began) } };

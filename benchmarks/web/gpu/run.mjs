@@ -22,6 +22,8 @@ const [work, out, rounds = "5", ...chosen] = positionals;
 if (!out || !(Number(rounds) > 0)) throw new Error("usage: node gpu/run.mjs WORK OUT.json [ROUNDS] [MODEL ...] [--resume]");
 const MODELS = ["mlp", "cnn", "transformer"];
 
+/** Background threads compile the runtime's wasm for seconds; what runs until then is several times slower. */
+const WARM = 2500;
 const spelledOtherwise = (model) => readdirSync(join(work, model)).filter((name) => name.startsWith("adamw-")).sort();
 
 const systems = (model) => [
@@ -55,7 +57,7 @@ async function open(system, settings) {
   return child;
 }
 
-const place = { systems, open, train: (child, steps) => ask(child, { steps }) };
+const place = { systems: (model) => systems(model).map((s) => ({ ...s, warm: WARM })), open, train: (child, steps) => ask(child, { steps }) };
 const { version: dawn } = JSON.parse(readFileSync(createRequire(import.meta.url).resolve("webgpu/package.json"), "utf8"));
 const results = values.resume && existsSync(out)
   ? JSON.parse(readFileSync(out, "utf8"))
