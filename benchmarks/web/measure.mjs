@@ -44,14 +44,15 @@ const reason = (error) => error.message.split("\n")[0].replace("page.evaluate: "
 
 /**
  * Times what is missing of a group, adds it there and calls `keep` after each round. `place` has the
- * `systems`, how one is opened in a page or process (`open`) and trains there (`train`), and whether they still can (`alive`).
+ * `systems`, how one is opened in a page or process (`open`) and trains there (`train`), whether they still can
+ * (`alive`), and whether all may be opened at once (`atOnce`); they are timed one after the other.
  */
 export async function measure({ place, group, rounds, keep }) {
   const pages = new Map();
-  for (const system of place.systems(group.model, group.device)) {
+  const start = async (system) => {
     let row = group.rows.find((r) => r.name === system.name);
     if (!row) group.rows.push((row = { name: system.name, times: [] }));
-    if (row.long && row.times.length >= LONG_ROUNDS) continue;
+    if (row.long && row.times.length >= LONG_ROUNDS) return;
     delete row.failed;
     try {
       const { page, facts } = await checked(place, system, group);
@@ -60,7 +61,10 @@ export async function measure({ place, group, rounds, keep }) {
     } catch (error) {
       failedIn(place, row, error);
     }
-  }
+  };
+  const systems = place.systems(group.model, group.device);
+  if (place.atOnce) await Promise.all(systems.map(start));
+  else for (const system of systems) await start(system);
   while (group.done < rounds) {
     const order = [...pages.keys()].map((row) => [Math.random(), row]).sort((a, b) => a[0] - b[0]);
     for (const [, row] of order) {

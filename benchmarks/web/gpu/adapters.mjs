@@ -31,7 +31,11 @@ const step = async (ids) => {
   times.push(performance.now() - start);
   return loss;
 };
-for (const [ids] of rows) losses.push(await step(ids));
+console.log(`ready after ${ready.toFixed(1)} s`);
+for (const [ids] of rows) {
+  losses.push(await step(ids));
+  if (losses.length === 1) console.log(`first step ${(times[0] / 1000).toFixed(1)} s`);
+}
 const before = dispatched();
 const [until, busy] = [performance.now() + 1000 * Number(seconds), process.cpuUsage()];
 const checked = times.length;
@@ -45,5 +49,5 @@ const found = {
 };
 const results = existsSync(out) ? JSON.parse(readFileSync(out, "utf8")) : {};
 writeFileSync(out, `${JSON.stringify({ ...results, adapters: found }, null, 1)}\n`);
-console.log(`adapters: ${ms.toFixed(1)} ms per step, ${found.tokensPerSecond.toFixed(0)} tokens/s, ${found.dispatches} dispatches, losses off by ${found.off.toExponential(1)}, ready after ${ready.toFixed(1)} s`);
+console.log(`adapters: ${ms.toFixed(1)} ms per step, ${found.tokensPerSecond.toFixed(0)} tokens/s, ${found.dispatches} dispatches, losses off by ${found.off.toExponential(1)}`);
 process.exit(0);

@@ -57,7 +57,7 @@ async function open(system, settings) {
   return child;
 }
 
-const place = { systems: (model) => systems(model).map((s) => ({ ...s, warm: WARM })), open, train: (child, steps) => ask(child, { steps }) };
+const place = { systems: (model) => systems(model).map((s) => ({ ...s, warm: WARM })), open, atOnce: cpus().length > 8, train: (child, steps) => ask(child, { steps }) };
 const { version: dawn } = JSON.parse(readFileSync(createRequire(import.meta.url).resolve("webgpu/package.json"), "utf8"));
 const results = values.resume && existsSync(out)
   ? JSON.parse(readFileSync(out, "utf8"))
