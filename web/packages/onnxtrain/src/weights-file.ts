@@ -49,7 +49,10 @@ export async function keptFile(
     return await keeping(handle.getFile());
   } catch (error) {
     await target.abort().catch(() => undefined);
-    await folder?.removeEntry(digest).catch(() => undefined);
+    // Another tab may have kept the file meanwhile; only a name without content is ours to remove.
+    const other = await handle.getFile().catch(() => undefined);
+    if (!other?.size) await folder?.removeEntry(digest).catch(() => undefined);
+    else if (lost) return other;
     if (lost) return await keptFile(name, digest, open, tell, false);
     throw error;
   }

@@ -15,7 +15,7 @@ const refused = (name: string) => async () => {
 function folder(broken: { getFileHandle?: () => Promise<never>; write?: () => Promise<never>; close?: () => Promise<never> } = {}) {
   const files = new Map<string, Blob>();
   const handle = (name: string) => ({
-    getFile: async () => files.get(name)!,
+    getFile: async () => files.get(name) ?? new Blob(),
     createWritable: async () => {
       const parts: Uint8Array<ArrayBuffer>[] = [];
       return {
@@ -103,6 +103,19 @@ test.each([
   const { open } = fetched();
   expect(await bytes(await keptFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
   expect(there.files.size).toBe(0);
+});
+
+test("what another tab kept meanwhile is used, and stays", async () => {
+  const there = folder({
+    write: async () => {
+      there.files.set(DIGEST, new Blob([CONTENT]));
+      throw new DOMException("full", "QuotaExceededError");
+    },
+  });
+  page(async () => there);
+  const { open, times } = fetched();
+  expect(await bytes(await keptFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
+  expect([times(), [...there.files.keys()]]).toEqual([1, [DIGEST]]);
 });
 
 test("a file that is not the one that was meant is refused and not kept", async () => {
