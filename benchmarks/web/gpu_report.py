@@ -30,9 +30,9 @@ twice: quickest rounds say more here than medians.\
 """
 PRODUCT = """
 `onnxtrain, product` has the update of AdamW as one product of small matrices, three dispatches
-less: its quickest rounds take {low:.2f} to {high:.2f} times ours here, and five times ours on
-SwiftShader, so artifacts have multiplications instead. A step keeps the processor busy all the
-time: ONNX Runtime writes a buffer of sizes and makes a group of bindings for every kernel.
+less: its quickest rounds take {low:.2f} to {high:.2f} times ours here, and several times ours on
+SwiftShader, so artifacts have multiplications instead. Where a step's time goes was not measured
+here; for every kernel ONNX Runtime writes a buffer of sizes and makes a group of bindings.
 """
 WRONG = """
 TensorFlow.js is the one that is wrong in the CNN: its product with a transposed second operand,
