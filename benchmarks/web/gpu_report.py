@@ -19,10 +19,30 @@ HEAD = f"""\
 
 `node benchmarks/web/gpu/run.mjs` makes this section: the same nets and batches in Node {{node}},
 with WebGPU of Dawn (npm `webgpu` {{dawn}}), a process per system, AdamW. A ratio compares
-times of the same round. {{adapter}}; {{date}}.
+times of the same round. {{adapter}}; {{date}}.{{busy}}
 
 | net | system | ms per step | their time / ours | best / best | dispatches per step |
 |---|---|---|---|---|---|
+"""
+BUSY = """
+Other work was on the machine's processor meanwhile, so that times of single rounds differ by up to
+twice: quickest rounds say more here than medians.\
+"""
+PRODUCT = """
+`onnxtrain, product` has the update of AdamW as one product of small matrices, three dispatches
+less: its quickest rounds take {low:.2f} to {high:.2f} times ours here, and several times ours on
+SwiftShader, so artifacts have multiplications instead. Where a step's time goes was not measured
+here; for every kernel ONNX Runtime writes a buffer of sizes and makes a group of bindings.
+"""
+WRONG = """
+TensorFlow.js is the one that is wrong in the CNN: its product with a transposed second operand,
+split along the inner axis (`MatMulSplitKProgram`), is off by as much as its values are large at
+64 x 9,216 x 128 (seen on SwiftShader), while its other programs and our losses agree with torch.
+"""
+TUNED = """
+Adapters of rank 8 on all linear layers of a decoder ({shape}, int4), {tokens} tokens, AdamW:
+{ms:.0f} ms per step, {tokensPerSecond:.0f} tokens/s, {dispatches:.0f} dispatches; losses are
+those of the CPU within {off:.0e} (`node benchmarks/web/gpu/adapters.mjs`).
 """
 SOFTWARE = """
 This is a GPU in software: the figures say that everything runs and is right, not how fast it is.
@@ -34,9 +54,18 @@ def section(path: Path) -> str:
     if not path.exists():
         return NONE
     results = json.loads(path.read_text())
-    text = HEAD.format(**results, date=results["started"][:10])
+    busy = BUSY.rstrip() if results.get("busy") else ""
+    text = HEAD.format(**{**results, "busy": busy}, date=results["started"][:10])
     for group in results["groups"]:
         text += "".join(_row(MODELS[group["model"]], row) for row in group["rows"])
+    rows = [row for group in results["groups"] for row in group["rows"]]
+    products = [row["bestRatio"] for row in rows if "product" in row["name"] and "bestRatio" in row]
+    if products:
+        text += PRODUCT.format(low=min(products), high=max(products))
+    if any("wrong" in row.get("failed", "") and "TensorFlow" in row["name"] for row in rows):
+        text += WRONG
+    if "adapters" in results:
+        text += TUNED.format(**results["adapters"])
     return text + (SOFTWARE if results["software"] else "")
 
 

@@ -24,7 +24,7 @@ async function checked({ open, train }, system, { model, optimizer, device }) {
     const off = Math.max(...losses.map((loss, i) => Math.abs(loss - last.wanted[i])));
     if (!(off < TOLERANCE)) throw new Error(`wrong: a loss is off by ${off.toExponential(1)}`);
     // Until the engine has compiled the hot code for good, and to learn how long a step takes.
-    const until = performance.now() + (device === "webgpu" ? 0 : 1000);
+    const until = performance.now() + (system.warm ?? (device === "webgpu" ? 0 : 1000));
     while (performance.now() < until && whole * last.ms < 1000) last = await train(page, whole);
     const steps = whole * Math.max(1, Math.round(ROUND_MS / last.ms / whole));
     return { page, facts: { steps, off, checked: losses.length, dispatches: last.dispatches, long: steps * last.ms > LONG_MS, opened: Math.round(performance.now() - began) } };
@@ -44,14 +44,15 @@ const reason = (error) => error.message.split("\n")[0].replace("page.evaluate: "
 
 /**
  * Times what is missing of a group, adds it there and calls `keep` after each round. `place` has the
- * `systems`, how one is opened in a page or process (`open`) and trains there (`train`), and whether they still can (`alive`).
+ * `systems`, how one is opened in a page or process (`open`) and trains there (`train`), whether they still can
+ * (`alive`), and whether all may be opened at once (`atOnce`); they are timed one after the other.
  */
 export async function measure({ place, group, rounds, keep }) {
   const pages = new Map();
-  for (const system of place.systems(group.model, group.device)) {
+  const start = async (system) => {
     let row = group.rows.find((r) => r.name === system.name);
     if (!row) group.rows.push((row = { name: system.name, times: [] }));
-    if (row.long && row.times.length >= LONG_ROUNDS) continue;
+    if (row.long && row.times.length >= LONG_ROUNDS) return;
     delete row.failed;
     try {
       const { page, facts } = await checked(place, system, group);
@@ -60,7 +61,10 @@ export async function measure({ place, group, rounds, keep }) {
     } catch (error) {
       failedIn(place, row, error);
     }
-  }
+  };
+  const systems = place.systems(group.model, group.device);
+  if (place.atOnce) await Promise.all(systems.map(start));
+  else for (const system of systems) await start(system);
   while (group.done < rounds) {
     const order = [...pages.keys()].map((row) => [Math.random(), row]).sort((a, b) => a[0] - b[0]);
     for (const [, row] of order) {

@@ -4,25 +4,31 @@
  *   node gpu/run.mjs WORK OUT.json [ROUNDS] [MODEL ...] [--resume]
  *
  * WORK is what nets.py wrote. Losses are compared first, as in the browser; OUT.json is written after each round.
+ * Artifacts of the same net that are spelled otherwise, in a folder `adamw-NAME` beside `adamw`, are timed too.
  */
 import { fork } from "node:child_process";
-import { existsSync, readFileSync } from "node:fs";
+import { existsSync, readFileSync, readdirSync } from "node:fs";
 import { createRequire } from "node:module";
 import { cpus } from "node:os";
-import { resolve } from "node:path";
+import { join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { parseArgs } from "node:util";
 import { measure } from "../measure.mjs";
 import { said, save } from "../results.mjs";
 
-const LIMIT = 300_000;
+const LIMIT = 1000 * Number(process.env.LIMIT_S ?? 300);
 const { values, positionals } = parseArgs({ allowPositionals: true, options: { resume: { type: "boolean" } } });
 const [work, out, rounds = "5", ...chosen] = positionals;
 if (!out || !(Number(rounds) > 0)) throw new Error("usage: node gpu/run.mjs WORK OUT.json [ROUNDS] [MODEL ...] [--resume]");
 const MODELS = ["mlp", "cnn", "transformer"];
 
-const systems = () => [
+/** Background threads compile the runtime's wasm for seconds; what runs until then is several times slower. */
+const WARM = 2500;
+const spelledOtherwise = (model) => readdirSync(join(work, model)).filter((name) => name.startsWith("adamw-")).sort();
+
+const systems = (model) => [
   { name: "onnxtrain", file: "ours", device: "webgpu", together: 1 },
+  ...spelledOtherwise(model).map((artifacts) => ({ name: `onnxtrain, ${artifacts.slice(6)}`, file: "ours", device: "webgpu", together: 1, artifacts })),
   { name: "TensorFlow.js webgpu", file: "tfjs", device: "webgpu" },
   { name: "jax-js webgpu", file: "jax", device: "webgpu" },
 ];
@@ -51,7 +57,7 @@ async function open(system, settings) {
   return child;
 }
 
-const place = { systems, open, train: (child, steps) => ask(child, { steps }) };
+const place = { systems: (model) => systems(model).map((s) => ({ ...s, warm: WARM })), open, atOnce: cpus().length > 8, train: (child, steps) => ask(child, { steps }) };
 const { version: dawn } = JSON.parse(readFileSync(createRequire(import.meta.url).resolve("webgpu/package.json"), "utf8"));
 const results = values.resume && existsSync(out)
   ? JSON.parse(readFileSync(out, "utf8"))

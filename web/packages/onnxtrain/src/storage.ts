@@ -10,12 +10,18 @@ export interface CheckpointStore {
 
 const FOLDER = "onnxtrain";
 
-/** Gives files in Node; the origin's private files in pages, IndexedDB where those are absent. */
+/** Gives files in Node; the origin's private files in pages, IndexedDB where those are absent or refused, as in some private windows. */
 export function defaultStore(): CheckpointStore {
   if (inNode()) return fileStore();
   const files = globalThis.navigator?.storage;
   const writable = typeof FileSystemFileHandle === "function" && "createWritable" in FileSystemFileHandle.prototype;
-  return typeof files?.getDirectory === "function" && writable ? privateFileStore() : databaseStore();
+  if (typeof files?.getDirectory !== "function" || !writable) return databaseStore();
+  let chosen: Promise<CheckpointStore> | undefined;
+  const store = () => (chosen ??= files.getDirectory().then(privateFileStore, databaseStore));
+  return {
+    write: async (name, data) => (await store()).write(name, data),
+    read: async (name) => (await store()).read(name),
+  };
 }
 
 const absent = (name: string, why: string): CheckpointError =>

@@ -30,23 +30,32 @@ export async function keptFile(
     return before;
   }
   const response = await open();
-  const handle = await folder?.getFileHandle(digest, { create: true });
+  const handle = await folder?.getFileHandle(digest, { create: true }).catch(() => undefined);
   const target = await handle?.createWritable().catch(() => undefined);
-  const parts: Uint8Array[] = [];
-  const write = async (chunk: Uint8Array) => {
-    if (target) await target.write(chunk as Uint8Array<ArrayBuffer>);
-    else parts.push(chunk);
-  };
+  if (!handle || !target) {
+    const parts: Uint8Array[] = [];
+    await checked(name, digest, response, async (chunk) => void parts.push(chunk), tell);
+    return new Blob(parts as Uint8Array<ArrayBuffer>[]);
+  }
+  // No room, a profile that is being cleared: what cannot be kept is fetched without it.
+  let lost = false;
+  const keeping = <T>(done: Promise<T>) => done.catch((error: unknown) => {
+    lost = true;
+    throw error;
+  });
   try {
-    await checked(name, digest, response, write, tell);
-    await target?.close();
+    await checked(name, digest, response, (chunk) => keeping(target.write(chunk as Uint8Array<ArrayBuffer>)), tell);
+    await keeping(target.close());
+    return await keeping(handle.getFile());
   } catch (error) {
-    await target?.abort().catch(() => undefined);
-    await folder?.removeEntry(digest).catch(() => undefined);
-    if (target && (error as Error).name === "QuotaExceededError") return await keptFile(name, digest, open, tell, false);
+    await target.abort().catch(() => undefined);
+    // Another tab may have kept the file meanwhile; only a name without content is ours to remove.
+    const other = await handle.getFile().catch(() => undefined);
+    if (!other?.size) await folder?.removeEntry(digest).catch(() => undefined);
+    else if (lost) return other;
+    if (lost) return await keptFile(name, digest, open, tell, false);
     throw error;
   }
-  return target ? await handle!.getFile() : new Blob(parts as Uint8Array<ArrayBuffer>[]);
 }
 
 /** Hands on the chunks of a response; fails at the end if they are not the file that was meant. */

@@ -126,8 +126,9 @@ export class ClassList {
 
   #chooser(which: Class): HTMLLabelElement {
     const input = make("input", { type: "file", accept: "image/*", multiple: true, className: "visually-hidden", onchange: () => void attempt(async () => {
-      await this.#deeds.files(which, [...(input.files ?? [])]);
-      input.value = "";
+      const files = [...(input.files ?? [])];
+      input.value = ""; // the same files may be chosen again
+      await this.#deeds.files(which, files);
     }) });
     return make("label", { className: "button" }, "Add pictures", input);
   }

@@ -7,6 +7,7 @@ import { softmax } from "../shell/softmax.js";
 import { attempt, fail, say } from "../shell/status.js";
 import { openCamera } from "../runner/camera.js";
 import { ClassList, type Class } from "./classes.js";
+import { eachFile } from "./each-file.js";
 import { draw, DRAWINGS } from "./example.js";
 import { Eye, SIZE, small } from "./eye.js";
 import { join } from "./join.js";
@@ -43,8 +44,7 @@ const list = new ClassList($("classes"), {
     return () => clearInterval(timer);
   },
   files: async (into, files) => {
-    for (const file of files) await take(into, await fromFile(file));
-    say(`${files.length} ${files.length === 1 ? "picture" : "pictures"} more for ${into.name}.`);
+    say(await eachFile(files, into.name, async (file) => await take(into, await fromFile(file))));
   },
   changed: () => {
     $<HTMLButtonElement>("learn").disabled = ready() !== undefined;

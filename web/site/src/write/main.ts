@@ -4,7 +4,7 @@ import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
 import { $, make, show, siteFile, text } from "../shell/dom.js";
 import { attempt, fail, say } from "../shell/status.js";
-import { Alphabet, CHARACTERS, choose, LENGTH, pieces } from "./characters.js";
+import { Alphabet, CHARACTERS, choose, countOf, LENGTH, pieces } from "./characters.js";
 import { program, python } from "./listing.js";
 import { fromLink, toLink } from "./settings.js";
 import sonnets from "./sonnets.txt?raw";
@@ -34,7 +34,7 @@ const begin = () => (text("begin") ? [...text("begin")] : ["\n"]).join("");
 function aboutSource(): void {
   const kinds = new Set(source.value).size;
   const rare = kinds > CHARACTERS - 1 ? `; the ${kinds - CHARACTERS + 1} rarest are shown as \u25a1` : "";
-  show("about-source", `${source.value.length.toLocaleString("en")} characters, ${kinds} of them different${rare}.`);
+  show("about-source", `${countOf(source.value).toLocaleString("en")} characters, ${kinds} of them different${rare}.`);
 }
 
 /** Opens a fresh model; the old one goes. */
@@ -118,7 +118,8 @@ async function rest(step: number, loss: number, rate: number): Promise<void> {
 
 /** Learns the text that is in the field, from the beginning. */
 async function start(): Promise<void> {
-  if ([...source.value].length <= LENGTH) throw new Error(`the text has ${[...source.value].length} characters, the model reads pieces of ${LENGTH}: give it more`);
+  const count = countOf(source.value);
+  if (count <= LENGTH) throw new Error(`the text has ${count} characters, the model reads pieces of ${LENGTH}: give it more`);
   const mine = ++run;
   $<HTMLButtonElement>("pause").disabled = true;
   if (paused) pause();

@@ -1,0 +1,1 @@
+"""WebGPU on a real GPU, without a browser."""
