@@ -23,6 +23,7 @@ LACKS = {
     "Celu": "an exponential below zero, and a line above",
     "Col2Im": "windows added up to an image",
     "ConstantOfShape": "a tensor of one value",
+    "ConvTranspose.bfloat16": "a transposed convolution in 16 bits",
     "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
     "DFT": "a Fourier transform",
     "Det": "determinants",
@@ -30,6 +31,7 @@ LACKS = {
     "LogSoftmax": "logarithms of probabilities",
     "MatMulNBits": "products with weights of few bits, packed in blocks, and rows of such tables",
     "MaxPool.Indices": "where the maxima are",
+    "MaxPool.opset22": "maxima of windows, in files of that opset",
     "MaxUnpool": "values put where the maxima were",
     "NegativeLogLikelihoodLoss": "the loss of labels",
     "Range.int64": "whole numbers up to a size",
@@ -50,6 +52,7 @@ PREFERS = {
     "affine-in-one-pass": "scale and shift by one operator made for something else",
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
     "aligned-classes": "a few classes more, so that rows of scores are whole words",
+    "bfloat16-images": "convolutions and what lies between them in bfloat16, if asked for",
     "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
     "conv-as-matmul": "convolutions of small images as one product over the batch",
     "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
@@ -123,7 +126,8 @@ class Target:
 
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
-    *("aligned-classes", "few-operators", "float16-products", "gelu-operator", "given-means"),
+    *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
+    *("gelu-operator", "given-means"),
     *("mask-without-infinity", "packed-parts", "several-steps", "split-reductions"),
     "statistics-by-layer-norm",
 }
@@ -143,13 +147,14 @@ TARGETS: dict[str, Target] = {
             missing=frozenset(
                 {
                     *("BatchNormalization.training_mode", "Celu", "Col2Im"),
-                    *("ConvTranspose.asymmetric_pads", "DFT", "Det", "MaxUnpool"),
+                    *("ConvTranspose.asymmetric_pads", "ConvTranspose.bfloat16", "DFT", "Det"),
+                    *("MaxPool.opset22", "MaxUnpool"),
                 }
             ),
             preferences=frozenset(
                 {
-                    *("affine-in-one-pass", "aligned-classes", "float16-products"),
-                    *("gelu-operator", "given-means"),
+                    *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
+                    *("float16-products", "gelu-operator", "given-means"),
                     *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
                     *("statistics-by-layer-norm", "vector-update"),
                 }

@@ -30,7 +30,9 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
     kept, epsilon = _number(node, "momentum", 0.9), _number(node, "epsilon", 1e-5)
     mean, var = mean_and_variance(op, x)
     flat_mean, flat_var = op.Reshape(mean, [-1]), op.Reshape(var, [-1])
-    if op.target.prefers("affine-in-one-pass") and worth_a_kernel(op, x):
+    if x.dtype == ir.DataType.BFLOAT16:
+        y = _narrow_affine(op, x, (scale, bias, flat_mean, flat_var), epsilon)
+    elif op.target.prefers("affine-in-one-pass") and worth_a_kernel(op, x):
         y = op.BatchNormalization(x, scale, bias, flat_mean, flat_var, epsilon=epsilon)
     else:
         column = op.const([-1, *[1] * (op.rank(x) - 2)])
@@ -42,6 +44,20 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
         for old, batch in ((old_mean, flat_mean), (old_var, flat_var))
     ]
     return y, new[0], new[1]
+
+
+def _narrow_affine(
+    op: OpBuilder, x: ir.Value, numbers: tuple[ir.Value | None, ...], epsilon: float
+) -> ir.Value:
+    """Return ``x * gain + shift`` in bfloat16; the shift makes up for the rounded gain."""
+    scale, bias, mean, var = (op.cast(v, ir.DataType.FLOAT) for v in numbers if v is not None)
+    r = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+    gain = op.cast(op.Mul(scale, r), x.dtype)
+    shift = op.cast(op.Sub(bias, op.Mul(mean, op.cast(gain, mean.dtype))), x.dtype)
+    last = list(range(1, op.rank(x) - 1))
+    if last:
+        gain, shift = op.Unsqueeze(gain, last), op.Unsqueeze(shift, last)
+    return op.Add(op.Mul(x, gain), shift)
 
 
 def _number(node: ir.Node, name: str, default: float) -> float:

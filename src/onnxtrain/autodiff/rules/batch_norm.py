@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp_multi
+from onnxtrain.autodiff.rules.batch_norm_bfloat16 import narrow_gradients
 from onnxtrain.autodiff.rules.batch_norm_forms import scaled_difference, spread, statistics
 from onnxtrain.autodiff.rules.norm import per_channel, working_dtype
 from onnxtrain.graph.builder import OpBuilder
@@ -53,6 +54,9 @@ def _training(
     x, scale = inputs[:2]
     dy, drun_mean, drun_var = (*dys, None, None)[:3]
     dtype = working_dtype(x)
+    if _narrow(op, x, dys):
+        narrow = narrow_gradients(op, dys[0], x, scale, epsilon)
+        return _as_inputs(op, (*narrow, None, None), inputs)
     xw, scale_w = op.cast(x, dtype), op.cast(scale, dtype)
     axes = _reduced(op, x)
     centered, variance = statistics(op, xw, axes, node)
@@ -78,6 +82,13 @@ def _training(
         share = op.Div(op.Mul(op.cast(drun_var, dtype), 2.0 * (1.0 - momentum)), size)
         dx = _plus(op, dx, op.Mul(centered, per_channel(op, share, x)))
     return _as_inputs(op, (dx, dscale, dbias, dmean, dvar), inputs)
+
+
+def _narrow(op: OpBuilder, x: ir.Value, dys) -> bool:
+    """Return whether images are bfloat16, and nothing but the result has a gradient."""
+    alone = dys[0] is not None and all(d is None for d in dys[1:])
+    images = x.dtype == ir.DataType.BFLOAT16 and op.rank(x) > 1
+    return alone and images and op.target.prefers("bfloat16-images")
 
 
 def _reduced(op: OpBuilder, x: ir.Value) -> list[int]:

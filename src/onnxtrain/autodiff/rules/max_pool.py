@@ -16,7 +16,9 @@ from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.modes.half_images import IMAGES_OPSET
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.windows.composed_max_pool import can_be_composed
 from onnxtrain.graph.windows.geometry import (
     Windows,
     crop_like,
@@ -47,7 +49,11 @@ def max_pool(
     """Send ``dy`` to where the maximum was."""
     win = windows(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
     fixed = fixed_padding(op, x, y, win, auto_pad)
-    pooling = _Pooling(x, y, node, win, fixed, auto_pad, by_columns=storage_order != 0)
+    pooling = _Pooling(
+        *(x, y, node, win, fixed, auto_pad),
+        by_columns=storage_order != 0,
+        composed=op.opset >= IMAGES_OPSET and can_be_composed(node, op.opset),
+    )
     return chosen(op, pooling, POOLING_FORMS, POOLING_CHOICES)(op, dy, pooling)
 
 
@@ -64,6 +70,8 @@ class _Pooling:
     auto_pad: str
     by_columns: bool
     """Whether the node's indices count column by column."""
+    composed: bool = False
+    """Whether the node will be written with others, which give no indices."""
 
     def indices(self, op: OpBuilder) -> ir.Value:
         """Return the flat positions of the maxima, row by row."""
@@ -116,6 +124,10 @@ def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.
 
 def _by_first_match(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
     """Compare what the windows read with their maxima, tap by tap; the first match takes ``dy``."""
+    if pooling.x.dtype == ir.DataType.BFLOAT16:  # CUDA compares and pads none
+        dy, x, y = (op.cast(v, ir.DataType.FLOAT) for v in (dy, pooling.x, pooling.y))
+        wide = dataclasses.replace(pooling, x=x, y=y)
+        return op.cast(_by_first_match(op, dy, wide), pooling.x.dtype)
     x, y, win, fixed = pooling.x, pooling.y, pooling.win, pooling.fixed
     rows = op.reshape(x, [-1, 1, *(op.size(x, a) for a in win.axes)])
     # Equal to no maximum, so never matched.
@@ -172,6 +184,7 @@ POOLING_FORMS: Forms[_Pooling] = {
 }
 POOLING_CHOICES: Choices[_Pooling] = [
     Choice("first_match", lacks="MaxPool.Indices"),
+    Choice("first_match", lambda p: p.composed, lacks="MaxPool.opset22"),
     Choice("scatter", lacks="MaxUnpool"),
     Choice("unpool"),
     Choice("scatter"),

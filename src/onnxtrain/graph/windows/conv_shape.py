@@ -36,6 +36,8 @@ class ConvShape:
     """Whether a product can give the input's gradient, windows added up by Col2Im."""
     rows: int | None = None
     """Positions in the output, over the whole batch."""
+    bfloat16: bool = False
+    """Whether images are bfloat16."""
 
     @property
     def few_taps(self) -> bool:
@@ -113,6 +115,7 @@ def facts_of(
         ),
         addable=_addable(op, x, dy, w, win, group),
         rows=_product([op.dims(dy)[0], *op.dims(dy)[2:]]),
+        bfloat16=dy.dtype == ir.DataType.BFLOAT16,
     )
 
 
