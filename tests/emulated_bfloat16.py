@@ -26,7 +26,7 @@ def emulated(model: onnx.ModelProto) -> onnx.ModelProto:
         if node.op_type != "Cast":
             for i, name in enumerate(node.input):
                 if types.get(name) == TensorProto.BFLOAT16:
-                    wide.input[i] = f"{name}.wide{number}"
+                    wide.input[i] = f"{name}.wide{number}.{i}"
                     nodes.append(_cast(name, wide.input[i], TensorProto.FLOAT))
             for i, name in enumerate(node.output):
                 if types.get(name) == TensorProto.BFLOAT16:

@@ -23,8 +23,8 @@ LACKS = {
     "Celu": "an exponential below zero, and a line above",
     "Col2Im": "windows added up to an image",
     "ConstantOfShape": "a tensor of one value",
-    "ConvTranspose.bfloat16": "a transposed convolution in 16 bits",
     "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
+    "ConvTranspose.bfloat16": "a transposed convolution in 16 bits",
     "DFT": "a Fourier transform",
     "Det": "determinants",
     "GatherElements": "one element per row, by a label",
@@ -34,6 +34,7 @@ LACKS = {
     "MaxPool.opset22": "maxima of windows, in files of that opset",
     "MaxUnpool": "values put where the maxima were",
     "NegativeLogLikelihoodLoss": "the loss of labels",
+    "Pad.bfloat16": "borders around images in 16 bits",
     "Range.int64": "whole numbers up to a size",
     "ScatterElements": "one element per row, replaced",
     "Sign": "-1, 0 or 1",
@@ -148,7 +149,7 @@ TARGETS: dict[str, Target] = {
                 {
                     *("BatchNormalization.training_mode", "Celu", "Col2Im"),
                     *("ConvTranspose.asymmetric_pads", "ConvTranspose.bfloat16", "DFT", "Det"),
-                    *("MaxPool.opset22", "MaxUnpool"),
+                    *("MaxPool.opset22", "MaxUnpool", "Pad.bfloat16"),
                 }
             ),
             preferences=frozenset(

@@ -35,7 +35,7 @@ _MOVES = frozenset(
 # rounded. bfloat16 has the range of float32, float16 has not: there they stay in float32.
 _FOLLOW = frozenset({"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh"})
 # Passes over images. Of BatchNormalization scale, shift and statistics stay in float32.
-_IMAGES = frozenset({"BatchNormalization", "Concat", "MaxPool"})
+_IMAGES = frozenset({"BatchNormalization", "Concat", "HardSigmoid", "HardSwish", "MaxPool"})
 _FOLLOWERS = {BFLOAT16: _FOLLOW, FLOAT16: frozenset[str]()}
 
 
@@ -190,10 +190,10 @@ class _Native(_Pass):
         """Return which inputs are images: all of a Concat, else the first; others are numbers."""
         if node.op_type == "Concat":
             return list(range(len(node.inputs)))
-        if node.op_type == "MaxPool":
-            return [0]
-        training = node.attributes.get("training_mode")  # given statistics have no such kernel
-        return [0] if training is not None and training.as_int() else []
+        training = node.attributes.get("training_mode")
+        if node.op_type == "BatchNormalization" and (training is None or not training.as_int()):
+            return []  # of given statistics there is no such kernel
+        return [0]
 
     def is_part(self, node: ir.Node) -> bool:
         """Return whether a Gather is one of several that cut a value up, as that of q, k and v.

@@ -70,10 +70,10 @@ def _gathered(op: OpBuilder, last: ir.Value, win: Windows) -> ir.Value:
 
 def _with_zeros(op: OpBuilder, flat: ir.Value) -> ir.Value:
     """Put a position of zeros behind all others of [N, positions, channels]."""
-    rows, _, channels = op.dims(flat)
-    if flat.dtype == ir.DataType.BFLOAT16 and isinstance(rows, int) and isinstance(channels, int):
-        # CUDA pads no bfloat16.
-        return op.Concat(flat, op.const(np.zeros((rows, 1, channels)), flat.dtype), axis=1)
+    sizes = D.numbers(op.dims(flat))
+    if flat.dtype == ir.DataType.BFLOAT16 and op.target.lacks("Pad.bfloat16") and sizes:
+        zero = op.const(np.zeros((sizes[0], 1, sizes[2])), flat.dtype)
+        return op.Concat(flat, zero, axis=1)
     # Of all axes: onnxruntime errs when it moves a Transpose past a partial Pad.
     return op.Pad(flat, [0, 0, 0, 0, 1, 0])
 

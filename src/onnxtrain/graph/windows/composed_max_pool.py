@@ -23,9 +23,7 @@ def max_pool(
     if not can_be_composed(node, op.opset):
         return None
     win = windows(kernel_shape, strides, dilations, pads)
-    wide = op.cast(x, ir.DataType.FLOAT)  # CUDA pads and compares no bfloat16
-    taps = tap_slices(op, pad(op, wide, win, float("-inf")), win, like=node.outputs[0])
-    return op.cast(op.Max(*taps), x.dtype)
+    return op.Max(*tap_slices(op, pad(op, x, win, float("-inf")), win, like=node.outputs[0]))
 
 
 def can_be_composed(node: ir.Node, opset: int) -> bool:
