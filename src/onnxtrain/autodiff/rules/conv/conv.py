@@ -111,9 +111,11 @@ def input_by_turned_conv(
 def input_in_float32(
     op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """The form of float32, with casts around it."""
-    dy_wide, w_wide, x_wide = (op.cast(v, ir.DataType.FLOAT) for v in (dy, w, x))
-    return op.cast(input_gradient(op, dy_wide, w_wide, x_wide, win, group), x.dtype)
+    """The transposed convolution, of bfloat16 with casts around it."""
+    wide = ir.DataType.FLOAT if x.dtype == ir.DataType.BFLOAT16 else x.dtype
+    dy_wide, w_wide, x_wide = (op.cast(v, wide) for v in (dy, w, x))
+    dx = input_by_transposed_conv(op, dy_wide, w_wide, x_wide, win, group, symmetric=True)
+    return op.cast(dx, x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
