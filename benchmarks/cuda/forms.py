@@ -200,6 +200,32 @@ def _relu_gradient(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
     return [op.Where(op.Greater(_x(op, n, c, s), 0.0), _x(op, n, c, s, "z"), 0.0)]
 
 
+def _relu_gradient_by_cast(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
+    positive = op.Cast(_x(op, n, c, s), to=ir.DataType.BOOL)
+    return [op.Where(positive, _x(op, n, c, s, "z"), 0.0)]
+
+
+def _product_by_pooling(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
+    return [op.GlobalAveragePool(op.Mul(_x(op, n, c, s), _x(op, n, c, s, "z")))]
+
+
+def _product_by_product(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
+    ones = op.const(np.ones((s * s, 1)), ir.DataType.FLOAT)
+    both = op.Mul(_x(op, n, c, s), _x(op, n, c, s, "z"))
+    return [op.MatMul(op.Reshape(both, [n * c, s * s]), ones)]
+
+
+def _centered_gradient(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
+    v = [op.input(name, ir.DataType.FLOAT, [c]) for name in "abcd"]
+    mean, tilt = (op.Reshape(x, [c, 1, 1]) for x in v[:2])
+    tilted = op.Mul(op.Sub(_x(op, n, c, s), mean), tilt)
+    return [op.BatchNormalization(op.Sub(_x(op, n, c, s, "z"), tilted), *v[:3], op.Abs(v[3]))]
+
+
+def _gradient_by_one_map(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value]:
+    return [op.Sub(_x(op, n, c, s, "z"), _affine_by_norm(op, n, c, s)[0])]
+
+
 NORMS = {
     "sum at once": _reduce_at_once, "sum in two": _reduce_in_two,
     "sum by a product": _reduce_by_product, "sum by pooling": _reduce_by_pooling,
@@ -207,6 +233,10 @@ NORMS = {
     "statistics by squares": _square_statistics, "statistics centered": _centered_statistics,
     "affine by BatchNormalization": _affine_by_norm, "affine by passes": _affine_by_passes,
     "one pass": _one_pass, "two operands": _two_operands, "gradient of Relu": _relu_gradient,
+    "gradient of Relu by a cast": _relu_gradient_by_cast,
+    "sum of products by pooling": _product_by_pooling,
+    "sum of products by a product": _product_by_product,
+    "gradient, centered": _centered_gradient, "gradient by one map": _gradient_by_one_map,
 }  # fmt: skip
 KINDS = {
     "weight": lambda: conv_forms("weight"),

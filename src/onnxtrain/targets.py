@@ -62,7 +62,9 @@ PREFERS = {
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
+    "joined-averages": "running averages of many vectors as one",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
+    "masks-by-cast": "what is not zero by a cast, not by a comparison",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
     "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
     "maxpool-indices": "the places of maxima by a second pooling",
@@ -72,6 +74,7 @@ PREFERS = {
     "rotary-operator": "rotation of features by its own operator, if the file is of its opset",
     "rows-in-one-axis": "batch and sequence joined to one axis between the views that need them",
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
+    "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
     "several-steps": "several steps of a small model in one call",
     "split-reductions": "sums over axes with a gap between them in two steps",
@@ -130,7 +133,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
     *("gelu-operator", "given-means"),
     *("mask-without-infinity", "packed-parts", "several-steps", "split-reductions"),
-    "statistics-by-layer-norm",
+    *("joined-averages", "masks-by-cast", "scale-in-weights", "statistics-by-layer-norm"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -155,9 +158,10 @@ TARGETS: dict[str, Target] = {
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
-                    *("float16-products", "gelu-operator", "given-means"),
-                    *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
-                    *("statistics-by-layer-norm", "vector-update"),
+                    *("float16-products", "gelu-operator", "given-means", "joined-averages"),
+                    *("masks-by-cast", "mask-without-infinity", "scale-after-matmul"),
+                    *("scale-in-weights", "split-reductions", "statistics-by-layer-norm"),
+                    "vector-update",
                 }
             ),
             family="cuda",

@@ -103,6 +103,12 @@ INPUT_PAIRS = 4096
 ``python -m benchmarks.thresholds INPUT_PAIRS``
 """
 
+SCALED_PER_WEIGHT = 3
+"""From so many times a weight's elements on, a gradient's scale of channels goes into the weight.
+
+No command varies it: two passes over the weight and its gradient stand for one over the other.
+"""
+
 # Other operators.
 
 WINDOW_MATRIX_SIZE = 128
@@ -141,6 +147,12 @@ ALIGNED_CLASSES = 4096
 """From so many classes on, a few more are added where rows are no whole words.
 
 On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only gpt2``
+"""
+
+JOINED_AVERAGES = 3
+"""From so many running averages of one length on, they are joined, averaged and split again.
+
+No choice of speed: it is where that takes fewer kernels.
 """
 
 # Linear layers.
@@ -207,6 +219,11 @@ UPDATE_PIECES_PER_THREAD = 8
 """From so many pieces per thread on, waking another thread costs less than it saves.
 
 No command varies it; ``python -m benchmarks --threads 2`` times whole steps.
+"""
+STAGED_BATCH_BYTES = 4 << 20
+"""From so many bytes on, threads copy a batch to memory that a GPU reads by itself.
+
+No command varies it; ``python -m benchmarks.cuda.real --only resnet50`` times whole steps.
 """
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 24
 """So many elements are updated at once on a device: enough to keep it busy.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 import onnxtrain
@@ -38,7 +39,15 @@ def _facts(case: OpCase) -> ConvShape:
         positions=1,
         overpadded="overpadded" in case.name,
         addable=group == 1 and x.ndim == 4,
+        shiftable=_is_shiftable(case, x.shape, w.shape),
     )
+
+
+def _is_shiftable(case: OpCase, x: tuple[int, ...], w: tuple[int, ...]) -> bool:
+    """Whether the result is known to be a plane of the size of ``x``, window by window."""
+    plain = case.op == "Conv" and not {"strides", "dilations", "group"} & case.attrs.keys()
+    before, after = np.array(case.attrs.get("pads", [0] * 4)).reshape(2, -1)
+    return plain and len(x) == 4 and w[2] == w[3] > 1 and all(before + after == w[2] - 1)
 
 
 def _check(case: OpCase, dynamic: str, module: ModuleType, chooser: str, form: str) -> None:
@@ -135,3 +144,18 @@ def test_small_images_have_their_own_form_of_the_input_gradient_on_cpu(
 )
 def test_small_and_strided_images_have_columns_on_cpu(facts: ConvShape, form: str) -> None:
     assert choose(find("cpu"), facts) == form
+
+
+@pytest.mark.parametrize(
+    ("facts", "form"),
+    [
+        (ConvShape(9, False, 64, 64, 1, 3136, 3136, shiftable=True), "shifts"),
+        (ConvShape(9, True, 64, 64, 1, 3136, 784), "tap_columns"),
+        (ConvShape(9, False, 3, 64, 1, 3136, 3136, shiftable=True), "im2col"),
+        (ConvShape(1, False, 64, 256, 1, 3136, 3136), "im2col"),
+        (ConvShape(1, False, 1024, 256, 1, 196, 196), "tap_columns"),
+        (ConvShape(1, False, 256, 1024, 1, 196, 196), "merged"),
+    ],
+)
+def test_weight_gradients_on_gpus(facts: ConvShape, form: str) -> None:
+    assert choose(find("cuda"), facts) == form

@@ -18,7 +18,7 @@ from onnxtrain.autodiff.rules import (
     norm,
     packed_weights,
 )
-from onnxtrain.autodiff.rules.conv import conv, weight_grad
+from onnxtrain.autodiff.rules.conv import channel_scale, conv, weight_grad
 from onnxtrain.autodiff.variants import Choice, Form, pick
 from onnxtrain.losses import binary, classification, metrics, multi_margin, vocabulary_loop
 from onnxtrain.targets import find
@@ -72,9 +72,12 @@ def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
     tables = [
         (activations.GELU_FORMS, activations.GELU_CHOICES),
         (batch_norm.TRAINING_FORMS, batch_norm.TRAINING_CHOICES),
+        (activations.POSITIVE_FORMS, activations.POSITIVE_CHOICES),
         (batch_norm_forms.STATISTICS_FORMS, batch_norm_forms.STATISTICS_CHOICES),
         (batch_norm_forms.SPREAD_FORMS, batch_norm_forms.SPREAD_CHOICES),
         (batch_norm_forms.DIFFERENCE_FORMS, batch_norm_forms.DIFFERENCE_CHOICES),
+        (batch_norm_forms.GRADIENT_FORMS, batch_norm_forms.GRADIENT_CHOICES),
+        (channel_scale.SCALE_FORMS, channel_scale.SCALE_CHOICES),
         (norm.MEANS_FORMS, norm.MEANS_CHOICES),
         (packed_weights.INPUT_FORMS, packed_weights.INPUT_CHOICES),
         (vocabulary_loop.WORD_FORMS, vocabulary_loop.WORD_CHOICES),

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.modes.batch_statistics import mean_and_variance, worth_a_kernel
-from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.modes.batch_statistics import (
+    Channels,
+    follows_layer,
+    mean_and_variance,
+    normalised,
+    worth_a_kernel,
+)
+from onnxtrain.graph.nodes import is_op, nodes
 
 
 def decompose_batch_norm(model: ir.Model, op: OpBuilder) -> int:
@@ -27,20 +34,23 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
     """Return the result and both new statistics."""
     x, scale, bias, old_mean, old_var = node.inputs
     assert x is not None
+    assert scale is not None
+    assert bias is not None
     kept, epsilon = _number(node, "momentum", 0.9), _number(node, "epsilon", 1e-5)
     mean, var = mean_and_variance(op, x)
     flat_mean, flat_var = op.Reshape(mean, [-1]), op.Reshape(var, [-1])
+    in_one = op.target.prefers("affine-in-one-pass")
     if x.dtype == ir.DataType.BFLOAT16:
         y = _narrow_affine(op, x, (scale, bias, flat_mean, flat_var), epsilon)
-    elif op.target.prefers("affine-in-one-pass") and worth_a_kernel(op, x):
-        y = op.BatchNormalization(x, scale, bias, flat_mean, flat_var, epsilon=epsilon)
+    elif in_one and (worth_a_kernel(op, x) or follows_layer(x)):
+        y = normalised(op, x, Channels(scale, bias, flat_mean, flat_var), epsilon)
     else:
         column = op.const([-1, *[1] * (op.rank(x) - 2)])
         spread = op.Sqrt(op.Add(var, epsilon))
         scaled = op.Mul(op.Div(op.Sub(x, mean), spread), op.Reshape(scale, column))
         y = op.Add(scaled, op.Reshape(bias, column))
     new = [
-        op.Add(op.Mul(old, kept), op.Mul(batch, 1.0 - kept))
+        _averaged(op, old, batch, kept)
         for old, batch in ((old_mean, flat_mean), (old_var, flat_var))
     ]
     return y, new[0], new[1]
@@ -58,6 +68,21 @@ def _narrow_affine(
     if last:
         gain, shift = op.Unsqueeze(gain, last), op.Unsqueeze(shift, last)
     return op.Add(op.Mul(x, gain), shift)
+
+
+def _averaged(op: OpBuilder, old: ir.Value | None, batch: ir.Value, kept: float) -> ir.Value:
+    """Return the new statistic; an old one that is zero has no part in it."""
+    part = op.Mul(batch, 1.0 - kept)
+    return part if _is_zero(old) else op.Add(op.Mul(old, kept), part)
+
+
+def _is_zero(x: ir.Value | None) -> bool:
+    """Return whether a value is something times zero, as nodes are given that must not average."""
+    product = None if x is None else x.producer()
+    if product is None or not is_op(product, "Mul"):
+        return False
+    factor = S.constant_of(product.inputs[1])
+    return factor is not None and not factor.any()
 
 
 def _number(node: ir.Node, name: str, default: float) -> float:

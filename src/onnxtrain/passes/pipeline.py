@@ -28,6 +28,7 @@ from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
+from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -112,6 +113,7 @@ FINAL = (
     Pass(products_by_parts, prefers="packed-parts"),
     Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
+    Pass(joined_averages, prefers="joined-averages"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime.feeds import numpy_dtype
+from onnxtrain.runtime.pinned import Staging, staging_for
 from onnxtrain.runtime.values import ort_value
 
 CONTROL = ("lr", "step", "rng", "grad_scale", "reset")
@@ -75,6 +76,7 @@ class DeviceMemory:
     def __init__(self, device: str) -> None:
         self._device = device
         self._fed: dict[str, tuple[np.ndarray, Any]] = {}
+        self._staging: dict[str, Staging | None] = {}
 
     def prepare(self, binding: Any, spec: ModelSpec) -> None:
         """Bind nothing: an input gets its place when it comes first."""
@@ -87,10 +89,13 @@ class DeviceMemory:
             value = ort_value(own, self._device)
             binding.bind_ortvalue_input(name, value)
             self._fed[name] = (own, value)
+            self._staging[name] = staging_for(own)
             return
         last, value = known
         if array.size != 1:
-            value.update_inplace(array)
+            staging = self._staging[name]
+            staged = staging is not None and staging.fits(array)
+            value.update_inplace(staging.filled(array) if staging and staged else array)
         elif last.item() != array.item():  # a copy costs as much as a small kernel
             value.update_inplace(array)
             last[...] = array

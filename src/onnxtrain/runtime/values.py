@@ -41,6 +41,7 @@ class Values(Mapping[str, Any]):
         self._arrays, self._raw = _arena(arrays, release=release)
         first = self._raw.ctypes.data
         self._at = {n: a.ctypes.data - first for n, a in self._arrays.items()}
+        self._copies: dict[tuple[str, ...], tuple[Values, list[tuple[Any, Any]]]] = {}
         if self._shared:
             self._values = {n: ort_value(a) for n, a in self._arrays.items()}
         else:
@@ -53,7 +54,7 @@ class Values(Mapping[str, Any]):
     def __del__(self) -> None:
         """Give memory of a device back."""
         if getattr(self, "_memory", None) is not None and not sys.is_finalizing():
-            self._values, self._memory = {}, None
+            self._values, self._copies, self._memory = {}, {}, None
             _room(0, self._device)
 
     def __getitem__(self, name: str) -> Any:
@@ -114,12 +115,34 @@ class Values(Mapping[str, Any]):
             self._values[name].update_inplace(np.ascontiguousarray(array))
 
     def copy_from(self, other: Values, names: list[str]) -> None:
-        """Set some tensors to those of another set."""
-        for name in names:
-            if self._shared:
+        """Set some tensors to those of another set; neighbours in both are one copy on a device."""
+        if self._shared:
+            for name in names:
                 self.write(name, other.view(name))
-            else:  # from memory of the device to memory of the device
-                self._values[name].update_inplace(other[name])
+            return
+        key = tuple(names)
+        if key not in self._copies or self._copies[key][0] is not other:
+            self._copies[key] = other, self._windows(other, names)
+        for to, source in self._copies[key][1]:
+            to.update_inplace(source)
+
+    def _windows(self, other: Values, names: list[str]) -> list[tuple[Any, Any]]:
+        """Return pairs of windows of bytes, of this and of another set, for runs of neighbours."""
+        runs: list[list[str]] = []
+        for name in sorted(names, key=self._at.__getitem__):
+            last = runs[-1][-1] if runs else name
+            apart = self._at[name] - self._at[last], other._at[name] - other._at[last]
+            gap = apart[0] - self._arrays[last].nbytes
+            if runs and apart[0] == apart[1] and gap < _ALIGNMENT:
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+        pairs = []
+        for run in runs:
+            start, end = self._range(run)
+            whole = np.broadcast_to(np.uint8(0), (end - start,))
+            pairs.append((self._window(start, whole), other._window(other._at[run[0]], whole)))
+        return pairs
 
 
 def ort_value(array: np.ndarray, device: str = "cpu") -> Any:

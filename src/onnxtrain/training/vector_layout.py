@@ -68,7 +68,7 @@ class VectorLayout:
         """Make room for values, results and gradients, neighbours where updates want vectors."""
         start = {**artifacts.values, **artifacts.state}
         vectors = [n for g in updates.groups for names in g.changing.values() for n in names]
-        order = dict.fromkeys((*vectors, *start))
+        order = dict.fromkeys((*vectors, *self._buffers, *start))
         known = {p.name: p for p in artifacts.manifest.parameters}
         lines = [n for g in updates.groups for n in g.spec.members]
         self._fresh = Values({n: start[n] for n in self._buffers}, self._device)

@@ -23,9 +23,19 @@ def relu(op, dy, x, *, y):
 
     A product with the step would be faster on CPU, but gives NaN where ``dy`` is infinite.
     """
-    if y.dtype == ir.DataType.BFLOAT16:  # CUDA compares none; y is not negative
-        return op.Where(op.Cast(y, to=ir.DataType.BOOL), dy, 0.0)
-    return op.Where(op.Greater(y, 0.0), dy, 0.0)
+    return op.Where(chosen(op, y, POSITIVE_FORMS, POSITIVE_CHOICES)(op, y), dy, 0.0)
+
+
+# Of what is not negative. CUDA compares no bfloat16, and a cast is faster than a comparison there.
+POSITIVE_FORMS: Forms[ir.Value] = {
+    "compared": Form(lambda op, y: op.Greater(y, 0.0)),
+    "cast": Form(lambda op, y: op.Cast(y, to=ir.DataType.BOOL)),
+}
+POSITIVE_CHOICES: Choices[ir.Value] = [
+    Choice("cast", lambda y: y.dtype == ir.DataType.BFLOAT16),
+    Choice("cast", prefers="masks-by-cast"),
+    Choice("compared"),
+]
 
 
 @vjp("LeakyRelu")

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp_multi
 from onnxtrain.autodiff.rules.batch_norm_bfloat16 import narrow_gradients
-from onnxtrain.autodiff.rules.batch_norm_forms import scaled_difference, spread, statistics
+from onnxtrain.autodiff.rules.batch_norm_forms import Incoming, input_gradients, statistics
 from onnxtrain.autodiff.rules.norm import per_channel, working_dtype
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
@@ -51,7 +51,7 @@ def _frozen(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Grad
 def _training(
     op: OpBuilder, dys, inputs, epsilon: float, momentum: float, node: ir.Node
 ) -> Gradients:
-    """``dx = scale * r * (dy - mean(dy) - xc * r^2 * mean(dy * xc))`` with ``xc = x - mean(x)``.
+    """What comes in from the result goes through ``input_gradients``.
 
     The running statistics are ``momentum * old + (1 - momentum) * batch``, with the variance of the
     population; they add ``(1 - momentum) * (drun_mean + 2 * xc * drun_var) / count``.
@@ -61,19 +61,12 @@ def _training(
     dtype = working_dtype(x)
     xw, scale_w = op.cast(x, dtype), op.cast(scale, dtype)
     axes = _reduced(op, x)
-    centered, variance = statistics(op, xw, axes, node)
-    size = op.count(xw, axes)
+    of_batch = statistics(op, xw, axes, node)
+    centered, size = of_batch.centered, op.count(xw, axes)
     dx = dscale = dbias = None
     if dy is not None:
-        dy = op.cast(dy, dtype)
-        r = op.Reciprocal(op.Sqrt(op.Add(variance(), epsilon)))
-        dbias = op.ReduceSum(dy, axes, keepdims=0)
-        dscale = op.Mul(op.ReduceSum(op.Mul(dy, centered), axes, keepdims=0), r)
-        tilt = op.Div(op.Mul(r, dscale), size)
-        dx = op.Sub(dy, op.Mul(centered, spread(op, tilt, x)))
-        # Taking the mean of what is left, not sum(dy) / count, keeps sum(dx) at zero: a bias
-        # in front of the normalisation gets rounding noise only. On a GPU that is a pass too many.
-        dx = scaled_difference(op, dx, op.Mul(scale_w, r), axes, op.Div(dbias, size))
+        incoming = Incoming(op.cast(dy, dtype), xw, scale_w, of_batch, epsilon)
+        dx, dscale, dbias = input_gradients(op, incoming, axes)
     dmean = dvar = None
     if drun_mean is not None:
         dmean = op.Mul(op.cast(drun_mean, dtype), momentum)

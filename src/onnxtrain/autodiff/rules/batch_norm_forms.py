@@ -15,31 +15,42 @@ from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes.batch_statistics import (
+    Channels,
+    follows_layer,
     mean_and_variance,
+    normalised,
     puts_out_batch_statistics,
     worth_a_kernel,
 )
 from onnxtrain.graph.shapes import dims as D
 
-Statistics = tuple[ir.Value, Callable[[], ir.Value]]
+
+class Statistics(NamedTuple):
+    """Of a batch: ``xc = x - mean``, what emits ``mean(xc^2)`` where needed, and the mean."""
+
+    centered: ir.Value
+    variance: Callable[[], ir.Value]
+    mean: ir.Value | None
 
 
 def statistics(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:
-    """Return ``xc = x - mean(x)``, and what emits ``mean(xc^2)`` where that is needed."""
+    """Return the statistics of each channel; a vector, which is one channel, has no mean."""
     return chosen(op, node, STATISTICS_FORMS, STATISTICS_CHOICES)(op, x, axes, node)
 
 
 def _computed(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:
     if op.rank(x) < 2:  # a vector is one channel
         centered = center(op, x, axes)
-        return centered, lambda: op.ReduceMean(op.Mul(centered, centered), axes, keepdims=0)
+        square = op.Mul(centered, centered)
+        return Statistics(centered, lambda: op.ReduceMean(square, axes, keepdims=0), None)
     mean, variance = mean_and_variance(op, x)
-    return op.Sub(x, mean), lambda: op.Reshape(variance, [-1])
+    flat = op.Reshape(mean, [-1])
+    return Statistics(op.Sub(x, mean), lambda: op.Reshape(variance, [-1]), flat)
 
 
 def _outputs_of_node(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:
     mean, variance = (op.cast(op.extra_output(node, i), x.dtype) for i in (1, 2))
-    return op.Sub(x, spread(op, mean, x)), lambda: variance
+    return Statistics(op.Sub(x, spread(op, mean, x)), lambda: variance, mean)
 
 
 def _has_outputs(node: ir.Node) -> bool:
@@ -87,6 +98,75 @@ SPREAD_CHOICES: Choices[Sizes] = [
         prefers="repeated-channels",
     ),
     Choice("broadcast"),
+]
+
+
+class Incoming(NamedTuple):
+    """What the gradient of a normalised batch is made of."""
+
+    dy: ir.Value
+    x: ir.Value
+    scale: ir.Value
+    statistics: Statistics
+    epsilon: float
+
+
+def input_gradients(
+    op: OpBuilder, v: Incoming, axes: list[int]
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the gradients of ``x``, scale and bias, with ``r = 1 / sqrt(variance + epsilon)``.
+
+    ``dx = scale * r * (dy - mean(dy) - xc * r^2 * mean(dy * xc))``, ``dbias = sum(dy)`` and
+    ``dscale = r * sum(dy * xc)``.
+    """
+    return chosen(op, v.x, GRADIENT_FORMS, GRADIENT_CHOICES)(op, v, axes)
+
+
+def _by_centered(
+    op: OpBuilder, v: Incoming, axes: list[int]
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    dy, x, centered, size = v.dy, v.x, v.statistics.centered, op.count(v.x, axes)
+    r = op.Reciprocal(op.Sqrt(op.Add(v.statistics.variance(), v.epsilon)))
+    dbias = op.ReduceSum(dy, axes, keepdims=0)
+    dscale = op.Mul(op.ReduceSum(op.Mul(dy, centered), axes, keepdims=0), r)
+    tilt = op.Div(op.Mul(r, dscale), size)
+    dx = op.Sub(dy, op.Mul(centered, spread(op, tilt, x)))
+    # Taking the mean of what is left, not sum(dy) / count, keeps sum(dx) at zero: a bias
+    # in front of the normalisation gets rounding noise only. On a GPU that is a pass too many.
+    dx = scaled_difference(op, dx, op.Mul(v.scale, r), axes, op.Div(dbias, size))
+    return dx, dscale, dbias
+
+
+def _by_one_map(op: OpBuilder, v: Incoming, axes: list[int]) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """``x`` is read as it is, so that nothing of its size is computed but what is subtracted.
+
+    ``mean(dy * xc) = mean(dy * x) - mean(x) * mean(dy)``, and what is subtracted from ``dy`` is a
+    normalisation of ``x`` with ``r * mean(dy * xc)`` for its scale and ``mean(dy)`` for its bias.
+    """
+    dy, x, size = v.dy, v.x, op.count(v.x, axes)
+    mean, variance = v.statistics.mean, v.statistics.variance()
+    assert mean is not None
+    r = op.Reciprocal(op.Sqrt(op.Add(variance, v.epsilon)))
+    dy_mean = op.ReduceMean(dy, axes, keepdims=0)
+    together = op.ReduceMean(op.Mul(dy, x), axes, keepdims=0)
+    slope = op.Mul(op.Sub(together, op.Mul(mean, dy_mean)), r)
+    line = normalised(op, x, Channels(slope, dy_mean, mean, variance), v.epsilon)
+    dx = op.Mul(op.Sub(dy, line), per_channel(op, op.Mul(v.scale, r), x))
+    return dx, op.Mul(slope, size), op.Mul(dy_mean, size)
+
+
+def _near_zero(x: ir.Value) -> bool:
+    """Return whether sums of products with ``x`` as it is keep their digits."""
+    return S.rank_of(x) > 1 and follows_layer(x)
+
+
+GRADIENT_FORMS: Forms[ir.Value] = {
+    "centered": Form(_by_centered),
+    "one map": Form(_by_one_map, _near_zero),
+}
+GRADIENT_CHOICES: Choices[ir.Value] = [
+    Choice("one map", prefers="given-means"),
+    Choice("centered"),
 ]
 
 

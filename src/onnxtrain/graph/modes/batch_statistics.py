@@ -12,12 +12,14 @@ Where a runtime has no such kernel, :func:`mean_and_variance` computes both.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxtrain import thresholds as T
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import dims as D
 
 _BATCH_ONLY = 0.0
@@ -53,6 +55,40 @@ def worth_a_kernel(op: OpBuilder, x: ir.Value) -> bool:
 def _large(op: OpBuilder, x: ir.Value) -> bool:
     sizes = D.numbers(op.dims(x)[2:])
     return bool(sizes) and math.prod(sizes or ()) >= T.NORMALISED_POSITIONS
+
+
+def follows_layer(x: ir.Value) -> bool:
+    """Return whether a layer with weights made a value, in 32 bits.
+
+    Means of such values are no larger than deviations by orders of magnitude, so that products of
+    what is not centered keep their digits; inputs of a model may be years, or prices.
+    """
+    layer = x.producer()
+    if layer is None or x.dtype != ir.DataType.FLOAT:
+        return False
+    return is_op(layer, "Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+class Channels(NamedTuple):
+    """Numbers of each channel, as BatchNormalization takes them."""
+
+    scale: ir.Value
+    bias: ir.Value
+    mean: ir.Value
+    variance: ir.Value
+
+
+def normalised(op: OpBuilder, x: ir.Value, given: Channels, epsilon: float) -> ir.Value:
+    """Return ``scale * (x - mean) / sqrt(variance + epsilon) + bias``.
+
+    By the operator, or as ``x * slope + (bias - mean * slope)`` where plain passes are faster.
+    """
+    if worth_a_kernel(op, x):
+        return op.BatchNormalization(x, *given, epsilon=epsilon)
+    slope = op.Div(given.scale, op.Sqrt(op.Add(given.variance, epsilon)))
+    level = op.Sub(given.bias, op.Mul(given.mean, slope))
+    column = [-1, *[1] * (op.rank(x) - 2)]
+    return op.Add(op.Mul(x, op.Reshape(slope, column)), op.Reshape(level, column))
 
 
 def mean_and_variance(op: OpBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -95,8 +131,11 @@ def _joined(op: OpBuilder, x: ir.Value, positions: int) -> tuple[ir.Value, ir.Va
 
 
 __all__ = [
+    "Channels",
+    "follows_layer",
     "mean_and_variance",
     "momentum_of",
+    "normalised",
     "put_out_batch_statistics",
     "puts_out_batch_statistics",
 ]

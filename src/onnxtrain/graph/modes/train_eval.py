@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import onnx_ir as ir
 
@@ -10,6 +11,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes.batch_statistics import momentum_of, put_out_batch_statistics
 from onnxtrain.graph.nodes import is_op, nodes
+from onnxtrain.graph.shapes import dims as D
 
 _MODES_SINCE = 14  # opset from which on BatchNormalization has a mode
 
@@ -181,7 +183,12 @@ def _bessel(op: OpBuilder, node: ir.Node, dtype: ir.DataType | None) -> ir.Value
     """Return n / (n - 1), with n the number of values per channel."""
     x = node.inputs[0]
     assert x is not None
-    n = op.cast(op.count(x, [i for i in range(op.rank(x)) if i != 1]), dtype)
+    axes = [i for i in range(op.rank(x)) if i != 1]
+    sizes = D.numbers([op.dims(x)[i] for i in axes])
+    if sizes is not None:
+        count = math.prod(sizes)
+        return op.const(count / max(count - 1, 1), dtype)
+    n = op.cast(op.count(x, axes), dtype)
     # A single value has no spread: the share is zero then, and the factor must not be infinite.
     rest = op.Sub(n, 1.0)
     return op.Div(n, op.Where(op.Greater(rest, 0.0), rest, 1.0))

@@ -38,6 +38,8 @@ class ConvShape:
     """Positions in the output, over the whole batch."""
     bfloat16: bool = False
     """Whether images are bfloat16."""
+    shiftable: bool = False
+    """Whether windows are squares, one at each position of a plane of known size, in one group."""
 
     @property
     def few_taps(self) -> bool:
@@ -116,6 +118,7 @@ def facts_of(
         addable=_addable(op, x, dy, w, win, group),
         rows=_product([op.dims(dy)[0], *op.dims(dy)[2:]]),
         bfloat16=dy.dtype == ir.DataType.BFLOAT16,
+        shiftable=_shiftable(op, x, dy, w, win, group),
     )
 
 
@@ -139,6 +142,17 @@ def _addable(
         size + win.before[i] + win.after[i] - (win.extent(i) or 0) for i, size in enumerate(image)
     ]
     return list(count) == [end // s + 1 for end, s in zip(ends, win.strides, strict=True)]
+
+
+def _shiftable(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> bool:
+    image, count, kernel = (D.numbers(op.dims(v)[2:]) for v in (x, dy, w))
+    if image is None or kernel is None or group != 1 or win.rank != 2:
+        return False
+    plain = all(n == 1 for n in (*win.strides, *win.dilations))
+    square = kernel[0] == kernel[1] and 1 < kernel[0] <= min(image)
+    return plain and square and image == count and D.numbers(op.dims(w)) is not None
 
 
 def _product(sizes: Sequence[Dim]) -> int | None:

@@ -10,7 +10,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.windows.columns import channels_second, columns
 from onnxtrain.graph.windows.conv_shape import one_to_one
-from onnxtrain.graph.windows.geometry import Windows
+from onnxtrain.graph.windows.geometry import Windows, windows
 
 
 def weight_by_columns(
@@ -30,6 +30,38 @@ def weight_by_tap_columns(
     # A Reshape at the end would be a copy, as the result is an output of the graph.
     outs, channels, *kernel = op.dims(w)
     return op.Transpose(op.Reshape(dw, [outs, *kernel, channels]), perm=channels_second(win.rank))
+
+
+def weight_by_shifts(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """Columns hold what a row of each window reads; the rows are shifts of ``dy``, all one product.
+
+    With a 3x3 kernel ``x`` and ``dy`` are copied three times each, instead of ``x`` nine times.
+    """
+    sizes = D.numbers(op.dims(w))
+    assert sizes is not None
+    outs, channels, height, width = sizes
+    pads = [0, win.before[1], 0, win.after[1]]
+    row = columns(op, x, windows([1, width], None, None, pads), by_tap=True)
+    turned = op.Transpose(dy, perm=[1, 0, 2, 3])
+    parts = [_moved_down(op, turned, i - win.before[0]) for i in range(height)]
+    rows = op.Reshape(op.Concat(*parts, axis=0), [height * outs, -1])
+    dw = op.Reshape(op.MatMul(rows, row), [height, outs, width, channels])
+    return op.Transpose(dw, perm=[1, 3, 0, 2])
+
+
+def _moved_down(op: OpBuilder, x: ir.Value, by: int) -> ir.Value:
+    """Return ``x`` with its rows moved down, or up by a negative number; zeros come in."""
+    if by == 0:
+        return x
+    outs, batch, height, width = (op.size(x, i) for i in range(4))
+    assert isinstance(height, int)
+    assert x.dtype is not None
+    zeros = op.full([outs, batch, abs(by), width], 0.0, x.dtype)
+    if by > 0:
+        return op.Concat(zeros, op.Slice(x, [0], [height - by], [2]), axis=2)
+    return op.Concat(op.Slice(x, [-by], [height], [2]), zeros, axis=2)
 
 
 def input_by_columns(

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.autodiff.registry import Gradients, vjp
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
+from onnxtrain.autodiff.rules.conv.channel_scale import rescaled, scale_apart
 from onnxtrain.autodiff.rules.conv.columns import input_by_columns
 from onnxtrain.autodiff.rules.conv.weight_grad import weight_gradient
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
@@ -47,15 +48,16 @@ def conv(
     win = windows(
         kernel_shape or op.dims(w)[2:], strides, dilations, pads if auto_pad == "NOTSET" else None
     )
-    db = None if b is None else op.ReduceSum(dy, [0, *win.axes], keepdims=0)
+    dy, scaled, gain = scale_apart(op, dy, w)
+    db = None if b is None else rescaled(op, op.ReduceSum(dy, [0, *win.axes], keepdims=0), gain)
     fixed = fixed_padding(op, x, y, win, auto_pad)
     if fixed is not None:
-        dx = input_gradient(op, dy, w, x, fixed, group)
-        return dx, weight_gradient(op, x, dy, w, fixed, group), db
+        dx = input_gradient(op, dy, scaled, x, fixed, group)
+        return dx, rescaled(op, weight_gradient(op, x, dy, w, fixed, group), gain), db
     before, after = same_pads(op, x, y, win, upper=auto_pad == "SAME_UPPER")
     padded = pad_at_run_time(op, x, before, after)
-    dx = crop_like(op, input_gradient(op, dy, w, padded, win, group), before, x)
-    return dx, weight_gradient(op, padded, dy, w, win, group), db
+    dx = crop_like(op, input_gradient(op, dy, scaled, padded, win, group), before, x)
+    return dx, rescaled(op, weight_gradient(op, padded, dy, w, win, group), gain), db
 
 
 def input_gradient(

@@ -13,7 +13,11 @@ import onnx_ir as ir
 
 from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
-from onnxtrain.autodiff.rules.conv.columns import weight_by_columns, weight_by_tap_columns
+from onnxtrain.autodiff.rules.conv.columns import (
+    weight_by_columns,
+    weight_by_shifts,
+    weight_by_tap_columns,
+)
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
@@ -140,6 +144,7 @@ FORMS: Forms[ConvShape] = {
     "im2col": Form(by_im2col, lambda f: f.taps is not None),
     "columns": Form(weight_by_columns, fits),
     "tap_columns": Form(weight_by_tap_columns, fits),
+    "shifts": Form(weight_by_shifts, lambda f: f.shiftable),
     "lifted": Form(by_lifted_conv),
     "swapped": Form(by_swapped_conv),
     "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
@@ -178,15 +183,23 @@ _PRODUCTS: list[Choice[ConvShape]] = [
 # A kernel of the size of the image takes a hundred times as long as a product on a GPU.
 _CUDA: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.WEIGHT_PAIRS_GPU)),
+    Choice("tap_columns", lambda f: f.taps == 1 and not f.strided and _narrowing(f)),
     Choice("merged", lambda f: f.taps == 1 and f.small_image),
     Choice("im2col", lambda f: f.taps == 1),
     Choice("im2col", lambda f: f.narrow and _joinable(f)),
+    Choice("shifts", lambda f: f.small_kernel),
     Choice("tap_columns"),
     Choice("im2col", lambda f: _joinable(f)),
     Choice("depthwise"),
     Choice("taps", lambda f: f.few_taps),
     Choice("swapped"),
 ]
+
+
+def _narrowing(facts: ConvShape) -> bool:
+    """Return whether images are small and what is read is wider than what is put out."""
+    wide = facts.channels is not None and facts.outs is not None and facts.channels > facts.outs
+    return wide and facts.small_image
 
 
 def _joinable(facts: ConvShape) -> bool:

@@ -1,0 +1,129 @@
+"""Batch normalisation behind convolutions in the form for GPUs: fewer passes, equal numbers."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import onnxtrain
+from onnxtrain import optim, thresholds
+from onnxtrain.torch import from_torch
+
+F = nn.functional
+
+
+class Net(nn.Module):
+    """Two convolutions that are normalised, and a way around the second."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = first
+        self.a, self.na = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.b, self.nb = nn.Conv2d(6, 6, 3, padding=1, groups=2), nn.BatchNorm2d(6)
+        for norm in (self.na, self.nb):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.uniform_(norm.bias, -0.5, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.na(self.a(self.first(x))))
+        return torch.relu(self.nb(self.b(y)) + y).mean((2, 3))
+
+
+def built(module: nn.Module, x: torch.Tensor) -> onnxtrain.Artifacts:
+    return onnxtrain.build(
+        from_torch(module, (x,)), loss="mse", optimizer=optim.SGD(lr=0.1), target="cuda",
+        dims={"batch": len(x)},
+    )  # fmt: skip
+
+
+def large(model: onnx.ModelProto, least: int) -> collections.Counter[str]:
+    """Count operators of which some result has so many elements."""
+    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    sizes = {
+        v.name: int(np.prod([d.dim_value for d in v.type.tensor_type.shape.dim]))
+        for v in graph.value_info
+    }
+    return collections.Counter(
+        n.op_type for n in graph.node if max(sizes.get(y, 0) for y in n.output) >= least
+    )
+
+
+def follow(module: nn.Module, trainer: onnxtrain.Trainer, x: torch.Tensor, steps: int = 4) -> None:
+    """Train both on the same batch; compare losses, parameters and running statistics."""
+    module.train()
+    descent = torch.optim.SGD(module.parameters(), lr=0.1)
+    target = torch.linspace(-1, 1, len(x) * 6).reshape(len(x), 6)
+    for _ in range(steps):
+        loss = F.mse_loss(module(x), target)
+        descent.zero_grad()
+        loss.backward()
+        descent.step()
+        assert trainer.step(x.numpy(), target.numpy()).loss == pytest.approx(loss.item(), rel=1e-4)
+    for name, p in module.named_parameters():
+        # A bias in front of a normalisation has a gradient of rounding errors.
+        np.testing.assert_allclose(
+            trainer.parameters[name], p.detach(), rtol=1e-3, atol=1e-5, err_msg=name
+        )
+    for name, b in module.named_buffers():
+        if "running" in name:
+            np.testing.assert_allclose(trainer.buffers[name], b, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_steps_follow_torch_in_few_passes() -> None:
+    x = torch.randn(8, 3, 12, 12)
+    assert thresholds.NORMALISED_POSITIONS < 12 * 12
+    module = Net(nn.Identity())
+    made = built(module, x)
+    counts = large(made.models["step"], 8 * 6 * 12 * 12)
+    # Per normalisation one product for the sum and one difference; scales are in the weights.
+    assert (counts["Mul"], counts["Sub"]) == (2, 2)
+    assert counts["BatchNormalization"] == 4
+    follow(module, onnxtrain.Trainer(made), x)
+
+
+def test_small_images_have_plain_passes_in_their_place() -> None:
+    x = torch.randn(8, 3, 7, 7)
+    module = Net(nn.Identity())
+    made = built(module, x)
+    counts = large(made.models["step"], 8 * 6 * 7 * 7)
+    assert counts["BatchNormalization"] == 0
+    # Forward one product with a scale, backward one too; besides, those of the sum and a square.
+    assert (counts["Mul"], counts["Sub"], counts["Div"]) == (8, 4, 0)
+    follow(module, onnxtrain.Trainer(made), x)
+
+
+class Raw(nn.Module):
+    """Inputs are normalised as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.conv(self.norm(x))).mean((2, 3))
+
+
+def test_what_no_layer_made_is_centered_first() -> None:
+    """Of years, a sum of products with a gradient has few digits for their differences."""
+    module, x = Raw(), torch.randn(8, 3, 12, 12) + 2000.0
+    made = built(module, x)
+    (centered,) = (
+        n for n in made.models["step"].graph.node if n.op_type == "Sub" and "x" in n.input
+    )
+    readers = [n.op_type for n in made.models["step"].graph.node if centered.output[0] in n.input]
+    assert readers == ["Mul"], "of the gradient and what is centered"
+    trainer, target = onnxtrain.Trainer(made), torch.zeros(8, 6)
+    trainer.step(x.numpy(), target.numpy())
+    exact = module.double().train()
+    F.mse_loss(exact(x.double()), target.double()).backward()
+    grad = exact.norm.weight.grad
+    assert grad is not None
+    step = (1.0 - trainer.parameters["norm.weight"]) / 0.1
+    np.testing.assert_allclose(step, grad, rtol=2e-3, atol=1e-6)

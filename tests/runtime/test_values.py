@@ -1,0 +1,32 @@
+"""Tensors in memory of a device; here the CPU stands for one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onnxtrain.runtime.values import Values
+
+
+def arrays(start: float, *names: str) -> dict[str, np.ndarray]:
+    """Return tensors of different sizes; none of them fills its place up."""
+    return {n: np.full(5 + 7 * i, start + i, np.float32) for i, n in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("order", "copies"),
+    [("xabcy", 1), ("axbcy", 2), ("cba", 3)],
+    ids=["neighbours", "one between", "other order"],
+)
+def test_neighbours_are_copied_at_once(order: str, copies: int) -> None:
+    new = arrays(1.0, "a", "b", "c")
+    old = {n: np.zeros_like(new[n]) if n in new else np.ones(3, np.float32) for n in order}
+    values, fresh = Values(old, "cpu", shared=False), Values(new, "cpu", shared=False)
+    for round_ in range(2):
+        for name in new:
+            fresh.write(name, new[name] + round_)
+        values.copy_from(fresh, list("abc"))
+        for name in order:
+            wanted = new[name] + round_ if name in new else np.ones(3)
+            np.testing.assert_array_equal(values.view(name), wanted, err_msg=name)
+    assert len(values._windows(fresh, list("abc"))) == copies
