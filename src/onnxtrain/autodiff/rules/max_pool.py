@@ -170,10 +170,7 @@ def _unpooling_kernel(x: ir.Value, y: ir.Value, win: Windows) -> list[int] | Non
 def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.Value:
     """Add ``dy`` up at flat positions of a tensor as large as ``x``."""
     assert x.dtype is not None
-    if x.dtype == ir.DataType.BFLOAT16:  # of which not every runtime makes constants
-        flat = op.Expand(op.const(0.0, x.dtype), _vector(op, _size(op, x)))
-    else:
-        flat = op.full(_vector(op, _size(op, x)), 0.0, x.dtype)
+    flat = op.full(_vector(op, _size(op, x)), 0.0, x.dtype)
     updates = op.Reshape(dy, [-1])
     return op.ScatterElements(flat, op.Reshape(indices, [-1]), updates, axis=0, reduction="add")
 
