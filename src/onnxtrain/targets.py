@@ -24,14 +24,17 @@ LACKS = {
     "Col2Im": "windows added up to an image",
     "ConstantOfShape": "a tensor of one value",
     "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
+    "ConvTranspose.bfloat16": "a transposed convolution in 16 bits",
     "DFT": "a Fourier transform",
     "Det": "determinants",
     "GatherElements": "one element per row, by a label",
     "LogSoftmax": "logarithms of probabilities",
     "MatMulNBits": "products with weights of few bits, packed in blocks, and rows of such tables",
     "MaxPool.Indices": "where the maxima are",
+    "MaxPool.opset22": "maxima of windows, in files of that opset",
     "MaxUnpool": "values put where the maxima were",
     "NegativeLogLikelihoodLoss": "the loss of labels",
+    "Pad.bfloat16": "borders around images in 16 bits",
     "Range.int64": "whole numbers up to a size",
     "ScatterElements": "one element per row, replaced",
     "Sign": "-1, 0 or 1",
@@ -50,6 +53,7 @@ PREFERS = {
     "affine-in-one-pass": "scale and shift by one operator made for something else",
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
     "aligned-classes": "a few classes more, so that rows of scores are whole words",
+    "bfloat16-images": "convolutions and what lies between them in bfloat16, if asked for",
     "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
     "conv-as-matmul": "convolutions of small images as one product over the batch",
     "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
@@ -127,10 +131,10 @@ class Target:
 
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
-    *("aligned-classes", "few-operators", "float16-products", "gelu-operator", "given-means"),
-    *("joined-averages", "line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
-    *("packed-parts", "scale-in-weights", "several-steps", "split-reductions"),
-    "statistics-by-layer-norm",
+    *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
+    *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
+    *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
+    *("several-steps", "split-reductions", "statistics-by-layer-norm"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -148,14 +152,16 @@ TARGETS: dict[str, Target] = {
             missing=frozenset(
                 {
                     *("BatchNormalization.training_mode", "Celu", "Col2Im"),
-                    *("ConvTranspose.asymmetric_pads", "DFT", "Det", "MaxUnpool"),
+                    *("ConvTranspose.asymmetric_pads", "ConvTranspose.bfloat16", "DFT", "Det"),
+                    *("MaxPool.opset22", "MaxUnpool", "Pad.bfloat16"),
                 }
             ),
             preferences=frozenset(
                 {
-                    *("affine-in-one-pass", "aligned-classes", "float16-products"),
-                    *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
-                    *("mask-without-infinity", "masks-by-cast", "scale-after-matmul"),
+                    *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
+                    *("float16-products", "gelu-operator", "given-means", "joined-averages"),
+                    *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
+                    "scale-after-matmul",
                     *("scale-in-weights", "split-reductions", "statistics-by-layer-norm"),
                     "vector-update",
                 }

@@ -11,6 +11,7 @@ import onnxtrain
 from onnxtrain.autodiff import variants
 from onnxtrain.autodiff.rules import (
     activations,
+    batch_norm,
     batch_norm_forms,
     losses,
     max_pool,
@@ -70,6 +71,7 @@ def test_no_formula_asks_for_the_target(folder: str) -> None:
 def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
     tables = [
         (activations.GELU_FORMS, activations.GELU_CHOICES),
+        (batch_norm.TRAINING_FORMS, batch_norm.TRAINING_CHOICES),
         (activations.POSITIVE_FORMS, activations.POSITIVE_CHOICES),
         (batch_norm_forms.STATISTICS_FORMS, batch_norm_forms.STATISTICS_CHOICES),
         (batch_norm_forms.SPREAD_FORMS, batch_norm_forms.SPREAD_CHOICES),

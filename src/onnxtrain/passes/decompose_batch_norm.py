@@ -40,7 +40,9 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
     mean, var = mean_and_variance(op, x)
     flat_mean, flat_var = op.Reshape(mean, [-1]), op.Reshape(var, [-1])
     in_one = op.target.prefers("affine-in-one-pass")
-    if in_one and (worth_a_kernel(op, x) or follows_layer(x)):
+    if x.dtype == ir.DataType.BFLOAT16:
+        y = _narrow_affine(op, x, (scale, bias, flat_mean, flat_var), epsilon)
+    elif in_one and (worth_a_kernel(op, x) or follows_layer(x)):
         y = normalised(op, x, Channels(scale, bias, flat_mean, flat_var), epsilon)
     else:
         column = op.const([-1, *[1] * (op.rank(x) - 2)])
@@ -52,6 +54,20 @@ def _composed(op: OpBuilder, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Valu
         for old, batch in ((old_mean, flat_mean), (old_var, flat_var))
     ]
     return y, new[0], new[1]
+
+
+def _narrow_affine(
+    op: OpBuilder, x: ir.Value, numbers: tuple[ir.Value | None, ...], epsilon: float
+) -> ir.Value:
+    """Return ``x * gain + shift`` in bfloat16; the shift makes up for the rounded gain."""
+    scale, bias, mean, var = (op.cast(v, ir.DataType.FLOAT) for v in numbers if v is not None)
+    r = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
+    gain = op.cast(op.Mul(scale, r), x.dtype)
+    shift = op.cast(op.Sub(bias, op.Mul(mean, op.cast(gain, mean.dtype))), x.dtype)
+    last = list(range(1, op.rank(x) - 1))
+    if last:
+        gain, shift = op.Unsqueeze(gain, last), op.Unsqueeze(shift, last)
+    return op.Add(op.Mul(x, gain), shift)
 
 
 def _averaged(op: OpBuilder, old: ir.Value | None, batch: ir.Value, kept: float) -> ir.Value:

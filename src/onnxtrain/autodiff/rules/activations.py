@@ -93,13 +93,23 @@ def selu(op, dy, x, *, y, alpha, gamma):
 @vjp("HardSigmoid")
 def hard_sigmoid(op, dy, x, *, y, alpha):
     """``dx = alpha dy`` where ``0 < y < 1``, that is ``y (1 - y) > 0``; else 0."""
-    inside = op.Greater(op.Mul(y, op.Sub(1.0, y)), 0.0)
-    return op.Where(inside, op.Mul(dy, alpha), 0.0)
+    return op.Where(_between_0_and_1(op, y), op.Mul(dy, alpha), 0.0)
+
+
+def _between_0_and_1(op, y):
+    """Return where ``y``, which is never outside, is on neither bound: ``y (1 - y)`` is not 0."""
+    rest = op.Mul(y, op.Sub(1.0, y))
+    if y.dtype == ir.DataType.BFLOAT16:  # CUDA compares none
+        return op.Cast(rest, to=ir.DataType.BOOL)
+    return op.Greater(rest, 0.0)
 
 
 @vjp("HardSwish")
 def hard_swish(op, dy, x):
     """``dx = dy (x / 3 + 1/2)`` where ``-3 < x < 3``, 0 on the left of it, ``dy`` on the right."""
+    if x.dtype == ir.DataType.BFLOAT16:  # CUDA compares none: with h, 0 on the left, 1 on the right
+        h = op.HardSigmoid(x, alpha=1 / 6, beta=0.5)
+        return op.Mul(dy, op.Add(h, op.Where(_between_0_and_1(op, h), op.Mul(x, 1 / 6), 0.0)))
     middle = op.Mul(dy, op.Add(op.Div(x, 3.0), 0.5))
     left = op.Where(op.Greater(x, -3.0), middle, 0.0)
     return op.Where(op.Less(x, 3.0), left, dy)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, vjp_multi
+from onnxtrain.autodiff.rules.batch_norm_bfloat16 import narrow_gradients
 from onnxtrain.autodiff.rules.batch_norm_forms import Incoming, input_gradients, statistics
 from onnxtrain.autodiff.rules.norm import per_channel, working_dtype
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
 
@@ -18,7 +23,8 @@ def batch_normalization(
     inputs = (x, scale, bias, mean, var)
     if not training_mode:
         return _frozen(op, dys, inputs, epsilon, momentum)
-    return _training(op, dys, inputs, epsilon, momentum, node)
+    form = chosen(op, (x, dys), TRAINING_FORMS, TRAINING_CHOICES)
+    return form(op, dys, inputs, epsilon, momentum, node)
 
 
 def _frozen(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Gradients:
@@ -71,6 +77,31 @@ def _training(
         share = op.Div(op.Mul(op.cast(drun_var, dtype), 2.0 * (1.0 - momentum)), size)
         dx = _plus(op, dx, op.Mul(centered, per_channel(op, share, x)))
     return _as_inputs(op, (dx, dscale, dbias, dmean, dvar), inputs)
+
+
+def _training_bfloat16(
+    op: OpBuilder, dys, inputs, epsilon: float, momentum: float, node: ir.Node
+) -> Gradients:
+    """The same, with passes over images in bfloat16."""
+    gradients = narrow_gradients(op, dys[0], inputs[0], inputs[1], epsilon)
+    return _as_inputs(op, (*gradients, None, None), inputs)
+
+
+def _narrow(facts: tuple[ir.Value, Sequence[ir.Value | None]]) -> bool:
+    """Return whether images are bfloat16, and nothing but the result has a gradient."""
+    x, dys = facts
+    alone = dys[0] is not None and all(d is None for d in dys[1:])
+    return alone and x.dtype == ir.DataType.BFLOAT16 and S.rank_of(x) > 1
+
+
+TRAINING_FORMS: Forms[tuple[ir.Value, Sequence[ir.Value | None]]] = {
+    "float32": Form(_training),
+    "bfloat16": Form(_training_bfloat16, _narrow),
+}
+TRAINING_CHOICES: Choices[tuple[ir.Value, Sequence[ir.Value | None]]] = [
+    Choice("bfloat16", prefers="bfloat16-images"),
+    Choice("float32"),
+]
 
 
 def _reduced(op: OpBuilder, x: ir.Value) -> list[int]:

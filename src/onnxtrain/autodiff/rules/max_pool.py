@@ -6,6 +6,7 @@ Of equal maxima in a window the first one, in the order of the axes, gets the gr
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +17,9 @@ from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.shape_ops import Size
+from onnxtrain.graph.modes.half_images import IMAGES_OPSET
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.windows.composed_max_pool import can_be_composed
 from onnxtrain.graph.windows.geometry import (
     Windows,
     crop_like,
@@ -27,6 +30,9 @@ from onnxtrain.graph.windows.geometry import (
     tap_slices,
     windows,
 )
+
+_EXACT = 1 << 24
+"""Whole numbers up to here are float32."""
 
 
 @vjp("MaxPool")
@@ -47,7 +53,11 @@ def max_pool(
     """Send ``dy`` to where the maximum was."""
     win = windows(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
     fixed = fixed_padding(op, x, y, win, auto_pad)
-    pooling = _Pooling(x, y, node, win, fixed, auto_pad, by_columns=storage_order != 0)
+    pooling = _Pooling(
+        *(x, y, node, win, fixed, auto_pad),
+        by_columns=storage_order != 0,
+        composed=op.opset >= IMAGES_OPSET and can_be_composed(node, op.opset),
+    )
     return chosen(op, pooling, POOLING_FORMS, POOLING_CHOICES)(op, dy, pooling)
 
 
@@ -64,6 +74,8 @@ class _Pooling:
     auto_pad: str
     by_columns: bool
     """Whether the node's indices count column by column."""
+    composed: bool = False
+    """Whether the node will be written with others, which give no indices."""
 
     def indices(self, op: OpBuilder) -> ir.Value:
         """Return the flat positions of the maxima, row by row."""
@@ -76,6 +88,55 @@ class _Pooling:
 def _by_scatter(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
     """``dx[index[w]] = sum of dy[w]`` over the windows w, on zeros, flattened."""
     return op.reshape_like(_scatter(op, dy, pooling.indices(op), pooling.x), pooling.x)
+
+
+def _by_places(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
+    """Scatter to the first maxima, which comparisons find tap by tap, the last one first."""
+    x, y, win = pooling.x, pooling.y, pooling.fixed
+    sizes, counts = _sizes(x), _sizes(y)
+    assert win is not None
+    # As rows, so that no slice of the forward pass is kept for here.
+    rows = op.Reshape(x, [-1, 1, *sizes[2:]])
+    maxima = op.cast(op.Reshape(y, [-1, 1, *counts[2:]]), ir.DataType.FLOAT)
+    taps = tap_slices(op, pad(op, rows, win, float("-inf")), win, like=y)
+    places = [op.const(p, ir.DataType.FLOAT) for p in _places(win, sizes[2:], counts[2:])]
+    place = places[-1]
+    for tap, here in reversed(list(zip(taps, places, strict=True))):
+        match = op.Equal(op.cast(tap, ir.DataType.FLOAT), maxima)
+        place = op.Where(match, here, place)
+    images = np.arange(sizes[0] * sizes[1]) * int(np.prod(sizes[2:]))
+    starts = op.const(images.reshape(-1, *[1] * (win.rank + 1)), ir.DataType.INT64)
+    indices = op.Add(op.Cast(place, to=ir.DataType.INT64), starts)
+    return op.reshape_like(_scatter(op, dy, indices, x), x)
+
+
+def _places(win: Windows, sizes: Sequence[int], counts: Sequence[int]) -> list[np.ndarray]:
+    """Return, for each tap, the flat position that each window reads; the nearest one if outside.
+
+    What is outside is never the maximum, unless a window has none that is finite.
+    """
+    tables = []
+    for tap in win.taps():
+        flat: np.ndarray = np.zeros((), np.int64)
+        for i, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            at = np.arange(count) * win.strides[i] - win.before[i] + tap[i]
+            flat = flat[..., None] * size + np.clip(at, 0, size - 1)
+        tables.append(flat)
+    return tables
+
+
+def _sizes(x: ir.Value) -> list[int]:
+    sizes = D.numbers(S.dims_of(x) or (None,))
+    assert sizes is not None
+    return sizes
+
+
+def _has_places(pooling: _Pooling) -> bool:
+    """Return whether all sizes are known, and positions in an image are float32."""
+    sizes, counts = (D.numbers(S.dims_of(v) or (None,)) for v in (pooling.x, pooling.y))
+    if sizes is None or counts is None or pooling.fixed is None:
+        return False
+    return pooling.win.static_kernel is not None and int(np.prod(sizes[2:])) <= _EXACT
 
 
 def _by_unpooling(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
@@ -117,6 +178,10 @@ def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.
 def _by_first_match(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
     """Compare what the windows read with their maxima, tap by tap; the first match takes ``dy``."""
     x, y, win, fixed = pooling.x, pooling.y, pooling.win, pooling.fixed
+    if x.dtype == ir.DataType.BFLOAT16:  # CUDA compares none
+        dy, x, y = (op.cast(v, ir.DataType.FLOAT) for v in (dy, x, y))
+        dx = _by_first_match(op, dy, dataclasses.replace(pooling, x=x, y=y))
+        return op.cast(dx, ir.DataType.BFLOAT16)
     rows = op.reshape(x, [-1, 1, *(op.size(x, a) for a in win.axes)])
     # Equal to no maximum, so never matched.
     lowest = -65504.0 if x.dtype == ir.DataType.FLOAT16 else -3.4e38
@@ -169,9 +234,12 @@ POOLING_FORMS: Forms[_Pooling] = {
     "scatter": Form(_by_scatter),
     "unpool": Form(_by_unpooling, _unpools),
     "first_match": Form(_by_first_match),
+    "places": Form(_by_places, _has_places),
 }
 POOLING_CHOICES: Choices[_Pooling] = [
     Choice("first_match", lacks="MaxPool.Indices"),
+    Choice("places", lambda p: p.composed, lacks="MaxPool.opset22"),
+    Choice("first_match", lambda p: p.composed, lacks="MaxPool.opset22"),
     Choice("scatter", lacks="MaxUnpool"),
     Choice("unpool"),
     Choice("scatter"),

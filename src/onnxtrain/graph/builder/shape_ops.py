@@ -214,7 +214,8 @@ class ShapeOps:
     def full(self, sizes: Sequence[Size] | ir.Value, value: float, dtype: ir.DataType) -> ir.Value:
         """Return a tensor of the given shape with one value everywhere."""
         shape = sizes if isinstance(sizes, ir.Value) else self.vector(sizes)
-        if self.target.lacks("ConstantOfShape"):
+        # Of bfloat16 not every runtime makes constants.
+        if self.target.lacks("ConstantOfShape") or dtype == ir.DataType.BFLOAT16:
             return self.Expand(self.const(value, dtype), shape)
         filler = ir.tensor(np.full(1, value, dtype.numpy()), dtype=dtype)
         return self.ConstantOfShape(shape, value=filler)

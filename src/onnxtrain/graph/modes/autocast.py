@@ -17,13 +17,15 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.modes.half_images import raise_for_images
 from onnxtrain.graph.nodes import is_standard
-from onnxtrain.targets import Target
+from onnxtrain.targets import Target, find
 
 FLOAT, BFLOAT16, FLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT16
 
 PRODUCTS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
-# Before opset 22 the other operators know no bfloat16: they stay in float32 there.
+# Before opset 22 the other operators know no bfloat16: they stay in float32 there. Of nets that can
+# be raised to it, see half_images.py, convolutions are 16 bits as well.
 _NATIVE_PRODUCTS = {FLOAT16: PRODUCTS, BFLOAT16: frozenset({"Gemm", "MatMul"})}
 # Moving values about commutes with casts, as Relu does, and so do the gradients of these.
 _MOVES = frozenset(
@@ -32,6 +34,8 @@ _MOVES = frozenset(
 # Passes over results of products, which kernels compute in float32 inside: only what they write is
 # rounded. bfloat16 has the range of float32, float16 has not: there they stay in float32.
 _FOLLOW = frozenset({"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh"})
+# Passes over images. Of BatchNormalization scale, shift and statistics stay in float32.
+_IMAGES = frozenset({"BatchNormalization", "Concat", "HardSigmoid", "HardSwish", "MaxPool"})
 _FOLLOWERS = {BFLOAT16: _FOLLOW, FLOAT16: frozenset[str]()}
 
 
@@ -43,12 +47,15 @@ def autocast(model: ir.Model, half: ir.DataType, *, target: str | Target) -> int
         half: ``BFLOAT16`` or ``FLOAT16``.
         target: where it will run.
     """
+    images = raise_for_images(model, half, find(target))
     root = OpBuilder(model.graph, "half/", target=target)
     kind = _Native if root.target.prefers("float16-products") else _Rounded
     graphs: list[ir.Graph] = [model.graph]
     for node in model.graph.all_nodes():
         graphs += subgraphs_of(node)
-    return sum(kind(root, graph, half).run() for graph in graphs)
+    passes = [kind(root, graph, half) for graph in graphs]
+    passes[0].images = images
+    return sum(p.run() for p in passes)
 
 
 class _Pass:
@@ -59,6 +66,8 @@ class _Pass:
         self.cast: dict[ir.Value, ir.Value] = {}
         """What stands for a float32 value as the operand of a product."""
         self.count = 0
+        self.images = False
+        """Whether convolutions, and what lies between them, are 16 bits too."""
 
     def run(self) -> int:
         nodes = list(self.graph)
@@ -154,7 +163,14 @@ class _Native(_Pass):
         if not node.outputs or any(y.dtype != FLOAT for y in node.outputs):
             return
         operands = [i for i, x in enumerate(node.inputs) if x is not None and x.dtype == FLOAT]
-        if node.op_type in _NATIVE_PRODUCTS[self.half]:
+        outputs = list(node.outputs)
+        if self.images and node.op_type == "Conv":
+            self.count += 1
+        elif self.images and node.op_type in _IMAGES:
+            operands, outputs = self.image_operands(node), outputs[:1]
+            if not operands or not all(node.inputs[i] in self.made for i in operands):
+                return
+        elif node.op_type in _NATIVE_PRODUCTS[self.half]:
             self.count += 1
         elif node.op_type in _MOVES or self.is_part(node):
             if node.inputs[0] not in self.made:
@@ -166,9 +182,18 @@ class _Native(_Pass):
             x = node.inputs[i]
             assert x is not None
             node.replace_input_with(i, self.narrow(x, node))
-        for y in node.outputs:
+        for y in outputs:
             y.type = ir.TensorType(self.half)
             self.made[self.replace(y, after, (FLOAT,))] = y
+
+    def image_operands(self, node: ir.Node) -> list[int]:
+        """Return which inputs are images: all of a Concat, else the first; others are numbers."""
+        if node.op_type == "Concat":
+            return list(range(len(node.inputs)))
+        training = node.attributes.get("training_mode")
+        if node.op_type == "BatchNormalization" and (training is None or not training.as_int()):
+            return []  # of given statistics there is no such kernel
+        return [0]
 
     def is_part(self, node: ir.Node) -> bool:
         """Return whether a Gather is one of several that cut a value up, as that of q, k and v.

@@ -49,8 +49,10 @@ def worth_a_kernel(op: OpBuilder, x: ir.Value) -> bool:
     """
     if x.dtype != ir.DataType.FLOAT:
         return False
-    if not op.target.gpu:
-        return True
+    return not op.target.gpu or _large(op, x)
+
+
+def _large(op: OpBuilder, x: ir.Value) -> bool:
     sizes = D.numbers(op.dims(x)[2:])
     return bool(sizes) and math.prod(sizes or ()) >= T.NORMALISED_POSITIONS
 
@@ -90,14 +92,20 @@ def normalised(op: OpBuilder, x: ir.Value, given: Channels, epsilon: float) -> i
 
 
 def mean_and_variance(op: OpBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Return mean and (the population's) variance of each channel, as ``[C, 1, ...]``."""
+    """Return mean and (the population's) variance of each channel, as ``[C, 1, ...]``.
+
+    Of bfloat16 images they are float32.
+    """
     rank = op.rank(x)
     axes = [i for i in range(rank) if i != 1]
     sizes = D.numbers(op.dims(x)[2:])
-    if op.target.prefers("statistics-by-layer-norm") and sizes and worth_a_kernel(op, x):
+    half = x.dtype == ir.DataType.BFLOAT16
+    kernel = _large(op, x) if half else worth_a_kernel(op, x)
+    if op.target.prefers("statistics-by-layer-norm") and sizes and kernel:
         mean, var = _joined(op, x, math.prod(sizes))
         column = [-1, *[1] * (rank - 2)]
         return op.Reshape(mean, column), op.Reshape(var, column)
+    x = op.cast(x, ir.DataType.FLOAT) if half else x
     mean = op.ReduceMean(x, axes, keepdims=1)
     centered = op.Sub(x, mean)
     return mean, op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
@@ -114,7 +122,7 @@ def _joined(op: OpBuilder, x: ir.Value, positions: int) -> tuple[ir.Value, ir.Va
     y, means, r = op.LayerNormalization(images, one, axis=2, epsilon=0.0, _outputs=3)
     # onnxruntime keeps what nothing reads until the run ends: as much again as all activations.
     unread = op.Slice(y, [0, 0, 0], [1, 1, 1], [0, 1, 2])
-    means = op.Where(op.const([False]), unread, means)
+    means = op.Where(op.const([False]), op.cast(unread, means.dtype), means)
     mean = op.ReduceMean(means, [0], keepdims=1)
     away = op.Sub(means, mean)
     # Of an image of equal values r is infinite, and this 0.

@@ -107,6 +107,8 @@ def _drop_zero_bias(node: ir.Node) -> int:
     """Exporters expand a zero to the bias of a convolution that has none; kernels would add it."""
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     before = _producer(bias, node)
+    if before is not None and before.op_type == "Cast":
+        before = _producer(before.inputs[0], node)
     if before is None or before.op_type != "Expand":
         return 0
     zero = S.constant_of(before.inputs[0])

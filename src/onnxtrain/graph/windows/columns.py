@@ -63,10 +63,19 @@ def _gathered(op: OpBuilder, last: ir.Value, win: Windows) -> ir.Value:
     area = math.prod(image)
     flat = op.Reshape(last, [0, area, op.dims(last)[-1]])
     if not inside.all():
-        # Of all axes: onnxruntime errs when it moves a Transpose past a partial Pad.
-        flat = op.Pad(flat, [0, 0, 0, 0, 1, 0])
+        flat = _with_zeros(op, flat)
     where = np.where(inside, place, area)
     return op.Gather(flat, op.const(where, ir.DataType.INT64), axis=1)
+
+
+def _with_zeros(op: OpBuilder, flat: ir.Value) -> ir.Value:
+    """Put a position of zeros behind all others of [N, positions, channels]."""
+    sizes = D.numbers(op.dims(flat))
+    if flat.dtype == ir.DataType.BFLOAT16 and op.target.lacks("Pad.bfloat16") and sizes:
+        zero = op.const(np.zeros((sizes[0], 1, sizes[2])), flat.dtype)
+        return op.Concat(flat, zero, axis=1)
+    # Of all axes: onnxruntime errs when it moves a Transpose past a partial Pad.
+    return op.Pad(flat, [0, 0, 0, 0, 1, 0])
 
 
 def by_product(facts: ConvShape) -> bool:

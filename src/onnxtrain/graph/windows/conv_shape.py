@@ -36,6 +36,8 @@ class ConvShape:
     """Whether a product can give the input's gradient, windows added up by Col2Im."""
     rows: int | None = None
     """Positions in the output, over the whole batch."""
+    bfloat16: bool = False
+    """Whether images are bfloat16."""
     shiftable: bool = False
     """Whether windows are squares, one at each position of a plane of known size, in one group."""
 
@@ -115,6 +117,7 @@ def facts_of(
         ),
         addable=_addable(op, x, dy, w, win, group),
         rows=_product([op.dims(dy)[0], *op.dims(dy)[2:]]),
+        bfloat16=dy.dtype == ir.DataType.BFLOAT16,
         shiftable=_shiftable(op, x, dy, w, win, group),
     )
 

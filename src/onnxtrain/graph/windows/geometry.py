@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 
 _END = np.iinfo(np.int64).max
@@ -101,7 +102,31 @@ def pad(op: OpBuilder, x: ir.Value, win: Windows, value: float = 0.0) -> ir.Valu
     if not any(win.pads):
         return x
     amounts = [0, 0, *win.before, 0, 0, *win.after]
+    if x.dtype == ir.DataType.BFLOAT16 and op.target.lacks("Pad.bfloat16"):
+        return _pad_bfloat16(op, x, amounts, value)
     return op.Pad(x, amounts, None if value == 0.0 else value)
+
+
+def _pad_bfloat16(op: OpBuilder, x: ir.Value, amounts: list[int], value: float) -> ir.Value:
+    """Join borders to an image axis by axis; where sizes are not known, pad it in float32."""
+    sizes = D.numbers(op.dims(x))
+    if sizes is None:
+        wide = op.Pad(op.cast(x, ir.DataType.FLOAT), amounts, None if value == 0.0 else value)
+        return op.cast(wide, x.dtype)
+    rank = len(sizes)
+    for axis in range(rank):
+        ends = amounts[axis], amounts[rank + axis]
+        borders = [
+            op.Expand(op.const(value, x.dtype), [*sizes[:axis], n, *sizes[axis + 1 :]])
+            if n
+            else None
+            for n in ends
+        ]
+        parts = [p for p in (borders[0], x, borders[1]) if p is not None]
+        if len(parts) > 1:
+            x = op.Concat(*parts, axis=axis)
+            sizes[axis] += sum(ends)
+    return x
 
 
 def tap_slices(

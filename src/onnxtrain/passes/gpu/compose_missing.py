@@ -11,16 +11,18 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.call_by_signature import call_by_signature
 from onnxtrain.graph.builder.replace_value import replace_value
 from onnxtrain.graph.composed import celu, col2im, det, dft
+from onnxtrain.graph.modes.half_images import IMAGES_OPSET
 from onnxtrain.graph.nodes import nodes
+from onnxtrain.graph.windows.composed_max_pool import max_pool
 from onnxtrain.targets import Target
 
 
 def compose_missing(model: ir.Model, op: OpBuilder) -> int:
     """Replace what the target lacks, where a form applies; return how many nodes there were."""
     count = 0
-    for operator, form in _forms(op.target).items():
+    for operator, form in _forms(op.target, op.opset).items():
         for node in nodes(op.graph, operator):
-            new = call_by_signature(form, op.before(node), node, context={})
+            new = call_by_signature(form, op.before(node), node, context={"node": node})
             if new is None:
                 continue
             old = node.outputs[0]
@@ -31,11 +33,12 @@ def compose_missing(model: ir.Model, op: OpBuilder) -> int:
     return count
 
 
-def _forms(target: Target) -> dict[str, Callable[..., Any]]:
+def _forms(target: Target, opset: int) -> dict[str, Callable[..., Any]]:
     lacking = {
         "Celu": (target.lacks("Celu"), celu),
         "Col2Im": (target.lacks("Col2Im"), col2im),
         "DFT": (target.lacks("DFT"), dft),
         "Det": (target.lacks("Det"), det),
+        "MaxPool": (target.lacks("MaxPool.opset22") and opset >= IMAGES_OPSET, max_pool),
     }
     return {operator: form for operator, (lacked, form) in lacking.items() if lacked}

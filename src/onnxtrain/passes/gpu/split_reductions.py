@@ -57,7 +57,10 @@ def _split(op: OpBuilder, node: ir.Node, vectors: _Vectors) -> int:
         inner = means if is_op(node, "ReduceMean") else op.Mul(means, float(count))
         outer = inner if keepdims else op.Squeeze(inner, wanted)
     else:
-        outer = kind(kind(x, last, keepdims=keepdims), first, keepdims=keepdims)
+        inner = kind(x, last, keepdims=keepdims)
+        if x.dtype == ir.DataType.BFLOAT16:  # what kernels sum up in float32 is added so, too
+            inner = op.Cast(inner, to=ir.DataType.FLOAT)
+        outer = op.cast(kind(inner, first, keepdims=keepdims), x.dtype)
     replace_value(y, outer, uses)
     return 1
 

@@ -102,6 +102,24 @@ def input_by_transposed_conv(
     return dx
 
 
+def input_by_turned_conv(
+    op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """A convolution of ``dy`` with W flipped, input and output channels exchanged, for stride 1."""
+    turned = op.Transpose(w, perm=[1, 0, *win.axes])
+    return depthwise.input_by_flipped_conv(op, dy, turned, x, win, group)
+
+
+def input_in_float32(
+    op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """The transposed convolution, of bfloat16 with casts around it."""
+    wide = ir.DataType.FLOAT if x.dtype == ir.DataType.BFLOAT16 else x.dtype
+    dy_wide, w_wide, x_wide = (op.cast(v, wide) for v in (dy, w, x))
+    dx = input_by_transposed_conv(op, dy_wide, w_wide, x_wide, win, group, symmetric=True)
+    return op.cast(dx, x.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class _TransposedAxis:
     """How a transposed convolution covers one axis of the input."""
@@ -164,8 +182,16 @@ INPUT_FORMS: Forms[ConvShape] = {
         depthwise.input_by_flipped_conv,
         lambda f: f.depthwise and not f.strided and not f.overpadded,
     ),
+    "turned": Form(
+        input_by_turned_conv, lambda f: f.one_group and not f.strided and not f.overpadded
+    ),
+    "float32": Form(input_in_float32),
 }
 
+_NARROW: list[Choice[ConvShape]] = [
+    Choice("turned", lambda f: f.bfloat16, lacks="ConvTranspose.bfloat16"),
+    Choice("float32", lambda f: f.bfloat16, lacks="ConvTranspose.bfloat16"),
+]
 _TRANSPOSED: list[Choice[ConvShape]] = [
     Choice("symmetric", lacks="ConvTranspose.asymmetric_pads"),
     Choice("transposed"),
@@ -178,7 +204,7 @@ _DEPTHWISE: list[Choice[ConvShape]] = [
 INPUT_CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
     "cpu": [Choice("columns", _few_positions), *_DEPTHWISE],
     "wasm": _DEPTHWISE,
-    "cuda": [Choice("flipped"), *_TRANSPOSED],
+    "cuda": [Choice("flipped"), *_NARROW, *_TRANSPOSED],
 }
 
 

@@ -88,7 +88,9 @@ def input_by_flipped_conv(
 ) -> ir.Value:
     """A convolution of ``dy`` with the flipped weight, for stride 1."""
     n = win.rank
-    flipped = op.Slice(w, [-1] * n, [np.iinfo(np.int64).min] * n, win.axes, [-1] * n)
+    flipped = w
+    if win.count != 1:
+        flipped = op.Slice(w, [-1] * n, [np.iinfo(np.int64).min] * n, win.axes, [-1] * n)
     reach = [(win.extent(i) or 1) - 1 for i in range(n)]
     pads = [r - p for r, p in zip(reach * 2, win.pads, strict=True)]
     return op.Conv(dy, flipped, dilations=win.dilations, group=group, pads=pads)
