@@ -74,6 +74,11 @@ WEIGHT_PAIRS_GPU = 700_000
 
 ``python -m benchmarks.cuda.forms weight``
 """
+WEIGHT_LINE_PAIRS_GPU = 1 << 16
+"""Up to so many pairs of positions in a line, an NVIDIA GPU takes the pairs of lines instead.
+
+``python -m benchmarks.cuda.forms weight``
+"""
 CAPTURED_CONCAT_INPUTS = 32
 """So many tensors CUDA joins at most while it records a graph.
 

@@ -36,6 +36,8 @@ class ConvShape:
     """Whether a product can give the input's gradient, windows added up by Col2Im."""
     rows: int | None = None
     """Positions in the output, over the whole batch."""
+    line_pairs: int | None = None
+    """Pairs of an input and an output position along the last axis; None if it is the only one."""
 
     @property
     def few_taps(self) -> bool:
@@ -62,6 +64,10 @@ class ConvShape:
     def pairs_up_to(self, limit: int) -> bool:
         """Whether there are known to be that few pairs."""
         return self.pairs is not None and self.pairs <= limit
+
+    def line_pairs_up_to(self, limit: int) -> bool:
+        """Whether there are several axes, and few pairs of positions along the last one."""
+        return self.line_pairs is not None and self.line_pairs <= limit
 
     @property
     def one_group(self) -> bool:
@@ -113,6 +119,7 @@ def facts_of(
         ),
         addable=_addable(op, x, dy, w, win, group),
         rows=_product([op.dims(dy)[0], *op.dims(dy)[2:]]),
+        line_pairs=_product([op.dims(v)[-1] for v in (x, dy)]) if win.rank > 1 else None,
     )
 
 

@@ -144,6 +144,10 @@ FORMS: Forms[ConvShape] = {
     "swapped": Form(by_swapped_conv),
     "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
     "pairs": Form(depthwise.weight_by_pairs, lambda f: f.depthwise and f.pairs is not None),
+    "row_pairs": Form(
+        depthwise.weight_by_row_pairs,
+        lambda f: f.depthwise and f.line_pairs is not None and f.pairs is not None,
+    ),
     "scan": Form(
         depthwise.weight_by_scan, lambda f: f.depthwise and not f.strided and f.pairs is not None
     ),
@@ -178,6 +182,7 @@ _PRODUCTS: list[Choice[ConvShape]] = [
 # A kernel of the size of the image takes a hundred times as long as a product on a GPU.
 _CUDA: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.WEIGHT_PAIRS_GPU)),
+    Choice("row_pairs", lambda f: f.line_pairs_up_to(T.WEIGHT_LINE_PAIRS_GPU)),
     Choice("merged", lambda f: f.taps == 1 and f.small_image),
     Choice("im2col", lambda f: f.taps == 1),
     Choice("im2col", lambda f: f.narrow and _joinable(f)),
