@@ -169,3 +169,16 @@ def test_large_depthwise_kernels_can_be_recorded_on_a_gpu(
     y.backward(torch.from_numpy(given[2]))
     assert w.grad is not None
     np.testing.assert_allclose(stock(made)(given)[1], w.grad.numpy(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("outs", "copied"), [(4, 4), (16, 12)])
+def test_windows_are_copied_from_the_narrower_side_on_a_gpu(outs: int, copied: int) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[2,12,9,7] x, float[{outs},12,3,3] w) => (float[2,{outs},9,7] y) {{
+        y = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w)
+    }}"""
+    made = onnxtrain.vjp(onnx.parser.parse_model(text), ["w"], target="cuda")
+    known = onnx.shape_inference.infer_shapes(made).graph.value_info
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in known}
+    gathers = [n.output[0] for n in made.graph.node if n.op_type == "Gather"]
+    assert [shapes[name][-1] for name in gathers] == [copied]

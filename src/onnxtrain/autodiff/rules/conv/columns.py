@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
@@ -30,6 +32,29 @@ def weight_by_tap_columns(
     # A Reshape at the end would be a copy, as the result is an output of the graph.
     outs, channels, *kernel = op.dims(w)
     return op.Transpose(op.Reshape(dw, [outs, *kernel, channels]), perm=channels_second(win.rank))
+
+
+def weight_by_signal_columns(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """``dW = x^T @ columns`` of windows over ``dy``, for stride 1 and fewer outputs than channels.
+
+    ``dW[o, c, t] = sum over q of x[c, q] * dy[o, q + before - t * dilation]``: what a position of
+    ``x`` meets is a window over ``dy`` with its taps in reverse order. The columns are the largest
+    part of the work and of the memory, and as wide as the tensor that they are made of.
+    """
+    outs, channels, *kernel = op.dims(w)
+    reach = [(win.extent(i) or 1) - 1 for i in range(win.rank)]
+    turned = dataclasses.replace(
+        win,
+        before=tuple(r - p for r, p in zip(reach, win.before, strict=True)),
+        after=tuple(r - p for r, p in zip(reach, win.after, strict=True)),
+    )
+    dw = op.MatMul(_rows(op, x), columns(op, dy, turned, by_tap=True))
+    n, end = win.rank, np.iinfo(np.int64).min
+    dw = op.Reshape(dw, [channels, *kernel, outs])
+    dw = op.Slice(dw, [-1] * n, [end] * n, list(range(1, 1 + n)), [-1] * n)
+    return op.Transpose(dw, perm=[1 + n, 0, *range(1, 1 + n)])
 
 
 def input_by_columns(

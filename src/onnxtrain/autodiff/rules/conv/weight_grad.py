@@ -13,7 +13,11 @@ import onnx_ir as ir
 
 from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
-from onnxtrain.autodiff.rules.conv.columns import weight_by_columns, weight_by_tap_columns
+from onnxtrain.autodiff.rules.conv.columns import (
+    weight_by_columns,
+    weight_by_signal_columns,
+    weight_by_tap_columns,
+)
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
@@ -140,6 +144,9 @@ FORMS: Forms[ConvShape] = {
     "im2col": Form(by_im2col, lambda f: f.taps is not None),
     "columns": Form(weight_by_columns, fits),
     "tap_columns": Form(weight_by_tap_columns, fits),
+    "signal_columns": Form(
+        weight_by_signal_columns, lambda f: fits(f) and not f.strided and f.positions is not None
+    ),
     "lifted": Form(by_lifted_conv),
     "swapped": Form(by_swapped_conv),
     "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
@@ -186,12 +193,20 @@ _CUDA: list[Choice[ConvShape]] = [
     Choice("merged", lambda f: f.taps == 1 and f.small_image),
     Choice("im2col", lambda f: f.taps == 1),
     Choice("im2col", lambda f: f.narrow and _joinable(f)),
+    Choice("signal_columns", lambda f: _narrows(f)),
     Choice("tap_columns"),
     Choice("im2col", lambda f: _joinable(f)),
     Choice("depthwise"),
     Choice("taps", lambda f: f.few_taps),
     Choice("swapped"),
 ]
+
+
+def _narrows(facts: ConvShape) -> bool:
+    """Return whether windows over the output are narrower than those over the input."""
+    if facts.channels is None or facts.outs is None or facts.taps == 1:
+        return False
+    return facts.outs < facts.channels
 
 
 def _joinable(facts: ConvShape) -> bool:
