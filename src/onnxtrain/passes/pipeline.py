@@ -23,6 +23,7 @@ from onnxtrain.passes.dequantise_late import dequantise_late
 from onnxtrain.passes.expand_label_losses import expand_label_losses
 from onnxtrain.passes.fewer_nodes.mean_in_product import mean_in_product
 from onnxtrain.passes.fewer_nodes.scale_in_rotation import scale_in_rotation
+from onnxtrain.passes.fewer_nodes.shared_slices import shared_slices
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
@@ -83,6 +84,7 @@ BEFORE = (
     *SPELLINGS,
     Pass(aligned_classes, prefers="aligned-classes"),
     Pass(relu_after_maxpool),
+    Pass(shared_slices),
     Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
     Pass(split_qkv, prefers="split-qkv", across_blocks=True),
 )

@@ -34,6 +34,26 @@ def weight_by_tap_columns(
     return op.Transpose(op.Reshape(dw, [outs, *kernel, channels]), perm=channels_second(win.rank))
 
 
+def weight_by_group_columns(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """``dW = dy^T @ columns`` for each group, all groups in one product."""
+    sizes, image, count = (D.numbers(d) for d in (op.dims(w), op.dims(x)[2:], op.dims(dy)[2:]))
+    assert sizes is not None
+    assert image is not None
+    assert count is not None
+    outs, channels, *kernel = sizes
+    axes = range(3, 3 + win.rank)
+    split = op.reshape(x, [op.size(x, 0), group, channels, *image])
+    images = op.reshape(op.Transpose(split, perm=[1, 0, 2, *axes]), [-1, channels, *image])
+    taps = columns(op, images, win, by_tap=True)
+    rows = op.reshape(dy, [op.size(dy, 0), group, outs // group, *count])
+    rows = op.reshape(op.Transpose(rows, perm=[1, 2, 0, *axes]), [group, outs // group, -1])
+    dw = op.MatMul(rows, op.reshape(taps, [group, -1, math.prod(kernel) * channels]))
+    dw = op.reshape(dw, [outs, *kernel, channels])
+    return op.Transpose(dw, perm=channels_second(win.rank))
+
+
 def weight_by_signal_columns(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:

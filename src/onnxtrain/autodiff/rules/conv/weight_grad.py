@@ -15,6 +15,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import (
     weight_by_columns,
+    weight_by_group_columns,
     weight_by_signal_columns,
     weight_by_tap_columns,
 )
@@ -144,6 +145,7 @@ FORMS: Forms[ConvShape] = {
     "im2col": Form(by_im2col, lambda f: f.taps is not None),
     "columns": Form(weight_by_columns, fits),
     "tap_columns": Form(weight_by_tap_columns, fits),
+    "group_columns": Form(weight_by_group_columns, lambda f: _tabled(f) and not f.depthwise),
     "signal_columns": Form(
         weight_by_signal_columns, lambda f: fits(f) and not f.strided and f.positions is not None
     ),
@@ -192,6 +194,7 @@ _CUDA: list[Choice[ConvShape]] = [
     Choice("row_pairs", lambda f: f.line_pairs_up_to(T.WEIGHT_LINE_PAIRS_GPU)),
     Choice("merged", lambda f: f.taps == 1 and f.small_image),
     Choice("im2col", lambda f: f.taps == 1),
+    Choice("group_columns", lambda f: f.group > 1),
     Choice("im2col", lambda f: f.narrow and _joinable(f)),
     Choice("signal_columns", lambda f: _narrows(f)),
     Choice("tap_columns"),
@@ -200,6 +203,12 @@ _CUDA: list[Choice[ConvShape]] = [
     Choice("taps", lambda f: f.few_taps),
     Choice("swapped"),
 ]
+
+
+def _tabled(facts: ConvShape) -> bool:
+    """Return whether a table can say what every window reads, in images of known size."""
+    known = None not in (facts.taps, facts.channels, facts.outs, facts.image, facts.positions)
+    return known and (facts.taps or 0) * (facts.positions or 0) <= T.WINDOW_TABLE_ELEMENTS
 
 
 def _narrows(facts: ConvShape) -> bool:
