@@ -72,6 +72,7 @@ PREFERS = {
     "several-steps": "several steps of a small model in one call",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
+    "sums-in-float32": "sums of 16-bit numbers over many rows in float32",
     "sum-in-product": "products of matrices that start from what would be added to them",
     "vector-update": "parameters and state joined to long vectors for the update",
 }
@@ -125,7 +126,7 @@ class Target:
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "few-operators", "float16-products", "gelu-operator", "given-means"),
     *("mask-without-infinity", "packed-parts", "several-steps", "split-reductions"),
-    "statistics-by-layer-norm",
+    *("statistics-by-layer-norm", "sums-in-float32"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -151,7 +152,7 @@ TARGETS: dict[str, Target] = {
                     *("affine-in-one-pass", "aligned-classes", "float16-products"),
                     *("gelu-operator", "given-means"),
                     *("mask-without-infinity", "scale-after-matmul", "split-reductions"),
-                    *("statistics-by-layer-norm", "vector-update"),
+                    *("statistics-by-layer-norm", "sums-in-float32", "vector-update"),
                 }
             ),
             family="cuda",

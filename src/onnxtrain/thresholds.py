@@ -84,6 +84,11 @@ WINDOW_TABLE_ELEMENTS = 1 << 20
 
 No choice of speed: it bounds the size of a file.
 """
+HALF_SUM_ROWS = 16384
+"""From so many rows on, 16-bit numbers are made float32 to be summed on an NVIDIA GPU.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
+"""
 CAPTURED_CONCAT_INPUTS = 32
 """So many tensors CUDA joins at most while it records a graph.
 

@@ -31,6 +31,7 @@ from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.split_reductions import split_reductions
+from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
@@ -114,6 +115,7 @@ FINAL = (
     Pass(products_by_parts, prefers="packed-parts"),
     Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
+    Pass(sums_in_float32, prefers="sums-in-float32"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
