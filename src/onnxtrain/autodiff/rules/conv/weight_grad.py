@@ -212,10 +212,10 @@ def _tabled(facts: ConvShape) -> bool:
 
 
 def _narrows(facts: ConvShape) -> bool:
-    """Return whether windows over the output are narrower than those over the input."""
+    """Return whether windows over the output are half as wide as those over the input, or less."""
     if facts.channels is None or facts.outs is None or facts.taps == 1:
         return False
-    return facts.outs < facts.channels
+    return 2 * facts.outs <= facts.channels
 
 
 def _joinable(facts: ConvShape) -> bool:
