@@ -290,6 +290,9 @@ NOT_MEASURED: dict[str, str] = {
     "LOSS_WORDS": "bounds what is kept in memory, no choice of speed",
     "NORMALISED_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
     "WEIGHT_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
+    "HALF_SUM_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
+    "WINDOW_TABLE_ELEMENTS": "bounds the size of a file, no choice of speed",
+    "WEIGHT_LINE_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
     "FUSED_SGD_LEFT_OVER": "chooses between one call and two: `python -m benchmarks`",
 }
 """Thresholds that choose between no forms of a graph on one CPU thread, with the reason."""

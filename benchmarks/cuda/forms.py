@@ -31,7 +31,8 @@ from onnxtrain.runtime.values import ort_value
 from onnxtrain.targets import find
 
 SLOW = ("lifted", "swapped")  # tried on small sizes only
-# batch, channels, outs, size, kernel, stride, group: of ResNet-50, MobileNetV3, U-Net and ViT
+# batch, channels, outs, size, kernel, stride, group: of ResNet-50, MobileNetV3, U-Net, ViT,
+# ConvNeXt and SegFormer
 CONVS = [
     (64, 64, 256, 56, 1, 1, 1), (64, 512, 128, 28, 1, 1, 1), (64, 1024, 256, 14, 1, 1, 1),
     (64, 2048, 512, 7, 1, 1, 1), (64, 16, 64, 112, 1, 1, 1),
@@ -43,6 +44,7 @@ CONVS = [
     (32, 3, 768, 224, 16, 16, 1), (64, 128, 128, 28, 3, 1, 32),
     (64, 16, 16, 112, 3, 1, 16), (64, 64, 64, 112, 3, 2, 64), (64, 72, 72, 56, 5, 2, 72),
     (64, 120, 120, 28, 5, 1, 120), (64, 480, 480, 14, 3, 1, 480), (64, 960, 960, 7, 5, 1, 960),
+    (32, 96, 96, 56, 7, 1, 96), (32, 192, 192, 28, 7, 1, 192), (8, 256, 256, 128, 3, 1, 256),
 ]  # fmt: skip
 
 

@@ -80,6 +80,7 @@ PREFERS = {
     "several-steps": "several steps of a small model in one call",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
+    "sums-in-float32": "sums of 16-bit numbers over many rows in float32",
     "sum-in-product": "products of matrices that start from what would be added to them",
     "vector-update": "parameters and state joined to long vectors for the update",
 }
@@ -134,7 +135,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
-    *("several-steps", "split-reductions", "statistics-by-layer-norm"),
+    *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -161,9 +162,8 @@ TARGETS: dict[str, Target] = {
                     *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
-                    "scale-after-matmul",
-                    *("scale-in-weights", "split-reductions", "statistics-by-layer-norm"),
-                    "vector-update",
+                    *("scale-after-matmul", "scale-in-weights", "split-reductions"),
+                    *("statistics-by-layer-norm", "sums-in-float32", "vector-update"),
                 }
             ),
             family="cuda",

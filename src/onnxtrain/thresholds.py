@@ -69,10 +69,25 @@ WEIGHT_PAIRS_PRODUCTS = 4096
 No command varies it; ``make bench-web`` times whole steps.
 """
 
-WEIGHT_PAIRS_GPU = 700_000
+WEIGHT_PAIRS_GPU = 100_000
 """The same on an NVIDIA GPU.
 
 ``python -m benchmarks.cuda.forms weight``
+"""
+WEIGHT_LINE_PAIRS_GPU = 1 << 16
+"""Up to so many pairs of positions in a line, an NVIDIA GPU takes the pairs of lines instead.
+
+``python -m benchmarks.cuda.forms weight``
+"""
+WINDOW_TABLE_ELEMENTS = 1 << 20
+"""Up to so many reads of an image a file holds a table of where they are, for groups of channels.
+
+No choice of speed: it bounds the size of a file.
+"""
+HALF_SUM_ROWS = 16384
+"""From so many rows on, 16-bit numbers are made float32 to be summed on an NVIDIA GPU.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
 """
 CAPTURED_CONCAT_INPUTS = 32
 """So many tensors CUDA joins at most while it records a graph.

@@ -5,9 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
+import torch
 
 import onnxtrain
+from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv import conv as conv_rule
 from onnxtrain.autodiff.rules.conv import weight_grad as conv_weight
 from onnxtrain.autodiff.rules.conv.weight_grad import FORMS, choose
@@ -40,6 +44,7 @@ def _facts(case: OpCase) -> ConvShape:
         overpadded="overpadded" in case.name,
         addable=group == 1 and x.ndim == 4,
         shiftable=_is_shiftable(case, x.shape, w.shape),
+        line_pairs=x.shape[-1] if x.ndim > 3 else None,
     )
 
 
@@ -159,3 +164,44 @@ def test_small_and_strided_images_have_columns_on_cpu(facts: ConvShape, form: st
 )
 def test_weight_gradients_on_gpus(facts: ConvShape, form: str) -> None:
     assert choose(find("cuda"), facts) == form
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "stride"), [(7, 56, 1), (3, 56, 1), (3, 112, 2), (5, 40, 1)]
+)
+def test_large_depthwise_kernels_can_be_recorded_on_a_gpu(
+    kernel: int, size: int, stride: int
+) -> None:
+    """One slice per row of the kernel: a Concat of all taps would be too long to record."""
+    channels, half = 2, kernel // 2
+    attributes = f"kernel_shape=[{kernel},{kernel}], pads=[{half},{half},{half},{half}]"
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[2,{channels},{size},{size}] x, float[{channels},1,{kernel},{kernel}] w)
+      => (float[2,{channels},{size // stride},{size // stride}] y) {{
+        y = Conv<{attributes}, group={channels}, strides=[{stride},{stride}]>(x, w)
+    }}"""
+    made = onnxtrain.vjp(onnx.parser.parse_model(text), ["w"], target="cuda")
+    joined = [len(n.input) for n in made.graph.node if n.op_type == "Concat"]
+    assert max(joined, default=0) <= kernel < T.CAPTURED_CONCAT_INPUTS
+    assert sum(n.op_type == "Slice" for n in made.graph.node) <= kernel
+    random = np.random.default_rng(0)
+    shapes = [d.type.tensor_type.shape.dim for d in made.graph.input]
+    given = [random.standard_normal([d.dim_value for d in s]).astype(np.float32) for s in shapes]
+    x, w = (torch.from_numpy(v).requires_grad_() for v in given[:2])
+    y = torch.nn.functional.conv2d(x, w, None, stride, half, 1, channels)
+    y.backward(torch.from_numpy(given[2]))
+    assert w.grad is not None
+    np.testing.assert_allclose(stock(made)(given)[1], w.grad.numpy(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("outs", "copied"), [(4, 4), (16, 12)])
+def test_windows_are_copied_from_the_narrower_side_on_a_gpu(outs: int, copied: int) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+    g (float[2,12,9,7] x, float[{outs},12,3,3] w) => (float[2,{outs},9,7] y) {{
+        y = Conv<kernel_shape=[3,3], pads=[1,1,1,1]>(x, w)
+    }}"""
+    made = onnxtrain.vjp(onnx.parser.parse_model(text), ["w"], target="cuda")
+    known = onnx.shape_inference.infer_shapes(made).graph.value_info
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in known}
+    gathers = [n.output[0] for n in made.graph.node if n.op_type == "Gather"]
+    assert [shapes[name][-1] for name in gathers] == [copied]

@@ -123,3 +123,37 @@ def test_axes_that_decide_the_result_stay(axis: int) -> None:
         y = Mul(u, z)
     }}"""
     assert both(text, (3,), (3,))[0] == ["Unsqueeze", "Mul"]
+
+
+@pytest.mark.parametrize(
+    ("amounts", "left"),
+    [("0,0,0,0", ["Neg"]), ("0,1,0,-1", ["Pad", "Neg"]), ("0,1,0,0", ["Pad", "Neg"])],
+)
+def test_a_pad_that_adds_nothing_goes(amounts: str, left: list[str]) -> None:
+    width = 5 if amounts == "0,1,0,0" else 4
+    text = f"""g (float[3,4] x) => (float[3,{width}] y) <int64[4] amounts = {{{amounts}}}> {{
+        p = Pad(x, amounts)
+        y = Neg(p)
+    }}"""
+    assert both(text, (3, 4))[0] == left
+
+
+@pytest.mark.parametrize(
+    ("numbers", "left"),
+    [
+        (("0", "9223372036854775807", "1"), ["Neg"]),
+        (("-4", "4", "1"), ["Neg"]),
+        (("-1", "-9223372036854775807", "-1"), ["Slice", "Neg"]),  # the axis turned round
+        (("1", "4", "1"), ["Slice", "Neg"]),
+    ],
+)
+def test_a_slice_of_all_there_is_goes(numbers: tuple[str, str, str], left: list[str]) -> None:
+    start, end, step = numbers
+    width = 3 if start == "1" else 4
+    text = f"""g (float[3,4] x) => (float[3,{width}] y)
+    <int64[1] s = {{{start}}}, int64[1] e = {{{end}}}, int64[1] a = {{1}},
+     int64[1] t = {{{step}}}> {{
+        p = Slice(x, s, e, a, t)
+        y = Neg(p)
+    }}"""
+    assert both(text, (3, 4))[0] == left

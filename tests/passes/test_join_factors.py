@@ -75,6 +75,22 @@ def test_a_normalisation_by_the_root_of_a_mean_has_a_short_gradient(without) -> 
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-6)
 
 
+def test_the_exponent_of_a_square_is_no_pass_of_its_own(without) -> None:
+    """As libraries of language models write it: ``x rsqrt(mean(x^2))``."""
+    text = RMS.replace("square = Mul(x, x)", "square = Pow(x, two)")
+    text = text.replace("normal = Div(x, root)", "r = Reciprocal(root)\n normal = Mul(x, r)")
+    plain = model(text.replace("float eps", "float two = {2}, float eps"))
+    short, long = onnxtrain.vjp(plain, ["x"]), without(plain, ["x"])
+    numbers = {x.name for x in short.graph.initializer if not x.dims}
+    scaled = [n for n in short.graph.node if n.op_type == "Mul" and "x" in n.input]
+    assert scaled
+    assert not [n.name for n in scaled if numbers & set(n.input)]
+    feeds = feeds_for(short)
+    got, want = run(short, feeds), run(long, feeds)
+    for name in got:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "body",
     [

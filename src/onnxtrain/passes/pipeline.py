@@ -26,6 +26,7 @@ from onnxtrain.passes.fewer_nodes.norm_slope import norm_slope
 from onnxtrain.passes.fewer_nodes.row_sums_of_product import row_sums_of_product
 from onnxtrain.passes.fewer_nodes.scale_in_rotation import scale_in_rotation
 from onnxtrain.passes.fewer_nodes.scatter_into_sum import scatter_into_sum
+from onnxtrain.passes.fewer_nodes.shared_slices import shared_slices
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
@@ -34,6 +35,7 @@ from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.split_reductions import split_reductions
+from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
@@ -87,6 +89,7 @@ BEFORE = (
     *SPELLINGS,
     Pass(aligned_classes, prefers="aligned-classes"),
     Pass(relu_after_maxpool),
+    Pass(shared_slices),
     Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
     Pass(split_qkv, prefers="split-qkv", across_blocks=True),
 )
@@ -120,6 +123,7 @@ FINAL = (
     Pass(dequantise_late),
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
+    Pass(sums_in_float32, prefers="sums-in-float32"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

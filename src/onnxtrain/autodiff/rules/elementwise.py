@@ -100,7 +100,7 @@ def pow_(op, dy, x, e, *, y):
         if p == 1:
             return dy, de
         rest = x if p == 2 else op.Pow(x, op.const(p - 1, x.dtype))
-        return op.Mul(dy, op.Mul(rest, p)), de
+        return op.Mul(op.Mul(dy, rest), p), de  # the number joins others of the gradient
     lower = op.Sub(exponent, 1.0)
     # 0 * 0^-1 would be NaN: take 0 * 0^0.
     lower = op.Where(op.Equal(exponent, 0.0), op.Where(op.Equal(x, 0.0), 0.0, lower), lower)

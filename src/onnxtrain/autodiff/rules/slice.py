@@ -16,7 +16,8 @@ from onnxtrain.graph.builder.size_arithmetic import Size
 def slice_(op, dy, x, starts, ends, axes=None, steps=None):
     """Put the gradient back to where it was cut out, zeros elsewhere.
 
-    Along an axis with step s: spread ``dy`` to one element in s, then pad it to the old size.
+    Along an axis with step s: spread ``dy`` to one element in s, at the place among these where the
+    slice starts, then pad it to the old size. So slices that take turns lie side by side.
     """
     cuts = _cuts(op, dy, x, starts, axes, steps)
     if cuts is None:  # axes or steps are only known at run time: cut the positions in the same way
@@ -27,7 +28,7 @@ def slice_(op, dy, x, starts, ends, axes=None, steps=None):
         n = len(backwards)
         kept, dy = dy.shape, op.Slice(dy, [-1] * n, [-(2**63) + 1] * n, backwards, [-1] * n)
         dy.shape = kept
-    dy = _spread(op, dy, {c.axis: abs(c.step) for c in cuts if abs(c.step) > 1})
+    dy = _spread(op, dy, {c.axis: (abs(c.step), c.phase) for c in cuts if abs(c.step) > 1})
     cropped = {c.axis: c.room for c in cuts if c.room is not None}
     if cropped:
         dy = op.Slice(dy, [0] * len(cropped), op.vector(list(cropped.values())), list(cropped))
@@ -55,6 +56,8 @@ class _Cut:
     after: Size
     room: Size | None = None
     """How much fits behind ``before``, if the zeros behind the last element may be too many."""
+    phase: int = 0
+    """How many of the zeros between two elements stand before the first one of them."""
 
 
 def _cuts(op, dy, x, starts, axes, steps) -> list[_Cut] | None:
@@ -87,14 +90,17 @@ def _cut(op, dy, x, axis: int, step: int, start: Size) -> _Cut:
         start = Z.at_most(op, start, Z.plus(op, size, -1))
         before = Z.minus(op, start, Z.times(op, Z.plus(op, kept, -1), -step))
         before = Z.at_most(op, before, size)
+    phase = before % abs(step) if isinstance(before, int) else 0
+    before = Z.plus(op, before, -phase) if phase else before
     room = Z.minus(op, size, before)
     after = Z.minus(op, room, Z.times(op, kept, abs(step)))
-    fits = abs(step) == 1 or (isinstance(after, int) and after >= 0)
-    return _Cut(axis, step, before, *((after,) if fits else (Z.at_least(op, after, 0), room)))
+    if abs(step) == 1 or (isinstance(after, int) and after >= 0):
+        return _Cut(axis, step, before, after, phase=phase)
+    return _Cut(axis, step, before, Z.at_least(op, after, 0), room, phase)
 
 
-def _spread(op, dy, steps: dict[int, int]) -> ir.Value:
-    """Put ``step - 1`` zeros behind every element along the given axes."""
+def _spread(op, dy, steps: dict[int, tuple[int, int]]) -> ir.Value:
+    """Put ``step - 1`` zeros around every element along the given axes, ``phase`` before it."""
     if not steps:
         return dy
     rank = op.rank(dy)
@@ -103,6 +109,7 @@ def _spread(op, dy, steps: dict[int, int]) -> ir.Value:
     wide = op.Unsqueeze(dy, at)
     pads = [0] * 2 * (rank + len(at))
     for i, a in zip(at, order, strict=True):
-        pads[i + rank + len(at)] = steps[a] - 1
-    sizes = [Z.times(op, op.size(dy, a), steps.get(a, 1)) for a in range(rank)]
+        step, phase = steps[a]
+        pads[i], pads[i + rank + len(at)] = phase, step - 1 - phase
+    sizes = [Z.times(op, op.size(dy, a), steps.get(a, (1, 0))[0]) for a in range(rank)]
     return op.Reshape(op.Pad(wide, pads), op.vector(sizes), allowzero=1)  # may be empty

@@ -31,7 +31,7 @@ def pads_to_concat(node: ir.Node) -> int:
         return 0
     pieces = _pieces(node, node)
     if pieces is None:
-        return 0
+        return _sum_before_view(node)
     pieces.sort(key=lambda p: p.before)
     end = 0
     for piece in pieces:
@@ -46,6 +46,45 @@ def pads_to_concat(node: ir.Node) -> int:
     for i, piece in enumerate(pieces):
         node.replace_input_with(i, piece.x)
     return 1
+
+
+def _sum_before_view(node: ir.Node) -> int:
+    """Add padded pieces of one shape before they are joined to another shape, not behind."""
+    first, second = (_own(x, node, "Reshape") for x in node.inputs)
+    if first is None or second is None or first is second:
+        return 0
+    a, b, sizes = first.inputs[0], second.inputs[0], second.inputs[1]
+    if _own(a, first, "Pad", "Concat") is None or _own(b, second, "Pad", "Concat") is None:
+        return 0
+    assert a is not None
+    assert b is not None
+    if not S.same_shape(a, b) or not S.same_shape(first.outputs[0], second.outputs[0]):
+        return 0
+    graph = node.graph
+    assert graph is not None
+    graph.remove(second)  # it becomes the sum, and the sum becomes the view
+    node.op_type, second.op_type = "Reshape", "Add"
+    node.attributes.update(second.attributes)
+    second.attributes.clear()
+    second.replace_input_with(0, a)
+    second.replace_input_with(1, b)
+    graph.insert_before(node, second)
+    node.replace_input_with(0, second.outputs[0])
+    node.replace_input_with(1, sizes)
+    S.set_dims(second.outputs[0], S.dims_of(a))
+    return 1
+
+
+def _own(x: ir.Value | None, node: ir.Node, *kinds: str) -> ir.Node | None:
+    """Return what makes a value that only one node reads, if it is of some kind."""
+    before = None if x is None else x.producer()
+    if x is None or before is None or before.graph is not node.graph or not is_standard(before):
+        return None
+    return before if before.op_type in kinds and _is_private(x) else None
+
+
+def _is_private(x: ir.Value) -> bool:
+    return len(x.uses()) == 1 and not x.is_graph_output()
 
 
 def _pieces(node: ir.Node, last: ir.Node) -> list[_Piece] | None:

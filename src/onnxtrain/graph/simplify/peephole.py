@@ -66,12 +66,25 @@ def _stands_for(node: ir.Node) -> ir.Value | None:
             if first is not None and [first[i] for i in perm] == sorted(perm):
                 return before.inputs[0]
         return x if perm == sorted(perm or [-1]) else None
+    if node.op_type in ("Pad", "Slice"):
+        return x if S.same_shape(x, y) and _moves_nothing(node) else None
     if node.op_type in ("Concat", "Sum", "Max", "Min", "Mean"):
         return x if len(node.inputs) == 1 else None
     if node.op_type == "Neg":
         before = _producer(x, node)
         return before.inputs[0] if before is not None and before.op_type == "Neg" else None
     return _neutral(node)
+
+
+def _moves_nothing(node: ir.Node) -> bool:
+    """Return whether a Pad adds nothing, or a Slice of all there is does not turn an axis round."""
+    numbers = node.inputs[1] if node.op_type == "Pad" else (*node.inputs, *[None] * 4)[4]
+    if node.op_type == "Slice" and numbers is None:
+        return True
+    array = S.constant_of(numbers)
+    if array is None:
+        return False
+    return bool((array == 0).all() if node.op_type == "Pad" else (array > 0).all())
 
 
 def _neutral(node: ir.Node) -> ir.Value | None:

@@ -40,6 +40,8 @@ class ConvShape:
     """Whether images are bfloat16."""
     shiftable: bool = False
     """Whether windows are squares, one at each position of a plane of known size, in one group."""
+    line_pairs: int | None = None
+    """Pairs of an input and an output position along the last axis; None if it is the only one."""
 
     @property
     def few_taps(self) -> bool:
@@ -66,6 +68,10 @@ class ConvShape:
     def pairs_up_to(self, limit: int) -> bool:
         """Whether there are known to be that few pairs."""
         return self.pairs is not None and self.pairs <= limit
+
+    def line_pairs_up_to(self, limit: int) -> bool:
+        """Whether there are several axes, and few pairs of positions along the last one."""
+        return self.line_pairs is not None and self.line_pairs <= limit
 
     @property
     def one_group(self) -> bool:
@@ -119,6 +125,7 @@ def facts_of(
         rows=_product([op.dims(dy)[0], *op.dims(dy)[2:]]),
         bfloat16=dy.dtype == ir.DataType.BFLOAT16,
         shiftable=_shiftable(op, x, dy, w, win, group),
+        line_pairs=_product([op.dims(v)[-1] for v in (x, dy)]) if win.rank > 1 else None,
     )
 
 

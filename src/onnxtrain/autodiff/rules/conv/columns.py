@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
@@ -62,6 +64,49 @@ def _moved_down(op: OpBuilder, x: ir.Value, by: int) -> ir.Value:
     if by > 0:
         return op.Concat(zeros, op.Slice(x, [0], [height - by], [2]), axis=2)
     return op.Concat(op.Slice(x, [-by], [height], [2]), zeros, axis=2)
+
+
+def weight_by_group_columns(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """``dW = dy^T @ columns`` for each group, all groups in one product."""
+    sizes, image, count = (D.numbers(d) for d in (op.dims(w), op.dims(x)[2:], op.dims(dy)[2:]))
+    assert sizes is not None
+    assert image is not None
+    assert count is not None
+    outs, channels, *kernel = sizes
+    axes = range(3, 3 + win.rank)
+    split = op.reshape(x, [op.size(x, 0), group, channels, *image])
+    images = op.reshape(op.Transpose(split, perm=[1, 0, 2, *axes]), [-1, channels, *image])
+    taps = columns(op, images, win, by_tap=True)
+    rows = op.reshape(dy, [op.size(dy, 0), group, outs // group, *count])
+    rows = op.reshape(op.Transpose(rows, perm=[1, 2, 0, *axes]), [group, outs // group, -1])
+    dw = op.MatMul(rows, op.reshape(taps, [group, -1, math.prod(kernel) * channels]))
+    dw = op.reshape(dw, [outs, *kernel, channels])
+    return op.Transpose(dw, perm=channels_second(win.rank))
+
+
+def weight_by_signal_columns(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """``dW = x^T @ columns`` of windows over ``dy``, for stride 1 and fewer outputs than channels.
+
+    ``dW[o, c, t] = sum over q of x[c, q] * dy[o, q + before - t * dilation]``: what a position of
+    ``x`` meets is a window over ``dy`` with its taps in reverse order. The columns are the largest
+    part of the work and of the memory, and as wide as the tensor that they are made of.
+    """
+    outs, channels, *kernel = op.dims(w)
+    reach = [(win.extent(i) or 1) - 1 for i in range(win.rank)]
+    turned = dataclasses.replace(
+        win,
+        before=tuple(r - p for r, p in zip(reach, win.before, strict=True)),
+        after=tuple(r - p for r, p in zip(reach, win.after, strict=True)),
+    )
+    dw = op.MatMul(_rows(op, x), columns(op, dy, turned, by_tap=True))
+    n, end = win.rank, np.iinfo(np.int64).min
+    dw = op.Reshape(dw, [channels, *kernel, outs])
+    dw = op.Slice(dw, [-1] * n, [end] * n, list(range(1, 1 + n)), [-1] * n)
+    return op.Transpose(dw, perm=[1 + n, 0, *range(1, 1 + n)])
 
 
 def input_by_columns(

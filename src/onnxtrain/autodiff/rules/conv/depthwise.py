@@ -7,6 +7,8 @@ which pairs belong to which tap.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -34,8 +36,33 @@ def weight_by_pairs(
     left = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[1, 2, 0])
     right = op.Transpose(op.Reshape(dy, [0, 0, -1]), perm=[1, 0, 2])
     pairs = op.MatMul(left, right)
-    table = _table(op, x, dy, win)
+    table = _table(op, x, dy, win, range(win.rank))
     return op.reshape_like(op.MatMul(op.reshape(pairs, [group, -1]), table), w)
+
+
+def weight_by_row_pairs(
+    op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
+) -> ir.Value:
+    """Pairs of positions along the last axis only; the taps of the others are slices.
+
+    ``pairs[c, t, p, q] = sum over n and h of x[n, c, h * stride + t, p] * dy[n, c, h, q]`` are few
+    products of matrices, and ``dW = pairs @ table``. Images of any height are read once per ``t``.
+    """
+    assert win.static_kernel is not None
+    last = win.rank - 1
+    upper = Windows(
+        (*win.kernel[:-1], 1), (*win.strides[:-1], 1), (*win.dilations[:-1], 1),
+        (*win.before[:-1], 0), (*win.after[:-1], 0),
+    )  # fmt: skip
+    order = [1, 0, *win.axes]
+    padded = pad(op, op.Transpose(x, perm=order), upper)
+    width, count = (op.size(v, win.rank + 1) for v in (x, dy))
+    right = op.reshape(op.Transpose(dy, perm=order), [group, -1, count])
+    slices = tap_slices(op, padded, upper)
+    rows = [op.mT(op.reshape(p, [group, -1, width])) for p in slices]
+    parts = [op.reshape(op.MatMul(r, right), [group, 1, -1]) for r in rows]
+    pairs = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=1)
+    return op.reshape_like(op.MatMul(pairs, _table(op, x, dy, win, [last])), w)
 
 
 def weight_by_scan(
@@ -77,7 +104,9 @@ def input_by_pairs(
     positions = op.dims(x)[2:], op.dims(dy)[2:]
     sizes = [int(np.prod([int(d) for d in dims])) for dims in positions]  # type: ignore[arg-type]
     taps = op.reshape(w, [group, -1])
-    matrix = op.reshape(op.MatMul(taps, op.mT(_table(op, x, dy, win))), [group, *sizes])
+    matrix = op.reshape(
+        op.MatMul(taps, op.mT(_table(op, x, dy, win, range(win.rank)))), [group, *sizes]
+    )
     rows = op.Transpose(op.Reshape(dy, [0, 0, -1]), perm=[1, 0, 2])
     dx = op.Transpose(op.MatMul(rows, op.mT(matrix)), perm=[1, 0, 2])
     return op.reshape_like(dx, x)
@@ -96,14 +125,15 @@ def input_by_flipped_conv(
     return op.Conv(dy, flipped, dilations=win.dilations, group=group, pads=pads)
 
 
-def _table(op: OpBuilder, x: ir.Value, dy: ir.Value, win: Windows) -> ir.Value:
+def _table(op: OpBuilder, x: ir.Value, dy: ir.Value, win: Windows, axes: Sequence[int]) -> ir.Value:
     """Return [positions of x * positions of dy, taps]: one where a window at q reads p by the tap.
 
-    It is the product of a small table per axis, which the runtime folds to a constant.
+    Positions and taps are those along some of the windows' axes. It is the product of a small table
+    per axis, which the runtime folds to a constant.
     """
     assert win.static_kernel is not None
-    n, table = win.rank, None
-    for i in range(n):
+    n, table = len(axes), None
+    for at, i in enumerate(axes):
         size, count = op.dims(x)[2 + i], op.dims(dy)[2 + i]
         assert isinstance(size, int)
         assert isinstance(count, int)
@@ -111,8 +141,8 @@ def _table(op: OpBuilder, x: ir.Value, dy: ir.Value, win: Windows) -> ir.Value:
         reads = starts[:, None] + np.arange(win.static_kernel[i]) * win.dilations[i]
         hits = reads == np.arange(size)[:, None, None]  # [p, q, t]
         shape = [1] * (3 * n)
-        shape[i], shape[n + i], shape[2 * n + i] = hits.shape
+        shape[at], shape[n + at], shape[2 * n + at] = hits.shape
         axis = op.const(hits.reshape(shape).astype(np.float64), x.dtype)
         table = axis if table is None else op.Mul(table, axis)
     assert table is not None
-    return op.reshape(table, [-1, int(np.prod(win.static_kernel))])
+    return op.reshape(table, [-1, int(np.prod([win.static_kernel[i] for i in axes]))])

@@ -16,6 +16,8 @@ from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import (
     weight_by_columns,
     weight_by_shifts,
+    weight_by_group_columns,
+    weight_by_signal_columns,
     weight_by_tap_columns,
 )
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, pick
@@ -145,10 +147,18 @@ FORMS: Forms[ConvShape] = {
     "columns": Form(weight_by_columns, fits),
     "tap_columns": Form(weight_by_tap_columns, fits),
     "shifts": Form(weight_by_shifts, lambda f: f.shiftable),
+    "group_columns": Form(weight_by_group_columns, lambda f: _tabled(f) and not f.depthwise),
+    "signal_columns": Form(
+        weight_by_signal_columns, lambda f: fits(f) and not f.strided and f.positions is not None
+    ),
     "lifted": Form(by_lifted_conv),
     "swapped": Form(by_swapped_conv),
     "depthwise": Form(depthwise.weight_by_taps, lambda f: f.depthwise),
     "pairs": Form(depthwise.weight_by_pairs, lambda f: f.depthwise and f.pairs is not None),
+    "row_pairs": Form(
+        depthwise.weight_by_row_pairs,
+        lambda f: f.depthwise and f.line_pairs is not None and f.pairs is not None,
+    ),
     "scan": Form(
         depthwise.weight_by_scan, lambda f: f.depthwise and not f.strided and f.pairs is not None
     ),
@@ -183,10 +193,13 @@ _PRODUCTS: list[Choice[ConvShape]] = [
 # A kernel of the size of the image takes a hundred times as long as a product on a GPU.
 _CUDA: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.WEIGHT_PAIRS_GPU)),
+    Choice("row_pairs", lambda f: f.line_pairs_up_to(T.WEIGHT_LINE_PAIRS_GPU)),
     Choice("tap_columns", lambda f: f.taps == 1 and not f.strided and _narrowing(f)),
     Choice("merged", lambda f: f.taps == 1 and f.small_image),
     Choice("im2col", lambda f: f.taps == 1),
+    Choice("group_columns", lambda f: f.group > 1),
     Choice("im2col", lambda f: f.narrow and _joinable(f)),
+    Choice("signal_columns", lambda f: _narrows(f)),
     Choice("shifts", lambda f: f.small_kernel),
     Choice("tap_columns"),
     Choice("im2col", lambda f: _joinable(f)),
@@ -200,6 +213,19 @@ def _narrowing(facts: ConvShape) -> bool:
     """Return whether images are small and what is read is wider than what is put out."""
     wide = facts.channels is not None and facts.outs is not None and facts.channels > facts.outs
     return wide and facts.small_image
+
+
+def _tabled(facts: ConvShape) -> bool:
+    """Return whether a table can say what every window reads, in images of known size."""
+    known = None not in (facts.taps, facts.channels, facts.outs, facts.image, facts.positions)
+    return known and (facts.taps or 0) * (facts.positions or 0) <= T.WINDOW_TABLE_ELEMENTS
+
+
+def _narrows(facts: ConvShape) -> bool:
+    """Return whether windows over the output are half as wide as those over the input, or less."""
+    if facts.channels is None or facts.outs is None or facts.taps == 1:
+        return False
+    return 2 * facts.outs <= facts.channels
 
 
 def _joinable(facts: ConvShape) -> bool:
