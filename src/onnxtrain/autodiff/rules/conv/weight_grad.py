@@ -15,8 +15,8 @@ from onnxtrain import thresholds as T
 from onnxtrain.autodiff.rules.conv import depthwise as depthwise
 from onnxtrain.autodiff.rules.conv.columns import (
     weight_by_columns,
-    weight_by_shifts,
     weight_by_group_columns,
+    weight_by_shifts,
     weight_by_signal_columns,
     weight_by_tap_columns,
 )
