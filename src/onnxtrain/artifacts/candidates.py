@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
 from onnxtrain.autodiff.gradients import Names
 from onnxtrain.autodiff.named_selections import expand
 from onnxtrain.autodiff.registry import NO_GRADIENT
-from onnxtrain.autodiff.selection import batch_statistics, match, trainable, untrained_names
+from onnxtrain.autodiff.selection import (
+    batch_statistics,
+    flowing_inputs,
+    match,
+    trainable,
+    untrained_names,
+)
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import key_of
@@ -22,10 +29,16 @@ _SMALL_INTEGERS = frozenset(
 )
 
 
-def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
-    """Return the initializers that may be trained, in the order of the file."""
+def candidates(
+    base: ir.Model, train: Names, freeze: Names, *, inner: Collection[str] = ()
+) -> list[ir.Value]:
+    """Return the initializers that may be trained, in the order of the file.
+
+    ``inner`` are values inside the model that a loss looks at, beside its outputs.
+    """
     statistics = batch_statistics(base.graph)
-    free = trainable(base)
+    seen = [y for node in base.graph for y in node.outputs if y.name in inner]
+    free = trainable(base, inner=seen)
     names = expand(base, names_list(train), free)
     chosen = free if train is None else _named(base, names)
     frozen = expand(base, names_list(freeze), free)
@@ -93,7 +106,8 @@ def _nothing_left(base: ir.Model, train: Names, freeze: Names) -> str:
             )
         if len(lines) == 1:
             lines.append("  the model holds no float tensor that a gradient could change")
-        lines.append(_advice(bool(integers), bool(reasons or cut_off)))
+        last = _last_values(base.graph, cut_off)
+        lines.append(_advice(bool(integers), bool(reasons or cut_off), last))
     else:
         lines.append("hint: look at `onnxtrain explain`, then at train and freeze")
     return "\n".join(lines)
@@ -108,8 +122,31 @@ def _integer_weights(base: ir.Model) -> list[str]:
     ]
 
 
-def _advice(integers: bool, tensors: bool) -> str:
+def _last_values(graph: ir.Graph, weights: Sequence[str]) -> list[str]:
+    """Return the values up to which gradients of weights could flow: what an ArgMax reads."""
+    reached = {graph.initializers[n] for n in weights if n in graph.initializers}
+    ends: dict[str, None] = {}
+    for node in graph:
+        flowing = flowing_inputs(node)
+        if any(x in reached for x in flowing):
+            reached.update(y for y in node.outputs if S.is_float(y))
+        ends.update(
+            {
+                x.name or "": None
+                for x in node.inputs
+                if x is not None and x in reached and x not in flowing
+            }
+        )
+    return [n for n in ends if n not in graph.initializers]
+
+
+def _advice(integers: bool, tensors: bool, last: Sequence[str] = ()) -> str:
     """Return the hint that fits what the model holds."""
+    if last:
+        return (
+            "hint: no gradient comes back from the outputs; a loss may look at a value inside: "
+            f"LossTerm(loss, output={last[-1]!r})"
+        )
     if integers:
         return (
             "hint: small steps do not change integers: onnxtrain.lora(...) puts matrices that train"
