@@ -28,6 +28,12 @@ _SMALL_INTEGERS = frozenset(
     {ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}
 )
 
+_IN_INTEGERS = ("QLinear", "QGemm", "QAttention", "MatMulInteger", "ConvInteger", "DynamicQuantize")
+_INTEGER_ARITHMETIC = (
+    "hint: small steps do not change integers, and no adapter fits beside operators that compute in"
+    " them: train the model as it was before, or quantise it in the format QDQ, for onnxtrain.lora"
+)
+
 
 def candidates(
     base: ir.Model, train: Names, freeze: Names, *, inner: Collection[str] = ()
@@ -107,7 +113,10 @@ def _nothing_left(base: ir.Model, train: Names, freeze: Names) -> str:
         if len(lines) == 1:
             lines.append("  the model holds no float tensor that a gradient could change")
         last = _last_values(base.graph, cut_off)
-        lines.append(_advice(bool(integers), bool(reasons or cut_off), last))
+        if integers and not _beside(base.graph, integers):
+            lines.append(_INTEGER_ARITHMETIC)
+        else:
+            lines.append(_advice(bool(integers), bool(reasons or cut_off), last))
     else:
         lines.append("hint: look at `onnxtrain explain`, then at train and freeze")
     return "\n".join(lines)
@@ -120,6 +129,15 @@ def _integer_weights(base: ir.Model) -> list[str]:
         for name, x in base.graph.initializers.items()
         if x.dtype in _SMALL_INTEGERS and len(x.shape or ()) > 1 and x.uses()
     ]
+
+
+def _beside(graph: ir.Graph, integers: Sequence[str]) -> bool:
+    """Return whether an adapter fits beside an operator that reads one of these weights.
+
+    It does beside those that make floats of integers; others compute in integers.
+    """
+    readers = [use.node.op_type for n in integers for use in graph.initializers[n].uses()]
+    return not all(r.startswith(_IN_INTEGERS) for r in readers)
 
 
 def _last_values(graph: ir.Graph, weights: Sequence[str]) -> list[str]:
