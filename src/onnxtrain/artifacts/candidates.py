@@ -53,6 +53,7 @@ def candidates(
         out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
         chosen = [x for x in chosen if x not in out]
     chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in names)]
+    chosen = [x for x in chosen if 0 not in (S.dims_of(x) or ())]  # nothing to change in them
     if not chosen:
         raise PrepareError(_nothing_left(base, train, freeze))
     return chosen
