@@ -192,6 +192,16 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
         "operators of unknown domains",
         "'evil': node of 'y' (Relu)",
     ),
+    "layout of one processor": (
+        lambda m: setattr(m.graph.node[1], "domain", "com.microsoft.nchwc"),
+        "operators laid out for one processor",
+        "ORT_ENABLE_EXTENDED",
+    ),
+    "processing of data": (
+        lambda m: setattr(m.graph.node[1], "domain", "ai.onnx.contrib"),
+        "operators of onnxruntime-extensions, which make inputs or tell results",
+        "onnx.utils.extract_model",
+    ),
     "no opset": (without_opset, "operator domains without an opset import", "no opset imports"),
     "opset of another domain": (
         lambda m: setattr(m.opset_import[0], "domain", "ai.onnx.ml"),

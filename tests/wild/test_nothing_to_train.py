@@ -46,3 +46,24 @@ def test_a_model_without_tensors_is_not_told_to_name_some():
     with pytest.raises(PrepareError, match="no float tensor") as refusal:
         build(proto, loss="mse", optimizer="sgd")
     assert "`train`" not in str(refusal.value)
+
+
+def test_integer_arithmetic_is_not_sent_to_adapters() -> None:
+    """No adapter fits beside QLinearMatMul: the advice is another than for DequantizeLinear."""
+    weights = {
+        "s": np.float32(0.1), "z": np.uint8(3), "t": np.int8(0),
+        "w": np.arange(-6, 6, dtype=np.int8).reshape(4, 3),
+    }  # fmt: skip
+    first, last = node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "p s z", "y")
+    product = node("QLinearMatMul", "q s z w s t s z", "p")
+    computed = model([first, product, last], {"x": (2, 4)}, {"y": (2, 3)}, weights)
+    with pytest.raises(PrepareError, match="held as integers: 1: w") as refusal:
+        build(computed, loss="mse", optimizer="sgd")
+    assert "format QDQ" in str(refusal.value)
+    floats = [node("DequantizeLinear", "w s t", "v"), node("MatMul", "x v", "y")]
+    stored = model(floats, {"x": (2, 4)}, {"y": (2, 3)}, weights)
+    with pytest.raises(PrepareError, match=r"onnxtrain\.lora\(\.\.\.\) puts matrices"):
+        build(stored, loss="mse", optimizer="sgd")
+    onnxtrain.lora(stored, targets="all-linear", rank=1)
+    with pytest.raises(PrepareError, match="no layer"):
+        onnxtrain.lora(computed, targets="all-linear", rank=1)

@@ -51,6 +51,7 @@ from onnxtrain.graph.prepare import repairs_of, show_weights
 from onnxtrain.graph.roles import ADAPTERS
 from onnxtrain.graph.shapes.specialise import specialise
 from onnxtrain.losses import LossLike, MetricLike
+from onnxtrain.losses.terms import looked_at
 from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
@@ -264,7 +265,10 @@ def _resolved(asked: BuildRequest, base: ir.Model, exactness: Precision) -> Buil
         optimizer=resolve_optimizer(asked.optimizer),
         metrics=tuple(asked.metrics),
         outputs=_output_names(base, asked.outputs),
-        candidates=tuple(x.name or "" for x in candidates(base, asked.train, asked.freeze)),
+        candidates=tuple(
+            x.name or ""
+            for x in candidates(base, asked.train, asked.freeze, inner=looked_at(asked.loss, base))
+        ),
         chosen_by_user=asked.train is not None,
         buffers=_buffer_names(base),
         mode=asked.mode,

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
 from onnxtrain.autodiff.gradients import Names
 from onnxtrain.autodiff.named_selections import expand
 from onnxtrain.autodiff.registry import NO_GRADIENT
-from onnxtrain.autodiff.selection import batch_statistics, match, trainable, untrained_names
+from onnxtrain.autodiff.selection import (
+    batch_statistics,
+    flowing_inputs,
+    match,
+    trainable,
+    untrained_names,
+)
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import key_of
@@ -21,11 +28,23 @@ _SMALL_INTEGERS = frozenset(
     {ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}
 )
 
+_IN_INTEGERS = ("QLinear", "QGemm", "QAttention", "MatMulInteger", "ConvInteger", "DynamicQuantize")
+_INTEGER_ARITHMETIC = (
+    "hint: small steps do not change integers, and no adapter fits beside operators that compute in"
+    " them: train the model as it was before, or quantise it in the format QDQ, for onnxtrain.lora"
+)
 
-def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
-    """Return the initializers that may be trained, in the order of the file."""
+
+def candidates(
+    base: ir.Model, train: Names, freeze: Names, *, inner: Collection[str] = ()
+) -> list[ir.Value]:
+    """Return the initializers that may be trained, in the order of the file.
+
+    ``inner`` are values inside the model that a loss looks at, beside its outputs.
+    """
     statistics = batch_statistics(base.graph)
-    free = trainable(base)
+    seen = [y for node in base.graph for y in node.outputs if y.name in inner]
+    free = trainable(base, inner=seen)
     names = expand(base, names_list(train), free)
     chosen = free if train is None else _named(base, names)
     frozen = expand(base, names_list(freeze), free)
@@ -34,6 +53,7 @@ def candidates(base: ir.Model, train: Names, freeze: Names) -> list[ir.Value]:
         out = set(match(frozen, {**dict(base.graph.initializers), **known}, "freeze", "parameter"))
         chosen = [x for x in chosen if x not in out]
     chosen = [x for x in chosen if x not in statistics or any(n == x.name for n in names)]
+    chosen = [x for x in chosen if 0 not in (S.dims_of(x) or ())]  # nothing to change in them
     if not chosen:
         raise PrepareError(_nothing_left(base, train, freeze))
     return chosen
@@ -93,7 +113,11 @@ def _nothing_left(base: ir.Model, train: Names, freeze: Names) -> str:
             )
         if len(lines) == 1:
             lines.append("  the model holds no float tensor that a gradient could change")
-        lines.append(_advice(bool(integers), bool(reasons or cut_off)))
+        last = _last_values(base.graph, cut_off)
+        if integers and not _beside(base.graph, integers):
+            lines.append(_INTEGER_ARITHMETIC)
+        else:
+            lines.append(_advice(bool(integers), bool(reasons or cut_off), last))
     else:
         lines.append("hint: look at `onnxtrain explain`, then at train and freeze")
     return "\n".join(lines)
@@ -108,8 +132,40 @@ def _integer_weights(base: ir.Model) -> list[str]:
     ]
 
 
-def _advice(integers: bool, tensors: bool) -> str:
+def _beside(graph: ir.Graph, integers: Sequence[str]) -> bool:
+    """Return whether an adapter fits beside an operator that reads one of these weights.
+
+    It does beside those that make floats of integers; others compute in integers.
+    """
+    readers = [use.node.op_type for n in integers for use in graph.initializers[n].uses()]
+    return not all(r.startswith(_IN_INTEGERS) for r in readers)
+
+
+def _last_values(graph: ir.Graph, weights: Sequence[str]) -> list[str]:
+    """Return the values up to which gradients of weights could flow: what an ArgMax reads."""
+    reached = {graph.initializers[n] for n in weights if n in graph.initializers}
+    ends: dict[str, None] = {}
+    for node in graph:
+        flowing = flowing_inputs(node)
+        if any(x in reached for x in flowing):
+            reached.update(y for y in node.outputs if S.is_float(y))
+        ends.update(
+            {
+                x.name or "": None
+                for x in node.inputs
+                if x is not None and x in reached and x not in flowing
+            }
+        )
+    return [n for n in ends if n not in graph.initializers]
+
+
+def _advice(integers: bool, tensors: bool, last: Sequence[str] = ()) -> str:
     """Return the hint that fits what the model holds."""
+    if last:
+        return (
+            "hint: no gradient comes back from the outputs; a loss may look at a value inside: "
+            f"LossTerm(loss, output={last[-1]!r})"
+        )
     if integers:
         return (
             "hint: small steps do not change integers: onnxtrain.lora(...) puts matrices that train"

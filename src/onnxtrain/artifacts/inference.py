@@ -19,6 +19,8 @@ from onnxtrain.graph.prepare.versions import NEWEST_IR, NEWEST_OPSET
 from onnxtrain.graph.simplify import remove_dead
 from onnxtrain.manifest import Location, ModelSpec
 
+_OLDEST_IR = 4
+
 
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
     """Return the plain model in evaluation mode, its weights as raw bytes under their own names."""
@@ -30,7 +32,8 @@ def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
         if S.is_float(x) and x.const_value is not None and STORED not in x.const_value.meta:
             array = np.ascontiguousarray(x.const_value.numpy()).reshape(x.const_value.shape.numpy())
             x.const_value = ir.Tensor(array, dtype=x.const_value.dtype, name=x.name)
-    model.ir_version = min(model.ir_version, NEWEST_IR)
+    # Below version 4 every initializer is an input too, which ours are not.
+    model.ir_version = max(_OLDEST_IR, min(model.ir_version, NEWEST_IR))
     if model.opset_imports.get("", 0) > NEWEST_OPSET:
         model.opset_imports[""] = NEWEST_OPSET
     detach(model)

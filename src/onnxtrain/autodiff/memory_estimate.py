@@ -76,7 +76,9 @@ def estimate(
 
 def _bytes(x: ir.Value, sizes: Mapping[str, Dim]) -> int | None:
     dims = S.dims_of(x)
-    if dims is None or x.dtype is None or isinstance(x.type, ir.SequenceType | ir.OptionalType):
+    if dims is None or isinstance(x.type, ir.SequenceType | ir.OptionalType):
+        return None
+    if x.dtype is None or x.dtype == ir.DataType.STRING:
         return None
     known = [D.substitute(d, dict(sizes)) for d in dims]
     numbers = [d for d in known if isinstance(d, int)]

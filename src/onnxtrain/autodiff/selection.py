@@ -65,11 +65,12 @@ def _only_floats(values: list[ir.Value], argument: str) -> list[ir.Value]:
     return values
 
 
-def trainable(model: ir.Model) -> list[ir.Value]:
+def trainable(model: ir.Model, *, inner: Sequence[ir.Value] = ()) -> list[ir.Value]:
     """Return the float initializers that work as weights and through which a gradient can flow.
 
     Running statistics of BatchNormalization are not among them, nor are the constants of the graph
-    and what works as one (:mod:`onnxtrain.graph.roles`).
+    and what works as one (:mod:`onnxtrain.graph.roles`). A gradient comes from the float outputs,
+    and from ``inner`` values.
     """
     graph = model.graph
     hidden, statistics = constant_names(model) | untrained_names(model), batch_statistics(graph)
@@ -78,7 +79,7 @@ def trainable(model: ir.Model) -> list[ir.Value]:
         for name, x in graph.initializers.items()
         if name not in hidden and x not in statistics and S.is_float(x)
     ]
-    useful = reaching(graph, refused=True)
+    useful = reaching(graph, [*graph.outputs, *inner], refused=True)
     return [x for x in candidates if x in useful]
 
 

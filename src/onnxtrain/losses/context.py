@@ -48,6 +48,7 @@ class LossContext:
     def predictions(self, loss: Loss, names: Sequence[str]) -> list[ir.Value]:
         """Return the outputs that a loss looks at."""
         floats = [y for y in self.own if S.is_float(y)]
+        floats = [y for y in floats if not _is_stored(y)] or floats
         scores = [y for y in floats if y.name == _LOGITS]
         if names:
             floats = [self.find(name) for name in names]
@@ -147,3 +148,13 @@ class LossContext:
                 "hint: it must return a value that it made with the builder"
             )
         return value
+
+
+def _is_stored(y: ir.Value) -> bool:
+    """Return whether an output is a tensor of the file as it is: a version number, say."""
+    producer = y.producer()
+    while producer is not None and producer.op_type == "Identity":
+        (x,) = producer.inputs
+        assert x is not None
+        y, producer = x, x.producer()
+    return y.is_initializer()

@@ -101,6 +101,11 @@ def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[LossTerm, ..
     return (dataclasses.replace(term, loss=_kind(term.loss, model)),)
 
 
+def looked_at(loss: LossLike, model: ir.Model) -> frozenset[str]:
+    """Return the names of outputs and inner values that the terms of a loss name."""
+    return frozenset(name for term in resolve(loss, model) for name in term.outputs)
+
+
 def _kind(loss: Any, model: ir.Model | None) -> Any:
     if isinstance(loss, Loss | Existing | FromModel):
         return loss

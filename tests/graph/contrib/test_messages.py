@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
 import onnxtrain
@@ -56,14 +59,38 @@ def test_what_is_behind_a_quantised_lstm_is_trained() -> None:
     assert values[-1] < values[0]
 
 
-def test_maps_are_refused_with_the_option_of_the_exporter() -> None:
-    model = with_weights(
-        """g (float[n,3] x) => (int64[n] label, seq(map(int64, float)) named) {
-        label, p = ai.onnx.ml.LinearClassifier<classlabels_ints = [0, 1], multi_class = 1,
-            coefficients = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], intercepts = [0.0, 0.1]>(x)
-        named = ai.onnx.ml.ZipMap<classlabels_int64s = [0, 1]>(p)
-    }"""
-    )
+NAMED = """g (float[n,3] x) => (int64[n] label, seq(map(int64, float)) named) {
+    label, p = ai.onnx.ml.LinearClassifier<classlabels_ints = [0, 1], multi_class = 1,
+        coefficients = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], intercepts = [0.0, 0.1],
+        post_transform = "SOFTMAX">(x)
+    named = ai.onnx.ml.ZipMap<classlabels_int64s = [0, 1]>(p)
+}"""
+
+
+@pytest.mark.parametrize("imports", [["", "ai.onnx.ml"], ["ai.onnx.ml"]])
+def test_maps_at_the_end_become_tensors(imports: list[str]) -> None:
+    """What converters of scikit-learn write by default trains; the scores are columns."""
+    model = with_weights(NAMED)
+    kept = [o for o in model.opset_import if o.domain in imports]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+    x = np.random.default_rng(5).standard_normal((4, 3)).astype(np.float32)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    label, maps = session.run(None, {"x": x})
+    want = [[row[0], row[1]] for row in cast(list[dict[int, float]], maps)]
+    made = onnxtrain.build(model, loss="mse", optimizer="adamw:lr=1e-2")
+    assert "ZipMap left out: output 'named' is a tensor now" in onnxtrain.explain(model).repairs
+    trainer = Trainer(made)
+    predicted = trainer.predict(x=x)
+    np.testing.assert_allclose(predicted["named"], want, rtol=1e-5)
+    np.testing.assert_array_equal(predicted["label"], np.asarray(label))
+    target = np.eye(2, dtype=np.float32)[[0, 1, 0, 1]]
+    curve = [float(trainer.step(x=x, target=target).loss) for _ in range(10)]
+    assert curve[-1] < curve[0]
+
+
+def test_other_maps_are_refused() -> None:
+    model = with_weights(NAMED.replace("ZipMap<", "CastMap<"))
     with pytest.raises(LoadError, match="output 'named'") as caught:
         onnxtrain.build(model, loss="mse", optimizer="sgd")
     assert "'zipmap': False" in str(caught.value)

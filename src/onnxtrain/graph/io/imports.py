@@ -25,8 +25,7 @@ def import_runtime_domain(model: ir.Model) -> None:
             added = True
     if added:
         model.opset_imports.setdefault(RUNTIME_DOMAIN, 1)
-        line = f"the missing opset import of {RUNTIME_DOMAIN} was added"
-        model.meta[_REPAIRS] = (*load_repairs(model), line)
+        note_load_repair(model, f"the missing opset import of {RUNTIME_DOMAIN} was added")
 
 
 def _uses_runtime_domain(graph: ir.Graph) -> bool:
@@ -37,6 +36,11 @@ def _uses_runtime_domain(graph: ir.Graph) -> bool:
                 return True
             pending += subgraphs_of(node)
     return False
+
+
+def note_load_repair(model: ir.Model, line: str) -> None:
+    """Record that ``load`` changed something."""
+    model.meta[_REPAIRS] = (*load_repairs(model), line)
 
 
 def load_repairs(model: ir.Model) -> tuple[str, ...]:

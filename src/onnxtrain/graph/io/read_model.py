@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxtrain.errors import LoadError
 from onnxtrain.graph.io import ir_check, structure
 from onnxtrain.graph.io.external_data import DataFiles
-from onnxtrain.graph.io.imports import import_runtime_domain
+from onnxtrain.graph.io.imports import import_runtime_domain, note_load_repair
 from onnxtrain.graph.io.limits import Kind, Limits, Problems, quote
 from onnxtrain.graph.io.proto_check import ProtoReader
 from onnxtrain.graph.io.schema_check import check_nodes
@@ -33,6 +33,7 @@ class HoldsModel(Protocol):
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model | HoldsModel
 """What stands for a model."""
+_OLDEST_OPSET = 7  # of those that onnxruntime has all operators of
 _DEFAULT_IR_VERSION = 10
 _ALLOWED = "onnxtrain.domains"  # key in Model.meta: what the caller admitted, for the next load
 
@@ -121,6 +122,7 @@ def _from_proto(
     if not proto.graph.output:
         raise problems.refusal(NO_OUTPUTS)
     files = DataFiles(directory, limits)
+    proto, tensors = _without_maps(proto, owned)
     reader = ProtoReader(limits, problems, files)
     wiring = reader.read(proto)
     problems.check()
@@ -132,6 +134,8 @@ def _from_proto(
         model = ir.from_proto(proto)
         if not in_order:
             _sort(model)
+        for name in tensors:
+            note_load_repair(model, f"ZipMap left out: output {quote(name)} is a tensor now")
         return _finished(model, problems, {"": files})
     except LoadError:
         raise
@@ -180,6 +184,43 @@ def _sort(model: ir.Model) -> None:
     model.graph.sort()
     for function in model.functions.values():
         function.sort()
+
+
+def _without_maps(proto: onnx.ModelProto, owned: bool) -> tuple[onnx.ModelProto, list[str]]:
+    """Return the model without ZipMap nodes at its end, and the outputs that are tensors instead.
+
+    Converters of scikit-learn put them there: they only write classes beside the columns.
+    """
+    if all(node.op_type != "ZipMap" for node in proto.graph.node):
+        return proto, []
+    outputs = {y.name for y in proto.graph.output}
+    outputs -= {x for node in proto.graph.node for x in node.input}
+    last = [
+        i
+        for i, node in enumerate(proto.graph.node)
+        if node.op_type == "ZipMap"
+        and node.domain == "ai.onnx.ml"
+        and len(node.input) == len(node.output) == 1
+        and node.output[0] in outputs
+    ]
+    if not last:
+        return proto, []
+    if not owned:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(proto)
+        proto = copy
+    changed: list[str] = []
+    for node in (proto.graph.node[i] for i in last):
+        node.op_type, node.domain = "Identity", ""
+        del node.attribute[:]
+        changed.append(node.output[0])
+    if not any(o.domain in ("", "ai.onnx") for o in proto.opset_import):
+        proto.opset_import.add(domain="", version=_OLDEST_OPSET)
+    for info in [*proto.graph.output, *proto.graph.value_info]:
+        if info.name in changed:
+            info.ClearField("type")
+            info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return proto, changed
 
 
 def _without_devices(proto: onnx.ModelProto, owned: bool) -> onnx.ModelProto:

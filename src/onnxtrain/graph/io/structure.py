@@ -32,6 +32,16 @@ DOMAINS = Kind(
     "onnxtrain.register_vjp admits a domain by a rule for one of its operators; "
     "load(..., allow_domains={...}) admits one whose operators you only want to run",
 )
+LAID_OUT = Kind(
+    "operators laid out for one processor",
+    "onnxruntime saved the file with ORT_ENABLE_ALL: save it with ORT_ENABLE_EXTENDED, or take the "
+    "file that it was made from",
+)
+PROCESSING = Kind(
+    "operators of onnxruntime-extensions, which make inputs or tell results",
+    "cut the model behind or before them, for example with onnx.utils.extract_model, and train "
+    "what is left",
+)
 NO_OPSET = Kind("operator domains without an opset import", INVALID)
 BAD_OPSET = Kind("opset imports that cannot be used", "newer opsets need a newer onnx package")
 
@@ -46,6 +56,13 @@ STANDARD_DOMAINS = frozenset(
         RUNTIME_DOMAIN,
     }
 )
+
+_KNOWN_ELSEWHERE = {
+    "com.microsoft.nchwc": LAID_OUT,
+    "com.ms.internal.nhwc": LAID_OUT,
+    "ai.onnx.contrib": PROCESSING,
+    "com.microsoft.extensions": PROCESSING,
+}
 
 _LARGEST_VERSION = (1 << 31) - 1  # onnx's own functions take no more
 
@@ -241,8 +258,8 @@ def _check_domains(
         for node in scope.graph.nodes:
             known = node.domain in STANDARD_DOMAINS or node.domain in allow_domains
             if not known and node.key not in model.functions:
-                detail = f"{quote(node.domain)}: {node}"
-                problems.add(DOMAINS, f"{scope.graph.where}{detail}")
+                kind = _KNOWN_ELSEWHERE.get(node.domain, DOMAINS)
+                problems.add(kind, f"{scope.graph.where}{quote(node.domain)}: {node}")
             elif node.domain not in imported and node.domain != RUNTIME_DOMAIN:
                 missing.setdefault(node.domain, node)
     for domain, node in missing.items():

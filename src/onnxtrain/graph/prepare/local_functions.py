@@ -18,8 +18,9 @@ def inline_functions(model: ir.Model) -> ir.Model:
     Those of another opset than the model's are brought to it first.
 
     Raises:
-        PrepareError: if that cannot be done.
+        PrepareError: if that cannot be done, or if it is not clear what a function's name means.
     """
+    _refuse_names_of_the_standard(model)
     try:
         work = model.clone()
         passes.InlinePass()(work)
@@ -27,6 +28,22 @@ def inline_functions(model: ir.Model) -> ir.Model:
         return _by_onnx(model, error)
     work.meta.update(model.meta)
     return work
+
+
+def _refuse_names_of_the_standard(model: ir.Model) -> None:
+    """Refuse functions called like an operator of the standard: runtimes run the operator."""
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    taken = sorted(
+        f.name
+        for f in model.functions.values()
+        if f.domain in ("", "ai.onnx") and S.schema_of(f.name, opset) is not None
+    )
+    if taken:
+        raise PrepareError(
+            f"local functions with names of standard operators: {', '.join(taken)}\n"
+            "  ONNX means the function, onnxruntime runs the operator\n"
+            "hint: give the functions another domain, or leave them out if they do the same"
+        )
 
 
 def _by_onnx(model: ir.Model, first: Exception) -> ir.Model:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
@@ -17,6 +18,7 @@ _WINDOWED = frozenset({"Conv", "AveragePool", "LpPool", "MaxPool", "ConvTranspos
 def normalise(model: ir.Model) -> list[str]:
     """Rewrite nodes to their plain form, in place; return a line for each kind of change."""
     changed: dict[str, int] = {}
+    _explicit_conditions(model)
     for node in nodes(model.graph, subgraphs=True):
         if node.op_type == "CastLike" and _cast_like(node):
             changed["CastLike became Cast"] = changed.get("CastLike became Cast", 0) + 1
@@ -24,6 +26,15 @@ def normalise(model: ir.Model) -> list[str]:
             key = f"auto_pad of {node.op_type} made explicit"
             changed[key] = changed.get(key, 0) + 1
     return [f"{what}: {n} node(s)" for what, n in changed.items()]
+
+
+def _explicit_conditions(model: ir.Model) -> None:
+    """Give loops that carry nothing their condition: an absent last input is not written."""
+    op = OpBuilder(model.graph, "prepare/")
+    for node in nodes(model.graph, "Loop", subgraphs=True):
+        if len(node.inputs) < 2 or (len(node.inputs) == 2 and node.inputs[1] is None):
+            node.resize_inputs(2)
+            node.replace_input_with(1, op.const(True))
 
 
 def _cast_like(node: ir.Node) -> bool:

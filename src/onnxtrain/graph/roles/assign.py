@@ -24,6 +24,7 @@ _FLOATS = frozenset(
 )
 _KNOWN = parameter("parameter", "a parameter, as the maker of the file says")
 _OTHER = constant("no parameter, as the maker of the file says")
+_EMPTY = constant("an empty tensor")
 
 
 def lift_weights(model: ir.Model) -> list[str]:
@@ -57,10 +58,11 @@ def roles(model: ir.Model) -> dict[str, Role]:
     """
     floats = {n: x for n, x in model.graph.initializers.items() if _is_float(x)}
     listed = _listed(model) or set()
+    empty = {n: _EMPTY for n, x in floats.items() if x.shape is not None and 0 in x.shape}
     if _is_listed(model):
-        return {n: _KNOWN if n in listed else _OTHER for n in floats}
+        return {n: _KNOWN if n in listed else _OTHER for n in floats} | empty
     judge = Judge(model.graph)
-    return {n: _KNOWN if n in listed else judge.role(x) for n, x in floats.items()}
+    return {n: _KNOWN if n in listed else judge.role(x) for n, x in floats.items()} | empty
 
 
 def kinds_by_use(model: ir.Model, known: Mapping[str, Role]) -> dict[str, str]:

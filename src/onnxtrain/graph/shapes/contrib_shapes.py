@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.values import dims_of, set_dims
+from onnxtrain.graph.shapes.window_shapes import FORMULAS
 
 Typed = tuple[ir.DataType | None, Sequence[Dim] | None]
 """Type and shape of an output, as far as they are known."""
@@ -71,17 +72,79 @@ def _dequantize(node: ir.Node) -> list[Typed]:
     return [(_dtype(node, 1), _dims(node, 0))]
 
 
-def _broadcast(first: int, second: int) -> Callable[[ir.Node], list[Typed]]:
+def _broadcast(first: int, *others: int) -> Callable[[ir.Node], list[Typed]]:
+    """Return the inference of what some inputs broadcast to, of the type of the first."""
+
     def infer(node: ir.Node) -> list[Typed]:
-        a, b = _dims(node, first), _dims(node, second)
-        dims = None
-        if a is not None and b is not None:
-            rank = max(len(a), len(b))
-            a, b = ((1,) * (rank - len(t)) + tuple(t) for t in (a, b))
-            dims = [D.broadcast(p, q) for p, q in zip(a, b, strict=True)]
+        dims = _dims(node, first)
+        for i in others:
+            dims = _together(dims, _dims(node, i))
         return [(_dtype(node, first), dims)]
 
     return infer
+
+
+def _together(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> tuple[Dim, ...] | None:
+    if a is None or b is None:
+        return None
+    rank = max(len(a), len(b))
+    left, right = ((1,) * (rank - len(t)) + tuple(t) for t in (a, b))
+    return tuple(D.broadcast(p, q) for p, q in zip(left, right, strict=True))
+
+
+def _concat(node: ir.Node) -> list[Typed]:
+    """Return tensors behind each other; scale and zero point of the result come first."""
+    parts = [_dims(node, i) for i in range(2, len(node.inputs), 3)]
+    known = [p for p in parts if p is not None]
+    dims = None
+    if known and len(known) == len(parts):
+        axis = _int(node, "axis", 0) % len(known[0])
+        total: Dim = 0
+        for part in known:
+            total = D.add(total, part[axis])
+        dims = [*known[0][:axis], total, *known[0][axis + 1 :]]
+    return [(_dtype(node, 2), dims)]
+
+
+def _global_pool(node: ir.Node) -> list[Typed]:
+    dims = _dims(node, 0)
+    if dims is not None:
+        ones = [1] * (len(dims) - 2)
+        last = _int(node, "channels_last", 0)
+        dims = [dims[0], *ones, dims[-1]] if last else [*dims[:2], *ones]
+    return [(_dtype(node, 0), dims)]
+
+
+def _pool(node: ir.Node) -> list[Typed]:
+    dims = _dims(node, 0)
+    if dims is not None and _int(node, "channels_last", 0):
+        dims = [dims[0], *[None] * (len(dims) - 2), dims[-1]]
+    elif dims is not None:
+        attributes = {n: a.value for n, a in node.attributes.items()}
+        dims = FORMULAS["AveragePool"](node, attributes)
+    return [(_dtype(node, 0), dims)]
+
+
+def _conv(node: ir.Node) -> list[Typed]:
+    """Return a convolution, whose kernel is input 3; how many windows it has is left open."""
+    dims, kernel = _dims(node, 0), _dims(node, 3)
+    if dims is not None:
+        channels = None if kernel is None else kernel[0]
+        inner = [None] * (len(dims) - 2)
+        last = _int(node, "channels_last", 0)
+        dims = [dims[0], *inner, channels] if last else [dims[0], channels, *inner]
+    return [(_dtype(node, 7), dims)]
+
+
+def _gemm(node: ir.Node) -> list[Typed]:
+    """Return a product of inputs 0 and 3, quantised if the result has a scale."""
+    a, b = _dims(node, 0), _dims(node, 3)
+    dims = None
+    if a is not None and b is not None:
+        rows, columns = a[1 if _int(node, "transA", 0) else 0], b[_int(node, "transB", 0) - 1]
+        dims = [rows, columns]
+    scaled = _dtype(node, 7) is not None
+    return [((_dtype(node, 8) or ir.DataType.UINT8) if scaled else _dtype(node, 1), dims)]
 
 
 def _product(scale: int) -> Callable[[ir.Node], list[Typed]]:
@@ -115,10 +178,16 @@ _RULES: dict[str, Callable[[ir.Node], list[Typed]]] = {
     "GatherBlockQuantized": _gather_block_quantized,
     "MatMulIntegerToFloat": _product(2),
     "MatMulNBits": _matmul_n_bits,
+    "QGemm": _gemm,
     "QLinearAdd": _broadcast(0, 3),
+    "QLinearAveragePool": _pool,
+    "QLinearConcat": _concat,
+    "QLinearConv": _conv,
+    "QLinearGlobalAveragePool": _global_pool,
     "QLinearLeakyRelu": _like(0),
     "QLinearMul": _broadcast(0, 3),
     "QLinearSigmoid": _like(0),
     "QLinearSoftmax": _like(0),
+    "QLinearWhere": _broadcast(1, 4, 0),
     "QuantizeLinear": _quantize,
 }
