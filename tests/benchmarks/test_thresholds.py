@@ -18,6 +18,7 @@ SOURCE = Path(onnxtrain.__file__).parent
 NAMES = [n for n in vars(thresholds) if n.isupper()]
 NO_SIZES = {
     "passes/maxpool_indices.py:_EXACT": "whole numbers that float32 holds",
+    "autodiff/rules/max_pool.py:_EXACT": "whole numbers that float32 holds",
     "passes/expand_label_losses.py:_TINY": "a probability",
     "autodiff/rules/activations.py:_DENSITY": "a logarithm of the normal distribution",
     "autodiff/kept_values.py:READ_AGAIN": "weighs time against memory",
