@@ -6,11 +6,15 @@ import collections
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import onnx
+import onnxruntime
+
+import onnxtrain
 from tests.wild.judge import Row
-from tests.wild.places import ROOT
+from tests.wild.places import FILES, MISSING, ROOT
 
 LONGEST = 180
 """Letters of a reason on the page."""
@@ -41,10 +45,6 @@ files are then built as they advise: their steps and their exports are judged, t
 not, for a loss with steps has no slope ("refused; trains by its hint").
 """
 
-
-EARLIER = """Rows with an error but without "alone" are of an earlier run, judged by the nearest of
-six steps.
-"""
 COLUMNS = ("file", "parameters", "elements", "alone", "gradient error", "adapters", "loss")
 COLUMNS += ("export", "verdict")
 
@@ -69,12 +69,20 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, f"{len(rows):5} files"])
 
 
-def write(path: Path) -> None:
-    """Write the page."""
-    rows = read(path)
+def missing(folder: Path = FILES) -> list[tuple[str, str]]:
+    """Return what could not be made: the producer, and the name with the reason."""
+    return [
+        (str(path.parent.relative_to(folder)), line)
+        for path in sorted(folder.rglob(MISSING))
+        for line in path.read_text().splitlines()
+    ]
+
+
+def write(path: Path, stamps: Mapping[str, str], page: Path = PAGE, folder: Path = FILES) -> None:
+    """Write the page: a row for each file that has a stamp of the present code, or an older one."""
+    rows = [r for r in read(path) if r.file in stamps]
     counts = collections.Counter(r.verdict for r in rows)
-    earlier = [r for r in rows if r.gradient is not None and not r.checked]
-    lines = [HEAD, *([EARLIER] if earlier else []), "| verdict | files |", "|---|---|"]
+    lines = [HEAD, _when(rows, stamps), "| verdict | files |", "|---|---|"]
     lines += [f"| {verdict} | {count} |" for verdict, count in counts.most_common()]
     by_producer: dict[str, list[Row]] = {}
     for row in rows:
@@ -83,7 +91,34 @@ def write(path: Path) -> None:
         lines += ["", f"## {producer}", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         lines += [_line(row) for row in own]
-    PAGE.write_text("\n".join(lines) + "\n")
+    lines += _left_out(missing(folder))
+    page.write_text("\n".join(lines) + "\n")
+
+
+def _when(rows: Sequence[Row], stamps: Mapping[str, str]) -> str:
+    """Return when the rows were made, and which of them by other code than the present."""
+    days = sorted({r.day for r in rows if r.day})
+    span = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "an unknown day"
+    names = {"onnxtrain": onnxtrain, "onnx": onnx, "onnxruntime": onnxruntime}
+    versions = ", ".join(f"{name} {module.__version__}" for name, module in names.items())
+    said = f"{len(rows)} files, judged on {span} by `make wild` with {versions}."
+    older = [r.file for r in rows if r.stamp != stamps[r.file]]
+    if older:
+        return f"{said} {len(older)} rows are of earlier code: {', '.join(older)}.\n"
+    return f"{said} All rows are of the same code, and of the files of the same run.\n"
+
+
+def _left_out(parts: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the lines about what no row is of."""
+    if not parts:
+        return []
+    lines = ["", "## Not made", "", "What a producer could not make, in its words, and files"]
+    lines += ["of packages that are too large to be judged:", ""]
+    lines += ["| producer | file | why |", "|---|---|---|"]
+    for producer, line in parts:
+        name, _, why = line.partition(": ")
+        lines.append(f"| {producer} | {name} | {why.replace('|', '/')} |")
+    return lines
 
 
 def _line(row: Row) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,21 @@ def checkpoint(folder: Path, name: str) -> None:
     fast.save_pretrained(folder)
 
 
+def built(source: Path, folder: Path, name: str, precision: str) -> str:
+    """Run the builder, unless it has made this one; return why it failed."""
+    if (folder / name).exists():
+        return ""
+    part = folder.parents[1] / "genai-part"  # half a model is not taken for one
+    shutil.rmtree(part, ignore_errors=True)
+    command = [sys.executable, str(BUILDER), "-i", str(source), "-o", str(part)]
+    command += ["-p", precision, "-e", "cpu", "-c", str(folder.parent / "hf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        part.rename(folder / name)
+        return ""
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+
+
 def main(folder: Path, names: list[str]) -> None:
     """Write what can be made; say what cannot."""
     for name in names or FAMILIES:
@@ -86,15 +102,12 @@ def main(folder: Path, names: list[str]) -> None:
             try:
                 checkpoint(source, name)
             except Exception as error:  # a tool that fails on one model still makes the others
-                print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                print(f"not made: {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 continue
         for precision in PRECISIONS:
-            out = folder / f"{name}-{precision}"
-            command = [sys.executable, str(BUILDER), "-i", str(source), "-o", str(out)]
-            command += ["-p", precision, "-e", "cpu", "-c", str(folder.parent / "hf")]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            last = (done.stderr.strip().splitlines() or [""])[-1]
-            print(f"{name}-{precision}: {'made' if done.returncode == 0 else last}", flush=True)
+            why = built(source, folder, f"{name}-{precision}", precision)
+            label = f"{name}-{precision}"
+            print(f"not made: {label}: {why}" if why else f"{label}: made", flush=True)
         (source / "done.json").write_text(json.dumps({"family": name}))
 
 

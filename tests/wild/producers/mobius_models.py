@@ -71,7 +71,7 @@ def main(folder: Path, kinds: list[str]) -> None:
                 suffix = "" if len(package) == 1 else f"-{part}"
                 ir.save(model, folder / f"{kind}{suffix}.onnx")
         except Exception as error:  # a tool that fails on one model still makes the others
-            print(f"{kind}: {type(error).__name__}: {str(error)[:150]}", flush=True)
+            print(f"not made: {kind}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             if len(kinds) == 1:
                 traceback.print_exc()
         else:
