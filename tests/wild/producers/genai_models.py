@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
+import os
+import runpy
 import shutil
-import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import onnxruntime_genai
@@ -14,6 +18,8 @@ import torch
 import transformers
 
 BUILDER = Path(onnxruntime_genai.__file__).parent / "models" / "builder.py"
+FORK = multiprocessing.get_context("fork")
+"""Importing what the builder needs takes longer than building: its processes begin with that."""
 COMMON = {
     # No other layer may be as wide: the builder knows the head by its width.
     "vocab_size": 112,
@@ -84,17 +90,42 @@ def built(source: Path, folder: Path, name: str, precision: str) -> str:
         return ""
     part = folder.parents[1] / "genai-part"  # half a model is not taken for one
     shutil.rmtree(part, ignore_errors=True)
-    command = [sys.executable, str(BUILDER), "-i", str(source), "-o", str(part)]
-    command += ["-p", precision, "-e", "cpu", "-c", str(folder.parent / "hf")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+    words = [str(BUILDER), "-i", str(source), "-o", str(part), "-p", precision, "-e", "cpu"]
+    words += ["-c", str(folder.parent / "hf")]
+    answer, given = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_build, args=(words, given))
+    process.start()
+    given.close()
+    try:
+        why = answer.recv()
+    except EOFError:
+        process.join()
+        why = f"exit status {process.exitcode}"
+    process.join()
+    if not why:
         part.rename(folder / name)
-        return ""
-    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return why
+
+
+def _build(words: list[str], given: Connection) -> None:
+    """Run the builder's command in this process, and send why it failed."""
+    sys.argv = words
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # bars of progress, a line for each tensor
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        runpy.run_path(str(BUILDER), run_name="__main__")
+    except BaseException as error:  # the builder's answer, whatever it is, also when it exits
+        given.send(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+    else:
+        given.send("")
 
 
 def main(folder: Path, names: list[str]) -> None:
     """Write what can be made; say what cannot."""
+    torch.set_num_threads(1)  # processes that are forked have no others
+    sys.path.insert(0, str(BUILDER.parent))
+    importlib.import_module("builder")
     for name in names or FAMILIES:
         source = folder.parent / "checkpoints" / name
         if not (source / "config.json").exists():
