@@ -13,8 +13,14 @@ import transformers
 from sizes import MOBIUS as SIZES
 
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
-OWN = dict.fromkeys(("gpt_neox", "persimmon", "phi"), ONE_HEAD)
-"""They turn a share of each head, and onnxruntime wants tables with a multiple of 8 columns."""
+OWN = {
+    # They turn a share of each head, and onnxruntime wants tables with a multiple of 8 columns.
+    **dict.fromkeys(("gpt_neox", "persimmon", "phi"), ONE_HEAD),
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4},
+    "yolos": {"image_size": [32, 32], "num_detection_tokens": 6},
+}
+"""Sizes that a model type has in a form of its own."""
 TYPES = """
 llama mistral qwen2 qwen3 phi phi3 gemma gemma2 gemma3_text gpt2 gpt_neox gptj opt olmo
 olmo2 granite cohere cohere2 stablelm starcoder2 smollm3 ernie4_5 nemotron bloom falcon
@@ -33,13 +39,13 @@ def made(kind: str) -> mobius.ModelPackage:
     own = set(hf().to_dict())
     sizes = {**SIZES, **OWN.get(kind, {})}
     config = hf(**{k: v for k, v in sizes.items() if k in own})
-    reading = mobius.registry.get_config_class(kind) or mobius.ArchitectureConfig
-    settings = reading.from_transformers(config)
+    net = mobius.registry.get(kind)
+    reading = getattr(net, "config_class", None) or mobius.registry.get_config_class(kind)
+    settings = (reading or mobius.ArchitectureConfig).from_transformers(config)
     if getattr(settings, "type_vocab_size", None) == 0:  # the graph asks for types all the same
         settings.type_vocab_size = SIZES["type_vocab_size"]
-    module = mobius.registry.get(kind)(settings)
-    task = mobius.registry.get_task(kind) or "text-generation"
-    return mobius.build_from_module(module, settings, task, execution_provider="cpu")
+    task = mobius.registry.get_task(kind) or getattr(net, "default_task", "text-generation")
+    return mobius.build_from_module(net(settings), settings, task, execution_provider="cpu")
 
 
 def fill(model: ir.Model, rng: np.random.Generator) -> None:
