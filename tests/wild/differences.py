@@ -170,8 +170,9 @@ class Differences:
             values.append(mean_square(session.run([self.name], feeds)[0], self.target))
         # Along what was really moved, after rounding to the type of the file.
         want = sum(float((ways[n] * (moved[0][n] - moved[1][n])).sum()) for n in unit)
-        moves = values[0] != values[1] and want  # else the step is too small to be seen
-        return (values[0] - values[1]) / want if moves else np.inf
+        if not want or (values[0] == values[1] and dtype is None):
+            return np.inf  # the step is too small to be seen; in float64 it is seen
+        return (values[0] - values[1]) / want
 
 
 def settled(steps: Sequence[float], ratios: Sequence[float]) -> float:
