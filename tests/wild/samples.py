@@ -18,7 +18,7 @@ KEPT = Path(__file__).parent / "kept"
 SAMPLES = (
     *("genai/qwen3-int4", "genai/gemma2-fp16", "mobius/mistral.onnx", "mobius/bert.onnx"),
     *("optimum/gpt2-fused1.onnx", "optimum/t5-encoder_model.onnx"),
-    *("keras/lstm.onnx", "keras/conv.onnx", "sklearn/mlp.onnx", "sklearn/scaled.onnx"),
+    *("keras/lstm.onnx", "keras/conv.onnx", "sklearn/mlp.onnx", "sklearn/pca.onnx"),
 )
 SMALL = 2048
 """Bytes: tensors up to this size stay, and so do tables of rotations and biases of zeros."""
