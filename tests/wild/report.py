@@ -24,25 +24,29 @@ HEAD = """# Files that others made
 `make wild` makes or downloads these files and judges each: the gradient of the mean square of an
 output against central differences of the same loss on the original file in stock onnxruntime; ten
 steps of AdamW; and what is exported against what the trainer predicts. Weights are random where a
-producer has no others. The page is written by `python -m tests.wild --write`.
+producer has no others. The page is written by `python -m tests.wild --write`. A run that is stopped
+goes on where it was: what the same code has judged is not judged again.
 
 How gradients are judged: along the gradient of all weights together and of each tensor by itself
-(the column "alone" says how many; fewer than all where a run takes long), with nine sizes of steps.
-Neighbours are extrapolated, and of all estimates those that change least from one step to the next
-count, not those nearest to the gradient. The error is relative to the tensor's own slope, or to a
-hundredth of the steepest. It has to be below 1e-3 for decoders and encoders in float32 and int4
-(mobius, genai), below 1e-2 for nets with kinks and those of packages, below 5e-2 in float16, where
-differences round. What is over the limit is looked at again: in float64 by ONNX's reference
-implementation, fused operators written out in standard ones, if that computes what the runtime
-does, with the weights of the file and with others; else by fits through 96 steps. Where an output
-ends in a sigmoid or a softmax the loss is taken before it: numbers near 0 and 1 have no slope that
-float32 shows. Files with 4-bit weights get float adapters of rank 2 beside every quantised product
-(`y = x W + x A B`), and the gradients of all of them are judged as well (column "adapters").
+(the column "alone" says how many: as many as twelve seconds of the processor allow, about four at
+least, and none whose gradient is zero), with nine sizes of steps. Neighbours are extrapolated, and
+of all estimates those that change least from one step to the next count, not those nearest to the
+gradient. The error is relative to the tensor's own slope, or to a hundredth of the steepest. It has
+to be below 1e-3 for decoders and encoders in float32 and int4 (mobius, genai), below 1e-2 for nets
+with kinks and those of packages, below 5e-2 in float16, where differences round. What is over the
+limit is looked at again: in float64 by ONNX's reference implementation, fused operators written out
+in standard ones, if that computes what the runtime does, with the weights of the file and with
+others; else by fits through 96 steps. Where an output ends in a sigmoid or a softmax the loss is
+taken before it: numbers near 0 and 1 have no slope that float32 shows. Files with 4-bit weights get
+float adapters of rank 2 beside every quantised product (`y = x W + x A B`), and the gradients of
+all of them are judged as well (column "adapters").
 
 A file that rounds its activations is refused, and the message names `straight_through=True`; one
 whose weights are integers alone is refused, and the message names `onnxtrain.lora` besides. Such
 files are then built as they advise: their steps and their exports are judged, their gradients are
-not, for a loss with steps has no slope ("refused; trains by its hint").
+not, for a loss with steps has no slope ("refused; trains by its hint"). Linear models of
+scikit-learn keep their weights in attributes, which no session takes as inputs: their rows have no
+error, and `tests/wild/test_hidden_weights.py` judges them.
 """
 
 COLUMNS = ("file", "parameters", "elements", "alone", "gradient error", "adapters", "loss")
