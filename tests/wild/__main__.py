@@ -18,7 +18,7 @@ from tests.wild.apart import apart
 from tests.wild.judge import Row
 from tests.wild.places import FILES, RESULTS
 from tests.wild.report import merge, missing, read, summary, write
-from tests.wild.stamps import stamp
+from tests.wild.stamps import FAILED, stamp
 
 
 def files() -> dict[str, Path]:
@@ -38,15 +38,15 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where rows are kept")
     asked = parser.parse_args()
     paths = files()
-    stamps = {n: stamp(p) for n, p in paths.items()}
-    rows = {r.file: r for r in read(asked.results) if stamps.get(r.file) == r.stamp}
+    known = [r for r in read(asked.results) if r.file in paths and r.verdict not in FAILED]
+    rows = {r.file: r for r in known if r.stamp == stamp(paths[r.file], r)}
     chosen = [n for n in paths if fnmatch.fnmatch(n, asked.only)]
     due = [n for n in chosen if asked.again or n not in rows]
     print(f"{len(due)} files to judge, {len(chosen) - len(due)} judged before by this code")
 
     def judged(name: str) -> Row:
         row = apart(name, paths[name])
-        row.stamp, row.day = stamps[name], datetime.now(UTC).date().isoformat()
+        row.stamp, row.day = stamp(paths[name], row), datetime.now(UTC).date().isoformat()
         return row
 
     with ThreadPoolExecutor(asked.jobs) as pool:
@@ -60,7 +60,7 @@ def main() -> None:
     for producer, why in missing():
         print(f"not made: {producer}: {why}")
     if asked.write:
-        write(asked.results, stamps)
+        write(asked.results, paths)
 
 
 if __name__ == "__main__":

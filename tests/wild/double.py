@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_max_pool
 
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import OnnxTrainError
@@ -46,6 +47,19 @@ class Gelu(OpRun):
         return (x * (1 + inner) / 2,)
 
 
+class MaxPool(op_max_pool.MaxPool):
+    """Pooling that has one window where the kernel is larger than the input, as onnxruntime has."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, **attributes: Any) -> Any:  # type: ignore[override]
+        sizes, kernel = x.shape[2:], attributes["kernel_shape"]
+        pads = list(attributes.get("pads") or [0] * 2 * len(sizes))
+        for i, (size, width) in enumerate(zip(sizes, kernel, strict=True)):
+            pads[len(sizes) + i] += max(0, width - size - pads[i] - pads[len(sizes) + i])
+        return super()._run(x, **{**attributes, "pads": pads})
+
+
 class Double:
     """Runs a file of standard operators with all floats as wide as they get."""
 
@@ -54,12 +68,15 @@ class Double:
         model.CopyFrom(proto)
         for graph in graphs(model.graph):
             _widen(graph)
-        self.evaluator: Any = ReferenceEvaluator(model, new_ops=[Erf, Gelu])
+        self.evaluator: Any = ReferenceEvaluator(model, new_ops=[Erf, Gelu, MaxPool])
 
     def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return outputs, as a session of the runtime does."""
         wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
-        return self.evaluator.run(list(names), wide)
+        outputs = self.evaluator.run(list(names), wide)
+        if any(y.dtype.kind == "f" and not np.isfinite(y).all() for y in outputs):
+            raise FloatingPointError("the reference gives no finite numbers")
+        return outputs
 
 
 def widened(proto: onnx.ModelProto) -> Double | None:

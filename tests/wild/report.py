@@ -15,6 +15,7 @@ import onnxruntime
 import onnxtrain
 from tests.wild.judge import Row
 from tests.wild.places import FILES, MISSING, ROOT
+from tests.wild.stamps import stamp
 
 LONGEST = 180
 """Letters of a reason on the page."""
@@ -82,11 +83,11 @@ def missing(folder: Path = FILES) -> list[tuple[str, str]]:
     ]
 
 
-def write(path: Path, stamps: Mapping[str, str], page: Path = PAGE, folder: Path = FILES) -> None:
-    """Write the page: a row for each file that has a stamp of the present code, or an older one."""
-    rows = [r for r in read(path) if r.file in stamps]
+def write(path: Path, paths: Mapping[str, Path], page: Path = PAGE, folder: Path = FILES) -> None:
+    """Write the page: a row for each file that is there, by ``producer/name``."""
+    rows = [r for r in read(path) if r.file in paths]
     counts = collections.Counter(r.verdict for r in rows)
-    lines = [HEAD, _when(rows, stamps), "| verdict | files |", "|---|---|"]
+    lines = [HEAD, _when(rows, paths), "| verdict | files |", "|---|---|"]
     lines += [f"| {verdict} | {count} |" for verdict, count in counts.most_common()]
     by_producer: dict[str, list[Row]] = {}
     for row in rows:
@@ -99,14 +100,14 @@ def write(path: Path, stamps: Mapping[str, str], page: Path = PAGE, folder: Path
     page.write_text("\n".join(lines) + "\n")
 
 
-def _when(rows: Sequence[Row], stamps: Mapping[str, str]) -> str:
+def _when(rows: Sequence[Row], paths: Mapping[str, Path]) -> str:
     """Return when the rows were made, and which of them by other code than the present."""
     days = sorted({r.day for r in rows if r.day})
     span = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "an unknown day"
     names = {"onnxtrain": onnxtrain, "onnx": onnx, "onnxruntime": onnxruntime}
     versions = ", ".join(f"{name} {module.__version__}" for name, module in names.items())
     said = f"{len(rows)} files, judged on {span} by `make wild` with {versions}."
-    older = [r.file for r in rows if r.stamp != stamps[r.file]]
+    older = [r.file for r in rows if r.stamp != stamp(paths[r.file], r)]
     if older:
         return f"{said} {len(older)} rows are of earlier code: {', '.join(older)}.\n"
     return f"{said} All rows are of the same code, and of the files of the same run.\n"

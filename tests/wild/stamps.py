@@ -1,7 +1,7 @@
 """What a row is of: the file, the code that trained it and the code that judged it.
 
 A row with the stamp of the present ones need not be made again: a run that was stopped goes on
-where it was.
+where it was. What failed is judged again in any case.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.wild.judge import Row
 from tests.wild.places import ROOT
 
-JUDGES = ("differences", "double", "inputs", "judge", "original", "surgery")
+JUDGES = ("differences", "inputs", "judge", "original", "surgery")
+CLOSER = ("double",)
+"""Asked only where the first look is not enough."""
+FAILED = ("gradient differs", "time limit", "crash", "NaN")
 
 
-def stamp(path: Path) -> str:
+def stamp(path: Path, row: Row) -> str:
     """Return a few letters that change with the file, its weights beside it, or the code."""
     beside = [p for p in path.parent.iterdir() if p.name.startswith(f"{path.name}.")]
-    return digest([path, *sorted(beside)], code())
+    closer = bool(row.closer) or row.verdict in FAILED
+    return digest([path, *sorted(beside)], code(JUDGES + CLOSER if closer else JUDGES))
 
 
 @functools.cache
-def code() -> str:
-    """Return a few letters that change with the code."""
-    judges = [ROOT / "tests" / "wild" / f"{name}.py" for name in JUDGES]
-    return digest([*sorted((ROOT / "src" / "onnxtrain").rglob("*.py")), *judges])
+def code(judges: tuple[str, ...]) -> str:
+    """Return a few letters that change with the library's code, or with that of some judges."""
+    paths = [ROOT / "tests" / "wild" / f"{name}.py" for name in judges]
+    return digest([*sorted((ROOT / "src" / "onnxtrain").rglob("*.py")), *paths])
 
 
 def digest(paths: Iterable[Path], start: str = "") -> str:

@@ -30,8 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(
-    monkeypatch: pytest.MonkeyPatch, results: Path, *words: str, dies: bool = False
-) -> list[str]:
+    monkeypatch: pytest.MonkeyPatch, results: Path, *words: str, dies: bool = False,
+    verdict: str = "trains right",
+) -> list[str]:  # fmt: skip
     """Run the command; return what was judged."""
     asked: list[str] = []
 
@@ -39,7 +40,7 @@ def _run(
         if dies and asked:
             raise KeyboardInterrupt
         asked.append(label)
-        return Row(label, "trains right")
+        return Row(label, verdict)
 
     monkeypatch.setattr(wild, "apart", judged)
     arguments = ["wild", "--results", str(results), "--jobs", "1", *words]
@@ -68,7 +69,7 @@ def test_a_run_goes_on_where_it_was(
     assert _run(monkeypatch, results, "--again", "--only", "two/*") == ["two/a.onnx"]
     (folder / "one" / "a.onnx").write_bytes(b"another")
     assert _run(monkeypatch, results) == ["one/a.onnx"]
-    monkeypatch.setattr(stamps, "code", lambda: "other code")
+    monkeypatch.setattr(stamps, "code", lambda judges: "other code")
     assert _run(monkeypatch, results) == ["one/a.onnx", "two/a.onnx"]
     assert all(len(r["day"]) == len("2026-01-01") for r in json.loads(results.read_text()))
 
@@ -76,19 +77,41 @@ def test_a_run_goes_on_where_it_was(
 def test_weights_beside_a_file_are_of_it(tmp_path: Path) -> None:
     path, weights = tmp_path / "model.onnx", tmp_path / "model.onnx.data"
     path.write_bytes(b"net")
-    alone = stamps.stamp(path)
+    alone = stamps.stamp(path, Row("model"))
     weights.write_bytes(b"1")
-    first = stamps.stamp(path)
+    first = stamps.stamp(path, Row("model"))
     weights.write_bytes(b"2")
-    assert len({alone, first, stamps.stamp(path)}) == 3
+    assert len({alone, first, stamps.stamp(path, Row("model"))}) == 3
+
+
+def test_a_closer_look_is_of_its_own_code_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"net")
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(stamps, "code", lambda judges: str(asked.append(judges)))
+    for row in (Row("a"), Row("a", closer="float64"), Row("a", "gradient differs")):
+        stamps.stamp(path, row)
+    assert asked == [stamps.JUDGES, *[stamps.JUDGES + stamps.CLOSER] * 2]
+
+
+def test_what_failed_is_judged_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results.json"
+    assert _run(monkeypatch, results, verdict="time limit") == ["one/a.onnx", "two/a.onnx"]
+    assert _run(monkeypatch, results) == ["one/a.onnx", "two/a.onnx"]
+    assert _run(monkeypatch, results) == []
 
 
 def test_the_page_says_which_rows_are_old_and_what_was_not_made(
     folder: Path, tmp_path: Path
 ) -> None:
     results, page = tmp_path / "results.json", tmp_path / "page.md"
-    present = {"one/a.onnx": "new", "two/a.onnx": "new"}
-    own = Row("one/a.onnx", "trains right", day="2026-02-01", stamp="new")
+    present = {f"{name}/a.onnx": folder / name / "a.onnx" for name in ("one", "two")}
+    new = {name: stamps.stamp(path, Row(name)) for name, path in present.items()}
+    own = Row("one/a.onnx", "trains right", day="2026-02-01", stamp=new["one/a.onnx"])
     old = Row("two/a.onnx", "refused", message="no", day="2026-01-01", stamp="old")
     gone = Row("two/gone.onnx", "refused", day="2026-01-01", stamp="new")
     merge([own, old, gone], results)
@@ -98,7 +121,7 @@ def test_the_page_says_which_rows_are_old_and_what_was_not_made(
     assert "1 rows are of earlier code: two/a.onnx." in text
     assert "gone" not in text
     assert "| one | b | ValueError: no / b |" in text
-    merge([Row("two/a.onnx", "trains right", day="2026-02-01", stamp="new")], results)
+    merge([Row("two/a.onnx", "trains right", day="2026-02-01", stamp=new["two/a.onnx"])], results)
     write(results, present, page, folder)
     assert "2 files, judged on 2026-02-01 by" in page.read_text()
     assert "All rows are of the same code" in page.read_text()
