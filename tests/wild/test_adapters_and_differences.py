@@ -111,6 +111,25 @@ def test_error_functions_in_float64_are_not_rounded(tmp_path: Path, approximate:
     np.testing.assert_allclose(z, own["z"], atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(1, 4), (5, 4)])
+def test_pooling_in_float64_has_the_windows_of_the_runtime(
+    tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    text = """g (float[1,2,h,w] x) => (float[a,b,c,d] y) {
+        y = MaxPool<kernel_shape=[2,2], strides=[2,2], pads=[0,0,0,0]>(x) }"""
+    original = Original(saved(text, tmp_path))
+    wide, x = widened(original.proto), normal(1, 2, *sizes)
+    assert wide is not None
+    np.testing.assert_array_equal(wide.run(["y"], {"x": x})[0], original.outputs({"x": x})["y"])
+
+
+def test_what_is_no_number_in_float64_is_not_compared(tmp_path: Path) -> None:
+    wide = widened(Original(saved("g (float[n] x) => (float[n] y) { y = Log(x) }", tmp_path)).proto)
+    assert wide is not None
+    with pytest.raises(FloatingPointError, match="finite"), np.errstate(invalid="ignore"):
+        wide.run(["y"], {"x": np.array([-1.0])})
+
+
 SHIFTED = """g (float[n,4] x) => (float[n,2] y) <
     float[4,2] w = {1,-2,3,0.5,-1,2,0.25,-0.5}, float[1] b = {0.5}> {
     h = MatMul(x, w) k = Add(h, b) y = Softmax(k) }"""
