@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,6 +51,7 @@ scikit-learn keep their weights in attributes, which no session takes as inputs:
 error, and `tests/wild/test_hidden_weights.py` judges them.
 """
 
+ALL = " All rows are of the same code, and of the files of the same run."
 COLUMNS = ("file", "parameters", "elements", "alone", "gradient error", "adapters", "loss")
 COLUMNS += ("export", "verdict")
 
@@ -108,9 +110,11 @@ def _when(rows: Sequence[Row], paths: Mapping[str, Path]) -> str:
     versions = ", ".join(f"{name} {module.__version__}" for name, module in names.items())
     said = f"{len(rows)} files, judged on {span} by `make wild` with {versions}."
     older = [r.file for r in rows if r.stamp != stamp(paths[r.file], r)]
-    if older:
-        return f"{said} {len(older)} rows are of earlier code: {', '.join(older)}.\n"
-    return f"{said} All rows are of the same code, and of the files of the same run.\n"
+    unjudged = sorted(set(paths) - {r.file for r in rows})
+    said += f" {len(older)} rows are of earlier code: {', '.join(older)}." if older else ALL
+    if unjudged:
+        said += f" {len(unjudged)} files are not judged yet: {', '.join(unjudged)}."
+    return textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _left_out(parts: Sequence[tuple[str, str]]) -> list[str]:
