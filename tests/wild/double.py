@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from onnx.reference.ops import op_max_pool
+from onnx.reference.ops import op_average_pool, op_max_pool
 
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import OnnxTrainError
@@ -53,11 +53,25 @@ class MaxPool(op_max_pool.MaxPool):
     op_domain = ""
 
     def _run(self, x: np.ndarray, **attributes: Any) -> Any:  # type: ignore[override]
-        sizes, kernel = x.shape[2:], attributes["kernel_shape"]
-        pads = list(attributes.get("pads") or [0] * 2 * len(sizes))
-        for i, (size, width) in enumerate(zip(sizes, kernel, strict=True)):
-            pads[len(sizes) + i] += max(0, width - size - pads[i] - pads[len(sizes) + i])
-        return super()._run(x, **{**attributes, "pads": pads})
+        return super()._run(x, **_with_a_window(x, attributes))
+
+
+class AveragePool(op_average_pool.AveragePool_19):
+    """The same for means."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, **attributes: Any) -> Any:  # type: ignore[override]
+        return super()._run(x, **_with_a_window(x, attributes))
+
+
+def _with_a_window(x: np.ndarray, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes whose pads make room for the kernel."""
+    sizes, kernel = x.shape[2:], attributes["kernel_shape"]
+    pads = list(attributes.get("pads") or [0] * 2 * len(sizes))
+    for i, (size, width) in enumerate(zip(sizes, kernel, strict=True)):
+        pads[len(sizes) + i] += max(0, width - size - pads[i] - pads[len(sizes) + i])
+    return {**attributes, "pads": pads}
 
 
 class Double:
@@ -68,7 +82,7 @@ class Double:
         model.CopyFrom(proto)
         for graph in graphs(model.graph):
             _widen(graph)
-        self.evaluator: Any = ReferenceEvaluator(model, new_ops=[Erf, Gelu, MaxPool])
+        self.evaluator: Any = ReferenceEvaluator(model, new_ops=[Erf, Gelu, MaxPool, AveragePool])
 
     def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return outputs, as a session of the runtime does."""
