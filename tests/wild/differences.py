@@ -21,11 +21,11 @@ FINE = (1e-4, 3e-5, 1e-5, 3e-6, 1e-6)
 ELSEWHERE = 1e-2
 """The step, along all weights, after which the float64 file still has to compute the same."""
 FEWEST, SECONDS = 4, 12.0
-"""So many tensors are tried one by one, and more of them in so many seconds."""
+"""So many tensors are tried one by one, and more of them in so many seconds of the processor."""
 SAME, SAME_FLOAT16 = 1e-3, 1e-2
 """How near a file in float64 has to come to the runtime, beside its largest output."""
 AGAIN = 60.0
-"""Seconds for a closer look at what disagrees."""
+"""Seconds of the processor for a closer look at what disagrees."""
 WEAK = 0.01
 """The error of a tensor counts beside its own slope, or beside this share of the steepest."""
 
@@ -59,9 +59,9 @@ class Differences:
         top = max(norms.values(), default=0.0)
         if not top:
             return None
-        start = time.perf_counter()
+        start = time.process_time()
         errors = [(self._along(whole), 1.0, whole)]
-        each = time.perf_counter() - start
+        each = max(time.process_time() - start, 1e-6)
         chosen = sorted((n for n in norms if norms[n]), key=lambda n: -norms[n])
         affordable = max(FEWEST, int(SECONDS / each))
         chosen = chosen[:: -(-len(chosen) // affordable)]
@@ -77,14 +77,14 @@ class Differences:
     ) -> float:  # fmt: skip
         """Return the largest error after a closer look at those over the limit, worst first."""
         errors = sorted(errors, key=lambda e: -e[0])
-        end = time.perf_counter() + AGAIN
+        end = time.process_time() + AGAIN
         if errors[0][0] <= limit:
             return errors[0][0]
         wide = self._wide(whole)
         if wide is None and self.half:
             return errors[0][0]
         done = [0.0]
-        while errors and errors[0][0] > limit and time.perf_counter() < end:
+        while errors and errors[0][0] > limit and time.process_time() < end:
             _, share, ways = errors.pop(0)
             again = self._fitted(ways) if wide is None else self._in_float64(wide, ways)
             done.append(again * share)
@@ -170,8 +170,9 @@ class Differences:
             values.append(mean_square(session.run([self.name], feeds)[0], self.target))
         # Along what was really moved, after rounding to the type of the file.
         want = sum(float((ways[n] * (moved[0][n] - moved[1][n])).sum()) for n in unit)
-        moves = values[0] != values[1] and want  # else the step is too small to be seen
-        return (values[0] - values[1]) / want if moves else np.inf
+        if not want or (values[0] == values[1] and dtype is None):
+            return np.inf  # the step is too small to be seen; in float64 it is seen
+        return (values[0] - values[1]) / want
 
 
 def settled(steps: Sequence[float], ratios: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_average_pool, op_max_pool
 
 from onnxtrain.autodiff.load_normalized import load_normalized
 from onnxtrain.errors import OnnxTrainError
@@ -17,6 +20,58 @@ from tests.wild.original import graphs
 
 NARROW, DOUBLE = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16), onnx.TensorProto.DOUBLE
 STANDARD = {"", "ai.onnx"}
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+class Erf(OpRun):
+    """The error function in float64: the reference rounds it to float32."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:  # type: ignore[override]
+        return (_erf(x).astype(x.dtype),)
+
+
+class Gelu(OpRun):
+    """GELU in float64: the reference takes its own error function for it."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, approximate: str | None = None) -> tuple[np.ndarray]:  # type: ignore[override]
+        if approximate == "tanh":
+            inner = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+        else:
+            inner = _erf(x / math.sqrt(2)).astype(x.dtype)
+        return (x * (1 + inner) / 2,)
+
+
+class MaxPool(op_max_pool.MaxPool):
+    """Pooling that has one window where the kernel is larger than the input, as onnxruntime has."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, **attributes: Any) -> Any:  # type: ignore[override]
+        return super()._run(x, **_with_a_window(x, attributes))
+
+
+class AveragePool(op_average_pool.AveragePool_19):
+    """The same for means."""
+
+    op_domain = ""
+
+    def _run(self, x: np.ndarray, **attributes: Any) -> Any:  # type: ignore[override]
+        return super()._run(x, **_with_a_window(x, attributes))
+
+
+def _with_a_window(x: np.ndarray, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes whose pads make room for the kernel."""
+    sizes, kernel = x.shape[2:], attributes["kernel_shape"]
+    pads = list(attributes.get("pads") or [0] * 2 * len(sizes))
+    for i, (size, width) in enumerate(zip(sizes, kernel, strict=True)):
+        pads[len(sizes) + i] += max(0, width - size - pads[i] - pads[len(sizes) + i])
+    return {**attributes, "pads": pads}
 
 
 class Double:
@@ -27,12 +82,15 @@ class Double:
         model.CopyFrom(proto)
         for graph in graphs(model.graph):
             _widen(graph)
-        self.evaluator: Any = ReferenceEvaluator(model)
+        self.evaluator: Any = ReferenceEvaluator(model, new_ops=[Erf, Gelu, MaxPool, AveragePool])
 
     def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return outputs, as a session of the runtime does."""
         wide = {n: a.astype(np.float64) if a.dtype.kind == "f" else a for n, a in feeds.items()}
-        return self.evaluator.run(list(names), wide)
+        outputs = self.evaluator.run(list(names), wide)
+        if any(y.dtype.kind == "f" and not np.isfinite(y).all() for y in outputs):
+            raise FloatingPointError("the reference gives no finite numbers")
+        return outputs
 
 
 def widened(proto: onnx.ModelProto) -> Double | None:

@@ -49,6 +49,8 @@ class Row:
     export: float | None = None
     seconds: float = 0.0
     message: str = ""
+    day: str = ""
+    stamp: str = ""
 
 
 def judge(path: Path, label: str) -> Row:

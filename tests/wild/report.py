@@ -6,11 +6,17 @@ import collections
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import onnx
+import onnxruntime
+
+import onnxtrain
 from tests.wild.judge import Row
-from tests.wild.places import ROOT
+from tests.wild.places import FILES, MISSING, ROOT
+from tests.wild.stamps import stamp
 
 LONGEST = 180
 """Letters of a reason on the page."""
@@ -20,31 +26,32 @@ HEAD = """# Files that others made
 `make wild` makes or downloads these files and judges each: the gradient of the mean square of an
 output against central differences of the same loss on the original file in stock onnxruntime; ten
 steps of AdamW; and what is exported against what the trainer predicts. Weights are random where a
-producer has no others. The page is written by `python -m tests.wild --write`.
+producer has no others. The page is written by `python -m tests.wild --write`. A run that is stopped
+goes on where it was: what the same code has judged is not judged again.
 
 How gradients are judged: along the gradient of all weights together and of each tensor by itself
-(the column "alone" says how many; fewer than all where a run takes long), with nine sizes of steps.
-Neighbours are extrapolated, and of all estimates those that change least from one step to the next
-count, not those nearest to the gradient. The error is relative to the tensor's own slope, or to a
-hundredth of the steepest. It has to be below 1e-3 for decoders and encoders in float32 and int4
-(mobius, genai), below 1e-2 for nets with kinks and those of packages, below 5e-2 in float16, where
-differences round. What is over the limit is looked at again: in float64 by ONNX's reference
-implementation, fused operators written out in standard ones, if that computes what the runtime
-does, with the weights of the file and with others; else by fits through 96 steps. Where an output
-ends in a sigmoid or a softmax the loss is taken before it: numbers near 0 and 1 have no slope that
-float32 shows. Files with 4-bit weights get float adapters of rank 2 beside every quantised product
-(`y = x W + x A B`), and the gradients of all of them are judged as well (column "adapters").
+(the column "alone" says how many: as many as twelve seconds of the processor allow, about four at
+least, and none whose gradient is zero), with nine sizes of steps. Neighbours are extrapolated, and
+of all estimates those that change least from one step to the next count, not those nearest to the
+gradient. The error is relative to the tensor's own slope, or to a hundredth of the steepest. It has
+to be below 1e-3 for decoders and encoders in float32 and int4 (mobius, genai), below 1e-2 for nets
+with kinks and those of packages, below 5e-2 in float16, where differences round. What is over the
+limit is looked at again: in float64 by ONNX's reference implementation, fused operators written out
+in standard ones, if that computes what the runtime does, with the weights of the file and with
+others; else by fits through 96 steps. Where an output ends in a sigmoid or a softmax the loss is
+taken before it: numbers near 0 and 1 have no slope that float32 shows. Files with 4-bit weights get
+float adapters of rank 2 beside every quantised product (`y = x W + x A B`), and the gradients of
+all of them are judged as well (column "adapters").
 
 A file that rounds its activations is refused, and the message names `straight_through=True`; one
 whose weights are integers alone is refused, and the message names `onnxtrain.lora` besides. Such
 files are then built as they advise: their steps and their exports are judged, their gradients are
-not, for a loss with steps has no slope ("refused; trains by its hint").
+not, for a loss with steps has no slope ("refused; trains by its hint"). Linear models of
+scikit-learn keep their weights in attributes, which no session takes as inputs: their rows have no
+error, and `tests/wild/test_hidden_weights.py` judges them.
 """
 
-
-EARLIER = """Rows with an error but without "alone" are of an earlier run, judged by the nearest of
-six steps.
-"""
+ALL = " All rows are of the same code, and of the files of the same run."
 COLUMNS = ("file", "parameters", "elements", "alone", "gradient error", "adapters", "loss")
 COLUMNS += ("export", "verdict")
 
@@ -69,12 +76,20 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, f"{len(rows):5} files"])
 
 
-def write(path: Path) -> None:
-    """Write the page."""
-    rows = read(path)
+def missing(folder: Path = FILES) -> list[tuple[str, str]]:
+    """Return what could not be made: the producer, and the name with the reason."""
+    return [
+        (str(path.parent.relative_to(folder)), line)
+        for path in sorted(folder.rglob(MISSING))
+        for line in path.read_text().splitlines()
+    ]
+
+
+def write(path: Path, paths: Mapping[str, Path], page: Path = PAGE, folder: Path = FILES) -> None:
+    """Write the page: a row for each file that is there, by ``producer/name``."""
+    rows = [r for r in read(path) if r.file in paths]
     counts = collections.Counter(r.verdict for r in rows)
-    earlier = [r for r in rows if r.gradient is not None and not r.checked]
-    lines = [HEAD, *([EARLIER] if earlier else []), "| verdict | files |", "|---|---|"]
+    lines = [HEAD, _when(rows, paths), "| verdict | files |", "|---|---|"]
     lines += [f"| {verdict} | {count} |" for verdict, count in counts.most_common()]
     by_producer: dict[str, list[Row]] = {}
     for row in rows:
@@ -83,7 +98,36 @@ def write(path: Path) -> None:
         lines += ["", f"## {producer}", ""]
         lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         lines += [_line(row) for row in own]
-    PAGE.write_text("\n".join(lines) + "\n")
+    lines += _left_out(missing(folder))
+    page.write_text("\n".join(lines) + "\n")
+
+
+def _when(rows: Sequence[Row], paths: Mapping[str, Path]) -> str:
+    """Return when the rows were made, and which of them by other code than the present."""
+    days = sorted({r.day for r in rows if r.day})
+    span = " to ".join(dict.fromkeys([days[0], days[-1]])) if days else "an unknown day"
+    names = {"onnxtrain": onnxtrain, "onnx": onnx, "onnxruntime": onnxruntime}
+    versions = ", ".join(f"{name} {module.__version__}" for name, module in names.items())
+    said = f"{len(rows)} files, judged on {span} by `make wild` with {versions}."
+    older = [r.file for r in rows if r.stamp != stamp(paths[r.file], r)]
+    unjudged = sorted(set(paths) - {r.file for r in rows})
+    said += f" {len(older)} rows are of earlier code: {', '.join(older)}." if older else ALL
+    if unjudged:
+        said += f" {len(unjudged)} files are not judged yet: {', '.join(unjudged)}."
+    return textwrap.fill(said, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _left_out(parts: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the lines about what no row is of."""
+    if not parts:
+        return []
+    lines = ["", "## Not made", "", "What a producer could not make, in its words, and files"]
+    lines += ["of packages that are too large to be judged:", ""]
+    lines += ["| producer | file | why |", "|---|---|---|"]
+    for producer, line in parts:
+        name, _, why = line.partition(": ")
+        lines.append(f"| {producer} | {name} | {why.replace('|', '/')} |")
+    return lines
 
 
 def _line(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,68 @@ def test_float16_is_judged_in_float64(tmp_path: Path, factor: float) -> None:
     assert differences.closer == "float64"
     assert error is not None
     assert abs(error - abs(1 / factor - 1)) < 1e-5
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_error_functions_in_float64_are_not_rounded(tmp_path: Path, approximate: str) -> None:
+    text = f"""g (float[n] x) => (float[n] y, float[n] z) {{
+        y = Gelu<approximate="{approximate}">(x) z = Erf(x) }}"""
+    original = Original(saved(text, tmp_path))
+    wide, x = widened(original.proto), np.linspace(-3, 3, 31)
+    assert wide is not None
+    y, z = wide.run(["y", "z"], {"x": x})
+    inner = [math.erf(a / math.sqrt(2)) for a in x]
+    if approximate == "tanh":
+        inner = [math.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)) for a in x]
+    np.testing.assert_allclose(y, x * (1 + np.array(inner)) / 2, rtol=1e-14, atol=1e-15)
+    np.testing.assert_allclose(z, [math.erf(a) for a in x], rtol=1e-15)
+    own = original.outputs({"x": x.astype(np.float32)})
+    np.testing.assert_allclose(y, own["y"], atol=1e-6)
+    np.testing.assert_allclose(z, own["z"], atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "AveragePool"])
+@pytest.mark.parametrize("sizes", [(1, 4), (5, 4)])
+def test_pooling_in_float64_has_the_windows_of_the_runtime(
+    tmp_path: Path, sizes: tuple[int, int], op: str
+) -> None:
+    text = f"""g (float[1,2,h,w] x) => (float[a,b,c,d] y) {{
+        y = {op}<kernel_shape=[2,2], strides=[2,2], pads=[0,0,0,0]>(x) }}"""
+    original = Original(saved(text, tmp_path))
+    wide, x = widened(original.proto), normal(1, 2, *sizes)
+    assert wide is not None
+    want = original.outputs({"x": x})["y"]
+    np.testing.assert_allclose(wide.run(["y"], {"x": x})[0], want, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_no_number_in_float64_is_not_compared(tmp_path: Path) -> None:
+    wide = widened(Original(saved("g (float[n] x) => (float[n] y) { y = Log(x) }", tmp_path)).proto)
+    assert wide is not None
+    with pytest.raises(FloatingPointError, match="finite"), np.errstate(invalid="ignore"):
+        wide.run(["y"], {"x": np.array([-1.0])})
+
+
+SHIFTED = """g (float[n,4] x) => (float[n,2] y) <
+    float[4,2] w = {1,-2,3,0.5,-1,2,0.25,-0.5}, float[1] b = {0.5}> {
+    h = MatMul(x, w) k = Add(h, b) y = Softmax(k) }"""
+
+
+@pytest.mark.parametrize(("noise", "right"), [(1e-9, True), (1e-1, False)])
+def test_a_weight_without_any_slope_may_have_a_rounded_gradient(
+    tmp_path: Path, noise: float, right: bool
+) -> None:
+    """What is added to all numbers before a softmax changes nothing."""
+    original = Original(saved(SHIFTED, tmp_path))
+    x, target = normal(3, 4), normal(3, 2)
+    e = np.exp(x @ original.weights(["w"])["w"].astype(np.float64))
+    y = e / e.sum(-1, keepdims=True)
+    dy = 2 * (y - target) / y.size
+    w = (x.T @ (y * (dy - (dy * y).sum(-1, keepdims=True)))).astype(np.float32)
+    differences = Differences(original, {"x": x}, "y", target)
+    error = differences.error({"w": w, "b": np.array([noise], np.float32)}, 1e-3)
+    assert error is not None
+    assert np.isfinite(error)
+    assert (error < 1e-3) == right
 
 
 def test_a_file_in_float64_gives_its_numbers(tmp_path: Path) -> None:

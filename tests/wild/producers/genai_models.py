@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
+import multiprocessing
+import os
+import runpy
+import shutil
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import onnxruntime_genai
@@ -13,6 +18,8 @@ import torch
 import transformers
 
 BUILDER = Path(onnxruntime_genai.__file__).parent / "models" / "builder.py"
+FORK = multiprocessing.get_context("fork")
+"""Importing what the builder needs takes longer than building: its processes begin with that."""
 COMMON = {
     # No other layer may be as wide: the builder knows the head by its width.
     "vocab_size": 112,
@@ -77,8 +84,48 @@ def checkpoint(folder: Path, name: str) -> None:
     fast.save_pretrained(folder)
 
 
+def built(source: Path, folder: Path, name: str, precision: str) -> str:
+    """Run the builder, unless it has made this one; return why it failed."""
+    if (folder / name).exists():
+        return ""
+    part = folder.parents[1] / "genai-part"  # half a model is not taken for one
+    shutil.rmtree(part, ignore_errors=True)
+    words = [str(BUILDER), "-i", str(source), "-o", str(part), "-p", precision, "-e", "cpu"]
+    words += ["-c", str(folder.parent / "hf")]
+    answer, given = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_build, args=(words, given))
+    process.start()
+    given.close()
+    try:
+        why = answer.recv()
+    except EOFError:
+        process.join()
+        why = f"exit status {process.exitcode}"
+    process.join()
+    if not why:
+        part.rename(folder / name)
+    return why
+
+
+def _build(words: list[str], given: Connection) -> None:
+    """Run the builder's command in this process, and send why it failed."""
+    sys.argv = words
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)  # bars of progress, a line for each tensor
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        runpy.run_path(str(BUILDER), run_name="__main__")
+    except BaseException as error:  # the builder's answer, whatever it is, also when it exits
+        given.send(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+    else:
+        given.send("")
+
+
 def main(folder: Path, names: list[str]) -> None:
     """Write what can be made; say what cannot."""
+    torch.set_num_threads(1)  # processes that are forked have no others
+    sys.path.insert(0, str(BUILDER.parent))
+    importlib.import_module("builder")
     for name in names or FAMILIES:
         source = folder.parent / "checkpoints" / name
         if not (source / "config.json").exists():
@@ -86,15 +133,12 @@ def main(folder: Path, names: list[str]) -> None:
             try:
                 checkpoint(source, name)
             except Exception as error:  # a tool that fails on one model still makes the others
-                print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                print(f"not made: {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 continue
         for precision in PRECISIONS:
-            out = folder / f"{name}-{precision}"
-            command = [sys.executable, str(BUILDER), "-i", str(source), "-o", str(out)]
-            command += ["-p", precision, "-e", "cpu", "-c", str(folder.parent / "hf")]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            last = (done.stderr.strip().splitlines() or [""])[-1]
-            print(f"{name}-{precision}: {'made' if done.returncode == 0 else last}", flush=True)
+            why = built(source, folder, f"{name}-{precision}", precision)
+            label = f"{name}-{precision}"
+            print(f"not made: {label}: {why}" if why else f"{label}: made", flush=True)
         (source / "done.json").write_text(json.dumps({"family": name}))
 
 

@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
                 call, [spec], opset=17, output_path=str(folder / f"{name}.onnx")
             )
         except Exception as error:  # a tool that fails on one model still makes the others
-            print(f"{name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
+            print(f"not made: {name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
         else:
             print(f"{name}: made", flush=True)
 

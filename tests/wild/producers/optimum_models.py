@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
             try:
                 work(folder, name)
             except Exception as error:  # a tool that fails on one model still makes the others
-                print(f"{name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
+                print(f"not made: {name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             else:
                 print(f"{name} {work.__name__}: made", flush=True)
 

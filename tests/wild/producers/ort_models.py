@@ -147,7 +147,10 @@ def main(folder: Path) -> None:
             try:
                 make()
             except Exception as error:  # a tool that fails on one model still makes the others
-                print(f"{name} {work}: {type(error).__name__}: {str(error)[:150]}", flush=True)
+                print(
+                    f"not made: {name} {work}: {type(error).__name__}: {str(error)[:150]}",
+                    flush=True,
+                )
             else:
                 print(f"{name} {work}: made", flush=True)
 

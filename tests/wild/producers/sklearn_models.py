@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
             model = to_onnx(estimator, x[:1], options=options)
             (folder / f"{name}.onnx").write_bytes(model.SerializeToString())
         except Exception as error:  # a tool that fails on one model still makes the others
-            print(f"{name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
+            print(f"not made: {name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
         else:
             print(f"{name}: made", flush=True)
 
