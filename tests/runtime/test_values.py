@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from onnxtrain.runtime import values as memory
 from onnxtrain.runtime.values import Values
 
 
@@ -30,3 +31,16 @@ def test_neighbours_are_copied_at_once(order: str, copies: int) -> None:
             wanted = new[name] + round_ if name in new else np.ones(3)
             np.testing.assert_array_equal(values.view(name), wanted, err_msg=name)
     assert len(values._windows(fresh, list("abc"))) == copies
+
+
+@pytest.mark.parametrize("counted", [2**31 - 1, 3], ids=["by a kernel", "longer than one counts"])
+def test_memory_of_many_bytes_is_counted_in_words(
+    counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels count elements in 32 bits: 9 GiB of bytes would be too many, of words they are not."""
+    monkeypatch.setattr(memory, "_COUNTED", counted)
+    given = arrays(1.0, "a", "b", "c")
+    values = Values(dict(given), "cpu", shared=False)
+    assert values._memory.shape() == [sum(-(-a.nbytes // 64) * 8 for a in given.values())]
+    for name, array in given.items():
+        np.testing.assert_array_equal(values.view(name), array)

@@ -15,6 +15,8 @@ from onnxtrain.runtime import session as runtime
 
 _ALIGNMENT = 64
 _BFLOAT16 = 16  # TensorProto.BFLOAT16
+_WORD = np.int64
+_COUNTED = np.iinfo(np.int32).max
 
 
 class Values(Mapping[str, Any]):
@@ -159,16 +161,23 @@ def _copied(raw: np.ndarray, device: str) -> Any:
     A value that is made of an array gets a block of the next power of two; a result of a session
     does not.
     """
-    value = _room(raw.size, device)
-    value.update_inplace(raw)
+    words = raw.view(_WORD)
+    value = _room(words.size, device)
+    value.update_inplace(words)
     return value
 
 
-def _room(size: int, device: str) -> Any:
-    """Return so many bytes of a device; what is not in use any more is given back."""
+def _room(words: int, device: str) -> Any:
+    """Return so many words of a device; what is not in use any more is given back.
+
+    Kernels count their elements in 32 bits; a longer vector is not made by one.
+    """
+    if words > _COUNTED:
+        kind = runtime.runtime().OrtValue
+        return kind.ortvalue_from_shape_and_type([words], _WORD, device, 0)
     session = _room_session(device)
     binding = session.io_binding()
-    binding.bind_cpu_input("x", np.array([size], np.int64))
+    binding.bind_cpu_input("x", np.array([words], np.int64))
     binding.bind_output("y", device)
     options = None if device == "cpu" else runtime.giving_memory_back()
     runtime.run_bound(session, binding, options)
@@ -177,8 +186,8 @@ def _room(size: int, device: str) -> Any:
 
 @functools.cache
 def _room_session(device: str) -> Any:
-    """Return a session whose result is a vector of bytes, as long as its input says."""
-    return _one_node("ConstantOfShape", onnx.TensorProto.INT64, onnx.TensorProto.UINT8, device)
+    """Return a session whose result is a vector of words, as long as its input says."""
+    return _one_node("ConstantOfShape", onnx.TensorProto.INT64, onnx.TensorProto.INT64, device)
 
 
 @functools.cache
@@ -190,7 +199,7 @@ def _window_session() -> Any:
 def _one_node(op_type: str, takes: int, gives: int, device: str) -> Any:
     node = onnx.NodeProto(op_type=op_type, input=["x"], output=["y"])
     if op_type == "ConstantOfShape":
-        zero = onnx.TensorProto(dims=[1], data_type=gives, raw_data=b"\0")
+        zero = onnx.TensorProto(dims=[1], data_type=gives, raw_data=bytes(_WORD().itemsize))
         node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR, t=zero)
     x, y = (onnx.ValueInfoProto(name=n) for n in "xy")
     x.type.tensor_type.elem_type, y.type.tensor_type.elem_type = takes, gives
