@@ -37,7 +37,7 @@ def test_neighbours_are_copied_at_once(order: str, copies: int) -> None:
 def test_memory_of_many_bytes_is_counted_in_words(
     counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels count elements in 32 bits: 9 GiB of bytes would be too many, of words they are not."""
+    """Kernels count elements in 32 bits: 9 GiB are too many bytes, but not too many words."""
     monkeypatch.setattr(memory, "_COUNTED", counted)
     given = arrays(1.0, "a", "b", "c")
     values = Values(dict(given), "cpu", shared=False)
