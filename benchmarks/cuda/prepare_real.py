@@ -89,7 +89,10 @@ def build(name: str, folder: Path, precision: str) -> None:
         optimizer=optim.AdamW(lr=LR, weight_decay=0.01),
         target="cuda", precision=precision, dims={"batch": len(REAL[name].batch()[0])},
     )  # fmt: skip
-    took = {"build_s": round(time.perf_counter() - start, 1)}
+    took = {
+        "build_s": round(time.perf_counter() - start, 1),
+        "casts": sum(n.op_type == "Cast" for m in artifacts.models.values() for n in m.graph.node),
+    }
     artifacts.save(_facts(folder, name, precision).with_suffix(""))
     _facts(folder, name, precision).write_text(json.dumps(took))
     print(f"{name}, {precision}: built in {took['build_s']} s", flush=True)
