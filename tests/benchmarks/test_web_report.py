@@ -62,16 +62,16 @@ def test_a_real_gpu_gets_a_section_when_there_are_results(tmp_path: Path) -> Non
 
 def test_a_real_gpu_says_what_other_spellings_take_and_which_side_is_wrong(tmp_path: Path) -> None:
     times = {"ms": 3.0, "ratio": 1.5, "bestRatio": 1.25, "dispatches": 47}
-    product = {"name": "onnxtrain, product", **times}
+    other = {"name": "onnxtrain, multiplied", **times}
     wrong = {"name": "TensorFlow.js webgpu", "failed": "wrong: a loss is off by 1.0"}
     tuned = {"shape": "2 layers", "tokens": 16, "ms": 8.0, "tokensPerSecond": 2000.0}
     tuned |= {"dispatches": 99.0, "off": 2e-6}
     facts = {"node": "v1", "dawn": "2", "adapter": "a GPU", "software": False, "busy": True}
-    groups = [group("cnn", "adamw", "webgpu", product, wrong)]
+    groups = [group("cnn", "adamw", "webgpu", other, wrong)]
     path = tmp_path / "results.json"
     path.write_text(json.dumps({**RESULTS, **facts, "groups": groups, "adapters": tuned}))
     text = gpu_report.section(path)
-    assert "its quickest rounds take 1.25 to 1.25 times ours" in text
+    assert "its quickest rounds take 1.25 to 1.25\ntimes ours" in text
     assert "TensorFlow.js is the one that is wrong in the CNN" in text
     assert "8 ms per step, 2000 tokens/s, 99 dispatches" in text
     assert "Other work was on the machine's processor" in text

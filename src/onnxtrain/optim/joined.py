@@ -64,7 +64,7 @@ def _apply_adam(
     lr: ir.Value,
     step: ir.Value,
 ) -> tuple[Values, Values]:
-    """Emit a step of Adam in which what is joined is multiplied at once."""
+    """Emit a step of Adam whose joined parameters take part in one product."""
     gone = {n for p in packs for n in p.members}
     few = {n: x for n, x in parameters.items() if n not in gone}
     new, new_state = optimizer.apply(op, few, gradients, state, lr, step) if few else ({}, {})
@@ -72,7 +72,8 @@ def _apply_adam(
     for pack in packs:
         rows = adam_rows(optimizer, pack, op, parameters, gradients, state, lr, step, biases)
         new.update(_parted(op, rows.parameter, pack))
-        new_state.update(_parted(op, rows.moments, _moments(pack, SLOTS)))
+        moments = _moments(pack, SLOTS)
+        new_state.update(_parted(op, rows.moments, moments, rest=2 * sum(pack.sizes)))
     return {n: new[n] for n in parameters}, new_state
 
 
@@ -82,25 +83,26 @@ def _moments(pack: Pack, slots: tuple[str, ...]) -> Pack:
     return dataclasses.replace(pack, members=members, shapes=pack.shapes * len(slots))
 
 
-def _parted(op: OpBuilder, vector: ir.Value, pack: Pack) -> Values:
+def _parted(op: OpBuilder, vector: ir.Value, pack: Pack, rest: int = 0) -> Values:
     """Emit the members of a vector, a few at a time: a kernel has room for so many results.
 
     Args:
         op: where the nodes go.
         vector: members one after the other.
         pack: names and shapes of the members.
+        rest: how many elements follow that nobody wants.
     """
-    each = 1
-    while each * _RESULTS < len(pack.members):
+    each, most = 1, _RESULTS - bool(rest)
+    while each * most < len(pack.members):
         each *= _RESULTS
     pieces = [
         Pack("", pack.members[i : i + each], pack.shapes[i : i + each], pack.dtype)
         for i in range(0, len(pack.members), each)
     ]
-    sizes = [sum(p.sizes) for p in pieces]
+    sizes = [*(sum(p.sizes) for p in pieces), *([rest] if rest else [])]
     vectors = op.Split(vector, op.const(sizes), axis=0, _outputs=len(sizes))
     found: Values = {}
-    for piece, part in zip(pieces, vectors, strict=True):
+    for piece, part in zip(pieces, vectors, strict=False):
         alone = len(piece.members) == 1
         found.update(piece.split(op, part) if alone else _parted(op, part, piece))
     return found

@@ -11,6 +11,8 @@ const PARAMETER = 2 ** 18;
 const TOGETHER = 2 ** 22;
 /** Of one Split: WebGPU grants every kernel eight buffers. */
 const RESULTS = 7;
+/** The hyperbolic tangent of this is 1. */
+const FAR = 50;
 
 interface Member {
   readonly name: string;
@@ -71,15 +73,15 @@ function vectorOf(g: Graph, pack: readonly Values[]): Values {
   };
 }
 
-/** Parts a vector, a few members at a time. */
-function part(g: Graph, vector: string, members: readonly Member[]): void {
+/** Parts a vector, a few members at a time; `rest` elements follow that nobody wants. */
+function part(g: Graph, vector: string, members: readonly Member[], rest = 0): void {
   let each = 1;
-  while (each * RESULTS < members.length) each *= RESULTS;
+  while (each * (RESULTS - (rest ? 1 : 0)) < members.length) each *= RESULTS;
   const pieces = Array.from({ length: Math.ceil(members.length / each) }, (_, i) => members.slice(i * each, (i + 1) * each));
   const sizes = pieces.map((piece) => piece.reduce((n, m) => n + count(m.shape), 0));
   const named = (piece: readonly Member[]) => (piece.length === 1 && piece[0]!.shape.length === 1 ? piece[0]!.name : `part/${piece[0]!.name}/${piece.length}`);
   const outputs = pieces.map(named);
-  g.add("Split", [vector, g.list(...sizes)], outputs, { axis: 0 });
+  g.add("Split", [vector, g.list(...sizes, ...(rest ? [rest] : []))], [...outputs, ...(rest ? [`rest/${vector}`] : [])], { axis: 0 });
   pieces.forEach((piece, i) => {
     const [first] = piece as [Member];
     if (piece.length > 1) part(g, outputs[i]!, piece);
@@ -88,7 +90,7 @@ function part(g: Graph, vector: string, members: readonly Member[]): void {
 }
 
 /**
- * Adds Adam for a pack: the rows m, v, p, g, g * g, each times a number, are what the new m and v are sums of, and p with its decay.
+ * Adds Adam for a pack: the rows m, v, p, g, g * g times a matrix of constants are the new m and v, and p with its decay.
  */
 function adamRows(g: Graph, { betas: [b1, b2], eps, weightDecay }: Required<HeadOptimizer>, pack: readonly Values[], lr: string, biases: string): void {
   const members = (name: (v: Values) => string) => pack.map((v) => ({ name: name(v), shape: v.shape }));
@@ -97,21 +99,20 @@ function adamRows(g: Graph, { betas: [b1, b2], eps, weightDecay }: Required<Head
   const moments = [0, 1].flatMap((slot) => members((v) => v.state[slot]!));
   const own = [slope, g.op("Mul", [slope, slope])].map((name) => ({ name, shape: [size] }));
   const rows = g.op("Reshape", [join(g, [...moments, ...members((v) => v.parameter), ...own]), g.list(5, size)]);
-  const [old, p, added, m, v] = ["old", "p", "added", "m", "v"].map((n) => `${n}/${pack[0]!.newParameter}`) as [string, string, string, string, string];
-  let factors = g.floats([5, 1], [b1, b2, 1, 1 - b1, 1 - b2]);
-  if (weightDecay) factors = g.op("Sub", [factors, g.op("Mul", [lr, g.floats([5, 1], [0, 0, weightDecay, 0, 0])])]);
-  g.add("Split", [g.op("Reshape", [g.op("Mul", [rows, factors]), g.list(-1)]), g.list(2 * size, size, 2 * size)], [old, p, added], { axis: 0 });
-  const averages = g.op("Add", [old, added]);
-  const even = g.op("Div", [g.op("Reshape", [averages, g.list(2, size)]), biases]);
-  g.add("Split", [g.op("Reshape", [even, g.list(-1)]), g.list(size, size)], [m, v], { axis: 0 });
-  const change = g.op("Div", [m, g.op("Add", [g.op("Sqrt", [v]), g.float(eps)])]);
+  const mixing = g.floats([4, 5], [b1, 0, 0, 1 - b1, 0, 0, b2, 0, 0, 1 - b2, 0, 0, weightDecay, 0, 0, 0, 0, 1, 0, 0]);
+  const mixed = g.op("MatMul", [mixing, rows]);
+  const even = g.op("Reshape", [g.op("Div", [mixed, biases]), g.list(-1)]);
+  const [m, v, decay, p] = ["m", "v", "decay", "p"].map((n) => `${n}/${pack[0]!.newParameter}`) as [string, string, string, string];
+  g.add("Split", [even, g.list(size, size, size, size)], [m, v, decay, p], { axis: 0 });
+  let change = g.op("Div", [m, g.op("Add", [g.op("Sqrt", [v]), g.float(eps)])]);
+  if (weightDecay) change = g.op("Add", [change, decay]);
   part(g, g.op("Sub", [p, g.op("Mul", [change, lr])]), members((v) => v.newParameter));
-  part(g, averages, [0, 1].flatMap((slot) => members((v) => v.newState[slot]!)));
+  part(g, g.op("Reshape", [mixed, g.list(-1)]), [0, 1].flatMap((slot) => members((v) => v.newState[slot]!)), 2 * size);
 }
 
-/** Gives 1 - beta^step of both averages, without cancellation: with t = tanh(-step ln(beta) / 2) it is t / (t / 2 + 1 / 2). */
+/** Gives 1 - beta^step of both averages, without cancellation, and 1 twice: with t = tanh(-step ln(beta) / 2) it is t / (t / 2 + 1 / 2). */
 function corrections(g: Graph, [b1, b2]: readonly [number, number], step: string): string {
-  const halves = g.floats([2, 1], [-Math.log(b1) / 2, -Math.log(b2) / 2]);
+  const halves = g.floats([4, 1], [-Math.log(b1) / 2, -Math.log(b2) / 2, FAR, FAR]);
   const t = g.op("Tanh", [g.op("Mul", [g.op("Cast", [step], { to: 1 }), halves])]);
   return g.op("Div", [t, g.op("HardSigmoid", [t], { alpha: { float: 0.5 }, beta: { float: 0.5 } })]);
 }
