@@ -81,6 +81,7 @@ PREFERS = {
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
     "sums-in-float32": "sums of 16-bit numbers over many rows in float32",
+    "sums-over-heads": "row sums of attention's gradient over heads; recomputation rounds anew",
     "sum-in-product": "products of matrices that start from what would be added to them",
     "vector-update": "parameters and state joined to long vectors for the update",
 }
@@ -136,6 +137,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
+    "sums-over-heads",
 }
 
 TARGETS: dict[str, Target] = {
@@ -163,7 +165,8 @@ TARGETS: dict[str, Target] = {
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),
-                    *("statistics-by-layer-norm", "sums-in-float32", "vector-update"),
+                    *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
+                    "vector-update",
                 }
             ),
             family="cuda",

@@ -107,7 +107,7 @@ AFTER = (
 """Behind the reverse sweep: the operators' own gradients are better than those of the results."""
 
 FINAL = (
-    Pass(row_sums_of_product),
+    Pass(row_sums_of_product, prefers="sums-over-heads"),
     Pass(scatter_into_sum),
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
     Pass(gemm_without_trans_a, prefers="gemm-without-trans-a"),

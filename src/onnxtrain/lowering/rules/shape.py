@@ -156,16 +156,6 @@ def slice_by_positions(op, x, starts, ends, axes=None, steps=None):
     return y
 
 
-@lower("Slice")
-def slice_to_computed_bounds(op, x, starts, ends, axes=None, steps=None, *, node):
-    """Bounds that turn out to keep everything, or to be known sizes."""
-    if S.same_shape(x, node.outputs[0]):
-        stride = None if steps is None else op.constant(steps)
-        if steps is None or (stride is not None and (stride == 1).all()):
-            return op.Identity(x)
-    return None
-
-
 @lower("Flatten")
 def flatten(op, x, *, axis):
     """A reshape to two axes."""

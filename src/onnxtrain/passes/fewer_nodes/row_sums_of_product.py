@@ -19,10 +19,9 @@ from onnxtrain.graph.nodes import is_op, nodes
 
 def row_sums_of_product(model: ir.Model, op: OpBuilder) -> int:
     """Sum over the shorter rows where two sums are the same; return how often."""
-    order = {node: i for i, node in enumerate(model.graph)}
     changed = 0
     for node in nodes(model.graph, "ReduceSum"):
-        pair = _pair(node, order)
+        pair = _pair(node)
         if pair is None:
             continue
         op.position = node
@@ -32,6 +31,8 @@ def row_sums_of_product(model: ir.Model, op: OpBuilder) -> int:
         y = node.outputs[0]
         replace_value(y, total, list(y.uses()))
         changed += 1
+    if changed:
+        model.graph.sort()  # the result may stand behind the sums, where it is computed again
     return changed
 
 
@@ -44,7 +45,7 @@ class _Pair:
     turned: tuple[int, ...] | None = None
 
 
-def _pair(total: ir.Node, order: dict[ir.Node, int]) -> _Pair | None:
+def _pair(total: ir.Node) -> _Pair | None:
     """Return what to sum instead of ``sum(P (dY V^T))``."""
     terms = total.inputs[0]
     product = None if terms is None else terms.producer()
@@ -58,13 +59,13 @@ def _pair(total: ir.Node, order: dict[ir.Node, int]) -> _Pair | None:
             continue
         dy, turned_values = through.inputs
         for reader, place in weights.uses():
-            if place != 0 or not is_op(reader, "MatMul") or reader not in order:
+            if place != 0 or not is_op(reader, "MatMul") or reader.graph is not total.graph:
                 continue
             y = reader.outputs[0]
-            if not _transposes(reader.inputs[1], turned_values) or order[reader] > order[total]:
+            if dy is None or not _transposes(reader.inputs[1], turned_values):
                 continue
-            if dy is not None and S.same_shape(dy, y) and _shorter(y, weights):
-                return _where_kept(_Pair(dy, y), order, order[total])
+            if S.same_shape(dy, y) and _shorter(y, weights):
+                return _where_kept(_Pair(dy, y))
     return None
 
 
@@ -108,14 +109,14 @@ def _source(x: ir.Value) -> tuple[ir.Value, tuple[int, ...] | None]:
     return node.inputs[0], tuple(axes)
 
 
-def _where_kept(pair: _Pair, order: dict[ir.Node, int], limit: int) -> _Pair:
+def _where_kept(pair: _Pair) -> _Pair:
     """Return the same two behind the mask of rows and the axes' order, where they are kept."""
     while True:
         before = pair.slope.producer()
         if before is None or pair.turned is not None:
             return pair
         for reader, place in pair.result.uses():
-            if order.get(reader, limit) >= limit or len(before.inputs) != len(reader.inputs):
+            if reader.graph is not before.graph or len(before.inputs) != len(reader.inputs):
                 continue
             if is_op(before, "Where") and is_op(reader, "Where") and place == 1:
                 further = _unmasked(pair, before, reader)
