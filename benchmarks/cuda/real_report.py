@@ -49,22 +49,6 @@ def real_figures(report: dict[str, Any]) -> str:
     )
 
 
-def earlier_figures(report: dict[str, Any]) -> str:
-    """Return rows that the last run did not reach, as an earlier one measured them."""
-    rows = report["rows"]
-    return "\n\n".join(
-        [
-            (
-                f"Rows of earlier runs, {report['facts']['date']}, one of each command. Their "
-                "memory is as measured, with nothing added."
-            ),
-            "```\n" + "\n".join(dict.fromkeys(r["command"] for r in rows)) + "\n```",
-            _table(TIMES, [_times(r) for r in rows]),
-            _table(MEMORY, [_memory(r) for r in rows]),
-        ]
-    )
-
-
 def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Return what is compared: the ratio and its limit, by name."""
     eager, compiled, memory = LIMITS[row["net"] in CONVOLUTIONAL, row["precision"]]

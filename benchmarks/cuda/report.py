@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cuda.nets import NETS
-from benchmarks.cuda.real_report import earlier_figures, folded, real_figures
+from benchmarks.cuda.real_report import folded, real_figures
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks-cuda.md"
 RESULTS = Path(__file__).parents[1] / "results"
@@ -87,7 +87,6 @@ def files_table(rows: list[dict[str, Any]]) -> str:
 SECTIONS = {
     "figures": ("cuda_steps", figures),
     "real nets": ("cuda_real", real_figures),
-    "earlier": ("cuda_real_earlier", earlier_figures),
     "files": ("cuda_files", files_table),
 }
 """What stands between the marks of the page: the stored run, and who writes it."""

@@ -31,8 +31,11 @@ export interface Engine {
    * controls stands for as many batches, stacked.
    */
   run(role: ModelRole, batch: Tensors, control: Control | readonly Control[]): Promise<Map<string, HostTensor>>;
-  /** Runs the inference model with the current weights; `last` gives the last position of sequences only. */
-  predict(batch: Tensors, last?: boolean): Promise<Map<string, HostTensor>>;
+  /**
+   * Runs the inference model with the current weights; `last` gives the last position of sequences
+   * only, and `alone` closes the sessions that train before, so that weights are in memory once.
+   */
+  predict(batch: Tensors, last?: boolean, alone?: boolean): Promise<Map<string, HostTensor>>;
   /** Lets go of the session that predicts; the next prediction opens it again. */
   rest(): Promise<void>;
   /** Gives parameters, buffers and state by the names in the manifest. */
@@ -121,7 +124,7 @@ export class LocalEngine implements Engine {
     } catch (error) {
       throw failed(error, `${spec.file} on ${this.device}`);
     } finally {
-      this.artifacts.forget(spec.file);
+      if (!writtenOnce(manifest)) this.artifacts.forget(spec.file); // else it is small, and opened again
     }
   }
 
@@ -176,8 +179,10 @@ export class LocalEngine implements Engine {
     return ofRole(spec.inputs, "accumulator").map((t) => t.name);
   }
 
-  async predict(batch: Tensors, last = false): Promise<Map<string, HostTensor>> {
+  async predict(batch: Tensors, last = false, alone = false): Promise<Map<string, HostTensor>> {
     const { manifest } = this.artifacts;
+    // Tensors on a GPU belong to the session that made them.
+    if (alone && this.device !== "webgpu") await this.#closeModels();
     const spec = inferenceModel(manifest);
     const weights = inferenceWeights(manifest);
     if (!this.#predictor) {
@@ -200,6 +205,13 @@ export class LocalEngine implements Engine {
       throw failed(error, `${spec.file} on ${this.device}`);
     }
     return out;
+  }
+
+  /** Lets go of the sessions that train; the next step opens its own again. */
+  async #closeModels(): Promise<void> {
+    const loaded = await Promise.allSettled(this.#models.values());
+    this.#models.clear();
+    for (const found of loaded) if (found.status === "fulfilled") await found.value.session.release();
   }
 
   async rest(): Promise<void> {
@@ -259,12 +271,10 @@ export class LocalEngine implements Engine {
   }
 
   async release(): Promise<void> {
-    const loaded = await Promise.allSettled(this.#models.values());
-    // Tensors on a GPU belong to the session that made them.
-    for (const value of this.#values.values()) value.dispose();
+    await Promise.allSettled(this.#models.values());
+    for (const value of this.#values.values()) value.dispose(); // before the sessions that made them
     this.#values.clear();
-    this.#models.clear();
-    for (const found of loaded) if (found.status === "fulfilled") await found.value.session.release();
+    await this.#closeModels();
     await this.rest();
   }
 }
@@ -292,11 +302,13 @@ export function valuesOf(manifest: Manifest, tensors: Tensors, label: string): M
   return found;
 }
 
+/** Says whether what adapters stand beside is written once, for the inference model too: so it was built for tabs. */
+const writtenOnce = ({ options }: Manifest): boolean => Boolean(options["adapters"] && options["memory"]);
+
 /** Gives the external data that a model may refer to, as ONNX Runtime takes it. */
 async function externalData(files: ModelFiles, model: ModelSpec): Promise<{ path: string; data: FileData }[]> {
-  const { weights, options } = files.manifest;
-  // Where it was built for tabs, what adapters stand beside is written once, for the inference model too.
-  if (weights === null || (model.role === "infer" && !(options["adapters"] && options["memory"]))) return [];
+  const { weights } = files.manifest;
+  if (weights === null || (model.role === "infer" && !writtenOnce(files.manifest))) return [];
   return [{ path: weights, data: await files.data(weights) }];
 }
 

@@ -125,8 +125,8 @@ export class WorkerEngine implements Engine {
     return this.#call("run", role, batch, control);
   }
 
-  predict(batch: Tensors, last?: boolean): Promise<Map<string, HostTensor>> {
-    return this.#call("predict", batch, last);
+  predict(batch: Tensors, last?: boolean, alone?: boolean): Promise<Map<string, HostTensor>> {
+    return this.#call("predict", batch, last, alone);
   }
 
   rest(): Promise<void> {

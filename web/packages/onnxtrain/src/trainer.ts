@@ -252,12 +252,15 @@ export class Trainer {
     return Object.fromEntries(Object.entries(sums).map(([k, v]) => [k, v / rows])) as Metrics;
   }
 
-  /** Gives the outputs of the inference model with the current weights. */
-  async predict(batch: Batch, options: { signal?: AbortSignal; last?: boolean } = {}): Promise<Outputs> {
+  /**
+   * Gives the outputs of the inference model with the current weights: of sequences the `last`
+   * position only, and `alone` in memory, which the next step has to open its session again for.
+   */
+  async predict(batch: Batch, options: { signal?: AbortSignal; last?: boolean; alone?: boolean } = {}): Promise<Outputs> {
     options.signal?.throwIfAborted();
     const spec = this.manifest.models.find((m) => m.role === "infer");
     const feeds = feed(spec?.inputs ?? [], batch);
-    return Object.fromEntries(await this.#alone(() => this.#engine.predict(feeds, options.last)));
+    return Object.fromEntries(await this.#alone(() => this.#engine.predict(feeds, options.last, options.alone)));
   }
 
   /** Lets go of what `predict` holds in memory; the next prediction opens it again. */

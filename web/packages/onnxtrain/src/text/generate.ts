@@ -12,8 +12,9 @@ export interface GenerateOptions extends Sampling {
   readonly stop?: number | readonly number[];
   readonly signal?: AbortSignal;
   /**
-   * Whether a trainer's inference model stays in memory afterwards, for the next time. Unless
-   * given, it does where the weights that it shares with training take below 32 MB.
+   * Whether a trainer's inference model is in memory beside the training one, and stays for the
+   * next time. Unless given, it is where the weights that both have take below 32 MB. If not,
+   * sessions that train are closed meanwhile, but on WebGPU, and the next step opens them again.
    */
   readonly keep?: boolean;
 }
@@ -80,16 +81,17 @@ function withTrainer(trainer: Trainer, keep?: boolean) {
   const names = trainer.manifest.models.find((m) => m.role === "infer")?.inputs.map((t) => t.name) ?? [];
   if (!names.includes("input_ids")) throw new OnnxTrainError(`not a language model: it takes ${names.join(", ") || "nothing"}`);
   const memory = trainer.manifest.options["memory"] as { constants?: number } | undefined;
+  const alone = !(keep ?? (memory?.constants ?? 0) < KEPT);
   const ids: number[] = [];
   return {
     scores: async (next: readonly number[]): Promise<ArrayLike<number>> => {
       ids.push(...next);
-      const { logits } = await trainer.predict(tokenBatch([ids], names), { last: true });
+      const { logits } = await trainer.predict(tokenBatch([ids], names), { last: true, alone });
       if (!logits) throw new OnnxTrainError("not a language model: there is no output called logits");
       return logits.data as Float32Array;
     },
     done: async (): Promise<void> => {
-      if (!(keep ?? (memory?.constants ?? 0) < KEPT)) await trainer.rest();
+      if (alone) await trainer.rest();
     },
   };
 }
