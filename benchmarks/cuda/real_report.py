@@ -35,7 +35,9 @@ MEANING = (
 def real_figures(report: dict[str, Any]) -> str:
     """Return the part of the page that is measured on real nets."""
     facts = "; ".join(f"{k}: {v}" for k, v in report["facts"].items() if k != "command")
-    rows = sorted(report["rows"], key=lambda r: list(TITLES).index(r["net"]))
+    rows = sorted(
+        report["rows"], key=lambda r: (list(TITLES).index(r["net"]), r["precision"] != "float32")
+    )
     return "\n\n".join(
         [
             facts,
