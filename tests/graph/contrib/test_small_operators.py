@@ -6,12 +6,10 @@ import dataclasses
 import math
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 
-import onnxtrain
-from tests.graph.contrib.fused_case import BATCH, LENGTH, Case, load_normalized_proto, normal
+from tests.graph.contrib.fused_case import BATCH, LENGTH, Case, normal
 
 X = normal(BATCH, LENGTH, 8)
 IMAGE = normal(BATCH, 6, 5, 4)  # channels last
@@ -276,15 +274,6 @@ CASES = {
     "embedding": Case(
         "TorchEmbedding", [normal(6, 4), np.array([[0, 5], [1, 1]])], reference=lambda w, i: w[i]
     ),
-    "words": Case(
-        "WordConvEmbedding",
-        [
-            np.array([[3, 1, 2, 4, 0, 0], [5, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 1]], np.int32),
-            *(normal(4, 1, 3, 5), normal(4), normal(6, 5)),
-        ],
-        symbolic=False,
-        precision=F32,
-    ),
     "unfold": Case("UnfoldTensor", [normal(3, 7, 4)], {"dim": 1, "size": 3, "step": 2}),
     "conv transpose": Case(
         "ConvTransposeWithDynamicPads",
@@ -387,19 +376,3 @@ def test_relative_positions_equal_t5() -> None:
             "RelativePositionBias", [normal(8, 2), *lengths],
             {"max_distance": 6, "is_bidirectional": both}, reference=reference,
         ).check_forward()  # fmt: skip
-
-
-def test_a_word_without_letters_is_zeros() -> None:
-    """The kernel leaves what lay in memory; the others are what it computes."""
-    words = np.array([[3, 1, 2, 0], [0, 0, 0, 0], [0, 2, 2, 1]], np.int32)
-    arrays = [words, normal(4, 1, 3, 5), normal(4), normal(6, 5)]
-    case = Case("WordConvEmbedding", arrays, symbolic=False)
-    session = onnxruntime.InferenceSession(load_normalized_proto(case.model()).SerializeToString())
-    (y,) = map(np.asarray, session.run(None, case.feeds()))
-    assert np.abs(y[0]).min() > 0
-    assert not y[1:].any()
-
-
-def test_weights_of_words_are_trained() -> None:
-    case = dataclasses.replace(CASES["words"], constants=(1, 2, 3))
-    assert set(onnxtrain.parameters(case.model())) == {"x1", "x2", "x3"}
