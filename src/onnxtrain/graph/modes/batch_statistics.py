@@ -60,8 +60,9 @@ def _large(op: OpBuilder, x: ir.Value) -> bool:
 def follows_layer(x: ir.Value) -> bool:
     """Return whether a layer with weights made a value, in 32 bits.
 
-    Means of such values are no larger than deviations by orders of magnitude, so that products of
-    what is not centered keep their digits; inputs of a model may be years, or prices.
+    Means of such values are seldom larger than deviations by orders of magnitude, so that products
+    of what is not centered keep their digits; inputs of a model may be years, or prices. Where a
+    layer reads those and does not pad, digits are lost, about as many as torch loses.
     """
     layer = x.producer()
     if layer is None or x.dtype != ir.DataType.FLOAT:
