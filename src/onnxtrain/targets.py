@@ -78,6 +78,7 @@ PREFERS = {
     "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
     "several-steps": "several steps of a small model in one call",
+    "slope-of-scores": "cross entropy's gradient from 16-bit scores in 16 bits",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
     "sums-in-float32": "sums of 16-bit numbers over many rows in float32",
@@ -136,8 +137,8 @@ _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
-    *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
-    "sums-over-heads",
+    *("several-steps", "slope-of-scores", "split-reductions", "statistics-by-layer-norm"),
+    *("sums-in-float32", "sums-over-heads"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -164,7 +165,8 @@ TARGETS: dict[str, Target] = {
                     *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
-                    *("scale-after-matmul", "scale-in-weights", "split-reductions"),
+                    *("scale-after-matmul", "scale-in-weights", "slope-of-scores"),
+                    "split-reductions",
                     *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
                     "vector-update",
                 }

@@ -34,6 +34,7 @@ from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
+from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -124,6 +125,7 @@ FINAL = (
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
+    Pass(slope_of_scores, prefers="slope-of-scores"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
