@@ -58,6 +58,22 @@ def test_a_product_with_a_bias_or_another_reader_stays() -> None:
     assert both(shared, (3, 4), (4, 3))[0] == ["Gemm", "Transpose", "Add"]
 
 
+def test_a_product_that_is_cast_and_then_transposed_is_the_other_product() -> None:
+    text = """g (float[4,3] a, float[4,5] b) => (double[5,3] y) {
+        p = Gemm<transA=1>(a, b)
+        w = Cast<to=11>(p)
+        y = Transpose<perm=[1,0]>(w)
+    }"""
+    assert both(text, (4, 3), (4, 5))[0] == ["Gemm", "Cast"]
+    shared = """g (float[4,3] a, float[4,3] b) => (double[3,3] y) {
+        p = Gemm<transA=1>(a, b)
+        w = Cast<to=11>(p)
+        t = Transpose<perm=[1,0]>(w)
+        y = Add(w, t)
+    }"""
+    assert both(shared, (4, 3), (4, 3))[0] == ["Gemm", "Cast", "Transpose", "Add"]
+
+
 def test_joined_and_split_axes_are_left_alone() -> None:
     text = """g (float[2,6,3,4] x) => (float[2,6,4,3] y)
         <int64[3] joined = {12,3,4}, int64[4] split = {2,6,4,3}> {

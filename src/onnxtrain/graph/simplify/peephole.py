@@ -105,7 +105,12 @@ def _neutral(node: ir.Node) -> ir.Value | None:
 def _join(node: ir.Node) -> int:
     """Read past an input's producer where the node can do its work; give 1 if something changed."""
     if node.op_type == "Transpose":
-        return _join_transposes(node) or _swap_product(node) or _swap_batched_product(node)
+        return (
+            _join_transposes(node)
+            or _swap_product(node)
+            or _swap_batched_product(node)
+            or _turn_before_cast(node)
+        )
     if node.op_type == "Reshape":
         return _join_reshapes(node) or _unfold_transpose(node)
     if node.op_type in _BROADCASTING:
@@ -164,6 +169,24 @@ def _swap_product(node: ir.Node) -> int:
     node.attributes["transB"] = ir.AttrInt64("transB", 1 - first)
     if alpha is not None:
         node.attributes["alpha"] = alpha
+    return 1
+
+
+def _turn_before_cast(node: ir.Node) -> int:
+    """Turn a product and cast it then: what is turned can be made the other way round."""
+    cast, y = _own_producer(node.inputs[0], node), node.outputs[0]
+    if cast is None or cast.op_type != "Cast" or _perm(node) != [1, 0]:
+        return 0
+    product = _own_producer(cast.inputs[0], cast)
+    if product is None or product.op_type != "Gemm":
+        return 0
+    middle, kind = cast.outputs[0], cast.attributes["to"]
+    cast.op_type, node.op_type = "Transpose", "Cast"
+    cast.attributes.clear()
+    cast.attributes["perm"] = ir.AttrInt64s("perm", [1, 0])
+    node.attributes.clear()
+    node.attributes["to"] = kind
+    middle.type, middle.shape = product.outputs[0].type, y.shape
     return 1
 
 
