@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -25,45 +26,30 @@ from benchmarks.cuda.steps import step_of
 from onnxtrain import optim
 
 LR = 1e-4
-LATE = ("gpt2-large",)  # made while others are timed
+EAGER_ONLY = ("gpt2-large",)  # torch.compile takes minutes for it
 _ME = (sys.executable, "-m", "benchmarks.cuda.prepare_real")
-
-
-class Making:
-    """Processes that write ONNX files and artifacts."""
-
-    def __init__(self, running: dict[str, subprocess.Popen[bytes]]) -> None:
-        self._running = running
-
-    def wait_for(self, name: str) -> None:
-        """Wait until a net's artifacts are there."""
-        process = self._running.pop(name, None)
-        if process is not None and process.wait():
-            print(f"{name}: not made", file=sys.stderr)
 
 
 def prepare(
     names: Sequence[str], folder: Path, precisions: Sequence[str], *, compiled: bool
-) -> Making:
-    """Start what is missing, and wait for all but the largest nets."""
+) -> None:
+    """Make what is missing, all at once; nothing else runs afterwards, when nets are timed."""
     folder.mkdir(parents=True, exist_ok=True)
-    making = Making(
-        {
-            n: subprocess.Popen([*_ME, "--make", n, str(folder), *precisions])
-            for n in names
-            if not all(_facts(folder, n, p).exists() for p in precisions)
-        }
-    )
-    warm = [n for n in names if compiled and not (folder / f"{n}.compiled").exists()]
+    making = {
+        n: subprocess.Popen([*_ME, "--make", n, str(folder), *precisions])
+        for n in names
+        if not all(_facts(folder, n, p).exists() for p in precisions)
+    }
+    marks = {n: folder / f"{n}.compiled" for n in names if compiled and n not in EAGER_ONLY}
+    warm = [n for n, mark in marks.items() if not mark.exists()]
     compiles = [subprocess.Popen([*_ME, "--compile", n, *precisions]) for n in warm]
     for process in compiles:
         process.wait()
     for n in warm:
-        (folder / f"{n}.compiled").touch()
-    for n in names:
-        if n not in LATE:
-            making.wait_for(n)
-    return making
+        marks[n].touch()
+    for n, process in making.items():
+        if process.wait():
+            print(f"{n}: not made", file=sys.stderr)
 
 
 def export(name: str, folder: Path) -> None:
@@ -82,7 +68,8 @@ def export(name: str, folder: Path) -> None:
 
 
 def build(name: str, folder: Path, precision: str) -> None:
-    """Build a net for a GPU, and write down how long that took."""
+    """Build a net for a GPU, and write down how long that took and what memory of the host."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     artifacts = onnxtrain.build(
         folder / f"{name}.onnx", loss="cross_entropy",
@@ -91,6 +78,9 @@ def build(name: str, folder: Path, precision: str) -> None:
     )  # fmt: skip
     took = {
         "build_s": round(time.perf_counter() - start, 1),
+        "build_gib": round(
+            (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20, 2
+        ),
         "casts": sum(n.op_type == "Cast" for m in artifacts.models.values() for n in m.graph.node),
     }
     artifacts.save(_facts(folder, name, precision).with_suffix(""))
@@ -125,17 +115,21 @@ def compile_once(name: str, precisions: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Make or compile one net."""
+    """Export, make or compile one net."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--make", nargs="+", metavar=("NET", "FOLDER"))
+    parser.add_argument("--export", nargs=2, metavar=("NET", "FOLDER"))
     parser.add_argument("--compile", nargs="+", metavar=("NET", "PRECISION"))
     args = parser.parse_args()
     if args.compile:
         compile_once(args.compile[0], args.compile[1:])
         return
+    if args.export:
+        export(args.export[0], Path(args.export[1]))
+        return
     name, folder, *precisions = args.make
-    if not (Path(folder) / f"{name}.done").exists():
-        export(name, Path(folder))
+    if not (Path(folder) / f"{name}.done").exists():  # in a process of its own: so is its memory
+        subprocess.run([*_ME, "--export", name, folder], check=True)
     for precision in precisions:
         if not _facts(Path(folder), name, precision).exists():
             build(name, Path(folder), precision)
