@@ -152,6 +152,17 @@ STORED_POSITIONS = 4096
 No choice of speed: it bounds the size of the file.
 """
 
+FIXED_MASK_ELEMENTS = 1 << 22
+"""Up to so many different elements, a mask that depends on no input is a constant in the file.
+
+No choice of speed: it bounds the size of a file.
+"""
+COMPUTED_MASK_ELEMENTS = 1 << 25
+"""Up to so many elements, equal ones among them, such a mask is computed to see what it holds.
+
+No choice of speed: it bounds the time and the memory of a build.
+"""
+
 NORMALISED_POSITIONS = 128
 """From so many positions of an image on, kernels for normalisation are faster than plain passes.
 

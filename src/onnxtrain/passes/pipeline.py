@@ -31,6 +31,7 @@ from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.gpu.compose_missing import compose_missing
+from onnxtrain.passes.gpu.fixed_masks import fixed_masks
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
@@ -107,6 +108,7 @@ AFTER = (
 """Behind the reverse sweep: the operators' own gradients are better than those of the results."""
 
 FINAL = (
+    Pass(fixed_masks, prefers="fixed-masks"),
     Pass(row_sums_of_product, prefers="sums-over-heads"),
     Pass(scatter_into_sum),
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
