@@ -295,6 +295,8 @@ NOT_MEASURED: dict[str, str] = {
     "WEIGHT_LINE_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
     "FIXED_MASK_ELEMENTS": "bounds the size of a file, no choice of speed",
     "COMPUTED_MASK_ELEMENTS": "bounds the memory of a build, no choice of speed",
+    "FLAT_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
+    "FUSED_SOFTMAX_COLUMNS": "what onnxruntime's kernel takes, no choice of speed",
     "FUSED_SGD_LEFT_OVER": "chooses between one call and two: `python -m benchmarks`",
 }
 """Thresholds that choose between no forms of a graph on one CPU thread, with the reason."""

@@ -62,6 +62,7 @@ PREFERS = {
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
     "fixed-masks": "masks that depend on no input in the file, once for all rows of a batch",
+    "flat-broadcasts": "axes that a broadcast treats alike joined to one",
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
     "joined-averages": "running averages of many vectors as one",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
@@ -135,6 +136,7 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "bfloat16-images", "few-operators", "fixed-masks"),
+    "flat-broadcasts",
     *("float16-products", "gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
@@ -163,6 +165,7 @@ TARGETS: dict[str, Target] = {
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "bfloat16-images", "fixed-masks"),
+                    "flat-broadcasts",
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),

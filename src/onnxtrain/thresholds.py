@@ -162,6 +162,16 @@ COMPUTED_MASK_ELEMENTS = 1 << 25
 
 No choice of speed: it bounds the time and the memory of a build.
 """
+FLAT_ELEMENTS = 1 << 16
+"""From so many elements on, axes that a broadcast treats alike are joined on an NVIDIA GPU.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
+"""
+FUSED_SOFTMAX_COLUMNS = 1024
+"""Up to so many columns, onnxruntime adds a mask inside the softmax that reads it, in one kernel.
+
+No choice of speed: beyond, its kernel is another one.
+"""
 
 NORMALISED_POSITIONS = 128
 """From so many positions of an image on, kernels for normalisation are faster than plain passes.

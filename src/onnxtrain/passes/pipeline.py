@@ -32,6 +32,7 @@ from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.fixed_masks import fixed_masks
+from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
@@ -126,6 +127,7 @@ FINAL = (
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
+    Pass(flat_broadcasts, prefers="flat-broadcasts"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
