@@ -167,6 +167,11 @@ FLAT_ELEMENTS = 1 << 16
 
 No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
 """
+SUMMED_COLUMNS = 6
+"""From so many columns per column of its left operand on, a product subtracts from its rows.
+
+No command varies it: two copies of the operands stand for a pass over the result.
+"""
 FUSED_SOFTMAX_COLUMNS = 1024
 """Up to so many columns, onnxruntime adds a mask inside the softmax that reads it, in one kernel.
 

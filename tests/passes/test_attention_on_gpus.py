@@ -40,6 +40,7 @@ class Block(nn.Module):
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "FLAT_ELEMENTS", 1)
+    monkeypatch.setattr(thresholds, "SUMMED_COLUMNS", 4)
 
 
 def built(precision: str, **options: Any) -> onnxtrain.Artifacts:
@@ -122,3 +123,16 @@ def test_joined_axes_give_the_same_bits(precision: str, monkeypatch: pytest.Monk
     assert want.keys() == have.keys()
     for name, array in want.items():
         np.testing.assert_array_equal(have[name], array, err_msg=name)
+
+
+def test_row_sums_inside_products_are_no_worse_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "FLAT_ELEMENTS", 1)
+    exact, plain = (gradients(built(p, dims={"batch": 3})) for p in ("float32", "bf16-mixed"))
+    monkeypatch.setattr(thresholds, "SUMMED_COLUMNS", 4)
+    artifacts = built("bf16-mixed", dims={"batch": 3})
+    counts = [n.op_type for n in artifacts.models["train"].graph.node]
+    assert counts.count("Expand") == 1
+    inside = gradients(artifacts)
+    (name,) = (n for n in exact if n.startswith("qkv.weight"))  # what the scores' gradient reaches
+    errors = [np.abs(g[name] - exact[name]).mean() for g in (plain, inside)]
+    assert 0 < errors[1] < 1.1 * errors[0]

@@ -36,6 +36,7 @@ from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
+from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -127,6 +128,7 @@ FINAL = (
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
+    Pass(row_sums_in_product, prefers="row-sums-in-product"),
     Pass(flat_broadcasts, prefers="flat-broadcasts"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""

@@ -22,6 +22,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.simplify.redundant import remove_dead_nodes
 
 _COMMUTATIVE = ("Add", "Mul")
 _BROADCASTING = (*_COMMUTATIVE, "Sub", "Div", "Where")
@@ -35,6 +36,7 @@ _Dims = tuple[Dim, ...]
 
 def flat_broadcasts(model: ir.Model, op: OpBuilder) -> int:
     """Join axes of nodes that broadcast; return how many nodes changed."""
+    remove_dead_nodes(op.graph)  # what earlier passes left counts as no reader
     order = list(op.graph)
     following = dict(zip(order, [*order[1:], None], strict=True))
     forms = _forms(nodes(op.graph, *_ELEMENTWISE))
