@@ -39,6 +39,7 @@ from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
+from onnxtrain.passes.gpu.views_in_16_bits import views_in_16_bits
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
@@ -111,6 +112,7 @@ AFTER = (
 
 FINAL = (
     Pass(fixed_masks, prefers="fixed-masks"),
+    Pass(views_in_16_bits, prefers="float16-products"),
     Pass(row_sums_of_product, prefers="sums-over-heads"),
     Pass(scatter_into_sum),
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
