@@ -293,6 +293,11 @@ NOT_MEASURED: dict[str, str] = {
     "HALF_SUM_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
     "WINDOW_TABLE_ELEMENTS": "bounds the size of a file, no choice of speed",
     "WEIGHT_LINE_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
+    "FIXED_MASK_ELEMENTS": "bounds the size of a file, no choice of speed",
+    "COMPUTED_MASK_ELEMENTS": "bounds the memory of a build, no choice of speed",
+    "FLAT_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
+    "SUMMED_COLUMNS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
+    "FUSED_SOFTMAX_COLUMNS": "what onnxruntime's kernel takes, no choice of speed",
     "FUSED_SGD_LEFT_OVER": "chooses between one call and two: `python -m benchmarks`",
 }
 """Thresholds that choose between no forms of a graph on one CPU thread, with the reason."""

@@ -61,6 +61,8 @@ PREFERS = {
     "gemm-without-trans-a": "a transposed left operand made before the product",
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
+    "fixed-masks": "masks that depend on no input in the file, once for all rows of a batch",
+    "flat-broadcasts": "axes that a broadcast treats alike joined to one",
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
     "joined-averages": "running averages of many vectors as one",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
@@ -73,6 +75,7 @@ PREFERS = {
     "packed-parts": "weights of few bits unpacked by operators on bytes, and plain products",
     "repeated-channels": "numbers per channel repeated for each of few positions",
     "rotary-operator": "rotation of features by its own operator, if the file is of its opset",
+    "row-sums-in-product": "what is subtracted from the rows of a wide product inside of it",
     "rows-in-one-axis": "batch and sequence joined to one axis between the views that need them",
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
     "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
@@ -134,8 +137,9 @@ class Target:
 
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
-    *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
-    *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
+    *("aligned-classes", "bfloat16-images", "few-operators", "fixed-masks"),
+    *("flat-broadcasts", "row-sums-in-product"),
+    *("float16-products", "gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "slope-of-scores", "split-reductions", "statistics-by-layer-norm"),
     *("sums-in-float32", "sums-over-heads"),
@@ -162,7 +166,8 @@ TARGETS: dict[str, Target] = {
             ),
             preferences=frozenset(
                 {
-                    *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
+                    *("affine-in-one-pass", "aligned-classes", "bfloat16-images", "fixed-masks"),
+                    *("flat-broadcasts", "row-sums-in-product"),
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "slope-of-scores"),

@@ -152,6 +152,32 @@ STORED_POSITIONS = 4096
 No choice of speed: it bounds the size of the file.
 """
 
+FIXED_MASK_ELEMENTS = 1 << 22
+"""Up to so many different elements, a mask that depends on no input is a constant in the file.
+
+No choice of speed: it bounds the size of a file.
+"""
+COMPUTED_MASK_ELEMENTS = 1 << 25
+"""Up to so many elements, equal ones among them, such a mask is computed to see what it holds.
+
+No choice of speed: it bounds the time and the memory of a build.
+"""
+FLAT_ELEMENTS = 1 << 16
+"""From so many elements on, axes that a broadcast treats alike are joined on an NVIDIA GPU.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
+"""
+SUMMED_COLUMNS = 6
+"""From so many columns per column of its left operand on, a product subtracts from its rows.
+
+No command varies it: two copies of the operands stand for a pass over the result.
+"""
+FUSED_SOFTMAX_COLUMNS = 1024
+"""Up to so many columns, onnxruntime adds a mask inside the softmax that reads it, in one kernel.
+
+No choice of speed: beyond, its kernel is another one.
+"""
+
 NORMALISED_POSITIONS = 128
 """From so many positions of an image on, kernels for normalisation are faster than plain passes.
 

@@ -49,6 +49,7 @@ NO_SIZES = {
     "passes/gpu/gelu_operator.py:_GRID": "where a function is evaluated",
     "passes/gpu/open_rows.py:_CLOSED": "a score",
     "passes/gpu/open_rows.py:_OPEN": "a score",
+    "passes/gpu/row_sums_in_product.py:_WORD": "how many numbers a kernel reads at once",
     "passes/rotary_operator.py:_IR_VERSION": "a version of the format",
     "passes/rotary_operator.py:_SINCE": "a version of the standard",
     "passes/rows_in_one_axis.py:_SIZES_ASKED": "how many nodes a computed shape takes",

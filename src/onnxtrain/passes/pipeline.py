@@ -31,12 +31,16 @@ from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.gpu.compose_missing import compose_missing
+from onnxtrain.passes.gpu.fixed_masks import fixed_masks
+from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
+from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
+from onnxtrain.passes.gpu.views_in_16_bits import views_in_16_bits
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
@@ -108,6 +112,8 @@ AFTER = (
 """Behind the reverse sweep: the operators' own gradients are better than those of the results."""
 
 FINAL = (
+    Pass(fixed_masks, prefers="fixed-masks"),
+    Pass(views_in_16_bits, prefers="float16-products"),
     Pass(row_sums_of_product, prefers="sums-over-heads"),
     Pass(scatter_into_sum),
     Pass(scale_after_matmul, prefers="scale-after-matmul"),
@@ -126,6 +132,8 @@ FINAL = (
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
     Pass(slope_of_scores, prefers="slope-of-scores"),
+    Pass(row_sums_in_product, prefers="row-sums-in-product"),
+    Pass(flat_broadcasts, prefers="flat-broadcasts"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.shapes.fold_budget import within_elements
+from onnxtrain.graph.simplify.evaluate_node import evaluate_node
 
 _SMALL = 4096  # elements: what we fold ourselves; a runtime folds the rest when it loads the model
 
@@ -102,25 +102,6 @@ def _known_integers(y: ir.Value) -> np.ndarray | None:
 
 
 def _evaluate(node: ir.Node, opset: int) -> np.ndarray | None:
-    given = [x for x in node.inputs if x is not None]
-    if any(x.dtype in (ir.DataType.BFLOAT16, ir.DataType.STRING) for x in given):
-        return None
-    proto = ir.serde.serialize_node(node)
-    feeds = {x.name or "": x.const_value.numpy() for x in given if x.const_value is not None}
-    graph = onnx.GraphProto(name="fold", node=[proto])
-    for name in feeds:
-        graph.input.append(onnx.ValueInfoProto(name=name))
-    graph.output.append(onnx.ValueInfoProto(name=node.outputs[0].name))
-    model = onnx.ModelProto(
-        ir_version=10, graph=graph, opset_import=[onnx.OperatorSetIdProto(version=opset)]
-    )
-    from onnx.reference import ReferenceEvaluator  # large, and not needed to train
-
-    try:
-        with np.errstate(all="ignore"):
-            (array,) = ReferenceEvaluator(model).run(None, feeds)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, MemoryError):
-        return None  # the node stays; the runtime will say what is wrong with it, if anything
-    array = np.asarray(array)
-    y = node.outputs[0]
-    return array if y.dtype is not None and array.dtype == y.dtype.numpy() else None
+    tensors = {x: x.const_value for x in node.inputs if x is not None}
+    arrays = {x: t.numpy() for x, t in tensors.items() if t is not None}
+    return evaluate_node(node, arrays, opset)

@@ -5,6 +5,8 @@ Nothing here merges random operators, folds or merges parameters, or renames inp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
@@ -102,7 +104,7 @@ def share(graph: ir.Graph) -> int:
             continue  # what another domain computes may be random
         if not any(y.uses() for y in node.outputs):
             continue
-        key = _key(node)
+        key = equality_key(node, node.inputs)
         if key is None:
             continue
         first = seen.setdefault(key, node)
@@ -117,7 +119,8 @@ def share(graph: ir.Graph) -> int:
     return merged
 
 
-def _key(node: ir.Node) -> tuple | None:
+def equality_key(node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple | None:
+    """Return what two nodes share that compute the same of ``inputs``; ``None`` if none can."""
     attributes = []
     for name in sorted(node.attributes):
         attribute = node.attributes[name]
@@ -127,4 +130,4 @@ def _key(node: ir.Node) -> tuple | None:
                 return None
             value = (value.dtype, tuple(value.shape), value.tobytes())
         attributes.append((name, attribute.type, value))
-    return (node.domain, node.op_type, tuple(node.inputs), tuple(attributes), len(node.outputs))
+    return (node.domain, node.op_type, tuple(inputs), tuple(attributes), len(node.outputs))

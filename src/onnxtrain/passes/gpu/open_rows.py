@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
@@ -108,19 +107,12 @@ def _is_score(x: ir.Value) -> bool:
 def _move(op: OpBuilder, guarded: _Guarded, following: ir.Node | None) -> None:
     product, p = guarded.product, guarded.softmax.outputs[0]
     op.position = guarded.add
-    constant = S.constant_of(guarded.mask)
-    if constant is None:
-        mask = op.Max(guarded.mask, _CLOSED)
-        is_open = op.Greater(op.ReduceMax(mask, [-1], keepdims=1), _OPEN)
-    else:
-        mask = op.const(np.maximum(constant, _CLOSED), guarded.mask.dtype)
-        rows = constant.max(-1, keepdims=True) > _OPEN if constant.ndim else constant > _OPEN
-        is_open = None if np.all(rows) else op.const(rows)
+    mask = op.Max(guarded.mask, _CLOSED)  # fixed_masks computes what is known, without weights
+    is_open = op.Greater(op.ReduceMax(mask, [-1], keepdims=1), _OPEN)
     guarded.add.replace_input_with(guarded.at, mask)
     product.replace_input_with(0, p)
     op.graph.remove([guarded.guard, guarded.test], safe=True)
-    if is_open is not None:
-        y = product.outputs[0]
-        uses = list(y.uses())
-        op.position = following
-        replace_value(y, op.Where(is_open, y, 0.0), uses)
+    y = product.outputs[0]
+    uses = list(y.uses())
+    op.position = following
+    replace_value(y, op.Where(is_open, y, 0.0), uses)
