@@ -80,6 +80,7 @@ PREFERS = {
     "several-steps": "several steps of a small model in one call",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
+    "sum-operator": "three or more tensors added by one operator",
     "sums-in-float32": "sums of 16-bit numbers over many rows in float32",
     "sums-over-heads": "row sums of attention's gradient over heads; recomputation rounds anew",
     "sum-in-product": "products of matrices that start from what would be added to them",
@@ -137,7 +138,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
-    "sums-over-heads",
+    *("sum-operator", "sums-over-heads"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -166,7 +167,7 @@ TARGETS: dict[str, Target] = {
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),
                     *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
-                    "vector-update",
+                    *("sum-operator", "vector-update"),
                 }
             ),
             family="cuda",

@@ -35,6 +35,7 @@ from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.split_reductions import split_reductions
+from onnxtrain.passes.gpu.sums_at_once import sums_at_once
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
@@ -124,6 +125,7 @@ FINAL = (
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
+    Pass(sums_at_once, prefers="sum-operator"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
