@@ -54,7 +54,9 @@ PREFERS = {
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
     "aligned-classes": "a few classes more, so that rows of scores are whole words",
     "bfloat16-images": "convolutions and what lies between them in bfloat16, if asked for",
+    "bias-apart": "biases added behind large products, not inside them",
     "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
+    "column-sums-by-product": "sums of 16-bit numbers over rows as products with ones",
     "conv-as-matmul": "convolutions of small images as one product over the batch",
     "data-dependent-sizes": "few rows chosen by their values, where all would cost a pass",
     "descent-in-products": "plain descent inside the products that make gradients",
@@ -138,7 +140,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
-    *("sum-operator", "sums-over-heads"),
+    *("bias-apart", "column-sums-by-product", "sum-operator", "sums-over-heads"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -167,7 +169,7 @@ TARGETS: dict[str, Target] = {
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),
                     *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
-                    *("sum-operator", "vector-update"),
+                    *("bias-apart", "column-sums-by-product", "sum-operator", "vector-update"),
                 }
             ),
             family="cuda",

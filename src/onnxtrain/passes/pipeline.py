@@ -30,6 +30,8 @@ from onnxtrain.passes.fewer_nodes.shared_slices import shared_slices
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
+from onnxtrain.passes.gpu.bias_apart import bias_apart
+from onnxtrain.passes.gpu.column_sums_by_product import column_sums_by_product
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
@@ -125,6 +127,8 @@ FINAL = (
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
+    Pass(column_sums_by_product, prefers="column-sums-by-product"),
+    Pass(bias_apart, prefers="bias-apart"),
     Pass(sums_at_once, prefers="sum-operator"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
