@@ -79,6 +79,8 @@ def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
         (batch_norm_forms.GRADIENT_FORMS, batch_norm_forms.GRADIENT_CHOICES),
         (channel_scale.SCALE_FORMS, channel_scale.SCALE_CHOICES),
         (norm.MEANS_FORMS, norm.MEANS_CHOICES),
+        (norm.SLOPE_FORMS, norm.SLOPE_CHOICES),
+        (norm.AGAIN_FORMS, norm.AGAIN_CHOICES),
         (packed_weights.INPUT_FORMS, packed_weights.INPUT_CHOICES),
         (vocabulary_loop.WORD_FORMS, vocabulary_loop.WORD_CHOICES),
         (max_pool.POOLING_FORMS, max_pool.POOLING_CHOICES),

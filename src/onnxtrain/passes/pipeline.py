@@ -30,15 +30,18 @@ from onnxtrain.passes.fewer_nodes.shared_slices import shared_slices
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
+from onnxtrain.passes.gpu.bias_apart import bias_apart
+from onnxtrain.passes.gpu.column_sums_by_product import column_sums_by_product
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.fixed_masks import fixed_masks
 from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
-from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
 from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
+from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
 from onnxtrain.passes.gpu.split_reductions import split_reductions
+from onnxtrain.passes.gpu.sums_at_once import sums_at_once
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
 from onnxtrain.passes.gpu.views_in_16_bits import views_in_16_bits
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -134,6 +137,9 @@ FINAL = (
     Pass(slope_of_scores, prefers="slope-of-scores"),
     Pass(row_sums_in_product, prefers="row-sums-in-product"),
     Pass(flat_broadcasts, prefers="flat-broadcasts"),
+    Pass(column_sums_by_product, prefers="column-sums-by-product"),
+    Pass(bias_apart, prefers="bias-apart"),
+    Pass(sums_at_once, prefers="sum-operator"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

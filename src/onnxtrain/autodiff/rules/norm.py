@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradient, Gradients, vjp, vjp_multi
+from onnxtrain.autodiff.rules.norm_rows import Rows, are_long, row_line, slope_by_lines
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -64,9 +65,8 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
         dscale = op.cast(op.sum_to(product, op.cast(scale, dtype)), scale.dtype)
         dbias = None if bias is None else op.cast(op.sum_to(dyw, op.cast(bias, dtype)), bias.dtype)
         scale_w = None if plain else op.cast(scale, dtype)
-        g = _scaled(op, dyw, scale_w)
-        shift, tilt = _means(op, _Rows(xw, dyw, product, g, scale_w, axes))
-        dx = op.Mul(op.Sub(op.Sub(g, shift), op.Mul(xh, tilt)), r)
+        rows = Rows(xw, dyw, product, xh, r, scale_w, axes)
+        dx = chosen(op, rows, SLOPE_FORMS, SLOPE_CHOICES)(op, rows)
     extra = None
     if dmean is not None:
         extra = op.expand_like(op.cast(dmean, dtype), xw)
@@ -123,56 +123,51 @@ def _by_operator(op: OpBuilder, v: _Given) -> ir.Value:
 AGAIN_FORMS: Forms[_Given] = {
     "statistics": Form(lambda op, v: op.Mul(op.Sub(v.x, v.mean), v.r)),
     "operator": Form(_by_operator, lambda v: bool(v.sizes)),
+    "line": Form(
+        lambda op, v: row_line(op, v.x, v.mean, v.r, v.axes), lambda v: are_long(v.x, v.axes)
+    ),
 }
 AGAIN_CHOICES: Choices[_Given] = [
+    Choice("line", prefers="line-in-one-pass"),
     Choice("operator", prefers="line-in-one-pass"),
     Choice("statistics"),
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """What the means of ``g = dy * scale`` and ``g * xh`` are made of."""
-
-    x: ir.Value
-    dy: ir.Value
-    product: ir.Value
-    """``dy * xh``."""
-    g: ir.Value
-    scale: Gradient
-    """``None`` stands for 1."""
-    axes: list[int]
-
-    @property
-    def last_axis(self) -> bool:
-        """Whether there is a scale along the last axis, the one that means go over."""
-        if self.scale is None or len(self.axes) != 1:  # a constant would be packed in each step
-            return False
-        return S.dims_of(self.scale) == (S.dims_of(self.x) or ())[-1:] != (None,)
+def _slope_by_passes(op: OpBuilder, rows: Rows) -> ir.Value:
+    g = _scaled(op, rows.dy, rows.scale)
+    shift, tilt = chosen(op, rows, MEANS_FORMS, MEANS_CHOICES)(op, rows, g)
+    return op.Mul(op.Sub(op.Sub(g, shift), op.Mul(rows.xh, tilt)), rows.r)
 
 
-def _means(op: OpBuilder, rows: _Rows) -> tuple[ir.Value, ir.Value]:
-    """Return ``mean(g)`` and ``mean(g * xh)``."""
-    return chosen(op, rows, MEANS_FORMS, MEANS_CHOICES)(op, rows)
+SLOPE_FORMS: Forms[Rows] = {
+    "passes": Form(_slope_by_passes),
+    "lines": Form(slope_by_lines, lambda rows: rows.long),
+}
+SLOPE_CHOICES: Choices[Rows] = [
+    Choice("lines", prefers="line-in-one-pass"),
+    Choice("passes"),
+]
 
 
-def _by_sums(op: OpBuilder, rows: _Rows) -> tuple[ir.Value, ir.Value]:
+def _by_sums(op: OpBuilder, rows: Rows, g: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return the means of ``g`` and of ``g * xh``."""
     tilted = _scaled(op, rows.product, rows.scale)
-    shift, tilt = (op.ReduceMean(v, rows.axes, keepdims=1) for v in (rows.g, tilted))
+    shift, tilt = (op.ReduceMean(v, rows.axes, keepdims=1) for v in (g, tilted))
     return shift, tilt
 
 
-def _by_matmul(op: OpBuilder, rows: _Rows) -> tuple[ir.Value, ir.Value]:
+def _by_matmul(op: OpBuilder, rows: Rows, g: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Products with the column ``scale / size``, which saves a pass over the rows."""
     column = op.Unsqueeze(op.Div(rows.scale, op.count(rows.x, rows.axes)), [1])
     return op.MatMul(rows.dy, column), op.MatMul(rows.product, column)
 
 
-MEANS_FORMS: Forms[_Rows] = {
+MEANS_FORMS: Forms[Rows] = {
     "sums": Form(_by_sums),
     "matmul": Form(_by_matmul, lambda rows: rows.last_axis),
 }
-MEANS_CHOICES: Choices[_Rows] = [  # not where products of float32 are rounded to TF32
+MEANS_CHOICES: Choices[Rows] = [  # not where products of float32 are rounded to TF32
     Choice("matmul", prefers="means-by-matmul"),
     Choice("sums"),
 ]
