@@ -62,10 +62,12 @@ PREFERS = {
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
+    "attention-in-parts": "scores of long sequences for a part of the batch at a time",
     "joined-averages": "running averages of many vectors as one",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
     "masks-by-cast": "what is not zero by a cast, not by a comparison",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
+    "kept-values-again": "values made again in the backward pass where that is one pass",
     "line-in-one-pass": "lines and normalised rows by operators for normalisation, not two passes",
     "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
     "maxpool-indices": "the places of maxima by a second pooling",
@@ -133,7 +135,14 @@ class Target:
 
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
-    *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
+    *(
+        "aligned-classes",
+        "attention-in-parts",
+        "bfloat16-images",
+        "kept-values-again",
+        "few-operators",
+        "float16-products",
+    ),
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
@@ -161,7 +170,8 @@ TARGETS: dict[str, Target] = {
             ),
             preferences=frozenset(
                 {
-                    *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
+                    *("affine-in-one-pass", "aligned-classes", "attention-in-parts"),
+                    *("bfloat16-images", "kept-values-again"),
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),

@@ -33,7 +33,10 @@ from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
+from onnxtrain.passes.gpu.long_attention import long_attention
+from onnxtrain.passes.gpu.make_again import make_again
 from onnxtrain.passes.gpu.open_rows import open_rows
+from onnxtrain.passes.gpu.parts_together import parts_together
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
 from onnxtrain.passes.int32_inputs import int32_inputs
@@ -92,6 +95,7 @@ BEFORE = (
     Pass(shared_slices),
     Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
     Pass(split_qkv, prefers="split-qkv", across_blocks=True),
+    Pass(long_attention, prefers="attention-in-parts"),
 )
 """On the forward graph, so that the reverse sweep sees the result."""
 
@@ -124,6 +128,8 @@ FINAL = (
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
+    Pass(parts_together, prefers="attention-in-parts"),
+    Pass(make_again, prefers="kept-values-again"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
