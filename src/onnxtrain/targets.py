@@ -52,6 +52,7 @@ PREFERS = {
     "absorb-norm-scale": "scale and shift of a LayerNormalization inside the layers that read it",
     "affine-in-one-pass": "scale and shift by one operator made for something else",
     "aligned-classes": "a few classes more, so that rows of scores are whole words",
+    "attention-in-parts": "scores of long sequences for a part of the batch at a time",
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
     "bfloat16-images": "convolutions and what lies between them in bfloat16, if asked for",
     "bias-apart": "biases added behind large products, not inside them",
@@ -68,6 +69,7 @@ PREFERS = {
     "gemm-without-trans-a": "a transposed left operand made before the product",
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "joined-averages": "running averages of many vectors as one",
+    "kept-values-again": "values made again in the backward pass where that is one pass",
     "line-in-one-pass": "lines and normalised rows by operators for normalisation, not two passes",
     "loss-by-rows": "the scores of a large vocabulary for some rows at a time, in a loop",
     "mask-without-infinity": "rows that are masked as a whole set to zero behind attention",
@@ -141,6 +143,7 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     "aligned-classes",
+    "attention-in-parts",
     "bfloat16-images",
     "bias-apart",
     "column-sums-by-product",
@@ -151,6 +154,7 @@ _CPU_FORMS = PREFERS.keys() - {
     "gelu-operator",
     "given-means",
     "joined-averages",
+    "kept-values-again",
     "line-in-one-pass",
     "mask-without-infinity",
     "masks-by-cast",
@@ -196,6 +200,7 @@ TARGETS: dict[str, Target] = {
                 {
                     "affine-in-one-pass",
                     "aligned-classes",
+                    "attention-in-parts",
                     "bfloat16-images",
                     "bias-apart",
                     "column-sums-by-product",
@@ -205,6 +210,7 @@ TARGETS: dict[str, Target] = {
                     "gelu-operator",
                     "given-means",
                     "joined-averages",
+                    "kept-values-again",
                     "line-in-one-pass",
                     "mask-without-infinity",
                     "masks-by-cast",

@@ -312,6 +312,24 @@ LATE_DEQUANTISE = 1 << 12
 No command varies it; below, what is kept is smaller than what the extra nodes cost.
 """
 
+# What is kept for the backward pass of a GPU.
+
+LONG_SCORES = 16
+"""From so many times the width of a head on, attention's scores are made again, not kept.
+
+No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
+"""
+SCORES_BYTES = 64 << 20
+"""So many bytes of such scores are there at a time; more are computed in parts of the batch.
+
+No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
+"""
+MADE_AGAIN_BYTES = 4 << 20
+"""From so many bytes on, a value that one pass makes again is not kept.
+
+No command varies it; below, the start of a kernel takes longer than the pass.
+"""
+
 # Losses.
 
 LOSS_VOCABULARY = 1 << 12

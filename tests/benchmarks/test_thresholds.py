@@ -47,6 +47,7 @@ NO_SIZES = {
     "passes/gpu/gelu_operator.py:_ERF": "a function",
     "passes/gpu/gelu_operator.py:_EXACT": "values of a function",
     "passes/gpu/gelu_operator.py:_GRID": "where a function is evaluated",
+    "passes/gpu/make_again.py:_SYMBOL": "what a symbolic size counts as",
     "passes/gpu/open_rows.py:_CLOSED": "a score",
     "passes/gpu/open_rows.py:_OPEN": "a score",
     "passes/gpu/row_sums_in_product.py:_WORD": "how many numbers a kernel reads at once",

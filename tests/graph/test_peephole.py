@@ -173,3 +173,20 @@ def test_a_slice_of_all_there_is_goes(numbers: tuple[str, str, str], left: list[
         y = Neg(p)
     }}"""
     assert both(text, (3, 4))[0] == left
+
+
+@pytest.mark.parametrize("half", [10, 16], ids=["float16", "bfloat16"])
+def test_what_is_widened_is_not_narrowed_again(half: int) -> None:
+    text = f"""g (float[3,4] x) => (float[3,4] y) {{
+        a = Cast<to = {half}>(x) b = Cast<to = 1>(a) c = Cast<to = {half}>(b) y = Cast<to = 1>(c)
+    }}"""
+    operators, results = both(text, (3, 4))
+    assert operators == ["Cast", "Cast"], "the rounding itself stays"
+    np.testing.assert_array_equal(*results)
+
+
+def test_integers_are_not_taken_for_narrow_numbers() -> None:
+    text = """g (float[3,4] x) => (float[3,4] y) {
+        a = Cast<to = 7>(x) b = Cast<to = 1>(a) c = Cast<to = 7>(b) y = Cast<to = 1>(c)
+    }"""
+    assert both(text, (3, 4))[0].count("Cast") == 4

@@ -110,7 +110,8 @@ def build(
             Files in 16 bits train in float32 too, and are exported as they were; ``"file"`` trains
             them in their own types.
         recompute: what to compute again in the backward pass instead of keeping it: ``"auto"``,
-            or globs of scopes (``"layers.*"``), nodes, or values that blocks end with.
+            or globs of scopes (``"layers.*"``), nodes, or values that blocks end with; ``"none"``
+            keeps what ``cuda`` would make again by itself.
         target: which spelling to choose: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or ``portable``;
             ``web`` gives the forms for wasm and WebGPU together.
         dims: sizes to fix, by the name of the symbolic dimension or by its place (``"x[0]"``).
@@ -222,7 +223,7 @@ def _normal_form(source: ir.Model, asked: BuildRequest) -> ir.Model:
     """Return what the rules can differentiate, with the weights of the source."""
     base = load_normalized(source, asked.target, straight_through=asked.straight_through)
     keep_with(base, source)
-    if asked.recompute:
+    if asked.blocks:
         copy_scopes(source, base)
     return base
 
@@ -259,7 +260,6 @@ def _checked(artifacts: Artifacts, asked: BuildRequest) -> Artifacts:
 
 def _resolved(asked: BuildRequest, base: ir.Model, exactness: Precision) -> BuildOptions:
     """Return what was asked for in terms of the model."""
-    recompute = asked.recompute
     return BuildOptions(
         loss=asked.loss,
         optimizer=resolve_optimizer(asked.optimizer),
@@ -274,10 +274,10 @@ def _resolved(asked: BuildRequest, base: ir.Model, exactness: Precision) -> Buil
         mode=asked.mode,
         clip=Clip.of(asked.clip),
         ema=asked.ema,
-        target=_forms(asked.target, asked.opset),
+        target=_forms(asked),
         randomness=asked.randomness,
         precision=exactness,
-        recompute=recompute if isinstance(recompute, str) else tuple(recompute),
+        recompute=asked.blocks,
     )
 
 
@@ -310,10 +310,12 @@ def _check_private(asked: BuildRequest, exactness: Precision) -> None:
         raise PrepareError("dp= clips in float32\nhint: leave precision at float32")
 
 
-def _forms(target: str, opset: int | None) -> Target:
+def _forms(asked: BuildRequest) -> Target:
     """Return the target; at an older opset few operators take sizes that data decide."""
-    chosen = find(target)
-    return chosen if opset is None else chosen.without("data-dependent-sizes")
+    chosen = find(asked.target)
+    if asked.keeps_all:
+        chosen = chosen.without("attention-in-parts", "kept-values-again")
+    return chosen if asked.opset is None else chosen.without("data-dependent-sizes")
 
 
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:

@@ -25,6 +25,10 @@ def _precision_record(precision: str | Precision) -> str:
     return precision if isinstance(precision, str) else precision.name
 
 
+NONE = "none"
+"""As ``recompute``: nothing is made again, whatever the target prefers."""
+
+
 def _recompute_record(recompute: str | Sequence[str]) -> str | list[str]:
     return recompute if isinstance(recompute, str) else list(recompute)
 
@@ -80,6 +84,18 @@ class BuildRequest:
         lambda opset: OPSET if opset is None else opset,
     )
     check: bool = option(True)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is to be made again, not even what the target would by itself."""
+        return self.recompute == NONE or list(self.recompute) == [NONE]
+
+    @property
+    def blocks(self) -> str | tuple[str, ...]:
+        """What is to be computed again in blocks, if anything."""
+        if self.keeps_all:
+            return ()
+        return self.recompute if isinstance(self.recompute, str) else tuple(self.recompute)
 
 
 __all__ = ["BuildRequest", "Names"]

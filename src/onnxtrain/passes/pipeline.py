@@ -37,7 +37,10 @@ from onnxtrain.passes.gpu.fixed_masks import fixed_masks
 from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
+from onnxtrain.passes.gpu.long_attention import long_attention
+from onnxtrain.passes.gpu.make_again import make_again
 from onnxtrain.passes.gpu.open_rows import open_rows
+from onnxtrain.passes.gpu.parts_together import parts_together
 from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
 from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
 from onnxtrain.passes.gpu.split_reductions import split_reductions
@@ -100,6 +103,7 @@ BEFORE = (
     Pass(shared_slices),
     Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
     Pass(split_qkv, prefers="split-qkv", across_blocks=True),
+    Pass(long_attention, prefers="attention-in-parts"),
 )
 """On the forward graph, so that the reverse sweep sees the result."""
 
@@ -140,6 +144,8 @@ FINAL = (
     Pass(column_sums_by_product, prefers="column-sums-by-product"),
     Pass(bias_apart, prefers="bias-apart"),
     Pass(sums_at_once, prefers="sum-operator"),
+    Pass(parts_together, prefers="attention-in-parts"),
+    Pass(make_again, prefers="kept-values-again"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

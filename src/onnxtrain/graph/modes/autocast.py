@@ -33,7 +33,9 @@ _MOVES = frozenset(
 )
 # Passes over results of products, which kernels compute in float32 inside: only what they write is
 # rounded. bfloat16 has the range of float32, float16 has not: there they stay in float32.
-_FOLLOW = frozenset({"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh"})
+_FOLLOW = frozenset(
+    {"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh", "Where"}
+)
 # Passes over images. Of BatchNormalization scale, shift and statistics stay in float32.
 _IMAGES = frozenset({"BatchNormalization", "Concat", "HardSigmoid", "HardSwish", "MaxPool"})
 _FOLLOWERS = {BFLOAT16: _FOLLOW, FLOAT16: frozenset[str]()}
@@ -211,6 +213,8 @@ class _Native(_Pass):
         operands = [x for x in node.inputs if x is not None and x.dtype == FLOAT]
         narrow = [x for x in operands if x in self.made]
         rest = [x for x in operands if x not in self.made]
+        if node.op_type == "Where":  # a large number that hides scores may become an infinity
+            return bool(narrow) and all(_is_zero(x) for x in rest)
         return bool(narrow) and all(_is_number(x) or _is_mask(x, node) for x in rest)
 
     def adds_bias(self, node: ir.Node) -> bool:
@@ -249,6 +253,11 @@ def _siblings(node: ir.Node) -> set[ir.Node]:
 def _is_number(x: ir.Value) -> bool:
     array = S.constant_of(x)
     return array is not None and array.size == 1
+
+
+def _is_zero(x: ir.Value) -> bool:
+    array = S.constant_of(x)
+    return array is not None and array.size == 1 and array.item() == 0.0
 
 
 def _is_mask(x: ir.Value, node: ir.Node) -> bool:

@@ -57,7 +57,7 @@ def _stands_for(node: ir.Node) -> ir.Value | None:
             return source if source is not None and S.same_shape(source, y) else None
         return None
     if node.op_type == "Cast":
-        return x if x.dtype is not None and x.dtype == y.dtype else None
+        return x if x.dtype is not None and x.dtype == y.dtype else _never_widened(node)
     if node.op_type == "Transpose":
         perm = _perm(node)
         before = _producer(x, node)
@@ -74,6 +74,17 @@ def _stands_for(node: ir.Node) -> ir.Value | None:
         before = _producer(x, node)
         return before.inputs[0] if before is not None and before.op_type == "Neg" else None
     return _neutral(node)
+
+
+def _never_widened(cast: ir.Node) -> ir.Value | None:
+    """Return what was cast to a wider type and is cast back: that changes no number."""
+    before = _producer(cast.inputs[0], cast)
+    x = before.inputs[0] if before is not None and before.op_type == "Cast" else None
+    if x is None or before is None or x.dtype != cast.outputs[0].dtype:
+        return None
+    wide = before.outputs[0].dtype
+    narrow = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    return x if x.dtype in narrow and wide in (ir.DataType.FLOAT, ir.DataType.DOUBLE) else None
 
 
 def _moves_nothing(node: ir.Node) -> bool:

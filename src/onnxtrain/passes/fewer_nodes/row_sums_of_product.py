@@ -28,6 +28,10 @@ def row_sums_of_product(model: ir.Model, op: OpBuilder) -> int:
         total = op.ReduceSum(op.Mul(pair.slope, pair.result), [-1], keepdims=1)
         if pair.turned is not None:
             total = op.Transpose(total, perm=pair.turned)
+        if pair.part is not None:
+            cut, place = pair.part
+            parts = op.Split(total, cut.inputs[1], axis=_axis(cut), _outputs=len(cut.outputs))
+            total = parts[place]
         y = node.outputs[0]
         replace_value(y, total, list(y.uses()))
         changed += 1
@@ -43,6 +47,8 @@ class _Pair:
     slope: ir.Value
     result: ir.Value
     turned: tuple[int, ...] | None = None
+    part: tuple[ir.Node, int] | None = None
+    """The Split that one of several parts comes from, and which one it is."""
 
 
 def _pair(total: ir.Node) -> _Pair | None:
@@ -116,12 +122,17 @@ def _where_kept(pair: _Pair) -> _Pair:
         if before is None or pair.turned is not None:
             return pair
         for reader, place in pair.result.uses():
+            if is_op(before, "Split") and is_op(reader, "Concat") and pair.part is None:
+                further = _joined(pair, before, reader, place)
+                if further is not None:
+                    break
+                continue
             if reader.graph is not before.graph or len(before.inputs) != len(reader.inputs):
                 continue
             if is_op(before, "Where") and is_op(reader, "Where") and place == 1:
                 further = _unmasked(pair, before, reader)
             elif is_op(before, "Transpose") and is_op(reader, "Transpose"):
-                further = _turned(before, reader)
+                further = _turned(pair, before, reader)
             else:
                 continue
             if further is not None:
@@ -141,10 +152,31 @@ def _unmasked(pair: _Pair, before: ir.Node, behind: ir.Node) -> _Pair | None:
         return None
     if len(zeros) != 2 or any(z is None or z.any() for z in zeros):
         return None
-    return _Pair(slope, behind.outputs[0])
+    return _Pair(slope, behind.outputs[0], part=pair.part)
 
 
-def _turned(before: ir.Node, behind: ir.Node) -> _Pair | None:
+def _joined(pair: _Pair, before: ir.Node, behind: ir.Node, place: int) -> _Pair | None:
+    """Both are one part of what is joined and cut in the same places."""
+    whole, joined = before.inputs[0], behind.outputs[0]
+    if pair.slope is not before.outputs[place] or len(before.inputs) != 2 or whole is None:
+        return None
+    if not S.same_shape(whole, joined) or len(before.outputs) != len(behind.inputs):
+        return None
+    pieces = zip(before.outputs, behind.inputs, strict=True)
+    if not all(x is not None and S.same_shape(x, y) for y, x in pieces):
+        return None
+    rank = len(S.dims_of(whole) or ())
+    if _axis(before) % rank != _axis(behind) % rank or _axis(before) % rank == rank - 1:
+        return None
+    return _Pair(whole, joined, part=(before, place))
+
+
+def _axis(node: ir.Node) -> int:
+    axis = node.attributes.get("axis")
+    return 0 if axis is None else axis.as_int()
+
+
+def _turned(pair: _Pair, before: ir.Node, behind: ir.Node) -> _Pair | None:
     """The order of all axes but the last changes, and changes back."""
     slope, back = _source(before.outputs[0])
     _, there = _source(behind.outputs[0])
@@ -152,7 +184,7 @@ def _turned(before: ir.Node, behind: ir.Node) -> _Pair | None:
         return None
     if [back[i] for i in there] != sorted(back) and [there[i] for i in back] != sorted(back):
         return None
-    return _Pair(slope, behind.outputs[0], back)
+    return _Pair(slope, behind.outputs[0], back, pair.part)
 
 
 __all__ = ["row_sums_of_product"]

@@ -1,0 +1,93 @@
+"""Scores of attention: a softmax over a product of queries and keys, scaled and masked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from onnxtrain import thresholds as T
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_op
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How the weights of attention are made.
+
+    Attributes:
+        nodes: from the product to the softmax.
+        operands: all that these read of others.
+    """
+
+    nodes: tuple[ir.Node, ...]
+    operands: tuple[ir.Value, ...]
+
+    @property
+    def query(self) -> ir.Value:
+        """The left side of the product."""
+        x = self.nodes[0].inputs[0]
+        assert x is not None
+        return x
+
+    @property
+    def key(self) -> ir.Value:
+        """The right side of the product, transposed already."""
+        x = self.nodes[0].inputs[1]
+        assert x is not None
+        return x
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a row of scores is much longer than what it is made of."""
+        width = (S.dims_of(self.query) or (None,))[-1]
+        length = (S.dims_of(self.key) or (None,))[-1]
+        if not isinstance(width, int) or not isinstance(length, int):
+            return False
+        return length >= T.LONG_SCORES * width
+
+
+def scores_of(softmax: ir.Node) -> Scores | None:
+    """Return what a softmax over the last axis is made of, if that is a product of matrices."""
+    x, y = softmax.inputs[0], softmax.outputs[0]
+    rank, axis = len(S.dims_of(y) or ()), softmax.attributes.get("axis")
+    if rank < 3 or (axis is not None and axis.as_int() not in (-1, rank - 1)):
+        return None
+    nodes, operands = [softmax], list[ir.Value]()
+    while x is not None:
+        node = x.producer()
+        if node is None or not S.same_shape(x, y) or node.graph is not softmax.graph:
+            return None
+        if len(read_by(x)) != 1 or x.is_graph_output():
+            return None
+        nodes.append(node)
+        if is_op(node, "MatMul"):
+            sides = [v for v in node.inputs if v is not None]
+            if any(len(S.dims_of(v) or ()) != rank for v in sides):
+                return None
+            return Scores(tuple(reversed(nodes)), (*sides, *operands))
+        x = _larger(node, y)
+        operands += [v for v in node.inputs if v is not None and v is not x]
+    return None
+
+
+def read_by(x: ir.Value) -> list[tuple[ir.Node, int]]:
+    """Return the uses of a value, without nodes that nothing reads."""
+    return [
+        (node, i)
+        for node, i in x.uses()
+        if any(y.uses() or y.is_graph_output() for y in node.outputs)
+    ]
+
+
+def _larger(node: ir.Node, scores: ir.Value) -> ir.Value | None:
+    """Return the one operand of a sum, or of a factor, that is as large as the scores."""
+    if not is_op(node, "Add", "Sub", "Mul", "Div"):
+        return None
+    large = [x for x in node.inputs if x is not None and S.same_shape(x, scores)]
+    if len(large) > 1:  # a mask of each head: the product is the one to go on with
+        large = [x for x in large if (p := x.producer()) is not None and is_op(p, "MatMul")]
+    return large[0] if len(large) == 1 else None
+
+
+__all__ = ["Scores", "read_by", "scores_of"]

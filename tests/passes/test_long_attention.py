@@ -1,0 +1,134 @@
+"""Attention in parts of the batch: the same gradients, and scores of one part at a time."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx import parser
+
+import onnxtrain
+from onnxtrain import thresholds
+from onnxtrain.graph.memory import Sizes, run_order
+from onnxtrain.graph.memory.peak import peak_of
+
+HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
+BATCH, HEADS, ROWS, WIDTH = 6, 2, 32, 2
+SCORES = 4 * BATCH * HEADS * ROWS * ROWS
+SHAPES = {
+    "q": (BATCH, HEADS, ROWS, WIDTH),
+    "k": (BATCH, HEADS, WIDTH, ROWS),
+    "v": (BATCH, HEADS, ROWS, WIDTH),
+    "y_grad": (BATCH, HEADS, ROWS, WIDTH),
+    "m": (BATCH, 1, ROWS, ROWS),
+    "n": (1, 1, ROWS, ROWS),
+}
+PLAIN = "s = MatMul(q, k) p = Softmax(s) o = MatMul(p, v) y = Neg(o)"
+MASKED = "s = MatMul(q, k) t = Add(s, m) p = Softmax<axis = -1>(t) o = MatMul(p, v) y = Neg(o)"
+SCALED = """c = Constant<value_float = 0.7>() s = MatMul(q, k) u = Mul(s, c) t = Add(n, u)
+            p = Softmax<axis = 3>(t) o = MatMul(p, v) y = Neg(o)"""
+READ_TWICE = "s = MatMul(q, k) p = Softmax(s) o = MatMul(p, v) r = ReduceMax(p) y = Add(o, r)"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "SCORES_BYTES", SCORES // 3)
+    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1 << 10)
+
+
+def model(body: str) -> onnx.ModelProto:
+    names = [n for n in ("q", "k", "v", "m", "n") if f"({n}," in body or f", {n})" in body]
+    inputs = ", ".join(f"float[{', '.join(map(str, SHAPES[n]))}] {n}" for n in names)
+    text = f"g ({inputs}) => (float[{', '.join(map(str, SHAPES['y_grad']))}] y) {{ {body} }}"
+    return parser.parse_model(HEAD + text)
+
+
+def given(name: str) -> np.ndarray:
+    rng = np.random.default_rng(sum(map(ord, name)))
+    return rng.standard_normal(SHAPES[name]).astype(np.float32)
+
+
+def gradients(made: onnx.ModelProto) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    feeds = {x.name: given(x.name) for x in session.get_inputs()}
+    return [np.asarray(g) for g in session.run(None, feeds)[1:]]
+
+
+def reference(body: str) -> list[np.ndarray]:
+    values = {n: torch.tensor(given(n), dtype=torch.float64) for n in SHAPES}
+    q, k, v = (values[n].requires_grad_() for n in "qkv")
+    scores = q @ k
+    if body is MASKED:
+        scores = scores + values["m"]
+    if body is SCALED:
+        scores = scores * 0.7 + values["n"]
+    y = -(torch.softmax(scores, -1) @ v)
+    return [g.numpy() for g in torch.autograd.grad(y, (q, k, v), values["y_grad"])]
+
+
+def counts(made: onnx.ModelProto) -> collections.Counter[str]:
+    return collections.Counter(n.op_type for n in made.graph.node)
+
+
+@pytest.mark.parametrize("body", [PLAIN, MASKED, SCALED], ids=["plain", "masked", "scaled"])
+def test_gradients_are_those_of_torch(body: str) -> None:
+    made = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cuda")
+    assert counts(made)["Softmax"] == 6, "three parts, each computed twice"
+    for got, want in zip(gradients(made), reference(body), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("body", [PLAIN, MASKED, SCALED], ids=["plain", "masked", "scaled"])
+def test_few_scores_are_there_at_a_time(body: str) -> None:
+    made = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cuda")
+    kept = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cpu")
+    peaks = []
+    for m in (made, kept):
+        graph = ir.from_proto(m).graph
+        outputs = {y.name or "" for y in graph.outputs}
+        peaks.append(peak_of(run_order(list(graph)), Sizes(), outputs))
+    # Four tensors of a part's scores, and all that is as small as queries.
+    assert peaks[0] < 4 * SCORES // 3 + 12 * 4 * BATCH * HEADS * ROWS * WIDTH
+    assert peaks[1] > 2 * SCORES
+
+
+def test_onnxruntime_does_not_merge_what_is_made_again(tmp_path: Path) -> None:
+    made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "run.onnx")
+    onnxruntime.InferenceSession(made.SerializeToString(), options)
+    assert counts(onnx.load(tmp_path / "run.onnx"))["Softmax"] == 6
+
+
+@pytest.mark.parametrize("target", ["cpu", "wasm", "webgpu", "portable"])
+def test_other_targets_keep_them(target: str) -> None:
+    made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target=target)
+    assert counts(made)["Softmax"] == 1
+
+
+def test_short_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "LONG_SCORES", ROWS // WIDTH + 1)
+    made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")
+    assert counts(made)["Softmax"] == 1
+
+
+def test_weights_that_others_read_are_whole() -> None:
+    made = onnxtrain.vjp(model(READ_TWICE), wrt=["q", "k", "v"], target="cuda")
+    assert counts(made)["Split"] == 0
+
+
+def test_no_node_joins_more_than_a_recording_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "SCORES_BYTES", 1)
+    monkeypatch.setattr(thresholds, "CAPTURED_CONCAT_INPUTS", 9)
+    made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")
+    most = max(len(n.input) for n in made.graph.node if n.op_type == "Concat")
+    assert counts(made)["Softmax"] == 6
+    assert most == 9
+    for got, want in zip(gradients(made), reference(PLAIN), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
