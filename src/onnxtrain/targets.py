@@ -35,6 +35,7 @@ LACKS = {
     "MaxUnpool": "values put where the maxima were",
     "NegativeLogLikelihoodLoss": "the loss of labels",
     "Pad.bfloat16": "borders around images in 16 bits",
+    "Resize.bfloat16": "images made larger, in 16 bits",
     "Range.int64": "whole numbers up to a size",
     "ScatterElements": "one element per row, replaced",
     "Sign": "-1, 0 or 1",
@@ -62,6 +63,7 @@ PREFERS = {
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
+    "groups-by-layer-norm": "groups of channels normalised out of their normalised images",
     "joined-averages": "running averages of many vectors as one",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
     "masks-by-cast": "what is not zero by a cast, not by a comparison",
@@ -71,6 +73,7 @@ PREFERS = {
     "maxpool-indices": "the places of maxima by a second pooling",
     "means-by-matmul": "means over rows as products with a vector",
     "packed-parts": "weights of few bits unpacked by operators on bytes, and plain products",
+    "pooled-copies": "sums over copies of a position by the kernel that pools",
     "repeated-channels": "numbers per channel repeated for each of few positions",
     "rotary-operator": "rotation of features by its own operator, if the file is of its opset",
     "rows-in-one-axis": "batch and sequence joined to one axis between the views that need them",
@@ -78,6 +81,7 @@ PREFERS = {
     "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
     "several-steps": "several steps of a small model in one call",
+    "sigmoid-again": "x sigmoid(x) by one kernel forward, and the sigmoid again backward",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
     "sums-in-float32": "sums of 16-bit numbers over many rows in float32",
@@ -134,8 +138,10 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "bfloat16-images", "few-operators", "float16-products"),
-    *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
-    *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
+    *("gelu-operator", "given-means", "groups-by-layer-norm"),
+    *("joined-averages", "line-in-one-pass"),
+    *("mask-without-infinity", "masks-by-cast", "packed-parts", "pooled-copies"),
+    *("scale-in-weights", "sigmoid-again"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
     "sums-over-heads",
 }
@@ -156,15 +162,17 @@ TARGETS: dict[str, Target] = {
                 {
                     *("BatchNormalization.training_mode", "Celu", "Col2Im"),
                     *("ConvTranspose.asymmetric_pads", "ConvTranspose.bfloat16", "DFT", "Det"),
-                    *("MaxPool.opset22", "MaxUnpool", "Pad.bfloat16"),
+                    *("MaxPool.opset22", "MaxUnpool", "Pad.bfloat16", "Resize.bfloat16"),
                 }
             ),
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
-                    *("float16-products", "gelu-operator", "given-means", "joined-averages"),
+                    *("float16-products", "gelu-operator", "given-means"),
+                    *("groups-by-layer-norm", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
-                    *("scale-after-matmul", "scale-in-weights", "split-reductions"),
+                    *("pooled-copies", "scale-after-matmul", "scale-in-weights"),
+                    *("sigmoid-again", "split-reductions"),
                     *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
                     "vector-update",
                 }

@@ -32,6 +32,7 @@ from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
+from onnxtrain.passes.gpu.group_norm_operator import group_norm_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.split_reductions import split_reductions
@@ -81,6 +82,7 @@ INPUTS = (Pass(int32_inputs, lacks="int64"),)
 
 SPELLINGS = (
     Pass(gelu_operator, prefers="gelu-operator"),
+    Pass(group_norm_operator, prefers="groups-by-layer-norm"),
     Pass(open_rows, prefers="mask-without-infinity"),
 )
 """What exporters write out, recognised; part of :data:`BEFORE`, and before casts are put in."""

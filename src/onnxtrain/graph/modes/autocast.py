@@ -19,6 +19,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.modes.half_images import raise_for_images
 from onnxtrain.graph.nodes import is_standard
+from onnxtrain.graph.windows.repeated_positions import repeats
 from onnxtrain.targets import Target, find
 
 FLOAT, BFLOAT16, FLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT16
@@ -34,8 +35,13 @@ _MOVES = frozenset(
 # Passes over results of products, which kernels compute in float32 inside: only what they write is
 # rounded. bfloat16 has the range of float32, float16 has not: there they stay in float32.
 _FOLLOW = frozenset({"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh"})
-# Passes over images. Of BatchNormalization scale, shift and statistics stay in float32.
-_IMAGES = frozenset({"BatchNormalization", "Concat", "HardSigmoid", "HardSwish", "MaxPool"})
+# Passes over images. Of normalisations scale, shift and statistics stay in float32.
+_IMAGES = frozenset(
+    {
+        *("BatchNormalization", "Concat", "GroupNormalization", "HardSigmoid", "HardSwish"),
+        *("MaxPool", "Resize"),
+    }
+)
 _FOLLOWERS = {BFLOAT16: _FOLLOW, FLOAT16: frozenset[str]()}
 
 
@@ -193,6 +199,8 @@ class _Native(_Pass):
         training = node.attributes.get("training_mode")
         if node.op_type == "BatchNormalization" and (training is None or not training.as_int()):
             return []  # of given statistics there is no such kernel
+        if node.op_type == "Resize" and repeats(node, self.root.opset) is None:
+            return []
         return [0]
 
     def is_part(self, node: ir.Node) -> bool:
