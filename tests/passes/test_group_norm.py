@@ -24,7 +24,7 @@ HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 
 class Net(nn.Module):
-    """A small U-Net: groups, single channels, and pixels that are repeated."""
+    """A small U-Net: groups, single channels, pixels that are repeated, a shift of channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,14 @@ class Net(nn.Module):
         self.second, self.norm2 = nn.Conv2d(16, 8, 3, padding=1), nn.InstanceNorm2d(8, affine=True)
         self.down, self.norm3 = nn.Conv2d(8, 8, 3, 2, 1), nn.GroupNorm(2, 8)
         self.last, self.plain = nn.Conv2d(16, 4, 3, padding=1), nn.GroupNorm(2, 8, affine=False)
+        self.shift = nn.Linear(3, 16)
         for norm in (self.norm1, self.norm2, self.norm3):
             nn.init.uniform_(norm.weight, 0.5, 1.5)
             nn.init.uniform_(norm.bias, -0.5, 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.silu(self.norm1(self.first(x)))
+        shift = self.shift(x.mean((2, 3)))[:, :, None, None]
+        y = F.silu(self.norm1(self.first(x) + shift))
         y = F.silu(self.norm2(self.second(y)))
         z = self.plain(F.silu(self.norm3(self.down(y))))
         z = F.interpolate(z, scale_factor=2.0, mode="nearest")

@@ -219,7 +219,10 @@ class _Native(_Pass):
         operands = [x for x in node.inputs if x is not None and x.dtype == FLOAT]
         narrow = [x for x in operands if x in self.made]
         rest = [x for x in operands if x not in self.made]
-        return bool(narrow) and all(_is_number(x) or _is_mask(x, node) for x in rest)
+        return bool(narrow) and all(
+            _is_number(x) or _is_mask(x, node) or (self.images and _is_per_channel(x, node))
+            for x in rest
+        )
 
     def adds_bias(self, node: ir.Node) -> bool:
         return any(x in self.made and self.is_bias(node, x) is not None for x in node.inputs if x)
@@ -268,6 +271,15 @@ def _is_mask(x: ir.Value, node: ir.Node) -> bool:
         return False
     # As wide as the scores, and the same for all heads at least.
     return sizes[-2:] == whole[-2:] and 1 in (*[1] * (len(whole) - len(sizes)), *sizes[:-2])
+
+
+def _is_per_channel(x: ir.Value, node: ir.Node) -> bool:
+    """Return whether an operand has one number for all positions of an image, or of a channel."""
+    sizes, whole = S.dims_of(x), S.dims_of(node.outputs[0])
+    if node.op_type not in ("Add", "Mul", "Sub") or sizes is None or whole is None:
+        return False
+    positions = len(whole) - 2
+    return positions > 0 and len(sizes) > positions and set(sizes[-positions:]) == {1}
 
 
 def _next(node: ir.Node) -> ir.Node | None:
