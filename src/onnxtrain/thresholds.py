@@ -184,6 +184,18 @@ NORMALISED_POSITIONS = 128
 On an NVIDIA GPU: ``python -m benchmarks.cuda.forms norm``
 """
 
+NORMALISED_ROWS = 64
+"""From so many rows on, a group of channels is one; below, each image is normalised on its own.
+
+No command varies it: a GPU takes about as many rows at a time.
+"""
+
+LINE_CHANNELS = 512
+"""So many channels, if it can be, are given to the kernel that puts channels on a line.
+
+No command varies it: a GPU takes a channel per block, and a few blocks per processor.
+"""
+
 ALIGNED_CLASSES = 4096
 """From so many classes on, a few more are added where rows are no whole words.
 

@@ -249,11 +249,21 @@ def few_convolutions() -> onnx.ModelProto:
     return ir.to_proto(from_torch(nn.Sequential(*layers), (x,)))
 
 
+def many_small_products() -> onnx.ModelProto:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 4, 3, 2, 1)]
+    layers += [nn.Conv2d(4, 4, 3, padding=1) for _ in range(7)]
+    layers += [nn.AvgPool2d(16), nn.Flatten(), *(nn.Linear(4, 4) for _ in range(9))]
+    x = torch.from_numpy(batch()[0])
+    return ir.to_proto(from_torch(nn.Sequential(*layers, nn.Linear(4, 5)), (x,)))
+
+
 @pytest.mark.parametrize(
-    ("model", "raised"), [(elu, False), (softplus, True), (few_convolutions, False)]
+    ("model", "raised"),
+    [(elu, False), (softplus, True), (few_convolutions, False), (many_small_products, True)],
 )
 def test_only_what_the_device_runs_is_raised(model: Any, raised: bool) -> None:
-    """CUDA has no Elu of opset 22; and one convolution is no reason to raise a net."""
+    """CUDA has no Elu of opset 22; one convolution is no reason to raise a net, most work is."""
     train = made("bf16-mixed", model).models["train"]
     types = element_types(train)
     kinds = {types[n.output[0]] for n in train.graph.node if n.op_type == "Conv"}

@@ -36,6 +36,7 @@ from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.fixed_masks import fixed_masks
 from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
+from onnxtrain.passes.gpu.group_norm_operator import group_norm_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.long_attention import long_attention
 from onnxtrain.passes.gpu.make_again import make_again
@@ -92,6 +93,7 @@ INPUTS = (Pass(int32_inputs, lacks="int64"),)
 
 SPELLINGS = (
     Pass(gelu_operator, prefers="gelu-operator"),
+    Pass(group_norm_operator, prefers="groups-by-layer-norm"),
     Pass(open_rows, prefers="mask-without-infinity"),
 )
 """What exporters write out, recognised; part of :data:`BEFORE`, and before casts are put in."""

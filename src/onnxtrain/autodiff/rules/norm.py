@@ -14,10 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradient, Gradients, vjp, vjp_multi
+from onnxtrain.autodiff.rules.group_norm_rows import gradients_by_rows
 from onnxtrain.autodiff.rules.norm_rows import Rows, are_long, row_line, slope_by_lines
 from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.composed.normalised_groups import can_be_normalised
 from onnxtrain.graph.shapes import dims as D
 
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -230,12 +232,20 @@ def instance_normalization(op, dy, x, scale, bias, *, epsilon):
 @vjp("GroupNormalization")
 def group_normalization(op, dy, x, scale, bias, *, num_groups, epsilon):
     """The common formula over the channels and positions of a group; one scale per channel."""
+    form = chosen(op, (x, num_groups), GROUP_FORMS, GROUP_CHOICES)
+    dx, dscale, dbias = form(op, dy, x, scale, num_groups, epsilon)
+    return dx, op.cast(dscale, scale.dtype), op.cast(dbias, bias.dtype)
+
+
+def _by_groups(
+    op: OpBuilder, dy: ir.Value, x: ir.Value, scale: ir.Value, groups: int, epsilon: float
+) -> tuple[ir.Value, ir.Value, ir.Value]:
     rank = op.rank(x)
     dtype = working_dtype(x)
     xw, dyw, scale_w = (op.cast(v, dtype) for v in (x, dy, scale))
 
     def grouped(v: ir.Value) -> ir.Value:
-        return op.Reshape(v, [0, num_groups, -1])  # 0 keeps the batch
+        return op.Reshape(v, [0, groups, -1])  # 0 keeps the batch
 
     centered = center(op, grouped(xw), [2])
     r = inverse_std(op, centered, [2], epsilon)
@@ -246,8 +256,17 @@ def group_normalization(op, dy, x, scale, bias, *, num_groups, epsilon):
     rest = [0, *range(2, rank)]
     dscale = op.ReduceSum(op.Mul(dyw, op.reshape_like(xh, xw)), rest, keepdims=0)
     dbias = op.ReduceSum(dyw, rest, keepdims=0)
-    dx = op.cast(op.reshape_like(dx, xw), x.dtype)
-    return dx, op.cast(dscale, scale.dtype), op.cast(dbias, bias.dtype)
+    return op.cast(op.reshape_like(dx, xw), x.dtype), dscale, dbias
+
+
+GROUP_FORMS: Forms[tuple[ir.Value, int]] = {
+    "groups": Form(_by_groups),
+    "rows": Form(gradients_by_rows, lambda v: can_be_normalised(*v)),
+}
+GROUP_CHOICES: Choices[tuple[ir.Value, int]] = [
+    Choice("rows", prefers="groups-by-layer-norm"),
+    Choice("groups"),
+]
 
 
 @vjp("LpNormalization")

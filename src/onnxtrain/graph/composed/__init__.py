@@ -8,5 +8,6 @@ from onnxtrain.graph.composed.celu import celu
 from onnxtrain.graph.composed.col2im import col2im
 from onnxtrain.graph.composed.det import det
 from onnxtrain.graph.composed.dft import dft
+from onnxtrain.graph.composed.group_norm import group_normalization
 
-__all__ = ["celu", "col2im", "det", "dft"]
+__all__ = ["celu", "col2im", "det", "dft", "group_normalization"]

@@ -19,6 +19,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.captured_values import subgraphs_of
 from onnxtrain.graph.modes.half_images import raise_for_images
 from onnxtrain.graph.nodes import is_standard
+from onnxtrain.graph.windows.repeated_positions import repeats
 from onnxtrain.targets import Target, find
 
 FLOAT, BFLOAT16, FLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT16
@@ -36,8 +37,13 @@ _MOVES = frozenset(
 _FOLLOW = frozenset(
     {"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh", "Where"}
 )
-# Passes over images. Of BatchNormalization scale, shift and statistics stay in float32.
-_IMAGES = frozenset({"BatchNormalization", "Concat", "HardSigmoid", "HardSwish", "MaxPool"})
+# Passes over images. Of normalisations scale, shift and statistics stay in float32.
+_IMAGES = frozenset(
+    {
+        *("BatchNormalization", "Concat", "GroupNormalization", "HardSigmoid", "HardSwish"),
+        *("MaxPool", "Resize"),
+    }
+)
 _FOLLOWERS = {BFLOAT16: _FOLLOW, FLOAT16: frozenset[str]()}
 
 
@@ -195,6 +201,8 @@ class _Native(_Pass):
         training = node.attributes.get("training_mode")
         if node.op_type == "BatchNormalization" and (training is None or not training.as_int()):
             return []  # of given statistics there is no such kernel
+        if node.op_type == "Resize" and repeats(node, self.root.opset) is None:
+            return []
         return [0]
 
     def is_part(self, node: ir.Node) -> bool:
@@ -215,7 +223,10 @@ class _Native(_Pass):
         rest = [x for x in operands if x not in self.made]
         if node.op_type == "Where":  # a large number that hides scores may become an infinity
             return bool(narrow) and all(_is_zero(x) for x in rest)
-        return bool(narrow) and all(_is_number(x) or _is_mask(x, node) for x in rest)
+        return bool(narrow) and all(
+            _is_number(x) or _is_mask(x, node) or (self.images and _is_per_channel(x, node))
+            for x in rest
+        )
 
     def adds_bias(self, node: ir.Node) -> bool:
         return any(x in self.made and self.is_bias(node, x) is not None for x in node.inputs if x)
@@ -269,6 +280,15 @@ def _is_mask(x: ir.Value, node: ir.Node) -> bool:
         return False
     # As wide as the scores, and the same for all heads at least.
     return sizes[-2:] == whole[-2:] and 1 in (*[1] * (len(whole) - len(sizes)), *sizes[:-2])
+
+
+def _is_per_channel(x: ir.Value, node: ir.Node) -> bool:
+    """Return whether an operand has one number for all positions of an image, or of a channel."""
+    sizes, whole = S.dims_of(x), S.dims_of(node.outputs[0])
+    if node.op_type not in ("Add", "Mul", "Sub") or sizes is None or whole is None:
+        return False
+    positions = len(whole) - 2
+    return positions > 0 and len(sizes) > positions and set(sizes[-positions:]) == {1}
 
 
 def _next(node: ir.Node) -> ir.Node | None:

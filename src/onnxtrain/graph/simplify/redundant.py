@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from onnxtrain.graph.captured_values import subgraphs_of
-from onnxtrain.graph.nodes import is_standard, nodes, stops_gradient
+from onnxtrain.graph.nodes import is_op, is_standard, nodes, stops_gradient
 from onnxtrain.graph.simplify.peephole import rewrite
 
 RANDOM = frozenset(
@@ -108,15 +108,34 @@ def share(graph: ir.Graph) -> int:
         if key is None:
             continue
         first = seen.setdefault(key, node)
-        pairs = list(zip(node.outputs, first.outputs, strict=True))
-        if first is node or any(
-            old.is_graph_output() or (old.uses() and not new.name) for old, new in pairs
+        if first is node or any(y.is_graph_output() for y in node.outputs):
+            continue
+        if not _has_optional(node) and any(
+            old.uses() and not new.name
+            for old, new in zip(node.outputs, first.outputs, strict=True)
         ):
             continue
-        for old, new in pairs:
-            old.replace_all_uses_with(new)
+        for i, old in enumerate(node.outputs):
+            if old.uses():
+                old.replace_all_uses_with(_output(first, i, old))
         merged += 1
     return merged
+
+
+def _has_optional(node: ir.Node) -> bool:
+    """Return whether a node may be asked for more outputs, and gives the same in the others."""
+    return is_op(node, "LayerNormalization")
+
+
+def _output(node: ir.Node, index: int, like: ir.Value) -> ir.Value:
+    """Return an output of a node, which takes the other's name if it was not asked for so far."""
+    if len(node.outputs) <= index:
+        node.resize_outputs(index + 1)
+    y = node.outputs[index]
+    if not y.name:
+        y.name, like.name = like.name, ""
+        y.type, y.shape = like.type, like.shape
+    return y
 
 
 def equality_key(node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple | None:
@@ -130,4 +149,5 @@ def equality_key(node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple | No
                 return None
             value = (value.dtype, tuple(value.shape), value.tobytes())
         attributes.append((name, attribute.type, value))
-    return (node.domain, node.op_type, tuple(inputs), tuple(attributes), len(node.outputs))
+    outputs = 0 if _has_optional(node) else len(node.outputs)
+    return (node.domain, node.op_type, tuple(inputs), tuple(attributes), outputs)

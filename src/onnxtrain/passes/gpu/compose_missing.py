@@ -10,10 +10,11 @@ import onnx_ir as ir
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.call_by_signature import call_by_signature
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.composed import celu, col2im, det, dft
+from onnxtrain.graph.composed import celu, col2im, det, dft, group_normalization
 from onnxtrain.graph.modes.half_images import IMAGES_OPSET
 from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.windows.composed_max_pool import max_pool
+from onnxtrain.graph.windows.repeated_positions import repeated
 from onnxtrain.targets import Target
 
 
@@ -39,6 +40,8 @@ def _forms(target: Target, opset: int) -> dict[str, Callable[..., Any]]:
         "Col2Im": (target.lacks("Col2Im"), col2im),
         "DFT": (target.lacks("DFT"), dft),
         "Det": (target.lacks("Det"), det),
+        "GroupNormalization": (target.prefers("groups-by-layer-norm"), group_normalization),
         "MaxPool": (target.lacks("MaxPool.opset22") and opset >= IMAGES_OPSET, max_pool),
+        "Resize": (target.lacks("Resize.bfloat16"), repeated),
     }
     return {operator: form for operator, (lacked, form) in lacking.items() if lacked}

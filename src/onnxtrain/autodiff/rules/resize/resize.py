@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 
 from onnxtrain.autodiff.registry import Gradients, undefined, vjp
 from onnxtrain.autodiff.rules.resize.resize_matrix import Resizing, matrix, resized_axes
+from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.windows.repeated_positions import repeats
 
 _COORDINATES = "Resize is differentiated by its values, not by its coordinates"
 
@@ -21,6 +25,7 @@ def resize(
     sizes=None,
     *,
     y,
+    node,
     axes,
     mode,
     coordinate_transformation_mode,
@@ -49,12 +54,44 @@ def resize(
             "keep_aspect_ratio_policy": keep_aspect_ratio_policy,
         },
     )
+    factors = repeats(node, op.opset)
+    dx = chosen(op, factors, FORMS, CHOICES)(op, dy, resizing, factors)
+    return dx, undefined(_COORDINATES), undefined(_COORDINATES)
+
+
+def _by_matrices(
+    op: OpBuilder, dy: ir.Value, resizing: Resizing, factors: list[int] | None
+) -> ir.Value:
+    """A product per axis."""
+    x, rank = resizing.x, op.rank(resizing.x)
     # Resize knows float32 everywhere; half precision would also round the weights.
-    dtype = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    dx = op.cast(dy, dtype)
+    dx = _wide(op, dy)
+    dtype = dx.dtype
+    assert dtype is not None
     for axis, place in reversed(resized_axes(op, resizing)):
         dx = _times_transposed(op, dx, matrix(op, resizing, axis, place, dtype), axis, rank)
-    return op.cast(dx, x.dtype), undefined(_COORDINATES), undefined(_COORDINATES)
+    return op.cast(dx, x.dtype)
+
+
+def _by_pooling(op: OpBuilder, dy: ir.Value, resizing: Resizing, factors: list[int]) -> ir.Value:
+    """The sum over the copies of each position, as a mean of windows that do not overlap."""
+    mean = op.AveragePool(_wide(op, dy), kernel_shape=factors, strides=factors)
+    return op.cast(op.Mul(mean, float(math.prod(factors))), dy.dtype)
+
+
+def _wide(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return ``x`` in a type that every runtime resizes and pools."""
+    return op.cast(x, x.dtype if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT)
+
+
+FORMS: Forms[list[int] | None] = {
+    "matrices": Form(_by_matrices),
+    "pooling": Form(_by_pooling, lambda factors: factors is not None),
+}
+CHOICES: Choices[list[int] | None] = [
+    Choice("pooling", prefers="pooled-copies"),
+    Choice("matrices"),
+]
 
 
 def _given(op: OpBuilder, v: ir.Value | None) -> ir.Value | None:
