@@ -151,6 +151,11 @@ STORED_POSITIONS = 4096
 
 No choice of speed: it bounds the size of the file.
 """
+KNOWN_INDICES = 1 << 16
+"""Up to so many indices are computed from constants while a gradient is written.
+
+No choice of speed: it bounds the time that takes.
+"""
 
 NORMALISED_POSITIONS = 128
 """From so many positions of an image on, kernels for normalisation are faster than plain passes.
