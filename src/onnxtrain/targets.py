@@ -77,6 +77,7 @@ PREFERS = {
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
     "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
+    "scatter-by-elements": "rows added to tables by products, or an index for each element",
     "several-steps": "several steps of a small model in one call",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
@@ -137,7 +138,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
-    "sums-over-heads",
+    *("scatter-by-elements", "sums-over-heads"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -164,7 +165,8 @@ TARGETS: dict[str, Target] = {
                     *("affine-in-one-pass", "aligned-classes", "bfloat16-images"),
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
-                    *("scale-after-matmul", "scale-in-weights", "split-reductions"),
+                    *("scale-after-matmul", "scale-in-weights", "scatter-by-elements"),
+                    "split-reductions",
                     *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
                     "vector-update",
                 }

@@ -156,6 +156,26 @@ KNOWN_INDICES = 1 << 16
 
 No choice of speed: it bounds the time that takes.
 """
+SCATTERED_ROW = 16
+"""From so many elements on, those of a scattered row have indices of their own on an NVIDIA GPU.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
+"""
+ONE_HOT_ROWS = 256
+"""Up to so many rows, an NVIDIA GPU adds to a table by a product with zeros and ones.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
+"""
+ONE_HOT_ELEMENTS = 1 << 24
+"""If there are no more zeros and ones than so many.
+
+No choice of speed: it bounds the memory that they take.
+"""
+SCATTERED_PIECES = 1 << 23
+"""Up to so many such indices there are; beyond, one is for several elements.
+
+No choice of speed: it bounds the memory that they take.
+"""
 
 NORMALISED_POSITIONS = 128
 """From so many positions of an image on, kernels for normalisation are faster than plain passes.

@@ -97,6 +97,9 @@ CASES = [
     OpCase("GatherND", (f(3, 4), ints([[0, 1], [2, 3], [0, 1]])), torch=gather_nd),
     OpCase("GatherND", (f(3, 4, 2), ints([[[-1]], [[0]]])), torch=gather_nd, id="slices"),
     OpCase(
+        "GatherND", (f(5, 2), const([[1], [2], [3]])), torch=lambda x, i: x[1:4], id="run-of-slices"
+    ),
+    OpCase(
         "GatherND",
         (f(2, 3, 4), ints([[[0], [2]], [[1], [1]]])),
         {"batch_dims": 1},

@@ -34,8 +34,10 @@ from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
+from onnxtrain.passes.gpu.scatter_by_elements import scatter_by_elements
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
+from onnxtrain.passes.gpu.tables_by_product import tables_by_product
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
 from onnxtrain.passes.maxpool_indices import maxpool_indices
@@ -124,6 +126,8 @@ FINAL = (
     Pass(split_reductions, prefers="split-reductions"),
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
+    Pass(tables_by_product, prefers="scatter-by-elements"),
+    Pass(scatter_by_elements, prefers="scatter-by-elements"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

@@ -102,7 +102,9 @@ def gather_elements(op, dy, data, indices, *, axis):
 
 @vjp("GatherND")
 def gather_nd(op, dy, data, indices, *, batch_dims):
-    """Add ``dy`` to the slices it came from."""
+    """Add ``dy`` to the slices it came from; with one index each, as of Gather."""
+    if not batch_dims and op.dims(indices)[-1] == 1:
+        return gather(op, dy, data, op.Squeeze(indices, [-1]), axis=0)
     wide = widened(op, dy)
     where = with_batch_indices(op, indices, batch_dims)
     zeros = zeros_like(op, data, wide.dtype)
