@@ -17,7 +17,6 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op
 
-_NODES = 32  # of a chain of integers; longer ones are no list of positions
 _INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64})
 _EXACT = frozenset(
     (
@@ -72,8 +71,11 @@ def inverse(indices: np.ndarray, size: Any) -> np.ndarray | None:
     return order if np.array_equal(flat[order], np.arange(size)) else None
 
 
-def _chain(x: ir.Value) -> list[ir.Node] | None:
-    """Return the nodes that compute integers from constants, in order; ``None`` if others do."""
+def _chain(x: ir.Value, most: int = 32) -> list[ir.Node] | None:
+    """Return the nodes that compute integers from constants, in order; ``None`` if others do.
+
+    More than ``most`` nodes are no list of positions.
+    """
     order: list[ir.Node] = []
     seen: set[int] = set()
 
@@ -86,7 +88,7 @@ def _chain(x: ir.Value) -> list[ir.Node] | None:
         if id(node) in seen:
             return True
         seen.add(id(node))
-        if len(seen) > _NODES or not _small(value) or not all(map(visit, node.inputs)):
+        if len(seen) > most or not _small(value) or not all(map(visit, node.inputs)):
             return False
         order.append(node)
         return True
