@@ -151,6 +151,31 @@ STORED_POSITIONS = 4096
 
 No choice of speed: it bounds the size of the file.
 """
+KNOWN_INDICES = 1 << 16
+"""Up to so many indices are computed from constants while a gradient is written.
+
+No choice of speed: it bounds the time that takes.
+"""
+SCATTERED_ROW = 16
+"""From so many elements on, those of a scattered row have indices of their own on an NVIDIA GPU.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
+"""
+ONE_HOT_ROWS = 256
+"""Up to so many rows, an NVIDIA GPU adds to a table by a product with zeros and ones.
+
+No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
+"""
+ONE_HOT_ELEMENTS = 1 << 24
+"""If there are no more zeros and ones than so many.
+
+No choice of speed: it bounds the memory that they take.
+"""
+SCATTERED_PIECES = 1 << 23
+"""Up to so many such indices there are; beyond, one is for several elements.
+
+No choice of speed: it bounds the memory that they take.
+"""
 
 FIXED_MASK_ELEMENTS = 1 << 22
 """Up to so many different elements, a mask that depends on no input is a constant in the file.

@@ -43,6 +43,46 @@ CASES = [
     ),
     OpCase("Gather", (f(2, 5), const([-1])), {"axis": 1}, torch=lambda x, i: x[:, -1:], id="one"),
     OpCase("Gather", (f(5), const([-1, 0])), torch=lambda x, i: x[i], id="not-a-run"),
+    OpCase(
+        "Gather",
+        (f(2, 5, 3), const([[1, 2, 3]])),
+        {"axis": 1},
+        torch=lambda x, i: x[:, 1:4].unsqueeze(1),
+        id="run-of-one-row",
+    ),
+    OpCase(
+        "Gather",
+        (f(7, 2), const([[1, 2], [3, 4]])),
+        torch=lambda x, i: x[torch.as_tensor(i)],
+        id="run-in-rows",
+    ),
+    OpCase(
+        "Gather",
+        (f(5, 3), const([[[0], [1]], [[0], [1]]])),
+        torch=lambda x, i: x[torch.as_tensor(i)],
+        id="rows-repeated",
+    ),
+    OpCase(
+        "Gather",
+        (f(2, 4), const([[-1, -1, -1], [-1, -1, -1]])),
+        {"axis": 1},
+        torch=lambda x, i: x[:, torch.as_tensor(i)],
+        id="all-the-same",
+    ),
+    OpCase(
+        "Gather",
+        (f(3, 5, 2), const([[4, 0, 1, 1], [4, 0, 1, 1]])),
+        {"axis": 1},
+        torch=lambda x, i: x[:, torch.as_tensor(i)],
+        id="rows-repeated-not-a-run",
+    ),
+    OpCase(
+        "Gather",
+        (f(2, 4, 3), const([[2, -1], [0, 1]])),
+        {"axis": -2},
+        torch=lambda x, i: x[:, torch.as_tensor(i)],
+        id="each-once",
+    ),
     OpCase("Gather", (f(5, 3), ints([4, 4], "int32")), torch=lambda x, i: x[i.long()], id="int32"),
     OpCase("Gather", (f(5, 3), ints([], "int64")), torch=lambda x, i: x[i], id="no-index"),
     OpCase("GatherElements", (f(3, 4), ints([[0, 2, 2, 1]])), torch=lambda x, i: x.gather(0, i)),
@@ -56,6 +96,9 @@ CASES = [
     ),
     OpCase("GatherND", (f(3, 4), ints([[0, 1], [2, 3], [0, 1]])), torch=gather_nd),
     OpCase("GatherND", (f(3, 4, 2), ints([[[-1]], [[0]]])), torch=gather_nd, id="slices"),
+    OpCase(
+        "GatherND", (f(5, 2), const([[1], [2], [3]])), torch=lambda x, i: x[1:4], id="run-of-slices"
+    ),
     OpCase(
         "GatherND",
         (f(2, 3, 4), ints([[[0], [2]], [[1], [1]]])),

@@ -43,10 +43,12 @@ from onnxtrain.passes.gpu.make_again import make_again
 from onnxtrain.passes.gpu.open_rows import open_rows
 from onnxtrain.passes.gpu.parts_together import parts_together
 from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
+from onnxtrain.passes.gpu.scatter_by_elements import scatter_by_elements
 from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_at_once import sums_at_once
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
+from onnxtrain.passes.gpu.tables_by_product import tables_by_product
 from onnxtrain.passes.gpu.views_in_16_bits import views_in_16_bits
 from onnxtrain.passes.int32_inputs import int32_inputs
 from onnxtrain.passes.join_factors import join_factors
@@ -148,6 +150,8 @@ FINAL = (
     Pass(sums_at_once, prefers="sum-operator"),
     Pass(parts_together, prefers="attention-in-parts"),
     Pass(make_again, prefers="kept-values-again"),
+    Pass(tables_by_product, prefers="scatter-by-elements"),
+    Pass(scatter_by_elements, prefers="scatter-by-elements"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

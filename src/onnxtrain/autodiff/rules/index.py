@@ -9,6 +9,12 @@ import onnx_ir as ir
 
 from onnxtrain import thresholds as T
 from onnxtrain.autodiff.registry import vjp, vjp_multi
+from onnxtrain.autodiff.rules.known_indices import (
+    equal_axes,
+    inverse,
+    known_integers,
+    repeats,
+)
 from onnxtrain.graph.builder import size_arithmetic as Z
 from onnxtrain.graph.builder.size_arithmetic import Size
 
@@ -17,19 +23,73 @@ _NARROW = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 @vjp("Gather")
 def gather(op, dy, data, indices, *, axis):
-    """Add ``dy`` to the slices it came from; a constant run of indices needs a Pad only."""
-    rank = op.rank(data)
-    axis %= rank
-    run = _run(op.constant(indices))
+    """Add ``dy`` to the slices it came from.
+
+    What is read by one index is added up first. Of indices that are known before a run, those in a
+    row need a Pad only, and those that read each slice once another Gather.
+    """
+    axis %= op.rank(data)
+    total, indices = _repeats_added(op, dy, indices, axis)
+    known = known_integers(indices, op.opset)
+    out = None
+    if known is not None and known.size:
+        equal = equal_axes(known)
+        if equal:
+            total = op.ReduceSum(widened(op, total), [axis + a for a in equal], keepdims=1)
+            known = known[tuple(slice(1) if a in equal else slice(None) for a in range(known.ndim))]
+            indices = op.const(known)
+        out = _placed(op, total, data, known, axis)
+    if out is None:
+        out = scatter_rows(op, indices, total, data, axis)
+    return op.cast(out, dy.dtype)
+
+
+def _repeats_added(op, dy, indices: ir.Value, axis: int) -> tuple[ir.Value, ir.Value]:
+    """Return the gradient added up where indices were repeated, and the indices before that."""
+    shared = repeats(indices)
+    if shared is None:
+        return dy, indices
+    source, new, inner = shared
+    axes = [axis + i for i in (*range(new), *(new + i for i in inner))]
+    if not axes:
+        return dy, source
+    total = op.ReduceSum(widened(op, dy), axes, keepdims=0 if new else 1)
+    if new and inner:
+        total = op.Unsqueeze(total, [axis + i for i in inner])
+    return total, source
+
+
+def _placed(op, dy, data, known: np.ndarray, axis: int) -> ir.Value | None:
+    """Return slices put where they belong without scattering, ``None`` if that cannot be done."""
+    rank, run = op.rank(data), _run(known)
+    back = None if run else inverse(known, op.dims(data)[axis])
+    if run is None and back is None:
+        return None
+    line = _in_line(op, dy, known, axis)
     if run is None:
-        return scatter_rows(op, indices, dy, data, axis)
+        return op.Gather(line, back, axis=axis)
     start, length = run
     size = op.size(data, axis)
     before = start if start >= 0 else Z.plus(op, size, start)
     pads: list[Size] = [0] * 2 * rank
     pads[axis] = before
     pads[axis + rank] = Z.minus(op, Z.minus(op, size, before), length)
-    return op.Pad(op.Unsqueeze(dy, [axis]) if op.rank(indices) == 0 else dy, op.vector(pads))
+    return op.Pad(line, op.vector(pads))
+
+
+def _in_line(op, dy, known: np.ndarray, axis: int) -> ir.Value:
+    """Return the gradient with all axes of the indices as one."""
+    k = known.ndim
+    if k == 1:
+        return dy
+    if k == 0:
+        return op.Unsqueeze(dy, [axis])
+    ones = [axis + a for a, size in enumerate(known.shape) if size == 1]
+    if len(ones) >= k - 1:
+        return op.Squeeze(dy, ones[: k - 1])
+    lead, tail = range(axis), range(axis + k, op.rank(dy))
+    sizes = [op.size(dy, a) for a in lead], [op.size(dy, a) for a in tail]
+    return op.reshape(dy, [*sizes[0], known.size, *sizes[1]])
 
 
 @vjp("GatherElements")
@@ -42,7 +102,9 @@ def gather_elements(op, dy, data, indices, *, axis):
 
 @vjp("GatherND")
 def gather_nd(op, dy, data, indices, *, batch_dims):
-    """Add ``dy`` to the slices it came from."""
+    """Add ``dy`` to the slices it came from; with one index each, as of Gather."""
+    if not batch_dims and op.dims(indices)[-1] == 1:
+        return gather(op, dy, data, op.Squeeze(indices, [-1]), axis=0)
     wide = widened(op, dy)
     where = with_batch_indices(op, indices, batch_dims)
     zeros = zeros_like(op, data, wide.dtype)
@@ -152,10 +214,8 @@ def _count(op, x: ir.Value) -> Size:
     return op.Reshape(op.Size(x), [1]) if dims is None else math.prod(dims)
 
 
-def _run(indices: np.ndarray | None) -> tuple[int, int] | None:
+def _run(indices: np.ndarray) -> tuple[int, int] | None:
     """Return start and length if constant indices are one or several in a row, all of one sign."""
-    if indices is None or indices.ndim > 1 or indices.size == 0:
-        return None
     flat = indices.reshape(-1)
     in_row = np.all(np.diff(flat) == 1) and (flat[0] >= 0 or flat[-1] < 0)
     return (int(flat[0]), flat.size) if in_row else None
