@@ -143,15 +143,15 @@ FINAL = (
     Pass(joined_averages, prefers="joined-averages"),
     Pass(sums_in_float32, prefers="sums-in-float32"),
     Pass(slope_of_scores, prefers="slope-of-scores"),
-    Pass(row_sums_in_product, prefers="row-sums-in-product"),
-    Pass(flat_broadcasts, prefers="flat-broadcasts"),
-    Pass(column_sums_by_product, prefers="column-sums-by-product"),
-    Pass(bias_apart, prefers="bias-apart"),
-    Pass(sums_at_once, prefers="sum-operator"),
-    Pass(parts_together, prefers="attention-in-parts"),
-    Pass(make_again, prefers="kept-values-again"),
     Pass(tables_by_product, prefers="scatter-by-elements"),
     Pass(scatter_by_elements, prefers="scatter-by-elements"),
+    Pass(row_sums_in_product, prefers="row-sums-in-product"),
+    Pass(column_sums_by_product, prefers="column-sums-by-product"),
+    Pass(bias_apart, prefers="bias-apart"),
+    Pass(parts_together, prefers="attention-in-parts"),
+    Pass(make_again, prefers="kept-values-again"),
+    Pass(sums_at_once, prefers="sum-operator"),
+    Pass(flat_broadcasts, prefers="flat-broadcasts"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
