@@ -36,6 +36,7 @@ LACKS = {
     "NegativeLogLikelihoodLoss": "the loss of labels",
     "Pad.bfloat16": "borders around images in 16 bits",
     "Range.int64": "whole numbers up to a size",
+    "Resize.bfloat16": "images made larger, in 16 bits",
     "ScatterElements": "one element per row, replaced",
     "Sign": "-1, 0 or 1",
     "Slice.bool": "a part of a mask",
