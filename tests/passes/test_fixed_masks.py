@@ -173,6 +173,23 @@ def test_what_is_no_mask_stays(inputs: str, more: str) -> None:
     same_results(before, after)
 
 
+def test_a_mask_that_stands_for_none_is_left_out() -> None:
+    """Of ones, as exporters put it in where the caller left it out."""
+    more = "float[2,1,1,4] ones = {1,1,1,1,1,1,1,1}"
+    body = "pair = Mul(ones, ones) there = Cast<to=9>(pair) mask = Where(there, open, closed)"
+    before = model_of(body + ATTENTION, more)
+    _, after = rewritten(before)
+    assert kinds(after) == {"Softmax": 1, "MatMul": 1}
+    same_results(before, after)
+
+
+def test_a_frozen_bias_of_zeros_stays() -> None:
+    before = model_of(ATTENTION, "float[2,1,1,4] mask = {0,0,0,0,0,0,0,0}")
+    changed, after = rewritten(before)
+    assert changed == 0
+    same_results(before, after)
+
+
 def test_a_mask_that_lies_in_the_file_loses_its_copies() -> None:
     row = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
     before = model_of(ATTENTION, "float[2,1,4,4] mask = {" + ",".join(["0"] * 32) + "}")

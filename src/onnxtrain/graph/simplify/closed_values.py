@@ -26,6 +26,7 @@ _COMPUTED = (
     *("Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Sign", "Slice"),
     *("Squeeze", "Sub", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor"),
 )
+_SAMPLE = 64
 _COUNTS = (ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64)
 
 
@@ -76,7 +77,7 @@ class ClosedValues:
         if sizes is None or math.prod(sizes) > self._limit or node.outputs[0].is_graph_output():
             return False
         given = [x for x in node.inputs if x is not None]
-        if not all(x in self._made or self._is_number(x) for x in given):
+        if not all(x in self._made or self._is_number(x) or self._is_uniform(x) for x in given):
             return False
         return within_elements(node, self._limit)
 
@@ -88,6 +89,14 @@ class ClosedValues:
         if x.dtype in _COUNTS or tensor.size == 1 or S.is_own_constant(x):
             return True
         return S.is_float(x) and is_mask(tensor.numpy())
+
+    def _is_uniform(self, x: ir.Value) -> bool:
+        """Return whether all elements are equal, as in the mask that stands for none."""
+        array = S.constant_of(x)
+        if array is None or not 0 < array.size <= self._limit:
+            return False
+        some = array.reshape(-1)[:_SAMPLE]  # weights are told apart without reading all of them
+        return bool((some == some[0]).all() and (array == some[0]).all())
 
     def _computed(self, node: ir.Node) -> np.ndarray | None:
         arrays = {x: self._known[x] for x in node.inputs if x is not None}
