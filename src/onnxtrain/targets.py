@@ -79,6 +79,7 @@ PREFERS = {
     "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
     "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
+    "slopes-by-table": "slopes of activations in bfloat16 out of a table",
     "several-steps": "several steps of a small model in one call",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
@@ -140,7 +141,8 @@ _CPU_FORMS = PREFERS.keys() - {
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
-    *("bias-apart", "column-sums-by-product", "sum-operator", "sums-over-heads"),
+    *("bias-apart", "column-sums-by-product", "slopes-by-table", "sum-operator"),
+    "sums-over-heads",
 }
 
 TARGETS: dict[str, Target] = {
@@ -169,7 +171,8 @@ TARGETS: dict[str, Target] = {
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),
                     *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
-                    *("bias-apart", "column-sums-by-product", "sum-operator", "vector-update"),
+                    *("bias-apart", "column-sums-by-product", "slopes-by-table", "sum-operator"),
+                    "vector-update",
                 }
             ),
             family="cuda",

@@ -36,6 +36,7 @@ from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
 from onnxtrain.passes.gpu.open_rows import open_rows
+from onnxtrain.passes.gpu.slopes_by_table import slopes_by_table
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_at_once import sums_at_once
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
@@ -78,6 +79,9 @@ class Pass:
             return False
         return self.prefers is None or target.prefers(self.prefers)
 
+
+LAST = (Pass(slopes_by_table, prefers="slopes-by-table"),)
+"""In front of :data:`FINAL`, on graphs that nobody differentiates again."""
 
 INPUTS = (Pass(int32_inputs, lacks="int64"),)
 """For models whose callers follow a manifest: types of inputs."""
@@ -159,13 +163,20 @@ def rewrite_after(model: ir.Model, op: OpBuilder) -> None:
     run(AFTER, model, op)
 
 
-def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
-    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it."""
+def rewrite_final(model: ir.Model, target: str | Target, *, last: bool = False) -> ir.Model:
+    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it.
+
+    Args:
+        model: of which everything is there.
+        target: where it will run.
+        last: nobody will differentiate it, so that :data:`LAST` is run, too.
+    """
     simplify(model)
     target = find(target)
-    if any(p.wanted(target) for p in FINAL):
+    passes = (*LAST, *FINAL) if last else FINAL
+    if any(p.wanted(target) for p in passes):
         op = OpBuilder(model.graph, f"{target.name}/", target=target)
-        if run(FINAL, model, op):
+        if run(passes, model, op):
             simplify(model)
     order_for_memory(model.graph)
     return model
@@ -176,6 +187,7 @@ __all__ = [
     "BEFORE",
     "FINAL",
     "INPUTS",
+    "LAST",
     "SPELLINGS",
     "Pass",
     "rewrite_after",
