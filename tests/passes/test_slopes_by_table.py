@@ -15,7 +15,7 @@ from onnx import parser
 import onnxtrain
 from onnxtrain.autodiff import gradient_model
 from onnxtrain.autodiff.rules import activations
-from onnxtrain.graph import slope_marks
+from onnxtrain.graph.modes import slope_marks
 from onnxtrain.passes import pipeline
 from onnxtrain.passes.gpu import slopes_by_table as module
 from onnxtrain.targets import TARGETS

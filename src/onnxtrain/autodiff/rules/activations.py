@@ -17,8 +17,8 @@ from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes.batch_statistics import worth_a_kernel
+from onnxtrain.graph.modes.slope_marks import GELU_TANH, GELU_TWICE, mark_slope
 from onnxtrain.graph.shapes import dims as D
-from onnxtrain.graph.slope_marks import GELU_TANH, GELU_TWICE, mark_slope
 
 vjp("Sigmoid")(lambda op, dy, x, *, y: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
 vjp("Softplus")(lambda op, dy, x: op.Mul(dy, op.Sigmoid(x)))

@@ -21,9 +21,9 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.modes.slope_marks import GELU_TANH, GELU_TWICE, slope_kind
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes import dims as D
-from onnxtrain.graph.slope_marks import GELU_TANH, GELU_TWICE, slope_kind
 
 _STEPS = 2048
 _BOUND = 255 * 64
