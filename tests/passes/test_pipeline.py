@@ -15,7 +15,7 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import passes
-from onnxtrain.passes.pipeline import AFTER, BEFORE, FINAL, INPUTS
+from onnxtrain.passes.pipeline import AFTER, BEFORE, FINAL, INPUTS, LAST
 from onnxtrain.targets import find
 from onnxtrain.torch import from_torch
 
@@ -27,7 +27,7 @@ def test_every_pass_is_in_the_table_and_proves_itself() -> None:
     files = [m.name for m in everything if not m.ispkg and not m.name.endswith("pipeline")]
     modules = [importlib.import_module(f) for f in files]
     names = [m.__name__.rpartition(".")[2] for m in modules]
-    entries = [p.rewrite for p in (*INPUTS, *BEFORE, *AFTER, *FINAL)]
+    entries = [p.rewrite for p in (*INPUTS, *BEFORE, *AFTER, *LAST, *FINAL)]
     assert sorted(names) == sorted(f.__name__ for f in entries)
     for name, module in zip(names, modules, strict=True):
         assert module.__doc__

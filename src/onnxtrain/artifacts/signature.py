@@ -142,7 +142,7 @@ class GraphSignature:
         self._set_ends()
         graph = self.model.graph
         names = [y.name for y in graph.outputs]
-        rewrite_final(self.model, target)
+        rewrite_final(self.model, target, last=True)
         assert [y.name for y in graph.outputs] == names, "simplify keeps outputs"
         outputs = zip(graph.outputs, self._outputs, strict=True)
         self._outputs = [(y, role, feeds) for y, (_, role, feeds) in outputs]

@@ -45,6 +45,7 @@ from onnxtrain.passes.gpu.parts_together import parts_together
 from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
 from onnxtrain.passes.gpu.scatter_by_elements import scatter_by_elements
 from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
+from onnxtrain.passes.gpu.slopes_by_table import slopes_by_table
 from onnxtrain.passes.gpu.split_reductions import split_reductions
 from onnxtrain.passes.gpu.sums_at_once import sums_at_once
 from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
@@ -89,6 +90,9 @@ class Pass:
             return False
         return self.prefers is None or target.prefers(self.prefers)
 
+
+LAST = (Pass(slopes_by_table, prefers="slopes-by-table"),)
+"""In front of :data:`FINAL`, on graphs that nobody differentiates again."""
 
 INPUTS = (Pass(int32_inputs, lacks="int64"),)
 """For models whose callers follow a manifest: types of inputs."""
@@ -181,13 +185,20 @@ def rewrite_after(model: ir.Model, op: OpBuilder) -> None:
     run(AFTER, model, op)
 
 
-def rewrite_final(model: ir.Model, target: str | Target) -> ir.Model:
-    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it."""
+def rewrite_final(model: ir.Model, target: str | Target, *, last: bool = False) -> ir.Model:
+    """Simplify a model, run :data:`FINAL` and order its nodes, in place; return it.
+
+    Args:
+        model: of which everything is there.
+        target: where it will run.
+        last: nobody will differentiate it, so that :data:`LAST` is run, too.
+    """
     simplify(model)
     target = find(target)
-    if any(p.wanted(target) for p in FINAL):
+    passes = (*LAST, *FINAL) if last else FINAL
+    if any(p.wanted(target) for p in passes):
         op = OpBuilder(model.graph, f"{target.name}/", target=target)
-        if run(FINAL, model, op):
+        if run(passes, model, op):
             simplify(model)
     order_for_memory(model.graph)
     return model
@@ -198,6 +209,7 @@ __all__ = [
     "BEFORE",
     "FINAL",
     "INPUTS",
+    "LAST",
     "SPELLINGS",
     "Pass",
     "rewrite_after",

@@ -17,6 +17,7 @@ from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes.batch_statistics import worth_a_kernel
+from onnxtrain.graph.modes.slope_marks import GELU_TANH, GELU_TWICE, mark_slope
 from onnxtrain.graph.shapes import dims as D
 
 vjp("Sigmoid")(lambda op, dy, x, *, y: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
@@ -156,7 +157,7 @@ def gelu(op, dy, x, *, y, approximate):
             slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
         else:
             slope = op.Mul(bend, _line(op, steep, 3.0, -2.0 * c))
-        return op.Mul(dy, op.Add(below, slope))
+        return op.Mul(dy, mark_slope(op.Add(below, slope), GELU_TANH))
     return chosen(op, x, GELU_FORMS, GELU_CHOICES)(op, dy, x)
 
 
@@ -210,7 +211,8 @@ def _halved(op, dy, x):
     """Everything twice, and half of ``dy``: mostly a product gives it, which can take the half."""
     u = op.Mul(x, math.sqrt(0.5))
     slope = op.Mul(x, op.Exp(op.Sub(_DENSITY + math.log(2.0), op.Mul(u, u))))
-    return op.Mul(op.Mul(dy, 0.5), op.Add(op.Add(op.Erf(u), 1.0), slope))
+    twice = mark_slope(op.Add(op.Add(op.Erf(u), 1.0), slope), GELU_TWICE)
+    return op.Mul(op.Mul(dy, 0.5), twice)
 
 
 GELU_FORMS: Forms[ir.Value] = {
