@@ -62,6 +62,7 @@ PREFERS = {
     "given-means": "the mean of a gradient from its sum, not again from what is left",
     "gelu-operator": "GELU by its own operator where a file has it written out",
     "few-operators": "fewer operators, each a kernel to start, even where they move more",
+    "attention-operator": "attention in 16 bits by its own operator, in the forward pass",
     "attention-in-parts": "scores of long sequences for a part of the batch at a time",
     "joined-averages": "running averages of many vectors as one",
     "float16-products": "products in 16 bits; elsewhere operands and results are rounded to them",
@@ -146,7 +147,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
-    "sums-over-heads",
+    *("sums-over-heads", "attention-operator"),
 }
 
 TARGETS: dict[str, Target] = {
@@ -171,7 +172,7 @@ TARGETS: dict[str, Target] = {
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "attention-in-parts"),
-                    *("bfloat16-images", "kept-values-again"),
+                    *("attention-operator", "bfloat16-images", "kept-values-again"),
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),

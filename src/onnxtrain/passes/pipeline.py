@@ -30,6 +30,7 @@ from onnxtrain.passes.fewer_nodes.shared_slices import shared_slices
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
+from onnxtrain.passes.gpu.attention_operator import attention_operator
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.gelu_operator import gelu_operator
 from onnxtrain.passes.gpu.joined_averages import joined_averages
@@ -130,6 +131,7 @@ FINAL = (
     Pass(sums_in_float32, prefers="sums-in-float32"),
     Pass(parts_together, prefers="attention-in-parts"),
     Pass(make_again, prefers="kept-values-again"),
+    Pass(attention_operator, prefers="attention-operator"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
