@@ -54,6 +54,7 @@ PREFERS = {
     "affine-in-one-pass": "scale and shift by one operator made for something else",
     "aligned-classes": "a few classes more, so that rows of scores are whole words",
     "attention-in-parts": "scores of long sequences for a part of the batch at a time",
+    "attention-operator": "attention in 16 bits by its own operator, in the forward pass",
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
     "bfloat16-images": "convolutions and what lies between them in bfloat16, if asked for",
     "bias-apart": "biases added behind large products, not inside them",
@@ -150,6 +151,7 @@ class Target:
 _CPU_FORMS = PREFERS.keys() - {
     "aligned-classes",
     "attention-in-parts",
+    "attention-operator",
     "bfloat16-images",
     "bias-apart",
     "column-sums-by-product",
@@ -213,6 +215,7 @@ TARGETS: dict[str, Target] = {
                     "affine-in-one-pass",
                     "aligned-classes",
                     "attention-in-parts",
+                    "attention-operator",
                     "bfloat16-images",
                     "bias-apart",
                     "column-sums-by-product",

@@ -315,7 +315,8 @@ def _forms(asked: BuildRequest) -> Target:
     chosen = find(asked.target)
     if asked.keeps_all:
         chosen = chosen.without("attention-in-parts", "kept-values-again")
-    return chosen if asked.opset is None else chosen.without("data-dependent-sizes")
+    newer = ("attention-operator", "data-dependent-sizes")
+    return chosen if asked.opset is None else chosen.without(*newer)
 
 
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:

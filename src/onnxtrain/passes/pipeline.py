@@ -30,6 +30,7 @@ from onnxtrain.passes.fewer_nodes.shared_slices import shared_slices
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
+from onnxtrain.passes.gpu.attention_operator import attention_operator
 from onnxtrain.passes.gpu.bias_apart import bias_apart
 from onnxtrain.passes.gpu.column_sums_by_product import column_sums_by_product
 from onnxtrain.passes.gpu.compose_missing import compose_missing
@@ -156,6 +157,7 @@ FINAL = (
     Pass(make_again, prefers="kept-values-again"),
     Pass(sums_at_once, prefers="sum-operator"),
     Pass(flat_broadcasts, prefers="flat-broadcasts"),
+    Pass(attention_operator, prefers="attention-operator"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 

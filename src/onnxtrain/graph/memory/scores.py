@@ -10,6 +10,10 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op
 
+OPERATOR_TYPES = (ir.DataType.BFLOAT16,)
+"""Types of attention that CUDA has a fast operator for."""
+_WIDEST = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
@@ -45,6 +49,32 @@ class Scores:
         if not isinstance(width, int) or not isinstance(length, int):
             return False
         return length >= T.LONG_SCORES * width
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether CUDA's operator for attention can make its result: 16 bits, without a mask."""
+        query, key = S.dims_of(self.query), S.dims_of(self.key)
+        if self.query.dtype not in OPERATOR_TYPES or query is None or key is None:
+            return False
+        width = query[-1]
+        whole = len(query) == 4 and query[:2] == key[:2]
+        whole = whole and sum(not isinstance(d, int) for d in key) < 2 and None not in query
+        fits = isinstance(width, int) and width % 8 == 0 and width <= _WIDEST
+        return whole and fits and plain_factor(self) is not None
+
+
+def plain_factor(scores: Scores) -> float | None:
+    """Return what scores are multiplied by, if nothing else happens to them."""
+    factor = 1.0
+    for node in scores.nodes[1:-1]:
+        x, number = node.inputs[0], S.constant_of(node.inputs[1])
+        if not is_op(node, "Mul", "Div") or x is None or number is None or number.size != 1:
+            return None
+        if not S.same_shape(x, node.outputs[0]) or not float(number.item()):
+            return None
+        value = float(number.item())
+        factor = factor * value if is_op(node, "Mul") else factor / value
+    return factor
 
 
 def scores_of(softmax: ir.Node) -> Scores | None:
@@ -90,4 +120,4 @@ def _larger(node: ir.Node, scores: ir.Value) -> ir.Value | None:
     return large[0] if len(large) == 1 else None
 
 
-__all__ = ["Scores", "read_by", "scores_of"]
+__all__ = ["OPERATOR_TYPES", "Scores", "plain_factor", "read_by", "scores_of"]

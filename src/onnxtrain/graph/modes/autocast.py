@@ -235,7 +235,9 @@ class _Native(_Pass):
         if x in self.made:
             return self.made[x]
         if x not in self.cast:
-            self.cast[x] = self.builder(before).Cast(x, to=self.half)
+            op, number = self.builder(before), S.constant_of(x)
+            ours = number is not None and number.size == 1 and S.is_own_constant(x)
+            self.cast[x] = op.const(number, self.half) if ours else op.Cast(x, to=self.half)
         return self.cast[x]
 
 

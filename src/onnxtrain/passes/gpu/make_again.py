@@ -23,6 +23,7 @@ from onnxtrain.graph.builder.copy_nodes import copy_node
 from onnxtrain.graph.memory import Sizes
 from onnxtrain.graph.memory.forward_nodes import forward_nodes
 from onnxtrain.graph.memory.scores import scores_of
+from onnxtrain.graph.modes.raise_opset import ATTENTION_SINCE, can_be_raised
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes.dims import Dim
 
@@ -38,13 +39,14 @@ def make_again(model: ir.Model, op: OpBuilder) -> int:
     early = forward_nodes(graph)
     place = {node: i for i, node in enumerate(graph)}
     sizes, count = Sizes(other=_SYMBOL), 0
+    fused = op.target.prefers("attention-operator") and can_be_raised(model, ATTENTION_SINCE)
     for node in nodes(graph, "Gelu", "Mul", "Softmax"):
         y = node.outputs[0]
         if node not in early or y.is_graph_output() or sizes(y) < T.MADE_AGAIN_BYTES:
             continue
         uses = list(y.uses())
         late = [use for use in uses if use.node not in early and use.node in place]
-        chain = _chain(node, early)
+        chain = _chain(node, early, fused=fused)
         if not late or len(late) == len(uses) or chain is None:
             continue
         if is_op(node, "Gelu") and not all(_only_products(use.node, use.idx) for use in late):
@@ -59,12 +61,15 @@ def make_again(model: ir.Model, op: OpBuilder) -> int:
     return count
 
 
-def _chain(node: ir.Node, early: set[ir.Node]) -> list[ir.Node] | None:
-    """Return the nodes that make a value again from values that are kept in any case."""
+def _chain(node: ir.Node, early: set[ir.Node], *, fused: bool) -> list[ir.Node] | None:
+    """Return the nodes that make a value again from values that are kept in any case.
+
+    Scores in 16 bits cost nothing where the forward pass need not make them.
+    """
     y = node.outputs[0]
     if is_op(node, "Softmax"):
         scores = scores_of(node)
-        if scores is None or not scores.is_long:
+        if scores is None or not (scores.is_long or (fused and scores.is_plain)):
             return None
         kept = all(_is_kept(x, early) for x in (scores.query, scores.key))
         return list(scores.nodes) if kept else None
