@@ -127,3 +127,45 @@ def test_what_no_layer_made_is_centered_first() -> None:
     assert grad is not None
     step = (1.0 - trainer.parameters["norm.weight"]) / 0.1
     np.testing.assert_allclose(step, grad, rtol=2e-3, atol=1e-6)
+
+
+class First(nn.Module):
+    """A convolution without padding, or a linear layer, in front of the normalisation."""
+
+    def __init__(self, *, linear: bool, padding: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(48, 6) if linear else nn.Conv2d(3, 6, 3, padding=padding, bias=False)
+        self.norm = nn.BatchNorm1d(6) if linear else nn.BatchNorm2d(6)
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.linear:
+            return torch.tanh(self.norm(self.first(x[:, :, :4, :4].flatten(1))))
+        return torch.tanh(self.norm(self.first(x)))[:, :, 1, 1]
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_large_mean_of_an_input_leaves_digits_to_weights(*, linear: bool) -> None:
+    """The weight's gradient has that mean times a sum that is zero but for rounding errors."""
+    module, x = First(linear=linear), torch.randn(8, 3, 14, 14) * 5.0 + 2000.0
+    module.train()
+    made, before = built(module, x), module.first.weight.detach().numpy().copy()
+    trainer, target = onnxtrain.Trainer(made), torch.linspace(-1, 1, 48).reshape(8, 6)
+    trainer.step(x.numpy(), target.numpy())
+    exact = module.double()
+    F.mse_loss(exact(x.double()), target.double()).backward()
+    grad = exact.first.weight.grad
+    assert grad is not None
+    error = np.abs((before - trainer.parameters["first.weight"]) / 0.1 - grad.numpy()).max()
+    assert error < 2e-3 * float(grad.abs().max())
+
+
+def test_only_that_layer_pays_for_it() -> None:
+    """One mean and one difference more behind it, nothing where borders are padded."""
+    x = torch.randn(8, 3, 14, 14)
+    counts = [
+        large(built(First(linear=False, padding=p), x).models["step"], 8 * 6 * 12 * 12)
+        for p in (0, 1)
+    ]
+    assert counts[0]["Sub"] == counts[1]["Sub"] + 1

@@ -54,11 +54,12 @@ def _join(op: OpBuilder, sigmoid: ir.Node, reader: ir.Node, order: dict[ir.Node,
     gate = _gate(g, a, total, order)
     known = [g, s, a] if gate is None else [gate[0], s, *gate[1:]]
     again = op.target.prefers("sigmoid-again") and _read_by(s, a.producer(), (reader, product))
+    again = again and all(S.same_shape(v, x) for v in known)
     if again:
         known = [op.Reshape(x if v is s else v, [-1]) for v in known]
         known[1] = op.Sigmoid(known[1])
     made = _slope(op, known) if gate is None else _gated_slope(op, known)
-    replace_value(y, op.reshape_like(made, y) if again else made, uses)
+    replace_value(y, op.reshape_like(made, x) if again else made, uses)
     return 1
 
 

@@ -20,6 +20,7 @@ from onnxtrain.graph.modes.batch_statistics import (
     mean_and_variance,
     normalised,
     puts_out_batch_statistics,
+    reads_input,
     worth_a_kernel,
 )
 from onnxtrain.graph.shapes import dims as D
@@ -151,7 +152,10 @@ def _by_one_map(op: OpBuilder, v: Incoming, axes: list[int]) -> tuple[ir.Value, 
     together = op.ReduceMean(op.Mul(dy, x), axes, keepdims=0)
     slope = op.Mul(op.Sub(together, op.Mul(mean, dy_mean)), r)
     line = normalised(op, x, Channels(slope, dy_mean, mean, variance), v.epsilon)
-    dx = op.Mul(op.Sub(dy, line), per_channel(op, op.Mul(v.scale, r), x))
+    left, gain = op.Sub(dy, line), op.Mul(v.scale, r)
+    if reads_input(x):  # its mean may be large, and is multiplied by what is left of the sum
+        left = op.Sub(left, op.ReduceMean(left, axes, keepdims=1))
+    dx = op.Mul(left, per_channel(op, gain, x))
     return dx, op.Mul(slope, size), op.Mul(dy_mean, size)
 
 

@@ -24,6 +24,10 @@ from onnxtrain.graph.shapes import dims as D
 
 _BATCH_ONLY = 0.0
 _DEFAULT = 0.9  # the standard's
+_MOVES = (
+    *("Cast", "Concat", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze"),
+    *("Transpose", "Unsqueeze"),
+)
 
 
 def momentum_of(node: ir.Node) -> float:
@@ -61,13 +65,33 @@ def follows_layer(x: ir.Value) -> bool:
     """Return whether a layer with weights made a value, in 32 bits.
 
     Means of such values are seldom larger than deviations by orders of magnitude, so that products
-    of what is not centered keep their digits; inputs of a model may be years, or prices. Where a
-    layer reads those and does not pad, digits are lost, about as many as torch loses.
+    of what is not centered keep their digits; inputs of a model may be years, or prices.
     """
     layer = x.producer()
     if layer is None or x.dtype != ir.DataType.FLOAT:
         return False
     return is_op(layer, "Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def reads_input(x: ir.Value) -> bool:
+    """Return whether the layer that made a value reads an input of the model, and pads nothing.
+
+    Its weight's gradient multiplies the mean of that input by the sum of a gradient, which is zero
+    but for rounding errors. With padding there is no such mean.
+    """
+    layer = x.producer()
+    source = None if layer is None else layer.inputs[0]
+    while source is not None and (node := source.producer()) is not None:
+        if not is_op(node, *_MOVES):
+            return False
+        source = node.inputs[0]
+    if layer is None or source is None or not source.is_graph_input():
+        return False
+    pads, auto = (layer.attributes.get(name) for name in ("pads", "auto_pad"))
+    padded = (pads is not None and any(pads.as_ints())) or (
+        auto is not None and auto.as_string().startswith("SAME")
+    )
+    return not padded
 
 
 class Channels(NamedTuple):
@@ -139,4 +163,5 @@ __all__ = [
     "normalised",
     "put_out_batch_statistics",
     "puts_out_batch_statistics",
+    "reads_input",
 ]
