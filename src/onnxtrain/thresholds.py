@@ -161,7 +161,7 @@ SCATTERED_ROW = 16
 
 No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
 """
-ONE_HOT_ROWS = 256
+ONE_HOT_ROWS = 1024
 """Up to so many rows, an NVIDIA GPU adds to a table by a product with zeros and ones.
 
 No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.

@@ -85,3 +85,33 @@ def test_indices_of_the_data_repeated_are_added_up_first() -> None:
 def test_indices_of_the_data_are_scattered() -> None:
     x = np.array([[1, 3, 3, 6], [2, 2, 2, 2], [0, 7, 5, 1]])
     assert "ScatterND" in kinds(check("y = Gather(table, x)", x, 40))
+
+
+def test_many_types_are_known_too() -> None:
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    g (int64[n] x, float[2, 5] table) => (float[n, 40, 5] y)
+    <int64[1, 64] kinds = {}, int64[1] zero = {0}, int64[1] forty = {40}, int64[1] one = {1}>
+    {
+        first = Constant <value_int = 0> ()
+        last = Constant <value_int = 64> ()
+        step = Constant <value_int = 1> ()
+        line = Range(first, last, step)
+        ids = Unsqueeze(line, zero)
+        part = Slice(ids, zero, forty, one)
+        some = GatherElements <axis = 1> (kinds, part)
+        n = Shape(x)
+        size = Concat <axis = 0> (n, forty)
+        all = Expand(some, size)
+        y = Gather(table, all)
+    }"""
+    listed = ", ".join(["1"] * 64)
+    model = parser.parse_model(text.replace("kinds = {}", f"kinds = {{{listed}}}"))
+    made = onnxtrain.vjp(model, wrt=["table"], target="cpu")
+    assert not kinds(made) & {"ScatterND", "MatMul"}
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    dy = np.random.default_rng(1).standard_normal((3, 40, 5)).astype(np.float32)
+    feeds = {"x": np.zeros(3, np.int64), "table": np.zeros((2, 5), np.float32), "y_grad": dy}
+    names = {i.name for i in session.get_inputs()}
+    have = session.run(None, {n: v for n, v in feeds.items() if n in names})[1]
+    want = np.stack([np.zeros(5), dy.sum((0, 1))])
+    np.testing.assert_allclose(np.asarray(have), want, rtol=1e-5, atol=1e-5)

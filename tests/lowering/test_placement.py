@@ -9,8 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx import parser
 from typer.testing import CliRunner
 
 from onnxtrain.artifacts import build
@@ -42,6 +44,20 @@ def test_no_float_tensor_leaves_a_gpu(name: str, fixed: bool) -> None:
         nodes = nodes_off_gpu(built.models[role])
         assert [str(x) for x in nodes if x.moved] == []
         assert [str(x) for x in nodes if fixed] == []
+
+
+@pytest.mark.parametrize("sizes", [[64, 64], [200]])
+def test_integers_whose_file_is_not_there_are_not_read(sizes: list[int]) -> None:
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    g (int64[64, 1] x) => (int64[64, k] y) <int64[1] ids = {1}>
+    { y = Mul(x, ids) }"""
+    model = parser.parse_model(text)
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("int64_data")
+    tensor.dims[:] = sizes
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="weights.bin")
+    assert nodes_off_gpu(model, "cuda") == []
 
 
 def test_the_report_names_node_operator_and_reason() -> None:

@@ -104,14 +104,29 @@ def _small(x: ir.Value) -> bool:
 
 
 def _evaluate(x: ir.Value, chain: list[ir.Node], opset: int) -> np.ndarray | None:
-    feeds: dict[str, np.ndarray] = {}
-    for value in (v for node in chain for v in node.inputs if v is not None):
-        array = S.constant_of(value)
-        if array is not None:
-            feeds[value.name or ""] = array
-    graph = onnx.GraphProto(name="indices", node=[ir.serde.serialize_node(n) for n in chain])
+    made: dict[str, np.ndarray] = {}
+    for node in chain:
+        given: list[np.ndarray | None] = []
+        for value in node.inputs:
+            array = None if value is None else made.get(value.name or "")
+            given.append(S.constant_of(value) if array is None else array)
+        array = _run(node, given, opset)
+        if array is None:
+            return None
+        made[node.outputs[0].name or ""] = array
+    array = made[x.name or ""]
+    same = x.shape is not None and tuple(array.shape) == tuple(x.shape)
+    return array if same and array.dtype.kind == "i" else None
+
+
+def _run(node: ir.Node, given: list[np.ndarray | None], opset: int) -> np.ndarray | None:
+    if is_op(node, "GatherElements") and given[0] is not None and given[1] is not None:
+        return _gather_elements(given[0], given[1], S.attributes_of(node, opset)["axis"])
+    names = [x.name or "" for x in node.inputs if x is not None]
+    feeds = dict(zip(names, (a for a in given if a is not None), strict=True))
+    graph = onnx.GraphProto(name="indices", node=[ir.serde.serialize_node(node)])
     graph.input.extend(onnx.ValueInfoProto(name=name) for name in feeds)
-    graph.output.append(onnx.ValueInfoProto(name=x.name))
+    graph.output.append(onnx.ValueInfoProto(name=node.outputs[0].name))
     model = onnx.ModelProto(
         ir_version=10, graph=graph, opset_import=[onnx.OperatorSetIdProto(version=opset)]
     )
@@ -121,6 +136,14 @@ def _evaluate(x: ir.Value, chain: list[ir.Node], opset: int) -> np.ndarray | Non
         (array,) = ReferenceEvaluator(model).run(None, feeds)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None  # the indices are then asked for at run time
-    array = np.asarray(array)
-    same = x.shape is not None and tuple(array.shape) == tuple(x.shape)
-    return array if same and array.dtype.kind == "i" else None
+    return np.asarray(array)
+
+
+def _gather_elements(data: np.ndarray, indices: np.ndarray, axis: int) -> np.ndarray | None:
+    """Return elements by their indices; the reference evaluator goes wrong beyond 32 of them."""
+    axis %= data.ndim
+    size = data.shape[axis]
+    if indices.size and not (-size <= indices.min() and indices.max() < size):
+        return None
+    read = tuple(slice(None if a == axis else n) for a, n in enumerate(indices.shape))
+    return np.take_along_axis(data[read], indices, axis)

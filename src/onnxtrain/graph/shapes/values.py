@@ -114,8 +114,13 @@ def symbolic_of(x: ir.Value | None) -> tuple[Dim, ...] | None:
         return known
     if x.dtype is None or x.dtype.is_floating_point() or x.const_value is None:
         return None
-    array = constant_of(x)
-    if array is None or array.ndim > 1 or array.size > _DATA_LIMIT or array.dtype.kind not in "iu":
+    if len(x.const_value.shape) > 1 or x.const_value.size > _DATA_LIMIT:
+        return None
+    try:
+        array = constant_of(x)
+    except FileNotFoundError:
+        return None  # a model in memory may refer to a file whose folder it does not know
+    if array is None or array.dtype.kind not in "iu":
         return None
     return tuple(int(v) for v in array.reshape(-1))
 
