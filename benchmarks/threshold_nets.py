@@ -280,6 +280,8 @@ NOT_MEASURED: dict[str, str] = {
     "DEVICE_UPDATE_PIECE_ELEMENTS": "for GPUs: `python -m benchmarks.cuda.real --only vit`",
     "SECOND_COPY_BYTES": "chooses the memory of a step: `python -m benchmarks`",
     "ALIGNED_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
+    "ALIGNED_KEYS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
+    "ALIGNED_SCORES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
     "CAPTURED_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
     "JOINED_AVERAGES": "where joining takes fewer kernels, no choice of speed",
     "SCALED_PER_WEIGHT": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
