@@ -282,6 +282,7 @@ NOT_MEASURED: dict[str, str] = {
     "ALIGNED_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
     "ALIGNED_KEYS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
     "ALIGNED_SCORES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
+    "CLOSED_WITHIN": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
     "CAPTURED_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
     "JOINED_AVERAGES": "where joining takes fewer kernels, no choice of speed",
     "SCALED_PER_WEIGHT": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",

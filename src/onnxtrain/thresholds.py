@@ -174,6 +174,11 @@ ALIGNED_SCORES = 1 << 20
 
 On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only vit``
 """
+CLOSED_WITHIN = 8
+"""From so many times the width of a head on, such keys are closed inside the product.
+
+On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only whisper``
+"""
 
 JOINED_AVERAGES = 3
 """From so many running averages of one length on, they are joined, averaged and split again.

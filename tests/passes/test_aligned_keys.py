@@ -21,6 +21,7 @@ CUDA = find("cuda")
 PLAIN = CUDA.without("aligned-keys")
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 ATTENTION = """
+    scale = Constant<value_float=0.5>()
     kt = Transpose<perm=[0,1,3,2]>(k)
     raw = MatMul(q, kt)
     x = Mul(raw, scale)
@@ -34,6 +35,14 @@ ATTENTION = """
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 3)
     monkeypatch.setattr(thresholds, "ALIGNED_SCORES", 8)
+    monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 1 << 10)
+
+
+@pytest.fixture(params=["pass", "product"])
+def closed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "product":
+        monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 0)
+    return request.param
 
 
 def attention(
@@ -42,7 +51,7 @@ def attention(
     body = ATTENTION.format(mask=mask, scores="masked" if mask else "x")
     return parser.parse_model(
         f"{HEAD} g (float[2,3,{queries},4] q, float[2,3,{keys},4] k, float[2,3,{keys},4] v{inputs})"
-        f" => (float[2,3,{queries},4] y) <float scale = {{0.5}}{numbers}> {{{body}}}"
+        f" => (float[2,3,{queries},4] y) <float one = {{1}}{numbers}> {{{body}}}"
     )
 
 
@@ -112,8 +121,32 @@ SIZES = [(5, 5, 8), (13, 13, 16), (7, 197, 200), (197, 9, 12)]
 
 
 @pytest.mark.parametrize(("queries", "keys", "length"), SIZES)
-def test_attention_without_a_mask(queries: int, keys: int, length: int) -> None:
-    same_gradients(attention(queries, keys), length)
+def test_attention_without_a_mask(queries: int, keys: int, length: int, closed_by: str) -> None:
+    whole = same_gradients(attention(queries, keys), length)
+    sums = [n for n in whole.graph.node if n.op_type == "Add"]
+    assert len(sums) == (closed_by == "pass")
+
+
+@pytest.mark.parametrize(
+    ("scale", "closed_by_features"), [("0.5", True), ("-0.5", False), (None, False)]
+)
+@pytest.mark.parametrize("place", ["q", "k", "scores"])
+def test_features_close_keys_where_nothing_turns_their_sign(
+    scale: str | None, closed_by_features: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 0)
+    more = {
+        "q": "a = Mul(q, factor) raw = MatMul(a, kt)",
+        "k": "a = Mul(kt, factor) raw = MatMul(q, a)",
+        "scores": "a = MatMul(q, kt) raw = Mul(a, factor)",
+    }
+    factor = f"factor = Constant<value_float={scale}>()" if scale else ""
+    model = attention(5, 5, inputs="" if scale else ", float factor")
+    source = onnx.printer.to_text(model).replace("raw = MatMul (q, kt)", factor + more[place])
+    whole = same_gradients(parser.parse_model(source), 8, {"factor": np.array(-2.0, np.float32)})
+    sums = [n for n in whole.graph.node if n.op_type == "Add"]
+    # In front of the product, features are put in behind a factor that may be below zero.
+    assert len(sums) == (not closed_by_features and place == "scores")
 
 
 @pytest.mark.parametrize("keys", [4, 8, 12])
@@ -298,7 +331,9 @@ def unaligned(model: onnx.ModelProto, word: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("kind", "recompute"), [*((k, "") for k in KINDS), ("packed", "auto")])
-def test_losses_follow_torch(kind: str, recompute: str) -> None:
+def test_losses_follow_torch(kind: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if recompute or kind == "open":
+        monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 0)
     module = pictures(kind)
     artifacts = built(module, recompute=recompute)
     assert row_lengths(artifacts.models["step"]) == {16}

@@ -4,13 +4,16 @@ Scores of 197 positions have rows of 197 numbers, and a GPU takes slow kernels f
 read or write them, two forward and four backward: up to three times the time of rows of 200. So
 keys and values get a few more rows of zeros. Their scores are minus infinity, by the mask if there
 is one, so that their probability is exactly zero, and nothing comes back from them.
+
+Without a mask, that is a pass over all scores. If rows are long, it costs less to close the new
+keys inside the product: by features that are 1 in queries, 0 in keys, and very low in new keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -20,8 +23,10 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.copy_nodes import copy_node
 from onnxtrain.graph.nodes import is_op, nodes
+from onnxtrain.graph.prepare import constant_names
 
 _WORD = 128  # bits that a kernel reads at once
+_LOW = -1e30  # its exponential is zero beside any score, and it is no infinity
 _TYPES = (ir.DataType.FLOAT, ir.DataType.BFLOAT16)
 
 
@@ -31,7 +36,7 @@ def aligned_keys(model: ir.Model, op: OpBuilder) -> int:
     for node in nodes(op.graph, "Softmax"):
         attention = _attention(node)
         if attention is not None:
-            _fill_up(op, attention)
+            _fill_up(op, attention, constant_names(model))
             changed += 1
     return changed
 
@@ -56,6 +61,13 @@ class _Attention:
     keys: int
     more: int
     """How many keys are added."""
+
+    @property
+    def word(self) -> int:
+        """How many numbers of the products a kernel reads at once."""
+        dtype = self.product.outputs[0].dtype
+        assert dtype is not None
+        return _WORD // dtype.bitwidth
 
     @property
     def replaced(self) -> list[ir.Node]:
@@ -148,26 +160,47 @@ def _back(y: ir.Value, keys: int) -> tuple[list[_Step], ir.Node] | None:
     return None
 
 
-def _fill_up(op: OpBuilder, attention: _Attention) -> None:
+def _fill_up(op: OpBuilder, attention: _Attention, constants: Collection[str]) -> None:
     product, values, more = attention.product, attention.values, attention.more
     op.position = values
     queries, keys, rows = product.inputs[0], product.inputs[1], values.inputs[1]
+    assert queries is not None
     assert keys is not None
     assert rows is not None
-    made = dict[tuple[ir.Value, int], ir.Value]()
-    keys = _longer(op, keys, op.rank(keys) - 1, more, made)
-    rows = _longer(op, rows, op.rank(rows) - 2, more, made)
-    x = copy_node(op, product, [queries, keys])
+    zeros = _Filling(more)
+    longer = zeros.behind(op, keys, op.rank(keys) - 1)
+    rows = zeros.behind(op, rows, op.rank(rows) - 2)
     closing = _closing(attention.before, attention.keys)
+    within = closing is None and _closes_within(attention, constants)
+    if within:
+        one = _Filling(attention.word, 1.0, constants=constants)
+        low = _Filling(attention.word, _LOW, attention.keys, constants)
+        queries = one.behind(op, queries, op.rank(queries) - 1)
+        longer = low.behind(op, longer, op.rank(keys) - 2, op.rank(keys) - 1)
+    x = copy_node(op, product, [queries, longer])
     for i, step in enumerate(attention.before):
         x = _widened(op, step, x, attention, closes=i == closing)
-    if closing is None:
+    if closing is None and not within:
         x = op.Add(x, op.const([0.0] * attention.keys + [-np.inf] * more, x.dtype))
     for step in (_Step(attention.softmax), *attention.after):
         x = _widened(op, step, x, attention)
     values.replace_input_with(0, x)
     values.replace_input_with(1, rows)
     _remove(op.graph, attention.replaced)
+
+
+def _closes_within(attention: _Attention, constants: Collection[str]) -> bool:
+    """Return whether features close new keys: in long rows that nothing turns to high numbers."""
+    queries = _sizes(attention.product.inputs[0]) or []
+    if attention.product.outputs[0].dtype not in _TYPES:
+        return False
+    if attention.keys < T.CLOSED_WITHIN * queries[-1]:
+        return False
+    return all(
+        is_op(s.node, "Cast", "Reshape")
+        or (is_op(s.node, "Mul", "Div") and _is_positive(s.node.inputs[1 - s.place], constants))
+        for s in attention.before
+    )
 
 
 def _closing(steps: Sequence[_Step], keys: int) -> int | None:
@@ -202,32 +235,73 @@ def _widened(
     return copy_node(op, node, inputs)
 
 
-def _longer(
-    op: OpBuilder, x: ir.Value, axis: int, more: int, made: dict[tuple[ir.Value, int], ir.Value]
-) -> ir.Value:
-    """Return a value with zeros behind an axis, put in where what follows only moves them.
+@dataclasses.dataclass
+class _Filling:
+    """What is put behind an axis where all that follows only moves it, or scales it.
 
     There rows of one position lie together, and a transposition next to a product stays there.
+    Without ``number`` it is zeros. It is the first of several features otherwise: of all positions,
+    or, with ``start``, of those from there on.
     """
-    if (x, axis) in made:
-        return made[x, axis]
-    node = x.producer()
-    source = None if node is None or not _is_read_once(x) else _source(node, axis)
-    if node is None or source is None or node.graph is not op.graph:
-        y = _with_block(op, x, axis, more, 0.0)
-    else:
-        place, before = source
-        value = node.inputs[place]
-        assert value is not None
-        inputs = list(node.inputs)
-        inputs[place] = _longer(op, value, before, more, made)
-        if is_op(node, "Reshape", "Expand"):
-            sizes = list(_sizes(x) or ())
-            sizes[axis] += more
-            inputs[1] = op.const(sizes)
-        y = copy_node(op, node, inputs)
-    made[x, axis] = y
-    return y
+
+    more: int
+    number: float = 0.0
+    start: int = 0
+    constants: Collection[str] | None = None
+    """The only numbers that may scale it; ``None`` if any may."""
+    made: dict[tuple[ir.Value, int], ir.Value] = dataclasses.field(default_factory=dict)
+
+    def behind(self, op: OpBuilder, x: ir.Value, axis: int, along: int | None = None) -> ir.Value:
+        """Return a value with more behind ``axis``; ``along`` is the axis of positions."""
+        if (x, axis) in self.made:
+            return self.made[x, axis]
+        step = self._step(op, x, axis, along)
+        if step is None:
+            y = op.Concat(x, self._block(op, x, axis, along), axis=axis)
+        else:
+            node, place, before, positions = step
+            inputs = list(node.inputs)
+            value = inputs[place]
+            assert value is not None
+            inputs[place] = self.behind(op, value, before, positions)
+            if is_op(node, "Reshape", "Expand"):
+                sizes = list(_sizes(x) or ())
+                sizes[axis] += self.more
+                inputs[1] = op.const(sizes)
+            y = copy_node(op, node, inputs)
+        self.made[x, axis] = y
+        return y
+
+    def _step(
+        self, op: OpBuilder, x: ir.Value, axis: int, along: int | None
+    ) -> tuple[ir.Node, int, int, int | None] | None:
+        """Return the node that moves or scales a value, which input, and what both axes are there.
+
+        There is none if something else reads the value, or if the node does more than that.
+        """
+        node = x.producer()
+        if node is None or node.graph is not op.graph or len(_uses(x)) > 1 or x.is_graph_output():
+            return None
+        source, other = _source(node, axis), None if along is None else _source(node, along)
+        if source is None or (along is not None and other is None):
+            return None
+        scales = self.constants is not None and is_op(node, "Mul", "Div")
+        if scales and not _is_positive(node.inputs[1 - source[0]], self.constants or ()):
+            return None
+        return node, *source, None if other is None else other[1]
+
+    def _block(self, op: OpBuilder, x: ir.Value, axis: int, along: int | None) -> ir.Value:
+        whole = list(_sizes(x) or ())
+        whole[axis] = self.more
+        if not self.number:
+            return op.const(np.zeros(whole), x.dtype)
+        sizes = [d if i in (axis, along) else 1 for i, d in enumerate(whole)]
+        block = np.zeros(sizes)
+        first = [slice(0, 1) if i == axis else slice(None) for i in range(len(sizes))]
+        if along is not None:
+            first[along] = slice(self.start, None)
+        block[tuple(first)] = self.number
+        return op.Expand(op.const(block, x.dtype), whole)
 
 
 def _source(node: ir.Node, axis: int) -> tuple[int, int] | None:
@@ -276,6 +350,17 @@ def _uses(x: ir.Value) -> list[tuple[ir.Node, int]]:
 
 def _is_read_once(x: ir.Value) -> bool:
     return len(_uses(x)) == 1 and not x.is_graph_output()
+
+
+def _is_positive(x: ir.Value | None, constants: Collection[str]) -> bool:
+    """Return whether a value is a number above zero that nobody trains."""
+    node = None if x is None else x.producer()
+    if node is not None and is_op(node, "Cast"):
+        x = node.inputs[0]
+    number = S.constant_of(x)
+    if x is None or number is None or number.size != 1:
+        return False
+    return number.item() > 0 and (x.name in constants or S.is_own_constant(x))
 
 
 def _is_number(x: ir.Value | None) -> bool:
