@@ -53,6 +53,7 @@ PREFERS = {
     "absorb-norm-scale": "scale and shift of a LayerNormalization inside the layers that read it",
     "affine-in-one-pass": "scale and shift by one operator made for something else",
     "aligned-classes": "a few classes more, so that rows of scores are whole words",
+    "aligned-keys": "a few keys more, so that rows of attention's scores are whole words",
     "attention-in-parts": "scores of long sequences for a part of the batch at a time",
     "attention-operator": "attention in 16 bits by its own operator, in the forward pass",
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
@@ -150,6 +151,7 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     "aligned-classes",
+    "aligned-keys",
     "attention-in-parts",
     "attention-operator",
     "bfloat16-images",
@@ -214,6 +216,7 @@ TARGETS: dict[str, Target] = {
                 {
                     "affine-in-one-pass",
                     "aligned-classes",
+                    "aligned-keys",
                     "attention-in-parts",
                     "attention-operator",
                     "bfloat16-images",

@@ -227,6 +227,22 @@ ALIGNED_CLASSES = 4096
 On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only gpt2``
 """
 
+ALIGNED_KEYS = 64
+"""From so many keys and queries on, attention gets a few keys more where rows are no whole words.
+
+On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only vit``
+"""
+ALIGNED_SCORES = 1 << 20
+"""And from so many scores of the whole batch on.
+
+On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only vit``
+"""
+CLOSED_WITHIN = 8
+"""From so many times the width of a head on, such keys are closed inside the product.
+
+On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only whisper``
+"""
+
 JOINED_AVERAGES = 3
 """From so many running averages of one length on, they are joined, averaged and split again.
 
