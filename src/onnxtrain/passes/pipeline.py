@@ -157,9 +157,9 @@ FINAL = (
     Pass(bias_apart, prefers="bias-apart"),
     Pass(parts_together, prefers="attention-in-parts"),
     Pass(make_again, prefers="kept-values-again"),
+    Pass(attention_operator, prefers="attention-operator"),
     Pass(sums_at_once, prefers="sum-operator"),
     Pass(flat_broadcasts, prefers="flat-broadcasts"),
-    Pass(attention_operator, prefers="attention-operator"),
 )
 """On the whole graph, once nothing more is added; simplified before, and again if one changed."""
 
