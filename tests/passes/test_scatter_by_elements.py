@@ -131,8 +131,9 @@ def test_indices_beyond_the_table_are_those_of_its_ends() -> None:
         graph("n, 32", "6, 1", "6, 32", start="z = Neg(x)"),
         graph("9, 32", "6, 2", "6"),
         graph("9, 32", "0, 1", "0, 32"),
+        graph("9, 32", "6, 1", "6, 32").replace("float", "int64"),
     ],
-    ids=["short rows", "an open size", "no rows", "no indices"],
+    ids=["short rows", "an open size", "no rows", "no indices", "integers"],
 )
 def test_others_stay(text: str) -> None:
     assert rewritten(text)[1] == 0

@@ -49,8 +49,10 @@ def scatter_by_elements(model: ir.Model, op: OpBuilder) -> int:
 
 def _rewrite(op: OpBuilder, node: ir.Node) -> int:
     data, indices, updates = node.inputs
+    if data is None or indices is None or not S.is_float(updates):
+        return 0  # integers are mostly known before a run, and folded by the runtime
     rows = _rows(node)
-    if rows is None or data is None or indices is None or updates is None:
+    if rows is None:
         return 0
     op.position = node
     y = node.outputs[0]
