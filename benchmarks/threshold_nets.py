@@ -289,6 +289,8 @@ NOT_MEASURED: dict[str, str] = {
     "LOSS_VOCABULARY": "bounds what is kept in memory, no choice of speed",
     "LOSS_WORDS": "bounds what is kept in memory, no choice of speed",
     "NORMALISED_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
+    "NORMALISED_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
+    "LINE_CHANNELS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
     "WEIGHT_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
     "HALF_SUM_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
     "WINDOW_TABLE_ELEMENTS": "bounds the size of a file, no choice of speed",
