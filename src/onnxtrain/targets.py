@@ -81,7 +81,6 @@ PREFERS = {
     "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
     "statistics-by-layer-norm": "mean and variance of a batch out of those of its images",
     "several-steps": "several steps of a small model in one call",
-    "sigmoid-again": "x sigmoid(x) by one kernel forward, and the sigmoid again backward",
     "split-reductions": "sums over axes with a gap between them in two steps",
     "split-qkv": "queries, keys and values cut out where they lie",
     "sums-in-float32": "sums of 16-bit numbers over many rows in float32",
@@ -141,7 +140,7 @@ _CPU_FORMS = PREFERS.keys() - {
     *("gelu-operator", "given-means", "groups-by-layer-norm"),
     *("joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "pooled-copies"),
-    *("scale-in-weights", "sigmoid-again"),
+    "scale-in-weights",
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
     "sums-over-heads",
 }
@@ -172,7 +171,7 @@ TARGETS: dict[str, Target] = {
                     *("groups-by-layer-norm", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("pooled-copies", "scale-after-matmul", "scale-in-weights"),
-                    *("sigmoid-again", "split-reductions"),
+                    "split-reductions",
                     *("statistics-by-layer-norm", "sums-in-float32", "sums-over-heads"),
                     "vector-update",
                 }
