@@ -295,6 +295,8 @@ NOT_MEASURED: dict[str, str] = {
     "SCORES_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
     "MADE_AGAIN_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
     "NORMALISED_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
+    "NORMALISED_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
+    "LINE_CHANNELS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
     "WEIGHT_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
     "HALF_SUM_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
     "KNOWN_INDICES": "bounds the time of a build, no choice of speed",

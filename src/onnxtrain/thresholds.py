@@ -212,7 +212,8 @@ On an NVIDIA GPU: ``python -m benchmarks.cuda.forms norm``
 NORMALISED_ROWS = 64
 """From so many rows on, a group of channels is one; below, each image is normalised on its own.
 
-No command varies it: a GPU takes about as many rows at a time.
+No command varies it: a GPU takes about as many rows at a time. ``python -m benchmarks.cuda.real
+--only unet`` times whole steps.
 """
 
 LINE_CHANNELS = 512

@@ -248,17 +248,6 @@ def test_images_are_bfloat16_from_layer_to_layer() -> None:
         assert of_kind[kind] == {TensorProto.BFLOAT16}, kind
 
 
-def test_onnxruntime_makes_one_kernel_of_each_swish(tmp_path: object) -> None:
-    """The backward pass computes sigmoids again, so that nothing else reads the first ones."""
-    made = built()
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath = f"{tmp_path}/optimised.onnx"
-    ort.InferenceSession(made.models["step"].SerializeToString(), options)
-    count = kinds(onnx.load(options.optimized_model_filepath))
-    assert (count["QuickGelu"], count["Sigmoid"]) == (3, 3)
-
-
 @pytest.mark.parametrize(
     "attributes",
     [

@@ -11,7 +11,7 @@ from onnxtrain.torch import from_torch
 
 def test_statistics_leave_nothing_unread() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Flatten())
-    model = from_torch(nn.Sequential(net, nn.Linear(2 * 256, 3)), (torch.zeros(2, 1, 16, 16),))
+    model = from_torch(nn.Sequential(net, nn.Linear(2 * 256, 3)), (torch.randn(2, 1, 16, 16),))
     artifacts = onnxtrain.build(
         model, loss="cross_entropy", optimizer="adamw", target="cuda", dims={"batch": 2}
     )

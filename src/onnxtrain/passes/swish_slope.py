@@ -6,10 +6,6 @@ from zero.
 
 A gated layer has ``h = a u``, and ``g = d u``. Then ``g (s + a (1 - s)) = d (h + s (u - h))``, and
 ``d u`` is not needed. Its rounding grows with ``h / u = a``, as that of ``h`` itself.
-
-Where nothing else reads ``s``, onnxruntime has one kernel for ``x s``, which writes no ``s``. So
-targets that prefer it compute ``s`` again for the slope, of a view of ``x``, lest it be shared:
-that is a pass less in all, and a tensor less to keep.
 """
 
 from __future__ import annotations
@@ -52,34 +48,13 @@ def _join(op: OpBuilder, sigmoid: ir.Node, reader: ir.Node, order: dict[ir.Node,
     uses = list(y.uses())
     op.position = total
     gate = _gate(g, a, total, order)
-    known = [g, s, a] if gate is None else [gate[0], s, *gate[1:]]
-    again = op.target.prefers("sigmoid-again") and _read_by(s, a.producer(), (reader, product))
-    again = again and all(S.same_shape(v, x) for v in known)
-    if again:
-        known = [op.Reshape(x if v is s else v, [-1]) for v in known]
-        known[1] = op.Sigmoid(known[1])
-    made = _slope(op, known) if gate is None else _gated_slope(op, known)
-    replace_value(y, op.reshape_like(made, x) if again else made, uses)
+    if gate is None:
+        slope = op.Add(s, op.Mul(a, op.Sub(op.const(1.0, x.dtype), s)))
+    else:
+        g, u, h = gate
+        slope = op.Add(h, op.Mul(s, op.Sub(u, h)))
+    replace_value(y, op.Mul(g, slope), uses)
     return 1
-
-
-def _slope(op: OpBuilder, known: list[ir.Value]) -> ir.Value:
-    g, s, a = known
-    return op.Mul(g, op.Add(s, op.Mul(a, op.Sub(op.const(1.0, s.dtype), s))))
-
-
-def _gated_slope(op: OpBuilder, known: list[ir.Value]) -> ir.Value:
-    d, s, u, h = known
-    return op.Mul(d, op.Add(h, op.Mul(s, op.Sub(u, h))))
-
-
-def _read_by(s: ir.Value, forward: ir.Node | None, backward: tuple[ir.Node, ir.Node]) -> bool:
-    """Return whether the product and what its slope replaces are all that reads a sigmoid."""
-    reader, product = backward
-    above = [None if v is None else v.producer() for v in product.inputs]
-    below = [v.producer() for n in above if n is not None for v in n.inputs if v is not None]
-    known = {forward, reader, *above, *below}
-    return not s.is_graph_output() and all(use.node in known for use in s.uses())
 
 
 def _gate(

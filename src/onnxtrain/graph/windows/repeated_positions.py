@@ -29,7 +29,7 @@ def repeats(node: ir.Node, opset: int) -> list[int] | None:
     if options.get("axes") or options.get("keep_aspect_ratio_policy") not in (None, "stretch"):
         return None
     old, new = S.dims_of(x), S.dims_of(node.outputs[0])
-    if old is None or new is None or not 3 <= len(old) <= 5 or old[:2] != new[:2]:
+    if old is None or new is None or len(old) - 2 not in (1, 2, 3) or old[:2] != new[:2]:
         return None
     before, after = D.numbers(old[1:]), D.numbers(new[1:])
     if before is None or after is None or min(before) < 1:

@@ -17,13 +17,12 @@ from onnxtrain.graph.builder.replace_value import replace_value
 from onnxtrain.graph.composed.normalised_groups import can_be_normalised
 from onnxtrain.graph.nodes import is_op, nodes
 
-_SINCE = 21  # before, scale and shift were those of groups
-
 
 def group_norm_operator(model: ir.Model, op: OpBuilder) -> int:
     """Put a GroupNormalization in the place of what computes one; return how many there were."""
-    if op.opset < _SINCE:
-        return 0
+    schema = S.schema_of("GroupNormalization", op.opset)
+    if schema is None or "stash_type" not in schema.attributes:
+        return 0  # before it had that, scale and shift were those of groups
     return sum(_fold(op, node) for node in nodes(model.graph, "InstanceNormalization"))
 
 
