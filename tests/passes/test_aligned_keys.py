@@ -149,6 +149,17 @@ def test_features_close_keys_where_nothing_turns_their_sign(
     assert len(sums) == (not closed_by_features and place == "scores")
 
 
+def test_forward_derivatives(closed_by: str) -> None:
+    model = attention(5, 13)
+    whole, plain = (onnxtrain.jvp(model, ["q", "k", "v"], target=t) for t in (CUDA, PLAIN))
+    assert row_lengths(whole) == {16}, closed_by
+    feeds = feeds_of(plain)
+    expected, actual = run(plain, feeds), run(whole, feeds)
+    assert len(expected) == 2
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("keys", [4, 8, 12])
 def test_whole_words_stay(keys: int) -> None:
     same_gradients(attention(5, keys), keys)
