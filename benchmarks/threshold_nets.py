@@ -296,7 +296,6 @@ NOT_MEASURED: dict[str, str] = {
     "FIXED_MASK_ELEMENTS": "bounds the size of a file, no choice of speed",
     "COMPUTED_MASK_ELEMENTS": "bounds the memory of a build, no choice of speed",
     "FLAT_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
-    "ALIGNED_KEYS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
     "SUMMED_COLUMNS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
     "FUSED_SOFTMAX_COLUMNS": "what onnxruntime's kernel takes, no choice of speed",
     "FUSED_SGD_LEFT_OVER": "chooses between one call and two: `python -m benchmarks`",

@@ -53,7 +53,6 @@ PREFERS = {
     "affine-in-one-pass": "scale and shift by one operator made for something else",
     "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
     "aligned-classes": "a few classes more, so that rows of scores are whole words",
-    "aligned-keys": "a few keys more in attention, so that rows of scores are whole words",
     "bfloat16-images": "convolutions and what lies between them in bfloat16, if asked for",
     "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
     "conv-as-matmul": "convolutions of small images as one product over the batch",
@@ -138,7 +137,7 @@ class Target:
 # A new preference is one of the CPU's unless it is named here.
 _CPU_FORMS = PREFERS.keys() - {
     *("aligned-classes", "bfloat16-images", "few-operators", "fixed-masks"),
-    *("aligned-keys", "flat-broadcasts", "row-sums-in-product"),
+    *("flat-broadcasts", "row-sums-in-product"),
     *("float16-products", "gelu-operator", "given-means", "joined-averages", "line-in-one-pass"),
     *("mask-without-infinity", "masks-by-cast", "packed-parts", "scale-in-weights"),
     *("several-steps", "split-reductions", "statistics-by-layer-norm", "sums-in-float32"),
@@ -167,7 +166,7 @@ TARGETS: dict[str, Target] = {
             preferences=frozenset(
                 {
                     *("affine-in-one-pass", "aligned-classes", "bfloat16-images", "fixed-masks"),
-                    *("aligned-keys", "flat-broadcasts", "row-sums-in-product"),
+                    *("flat-broadcasts", "row-sums-in-product"),
                     *("float16-products", "gelu-operator", "given-means", "joined-averages"),
                     *("line-in-one-pass", "mask-without-infinity", "masks-by-cast"),
                     *("scale-after-matmul", "scale-in-weights", "split-reductions"),

@@ -167,11 +167,6 @@ FLAT_ELEMENTS = 1 << 16
 
 No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
 """
-ALIGNED_KEYS = 2
-"""From so many keys per number in each on, attention gets more where rows are no whole words.
-
-No command varies it: copies of keys and values stand for products with slow kernels.
-"""
 SUMMED_COLUMNS = 6
 """From so many columns per column of its left operand on, a product subtracts from its rows.
 

@@ -41,7 +41,6 @@ NO_SIZES = {
     "passes/products_by_parts.py:_INPUTS": "the number of inputs",
     "passes/gpu/aligned_classes.py:_LOW": "a score",
     "passes/gpu/aligned_classes.py:_WORD": "how many numbers a kernel reads at once",
-    "passes/gpu/aligned_keys.py:_WORDS": "how many numbers a kernel reads at once",
     "passes/bias_as_weight_column.py:_MOST_ROWS": "bounds the size of a constant",
     "passes/gpu/gelu_operator.py:_BY_TANH": "values of a function",
     "passes/gpu/gelu_operator.py:_DEPTH": "how far is looked",

@@ -30,7 +30,6 @@ from onnxtrain.passes.fewer_nodes.shared_slices import shared_slices
 from onnxtrain.passes.fewer_nodes.sum_in_product import sum_in_product
 from onnxtrain.passes.gemm_without_trans_a import gemm_without_trans_a
 from onnxtrain.passes.gpu.aligned_classes import aligned_classes
-from onnxtrain.passes.gpu.aligned_keys import aligned_keys
 from onnxtrain.passes.gpu.compose_missing import compose_missing
 from onnxtrain.passes.gpu.fixed_masks import fixed_masks
 from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
@@ -93,7 +92,6 @@ SPELLINGS = (
 BEFORE = (
     *SPELLINGS,
     Pass(aligned_classes, prefers="aligned-classes"),
-    Pass(aligned_keys, prefers="aligned-keys"),
     Pass(relu_after_maxpool),
     Pass(shared_slices),
     Pass(absorb_norm_scale, prefers="absorb-norm-scale", across_blocks=True),
