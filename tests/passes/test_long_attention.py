@@ -33,6 +33,10 @@ PLAIN = "s = MatMul(q, k) p = Softmax(s) o = MatMul(p, v) y = Neg(o)"
 MASKED = "s = MatMul(q, k) t = Add(s, m) p = Softmax<axis = -1>(t) o = MatMul(p, v) y = Neg(o)"
 SCALED = """c = Constant<value_float = 0.7>() s = MatMul(q, k) u = Mul(s, c) t = Add(n, u)
             p = Softmax<axis = 3>(t) o = MatMul(p, v) y = Neg(o)"""
+HIDDEN = """c = Constant<value_float = -1e9>() z = Constant<value_float = 0.0>() s = MatMul(q, k)
+            h = Greater(m, z) t = Where(h, s, c) p = Softmax(t) o = MatMul(p, v) y = Neg(o)"""
+TRIPLE = (("q", ROWS, WIDTH), ("k", WIDTH, ROWS), ("v", ROWS, WIDTH))
+BODIES = {"plain": PLAIN, "masked": MASKED, "scaled": SCALED, "hidden": HIDDEN}
 READ_TWICE = "s = MatMul(q, k) p = Softmax(s) o = MatMul(p, v) r = ReduceMax(p) y = Add(o, r)"
 
 
@@ -66,6 +70,8 @@ def reference(body: str) -> list[np.ndarray]:
     scores = q @ k
     if body is MASKED:
         scores = scores + values["m"]
+    if body is HIDDEN:
+        scores = torch.where(values["m"] > 0, scores, -1e9)
     if body is SCALED:
         scores = scores * 0.7 + values["n"]
     y = -(torch.softmax(scores, -1) @ v)
@@ -76,7 +82,7 @@ def counts(made: onnx.ModelProto) -> collections.Counter[str]:
     return collections.Counter(n.op_type for n in made.graph.node)
 
 
-@pytest.mark.parametrize("body", [PLAIN, MASKED, SCALED], ids=["plain", "masked", "scaled"])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_gradients_are_those_of_torch(body: str) -> None:
     made = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cuda")
     assert counts(made)["Softmax"] == 6, "three parts, each computed twice"
@@ -84,7 +90,7 @@ def test_gradients_are_those_of_torch(body: str) -> None:
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("body", [PLAIN, MASKED, SCALED], ids=["plain", "masked", "scaled"])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_few_scores_are_there_at_a_time(body: str) -> None:
     made = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cuda")
     kept = onnxtrain.vjp(model(body), wrt=["q", "k", "v"], target="cpu")
@@ -121,6 +127,21 @@ def test_short_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_others_read_are_whole() -> None:
     made = onnxtrain.vjp(model(READ_TWICE), wrt=["q", "k", "v"], target="cuda")
     assert counts(made)["Split"] == 0
+
+
+def test_a_second_output_may_come_from_attention_alone() -> None:
+    text = f"g ({', '.join(f'float[{BATCH}, {HEADS}, {a}, {b}] {n}' for n, a, b in TRIPLE)})"
+    text += (
+        f" => (float z, float[{BATCH}, {HEADS}, {ROWS}, {WIDTH}] y) {{ z = ReduceSum(q) {PLAIN} }}"
+    )
+    text = text.replace("z = ReduceSum(q)", "z = ReduceSum<keepdims = 0>(q)")
+    made = onnxtrain.vjp(
+        parser.parse_model(HEAD + text), wrt=["q", "k", "v"], outputs=["y"], target="cuda"
+    )
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    got = session.run(None, {x.name: given(x.name) for x in session.get_inputs()})[2:]
+    for a, b in zip(got, reference(PLAIN), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=2e-4, atol=2e-5)
 
 
 def test_no_node_joins_more_than_a_recording_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class BuildRequest:
         (),
         Flag(
             list[str],
-            "Compute again to save memory: auto, or scopes, nodes and boundaries by glob.",
+            "Compute again to save memory: auto, none, or scopes, nodes and boundaries by glob.",
         ),
         _recompute_record,
     )

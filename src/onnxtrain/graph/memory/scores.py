@@ -111,10 +111,11 @@ def read_by(x: ir.Value) -> list[tuple[ir.Node, int]]:
 
 
 def _larger(node: ir.Node, scores: ir.Value) -> ir.Value | None:
-    """Return the one operand of a sum, or of a factor, that is as large as the scores."""
-    if not is_op(node, "Add", "Sub", "Mul", "Div"):
+    """Return the one operand of a sum, a factor or a mask that is as large as the scores."""
+    if not is_op(node, "Add", "Sub", "Mul", "Div", "Where"):
         return None
-    large = [x for x in node.inputs if x is not None and S.same_shape(x, scores)]
+    numbers = [x for x in node.inputs if x is not None and x.dtype == scores.dtype]
+    large = [x for x in numbers if S.same_shape(x, scores)]
     if len(large) > 1:  # a mask of each head: the product is the one to go on with
         large = [x for x in large if (p := x.producer()) is not None and is_op(p, "MatMul")]
     return large[0] if len(large) == 1 else None

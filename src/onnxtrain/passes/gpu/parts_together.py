@@ -15,7 +15,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
-from onnxtrain.graph.memory.forward_nodes import forward_nodes
+from onnxtrain.graph.memory.forward_nodes import ancestors, forward_nodes
 from onnxtrain.graph.nodes import is_op, nodes
 
 _THROUGH = ("Mul", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
@@ -34,6 +34,8 @@ def parts_together(model: ir.Model, op: OpBuilder) -> int:
         alike = [n for n in group if _size(n) == _size(group[0])]
         if len(alike) < 2 or len(alike) * len(key) > T.CAPTURED_CONCAT_INPUTS:
             continue
+        if any(ancestors(n.outputs[0]) & (set(alike) - {n}) for n in alike):
+            continue  # one is made of another
         _join(op, alike)
         count += len(alike)
     if count:
@@ -56,10 +58,20 @@ def _scores_of_parts(concat: ir.Node) -> tuple[ir.Node, ...] | None:
         if x is None or first is None or node is None or not is_op(node, "MatMul"):
             return None
         softmax = next((s for v in node.inputs if (s := _softmax(v)) is not None), None)
-        if softmax is None or not S.same_shape(x, first) or x.dtype != first.dtype:
+        if (
+            softmax is None
+            or _weighs(node, softmax)
+            or not S.same_shape(x, first)
+            or x.dtype != first.dtype
+        ):
             return None
         softmaxes.append(softmax)
     return tuple(softmaxes) if len(set(softmaxes)) == len(softmaxes) else None
+
+
+def _weighs(product: ir.Node, softmax: ir.Node) -> bool:
+    """Return whether a product is the result of attention itself."""
+    return product.inputs[0] is softmax.outputs[0]
 
 
 def _softmax(x: ir.Value | None) -> ir.Node | None:
