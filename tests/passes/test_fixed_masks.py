@@ -19,7 +19,7 @@ from onnxtrain import optim, thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.graph.simplify.closed_values import ClosedValues
-from onnxtrain.passes.gpu.fixed_masks import fixed_masks
+from onnxtrain.passes.attention.fixed_masks import fixed_masks
 from onnxtrain.torch import from_torch
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'

@@ -14,7 +14,7 @@ from onnx import parser
 from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.row_sums_in_product import row_sums_in_product
+from onnxtrain.passes.attention.row_sums_in_product import row_sums_in_product
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 INPUTS = "float[2,3,5,4] a, float[2,3,24,4] v, float[2,3,5,1] r"
