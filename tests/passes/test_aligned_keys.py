@@ -13,6 +13,7 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import optim, thresholds
+from onnxtrain.graph.memory import scores
 from onnxtrain.targets import Target, find
 from onnxtrain.torch import from_torch
 
@@ -392,3 +393,19 @@ def test_sixteen_bits(kind: str, precision: str) -> None:
         trainer = onnxtrain.Trainer(made, threads=1)
         losses.append([trainer.step(x.astype(np.float32), labels).loss for _ in range(5)])
     np.testing.assert_allclose(*losses, rtol=5e-3)
+
+
+@pytest.mark.parametrize("keys", [13, 16])
+def test_the_operator_for_attention_reads_the_keys_that_count(
+    keys: int, closed_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores, "OPERATOR_TYPES", (ir.DataType.FLOAT, ir.DataType.BFLOAT16))
+    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1)
+    source = onnx.printer.to_text(attention(13, keys)).replace(",4]", ",8]").replace(", 4]", ", 8]")
+    model = onnx.parser.parse_model(
+        source.replace("y = MatMul", "o = MatMul")
+        .replace("(p, v)", "(p, v) y = Neg (o)")
+        .replace("raw = MatMul (q, kt)", "kk = Mul (kt, scale) raw = MatMul (q, kk)")
+    )
+    whole = same_gradients(model, 16)
+    assert sum(n.op_type == "Attention" for n in whole.graph.node) == 1

@@ -9,10 +9,13 @@ import onnx_ir as ir
 from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op
+from onnxtrain.graph.shapes.dims import Dim
 
 OPERATOR_TYPES = (ir.DataType.BFLOAT16,)
 """Types of attention that CUDA has a fast operator for."""
 _WIDEST = 256
+FILLED = "counted keys and features"
+"""What the node of a softmax knows if others of its keys are closed, and nothing else masks any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,16 @@ class Scores:
         return x
 
     @property
+    def counted(self) -> tuple[int, int] | None:
+        """How many keys and features count, if there are others, which are closed."""
+        return self.nodes[-1].meta.get(FILLED)
+
+    @property
+    def width(self) -> Dim:
+        """How many features count."""
+        return (S.dims_of(self.query) or (None,))[-1] if self.counted is None else self.counted[1]
+
+    @property
     def is_long(self) -> bool:
         """Whether a row of scores is much longer than what it is made of."""
         width = (S.dims_of(self.query) or (None,))[-1]
@@ -56,7 +69,7 @@ class Scores:
         query, key = S.dims_of(self.query), S.dims_of(self.key)
         if self.query.dtype not in OPERATOR_TYPES or query is None or key is None:
             return False
-        width = query[-1]
+        width = self.width
         whole = len(query) == 4 and query[:2] == key[:2]
         whole = whole and sum(not isinstance(d, int) for d in key) < 2 and None not in query
         fits = isinstance(width, int) and width % 8 == 0 and width <= _WIDEST
@@ -67,6 +80,8 @@ def plain_factor(scores: Scores) -> float | None:
     """Return what scores are multiplied by, if nothing else happens to them."""
     factor = 1.0
     for node in scores.nodes[1:-1]:
+        if scores.counted is not None and is_op(node, "Add"):  # closes other keys
+            continue
         x, number = node.inputs[0], S.constant_of(node.inputs[1])
         if not is_op(node, "Mul", "Div") or x is None or number is None or number.size != 1:
             return None
@@ -121,4 +136,4 @@ def _larger(node: ir.Node, scores: ir.Value) -> ir.Value | None:
     return large[0] if len(large) == 1 else None
 
 
-__all__ = ["OPERATOR_TYPES", "Scores", "plain_factor", "read_by", "scores_of"]
+__all__ = ["FILLED", "OPERATOR_TYPES", "Scores", "plain_factor", "read_by", "scores_of"]

@@ -22,6 +22,7 @@ from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.copy_nodes import copy_node
+from onnxtrain.graph.memory.scores import FILLED
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.prepare import constant_names
 
@@ -182,11 +183,21 @@ def _fill_up(op: OpBuilder, attention: _Attention, constants: Collection[str]) -
         x = _widened(op, step, x, attention, closes=i == closing)
     if closing is None and not within:
         x = op.Add(x, op.const([0.0] * attention.keys + [-np.inf] * more, x.dtype))
-    for step in (_Step(attention.softmax), *attention.after):
+    x = _widened(op, _Step(attention.softmax), x, attention)
+    softmax = x.producer()
+    for step in attention.after:
         x = _widened(op, step, x, attention)
+    _remember(attention, softmax)
     values.replace_input_with(0, x)
     values.replace_input_with(1, rows)
     _remove(op.graph, attention.replaced)
+
+
+def _remember(attention: _Attention, softmax: ir.Node | None) -> None:
+    """Let a softmax know how many keys and features count, if that is all that its mask says."""
+    width = (_sizes(attention.product.inputs[0]) or [0])[-1]
+    if softmax is not None and all(is_op(s.node, "Mul", "Div") for s in attention.before):
+        softmax.meta[FILLED] = (attention.keys, width)
 
 
 def _closes_within(attention: _Attention, constants: Collection[str]) -> bool:

@@ -32,7 +32,13 @@ def attention_operator(model: ir.Model, op: OpBuilder) -> int:
     for scores, product in plain:
         op.position = product
         y, values = product.outputs[0], product.inputs[1]
-        again = op.Attention(scores.query, _turned(op, scores), values, scale=plain_factor(scores))
+        query, keys = scores.query, _turned(op, scores)
+        if scores.counted is not None:
+            length, width = scores.counted
+            query = query if op.dims(query)[-1] == width else op.Slice(query, [0], [width], [3])
+            keys = op.Slice(keys, [0, 0], [length, width], [2, 3])
+            values = op.Slice(values, [0], [length], [2])
+        again = op.Attention(query, keys, values, scale=plain_factor(scores))
         replace_value(y, again, list(y.uses()))
     return len(plain)
 
@@ -60,7 +66,7 @@ def _result(scores: Scores) -> ir.Node | None:
     query, values = S.dims_of(scores.query), S.dims_of(node.inputs[1])
     if query is None or values is None or len(values) != 4:
         return None
-    return node if (*values[:2], values[3]) == (*query[:2], query[3]) else None
+    return node if (*values[:2], values[3]) == (*query[:2], scores.width) else None
 
 
 __all__ = ["attention_operator"]
