@@ -90,7 +90,7 @@ PREFERS = {
     "scale-in-weights": "a scale of channels in the weights that they meet, if these are smaller",
     "scatter-by-elements": "rows added to tables by products, or an index for each element",
     "several-steps": "several steps of a small model in one call",
-    "slope-of-scores": "cross entropy's gradient from 16-bit scores in 16 bits",
+    "slope-of-scores": "cross entropy's gradient rounded before the labels are marked in it",
     "slopes-by-table": "slopes of activations in bfloat16 out of a table",
     "split-qkv": "queries, keys and values cut out where they lie",
     "split-reductions": "sums over axes with a gap between them in two steps",

@@ -373,7 +373,7 @@ LONG_SCORES = 16
 
 No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
 """
-SCORES_BYTES = 64 << 20
+SCORES_BYTES = 256 << 20
 """So many bytes of such scores are there at a time; more are computed in parts of the batch.
 
 No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.

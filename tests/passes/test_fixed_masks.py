@@ -17,6 +17,7 @@ from torch import nn
 import onnxtrain
 from onnxtrain import optim, thresholds
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.roles.fixed_values import is_mask
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.graph.simplify.closed_values import ClosedValues
 from onnxtrain.passes.attention.fixed_masks import fixed_masks
@@ -265,3 +266,8 @@ def test_training_follows_torch(learned: bool, dims: dict[str, int]) -> None:
         assert trainer.step(x.numpy(), target.numpy()).loss == pytest.approx(loss.item(), rel=1e-5)
     for name, p in module.named_parameters():
         np.testing.assert_allclose(trainer.parameters[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tensor_without_elements_is_no_mask() -> None:
+    assert not is_mask(np.zeros((0, 3), np.float32))
+    assert is_mask(np.array([0.0, -1e30], np.float32))

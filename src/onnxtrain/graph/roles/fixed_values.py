@@ -35,7 +35,7 @@ def fixed_values(array: np.ndarray, kind: str) -> str | None:
 def is_mask(array: np.ndarray) -> bool:
     """Return whether an array holds zeros and one deep negative number, or infinity."""
     values = np.unique(array if array.size <= 1 << 16 else array.reshape(-1)[: 1 << 16])
-    return len(values) <= 2 and values[-1] == 0.0 and bool(values[0] <= _DEEP)
+    return 0 < len(values) <= 2 and values[-1] == 0.0 and bool(values[0] <= _DEEP)
 
 
 def counts_up(array: np.ndarray) -> bool:

@@ -1,10 +1,9 @@
-"""Cross entropy's gradient in 16 bits from the start, where it is rounded to them in the end.
+"""Cross entropy's gradient rounded to 16 bits before the labels are marked in it, not behind.
 
-With ``bf16-mixed`` the scores of a large vocabulary come as 16-bit numbers. The loss needs their
-logarithms of probabilities in float32; the gradient, ``p`` less one at the label, was made from
-these in float32, over all classes, and rounded. A softmax reads and writes 16 bits and sums in
-float32 all the same, so ``p`` comes from the scores themselves. At the label the difference is
-still taken in float32: there ``p`` may be so near one that 16 bits know no difference.
+With ``bf16-mixed`` the gradient of the scores of a large vocabulary is ``p`` less one at the label,
+made in float32 and rounded in the end. To replace one element per row a kernel copies all others,
+so they are rounded first: half as much is copied. At the label the difference is still taken in
+float32: there ``p`` may be so near one that 16 bits know no difference.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _HALF = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
 
 
 def slope_of_scores(model: ir.Model, op: OpBuilder) -> int:
-    """Let gradients of cross entropy be made in 16 bits, in place; return how many are."""
+    """Let labels be marked in 16 bits, in place; return in how many gradients."""
     changed = 0
     for node in nodes(op.graph, "ScatterElements"):
         slope = _slope(node)
@@ -34,13 +33,11 @@ def slope_of_scores(model: ir.Model, op: OpBuilder) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Slope:
-    """Probabilities of which one per row is replaced, and what they were made of."""
+    """Probabilities of which one per row is replaced, and the type that all are rounded to."""
 
     scatter: ir.Node
     casts: list[ir.Node]
-    scores: ir.Value
-    """The scores in 16 bits."""
-    log_softmax: ir.Node
+    kind: ir.DataType
 
 
 def _slope(scatter: ir.Node) -> _Slope | None:
@@ -52,15 +49,12 @@ def _slope(scatter: ir.Node) -> _Slope | None:
     kinds = {n.outputs[0].dtype for n in casts if is_op(n, "Cast")}
     if len(kinds) != 1 or not all(is_op(n, "Cast") for n in casts) or not kinds <= _HALF:
         return None
-    exp = _made_by(scatter.inputs[0], "Exp")
-    log_softmax = None if exp is None else _made_by(exp.inputs[0], "LogSoftmax")
-    wide = None if log_softmax is None else _made_by(log_softmax.inputs[0], "Cast")
-    scores = None if wide is None else wide.inputs[0]
-    if log_softmax is None or scores is None or scores.dtype not in kinds:
+    (kind,) = kinds
+    if kind is None or _made_by(scatter.inputs[0], "Exp") is None:
         return None
     if not _is_less_one(scatter.inputs[2], scatter.inputs[0], scatter.inputs[1], scatter):
         return None
-    return _Slope(scatter, casts, scores, log_softmax)
+    return _Slope(scatter, casts, kind)
 
 
 def _is_dead(node: ir.Node) -> bool:
@@ -89,16 +83,13 @@ def _is_less_one(
 
 
 def _narrow(op: OpBuilder, slope: _Slope) -> None:
-    scatter, scores = slope.scatter, slope.scores
-    kind, at = scores.dtype, scatter.inputs[1]
-    assert kind is not None
-    assert at is not None
-    axis = S.attributes_of(scatter, op.opset)["axis"]
-    op.position = scatter
-    classes = S.attributes_of(slope.log_softmax, op.opset)["axis"]
-    label = op.Exp(op.GatherElements(slope.log_softmax.outputs[0], at, axis=axis))
-    less = op.Cast(op.Sub(label, 1.0), to=kind)
-    new = op.ScatterElements(op.Softmax(scores, axis=classes), at, less, axis=axis)
+    p, at, less = slope.scatter.inputs[:3]
+    assert p is not None
+    assert less is not None
+    axis = S.attributes_of(slope.scatter, op.opset)["axis"]
+    op.position = slope.scatter
+    rounded, label = op.Cast(p, to=slope.kind), op.Cast(less, to=slope.kind)
+    new = op.ScatterElements(rounded, at, label, axis=axis)
     for cast in slope.casts:
         y = cast.outputs[0]
         replace_value(y, new, list(y.uses()))
