@@ -351,10 +351,7 @@ SEVERAL_STEPS_BYTES = 20_000_000
 No command varies it; ``make bench-web`` times whole steps.
 """
 STEPS_PER_CALL = 8
-"""How many steps these are.
-
-No command varies it; ``make bench-web`` times whole steps.
-"""
+"""How many steps these are. No command varies it; ``make bench-web`` times whole steps."""
 FUSED_SGD_LEFT_OVER = 8
 """Up to so many parameters without a product of their own are updated in the training graph, too.
 
