@@ -293,6 +293,7 @@ NOT_MEASURED: dict[str, str] = {
     "LOSS_WORDS": "bounds what is kept in memory, no choice of speed",
     "LONG_SCORES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
     "SCORES_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
+    "WIDE_PASS_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
     "MADE_AGAIN_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
     "NORMALISED_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
     "NORMALISED_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",

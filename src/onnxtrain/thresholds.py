@@ -332,14 +332,10 @@ No command varies it; ``python -m benchmarks`` times whole steps.
 """
 PACKED_PARAMETER_ELEMENTS = 1 << 14
 """Up to so many elements, parameters are updated as one: beyond, copies cost as much as nodes.
-
-No command varies it; ``make bench-web`` times whole steps.
-"""
+No command varies it; ``make bench-web`` times whole steps."""
 JOINED_PARAMETER_ELEMENTS = 1 << 18
 """Up to so many elements, parameters of a step on WebGPU are joined: beyond, copies cost as much.
-
-No command varies it; ``make bench-web`` times whole steps.
-"""
+No command varies it; ``make bench-web`` times whole steps."""
 JOINED_ELEMENTS = 1 << 22
 """So many elements at most are joined to one vector: four such rows still fit a buffer of WebGPU.
 
@@ -375,6 +371,9 @@ SCORES_BYTES = 256 << 20
 
 No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
 """
+WIDE_PASS_ELEMENTS = 1 << 18
+"""From so many elements on, a pass over them takes longer than the start of its kernel.
+No command varies it; ``python -m benchmarks.cuda.real --only gpt2`` times whole steps."""
 MADE_AGAIN_BYTES = 4 << 20
 """From so many bytes on, a value that one pass makes again is not kept.
 

@@ -11,14 +11,12 @@ import math
 
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
 from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes import dims as D
-
-_ELEMENTS = 1 << 18
-"""From so many elements of the result on, the kernels are more than their start."""
 
 
 def bias_apart(model: ir.Model, op: OpBuilder) -> int:
@@ -63,7 +61,7 @@ def _behind_view(op: OpBuilder, node: ir.Node) -> int:
 def _large(y: ir.Value) -> list[int] | None:
     """Return the sizes of a large result, if they are known."""
     sizes = D.numbers(S.dims_of(y) or (None,))
-    many = sizes is not None and len(sizes) > 1 and math.prod(sizes) >= _ELEMENTS
+    many = sizes is not None and len(sizes) > 1 and math.prod(sizes) >= T.WIDE_PASS_ELEMENTS
     return sizes if many else None
 
 

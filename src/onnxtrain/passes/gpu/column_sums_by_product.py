@@ -11,6 +11,7 @@ import math
 
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
@@ -18,8 +19,6 @@ from onnxtrain.graph.nodes import nodes
 from onnxtrain.graph.shapes import dims as D
 
 _HALF = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
-_ELEMENTS = 1 << 18
-"""From so many elements on, kernels are more than their start."""
 _WORD = 8
 """Columns and rows are multiples of it, or kernels for products are slow."""
 
@@ -36,7 +35,7 @@ def _rewrite(op: OpBuilder, node: ir.Node) -> int:
     if x is None or x.dtype not in _HALF or size is None or sizes is None:
         return 0
     rows, width = size
-    if rows * width < _ELEMENTS or rows % _WORD or width % _WORD:
+    if rows * width < T.WIDE_PASS_ELEMENTS or rows % _WORD or width % _WORD:
         return 0
     uses = list(y.uses())
     op.position = node

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain import thresholds as T
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
@@ -30,8 +31,6 @@ _BOUND = 255 * 64
 """The last step, a bfloat16; 7.97 is where slopes are 0 or 1 in 16 bits."""
 _EXACT = _STEPS // 16
 """From this step on, each bfloat16 is a whole number of steps."""
-_ELEMENTS = 1 << 18
-"""From so many elements on, kernels are more than their start."""
 
 
 def slopes_by_table(model: ir.Model, op: OpBuilder) -> int:
@@ -47,7 +46,7 @@ def _look_up(op: OpBuilder, node: ir.Node, tables: dict[str, ir.Value]) -> int:
     if kind is None or x is None or slope.is_graph_output() or not _is_gelu(x, kind):
         return 0
     sizes = D.numbers(S.dims_of(slope) or (None,))
-    if sizes is None or math.prod(sizes) < _ELEMENTS or not S.same_shape(x, slope):
+    if sizes is None or math.prod(sizes) < T.WIDE_PASS_ELEMENTS or not S.same_shape(x, slope):
         return 0
     uses = list(slope.uses())
     op.position = node
