@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import onnxtrain
+from onnxtrain import thresholds
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.passes.gpu import bias_apart, column_sums_by_product, slopes_by_table
 from onnxtrain.torch import from_torch
 from tests.emulated_bfloat16 import emulated
 
@@ -43,8 +43,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    for module in (bias_apart, column_sums_by_product, slopes_by_table):
-        monkeypatch.setattr(module, "_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 1 << 10)
 
 
 def net(approximate: str) -> Block:

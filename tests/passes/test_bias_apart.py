@@ -13,9 +13,9 @@ from onnx import parser
 from torch import nn
 
 import onnxtrain
+from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu import bias_apart as module
 from onnxtrain.passes.gpu.bias_apart import bias_apart
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch import from_torch
@@ -25,7 +25,7 @@ HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ELEMENTS", 12)
+    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 12)
 
 
 def graph(line: str, x: str = "2,3,4", bias: str = "5", y: str = "2,3,5") -> str:

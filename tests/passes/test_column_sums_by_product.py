@@ -10,9 +10,9 @@ import pytest
 from onnx import parser
 from onnx.reference import ReferenceEvaluator
 
+from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu import column_sums_by_product as module
 from onnxtrain.passes.gpu.column_sums_by_product import column_sums_by_product
 from onnxtrain.targets import TARGETS
 
@@ -21,7 +21,7 @@ HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ELEMENTS", 64)
+    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 64)
 
 
 def graph(

@@ -13,11 +13,11 @@ import torch
 from onnx import parser
 
 import onnxtrain
+from onnxtrain import thresholds
 from onnxtrain.autodiff import gradient_model
 from onnxtrain.autodiff.rules import activations
 from onnxtrain.graph.modes import slope_marks
 from onnxtrain.passes import pipeline
-from onnxtrain.passes.gpu import slopes_by_table as module
 from onnxtrain.targets import TARGETS
 from tests.emulated_bfloat16 import emulated
 
@@ -33,7 +33,7 @@ def every_bfloat16() -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ELEMENTS", 1)
+    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 1)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_small_tensors_and_other_types_have_no_table(monkeypatch: pytest.MonkeyP
     assert "Gather" in kinds_of(gradient("tanh", 8))
     for half in (onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT):
         assert "Gather" not in kinds_of(gradient("tanh", 8, half))
-    monkeypatch.setattr(module, "_ELEMENTS", 9)
+    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 9)
     assert "Gather" not in kinds_of(gradient("tanh", 8))
 
 
