@@ -384,9 +384,9 @@ def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     array = arrays[spec.parameter]
     if spec.slot in ("ema", ANCHOR):
         return np.array(array)
-    return np.full(
-        spec.shape, spec.init, array.dtype if spec.dtype == array.dtype.name else spec.dtype
-    )
+    kind = array.dtype if spec.dtype == array.dtype.name else spec.dtype
+    # Zeros take no memory until somebody writes to them.
+    return np.full(spec.shape, spec.init, kind) if spec.init else np.zeros(spec.shape, kind)
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
