@@ -1,0 +1,19 @@
+"""How long the rows of attention's scores are in a model."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+
+
+def last_size(x: ir.Value | None) -> int:
+    """Return the size of the last axis, or 0 if it is not known or there is none."""
+    size = x.shape[-1] if x is not None and x.shape is not None and len(x.shape) else 0
+    return size if isinstance(size, int) else 0
+
+
+def row_lengths(model: onnx.ModelProto) -> set[int]:
+    """Return how long the rows of scores are, wherever a softmax makes some."""
+    graph = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True)).graph
+    rows = [n.outputs[0] for n in graph if n.op_type == "Softmax"]
+    return {d for d in (last_size(x) for x in rows) if d}
