@@ -53,7 +53,8 @@ class CheckedStrategy(Strategy):
         largest_update: refuse replies further than this from the weights that were sent out.
         most_examples: refuse replies that claim more; a claim is the weight in the mean.
         keep_updates: keep what each client changed in the last round, in ``updates``.
-        report: a file that gets a line of JSON per round: loss, who took part, who was refused.
+        report: a file that gets a line of JSON per round: loss, who took part, who was refused,
+            who did not answer in time.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class CheckedStrategy(Strategy):
         self.pseudo_gradient: dict[str, np.ndarray] = {}
         """The weights sent out less the new global ones, of the last round."""
         self._sent: dict[str, np.ndarray] = {}
+        self._asked: set[int] = set()
 
     def summary(self) -> None:
         """Log the settings of the strategy."""
@@ -87,7 +89,7 @@ class CheckedStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return what the strategy wants to send."""
         self._sent = {n: arrays[n].numpy() for n in arrays}
-        return self.strategy.configure_train(server_round, arrays, config, grid)
+        return self._noted(self.strategy.configure_train(server_round, arrays, config, grid))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -116,6 +118,12 @@ class CheckedStrategy(Strategy):
         self._write(server_round, "train", good, failed, means)
         return arrays, means
 
+    def _noted(self, messages: Iterable[Message]) -> list[Message]:
+        """Return messages, and remember whom they go to."""
+        messages = list(messages)
+        self._asked = {m.metadata.dst_node_id for m in messages}
+        return messages
+
     def _fitting(self, reply: Message) -> dict[str, Any]:
         """Return the metrics of a reply that may be averaged."""
         arrays = checked_arrays(reply.content, self.specs)
@@ -143,7 +151,7 @@ class CheckedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return what the strategy wants to send."""
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+        return self._noted(self.strategy.configure_evaluate(server_round, arrays, config, grid))
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -181,6 +189,8 @@ class CheckedStrategy(Strategy):
     ) -> None:
         if self.report is None:
             return
+        refused = {r.node: r.reason for r in self.refusals if r.round == server_round}
+        answered = {r.metadata.src_node_id for r in [*(r for r, _ in good), *failed]}
         line = {
             "round": server_round,
             "kind": kind,
@@ -188,7 +198,8 @@ class CheckedStrategy(Strategy):
             # As text: they have 64 bits, and pages read numbers of 53.
             "nodes": {str(r.metadata.src_node_id): m[EXAMPLES] for r, m in good},
             "failed": [str(r.metadata.src_node_id) for r in failed],
-            "refused": {str(r.node): r.reason for r in self.refusals if r.round == server_round},
+            "refused": {str(node): reason for node, reason in refused.items()},
+            "silent": [str(node) for node in sorted(self._asked - answered - refused.keys())],
         }
         with self.report.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

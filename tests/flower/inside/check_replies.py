@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,26 @@ def test_a_round_without_a_good_reply_changes_nothing(tmp_path: Path) -> None:
     assert len(checked.refusals) == 2
     assert not (tmp_path / "global").exists()
     assert found.arrays is None or len(found.arrays) == 0
+
+
+def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
+    artifacts, report = built(), tmp_path / "rounds.jsonl"
+
+    def spoil(node: int, reply: Message) -> Message | None:
+        if node == 2:
+            return None
+        trained = "arrays" in reply.content
+        return changed(reply, nan) if node == 3 and trained else reply
+
+    result, _, _ = federate(artifacts, nodes=3, spoil=spoil, report=report)
+    trained, evaluated = (
+        [line for line in map(json.loads, report.read_text().splitlines()) if line["kind"] == kind]
+        for kind in ("train", "evaluate")
+    )
+    assert [line["silent"] for line in trained] == [["2"]] * 3
+    assert [list(line["refused"]) for line in trained] == [["3"]] * 3
+    assert [line["silent"] for line in evaluated] == [["2"]] * 3
+    same(result.arrays, by_hand(artifacts, nodes=1))
 
 
 def test_metrics_of_one_client_alone_are_left_out() -> None:

@@ -71,10 +71,13 @@ def context(node: int, config: dict | None = None) -> Context:
 
 
 class LocalGrid:
-    """Nodes that answer at once; ``spoil`` may change what one of them says."""
+    """Nodes that answer at once; ``spoil`` may change what one of them says, or keep it back."""
 
     def __init__(
-        self, app: ClientApp, nodes: int, spoil: Callable[[int, Message], Message] | None = None
+        self,
+        app: ClientApp,
+        nodes: int,
+        spoil: Callable[[int, Message], Message | None] | None = None,
     ) -> None:
         self.app, self.spoil = app, spoil
         self.contexts = {node: context(node) for node in range(1, nodes + 1)}
@@ -93,7 +96,7 @@ class LocalGrid:
             node = message.metadata.dst_node_id
             reply = self.app(message, self.contexts[node])
             replies.append(self.spoil(node, reply) if self.spoil else reply)
-        return replies
+        return [reply for reply in replies if reply is not None]
 
 
 def run_server(app: object, grid: LocalGrid, config: dict | None = None) -> None:
