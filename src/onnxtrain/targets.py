@@ -270,7 +270,7 @@ TARGETS: dict[str, Target] = {
                     *("int64", "output-binding"),
                 }
             ),
-            preferences=frozenset({"few-operators", "means-by-matmul"}),
+            preferences=frozenset({"few-operators", "mask-without-infinity", "means-by-matmul"}),
             family="products",
             gpu=True,
         ),

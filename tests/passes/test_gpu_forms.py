@@ -106,10 +106,11 @@ class Attends(nn.Module):
 
     mask: torch.Tensor
 
-    def __init__(self, mask: torch.Tensor, given: bool) -> None:
+    def __init__(self, mask: torch.Tensor, given: bool, seen: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.qkv, self.given = nn.Linear(8, 24), given
+        self.qkv, self.given, self.seen = nn.Linear(8, 24), given, seen
+        self.low = float(mask.min())
         self.register_buffer("mask", mask)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,6 +118,7 @@ class Attends(nn.Module):
         mask = self.mask
         if self.given:  # not a constant of the graph
             mask = mask + 0.0 * x[:1, :, :1]
+            mask = torch.where(mask < 0, self.low, 0.0) if self.seen else mask
         scores = q @ k.transpose(-1, -2) * 0.35 + mask
         p = torch.softmax(scores, -1)
         p = torch.where(torch.isnan(p), 0.0, p)
@@ -153,6 +155,27 @@ def test_guards_of_attention_move_behind_the_product(kind: str, given: bool) -> 
         if kind == "causal" or seed == 0:
             assert actual == pytest.approx(loss.item(), rel=1e-5)
         assert math.isfinite(actual)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["constant", "computed"])
+@pytest.mark.parametrize("kind", ["low", "both", "unseen"])
+def test_rows_of_low_numbers_are_not_taken_for_masked_ones(kind: str, given: bool) -> None:
+    mask = torch.zeros(5, 5)
+    mask[0] = torch.finfo(torch.float32).min  # as exporters write it: all keys weigh the same
+    if kind == "both":
+        mask[0, :2] = float("-inf")
+    module = Attends(mask, given, seen=kind == "low")
+    model = from_torch(module, (torch.randn(2, 5, 8),))
+    made = onnxtrain.build(model, loss="mse", optimizer="sgd:lr=1", target="cuda")
+    assert operators(made)["IsNaN"] == (kind == "both" or (given and kind == "unseen"))
+    x, target = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    loss = F.mse_loss(module(x), target)
+    loss.backward()
+    trainer = onnxtrain.Trainer(made)
+    assert trainer.step(x.numpy(), target.numpy()).loss == pytest.approx(loss.item(), rel=1e-5)
+    for name, p in module.named_parameters():
+        assert p.grad is not None
+        np.testing.assert_allclose(trainer.parameters[name], (p - p.grad).detach(), atol=1e-6)
 
 
 def test_gradients_where_a_whole_row_is_masked() -> None:

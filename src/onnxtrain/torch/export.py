@@ -22,6 +22,7 @@ from onnxtrain.torch import torch_exporters as exporters
 from onnxtrain.torch.arguments import arguments_of, name_outputs
 from onnxtrain.torch.checking import BATCH_NORMS, check, ignores, untracked
 from onnxtrain.torch.exported_model import ExportedModel, as_exported
+from onnxtrain.torch.masked_rows import close_masked_rows
 from onnxtrain.torch.torch_exporters import Axes, ExportError
 
 _REPORT = "onnxtrain.export"
@@ -179,10 +180,12 @@ def _attempt(
     with untracked(module), _restored(module):
         model = exporter(module, inputs, names, axes)
     _restore_buffers(module, model)
+    masks = close_masked_rows(model)
+    repairs = [f"rows of attention that see no key give zeros: {masks} mask(s)"] if masks else []
     if any(part.training for part in module.modules()):
-        return model, _repair(module, model)
+        return model, [*repairs, *_repair(module, model)]
     to_evaluation(model)
-    return model, []
+    return model, repairs
 
 
 def _repair(module: nn.Module, model: ir.Model) -> list[str]:

@@ -4,12 +4,16 @@ Such a row is a softmax of minus infinities, which is NaN; exporters put ``Where
 behind it, two passes over all scores and two more in the gradient. Here the mask's infinities
 become large numbers, so that no row is NaN, and what attention gives for a masked row is set to
 zero behind the product with the values, which is far smaller.
+
+Masks of finite numbers need no guard: where all keys have the lowest one, all weigh the same. What
+a mask holds has to be seen; one of infinities and of numbers nearly as low keeps its guard.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
@@ -19,10 +23,11 @@ from onnxtrain.graph.nodes import is_op, nodes
 
 _CLOSED = -1e30  # its exponential is 0 beside any score, and it is no infinity
 _OPEN = -1e29
+_MOVES = ("Expand", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def open_rows(model: ir.Model, op: OpBuilder) -> int:
-    """Move guards of attention's softmax behind the product; return how many moved."""
+    """Move guards of attention's softmax behind the product; return how many moved or went."""
     order = list(op.graph)
     following = dict(zip(order, [*order[1:], None], strict=True))
     moved = 0
@@ -47,6 +52,8 @@ class _Guarded:
     mask: ir.Value
     at: int
     """Which operand of ``add`` is the mask."""
+    infinite: bool
+    """Whether there are infinities in the mask."""
 
 
 def _guarded(softmax: ir.Node) -> _Guarded | None:
@@ -80,9 +87,10 @@ def _guarded(softmax: ir.Node) -> _Guarded | None:
         return None
     at = _mask_of(add)
     mask = None if at is None else add.inputs[at]
-    if at is None or mask is None:
+    infinite = None if mask is None else _may_be_infinite(mask)
+    if at is None or mask is None or infinite is None:
         return None
-    return _Guarded(softmax, tests[0], guard, product, add, mask, at)
+    return _Guarded(softmax, tests[0], guard, product, add, mask, at, infinite)
 
 
 def _mask_of(add: ir.Node) -> int | None:
@@ -92,6 +100,29 @@ def _mask_of(add: ir.Node) -> int | None:
         return None
     scores = [_is_score(x) for x in sides]
     return None if scores[0] == scores[1] else scores.index(False)
+
+
+def _may_be_infinite(mask: ir.Value) -> bool | None:
+    """Return whether a mask holds infinities, ``None`` if it is not seen, or they do not differ."""
+    numbers = _numbers(mask)
+    if numbers is None or not (numbers < np.inf).all():
+        return None
+    finite = numbers[np.isfinite(numbers)]
+    if len(finite) == len(numbers):
+        return False
+    return True if (finite > _OPEN).all() else None
+
+
+def _numbers(x: ir.Value | None) -> np.ndarray | None:
+    """Return the numbers that a value's elements are among, ``None`` if that is not seen."""
+    known, node = S.constant_of(x), None if x is None else x.producer()
+    if known is not None:
+        return np.unique(known)
+    if node is None or not is_op(node, "Where", *_MOVES):
+        return None
+    parts = [_numbers(y) for y in (node.inputs[1:] if is_op(node, "Where") else node.inputs[:1])]
+    seen = [part for part in parts if part is not None]
+    return np.concatenate(seen) if len(seen) == len(parts) else None
 
 
 def _is_score(x: ir.Value) -> bool:
@@ -105,14 +136,15 @@ def _is_score(x: ir.Value) -> bool:
 
 
 def _move(op: OpBuilder, guarded: _Guarded, following: ir.Node | None) -> None:
-    product, p = guarded.product, guarded.softmax.outputs[0]
+    product, y = guarded.product, guarded.product.outputs[0]
+    product.replace_input_with(0, guarded.softmax.outputs[0])
+    op.graph.remove([guarded.guard, guarded.test], safe=True)
+    if not guarded.infinite:
+        return
     op.position = guarded.add
     mask = op.Max(guarded.mask, _CLOSED)  # fixed_masks computes what is known, without weights
     is_open = op.Greater(op.ReduceMax(mask, [-1], keepdims=1), _OPEN)
     guarded.add.replace_input_with(guarded.at, mask)
-    product.replace_input_with(0, p)
-    op.graph.remove([guarded.guard, guarded.test], safe=True)
-    y = product.outputs[0]
     uses = list(y.uses())
     op.position = following
     replace_value(y, op.Where(is_open, y, 0.0), uses)
