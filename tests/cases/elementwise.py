@@ -158,6 +158,13 @@ CLIP = [
         id="on-bounds",
         xfail="finite: the value is on a kink",
     ),
+    OpCase(
+        "Clip",
+        (at([-1.0, 0.0, 3.0, 6.0, 7.0]), const(0.0), const(6.0)),
+        torch=lambda x, a, b: torch.nn.functional.relu6(x),
+        id="relu6-on-bounds",
+        xfail="finite: the value is on a kink",
+    ),
 ]
 
 CASES = [*UNARY, *BINARY, *MANY, *CLIP]

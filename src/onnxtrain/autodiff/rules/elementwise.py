@@ -1,7 +1,7 @@
 """Elementwise arithmetic, and functions of one number.
 
 Kinks and poles follow torch: ``Abs'(0) = 0``; equal arguments of Max and Min share the gradient
-evenly; Clip passes the gradient on its bounds; ``Sqrt'(0)`` is infinite.
+evenly; Clip passes the gradient on its bounds, but not as ReLU6; ``Sqrt'(0)`` is infinite.
 """
 
 from __future__ import annotations
@@ -127,14 +127,19 @@ def mean(op, dy, *xs):
 def clip(op, dy, x, low=None, high=None, *, y):
     """``dx = dy`` where ``x`` was left alone, also on a bound; else the bound it hit gets ``dy``.
 
-    If the bounds cross, ``high`` wins, and gets all of it.
+    If the bounds cross, ``high`` wins, and gets all of it. From 0 to 6 it is ReLU6, whose slope on
+    its bounds is 0, as that of ReLU; channels that are dead lie on one.
     """
     if low is None and high is None:
         return (dy,)
     dlow = None if low is None else op.Where(op.Less(x, low), dy, 0.0)
     dhigh = None if high is None else op.Where(op.Greater(x, high), dy, 0.0)
-    dx = op.Where(op.Equal(x, y), dy, 0.0)
     a, b = op.constant(low), op.constant(high)
+    if a is not None and b is not None and (a.item(), b.item()) == (0, 6):
+        inside = op.And(op.Greater(y, 0.0), op.Less(y, 6.0))
+    else:
+        inside = op.Equal(x, y)
+    dx = op.Where(inside, dy, 0.0)
     ordered = a is not None and b is not None and bool(a <= b)
     if low is not None and high is not None and not ordered:
         crossed = op.Less(high, low)
