@@ -109,6 +109,19 @@ def test_what_cannot_be_exported_says_why() -> None:
     assert "legacy:" in str(error.value)
 
 
+class Unknown(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.histc(x, 4)
+
+
+def test_the_operator_that_exporters_lack_is_named() -> None:
+    with pytest.raises(ExportError) as error:
+        from_torch(Unknown(), torch.randn(2, 3), dynamic_batch=False)
+    told = str(error.value).splitlines()
+    assert "histc" in next(line for line in told if "dynamo:" in line)
+    assert all("Next steps" not in line and "\x1b" not in line for line in told)
+
+
 def test_names_must_fit() -> None:
     with pytest.raises(ExportError, match="1 inputs, but 2 names"):
         from_torch(nn.Linear(2, 2), torch.ones(1, 2), names=["a", "b"])

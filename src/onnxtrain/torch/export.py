@@ -115,7 +115,7 @@ def export(
                 rejected.append(f"{name}: {error}")
                 continue
             except Exception as error:  # the exporters raise whatever happens inside torch
-                rejected.append(f"{name}: {type(error).__name__}: {_first_line(error)}")
+                rejected.append(f"{name}: {_told(error)}")
                 continue
             model.meta[_REPORT] = ExportReport(name, tuple(repairs), tuple(rejected), stored)
             _record_aliases(model, stored)
@@ -286,5 +286,8 @@ def _restored(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+def _told(error: BaseException) -> str:
+    """Return what went wrong: exporters wrap it in advice for their own developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
