@@ -24,7 +24,7 @@ def close_masked_rows(model: ir.Model) -> int:
         mask = node.outputs[0]
         if mask.is_graph_output() or not all(_is_guarded(use.node) for use in mask.uses()):
             continue
-        low = ir.convenience.get_const_tensor(node.inputs[2]) if mask.uses() else None
+        low = _constant(node.inputs[2]) if mask.uses() else None
         if low is None or low.size != 1 or not low.dtype.is_floating_point():
             continue
         if float(low.numpy().item()) == float(low.dtype.min):
@@ -44,9 +44,13 @@ def _is_guarded(add: ir.Node) -> bool:
     guards = [use.node for use in p.uses() if is_op(use.node, "Where") and use.idx == 2]
     if len(tests) != 1 or len(guards) != 1 or len(p.uses()) != 2:
         return False
-    zero = ir.convenience.get_const_tensor(guards[0].inputs[1])
+    zero = _constant(guards[0].inputs[1])
     tested = guards[0].inputs[0] is tests[0].outputs[0]
     return tested and zero is not None and not np.any(zero.numpy())
+
+
+def _constant(x: ir.Value | None) -> ir.TensorProtocol | None:
+    return None if x is None else ir.convenience.get_const_tensor(x)
 
 
 __all__ = ["close_masked_rows"]
