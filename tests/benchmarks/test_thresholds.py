@@ -26,6 +26,7 @@ NO_SIZES = {
     "autodiff/kept_values.py:_START": "a place in a network",
     "autodiff/kept_values.py:_SYMBOL": "what a symbolic size counts as in an estimate",
     "autodiff/recompute.py:_SYMBOL": "what a symbolic size counts as in an estimate",
+    "autodiff/rules/elementwise.py:_RELU6": "bounds of an operator",
     "autodiff/rules/grid_sample.py:_A": "a coefficient of cubic interpolation",
     "autodiff/rules/grid_sample.py:_CUBIC": "coefficients of cubic interpolation",
     "autodiff/named_selections.py:_OFFSET": "the place of an input",

@@ -123,6 +123,9 @@ def mean(op, dy, *xs):
     return (op.Div(dy, float(len(xs))),) * len(xs)
 
 
+_RELU6 = [0.0, 6.0]
+
+
 @vjp("Clip", broadcasts=True)
 def clip(op, dy, x, low=None, high=None, *, y):
     """``dx = dy`` where ``x`` was left alone, also on a bound; else the bound it hit gets ``dy``.
@@ -135,8 +138,8 @@ def clip(op, dy, x, low=None, high=None, *, y):
     dlow = None if low is None else op.Where(op.Less(x, low), dy, 0.0)
     dhigh = None if high is None else op.Where(op.Greater(x, high), dy, 0.0)
     a, b = op.constant(low), op.constant(high)
-    if a is not None and b is not None and (a.item(), b.item()) == (0, 6):
-        inside = op.And(op.Greater(y, 0.0), op.Less(y, 6.0))
+    if a is not None and b is not None and [a.item(), b.item()] == _RELU6:
+        inside = op.And(op.Greater(y, low), op.Less(y, high))
     else:
         inside = op.Equal(x, y)
     dx = op.Where(inside, dy, 0.0)
