@@ -17,7 +17,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.nodes import nodes
-from onnxtrain.graph.roles import PARAMETERS
+from onnxtrain.graph.roles import FROZEN, PARAMETERS
 from onnxtrain.torch import torch_exporters as exporters
 from onnxtrain.torch.arguments import arguments_of, name_outputs
 from onnxtrain.torch.checking import BATCH_NORMS, check, ignores, untracked
@@ -58,8 +58,9 @@ def from_torch(
     torch's exporters silently export BatchNorm in inference form, drop attention dropout and merge
     or fold parameters. What can be repaired is repaired; then the result is run and compared with
     torch, in evaluation mode and (with ``train``) in training mode, dropout aside, and at another
-    batch size. Buffers other than running statistics become constants. :func:`last_report` tells
-    what was done. The result is an ``onnx_ir.Model``; it has ``save(path)``, and ``proto`` for
+    batch size. Buffers other than running statistics become constants. Parameters without
+    ``requires_grad`` stay as they are unless ``train=`` names them. :func:`last_report` tells what
+    was done. The result is an ``onnx_ir.Model``; it has ``save(path)``, and ``proto`` for
     ``onnx.save``.
 
     Args:
@@ -84,9 +85,13 @@ def from_torch(
     call = arguments_of(module, example_inputs, given, dynamic_shapes, dynamic_batch)
     label = type(module).__name__
     model = export(call.module, call.inputs, call.names, call.axes, train=train, label=label)
-    stored = set(last_report(model).names.values())
+    names_of = last_report(model).names
+    stored = set(names_of.values())
     _fix_constants(model, stored)
     model.metadata_props[PARAMETERS] = json.dumps(sorted(stored & model.graph.initializers.keys()))
+    frozen = {names_of[n] for n, p in call.module.named_parameters() if not p.requires_grad}
+    if frozen:
+        model.metadata_props[FROZEN] = json.dumps(sorted(frozen))
     with _restored(call.module):
         if train is not None:
             call.module.train(train)

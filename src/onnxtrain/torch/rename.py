@@ -8,7 +8,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from onnxtrain.artifacts.pretrained_weights import ALIASES, aliases_of
-from onnxtrain.graph.roles import PARAMETERS
+from onnxtrain.graph.roles import FROZEN, PARAMETERS
 
 
 def rename_initializers(model: ir.Model, new_name: Callable[[str], str]) -> None:
@@ -19,8 +19,9 @@ def rename_initializers(model: ir.Model, new_name: Callable[[str], str]) -> None
             value = graph.initializers.pop(name)
             value.name = new_name(name)
             graph.register_initializer(value)
-    if PARAMETERS in notes:
-        notes[PARAMETERS] = json.dumps(sorted(map(new_name, json.loads(notes[PARAMETERS]))))
+    for key in (PARAMETERS, FROZEN):
+        if key in notes:
+            notes[key] = json.dumps(sorted(map(new_name, json.loads(notes[key]))))
     if ALIASES in notes:
         tied = {new_name(n): [new_name(x) for x in xs] for n, xs in aliases_of(model).items()}
         notes[ALIASES] = json.dumps(tied, sort_keys=True)

@@ -16,6 +16,8 @@ from onnxtrain.graph.roles.table import STATISTIC
 
 PARAMETERS = "onnxtrain.parameters"
 """Key in a model's metadata: the names of its parameters, where their maker knows them."""
+FROZEN = "onnxtrain.frozen"
+"""Key in a model's metadata: the names of parameters that do not train unless somebody says so."""
 ADAPTERS = "onnxtrain.adapters"
 """Key in a model's metadata: what its adapters are called elsewhere, if it has any; JSON."""
 
@@ -24,6 +26,7 @@ _FLOATS = frozenset(
 )
 _KNOWN = parameter("parameter", "a parameter, as the maker of the file says")
 _OTHER = constant("no parameter, as the maker of the file says")
+_STILL = constant("frozen, as the maker of the file says", _KNOWN.kind)
 _EMPTY = constant("an empty tensor")
 
 
@@ -57,12 +60,14 @@ def roles(model: ir.Model) -> dict[str, Role]:
     file since: what is still called by a listed name is a parameter, and use tells of the rest.
     """
     floats = {n: x for n, x in model.graph.initializers.items() if _is_float(x)}
-    listed = _listed(model) or set()
-    empty = {n: _EMPTY for n, x in floats.items() if x.shape is not None and 0 in x.shape}
+    listed, frozen = _listed(model) or set(), _listed(model, FROZEN) or set()
+    other = {n: _EMPTY for n, x in floats.items() if x.shape is not None and 0 in x.shape}
     if _is_listed(model):
-        return {n: _KNOWN if n in listed else _OTHER for n in floats} | empty
-    judge = Judge(model.graph)
-    return {n: _KNOWN if n in listed else judge.role(x) for n, x in floats.items()} | empty
+        found = {n: _KNOWN if n in listed else _OTHER for n in floats}
+    else:
+        judge = Judge(model.graph)
+        found = {n: _KNOWN if n in listed else judge.role(x) for n, x in floats.items()}
+    return found | {n: _STILL for n in frozen if n in found and found[n].trains} | other
 
 
 def kinds_by_use(model: ir.Model, known: Mapping[str, Role]) -> dict[str, str]:
@@ -83,19 +88,17 @@ def _is_listed(model: ir.Model) -> bool:
     return listed is not None and listed <= model.graph.initializers.keys()
 
 
-def _listed(model: ir.Model) -> set[str] | None:
+def _listed(model: ir.Model, key: str = PARAMETERS) -> set[str] | None:
     """Return the parameters that the file itself lists, ``None`` if it lists none."""
-    text = model.metadata_props.get(PARAMETERS)
+    text = model.metadata_props.get(key)
     if text is None:
         return None
     try:
         names = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PrepareError(
-            f"the metadata {PARAMETERS!r} of the model is damaged: {error}"
-        ) from error
+        raise PrepareError(f"the metadata {key!r} of the model is damaged: {error}") from error
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise PrepareError(f"the metadata {PARAMETERS!r} of the model is damaged: a list of names")
+        raise PrepareError(f"the metadata {key!r} of the model is damaged: a list of names")
     return set(names)
 
 
