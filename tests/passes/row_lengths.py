@@ -1,9 +1,19 @@
-"""How long the rows of attention's scores are in a model."""
+"""Short rows of attention's scores that are filled up, and how long they are in a model."""
 
 from __future__ import annotations
 
 import onnx
 import onnx_ir as ir
+import pytest
+
+from onnxtrain import thresholds
+
+
+def fill_up_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows of any length be filled up, by a mask."""
+    monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 3)
+    monkeypatch.setattr(thresholds, "ALIGNED_SCORES", 8)
+    monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 1 << 10)
 
 
 def last_size(x: ir.Value | None) -> int:

@@ -14,7 +14,7 @@ import onnxtrain
 from onnxtrain import thresholds
 from onnxtrain.graph.memory import scores
 from onnxtrain.targets import Target, find
-from tests.passes.row_lengths import row_lengths
+from tests.passes.row_lengths import fill_up_short_rows, row_lengths
 
 F = nn.functional
 CUDA = find("cuda")
@@ -33,9 +33,7 @@ ATTENTION = """
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 3)
-    monkeypatch.setattr(thresholds, "ALIGNED_SCORES", 8)
-    monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 1 << 10)
+    fill_up_short_rows(monkeypatch)
 
 
 @pytest.fixture(params=["pass", "product"])

@@ -13,28 +13,16 @@ import onnxtrain
 from onnxtrain import optim, thresholds
 from onnxtrain.targets import find
 from onnxtrain.torch import from_torch
-from tests.passes.row_lengths import last_size, row_lengths
+from tests.passes.row_lengths import fill_up_short_rows, last_size, row_lengths
 
 F = nn.functional
 CUDA = find("cuda")
 PLAIN = CUDA.without("aligned-keys")
-HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
-ATTENTION = """
-    scale = Constant<value_float=0.5>()
-    kt = Transpose<perm=[0,1,3,2]>(k)
-    raw = MatMul(q, kt)
-    x = Mul(raw, scale)
-    {mask}
-    p = Softmax<axis=-1>({scores})
-    y = MatMul(p, v)
-"""
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 3)
-    monkeypatch.setattr(thresholds, "ALIGNED_SCORES", 8)
-    monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 1 << 10)
+    fill_up_short_rows(monkeypatch)
 
 
 class Layer(nn.Module):

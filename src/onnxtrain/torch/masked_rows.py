@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nan_guard import nan_guard
 from onnxtrain.graph.nodes import is_op, nodes
 
 
@@ -24,7 +25,8 @@ def close_masked_rows(model: ir.Model) -> int:
         mask = node.outputs[0]
         if mask.is_graph_output() or not all(_is_guarded(use.node) for use in mask.uses()):
             continue
-        low = _constant(node.inputs[2]) if mask.uses() else None
+        value = node.inputs[2] if mask.uses() else None
+        low = None if value is None else ir.convenience.get_const_tensor(value)
         if low is None or low.size != 1 or not low.dtype.is_floating_point():
             continue
         if float(low.numpy().item()) == float(low.dtype.min):
@@ -35,22 +37,10 @@ def close_masked_rows(model: ir.Model) -> int:
 
 def _is_guarded(add: ir.Node) -> bool:
     """Return whether a sum is what a softmax reads whose NaN become zeros."""
-    scores = add.outputs[0]
-    readers = [use.node for use in scores.uses()]
+    readers = [use.node for use in add.outputs[0].uses()]
     if not is_op(add, "Add") or len(readers) != 1 or not is_op(readers[0], "Softmax"):
         return False
-    p = readers[0].outputs[0]
-    tests = [use.node for use in p.uses() if is_op(use.node, "IsNaN")]
-    guards = [use.node for use in p.uses() if is_op(use.node, "Where") and use.idx == 2]
-    if len(tests) != 1 or len(guards) != 1 or len(p.uses()) != 2:
-        return False
-    zero = _constant(guards[0].inputs[1])
-    tested = guards[0].inputs[0] is tests[0].outputs[0]
-    return tested and zero is not None and not np.any(zero.numpy())
-
-
-def _constant(x: ir.Value | None) -> ir.TensorProtocol | None:
-    return None if x is None else ir.convenience.get_const_tensor(x)
+    return nan_guard(readers[0].outputs[0]) is not None
 
 
 __all__ = ["close_masked_rows"]

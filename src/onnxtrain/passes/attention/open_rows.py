@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.builder.replace_value import replace_value
+from onnxtrain.graph.nan_guard import nan_guard
 from onnxtrain.graph.nodes import is_op, nodes
 
 _CLOSED = -1e30  # its exponential is 0 beside any score, and it is no infinity
@@ -59,21 +60,15 @@ class _Guarded:
 def _guarded(softmax: ir.Node) -> _Guarded | None:
     p = softmax.outputs[0]
     x = softmax.inputs[0]
-    if p.dtype != ir.DataType.FLOAT or x is None or p.is_graph_output():
+    if p.dtype != ir.DataType.FLOAT or x is None:
         return None
     rank, axis = len(S.dims_of(p) or ()), softmax.attributes.get("axis")
     if rank < 3 or (axis is not None and axis.as_int() not in (-1, rank - 1)):
         return None
-    readers = {use.node for use in p.uses()}
-    tests = [n for n in readers if is_op(n, "IsNaN")]
-    if len(readers) != 2 or len(tests) != 1:
+    found = nan_guard(p)
+    if found is None:
         return None
-    (guard,) = readers - set(tests)
-    if not is_op(guard, "Where") or guard.inputs[0] is not tests[0].outputs[0]:
-        return None
-    zero = S.constant_of(guard.inputs[1])
-    if guard.inputs[2] is not p or zero is None or zero.size != 1 or zero.item() != 0.0:
-        return None
+    guard = found.guard
     uses = list(guard.outputs[0].uses())
     if len(uses) != 1 or guard.outputs[0].is_graph_output():
         return None
@@ -90,7 +85,7 @@ def _guarded(softmax: ir.Node) -> _Guarded | None:
     infinite = None if mask is None else _may_be_infinite(mask)
     if at is None or mask is None or infinite is None:
         return None
-    return _Guarded(softmax, tests[0], guard, product, add, mask, at, infinite)
+    return _Guarded(softmax, found.test, guard, product, add, mask, at, infinite)
 
 
 def _mask_of(add: ir.Node) -> int | None:
