@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 import onnxtrain
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
 

@@ -105,10 +105,15 @@ def build(name: str, device: str, precision: str, sizes: tuple[int, int], folder
     fixed: dict[str, int] = {"batch_size": sizes[0], "sequence_length": sizes[1]}
     on_cpu = device == "cpu"
     artifacts = onnxtrain.build(
-        adapted, loss=loss, optimizer=onnxtrain.optim.AdamW(lr=1e-4), target=device,
-        precision=precision, check=False, dims=None if on_cpu else fixed,
+        adapted,
+        loss=loss,
+        optimizer=onnxtrain.optim.AdamW(lr=1e-4),
+        target=device,
+        precision=precision,
+        check=False,
+        dims=None if on_cpu else fixed,
         recompute=RECOMPUTE.get(name, ()) if on_cpu else (),
-    )  # fmt: skip
+    )
     artifacts.save(folder)
 
 
@@ -121,17 +126,21 @@ def encoder() -> Any:
 
     torch.manual_seed(0)
     return from_torch(
-        Encoder().eval(), (torch.zeros(2, 16, dtype=torch.long),), names=["input_ids"],
+        Encoder().eval(),
+        (torch.zeros(2, 16, dtype=torch.long),),
+        names=["input_ids"],
         dynamic_shapes=[{0: "batch_size", 1: "sequence_length"}],
-    )  # fmt: skip
+    )
 
 
 def batch(name: str, count: int, length: int) -> Path:
     """Write the batch that both sides train on."""
     rng = np.random.default_rng(0)
     if name == "encoder":
-        arrays = {"input_ids": rng.integers(0, 30000, (count, length)),
-                  "labels": rng.integers(0, 2, count)}  # fmt: skip
+        arrays = {
+            "input_ids": rng.integers(0, 30000, (count, length)),
+            "labels": rng.integers(0, 2, count),
+        }
     else:
         ids = rng.integers(0, SHAPES[name].vocabulary, (count, length))
         arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
@@ -165,9 +174,16 @@ def rows(
         ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
         held = "device" if args.device == "cuda" else "peak"
         peak, other = answers[-1][held], base[-1][held]
-        row = {"model": name, "threads": threads, "engine": engine, "ms": seconds * 1e3,
-               "ratio": ratio, "tokens": tokens / seconds, "peak_mb": peak,
-               "memory": peak / (other or 1.0)}  # fmt: skip
+        row = {
+            "model": name,
+            "threads": threads,
+            "engine": engine,
+            "ms": seconds * 1e3,
+            "ratio": ratio,
+            "tokens": tokens / seconds,
+            "peak_mb": peak,
+            "memory": peak / (other or 1.0),
+        }
         table.append(row)
     return table
 

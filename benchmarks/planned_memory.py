@@ -22,7 +22,7 @@ import numpy as np
 import onnxtrain
 from benchmarks.finetuning.serve import peak
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.planning.parts import Run
+from onnxtrain.planning.memory_plan import TrainingMemory
 from onnxtrain.training import Trainer
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
@@ -31,12 +31,39 @@ MB = 2**20
 STEPS = 2
 LENGTH = 256
 NETS = [
-    "lenet", "resnet", "resnext", "densenet", "squeezenet", "shufflenet", "unet",
-    "dcgan_generator", "style_transfer", "super_resolution", "conv_autoencoder",
-    "diffusion_unet", "gpt2", "llama", "t5", "whisper", "transformer_lm", "mobilenet_v2",
-    "efficientnet", "convnext", "mlp", "mlp_mixer", "siren", "gru", "tcn", "wavenet", "mamba",
-    "vit", "swin", "word2vec", "dlrm", "capsule",
-]  # fmt: skip
+    "lenet",
+    "resnet",
+    "resnext",
+    "densenet",
+    "squeezenet",
+    "shufflenet",
+    "unet",
+    "dcgan_generator",
+    "style_transfer",
+    "super_resolution",
+    "conv_autoencoder",
+    "diffusion_unet",
+    "gpt2",
+    "llama",
+    "t5",
+    "whisper",
+    "transformer_lm",
+    "mobilenet_v2",
+    "efficientnet",
+    "convnext",
+    "mlp",
+    "mlp_mixer",
+    "siren",
+    "gru",
+    "tcn",
+    "wavenet",
+    "mamba",
+    "vit",
+    "swin",
+    "word2vec",
+    "dlrm",
+    "capsule",
+]
 
 
 def main() -> None:
@@ -68,7 +95,7 @@ def row(name: str, folder: Path, target: float) -> str:
         path = Path(name) if os.sep in name else built(name, folder)
     except OnnxTrainError as error:
         return f"| {name} | {str(error).splitlines()[0]} | | | |"
-    run = Run(onnxtrain.Artifacts.load(path))
+    run = TrainingMemory(onnxtrain.Artifacts.load(path))
     inputs = run.spec.inputs_of("input", "target")
     symbols = {d for t in inputs for d in t.shape if isinstance(d, str) and d.isidentifier()}
     sizes = {s: LENGTH if "sequence" in s else 1 for s in symbols}

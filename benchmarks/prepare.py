@@ -53,7 +53,7 @@ def _export(workload: Workload, folder: Path) -> None:
     import torch
 
     import onnxtrain
-    from onnxtrain.graph.shapes.specialise import specialise
+    from onnxtrain.graph.shapes.unknown import specialize
     from onnxtrain.torch import from_torch, last_report
 
     module = workload.module()
@@ -65,7 +65,7 @@ def _export(workload: Workload, folder: Path) -> None:
     ir.save(model, folder / "model.onnx")
     names = dict.fromkeys(last_report(model).names.values())
     (folder / "parameters.txt").write_text("\n".join(names) + "\n")
-    ir.save(specialise(model, workload.dims()), folder / "static.onnx")
+    ir.save(specialize(model, workload.dims()), folder / "static.onnx")
     lowered = onnxtrain.lower(str(folder / "static.onnx"), opset=17, verify=False)
     onnx.save(lowered, folder / "opset17.onnx")
 

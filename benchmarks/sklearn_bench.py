@@ -28,7 +28,7 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.preprocessing import scale
 
 from onnxtrain.sklearn import OnnxClassifier, OnnxRegressor
-from onnxtrain.sklearn.dense_nets import dense_weights
+from onnxtrain.sklearn.nets import dense_weights
 
 HIDDEN = (50, 10)
 DOCS = Path(__file__).parents[1] / "docs"

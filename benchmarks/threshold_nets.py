@@ -168,12 +168,12 @@ POSITIONS, PAIRS = "output positions", "pairs of positions"
 TINY: list[Image] = [(2, 4), (4, 4), (4, 8)]
 
 CASES: dict[str, Case] = {
-    "FORWARD_PRODUCT_POSITIONS": Case(
+    "CONV_FORWARD_MATMUL_POSITIONS": Case(
         "up to",
         POSITIONS,
         _images([(2, 2), (2, 4), (4, 4)], batch=256, channels=128, outs=128),
     ),
-    "FORWARD_PRODUCT_ROWS": Case(
+    "CONV_FORWARD_MATMUL_ROWS": Case(
         "up to",
         "windows of a batch",
         {16 * n: conv(n, 128, 128, (4, 4)) for n in (16, 32, 64)},
@@ -190,26 +190,26 @@ CASES: dict[str, Case] = {
     "TINY_IMAGE_POSITIONS": Case(
         "up to", POSITIONS, _images(TINY, batch=32, channels=128, outs=128, kernel=5)
     ),
-    "TAP_COLUMNS_POSITIONS": Case(
+    "IM2COL_WEIGHT_GRAD_POSITIONS": Case(
         "up to",
         POSITIONS,
         _images([(4, 8), (8, 8), (8, 16)], batch=32, channels=64, outs=64),
     ),
-    "TAP_COLUMNS_POSITIONS_ONE_TAP": Case(
+    "IM2COL_WEIGHT_GRAD_POSITIONS_ONE_TAP": Case(
         "up to",
         POSITIONS,
         _images([(3, 3), (4, 4), (4, 8)], batch=64, channels=128, outs=128, kernel=1),
     ),
-    "WEIGHT_PAIRS": Case(
+    "DEPTHWISE_WEIGHT_GRAD_PAIRS": Case(
         "up to", PAIRS, _pairs([(7, 10), (10, 10), (10, 14)], stride=1, channels=128, batch=16)
     ),
-    "WEIGHT_PAIRS_STRIDED": Case(
+    "DEPTHWISE_WEIGHT_GRAD_PAIRS_STRIDED": Case(
         "up to", PAIRS, _pairs([(12, 14), (16, 16), (16, 22)], stride=2, channels=128, batch=16)
     ),
-    "INPUT_COLUMNS_POSITIONS": Case(
+    "COL2IM_INPUT_GRAD_POSITIONS": Case(
         "up to", POSITIONS, _images(TINY, batch=32, channels=128, outs=128)
     ),
-    "INPUT_COLUMNS_POSITIONS_WIDE": Case(
+    "COL2IM_INPUT_GRAD_POSITIONS_WIDE": Case(
         "up to",
         POSITIONS,
         _images([(4, 6), (7, 7), (7, 14)], batch=8, channels=256, outs=256),
@@ -217,7 +217,7 @@ CASES: dict[str, Case] = {
     "WIDE_OUTPUT_CHANNELS": Case(
         "from", "output channels", {c: conv(8, 128, c, (5, 5)) for c in (128, 256, 512)}
     ),
-    "INPUT_PAIRS": Case(
+    "DEPTHWISE_INPUT_GRAD_PAIRS": Case(
         "up to", PAIRS, _pairs([(5, 9), (8, 8), (9, 10)], stride=1, channels=128, batch=16)
     ),
     "WINDOW_MATRIX_SIZE": Case(
@@ -268,50 +268,54 @@ CASES: dict[str, Case] = {
 
 NOT_MEASURED: dict[str, str] = {
     "SHARED_CONSTANT_ELEMENTS": "bounds what is compared, no choice of speed",
-    "STORED_POSITIONS": "bounds the size of a file, no choice of speed",
-    "WEIGHT_PAIRS_PRODUCTS": "for GPUs in browsers, of which `make bench-web` times whole steps",
+    "STORED_INDEX_ELEMENTS": "bounds the size of a file, no choice of speed",
+    "DEPTHWISE_WEIGHT_GRAD_PAIRS_MATMUL": (
+        "for GPUs in browsers, of which `make bench-web` times whole steps"
+    ),
     "PACKED_PARAMETER_ELEMENTS": "for wasm, of which `make bench-web` times whole steps",
-    "JOINED_PARAMETER_ELEMENTS": "for GPUs in browsers; `make bench-web` times whole steps",
-    "JOINED_ELEMENTS": "bounds the size of a buffer, no choice of speed",
-    "SEVERAL_STEPS_BYTES": "for wasm, of which `make bench-web` times whole steps",
+    "FLATTENED_PARAMETER_ELEMENTS": "for GPUs in browsers; `make bench-web` times whole steps",
+    "FLATTENED_VECTOR_ELEMENTS": "bounds the size of a buffer, no choice of speed",
+    "MULTI_STEP_BYTES": "for wasm, of which `make bench-web` times whole steps",
     "STEPS_PER_CALL": "for wasm, of which `make bench-web` times whole steps",
-    "UPDATE_PIECE_ELEMENTS": "cuts the update, not a graph: `python -m benchmarks`",
-    "UPDATE_PIECES_PER_THREAD": "needs several threads: `python -m benchmarks --threads 2`",
-    "DEVICE_UPDATE_PIECE_ELEMENTS": "for GPUs: `python -m benchmarks.cuda.real --only vit`",
+    "UPDATE_CHUNK_ELEMENTS": "cuts the update, not a graph: `python -m benchmarks`",
+    "UPDATE_CHUNKS_PER_THREAD": "needs several threads: `python -m benchmarks --threads 2`",
+    "DEVICE_UPDATE_CHUNK_ELEMENTS": "for GPUs: `python -m benchmarks.cuda.real --only vit`",
     "SECOND_COPY_BYTES": "chooses the memory of a step: `python -m benchmarks`",
-    "ALIGNED_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
-    "ALIGNED_KEYS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
-    "ALIGNED_SCORES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
-    "CLOSED_WITHIN": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
-    "CAPTURED_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
-    "JOINED_AVERAGES": "where joining takes fewer kernels, no choice of speed",
-    "SCALED_PER_WEIGHT": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
+    "PADDED_VOCABULARY_CLASSES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
+    "PADDED_ATTENTION_KEYS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
+    "PADDED_ATTENTION_SCORES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only vit`",
+    "MASK_IN_MATMUL_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
+    "CUDA_GRAPH_CONCAT_INPUTS": "what onnxruntime refuses beyond, no choice of speed",
+    "FUSED_RUNNING_STATS": "where joining takes fewer kernels, no choice of speed",
+    "CHANNEL_SCALE_FOLD_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
     "STAGED_BATCH_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only resnet50`",
-    "LATE_DEQUANTISE": "bounds what is kept in memory, no choice of speed",
-    "LOSS_SCORES": "bounds what is kept in memory, no choice of speed",
-    "LOSS_VOCABULARY": "bounds what is kept in memory, no choice of speed",
-    "LOSS_WORDS": "bounds what is kept in memory, no choice of speed",
-    "LONG_SCORES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
-    "SCORES_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
-    "WIDE_PASS_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
-    "MADE_AGAIN_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
-    "NORMALISED_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
-    "NORMALISED_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
-    "LINE_CHANNELS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
-    "WEIGHT_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
-    "HALF_SUM_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
-    "KNOWN_INDICES": "bounds the time of a build, no choice of speed",
+    "DEQUANTIZE_AT_USE_ELEMENTS": "bounds what is kept in memory, no choice of speed",
+    "LOSS_CHUNK_SCORES": "bounds what is kept in memory, no choice of speed",
+    "CHUNKED_LOSS_CLASSES": "bounds what is kept in memory, no choice of speed",
+    "LOSS_CHUNK_CLASSES": "bounds what is kept in memory, no choice of speed",
+    "LONG_ATTENTION_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
+    "ATTENTION_CHUNK_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only whisper`",
+    "MEMORY_BOUND_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
+    "REMATERIALIZE_BYTES": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
+    "NORM_KERNEL_POSITIONS": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms norm`",
+    "GROUP_NORM_KERNEL_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
+    "AFFINE_KERNEL_CHANNELS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only unet`",
+    "DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
+    "FLOAT32_ACCUMULATION_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
+    "CONSTANT_INDEX_ELEMENTS": "bounds the time of a build, no choice of speed",
     "ONE_HOT_ROWS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
     "ONE_HOT_ELEMENTS": "bounds what is kept in memory, no choice of speed",
-    "SCATTERED_ROW": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
-    "SCATTERED_PIECES": "bounds what is kept in memory, no choice of speed",
+    "SCATTER_ROW_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only bert`",
+    "SCATTER_INDEX_ELEMENTS": "bounds what is kept in memory, no choice of speed",
     "WINDOW_TABLE_ELEMENTS": "bounds the size of a file, no choice of speed",
-    "WEIGHT_LINE_PAIRS_GPU": "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`",
-    "FIXED_MASK_ELEMENTS": "bounds the size of a file, no choice of speed",
+    "DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU": (
+        "for NVIDIA GPUs: `python -m benchmarks.cuda.forms weight`"
+    ),
+    "CONSTANT_MASK_ELEMENTS": "bounds the size of a file, no choice of speed",
     "COMPUTED_MASK_ELEMENTS": "bounds the memory of a build, no choice of speed",
-    "FLAT_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
-    "SUMMED_COLUMNS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
+    "COALESCED_BROADCAST_ELEMENTS": "for NVIDIA GPUs: `python -m benchmarks.cuda.real`",
+    "ROW_SUBTRACTION_COLUMN_RATIO": "for NVIDIA GPUs: `python -m benchmarks.cuda.real --only gpt2`",
     "FUSED_SOFTMAX_COLUMNS": "what onnxruntime's kernel takes, no choice of speed",
-    "FUSED_SGD_LEFT_OVER": "chooses between one call and two: `python -m benchmarks`",
+    "FUSED_SGD_REMAINING_PARAMETERS": "chooses between one call and two: `python -m benchmarks`",
 }
 """Thresholds that choose between no forms of a graph on one CPU thread, with the reason."""

@@ -310,9 +310,14 @@ def test_explain() -> None:
     assert report.frozen == {"unused": "no node reads it"}
     ways = {n.name: n.how for n in report.nodes}
     assert ways == {
-        "h": "rule", "i": "rule", "e": "rule", "s": "rule", "y": "rule", "norm": "rule",
+        "h": "rule",
+        "i": "rule",
+        "e": "rule",
+        "s": "rule",
+        "y": "rule",
+        "norm": "rule",
         "best": "constant",
-    }  # fmt: skip
+    }
     assert report.to_dict()["differentiable"] is True
     assert str(report).splitlines()[:2] == ["opset 21, 7 nodes", "differentiable"]
 

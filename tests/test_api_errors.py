@@ -12,7 +12,7 @@ from onnx.reference.op_run import OpRun
 
 import onnxtrain
 from onnxtrain import errors
-from onnxtrain.autodiff import registry
+from onnxtrain.autodiff import rule_registry
 from tests.cases.evaluate import reference, stock
 from tests.small_nets import LOSS, NET, PARAMETERS, names, numbers, parse
 
@@ -111,10 +111,10 @@ class Thrice(OpRun):
 
 @pytest.fixture
 def own_rules() -> Iterator[None]:
-    before = dict(registry.USER_RULES)
+    before = dict(rule_registry.USER_RULES)
     yield
-    registry.USER_RULES.clear()
-    registry.USER_RULES.update(before)
+    rule_registry.USER_RULES.clear()
+    rule_registry.USER_RULES.update(before)
 
 
 def custom() -> onnx.ModelProto:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff import registry
+from onnxtrain.autodiff import rule_registry
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.testing import check_rule
 
@@ -17,10 +17,10 @@ X = np.linspace(-1.4, 1.6, 6).reshape(2, 3)
 
 @pytest.fixture(autouse=True)
 def _own_rules() -> Iterator[None]:
-    before = dict(registry.USER_RULES)
+    before = dict(rule_registry.USER_RULES)
     yield
-    registry.USER_RULES.clear()
-    registry.USER_RULES.update(before)
+    rule_registry.USER_RULES.clear()
+    rule_registry.USER_RULES.update(before)
 
 
 def test_rules_of_ours() -> None:

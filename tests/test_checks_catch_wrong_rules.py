@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from onnxtrain.autodiff import registry
+from onnxtrain.autodiff import rule_registry
 from tests.cases import checks
 from tests.cases.base import OpCase, at, f
 
 
 def install(monkeypatch: pytest.MonkeyPatch, op: str, rule: Callable[..., Any]) -> None:
     """Put a rule in the place of a built-in one, for one test."""
-    monkeypatch.setattr(registry, "USER_RULES", {})
-    registry.register_vjp(op)(rule)
+    monkeypatch.setattr(rule_registry, "USER_RULES", {})
+    rule_registry.register_vjp(op)(rule)
 
 
 def off_by_a_little(op: Any, dy: Any, x: Any, *, y: Any) -> Any:

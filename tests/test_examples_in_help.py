@@ -14,21 +14,21 @@ from typer.testing import CliRunner
 from onnxtrain import optim
 from onnxtrain.artifacts import build
 from onnxtrain.artifacts.request import BuildRequest
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 from onnxtrain.errors import PrepareError
 from onnxtrain.losses import LossTerm
-from onnxtrain.losses.base import LOSSES
-from onnxtrain.named import Named
-from onnxtrain.optim.base import OPTIMIZERS
-from onnxtrain.optim.schedules.formulas import SCHEDULES
+from onnxtrain.losses.loss import LOSSES
+from onnxtrain.optim.optimizer import OPTIMIZERS
+from onnxtrain.optim.schedules import SCHEDULES
 from onnxtrain.options import flags
+from onnxtrain.registry import Registry
 from onnxtrain.training import Trainer
-from onnxtrain.training.fit_options import FitOptions
+from onnxtrain.training.fit import FitOptions
 from tests.artifacts.models import classifier
 
 SCORES = [LossTerm("cross_entropy", output="scores")]
 ROOT = Path(__file__).resolve().parents[1]
-KINDS: dict[str, Named[Any]] = {
+KINDS: dict[str, Registry[Any]] = {
     "loss": LOSSES,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
@@ -70,7 +70,7 @@ def test_examples_in_docstrings(function: Any) -> None:
         (LOSSES, "mse:reduction=3", "mse: reduction cannot be 3"),
     ],
 )
-def test_values_of_another_type(kind: Named[Any], text: str, message: str) -> None:
+def test_values_of_another_type(kind: Registry[Any], text: str, message: str) -> None:
     with pytest.raises(PrepareError) as caught:
         kind.make(text)
     assert str(caught.value).startswith(message)

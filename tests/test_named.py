@@ -10,8 +10,8 @@ import pytest
 from onnxtrain import losses, optim
 from onnxtrain.artifacts import build
 from onnxtrain.errors import PrepareError
-from onnxtrain.named import Named
 from onnxtrain.optim import transforms
+from onnxtrain.registry import Registry
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
 from tests.registries import restore_afterwards
@@ -83,8 +83,8 @@ def test_a_new_metric_and_a_new_schedule_are_called_as_registered(
     assert optim.resolve_schedule(schedule.to_dict()) == schedule
 
 
-def shapes() -> Named[object]:
-    registry: Named[object] = Named("shape")
+def shapes() -> Registry[object]:
+    registry: Registry[object] = Registry("shape")
 
     @registry.named("square", "box")
     @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ MODELS = {
     "resize": """(float[1,1,3,3] x) => (float[1,1,6,6] y) {
         s = Constant <value_floats = [1.0, 1.0, 2.0, 2.0]> ()
         y = Resize <mode = "linear"> (x, , s) }""",
-}  # fmt: skip
+}
 
 
 def build(name: str) -> onnx.ModelProto:

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import onnxtrain
 from onnxtrain.artifacts.request import BuildRequest
-from onnxtrain.commands.from_options import Asked, with_flags_of
-from onnxtrain.commands.main import app
-from onnxtrain.finetuning.options import FineTuneOptions
-from onnxtrain.options import Flag, flags, from_arguments, option, recorded
-from onnxtrain.training.fit_options import FitOptions
+from onnxtrain.cli.flags import OptionValues, flags_from
+from onnxtrain.cli.main import app
+from onnxtrain.finetuning.arguments import FineTuneOptions
+from onnxtrain.options import Flag, flags, from_arguments, option, recorded_options
+from onnxtrain.training.fit import FitOptions
 from tests.artifacts.models import classifier
 
 SCORES = [onnxtrain.losses.LossTerm("cross_entropy", output="scores")]
@@ -133,11 +133,39 @@ def test_the_manifest_records_options() -> None:
 def test_the_command_builds_what_the_function_builds(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(classifier().SerializeToString())
     words = [
-        "--loss", "cross_entropy", "--loss-output", "scores", "--optimizer", "lion", "--lr", "0.5",
-        "--train", "fc*", "--freeze", "fc1.*", "--metric", "accuracy", "--metric", "grad_norm",
-        "--extra", "hidden", "--dim", "batch=4", "--clip", "1", "--accumulate", "2", "--ema", "0.5",
-        "--precision", "bf16-mixed", "--recompute", "auto", "--target", "wasm",
-    ]  # fmt: skip
+        "--loss",
+        "cross_entropy",
+        "--loss-output",
+        "scores",
+        "--optimizer",
+        "lion",
+        "--lr",
+        "0.5",
+        "--train",
+        "fc*",
+        "--freeze",
+        "fc1.*",
+        "--metric",
+        "accuracy",
+        "--metric",
+        "grad_norm",
+        "--extra",
+        "hidden",
+        "--dim",
+        "batch=4",
+        "--clip",
+        "1",
+        "--accumulate",
+        "2",
+        "--ema",
+        "0.5",
+        "--precision",
+        "bf16-mixed",
+        "--recompute",
+        "auto",
+        "--target",
+        "wasm",
+    ]
     arguments = ["build", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "commanded"), *words]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -175,9 +203,9 @@ class Greeting:
 def test_a_command_gets_what_was_given() -> None:
     seen: list[Any] = []
 
-    @with_flags_of(Greeting)
+    @flags_from(Greeting)
     def greet(
-        asked: Asked,
+        asked: OptionValues,
         where: Annotated[str, typer.Argument()],
         *,
         late: Annotated[int, typer.Option()] = 0,
@@ -199,12 +227,19 @@ def test_a_command_gets_what_was_given() -> None:
 
 
 def test_arguments_become_options() -> None:
-    def greet(where: str, *, whom: str, names: Any = (), times: int = 2, loud: bool = False,
-              secret: str = "none") -> Greeting:  # fmt: skip
+    def greet(
+        where: str,
+        *,
+        whom: str,
+        names: Any = (),
+        times: int = 2,
+        loud: bool = False,
+        secret: str = "none",
+    ) -> Greeting:
         return from_arguments(Greeting, locals())
 
     options = greet("here", whom="you", names=("a",))
     assert options == Greeting(whom="you", names=("a",))
-    assert recorded(options) == {"names": ["a"]}
+    assert recorded_options(options) == {"names": ["a"]}
     with pytest.raises(KeyError):
         from_arguments(Greeting, {"whom": "you"})

@@ -25,7 +25,7 @@ import onnx
 
 import onnxtrain
 from onnxtrain import optim
-from onnxtrain.runtime.placement import placement
+from onnxtrain.runtime.session import placement
 
 STEPS, ROWS = 5, 4
 _FLOATS = ("FLOAT", "DOUBLE", "FLOAT16")
@@ -66,9 +66,12 @@ def check(path: Path, *, free: bool, device: str) -> dict[str, Any]:
     try:
         for target in ("cpu", "cuda"):
             artifacts = onnxtrain.build(
-                path, loss=mean_square, optimizer=optim.AdamW(lr=1e-3), target=target,
+                path,
+                loss=mean_square,
+                optimizer=optim.AdamW(lr=1e-3),
+                target=target,
                 dims=None if free else dict.fromkeys(symbols, ROWS),
-            )  # fmt: skip
+            )
             where = device if target == "cuda" else "cpu"
             trainers[target] = onnxtrain.Trainer(artifacts, device=where, threads=4)
         losses = collections.defaultdict(list)

@@ -20,32 +20,45 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.rules.conv.conv import INPUT_FORMS
-from onnxtrain.autodiff.rules.conv.weight_grad import FORMS
+from onnxtrain.autodiff.rules.conv import INPUT_GRAD_VARIANTS
+from onnxtrain.autodiff.rules.conv_weight import WEIGHT_GRAD_VARIANTS
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.graph.windows.conv_shape import facts_of
-from onnxtrain.graph.windows.geometry import windows
+from onnxtrain.graph.windows import conv_shape_of, window_geometry
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.values import ort_value
+from onnxtrain.runtime.ort_values import ort_value
 from onnxtrain.targets import find
 
 SLOW = ("lifted", "swapped")  # tried on small sizes only
 # batch, channels, outs, size, kernel, stride, group: of ResNet-50, MobileNetV3, U-Net, ViT,
 # ConvNeXt and SegFormer
 CONVS = [
-    (64, 64, 256, 56, 1, 1, 1), (64, 512, 128, 28, 1, 1, 1), (64, 1024, 256, 14, 1, 1, 1),
-    (64, 2048, 512, 7, 1, 1, 1), (64, 16, 64, 112, 1, 1, 1),
+    (64, 64, 256, 56, 1, 1, 1),
+    (64, 512, 128, 28, 1, 1, 1),
+    (64, 1024, 256, 14, 1, 1, 1),
+    (64, 2048, 512, 7, 1, 1, 1),
+    (64, 16, 64, 112, 1, 1, 1),
     *[(64, c, c, s, 3, 1, 1) for c, s in ((64, 56), (128, 28), (256, 14), (512, 7))],
-    (64, 128, 128, 56, 3, 2, 1), (64, 512, 1024, 28, 1, 2, 1),
-    (64, 3, 64, 224, 7, 2, 1), (64, 3, 16, 224, 3, 2, 1),
-    (4, 64, 64, 224, 3, 1, 1), (8, 256, 256, 64, 3, 1, 1),
-    (1, 320, 320, 64, 3, 1, 1), (256, 32, 64, 14, 3, 1, 1),
-    (32, 3, 768, 224, 16, 16, 1), (64, 128, 128, 28, 3, 1, 32),
-    (64, 16, 16, 112, 3, 1, 16), (64, 64, 64, 112, 3, 2, 64), (64, 72, 72, 56, 5, 2, 72),
-    (64, 120, 120, 28, 5, 1, 120), (64, 480, 480, 14, 3, 1, 480), (64, 960, 960, 7, 5, 1, 960),
-    (32, 96, 96, 56, 7, 1, 96), (32, 192, 192, 28, 7, 1, 192), (8, 256, 256, 128, 3, 1, 256),
-]  # fmt: skip
+    (64, 128, 128, 56, 3, 2, 1),
+    (64, 512, 1024, 28, 1, 2, 1),
+    (64, 3, 64, 224, 7, 2, 1),
+    (64, 3, 16, 224, 3, 2, 1),
+    (4, 64, 64, 224, 3, 1, 1),
+    (8, 256, 256, 64, 3, 1, 1),
+    (1, 320, 320, 64, 3, 1, 1),
+    (256, 32, 64, 14, 3, 1, 1),
+    (32, 3, 768, 224, 16, 16, 1),
+    (64, 128, 128, 28, 3, 1, 32),
+    (64, 16, 16, 112, 3, 1, 16),
+    (64, 64, 64, 112, 3, 2, 64),
+    (64, 72, 72, 56, 5, 2, 72),
+    (64, 120, 120, 28, 5, 1, 120),
+    (64, 480, 480, 14, 3, 1, 480),
+    (64, 960, 960, 7, 5, 1, 960),
+    (32, 96, 96, 56, 7, 1, 96),
+    (32, 192, 192, 28, 7, 1, 192),
+    (8, 256, 256, 128, 3, 1, 256),
+]
 
 
 def model_of(build: Callable[[OpBuilder], list[ir.Value]]) -> bytes:
@@ -94,7 +107,7 @@ def timed(source: bytes, device: str, runs: int = 30) -> float | str:
 
 def conv_forms(kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Give each size with a model per form of the weight's or the input's gradient."""
-    forms = FORMS if kind == "weight" else INPUT_FORMS
+    forms = WEIGHT_GRAD_VARIANTS if kind == "weight" else INPUT_GRAD_VARIANTS
     for n, c, o, size, k, stride, group in CONVS:
         out = (size + 2 * (k // 2 if stride < k or k == 1 else 0) - k) // stride + 1
         p = k // 2 if stride < k or k == 1 else 0
@@ -104,12 +117,12 @@ def conv_forms(kind: str) -> Iterator[tuple[str, dict[str, bytes]]]:
         def values(op: OpBuilder, shapes: Any = shapes) -> list[ir.Value]:
             return [op.input(name, ir.DataType.FLOAT, shape) for name, shape in shapes.items()]
 
-        win = windows([k, k], [stride] * 2, None, [p] * 4)
+        win = window_geometry([k, k], [stride] * 2, None, [p] * 4)
         models = {}
         for name, form in forms.items():
             probe = OpBuilder(ir.Graph([], [], nodes=[], opset_imports={"": 21}), target="cuda")
             x, dy, w = values(probe)
-            facts = facts_of(probe, x, dy, w, win, group)
+            facts = conv_shape_of(probe, x, dy, w, win, group)
             if not form.fits(facts) or (name in SLOW and n * c * o * out * out > 1 << 28):
                 continue
             if name in ("taps", "merged") and k > 7:
@@ -229,17 +242,24 @@ def _gradient_by_one_map(op: OpBuilder, n: int, c: int, s: int) -> list[ir.Value
 
 
 NORMS = {
-    "sum at once": _reduce_at_once, "sum in two": _reduce_in_two,
-    "sum by a product": _reduce_by_product, "sum by pooling": _reduce_by_pooling,
+    "sum at once": _reduce_at_once,
+    "sum in two": _reduce_in_two,
+    "sum by a product": _reduce_by_product,
+    "sum by pooling": _reduce_by_pooling,
     "statistics by LayerNormalization": _layer_statistics,
-    "statistics by squares": _square_statistics, "statistics centered": _centered_statistics,
-    "affine by BatchNormalization": _affine_by_norm, "affine by passes": _affine_by_passes,
-    "one pass": _one_pass, "two operands": _two_operands, "gradient of Relu": _relu_gradient,
+    "statistics by squares": _square_statistics,
+    "statistics centered": _centered_statistics,
+    "affine by BatchNormalization": _affine_by_norm,
+    "affine by passes": _affine_by_passes,
+    "one pass": _one_pass,
+    "two operands": _two_operands,
+    "gradient of Relu": _relu_gradient,
     "gradient of Relu by a cast": _relu_gradient_by_cast,
     "sum of products by pooling": _product_by_pooling,
     "sum of products by a product": _product_by_product,
-    "gradient, centered": _centered_gradient, "gradient by one map": _gradient_by_one_map,
-}  # fmt: skip
+    "gradient, centered": _centered_gradient,
+    "gradient by one map": _gradient_by_one_map,
+}
 KINDS = {
     "weight": lambda: conv_forms("weight"),
     "input": lambda: conv_forms("input"),

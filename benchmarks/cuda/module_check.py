@@ -108,9 +108,13 @@ def bfloat16(device: torch.device) -> tuple[float, float]:
 def convolution_and_batch_norm(device: torch.device) -> tuple[float, float]:
     torch.manual_seed(0)
     module = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(16 * 64, 10),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 64, 10),
+    )
     rows = [(torch.randn(n, 3, 16, 16, device=device),) for n in (8, 6)]
     return compare(module.to(device), rows), 1e-3
 
@@ -201,9 +205,12 @@ def old_trainer(device: torch.device) -> tuple[float, float]:
     }
     config = optim.AdamConfig(lr=0.01, max_norm_clip=1e9)
     ours = ORTTrainer(
-        copy.deepcopy(theirs), description, config,
-        nn.CrossEntropyLoss(), options(device),
-    )  # fmt: skip
+        copy.deepcopy(theirs),
+        description,
+        config,
+        nn.CrossEntropyLoss(),
+        options(device),
+    )
     theirs.to(device)
     twin = torch.optim.Adam(theirs.parameters(), lr=0.01)
     worst = 0.0

@@ -22,7 +22,7 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import optim
-from onnxtrain.runtime.placement import placement
+from onnxtrain.runtime.session import placement
 from onnxtrain.torch import from_torch
 
 STEPS, ROWS = 20, 8
@@ -33,10 +33,16 @@ def network(target: str) -> nn.Module:
     torch.manual_seed(0)
     norm = nn.BatchNorm2d if target == "cuda" else nn.Identity
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1, bias=False), norm(8), nn.ReLU(),
-        nn.Conv2d(8, 16, 3, 2, 1, bias=False), norm(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(16 * 4, 5),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+        norm(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2, 1, bias=False),
+        norm(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 4, 5),
+    )
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -76,10 +82,12 @@ def main() -> int:
         module, losses = references[target]
         wanted = {n: p.detach().numpy() for n, p in module.named_parameters()}
         artifacts = onnxtrain.build(
-            models[target], loss="cross_entropy", target=target,
+            models[target],
+            loss="cross_entropy",
+            target=target,
             dims={"batch": ROWS} if fixed else None,
             optimizer=optim.AdamW(lr=1e-2, weight_decay=0.01),
-        )  # fmt: skip
+        )
         label = f"{target:5}{'fixed' if fixed else 'free':6}{layout:9} capture={capture!s:6}"
         try:
             trainer = onnxtrain.Trainer(

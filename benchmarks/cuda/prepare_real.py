@@ -72,10 +72,13 @@ def build(name: str, folder: Path, precision: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     artifacts = onnxtrain.build(
-        folder / f"{name}.onnx", loss="cross_entropy",
+        folder / f"{name}.onnx",
+        loss="cross_entropy",
         optimizer=optim.AdamW(lr=LR, weight_decay=0.01),
-        target="cuda", precision=precision, dims={"batch": len(REAL[name].batch()[0])},
-    )  # fmt: skip
+        target="cuda",
+        precision=precision,
+        dims={"batch": len(REAL[name].batch()[0])},
+    )
     took = {
         "build_s": round(time.perf_counter() - start, 1),
         "build_gib": round(

@@ -26,7 +26,7 @@ import onnxtrain
 from benchmarks.cuda.prepare_real import EAGER_ONLY, LR, built, prepare
 from benchmarks.cuda.real_nets import REAL, Net
 from benchmarks.cuda.steps import Step, facts, profiled, step_of
-from onnxtrain.runtime.placement import placement
+from onnxtrain.runtime.session import placement
 
 PRECISIONS = ("float32", "bf16-mixed")
 ENGINES = ("eager", "compile")

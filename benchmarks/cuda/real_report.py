@@ -5,25 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 TITLES = {
-    "gpt2": "GPT-2 124M, 8x512", "bert": "BERT-base, 32x128", "vit": "ViT-B/16, 32",
-    "resnet50": "ResNet-50, 64", "mobilenet": "MobileNetV3-L, 64",
-    "smollm2": "SmolLM2-135M shape, 4x512", "unet": "U-Net, 16 x 64x64",
-    "whisper": "Whisper-tiny encoder, 8", "gpt2-large": "GPT-2 774M, 4x512",
-}  # fmt: skip
+    "gpt2": "GPT-2 124M, 8x512",
+    "bert": "BERT-base, 32x128",
+    "vit": "ViT-B/16, 32",
+    "resnet50": "ResNet-50, 64",
+    "mobilenet": "MobileNetV3-L, 64",
+    "smollm2": "SmolLM2-135M shape, 4x512",
+    "unet": "U-Net, 16 x 64x64",
+    "whisper": "Whisper-tiny encoder, 8",
+    "gpt2-large": "GPT-2 774M, 4x512",
+}
 CONVOLUTIONAL = ("resnet50", "mobilenet", "unet")
 # ours over torch eager and torch.compile, and memory over torch eager's
 LIMITS = {
-    (False, "float32"): (0.95, 1.15, 1.1), (False, "bf16-mixed"): (0.95, 1.4, 1.1),
-    (True, "float32"): (1.1, 1.4, 1.2), (True, "bf16-mixed"): (1.1, 1.6, 1.2),
-}  # fmt: skip
+    (False, "float32"): (0.95, 1.15, 1.1),
+    (False, "bf16-mixed"): (0.95, 1.4, 1.1),
+    (True, "float32"): (1.1, 1.4, 1.2),
+    (True, "bf16-mixed"): (1.1, 1.6, 1.2),
+}
 TIMES = (
-    "net", "precision", "ours ms", "eager ms", "compile ms", "/ eager", "/ compile",
-    "GPU busy ms: ours / eager / compile", "worst loss", "Casts",
-)  # fmt: skip
+    "net",
+    "precision",
+    "ours ms",
+    "eager ms",
+    "compile ms",
+    "/ eager",
+    "/ compile",
+    "GPU busy ms: ours / eager / compile",
+    "worst loss",
+    "Casts",
+)
 MEMORY = (
-    "net", "precision", "GiB ours", "eager", "compile", "/ eager", "build s", "build GiB",
-    "trainer s", "first step s", "eager's", "compile's",
-)  # fmt: skip
+    "net",
+    "precision",
+    "GiB ours",
+    "eager",
+    "compile",
+    "/ eager",
+    "build s",
+    "build GiB",
+    "trainer s",
+    "first step s",
+    "eager's",
+    "compile's",
+)
 
 
 MEANING = (
@@ -59,9 +84,7 @@ def ratios(row: dict[str, Any]) -> dict[str, tuple[float, float]]:
         "time / compile": ("ours_ms", "compile_ms", compiled),
         "memory / eager": ("ours_gib", "eager_gib", memory),
     }
-    return {
-        name: (row[a] / row[b], limit) for name, (a, b, limit) in pairs.items() if row.get(b)
-    }  # fmt: skip
+    return {name: (row[a] / row[b], limit) for name, (a, b, limit) in pairs.items() if row.get(b)}
 
 
 def _missed(rows: list[dict[str, Any]]) -> str:
@@ -105,20 +128,27 @@ def _times(row: dict[str, Any]) -> list[str]:
     busy = " / ".join(_shown(row, f"{e}_gpu_ms") for e in ("ours", "eager", "compile"))
     loss = row.get("eager_worst_loss")
     return [
-        *head, *(_shown(row, f"{e}_ms") for e in ("ours", "eager", "compile")),
-        _ratio(over, "time / eager"), _ratio(over, "time / compile"), busy,
-        "" if loss is None else f"{loss:.0e}", str(row.get("casts", "")),
-    ]  # fmt: skip
+        *head,
+        *(_shown(row, f"{e}_ms") for e in ("ours", "eager", "compile")),
+        _ratio(over, "time / eager"),
+        _ratio(over, "time / compile"),
+        busy,
+        "" if loss is None else f"{loss:.0e}",
+        str(row.get("casts", "")),
+    ]
 
 
 def _memory(row: dict[str, Any]) -> list[str]:
     return [
-        TITLES.get(row["net"], row["net"]), row["precision"],
+        TITLES.get(row["net"], row["net"]),
+        row["precision"],
         *(_shown(row, f"{e}_gib") for e in ("ours", "eager", "compile")),
-        _ratio(ratios(row), "memory / eager"), _shown(row, "build_s"), _shown(row, "build_gib"),
+        _ratio(ratios(row), "memory / eager"),
+        _shown(row, "build_s"),
+        _shown(row, "build_gib"),
         _shown(row, "trainer_s"),
         *(_shown(row, n) for n in ("first_step_s", "eager_first_s", "compile_first_s")),
-    ]  # fmt: skip
+    ]
 
 
 def _ratio(over: dict[str, tuple[float, float]], name: str) -> str:

@@ -24,9 +24,18 @@ TARGETS = {
     ("transformer", "bf16-mixed"): 1.1,
 }
 HEADS = (
-    "net", "optimizer", "precision", "ours ms", "torch ms", "torch, loss not read",
-    "ours / torch (range)", "target", "CUDA graph", "nodes by provider", "left the GPU",
-)  # fmt: skip
+    "net",
+    "optimizer",
+    "precision",
+    "ours ms",
+    "torch ms",
+    "torch, loss not read",
+    "ours / torch (range)",
+    "target",
+    "CUDA graph",
+    "nodes by provider",
+    "left the GPU",
+)
 WRONG = 1e-3  # of a loss, relative
 
 
@@ -48,11 +57,18 @@ def table(rows: list[dict[str, Any]]) -> str:
         ratio = r["ours_ms"] / r["torch_ms"]
         nodes = (f"{k.removesuffix('ExecutionProvider')} {v}" for k, v in r["nodes"].items())
         cells = (
-            NETS[r["net"]].title, r["optimizer"], r["precision"], f"{r['ours_ms']:.3f}",
-            f"{r['torch_ms']:.3f}", f"{r['torch_async_ms']:.3f}",
-            f"{ratio:.2f} ({low:.2f}-{high:.2f})", verdict(r), "yes" if r["captured"] else "no",
-            ", ".join(nodes), str(len(r["left"]) or "none"),
-        )  # fmt: skip
+            NETS[r["net"]].title,
+            r["optimizer"],
+            r["precision"],
+            f"{r['ours_ms']:.3f}",
+            f"{r['torch_ms']:.3f}",
+            f"{r['torch_async_ms']:.3f}",
+            f"{ratio:.2f} ({low:.2f}-{high:.2f})",
+            verdict(r),
+            "yes" if r["captured"] else "no",
+            ", ".join(nodes),
+            str(len(r["left"]) or "none"),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -32,7 +32,7 @@ import onnxtrain
 from benchmarks.cuda.nets import NETS, exported, filled
 from benchmarks.workloads import Workload
 from onnxtrain import optim
-from onnxtrain.runtime.placement import placement
+from onnxtrain.runtime.session import placement
 
 CHECKED = 5  # steps whose losses are compared
 TOLERANCE = {"float32": 5e-3, "bf16-mixed": 2e-2}
@@ -144,9 +144,18 @@ def measure(
     where = [placement(source) for source in trainer.step_models]
     nodes = sum((collections.Counter(w.counts) for w in where), collections.Counter())
     return Row(
-        net.name, optimizer, precision, a, b, c, (ratios[0], ratios[-1]), worst,
-        trainer.captured, dict(nodes), tuple(n for w in where for n in w.left),
-    )  # fmt: skip
+        net.name,
+        optimizer,
+        precision,
+        a,
+        b,
+        c,
+        (ratios[0], ratios[-1]),
+        worst,
+        trainer.captured,
+        dict(nodes),
+        tuple(n for w in where for n in w.left),
+    )
 
 
 def kernels(step: Step, count: int = 5, top: int = 18) -> str:

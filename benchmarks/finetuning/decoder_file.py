@@ -27,12 +27,13 @@ class _Writer:
 
     def node(self, op: str, inputs: list[str], outputs: list[str], **attributes: Any) -> str:
         node = ir.Node(
-            attributes.pop("domain", ""), op,
+            attributes.pop("domain", ""),
+            op,
             [self.value(n) if n else None for n in inputs],
             ir.convenience.convert_attributes(attributes),
             outputs=[self.value(n) if n else ir.Value(name="") for n in outputs],
             name=outputs[0],
-        )  # fmt: skip
+        )
         self.nodes.append(node)
         return outputs[0]
 
@@ -62,20 +63,38 @@ class _Writer:
 
     def multiply(self, x: str, bits: str, scales: str, k: int, n: int, y: str) -> str:
         return self.node(
-            "MatMulNBits", [x, bits, scales], [y], domain=MS,
-            K=k, N=n, bits=4, block_size=BLOCK, accuracy_level=4,
-        )  # fmt: skip
+            "MatMulNBits",
+            [x, bits, scales],
+            [y],
+            domain=MS,
+            K=k,
+            N=n,
+            bits=4,
+            block_size=BLOCK,
+            accuracy_level=4,
+        )
 
     def norm(self, path: str, skip: str, mixed: str) -> tuple[str, str]:
         name = self.store(f"{path}.weight", np.ones(self.shape.hidden, np.float32))
         out = f"/{path}/output_0"
         if not mixed:
-            y = self.node("SimplifiedLayerNormalization", [skip, name], [out],
-                          axis=-1, epsilon=1e-5, stash_type=1)  # fmt: skip
+            y = self.node(
+                "SimplifiedLayerNormalization",
+                [skip, name],
+                [out],
+                axis=-1,
+                epsilon=1e-5,
+                stash_type=1,
+            )
             return y, skip
         total = f"/{path}/output_3"
-        self.node("SkipSimplifiedLayerNormalization", [skip, mixed, name], [out, "", "", total],
-                  domain=MS, epsilon=1e-5)  # fmt: skip
+        self.node(
+            "SkipSimplifiedLayerNormalization",
+            [skip, mixed, name],
+            [out, "", "", total],
+            domain=MS,
+            epsilon=1e-5,
+        )
         return out, total
 
     def block(self, i: int, skip: str, mixed: str) -> tuple[str, str]:
@@ -90,9 +109,13 @@ class _Writer:
             "GroupQueryAttention",
             [packed, "", "", *past, "seqlens_k", "total_length", "cos_cache", "sin_cache"],
             [f"/{path}/attn/output_0", *present],
-            domain=MS, num_heads=s.heads, kv_num_heads=s.groups, do_rotary=1,
-            scale=s.head**-0.5, rotary_interleaved=0,
-        )  # fmt: skip
+            domain=MS,
+            num_heads=s.heads,
+            kv_num_heads=s.groups,
+            do_rotary=1,
+            scale=s.head**-0.5,
+            rotary_interleaved=0,
+        )
         mixed = self.product(mixed, f"{path}.attn.o_proj", s.hidden, s.hidden)
         x, skip = self.norm(f"{path}.post_attention_layernorm", skip, mixed)
         gate, up = (
@@ -121,8 +144,16 @@ def _start(w: _Writer) -> str:
     bits, scales = w.quantised("lm_head.MatMul.weight", s.vocabulary, s.hidden)
     flat = w.store("flat", np.array([s.vocabulary, s.hidden // 2], np.int64))
     w.node("Reshape", [bits, flat], ["embed_tokens.bits"])
-    return w.node("GatherBlockQuantized", ["embed_tokens.bits", "input_ids", scales], ["embedded"],
-                  domain=MS, bits=4, block_size=BLOCK, gather_axis=0, quantize_axis=1)  # fmt: skip
+    return w.node(
+        "GatherBlockQuantized",
+        ["embed_tokens.bits", "input_ids", scales],
+        ["embedded"],
+        domain=MS,
+        bits=4,
+        block_size=BLOCK,
+        gather_axis=0,
+        quantize_axis=1,
+    )
 
 
 def write(shape: Shape, path: Path, seed: int = 0) -> Path:
@@ -132,8 +163,14 @@ def write(shape: Shape, path: Path, seed: int = 0) -> Path:
     for i in range(shape.layers):
         skip, mixed = w.block(i, skip, mixed)
     x, _ = w.norm(f"model.layers.{shape.layers}.final_norm", skip, mixed)
-    w.multiply(x, "lm_head.MatMul.weight_Q4", "lm_head.MatMul.weight_scales",
-               shape.hidden, shape.vocabulary, "logits")  # fmt: skip
+    w.multiply(
+        x,
+        "lm_head.MatMul.weight_Q4",
+        "lm_head.MatMul.weight_scales",
+        shape.hidden,
+        shape.vocabulary,
+        "logits",
+    )
     ints, floats = ir.DataType.INT64, ir.DataType.FLOAT
     inputs = [
         w.typed("input_ids", ints, ["batch_size", "sequence_length"]),
@@ -149,9 +186,13 @@ def write(shape: Shape, path: Path, seed: int = 0) -> Path:
             rest = ["batch_size", shape.groups, new, shape.head]
             outputs.append(w.typed(f"present.{i}.{part}", floats, rest))
     graph = ir.Graph(
-        inputs, outputs, nodes=w.nodes, initializers=w.weights,
-        opset_imports={"": 21, MS: 1}, name="decoder",
-    )  # fmt: skip
+        inputs,
+        outputs,
+        nodes=w.nodes,
+        initializers=w.weights,
+        opset_imports={"": 21, MS: 1},
+        name="decoder",
+    )
     model = ir.to_proto(ir.Model(graph, ir_version=10))
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")

@@ -35,9 +35,14 @@ class Engine:
         self.name = name
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            text=True, cwd=ROOT, env=environment(threads),
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=ROOT,
+            env=environment(threads),
+        )
 
     def step(self) -> Answer:
         """Return the answer to one line; lines that are none are passed over."""

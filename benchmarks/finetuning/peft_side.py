@@ -47,17 +47,20 @@ def adapted(name: str) -> Any:
 
     if name == "encoder":
         return get_peft_model(Encoder(), LoraConfig(r=8, lora_alpha=16, target_modules=[*LINEAR]))
-    from transformers import (  # pyright: ignore[reportMissingImports]
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     s = SHAPES[name]
     config = LlamaConfig(
-        vocab_size=s.vocabulary, hidden_size=s.hidden, intermediate_size=s.inner,
-        num_hidden_layers=s.layers, num_attention_heads=s.heads, num_key_value_heads=s.groups,
-        max_position_embeddings=s.positions, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=s.vocabulary,
+        hidden_size=s.hidden,
+        intermediate_size=s.inner,
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.heads,
+        num_key_value_heads=s.groups,
+        max_position_embeddings=s.positions,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     parts = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     rank = LoraConfig(r=8, lora_alpha=16, target_modules=parts, task_type="CAUSAL_LM")
     return get_peft_model(LlamaForCausalLM(config), rank)

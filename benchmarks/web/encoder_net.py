@@ -19,9 +19,11 @@ class _Net:
     def weight(self, name: str, *shape: int, scale: float = 0.02, start: float = 0.0) -> ir.Value:
         array = (start + scale * self.rng.standard_normal(shape)).astype(np.float32)
         value = ir.Value(
-            name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape),
+            name=name,
+            type=ir.TensorType(ir.DataType.FLOAT),
+            shape=ir.Shape(shape),
             const_value=ir.Tensor(array, name=name),
-        )  # fmt: skip
+        )
         self.op.graph.register_initializer(value)
         return value
 
@@ -43,9 +45,11 @@ class _Net:
         q, k, v = (
             heads(n, p)
             for n, p in (
-                ("query", [0, 2, 1, 3]), ("key", [0, 2, 3, 1]), ("value", [0, 2, 1, 3]),
+                ("query", [0, 2, 1, 3]),
+                ("key", [0, 2, 3, 1]),
+                ("value", [0, 2, 1, 3]),
             )
-        )  # fmt: skip
+        )
         scores = op.Mul(op.MatMul(q, k), op.const(np.float32((WIDTH / HEADS) ** -0.5)))
         mixed = op.Transpose(op.MatMul(op.Softmax(scores, axis=-1), v), perm=[0, 2, 1, 3])
         mixed = op.Reshape(mixed, op.const([0, 0, WIDTH]))

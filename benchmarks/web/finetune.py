@@ -56,9 +56,13 @@ def encoder() -> None:
     folder = WORK / "encoder"
     adapted = onnxtrain.lora(minilm(), rank=4, targets=["query", "value"])
     onnxtrain.build(
-        adapted, loss="cross_entropy", optimizer="adamw", metrics=["accuracy"], target="wasm",
+        adapted,
+        loss="cross_entropy",
+        optimizer="adamw",
+        metrics=["accuracy"],
+        target="wasm",
         train=[*adapted.names, "classifier.*"],
-    ).save(folder)  # fmt: skip
+    ).save(folder)
     data: dict[str, Any] = {"classes": CLASSES}
     for name, count, seed in (("train", 8, 1), ("test", 16, 2)):
         ids, labels = examples(count, seed)

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 
 
 def page() -> str:

@@ -21,8 +21,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from texts import chapters, speeches, write_passages  # noqa: E402 - beside this file
 
-PACKAGES = (("torch==2.13.0",), ("transformers", "tokenizers", "onnx", "onnx-ir", "onnxruntime",
-                                 "onnxruntime-genai"))  # fmt: skip
+PACKAGES = (
+    ("torch==2.13.0",),
+    ("transformers", "tokenizers", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-genai"),
+)
 PROMPTS = ("The whale", "Upon the sea", "It is the duty of Congress")
 HELD = 10  # chapters at the end of the novel, for validation
 QUICK = ("--width", "64", "--layers", "1", "--vocabulary", "512", "--batch", "4", "--length", "64")

@@ -77,16 +77,30 @@ def constants() -> dict[str, np.ndarray]:
     order = np.pad(np.arange(H), 1, mode="reflect")
     up, mirror = np.eye(H, dtype=np.float32).repeat(2, 0), np.eye(H, dtype=np.float32)[order]
     shapes = {
-        "rows": [1, C, 1, N], "flat": [C, N], "whole": [1, C, H, H], "high": [1, C, 2 * H, H],
-        "large": [1, C, 2 * H, 2 * H], "column": [C * N, 1], "row": [C * H, 2 * H],
-        "tiles": [C * H, 1, H, 1], "twice": [1, 2, 1, 2], "order": order,
-    }  # fmt: skip
+        "rows": [1, C, 1, N],
+        "flat": [C, N],
+        "whole": [1, C, H, H],
+        "high": [1, C, 2 * H, H],
+        "large": [1, C, 2 * H, 2 * H],
+        "column": [C * N, 1],
+        "row": [C * H, 2 * H],
+        "tiles": [C * H, 1, H, 1],
+        "twice": [1, 2, 1, 2],
+        "order": order,
+    }
     return {
-        "s1": s, "b1": b, "s": s.reshape(C, 1, 1), "b": b.reshape(C, 1, 1),
-        "eps": np.array([1e-5], np.float32), "mean": np.full((N, 1), 1 / N, np.float32),
-        "up": up, "upt": up.T.copy(), "mirror": mirror, "mirrort": mirror.T.copy(),
+        "s1": s,
+        "b1": b,
+        "s": s.reshape(C, 1, 1),
+        "b": b.reshape(C, 1, 1),
+        "eps": np.array([1e-5], np.float32),
+        "mean": np.full((N, 1), 1 / N, np.float32),
+        "up": up,
+        "upt": up.T.copy(),
+        "mirror": mirror,
+        "mirrort": mirror.T.copy(),
         **{name: np.asarray(value, np.int64) for name, value in shapes.items()},
-    }  # fmt: skip
+    }
 
 
 def expected(x: np.ndarray) -> list[np.ndarray]:
@@ -171,8 +185,10 @@ def main() -> None:
         page = DOCS / "style-transfer.md"
         text = re.sub(
             r"(<!-- ways -->\n).*(<!-- end of ways -->)",
-            lambda old: f"{old[1]}{markdown}\n{old[2]}", page.read_text(), flags=re.DOTALL,
-        )  # fmt: skip
+            lambda old: f"{old[1]}{markdown}\n{old[2]}",
+            page.read_text(),
+            flags=re.DOTALL,
+        )
         page.write_text(text)
 
 

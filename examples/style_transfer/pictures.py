@@ -22,9 +22,17 @@ def mosaic(size: int = 256, seed: int = 0) -> np.ndarray:
     grid = np.stack(np.meshgrid(np.arange(cells), np.arange(cells), indexing="ij"), -1)
     points = (grid + rng.uniform(0.1, 0.9, grid.shape)).reshape(-1, 2) * (size / cells)
     palette = np.array(
-        [[222, 84, 45], [243, 178, 53], [34, 102, 141], [20, 50, 92], [142, 36, 62],
-         [236, 226, 198], [64, 145, 128]], float,
-    )  # fmt: skip
+        [
+            [222, 84, 45],
+            [243, 178, 53],
+            [34, 102, 141],
+            [20, 50, 92],
+            [142, 36, 62],
+            [236, 226, 198],
+            [64, 145, 128],
+        ],
+        float,
+    )
     colours = palette[rng.integers(0, len(palette), len(points))] + rng.normal(
         0, 10, (len(points), 3)
     )

@@ -50,11 +50,15 @@ class Row:
         """Return the cells of the table."""
         counts = Counter(node.op_type for node in self.model.graph.node)
         return [
-            str(self.channels), self.form, f"{self.model.ByteSize() / 1024:.0f}",
-            str(sum(counts.values()) - counts["Constant"]), str(counts["InstanceNormalization"]),
-            str(counts["Upsample"] + counts["Resize"]), str(counts["Pad"]),
+            str(self.channels),
+            self.form,
+            f"{self.model.ByteSize() / 1024:.0f}",
+            str(sum(counts.values()) - counts["Constant"]),
+            str(counts["InstanceNormalization"]),
+            str(counts["Upsample"] + counts["Resize"]),
+            str(counts["Pad"]),
             *(self.results.get(engine, "") for engine in ENGINES),
-        ]  # fmt: skip
+        ]
 
 
 HEAD = ["channels", "model", "KiB", "nodes", "InstanceNorm", "Upsample", "Pad", *ENGINES]
@@ -151,8 +155,10 @@ def into_docs(lines: str) -> None:
     page = DOCS / "style-transfer.md"
     text = re.sub(
         r"(<!-- table -->\n).*(<!-- end of table -->)",
-        lambda match: f"{match[1]}{lines}\n{match[2]}", page.read_text(), flags=re.DOTALL,
-    )  # fmt: skip
+        lambda match: f"{match[1]}{lines}\n{match[2]}",
+        page.read_text(),
+        flags=re.DOTALL,
+    )
     page.write_text(text)
 
 

@@ -56,9 +56,12 @@ def run(
         (folder / "jobs.json").write_text(json.dumps(jobs))
         done = subprocess.run(
             ["node", HERE / "runners" / script, folder / "jobs.json", argument],
-            stdout=subprocess.PIPE, text=True, check=True, timeout=limit,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=limit,
             env={**os.environ, "NODE_PATH": str(MODULES)},
-        )  # fmt: skip
+        )
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         return [
             Found(None, error=line["error"])

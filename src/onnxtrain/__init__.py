@@ -5,23 +5,16 @@ from onnxtrain.adapters import Adapted, load_adapter, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
-from onnxtrain.autodiff.registry import register_vjp
+from onnxtrain.autodiff.rule_registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.finetuning.finetune import finetune
 from onnxtrain.graph.io import load
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 from onnxtrain.optim.privacy import DP
 from onnxtrain.planning import Plan, plan
 from onnxtrain.replace_head import replace_head
 from onnxtrain.text.generate import generate
-from onnxtrain.training import (
-    Callback,
-    EarlyStopping,
-    MlflowLogger,
-    Trainer,
-    WandbLogger,
-    find_lr,
-)
+from onnxtrain.training import Callback, EarlyStopping, MlflowLogger, Trainer, WandbLogger, find_lr
 
 __version__ = "0.2.0"
 

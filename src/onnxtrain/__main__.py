@@ -1,6 +1,6 @@
 """``python -m onnxtrain``: the command line."""
 
-from onnxtrain.commands.main import main
+from onnxtrain.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -2,9 +2,15 @@
 
 A message says what is wrong (the user's names in quotes), where (node, dtype, shape) and what to do
 about it, on a line that starts with ``hint:``.
+
+Hints in the words of the call that the user made: ``freeze`` in ``build``, else ``wrt``.
 """
 
 from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
 
 
 class OnnxTrainError(Exception):
@@ -77,3 +83,21 @@ class CompatError(OnnxTrainError):
 
 class MissingExtraError(OnnxTrainError, ImportError):
     """An optional dependency is not installed."""
+
+
+_FREEZES: contextvars.ContextVar[bool] = contextvars.ContextVar("freezes", default=False)
+
+
+@contextlib.contextmanager
+def hints_name_freeze() -> Iterator[None]:
+    """Let hints speak of ``freeze`` while a call runs that has this option, and no ``wrt``."""
+    token = _FREEZES.set(True)
+    try:
+        yield
+    finally:
+        _FREEZES.reset(token)
+
+
+def exclusion_hint(what: str) -> str:
+    """Return how the user leaves something out of what is differentiated."""
+    return f"name {what} in `freeze`" if _FREEZES.get() else f"leave {what} out of `wrt`"

@@ -59,7 +59,7 @@ def option(
     return dataclasses.field(default=default, metadata={_FLAG: flag, _RECORD: record})
 
 
-def as_it_is(value: T) -> T:
+def unchanged(value: T) -> T:
     """Return the value: a record of options that JSON has words for."""
     return value
 
@@ -70,7 +70,7 @@ def from_arguments(kind: type[T], arguments: Mapping[str, Any]) -> T:
     return kind(**{f.name: arguments[f.name] for f in fields})
 
 
-def recorded(options: Any) -> dict[str, Any]:
+def recorded_options(options: Any) -> dict[str, Any]:
     """Return what a file keeps of the options, by name."""
     return {
         f.name: f.metadata[_RECORD](getattr(options, f.name))
@@ -98,4 +98,4 @@ def flags(kind: Any) -> dict[str, Flag]:
     return declared
 
 
-__all__ = ["Flag", "as_it_is", "flags", "from_arguments", "option", "recorded"]
+__all__ = ["Flag", "flags", "from_arguments", "option", "recorded_options", "unchanged"]

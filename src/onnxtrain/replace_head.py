@@ -16,7 +16,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 
 # What may stand between the last layer and the output: the class axis stays what it is.
-_PASSES = (
+_PASSTHROUGH_OPS = (
     *("Identity", "Cast", "Dropout", "Flatten", "Relu", "Sigmoid", "Softmax", "LogSoftmax"),
     *("AveragePool", "GlobalAveragePool", "GlobalMaxPool"),
 )
@@ -80,11 +80,11 @@ def replace_head(
             dims = list(value.shape)
             dims[axis] = classes if dims[axis] == old else dims[axis]
             value.shape = ir.Shape(dims)
-    reinitialise_weights(graph, reinitialise, rng)
+    reinitialize_weights(graph, reinitialise, rng)
     return ir.to_proto(work)
 
 
-def reinitialise_weights(
+def reinitialize_weights(
     graph: ir.Graph, names: str | Sequence[str], rng: np.random.Generator
 ) -> list[str]:
     """Draw weights anew at their own size, in place; return their names.
@@ -112,7 +112,7 @@ def _last_layer(y: ir.Value) -> _Layer:
     between = [y]
     node = y.producer()
     bias: ir.Value | None = None
-    while node is not None and node.op_type in (*_PASSES, "Add"):
+    while node is not None and node.op_type in (*_PASSTHROUGH_OPS, "Add"):
         x = node.inputs[0]
         if node.op_type == "Add":
             x, bias = _sum_and_bias(node)

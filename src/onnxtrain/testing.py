@@ -11,10 +11,10 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.autodiff.gradients import vjp
-from onnxtrain.autodiff.registry import NO_GRADIENT, RULES, USER_RULES, ZERO
+from onnxtrain.autodiff.rule_registry import NO_GRADIENT, RULES, USER_RULES, ZERO_GRADIENT
 from onnxtrain.errors import OnnxTrainError
 
-_MOST = 4096  # numbers to differentiate by: each is two runs
+_MAX_ELEMENTS = 4096  # numbers to differentiate by: each is two runs
 Forward = Callable[..., Any]
 
 
@@ -49,14 +49,14 @@ def check_rule(
     >>> check_rule("Tanh", np.linspace(-2, 2, 5))
     """
     key = op.removeprefix("::").removeprefix("ai.onnx::")
-    if not any(key in table for table in (USER_RULES, RULES, ZERO, NO_GRADIENT)):
+    if not any(key in table for table in (USER_RULES, RULES, ZERO_GRADIENT, NO_GRADIENT)):
         raise OnnxTrainError(
             f"no gradient rule for {op}\nhint: give one with onnxtrain.register_vjp({op!r})"
         )
-    arrays = [None if x is None else _widened(np.asarray(x)) for x in inputs]
+    arrays = [None if x is None else _as_float64(np.asarray(x)) for x in inputs]
     wrt = [i for i, a in enumerate(arrays) if a is not None and a.dtype.kind == "f"]
-    if not wrt or sum(arrays[i].size for i in wrt) > _MOST:  # type: ignore[union-attr]
-        raise OnnxTrainError(f"{op}: between 1 and {_MOST} floats can be compared")
+    if not wrt or sum(arrays[i].size for i in wrt) > _MAX_ELEMENTS:  # type: ignore[union-attr]
+        raise OnnxTrainError(f"{op}: between 1 and {_MAX_ELEMENTS} floats can be compared")
     node = _Node(key, dict(attributes or {}), forward, outputs)
     values = node.run(arrays)
     rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def check_rule(
         _compare(f"{op}, input {index}", gradient, numeric, tolerance)
 
 
-def _widened(array: np.ndarray) -> np.ndarray:
+def _as_float64(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float64) if array.dtype.kind == "f" else array
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 # Convolutions: the forward pass.
 
-FORWARD_PRODUCT_POSITIONS = 8
+CONV_FORWARD_MATMUL_POSITIONS = 8
 """Up to so many output positions a convolution is one product over the batch, forward, too.
 
 ``python -m benchmarks.thresholds FORWARD_PRODUCT_POSITIONS``
 """
-FORWARD_PRODUCT_ROWS = 512
+CONV_FORWARD_MATMUL_ROWS = 512
 """So, too, with twice the positions, up to so many windows in the whole batch.
 
 ``python -m benchmarks.thresholds FORWARD_PRODUCT_ROWS``
@@ -43,38 +43,38 @@ TINY_IMAGE_POSITIONS = 16
 
 ``python -m benchmarks.thresholds TINY_IMAGE_POSITIONS``
 """
-TAP_COLUMNS_POSITIONS = 64
+IM2COL_WEIGHT_GRAD_POSITIONS = 64
 """Up to so many output positions the weight's gradient is one product with all windows.
 
 ``python -m benchmarks.thresholds TAP_COLUMNS_POSITIONS``
 """
-TAP_COLUMNS_POSITIONS_ONE_TAP = 16
+IM2COL_WEIGHT_GRAD_POSITIONS_ONE_TAP = 16
 """The same where the kernel has one tap.
 
 ``python -m benchmarks.thresholds TAP_COLUMNS_POSITIONS_ONE_TAP``
 """
-WEIGHT_PAIRS = 10_000
+DEPTHWISE_WEIGHT_GRAD_PAIRS = 10_000
 """Up to so many pairs of positions, a depthwise weight's gradient computes all of them.
 
 ``python -m benchmarks.thresholds WEIGHT_PAIRS``
 """
-WEIGHT_PAIRS_STRIDED = 16_384
+DEPTHWISE_WEIGHT_GRAD_PAIRS_STRIDED = 16_384
 """The same where windows are strided.
 
 ``python -m benchmarks.thresholds WEIGHT_PAIRS_STRIDED``
 """
-WEIGHT_PAIRS_PRODUCTS = 4096
+DEPTHWISE_WEIGHT_GRAD_PAIRS_MATMUL = 4096
 """The same for targets that take products only, such as WebGPU.
 
 No command varies it; ``make bench-web`` times whole steps.
 """
 
-WEIGHT_PAIRS_GPU = 100_000
+DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU = 100_000
 """The same on an NVIDIA GPU.
 
 ``python -m benchmarks.cuda.forms weight``
 """
-WEIGHT_LINE_PAIRS_GPU = 1 << 16
+DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU = 1 << 16
 """Up to so many pairs of positions in a line, an NVIDIA GPU takes the pairs of lines instead.
 
 ``python -m benchmarks.cuda.forms weight``
@@ -84,12 +84,12 @@ WINDOW_TABLE_ELEMENTS = 1 << 20
 
 No choice of speed: it bounds the size of a file.
 """
-HALF_SUM_ROWS = 16384
+FLOAT32_ACCUMULATION_ROWS = 16384
 """From so many rows on, 16-bit numbers are made float32 to be summed on an NVIDIA GPU.
 
 No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
 """
-CAPTURED_CONCAT_INPUTS = 32
+CUDA_GRAPH_CONCAT_INPUTS = 32
 """So many tensors CUDA joins at most while it records a graph.
 
 No choice of speed: onnxruntime refuses more.
@@ -97,12 +97,12 @@ No choice of speed: onnxruntime refuses more.
 
 # Convolutions: the gradient of the input.
 
-INPUT_COLUMNS_POSITIONS = 16
+COL2IM_INPUT_GRAD_POSITIONS = 16
 """Up to so many output positions the input's gradient is a product and Col2Im.
 
 ``python -m benchmarks.thresholds INPUT_COLUMNS_POSITIONS``
 """
-INPUT_COLUMNS_POSITIONS_WIDE = 49
+COL2IM_INPUT_GRAD_POSITIONS_WIDE = 49
 """The same where there are many output channels.
 
 ``python -m benchmarks.thresholds INPUT_COLUMNS_POSITIONS_WIDE``
@@ -112,13 +112,13 @@ WIDE_OUTPUT_CHANNELS = 256
 
 ``python -m benchmarks.thresholds WIDE_OUTPUT_CHANNELS``
 """
-INPUT_PAIRS = 4096
+DEPTHWISE_INPUT_GRAD_PAIRS = 4096
 """Up to so many pairs of positions, a depthwise input's gradient is one product per channel.
 
 ``python -m benchmarks.thresholds INPUT_PAIRS``
 """
 
-SCALED_PER_WEIGHT = 3
+CHANNEL_SCALE_FOLD_RATIO = 3
 """From so many times a weight's elements on, a gradient's scale of channels goes into the weight.
 
 No command varies it: two passes over the weight and its gradient stand for one over the other.
@@ -146,17 +146,17 @@ SHARED_CONSTANT_ELEMENTS = 64
 
 No choice of speed: it bounds the bytes that are compared.
 """
-STORED_POSITIONS = 4096
+STORED_INDEX_ELEMENTS = 4096
 """Up to so many elements, their positions are a constant in the file; beyond, a Range.
 
 No choice of speed: it bounds the size of the file.
 """
-KNOWN_INDICES = 1 << 16
+CONSTANT_INDEX_ELEMENTS = 1 << 16
 """Up to so many indices are computed from constants while a gradient is written.
 
 No choice of speed: it bounds the time that takes.
 """
-SCATTERED_ROW = 16
+SCATTER_ROW_ELEMENTS = 16
 """From so many elements on, those of a scattered row have indices of their own on an NVIDIA GPU.
 
 No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
@@ -171,13 +171,13 @@ ONE_HOT_ELEMENTS = 1 << 24
 
 No choice of speed: it bounds the memory that they take.
 """
-SCATTERED_PIECES = 1 << 23
+SCATTER_INDEX_ELEMENTS = 1 << 23
 """Up to so many such indices there are; beyond, one is for several elements.
 
 No choice of speed: it bounds the memory that they take.
 """
 
-FIXED_MASK_ELEMENTS = 1 << 22
+CONSTANT_MASK_ELEMENTS = 1 << 22
 """Up to so many different elements, a mask that depends on no input is a constant in the file.
 
 No choice of speed: it bounds the size of a file.
@@ -187,12 +187,12 @@ COMPUTED_MASK_ELEMENTS = 1 << 25
 
 No choice of speed: it bounds the time and the memory of a build.
 """
-FLAT_ELEMENTS = 1 << 16
+COALESCED_BROADCAST_ELEMENTS = 1 << 16
 """From so many elements on, axes that a broadcast treats alike are joined on an NVIDIA GPU.
 
 No command varies it; kernels of whole steps show it: ``python -m benchmarks.cuda.real``.
 """
-SUMMED_COLUMNS = 6
+ROW_SUBTRACTION_COLUMN_RATIO = 6
 """From so many columns per column of its left operand on, a product subtracts from its rows.
 
 No command varies it: two copies of the operands stand for a pass over the result.
@@ -203,48 +203,48 @@ FUSED_SOFTMAX_COLUMNS = 1024
 No choice of speed: beyond, its kernel is another one.
 """
 
-NORMALISED_POSITIONS = 128
+NORM_KERNEL_POSITIONS = 128
 """From so many positions of an image on, kernels for normalisation are faster than plain passes.
 
 On an NVIDIA GPU: ``python -m benchmarks.cuda.forms norm``
 """
 
-NORMALISED_ROWS = 64
+GROUP_NORM_KERNEL_ROWS = 64
 """From so many rows on, a group of channels is one; below, each image is normalised on its own.
 
 No command varies it: a GPU takes about as many rows at a time. ``python -m benchmarks.cuda.real
 --only unet`` times whole steps.
 """
 
-LINE_CHANNELS = 512
+AFFINE_KERNEL_CHANNELS = 512
 """So many channels, if it can be, are given to the kernel that puts channels on a line.
 
 No command varies it: a GPU takes a channel per block, and a few blocks per processor.
 """
 
-ALIGNED_CLASSES = 4096
+PADDED_VOCABULARY_CLASSES = 4096
 """From so many classes on, a few more are added where rows are no whole words.
 
 On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only gpt2``
 """
 
-ALIGNED_KEYS = 64
+PADDED_ATTENTION_KEYS = 64
 """From so many keys and queries on, attention gets a few keys more where rows are no whole words.
 
 On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only vit``
 """
-ALIGNED_SCORES = 1 << 20
+PADDED_ATTENTION_SCORES = 1 << 20
 """And from so many scores of the whole batch on.
 
 On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only vit``
 """
-CLOSED_WITHIN = 8
+MASK_IN_MATMUL_RATIO = 8
 """From so many times the width of a head on, such keys are closed inside the product.
 
 On an NVIDIA GPU: ``python -m benchmarks.cuda.real --only whisper``
 """
 
-JOINED_AVERAGES = 3
+FUSED_RUNNING_STATS = 3
 """From so many running averages of one length on, they are joined, averaged and split again.
 
 No choice of speed: it is where that takes fewer kernels.
@@ -305,12 +305,12 @@ BIAS_COLUMN_ELEMENTS = 1 << 18
 
 # The update, and steps that share a call.
 
-UPDATE_PIECE_ELEMENTS = 1 << 15
+UPDATE_CHUNK_ELEMENTS = 1 << 15
 """So many elements are updated at once on the CPU; what they need fits the second-level cache.
 
 No command varies it; ``python -m benchmarks`` times whole steps.
 """
-UPDATE_PIECES_PER_THREAD = 8
+UPDATE_CHUNKS_PER_THREAD = 8
 """From so many pieces per thread on, waking another thread costs less than it saves.
 
 No command varies it; ``python -m benchmarks --threads 2`` times whole steps.
@@ -320,7 +320,7 @@ STAGED_BATCH_BYTES = 4 << 20
 
 No command varies it; ``python -m benchmarks.cuda.real --only resnet50`` times whole steps.
 """
-DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 24
+DEVICE_UPDATE_CHUNK_ELEMENTS = 1 << 24
 """So many elements are updated at once on a device: enough to keep it busy.
 
 No command varies it; ``python -m benchmarks.cuda.real`` times whole steps.
@@ -333,27 +333,27 @@ No command varies it; ``python -m benchmarks`` times whole steps.
 PACKED_PARAMETER_ELEMENTS = 1 << 14
 """Up to so many elements, parameters are updated as one: beyond, copies cost as much as nodes.
 No command varies it; ``make bench-web`` times whole steps."""
-JOINED_PARAMETER_ELEMENTS = 1 << 18
+FLATTENED_PARAMETER_ELEMENTS = 1 << 18
 """Up to so many elements, parameters of a step on WebGPU are joined: beyond, copies cost as much.
 No command varies it; ``make bench-web`` times whole steps."""
-JOINED_ELEMENTS = 1 << 22
+FLATTENED_VECTOR_ELEMENTS = 1 << 22
 """So many elements at most are joined to one vector: four such rows still fit a buffer of WebGPU.
 
 No command varies it; ``make bench-web`` times whole steps.
 """
-SEVERAL_STEPS_BYTES = 20_000_000
+MULTI_STEP_BYTES = 20_000_000
 """Up to so many bytes of parameters and state, a call makes several steps on wasm.
 
 No command varies it; ``make bench-web`` times whole steps.
 """
 STEPS_PER_CALL = 8
 """How many steps these are. No command varies it; ``make bench-web`` times whole steps."""
-FUSED_SGD_LEFT_OVER = 8
+FUSED_SGD_REMAINING_PARAMETERS = 8
 """Up to so many parameters without a product of their own are updated in the training graph, too.
 
 No command varies it; ``python -m benchmarks`` times whole steps.
 """
-LATE_DEQUANTISE = 1 << 12
+DEQUANTIZE_AT_USE_ELEMENTS = 1 << 12
 """From so many elements on, a frozen quantised weight is dequantised each time it is read.
 
 No command varies it; below, what is kept is smaller than what the extra nodes cost.
@@ -361,20 +361,20 @@ No command varies it; below, what is kept is smaller than what the extra nodes c
 
 # What is kept for the backward pass of a GPU.
 
-LONG_SCORES = 16
+LONG_ATTENTION_RATIO = 16
 """From so many times the width of a head on, attention's scores are made again, not kept.
 
 No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
 """
-SCORES_BYTES = 256 << 20
+ATTENTION_CHUNK_BYTES = 256 << 20
 """So many bytes of such scores are there at a time; more are computed in parts of the batch.
 
 No command varies it; ``python -m benchmarks.cuda.real --only whisper`` times whole steps.
 """
-WIDE_PASS_ELEMENTS = 1 << 18
+MEMORY_BOUND_ELEMENTS = 1 << 18
 """From so many elements on, a pass over them takes longer than the start of its kernel.
 No command varies it; ``python -m benchmarks.cuda.real --only gpt2`` times whole steps."""
-MADE_AGAIN_BYTES = 4 << 20
+REMATERIALIZE_BYTES = 4 << 20
 """From so many bytes on, a value that one pass makes again is not kept.
 
 No command varies it; below, the start of a kernel takes longer than the pass.
@@ -382,17 +382,17 @@ No command varies it; below, the start of a kernel takes longer than the pass.
 
 # Losses.
 
-LOSS_VOCABULARY = 1 << 12
+CHUNKED_LOSS_CLASSES = 1 << 12
 """From so many classes on, the loss of a language model is computed for some rows at a time.
 
 No command varies it; below, all scores of a batch are smaller than what a layer keeps.
 """
-LOSS_WORDS = 1 << 11
+LOSS_CHUNK_CLASSES = 1 << 11
 """How many words of a frozen, packed last layer are unpacked at a time for the loss.
 
 No command varies it; 2,048 words of 576 numbers are 5 MB. Twice as many are no faster.
 """
-LOSS_SCORES = 1 << 22
+LOSS_CHUNK_SCORES = 1 << 22
 """How many scores are computed at a time then: 16 MB of them, and as much again for the loss.
 
 No command varies it; with fewer, packed weights of the last layer are unpacked too often.

@@ -75,9 +75,17 @@ class _Graph:
         inputs = [x, self.store(f"{name}_Q4", packed), self.store(f"{name}_scales", scales)]
         n, k = weight.shape
         self.node(
-            "MatMulNBits", inputs, [y], f"/{path}/MatMul_Q4", domain=MS,
-            K=k, N=n, bits=4, block_size=BLOCK, accuracy_level=4,
-        )  # fmt: skip
+            "MatMulNBits",
+            inputs,
+            [y],
+            f"/{path}/MatMul_Q4",
+            domain=MS,
+            K=k,
+            N=n,
+            bits=4,
+            block_size=BLOCK,
+            accuracy_level=4,
+        )
         return rounded
 
 
@@ -134,12 +142,25 @@ def _norm(g: _Graph, weight: str, path: str, skip: str, mixed: str) -> tuple[str
     name = g.store(f"{weight}.weight", scale)
     out = f"{path}/output_0"
     if not mixed:
-        g.node("SimplifiedLayerNormalization", [skip, name], [out], f"{path}/LayerNorm",
-               axis=-1, epsilon=1e-5, stash_type=1)  # fmt: skip
+        g.node(
+            "SimplifiedLayerNormalization",
+            [skip, name],
+            [out],
+            f"{path}/LayerNorm",
+            axis=-1,
+            epsilon=1e-5,
+            stash_type=1,
+        )
         return out, skip
     total = f"{path}/output_3"
-    g.node("SkipSimplifiedLayerNormalization", [skip, mixed, name], [out, "", "", total],
-           f"{path}/SkipLayerNorm", domain=MS, epsilon=1e-5)  # fmt: skip
+    g.node(
+        "SkipSimplifiedLayerNormalization",
+        [skip, mixed, name],
+        [out, "", "", total],
+        f"{path}/SkipLayerNorm",
+        domain=MS,
+        epsilon=1e-5,
+    )
     return out, total
 
 
@@ -153,13 +174,25 @@ def _block(g: _Graph, i: int, skip: str, mixed: str) -> tuple[str, str]:
     past = [f"past_key_values.{i}.key", f"past_key_values.{i}.value"]
     g.node(
         "GroupQueryAttention",
-        [f"/{path}/attn/qkv_proj/MatMul/output_0", "", "", *past, "seqlens_k", "total_length",
-         "cos_cache", "sin_cache"],
+        [
+            f"/{path}/attn/qkv_proj/MatMul/output_0",
+            "",
+            "",
+            *past,
+            "seqlens_k",
+            "total_length",
+            "cos_cache",
+            "sin_cache",
+        ],
         [f"/{path}/attn/output_0", f"present.{i}.key", f"present.{i}.value"],
         f"/{path}/attn/GroupQueryAttention",
-        domain=MS, num_heads=HEADS, kv_num_heads=GROUPS, do_rotary=1, scale=HEAD**-0.5,
+        domain=MS,
+        num_heads=HEADS,
+        kv_num_heads=GROUPS,
+        do_rotary=1,
+        scale=HEAD**-0.5,
         rotary_interleaved=0,
-    )  # fmt: skip
+    )
     w = g.weights
     w[f"{stem}.self_attn.o_proj"] = g.product(
         f"/{path}/attn/output_0", f"{path}/attn/o_proj", g.drawn(HIDDEN, HEADS * HEAD)
@@ -203,9 +236,13 @@ def _save(g: _Graph, path: Path) -> None:
             )
             outputs.append(typed(f"present.{i}.{part}", floats, "batch", GROUPS, "total", HEAD))
     graph = ir.Graph(
-        inputs, outputs, nodes=g.nodes, initializers=g.initializers,
-        opset_imports={"": 21, MS: 1}, name="decoder",
-    )  # fmt: skip
+        inputs,
+        outputs,
+        nodes=g.nodes,
+        initializers=g.initializers,
+        opset_imports={"": 21, MS: 1},
+        name="decoder",
+    )
     model = ir.Model(graph, ir_version=10)
     proto = ir.to_proto(model)
     onnx.save(

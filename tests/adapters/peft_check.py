@@ -23,9 +23,13 @@ import transformers
 
 import onnxtrain
 from onnxtrain.adapters import Adapted
-from onnxtrain.adapters.modules.frozen_weights import frozen_weight
-from onnxtrain.adapters.modules.layers import EMBEDDING, layers_of
-from onnxtrain.adapters.modules.units import Unit, units_of
+from onnxtrain.adapters.layers import (
+    EMBEDDING,
+    TargetModule,
+    find_base_layers,
+    find_target_modules,
+    frozen_weight,
+)
 from onnxtrain.losses import CrossEntropy, LossTerm
 
 IGNORED = -100
@@ -98,7 +102,7 @@ def original(adapted: Adapted, checkpoint: Path) -> Any:
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     )
     modules = dict(model.named_modules())
-    for unit in units_of(layers_of(adapted.plain.graph), adapted.family):
+    for unit in find_target_modules(find_base_layers(adapted.plain.graph), adapted.family):
         if unit.module in modules:
             weight = modules[unit.module].weight
             array = torch.from_numpy(weight_of(unit).copy())
@@ -112,7 +116,7 @@ def original(adapted: Adapted, checkpoint: Path) -> Any:
     return model
 
 
-def weight_of(unit: Unit) -> np.ndarray:
+def weight_of(unit: TargetModule) -> np.ndarray:
     """Return the weights of a unit, [outputs, inputs]."""
     parts = [frozen_weight(s.layer)[:, s.start : s.start + s.width] for s in unit.sites]
     whole = parts[0] if unit.kind == EMBEDDING else np.concatenate(parts, axis=1)
@@ -142,7 +146,7 @@ def batch(model: ir.Model) -> dict[str, np.ndarray]:
 def head_size(model: ir.Model) -> int:
     """Return the width of a head, where caches do not tell it."""
     attention = next(n for n in model.graph if n.op_type == "GroupQueryAttention")
-    layer = next(x for x in layers_of(model.graph) if x.module.endswith("o_proj"))
+    layer = next(x for x in find_base_layers(model.graph) if x.module.endswith("o_proj"))
     return layer.inputs // attention.attributes.get_int("num_heads", 1)
 
 

@@ -23,8 +23,7 @@ import transformers
 
 import onnxtrain
 from onnxtrain.adapters import Adapted
-from onnxtrain.adapters.modules.layers import layers_of
-from onnxtrain.adapters.modules.units import units_of
+from onnxtrain.adapters.layers import find_base_layers, find_target_modules
 from tests.adapters.peft_check import (
     IGNORED,
     batch,
@@ -95,7 +94,7 @@ def original(adapted: Adapted, producer: str, family: str) -> Any:
     model = transformers_model(producer, family)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     arrays: dict[str, np.ndarray] = {}
-    for unit in units_of(layers_of(adapted.plain.graph), family):
+    for unit in find_target_modules(find_base_layers(adapted.plain.graph), family):
         assert unit.module in modules, f"torch has no {unit.module}"
         array = weight_of(unit)
         turned = isinstance(modules[unit.module], transformers.pytorch_utils.Conv1D)

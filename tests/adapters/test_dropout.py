@@ -62,8 +62,11 @@ def test_only_what_is_learned_reads_what_is_left(dora: bool) -> None:
         for name, width in (("x", 6), ("h", 4))
     }
     # The second layer reads the sum that takes the place of the first one's output.
-    sums = next(n.input[0] for n in ir.to_proto(adapted.model).graph.node
-                if n.op_type == "Dropout" and n.input[0] != "x")  # fmt: skip
+    sums = next(
+        n.input[0]
+        for n in ir.to_proto(adapted.model).graph.node
+        if n.op_type == "Dropout" and n.input[0] != "x"
+    )
     x = rng.standard_normal((3, 6)).astype(np.float32)
     got = run(with_mask(adapted, {"x": masks["x"], sums: masks["h"]}), x=x)
 

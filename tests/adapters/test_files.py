@@ -14,11 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import onnxtrain
-from onnxtrain.adapters.modules.frozen_weights import frozen_weight
-from onnxtrain.adapters.modules.layers import layers_of
+from onnxtrain.adapters.layers import find_base_layers, frozen_weight
 from onnxtrain.errors import CheckpointError, PrepareError, SaveError
 from onnxtrain.losses import CrossEntropy, LossTerm
-from onnxtrain.runtime.adapter_file import write_adapter
+from onnxtrain.runtime.ort_values import write_adapter
 from tests.adapters.decoders import batch, write
 from tests.adapters.test_gradients import conv_net, drawn
 
@@ -214,8 +213,8 @@ def test_quantised_weights_keep_a_branch_or_are_rounded_again(tmp_path):
 def test_rounding_again_is_as_fine_as_the_bits_allow(tmp_path):
     adapted = drawn(onnxtrain.lora(write(tmp_path, int4=True).path, rank=4, targets="up_proj"))
     merged = adapted.merge(quantised="requantise").model
-    before = {x.module: x for x in layers_of(adapted.plain.graph)}
-    after = {x.module: x for x in layers_of(merged.graph)}
+    before = {x.module: x for x in find_base_layers(adapted.plain.graph)}
+    after = {x.module: x for x in find_base_layers(merged.graph)}
     for a in adapted.adapters:
         values = adapted.parameters
         wanted = frozen_weight(before[a.module]) + a.scaling * values[a.a] @ values[a.b]

@@ -8,8 +8,7 @@ import onnx_ir as ir
 import pytest
 
 import onnxtrain
-from onnxtrain.adapters.modules.frozen_weights import frozen_weight
-from onnxtrain.adapters.modules.layers import layers_of
+from onnxtrain.adapters.layers import find_base_layers, frozen_weight
 from tests.adapters.decoders import quantised
 from tests.adapters.test_files import run
 from tests.adapters.test_gradients import drawn
@@ -92,7 +91,7 @@ def test_a_branch_adds_what_it_should(name, dora):
     model = LAYERS[name]
     adapted = drawn(onnxtrain.lora(model, rank=2, alpha=3, targets="all-linear", dora=dora))
     assert [a.module for a in adapted.adapters] == (["a", "b"] if name == "joined" else ["fc"])
-    (layer,) = layers_of(adapted.plain.graph)
+    (layer,) = find_base_layers(adapted.plain.graph)
     frozen, values = frozen_weight(layer), adapted.parameters
     offset = run(adapted.plain, {"x": np.zeros((1, K), np.float32)}, output="y")
     np.testing.assert_allclose(
@@ -128,8 +127,11 @@ def test_embeddings_of_few_bits():
     model = net(
         "z = com.microsoft.GatherBlockQuantized <bits=4, block_size=32, gather_axis=0, "
         "quantize_axis=1> (table__weight_Q4, x, scales) y = MatMul(z, w)",
-        x="int64[M] x", table__weight_Q4=data.reshape(N, K // 2), scales=scales, w=WEIGHT,
-    )  # fmt: skip
+        x="int64[M] x",
+        table__weight_Q4=data.reshape(N, K // 2),
+        scales=scales,
+        w=WEIGHT,
+    )
     adapted = drawn(onnxtrain.lora(model, rank=2, alpha=2, targets="table"))
     (a,) = adapted.adapters
     assert (a.module, a.kind, a.inputs, a.outputs) == ("table", "embedding", N, K)
@@ -159,18 +161,30 @@ def test_files_in_16_bits_train_and_are_merged_in_16_bits():
 @pytest.mark.parametrize(
     ("node", "weight", "bias", "module"),
     [
-        ("/model/layers.0/attn/q_proj/MatMul_Q4", "model.layers.0.attn.q_proj.MatMul.weight", "",
-         "model.layers.0.self_attn.q_proj"),
-        ("/bert/encoder/layer.0/attention/self/query/MatMul", "onnx::MatMul_302", "",
-         "bert.encoder.layer.0.attention.self.query"),
+        (
+            "/model/layers.0/attn/q_proj/MatMul_Q4",
+            "model.layers.0.attn.q_proj.MatMul.weight",
+            "",
+            "model.layers.0.self_attn.q_proj",
+        ),
+        (
+            "/bert/encoder/layer.0/attention/self/query/MatMul",
+            "onnx::MatMul_302",
+            "",
+            "bert.encoder.layer.0.attention.self.query",
+        ),
         ("node_MatMul_3", "encoder.layers.0.fc1.weight", "", "encoder.layers.0.fc1"),
         ("node_MatMul_3", "val_12", "encoder.layers.0.fc1.bias", "encoder.layers.0.fc1"),
         ("model/layers.0/mlp/up_proj/MatMul_node_27", "val_3", "", "model.layers.0.mlp.up_proj"),
-        ("transformer/h.0/attn/c_attn/Gemm", "transformer.h.0.attn.c_attn.weight", "",
-         "transformer.h.0.attn.c_attn"),
+        (
+            "transformer/h.0/attn/c_attn/Gemm",
+            "transformer.h.0.attn.c_attn.weight",
+            "",
+            "transformer.h.0.attn.c_attn",
+        ),
         ("", "kernel", "", "kernel"),
     ],
-)  # fmt: skip
+)
 def test_names_of_modules(node, weight, bias, module):
     model = net("z = MatMul(x, w) y = Add(z, b)", w=WEIGHT, b=BIAS)
     model.graph.node[0].name = node
@@ -178,16 +192,17 @@ def test_names_of_modules(node, weight, bias, module):
         for one in model.graph.node:
             one.input[:] = [name if n == tensor.name else n for n in one.input]
         tensor.name = name
-    (layer,) = layers_of(onnxtrain.load(model).graph)
+    (layer,) = find_base_layers(onnxtrain.load(model).graph)
     assert layer.module == module
 
 
 def test_a_bias_of_several_layers_names_none():
     model = net(
         "p = MatMul(x, v) q = Add(p, first__bias) r = MatMul(q, w) y = Add(r, first__bias)",
-        v=RNG.standard_normal((K, N)).astype("f"), w=RNG.standard_normal((N, N)).astype("f"),
+        v=RNG.standard_normal((K, N)).astype("f"),
+        w=RNG.standard_normal((N, N)).astype("f"),
         first__bias=BIAS,
-    )  # fmt: skip
+    )
     for node, name in zip(model.graph.node, ("/a/MatMul", "", "/b/MatMul", ""), strict=True):
         node.name = name
-    assert [layer.module for layer in layers_of(onnxtrain.load(model).graph)] == ["a", "b"]
+    assert [layer.module for layer in find_base_layers(onnxtrain.load(model).graph)] == ["a", "b"]

@@ -12,7 +12,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import PrepareError
-from onnxtrain.graph.io import shared_weights
+from onnxtrain.graph.io import external_data
 from onnxtrain.losses import CrossEntropy, LossTerm
 from tests.adapters.decoders import VOCABULARY, batch, write
 
@@ -120,7 +120,7 @@ def test_bad_requests_are_refused(tmp_path, options, message):
 
 
 def test_a_large_base_is_referred_to_where_it_lies(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_weights, "LARGE", 60_000)
+    monkeypatch.setattr(external_data, "LARGE_MODEL_BYTES", 60_000)
     path = write(tmp_path).path
     adapted = onnxtrain.lora(path, rank=2)
     artifacts = onnxtrain.build(adapted, loss=loss(), optimizer="adamw", check=False)

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 import onnxtrain
-from onnxtrain.adapters.modules.families import renamed
+from onnxtrain.adapters.families import transformers_name
 from onnxtrain.errors import PrepareError
 from tests.small_nets import HEAD
 
@@ -78,5 +78,5 @@ def test_the_rest_of_such_a_model_has_the_names_of_torch(tmp_path: Path) -> None
 def test_names_of_exporters_become_those_of_transformers(
     family: str, module: str, expected: str
 ) -> None:
-    assert renamed(module, family) == expected
-    assert renamed(expected, family) == expected
+    assert transformers_name(module, family) == expected
+    assert transformers_name(expected, family) == expected

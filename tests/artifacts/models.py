@@ -64,9 +64,11 @@ def with_norm(training: bool = False, shared: bool = False) -> onnx.ModelProto:
     rng, op = np.random.default_rng(RNG_SEED), graph()
     x = op.input("x", ir.DataType.FLOAT, ["batch", 4, 5])
     values = {
-        "norm.weight": np.ones(4), "norm.bias": np.zeros(4),
-        "norm.running_mean": np.zeros(4), "norm.running_var": np.ones(4),
-    }  # fmt: skip
+        "norm.weight": np.ones(4),
+        "norm.bias": np.zeros(4),
+        "norm.running_mean": np.zeros(4),
+        "norm.running_var": np.ones(4),
+    }
     norm = [weight(op, n, a.astype(np.float32)) for n, a in values.items()]
     mode = {"training_mode": 1} if training else {}
     h = op.BatchNormalization(x, *norm, **mode, _outputs=3 if training else 1)

@@ -16,8 +16,13 @@ from benchmarks.finetuning.shapes import Shape
 import onnxtrain
 from onnxtrain import thresholds
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.graph.memory import Sizes, peak_of, run_order, symbolic_peaks
-from onnxtrain.graph.memory.symbolic_peak import total
+from onnxtrain.graph.memory_usage import (
+    Sizes,
+    evaluate_terms,
+    peak_bytes,
+    run_order,
+    symbolic_peaks,
+)
 from onnxtrain.text import without_cache
 
 SHAPE = Shape(256, 64, 128, 2, 4, 2, positions=64)
@@ -60,7 +65,7 @@ def test_a_large_frozen_part_has_one_step_per_call(base: Path, monkeypatch) -> N
     artifacts = built(base)
     assert "step.x8" in artifacts.models
     trained = sum(a.nbytes for part in (artifacts.values, artifacts.state) for a in part.values())
-    monkeypatch.setattr(thresholds, "SEVERAL_STEPS_BYTES", trained + 1000)
+    monkeypatch.setattr(thresholds, "MULTI_STEP_BYTES", trained + 1000)
     assert "step.x8" not in built(base).models
 
 
@@ -108,12 +113,16 @@ def test_sums_over_sizes_give_the_peak(base: Path, sizes: tuple[int, int]) -> No
     graph = model.graph
     numbers: dict[str, int] = {"batch_size": sizes[0], "sequence_length": sizes[1]}
     nodes = run_order(list(graph))
-    plain = peak_of(nodes, Sizes(numbers), {y.name or "" for y in graph.outputs})
+    plain = peak_bytes(nodes, Sizes(numbers), {y.name or "" for y in graph.outputs})
     peaks = symbolic_peaks(graph)
-    found_bytes = max(total(terms, numbers) for terms in peaks)
+    found_bytes = max(evaluate_terms(terms, numbers) for terms in peaks)
     bodies = max(
-        (peak_of(list(a.as_graph()), Sizes(numbers)) for n in nodes for a in n.attributes.values()
-         if a.type == ir.AttributeType.GRAPH),
+        (
+            peak_bytes(list(a.as_graph()), Sizes(numbers))
+            for n in nodes
+            for a in n.attributes.values()
+            if a.type == ir.AttributeType.GRAPH
+        ),
         default=0,
-    )  # fmt: skip
+    )
     assert plain <= found_bytes <= plain + bodies

@@ -19,7 +19,7 @@ from torch import nn
 import onnxtrain
 from onnxtrain import thresholds
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.graph.memory import Sizes, peak_of, run_order
+from onnxtrain.graph.memory_usage import Sizes, peak_bytes, run_order
 from onnxtrain.torch import from_torch
 from tests.emulated_bfloat16 import element_types, emulated
 
@@ -219,7 +219,7 @@ def test_activations_take_half_the_memory() -> None:
         proto = onnx.shape_inference.infer_shapes(made(precision).models["train"])
         graph = ir.from_proto(proto).graph
         outputs = {y.name or "" for y in graph.outputs}
-        peaks[precision] = peak_of(run_order(list(graph)), Sizes(), outputs)
+        peaks[precision] = peak_bytes(run_order(list(graph)), Sizes(), outputs)
     assert peaks["bf16-mixed"] < 0.8 * peaks["float32"]
 
 
@@ -274,9 +274,10 @@ def test_only_what_the_device_runs_is_raised(model: Any, raised: bool) -> None:
 def test_zero_bias_of_an_exporter_goes_in_any_type() -> None:
     for precision in ("float32", "bf16-mixed"):
         biases = [
-            n for n in made(precision).models["train"].graph.node
+            n
+            for n in made(precision).models["train"].graph.node
             if n.op_type == "Conv" and len(n.input) > 2
-        ]  # fmt: skip
+        ]
         assert len(biases) == 2, precision  # each and share
 
 
@@ -284,4 +285,4 @@ def test_sizes_of_the_test_are_worth_a_kernel() -> None:
     """The statistics of the first layers come from LayerNormalization, as those of large nets."""
     kinds = collections.Counter(n.op_type for n in made("bf16-mixed").models["train"].graph.node)
     assert kinds["LayerNormalization"] >= 1
-    assert math.prod((16, 16)) >= thresholds.NORMALISED_POSITIONS
+    assert math.prod((16, 16)) >= thresholds.NORM_KERNEL_POSITIONS

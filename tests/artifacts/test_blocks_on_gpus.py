@@ -43,7 +43,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(thresholds, "MEMORY_BOUND_ELEMENTS", 1 << 10)
 
 
 def net(approximate: str) -> Block:

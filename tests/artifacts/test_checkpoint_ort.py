@@ -73,9 +73,14 @@ def test_training_goes_on_from_it() -> None:
 
 
 def made(
-    *, version: int = 2, nominal: bool = False, external: bytes | None = None, kind: int = 1,
-    dims: tuple[int, ...] = (2, 2), moments: int = 1,
-) -> bytes:  # fmt: skip
+    *,
+    version: int = 2,
+    nominal: bool = False,
+    external: bytes | None = None,
+    kind: int = 1,
+    dims: tuple[int, ...] = (2, 2),
+    moments: int = 1,
+) -> bytes:
     """A checkpoint by the flatbuffers library."""
     b = flatbuffers.Builder()
 

@@ -11,8 +11,7 @@ import pytest
 from onnxtrain import optim, thresholds
 from onnxtrain.artifacts import Artifacts, build
 from onnxtrain.training import Trainer
-from onnxtrain.training.layouts import Separate
-from onnxtrain.training.vector_layout import VectorLayout
+from onnxtrain.training.engine import SeparateEngine, VectorEngine
 from tests.artifacts.models import finished, graph, weight
 
 
@@ -37,13 +36,13 @@ def batch_of(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def folded_names(trainer: Trainer) -> set[str]:
-    assert isinstance(trainer._engine, VectorLayout)
+    assert isinstance(trainer._engine, VectorEngine)
     return set(trainer._engine._results)
 
 
 def both(artifacts: Artifacts) -> tuple[Trainer, Trainer]:
     ours, plain = Trainer(artifacts, threads=1), Trainer(artifacts, threads=1)
-    plain._engine = Separate(artifacts, device="cpu", threads=1)
+    plain._engine = SeparateEngine(artifacts, device="cpu", threads=1)
     return ours, plain
 
 
@@ -69,7 +68,7 @@ def check_same(ours: Trainer, plain: Trainer) -> None:
 def test_folded_steps_are_the_same(
     batch: int | str, optimizer: optim.Optimizer, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thresholds, "FUSED_SGD_LEFT_OVER", few)
+    monkeypatch.setattr(thresholds, "FUSED_SGD_REMAINING_PARAMETERS", few)
     ours, plain = both(net(batch, optimizer=optimizer))
     rest = {"bias"} if few else set()
     assert folded_names(ours) == {"table", "wide", "narrow"} | rest
@@ -85,7 +84,7 @@ def test_folded_steps_are_the_same(
 
 
 def test_nothing_changes_before_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "FUSED_SGD_LEFT_OVER", 0)
+    monkeypatch.setattr(thresholds, "FUSED_SGD_REMAINING_PARAMETERS", 0)
     trainer = Trainer(net("batch"), threads=1)
     for seed in range(2):  # from either of the two homes
         before = trainer.state_dict()

@@ -26,9 +26,14 @@ from onnxtrain.training import Trainer
 from .models import data, example, with_norm
 
 FILES = {
-    "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx", "step_model.onnx",
-    "inference_model.onnx", "checkpoint", "manifest.json",
-}  # fmt: skip
+    "training_model.onnx",
+    "eval_model.onnx",
+    "optimizer_model.onnx",
+    "step_model.onnx",
+    "inference_model.onnx",
+    "checkpoint",
+    "manifest.json",
+}
 
 
 def schema() -> dict:

@@ -6,7 +6,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.artifacts.update.in_place import overwritable
+from onnxtrain.artifacts.update import overwritable_inputs
 from onnxtrain.manifest import ModelSpec, TensorSpec
 
 CASES = {
@@ -36,4 +36,4 @@ def test_overwritable(case: str) -> None:
     p = TensorSpec("p", "float32", (2,), "parameter")
     q = TensorSpec("q", "float32", (2,), "parameter", feeds="p")
     spec = ModelSpec("optimizer", "x.onnx", (p,), (q,))
-    assert overwritable(ir.from_proto(model).graph, spec) == (("p",) if allowed else ())
+    assert overwritable_inputs(ir.from_proto(model).graph, spec) == (("p",) if allowed else ())

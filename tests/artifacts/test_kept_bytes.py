@@ -11,9 +11,7 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import optim, thresholds
-from onnxtrain.graph.memory import Sizes
-from onnxtrain.graph.memory.forward_nodes import forward_nodes
-from onnxtrain.graph.memory.reuse import is_view
+from onnxtrain.graph.memory_usage import Sizes, forward_nodes, is_view
 from onnxtrain.torch import from_torch
 
 F = nn.functional
@@ -110,7 +108,7 @@ def kept_by_us(net: Net, x: torch.Tensor, **options: Any) -> int:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1 << 10)
+    monkeypatch.setattr(thresholds, "REMATERIALIZE_BYTES", 1 << 10)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])

@@ -16,7 +16,7 @@ import pytest
 import onnxtrain
 from onnxtrain import losses
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.graph.io import load, save, shared_weights, write_model
+from onnxtrain.graph.io import external_data, load, save, writer
 from onnxtrain.training import Trainer
 
 WIDTH, LAYERS, CLASSES = 32, 3, 4
@@ -46,7 +46,7 @@ def deep(width: int = WIDTH, layers: int = LAYERS) -> ir.Model:
 @pytest.fixture(params=["file", "memory"])
 def given(request, tmp_path, monkeypatch) -> object:
     """The model with external data, or all in memory, where little is large already."""
-    monkeypatch.setattr(shared_weights, "LARGE", 4096)
+    monkeypatch.setattr(external_data, "LARGE_MODEL_BYTES", 4096)
     if request.param == "memory":
         return deep()
     (tmp_path / "in").mkdir()
@@ -65,7 +65,7 @@ def batch(width: int = WIDTH) -> tuple[np.ndarray, np.ndarray]:
 def reference(**options: object) -> Trainer:
     """The same trained from protobufs that hold everything."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_weights, "LARGE", 1 << 40)
+        patch.setattr(external_data, "LARGE_MODEL_BYTES", 1 << 40)
         return Trainer(build(deep(), loss=LOSS, optimizer="adamw:lr=0.01", **options))  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def test_what_is_exported_is_whole(given, tmp_path, monkeypatch, train, saved):
         artifacts.save(tmp_path / "run")
     trainer = Trainer(tmp_path / "run" if saved else artifacts)
     trainer.step(*batch())
-    monkeypatch.setattr(write_model.save, "__kwdefaults__", {"external_data_above": 4096})
+    monkeypatch.setattr(writer.save, "__kwdefaults__", {"external_data_above": 4096})
     trainer.export(tmp_path / "out.onnx")
     assert (tmp_path / "out.onnx.data").stat().st_size >= 3 * WIDTH * WIDTH * 4
     session = onnxruntime.InferenceSession(tmp_path / "out.onnx")
@@ -181,8 +181,11 @@ def test_three_gigabytes(tmp_path):
     write_large(path, width, layers)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), path, tmp_path / "run", str(width)],
-        capture_output=True, text=True, check=False, timeout=600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
     print(f"{size:,} bytes of weights; seconds and peak of build, save, train, export: {rows}")

@@ -61,7 +61,10 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "everything": (
         classifier,
         {
-            "loss": SCORES, "optimizer": optim.SGD(momentum=0.9), "clip": 0.5, "ema": 0.9,
+            "loss": SCORES,
+            "optimizer": optim.SGD(momentum=0.9),
+            "clip": 0.5,
+            "ema": 0.9,
             "freeze": "fc1.weight",
         },
         (6,),
@@ -69,7 +72,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "groups": (
         classifier,
         {
-            "loss": SCORES, "metrics": ["accuracy", "grad_norm"],
+            "loss": SCORES,
+            "metrics": ["accuracy", "grad_norm"],
             "optimizer": optim.AdamW(groups=[optim.ParamGroup("*.bias", weight_decay=0.0)]),
         },
         (6,),
@@ -86,7 +90,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "batch norm": (with_norm, {}, (4, 5)),
     "batch norm as it is": (with_norm, {"mode": "as-is"}, (4, 5)),
     "dropout": (dropping, {}, (6,)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -143,9 +147,11 @@ def test_one_value_reported_twice() -> None:
     session = ort.InferenceSession(artifacts.source("step", steps=2))
     x_ = np.arange(8, dtype=np.float32).reshape(2, 2, 2)
     feeds = {
-        "x": x_, "learning_rate": np.zeros(2, np.float32), "step": np.array([1, 2]),
+        "x": x_,
+        "learning_rate": np.zeros(2, np.float32),
+        "step": np.array([1, 2]),
         "w": np.ones((2, 1), np.float32),
-    }  # fmt: skip
+    }
     outputs = session.run([t.name for t in spec.outputs], feeds)
     by_name: dict[str, Any] = {t.name: v for t, v in zip(spec.outputs, outputs, strict=True)}
     for t in spec.outputs:
@@ -212,9 +218,12 @@ def test_web_has_both_forms(tmp_path: Path) -> None:
         for target in ("wasm", "webgpu"):
             assert manifest.model(role, target) is not None
     labels = {
-        m.target: t.dtype for m in manifest.models if m.role == "step"
-        for t in m.inputs if t.role == "target"
-    }  # fmt: skip
+        m.target: t.dtype
+        for m in manifest.models
+        if m.role == "step"
+        for t in m.inputs
+        if t.role == "target"
+    }
     assert labels == {"wasm": "int64", "webgpu": "int32"}
     again = Artifacts.load(tmp_path, "net_")
     assert again.manifest.to_dict() == manifest.to_dict()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.commands import main as cli
+from onnxtrain.cli import main as cli
 from onnxtrain.errors import LoweringError
 from onnxtrain.manifest import Manifest
 from onnxtrain.training.trainer import Trainer

@@ -171,8 +171,10 @@ def test_infinite_gradients_change_only_the_scale() -> None:
     statistics = {n for n in before if "running_" in n}  # torch updates them as well
     assert not np.isfinite(result.loss)
     assert changed - statistics == {
-        "optim/scale/loss_scale", "optim/good_steps/loss_scale", "optim/skipped/loss_scale",
-    }  # fmt: skip
+        "optim/scale/loss_scale",
+        "optim/good_steps/loss_scale",
+        "optim/skipped/loss_scale",
+    }
     assert after["optim/scale/loss_scale"] == before["optim/scale/loss_scale"] / 2
 
 

@@ -12,7 +12,8 @@ import pytest
 
 import onnxtrain
 from onnxtrain import runtime
-from onnxtrain.artifacts import build, session_check
+from onnxtrain.artifacts import build
+from onnxtrain.artifacts import build as session_check
 from onnxtrain.errors import DefectError, LoadError, PrepareError
 from onnxtrain.training import Trainer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxtrain.artifacts.signature import GraphSignature
+from onnxtrain.artifacts.graphs import GraphSignature
 from onnxtrain.graph.builder import OpBuilder
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import onnxtrain
-from onnxtrain.autodiff.gradient_model import GradientModel
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import GradientModel, load_normalized
 from onnxtrain.autodiff.selection import select_wrt
 from onnxtrain.errors import UndifferentiableError
 
@@ -138,7 +137,7 @@ FORMS = {
         (4, 3),
         W.astype(np.float32) * 0.02,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -161,9 +160,14 @@ def test_a_convolution_of_integers() -> None:
         y = DequantizeLinear(n, t, z) }"""
     scales = np.linspace(0.01, 0.02, 4).astype(np.float32)
     constants = {
-        "s": S(0.05), "z": np.uint8(128), "w": KERNEL, "v": scales, "o": np.zeros(4, np.int8),
-        "t": S(0.3), "b": np.arange(4, dtype=np.int32) * 100,
-    }  # fmt: skip
+        "s": S(0.05),
+        "z": np.uint8(128),
+        "w": KERNEL,
+        "v": scales,
+        "o": np.zeros(4, np.int8),
+        "t": S(0.3),
+        "b": np.arange(4, dtype=np.int32) * 100,
+    }
     model = model_of(text, **constants)
     dy = RNG.standard_normal((2, 4, 3, 3)).astype(np.float32)
     y, dx = gradients(model, ["x"], {"x": IMAGE}, dy)
@@ -181,9 +185,11 @@ TRAINED = """(float[n, 6] x) => (float[n, 3] y) {
     d = DequantizeLinear(q, s, z)
     y = MatMul(d, v) }"""
 CONSTANTS = {
-    "w": RNG.standard_normal((6, 5)).astype(np.float32), "s": S(0.05), "z": np.int8(0),
+    "w": RNG.standard_normal((6, 5)).astype(np.float32),
+    "s": S(0.05),
+    "z": np.int8(0),
     "v": RNG.standard_normal((5, 3)).astype(np.float32),
-}  # fmt: skip
+}
 
 
 def test_without_the_option_it_is_refused_and_named() -> None:

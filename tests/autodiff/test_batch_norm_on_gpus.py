@@ -37,9 +37,12 @@ class Net(nn.Module):
 
 def built(module: nn.Module, x: torch.Tensor) -> onnxtrain.Artifacts:
     return onnxtrain.build(
-        from_torch(module, (x,)), loss="mse", optimizer=optim.SGD(lr=0.1), target="cuda",
+        from_torch(module, (x,)),
+        loss="mse",
+        optimizer=optim.SGD(lr=0.1),
+        target="cuda",
         dims={"batch": len(x)},
-    )  # fmt: skip
+    )
 
 
 def large(model: onnx.ModelProto, least: int) -> collections.Counter[str]:
@@ -77,7 +80,7 @@ def follow(module: nn.Module, trainer: onnxtrain.Trainer, x: torch.Tensor, steps
 
 def test_steps_follow_torch_in_few_passes() -> None:
     x = torch.randn(8, 3, 12, 12)
-    assert thresholds.NORMALISED_POSITIONS < 12 * 12
+    assert thresholds.NORM_KERNEL_POSITIONS < 12 * 12
     module = Net(nn.Identity())
     made = built(module, x)
     counts = large(made.models["step"], 8 * 6 * 12 * 12)

@@ -12,10 +12,10 @@ import torch
 
 import onnxtrain
 from onnxtrain import thresholds as T
-from onnxtrain.autodiff.rules.conv import conv as conv_rule
-from onnxtrain.autodiff.rules.conv import weight_grad as conv_weight
-from onnxtrain.autodiff.rules.conv.weight_grad import FORMS, choose
-from onnxtrain.graph.windows.conv_shape import ConvShape
+from onnxtrain.autodiff.rules import conv as conv_rule
+from onnxtrain.autodiff.rules import conv_weight
+from onnxtrain.autodiff.rules.conv_weight import WEIGHT_GRAD_VARIANTS, choose
+from onnxtrain.graph.windows import ConvShape
 from onnxtrain.targets import TARGETS, find
 from tests.cases import conv, conv_transpose
 from tests.cases.base import OpCase
@@ -42,7 +42,7 @@ def _facts(case: OpCase) -> ConvShape:
         image=x[0, 0].size,
         positions=1,
         overpadded="overpadded" in case.name,
-        addable=group == 1 and x.ndim == 4,
+        can_use_col2im=group == 1 and x.ndim == 4,
         shiftable=_is_shiftable(case, x.shape, w.shape),
         line_pairs=x.shape[-1] if x.ndim > 3 else None,
     )
@@ -72,9 +72,9 @@ def _check(case: OpCase, dynamic: str, module: ModuleType, chooser: str, form: s
     ("form", "case"),
     [
         pytest.param(form, case, id=f"{form}-{case.name}")
-        for form in FORMS
+        for form in WEIGHT_GRAD_VARIANTS
         for case in CASES
-        if FORMS[form].fits(_facts(case))
+        if WEIGHT_GRAD_VARIANTS[form].fits(_facts(case))
     ],
 )
 def test_weight_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:
@@ -86,9 +86,9 @@ def test_weight_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None
     ("form", "case"),
     [
         pytest.param(form, case, id=f"{form}-{case.name}")
-        for form in conv_rule.INPUT_FORMS
+        for form in conv_rule.INPUT_GRAD_VARIANTS
         for case in conv.CASES
-        if conv_rule.INPUT_FORMS[form].fits(_facts(case))
+        if conv_rule.INPUT_GRAD_VARIANTS[form].fits(_facts(case))
     ],
 )
 def test_input_form_equals_torch(form: str, case: OpCase, dynamic: str) -> None:
@@ -102,7 +102,7 @@ def test_every_target_has_a_form_for_anything(target: str) -> None:
             for channels, outs, group in ((None, None, 1), (1, 1, 8), (1, 2, 8), (32, 32, 1)):
                 for positions in (None, 16, 10_000):
                     facts = ConvShape(taps, strided, channels, outs, group, positions, positions)
-                    assert FORMS[choose(find(target), facts)].fits(facts)
+                    assert WEIGHT_GRAD_VARIANTS[choose(find(target), facts)].fits(facts)
 
 
 def test_forms_that_spell_out_taps_are_not_chosen_without_a_kernel() -> None:
@@ -111,7 +111,7 @@ def test_forms_that_spell_out_taps_are_not_chosen_without_a_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "outs", "addable", "form"),
+    ("positions", "outs", "can_use_col2im", "form"),
     [
         (16, 8, True, "columns"),
         (17, 255, True, "transposed"),
@@ -122,9 +122,9 @@ def test_forms_that_spell_out_taps_are_not_chosen_without_a_kernel() -> None:
     ],
 )
 def test_small_images_have_their_own_form_of_the_input_gradient_on_cpu(
-    positions: int | None, outs: int, addable: bool, form: str
+    positions: int | None, outs: int, can_use_col2im: bool, form: str
 ) -> None:
-    facts = ConvShape(9, False, 32, outs, 1, positions, positions, addable=addable)
+    facts = ConvShape(9, False, 32, outs, 1, positions, positions, can_use_col2im=can_use_col2im)
     assert conv_rule.choose_input(find("cpu"), facts) == form
     others = {n: conv_rule.choose_input(t, facts) for n, t in TARGETS.items() if n != "cpu"}
     lacking = {n for n, t in TARGETS.items() if t.lacks("ConvTranspose.asymmetric_pads")}
@@ -182,7 +182,7 @@ def test_large_depthwise_kernels_can_be_recorded_on_a_gpu(
     }}"""
     made = onnxtrain.vjp(onnx.parser.parse_model(text), ["w"], target="cuda")
     joined = [len(n.input) for n in made.graph.node if n.op_type == "Concat"]
-    assert max(joined, default=0) <= kernel < T.CAPTURED_CONCAT_INPUTS
+    assert max(joined, default=0) <= kernel < T.CUDA_GRAPH_CONCAT_INPUTS
     assert sum(n.op_type == "Slice" for n in made.graph.node) <= kernel
     random = np.random.default_rng(0)
     shapes = [d.type.tensor_type.shape.dim for d in made.graph.input]

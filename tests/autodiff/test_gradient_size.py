@@ -12,9 +12,9 @@ import onnxruntime
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.text.without_cache import without_cache
+from onnxtrain.text.model_folder import without_cache
 
 WIDTH, HEADS, GROUPS, SIZE, HIDDEN, WORDS, PLACES = 64, 4, 2, 16, 48, 64, 16
 IMPORTS = {"": 23, "com.microsoft": 1}

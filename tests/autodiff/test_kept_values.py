@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.autodiff.kept_values import READ_AGAIN, kept_values
+from onnxtrain.autodiff.recompute import REREAD_COST, values_to_save
 
 WIDTH = 64
 
@@ -27,7 +27,7 @@ def kept(
     block: Sequence[ir.Node], wanted: Sequence[ir.Value], may_copy: Callable[[ir.Node], bool]
 ) -> set[str | None]:
     inner = {y for n in block for y in n.outputs}
-    return {y.name for y in kept_values(block, set(wanted), inner, may_copy)}
+    return {y.name for y in values_to_save(block, set(wanted), inner, may_copy)}
 
 
 def test_a_sum_is_kept_instead_of_the_product_that_cannot_run_again() -> None:
@@ -78,11 +78,11 @@ def test_no_choice_is_cheaper(seed: int) -> None:
             done.add(y)
             sources = [x for x in maker.inputs if x is not None and x.shape]
             read = max(4.0 * x.shape.numpy()[0] for x in sources if x.shape)
-            total += math.inf if maker in fixed else read / READ_AGAIN
+            total += math.inf if maker in fixed else read / REREAD_COST
             missing += [x for x in sources if x not in chosen]
         return total
 
     inner = values[1:]
     best = min(cost(set(chosen)) for k in range(9) for chosen in itertools.combinations(inner, k))
-    by_cut = kept_values(block, wanted, set(inner), lambda n: n not in fixed)
+    by_cut = values_to_save(block, wanted, set(inner), lambda n: n not in fixed)
     assert cost(by_cut) == pytest.approx(best)

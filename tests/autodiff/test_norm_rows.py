@@ -71,7 +71,7 @@ def test_the_way_around_is_in_the_sum(scale: str) -> None:
 
 @pytest.mark.parametrize("case", NORMS, ids=lambda c: c.name)
 def test_short_rows_and_other_axes(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "NORMALISED_POSITIONS", 1)
+    monkeypatch.setattr(thresholds, "NORM_KERNEL_POSITIONS", 1)
     checks.targets(case)
 
 

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff.registry import USER_RULES
+from onnxtrain.autodiff.rule_registry import USER_RULES
 from onnxtrain.errors import UndifferentiableError
 from tests.cases.evaluate import stock
 

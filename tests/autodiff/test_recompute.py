@@ -19,11 +19,11 @@ from torch import nn
 
 from onnxtrain import losses, optim
 from onnxtrain.artifacts import Artifacts, build
-from onnxtrain.autodiff.load_normalized import load_normalized
-from onnxtrain.autodiff.recompute_blocks import find_blocks
+from onnxtrain.autodiff.gradients import load_normalized
+from onnxtrain.autodiff.recompute import find_blocks
 from onnxtrain.errors import PrepareError
 from onnxtrain.torch import from_torch
-from onnxtrain.torch.torch_exporters import quiet
+from onnxtrain.torch.exporters import suppress_output
 from onnxtrain.training import Trainer
 from tests.training.nets import Block, batches, exported
 
@@ -49,7 +49,7 @@ class Deep(nn.Module):
 def deep(layers: int = 4, width: int = WIDTH) -> onnx.ModelProto:
     torch.manual_seed(0)
     buffer = io.BytesIO()
-    with quiet():
+    with suppress_output():
         torch.onnx.export(
             Deep(layers, width).train(),
             (torch.zeros(2, TIME, dtype=torch.long),),

@@ -8,28 +8,32 @@ from pathlib import Path
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff import variants
+from onnxtrain.autodiff import rule_registry
+from onnxtrain.autodiff.rule_registry import Choice, Variant, select_variant_name
 from onnxtrain.autodiff.rules import (
     activations,
     batch_norm,
-    batch_norm_forms,
+    conv,
+    conv_weight,
     losses,
-    max_pool,
     norm,
-    packed_weights,
+    pool,
+    quantize,
 )
-from onnxtrain.autodiff.rules.conv import channel_scale, conv, weight_grad
-from onnxtrain.autodiff.variants import Choice, Form, pick
-from onnxtrain.losses import binary, classification, metrics, multi_margin, vocabulary_loop
+from onnxtrain.autodiff.rules import batch_norm as batch_norm_forms
+from onnxtrain.autodiff.rules import conv as channel_scale
+from onnxtrain.losses import causal_lm, classification, metrics
+from onnxtrain.losses import classification as binary
+from onnxtrain.losses import classification as multi_margin
 from onnxtrain.targets import find
 
 SOURCE = Path(onnxtrain.__file__).parent
 CHOOSERS = {"conv/conv.py": {"target"}, "conv/weight_grad.py": {"target"}}
 """Pass the target on to their table."""
-FORMS = {"sum": Form(len), "product": Form(len, lambda n: n > 1), "gather": Form(len)}
+FORMS = {"sum": Variant(len), "product": Variant(len, lambda n: n > 1), "gather": Variant(len)}
 CHOICES = [
     Choice("gather", lacks="ScatterElements"),
-    Choice("product", lambda n: n < 9, prefers="means-by-matmul"),
+    Choice("product", lambda n: n < 9, prefers="means-as-matmul"),
     Choice("sum"),
 ]
 
@@ -45,7 +49,7 @@ CHOICES = [
     ],
 )
 def test_the_first_that_is_wanted_and_fits(target: str, size: int, form: str) -> None:
-    assert pick(find(target), size, FORMS, CHOICES) == form
+    assert select_variant_name(find(target), size, FORMS, CHOICES) == form
 
 
 @pytest.mark.parametrize("folder", ["autodiff/rules", "losses"])
@@ -70,35 +74,42 @@ def test_no_formula_asks_for_the_target(folder: str) -> None:
 
 def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
     tables = [
-        (activations.GELU_FORMS, activations.GELU_CHOICES),
-        (batch_norm.TRAINING_FORMS, batch_norm.TRAINING_CHOICES),
-        (activations.POSITIVE_FORMS, activations.POSITIVE_CHOICES),
-        (batch_norm_forms.STATISTICS_FORMS, batch_norm_forms.STATISTICS_CHOICES),
-        (batch_norm_forms.SPREAD_FORMS, batch_norm_forms.SPREAD_CHOICES),
-        (batch_norm_forms.DIFFERENCE_FORMS, batch_norm_forms.DIFFERENCE_CHOICES),
-        (batch_norm_forms.GRADIENT_FORMS, batch_norm_forms.GRADIENT_CHOICES),
-        (channel_scale.SCALE_FORMS, channel_scale.SCALE_CHOICES),
-        (norm.MEANS_FORMS, norm.MEANS_CHOICES),
-        (norm.SLOPE_FORMS, norm.SLOPE_CHOICES),
-        (norm.AGAIN_FORMS, norm.AGAIN_CHOICES),
-        (packed_weights.INPUT_FORMS, packed_weights.INPUT_CHOICES),
-        (vocabulary_loop.WORD_FORMS, vocabulary_loop.WORD_CHOICES),
-        (max_pool.POOLING_FORMS, max_pool.POOLING_CHOICES),
-        (losses.WITHOUT_LABEL_FORMS, losses.BY_LABEL),
-        (losses.AT_LABEL_FORMS, losses.BY_LABEL),
-        (binary.SOFTPLUS_FORMS, binary.SOFTPLUS_CHOICES),
-        (classification.CROSS_ENTROPY_FORMS, classification.CROSS_ENTROPY_CHOICES),
-        (classification.COST_FORMS, classification.COST_CHOICES),
-        (classification.NLL_FORMS, classification.NLL_CHOICES),
-        (multi_margin.LEAD_FORMS, multi_margin.LEAD_CHOICES),
-        (metrics.HIT_FORMS, metrics.HIT_CHOICES),
-        *((weight_grad.FORMS, choices) for choices in weight_grad.CHOICES.values()),
-        *((conv.INPUT_FORMS, choices) for choices in conv.INPUT_CHOICES.values()),
+        (activations.GELU_VARIANTS, activations.GELU_CHOICES),
+        (batch_norm.TRAINING_VARIANTS, batch_norm.TRAINING_CHOICES),
+        (activations.POSITIVE_VARIANTS, activations.POSITIVE_CHOICES),
+        (batch_norm_forms.STATISTICS_VARIANTS, batch_norm_forms.STATISTICS_CHOICES),
+        (batch_norm_forms.BROADCAST_VARIANTS, batch_norm_forms.BROADCAST_CHOICES),
+        (batch_norm_forms.DIFFERENCE_VARIANTS, batch_norm_forms.DIFFERENCE_CHOICES),
+        (batch_norm_forms.GRADIENT_VARIANTS, batch_norm_forms.GRADIENT_CHOICES),
+        (channel_scale.SCALE_VARIANTS, channel_scale.SCALE_CHOICES),
+        (norm.MEANS_VARIANTS, norm.MEANS_CHOICES),
+        (norm.INPUT_GRAD_VARIANTS, norm.INPUT_GRAD_CHOICES),
+        (norm.RENORMALIZE_VARIANTS, norm.RENORMALIZE_CHOICES),
+        (quantize.INPUT_GRAD_VARIANTS, quantize.INPUT_GRAD_CHOICES),
+        (causal_lm.UNPACK_VARIANTS, causal_lm.UNPACK_CHOICES),
+        (pool.POOLING_VARIANTS, pool.POOLING_CHOICES),
+        (losses.WITHOUT_LABEL_VARIANTS, losses.BY_LABEL),
+        (losses.AT_LABEL_VARIANTS, losses.BY_LABEL),
+        (binary.SOFTPLUS_VARIANTS, binary.SOFTPLUS_CHOICES),
+        (classification.CROSS_ENTROPY_VARIANTS, classification.CROSS_ENTROPY_CHOICES),
+        (classification.COST_VARIANTS, classification.COST_CHOICES),
+        (classification.NLL_VARIANTS, classification.NLL_CHOICES),
+        (multi_margin.LEAD_VARIANTS, multi_margin.LEAD_CHOICES),
+        (metrics.HIT_VARIANTS, metrics.HIT_CHOICES),
+        *(
+            (conv_weight.WEIGHT_GRAD_VARIANTS, choices)
+            for choices in conv_weight.WEIGHT_GRAD_CHOICES.values()
+        ),
+        *((conv.INPUT_GRAD_VARIANTS, choices) for choices in conv.INPUT_GRAD_CHOICES.values()),
     ]
     for forms, choices in tables:
         names = [c.form for c in choices]
         assert set(names) <= forms.keys()
         last = choices[-1]
-        assert (last.when, last.prefers, last.lacks) == (variants.always, None, None)
+        assert (last.when, last.prefers, last.lacks) == (rule_registry.always, None, None)
         unused = forms.keys() - set(names)
-        assert forms is weight_grad.FORMS or forms is conv.INPUT_FORMS or not unused
+        assert (
+            forms is conv_weight.WEIGHT_GRAD_VARIANTS
+            or forms is conv.INPUT_GRAD_VARIANTS
+            or not unused
+        )

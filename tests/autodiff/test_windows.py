@@ -8,10 +8,10 @@ import onnx_ir as ir
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff.rules.einsum import einsum
+from onnxtrain.autodiff.rules.linalg import einsum
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes.equation import expand_equation
+from onnxtrain.graph.shapes.dims import expand_equation
 from tests.cases.evaluate import stock
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'

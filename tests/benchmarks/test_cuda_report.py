@@ -10,10 +10,18 @@ from benchmarks.cuda.real_report import real_figures
 from benchmarks.cuda.report import PAGE, RESULTS, figures, files_table, rendered, store, verdict
 
 ROW = {
-    "net": "mlp", "optimizer": "sgd", "precision": "float32", "ours_ms": 0.4, "torch_ms": 1.0,
-    "torch_async_ms": 0.9, "spread": [0.3, 0.5], "worst_loss": 0.0, "captured": True,
-    "nodes": {"CUDAExecutionProvider": 44}, "left": [],
-}  # fmt: skip
+    "net": "mlp",
+    "optimizer": "sgd",
+    "precision": "float32",
+    "ours_ms": 0.4,
+    "torch_ms": 1.0,
+    "torch_async_ms": 0.9,
+    "spread": [0.3, 0.5],
+    "worst_loss": 0.0,
+    "captured": True,
+    "nodes": {"CUDAExecutionProvider": 44},
+    "left": [],
+}
 
 
 def test_verdicts() -> None:
@@ -33,10 +41,18 @@ def test_a_row_tells_what_left_the_device() -> None:
 
 def test_real_nets_show_what_is_missed_and_its_kernels() -> None:
     row = {
-        "net": "gpt2", "precision": "float32", "ours_ms": 40.0, "eager_ms": 50.0,
-        "compile_ms": 32.0, "ours_gib": 7.0, "eager_gib": 8.0, "ours_gpu_ms": 39.0,
-        "ours_kernels": ["1.5 a product"], "eager_worst_loss": 1e-3, "casts": 3,
-    }  # fmt: skip
+        "net": "gpt2",
+        "precision": "float32",
+        "ours_ms": 40.0,
+        "eager_ms": 50.0,
+        "compile_ms": 32.0,
+        "ours_gib": 7.0,
+        "eager_gib": 8.0,
+        "ours_gpu_ms": 39.0,
+        "ours_kernels": ["1.5 a product"],
+        "eager_worst_loss": 1e-3,
+        "casts": 3,
+    }
     failed = {"net": "vit", "precision": "float32", "error": "no such node"}
     facts = {"date": "a day", "command": "python -m it"}
     page = real_figures({"facts": facts, "rows": [failed, row]})

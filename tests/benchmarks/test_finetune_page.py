@@ -10,9 +10,15 @@ import pytest
 from benchmarks.finetuning import page
 
 ROW = {
-    "model": "tiny", "threads": 1, "engine": "onnxtrain", "ms": 12.4, "ratio": 0.5, "tokens": 99.6,
-    "peak_mb": 7.0, "memory": 1.0,
-}  # fmt: skip
+    "model": "tiny",
+    "threads": 1,
+    "engine": "onnxtrain",
+    "ms": 12.4,
+    "ratio": 0.5,
+    "tokens": 99.6,
+    "peak_mb": 7.0,
+    "memory": 1.0,
+}
 RUN = {"command": "python -m it", "where": "here", "rows": [ROW]}
 
 

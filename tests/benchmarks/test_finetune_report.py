@@ -8,15 +8,33 @@ from pathlib import Path
 from benchmarks.web.finetune_report import TITLE, section, write_section
 
 ROW = {
-    "threads": 1, "seconds": 2.0, "tokens": 64.0, "memory": 950.0, "off": 2e-5, "frame": 18.0,
-    "ready": 9.0, "token": 0.4,
-}  # fmt: skip
+    "threads": 1,
+    "seconds": 2.0,
+    "tokens": 64.0,
+    "memory": 950.0,
+    "off": 2e-5,
+    "frame": 18.0,
+    "ready": 9.0,
+    "token": 0.4,
+}
 FOUND = {
-    "browser": "1.2", "cores": 2, "cpu": "a CPU", "load": 0.1, "loadAfter": 0.2,
-    "started": "2026-01-02T03:04:05Z", "decoder": [ROW],
-    "encoder": {"examples": 24, "classes": 3, "seconds": 70.0, "ready": 5.0, "steps": 16,
-                "accuracy": 0.75, "tested": 48},
-}  # fmt: skip
+    "browser": "1.2",
+    "cores": 2,
+    "cpu": "a CPU",
+    "load": 0.1,
+    "loadAfter": 0.2,
+    "started": "2026-01-02T03:04:05Z",
+    "decoder": [ROW],
+    "encoder": {
+        "examples": 24,
+        "classes": 3,
+        "seconds": 70.0,
+        "ready": 5.0,
+        "steps": 16,
+        "accuracy": 0.75,
+        "tested": 48,
+    },
+}
 
 
 def test_aims_are_judged() -> None:

@@ -13,9 +13,15 @@ from benchmarks import growth, page, quiet
 from tests.benchmarks.test_report import cell, timed
 
 MACHINE = {
-    "date": "today", "commit": "abc", "command": "python -m benchmarks", "cores": 2, "cpu": "a",
-    "memory_gb": 1.0, "system": "Linux", "load_before": [0.1, 0.2, 0.3],
-}  # fmt: skip
+    "date": "today",
+    "commit": "abc",
+    "command": "python -m benchmarks",
+    "cores": 2,
+    "cpu": "a",
+    "memory_gb": 1.0,
+    "system": "Linux",
+    "load_before": [0.1, 0.2, 0.3],
+}
 
 
 @pytest.fixture

@@ -13,13 +13,23 @@ from benchmarks.web import gpu_report, report
 
 WEB = Path(report.__file__).parent
 ROW: dict[str, Any] = {
-    "name": "onnxtrain", "ms": 2.0, "ratio": 1.0, "low": 1.0, "high": 1.0, "bestRatio": 1.0,
-    "rounds": 5, "dispatches": 50.0,
-}  # fmt: skip
+    "name": "onnxtrain",
+    "ms": 2.0,
+    "ratio": 1.0,
+    "low": 1.0,
+    "high": 1.0,
+    "bestRatio": 1.0,
+    "rounds": 5,
+    "dispatches": 50.0,
+}
 RESULTS: dict[str, Any] = {
-    "started": "2026-01-02T03:04:05Z", "browser": "1.2", "cores": 2, "cpu": "a CPU",
-    "load": 0.1, "loadAfter": 0.2,
-}  # fmt: skip
+    "started": "2026-01-02T03:04:05Z",
+    "browser": "1.2",
+    "cores": 2,
+    "cpu": "a CPU",
+    "load": 0.1,
+    "loadAfter": 0.2,
+}
 
 
 def group(model: str, optimizer: str, device: str, *others: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import cache
 
 import onnx
 
-from onnxtrain.autodiff.coverage import operators
+from onnxtrain.autodiff.explain import operators
 from tests.cases.collect import CASES
 
 WORKING_OPSET, NEWEST_OPSET = 21, 26

@@ -21,9 +21,19 @@ def place(tmp_path: Path) -> Path:
     output = run("example", tmp_path)
     assert output.endswith("model.onnx, train.npz, test.npz, train.csv\n")
     run(
-        "build", tmp_path / "model.onnx", "-o", tmp_path / "art", "--loss", "cross_entropy",
-        "--optimizer", "adamw", "--lr", 0.01, "--metric", "accuracy",
-    )  # fmt: skip
+        "build",
+        tmp_path / "model.onnx",
+        "-o",
+        tmp_path / "art",
+        "--loss",
+        "cross_entropy",
+        "--optimizer",
+        "adamw",
+        "--lr",
+        0.01,
+        "--metric",
+        "accuracy",
+    )
     return tmp_path
 
 

@@ -11,8 +11,8 @@ import onnx
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff.coverage import operators
-from onnxtrain.commands import main as cli
+from onnxtrain.autodiff.explain import operators
+from onnxtrain.cli import main as cli
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 MODEL = """net (float[N,3] x) => (float[N,2] y, float loss)

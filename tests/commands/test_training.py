@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 from onnxtrain.errors import LabelError, NonFiniteError, OnnxTrainError, PrepareError, SaveError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data
@@ -38,10 +38,25 @@ def place(tmp_path: Path) -> Path:
         x, labels = data(n, seed=seed)
         np.savez(tmp_path / f"{name}.npz", x=x, labels=labels)
     output = run(
-        "build", tmp_path / "model.onnx", "-o", tmp_path / "art", "--loss", "cross_entropy",
-        "--loss-output", "scores", "--optimizer", "adamw:weight_decay=0.1", "--lr", 0.02,
-        "--metric", "accuracy", "--freeze", "fc1.bias", "--ema", 0.9,
-    )  # fmt: skip
+        "build",
+        tmp_path / "model.onnx",
+        "-o",
+        tmp_path / "art",
+        "--loss",
+        "cross_entropy",
+        "--loss-output",
+        "scores",
+        "--optimizer",
+        "adamw:weight_decay=0.1",
+        "--lr",
+        0.02,
+        "--metric",
+        "accuracy",
+        "--freeze",
+        "fc1.bias",
+        "--ema",
+        0.9,
+    )
     assert "3 parameters, 75 numbers to train" in output
     assert "a batch is x float32[batch, 6], labels int64[batch]" in output
     return tmp_path
@@ -53,9 +68,23 @@ def test_from_model_to_trained_model(place: Path) -> None:
     assert (manifest.optimizer["lr"], manifest.optimizer["weight_decay"]) == (0.02, 0.1)
     before = json.loads(run("eval", art, "--data", test, "--json"))
     output = run(
-        "train", art, "--data", place / "train.npz", "--validation", test, "--epochs", 5,
-        "--batch-size", 16, "--schedule", "cosine", "--warmup", 0.1, "--seed", 4,
-    )  # fmt: skip
+        "train",
+        art,
+        "--data",
+        place / "train.npz",
+        "--validation",
+        test,
+        "--epochs",
+        5,
+        "--batch-size",
+        16,
+        "--schedule",
+        "cosine",
+        "--warmup",
+        0.1,
+        "--seed",
+        4,
+    )
     assert "epoch 5/5  step 50  loss " in output
     assert output.endswith("trained up to step 50\n")
     assert {p.name for p in (art / "run").iterdir()} >= {"metrics.csv", "metrics.jsonl", "loss.png"}
@@ -107,9 +136,19 @@ def test_resume_keeps_settings(place: Path) -> None:
 
 def test_sizes(place: Path) -> None:
     run(
-        "build", place / "model.onnx", "-o", place / "fixed", "--loss", "cross_entropy",
-        "--loss-output", "scores", "--dim", "batch=16", "--prefix", "p_",
-    )  # fmt: skip
+        "build",
+        place / "model.onnx",
+        "-o",
+        place / "fixed",
+        "--loss",
+        "cross_entropy",
+        "--loss-output",
+        "scores",
+        "--dim",
+        "batch=16",
+        "--prefix",
+        "p_",
+    )
     spec = Artifacts.load(place / "fixed", prefix="p_").manifest.model("step")
     assert spec is not None
     assert spec.inputs[0].shape == (16, 6)
@@ -183,8 +222,17 @@ def test_places_that_cannot_be_written(place: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(SaveError, match="cannot be written\n  "):
             run("export", art, "-o", output)
         with pytest.raises(SaveError, match="cannot be written\n  "):
-            run("lower", place / "model.onnx", "-o", place / "m.onnx", "--opset", 13,
-                "--no-verify", "--config", output)  # fmt: skip
+            run(
+                "lower",
+                place / "model.onnx",
+                "-o",
+                place / "m.onnx",
+                "--opset",
+                13,
+                "--no-verify",
+                "--config",
+                output,
+            )
     with pytest.raises(SaveError, match="below: cannot be made: Not a directory"):
         run("build", place / "model.onnx", "-o", below, "--loss", "mse", "--loss-output", "scores")
 

@@ -13,12 +13,10 @@ from onnxruntime.capi._pybind_state import OrtValueVector
 
 import onnxtrain
 from onnxtrain import vjp
-from onnxtrain.compat.ort.agent import (
+from onnxtrain.compat.ort.agent import OrtValueCache, PartialGraphExecutionState, TrainingAgent
+from onnxtrain.compat.ort.graph_builder import (
     OrtModuleGraphBuilder,
     OrtModuleGraphBuilderConfiguration,
-    OrtValueCache,
-    PartialGraphExecutionState,
-    TrainingAgent,
     TrainingGraphTransformerConfiguration,
 )
 from onnxtrain.errors import CompatError

@@ -18,10 +18,14 @@ def folder(tmp_path_factory):
     """Artifacts of the small network with SGD; the last bias is frozen."""
     path = tmp_path_factory.mktemp("artifacts")
     artifacts.generate_artifacts(
-        mlp(), requires_grad=WEIGHTS[:3], frozen_params=WEIGHTS[3:], artifact_directory=path,
-        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.SGD,
+        mlp(),
+        requires_grad=WEIGHTS[:3],
+        frozen_params=WEIGHTS[3:],
+        artifact_directory=path,
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.SGD,
         nominal_checkpoint=True,
-    )  # fmt: skip
+    )
     return path
 
 
@@ -164,9 +168,12 @@ def test_properties_behave_like_a_dictionary(state, tmp_path):
 
 def test_a_resumed_run_continues_exactly(tmp_path):
     artifacts.generate_artifacts(
-        mlp(), requires_grad=WEIGHTS, artifact_directory=tmp_path,
-        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.AdamW,
-    )  # fmt: skip
+        mlp(),
+        requires_grad=WEIGHTS,
+        artifact_directory=tmp_path,
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.AdamW,
+    )
 
     def start(checkpoint):
         state = CheckpointState.load_checkpoint(tmp_path / checkpoint)
@@ -263,9 +270,11 @@ def test_dropout_draws_from_seed_and_step(tmp_path):
         return {"output": op.Gemm(y, weight)}
 
     artifacts.generate_artifacts(
-        model_of({"input": ["batch", 6]}, {"weight": [6, 3]}, build), requires_grad=["weight"],
-        loss=artifacts.LossType.CrossEntropyLoss, artifact_directory=tmp_path,
-    )  # fmt: skip
+        model_of({"input": ["batch", 6]}, {"weight": [6, 3]}, build),
+        requires_grad=["weight"],
+        loss=artifacts.LossType.CrossEntropyLoss,
+        artifact_directory=tmp_path,
+    )
     train = onnx.load(tmp_path / "training_model.onnx").graph
     assert train.input[-1].name == "rng"
 
@@ -295,9 +304,11 @@ def test_what_is_not_ours_is_refused_with_a_reason(folder, state, tmp_path):
     with pytest.raises(RuntimeError, match="tpu"):
         Module(folder / "training_model.onnx", state, device="tpu")
     artifacts.generate_artifacts(
-        mlp(), requires_grad=WEIGHTS, loss=artifacts.LossType.CrossEntropyLoss,
+        mlp(),
+        requires_grad=WEIGHTS,
+        loss=artifacts.LossType.CrossEntropyLoss,
         artifact_directory=tmp_path,
-    )  # fmt: skip
+    )
     module = Module(
         tmp_path / "training_model.onnx", CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     )
@@ -307,9 +318,11 @@ def test_what_is_not_ours_is_refused_with_a_reason(folder, state, tmp_path):
 
 def test_a_checkpoint_that_lacks_parameters_is_refused(folder, tmp_path):
     artifacts.generate_artifacts(
-        mlp(), requires_grad=["fc1.bias"], loss=artifacts.LossType.CrossEntropyLoss,
+        mlp(),
+        requires_grad=["fc1.bias"],
+        loss=artifacts.LossType.CrossEntropyLoss,
         artifact_directory=tmp_path,
-    )  # fmt: skip
+    )
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(RuntimeError, match=r"has no fc1\.weight, fc2\.bias, fc2\.weight"):
         Module(folder / "training_model.onnx", state)

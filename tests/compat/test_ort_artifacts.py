@@ -42,13 +42,25 @@ def names(values):
 
 def test_signature_has_all_twelve_parameters():
     assert list(inspect.signature(artifacts.generate_artifacts).parameters) == [
-        "model", "requires_grad", "frozen_params", "loss", "optimizer", "artifact_directory",
-        "prefix", "ort_format", "custom_op_library", "additional_output_names",
-        "nominal_checkpoint", "loss_input_names",
-    ]  # fmt: skip
+        "model",
+        "requires_grad",
+        "frozen_params",
+        "loss",
+        "optimizer",
+        "artifact_directory",
+        "prefix",
+        "ort_format",
+        "custom_op_library",
+        "additional_output_names",
+        "nominal_checkpoint",
+        "loss_input_names",
+    ]
     assert [(m.name, m.value) for m in LossType] == [
-        ("MSELoss", 1), ("CrossEntropyLoss", 2), ("BCEWithLogitsLoss", 3), ("L1Loss", 4)
-    ]  # fmt: skip
+        ("MSELoss", 1),
+        ("CrossEntropyLoss", 2),
+        ("BCEWithLogitsLoss", 3),
+        ("L1Loss", 4),
+    ]
     assert [(m.name, m.value) for m in OptimType] == [("AdamW", 1), ("SGD", 2)]
 
 
@@ -166,9 +178,12 @@ def test_weighted_average_loss_of_the_documentation(tmp_path, monkeypatch):
     requires_grad = ["weight1", "bias1", "weight2", "bias2"]
     frozen_params = ["weight3", "bias3"]
     artifacts.generate_artifacts(
-        base_model, requires_grad=requires_grad, frozen_params=frozen_params,
-        loss=my_custom_loss, optimizer=artifacts.OptimType.AdamW,
-    )  # fmt: skip
+        base_model,
+        requires_grad=requires_grad,
+        frozen_params=frozen_params,
+        loss=my_custom_loss,
+        optimizer=artifacts.OptimType.AdamW,
+    )
 
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*FILES, "model.onnx"])
     state = CheckpointState.load_checkpoint("checkpoint")

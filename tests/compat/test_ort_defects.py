@@ -56,9 +56,11 @@ def test_an_unreduced_loss_trains_as_its_sum(tmp_path):
     for reduction in ("none", "sum"):
         (tmp_path / reduction).mkdir()
         artifacts.generate_artifacts(
-            mlp(), requires_grad=WEIGHTS, artifact_directory=tmp_path / reduction,
+            mlp(),
+            requires_grad=WEIGHTS,
+            artifact_directory=tmp_path / reduction,
             loss=onnxblock.loss.CrossEntropyLoss(reduction=reduction),
-        )  # fmt: skip
+        )
         state = CheckpointState.load_checkpoint(tmp_path / reduction / "checkpoint")
         loss = Module(tmp_path / reduction / "training_model.onnx", state)(*batch())
         assert loss.shape == ((8,) if reduction == "none" else ())
@@ -87,9 +89,12 @@ def test_cross_entropy_with_class_weights_and_ignore_index(reduction):
     block = onnxblock.loss.CrossEntropyLoss(weight=weight, reduction=reduction, ignore_index=1)
     actual = run(*loss_model(block, identity("batch", 4)), x, labels)
     expected = F.cross_entropy(
-        torch.tensor(x), torch.tensor(labels), torch.tensor(weight),
-        reduction=reduction, ignore_index=1,
-    )  # fmt: skip
+        torch.tensor(x),
+        torch.tensor(labels),
+        torch.tensor(weight),
+        reduction=reduction,
+        ignore_index=1,
+    )
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5)
 
 
@@ -156,10 +161,14 @@ def batch_norm() -> onnx.ModelProto:
 @pytest.mark.parametrize("frozen", [None, ["mean", "var"]])
 def test_batch_norm_evaluates_on_statistics_that_training_updates(tmp_path, frozen):
     artifacts.generate_artifacts(
-        batch_norm(), requires_grad=["scale", "bias", "head"], frozen_params=frozen,
-        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.SGD,
-        artifact_directory=tmp_path, additional_output_names=["output"],
-    )  # fmt: skip
+        batch_norm(),
+        requires_grad=["scale", "bias", "head"],
+        frozen_params=frozen,
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.SGD,
+        artifact_directory=tmp_path,
+        additional_output_names=["output"],
+    )
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     assert len(state.parameters) == (3 if frozen is None else 5)
     module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
@@ -186,9 +195,12 @@ def test_batch_norm_evaluates_on_statistics_that_training_updates(tmp_path, froz
 @pytest.fixture
 def module(tmp_path):
     artifacts.generate_artifacts(
-        mlp(), requires_grad=WEIGHTS, loss=artifacts.LossType.CrossEntropyLoss,
-        optimizer=artifacts.OptimType.AdamW, artifact_directory=tmp_path,
-    )  # fmt: skip
+        mlp(),
+        requires_grad=WEIGHTS,
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.AdamW,
+        artifact_directory=tmp_path,
+    )
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     return Module(tmp_path / "training_model.onnx", state)
 

@@ -45,12 +45,18 @@ def export(net: torch.nn.Module, path, opset: int, *inputs: torch.Tensor) -> onn
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            net, inputs or (torch.randn(2, 1, 8, 8),), path,
-            dynamo=False, input_names=["input"], output_names=["output"], opset_version=opset,
+            net,
+            inputs or (torch.randn(2, 1, 8, 8),),
+            path,
+            dynamo=False,
+            input_names=["input"],
+            output_names=["output"],
+            opset_version=opset,
             dynamic_axes={"input": {0: "batch"}, "output": {0: "batch"}},
-            export_params=True, do_constant_folding=False,
+            export_params=True,
+            do_constant_folding=False,
             training=torch.onnx.TrainingMode.TRAINING,
-        )  # fmt: skip
+        )
     return onnx.load(path)
 
 
@@ -65,9 +71,12 @@ def test_training_follows_torch(tmp_path, opset):
     net = Net(dropout=0.0)
     model = export(net, tmp_path / "model.onnx", opset)
     artifacts.generate_artifacts(
-        model, requires_grad=[n for n, _ in net.named_parameters()], artifact_directory=tmp_path,
-        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.SGD,
-    )  # fmt: skip
+        model,
+        requires_grad=[n for n, _ in net.named_parameters()],
+        artifact_directory=tmp_path,
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.SGD,
+    )
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
     optimizer = Optimizer(tmp_path / "optimizer_model.onnx", module)
@@ -98,10 +107,13 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(tmp_path):
     net = Net(dropout=0.5)
     model = export(net, tmp_path / "model.onnx", 14)
     artifacts.generate_artifacts(
-        model, requires_grad=["head.weight", "head.bias"], artifact_directory=tmp_path,
+        model,
+        requires_grad=["head.weight", "head.bias"],
+        artifact_directory=tmp_path,
         frozen_params=["conv.weight", "conv.bias", "norm.weight", "norm.bias"],
-        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.AdamW,
-    )  # fmt: skip
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.AdamW,
+    )
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state, tmp_path / "eval_model.onnx")
     x, labels = batch(0)
@@ -118,9 +130,12 @@ def test_a_language_model_with_logits_of_three_axes(tmp_path):
     ids = torch.randint(0, 11, (4, 6))
     model = export(net, tmp_path / "model.onnx", 14, ids)
     artifacts.generate_artifacts(
-        model, requires_grad=[n for n, _ in net.named_parameters()], artifact_directory=tmp_path,
-        loss=artifacts.LossType.CrossEntropyLoss, optimizer=artifacts.OptimType.SGD,
-    )  # fmt: skip
+        model,
+        requires_grad=[n for n, _ in net.named_parameters()],
+        artifact_directory=tmp_path,
+        loss=artifacts.LossType.CrossEntropyLoss,
+        optimizer=artifacts.OptimType.SGD,
+    )
     state = CheckpointState.load_checkpoint(tmp_path / "checkpoint")
     module = Module(tmp_path / "training_model.onnx", state)
     labels = torch.randint(0, 11, (4, 6))

@@ -10,7 +10,7 @@ import pytest
 
 from onnxtrain.checkpoint.ort_checkpoint import read_odtc
 from onnxtrain.compat.ort import artifacts
-from onnxtrain.compat.ort import store as stores
+from onnxtrain.compat.ort import state as stores
 from onnxtrain.compat.ort.api import CheckpointState, Module, Optimizer
 from tests.compat.models import model_of
 

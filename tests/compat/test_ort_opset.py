@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from onnxtrain.lowering.restate import restate
+from onnxtrain.lowering.lower import downgrade_opset
 from tests.compat.models import model_of
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
@@ -34,15 +34,18 @@ STUCK = {
     "axes that are computed": (13, lambda op, x: op.ReduceMax(x, op.Sub(op.Shape(op.Shape(x)), 1))),
     "new": (16, lambda op, x: op.LayerNormalization(x, np.ones(4, np.float32))),
     "too old": (9, lambda op, x: op.Relu(x)),
-}  # fmt: skip
+}
 
 
 def _branch(op, x):
     then, other = op.body(), op.body()
     then.graph.outputs.append(then.Shape(x, start=1))
     other.graph.outputs.append(other.Shape(x, start=0, end=2))
-    return op.If(op.Greater(op.ReduceSum(x, keepdims=0), 0.0), then_branch=then.graph,
-                 else_branch=other.graph)  # fmt: skip
+    return op.If(
+        op.Greater(op.ReduceSum(x, keepdims=0), 0.0),
+        then_branch=then.graph,
+        else_branch=other.graph,
+    )
 
 
 def run(model: onnx.ModelProto) -> np.ndarray:
@@ -60,7 +63,7 @@ def test_the_older_form_computes_the_same(case):
     original = made(build)
     original.ir_version = 10
     model = ir.from_proto(original)
-    assert restate(model, opset) == []
+    assert downgrade_opset(model, opset) == []
     lowered = ir.to_proto(model)
     assert lowered.opset_import[0].version == opset
     np.testing.assert_array_equal(run(lowered), run(original))
@@ -71,13 +74,13 @@ def test_what_cannot_be_said_stays_as_it_is(case):
     opset, build = STUCK[case]
     model = ir.from_proto(made(build))
     before = ir.to_proto(model).SerializeToString(deterministic=True)
-    assert restate(model, opset)
+    assert downgrade_opset(model, opset)
     assert ir.to_proto(model).SerializeToString(deterministic=True) == before
 
 
 def test_a_newer_opset_is_not_touched():
     model = ir.from_proto(made(lambda op, x: op.Relu(x)))
-    assert restate(model, 22) == []
+    assert downgrade_opset(model, 22) == []
     assert model.opset_imports[""] == 21
 
 
@@ -89,8 +92,10 @@ def test_unknown_ranks_and_other_domains_stay():
     original.opset_import.add(domain="acme", version=1)
     original.graph.output.add(name="z").type.CopyFrom(original.graph.input[0].type)
     model = ir.from_proto(original)
-    assert restate(model, 13) == []
+    assert downgrade_opset(model, 13) == []
     assert [(n.domain, n.op_type) for n in model.graph] == [
-        ("", "ReduceMean"), ("", "Softmax"), ("acme", "Swirl")
-    ]  # fmt: skip
+        ("", "ReduceMean"),
+        ("", "Softmax"),
+        ("acme", "Swirl"),
+    ]
     assert model.opset_imports == {"": 13, "acme": 1}

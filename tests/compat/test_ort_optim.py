@@ -10,7 +10,7 @@ import pytest
 
 from onnxtrain.compat.ort import onnxblock
 from onnxtrain.compat.ort.api import CheckpointState, Module, Optimizer
-from onnxtrain.compat.ort.build.tensor_optimizer import flatten, optimizer_model, takes_sequences
+from onnxtrain.compat.ort.models import flatten, optimizer_model, uses_sequences
 from onnxtrain.manifest import WeightSpec
 from tests.compat.models import WEIGHTS, batch, mlp
 
@@ -88,8 +88,12 @@ def test_adamw_over_sequences(case, opset):
     model, flag = build(onnxblock.optim.AdamW(**settings, clip_grad=clip), opset)
     moments = ["first_order_moments", "second_order_moments"]
     assert [x.name for x in model.graph.input] == [
-        "learning_rate", "step", "params", "gradients", *moments
-    ]  # fmt: skip
+        "learning_rate",
+        "step",
+        "params",
+        "gradients",
+        *moments,
+    ]
     session = ort.InferenceSession(model.SerializeToString())
     names = [y.name for y in session.get_outputs()]
     assert names == [flag, "params.out", *(f"{m}.out" for m in moments)]
@@ -134,12 +138,12 @@ def test_flat_forms_compute_the_same(opset, norm):
     clip = None if norm is None else onnxblock.optim.ClipGradNorm(norm)
     block = onnxblock.optim.AdamW(weight_decay=0.1, clip_grad=clip)
     sequences, _ = build(block, opset)
-    assert takes_sequences(sequences)
+    assert uses_sequences(sequences)
     direct, spec, _ = optimizer_model(block.settings, norm, weights(), opset)
     wrapped = flatten(sequences, weights())
     results = []
     for model in (direct, wrapped):
-        assert not takes_sequences(model)
+        assert not uses_sequences(model)
         assert model.opset_import[0].version == opset
         assert {x.name for x in model.graph.input} == {t.name for t in spec.inputs}
         session = ort.InferenceSession(model.SerializeToString())

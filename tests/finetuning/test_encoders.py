@@ -13,7 +13,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import LoadError, PrepareError
-from onnxtrain.text import look_at, pooled, with_classifier
+from onnxtrain.text import add_classifier, add_pooling, inspect_model
 from tests.text.models import encoder, genai_folder, llama
 from tests.text.words import write_tokenizer
 
@@ -45,14 +45,14 @@ def test_pooling_counts_what_the_mask_counts() -> None:
     model = encoder()
     hidden = onnxruntime.InferenceSession(model.SerializeToString()).run(None, FEEDS)[0]
     mean = np.stack([hidden[0].mean(0), hidden[1, :2].mean(0)])
-    np.testing.assert_allclose(run(pooled(model)), mean, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(run(pooled(model, how="first")), hidden[:, 0], rtol=1e-6)
-    again = pooled(pooled(model))
+    np.testing.assert_allclose(run(add_pooling(model)), mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(add_pooling(model, how="first")), hidden[:, 0], rtol=1e-6)
+    again = add_pooling(add_pooling(model))
     assert [y.name for y in again.graph.outputs] == ["sentence_embedding"]
     np.testing.assert_allclose(run(again), mean, rtol=1e-5, atol=1e-6)
-    assert run(with_classifier(model, 3)).shape == (2, 3)
+    assert run(add_classifier(model, 3)).shape == (2, 3)
     with pytest.raises(PrepareError, match="no such pooling: 'max'"):
-        pooled(model, how="max")
+        add_pooling(model, how="max")
 
 
 @pytest.mark.parametrize(
@@ -108,25 +108,28 @@ def test_data_that_does_not_fit_the_kind(tmp_path: Path) -> None:
 
 def test_kinds_are_told_by_the_files(tmp_path: Path) -> None:
     genai = genai_folder(tmp_path / "genai", llama(layers=1))
-    assert (look_at(genai).kind, look_at(genai).why) == ("causal_lm", "genai_config.json")
-    assert look_at(genai).vocabulary == 96
-    assert look_at(genai).eos == (2,)
+    assert (inspect_model(genai).kind, inspect_model(genai).why) == (
+        "causal_lm",
+        "genai_config.json",
+    )
+    assert inspect_model(genai).vocabulary == 96
+    assert inspect_model(genai).eos == (2,)
     (genai / "genai_config.json").unlink()
-    assert look_at(genai).why == "its inputs for a cache"
+    assert inspect_model(genai).why == "its inputs for a cache"
     for name, model, kind in (
         ("scores", encoder(classes=3), "classification"),
         ("vectors", encoder(), "embeddings"),
     ):
         (tmp_path / name).mkdir()
         onnx.save(model, tmp_path / name / "any.onnx")
-        assert look_at(tmp_path / name).kind == kind
+        assert inspect_model(tmp_path / name).kind == kind
     config = {"architectures": ["OtherForCausalLM"], "max_position_embeddings": 77}
     (tmp_path / "vectors/config.json").write_text(json.dumps(config))
-    known = look_at(tmp_path / "vectors")
+    known = inspect_model(tmp_path / "vectors")
     assert (known.kind, known.positions) == ("causal_lm", 77)
     (tmp_path / "empty").mkdir()
     with pytest.raises(LoadError, match=r"no \.onnx file"):
-        look_at(tmp_path / "empty")
+        inspect_model(tmp_path / "empty")
     (tmp_path / "vectors/config.json").write_text("{")
     with pytest.raises(LoadError, match="cannot be read"):
-        look_at(tmp_path / "vectors")
+        inspect_model(tmp_path / "vectors")

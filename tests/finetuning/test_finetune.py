@@ -108,8 +108,11 @@ def test_weights_train_where_they_are_named(folder: Path, tmp_path: Path) -> Non
     before, after = (onnx.load(p / "model.onnx") for p in (folder, tmp_path / "out/merged"))
     assert [x.name for x in after.graph.input] == [x.name for x in before.graph.input]
     old, new = ({t.name: t for t in m.graph.initializer} for m in (before, after))
-    changed = {n for n, t in old.items() if ir.serde.deserialize_tensor(t).tobytes()
-               != ir.serde.deserialize_tensor(new[n]).tobytes()}  # fmt: skip
+    changed = {
+        n
+        for n, t in old.items()
+        if ir.serde.deserialize_tensor(t).tobytes() != ir.serde.deserialize_tensor(new[n]).tobytes()
+    }
     assert changed
     assert all("norm" in name for name in changed)
 
@@ -123,8 +126,11 @@ def test_a_killed_run_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "onnxtrain", "finetune", str(folder), "--data", str(data)]
         return subprocess.Popen(
             [*command, "-o", str(out), *options, *more],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ,
+        )
 
     whole = start(tmp_path / "whole")
     output = whole.communicate(timeout=300)[0]
@@ -156,7 +162,7 @@ def test_a_killed_run_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
 def test_preview_shows_masks_and_trains_nothing(folder: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from onnxtrain.commands.main import app
+    from onnxtrain.cli.main import app
 
     data = write_lines(tmp_path / "chat.jsonl", *CHAT)
     arguments = ["finetune", str(folder), "--data", str(data), "-o", str(tmp_path / "out")]

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import onnxtrain
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 from onnxtrain.errors import CheckpointError, OnnxTrainError, PrepareError
-from onnxtrain.finetuning import FineTuneOptions, FineTuning
-from onnxtrain.finetuning.vision_task import VisionTask
+from onnxtrain.finetuning import FineTuneOptions, FineTuneRun
+from onnxtrain.finetuning.tasks import VisionTask
 from tests.finetuning.test_docs import vision, write_pictures
 
 FAST = {"progress": False, "epochs": 15, "lr": 0.02, "batch_size": 4}
@@ -83,9 +83,9 @@ def test_the_command_takes_a_table_of_paths(folder: Path) -> None:
 def test_pictures_are_made_as_the_configuration_says(folder: Path) -> None:
     settings = {"do_normalize": True, "image_mean": [0.5, 0.25, 0.0], "image_std": [0.5, 0.5, 2.0]}
     options = FineTuneOptions(progress=False)
-    plain = FineTuning(folder / "vision.onnx", folder / "pictures", options).task
+    plain = FineTuneRun(folder / "vision.onnx", folder / "pictures", options).task
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    normal = FineTuning(folder / "vision.onnx", folder / "pictures", options).task
+    normal = FineTuneRun(folder / "vision.onnx", folder / "pictures", options).task
     mean = np.array(settings["image_mean"], np.float32).reshape(1, 3, 1, 1)
     deviation = np.array(settings["image_std"], np.float32).reshape(1, 3, 1, 1)
     assert isinstance(plain, VisionTask)
@@ -126,6 +126,6 @@ def test_bad_data_are_refused_before_training(folder: Path) -> None:
     write_pictures(folder / "more")
     (folder / "more" / "dog").rename(folder / "more" / "bird")
     options = FineTuneOptions(validation=folder / "more", progress=False)
-    with pytest.raises(OnnxTrainError, match="'bird' is no class"):
-        FineTuning(folder / "vision.onnx", folder / "pictures", options)
+    with pytest.raises(OnnxTrainError, match="unknown class 'bird'"):
+        FineTuneRun(folder / "vision.onnx", folder / "pictures", options)
     assert not (folder / "out").exists()

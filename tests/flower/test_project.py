@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import onnxtrain
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 from onnxtrain.errors import CheckpointError, SaveError
 from onnxtrain.federation import write_project
 from tests.small_nets import LOSS, parse

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from onnxtrain.graph.modes.autocast import autocast
+from onnxtrain.modes.mixed_precision import autocast
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 

@@ -11,11 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.builder.call_by_signature import (
-    call_by_signature,
-    signature_of,
-    unknown_parts,
-)
+from onnxtrain.graph.call_by_signature import call_by_signature, describe_unhandled, signature_of
 
 
 def builder() -> OpBuilder:
@@ -67,11 +63,11 @@ def test_what_a_function_would_not_see() -> None:
 
     softmax = node("Softmax", 1, axis=1)
     known = "has attributes that its lowering does not know: axis"
-    assert unknown_parts(one, softmax, "lowering") == known
-    assert unknown_parts(with_axis, softmax, "lowering") is None
+    assert describe_unhandled(one, softmax, "lowering") == known
+    assert describe_unhandled(with_axis, softmax, "lowering") is None
     two = node("Add", 2)
-    assert unknown_parts(one, two, "lowering") == "has more inputs than its lowering knows"
-    assert unknown_parts(with_node, node("Sum", 9, x=1), "lowering") is None
+    assert describe_unhandled(one, two, "lowering") == "has more inputs than its lowering knows"
+    assert describe_unhandled(with_node, node("Sum", 9, x=1), "lowering") is None
 
 
 def test_a_signature_is_read_once_and_keeps_nothing_alive() -> None:

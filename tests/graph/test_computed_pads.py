@@ -6,8 +6,8 @@ import numpy as np
 import onnx.parser
 
 from onnxtrain.graph.io import load
-from onnxtrain.graph.prepare import prepare
 from onnxtrain.graph.shapes import dims_of
+from onnxtrain.importer import prepare
 
 
 def test_pads_that_are_computed_give_sizes() -> None:

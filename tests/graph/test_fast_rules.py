@@ -10,10 +10,10 @@ import pytest
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes import fast_rules as quick
+from onnxtrain.graph.shapes import inference as quick
 
 SHAPES = [(), (3,), ("n",), (1, 3), ("n", 1), ("n", 3), ("m", "n"), (2, 3, "n"), ("n", 3, 3)]
-UNARY = [*quick._SAME, "Softmax", "LogSoftmax", "Transpose"]
+UNARY = [*quick._SAME_SHAPE, "Softmax", "LogSoftmax", "Transpose"]
 BINARY = [*quick._ARITHMETIC, *quick._COMPARISONS, "MatMul"]
 
 
@@ -29,7 +29,7 @@ def node(op_type: str, shapes: tuple, kinds: tuple[ir.DataType, ...]) -> ir.Node
 
 def slow(made: ir.Node, monkeypatch: pytest.MonkeyPatch) -> tuple | None:
     with monkeypatch.context() as patch:
-        patch.setattr(quick, "infer", lambda node: False)
+        patch.setattr(quick, "infer_common_op", lambda node: False)
         try:
             S.infer_node(made, 21)
         except PrepareError:
@@ -47,7 +47,7 @@ def test_agreement(op_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     certain = 0
     for shapes in itertools.product(chosen, repeat=count):
         made = node(op_type, shapes, kinds)
-        if quick.infer(made):
+        if quick.infer_common_op(made):
             certain += 1
             actual = made.outputs[0].dtype, S.dims_of(made.outputs[0])
             assert actual == slow(node(op_type, shapes, kinds), monkeypatch), shapes
@@ -56,7 +56,9 @@ def test_agreement(op_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kinds", [("FLOAT", "DOUBLE"), ("INT64", "INT64"), ("FLOAT", "INT64")])
 def test_other_types_are_left_to_onnx(kinds: tuple[str, str]) -> None:
-    assert not quick.infer(node("Add", ((2,), (2,)), tuple(ir.DataType[k] for k in kinds)))
+    assert not quick.infer_common_op(
+        node("Add", ((2,), (2,)), tuple(ir.DataType[k] for k in kinds))
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:

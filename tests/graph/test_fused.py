@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 
 B, S, HEADS, D = 2, 5, 2, 8
 
@@ -211,16 +211,22 @@ def test_quantised_weights(bits: int, points: bool) -> None:
             const_value=ir.Tensor(a, name=key),
         )
         for key, a in constants.items()
-    ]  # fmt: skip
+    ]
     node = ir.Node(
-        "com.microsoft", "MatMulNBits", [xv, *inits],
+        "com.microsoft",
+        "MatMulNBits",
+        [xv, *inits],
         ir.convenience.convert_attributes({"K": k, "N": n, "bits": bits, "block_size": block}),
-    )  # fmt: skip
+    )
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph(
-        [xv], node.outputs, nodes=[node], initializers=inits,
-        opset_imports={"": 21, "com.microsoft": 1}, name="q",
-    )  # fmt: skip
+        [xv],
+        node.outputs,
+        nodes=[node],
+        initializers=inits,
+        opset_imports={"": 21, "com.microsoft": 1},
+        name="q",
+    )
     model = ir.to_proto(ir.Model(graph, ir_version=10))
     want = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
     gradients = onnxtrain.vjp(model, "x")

@@ -10,9 +10,9 @@ import onnx_ir as ir
 import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
-from onnxtrain.graph.builder.call_by_signature import signature_of
-from onnxtrain.graph.prepare import decompositions  # noqa: F401 - fills the table
-from onnxtrain.graph.prepare.decompose import DECOMPOSITIONS
+from onnxtrain import expand  # noqa: F401 - fills the table
+from onnxtrain.expand.expansions import DECOMPOSITIONS
+from onnxtrain.graph.call_by_signature import signature_of
 
 # Defaults that a decomposition need not have: what they choose is refused, or is left to ``None``.
 _EMPTY = (None, 0, "", b"", "NOTSET")

@@ -8,7 +8,7 @@ import pytest
 from onnx import parser
 
 import onnxtrain
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.shapes import dims_of
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'

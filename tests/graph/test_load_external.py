@@ -40,7 +40,8 @@ ENTRIES: dict[str, tuple[dict[str, object], str]] = {
     "file as directory": ({"location": "w.bin/x"}, "external data files that are missing"),
     "no location": ({"offset": 0}, "external data entries that are not understood"),
     "unknown key": (
-        {"location": "w.bin", "__class__": "x"}, "external data entries that are not understood",
+        {"location": "w.bin", "__class__": "x"},
+        "external data entries that are not understood",
     ),
     "memory": (
         {"location": "*/_ORT_MEM_ADDR_/*", "offset": 140210, "length": 12},
@@ -59,7 +60,7 @@ ENTRIES: dict[str, tuple[dict[str, object], str]] = {
         {"location": "w.bin", "length": 8},
         "external data whose length does not match dtype and shape",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

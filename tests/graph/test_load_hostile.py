@@ -140,16 +140,22 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "raw_data too long": (weight(raw_data=bytes(17)), MISMATCH, "needs 16 bytes"),
     "raw_data of int4": (weight(raw_data=bytes(4), data_type=F.INT4), MISMATCH, "needs 2 bytes"),
     "raw_data of float4": (
-        weight(raw_data=bytes(1), data_type=F.FLOAT4E2M1), MISMATCH, "needs 2 bytes",
+        weight(raw_data=bytes(1), data_type=F.FLOAT4E2M1),
+        MISMATCH,
+        "needs 2 bytes",
     ),
     "raw_data of strings": (weight(raw_data=bytes(4), data_type=F.STRING), MISMATCH, "STRING[4]"),
     "no data": (weight(), MISMATCH, "float_data has 0"),
     "float_data too short": (weight(float_data=[1.0]), MISMATCH, "needs 4 items"),
     "int32_data of uint4": (
-        weight(int32_data=[1, 2, 3, 4], data_type=F.UINT4), MISMATCH, "needs 2 items",
+        weight(int32_data=[1, 2, 3, 4], data_type=F.UINT4),
+        MISMATCH,
+        "needs 2 items",
     ),
     "float_data of complex": (
-        weight(float_data=[1.0] * 4, data_type=F.COMPLEX64), MISMATCH, "needs 8 items",
+        weight(float_data=[1.0] * 4, data_type=F.COMPLEX64),
+        MISMATCH,
+        "needs 8 items",
     ),
     "strings too few": (weight(string_data=[b"a"], data_type=F.STRING), MISMATCH, "has 1"),
     "wrong field": (weight(double_data=[1.0] * 4), MISMATCH, "not in double_data"),
@@ -168,11 +174,15 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "output hides an input": (rename_output(0, "x"), TWICE, "'x', again by"),
     "output hides a weight": (rename_output(0, "w"), TWICE, "'w', again by"),
     "duplicate initializer": (
-        lambda m: setattr(m.graph.initializer[1], "name", "w"), TWICE, "two initializers 'w'",
+        lambda m: setattr(m.graph.initializer[1], "name", "w"),
+        TWICE,
+        "two initializers 'w'",
     ),
     "duplicate input": (lambda m: m.graph.input.append(m.graph.input[0]), TWICE, "two inputs 'x'"),
     "duplicate attribute": (
-        lambda m: [attribute(name="a", type=2, i=1)(m) for _ in "ab"], TWICE, "two attributes 'a'",
+        lambda m: [attribute(name="a", type=2, i=1)(m) for _ in "ab"],
+        TWICE,
+        "two attributes 'a'",
     ),
     "unnamed initializer": (
         lambda m: setattr(m.graph.initializer[1], "name", ""),
@@ -216,19 +226,29 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
         "versions 21 and 20",
     ),
     "IR from the future": (
-        lambda m: setattr(m, "ir_version", 999), "an IR version that is not known", "999",
+        lambda m: setattr(m, "ir_version", 999),
+        "an IR version that is not known",
+        "999",
     ),
     "IR negative": (
-        lambda m: setattr(m, "ir_version", -1), "an IR version that is not known", "-1",
+        lambda m: setattr(m, "ir_version", -1),
+        "an IR version that is not known",
+        "-1",
     ),
     "attribute without type": (
-        attribute(name="a", i=1), "attributes whose value is not of their type", "has i",
+        attribute(name="a", i=1),
+        "attributes whose value is not of their type",
+        "has i",
     ),
     "attribute of another type": (
-        attribute(name="a", type=2, s=b"1"), "attributes whose value is not of their type", "has s",
+        attribute(name="a", type=2, s=b"1"),
+        "attributes whose value is not of their type",
+        "has s",
     ),
     "attribute without tensor": (
-        attribute(name="a", type=4), "attributes whose value is not of their type", "no value",
+        attribute(name="a", type=4),
+        "attributes whose value is not of their type",
+        "no value",
     ),
     "attribute reference": (
         attribute(name="a", type=2, ref_attr_name="b"),
@@ -237,24 +257,34 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "attribute not text": (attribute(name="a", type=3, s=b"\xff"), "text that is not UTF-8", "'a'"),
     "type nesting": (
-        sequence_type(40), "subgraphs or function calls nested deeper than the limit", "types",
+        sequence_type(40),
+        "subgraphs or function calls nested deeper than the limit",
+        "types",
     ),
     "too many inputs": (
-        lambda m: m.graph.node[1].input.append("x"), UNFIT, "2 inputs, Relu has 1",
+        lambda m: m.graph.node[1].input.append("x"),
+        UNFIT,
+        "2 inputs, Relu has 1",
     ),
     "omitted input": (rename_input(1, ""), UNFIT, "no input X, which Relu requires"),
     "too many outputs": (
-        lambda m: m.graph.node[1].output.append("y2"), UNFIT, "2 outputs, Relu has 1",
+        lambda m: m.graph.node[1].output.append("y2"),
+        UNFIT,
+        "2 outputs, Relu has 1",
     ),
     "unknown attribute": (attribute(name="a", type=2, i=1), UNFIT, "'a', which Relu does not have"),
     "attribute of a wrong type": (
-        lambda m: (setattr(m.graph.node[1], "op_type", "Elu"),
-                   attribute(name="alpha", type=2, i=1)(m)),
+        lambda m: (
+            setattr(m.graph.node[1], "op_type", "Elu"),
+            attribute(name="alpha", type=2, i=1)(m),
+        ),
         UNFIT,
         "attribute 'alpha' of type INT, should be FLOAT",
     ),
     "required attribute": (
-        lambda m: setattr(m.graph.node[1], "op_type", "Cast"), UNFIT, "no attribute 'to'",
+        lambda m: setattr(m.graph.node[1], "op_type", "Cast"),
+        UNFIT,
+        "no attribute 'to'",
     ),
     "huge opset of another domain": (
         lambda m: m.opset_import.add(domain="com.microsoft", version=2**62),
@@ -268,14 +298,16 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
         "input 'x': data type 77",
     ),
     "input without type": (
-        lambda m: m.graph.input[0].ClearField("type"), "graph inputs without a type", "'x'",
+        lambda m: m.graph.input[0].ClearField("type"),
+        "graph inputs without a type",
+        "'x'",
     ),
     "declared type contradicts": (
         lambda m: m.graph.value_info.add(name="v").type.tensor_type.__setattr__("elem_type", 7),
         "initializers that contradict their declared type",
         "'v': FLOAT[4], declared INT64",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SPOILED)

@@ -9,17 +9,17 @@ import onnxruntime
 import pytest
 
 import onnxtrain
-from onnxtrain.autodiff.load_normalized import load_normalized
-from onnxtrain.autodiff.rules.batch_norm_forms import STATISTICS_CHOICES, STATISTICS_FORMS
-from onnxtrain.autodiff.variants import pick
+from onnxtrain.autodiff.gradients import load_normalized
+from onnxtrain.autodiff.rule_registry import select_variant_name
+from onnxtrain.autodiff.rules.batch_norm import STATISTICS_CHOICES, STATISTICS_VARIANTS
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes import (
+from onnxtrain.modes import (
     running_statistics,
-    separate_statistics,
     to_evaluation,
     to_training,
+    unshare_running_statistics,
 )
-from onnxtrain.graph.modes.batch_statistics import puts_out_batch_statistics
+from onnxtrain.modes.train_eval import has_batch_statistics
 from onnxtrain.targets import TARGETS, Target
 from tests.artifacts.models import with_norm
 
@@ -123,8 +123,8 @@ def test_statistics_get_initializers_of_their_own() -> None:
         "<float[2] one = {1.0, 1.0}, float[2] zero = {0.0, 0.0}>"
         "{ y = BatchNormalization(x, one, zero, zero, one) }"
     )
-    assert separate_statistics(model) == ["statistics stored apart from parameters: 2"]
-    assert separate_statistics(model) == []
+    assert unshare_running_statistics(model) == ["statistics stored apart from parameters: 2"]
+    assert unshare_running_statistics(model) == []
     assert list(model.graph.initializers) == ["one", "zero", "one.running_mean", "one.running_var"]
 
 
@@ -153,9 +153,9 @@ def test_the_rule_reads_what_running_statistics_made_the_node_put_out(target: Ta
     scales = {n.inputs[1].name for n in model.graph if n.op_type == "BatchNormalization"}
     to_training(model, trainable=scales)
     (node,) = (n for n in model.graph if n.op_type == "BatchNormalization")
-    assert pick(target, node, STATISTICS_FORMS, STATISTICS_CHOICES) == "computed"
+    assert select_variant_name(target, node, STATISTICS_VARIANTS, STATISTICS_CHOICES) == "computed"
     running_statistics(model, OpBuilder(model.graph, "new/", target=target))
     put_out = target.prefers("batch-statistics-output")
-    assert puts_out_batch_statistics(node) == put_out
-    form = pick(target, node, STATISTICS_FORMS, STATISTICS_CHOICES)
+    assert has_batch_statistics(node) == put_out
+    form = select_variant_name(target, node, STATISTICS_VARIANTS, STATISTICS_CHOICES)
     assert form == ("outputs" if put_out else "computed")

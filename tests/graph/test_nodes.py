@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.graph.nodes import is_op, is_standard, key_of, nodes
+from onnxtrain.graph.nodes import is_op, is_standard, nodes, op_key
 
 
 def graph() -> ir.Graph:
@@ -43,9 +43,9 @@ def test_domains() -> None:
     theirs = ir.Node("acme", "Relu", [])
     assert not is_standard(theirs)
     assert not is_op(theirs, "Relu")
-    assert key_of(theirs) == "acme::Relu"
+    assert op_key(theirs) == "acme::Relu"
     proto = onnx.NodeProto(op_type="Relu", domain="ai.onnx")
     assert is_standard(proto)
     assert is_op(proto, "Neg", "Relu")
-    assert key_of(proto) == "Relu"
+    assert op_key(proto) == "Relu"
     assert is_standard(onnx.OperatorSetIdProto(version=21))

@@ -14,9 +14,9 @@ import pytest
 
 import onnxtrain
 from onnxtrain.graph.io import load
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.prepare import prepare
+from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.importer import prepare
 from tests.cases.evaluate import stock
 
 # hazard: (graph, operators that stay, parameters that stay)
@@ -158,7 +158,7 @@ def test_hazard(hazard: str) -> None:
     given = {t.name: t for t in model.graph.initializer}
     for name, array in values.items():
         assert list(array.shape) == list(given[name].dims)
-    finish(work)
+    finalize(work)
 
 
 @pytest.mark.parametrize("hazard", [h for h in HAZARDS if HAZARDS[h][2]])
@@ -175,7 +175,7 @@ def test_outputs_keep_names_and_order() -> None:
     model = parse("""(float[2] x, float[2] z) => (float[2] b, float[2] a, float[2] c, float[2] d)
         { h = Neg(x)  a = Identity(h)  b = Identity(h)  c = Identity(x)  d = Neg(x) }""")
     x, z = np.array([1, 2], np.float32), np.array([3, 4], np.float32)
-    for made in (finish(simplify(prepare(load(model)))), onnxtrain.vjp(model, ["x", "z"])):
+    for made in (finalize(simplify(prepare(load(model)))), onnxtrain.vjp(model, ["x", "z"])):
         assert [v.name for v in made.graph.input][:2] == ["x", "z"]
         assert [v.name for v in made.graph.output][:4] == ["b", "a", "c", "d"]
         rest = [np.ones(2)] * (len(made.graph.input) - 2)
@@ -188,7 +188,7 @@ def test_a_training_step_survives() -> None:
     model = parse("""(float[N,2] x, float[2,2] w, float[2] b) => (float loss)
         { a = MatMul(x, w)  h = Add(a, b)  s = Mul(h, h)  loss = ReduceMean<keepdims=0>(s) }""")
     once = onnxtrain.grad(model, ["w", "b"])
-    again = finish(simplify(prepare(load(once))))
+    again = finalize(simplify(prepare(load(once))))
     rng = np.random.default_rng(0)
     values = [rng.standard_normal(s) for s in ((3, 2), (2, 2), (2,))]
     assert [v.name for v in again.graph.output] == ["loss", "w_grad", "b_grad"]

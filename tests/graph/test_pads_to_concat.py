@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.runtime import session as runtime
 
@@ -34,7 +34,7 @@ def _run(model: ir.Model) -> np.ndarray:
         x.name or "": rng.normal(size=(3, int(x.shape[1]))).astype(np.float32)  # type: ignore
         for x in model.graph.inputs
     }
-    session = runtime.create(finish(model).SerializeToString())
+    session = runtime.create(finalize(model).SerializeToString())
     return runtime.run(session, None, feeds)[0]
 
 

@@ -7,10 +7,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.io import load
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.prepare import constant_names, prepare, repairs_of
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.importer import constant_names, prepare, repairs_of
 from tests.cases.evaluate import stock
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -27,7 +27,7 @@ def kinds(model: ir.Model) -> list[str]:
 def same_numbers(model: onnx.ModelProto, *values: np.ndarray) -> ir.Model:
     """The prepared model, which gives the numbers of the original."""
     work = prepare(load(model))
-    for ours, theirs in zip(stock(finish(work))(values), stock(model)(values), strict=True):
+    for ours, theirs in zip(stock(finalize(work))(values), stock(model)(values), strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     return work
@@ -225,7 +225,7 @@ def test_dilated_auto_pad(node: str, mode: str, strides: tuple[int, int]) -> Non
     explicit = parse(text.format(node.format(a=f"pads={padded}, strides={list(strides)}")))
     rng = np.random.default_rng(1)
     values = rng.standard_normal((1, 2, 7, 6)), rng.standard_normal((2, 2, 3, 2))
-    (y,) = stock(finish(prepare(load(auto))))(values)
+    (y,) = stock(finalize(prepare(load(auto))))(values)
     assert y.shape[2:] == tuple(-(-n // s) for n, s in zip((7, 6), strides, strict=True))
     np.testing.assert_array_equal(y, stock(explicit)(values)[0])
 
@@ -255,6 +255,6 @@ def test_parameters_keep_names_and_order() -> None:
 
 def test_the_same_model_gives_the_same_bytes() -> None:
     model = onnx.parser.parse_model(NESTED)
-    once, again = (finish(load_normalized(model)).SerializeToString() for _ in range(2))
+    once, again = (finalize(load_normalized(model)).SerializeToString() for _ in range(2))
     assert once == again
     assert model == onnx.parser.parse_model(NESTED)

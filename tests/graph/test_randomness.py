@@ -12,12 +12,12 @@ import pytest
 import onnxtrain
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes import random_numbers
-from onnxtrain.graph.modes.randomness import portable_dropout, uniform_mask
-from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.shapes.inference import infer_shapes
+from onnxtrain.modes import randomness
+from onnxtrain.modes.randomness import portable_dropout, uniform_mask
 from tests.cases.evaluate import reference, stock
 
-ROWS, COLUMNS = 2048, random_numbers.COLUMNS
+ROWS, COLUMNS = 2048, randomness.COLUMNS
 
 
 def model_of(shape, draw, symbols=None) -> onnx.ModelProto:
@@ -123,7 +123,7 @@ def test_one_row_over_many_steps() -> None:
 
 def test_same_bits_on_another_evaluator() -> None:
     def both(op, x, rng):
-        stream = random_numbers.RandomStream(op, rng)
+        stream = randomness.RandomStream(op, rng)
         u = stream.uniform(x, 8)
         return op.Where(stream.mask(x, 3, 0.9), u, op.Neg(u))
 
@@ -144,9 +144,7 @@ def test_shape_does_not_matter() -> None:
 
 
 def test_uniform_numbers() -> None:
-    model = model_of(
-        (1000, 999), lambda op, x, rng: random_numbers.RandomStream(op, rng).uniform(x, 0)
-    )
+    model = model_of((1000, 999), lambda op, x, rng: randomness.RandomStream(op, rng).uniform(x, 0))
     u = stock(model)([np.array([3, 4]), np.zeros((1000, 999))])[0].astype(np.float64).reshape(-1)
     assert u.min() >= 0
     assert u.max() < 1
@@ -157,9 +155,7 @@ def test_uniform_numbers() -> None:
 
 
 def test_normal_numbers() -> None:
-    model = model_of(
-        (1000, 999), lambda op, x, rng: random_numbers.RandomStream(op, rng).normal(x, 0)
-    )
+    model = model_of((1000, 999), lambda op, x, rng: randomness.RandomStream(op, rng).normal(x, 0))
     z = stock(model)([np.array([3, 4]), np.zeros((1000, 999))])[0].astype(np.float64)
     noise = 4.5 / np.sqrt(z.size)
     assert abs(z.mean()) < noise

@@ -7,12 +7,12 @@ import sys
 import onnx
 
 from onnxtrain.graph.io import load
-from onnxtrain.graph.roles import roles
+from onnxtrain.importer.parameters import classify_parameters
 from tests.wild.graphs import model, node, random
 
 
 def _of(proto: onnx.ModelProto) -> dict[str, bool]:
-    return {name: role.trains for name, role in roles(load(proto)).items()}
+    return {name: role.trains for name, role in classify_parameters(load(proto)).items()}
 
 
 def test_a_way_longer_than_the_stack():

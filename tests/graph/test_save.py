@@ -13,7 +13,7 @@ import pytest
 
 from onnxtrain.errors import SaveError
 from onnxtrain.graph.io import load, save
-from onnxtrain.graph.io import write_model as write
+from onnxtrain.graph.io import writer as write
 from tests.graph import small_models as small
 from tests.graph.small_models import parse
 

@@ -10,8 +10,8 @@ import pytest
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.graph.simplify import simplify
 from tests.cases.evaluate import stock
 
@@ -77,7 +77,7 @@ def build(nodes: str, outputs: str = "float[a,b,c] y") -> onnx.ModelProto:
 def simplified(model: onnx.ModelProto) -> onnx.ModelProto:
     work = ir.from_proto(model)
     infer_shapes(work.graph, 21)
-    return finish(simplify(work))
+    return finalize(simplify(work))
 
 
 def kinds(model: onnx.ModelProto) -> list[str]:
@@ -115,7 +115,7 @@ def own_graph() -> tuple[OpBuilder, ir.Value]:
 
 def finished(op: OpBuilder, y: ir.Value) -> onnx.ModelProto:
     op.graph.outputs.append(y)
-    return finish(simplify(ir.Model(op.graph, ir_version=10)))
+    return finalize(simplify(ir.Model(op.graph, ir_version=10)))
 
 
 def test_numbers_of_ours_that_change_nothing_go() -> None:
@@ -197,4 +197,4 @@ def test_finish_refuses_what_is_no_model() -> None:
     with pytest.raises(
         OnnxTrainError, match="the result is not a valid ONNX model: Unrecognized attribute: slope"
     ):
-        finish(ir.Model(graph, ir_version=10))
+        finalize(ir.Model(graph, ir_version=10))

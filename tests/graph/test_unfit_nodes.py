@@ -12,7 +12,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.graph.prepare.decompose import DECOMPOSITIONS
+from onnxtrain.expand.expansions import DECOMPOSITIONS
 
 HEAD = '<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> g'
 X = "(float[2, 4] x) => (float[a, b] y)"

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 
 import onnxtrain
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses import Attached
 from tests.losses.compare import session_of

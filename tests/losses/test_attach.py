@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from onnxtrain import losses as L
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.autodiff.selection import trainable
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph.builder import OpBuilder

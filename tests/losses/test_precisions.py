@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses import attach_loss
 from tests.losses.small import FLOAT, W1, X, model_of, run, weight

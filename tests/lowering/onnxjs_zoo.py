@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 from tests.zoo.export import export, input_names
 from tests.zoo.models import ZOO
 
@@ -94,9 +94,12 @@ def _run(jobs: list[dict[str, Any]], listing: Path) -> list[dict[str, Any]]:
     listing.write_text(json.dumps(jobs))
     done = subprocess.run(
         ["node", FOLDER / "run.cjs", listing, "cpu"],
-        capture_output=True, text=True, check=True, timeout=1200,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=1200,
         env={**os.environ, "NODE_PATH": str(FOLDER / "node_modules")},
-    )  # fmt: skip
+    )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -18,10 +18,9 @@ import numpy as np
 import onnx
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.lowering.api import lower
-from onnxtrain.lowering.probe.bundle import FORMAT, _tensor
-from onnxtrain.lowering.probe.run import run_pack
-from onnxtrain.lowering.probe.table import read_results
+from onnxtrain.lowering.lower import lower
+from onnxtrain.lowering.probe.pack import FORMAT, _tensor, run_pack
+from onnxtrain.lowering.probe.results import read_results
 from tests.zoo.export import export, input_names
 from tests.zoo.models import ZOO
 

@@ -7,14 +7,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.commands import main as cli
+from onnxtrain.cli import main as cli
 from onnxtrain.errors import LoweringError, MissingExtraError, ProfileError, VerificationError
 from onnxtrain.graph.io import load
 from onnxtrain.lowering import profile as profiles
-from onnxtrain.lowering.api import compared_on, lower
-from onnxtrain.lowering.check import problems
-from onnxtrain.lowering.reduced_ops import read_config, write_config
-from onnxtrain.lowering.registry import RULES, rules_for
+from onnxtrain.lowering.lower import lower, verified_on
+from onnxtrain.lowering.lowerings import RULES, rules_for
+from onnxtrain.lowering.profile import read_config, unsupported_nodes, write_config
 from onnxtrain.runtime import session
 from onnxtrain.runtime.compare import Comparison, compare
 
@@ -109,12 +108,12 @@ def test_reference_evaluator_where_onnxruntime_is_missing(monkeypatch):
         raise MissingExtraError("onnxruntime is not installed")
 
     model = model_of(NORM)
-    assert compared_on(lower(model, opset=13)) == "onnxruntime"
+    assert verified_on(lower(model, opset=13)) == "onnxruntime"
     monkeypatch.setattr(session, "create", missing)
     with pytest.warns(UserWarning, match="compared on onnx's reference evaluator"):
         lowered = lower(model, opset=13)
-    assert compared_on(lowered) == "onnx's reference evaluator"
-    assert compared_on(lower(model, opset=13, verify=False)) is None
+    assert verified_on(lowered) == "onnx's reference evaluator"
+    assert verified_on(lower(model, opset=13, verify=False)) is None
 
 
 def test_dims_become_numbers():
@@ -133,7 +132,9 @@ def test_profiles_are_sound(name: str):
 
 
 def test_check_names_the_nodes():
-    reported = problems(load(model_of(Case("Gelu", (f(2, 3),)))), profiles.find("onnxjs-0.1.8-cpu"))
+    reported = unsupported_nodes(
+        load(model_of(Case("Gelu", (f(2, 3),)))), profiles.find("onnxjs-0.1.8-cpu")
+    )
     assert any("has no Gelu" in p.why and p.node == "node" for p in reported)
     assert any("opset 21" in p.why for p in reported)
 

@@ -6,7 +6,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 
 from .single import OPSETS, everything_but, op_types, run
 
@@ -44,7 +44,7 @@ MASKS = {
         op.Concat(op.Less(a, b), op.Greater(a, b), axis=0), [0], list(op.dims(a)), [0]
     ),
     "constant": lambda op, a, b: op.And(op.Less(a, b), op.const(np.arange(op.dims(a)[0]) % 2 > 0)),
-}  # fmt: skip
+}
 
 
 def model(mask, dtype: ir.DataType, count: int) -> onnx.ModelProto:

@@ -7,24 +7,14 @@ import numpy as np
 import pytest
 
 from onnxtrain.errors import LoweringError
-from onnxtrain.graph.prepare import decompose
+from onnxtrain.expand import expansions
 from onnxtrain.lowering import replace as engine
-from onnxtrain.lowering.api import lower
-from onnxtrain.lowering.registry import RULES, apply, rules_for
+from onnxtrain.lowering.lower import lower
+from onnxtrain.lowering.lowerings import RULES, apply_rule, rules_for
 
 from .cases import CASES
 from .make import c
-from .single import (
-    OPSETS,
-    Case,
-    Const,
-    everything_but,
-    feeds_of,
-    lacking,
-    model_of,
-    op_types,
-    run,
-)
+from .single import OPSETS, Case, Const, everything_but, feeds_of, lacking, model_of, op_types, run
 from .test_bool_as_int import FLOAT, LACKS, MASKS, model
 from .test_symbolic import WANTS_CONSTANTS, cut, reshaped
 
@@ -35,9 +25,9 @@ def test_opsets():
 
 def test_every_operator_has_a_case():
     rules_for("Add")
-    decompose.has_decomposition("Add")
-    trained_only = decompose.INTEGER - set(RULES)  # floats for straight-through gradients
-    standard = {name for name in decompose.DECOMPOSITIONS if "::" not in name} - trained_only
+    expansions.has_decomposition("Add")
+    trained_only = expansions.INTEGER_OPS - set(RULES)  # floats for straight-through gradients
+    standard = {name for name in expansions.DECOMPOSITIONS if "::" not in name} - trained_only
     wanted = (set(RULES) | standard) - {"SimplifiedLayerNormalization"}  # onnxruntime's own name
     assert wanted - {case.op for case in CASES} == set()
     lowered = {case.op for case in CASES if not set(OPSETS) <= set(case.refused)}
@@ -60,7 +50,7 @@ INTEGERS = [
 @pytest.mark.parametrize("case", INTEGERS, ids=str)
 def test_integers_stay_integers(case: Case):
     """Their floats round in another place at times: they are for training alone."""
-    assert case.op in decompose.INTEGER
+    assert case.op in expansions.INTEGER_OPS
     lowered = lower(model_of(case), opset=13)
     assert case.op in op_types(lowered)
     (expected,), (got,) = (run(m, feeds_of(case)) for m in (model_of(case), lowered))
@@ -74,12 +64,12 @@ def test_every_decomposition_is_used(monkeypatch: pytest.MonkeyPatch):
     used: Counter[str] = Counter()
 
     def watched(rule, op, node):
-        replacement = apply(rule, op, node)
+        replacement = apply_rule(rule, op, node)
         if replacement is not None:
             used[rule.__name__] += 1
         return replacement
 
-    monkeypatch.setattr(engine, "apply", watched)
+    monkeypatch.setattr(engine, "apply_rule", watched)
     for case in CASES:
         if 7 in case.refused:
             continue

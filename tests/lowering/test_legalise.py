@@ -9,7 +9,7 @@ import pytest
 
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 
 from .single import everything_but, run
 
@@ -17,20 +17,29 @@ FLOAT, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 SHAPE = {"any_dtype": [1]}
 NO_LONG = dataclasses.replace(
     everything_but(
-        Cast={"dtypes": ["float", "int32", "int64", "bool"]}, Reshape=SHAPE, Slice={
-            "any_dtype": [1, 2, 3]}, ReduceMax=SHAPE, ReduceSum=SHAPE, Squeeze=SHAPE,
+        Cast={"dtypes": ["float", "int32", "int64", "bool"]},
+        Reshape=SHAPE,
+        Slice={"any_dtype": [1, 2, 3]},
+        ReduceMax=SHAPE,
+        ReduceSum=SHAPE,
+        Squeeze=SHAPE,
         Unsqueeze=SHAPE,
     ),
-    name="no int64", dtypes={"*": ["float", "int32", "bool"]},
-)  # fmt: skip
+    name="no int64",
+    dtypes={"*": ["float", "int32", "bool"]},
+)
 NO_BOOL = dataclasses.replace(
     everything_but(
-        Greater={"dtypes": ["float", "bool"]}, Less={"dtypes": ["float", "bool"]},
-        Where={"dtypes": ["float", "bool"]}, Cast={"dtypes": ["float", "int64", "bool"]},
-        Reshape=SHAPE, Slice={"any_dtype": [1, 2, 3]},
+        Greater={"dtypes": ["float", "bool"]},
+        Less={"dtypes": ["float", "bool"]},
+        Where={"dtypes": ["float", "bool"]},
+        Cast={"dtypes": ["float", "int64", "bool"]},
+        Reshape=SHAPE,
+        Slice={"any_dtype": [1, 2, 3]},
     ),
-    name="no bool", dtypes={"*": ["float", "int64"]},
-)  # fmt: skip
+    name="no bool",
+    dtypes={"*": ["float", "int64"]},
+)
 FLAT = dataclasses.replace(everything_but(), name="flat", max_rank={"*": 4})
 
 
@@ -65,8 +74,9 @@ def check(proto: onnx.ModelProto, profile, opset: int) -> onnx.ModelProto:
 def test_long_integers_become_short(opset: int):
     proto = model(
         lambda op, x, i: op.Gather(x, op.Mul(op.Abs(op.Add(op.Neg(i), op.const(1))), op.const(2))),
-        (FLOAT, [9, 2]), (INT64, [4]),
-    )  # fmt: skip
+        (FLOAT, [9, 2]),
+        (INT64, [4]),
+    )
     lowered = check(proto, NO_LONG, opset)
     kinds = [n.op_type for n in lowered.graph.node]
     assert kinds == ["Cast", "Neg", "Add", "Abs", "Mul", "Gather"]  # one cast: others met

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 from tests.zoo.models import ZOO
 
 from . import onnxjs_zoo

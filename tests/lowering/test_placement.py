@@ -16,7 +16,7 @@ from onnx import parser
 from typer.testing import CliRunner
 
 from onnxtrain.artifacts import build
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.io import save
 from onnxtrain.lowering.placement import nodes_off_gpu
@@ -88,7 +88,7 @@ def test_the_report_names_node_operator_and_reason() -> None:
         (lambda op, x: op.RandomUniformLike(x), "has no RandomUniformLike"),
         (lambda op, x: op.Cast(op.Slice(op.Greater(x, 0.0), [0], [1]), to=1), "bool in Slice"),
     ],
-)  # fmt: skip
+)
 def test_what_webgpu_has_not(emit: Any, why: str) -> None:
     op = graph()
     x = op.input("x", ir.DataType.FLOAT, [2, 3, 4, 4])

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 from onnxtrain.errors import MissingExtraError, ProbeError
 from onnxtrain.lowering import profile as profiles
-from onnxtrain.lowering.probe.bundle import make_bundle, read_bundle
-from onnxtrain.lowering.probe.case import Case
-from onnxtrain.lowering.probe.case_at import case_at
-from onnxtrain.lowering.probe.limits import study
-from onnxtrain.lowering.probe.run import run_pack
-from onnxtrain.lowering.probe.sources import own_cases
-from onnxtrain.lowering.probe.table import profile_of, read_results, text_of
+from onnxtrain.lowering.probe.case import Case, case_at
+from onnxtrain.lowering.probe.pack import read_pack, run_pack, write_pack
+from onnxtrain.lowering.probe.results import (
+    analyze_operator,
+    build_profile,
+    format_profile,
+    read_results,
+)
+from onnxtrain.lowering.probe.sources import extra_cases
 
 from . import onnxjs_zoo
 
@@ -31,7 +33,7 @@ def tiny_cases():
     """Convolutions, an activation, a sum over axes, and an answer that is wrong on purpose."""
     axes = np.asarray([1], np.int64)
     return [
-        *(c for c in own_cases() if c.op == "Conv"),
+        *(c for c in extra_cases() if c.op == "Conv"),
         Case("relu", "Relu", 14, (X,), (np.maximum(X, 0),)),
         Case("sum", "ReduceSum", 13, (X, axes), (X.sum(1, keepdims=True),)),
         Case("sin", "Sin", 22, (X,), (X,)),
@@ -42,7 +44,7 @@ def tiny_cases():
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pack")
-    make_bundle(folder, [7, 13, 21], tiny_cases())
+    write_pack(folder, [7, 13, 21], tiny_cases())
     return folder
 
 
@@ -54,7 +56,7 @@ def in_onnxruntime(pack):
 
 
 def test_pack_lists_each_version_once(pack):
-    nodes = {n["id"]: n for n in read_bundle(pack)["nodes"]}
+    nodes = {n["id"]: n for n in read_pack(pack)["nodes"]}
     assert {n["since_version"] for n in nodes.values() if n["op"] == "Relu"} == {6, 13, 14}
     assert nodes["sum@7"]["inputs"][0]["dims"] == [3, 4]
     assert nodes["sum@13"]["stored"] == [1]
@@ -76,19 +78,19 @@ def test_onnxruntime(in_onnxruntime):
 
 
 def test_profile(in_onnxruntime):
-    profile = profile_of(in_onnxruntime, "mine")
+    profile = build_profile(in_onnxruntime, "mine")
     assert profile["ops"]["Relu"]["since"] == [6, 13, 14]
     assert profile["probed"]
     assert any(q.startswith("Sin: ") for q in profile["quirks"])
     assert "Sin" not in profile["ops"]  # right in some types and ranks, but who knows in which
-    again = profiles.parse(json.loads(text_of(profile)))
+    again = profiles.parse(json.loads(format_profile(profile)))
     assert again.name == "mine"
     assert "batch" not in again.ops["Conv"]
 
 
 def test_profile_keeps_what_its_base_says_of_the_rest(in_onnxruntime):
     base = profiles.parse({"name": "b", "ops": {"Cos": {}, "Relu": {}}, "control_flow": ["If"]})
-    profile = profile_of(in_onnxruntime, "mine", base)
+    profile = build_profile(in_onnxruntime, "mine", base)
     assert profile["ops"]["Cos"] == {}
     assert profile["comments"]["Cos"] == "not probed"
     assert profile["control_flow"] == ["If"]
@@ -106,7 +108,7 @@ def test_convolution_of_onnxjs_is_found_wrong_for_two_pictures(pack, tmp_path):
     assert states["conv_2d_batch1@7"] == "right"
     assert states["conv_2d_batch2@7"] == "wrong"
     assert states["conv_1d_batch1@7"] == "refused"
-    profile = profile_of(results, "onnxjs")
+    profile = build_profile(results, "onnxjs")
     assert profile["ops"]["Conv"]["batch"] == 1
     assert 3 not in profile["ops"]["Conv"]["ranks"]
     assert any(q.startswith("Conv: wrong for batch above 1") for q in profile["quirks"])
@@ -131,7 +133,7 @@ def test_crash_costs_one_node(pack, tmp_path):
     assert {r["status"] for k, r in results.items() if "relu" in k} == {"crashed"}
     assert {r["message"] for k, r in results.items() if "relu" not in k} == {"no"}
     with pytest.raises(ProbeError, match="nothing was right"):
-        profile_of(read_results(output), "none")
+        build_profile(read_results(output), "none")
 
 
 def test_errors(pack, tmp_path):
@@ -144,10 +146,10 @@ def test_errors(pack, tmp_path):
     with pytest.raises(ProbeError, match="has no NoSuchProvider"):
         run_pack(pack, "onnxruntime", tmp_path / "r.json", provider="NoSuchProvider")
     with pytest.raises(ProbeError, match="no such opset: 5"):
-        make_bundle(tmp_path, [5], [])
+        write_pack(tmp_path, [5], [])
     (tmp_path / "pack.json").write_text("{}")
     with pytest.raises(ProbeError, match="not the listing of a pack"):
-        read_bundle(tmp_path)
+        read_pack(tmp_path)
     with pytest.raises(ProbeError, match="no results of a probe"):
         read_results(tmp_path / "pack.json")
 
@@ -168,15 +170,22 @@ def test_commands(pack, in_onnxruntime, tmp_path):
 
 def test_wrong_numbers_are_not_blamed_on_the_rank_of_another_node():
     about = {
-        "op": "Celu", "since_version": 12, "opset": 12, "batch": 3, "arity": [1, 1], "attrs": {},
-        "dtypes": {"inputs": ["float"], "outputs": ["float"]}, "stored": [], "variant": "",
+        "op": "Celu",
+        "since_version": 12,
+        "opset": 12,
+        "batch": 3,
+        "arity": [1, 1],
+        "attrs": {},
+        "dtypes": {"inputs": ["float"], "outputs": ["float"]},
+        "stored": [],
+        "variant": "",
         "empty": False,
-    }  # fmt: skip
+    }
     right, wrong = ({**about, "status": s} for s in ("right", "wrong"))
     others = {"celu@12": {**right, "rank": 4}, "celu_both_sides@12": {**wrong, "rank": 2}}
-    assert study("Celu", others, lenient=False, every_type=[]).versions == []
+    assert analyze_operator("Celu", others, lenient=False, every_type=[]).versions == []
     same = {"celu_4d@12": {**right, "rank": 4}, "celu_2d@12": {**wrong, "rank": 2}}
-    studied = study("Celu", same, lenient=False, every_type=[])
+    studied = analyze_operator("Celu", same, lenient=False, every_type=[])
     assert studied.versions == [12]
     assert 2 not in studied.limits["ranks"]
 

@@ -254,8 +254,11 @@ def test_page_styles_an_uploaded_picture(example, forms, tmp_path):
     arguments = [tmp_path, tmp_path / "given.png", "128", tmp_path / "pixels"]
     done = subprocess.run(
         ["node", FOLDER / "runners" / "page.mjs", *arguments],
-        capture_output=True, text=True, check=True, timeout=1200,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=1200,
+    )
     said = json.loads(done.stdout)
     assert said["complaints"] == []
     assert said["status"].startswith("128 x 84 in ")

@@ -6,7 +6,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 
 from .single import OPSETS, everything_but, run
 

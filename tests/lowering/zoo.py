@@ -17,7 +17,7 @@ import onnx
 import onnxruntime
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 from tests.zoo.export import export, input_names
 from tests.zoo.models import ZOO, ZooModel
 

@@ -75,7 +75,7 @@ def trained(target: str, optimizer: optim.Optimizer, folder: str) -> tuple[list[
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("largest", [1 << 22, 100])
 def test_joined_updates_are_those_of_separate_parameters(name, largest, tmp_path, monkeypatch):
-    monkeypatch.setattr(thresholds, "JOINED_ELEMENTS", largest)
+    monkeypatch.setattr(thresholds, "FLATTENED_VECTOR_ELEMENTS", largest)
     expected, plain = trained("portable", OPTIMIZERS[name], f"{tmp_path}/plain")
     losses, joined = trained("webgpu", OPTIMIZERS[name], f"{tmp_path}/joined")
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
@@ -91,7 +91,7 @@ def test_joined_updates_are_those_of_separate_parameters(name, largest, tmp_path
 
 
 def test_large_parameters_stay_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(thresholds, "JOINED_PARAMETER_ELEMENTS", 6)
+    monkeypatch.setattr(thresholds, "FLATTENED_PARAMETER_ELEMENTS", 6)
     expected, _ = trained("portable", OPTIMIZERS["adamw"], f"{tmp_path}/plain")
     losses, _ = trained("webgpu", OPTIMIZERS["adamw"], f"{tmp_path}/joined")
     np.testing.assert_allclose(losses, expected, rtol=2e-6)

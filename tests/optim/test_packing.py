@@ -11,7 +11,7 @@ import pytest
 
 from onnxtrain import optim
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.optim.packing import Pack, alike
+from onnxtrain.optim.vectors import Pack, groups_with_equal_settings
 from tests.optim.test_optimizers import SETTINGS
 
 FLOAT = ir.DataType.FLOAT
@@ -116,14 +116,16 @@ def test_a_subclass_says_itself_that_it_works_by_element() -> None:
 
     assert Other().elementwise, "the update is that of SGD"
     assert (Mixing().elementwise, Slower().elementwise) == (False, True)
-    assert alike(Mixing(), {"w": FLOAT32, "b": FLOAT32}) == []
-    assert alike(Slower(), {"w": FLOAT32, "b": FLOAT32}) == [("w", "b")]
+    assert groups_with_equal_settings(Mixing(), {"w": FLOAT32, "b": FLOAT32}) == []
+    assert groups_with_equal_settings(Slower(), {"w": FLOAT32, "b": FLOAT32}) == [("w", "b")]
 
 
 def test_settings_and_dtypes_make_groups() -> None:
     optimizer = optim.AdamW(groups=[optim.ParamGroup("*.bias", weight_decay=0.0)])
     dtypes = {"a.weight": FLOAT32, "a.bias": FLOAT32, "b.weight": np.dtype("float64")}
     dtypes |= {"c.weight": FLOAT32, "c.bias": FLOAT32}
-    assert alike(optimizer, dtypes) == [
-        ("a.weight", "c.weight"), ("a.bias", "c.bias"), ("b.weight",)
-    ]  # fmt: skip
+    assert groups_with_equal_settings(optimizer, dtypes) == [
+        ("a.weight", "c.weight"),
+        ("a.bias", "c.bias"),
+        ("b.weight",),
+    ]

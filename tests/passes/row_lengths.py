@@ -11,9 +11,9 @@ from onnxtrain import thresholds
 
 def fill_up_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rows of any length be filled up, by a mask."""
-    monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 3)
-    monkeypatch.setattr(thresholds, "ALIGNED_SCORES", 8)
-    monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 1 << 10)
+    monkeypatch.setattr(thresholds, "PADDED_ATTENTION_KEYS", 3)
+    monkeypatch.setattr(thresholds, "PADDED_ATTENTION_SCORES", 8)
+    monkeypatch.setattr(thresholds, "MASK_IN_MATMUL_RATIO", 1 << 10)
 
 
 def last_size(x: ir.Value | None) -> int:

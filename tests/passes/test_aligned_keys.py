@@ -12,13 +12,13 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain import thresholds
-from onnxtrain.graph.memory import scores
+from onnxtrain.graph import attention_scores
 from onnxtrain.targets import Target, find
 from tests.passes.row_lengths import fill_up_short_rows, row_lengths
 
 F = nn.functional
 CUDA = find("cuda")
-PLAIN = CUDA.without("aligned-keys")
+PLAIN = CUDA.without("pad-attention-keys")
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 ATTENTION = """
     scale = Constant<value_float=0.5>()
@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["pass", "product"])
 def closed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "product":
-        monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 0)
+        monkeypatch.setattr(thresholds, "MASK_IN_MATMUL_RATIO", 0)
     return request.param
 
 
@@ -119,7 +119,7 @@ def test_attention_without_a_mask(queries: int, keys: int, length: int, closed_b
 def test_features_close_keys_where_nothing_turns_their_sign(
     scale: str | None, closed_by_features: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 0)
+    monkeypatch.setattr(thresholds, "MASK_IN_MATMUL_RATIO", 0)
     more = {
         "q": "a = Mul(q, factor) raw = MatMul(a, kt)",
         "k": "a = Mul(kt, factor) raw = MatMul(q, a)",
@@ -222,16 +222,16 @@ def test_sizes_that_are_not_known_stay() -> None:
 
 
 def test_short_sequences_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 6)
+    monkeypatch.setattr(thresholds, "PADDED_ATTENTION_KEYS", 6)
     same_gradients(attention(5, 5), 5)
-    monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 3)
-    monkeypatch.setattr(thresholds, "ALIGNED_SCORES", 2 * 3 * 5 * 5 + 1)
+    monkeypatch.setattr(thresholds, "PADDED_ATTENTION_KEYS", 3)
+    monkeypatch.setattr(thresholds, "PADDED_ATTENTION_SCORES", 2 * 3 * 5 * 5 + 1)
     same_gradients(attention(5, 5), 5)
 
 
 def test_other_targets_have_no_use_for_it() -> None:
     for target in ("cpu", "wasm", "webgpu", "portable"):
-        assert not find(target).prefers("aligned-keys")
+        assert not find(target).prefers("pad-attention-keys")
         assert row_lengths(gradients(attention(5, 5), target)) <= {5}
 
 
@@ -239,8 +239,10 @@ def test_other_targets_have_no_use_for_it() -> None:
 def test_the_operator_for_attention_reads_the_keys_that_count(
     keys: int, closed_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scores, "OPERATOR_TYPES", (ir.DataType.FLOAT, ir.DataType.BFLOAT16))
-    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1)
+    monkeypatch.setattr(
+        attention_scores, "FUSED_ATTENTION_DTYPES", (ir.DataType.FLOAT, ir.DataType.BFLOAT16)
+    )
+    monkeypatch.setattr(thresholds, "REMATERIALIZE_BYTES", 1)
     source = onnx.printer.to_text(attention(13, keys)).replace(",4]", ",8]").replace(", 4]", ", 8]")
     model = onnx.parser.parse_model(
         source.replace("y = MatMul", "o = MatMul")

@@ -17,7 +17,7 @@ from tests.passes.row_lengths import fill_up_short_rows, last_size, row_lengths
 
 F = nn.functional
 CUDA = find("cuda")
-PLAIN = CUDA.without("aligned-keys")
+PLAIN = CUDA.without("pad-attention-keys")
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def unaligned(model: onnx.ModelProto, word: int) -> list[list[str]]:
 @pytest.mark.parametrize(("kind", "recompute"), [*((k, "") for k in KINDS), ("packed", "auto")])
 def test_losses_follow_torch(kind: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if recompute or kind == "open":
-        monkeypatch.setattr(thresholds, "CLOSED_WITHIN", 0)
+        monkeypatch.setattr(thresholds, "MASK_IN_MATMUL_RATIO", 0)
     module = pictures(kind)
     artifacts = built(module, recompute=recompute)
     assert row_lengths(artifacts.models["step"]) == {16}
@@ -144,7 +144,7 @@ def test_losses_follow_torch(kind: str, recompute: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("kind", ["packed", "grouped"])
 def test_models_for_evaluation_and_export_stay(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = built(pictures(kind))
-    monkeypatch.setattr(thresholds, "ALIGNED_KEYS", 14)
+    monkeypatch.setattr(thresholds, "PADDED_ATTENTION_KEYS", 14)
     plain = built(pictures(kind))
     assert made.models["step"] != plain.models["step"]
     assert unaligned(plain.models["step"], 4) != []

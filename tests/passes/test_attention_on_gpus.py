@@ -39,8 +39,8 @@ class Block(nn.Module):
 
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "FLAT_ELEMENTS", 1)
-    monkeypatch.setattr(thresholds, "SUMMED_COLUMNS", 4)
+    monkeypatch.setattr(thresholds, "COALESCED_BROADCAST_ELEMENTS", 1)
+    monkeypatch.setattr(thresholds, "ROW_SUBTRACTION_COLUMN_RATIO", 4)
 
 
 def built(precision: str, **options: Any) -> onnxtrain.Artifacts:
@@ -113,7 +113,7 @@ def broadcasts(proto: onnx.ModelProto) -> list[tuple[str, list[int], list[int]]]
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 def test_joined_axes_give_the_same_bits(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = built(precision, dims={"batch": 3})
-    monkeypatch.setattr(thresholds, "FLAT_ELEMENTS", 1)
+    monkeypatch.setattr(thresholds, "COALESCED_BROADCAST_ELEMENTS", 1)
     flat = built(precision, dims={"batch": 3})
     assert broadcasts(plain.models["train"])
     # In float32 onnxruntime adds the mask inside the softmax.
@@ -126,9 +126,9 @@ def test_joined_axes_give_the_same_bits(precision: str, monkeypatch: pytest.Monk
 
 
 def test_row_sums_inside_products_are_no_worse_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "FLAT_ELEMENTS", 1)
+    monkeypatch.setattr(thresholds, "COALESCED_BROADCAST_ELEMENTS", 1)
     exact, plain = (gradients(built(p, dims={"batch": 3})) for p in ("float32", "bf16-mixed"))
-    monkeypatch.setattr(thresholds, "SUMMED_COLUMNS", 4)
+    monkeypatch.setattr(thresholds, "ROW_SUBTRACTION_COLUMN_RATIO", 4)
     artifacts = built("bf16-mixed", dims={"batch": 3})
     counts = [n.op_type for n in artifacts.models["train"].graph.node]
     assert counts.count("Expand") == 1

@@ -15,7 +15,7 @@ from onnx_ir import DataType
 
 import onnxtrain
 from onnxtrain import optim, thresholds
-from onnxtrain.graph.memory import scores
+from onnxtrain.graph import attention_scores
 from onnxtrain.torch import from_torch
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
@@ -26,8 +26,10 @@ SCALE = 1 / math.sqrt(8)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     # onnxruntime's CPU has no products in bfloat16: the same graphs in float32.
-    monkeypatch.setattr(scores, "OPERATOR_TYPES", (DataType.FLOAT, DataType.BFLOAT16))
-    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1)
+    monkeypatch.setattr(
+        attention_scores, "FUSED_ATTENTION_DTYPES", (DataType.FLOAT, DataType.BFLOAT16)
+    )
+    monkeypatch.setattr(thresholds, "REMATERIALIZE_BYTES", 1)
 
 
 def made(more: str = "", scores: str = "t", last: str = "Neg") -> onnx.ModelProto:
@@ -67,7 +69,7 @@ def test_masked_scores_stay_as_they_are() -> None:
 
 
 def test_float32_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "OPERATOR_TYPES", (DataType.BFLOAT16,))
+    monkeypatch.setattr(attention_scores, "FUSED_ATTENTION_DTYPES", (DataType.BFLOAT16,))
     assert counts(made())["Attention"] == 0
 
 
@@ -94,7 +96,7 @@ class Heads(torch.nn.Module):
 def test_a_built_step_has_it_where_it_is_fast(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scores, "OPERATOR_TYPES", (DataType.BFLOAT16,))
+    monkeypatch.setattr(attention_scores, "FUSED_ATTENTION_DTYPES", (DataType.BFLOAT16,))
     net = from_torch(Heads(), (torch.zeros(4, 24, 16),), train=True, dynamic_batch=False)
     options = {"loss": "mse", "optimizer": optim.AdamW(), "target": "cuda", "precision": precision}
     artifacts = onnxtrain.build(net, **options)

@@ -16,7 +16,7 @@ import onnxtrain
 from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.bias_apart import bias_apart
+from onnxtrain.optimize.matmul import unfuse_gemm_bias
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch import from_torch
 
@@ -25,7 +25,7 @@ HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 12)
+    monkeypatch.setattr(thresholds, "MEMORY_BOUND_ELEMENTS", 12)
 
 
 def graph(line: str, x: str = "2,3,4", bias: str = "5", y: str = "2,3,5") -> str:
@@ -36,7 +36,7 @@ def graph(line: str, x: str = "2,3,4", bias: str = "5", y: str = "2,3,5") -> str
 def rewritten(text: str) -> tuple[int, onnx.ModelProto, onnx.ModelProto]:
     model = onnx.shape_inference.infer_shapes(parser.parse_model(HEAD + text))
     made = ir.from_proto(model)
-    count = bias_apart(made, OpBuilder(made.graph, "t/", target="cuda"))
+    count = unfuse_gemm_bias(made, OpBuilder(made.graph, "t/", target="cuda"))
     return count, model, ir.to_proto(simplify(made))
 
 

@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.column_sums_by_product import column_sums_by_product
+from onnxtrain.optimize.reductions import column_sums_as_matmul
 from onnxtrain.targets import TARGETS
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
@@ -21,7 +21,7 @@ HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 64)
+    monkeypatch.setattr(thresholds, "MEMORY_BOUND_ELEMENTS", 64)
 
 
 def graph(
@@ -35,7 +35,7 @@ def graph(
 def rewritten(text: str) -> tuple[int, onnx.ModelProto, onnx.ModelProto]:
     model = onnx.shape_inference.infer_shapes(parser.parse_model(HEAD + text))
     made = ir.from_proto(model)
-    count = column_sums_by_product(made, OpBuilder(made.graph, "t/", target="cuda"))
+    count = column_sums_as_matmul(made, OpBuilder(made.graph, "t/", target="cuda"))
     return count, model, ir.to_proto(simplify(made))
 
 
@@ -99,4 +99,4 @@ def test_ones_are_made_once() -> None:
 
 
 def test_only_targets_that_prefer_it_get_it() -> None:
-    assert [t for t, v in TARGETS.items() if v.prefers("column-sums-by-product")] == ["cuda"]
+    assert [t for t, v in TARGETS.items() if v.prefers("column-sums-as-matmul")] == ["cuda"]

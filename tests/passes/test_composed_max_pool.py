@@ -11,7 +11,7 @@ import pytest
 
 from onnxtrain.autodiff.differentiate import differentiate
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.passes.pipeline import AFTER, run
+from onnxtrain.optimize.pipeline import AFTER, run
 from tests.cases.evaluate import stock
 
 CASES: dict[str, tuple[list, dict[str, Any]]] = {

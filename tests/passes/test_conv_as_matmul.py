@@ -13,7 +13,7 @@ import torch
 from onnxtrain import optim
 from onnxtrain.artifacts import build
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.passes.pipeline import AFTER, run
+from onnxtrain.optimize.pipeline import AFTER, run
 from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
 from tests.cases.evaluate import stock

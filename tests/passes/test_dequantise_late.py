@@ -42,9 +42,13 @@ def _model(dtype: ir.DataType, *, turned: bool, rows: int | str) -> onnx.ModelPr
     y = tape.op("MatMul", [tape.op("Relu", [tape.op("MatMul", [moved, weight])]), values["w"]])
     y.name, y.type = "y", ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph(
-        [xs], [y], nodes=tape.nodes, initializers=list(values.values()),
-        opset_imports={"": 21}, name="g",
-    )  # fmt: skip
+        [xs],
+        [y],
+        nodes=tape.nodes,
+        initializers=list(values.values()),
+        opset_imports={"": 21},
+        name="g",
+    )
     return ir.to_proto(ir.Model(graph, ir_version=10))
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from onnxtrain import thresholds
 from onnxtrain.autodiff.differentiate import differentiate
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.losses import NLL, CrossEntropy, Loss, attach_loss
-from onnxtrain.passes.expand_label_losses import expand_label_losses
+from onnxtrain.optimize.cross_entropy import expand_label_losses
 from onnxtrain.targets import Target
 from tests.losses.compare import session_of
 from tests.losses.small import FLOAT, model_of

@@ -17,10 +17,10 @@ from torch import nn
 import onnxtrain
 from onnxtrain import optim, thresholds
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.roles.fixed_values import is_mask
+from onnxtrain.graph.formula_tables import is_mask
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.graph.simplify.closed_values import ClosedValues
-from onnxtrain.passes.attention.fixed_masks import fixed_masks
+from onnxtrain.graph.simplify.constant_subgraphs import FoldableValues
+from onnxtrain.optimize.attention_fusion import fold_constant_masks
 from onnxtrain.torch import from_torch
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
@@ -67,7 +67,7 @@ ONE_DOCUMENT = starts_of((0, 0, 0, 0), (0, 0, 0, 0))
 def rewritten(proto: onnx.ModelProto) -> tuple[int, onnx.ModelProto]:
     onnx.checker.check_model(proto)
     model = ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=True))
-    changed = fixed_masks(model, OpBuilder(model.graph, "t/", target="cuda"))
+    changed = fold_constant_masks(model, OpBuilder(model.graph, "t/", target="cuda"))
     simplify(model)
     made = ir.to_proto(model)
     onnx.checker.check_model(made, full_check=True)
@@ -143,9 +143,10 @@ def test_guards_stay_where_a_row_sees_nothing(closed_row: bool) -> None:
         z = Neg(guarded)
     """
     before = model_of(
-        body + ATTENTION + guard, ONE_DOCUMENT + ", float low = {-1e29}",
+        body + ATTENTION + guard,
+        ONE_DOCUMENT + ", float low = {-1e29}",
         outputs="float[2,3,4,5] z",
-    )  # fmt: skip
+    )
     _, after = rewritten(before)
     assert kinds(after)["Where"] == closed_row
     assert kinds(after)["ReduceMax"] == 0
@@ -203,7 +204,7 @@ def test_a_mask_that_lies_in_the_file_loses_its_copies() -> None:
     same_results(before, after)
 
 
-@pytest.mark.parametrize("name", ["FIXED_MASK_ELEMENTS", "COMPUTED_MASK_ELEMENTS"])
+@pytest.mark.parametrize("name", ["CONSTANT_MASK_ELEMENTS", "COMPUTED_MASK_ELEMENTS"])
 def test_large_masks_stay_computed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, name, 15)
     before = model_of(CAUSAL + ATTENTION, ONE_DOCUMENT)
@@ -214,10 +215,13 @@ def test_large_masks_stay_computed(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_mask_in_16_bits_is_what_a_cast_gives() -> None:
     """The standard's reference reads no bfloat16; numbers are rounded as a Cast rounds them."""
-    proto = model_of(CAUSAL + "short = Cast<to=16>(mask) y = Cast<to=1>(short)", ONE_DOCUMENT,
-                     outputs="float[2,1,4,4] y")  # fmt: skip
+    proto = model_of(
+        CAUSAL + "short = Cast<to=16>(mask) y = Cast<to=1>(short)",
+        ONE_DOCUMENT,
+        outputs="float[2,1,4,4] y",
+    )
     model = ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=True))
-    closed = ClosedValues(model.graph, 21, 1000)
+    closed = FoldableValues(model.graph, 21, 1000)
     short = next(y for n in model.graph for y in n.outputs if y.name == "short")
     array = closed.array(short)
     assert array is not None

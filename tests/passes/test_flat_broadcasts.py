@@ -14,14 +14,14 @@ from onnx import parser
 from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.flat_broadcasts import flat_broadcasts
+from onnxtrain.optimize.layout import coalesce_broadcast_dims
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "FLAT_ELEMENTS", 8)
+    monkeypatch.setattr(thresholds, "COALESCED_BROADCAST_ELEMENTS", 8)
 
 
 def flattened(text: str) -> tuple[int, onnx.ModelProto, onnx.ModelProto]:
@@ -29,7 +29,7 @@ def flattened(text: str) -> tuple[int, onnx.ModelProto, onnx.ModelProto]:
     before = parser.parse_model(HEAD + text)
     onnx.checker.check_model(before, full_check=True)
     model = ir.from_proto(onnx.shape_inference.infer_shapes(before, data_prop=True))
-    changed = flat_broadcasts(model, OpBuilder(model.graph, "t/", target="cuda"))
+    changed = coalesce_broadcast_dims(model, OpBuilder(model.graph, "t/", target="cuda"))
     simplify(model)
     after = ir.to_proto(model)
     onnx.checker.check_model(after, full_check=True)
@@ -211,7 +211,7 @@ def test_constants_are_stored_as_they_are_read() -> None:
     last = model.graph[-1]
     op.position = last
     last.replace_input_with(0, op.Add(last.inputs[0], op.const(np.ones((1, 1, 4, 5), np.float32))))
-    assert flat_broadcasts(model, op) == 1
+    assert coalesce_broadcast_dims(model, op) == 1
     simplify(model)
     assert [n.op_type for n in model.graph] == ["Abs", "Reshape", "Add", "Reshape", "Tanh"]
     made = ir.to_proto(model)

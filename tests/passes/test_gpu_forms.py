@@ -213,7 +213,7 @@ class Normed(nn.Module):
 def test_statistics_of_a_batch_out_of_those_of_its_images(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(thresholds, "NORMALISED_POSITIONS", 2)
+    monkeypatch.setattr(thresholds, "NORM_KERNEL_POSITIONS", 2)
     module = Normed()
     model = from_torch(module, (torch.randn(4, 3, 9, 9),))
     made = onnxtrain.build(model, loss="mse", optimizer=ADAMW, target="cuda")
@@ -266,7 +266,7 @@ class Tied(nn.Module):
 def test_a_vocabulary_is_filled_up_to_whole_words(
     tied: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thresholds, "ALIGNED_CLASSES", 8)
+    monkeypatch.setattr(thresholds, "PADDED_VOCABULARY_CLASSES", 8)
     module = Tied(tied)
     x = torch.randint(0, 37, (4, 5))
     model = from_torch(module, (x,))

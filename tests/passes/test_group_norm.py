@@ -73,7 +73,7 @@ def test_steps_follow_torch(
     rows: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a row for each group, and with one for each image where groups are few."""
-    monkeypatch.setattr(thresholds, "NORMALISED_ROWS", rows)
+    monkeypatch.setattr(thresholds, "GROUP_NORM_KERNEL_ROWS", rows)
     made, module, (x, target) = built(**options), Net(), batch()
     count = kinds(made.models["step"])
     assert count["InstanceNormalization"] == count["GroupNormalization"] == 0
@@ -115,7 +115,7 @@ def test_each_normalisation_has_two_lines_and_one_product() -> None:
 def test_digits_do_not_depend_on_the_mean(
     shape: tuple[int, ...], groups: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thresholds, "NORMALISED_ROWS", rows)
+    monkeypatch.setattr(thresholds, "GROUP_NORM_KERNEL_ROWS", rows)
     dims, channels = ", ".join(map(str, shape)), shape[1]
     text = f"""g (float[{dims}] x, float[{channels}] s, float[{channels}] b) => (float[{dims}] y) {{
         y = GroupNormalization <num_groups = {groups}, epsilon = 0.001> (x, s, b)
@@ -139,7 +139,7 @@ def test_digits_do_not_depend_on_the_mean(
 
 
 def test_an_image_of_equal_values_gives_no_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "NORMALISED_ROWS", 10_000)
+    monkeypatch.setattr(thresholds, "GROUP_NORM_KERNEL_ROWS", 10_000)
     text = """g (float[1, 4, 16, 16] x, float[4] s, float[4] b) => (float[1, 4, 16, 16] y) {
         y = GroupNormalization <num_groups = 2> (x, s, b)
     }"""
@@ -220,7 +220,7 @@ def test_bfloat16_gradients_are_as_near_as_those_of_autocast(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    monkeypatch.setattr(thresholds, "NORMALISED_ROWS", rows)
+    monkeypatch.setattr(thresholds, "GROUP_NORM_KERNEL_ROWS", rows)
     x, target = batch()
     theirs = {}
     for mixed in (False, True):

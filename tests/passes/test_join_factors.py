@@ -12,7 +12,7 @@ import pytest
 from onnx import parser
 
 import onnxtrain
-from onnxtrain.passes import pipeline
+from onnxtrain.optimize import pipeline
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 RMS = """g (float[N,5,8] x) => (float[N,5,8] y)
@@ -45,7 +45,7 @@ def without(monkeypatch) -> object:
 
     def vjp(proto: onnx.ModelProto, wrt: list[str]) -> onnx.ModelProto:
         with monkeypatch.context() as patch:
-            rest = tuple(p for p in pipeline.AFTER if p.rewrite.__name__ != "join_factors")
+            rest = tuple(p for p in pipeline.AFTER if p.rewrite.__name__ != "fold_scalar_factors")
             patch.setattr(pipeline, "AFTER", rest)
             return onnxtrain.vjp(proto, wrt)
 

@@ -14,7 +14,7 @@ import pytest
 from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.joined_averages import joined_averages
+from onnxtrain.optimize.normalization import fuse_running_stats
 from onnxtrain.runtime import session as runtime
 
 
@@ -46,7 +46,7 @@ def results(model: ir.Model) -> dict[str, np.ndarray]:
 
 
 def joined(model: ir.Model) -> tuple[int, collections.Counter[str]]:
-    count = joined_averages(model, OpBuilder(model.graph, "t/", target="cuda"))
+    count = fuse_running_stats(model, OpBuilder(model.graph, "t/", target="cuda"))
     model.graph.sort()
     simplify(model)
     return count, collections.Counter(n.op_type for n in model.graph)
@@ -66,7 +66,7 @@ def test_vectors_of_one_length_are_averaged_together() -> None:
 
 
 def test_no_more_are_joined_than_a_recording_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "CAPTURED_CONCAT_INPUTS", 4)
+    monkeypatch.setattr(thresholds, "CUDA_GRAPH_CONCAT_INPUTS", 4)
     wanted, model = results(averages([2] * 7)), averages([2] * 7)
     count, kinds = joined(model)
     assert (count, kinds["Split"]) == (7, 2)

@@ -15,8 +15,7 @@ from onnx import parser
 
 import onnxtrain
 from onnxtrain import thresholds
-from onnxtrain.graph.memory import Sizes, run_order
-from onnxtrain.graph.memory.peak import peak_of
+from onnxtrain.graph.memory_usage import Sizes, peak_bytes, run_order
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 BATCH, HEADS, ROWS, WIDTH = 6, 2, 32, 2
@@ -42,8 +41,8 @@ READ_TWICE = "s = MatMul(q, k) p = Softmax(s) o = MatMul(p, v) r = ReduceMax(p) 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "SCORES_BYTES", SCORES // 3)
-    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1 << 10)
+    monkeypatch.setattr(thresholds, "ATTENTION_CHUNK_BYTES", SCORES // 3)
+    monkeypatch.setattr(thresholds, "REMATERIALIZE_BYTES", 1 << 10)
 
 
 def model(body: str) -> onnx.ModelProto:
@@ -98,7 +97,7 @@ def test_few_scores_are_there_at_a_time(body: str) -> None:
     for m in (made, kept):
         graph = ir.from_proto(m).graph
         outputs = {y.name or "" for y in graph.outputs}
-        peaks.append(peak_of(run_order(list(graph)), Sizes(), outputs))
+        peaks.append(peak_bytes(run_order(list(graph)), Sizes(), outputs))
     # Four tensors of a part's scores, and all that is as small as queries.
     assert peaks[0] < 4 * SCORES // 3 + 12 * 4 * BATCH * HEADS * ROWS * WIDTH
     assert peaks[1] > 2 * SCORES
@@ -119,7 +118,7 @@ def test_other_targets_keep_them(target: str) -> None:
 
 
 def test_short_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "LONG_SCORES", ROWS // WIDTH + 1)
+    monkeypatch.setattr(thresholds, "LONG_ATTENTION_RATIO", ROWS // WIDTH + 1)
     made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")
     assert counts(made)["Softmax"] == 1
 
@@ -145,8 +144,8 @@ def test_a_second_output_may_come_from_attention_alone() -> None:
 
 
 def test_no_node_joins_more_than_a_recording_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "SCORES_BYTES", 1)
-    monkeypatch.setattr(thresholds, "CAPTURED_CONCAT_INPUTS", 9)
+    monkeypatch.setattr(thresholds, "ATTENTION_CHUNK_BYTES", 1)
+    monkeypatch.setattr(thresholds, "CUDA_GRAPH_CONCAT_INPUTS", 9)
     made = onnxtrain.vjp(model(PLAIN), wrt=["q", "k", "v"], target="cuda")
     most = max(len(n.input) for n in made.graph.node if n.op_type == "Concat")
     assert counts(made)["Softmax"] == 6

@@ -17,7 +17,7 @@ from torch import nn
 import onnxtrain
 from onnxtrain import optim, thresholds
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.graph.memory.forward_nodes import forward_nodes
+from onnxtrain.graph.memory_usage import forward_nodes
 from onnxtrain.targets import find
 from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
@@ -27,7 +27,7 @@ ROWS, WIDTH = 5, 8
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1)
+    monkeypatch.setattr(thresholds, "REMATERIALIZE_BYTES", 1)
 
 
 class Net(nn.Module):
@@ -113,7 +113,7 @@ def test_a_gradient_that_reads_the_result_keeps_it() -> None:
 
 
 def test_small_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "MADE_AGAIN_BYTES", 1 << 30)
+    monkeypatch.setattr(thresholds, "REMATERIALIZE_BYTES", 1 << 30)
     assert counts(made((3, ROWS, WIDTH)).models["step"])["Gelu"] == 1
 
 
@@ -132,7 +132,7 @@ def test_rows_by_their_own_factor_are_made_again() -> None:
         h = Mul(x, r) y = Mul(h, h) }"""
     model = parser.parse_model(text)
     target = find("cuda")
-    plain = onnxtrain.vjp(model, wrt=["x"], target=target.without("kept-values-again"))
+    plain = onnxtrain.vjp(model, wrt=["x"], target=target.without("rematerialize"))
     again = onnxtrain.vjp(model, wrt=["x"], target=target)
     assert counts(again)["Mul"] == counts(plain)["Mul"] + 1
     rng = np.random.default_rng(0)

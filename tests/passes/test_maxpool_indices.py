@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.passes.pipeline import AFTER, run
+from onnxtrain.optimize.pipeline import AFTER, run
 from tests.cases.evaluate import stock
 
 

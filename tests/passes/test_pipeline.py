@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import onnxtrain
-from onnxtrain import passes
-from onnxtrain.passes.pipeline import AFTER, BEFORE, FINAL, INPUTS, LAST
+from onnxtrain import optimize
+from onnxtrain.optimize.pipeline import AFTER, AFTER_LAST_GRADIENT, BEFORE, FINAL, INPUTS
 from onnxtrain.targets import find
 from onnxtrain.torch import from_torch
 
@@ -23,11 +23,11 @@ SRC = Path(onnxtrain.__file__).parent
 
 
 def test_every_pass_is_in_the_table_and_proves_itself() -> None:
-    everything = pkgutil.walk_packages(passes.__path__, "onnxtrain.passes.")
+    everything = pkgutil.walk_packages(optimize.__path__, "onnxtrain.optimize.")
     files = [m.name for m in everything if not m.ispkg and not m.name.endswith("pipeline")]
     modules = [importlib.import_module(f) for f in files]
     names = [m.__name__.rpartition(".")[2] for m in modules]
-    entries = [p.rewrite for p in (*INPUTS, *BEFORE, *AFTER, *LAST, *FINAL)]
+    entries = [p.rewrite for p in (*INPUTS, *BEFORE, *AFTER, *AFTER_LAST_GRADIENT, *FINAL)]
     assert sorted(names) == sorted(f.__name__ for f in entries)
     for name, module in zip(names, modules, strict=True):
         assert module.__doc__
@@ -46,17 +46,17 @@ def test_only_one_module_adds_a_reverse_sweep_to_a_model() -> None:
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Name) and called.id in (
                 "differentiate",
-                "differentiate_again",
+                "differentiate_with_recompute",
             ):
                 callers.add(path.relative_to(SRC).as_posix())
     # Bodies of loops and branches have sweeps of their own.
     # What explain tries out on a copy is thrown away.
     assert callers == {
         "autodiff/explain.py",
-        "autodiff/gradient_model.py",
+        "autodiff/gradients.py",
         "autodiff/recompute.py",
-        "autodiff/rules/sequence.py",
-        "autodiff/subgraphs.py",
+        "autodiff/rules/control_flow.py",
+        "autodiff/differentiate.py",
     }
 
 

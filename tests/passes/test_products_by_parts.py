@@ -84,4 +84,4 @@ def test_a_place_of_a_byte_is_read_by_few_operators() -> None:
 
 
 def test_the_preference_is_that_of_wasm_alone() -> None:
-    assert [n for n, t in TARGETS.items() if t.prefers("packed-parts")] == ["wasm"]
+    assert [n for n, t in TARGETS.items() if t.prefers("unpack-nbits-weights")] == ["wasm"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from onnxtrain import build, optim
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.passes.relu_after_maxpool import relu_after_maxpool
+from onnxtrain.optimize.convolution import move_relu_after_maxpool
 from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
 
@@ -45,7 +45,7 @@ def test_a_relu_that_others_read_stays() -> None:
             return nn.functional.max_pool2d(y, 2).sum() + y.sum()
 
     model = from_torch(Both(), (torch.randn(2, 1, 4, 4),), dynamic_batch=False)
-    assert relu_after_maxpool(model, OpBuilder(model.graph)) == 0
+    assert move_relu_after_maxpool(model, OpBuilder(model.graph)) == 0
 
 
 @pytest.mark.parametrize(("domain", "moved"), [("", 1), ("acme", 0)])
@@ -59,4 +59,4 @@ def test_a_relu_of_another_domain_stays(domain: str, moved: int) -> None:
     proto = onnx.parser.parse_model(text)
     proto.graph.node[0].domain = domain
     model = ir.from_proto(proto)
-    assert relu_after_maxpool(model, OpBuilder(model.graph)) == moved
+    assert move_relu_after_maxpool(model, OpBuilder(model.graph)) == moved

@@ -28,7 +28,7 @@ BODY = """g (float[B,3,S,8] x, float[B,S,4] c, float[B,S,4] d) => (float[B,3,S,8
 def made(opset: int, version: int, body: str = BODY, *, operator: bool = True):
     head = f'<ir_version: {version}, opset_import: ["": {opset}]>\n'
     target = find("cpu")
-    target = target if operator else target.without("rotary-operator")
+    target = target if operator else target.without("fuse-rotary-embedding")
     return onnxtrain.vjp(parser.parse_model(head + body), wrt=["x"], target=target)
 
 

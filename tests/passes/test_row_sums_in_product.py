@@ -14,7 +14,7 @@ from onnx import parser
 from onnxtrain import thresholds
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.attention.row_sums_in_product import row_sums_in_product
+from onnxtrain.optimize.attention_fusion import fold_row_subtraction
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 INPUTS = "float[2,3,5,4] a, float[2,3,24,4] v, float[2,3,5,1] r"
@@ -24,7 +24,7 @@ DIFFERENCE = "p = MatMul(a, b) d = Sub(p, r) y = Neg(d)"
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "FLAT_ELEMENTS", 8)
+    monkeypatch.setattr(thresholds, "COALESCED_BROADCAST_ELEMENTS", 8)
 
 
 def rewritten(
@@ -33,7 +33,7 @@ def rewritten(
     before = parser.parse_model(f"{HEAD} g ({inputs}) => ({outputs}) {{{body}}}")
     onnx.checker.check_model(before, full_check=True)
     model = ir.from_proto(onnx.shape_inference.infer_shapes(before, data_prop=True))
-    changed = row_sums_in_product(model, OpBuilder(model.graph, "t/", target="cuda"))
+    changed = fold_row_subtraction(model, OpBuilder(model.graph, "t/", target="cuda"))
     simplify(model)
     after = ir.to_proto(model)
     onnx.checker.check_model(after, full_check=True)

@@ -29,9 +29,13 @@ def training(precision: str) -> onnx.ModelProto:
     weights = (ir.tensor(a, name=n) for n, a in WEIGHTS.items())
     model.graph.initializer.extend(ir.serde.serialize_tensor(w) for w in weights)
     artifacts = onnxtrain.build(
-        model, loss="cross_entropy", optimizer=optim.SGD(lr=0.1), target="cuda",
-        precision=precision, check=False,
-    )  # fmt: skip
+        model,
+        loss="cross_entropy",
+        optimizer=optim.SGD(lr=0.1),
+        target="cuda",
+        precision=precision,
+        check=False,
+    )
     return artifacts.models["train"]
 
 

@@ -11,8 +11,8 @@ import pytest
 from onnx import parser
 
 import onnxtrain
-from onnxtrain.passes import pipeline
-from onnxtrain.passes.fewer_nodes.scale_in_rotation import scale_in_rotation
+from onnxtrain.optimize import pipeline
+from onnxtrain.optimize.rotary_embedding import fold_scale_into_rotary
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE = 2, 5, 4, 2, 8
 PACKED = {"x": HEADS + 2 * GROUPS}
@@ -56,7 +56,7 @@ def results(
 @pytest.mark.parametrize("settings", ["", ", scale = 0.3"], ids=["by size", "given"])
 def test_only_tables_are_multiplied(heads, settings, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds, have = results(heads, list(heads), settings)
-    rest = tuple(p for p in pipeline.FINAL if p.rewrite is not scale_in_rotation)
+    rest = tuple(p for p in pipeline.FINAL if p.rewrite is not fold_scale_into_rotary)
     monkeypatch.setattr(pipeline, "FINAL", rest)
     before, want = results(heads, list(heads), settings)
     for a, b in zip(have, want, strict=True):

@@ -16,11 +16,10 @@ from onnx import parser
 import onnxtrain
 from onnxtrain import thresholds as T
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.lowering.placement import nodes_off_gpu
-from onnxtrain.passes.gpu.scatter_by_elements import scatter_by_elements
-from onnxtrain.passes.gpu.tables_by_product import tables_by_product
+from onnxtrain.optimize.scatter import scatter_add_as_matmul, scatter_nd_per_element
 
 Rewrite = Callable[[ir.Model, OpBuilder], int]
 RNG = np.random.default_rng(0)
@@ -36,7 +35,7 @@ def graph(data: str, indices: str, updates: str, kind: str = "add", start: str =
     }}"""
 
 
-def rewritten(text: str, rewrite: Rewrite = scatter_by_elements) -> tuple[onnx.ModelProto, int]:
+def rewritten(text: str, rewrite: Rewrite = scatter_nd_per_element) -> tuple[onnx.ModelProto, int]:
     model = ir.from_proto(parser.parse_model(text))
     infer_shapes(model.graph, 21)
     count = rewrite(model, OpBuilder(model.graph, "new/", target="cuda"))
@@ -49,7 +48,7 @@ def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> np.ndarray:
     return np.asarray(session.run(None, feeds)[0])
 
 
-def compare(text: str, i: np.ndarray, rewrite: Rewrite = scatter_by_elements) -> onnx.ModelProto:
+def compare(text: str, i: np.ndarray, rewrite: Rewrite = scatter_nd_per_element) -> onnx.ModelProto:
     made, count = rewritten(text, rewrite)
     assert count == 1
     plain = parser.parse_model(text)
@@ -88,7 +87,7 @@ def test_zeros_are_made_flat() -> None:
 def test_small_tables_are_products() -> None:
     text = graph("5, 2, 3", "2, 4, 1", "2, 4, 2, 3", start="z = ConstantOfShape(shape)")
     i = np.array([[[0], [4], [4], [-1]], [[-5], [0], [2], [2]]])
-    made = compare(text, i, tables_by_product)
+    made = compare(text, i, scatter_add_as_matmul)
     assert "ScatterND" not in {n.op_type for n in made.graph.node}
 
 
@@ -104,16 +103,16 @@ def test_small_tables_are_products() -> None:
     ids=["not zeros", "not a sum", "two coordinates", "few indices", "a large table"],
 )
 def test_other_tables_are_no_products(text: str) -> None:
-    assert rewritten(text, tables_by_product)[1] == 0
+    assert rewritten(text, scatter_add_as_matmul)[1] == 0
 
 
 def test_many_elements_share_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(T, "SCATTERED_PIECES", 25)
+    monkeypatch.setattr(T, "SCATTER_INDEX_ELEMENTS", 25)
     made = compare(graph("9, 32", "6, 1", "6, 32"), np.array([[0], [0], [1], [-9], [8], [-1]]))
     joined = next(n for n in made.graph.node if n.op_type == "Add")
     offsets = next(t for t in made.graph.initializer if t.name == joined.input[1])
     assert list(offsets.dims) == [4]
-    monkeypatch.setattr(T, "SCATTERED_PIECES", 11)
+    monkeypatch.setattr(T, "SCATTER_INDEX_ELEMENTS", 11)
     assert rewritten(graph("9, 32", "6, 1", "6, 32"))[1] == 0
 
 

@@ -14,7 +14,7 @@ import onnxtrain
 from onnxtrain import thresholds as T
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.slope_of_scores import slope_of_scores
+from onnxtrain.optimize.cross_entropy import narrow_cross_entropy_grad
 
 CLASSES = max(T.SCALED_COLUMNS, 4 * T.SCALED_COLUMNS_PER_RESULT)
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
@@ -40,7 +40,7 @@ def net(
 def rewritten(text: str) -> tuple[onnx.ModelProto, onnx.ModelProto, int]:
     model = onnx.shape_inference.infer_shapes(parser.parse_model(HEAD + text))
     made = ir.from_proto(model)
-    count = slope_of_scores(made, OpBuilder(made.graph, "t/", target="cuda"))
+    count = narrow_cross_entropy_grad(made, OpBuilder(made.graph, "t/", target="cuda"))
     return model, ir.to_proto(simplify(made)), count
 
 
@@ -99,9 +99,13 @@ def test_builds_for_cuda_mark_labels_in_16_bits(precision: str, kind: int) -> No
         y = MatMul(h, w)
     }}"""
     artifacts = onnxtrain.build(
-        parser.parse_model(HEAD + text), loss="cross_entropy", optimizer="adamw",
-        target="cuda", precision=precision, dims={"N": 8},
-    )  # fmt: skip
+        parser.parse_model(HEAD + text),
+        loss="cross_entropy",
+        optimizer="adamw",
+        target="cuda",
+        precision=precision,
+        dims={"N": 8},
+    )
     graph = onnx.shape_inference.infer_shapes(artifacts.models["gradients"]).graph
     types = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
     (scatter,) = (n for n in graph.node if n.op_type == "ScatterElements")

@@ -14,10 +14,10 @@ from onnx import parser
 
 import onnxtrain
 from onnxtrain import thresholds
-from onnxtrain.autodiff import gradient_model
+from onnxtrain.autodiff import gradients
 from onnxtrain.autodiff.rules import activations
-from onnxtrain.graph.modes import slope_marks
-from onnxtrain.passes import pipeline
+from onnxtrain.modes import mixed_precision
+from onnxtrain.optimize import pipeline
 from onnxtrain.targets import TARGETS
 from tests.emulated_bfloat16 import emulated
 
@@ -33,14 +33,14 @@ def every_bfloat16() -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 1)
+    monkeypatch.setattr(thresholds, "MEMORY_BOUND_ELEMENTS", 1)
 
 
 @pytest.fixture
 def nobody_differentiates_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gradients be finished as those of artifacts are."""
     final = functools.partial(pipeline.rewrite_final, last=True)
-    monkeypatch.setattr(gradient_model, "rewrite_final", final)
+    monkeypatch.setattr(gradients, "rewrite_final", final)
 
 
 def gradient(kind: str, size: int, half: int = onnx.TensorProto.BFLOAT16) -> onnx.ModelProto:
@@ -104,16 +104,16 @@ def test_small_tensors_and_other_types_have_no_table(monkeypatch: pytest.MonkeyP
     assert "Gather" in kinds_of(gradient("tanh", 8))
     for half in (onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT):
         assert "Gather" not in kinds_of(gradient("tanh", 8, half))
-    monkeypatch.setattr(thresholds, "WIDE_PASS_ELEMENTS", 9)
+    monkeypatch.setattr(thresholds, "MEMORY_BOUND_ELEMENTS", 9)
     assert "Gather" not in kinds_of(gradient("tanh", 8))
 
 
 @pytest.mark.usefixtures("nobody_differentiates_again")
 def test_a_mark_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gelu that a slope is one of must be there, and of the same kind."""
-    monkeypatch.setattr(activations, "GELU_TANH", slope_marks.GELU_TWICE)
+    monkeypatch.setattr(activations, "GELU_TANH_DERIVATIVE", mixed_precision.TWICE_GELU_DERIVATIVE)
     assert "Gather" not in kinds_of(gradient("tanh", 8))
 
 
 def test_only_targets_that_prefer_it_get_it() -> None:
-    assert [t for t, v in TARGETS.items() if v.prefers("slopes-by-table")] == ["cuda"]
+    assert [t for t, v in TARGETS.items() if v.prefers("gelu-grad-lookup-table")] == ["cuda"]

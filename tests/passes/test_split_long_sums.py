@@ -12,8 +12,8 @@ from onnxtrain import losses
 from onnxtrain.artifacts import build
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
-from onnxtrain.graph.prepare import prepare
-from onnxtrain.passes.split_long_sums import split_long_sums
+from onnxtrain.importer import prepare
+from onnxtrain.optimize.reductions import split_long_sums
 from onnxtrain.training import Trainer
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'

@@ -12,7 +12,7 @@ import pytest
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.split_reductions import split_reductions
+from onnxtrain.optimize.reductions import split_noncontiguous_reductions
 from onnxtrain.runtime import session as runtime
 
 
@@ -45,7 +45,7 @@ def result(model: ir.Model, side: int) -> np.ndarray:
 def test_the_same_in_two_steps(kind: str, side: int, first: str, batch: str, keepdims: int) -> None:
     model = reduced(kind, batch, side, keepdims)
     wanted = result(model, side)
-    assert split_reductions(model, OpBuilder(model.graph, "t/", target="cuda")) == 1
+    assert split_noncontiguous_reductions(model, OpBuilder(model.graph, "t/", target="cuda")) == 1
     simplify(model)
     kinds = collections.Counter(n.op_type for n in model.graph)
     assert kinds[first] == (2 if first == kind else 1)
@@ -60,7 +60,7 @@ def test_equal_vectors_are_stored_once() -> None:
     <int64[3] axes = {0, 2, 3}>
     { y = ReduceMean <keepdims = 0> (x, axes) w = ReduceMean <keepdims = 0> (z, axes) }"""
     model = ir.from_proto(onnx.parser.parse_model(text))
-    assert split_reductions(model, OpBuilder(model.graph, "t/", target="cuda")) == 2
+    assert split_noncontiguous_reductions(model, OpBuilder(model.graph, "t/", target="cuda")) == 2
     products = [n for n in model.graph if n.op_type == "MatMul"]
     assert len(products) == 2
     assert products[0].inputs[1] is products[1].inputs[1]

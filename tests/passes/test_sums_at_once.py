@@ -15,8 +15,8 @@ from torch import nn
 import onnxtrain
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu import sums_at_once as module
-from onnxtrain.passes.gpu.sums_at_once import sums_at_once
+from onnxtrain.optimize import reductions as module
+from onnxtrain.optimize.reductions import fuse_add_chain
 from onnxtrain.runtime import session as runtime
 from onnxtrain.torch import from_torch
 
@@ -33,7 +33,7 @@ def chain(lines: str, outputs: str = "float[2,3] y", kind: str = "float", count:
 def rewritten(text: str) -> tuple[int, onnx.ModelProto, onnx.ModelProto]:
     model = onnx.shape_inference.infer_shapes(parser.parse_model(HEAD + text))
     made = ir.from_proto(model)
-    count = sums_at_once(made, OpBuilder(made.graph, "t/", target="cuda"))
+    count = fuse_add_chain(made, OpBuilder(made.graph, "t/", target="cuda"))
     return count, model, ir.to_proto(simplify(made))
 
 
@@ -98,7 +98,7 @@ def test_no_sum_has_more_terms_than_a_kernel() -> None:
 def test_what_lies_far_apart_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     text = chain("p = Add(a, b) q = Exp(c) r = Exp(q) y = Add(p, r)")
     assert kinds(rewritten(text)[2]) == {"Sum": 1, "Exp": 2}
-    monkeypatch.setattr(module, "_SPAN", 2)
+    monkeypatch.setattr(module, "_MAX_DISTANCE", 2)
     assert kinds(rewritten(text)[2]) == {"Add": 2, "Exp": 2}
 
 

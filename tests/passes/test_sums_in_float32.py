@@ -14,7 +14,7 @@ import onnxtrain
 from onnxtrain import thresholds as T
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.sums_in_float32 import sums_in_float32
+from onnxtrain.optimize.reductions import accumulate_in_float32
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 HALF = "bfloat16"
@@ -23,7 +23,7 @@ HALF = "bfloat16"
 def rewritten(text: str) -> tuple[onnx.ModelProto, int]:
     model = onnx.shape_inference.infer_shapes(parser.parse_model(HEAD + text))
     made = ir.from_proto(model)
-    count = sums_in_float32(made, OpBuilder(made.graph, "t/", target="cuda"))
+    count = accumulate_in_float32(made, OpBuilder(made.graph, "t/", target="cuda"))
     return ir.to_proto(simplify(made)), count
 
 
@@ -53,10 +53,10 @@ def net(rows: int, first: str = "Neg(x)", axes: str = "0, 1") -> str:
 @pytest.mark.parametrize(
     ("text", "types"),
     [
-        (net(T.HALF_SUM_ROWS), [onnx.TensorProto.FLOAT]),
+        (net(T.FLOAT32_ACCUMULATION_ROWS), [onnx.TensorProto.FLOAT]),
         (net(4), [onnx.TensorProto.BFLOAT16]),
         (net(4, "Cast<to=16>(x)"), [onnx.TensorProto.FLOAT]),
-        (net(T.HALF_SUM_ROWS, axes="2"), [onnx.TensorProto.BFLOAT16]),
+        (net(T.FLOAT32_ACCUMULATION_ROWS, axes="2"), [onnx.TensorProto.BFLOAT16]),
     ],
 )
 def test_many_rows_or_rounded_ones_are_summed_in_float32(text: str, types: list[int]) -> None:
@@ -91,9 +91,13 @@ def test_the_gradient_of_a_wide_bias_is_a_float32_sum() -> None:
     text = text.replace("w = {0}", "w = {" + ",".join(["0.5"] * 24) + "}")
     text = text.replace("b = {0}", "b = {" + ",".join(["0.1"] * 6) + "}")
     made = onnxtrain.build(
-        parser.parse_model(HEAD + text), loss="cross_entropy", optimizer="adamw",
-        target="cuda", precision="bf16-mixed", dims={"N": 512},
-    )  # fmt: skip
+        parser.parse_model(HEAD + text),
+        loss="cross_entropy",
+        optimizer="adamw",
+        target="cuda",
+        precision="bf16-mixed",
+        dims={"N": 512},
+    )
     graph = onnx.shape_inference.infer_shapes(made.models["gradients"]).graph
     types = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
     sums = [n for n in graph.node if n.op_type == "ReduceSum" and n.input[0] in types]

@@ -14,7 +14,7 @@ from onnx import parser
 import onnxtrain
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.swish_slope import swish_slope
+from onnxtrain.optimize.gelu_swish import fuse_swish_grad
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 
@@ -70,7 +70,7 @@ def test_a_slope_of_what_is_computed_again() -> None:
         }"""
     )
     work = ir.from_proto(onnx.shape_inference.infer_shapes(model))
-    assert swish_slope(work, OpBuilder(work.graph, "grad/")) == 1
+    assert fuse_swish_grad(work, OpBuilder(work.graph, "grad/")) == 1
     simplify(work)
     assert [n.op_type for n in work.graph].count("Mul") == 3
     x = np.array([-90, -3, -0.5, 0, 0.7, 4, 90], np.float32)

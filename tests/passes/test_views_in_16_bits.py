@@ -13,7 +13,7 @@ from onnx import parser
 
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.passes.gpu.views_in_16_bits import views_in_16_bits
+from onnxtrain.optimize.layout import remove_casts_around_views
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 NUMBERS = "<int64[3] sizes = {4,2,3}, int64 one = {1}>"
@@ -25,7 +25,7 @@ def rewritten(body: str, outputs: str = "float[2,4] y") -> tuple[int, list[str]]
     before = parser.parse_model(text)
     onnx.checker.check_model(before, full_check=True)
     model = ir.from_proto(onnx.shape_inference.infer_shapes(before, data_prop=True))
-    changed = views_in_16_bits(model, OpBuilder(model.graph, "t/", target="cuda"))
+    changed = remove_casts_around_views(model, OpBuilder(model.graph, "t/", target="cuda"))
     simplify(model)
     after = ir.to_proto(model)
     onnx.checker.check_model(after, full_check=True)

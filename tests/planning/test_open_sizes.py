@@ -7,8 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.planning.numbers import open_sizes
-from onnxtrain.planning.step_memory import ExecutedGraph
+from onnxtrain.planning.step_memory import ExecutedGraph, computed_sizes
 from tests.small_nets import HEAD
 
 DRAWN = """g (float[N,24] x, float[1,1024] table) => (bool[M] y)
@@ -48,14 +47,23 @@ def shaped(text: str, shapes: dict[str, list[int | str]]) -> onnx.ModelProto:
 @pytest.mark.parametrize("rows", [1, 100, 5000])
 def test_a_range_and_a_slice_are_as_long_as_sizes_say(rows: int) -> None:
     shapes = {
-        "count": [], "row": [1], "filled": [1], "groups": [1], "limit": [], "places": ["R"],
-        "floats": ["R"], "column": ["R", 1], "wide": ["R", 1024], "bits": ["R", 1024],
-        "all": ["A"], "y": ["M"],
-    }  # fmt: skip
+        "count": [],
+        "row": [1],
+        "filled": [1],
+        "groups": [1],
+        "limit": [],
+        "places": ["R"],
+        "floats": ["R"],
+        "column": ["R", 1],
+        "wide": ["R", 1024],
+        "bits": ["R", 1024],
+        "all": ["A"],
+        "y": ["M"],
+    }
     model = ir.from_proto(shaped(DRAWN, shapes))  # type: ignore[arg-type]
     nodes = list(model.graph)
     known = {y.name or "": y for n in nodes for y in n.outputs}
-    sizes = open_sizes(nodes, known, {"N": rows})
+    sizes = computed_sizes(nodes, known, {"N": rows})
     groups = -(-24 * rows // 1024)
     assert sizes["R"] == groups
     memory = ExecutedGraph(ir.to_proto(model), ir.to_proto(model), ["y"]).memory({"N": rows})

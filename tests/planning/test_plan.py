@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import onnxtrain
-from onnxtrain.commands.main import app
+from onnxtrain.cli.main import app
 from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.planning.amounts import read_memory, read_tokens
+from onnxtrain.planning.memory_plan import read_memory, read_tokens
 from tests.losses.small import weight
 
 MB = 2**20

@@ -11,10 +11,10 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.runtime import denormals
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.runtime import session as denormals
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.denormals import FlushDenormals
+from onnxtrain.runtime.session import FlushDenormals
 
 TINY = np.full(64, 1e-40, np.float32)
 
@@ -23,7 +23,7 @@ def _doubling() -> bytes:
     x = ir.val("x", ir.DataType.FLOAT, ["n"])
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 21}, name="g")
     graph.outputs.append(OpBuilder(graph).Mul(x, 2.0))
-    return finish(ir.Model(graph, ir_version=10)).SerializeToString()
+    return finalize(ir.Model(graph, ir_version=10)).SerializeToString()
 
 
 def test_every_session_flushes_and_the_caller_does_not() -> None:
@@ -69,7 +69,7 @@ def test_flags_are_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (known, None):
         monkeypatch.setattr(denormals, "_fast", start)
         denormals._LIBRARY.feclearexcept(_INVALID)
-        with denormals.learning_mode():
+        with denormals.learn_denormal_mode():
             _set_a_flag()
         assert denormals._fast is start
 
@@ -79,7 +79,7 @@ def test_a_mode_that_is_not_known_is_learnt_once(monkeypatch: pytest.MonkeyPatch
     if known is None:
         pytest.skip("the place of the mode is not known on this platform")
     monkeypatch.setattr(denormals, "_fast", None)
-    with denormals.learning_mode():  # as the first session does
+    with denormals.learn_denormal_mode():  # as the first session does
         denormals._LIBRARY.fesetenv(known)
     learnt = denormals._fast
     assert learnt is not None
@@ -87,7 +87,7 @@ def test_a_mode_that_is_not_known_is_learnt_once(monkeypatch: pytest.MonkeyPatch
     with FlushDenormals():
         inside = TINY * np.float32(2)
     assert not inside.any()
-    with denormals.learning_mode():
+    with denormals.learn_denormal_mode():
         _set_a_flag()
         denormals._LIBRARY.fesetenv(known)
     assert denormals._fast is learnt
@@ -101,7 +101,7 @@ def test_no_process_is_started_at_import() -> None:
         "EVENTS = {'subprocess.Popen', 'os.system', 'os.exec', 'os.fork', 'os.posix_spawn'}",
         "starts = []",
         watch,
-        "import onnxtrain, onnxtrain.runtime.denormals as d",
+        "import onnxtrain, onnxtrain.runtime.session as d",
         "assert not starts, starts",
         "assert sys.platform != 'linux' or d._LIBRARY is not None",
     ]

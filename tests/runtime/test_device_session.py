@@ -7,11 +7,11 @@ import pytest
 
 from onnxtrain import optim
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
-from onnxtrain.runtime import bound_session
-from onnxtrain.runtime.cuda_graph import can_capture, obstacle
-from onnxtrain.runtime.memory import DeviceMemory
-from onnxtrain.runtime.placement import placement
-from onnxtrain.training import Trainer, layouts
+from onnxtrain.runtime import binding
+from onnxtrain.runtime.binding import can_capture, capture_obstacle
+from onnxtrain.runtime.ort_values import DeviceMemory
+from onnxtrain.runtime.session import placement
+from onnxtrain.training import Trainer, engine
 from tests.artifacts.models import data
 from tests.training.made import made
 
@@ -22,7 +22,7 @@ def test_bindings_of_a_device_give_the_same_steps(
 ) -> None:
     plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
 
-    monkeypatch.setattr(bound_session, "memory_of", DeviceMemory)
+    monkeypatch.setattr(binding, "memory_for", DeviceMemory)
     device = Trainer(made(optimizer=optim.AdamW(lr=0.01)), layout=layout)
     for seed, size in enumerate((8, 8, 5, 8)):
         batch = data(size, seed=seed)
@@ -38,11 +38,11 @@ def test_bindings_of_a_device_give_the_same_steps(
 
 def test_free_sizes_and_bodies_stand_against_a_recording() -> None:
     free, fixed = (
-        (layouts.model_of(a.source("step")), a.manifest.model("step"))
+        (engine.load_graph(a.source("step")), a.manifest.model("step"))
         for a in (made(), made(dims={"batch": 8}))
     )
     assert fixed[1] is not None
-    assert obstacle(fixed[0], fixed[1]) is None
+    assert capture_obstacle(fixed[0], fixed[1]) is None
     assert can_capture(*fixed, None, device="cuda")
     assert not can_capture(*free, None, device="cuda")
     assert not can_capture(*fixed, None, device="cpu")

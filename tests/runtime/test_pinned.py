@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from onnxtrain import optim, thresholds
-from onnxtrain.runtime import bound_session, pinned
-from onnxtrain.runtime.memory import DeviceMemory
+from onnxtrain.runtime import binding, ort_values
+from onnxtrain.runtime.ort_values import DeviceMemory
 from onnxtrain.training import Trainer
 from tests.artifacts.models import data
 from tests.training.made import made
@@ -47,8 +47,8 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     """Let small batches be large ones, on a machine with many cores."""
     given = Library()
-    monkeypatch.setattr(pinned, "cuda_library", lambda: given)
-    monkeypatch.setattr(pinned, "cores", lambda: 16)
+    monkeypatch.setattr(ort_values, "cuda_library", lambda: given)
+    monkeypatch.setattr(ort_values, "available_cores", lambda: 16)
     monkeypatch.setattr(thresholds, "STAGED_BATCH_BYTES", 64)
     return given
 
@@ -56,7 +56,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8, ml_dtypes.bfloat16])
 def test_a_batch_is_copied_whole_and_memory_given_back(library: Library, dtype: Any) -> None:
     array = np.arange(7 * 11, dtype=np.int64).reshape(7, 11).astype(dtype)
-    staging = pinned.staging_for(array)
+    staging = ort_values.staging_for(array)
     assert staging is not None
     assert len(library.blocks) == 1
     for batch in (array, array[::-1].copy()):
@@ -71,26 +71,26 @@ def test_a_batch_is_copied_whole_and_memory_given_back(library: Library, dtype: 
 
 def test_where_there_is_none(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.zeros(100, np.float32)
-    assert pinned.staging_for(array[:10]) is None, "too small"
+    assert ort_values.staging_for(array[:10]) is None, "too small"
     library.full = True
-    assert pinned.staging_for(array) is None
+    assert ort_values.staging_for(array) is None
     assert library.cleared == 1, "an error that is left would be another's"
     library.full = False
-    monkeypatch.setattr(pinned, "cores", lambda: 2)
-    assert pinned.staging_for(array) is None
-    monkeypatch.setattr(pinned, "cores", lambda: 16)
-    monkeypatch.setattr(pinned, "cuda_library", lambda: None)
-    assert pinned.staging_for(array) is None
+    monkeypatch.setattr(ort_values, "available_cores", lambda: 2)
+    assert ort_values.staging_for(array) is None
+    monkeypatch.setattr(ort_values, "available_cores", lambda: 16)
+    monkeypatch.setattr(ort_values, "cuda_library", lambda: None)
+    assert ort_values.staging_for(array) is None
 
 
 def test_the_library_is_the_one_that_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = []
-    monkeypatch.setattr(pinned.ctypes, "CDLL", lambda path: loaded.append(path) or Library())
+    monkeypatch.setattr(ort_values.ctypes, "CDLL", lambda path: loaded.append(path) or Library())
     maps = tmp_path / "maps"
-    monkeypatch.setattr(pinned, "_MAPS", maps)
-    find = pinned.cuda_library.__wrapped__
+    monkeypatch.setattr(ort_values, "_MAPS", maps)
+    find = ort_values.cuda_library.__wrapped__
     assert find() is None, "no such file on this system"
     maps.write_text("7f00-7f01 r--p 00000000 08:01 12 /lib/libc.so.6\n")
     assert find() is None
@@ -101,7 +101,7 @@ def test_the_library_is_the_one_that_is_loaded(
 
 def test_steps_are_the_same_by_way_of_it(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)))
-    monkeypatch.setattr(bound_session, "memory_of", DeviceMemory)
+    monkeypatch.setattr(binding, "memory_for", DeviceMemory)
     device = Trainer(made(optimizer=optim.AdamW(lr=0.01)))
     for seed, size in enumerate((8, 8, 5, 5, 8)):
         batch = data(size, seed=seed)

@@ -12,10 +12,10 @@ import torch
 from onnxtrain import optim
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.runtime import bound_session, cuda_graph
+from onnxtrain.runtime import binding as bound_session
+from onnxtrain.runtime import binding as cuda_graph
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.memory import DeviceMemory
-from onnxtrain.runtime.values import ort_value
+from onnxtrain.runtime.ort_values import DeviceMemory, ort_value
 from onnxtrain.training import Trainer
 from tests.artifacts.models import data
 from tests.training.made import made
@@ -78,16 +78,16 @@ def trainer_on_device(
 
     kind = bound_session.BoundSession
     monkeypatch.setattr(runtime, "create", create)
-    monkeypatch.setattr(bound_session, "memory_of", lambda _: DeviceMemory("cpu"))
+    monkeypatch.setattr(bound_session, "memory_for", lambda _: DeviceMemory("cpu"))
     for module in ("layouts", "vector_layout"):
         monkeypatch.setattr(f"onnxtrain.training.{module}.BoundSession", bound)
     # The update of the CPU has bindings of its own, over pieces that no device has.
     own = SimpleNamespace(create=plain, run_each=runtime.run_each)
-    monkeypatch.setattr("onnxtrain.training.vector_update.runtime", own)
+    monkeypatch.setattr("onnxtrain.training.engine.runtime", own)
     if not told:
         monkeypatch.setattr(runtime, "inputs_on_host", lambda _: frozenset())
     if layout == "separate":
-        monkeypatch.setattr("onnxtrain.training.trainer.vector_layout", lambda *_, **__: None)
+        monkeypatch.setattr("onnxtrain.training.engine.create_vector_engine", lambda *_, **__: None)
     return Trainer(artifacts, layout="fused" if layout == "fused" else "separate")
 
 
@@ -162,7 +162,7 @@ def test_a_first_run_that_cannot_be_recorded_runs_without(
 ) -> None:
     """Some kernels refuse while a graph is recorded, which only a run can tell."""
     plain = runtime.run_bound
-    monkeypatch.setattr(bound_session, "memory_of", lambda _: DeviceMemory("cpu"))
+    monkeypatch.setattr(bound_session, "memory_for", lambda _: DeviceMemory("cpu"))
     artifacts = made(dims={"batch": 8})
     spec = artifacts.manifest.model("step")
     assert spec is not None
@@ -208,7 +208,7 @@ def test_a_session_gives_memory_back_once_before_anything_is_recorded(
         seen.append(options.get_run_config_entry("gpu_graph_id"))
         plain(session, binding)
 
-    monkeypatch.setattr(bound_session, "memory_of", lambda _: DeviceMemory("cpu"))
+    monkeypatch.setattr(bound_session, "memory_for", lambda _: DeviceMemory("cpu"))
     monkeypatch.setattr(runtime, "run_bound", run)
     artifacts = made(dims={"batch": 8})
     spec = artifacts.manifest.model("step")

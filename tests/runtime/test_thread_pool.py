@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.runtime.thread_pool import Piece, SleepingPool
+from onnxtrain.runtime.thread_pool import SleepingPool, Task
 
 
 class Recorder:
@@ -27,7 +27,7 @@ class Recorder:
             raise RuntimeError(f"piece {number}\nmore")
 
 
-def pieces(session: Recorder, count: int) -> list[Piece]:
+def pieces(session: Recorder, count: int) -> list[Task]:
     return [(session, i, ()) for i in range(count)]
 
 

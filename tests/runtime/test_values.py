@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from onnxtrain.runtime import values as memory
-from onnxtrain.runtime.values import Values
+from onnxtrain.runtime import ort_values as memory
+from onnxtrain.runtime.ort_values import Values
 
 
 def arrays(start: float, *names: str) -> dict[str, np.ndarray]:
@@ -38,7 +38,7 @@ def test_memory_of_many_bytes_is_counted_in_words(
     counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels count elements in 32 bits: 9 GiB are too many bytes, but not too many words."""
-    monkeypatch.setattr(memory, "_COUNTED", counted)
+    monkeypatch.setattr(memory, "_MAX_ELEMENTS", counted)
     given = arrays(1.0, "a", "b", "c")
     values = Values(dict(given), "cpu", shared=False)
     assert values._memory.shape() == [sum(-(-a.nbytes // 64) * 8 for a in given.values())]

@@ -14,14 +14,13 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import KBinsDiscretizer, PolynomialFeatures, StandardScaler
 
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.errors import PrepareError
 from onnxtrain.optim import SGD
 from onnxtrain.runtime import session as runtime
 from onnxtrain.sklearn import OnnxClassifier, OnnxRegressor, convert
-from onnxtrain.sklearn.dense_nets import dense_net, dense_weights
-from onnxtrain.sklearn.epoch_graph import epoch_model
-from onnxtrain.sklearn.objective import classification_loss, objective, regression_loss
+from onnxtrain.sklearn.epochs import classification_loss, epoch_model, objective, regression_loss
+from onnxtrain.sklearn.nets import dense_net, dense_weights
 
 IRIS, KIND = load_iris(return_X_y=True)
 NAMES = np.array(["setosa", "versicolor", "virginica"])[KIND]

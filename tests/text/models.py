@@ -71,9 +71,14 @@ class Writer:
 
 
 def llama(
-    vocabulary: int = 96, *, layers: int = 2, heads: int = 2, int4: bool = True, seed: int = 0,
+    vocabulary: int = 96,
+    *,
+    layers: int = 2,
+    heads: int = 2,
+    int4: bool = True,
+    seed: int = 0,
     positions: int = 128,
-) -> onnx.ModelProto:  # fmt: skip
+) -> onnx.ModelProto:
     """Return a decoder with caches; keys and values have half as many heads as queries."""
     w = Writer(seed)
     width, kv = heads * HEAD, max(1, heads // 2)

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from onnxtrain.errors import LabelError, LoadError, PrepareError, ShapeError
-from onnxtrain.text.batches import TokenBatches, inputs_for, pack
-from onnxtrain.text.examples import (
-    IGNORED,
+from onnxtrain.text.data import (
+    IGNORE_INDEX,
     Example,
+    TokenBatches,
     check_vocabulary,
+    collate,
     from_arrays,
     make_examples,
+    pack,
+    preview,
+    read_records,
 )
-from onnxtrain.text.preview import preview
-from onnxtrain.text.records import read_records
 from onnxtrain.text.tokenizer import Tokenizer
 from tests.text.words import CHATML, write_lines, write_tokenizer
 
@@ -112,8 +114,9 @@ def test_other_files(tmp_path: Path) -> None:
 
 
 def test_records_of_python() -> None:
-    read = read_records([{"conversations": [{"from": "human", "value": "a"},
-                                            {"from": "gpt", "value": "b"}]}])  # fmt: skip
+    read = read_records(
+        [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]
+    )
     assert read.form == "messages"
     assert [m["role"] for m in read.records[0].fields["messages"]] == ["user", "assistant"]
     assert read_records(["a text", "another"]).form == "text"
@@ -123,7 +126,7 @@ def test_records_of_python() -> None:
 
 
 def learned(example: Example, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(example.labels[example.labels != IGNORED].tolist(), special=True)
+    return tokenizer.decode(example.labels[example.labels != IGNORE_INDEX].tolist(), special=True)
 
 
 def test_only_the_assistant_is_learned(tokenizer: Tokenizer) -> None:
@@ -204,7 +207,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_arrays_of_ids_and_bad_labels() -> None:
-    made = from_arrays([[1, 2, 3], [4, 5]], [[IGNORED, 2, 3], [4, 9]])
+    made = from_arrays([[1, 2, 3], [4, 5]], [[IGNORE_INDEX, 2, 3], [4, 9]])
     assert made.learned == 3
     with pytest.raises(LabelError, match="label 9 in row 1 is out of range"):
         check_vocabulary(made, 9)
@@ -239,16 +242,16 @@ def example(*ids: int) -> Example:
 
 def test_rows_are_padded_with_what_the_model_takes() -> None:
     names = ["input_ids", "attention_mask", "position_ids", "token_type_ids", "labels"]
-    batch = inputs_for([example(5, 6, 7), example(8, 9)], names, pad=3)
+    batch = collate([example(5, 6, 7), example(8, 9)], names, pad=3)
     assert list(batch) == names
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 3]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
-    assert batch["labels"].tolist() == [[5, 6, 7], [8, 9, IGNORED]]
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, 9, IGNORE_INDEX]]
     assert not batch["token_type_ids"].any()
-    assert inputs_for([example(5, 6)], ["input_ids"], multiple=8)["input_ids"].shape == (1, 8)
+    assert collate([example(5, 6)], ["input_ids"], multiple=8)["input_ids"].shape == (1, 8)
     with pytest.raises(ShapeError, match="the model takes pixel_values"):
-        inputs_for([example(1, 2)], ["input_ids", "pixel_values"])
+        collate([example(1, 2)], ["input_ids", "pixel_values"])
 
 
 def test_packing_keeps_all_tokens_and_starts_anew() -> None:
@@ -264,7 +267,7 @@ def test_packing_keeps_all_tokens_and_starts_anew() -> None:
     for row in rows:
         assert row.positions is not None
         starts = row.positions == 0
-        assert (row.labels[starts] == IGNORED).all()
+        assert (row.labels[starts] == IGNORE_INDEX).all()
         assert (row.labels[~starts] == row.ids[~starts]).all()
 
 

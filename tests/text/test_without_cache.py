@@ -12,7 +12,7 @@ import onnxtrain
 from onnxtrain.errors import PrepareError
 from onnxtrain.losses import CausalLM
 from onnxtrain.text import without_cache
-from onnxtrain.text.names import past_of
+from onnxtrain.text.model_folder import past_of
 from tests.text.models import FLOAT, HEAD, INT64, Writer, llama
 
 BATCH, LENGTH = 2, 6

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from onnxtrain.artifacts import build
-from onnxtrain.artifacts.pretrained_weights import ALIASES
+from onnxtrain.artifacts.trainable import ALIASES
 from onnxtrain.errors import CheckpointError, PrepareError
 from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer

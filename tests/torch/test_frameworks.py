@@ -92,10 +92,15 @@ def test_lightning(tmp_path: Path) -> None:
     def train(net: nn.Module, folder: str) -> Any:
         module = Classifier(net)
         trainer = lightning.Trainer(
-            max_epochs=2, accelerator="cpu", logger=False, default_root_dir=tmp_path / folder,
-            enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0,
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            default_root_dir=tmp_path / folder,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=1.0,
             accumulate_grad_batches=2,
-        )  # fmt: skip
+        )
         trainer.fit(module, data(), data())
         return module, trainer
 

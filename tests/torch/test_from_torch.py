@@ -9,7 +9,7 @@ from torch import nn
 
 import onnxtrain
 from onnxtrain.torch import from_torch, last_report
-from onnxtrain.torch.torch_exporters import ExportError
+from onnxtrain.torch.exporters import ExportError
 
 
 class BatchNormNet(nn.Module):

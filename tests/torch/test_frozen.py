@@ -13,7 +13,7 @@ from torch import nn
 import onnxtrain
 from onnxtrain.errors import PrepareError
 from onnxtrain.torch import from_torch
-from onnxtrain.torch.rename import rename_initializers
+from onnxtrain.torch.export import rename_initializers
 
 HEAD = ["3.bias", "3.weight"]
 

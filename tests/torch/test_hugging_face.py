@@ -41,10 +41,16 @@ def bert() -> nn.Module:
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=8, num_labels=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return BertForSequenceClassification(config)
 
 
@@ -58,10 +64,20 @@ def train(net: nn.Module, folder: Path) -> list[float]:
         for ids in torch.randint(1, 40, (24, 6), generator=draw)
     ]
     arguments = TrainingArguments(
-        output_dir=str(folder), num_train_epochs=2, per_device_train_batch_size=4, seed=3,
-        learning_rate=5e-3, warmup_steps=2, max_grad_norm=1.0, gradient_accumulation_steps=2,
-        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
+        output_dir=str(folder),
+        num_train_epochs=2,
+        per_device_train_batch_size=4,
+        seed=3,
+        learning_rate=5e-3,
+        warmup_steps=2,
+        max_grad_norm=1.0,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
     trainer: Any = Trainer(Classifier(net), arguments, train_dataset=rows)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -16,7 +16,7 @@ from torch import nn
 import onnxtrain
 from onnxtrain.errors import SaveError
 from onnxtrain.torch import from_torch
-from onnxtrain.torch.torch_exporters import ExportError
+from onnxtrain.torch.exporters import ExportError
 
 
 def two_layers() -> nn.Module:

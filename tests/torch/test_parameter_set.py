@@ -13,7 +13,7 @@ from onnxtrain.errors import PrepareError
 torch = pytest.importorskip("torch")
 
 from onnxtrain.torch import from_torch  # noqa: E402
-from onnxtrain.torch.rename import rename_initializers  # noqa: E402
+from onnxtrain.torch.export import rename_initializers  # noqa: E402
 
 
 class Odd(torch.nn.Module):

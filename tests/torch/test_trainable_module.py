@@ -336,7 +336,7 @@ def test_autocast_and_grad_scaler(mlp) -> None:
 
 def test_memory_is_shared(mlp) -> None:
     """What the sessions read and write is torch's own memory."""
-    from onnxtrain.torch.dlpack import to_runtime, to_torch
+    from onnxtrain.torch.module import to_runtime, to_torch
 
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16):
         t = torch.ones(3, 2).to(dtype)

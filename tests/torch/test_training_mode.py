@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain.torch import TrainableModule, from_torch
-from onnxtrain.torch import torch_exporters as exporters
-from onnxtrain.torch.torch_exporters import ExportError
+from onnxtrain.torch import TrainableModule, exporters, from_torch
+from onnxtrain.torch.exporters import ExportError
 
 _dynamo = exporters.dynamo
 

@@ -16,7 +16,7 @@ from onnxtrain.artifacts import build
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.torch import from_torch, last_report
-from onnxtrain.torch.stop_gradient import flat
+from onnxtrain.torch.repairs import flatten_tensors
 from onnxtrain.training import Trainer
 from tests.zoo.models import ZOO, ZooModel
 
@@ -48,7 +48,7 @@ def graph_loss(op, *outputs):
 
 def torch_loss(outputs) -> torch.Tensor:
     """Return the same in torch."""
-    return sum(y.square().mean() for y in flat(outputs) if y.is_floating_point())
+    return sum(y.square().mean() for y in flatten_tensors(outputs) if y.is_floating_point())
 
 
 def run(entry: ZooModel, mode: str) -> Outcome:

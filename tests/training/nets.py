@@ -12,7 +12,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from onnxtrain.torch.torch_exporters import quiet
+from onnxtrain.torch.exporters import suppress_output
 
 
 class Cnn(nn.Module):
@@ -120,7 +120,7 @@ def exported(name: str, training: bool = False) -> onnx.ModelProto:
     net = module(name).train(training)
     (x, _), mode = batches(name, 1)[0], torch.onnx.TrainingMode
     buffer = io.BytesIO()
-    with quiet():
+    with suppress_output():
         torch.onnx.export(
             net,
             (torch.from_numpy(x),),

@@ -18,12 +18,24 @@ from .made import made, same
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("lr", "abc"), ("lr", math.nan), ("lr", math.inf), ("lr", -0.1), ("lr", None),
-        ("lr", True), ("lr", 1e39), ("step", math.nan), ("step", -5), ("step", 1.5),
-        ("step", 1 << 31), ("seed", None), ("seed", -5), ("seed", 1 << 40),
-        ("properties", 5), ("properties", {"a": [1]}),
+        ("lr", "abc"),
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("lr", -0.1),
+        ("lr", None),
+        ("lr", True),
+        ("lr", 1e39),
+        ("step", math.nan),
+        ("step", -5),
+        ("step", 1.5),
+        ("step", 1 << 31),
+        ("seed", None),
+        ("seed", -5),
+        ("seed", 1 << 40),
+        ("properties", 5),
+        ("properties", {"a": [1]}),
     ],
-)  # fmt: skip
+)
 def test_metadata_that_cannot_be(tmp_path: Path, name: str, value: object) -> None:
     trainer = Trainer(made())
     trainer.step(*data(8))

@@ -19,7 +19,7 @@ from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, Shape
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer
 from onnxtrain.training.data import as_source, shuffled
-from onnxtrain.training.reports.tensorboard import crc32c
+from onnxtrain.training.metrics import crc32c
 from tests.artifacts.models import classifier, data, finished, graph, weight
 
 LOSS = [losses.LossTerm("cross_entropy", output="scores")]
@@ -59,9 +59,14 @@ def test_every_form_of_data_gives_the_same_run(artifacts: Artifacts) -> None:
     loader = torch.utils.data.DataLoader(tensors, batch_size=8)
     runs = []
     for given in (
-        (x, labels), {"x": x, "labels": labels}, batches, named, loader,
-        lambda epoch: iter(batches), (torch.from_numpy(x), torch.from_numpy(labels)),
-    ):  # fmt: skip
+        (x, labels),
+        {"x": x, "labels": labels},
+        batches,
+        named,
+        loader,
+        lambda epoch: iter(batches),
+        (torch.from_numpy(x), torch.from_numpy(labels)),
+    ):
         history = quiet(Trainer(artifacts), given, 2, batch_size=8, shuffle=False)
         assert len(history.steps) == 10
         runs.append(history.losses)
@@ -225,21 +230,38 @@ def test_callbacks(artifacts: Artifacts) -> None:
 
 def test_records(artifacts: Artifacts, tmp_path: Path) -> None:
     history = quiet(
-        Trainer(artifacts), data(20), 2, batch_size=8, validation=data(9, seed=1),
-        directory=tmp_path / "run", tensorboard=True,
-    )  # fmt: skip
+        Trainer(artifacts),
+        data(20),
+        2,
+        batch_size=8,
+        validation=data(9, seed=1),
+        directory=tmp_path / "run",
+        tensorboard=True,
+    )
     folder = tmp_path / "run"
     assert {p.name for p in folder.iterdir()} == {
-        "metrics.csv", "metrics.jsonl", "loss.png", "events", "checkpoints", ".lock",
-    }  # fmt: skip
+        "metrics.csv",
+        "metrics.jsonl",
+        "loss.png",
+        "events",
+        "checkpoints",
+        ".lock",
+    }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [r for r in rows if r["kind"] == "step"] == history.steps
     assert [r for r in rows if r["kind"] == "epoch"] == history.epochs
     with open(folder / "metrics.csv", newline="") as file:
         table = list(csv.DictReader(file))
     assert list(table[0]) == [
-        "kind", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_accuracy",
-    ]  # fmt: skip
+        "kind",
+        "epoch",
+        "step",
+        "lr",
+        "loss",
+        "accuracy",
+        "val_loss",
+        "val_accuracy",
+    ]
     assert [float(r["loss"]) for r in table if r["kind"] == "step"] == history.losses
     assert [r["val_loss"] for r in table if r["kind"] == "step"] == [""] * 6
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -65,7 +65,7 @@ def test_full_when_the_run_ends(tmp_path: Path) -> None:
     class Fill(Callback):
         def on_start(self, run: Run) -> None:
             assert run.records is not None
-            run.keeper = None
+            run.rotation = None
             run.records._table.close()
             run.records._table = open("/dev/full", "a")  # noqa: SIM115
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onnxtrain.training.reports.metrics_files import Records
+from onnxtrain.training.metrics import MetricsWriter
 
 COLUMNS = ["kind", "epoch", "step", "loss"]
 
@@ -20,11 +20,11 @@ def row(kind: str, epoch: int, step: int) -> dict[str, Any]:
 def test_an_epoch_that_ends_again_has_one_row(tmp_path: Path, epochs: int, kept: int) -> None:
     # The last step of an epoch has a checkpoint of its own, before the one at the epoch's end.
     rows = [row("step", 1, 1), row("step", 1, 2), row("epoch", 1, 2), row("step", 2, 3)]
-    first = Records(tmp_path, COLUMNS, tensorboard=False)
+    first = MetricsWriter(tmp_path, COLUMNS, tensorboard=False)
     for r in rows:
         first.add(r)
     first.flush()
-    again = Records(tmp_path, COLUMNS, resume_at=2, epochs=epochs, tensorboard=False)
+    again = MetricsWriter(tmp_path, COLUMNS, resume_at=2, epochs=epochs, tensorboard=False)
     assert again.rows == rows[:kept]
     again.close()
     first.close()

@@ -28,20 +28,27 @@ def quantised(bits: int, accuracy_level: int) -> ir.Model:
         "MatMulNBits",
         [x, values["w"], values["scales"]],
         {
-            "K": ROWS, "N": COLUMNS, "bits": bits, "block_size": BLOCK,
+            "K": ROWS,
+            "N": COLUMNS,
+            "bits": bits,
+            "block_size": BLOCK,
             "accuracy_level": accuracy_level,
         },
         domain="com.microsoft",
-    )  # fmt: skip
+    )
     hidden = product.outputs[0]
     hidden.type, hidden.shape = x.type, ir.Shape(["batch", COLUMNS])
     scores = ir.node("MatMul", [hidden, values["head"]])
     y = scores.outputs[0]
     y.name, y.type, y.shape = "y", x.type, ir.Shape(["batch", 4])
     graph = ir.Graph(
-        [x], [y], nodes=[product, scores], initializers=list(values.values()),
-        opset_imports={"": 21, "com.microsoft": 1}, name="quantised",
-    )  # fmt: skip
+        [x],
+        [y],
+        nodes=[product, scores],
+        initializers=list(values.values()),
+        opset_imports={"": 21, "com.microsoft": 1},
+        name="quantised",
+    )
     return ir.Model(graph, ir_version=10)
 
 

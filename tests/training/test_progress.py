@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from onnxtrain.training import Trainer
-from onnxtrain.training.reports.progress import Bar, Lines, display
+from onnxtrain.training.progress import Bar, Lines, display
 from tests.artifacts.models import data
 from tests.training.test_fit import made
 
@@ -30,7 +30,7 @@ def test_bar_and_lines() -> None:
     lines = display(True, console)
     assert isinstance(lines, Lines)
     lines.start(3, 10, 0)
-    lines._said -= 100
+    lines._last_printed -= 100
     lines.step(1, 0.5, 1e-3, 32)
     assert out.getvalue().startswith("epoch 1/3  step 1/10  loss 0.5000  lr 1.00e-03  ")
     assert "eta 0:00" in out.getvalue()

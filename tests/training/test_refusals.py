@@ -30,7 +30,7 @@ from .made import LOSS, made, same
         ((np.full((2, 6), (1 << 25) + 1), [0, 1]), {}, "int64 with values that do not fit"),
         ((np.zeros((2, 6)), np.array([0, 1 << 63], np.uint64)), {}, "uint64 with values that do"),
     ],
-)  # fmt: skip
+)
 def test_batches_that_do_not_fit(batch: tuple, named: dict, message: str) -> None:
     trainer = Trainer(made())
     before = trainer.state_dict()

@@ -152,8 +152,10 @@ def test_stopped_anywhere(folder: Path, tmp_path: Path, step: int, layout: str) 
     actual = quiet(second, pairs, 4, directory=tmp_path, resume=True, **options())
     assert second.seed == 2
     assert (actual.losses, actual.epochs, actual.best) == (
-        expected.losses, expected.epochs, expected.best,
-    )  # fmt: skip
+        expected.losses,
+        expected.epochs,
+        expected.best,
+    )
     assert [r["lr"] for r in actual.steps] == [r["lr"] for r in expected.steps]
     for name, value in whole.state_dict().items():
         np.testing.assert_array_equal(second.state_dict()[name], value, err_msg=name)

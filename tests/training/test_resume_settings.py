@@ -50,9 +50,11 @@ def test_what_is_not_given_stays(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
     line = capsys.readouterr().out.split("epoch 3/3")[0].replace("\n", " ")
     for part in (
-        "resumed at step 8: batch_size 16, checkpoint_every 3, drop_last True, ", "keep 2, ",
-        "patience 9, shuffle False, ", "lr 0.05, schedule cosine over 12 steps (before: 8), seed 0",
-    ):  # fmt: skip
+        "resumed at step 8: batch_size 16, checkpoint_every 3, drop_last True, ",
+        "keep 2, ",
+        "patience 9, shuffle False, ",
+        "lr 0.05, schedule cosine over 12 steps (before: 8), seed 0",
+    ):
         assert part in line
     assert "epochs" not in line
 

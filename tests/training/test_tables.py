@@ -138,10 +138,17 @@ def test_a_batch_of_another_size_than_the_fixed_one() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"epochs": 1.5}, {"epochs": 0}, {"epochs": -1}, {"epochs": True}, {"epochs": "3"},
-        {"batch_size": 0}, {"batch_size": 8.0}, {"keep": 0}, {"patience": 0},
+        {"epochs": 1.5},
+        {"epochs": 0},
+        {"epochs": -1},
+        {"epochs": True},
+        {"epochs": "3"},
+        {"batch_size": 0},
+        {"batch_size": 8.0},
+        {"keep": 0},
+        {"patience": 0},
     ],
-)  # fmt: skip
+)
 def test_numbers_that_cannot_be(options: dict) -> None:
     (name,) = options
     with pytest.raises(OnnxTrainError, match=f"{name} must be a whole number, at least 1: "):

@@ -15,7 +15,7 @@ from onnxtrain import optim
 from onnxtrain.artifacts import Clip, build
 from onnxtrain.errors import CheckpointError, OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.training import Trainer
-from onnxtrain.training.layouts import Separate
+from onnxtrain.training.engine import SeparateEngine
 from tests.artifacts.models import classifier, data, with_norm
 
 from .made import LOSS, made, same
@@ -57,7 +57,7 @@ def test_updating_in_place_changes_nothing(name: str) -> None:
     states = []
     for in_place in (True, False):
         trainer = Trainer(artifacts, layout="separate")
-        engine = Separate(artifacts, device="cpu", threads=2, in_place=in_place)
+        engine = SeparateEngine(artifacts, device="cpu", threads=2, in_place=in_place)
         parameters = {p.name for p in artifacts.manifest.parameters}
         assert parameters <= engine.in_place or not in_place
         trainer._engine = engine

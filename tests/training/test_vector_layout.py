@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from onnxtrain import optim, thresholds
-from onnxtrain.runtime import bound_session
-from onnxtrain.runtime.memory import DeviceMemory
-from onnxtrain.runtime.values import Values
-from onnxtrain.training import vector_layout as flat
-from onnxtrain.training import vector_update as descent
-from onnxtrain.training.layouts import Separate
+from onnxtrain.runtime import binding
+from onnxtrain.runtime.ort_values import DeviceMemory, Values
+from onnxtrain.training import engine as descent
+from onnxtrain.training import engine as flat
+from onnxtrain.training.engine import SeparateEngine, VectorEngine, create_vector_engine
 from onnxtrain.training.trainer import Trainer
-from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 from tests.artifacts.models import data
 from tests.training.test_trainer import made
 
@@ -38,24 +36,24 @@ ALIKE = {
 def test_flat_updates_equal_those_of_each_tensor(
     name: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thresholds, "UPDATE_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(thresholds, "UPDATE_CHUNK_ELEMENTS", piece)
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
     long, plain = Trainer(artifacts, layout="separate"), Trainer(artifacts, layout="separate")
-    plain._engine = Separate(artifacts, device="cpu", threads=1)
+    plain._engine = SeparateEngine(artifacts, device="cpu", threads=1)
     same_steps(long, plain)
 
 
 def test_pieces_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thresholds, "UPDATE_PIECE_ELEMENTS", 16)
-    monkeypatch.setattr(thresholds, "UPDATE_PIECES_PER_THREAD", 1)
+    monkeypatch.setattr(thresholds, "UPDATE_CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(thresholds, "UPDATE_CHUNKS_PER_THREAD", 1)
     artifacts = made(optimizer=ALIKE["adamw"], ema=0.9)
     long = Trainer(artifacts, layout="separate", threads=3)
     engine = long._engine
-    assert isinstance(engine, VectorLayout)
+    assert isinstance(engine, VectorEngine)
     assert isinstance(engine._updater, descent.VectorUpdater)
     assert engine._updater._crew.helpers == 2
     plain = Trainer(artifacts, layout="separate")
-    plain._engine = Separate(artifacts, device="cpu", threads=1)
+    plain._engine = SeparateEngine(artifacts, device="cpu", threads=1)
     same_steps(long, plain)
 
 
@@ -64,7 +62,7 @@ def test_pieces_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch)
 def test_flat_updates_in_memory_of_a_device(
     piece: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thresholds, "DEVICE_UPDATE_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(thresholds, "DEVICE_UPDATE_CHUNK_ELEMENTS", piece)
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
     plain = Trainer(artifacts, layout="separate")
 
@@ -72,14 +70,14 @@ def test_flat_updates_in_memory_of_a_device(
         return descent.DeviceVectorUpdater(updates, values, gradients, "cpu", capture=False)
 
     monkeypatch.setattr(flat, "Values", functools.partial(Values, shared=False))
-    monkeypatch.setattr(bound_session, "memory_of", DeviceMemory)
+    monkeypatch.setattr(binding, "memory_for", DeviceMemory)
     monkeypatch.setattr(flat, "VectorUpdater", on_device)
     same_steps(Trainer(artifacts, layout="separate"), plain)
 
 
 def same_steps(long: Trainer, plain: Trainer) -> None:
     """Train both and compare everything bit for bit; set a tensor in between."""
-    assert isinstance(long._engine, VectorLayout)
+    assert isinstance(long._engine, VectorEngine)
     name = long.manifest.parameters[0].name
     for seed in range(4):
         batch = data(8, seed=seed)
@@ -115,4 +113,4 @@ def test_values_in_memory_of_their_own() -> None:
     ids=str,
 )
 def test_what_is_not_elementwise_is_left_alone(options: dict[str, object]) -> None:
-    assert vector_layout(made(**options), threads=1) is None
+    assert create_vector_engine(made(**options), threads=1) is None

@@ -72,9 +72,11 @@ class Differences:
         return self._again(errors, limit, whole)
 
     def _again(
-        self, errors: list[tuple[float, float, dict[str, np.ndarray]]], limit: float,
+        self,
+        errors: list[tuple[float, float, dict[str, np.ndarray]]],
+        limit: float,
         whole: Mapping[str, np.ndarray],
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Return the largest error after a closer look at those over the limit, worst first."""
         errors = sorted(errors, key=lambda e: -e[0])
         end = time.process_time() + AGAIN
@@ -156,9 +158,13 @@ class Differences:
         return {n: g * sizes[n] ** 2 / length for n, g in ways.items()}
 
     def _ratio(
-        self, session: Any, dtype: Any, ways: Mapping[str, np.ndarray],
-        unit: Mapping[str, np.ndarray], h: float,
-    ) -> float:  # fmt: skip
+        self,
+        session: Any,
+        dtype: Any,
+        ways: Mapping[str, np.ndarray],
+        unit: Mapping[str, np.ndarray],
+        h: float,
+    ) -> float:
         """Return the difference of the loss beside what the gradient says."""
         values, moved = [], []
         for sign in (1, -1):

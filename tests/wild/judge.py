@@ -123,9 +123,13 @@ def _trained(
 
 
 def _gradient(
-    path: Path, original: Original, feeds: dict[str, np.ndarray], name: str, label: str,
+    path: Path,
+    original: Original,
+    feeds: dict[str, np.ndarray],
+    name: str,
+    label: str,
     **options: Any,
-) -> Row:  # fmt: skip
+) -> Row:
     """Return a row with what the gradient came to."""
     row, (_, target) = Row(label), _target(original.outputs(feeds), name)
     settings: dict[str, Any] = {"loss": losses.LossTerm("mse", output=name), "optimizer": "sgd"}
@@ -185,9 +189,13 @@ def _target_name(trainer: Trainer) -> str:
 
 
 def _steps(
-    source: Any, row: Row, loss: Any, inputs: dict[str, np.ndarray], target: np.ndarray,
+    source: Any,
+    row: Row,
+    loss: Any,
+    inputs: dict[str, np.ndarray],
+    target: np.ndarray,
     **options: Any,
-) -> str:  # fmt: skip
+) -> str:
     """Take ten steps at a rate that lowers the loss, and compare what is exported."""
     trainer = None
     for rate in RATES:

@@ -30,10 +30,14 @@ def parsed(text: str, imports: str = "", **weights: np.ndarray) -> onnx.ModelPro
 def test_a_fused_encoder_takes_lengths_from_its_own_embedding() -> None:
     """The mask of the attention is [batch]: how many tokens each sequence has."""
     weights = {
-        "words": normal(WORDS, WIDTH), "places": normal(PLACES, WIDTH)[::-1].copy(),
-        "segments": normal(2, WIDTH), "gamma": 1 + normal(WIDTH) / 4, "beta": normal(WIDTH) / 4,
-        "joint": normal(WIDTH, 3 * WIDTH) / 2, "bias": normal(3 * WIDTH) / 4,
-    }  # fmt: skip
+        "words": normal(WORDS, WIDTH),
+        "places": normal(PLACES, WIDTH)[::-1].copy(),
+        "segments": normal(2, WIDTH),
+        "gamma": 1 + normal(WIDTH) / 4,
+        "beta": normal(WIDTH) / 4,
+        "joint": normal(WIDTH, 3 * WIDTH) / 2,
+        "bias": normal(3 * WIDTH) / 4,
+    }
     weights = {n: w.astype(np.float32) for n, w in weights.items()}
     model = parsed(BERT, ', "com.microsoft": 1', **weights)
     feeds = {

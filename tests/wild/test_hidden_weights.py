@@ -14,7 +14,7 @@ import onnxtrain
 from onnxtrain import build, losses
 from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph.io import load
-from onnxtrain.graph.prepare import show_weights
+from onnxtrain.importer import expose_weights
 from tests.wild.graphs import (
     BOOL,
     INT64,
@@ -137,7 +137,7 @@ def test_the_gradient_is_that_of_the_file(place: str):
     given = dict(zip(inputs, values, strict=True))
     _, *gradients = run(made, given)
     square = sum(float((g.astype(np.float64) ** 2).sum()) for g in gradients)
-    lifted, _ = show_weights(load(proto))
+    lifted, _ = expose_weights(load(proto))
 
     def value(step: float) -> float:
         for name, g in zip(names, gradients, strict=True):

@@ -27,11 +27,14 @@ def policy(**more: tuple[int, ...]) -> onnx.ModelProto:
         {"x": (6, 5)},
         {"version_number": (1,), "action": (6, 1), **more},
         {
-            "w1": g.random(8, 5), "b1": g.random(8), "w2": g.random(3, 8), "b2": g.random(3),
+            "w1": g.random(8, 5),
+            "b1": g.random(8),
+            "w2": g.random(3, 8),
+            "b2": g.random(3),
             "version": np.array([3], np.float32),
         },
         types={"action": g.INT64},
-    )  # fmt: skip
+    )
 
 
 def test_a_value_inside_trains_what_leads_to_it() -> None:

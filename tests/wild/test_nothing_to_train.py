@@ -51,9 +51,11 @@ def test_a_model_without_tensors_is_not_told_to_name_some():
 def test_integer_arithmetic_is_not_sent_to_adapters() -> None:
     """No adapter fits beside QLinearMatMul: the advice is another than for DequantizeLinear."""
     weights = {
-        "s": np.float32(0.1), "z": np.uint8(3), "t": np.int8(0),
+        "s": np.float32(0.1),
+        "z": np.uint8(3),
+        "t": np.int8(0),
         "w": np.arange(-6, 6, dtype=np.int8).reshape(4, 3),
-    }  # fmt: skip
+    }
     first, last = node("QuantizeLinear", "x s z", "q"), node("DequantizeLinear", "p s z", "y")
     product = node("QLinearMatMul", "q s z w s t s z", "p")
     computed = model([first, product, last], {"x": (2, 4)}, {"y": (2, 3)}, weights)

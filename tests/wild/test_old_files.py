@@ -14,9 +14,12 @@ from tests.wild import graphs as g
 def test_counters_of_batch_normalisation(tmp_path: Path) -> None:
     """Such files count batches in a tensor that no node reads; the runtime loads them."""
     weights = {
-        "scale": np.ones(3, np.float32), "shift": np.zeros(3, np.float32),
-        "mean": g.random(3), "var": np.ones(3, np.float32), "count": np.int64(7),
-    }  # fmt: skip
+        "scale": np.ones(3, np.float32),
+        "shift": np.zeros(3, np.float32),
+        "mean": g.random(3),
+        "var": np.ones(3, np.float32),
+        "count": np.int64(7),
+    }
     nodes = [g.node("BatchNormalization", "x scale shift mean var", "y")]
     model = g.model(nodes, {"x": (4, 3, 2, 2)}, {"y": (4, 3, 2, 2)}, weights, opset=9)
     model.ir_version = 3

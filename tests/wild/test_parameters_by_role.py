@@ -171,7 +171,7 @@ CASES = {
     ),
     "embedding": ([node("Gather", "t ids", "y")], {"ids": ["n"]}, random(9, 4), "embedding"),
     "slope": ([node("PRelu", "x t", "y")], X, random(1), "slope"),
-    "normalisation": ([node("LayerNormalization", "x t", "y")], X, random(8), "normalisation"),
+    "normalization": ([node("LayerNormalization", "x t", "y")], X, random(8), "normalization"),
     "recurrent weight": (
         [node("LSTM", "x3 t r8", "y", hidden_size=2)],
         {"x3": ["t", "n", 4]},
@@ -334,8 +334,12 @@ def test_quantisation_scales_are_no_parameters():
 
 
 def test_nothing_left_says_why_for_each_tensor():
-    proto = model([node("Pow", "x two", "p"), node("Mul", "p half", "y")], X, Y,
-                  {"two": np.float32(2), "half": np.float32(0.5)})  # fmt: skip
+    proto = model(
+        [node("Pow", "x two", "p"), node("Mul", "p half", "y")],
+        X,
+        Y,
+        {"two": np.float32(2), "half": np.float32(0.5)},
+    )
     report = onnxtrain.explain(proto)
     assert not report.differentiable
     assert "no parameters" in str(report)

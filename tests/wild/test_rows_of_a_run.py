@@ -30,9 +30,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(
-    monkeypatch: pytest.MonkeyPatch, results: Path, *words: str, dies: bool = False,
+    monkeypatch: pytest.MonkeyPatch,
+    results: Path,
+    *words: str,
+    dies: bool = False,
     verdict: str = "trains right",
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Run the command; return what was judged."""
     asked: list[str] = []
 

@@ -27,8 +27,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wild")
     for name in ("mlp", "cnn", "attention", "lstm"):
         path = producer.exported(folder, name)
-        producer.optimised(path, "basic")
-        producer.optimised(path, "extended")
+        producer.optimized(path, "basic")
+        producer.optimized(path, "extended")
     for name in ("mlp", "cnn"):
         producer.halved(folder / f"{name}.onnx")
     for name in ("mlp", "attention"):
@@ -57,26 +57,43 @@ ENCODER = {
 like other biases of 32."""
 PARAMETERS = {
     "mlp-extended": {
-        "0.weight": (64, 32), "0.bias": (64,), "2.weight": (64,), "2.bias": (64,),
-        "3.weight": (32, 64), "3.bias": (32,),
+        "0.weight": (64, 32),
+        "0.bias": (64,),
+        "2.weight": (64,),
+        "2.bias": (64,),
+        "3.weight": (32, 64),
+        "3.bias": (32,),
     },
     "cnn-extended": {
-        "Conv 1": (8, 3, 3, 3), "Conv 2": (8,), "Conv 3": (16, 8, 3, 3), "Conv 4": (16,),
-        "9.weight": (4, 16), "9.bias": (4,),
+        "Conv 1": (8, 3, 3, 3),
+        "Conv 2": (8,),
+        "Conv 3": (16, 8, 3, 3),
+        "Conv 4": (16,),
+        "9.weight": (4, 16),
+        "9.bias": (4,),
     },
     "lstm-basic": {
-        "LSTM 1": (1, 64, 8), "LSTM 2": (1, 64, 16), "LSTM 3": (1, 128),
-        "head.weight": (3, 16), "head.bias": (3,),
+        "LSTM 1": (1, 64, 8),
+        "LSTM 2": (1, 64, 16),
+        "LSTM 3": (1, 128),
+        "head.weight": (3, 16),
+        "head.bias": (3,),
     },
     "attention-extended": {
-        **ENCODER, "MatMul 1": (32, 96), "MatMul 2": (32, 64), "MatMul 3": (64, 32),
+        **ENCODER,
+        "MatMul 1": (32, 96),
+        "MatMul 2": (32, 64),
+        "MatMul 3": (64, 32),
         "MatMul 4": (32, 5),
     },
     # Weights that two layers share stay float there; only the head has 4 bits.
     "attention-int4-4": {
-        **ENCODER, "MatMul 1": (32, 96), "MatMul 2": (32, 64), "MatMul 3": (64, 32),
+        **ENCODER,
+        "MatMul 1": (32, 96),
+        "MatMul 2": (32, 64),
+        "MatMul 3": (64, 32),
     },
-}  # fmt: skip
+}
 """What a reader of these files would train. Exporters number what has no name: in order."""
 
 

@@ -30,9 +30,9 @@ def write(out: Path) -> None:
     decoder_file.write(SHAPE, base)
     adapted = without_cache(onnxtrain.lora(base, rank=RANK, targets="all-linear"))
     for target, folder in (("webgpu", out / "artifacts"), ("cpu", out / "cpu")):
-        onnxtrain.build(
-            adapted, loss="causal_lm", optimizer="adamw", clip=1.0, target=target
-        ).save(folder)  # fmt: skip
+        onnxtrain.build(adapted, loss="causal_lm", optimizer="adamw", clip=1.0, target=target).save(
+            folder
+        )
     rows = np.random.default_rng(0).integers(0, SHAPE.vocabulary, (STEPS, 1, TOKENS))
     mask = np.ones((1, TOKENS), np.int64)
     trainer = onnxtrain.Trainer(out / "cpu", threads=1)

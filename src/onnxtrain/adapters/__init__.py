@@ -1,8 +1,7 @@
 """Adapters: small trainable matrices beside the frozen layers of a model."""
 
-from onnxtrain.adapters.adapted import Adapted, Adapter
-from onnxtrain.adapters.files.merge import Merged
-from onnxtrain.adapters.load_adapter import load_adapter
-from onnxtrain.adapters.lora import lora
+from onnxtrain.adapters.branches import Adapter
+from onnxtrain.adapters.lora import Adapted, load_adapter, lora
+from onnxtrain.adapters.merge import MergeResult
 
-__all__ = ["Adapted", "Adapter", "Merged", "load_adapter", "lora"]
+__all__ = ["Adapted", "Adapter", "MergeResult", "load_adapter", "lora"]

@@ -1,4 +1,12 @@
-"""From a forward-only model to everything that training needs."""
+"""From a forward-only model to everything that training needs.
+
+Training artifacts for an older opset: every model goes through the lowering stage.
+
+Whether a stock runtime takes what was given and what was built, before anything is written.
+
+A session is made once of the file, of the evaluation and of the step model. A file that the runtime
+refuses is the user's matter; a model of ours that it refuses is a defect of this library.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +14,197 @@ import collections
 import dataclasses
 import fnmatch
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.at_opset import LARGE_AND_LOWERED, at_opset
-from onnxtrain.artifacts.candidates import candidates, names_list, why_untrained
-from onnxtrain.artifacts.directory import Artifacts
+from onnxtrain.artifacts.directory import Artifacts, inference_model, merge_targets
 from onnxtrain.artifacts.graphs import (
-    Backward,
-    Finished,
-    backward,
+    BuiltModel,
+    DifferentiatedModel,
+    differentiate_loss,
+    dtype_name,
     eval_graph,
+    model_key,
     optimizer_graph,
     step_graph,
     training_graph,
 )
-from onnxtrain.artifacts.inference import inference_model
-from onnxtrain.artifacts.merge_targets import merge_targets
-from onnxtrain.artifacts.multi_step import multi_step_model, steps_wanted
-from onnxtrain.artifacts.options import BuildOptions
-from onnxtrain.artifacts.packing import packed
-from onnxtrain.artifacts.precision import OWNER, Precision, initial
-from onnxtrain.artifacts.precision import resolve as resolve_precision
-from onnxtrain.artifacts.pretrained_weights import aliases_of
-from onnxtrain.artifacts.request import BuildRequest, Names
-from onnxtrain.artifacts.session_check import check_inputs, check_sessions
-from onnxtrain.artifacts.signature import dtype_name, key_of
-from onnxtrain.artifacts.update.in_place import with_in_place
-from onnxtrain.artifacts.update.per_example import per_example
-from onnxtrain.artifacts.update.vector_models import vector_models
-from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
-from onnxtrain.autodiff.recompute_blocks import copy_scopes
+from onnxtrain.artifacts.multi_step import multi_step_model, pack_parameters, resolve_steps_per_call
+from onnxtrain.artifacts.per_example import per_example
+from onnxtrain.artifacts.request import (
+    LOSS_SCALE_OWNER,
+    BuildOptions,
+    BuildRequest,
+    Precision,
+    initial_scaler_state,
+    resolve_precision,
+)
+from onnxtrain.artifacts.trainable import aliases_of, candidates, names_list, untrained_reasons
+from onnxtrain.artifacts.update import mark_in_place, vector_models
+from onnxtrain.autodiff.gradients import Names, load_normalized, registered_domains
+from onnxtrain.autodiff.recompute import copy_scopes
 from onnxtrain.autodiff.selection import batch_statistics
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import (
+    DefectError,
+    LoadError,
+    LoweringError,
+    MissingExtraError,
+    OnnxTrainError,
+    PrepareError,
+    hints_name_freeze,
+)
 from onnxtrain.graph.io import Source, load
-from onnxtrain.graph.io.shared_weights import SharedWeights, copy_with_weights, keep_with
-from onnxtrain.graph.memory import symbolic_peaks
-from onnxtrain.graph.modes import separate_statistics
-from onnxtrain.graph.modes.widen import widen
-from onnxtrain.graph.prepare import repairs_of, show_weights
-from onnxtrain.graph.roles import ADAPTERS
-from onnxtrain.graph.shapes.specialise import specialise
+from onnxtrain.graph.io.external_data import SharedWeights, copy_with_weights, share_weights_with
+from onnxtrain.graph.io.proto_checks import STANDARD_DOMAINS
+from onnxtrain.graph.memory_usage import symbolic_peaks
+from onnxtrain.graph.shapes.unknown import specialize
+from onnxtrain.importer import expose_weights, repairs_of
+from onnxtrain.importer.parameters import ADAPTERS
 from onnxtrain.losses import LossLike, MetricLike
-from onnxtrain.losses.terms import looked_at
-from onnxtrain.manifest import Manifest, StateSpec, WeightSpec
+from onnxtrain.losses.attach import loss_inputs
+from onnxtrain.lowering.lower import lower
+from onnxtrain.manifest import Manifest, ModelSpec, StateSpec, WeightSpec
+from onnxtrain.modes import unshare_running_statistics
+from onnxtrain.modes.mixed_precision import upcast_to_float32
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
-from onnxtrain.optim.clip import Clip
+from onnxtrain.optim.optimizer import Clip
 from onnxtrain.optim.privacy import DP
 from onnxtrain.optim.transforms import ANCHOR
-from onnxtrain.options import from_arguments, recorded
+from onnxtrain.options import from_arguments, recorded_options
+from onnxtrain.runtime import session as runtime
 from onnxtrain.targets import BUNDLES, Target, find
-from onnxtrain.way_out import with_freeze
+
+LARGE_WEIGHTS_NOT_LOWERED = (
+    "weights so large are kept in a file, which no lowering rewrites\n"
+    "hint: build without opset, and lower what is exported"
+)
+_SCATTER_HINT = "\nhint: target='portable' gives gradients of pooling that scatter nothing"
+
+
+def lower_models(models: Mapping[str, onnx.ModelProto], opset: int) -> dict[str, onnx.ModelProto]:
+    """Return the models at an opset, each compared with what it came from.
+
+    Raises:
+        LoweringError: naming the model and its nodes that cannot be lowered, or that differ.
+    """
+    lowered = {}
+    for name, model in models.items():
+        try:
+            lowered[name] = lower(model, opset=opset)
+        except LoweringError as error:
+            hint = _SCATTER_HINT if "Scatter" in str(error) else ""
+            raise LoweringError(f"the {name} model: {error}{hint}") from error
+    return lowered
+
+
+_NO_KERNEL = ("NOT_IMPLEMENTED", "Could not find an implementation")
+_ROLES = ("eval", "step")
+
+
+def check_inputs(model: ir.Model) -> None:
+    """Refuse inputs that no batch of numbers can be given for.
+
+    Raises:
+        PrepareError: naming all of them.
+    """
+    odd = [x for x in model.graph.inputs if not _is_numeric(x)]
+    if odd:
+        listing = ", ".join(f"{x.name!r} ({_type_name(x)})" for x in odd)
+        raise PrepareError(
+            f"inputs that are not tensors of numbers: {listing}\n"
+            "hint: cut the model behind them, for example with onnx.utils.extract_model, "
+            "and train what comes after"
+        )
+
+
+def _is_numeric(x: ir.Value) -> bool:
+    return isinstance(x.type, ir.TensorType) and x.dtype != ir.DataType.STRING
+
+
+def _type_name(x: ir.Value) -> str:
+    return "string" if x.dtype == ir.DataType.STRING else type(x.type).__name__
+
+
+def check_sessions(artifacts: Artifacts, target: str) -> None:
+    """Make a session of the file and of each kind of model, if there is a runtime for it.
+
+    Raises:
+        LoadError: the runtime refuses the file, and says why.
+        DefectError: it refuses a model that was made of a file it takes; the model is kept.
+    """
+    try:
+        runtime.import_onnxruntime()
+    except MissingExtraError:
+        return
+    specs = {m.role: m for m in artifacts.manifest.models if m.steps_per_call == 1}
+    if "infer" not in specs or _has_own_operators(artifacts, specs["infer"]):
+        return
+    of_file = _session_error(artifacts, specs["infer"], plain=True)
+    if of_file and not _lacks_kernel(of_file):
+        raise _load_error(of_file)
+    for spec in (specs[role] for role in _ROLES if role in specs):
+        reason = _session_error(artifacts, spec)
+        if reason is None or (_lacks_kernel(reason) and find(target).gpu):
+            continue
+        raise _load_error(of_file) if of_file else _defect_error(artifacts, spec, reason)
+
+
+def _has_own_operators(artifacts: Artifacts, spec: ModelSpec) -> bool:
+    """Return whether a model has operators that no stock runtime knows."""
+    model = artifacts.models[spec.role]
+    local = {f.domain for f in model.functions}
+    domains = {o.domain for o in model.opset_import} | {n.domain for n in model.graph.node}
+    return bool(domains - STANDARD_DOMAINS - local)
+
+
+def _session_error(artifacts: Artifacts, spec: ModelSpec, *, plain: bool = False) -> str | None:
+    """Return why the runtime refuses a model, if it does."""
+    try:
+        runtime.create(artifacts.source_of(spec), options=_options(artifacts, plain=plain))
+    except OnnxTrainError as error:
+        return str(error).removeprefix("onnxruntime refuses the model: ")
+    return None
+
+
+def _options(artifacts: Artifacts, *, plain: bool) -> Any:
+    options = runtime.session_options(1)
+    if plain or artifacts.shared is not None:
+        levels = runtime.import_onnxruntime().GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_DISABLE_ALL
+        # Weights stay where they are: nobody computes with them here.
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    return options
+
+
+def _lacks_kernel(reason: str) -> bool:
+    return any(words in reason for words in _NO_KERNEL)
+
+
+def _load_error(reason: str) -> LoadError:
+    return LoadError(
+        f"onnxruntime cannot load this file: {reason}\n"
+        "hint: mend or export the file again; check=False builds without asking onnxruntime"
+    )
+
+
+def _defect_error(artifacts: Artifacts, spec: ModelSpec, reason: str) -> DefectError:
+    path = Path(tempfile.mkdtemp(prefix="onnxtrain-report-")) / spec.file
+    source = artifacts.source_of(spec)
+    assert isinstance(source, bytes)
+    path.write_bytes(source)
+    return DefectError(
+        f"onnxruntime refuses the {spec.role} model that was built: {reason}\n"
+        f"  the model is kept for a report: {path}\n"
+        "hint: this is a defect of onnxtrain, please report it with that model; "
+        "check=False builds all the same"
+    )
 
 
 def build(
@@ -127,82 +271,86 @@ def build(
         check: make a session of the file and of what was built, once, where onnxruntime is
             installed; what it refuses is found here then, and not at the first step.
     """
-    asked = from_arguments(BuildRequest, locals())
+    request = from_arguments(BuildRequest, locals())
     first, *rest = BUNDLES.get(target, (target,))
     shared = SharedWeights()
-    with with_freeze():
-        one = dataclasses.replace(asked, target=first)
-        artifacts = _checked(_build_one(model, one, shared), one)
+    with hints_name_freeze():
+        one = dataclasses.replace(request, target=first)
+        artifacts = _check_artifacts(_build_for_target(model, one, shared), one)
         for name in rest:
-            one = dataclasses.replace(asked, target=name)
-            if not find(name).prefers("several-steps"):
+            one = dataclasses.replace(request, target=name)
+            if not find(name).prefers("multi-step"):
                 one = dataclasses.replace(one, steps_per_call=1)
-            artifacts = merge_targets(artifacts, _checked(_build_one(model, one, shared), one))
+            artifacts = merge_targets(
+                artifacts, _check_artifacts(_build_for_target(model, one, shared), one)
+            )
     return artifacts
 
 
-def _build_one(model: Source, asked: BuildRequest, shared: SharedWeights) -> Artifacts:
+def _build_for_target(model: Source, request: BuildRequest, shared: SharedWeights) -> Artifacts:
     """Return the artifacts for a single target."""
-    target, accumulate, opset = asked.target, asked.accumulate, asked.opset
-    _check_options(asked.mode, accumulate, asked.ema, target, asked.randomness)
-    exactness = resolve_precision(asked.precision, target)
-    source, shown = show_weights(load(model, allow_domains=own_domains()))
-    source = specialise(source, asked.dims or {})
+    target, accumulate, opset = request.target, request.accumulate, request.opset
+    _check_options(request.mode, accumulate, request.ema, target, request.randomness)
+    mixed_precision = resolve_precision(request.precision, target)
+    source, shown = expose_weights(load(model, allow_domains=registered_domains()))
+    source = specialize(source, request.dims or {})
     check_inputs(source)
     large = shared.take(source)
     if large and opset is not None:
-        raise PrepareError(LARGE_AND_LOWERED)
-    apart = separate_statistics(source)
-    base = _normal_form(source, asked)
-    options = _resolved(asked, base, exactness)
-    untrained = why_untrained(base) if asked.train is None else []
+        raise PrepareError(LARGE_WEIGHTS_NOT_LOWERED)
+    apart = unshare_running_statistics(source)
+    base = _normal_form(source, request)
+    options = _resolve_options(request, base, mixed_precision)
+    untrained = untrained_reasons(base) if request.train is None else []
     trained = {*options.candidates, *options.buffers}
-    widened = widen(base, trained, target=options.target) if exactness.widens else []
-    origin = backward(copy_with_weights(base), options)
-    if asked.dp is not None:
-        _check_private(asked, exactness)
-        origin = per_example(origin, asked.dp, options.target)
-    arrays = {n: _array(base, n) for n in origin.parameters}
-    values = {n: _array(base, n) for n in origin.buffers}
-    weights = _weights(source, arrays)
-    state = [*_state(options, arrays), *exactness.state()]
+    widened = (
+        upcast_to_float32(base, trained, target=options.target)
+        if mixed_precision.upcasts_to_float32
+        else []
+    )
+    origin = differentiate_loss(copy_with_weights(base), options)
+    if request.dp is not None:
+        _check_private(request, mixed_precision)
+        origin = per_example(origin, request.dp, options.target)
+    arrays = {n: _initializer_array(base, n) for n in origin.parameters}
+    values = {n: _initializer_array(base, n) for n in origin.buffers}
+    weights = _weight_specs(source, arrays)
+    state = [*_state_specs(options, arrays), *mixed_precision.state()]
     _check_names(origin.parameters, origin.buffers, state)
-    slots = {s.name: _initial(s, arrays) for s in state}
+    slots = {s.name: _initial_state(s, arrays) for s in state}
     size = sum(a.nbytes for group in (arrays, values, slots) for a in group.values())
     # Where the rest is large, a call costs little beside it, and a second session much.
     frozen = [x.const_value for x in base.graph.initializers.values() if x.name not in trained]
     size += sum(t.nbytes for t in frozen if t is not None)
-    count = steps_wanted(asked.steps_per_call, target, accumulate, size)
+    count = resolve_steps_per_call(request.steps_per_call, target, accumulate, size)
     graphs = _graphs(base, origin, options, weights, state, accumulate, count)
     infer, infer_spec = inference_model(source)
-    models = {key_of(spec): proto for proto, spec in graphs}
+    models = {model_key(spec): proto for proto, spec in graphs}
     models["infer"] = infer
     if opset is not None:
-        models = at_opset(models, opset)
+        models = lower_models(models, opset)
     manifest = Manifest(
-        models=(*(with_in_place(spec, models[key_of(spec)]) for _, spec in graphs), infer_spec),
+        models=(*(mark_in_place(spec, models[model_key(spec)]) for _, spec in graphs), infer_spec),
         parameters=weights,
-        buffers=tuple(_weight(n, a) for n, a in values.items()),
+        buffers=tuple(_weight_spec(n, a) for n, a in values.items()),
         state=tuple(state),
-        optimizer=_settings(options.optimizer),
-        loss={"output": "loss", "name": _loss_name(asked.loss)},
+        optimizer=_optimizer_settings(options.optimizer),
+        loss={"output": "loss", "name": _loss_name(request.loss)},
         accumulate=accumulate,
         options={
-            **recorded(asked),
-            "loss_scale": exactness.settings(),
+            **recorded_options(request),
+            "loss_scale": mixed_precision.settings(),
             "repairs": [*shown, *apart, *repairs_of(base), *untrained, *widened, *origin.repairs],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
-            **({"dp": dataclasses.asdict(asked.dp)} if asked.dp else {}),
-            **_for_other_runtimes(source, graphs, options.target),
+            **({"dp": dataclasses.asdict(request.dp)} if request.dp else {}),
+            **_web_options(source, graphs, options.target),
         },
     )
     kept = shared if large else None
     return Artifacts(manifest, models, {**arrays, **values}, slots, shared=kept)
 
 
-def _for_other_runtimes(
-    source: ir.Model, graphs: Sequence[Finished], target: Target
-) -> dict[str, Any]:
+def _web_options(source: ir.Model, graphs: Sequence[BuiltModel], target: Target) -> dict[str, Any]:
     """Return what trainers that know no graphs need: names of adapters, memory of a step."""
     notes: dict[str, Any] = {}
     if ADAPTERS in source.metadata_props:
@@ -219,24 +367,24 @@ def _for_other_runtimes(
     return notes
 
 
-def _normal_form(source: ir.Model, asked: BuildRequest) -> ir.Model:
+def _normal_form(source: ir.Model, request: BuildRequest) -> ir.Model:
     """Return what the rules can differentiate, with the weights of the source."""
-    base = load_normalized(source, asked.target, straight_through=asked.straight_through)
-    keep_with(base, source)
-    if asked.blocks:
+    base = load_normalized(source, request.target, straight_through=request.straight_through)
+    share_weights_with(base, source)
+    if request.blocks:
         copy_scopes(source, base)
     return base
 
 
 def _graphs(
     base: ir.Model,
-    origin: Backward,
+    origin: DifferentiatedModel,
     options: BuildOptions,
     weights: tuple[WeightSpec, ...],
     state: list[StateSpec],
     accumulate: int,
     steps: int,
-) -> list[Finished]:
+) -> list[BuiltModel]:
     """Return all models that training needs; one trains several ``steps`` in a call, if asked."""
     graphs = [
         training_graph(origin, options),
@@ -245,39 +393,43 @@ def _graphs(
         step_graph(origin, options, state),
     ]
     if steps > 1:
-        leaner, fewer, packs = packed(origin, options, state)
+        leaner, fewer, packs = pack_parameters(origin, options, state)
         lean = step_graph(leaner, options, fewer)
         graphs.append(multi_step_model(lean, steps, graphs[-1][1], packs))
     return [*graphs, *vector_models(origin, options, weights, state, accumulate)]
 
 
-def _checked(artifacts: Artifacts, asked: BuildRequest) -> Artifacts:
+def _check_artifacts(artifacts: Artifacts, request: BuildRequest) -> Artifacts:
     """Return artifacts that onnxruntime takes, if it is to be asked."""
-    if asked.check:
-        check_sessions(artifacts, asked.target)
+    if request.check:
+        check_sessions(artifacts, request.target)
     return artifacts
 
 
-def _resolved(asked: BuildRequest, base: ir.Model, exactness: Precision) -> BuildOptions:
+def _resolve_options(
+    request: BuildRequest, base: ir.Model, mixed_precision: Precision
+) -> BuildOptions:
     """Return what was asked for in terms of the model."""
     return BuildOptions(
-        loss=asked.loss,
-        optimizer=resolve_optimizer(asked.optimizer),
-        metrics=tuple(asked.metrics),
-        outputs=_output_names(base, asked.outputs),
+        loss=request.loss,
+        optimizer=resolve_optimizer(request.optimizer),
+        metrics=tuple(request.metrics),
+        outputs=_output_names(base, request.outputs),
         candidates=tuple(
             x.name or ""
-            for x in candidates(base, asked.train, asked.freeze, inner=looked_at(asked.loss, base))
+            for x in candidates(
+                base, request.train, request.freeze, inner=loss_inputs(request.loss, base)
+            )
         ),
-        chosen_by_user=asked.train is not None,
+        chosen_by_user=request.train is not None,
         buffers=_buffer_names(base),
-        mode=asked.mode,
-        clip=Clip.of(asked.clip),
-        ema=asked.ema,
-        target=_forms(asked),
-        randomness=asked.randomness,
-        precision=exactness,
-        recompute=asked.blocks,
+        mode=request.mode,
+        clip=Clip.of(request.clip),
+        ema=request.ema,
+        target=_resolve_target(request),
+        randomness=request.randomness,
+        precision=mixed_precision,
+        recompute=request.blocks,
     )
 
 
@@ -303,20 +455,20 @@ def _check_options(
         raise PrepareError(f"ema must lie between 0 and 1: {ema}")
 
 
-def _check_private(asked: BuildRequest, exactness: Precision) -> None:
-    if asked.accumulate > 1:
+def _check_private(request: BuildRequest, mixed_precision: Precision) -> None:
+    if request.accumulate > 1:
         raise PrepareError("dp= adds noise to every batch\nhint: leave accumulate at 1")
-    if exactness.half is not None or exactness.scaled:
+    if mixed_precision.half is not None or mixed_precision.scaled:
         raise PrepareError("dp= clips in float32\nhint: leave precision at float32")
 
 
-def _forms(asked: BuildRequest) -> Target:
+def _resolve_target(request: BuildRequest) -> Target:
     """Return the target; at an older opset few operators take sizes that data decide."""
-    chosen = find(asked.target)
-    if asked.keeps_all:
-        chosen = chosen.without("attention-in-parts", "kept-values-again")
-    newer = ("attention-operator", "data-dependent-sizes")
-    return chosen if asked.opset is None else chosen.without(*newer)
+    chosen = find(request.target)
+    if request.disables_recompute:
+        chosen = chosen.without("chunked-attention", "rematerialize")
+    newer = ("fuse-attention", "data-dependent-shapes")
+    return chosen if request.opset is None else chosen.without(*newer)
 
 
 def _output_names(base: ir.Model, outputs: Names) -> tuple[str, ...]:
@@ -334,24 +486,25 @@ def _buffer_names(base: ir.Model) -> tuple[str, ...]:
     return tuple(n for n, x in base.graph.initializers.items() if x in statistics)
 
 
-def _array(model: ir.Model, name: str) -> np.ndarray:
+def _initializer_array(model: ir.Model, name: str) -> np.ndarray:
     tensor = model.graph.initializers[name].const_value
     assert tensor is not None
     return np.array(tensor.numpy())
 
 
-def _weights(source: ir.Model, arrays: Mapping[str, np.ndarray]) -> tuple[WeightSpec, ...]:
+def _weight_specs(source: ir.Model, arrays: Mapping[str, np.ndarray]) -> tuple[WeightSpec, ...]:
     aliases = aliases_of(source)
     return tuple(
-        dataclasses.replace(_weight(n, a), aliases=aliases.get(n, ())) for n, a in arrays.items()
+        dataclasses.replace(_weight_spec(n, a), aliases=aliases.get(n, ()))
+        for n, a in arrays.items()
     )
 
 
-def _weight(name: str, array: np.ndarray) -> WeightSpec:
+def _weight_spec(name: str, array: np.ndarray) -> WeightSpec:
     return WeightSpec(name, array.dtype.name, tuple(array.shape))
 
 
-def _state(options: BuildOptions, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
+def _state_specs(options: BuildOptions, arrays: Mapping[str, np.ndarray]) -> list[StateSpec]:
     specs = []
     for name, array in arrays.items():
         dtype, shape = ir.DataType.from_numpy(array.dtype), tuple(array.shape)
@@ -378,9 +531,9 @@ def _check_names(
         )
 
 
-def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    if spec.parameter == OWNER:
-        return initial(spec)
+def _initial_state(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    if spec.parameter == LOSS_SCALE_OWNER:
+        return initial_scaler_state(spec)
     array = arrays[spec.parameter]
     if spec.slot in ("ema", ANCHOR):
         return np.array(array)
@@ -389,12 +542,9 @@ def _initial(spec: StateSpec, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.full(spec.shape, spec.init, kind) if spec.init else np.zeros(spec.shape, kind)
 
 
-def _settings(optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
     values = dataclasses.asdict(optimizer)
     values["groups"] = [dataclasses.asdict(g) for g in optimizer.groups]
     if not optimizer.proximal:  # most have none
         del values["proximal"]
     return {"name": type(optimizer).__name__, **values}
-
-
-__all__ = ["Clip", "build", "candidates"]

@@ -1,44 +1,244 @@
-"""The graphs of a training run, each with its inputs and outputs listed by role."""
+"""The graphs of a training run, each with its inputs and outputs listed by role.
+
+A graph whose inputs and outputs are declared one by one, each with its role.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts.options import GRAD_NORM, BuildOptions, UpdateOptions
-from onnxtrain.artifacts.precision import SCALE, Guard, scalar, unscaled
-from onnxtrain.artifacts.signature import GraphSignature, dtype_from_name
-from onnxtrain.autodiff.differentiate import refuse_behind
-from onnxtrain.autodiff.gradient_model import GradientModel, lift
+from onnxtrain.artifacts.request import (
+    GRAD_NORM,
+    SCALE,
+    BuildOptions,
+    GradScaler,
+    UpdateOptions,
+    scalar,
+    unscale,
+)
+from onnxtrain.autodiff.differentiate import raise_if_blocked
+from onnxtrain.autodiff.gradients import GradientModel, lift
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.errors import PrepareError
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, names_in
-from onnxtrain.graph.modes import running_statistics, sizes_above_one, to_evaluation, to_training
-from onnxtrain.graph.modes.autocast import autocast
-from onnxtrain.graph.modes.randomness import portable_dropout
-from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.graph.simplify.dead_code import remove_dead
+from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss
-from onnxtrain.manifest import ModelSpec, StateSpec, WeightSpec
-from onnxtrain.optim import (
-    clip_by_global_norm,
-    clip_by_value,
-    global_norm,
-    moving_average,
+from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec, WeightSpec
+from onnxtrain.modes import running_statistics, sizes_above_one, to_evaluation, to_training
+from onnxtrain.modes.mixed_precision import autocast
+from onnxtrain.modes.randomness import portable_dropout
+from onnxtrain.optim import clip_by_global_norm, clip_by_value, global_norm, moving_average
+from onnxtrain.optim.vectors import apply_flattened
+from onnxtrain.optimize.pipeline import rewrite_final, rewrite_fusions, rewrite_inputs
+from onnxtrain.targets import Target, find
+
+FILES = {
+    "train": "training_model.onnx",
+    "eval": "eval_model.onnx",
+    "optimizer": "optimizer_model.onnx",
+    "step": "step_model.onnx",
+    "infer": "inference_model.onnx",
+    "gradients": "gradient_model.onnx",
+    "scalars": "scalar_model.onnx",
+    "update": "update_model.onnx",
+}
+_NAMES = re.compile(
+    rf"({'|'.join(f.removesuffix('.onnx') for f in FILES.values())})((?:\.[a-z0-9]+)*)\.onnx$"
 )
-from onnxtrain.optim.joined import apply_joined
-from onnxtrain.passes.pipeline import rewrite_inputs, rewrite_spellings
-from onnxtrain.targets import Target
+
+
+def plain_name(file: str) -> str:
+    """Return a model's file name without the prefix that it was saved with.
+
+    >>> plain_name("net_step_model.x8.onnx")
+    'step_model.x8.onnx'
+    """
+    match = _NAMES.search(file)
+    return file if match is None else match[0]
+
+
+def is_model_name(file: str, prefix: str) -> bool:
+    """Return whether a file is called as models are that are saved with a prefix.
+
+    >>> is_model_name("net_step_model.x8.onnx", "net_"), is_model_name("mine_model.onnx", "")
+    (True, False)
+    """
+    return file.startswith(prefix) and _NAMES.match(file, len(prefix)) is not None
+
+
+def model_key(spec: ModelSpec) -> str:
+    """Return what a model is called among its like: its role, and what tells it from the plain one.
+
+    >>> key_of(ModelSpec("step", "net_step_model.x8.onnx", (), ()))
+    'step.x8'
+    """
+    match = _NAMES.search(spec.file)
+    return spec.role + ("" if match is None else match[2])
+
+
+class GraphSignature:
+    """A graph under construction; the order of declarations is the order of the contract."""
+
+    def __init__(self, role: str, model: ir.Model, op: OpBuilder) -> None:
+        self.role, self.model, self.op = role, model, op
+        self._inputs: list[tuple[ir.Value, str]] = []
+        self._outputs: list[tuple[ir.Value, str, ir.Value | None]] = []
+        self._named: set[str | None] = set()
+        self._seen = [0, 0, 0]  # inputs, outputs and inputs of the graph whose names are known
+
+    def declare(self, values: Sequence[ir.Value], role: str) -> None:
+        """Declare values that are inputs of the graph already."""
+        self._inputs += [(x, role) for x in values]
+
+    def input(
+        self, name: str, role: str, dtype: ir.DataType, dims: Sequence[int | str]
+    ) -> ir.Value:
+        """Declare a new input; its name gets ``.2``, ``.3`` ... if it is taken outside."""
+        value = ir.Value(type=ir.TensorType(dtype), shape=ir.Shape(dims))
+        value.name = self._claim(name)
+        self.declare([value], role)
+        return value
+
+    def output(
+        self, name: str, role: str, value: ir.Value, feeds: ir.Value | None = None
+    ) -> ir.Value:
+        """Declare an output, a value of its own with this name."""
+        out = self.op.Identity(value)
+        shape, kind = value.shape, value.type
+        out.name = self._claim(name)
+        out.type, out.shape = kind, shape
+        self._outputs.append((out, role, feeds))
+        return out
+
+    def _claim(self, wanted: str) -> str:
+        """Return a free name; a value inside the graph that has it is renamed."""
+        op = self.op
+        outside, stored = self._outside(), self.model.graph.initializers
+        name, n = wanted, 2
+        while name in outside or name in stored:
+            name, n = f"{wanted}.{n}", n + 1
+        if name in op.names.taken:
+            for node in self.model.graph.all_nodes():
+                if node.name == name:
+                    node.name = op.names.fresh(f"{name}.inner")
+                for y in node.outputs:
+                    if y.name == name:
+                        y.name = op.names.fresh(f"{name}.inner")
+        op.names.taken.add(name)
+        return name
+
+    def _outside(self) -> set[str | None]:
+        """Return the names of inputs and outputs; those that are new since the last time are added.
+
+        To gather all of them each time would take long: there may be thousands.
+        """
+        inner = self.model.graph.inputs
+        first = self._seen
+        new = [x for x, _ in self._inputs[first[0] :]]
+        new += [y for y, _, _ in self._outputs[first[1] :]]
+        new += inner[first[2] if first[2] <= len(inner) else 0 :]
+        self._named.update(x.name for x in new)
+        self._seen = [len(self._inputs), len(self._outputs), len(inner)]
+        return self._named
+
+    def replace_output(
+        self, old: ir.Value, name: str, role: str, value: ir.Value, feeds: ir.Value
+    ) -> None:
+        """Put a value of the graph in the place of an output, under another name and role."""
+        at = [y for y, _, _ in self._outputs].index(old)
+        value.name = self._claim(name)
+        self._outputs[at] = (value, role, feeds)
+
+    def outputs_of(self, role: str) -> list[ir.Value]:
+        """Return the outputs of a role, in the order of their declaration."""
+        return [y for y, own, _ in self._outputs if own == role]
+
+    def optimize(self, target: str | Target) -> None:
+        """Simplify the graph and run the final passes."""
+        self._set_ends()
+        graph = self.model.graph
+        names = [y.name for y in graph.outputs]
+        rewrite_final(self.model, target, last=True)
+        assert [y.name for y in graph.outputs] == names, "simplify keeps outputs"
+        outputs = zip(graph.outputs, self._outputs, strict=True)
+        self._outputs = [(y, role, feeds) for y, (_, role, feeds) in outputs]
+
+    def sweep(self) -> None:
+        """Drop what no output needs any more."""
+        self._set_ends()
+        remove_dead(self.model)
+
+    def build(self, target: str | Target) -> tuple[onnx.ModelProto, ModelSpec]:
+        """Simplify, serialise and describe the model."""
+        self.optimize(target)
+        return self.finish(target)
+
+    def finish(self, target: str | Target) -> tuple[onnx.ModelProto, ModelSpec]:
+        """Serialise and describe the model as it is."""
+        self._set_ends()
+        spec = ModelSpec(
+            role=self.role,
+            file=FILES[self.role],
+            target=find(target).name,
+            inputs=tuple(describe(x, role) for x, role in self._inputs),
+            outputs=tuple(
+                describe(y, role, None if feeds is None else feeds.name)
+                for y, role, feeds in self._outputs
+            ),
+        )
+        return finalize(self.model), spec
+
+    def _set_ends(self) -> None:
+        graph = self.model.graph
+        graph.inputs.clear()
+        graph.inputs.extend(x for x, _ in self._inputs)
+        graph.outputs.clear()
+        graph.outputs.extend(y for y, _, _ in self._outputs)
+        graph.name = FILES[self.role].removesuffix(".onnx")
+
+
+def describe(x: ir.Value, role: str, feeds: str | None = None) -> TensorSpec:
+    """Return the entry of an input or output in the manifest."""
+    dims = S.dims_of(x) or ()
+    shape = tuple(d if isinstance(d, int) else str(d or "?") for d in dims)
+    return TensorSpec(x.name or "", dtype_name(x.dtype), shape, role, feeds)
+
+
+def dtype_name(dtype: ir.DataType | None) -> str:
+    """Return the manifest's word for a type: numpy's.
+
+    >>> dtype_name(ir.DataType.FLOAT)
+    'float32'
+    """
+    if dtype is None:
+        return "sequence"
+    return "string" if dtype == ir.DataType.STRING else dtype.numpy().name
+
+
+def dtype_from_name(name: str) -> ir.DataType:
+    """Return the type that the manifest has a word for.
+
+    >>> dtype_from_name("float32").name
+    'FLOAT'
+    """
+    return ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(name, name.upper())]
+
 
 _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
-Finished = tuple[onnx.ModelProto, ModelSpec]
+BuiltModel = tuple[onnx.ModelProto, ModelSpec]
 
 
 @dataclasses.dataclass(frozen=True)
-class Backward:
+class DifferentiatedModel:
     """Forward pass, loss and reverse sweep of one batch.
 
     The outputs of the graph are loss, metrics, extra outputs, gradients and new statistics, in this
@@ -61,15 +261,15 @@ class Backward:
     above_one: tuple[str, ...] = ()
     """Products of sizes that a batch must have above 1."""
 
-    def copy(self, role: str, target: str | Target) -> Copy:
+    def copy(self, role: str, target: str | Target) -> ModelCopy:
         """Return a copy to add nodes to."""
-        return Copy(self, role, target)
+        return ModelCopy(self, role, target)
 
 
-class Copy:
+class ModelCopy:
     """A copy of :class:`Backward` with its values by kind."""
 
-    def __init__(self, origin: Backward, role: str, target: str | Target) -> None:
+    def __init__(self, origin: DifferentiatedModel, role: str, target: str | Target) -> None:
         model = origin.model.clone()
         model.meta.update(origin.model.meta)
         self.op = OpBuilder(model.graph, "step/", target=target)
@@ -91,7 +291,7 @@ class Copy:
 
     def unscaled(self) -> dict[str, ir.Value]:
         """Return the gradients of the loss itself."""
-        return unscaled(self.op, self.gradients, *self.scale) if self.scale else self.gradients
+        return unscale(self.op, self.gradients, *self.scale) if self.scale else self.gradients
 
     def report(self, norm_of: Mapping[str, ir.Value] | None) -> None:
         """Declare loss, metrics and the model's own outputs."""
@@ -110,7 +310,7 @@ class Copy:
             self.signature.output(f"{name}.out", "buffer", value, self.buffers[name])
 
 
-def backward(model: ir.Model, options: BuildOptions) -> Backward:
+def differentiate_loss(model: ir.Model, options: BuildOptions) -> DifferentiatedModel:
     """Differentiate the loss in the mode asked for; ``model`` is used up."""
     graph = model.graph
     repairs: list[str] = []
@@ -118,13 +318,17 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
         repairs += to_training(model, trainable=set(options.candidates))
     above_one = sizes_above_one(model)
     if options.precision.half is not None:
-        rewrite_spellings(model, options.target)
+        rewrite_fusions(model, options.target)
         autocast(model, options.precision.half, target=options.target)
     inputs = list(graph.inputs)
-    attached, rng, shown = _attach(model, options)
+    attached, rng, shown = _attach_losses(model, options)
     # The model's own outputs, unless asked for, keep no pass from rewriting what leads to them.
-    asked = {attached.loss.name, *(y.name for y in attached.metrics.values()), *shown.values()}
-    graph.outputs[:] = [y for y in graph.outputs if y.name in asked]
+    requested_outputs = {
+        attached.loss.name,
+        *(y.name for y in attached.metrics.values()),
+        *shown.values(),
+    }
+    graph.outputs[:] = [y for y in graph.outputs if y.name in requested_outputs]
     made = GradientModel(model, options.target, blocks=bool(options.recompute))
     chosen = _reaching_parameters(graph, options, attached.loss)
     op = made.op
@@ -139,7 +343,7 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
     gradients = made.differentiate(
         {attached.loss: seed}, chosen, recompute=options.recompute, batch=[*inputs, *rng]
     )
-    extra = _by_name(graph, shown)
+    extra = _outputs_by_name(graph, shown)
     results = [attached.loss, *attached.metrics.values(), *extra.values()]
     for x in chosen:
         gradient = gradients[x]
@@ -148,7 +352,7 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
         results.append(gradient)
     made.set_outputs([*results, *(b.new for b in statistics)])
     made.rewrite()
-    return Backward(
+    return DifferentiatedModel(
         model=model,
         inputs=_names(inputs),
         targets=_names(attached.targets),
@@ -164,7 +368,7 @@ def backward(model: ir.Model, options: BuildOptions) -> Backward:
     )
 
 
-def training_graph(origin: Backward, options: BuildOptions) -> Finished:
+def training_graph(origin: DifferentiatedModel, options: BuildOptions) -> BuiltModel:
     """Loss and accumulated gradients of one batch."""
     copy = origin.copy("train", options.target)
     op, signature = copy.op, copy.signature
@@ -189,7 +393,9 @@ def training_graph(origin: Backward, options: BuildOptions) -> Finished:
     return signature.build(options.target)
 
 
-def step_graph(origin: Backward, options: BuildOptions, state: Sequence[StateSpec]) -> Finished:
+def step_graph(
+    origin: DifferentiatedModel, options: BuildOptions, state: Sequence[StateSpec]
+) -> BuiltModel:
     """One whole step: loss, new parameters, new state, new buffers."""
     copy = origin.copy("step", options.target)
     signature = copy.signature
@@ -209,12 +415,12 @@ def step_graph(origin: Backward, options: BuildOptions, state: Sequence[StateSpe
     return signature.build(options.target)
 
 
-def eval_graph(model: ir.Model, options: BuildOptions, names: Sequence[str]) -> Finished:
+def eval_graph(model: ir.Model, options: BuildOptions, names: Sequence[str]) -> BuiltModel:
     """Loss and metrics of one batch, in evaluation mode."""
     graph = model.graph
     inputs = list(graph.inputs)
-    attached, rng, shown = _attach(model, options, evaluation=True)
-    extra = _by_name(graph, shown)
+    attached, rng, shown = _attach_losses(model, options, evaluation=True)
+    extra = _outputs_by_name(graph, shown)
     op = OpBuilder(graph, "eval/", target=options.target)
     signature = GraphSignature("eval", model, op)
     signature.declare(inputs, "input")
@@ -235,7 +441,7 @@ def eval_graph(model: ir.Model, options: BuildOptions, names: Sequence[str]) -> 
 
 def optimizer_graph(
     options: UpdateOptions, weights: Sequence[WeightSpec], state: Sequence[StateSpec]
-) -> Finished:
+) -> BuiltModel:
     """New parameters and state from accumulated gradients."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="optimizer")
     op = OpBuilder(graph, "step/", target=options.target)
@@ -254,7 +460,7 @@ def optimizer_graph(
     slots = _state_inputs(signature, state)
     factor = scalar(op, scale)
     if options.precision.scaled:
-        scaled = unscaled(op, gradients, slots[SCALE], factor)
+        scaled = unscale(op, gradients, slots[SCALE], factor)
     else:
         scaled = {n: op.Mul(g, op.cast(factor, g.dtype)) for n, g in gradients.items()}
     _update(signature, options, parameters, scaled, slots, lr, step)
@@ -262,9 +468,14 @@ def optimizer_graph(
 
 
 def _update(
-    signature: GraphSignature, options: UpdateOptions, parameters: dict[str, ir.Value],
-    grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
-) -> None:  # fmt: skip
+    signature: GraphSignature,
+    options: UpdateOptions,
+    parameters: dict[str, ir.Value],
+    grads: dict[str, ir.Value],
+    slots: dict[str, ir.Value],
+    lr: ir.Value,
+    step: ir.Value,
+) -> None:
     new, new_state = emit_update(signature.op, options, parameters, grads, slots, lr, step)
     for name, value in new.items():
         signature.output(f"{name}.out", "parameter", value, parameters[name])
@@ -273,11 +484,16 @@ def _update(
 
 
 def emit_update(
-    op: OpBuilder, options: UpdateOptions, parameters: dict[str, ir.Value],
-    grads: dict[str, ir.Value], slots: dict[str, ir.Value], lr: ir.Value, step: ir.Value,
-) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:  # fmt: skip
+    op: OpBuilder,
+    options: UpdateOptions,
+    parameters: dict[str, ir.Value],
+    grads: dict[str, ir.Value],
+    slots: dict[str, ir.Value],
+    lr: ir.Value,
+    step: ir.Value,
+) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
     """Emit clipping, the optimizer and the average; return new parameters and new state."""
-    guard = Guard(op, options.precision, slots, grads) if options.precision.scaled else None
+    guard = GradScaler(op, options.precision, slots, grads) if options.precision.scaled else None
     if guard is not None:
         step = guard.steps_done(step)
     if options.clip.norm is not None:
@@ -285,7 +501,7 @@ def emit_update(
     if options.clip.value is not None:
         grads = clip_by_value(op, grads, options.clip.value)
     if op.target.prefers("few-operators"):
-        apply = functools.partial(apply_joined, options.optimizer)
+        apply = functools.partial(apply_flattened, options.optimizer)
     else:
         apply = options.optimizer.apply
     new, new_state = apply(op, parameters, grads, slots, lr, step)
@@ -303,7 +519,7 @@ def _reaching_parameters(graph: ir.Graph, options: BuildOptions, loss: ir.Value)
     useful = reaching(graph, [loss], refused=True)
     candidates = [graph.initializers[n] for n in options.candidates if n in graph.initializers]
     dead = [x.name or "" for x in candidates if x not in useful]
-    refuse_behind(list(graph), [x for x in candidates if x not in useful], [loss])
+    raise_if_blocked(list(graph), [x for x in candidates if x not in useful], [loss])
     if dead and options.chosen_by_user:
         raise PrepareError(
             f"no differentiable path to the loss from: {', '.join(dead)}\n"
@@ -315,7 +531,7 @@ def _reaching_parameters(graph: ir.Graph, options: BuildOptions, loss: ir.Value)
     return chosen
 
 
-def _attach(
+def _attach_losses(
     model: ir.Model, options: BuildOptions, *, evaluation: bool = False
 ) -> tuple[Attached, list[ir.Value], dict[str, str]]:
     """Add the loss and make randomness an input; return that and the names of extra outputs too."""
@@ -343,13 +559,13 @@ def _attach(
     return attached, [x for x in graph.inputs if x not in before], names
 
 
-def _by_name(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, ir.Value]:
+def _outputs_by_name(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, ir.Value]:
     """Return outputs of the graph, whatever values they are by now."""
     known = {y.name: y for y in graph.outputs}
     return {n: known[name] for n, name in names.items()}
 
 
-def _declare_batch(copy: Copy) -> None:
+def _declare_batch(copy: ModelCopy) -> None:
     copy.signature.declare(copy.front, "input")
     copy.signature.declare(copy.targets, "target")
 

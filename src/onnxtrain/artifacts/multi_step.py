@@ -2,30 +2,39 @@
 
 Runtimes that copy parameters and state in and out of every call, as WebAssembly does, spend less
 on it that way. The fused step becomes the body of a Scan; what training changes is carried along.
+
+Small parameters as one: an optimizer that works on each element needs one chain of nodes then.
+
+On small models the nodes of the update outnumber all others, and each costs some microseconds
+whatever its size. Inside a model of several steps the packed form may stay from step to step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onnxtrain import thresholds as T
+from onnxtrain.artifacts.graphs import DifferentiatedModel
+from onnxtrain.artifacts.request import UpdateOptions
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import Names, OpBuilder, names_in
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
-from onnxtrain.manifest import ModelSpec, TensorSpec
-from onnxtrain.optim.packing import Pack
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.importer.opset import IR_VERSION, OPSET
+from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec
+from onnxtrain.optim.vectors import Pack, groups_with_equal_settings
 from onnxtrain.targets import Target, find
 
-LARGE = 1024  # bytes: larger constants lie outside the body, where files share them
-_KEPT = ("parameter", "buffer", "state", "frozen")
-_BY_STEP = ("lr", "step")
-_FADING = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
-TINY = 1e-35
+HOIST_MIN_BYTES = 1024  # bytes: larger constants lie outside the body, where files share them
+_LOOP_ROLES = ("parameter", "buffer", "state", "frozen")
+_PER_STEP_ROLES = ("lr", "step")
+_DECAYING_SLOTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
+DENORMAL_THRESHOLD = 1e-35
 """State below this becomes 0 after each call. The moments of dead units shrink for ever, and
 WebAssembly cannot flush denormal numbers, on which processors are much slower."""
 
@@ -49,14 +58,14 @@ def multi_step_model(
     body = one.graph
     fed = {t.feeds: t for t in inner.outputs if t.feeds is not None}
     carried = [t for t in inner.inputs if t.name in fed]
-    scanned = [t for t in inner.inputs if t.name not in fed and t.role not in _KEPT]
+    scanned = [t for t in inner.inputs if t.name not in fed and t.role not in _LOOP_ROLES]
     stacked = [t for t in inner.outputs if t.feeds is None]
 
-    inputs = tuple(t if t.role in _KEPT else _several(t, count) for t in plain.inputs)
-    outputs = tuple(t if t.feeds is not None else _several(t, count) for t in plain.outputs)
+    inputs = tuple(t if t.role in _LOOP_ROLES else _stacked_spec(t, count) for t in plain.inputs)
+    outputs = tuple(t if t.feeds is not None else _stacked_spec(t, count) for t in plain.outputs)
     opsets = {**one.opset_imports, "": OPSET}
     outer = ir.Graph(
-        [_value(t) for t in inputs], [], nodes=[], opset_imports=opsets, name="steps_model"
+        [_spec_value(t) for t in inputs], [], nodes=[], opset_imports=opsets, name="steps_model"
     )
     given = {x.name or "": x for x in outer.inputs}
     results = [y.name or "" for y in body.outputs]
@@ -64,17 +73,17 @@ def multi_step_model(
     op = OpBuilder(outer, "steps/")
     op.names.taken |= names.taken
     own = _take_inputs(body, given, {t.name for t in (*carried, *scanned)}, names)
-    _hoist(body, outer)
+    _hoist_constants(body, outer)
     ordered = [t.name for t in (*(fed[t.name] for t in carried), *stacked)]
     _become_step(body, [own[t.name] for t in (*carried, *scanned)], ordered, names)
 
     whole = {p.name: p for p in packs}
-    feeds = _feeds(op, [*carried, *scanned], given, whole)
-    finals = {t.name: _value(t) for t in outputs}
+    feeds = _scan_inputs(op, [*carried, *scanned], given, whole)
+    finals = {t.name: _spec_value(t) for t in outputs}
     new = {t.feeds: finals[t.name] for t in outputs if t.feeds is not None}
     ends: list[ir.Value] = []
     for t in (*carried, *stacked):
-        if t.name in whole or _fades(t):
+        if t.name in whole or _can_underflow(t):
             like = own[t.name]
             name = op.names.fresh("steps/end")
             ends.append(ir.Value(name=name, type=like.type, shape=like.shape))
@@ -82,12 +91,12 @@ def multi_step_model(
             ends.append(new[t.name] if t in carried else finals[t.name])
     attributes = [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(scanned))]
     outer.append(ir.Node("", "Scan", feeds, attributes, outputs=ends, name=names.fresh("steps")))
-    for name, end in _unpacked(op, carried, ends, whole):
-        finals[_out(outputs, name)] = _renamed(end, new[name])
+    for name, end in _unpack_scan_outputs(op, carried, ends, whole):
+        finals[_output_name(outputs, name)] = _with_name_of(end, new[name])
     outer.outputs.extend(finals[t.name] for t in outputs)
     model = ir.Model(outer, ir_version=IR_VERSION)
     file = plain.file.removesuffix(".onnx") + f".x{count}.onnx"
-    return finish(model), dataclasses.replace(
+    return finalize(model), dataclasses.replace(
         plain, file=file, steps_per_call=count, inputs=inputs, outputs=outputs
     )
 
@@ -106,7 +115,7 @@ def _become_step(
         y.name = names.fresh(f"{y.name}/each")
 
 
-def _feeds(
+def _scan_inputs(
     op: OpBuilder,
     tensors: Sequence[TensorSpec],
     given: Mapping[str, ir.Value],
@@ -119,11 +128,11 @@ def _feeds(
             feeds.append(whole[t.name].join(op, given))
         else:
             x = given[t.name]
-            feeds.append(op.Unsqueeze(x, op.const([1])) if t.role in _BY_STEP else x)
+            feeds.append(op.Unsqueeze(x, op.const([1])) if t.role in _PER_STEP_ROLES else x)
     return feeds
 
 
-def _unpacked(
+def _unpack_scan_outputs(
     op: OpBuilder,
     carried: Sequence[TensorSpec],
     ends: Sequence[ir.Value],
@@ -131,34 +140,36 @@ def _unpacked(
 ) -> Iterator[tuple[str, ir.Value]]:
     """Yield what becomes of the tensors that come out of the Scan packed, or with tiny state."""
     for t, end in zip(carried, ends, strict=False):
-        last = op.Shrink(end, lambd=TINY, bias=0.0) if _fades(t) else end
+        last = op.Shrink(end, lambd=DENORMAL_THRESHOLD, bias=0.0) if _can_underflow(t) else end
         if t.name in whole:
             yield from whole[t.name].split(op, last).items()
-        elif _fades(t):
+        elif _can_underflow(t):
             yield t.name, last
 
 
-def _fades(t: TensorSpec) -> bool:
+def _can_underflow(t: TensorSpec) -> bool:
     """Return whether elements may sink below what the processor handles at full speed."""
-    return t.role == "state" and t.dtype == "float32" and t.name.endswith(_FADING)
+    return t.role == "state" and t.dtype == "float32" and t.name.endswith(_DECAYING_SLOTS)
 
 
-def _out(outputs: Sequence[TensorSpec], member: str) -> str:
+def _output_name(outputs: Sequence[TensorSpec], member: str) -> str:
     return next(t.name for t in outputs if t.feeds == member)
 
 
-def _renamed(value: ir.Value, like: ir.Value) -> ir.Value:
+def _with_name_of(value: ir.Value, like: ir.Value) -> ir.Value:
     """Return a value under the name of another, which is not used then."""
     name, like.name = like.name, None
     value.name, value.type, value.shape = name, like.type, like.shape
     return value
 
 
-def steps_wanted(asked: int | None, target: str | Target, accumulate: int, size: int) -> int:
+def resolve_steps_per_call(
+    requested: int | None, target: str | Target, accumulate: int, size: int
+) -> int:
     """Return the number of steps per call: the one asked for, or what suits the target.
 
     Args:
-        asked: by the caller; ``None`` leaves it to the target.
+        requested: by the caller; ``None`` leaves it to the target.
         target: of the step model.
         accumulate: batches per update.
         size: bytes of parameters, buffers and state.
@@ -166,18 +177,18 @@ def steps_wanted(asked: int | None, target: str | Target, accumulate: int, size:
     Raises:
         PrepareError: if the number is impossible or has no effect.
     """
-    if asked is None:
-        several = find(target).prefers("several-steps")
-        small = accumulate == 1 and size <= T.SEVERAL_STEPS_BYTES
+    if requested is None:
+        several = find(target).prefers("multi-step")
+        small = accumulate == 1 and size <= T.MULTI_STEP_BYTES
         return T.STEPS_PER_CALL if several and small else 1
-    if asked < 1:
-        raise PrepareError(f"steps_per_call must be at least 1: {asked}")
-    if asked > 1 and accumulate > 1:
+    if requested < 1:
+        raise PrepareError(f"steps_per_call must be at least 1: {requested}")
+    if requested > 1 and accumulate > 1:
         raise PrepareError(
-            f"steps_per_call={asked} with accumulate={accumulate}: the step model updates on "
+            f"steps_per_call={requested} with accumulate={accumulate}: the step model updates on "
             "every batch\nhint: leave one of them at 1"
         )
-    return asked
+    return requested
 
 
 def _take_inputs(
@@ -193,20 +204,104 @@ def _take_inputs(
     return own
 
 
-def _hoist(body: ir.Graph, outer: ir.Graph) -> None:
+def _hoist_constants(body: ir.Graph, outer: ir.Graph) -> None:
     for name, x in list(body.initializers.items()):
-        if x.const_value is not None and x.const_value.nbytes >= LARGE:
+        if x.const_value is not None and x.const_value.nbytes >= HOIST_MIN_BYTES:
             del body.initializers[name]
             outer.register_initializer(x)
 
 
-def _several(t: TensorSpec, count: int) -> TensorSpec:
-    inner = () if t.role in _BY_STEP else t.shape
+def _stacked_spec(t: TensorSpec, count: int) -> TensorSpec:
+    inner = () if t.role in _PER_STEP_ROLES else t.shape
     return dataclasses.replace(t, shape=(count, *inner))
 
 
-def _value(t: TensorSpec) -> ir.Value:
+def _spec_value(t: TensorSpec) -> ir.Value:
     names = {"float32": "FLOAT", "float64": "DOUBLE"}
     kind = ir.TensorType(ir.DataType[names.get(t.dtype, t.dtype.upper())])
     shape = ir.Shape([None if d == "?" else d for d in t.shape])
     return ir.Value(name=t.name, type=kind, shape=shape)
+
+
+_FLOAT32 = np.dtype("float32")
+
+
+def pack_parameters(
+    origin: DifferentiatedModel, options: UpdateOptions, state: Sequence[StateSpec]
+) -> tuple[DifferentiatedModel, list[StateSpec], list[Pack]]:
+    """Return the same with small parameters and their state packed, and what was packed how."""
+    packs = _packs(origin, options, state)
+    if not packs:
+        return origin, list(state), []
+    model = origin.model.clone()
+    model.meta.update(origin.model.meta)
+    graph = model.graph
+    known = {x.name or "": x for x in graph.inputs}
+    outputs = list(graph.outputs)
+    first = len(outputs) - len(origin.parameters) - len(origin.changing)
+    gradients = dict(zip(origin.parameters, outputs[first:], strict=False))
+    gone: set[str] = set()
+    first_node = next(iter(graph), None)
+    back = OpBuilder(graph, "pack/", target=options.target)
+    front = OpBuilder(graph, "pack/", target=options.target, before=first_node, parent=back)
+    for pack in packs:
+        values = [known[n] for n in pack.members]
+        values[0].name = front.names.fresh(f"{pack.name}/member")
+        size = ir.Shape([sum(pack.sizes)])
+        whole = ir.Value(name=pack.name, type=values[0].type, shape=size)
+        for old, new in zip(values, pack.split(front, whole).values(), strict=True):
+            old.replace_all_uses_with(new)
+        graph.inputs[list(graph.inputs).index(values[0])] = whole
+        gradients[pack.name] = pack.join(back, gradients)
+        gone.update(pack.members[1:])
+        for n in pack.members[1:]:
+            graph.inputs.remove(known[n])
+    parameters = tuple(n for n in origin.parameters if n not in gone)
+    tail = outputs[len(outputs) - len(origin.changing) :]
+    graph.outputs.clear()
+    graph.outputs.extend([*outputs[:first], *(gradients[n] for n in parameters), *tail])
+    slots = [p for pack in packs for p in _state_packs(pack, state)]
+    whole = {p.name: (sum(p.sizes),) for p in slots}
+    kept = [
+        dataclasses.replace(s, shape=whole.get(s.name, s.shape))
+        for s in state
+        if s.parameter not in gone
+    ]
+    return (
+        dataclasses.replace(origin, model=model, parameters=parameters),
+        kept,
+        [*packs, *slots],
+    )
+
+
+def _packs(
+    origin: DifferentiatedModel, options: UpdateOptions, state: Sequence[StateSpec]
+) -> list[Pack]:
+    """Return the small float32 parameters that one update can serve, if there are several."""
+    plain = options.ema is None and options.precision.half is None and not options.precision.scaled
+    if not plain:
+        return []
+    shapes = {
+        x.name or "": tuple(d for d in x.shape or () if isinstance(d, int))
+        for x in origin.model.graph.inputs
+        if x.name in origin.parameters and x.dtype == ir.DataType.FLOAT
+    }
+    # State of another shape than its parameter is not a vector's where that is one.
+    apart = {s.parameter for s in state if s.shape != shapes.get(s.parameter)}
+    largest = T.PACKED_PARAMETER_ELEMENTS
+    small = {
+        n: _FLOAT32 for n, shape in shapes.items() if math.prod(shape) <= largest and n not in apart
+    }
+    return [
+        Pack(names[0], names, tuple(shapes[n] for n in names), _FLOAT32)
+        for names in groups_with_equal_settings(options.optimizer, small)
+        if len(names) > 1
+    ]
+
+
+def _state_packs(pack: Pack, state: Sequence[StateSpec]) -> list[Pack]:
+    """Return the packs of a pack's state, each named as that of its first parameter."""
+    named = {(s.parameter, s.slot): s.name for s in state}
+    slots = [s.slot for s in state if s.parameter == pack.name]
+    members = [tuple(named[n, slot] for n in pack.members) for slot in slots]
+    return [dataclasses.replace(pack, name=names[0], members=names) for names in members]

@@ -3,6 +3,10 @@
 Read this first. ``differentiate`` walks the nodes backwards, asks the registry for each node's
 rule, and adds up what flows into every value. A rule need not care which gradients are wanted
 (unused nodes are removed afterwards), how they are accumulated, or about broadcasting.
+
+What gradients flow through, and how they add up.
+
+Parts of the rules for nodes with bodies: reverse sweeps inside, and more outputs.
 """
 
 from __future__ import annotations
@@ -11,26 +15,59 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.accumulate import QUANTISED, accumulate, carries_gradient
-from onnxtrain.autodiff.registry import (
+from onnxtrain.autodiff.rule_registry import (
     NO_GRADIENT,
     Undefined,
+    blocks_gradient,
     call_rule,
     find_rule,
-    has_own_rule,
-    is_refused,
-    is_stopped,
+    has_user_rule,
+    is_not_differentiable,
     is_straight_through,
-    key_of,
 )
-from onnxtrain.errors import OnnxTrainError, UndifferentiableError
+from onnxtrain.errors import OnnxTrainError, UndifferentiableError, exclusion_hint
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.nodes import captured, op_key
 from onnxtrain.graph.shapes import dims as D
-from onnxtrain.way_out import leave_out
+from onnxtrain.graph.simplify import RANDOM_OPS
 
-_SHOWN = 10  # nodes in a message
+_SMALL_INTEGERS = (
+    "INT2",
+    "UINT2",
+    "INT4",
+    "UINT4",
+    "INT8",
+    "UINT8",
+    "INT16",
+    "UINT16",
+    "FLOAT4E2M1",
+)
+_EIGHT_BITS = ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ")
+QUANTIZED_DTYPES = frozenset(
+    ir.DataType[name]
+    for name in (*_SMALL_INTEGERS, *_EIGHT_BITS)
+    if name in ir.DataType.__members__
+)
+"""What QuantizeLinear gives: a gradient flows through it only if the user registered a rule."""
+
+
+def carries_gradient(x: ir.Value) -> bool:
+    """Return whether a value is a float tensor, or a sequence or optional of them."""
+    inner = x.type
+    while isinstance(inner, ir.SequenceType | ir.OptionalType):
+        inner = inner.elem_type
+    return isinstance(inner, ir.TensorType) and inner.dtype in S.FLOATS
+
+
+def accumulate(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Return the sum of two gradients of one value; sequences are added element by element."""
+    if not isinstance(a.type, ir.SequenceType):
+        return op.Add(a, b)
+    return op.map_sequences(lambda body, x, y: body.Add(x, y), a, b)
+
+
+_MAX_LISTED = 10  # nodes in a message
 
 
 def differentiate(
@@ -50,8 +87,8 @@ def differentiate(
         UndifferentiableError: naming all nodes on the way that have no rule.
     """
     nodes = list(op.graph)
-    live = reached_from(nodes, wrt)
-    needed = needed_for(nodes, cotangents)
+    live = reachable_values(nodes, wrt)
+    needed = ancestor_nodes(nodes, cotangents)
     path = [
         n
         for n in nodes
@@ -59,11 +96,17 @@ def differentiate(
         and any(y in live for y in n.outputs)
         and any(x in live for x in differentiable_inputs(n))
     ]
-    missing = [n for n in path if find_rule(n) is None and not is_stopped(n)]
+    missing = [n for n in path if find_rule(n) is None and not blocks_gradient(n)]
     if missing:
         raise UndifferentiableError(_explain(missing, cotangents))
-    flowing = needed_for([n for n in nodes if not is_stopped(n) or is_refused(n)], cotangents)
-    refused = [n for n in nodes if n in flowing and is_refused(n) and live.intersection(n.inputs)]
+    flowing = ancestor_nodes(
+        [n for n in nodes if not blocks_gradient(n) or is_not_differentiable(n)], cotangents
+    )
+    refused = [
+        n
+        for n in nodes
+        if n in flowing and is_not_differentiable(n) and live.intersection(n.inputs)
+    ]
     if refused:
         raise UndifferentiableError(_explain_refusal(refused))
 
@@ -80,24 +123,24 @@ def differentiate(
             input_grads = call_rule(rule, op, node, dys, wanted)
         except OnnxTrainError:
             raise
-        except S.UNFIT as error:
-            if has_own_rule(node):
+        except S.INVALID_NODE_ERRORS as error:
+            if has_user_rule(node):
                 raise
-            raise UndifferentiableError(S.unfit(node, error)) from error
+            raise UndifferentiableError(S.invalid_node_message(node, error)) from error
         for i, (x, dx) in enumerate(zip(sources, input_grads, strict=False)):
             if x is None or dx is None or not wanted[i] or i in rule.constant_inputs:
                 continue
             if isinstance(dx, Undefined):
                 undefined.append((node, i, dx.why))
                 continue
-            _stamp(dx, x, node)
+            _set_type_and_shape(dx, x, node)
             grads[x] = accumulate(op, grads[x], dx) if x in grads else dx
     if undefined:
         raise UndifferentiableError(_explain_undefined(undefined))
     return {x: grads.get(x) for x in wrt}
 
 
-def refuse_behind(
+def raise_if_blocked(
     nodes: Sequence[ir.Node], values: Sequence[ir.Value], results: Sequence[ir.Value]
 ) -> None:
     """Raise if it is refused nodes that keep values from results.
@@ -105,34 +148,40 @@ def refuse_behind(
     Raises:
         UndifferentiableError: naming those nodes.
     """
-    if not values or not any(is_refused(n) for n in nodes):
+    if not values or not any(is_not_differentiable(n) for n in nodes):
         return
-    live, flowing = reached_from(nodes, values), needed_for(nodes, results)
-    refused = [n for n in nodes if n in flowing and is_refused(n) and live.intersection(n.inputs)]
+    live, flowing = reachable_values(nodes, values), ancestor_nodes(nodes, results)
+    refused = [
+        n
+        for n in nodes
+        if n in flowing and is_not_differentiable(n) and live.intersection(n.inputs)
+    ]
     if refused:
         raise UndifferentiableError(_explain_refusal(refused))
 
 
-def reached_from(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Value]:
+def reachable_values(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Value]:
     """Return the values that depend differentiably on ``wrt``."""
     live = set(wrt)
     for node in nodes:
-        if not is_stopped(node) and any(x in live for x in differentiable_inputs(node)):
+        if not blocks_gradient(node) and any(x in live for x in differentiable_inputs(node)):
             live.update(y for y in node.outputs if carries_gradient(y))
             # A straight-through rule of the user's makes integers carry on.
-            live.update(y for y in node.outputs if y.dtype in QUANTISED and _stands_in(node, live))
+            live.update(
+                y for y in node.outputs if y.dtype in QUANTIZED_DTYPES and _stands_in(node, live)
+            )
     return live
 
 
 def _stands_in(node: ir.Node, live: set[ir.Value]) -> bool:
     return (
-        has_own_rule(node)
+        has_user_rule(node)
         or is_straight_through(node)
-        or any(x in live and x.dtype in QUANTISED for x in node.inputs if x is not None)
+        or any(x in live and x.dtype in QUANTIZED_DTYPES for x in node.inputs if x is not None)
     )
 
 
-def needed_for(
+def ancestor_nodes(
     nodes: Sequence[ir.Node], values: Mapping[ir.Value, ir.Value] | Sequence[ir.Value]
 ) -> set[ir.Node]:
     """Return the nodes that ``values`` depend on."""
@@ -151,7 +200,9 @@ def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
     return [
         x
         for i, x in enumerate(_sources(node))
-        if x is not None and i not in constant and (carries_gradient(x) or x.dtype in QUANTISED)
+        if x is not None
+        and i not in constant
+        and (carries_gradient(x) or x.dtype in QUANTIZED_DTYPES)
     ]
 
 
@@ -160,23 +211,23 @@ def _sources(node: ir.Node) -> list[ir.Value | None]:
     return [*node.inputs, *captured(node)]
 
 
-def _stamp(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
+def _set_type_and_shape(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
     """Record that a gradient has the type and shape of what it is the gradient of."""
     have, want = S.dims_of(dx), S.dims_of(x)
-    wrong = dx.dtype not in S.FLOATS if x.dtype in QUANTISED else dx.dtype != x.dtype
-    if wrong or (have is not None and want is not None and D.clash(have, want)):
+    wrong = dx.dtype not in S.FLOATS if x.dtype in QUANTIZED_DTYPES else dx.dtype != x.dtype
+    if wrong or (have is not None and want is not None and D.shapes_differ(have, want)):
         error = AssertionError(
-            f"rule for {key_of(node)}: {S.describe_value(dx)} for {S.describe_value(x)}"
+            f"rule for {op_key(node)}: {S.describe_value(dx)} for {S.describe_value(x)}"
         )
-        if has_own_rule(node):
+        if has_user_rule(node):
             raise error
-        raise UndifferentiableError(S.unfit(node, error)) from error
+        raise UndifferentiableError(S.invalid_node_message(node, error)) from error
     if dx.producer() is not None and x.shape is not None and have != want:
         dx.shape = x.shape
 
 
 def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -> str:
-    kinds = sorted({key_of(n) for n in missing})
+    kinds = sorted({op_key(n) for n in missing})
     goal = ", ".join(repr(y.name) for y in outputs)
     lines = [
         f"no gradient rule for {len(kinds)} operator(s) on the path to {goal}: {', '.join(kinds)}"
@@ -185,7 +236,7 @@ def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -
     if len(missing) > 10:
         lines.append(f"  ... and {len(missing) - 10} more")
     lines.append(
-        f"hint: {leave_out('the parameters upstream of these nodes')}, "
+        f"hint: {exclusion_hint('the parameters upstream of these nodes')}, "
         "or give a rule with onnxtrain.register_vjp"
     )
     return "\n".join(lines)
@@ -193,26 +244,90 @@ def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -
 
 def _explain_refusal(refused: Sequence[ir.Node]) -> str:
     lines = ["no gradient flows through nodes that depend on what is differentiated:"]
-    lines += [f"  node {n.name!r}: {S.describe(n)}: {NO_GRADIENT[key_of(n)]}" for n in refused[:10]]
+    lines += [f"  node {n.name!r}: {S.describe(n)}: {NO_GRADIENT[op_key(n)]}" for n in refused[:10]]
     if len(refused) > 10:
         lines.append(f"  ... and {len(refused) - 10} more")
     lines.append(
         f"hint: build(..., straight_through=True) trains through quantisers; or "
-        f"{leave_out('the parameters upstream of these nodes')}, or register a rule with "
-        f"onnxtrain.register_vjp({key_of(refused[0])!r})"
+        f"{exclusion_hint('the parameters upstream of these nodes')}, or register a rule with "
+        f"onnxtrain.register_vjp({op_key(refused[0])!r})"
     )
     return "\n".join(lines)
 
 
 def _explain_undefined(undefined: Sequence[tuple[ir.Node, int, str]]) -> str:
     lines, names = [], dict[str, None]()
-    for node, i, why in undefined[:_SHOWN]:
+    for node, i, why in undefined[:_MAX_LISTED]:
         lines.append(f"no gradient for input {i} of node {node.name!r}: {why}")
         lines.append(f"  {S.describe(node)}")
-    if len(undefined) > _SHOWN:
-        lines.append(f"... and {len(undefined) - _SHOWN} more")
+    if len(undefined) > _MAX_LISTED:
+        lines.append(f"... and {len(undefined) - _MAX_LISTED} more")
     for node, i, _ in undefined:
         x = _sources(node)[i]
         names[repr(i) if x is None else x.name or ""] = None
-    lines.append(f"hint: {leave_out(', '.join(names) + ' and what they depend on')}")
+    lines.append(f"hint: {exclusion_hint(', '.join(names) + ' and what they depend on')}")
     return "\n".join(lines)
+
+
+OptionalValue = ir.Value | None
+
+
+def differentiate_body(
+    op: OpBuilder,
+    outputs: Sequence[ir.Value],
+    dys: Sequence[OptionalValue],
+    wrt: Sequence[ir.Value],
+) -> list[OptionalValue]:
+    """Run the reverse sweep of a body; return the gradient of each ``wrt``."""
+    cotangents: dict[ir.Value, ir.Value] = {}
+    for y, dy in zip(outputs, dys, strict=False):
+        if dy is not None and S.is_float(y):
+            cotangents[y] = accumulate(op, cotangents[y], dy) if y in cotangents else dy
+    grads = differentiate(op, cotangents, wrt)
+    return [grads[x] for x in wrt]
+
+
+def as_body_outputs(
+    op: OpBuilder, grads: Sequence[OptionalValue], wrt: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """Return gradients as values that a body may return: made inside it, each of its own."""
+    own = []
+    for g, x in zip(grads, wrt, strict=True):
+        out = op.Identity(op.zeros_like(x) if g is None else g)
+        out.type, out.shape = x.type, x.shape
+        own.append(out)
+    return own
+
+
+def append_identities(op: OpBuilder, body: ir.Graph, values: Sequence[ir.Value]) -> None:
+    """Make a body give more of its values."""
+    inner = OpBuilder(body, op.prefix, target=op.target, parent=op)
+    for value in values:
+        body.outputs.append(inner.Identity(value))
+
+
+def name_outputs(op: OpBuilder, node: ir.Node) -> None:
+    """Name the outputs that have no name yet."""
+    for i, out in enumerate(node.outputs):
+        if not out.name:
+            out.name = op.names.fresh(f"{node.outputs[0].name}.{i}")
+
+
+def reject_randomness(node: ir.Node) -> None:
+    """Raise if a body draws random numbers."""
+    for attribute in node.attributes.values():
+        if attribute.type != ir.AttributeType.GRAPH:
+            continue
+        for inner in attribute.as_graph().all_nodes():
+            if inner.op_type in RANDOM_OPS:
+                raise UndifferentiableError(
+                    f"node {inner.name!r} ({inner.op_type}) draws random numbers inside "
+                    f"{node.op_type} {node.name!r}; the backward pass could not draw the same\n"
+                    "hint: draw them outside and pass them in"
+                )
+
+
+def with_shape_of(d: ir.Value, x: ir.Value) -> ir.Value:
+    """Return a gradient with the shape of what it is the gradient of."""
+    d.shape = x.shape
+    return d

@@ -1,40 +1,225 @@
-"""What would happen if a model were differentiated, node by node."""
+"""What would happen if a model were differentiated, node by node.
+
+How each operator is differentiated: of the ONNX standard, and of onnxruntime's own domain.
+
+How much memory training would take, estimated before anything is built.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
+from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.differentiate import (
+    ancestor_nodes,
     differentiable_inputs,
     differentiate,
-    needed_for,
-    reached_from,
+    reachable_values,
 )
-from onnxtrain.autodiff.load_normalized import load_normalized, own_domains
-from onnxtrain.autodiff.memory_estimate import Memory, estimate
-from onnxtrain.autodiff.named_selections import listed
-from onnxtrain.autodiff.registry import (
+from onnxtrain.autodiff.gradients import load_normalized, registered_domains
+from onnxtrain.autodiff.rule_registry import (
     NO_GRADIENT,
-    ZERO,
+    RULES,
+    ZERO_GRADIENT,
+    blocks_gradient,
     find_rule,
-    is_refused,
-    is_stopped,
-    key_of,
+    is_not_differentiable,
 )
-from onnxtrain.autodiff.selection import batch_statistics, select_wrt, trainable
-from onnxtrain.errors import OnnxTrainError
+from onnxtrain.autodiff.selection import (
+    available_selectors,
+    batch_statistics,
+    select_wrt,
+    trainable,
+)
+from onnxtrain.errors import OnnxTrainError, PrepareError
+from onnxtrain.expand.expansions import DECOMPOSITIONS, INTEGER_OPS, has_decomposition
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
-from onnxtrain.graph.nodes import stops_gradient
-from onnxtrain.graph.prepare import constant_names, repairs_of, unused_parameters
-from onnxtrain.graph.roles import Role, roles_of
-from onnxtrain.graph.shapes.specialise import specialise
+from onnxtrain.graph.nodes import op_key, stops_gradient
+from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.shapes.unknown import specialize
+from onnxtrain.importer import constant_names, repairs_of, unused_parameters
+from onnxtrain.importer.functions import has_body
+from onnxtrain.importer.opset import NEWEST_OPSET
+from onnxtrain.importer.opset import RUNTIME_OPERATORS as MOVED
+from onnxtrain.importer.parameters import Role, recorded_roles
+
+# Deprecated operators, which raising the opset replaces.
+_SUCCESSORS = {"Scatter": "ScatterElements", "Upsample": "Resize"}
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorReport:
+    """One operator: since which opset, how it is differentiated, and why if it is not."""
+
+    name: str
+    since: int
+    how: str
+    """``rule``, ``body``, ``decomposed``, ``zero``, ``frozen``, ``none`` or ``missing``."""
+    why: str
+
+
+def operators(domain: str = "") -> list[OperatorReport]:
+    """Return one line per operator of a domain, sorted by name.
+
+    Raises:
+        PrepareError: if it is neither the standard domain nor onnxruntime's own.
+
+    >>> {o.name: o.how for o in operators()}["MatMul"]
+    'rule'
+    >>> {o.name: o.how for o in operators("com.microsoft")}["GroupQueryAttention"]
+    'decomposed'
+    """
+    if domain == RUNTIME_DOMAIN:
+        return _runtime_operators()
+    if domain not in ("", "ai.onnx"):
+        raise PrepareError(
+            f"nothing is known of domain {domain!r}\nhint: ai.onnx or {RUNTIME_DOMAIN}"
+        )
+    newest: dict[str, onnx.defs.OpSchema] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.domain != "" or schema.since_version > NEWEST_OPSET:
+            continue
+        known = newest.get(schema.name)
+        if known is None or schema.since_version > known.since_version:
+            newest[schema.name] = schema
+    return [_report(newest[name]) for name in sorted(newest)]
+
+
+def _runtime_operators() -> list[OperatorReport]:
+    """Return what happens to each operator of onnxruntime's own domain."""
+    prefix = f"{RUNTIME_DOMAIN}::"
+    keys = {k for k in (*DECOMPOSITIONS, *NO_GRADIENT) if k.startswith(prefix)}
+    names = sorted(k.removeprefix(prefix) for k in keys)
+    # Those that only move here from the standard domain, where onnxruntime puts them.
+    return [_runtime_report(n, prefix + n) for n in names if n not in MOVED]
+
+
+def _runtime_report(name: str, key: str) -> OperatorReport:
+    if key in RULES:
+        return OperatorReport(name, 1, "rule", "decomposed for targets that lack it")
+    if key in INTEGER_OPS:
+        return OperatorReport(
+            name, 1, "frozen", f"{NO_GRADIENT[key]}; decomposed with straight_through=True"
+        )
+    if key in DECOMPOSITIONS:
+        return OperatorReport(name, 1, "decomposed", "")
+    how = "frozen" if "integers" in NO_GRADIENT[key] else "none"
+    return OperatorReport(name, 1, how, NO_GRADIENT[key])
+
+
+def _report(schema: onnx.defs.OpSchema) -> OperatorReport:
+    name, since = schema.name, schema.since_version
+    if schema.deprecated:
+        successor = _SUCCESSORS.get(name)
+        how = "missing" if successor is None else "decomposed"
+        return OperatorReport(
+            name, since, how, "" if successor is None else f"raised to {successor}"
+        )
+    if name in RULES:
+        return OperatorReport(name, since, "rule", "")
+    if name in ZERO_GRADIENT:
+        return OperatorReport(name, since, "zero", ZERO_GRADIENT[name])
+    if name in NO_GRADIENT:
+        return OperatorReport(name, since, "none", NO_GRADIENT[name])
+    if has_decomposition(name):
+        return OperatorReport(name, since, "decomposed", "")
+    if has_body(name, NEWEST_OPSET):
+        return OperatorReport(name, since, "body", "the function body of the ONNX standard")
+    return OperatorReport(name, since, "missing", "")
+
+
+# These give their input another shape and need no memory of their own.
+_VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes by what they hold; an estimate from shapes, not a measurement."""
+
+    parameters: int
+    gradients: int
+    adam_state: int
+    """Two numbers for each one of a parameter; plain gradient descent needs none."""
+    activations: int
+    """Everything the forward pass computes, as if all of it were kept for the backward pass."""
+    sizes: dict[str, int]
+    """What was taken for symbolic sizes: one, unless the caller has said more."""
+    unknown: int
+    """How many values have a size that cannot be told; they count as nothing."""
+
+    @property
+    def total(self) -> int:
+        """Everything, with Adam."""
+        return self.parameters + self.gradients + self.adam_state + self.activations
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{n} = {v}" for n, v in self.sizes.items())
+        return (
+            f"about {_text(self.total)} to train with Adam"
+            f"{f' at {sizes}' if sizes else ''}: parameters {_text(self.parameters)}, "
+            f"gradients {_text(self.gradients)}, state {_text(self.adam_state)}, "
+            f"activations at most {_text(self.activations)}"
+            f"{f' and {self.unknown} value(s) of unknown size' if self.unknown else ''}"
+        )
+
+
+def estimate(
+    graph: ir.Graph, trained: Iterable[ir.Value], sizes: Mapping[str, int] | None = None
+) -> Memory:
+    """Return the memory that training some parameters of a prepared graph takes.
+
+    Args:
+        graph: the forward pass, with shapes inferred.
+        trained: the parameters.
+        sizes: numbers for symbolic sizes; others count as one.
+    """
+    given = {D.symbol(n): v for n, v in (sizes or {}).items()}
+    symbols = {s for x in graph.inputs for d in S.dims_of(x) or () for s in D.symbols(d)}
+    chosen: dict[str, Dim] = {s: given.get(s, 1) for s in sorted(symbols)}
+    parameters = sum(_bytes(x, chosen) or 0 for x in trained)
+    activation_bytes = [
+        _bytes(y, chosen) for node in graph if node.op_type not in _VIEWS for y in node.outputs
+    ]
+    return Memory(
+        parameters=parameters,
+        gradients=parameters,
+        adam_state=2 * parameters,
+        activations=sum(b for b in activation_bytes if b is not None),
+        sizes={n: int(v or 1) for n, v in chosen.items()},
+        unknown=sum(b is None for b in activation_bytes),
+    )
+
+
+def _bytes(x: ir.Value, sizes: Mapping[str, Dim]) -> int | None:
+    dims = S.dims_of(x)
+    if dims is None or isinstance(x.type, ir.SequenceType | ir.OptionalType):
+        return None
+    if x.dtype is None or x.dtype == ir.DataType.STRING:
+        return None
+    known = [D.substitute(d, dict(sizes)) for d in dims]
+    numbers = [d for d in known if isinstance(d, int)]
+    if len(numbers) != len(known):
+        return None
+    return math.ceil(math.prod(numbers) * x.dtype.bitwidth / 8)
+
+
+def _text(count: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count = count / 1000  # pyright: ignore[reportAssignmentType]
+    return f"{count:.3g} GB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,15 +318,15 @@ def explain(
         dims: sizes to fix, as in :func:`onnxtrain.build`; others count as one in the estimate of
             memory.
     """
-    original = specialise(load(model, allow_domains=own_domains()), dims or {})
+    original = specialize(load(model, allow_domains=registered_domains()), dims or {})
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
     work = load_normalized(original)
     graph = work.graph
     wanted = trainable(work) if wrt is None else select_wrt(work, wrt)
-    live = reached_from(list(graph), wanted)
+    live = reachable_values(list(graph), wanted)
     refused = _refused(graph, live)
     statistics = batch_statistics(graph)
-    hidden, parts = constant_names(work), roles_of(work)
+    hidden, parts = constant_names(work), recorded_roles(work)
     frozen: dict[str, str] = {}
     for name, x in graph.initializers.items():
         if name in hidden or x in wanted or not S.is_float(x):
@@ -167,8 +352,8 @@ def explain(
         repairs=repairs_of(work),
         opset=work.opset_imports[""],
         memory=_memory(graph, wanted, dims or {}),
-        refusal="" if any(n.how == "missing" for n in nodes) else _trial(work, wanted),
-        selections=listed(work, trainable(work)),
+        refusal="" if any(n.how == "missing" for n in nodes) else _dry_run(work, wanted),
+        selections=available_selectors(work, trainable(work)),
     )
 
 
@@ -182,7 +367,7 @@ def _kind(parts: Mapping[str, Role], x: ir.Value) -> str:
     return "input" if role is None else role.kind
 
 
-def _trial(work: ir.Model, wanted: Sequence[ir.Value]) -> str:
+def _dry_run(work: ir.Model, wanted: Sequence[ir.Value]) -> str:
     """Return why the gradient cannot be made, by making it; empty if it can."""
     copy = work.clone()
     graph = copy.graph
@@ -201,18 +386,18 @@ def _trial(work: ir.Model, wanted: Sequence[ir.Value]) -> str:
 
 def _refused(graph: ir.Graph, live: set[ir.Value]) -> set[ir.Node]:
     """Return the nodes on the way to a float output through which nothing can be differentiated."""
-    nodes = [n for n in graph if not is_stopped(n) or is_refused(n)]
-    flowing = needed_for(nodes, [y for y in graph.outputs if S.is_float(y)])
-    return {n for n in flowing if is_refused(n) and live.intersection(n.inputs)}
+    nodes = [n for n in graph if not blocks_gradient(n) or is_not_differentiable(n)]
+    flowing = ancestor_nodes(nodes, [y for y in graph.outputs if S.is_float(y)])
+    return {n for n in flowing if is_not_differentiable(n) and live.intersection(n.inputs)}
 
 
 def _node(node: ir.Node, live: set[ir.Value], refused: set[ir.Node]) -> NodeReport:
-    how, why = ("missing", NO_GRADIENT[key_of(node)]) if node in refused else _how(node, live)
-    return NodeReport(node.name or "", key_of(node), how, why, S.describe(node))
+    how, why = ("missing", NO_GRADIENT[op_key(node)]) if node in refused else _how(node, live)
+    return NodeReport(node.name or "", op_key(node), how, why, S.describe(node))
 
 
 def _how(node: ir.Node, live: set[ir.Value]) -> tuple[str, str]:
-    key = key_of(node)
+    key = op_key(node)
     if not any(x in live for x in differentiable_inputs(node)):
         return "constant", "does not depend on a parameter"
     if stops_gradient(node):
@@ -221,8 +406,8 @@ def _how(node: ir.Node, live: set[ir.Value]) -> tuple[str, str]:
         if not any(y in live for y in node.outputs):
             return "constant", "the results are not floats"
         return "rule", ""
-    if key in ZERO:
-        return "zero", ZERO[key]
+    if key in ZERO_GRADIENT:
+        return "zero", ZERO_GRADIENT[key]
     if key in NO_GRADIENT:
         return "constant", NO_GRADIENT[key]
     if not any(y in live for y in node.outputs):

@@ -1,21 +1,182 @@
-"""Models that compute gradients, from models that compute values."""
+"""Models that compute gradients, from models that compute values.
+
+A model and its gradients: the one place where a reverse sweep is added to a model.
+
+In order: passes on the forward graph, parameters lifted to inputs, the sweep, passes behind it,
+final passes, and a checked ModelProto. Everything that makes gradients goes through here, so that
+one graph gets the same treatment whoever asks for it.
+
+From anything that is a model to the normal form that the rules know.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradient_model import GradientModel
-from onnxtrain.autodiff.load_normalized import load_normalized
-from onnxtrain.autodiff.registry import find_rule
+from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
+from onnxtrain.autodiff.recompute import differentiate_with_recompute
+from onnxtrain.autodiff.rule_registry import (
+    KEEP_UNEXPANDED,
+    NO_GRADIENT,
+    RULES,
+    STRAIGHT_THROUGH_RULES,
+    USER_RULES,
+    ZERO_GRADIENT,
+    find_rule,
+    mark_straight_through,
+)
 from onnxtrain.autodiff.selection import select_outputs, select_wrt
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.io import Source
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.graph.nodes import op_key
+from onnxtrain.importer import prepare
+from onnxtrain.optimize.pipeline import rewrite_after, rewrite_before, rewrite_final
 from onnxtrain.targets import Target, find
+
+
+class GradientModel:
+    """A model in the normal form, to which gradients are added in place.
+
+    Args:
+        model: in the normal form; it is used up.
+        target: what forms are chosen for.
+        blocks: whether some blocks will be computed again in the backward pass.
+    """
+
+    def __init__(
+        self, model: ir.Model, target: str | Target = "cpu", *, blocks: bool = False
+    ) -> None:
+        rewrite_before(model, target, blocks=blocks)
+        self.model, self.graph = model, model.graph
+        self.op = OpBuilder(model.graph, "grad/", target=target)
+
+    def differentiate(
+        self,
+        cotangents: Mapping[ir.Value, ir.Value],
+        wrt: Sequence[ir.Value],
+        *,
+        recompute: str | Sequence[str] = (),
+        batch: Sequence[ir.Value] = (),
+    ) -> dict[ir.Value, ir.Value | None]:
+        """Append the reverse sweep; return the gradient of each ``wrt``, ``None`` if it is zero.
+
+        Args:
+            cotangents: gradients of some values of the graph.
+            wrt: values whose gradient is wanted.
+            recompute: which blocks to compute again; see :func:`onnxtrain.build`.
+            batch: inputs that change from step to step.
+        """
+        return differentiate_with_recompute(
+            self.op, cotangents, wrt, recompute=recompute, batch=batch
+        )
+
+    def lift(self, values: Sequence[ir.Value]) -> None:
+        """Turn initializers among ``values`` into inputs without defaults, in order."""
+        lift(self.graph, values)
+
+    def input_like(self, wanted: str, ref: ir.Value) -> ir.Value:
+        """Add an input of the type of ``ref``; a name that is taken gets ``.2``, ``.3`` ...."""
+        value = ir.Value(name=self._free(wanted), type=ref.type, shape=ref.shape)
+        self.graph.inputs.append(value)
+        return value
+
+    def output(self, wanted: str, value: ir.Value | None, ref: ir.Value) -> None:
+        """Add an output of the type of ``ref``; ``None`` stands for zeros."""
+        value = self.op.zeros_like(ref) if value is None else value
+        # An output needs a node and a name of its own.
+        out = self.op.Identity(value)
+        out.name, out.type, out.shape = self._free(wanted), ref.type, ref.shape
+        self.graph.outputs.append(out)
+
+    def set_outputs(self, values: Sequence[ir.Value]) -> None:
+        """Let the graph have these outputs and no others, each a value of its own."""
+        self.graph.outputs.clear()
+        for value in values:
+            out = self.op.Identity(value)  # one value may serve twice
+            out.type, out.shape = value.type, value.shape
+            self.graph.outputs.append(out)
+
+    def rewrite(self) -> None:
+        """Run the passes behind the sweep; the outputs must be there."""
+        rewrite_after(self.model, self.op)
+
+    def finish(self) -> onnx.ModelProto:
+        """Run all passes that are left; return the checked model."""
+        self.rewrite()
+        return finalize(rewrite_final(self.model, self.op.target))
+
+    def _free(self, wanted: str) -> str:
+        name, n = wanted, 2
+        while name in self.op.names.taken:
+            name, n = f"{wanted}.{n}", n + 1
+        self.op.names.taken.add(name)
+        return name
+
+
+def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
+    """Turn initializers among ``values`` into inputs without defaults, in order."""
+    for x in values:
+        if x.is_graph_input():
+            continue
+        graph.initializers.pop(x.name or "", None)  # one that nothing reads is not there
+        x.const_value = None
+        graph.inputs.append(x)
+
+
+def load_normalized(
+    model: Source, target: str | Target = "cpu", *, straight_through: bool = False
+) -> ir.Model:
+    """Return the model in the normal form; the argument is not changed.
+
+    Operators without a rule whose body the ONNX standard gives are replaced by it. Products with
+    packed weights stay what they are if the target has them.
+
+    Args:
+        model: anything that ``load`` takes.
+        target: what forms are chosen for.
+        straight_through: whether gradients are to pass quantisers inside their range.
+    """
+    loaded = load(model, allow_domains=registered_domains())
+
+    def inline(op_type: str) -> bool:
+        return lacks_rule(op_type) and not (straight_through and op_type in STRAIGHT_THROUGH_RULES)
+
+    keep = keep_predicate(target)
+    work = prepare(loaded, inline=inline, keep=keep, straight_through=straight_through)
+    if straight_through:
+        mark_straight_through(work.graph.all_nodes())
+    return work
+
+
+def registered_domains() -> set[str]:
+    """Return the domains for which the user registered rules."""
+    return {key.split("::")[0] for key in USER_RULES if "::" in key}
+
+
+def keep_predicate(target: str | Target) -> Callable[[ir.Node], bool]:
+    """Return what tells of a node of another domain whether it has a rule and stays as it is."""
+    fused = not find(target).lacks("MatMulNBits")
+
+    def keep(node: ir.Node) -> bool:
+        key = op_key(node)
+        if key in USER_RULES:
+            return "::" in key
+        return fused and key in KEEP_UNEXPANDED and KEEP_UNEXPANDED[key](node)
+
+    return keep
+
+
+def lacks_rule(op_type: str) -> bool:
+    """Return whether nothing is registered for a standard operator."""
+    return not any(op_type in table for table in (USER_RULES, RULES, ZERO_GRADIENT, NO_GRADIENT))
+
 
 Names = str | Sequence[str] | None
 
@@ -41,7 +202,7 @@ def vjp(
         UndifferentiableError: naming every node on the way that has no gradient.
         PrepareError: if a name does not exist, with near matches.
     """
-    work, wrt_values, chosen = start(model, wrt, outputs, target)
+    work, wrt_values, chosen = prepare_gradients(model, wrt, outputs, target)
     made = GradientModel(work, target)
     made.lift(wrt_values)
     cotangents = {y: made.input_like(f"{y.name}_grad", y) for y in chosen}
@@ -65,7 +226,7 @@ def grad(
             for the one called ``loss``.
         target: as in :func:`vjp`.
     """
-    work, wrt_values, chosen = start(model, wrt, of, target, _the_output)
+    work, wrt_values, chosen = prepare_gradients(model, wrt, of, target, _select_scalar_output)
     (loss,) = chosen
     if S.dims_of(loss) not in ((), (1,)):
         raise UndifferentiableError(
@@ -89,7 +250,7 @@ def jvp(
     Its inputs are the model's, then the lifted parameters in ``wrt`` order, then ``<name>_tangent``
     for each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
     """
-    work, wrt_values, chosen = start(model, wrt, outputs, target)
+    work, wrt_values, chosen = prepare_gradients(model, wrt, outputs, target)
     made = GradientModel(work, target)
     made.lift(wrt_values)
     op, graph = made.op, made.graph
@@ -124,7 +285,7 @@ def parameters(model: Source, wrt: Names = None) -> dict[str, np.ndarray]:
     }
 
 
-def start(
+def prepare_gradients(
     model: Source,
     wrt: Names,
     outputs: Names,
@@ -136,7 +297,7 @@ def start(
     chosen = choose(work, outputs)
     wrt_values = select_wrt(work, wrt)
     if wrt is not None:
-        _refuse_settings(wrt_values)
+        _reject_settings(wrt_values)
     if not wrt_values:
         raise UndifferentiableError(
             "the model has no trainable parameters: no weight reaches a float output\n"
@@ -145,7 +306,7 @@ def start(
     return work, wrt_values, chosen
 
 
-def _refuse_settings(wrt: Sequence[ir.Value]) -> None:
+def _reject_settings(wrt: Sequence[ir.Value]) -> None:
     """Refuse values that only say how to compute: their gradient would be zero, and wrong."""
     for x in wrt:
         reasons = []
@@ -162,7 +323,7 @@ def _refuse_settings(wrt: Sequence[ir.Value]) -> None:
                 )
 
 
-def _the_output(model: ir.Model, of: Names) -> list[ir.Value]:
+def _select_scalar_output(model: ir.Model, of: Names) -> list[ir.Value]:
     """Return the output that ``of`` names; ``None`` stands for the only one, or for ``loss``."""
     names = [y.name or "" for y in model.graph.outputs]
     if of is None:
@@ -175,6 +336,3 @@ def _the_output(model: ir.Model, of: Names) -> list[ir.Value]:
             f"hint: pass of={choice[0]!r}, say"
         )
     return outputs
-
-
-__all__ = ["Names", "Source", "grad", "jvp", "parameters", "start", "vjp"]

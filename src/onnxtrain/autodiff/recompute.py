@@ -14,34 +14,305 @@ first results at once. Two things must hold on every runtime, whatever it makes 
 Only one input of the nodes that a block starts with is treated so, the smallest: often a vector of
 weights, so the trick costs next to nothing. Random operators are never copied, nor is what does not
 depend on the batch.
+
+Which parts of a forward pass are computed again: by name, by boundary, or found.
+
+What a block that is computed again keeps: the fewest bytes that the rest follows from cheaply.
+
+The backward pass wants some values of a block. Each is kept, or made again of values that are there
+themselves. Keeping costs the bytes of a value. Making it again costs a share of the bytes that its
+node reads: a mean, or a product with a narrow matrix, is kept, being small beside what it is made
+of; a sum or an activation is not. What must not run twice, or has no copy, costs without bound.
+
+That is a cut of least weight: ``start -> made -> there -> end``, with an edge ``start -> made`` for
+making a value again, ``made -> there`` for keeping it, ``there -> made`` from what a node reads to
+its results, and ``there -> end`` for what is wanted. Of several such cuts the one nearest to the
+wanted values is taken: it computes the least again.
 """
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.differentiate import differentiate, reached_from
-from onnxtrain.autodiff.kept_values import kept_values
-from onnxtrain.autodiff.recompute_blocks import find_blocks
+from onnxtrain.autodiff.differentiate import differentiate, reachable_values
+from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.captured_values import subgraphs_of
-from onnxtrain.graph.nodes import is_standard
+from onnxtrain.graph.memory_usage import Sizes
+from onnxtrain.graph.nodes import is_op, is_standard, subgraphs_of
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.graph.simplify import RANDOM
+from onnxtrain.graph.simplify import RANDOM_OPS
+
+AUTO = "auto"
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def copy_scopes(source: ir.Model, prepared: ir.Model) -> None:
+    """Write the scopes that torch recorded in a model into its prepared form, in place."""
+    known = {n.name: n.metadata_props.get(_SCOPES) for n in source.graph}
+    for node in prepared.graph:
+        if known.get(node.name):
+            node.metadata_props[_SCOPES] = known[node.name] or ""
+
+
+def find_blocks(
+    nodes: Sequence[ir.Node], wanted: str | Sequence[str], live: set[ir.Value]
+) -> list[list[ir.Node]]:
+    """Return the blocks that ``recompute`` asks for.
+
+    Args:
+        nodes: the forward pass up to the loss, in order.
+        wanted: ``"auto"``, or globs of scopes, nodes and boundaries.
+        live: the values that depend on what is trained.
+
+    Raises:
+        PrepareError: if a pattern matches nothing.
+    """
+    if wanted == AUTO:
+        return _between(nodes, _boundaries(nodes, live))
+    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    labels: dict[ir.Node, str] = {}
+    matched: set[str] = set()
+    for node in nodes:
+        pattern_label = next(
+            (
+                (p, label)
+                for label, names in _scopes(node)
+                for p in patterns
+                if _matches_pattern(p, names)
+            ),
+            None,
+        )
+        if pattern_label is not None:
+            matched.add(pattern_label[0])
+            labels[node] = pattern_label[1]
+    blocks: dict[str, list[ir.Node]] = {}
+    for node in nodes:
+        if node in labels:
+            blocks.setdefault(labels[node], []).append(node)
+    rest = [p for p in patterns if p not in matched]
+    cuts = [
+        n
+        for n in nodes
+        if any(_matches_pattern(p, [y.name or ""]) for p in rest for y in n.outputs)
+    ]
+    for p in rest:
+        if not any(_matches_pattern(p, [y.name or ""]) for n in cuts for y in n.outputs):
+            raise PrepareError(_no_match_error(p, nodes))
+    taken = {n for block in blocks.values() for n in block}
+    between = [[n for n in block if n not in taken] for block in _between(nodes, cuts)]
+    return [*blocks.values(), *between]
+
+
+def _matches_pattern(pattern: str, names: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(n, pattern) for n in names)
+
+
+def _scopes(node: ir.Node) -> Iterator[tuple[str, list[str]]]:
+    """Return the scopes of a node from the outermost to itself: a label, and what it is called.
+
+    torch writes module names into the nodes' metadata; older exporters write them into the names,
+    as in ``/layers/layers.0/fc/MatMul``.
+    """
+    text = node.metadata_props.get(_SCOPES)
+    if text is not None:
+        for scope in re.findall(r"'([^']*)'", text)[:-1]:
+            if scope:
+                yield scope, [scope]
+    else:
+        parts = (node.name or "").strip("/").split("/")
+        for i in range(1, len(parts)):
+            path = "/".join(parts[:i])
+            yield path, [path, parts[i - 1]]
+    if node.name:
+        yield node.name, [node.name]
+
+
+def _between(nodes: Sequence[ir.Node], cuts: Sequence[ir.Node]) -> list[list[ir.Node]]:
+    """Return what lies before each cut; what follows the last one is used at once, and kept."""
+    ends, blocks, block = set(cuts), [], []
+    for node in nodes:
+        block.append(node)
+        if node in ends:
+            blocks.append(block)
+            block = []
+    return blocks
+
+
+def _boundaries(nodes: Sequence[ir.Node], live: set[ir.Value]) -> list[ir.Node]:
+    """Return nodes whose result is all that the rest of the pass reads, a good distance apart.
+
+    With ``s`` blocks of a pass that takes ``w`` bytes, and boundaries of ``v`` bytes, ``s v + w /
+    s`` are needed at a time; that is least for ``s = sqrt(w / v)``.
+    """
+    last: dict[ir.Value, int] = {}
+    for i, node in enumerate(nodes):
+        last.update((x, i) for x in node.inputs if x in live)
+    crossing: set[ir.Value] = set()
+    weights, candidates = [], []
+    for i, node in enumerate(nodes):
+        made = [y for y in node.outputs if y in live]
+        weights.append(sum(_known_size(y) for y in made))
+        crossing = {x for x in (*crossing, *made) if last.get(x, -1) > i}
+        if len(crossing) == 1 and crossing <= set(made):
+            candidates.append(i)
+    if not candidates:
+        return []
+    size = sum(_known_size(y) for i in candidates for y in nodes[i].outputs) / len(candidates)
+    total = sum(weights)
+    share = total / max(math.sqrt(total / max(size, 1.0)), 2.0)
+    chosen, so_far = [], 0.0
+    at = iter(candidates)
+    following = next(at)
+    for i, weight in enumerate(weights):
+        so_far += weight
+        if i == following:
+            if so_far >= share:
+                chosen.append(nodes[i])
+                so_far = 0.0
+            following = next(at, -1)
+    return chosen
+
+
+def _known_size(x: ir.Value) -> float:
+    dims = S.dims_of(x)
+    return 0.0 if dims is None else math.prod(d if isinstance(d, int) else 1 for d in dims)
+
+
+def _no_match_error(pattern: str, nodes: Sequence[ir.Node]) -> str:
+    names = {n for node in nodes for _, scopes in _scopes(node) for n in scopes}
+    names |= {y.name or "" for node in nodes for y in node.outputs}
+    near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else '"auto" finds blocks by itself'
+    return f"recompute: no scope, node or value is called {pattern!r}\nhint: {hint}"
+
+
+REREAD_COST = 16
+"""So many bytes are read again rather than one kept."""
+_UNKNOWN_DIM_SAVED_SIZE = 256  # what a symbolic size counts as
+_LAYOUT_OPS = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+_START, _END = 0, 1
+
+
+def values_to_save(
+    block: Sequence[ir.Node],
+    wanted: Collection[ir.Value],
+    inner: Collection[ir.Value],
+    may_copy: Callable[[ir.Node], bool],
+) -> set[ir.Value]:
+    """Return the values of a block to keep.
+
+    Args:
+        block: its nodes, in order.
+        wanted: the values that the backward pass reads.
+        inner: the values of the block that are not kept anyway.
+        may_copy: whether a node may run again.
+    """
+    sizes = Sizes(other=_UNKNOWN_DIM_SAVED_SIZE)
+    values = _needed(block, wanted, inner)
+    place = {y: 2 + 2 * i for i, y in enumerate(values)}
+    flow = _FlowNetwork(2 + 2 * len(values))
+    for y, made in place.items():
+        node = y.producer()
+        assert node is not None
+        sources = dict.fromkeys(x for x in node.inputs if x is not None)
+        again = math.inf
+        if may_copy(node):
+            again = max((sizes(x) for x in sources), default=0) / REREAD_COST
+        flow.edge(_START, made, again)
+        flow.edge(made, made + 1, sizes(y) or 1)
+        for x in sources:
+            if x in place:
+                flow.edge(place[x] + 1, made, math.inf)
+        if y in wanted:
+            flow.edge(made + 1, _END, math.inf)
+    there = flow.before_end()
+    chosen = [y for y, made in place.items() if made not in there and made + 1 in there]
+    return {_before_views(y, place) for y in chosen}
+
+
+def _before_views(y: ir.Value, inner: Collection[ir.Value]) -> ir.Value:
+    """Return what a value is before it was moved: both passes may want it in forms of their own."""
+    node = y.producer()
+    x = node.inputs[0] if node is not None and is_op(node, *_LAYOUT_OPS) else None
+    return y if x is None or x not in inner else _before_views(x, inner)
+
+
+def _needed(
+    block: Sequence[ir.Node], wanted: Collection[ir.Value], inner: Collection[ir.Value]
+) -> list[ir.Value]:
+    """Return the values that wanted ones may have to be made of."""
+    needed = {x for x in wanted if x in inner}
+    chosen: list[ir.Value] = []
+    for node in reversed(block):
+        outputs = [y for y in node.outputs if y in needed]
+        if outputs:
+            chosen += outputs
+            needed.update(x for x in node.inputs if x is not None and x in inner)
+    return chosen[::-1]
+
+
+class _FlowNetwork:
+    """A network of numbered places, whose greatest flow from start to end gives the least cut."""
+
+    def __init__(self, places: int) -> None:
+        self._edges: list[list[int]] = [[] for _ in range(places)]
+        self._to: list[int] = []
+        self._room: list[float] = []
+
+    def edge(self, a: int, b: int, room: float) -> None:
+        """Add an edge; its partner, with the next number, goes back."""
+        for x, y, r in ((a, b, room), (b, a, 0.0)):
+            self._edges[x].append(len(self._to))
+            self._to.append(y)
+            self._room.append(r)
+
+    def before_end(self) -> set[int]:
+        """Return the places from which the end is still reached when the flow is greatest."""
+        while path := self._path():
+            amount = min(self._room[e] for e in path)
+            for e in path:
+                self._room[e] -= amount
+                self._room[e ^ 1] += amount
+        return set(self._steps(_END, back=True))
+
+    def _path(self) -> list[int]:
+        """Return a shortest way with room on it, as edges."""
+        came = self._steps(_START, back=False)
+        path, at = [], _END
+        while at in came and at != _START:
+            path.append(came[at])
+            at = self._to[came[at] ^ 1]
+        return path
+
+    def _steps(self, first: int, *, back: bool) -> dict[int, int]:
+        """Return the places reached along edges with room, with the edge that led to each."""
+        came, pending = {first: -1}, deque([first])
+        while pending:
+            at = pending.popleft()
+            for e in self._edges[at]:
+                if self._room[e ^ 1 if back else e] > 0 and self._to[e] not in came:
+                    came[self._to[e]] = e
+                    pending.append(self._to[e])
+        return came
+
 
 Block = Sequence[ir.Node]
 
 # Inputs after the first one of these say how to compute, and some runtimes read them on the host.
-_FIRST_ONLY = frozenset({"Clip", "Expand", "Pad", "Range", "Resize", "Slice", "Tile"})
+_ONLY_FIRST_INPUT_MATTERS = frozenset({"Clip", "Expand", "Pad", "Range", "Resize", "Slice", "Tile"})
 _SHAPES = ("Shape", "Size")
-_SYMBOL = 64  # what a symbolic size counts as when inputs are compared
+_UNKNOWN_DIM_SIZE = 64  # what a symbolic size counts as when inputs are compared
 
 
-def differentiate_again(
+def differentiate_with_recompute(
     op: OpBuilder,
     cotangents: Mapping[ir.Value, ir.Value],
     wrt: Sequence[ir.Value],
@@ -61,7 +332,7 @@ def differentiate_again(
     if not recompute:
         return differentiate(op, cotangents, wrt)
     nodes = list(op.graph)
-    live = reached_from(nodes, wrt)
+    live = reachable_values(nodes, wrt)
     again = Recomputation(op, find_blocks(nodes, recompute, live), batch)
     watched = [y for outputs in again.outputs for y in outputs if y in live]
     grads = differentiate(op, cotangents, [*wrt, *watched])
@@ -94,8 +365,8 @@ class Recomputation:
         self.op = op
         self.forward = list(op.graph)
         self.order = {node: i for i, node in enumerate(self.forward)}
-        self.moving = _reached(self.forward, batch)
-        whole = _closed(self.forward, blocks)
+        self.moving = _reachable_nodes(self.forward, batch)
+        whole = _closed_blocks(self.forward, blocks)
         self.blocks = sorted((b for b in whole if b), key=lambda b: self.order[b[0]])
         self.outputs = [outputs_of(b) for b in self.blocks]
 
@@ -131,7 +402,7 @@ class Recomputation:
             if not users:
                 continue
             wanted = {x for node, i in users if (x := node.inputs[i]) is not None}
-            keep = kept_values(block, wanted, inner, lambda n: _may_copy(n, self.moving))
+            keep = values_to_save(block, wanted, inner, lambda n: _may_copy(n, self.moving))
             copies = self._copy(block, wanted - keep, inner, keep, sources)
             users.sort(key=lambda use: (use[0].name or "", use[1]))
             for node, i in users:
@@ -180,7 +451,7 @@ class Recomputation:
         def held_back(x: ir.Value | None) -> ir.Value:
             assert x is not None
             if not late:
-                late.append(_late(self.op, sources))
+                late.append(_gradient_gate(self.op, sources))
             if x not in gates:
                 gates[x] = self.op.Where(late[0], x, x)
             return gates[x]
@@ -188,7 +459,7 @@ class Recomputation:
         for node in reversed(chosen):
             inputs = [x if x is None else copies.get(x, x) for x in node.inputs]
             if not any(x in copies for x in node.inputs if x is not None):
-                at = _smallest(node)
+                at = _smallest_input(node)
                 if at is None:
                     continue  # nothing to hold it back with: its results are kept
                 inputs[at] = held_back(inputs[at])
@@ -215,7 +486,7 @@ class Recomputation:
         return {old: new for old, new in copies.items() if old in inner}
 
 
-def _closed(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.Node]]:
+def _closed_blocks(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.Node]]:
     """Return the blocks with what lies between their nodes.
 
     A gradient that arrives at an output then never comes from inside the block.
@@ -239,14 +510,14 @@ def _closed(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.N
 def _may_copy(node: ir.Node, moving: set[ir.Value]) -> bool:
     return (
         is_standard(node)
-        and node.op_type not in RANDOM
+        and node.op_type not in RANDOM_OPS
         and not any(True for _ in subgraphs_of(node))
         and any(x in moving for x in node.inputs if x is not None)
         and any(y.dtype != ir.DataType.INT64 for y in node.outputs)
     )
 
 
-def _reached(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
+def _reachable_nodes(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
     reached = set(values)
     for node in nodes:
         if node.op_type not in _SHAPES and any(x in reached for x in node.inputs):
@@ -254,27 +525,27 @@ def _reached(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> set[ir.Val
     return reached
 
 
-def _smallest(node: ir.Node) -> int | None:
+def _smallest_input(node: ir.Node) -> int | None:
     """Return the place of the smallest float input that takes part in the arithmetic."""
     sizes = {
-        i: _size(x)
+        i: _assumed_size(x)
         for i, x in enumerate(node.inputs)
         if x is not None
         and x.dtype == ir.DataType.FLOAT
-        and (i == 0 or node.op_type not in _FIRST_ONLY)
+        and (i == 0 or node.op_type not in _ONLY_FIRST_INPUT_MATTERS)
         and (i < 3 or node.op_type != "BatchNormalization")
     }
     return min(sizes, key=lambda i: (sizes[i], i)) if sizes else None
 
 
-def _size(x: ir.Value) -> float:
+def _assumed_size(x: ir.Value) -> float:
     dims = S.dims_of(x)
     if dims is None:
         return math.inf
-    return math.prod(d if isinstance(d, int) else _SYMBOL for d in dims)
+    return math.prod(d if isinstance(d, int) else _UNKNOWN_DIM_SIZE for d in dims)
 
 
-def _late(op: OpBuilder, sources: Sequence[ir.Value]) -> ir.Value:
+def _gradient_gate(op: OpBuilder, sources: Sequence[ir.Value]) -> ir.Value:
     """Return a boolean scalar that is there only when all of some values are."""
     corners: dict[int, list[ir.Value]] = {}  # an element of each, by rank: one node for most
     for x in sources:

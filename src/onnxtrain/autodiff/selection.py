@@ -1,21 +1,153 @@
-"""Which values a request means: names, glob patterns, or the trainable parameters."""
+"""Which values a request means: names, glob patterns, or the trainable parameters.
+
+Parameters by a word: ``bias``, ``norm``, ``last:2``, where a list of names would stand.
+"""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.differentiate import differentiable_inputs, reached_from
-from onnxtrain.autodiff.named_selections import expand
-from onnxtrain.autodiff.registry import is_refused, is_stopped
+from onnxtrain.autodiff.differentiate import differentiable_inputs
+from onnxtrain.autodiff.rule_registry import blocks_gradient, is_not_differentiable
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.nodes import nodes
-from onnxtrain.graph.prepare import constant_names, unused_parameters
-from onnxtrain.graph.roles import roles_of
+from onnxtrain.graph.nodes import is_op, nodes
+from onnxtrain.importer import constant_names, unused_parameters
+from onnxtrain.importer.parameters import recorded_kinds, recorded_roles
+
+BIAS, NORM, LAST = "bias", "norm", "last"
+_LAST = re.compile(r"^last:(\d+)$")
+_BLOCK = re.compile(r"^(.*?(?:^|[._/])(?:layers?|blocks?|h|stages?|resblocks))[._/](\d+)[._/]")
+_NORM_NAME = re.compile(r"norm|(^|[._/])ln(_|\d|[._/])", re.IGNORECASE)
+_NORMS = ("BatchNormalization", "LayerNormalization", "InstanceNormalization", "GroupNormalization")
+_OFFSET = 2  # the place of a normalisation's bias
+_OWN_LAYER = frozenset({"weight", "embedding", "recurrent weight"})
+
+
+def expand_selectors(
+    model: ir.Model, names: Sequence[str], trainable: Sequence[ir.Value]
+) -> list[str]:
+    """Return names in which each word is replaced by the parameters it stands for.
+
+    Args:
+        model: a prepared model.
+        names: names, patterns and words; a tensor that is called by a word goes first.
+        trainable: the parameters of the model.
+
+    Raises:
+        PrepareError: if a word stands for nothing.
+    """
+    known = {*model.graph.initializers, *(x.name for x in model.graph.inputs)}
+    expanded: list[str] = []
+    for name in names:
+        if name in known or not _is_selector(name):
+            expanded.append(name)
+            continue
+        hits = _resolve_selector(model, name, trainable)
+        if not hits:
+            raise PrepareError(f"the model has no parameters that {name!r} stands for")
+        expanded += [x.name or "" for x in hits]
+    return expanded
+
+
+def available_selectors(model: ir.Model, trainable: Sequence[ir.Value]) -> dict[str, str]:
+    """Return the words that stand for something in this model, with what that is."""
+    if not trainable:
+        return {}
+    words = {
+        BIAS: _resolve_selector(model, BIAS, trainable),
+        NORM: _resolve_selector(model, NORM, trainable),
+        f"{LAST}:1": _resolve_selector(model, f"{LAST}:1", trainable),
+    }
+    layers, kind = _layers(model, trainable)
+    about = {w: f"{len(v)} tensor(s), {_element_count(v)} numbers" for w, v in words.items() if v}
+    if f"{LAST}:1" in about:
+        about[f"{LAST}:1"] += f", of {len(layers)} {kind}"
+    return about
+
+
+def _element_count(values: Sequence[ir.Value]) -> int:
+    return sum(x.const_value.size for x in values if x.const_value is not None)
+
+
+def _is_selector(name: str) -> bool:
+    return name in (BIAS, NORM) or _LAST.match(name) is not None
+
+
+def _resolve_selector(model: ir.Model, word: str, trainable: Sequence[ir.Value]) -> list[ir.Value]:
+    parts = recorded_kinds(model)
+    if word == BIAS:
+        return [x for x in trainable if parts.get(x.name or "") == "bias" or _is_offset(x)]
+    if word == NORM:
+        return [x for x in trainable if _is_norm(x, parts.get(x.name or "", ""))]
+    match = _LAST.match(word)
+    assert match is not None
+    count = int(match[1])
+    if count < 1:
+        raise PrepareError(f"{word!r} stands for no layer\nhint: last:1 is the last one")
+    layers, kind = _layers(model, trainable)
+    if count > len(layers):
+        raise PrepareError(f"{word!r}: the model has only {len(layers)} {kind}")
+    return [x for layer in layers[-count:] for x in layer]
+
+
+def _is_offset(x: ir.Value) -> bool:
+    return any(use.idx == _OFFSET and is_op(use.node, *_NORMS) for use in x.uses())
+
+
+def _is_norm(x: ir.Value, kind: str) -> bool:
+    used = any(use.idx in (1, _OFFSET) and is_op(use.node, *_NORMS) for use in x.uses())
+    named = kind == "scale" and _NORM_NAME.search(x.name or "") is not None
+    return used or named or kind == "normalization"
+
+
+def _layers(model: ir.Model, trainable: Sequence[ir.Value]) -> tuple[list[list[ir.Value]], str]:
+    """Return the parameters layer by layer, in the order in which the graph reads them.
+
+    Where names number blocks (``layers.3.``), those are the layers, and what comes after the last
+    block belongs to it. Else each weight begins one.
+    """
+    order = _in_order(model, trainable)
+    blocks = [_block(x) for x in order]
+    if len({b for b in blocks if b is not None}) > 1:
+        return _by_block(order, blocks), "blocks"
+    parts, layers = recorded_kinds(model), list[list[ir.Value]]()
+    for x in order:
+        if not layers or parts.get(x.name or "", "weight") in _OWN_LAYER:
+            layers.append([])
+        layers[-1].append(x)
+    return layers, "layers"
+
+
+def _by_block(
+    order: Sequence[ir.Value], blocks: Sequence[tuple[str, int] | None]
+) -> list[list[ir.Value]]:
+    groups: dict[tuple[str, int], list[ir.Value]] = {}
+    current: tuple[str, int] | None = None
+    for x, block in zip(order, blocks, strict=True):
+        current = block or current
+        if current is not None:  # what stands in front of the first block is of none
+            groups.setdefault(current, []).append(x)
+    return list(groups.values())
+
+
+def _block(x: ir.Value) -> tuple[str, int] | None:
+    match = _BLOCK.match(x.name or "")
+    return None if match is None else (match[1], int(match[2]))
+
+
+def _in_order(model: ir.Model, trainable: Sequence[ir.Value]) -> list[ir.Value]:
+    """Return parameters in the order in which nodes first read them."""
+    wanted = set(trainable)
+    order = dict.fromkeys(
+        x for node in model.graph.all_nodes() for x in node.inputs if x is not None and x in wanted
+    )
+    return [*order, *(x for x in trainable if x not in order)]
 
 
 def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Value]:
@@ -31,7 +163,7 @@ def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Valu
         if name not in hidden:
             candidates.setdefault(name, x)
     candidates.update(unused_parameters(model))
-    names = expand(model, [wrt] if isinstance(wrt, str) else list(wrt), trainable(model))
+    names = expand_selectors(model, [wrt] if isinstance(wrt, str) else list(wrt), trainable(model))
     values = match(names, candidates, "wrt", "value")
     return _only_floats(values, "wrt")
 
@@ -69,7 +201,7 @@ def trainable(model: ir.Model, *, inner: Sequence[ir.Value] = ()) -> list[ir.Val
     """Return the float initializers that work as weights and through which a gradient can flow.
 
     Running statistics of BatchNormalization are not among them, nor are the constants of the graph
-    and what works as one (:mod:`onnxtrain.graph.roles`). A gradient comes from the float outputs,
+    and what works as one (:mod:`onnxtrain.graph`). A gradient comes from the float outputs,
     and from ``inner`` values.
     """
     graph = model.graph
@@ -85,7 +217,7 @@ def trainable(model: ir.Model, *, inner: Sequence[ir.Value] = ()) -> list[ir.Val
 
 def untrained_names(model: ir.Model) -> frozenset[str]:
     """Return the names of tensors that are no parameters unless the user names them."""
-    return frozenset(n for n, role in roles_of(model).items() if not role.trains)
+    return frozenset(n for n, role in recorded_roles(model).items() if not role.trains)
 
 
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
@@ -109,19 +241,20 @@ def reaching(
     for node in reversed(list(graph)):
         if any(y in useful for y in node.outputs):
             useful.update(flowing_inputs(node))
-            if refused and is_refused(node):
+            if refused and is_not_differentiable(node):
                 useful.update(x for x in node.inputs if x is not None)
     return useful
 
 
 def flowing_inputs(node: ir.Node) -> list[ir.Value]:
     """Return the inputs of a node that pass a gradient on to some output of it."""
-    return [] if is_stopped(node) else differentiable_inputs(node)
+    return [] if blocks_gradient(node) else differentiable_inputs(node)
 
 
 def match(
     wanted: Sequence[str], candidates: dict[str, ir.Value], argument: str, kind: str
 ) -> list[ir.Value]:
+    """Return the candidates that names and patterns select; raise if one matches nothing."""
     matched: dict[ir.Value, None] = {}
     absent: list[str] = []
     for pattern in wanted:
@@ -147,6 +280,3 @@ def match(
     if not matched:
         raise PrepareError(f"`{argument}` is empty\nhint: name at least one {kind}")
     return list(matched)
-
-
-__all__ = ["batch_statistics", "reached_from", "select_outputs", "select_wrt", "trainable"]

@@ -7,11 +7,11 @@ import dataclasses
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.differentiate import needed_for
-from onnxtrain.autodiff.gradient_model import GradientModel
-from onnxtrain.autodiff.gradients import Names, Source, start
-from onnxtrain.graph.captured_values import captured
-from onnxtrain.graph.io.finish import finish
+from onnxtrain.autodiff.differentiate import ancestor_nodes
+from onnxtrain.autodiff.gradients import GradientModel, Names, prepare_gradients
+from onnxtrain.graph.io.reader import Source
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.graph.nodes import captured
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.targets import Target
 
@@ -63,7 +63,7 @@ def split(
         outputs: which outputs get a cotangent; ``None`` stands for every float output.
         target: as in :func:`onnxtrain.vjp`.
     """
-    work, wrt_values, chosen = start(model, wrt, outputs, target)
+    work, wrt_values, chosen = prepare_gradients(model, wrt, outputs, target)
     made = GradientModel(work, target)
     made.lift(wrt_values)
     given = [x.name or "" for x in made.graph.inputs]
@@ -82,7 +82,7 @@ def _cut(
     forward, backward = ir.from_proto(both), ir.from_proto(both)
     count = len(outputs)
     nodes = list(forward.graph)
-    ahead = needed_for(nodes, list(forward.graph.outputs)[:count])
+    ahead = ancestor_nodes(nodes, list(forward.graph.outputs)[:count])
     made = {y.name for n in ahead for y in n.outputs}
     again: set[str] = set()
     later = [n for n in nodes if n not in ahead]
@@ -111,8 +111,8 @@ def _cut(
     forward.graph.outputs.extend(extra)
     _make_backward(backward, saved, passed, kept, count, len(given))
     return Split(
-        finish(simplify(forward)),
-        finish(simplify(backward)),
+        finalize(simplify(forward)),
+        finalize(simplify(backward)),
         tuple(saved),
         tuple(passed),
         tuple(wrt),

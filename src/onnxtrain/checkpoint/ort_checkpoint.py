@@ -4,31 +4,60 @@ They are FlatBuffers with the identifier ODTC. A table begins with a distance ba
 which lists for each field where it lies in the table (0: left out); strings, vectors and tables are
 reached by distances forward. Each of these is checked against the end of the file before it is
 followed.
+
+Shapes in files that no array can have.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from onnxtrain.checkpoint.array_shape import why_no_array
 from onnxtrain.errors import CheckpointError
-from onnxtrain.graph.io.regular_file import read_regular
+from onnxtrain.graph.io.limits import Limits, read_regular
+
+_MAX_BYTES = (1 << 63) - 1  # bytes
+
+
+def array_shape_problem(shape: Sequence[int], itemsize: int) -> str | None:
+    """Return why there is no array of a shape, if there is none.
+
+    >>> why_no_array([0, 2**63 - 1], 4)
+    'no array has the shape [0, 9223372036854775807]'
+    """
+    if len(shape) > Limits().rank:
+        return f"{len(shape)} dimensions, the limit is {Limits().rank}"
+    # A zero does not make the other sizes possible.
+    if math.prod(max(size, 1) for size in shape) * itemsize > _MAX_BYTES:
+        return f"no array has the shape {list(shape)}"
+    return None
+
 
 IDENTIFIER = b"ODTC"
 VERSIONS = (1, 2)
-_LONGEST = 1 << 16  # bytes of a name
+_MAX_NAME_BYTES = 1 << 16  # bytes of a name
 _DTYPES: dict[int, Any] = {
-    1: np.float32, 2: np.uint8, 3: np.int8, 4: np.uint16, 5: np.int16, 6: np.int32, 7: np.int64,
-    9: np.bool_, 10: np.float16, 11: np.float64, 12: np.uint32, 13: np.uint64,
+    1: np.float32,
+    2: np.uint8,
+    3: np.int8,
+    4: np.uint16,
+    5: np.int16,
+    6: np.int32,
+    7: np.int64,
+    9: np.bool_,
+    10: np.float16,
+    11: np.float64,
+    12: np.uint32,
+    13: np.uint64,
     16: ml_dtypes.bfloat16,
-}  # fmt: skip
+}
 # What we call the moments, by how many there are.
 _SLOTS = {1: ("momentum_buffer",), 2: ("exp_avg", "exp_avg_sq")}
 
@@ -132,7 +161,7 @@ def _tensors(
         dtype = np.dtype(_DTYPES[kind])
         if any(d < 0 for d in dims):
             raise table.damaged(f"tensor {name!r} has shape {dims}")
-        problem = why_no_array(dims, dtype.itemsize)
+        problem = array_shape_problem(dims, dtype.itemsize)
         if problem:
             raise table.damaged(f"tensor {name!r}: {problem}")
         count = int(np.prod(dims, dtype=object)) if dims else 1
@@ -209,7 +238,7 @@ class _Table:
 
     def text(self, field: int) -> str:
         raw = self.vector(field, np.dtype(np.uint8))
-        if len(raw) > _LONGEST:
+        if len(raw) > _MAX_NAME_BYTES:
             raise self.damaged(f"a name of {len(raw)} bytes")
         try:
             return raw.tobytes().decode()

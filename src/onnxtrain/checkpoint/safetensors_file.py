@@ -19,16 +19,15 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from onnxtrain.checkpoint.array_shape import why_no_array
-from onnxtrain.checkpoint.ort_checkpoint import is_odtc, parse_odtc
+from onnxtrain.checkpoint.ort_checkpoint import array_shape_problem, is_odtc, parse_odtc
 from onnxtrain.errors import CheckpointError
-from onnxtrain.graph.io.atomic import write_files
-from onnxtrain.graph.io.regular_file import open_regular
+from onnxtrain.graph.io.limits import open_regular
+from onnxtrain.graph.io.writer import write_files
 
 KEY = "onnxtrain"
 _DIGEST = "sha256"
 _NO_DIGEST = "0" * 64
-_OWN_PAGES = 1 << 16  # bytes
+_MMAP_MIN_BYTES = 1 << 16  # bytes
 _HEADER_LIMIT = 100_000_000  # bytes, the limit of the format
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -60,16 +59,18 @@ def state_key(parameter: str, slot: str) -> str:
 
 def to_bytes(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> bytes:
     """Return the content of a checkpoint file: the same bytes for the same content."""
-    return b"".join(_parts(tensors, meta))
+    return b"".join(_checkpoint_parts(tensors, meta))
 
 
-def plain_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     """Return the content of a safetensors file for other tools, with their metadata."""
     head, data = _head_and_data(tensors, metadata)
     return b"".join([len(head).to_bytes(8, "little"), head, *data])
 
 
-def _parts(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[bytes | memoryview]:
+def _checkpoint_parts(
+    tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]
+) -> list[bytes | memoryview]:
     head, data = _head_and_data(tensors, {KEY: _text({**meta, _DIGEST: _NO_DIGEST})})
     digest = _digest([head, *data])
     head = head.replace(_NO_DIGEST.encode(), digest.encode(), 1)
@@ -159,7 +160,7 @@ def from_file(
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
-    if size < _OWN_PAGES:
+    if size < _MMAP_MIN_BYTES:
         return np.empty(shape, dtype)
     # Pages of its own go back to the system with the array; the heap would keep them.
     return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
@@ -170,7 +171,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint: the old file or the new one is there at any moment, never a part."""
     target = os.path.abspath(os.fsdecode(path))
-    parts = _parts(tensors, meta)
+    parts = _checkpoint_parts(tensors, meta)
 
     def write(file: BinaryIO) -> None:
         for part in parts:
@@ -252,7 +253,7 @@ def _describe(
         raise CheckpointError(
             f"{label}: tensor {name!r} is described wrongly: sizes are no numbers"
         )
-    problem = why_no_array(shape, dtype.itemsize)
+    problem = array_shape_problem(shape, dtype.itemsize)
     if problem:
         raise CheckpointError(f"{label}: tensor {name!r} is described wrongly: {problem}")
     return dtype, shape, (begin, end)
@@ -261,7 +262,7 @@ def _describe(
 def _meta(entry: Any, label: str) -> dict[str, Any]:
     text = entry.get(KEY) if isinstance(entry, dict) else None
     if text is None:
-        _refuse_lost_key(entry, label)
+        _check_metadata_key(entry, label)
         return {}  # a plain safetensors file: weights from elsewhere
     try:
         meta = json.loads(text)
@@ -272,7 +273,7 @@ def _meta(entry: Any, label: str) -> dict[str, Any]:
     return meta
 
 
-def _refuse_lost_key(entry: Any, label: str) -> None:
+def _check_metadata_key(entry: Any, label: str) -> None:
     """Refuse our own metadata under another key: without it, nothing would be compared."""
     for key, text in entry.items() if isinstance(entry, dict) else ():
         try:

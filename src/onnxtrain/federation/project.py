@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import SaveError
-from onnxtrain.graph.io.atomic import write_text
+from onnxtrain.graph.io.writer import write_text
 
 PACKAGE = "federated"
 
@@ -52,7 +52,7 @@ out = {out}
 report = {report}
 """
 
-_PLACES = '''\
+_SETTINGS_FILE = '''\
 """Where this client's artifacts and data are."""
 
 import numpy as np
@@ -160,7 +160,7 @@ def write_project(
         "pyproject.toml": _PYPROJECT.format(**values),
         "README.md": _README.format(**values),
         f"{PACKAGE}/__init__.py": f'"""{name}."""\n',
-        f"{PACKAGE}/places.py": _PLACES,
+        f"{PACKAGE}/places.py": _SETTINGS_FILE,
         f"{PACKAGE}/client.py": _CLIENT.format(**values),
         f"{PACKAGE}/server.py": _SERVER.format(**values),
     }

@@ -1,6 +1,6 @@
 """Fine-tuning of a model's own file: from a folder and texts to adapters and a model to serve."""
 
-from onnxtrain.finetuning.finetune import FineTuned, FineTuning, Sample, finetune
-from onnxtrain.finetuning.options import FineTuneOptions
+from onnxtrain.finetuning.arguments import FineTuneOptions
+from onnxtrain.finetuning.finetune import FineTuneResult, FineTuneRun, Sample, finetune
 
-__all__ = ["FineTuneOptions", "FineTuned", "FineTuning", "Sample", "finetune"]
+__all__ = ["FineTuneOptions", "FineTuneResult", "FineTuneRun", "Sample", "finetune"]

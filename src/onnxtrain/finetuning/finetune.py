@@ -1,35 +1,228 @@
-"""Fine-tuning of a model's own file: data, adapters, training, samples and files out."""
+"""Fine-tuning of a model's own file: data, adapters, training, samples and files out.
+
+What a finished fine-tuning leaves: adapters for others, and a model to serve.
+
+What a run shows on the way: tokens per second, time of a step, perplexity.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
 
 from onnxtrain.adapters import Adapted, lora
 from onnxtrain.artifacts import Artifacts, build
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.finetuning.encoder_tasks import ClassificationTask, EmbeddingTask
-from onnxtrain.finetuning.options import FineTuneOptions
-from onnxtrain.finetuning.outputs import write_json, write_outputs
-from onnxtrain.finetuning.tasks import CausalTask, Task
-from onnxtrain.finetuning.vision_task import VisionTask
-from onnxtrain.finetuning.watch import Pace, Say, TokenDisplay, perplexity, tell_perplexity
-from onnxtrain.options import from_arguments, recorded
+from onnxtrain.finetuning.arguments import FineTuneOptions
+from onnxtrain.finetuning.tasks import (
+    CausalTask,
+    ClassificationTask,
+    EmbeddingTask,
+    Task,
+    VisionTask,
+)
+from onnxtrain.graph.io import load, save
+from onnxtrain.graph.io.writer import bytes_writer, write_files
+from onnxtrain.importer import expose_weights
+from onnxtrain.options import from_arguments, recorded_options
 from onnxtrain.planning import plan
-from onnxtrain.planning.amounts import amount
-from onnxtrain.text.feeds import Decoder, decoder_of
-from onnxtrain.text.folder import ModelFolder, look_at
-from onnxtrain.text.generate import Sampling, continued
+from onnxtrain.planning.memory_plan import format_bytes
+from onnxtrain.text.data import TokenBatches
+from onnxtrain.text.generate import Decoder, Sampling, generate_tokens, make_decoder
+from onnxtrain.text.model_folder import ModelFolder, inspect_model
 from onnxtrain.training import Trainer
-from onnxtrain.training.reports.progress import display
-from onnxtrain.training.run import History
+from onnxtrain.training.callbacks import Callback, Record
+from onnxtrain.training.fit import History
+from onnxtrain.training.progress import Display, display
+
+if TYPE_CHECKING:
+    from onnxtrain.training.fit import Run
+    from onnxtrain.training.results import StepResult
+
+_COMPANION_FILES = (
+    *("genai_config.json", "config.json", "generation_config.json", "tokenizer.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "vocab.txt"),
+    *("added_tokens.json", "merges.txt", "vocab.json", "tokenizer.model"),
+    "preprocessor_config.json",
+)
+"""Files that go with a model to where it is served."""
+
+
+def write_outputs(
+    trainer: Trainer,
+    adapted: Adapted | None,
+    folder: ModelFolder,
+    output: Path,
+    *,
+    requantise: bool = False,
+) -> dict[str, str]:
+    """Write everything; return in words what lies where.
+
+    A language model with adapters gives ``peft/``, ``adapter.onnx_adapter`` with ``base/`` and
+    ``merged/``. Anything else gives ``merged/``: the model with its trained weights.
+    """
+    written: dict[str, str] = {}
+    merged = output / "merged" / folder.path.name
+    merged.parent.mkdir(parents=True, exist_ok=True)
+    if adapted is not None and not adapted.foreign:
+        adapted.export_peft(output / "peft", trainer, task_type=_PEFT_TASK_TYPES.get(folder.kind))
+        written["peft/"] = "the adapters, for PEFT on the torch original"
+    if adapted is not None and folder.kind == "causal_lm":
+        if not adapted.dora:
+            adapted.export_ort_adapter(output / "adapter.onnx_adapter", trainer)
+            base = output / "base" / folder.path.name
+            base.parent.mkdir(parents=True, exist_ok=True)
+            adapted.export_ort_base(base)
+            copy_companion_files(folder, base.parent)
+            written["adapter.onnx_adapter"] = "the same for onnxruntime and onnxruntime-genai"
+            written["base/"] = "the model with inputs for it"
+        how = "requantise" if requantise else "branch"
+        report = adapted.export_merged(merged, trainer, quantised=how)
+        written["merged/"] = f"a model to serve: {report}"
+    elif folder.kind == "causal_lm":
+        save(with_trained_weights(folder, trainer), merged)
+        written["merged/"] = "a model to serve, with the trained weights"
+    else:
+        trainer.export(merged)
+        written["merged/"] = "a model to serve, with the trained weights"
+    copy_companion_files(folder, merged.parent)
+    return written
+
+
+def with_trained_weights(folder: ModelFolder, trainer: Trainer) -> ir.Model:
+    """Return the model of the folder, cache and all, with the trained weights in their places."""
+    model, _ = expose_weights(load(folder.path))
+    for name, array in trainer.parameters.items():
+        place = model.graph.initializers[name]
+        assert place.const_value is not None
+        dtype = place.const_value.dtype
+        place.const_value = ir.Tensor(array.astype(dtype.numpy()), dtype, name=name)
+    return model
+
+
+_PEFT_TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM",
+    "classification": "SEQ_CLS",
+    "embeddings": "FEATURE_EXTRACTION",
+}
+
+
+def copy_companion_files(folder: ModelFolder, target: Path) -> None:
+    """Copy tokenizer and configuration to where a model was written."""
+    for name in _COMPANION_FILES:
+        source = folder.folder / name
+        if source.is_file():
+            shutil.copyfile(source, target / name)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file of settings or results: whole, or the old one stays."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_files(repr(str(path)), {str(path.absolute()): bytes_writer(text.encode())})
+
+
+_FIRST = 2  # steps that are slower than the others
+
+
+class TokenDisplay:
+    """A display that counts tokens where others count samples."""
+
+    def __init__(self, inner: Display, batches: TokenBatches) -> None:
+        self._inner, self._batches, self._seen = inner, batches, 0
+
+    def start(self, epochs: int, total: int | None, done: int) -> None:
+        """Begin."""
+        self._seen = self._batches.tokens
+        self._inner.start(epochs, total, done)
+
+    def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
+        """Show a batch."""
+        new, self._seen = self._batches.tokens - self._seen, self._batches.tokens
+        self._inner.step(epoch, loss, lr, new)
+
+    def line(self, text: str) -> None:
+        """Show a message."""
+        self._inner.line(text)
+
+    def stop(self) -> None:
+        """End."""
+        self._inner.stop()
+
+
+class ThroughputReporter(Callback):
+    """Tells after the first steps how long a step takes, and all of them."""
+
+    def __init__(self, batches: TokenBatches) -> None:
+        self._batches = batches
+        self._started = self._steps = self._tokens = 0.0
+        self.seconds: float | None = None
+        """Of a step."""
+        self.tokens_per_second: float | None = None
+        self._told = False
+
+    def on_start(self, run: Run) -> None:
+        """Begin."""
+        self._steps = 0
+
+    def on_step(self, run: Run, result: StepResult) -> None:
+        """Measure from the third step on."""
+        self._steps += 1
+        now = time.perf_counter()
+        if self._steps == _FIRST:
+            self._started, self._tokens = now, self._batches.tokens
+        if self._steps <= _FIRST:
+            return
+        done = self._steps - _FIRST
+        self.seconds = (now - self._started) / done
+        self.tokens_per_second = (self._batches.tokens - self._tokens) / (now - self._started)
+        if not self._told and self._steps == _FIRST + 2:
+            self._told = True
+            left = "" if run.batches is None else self._left(run)
+            run.show.line(
+                f"{self.seconds:.2f} s per batch, {self.tokens_per_second:,.0f} "
+                f"{self._batches.unit}/s{left}"
+            )
+
+    def _left(self, run: Run) -> str:
+        assert run.batches is not None
+        rest = run.batches * run.epochs - (run.epoch * run.batches + run.batch)
+        minutes, seconds = divmod(round(rest * (self.seconds or 0.0)), 60)
+        return f", {minutes} min {seconds:02d} s to go"
+
+
+def show_perplexity(run: Run, record: Record) -> None:
+    """Show the perplexity of an epoch's validation."""
+    if "val_loss" in record:
+        run.show.line(f"  validation: perplexity {perplexity(record['val_loss']):.4g}")
+
+
+def perplexity(loss: float) -> float:
+    """Return ``e^loss``; infinity where that is too large.
+
+    >>> perplexity(0.0), perplexity(1e9)
+    (1.0, inf)
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+PrintLine = Callable[[str], None]
+"""Takes a line for the user."""
+
 
 SETTINGS, REPORT = "finetune.json", "report.json"
-_TASKS = {
+_TASK_CLASSES = {
     "causal_lm": CausalTask,
     "classification": ClassificationTask,
     "embeddings": EmbeddingTask,
@@ -47,7 +240,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class FineTuned:
+class FineTuneResult:
     """What a fine-tuning gave."""
 
     history: History
@@ -93,7 +286,7 @@ def finetune(
     device: str = "cpu",
     threads: int | None = None,
     progress: bool | str = True,
-) -> FineTuned:
+) -> FineTuneResult:
     """Fine-tune an ONNX file on texts or pictures, and write adapters and a model to serve.
 
     Nothing of the model's own folder is changed.
@@ -145,18 +338,18 @@ def finetune(
         PrepareError: they do not fit each other; always before the first step.
     """
     options = from_arguments(FineTuneOptions, locals())
-    return FineTuning(model, data, options).run(Path(output))
+    return FineTuneRun(model, data, options).run(Path(output))
 
 
-class FineTuning:
+class FineTuneRun:
     """A fine-tuning that is prepared: data read, model known; nothing is built or written yet."""
 
     def __init__(self, model: str | os.PathLike[str], data: Any, options: FineTuneOptions) -> None:
-        self.folder: ModelFolder = look_at(model, options.kind)
+        self.folder: ModelFolder = inspect_model(model, options.kind)
         self.options = options.completed(self.folder.kind)
-        self.task: Task = _TASKS[self.folder.kind](self.folder, self.options, data)
+        self.task: Task = _TASK_CLASSES[self.folder.kind](self.folder, self.options, data)
         self._settings = {
-            **recorded(self.options),
+            **recorded_options(self.options),
             "model": os.path.abspath(self.folder.path),
             "data": os.fsdecode(data) if isinstance(data, str | os.PathLike) else "given",
         }
@@ -211,12 +404,12 @@ class FineTuning:
         if self.options.device != "cpu":
             return []
         sizes, words = self.task.memory_sizes()
-        return [f"memory: about {amount(plan(artifacts, **sizes).peak)} at {words}"]
+        return [f"memory: about {format_bytes(plan(artifacts, **sizes).peak)} at {words}"]
 
-    def run(self, output: Path) -> FineTuned:
+    def run(self, output: Path) -> FineTuneResult:
         """Train, and write everything to a folder."""
         o, task = self.options, self.task
-        say = _say(o.progress)
+        say = _line_printer(o.progress)
         self._check_settings(output)
         adapted, artifacts = self.prepared()
         for line in self.plan(adapted, artifacts):
@@ -228,7 +421,7 @@ class FineTuning:
         held = task.batches(trainer.inputs, validation=True)
         before = self._numbers(trainer, held)
         if before:
-            say(f"before: {_in_words(before)}")
+            say(f"before: {_format_metrics(before)}")
         history = self._fit(trainer, output, held)
         after = self._numbers(trainer, held)
         files = write_outputs(trainer, adapted, self.folder, output, requantise=bool(o.requantise))
@@ -236,7 +429,7 @@ class FineTuning:
             write_json(output / "labels.json", dict(enumerate(task.classes)))
             files["labels.json"] = "the classes by number"
         samples = self._samples(prompts, first, output)
-        result = FineTuned(history, before, after, samples, files, tuple(task.notes))
+        result = FineTuneResult(history, before, after, samples, files, tuple(task.notes))
         self._report(result, output, say)
         return result
 
@@ -246,7 +439,7 @@ class FineTuning:
         assert batches is not None
         causal = isinstance(task, CausalTask)
         shown = display(o.progress, unit=batches.unit)
-        pace = Pace(batches)
+        pace = ThroughputReporter(batches)
         return trainer.fit(
             batches,
             epochs=o.epochs,
@@ -254,7 +447,7 @@ class FineTuning:
             schedule=o.schedule,
             warmup=o.warmup,
             validation=held,
-            callbacks=[pace, *([tell_perplexity] if causal else [])],
+            callbacks=[pace, *([show_perplexity] if causal else [])],
             progress=TokenDisplay(shown, batches) if o.progress else False,
             directory=output / "run",
             resume=o.resume,
@@ -270,7 +463,7 @@ class FineTuning:
             numbers["perplexity"] = perplexity(numbers["loss"])
         return {n: float(v) for n, v in numbers.items()}
 
-    def _first_texts(self, say: Say) -> tuple[list[list[int]], list[list[int]]]:
+    def _first_texts(self, say: PrintLine) -> tuple[list[list[int]], list[list[int]]]:
         """Return the prompts, and what the untrained model writes; neither if it cannot be run.
 
         Training computes in float32 what the processor lacks kernels for, the file itself does not.
@@ -279,7 +472,7 @@ class FineTuning:
         if not isinstance(task, CausalTask) or not self.options.sample_tokens:
             return [], []
         try:
-            decoder = decoder_of(self.folder.path, threads=self.options.threads)
+            decoder = make_decoder(self.folder.path, threads=self.options.threads)
         except OnnxTrainError as error:
             reason = str(error).splitlines()[0]
             task.notes.append(f"no samples, the file itself does not run here: {reason}")
@@ -295,7 +488,7 @@ class FineTuning:
         assert isinstance(self.task, CausalTask)
         ends = self.task.ends()
         return [
-            continued(
+            generate_tokens(
                 decoder,
                 p,
                 most if room is None else max(0, min(most, room - len(p))),
@@ -312,7 +505,7 @@ class FineTuning:
         if not prompts:
             return ()
         merged = output / "merged" / self.folder.path.name
-        last = self._texts(decoder_of(merged, threads=self.options.threads), prompts)
+        last = self._texts(make_decoder(merged, threads=self.options.threads), prompts)
         pairs = zip(prompts, first, last, strict=True)
         return tuple(Sample(*map(self._text, row)) for row in pairs)
 
@@ -338,9 +531,9 @@ class FineTuning:
                 "hint: resume with the same options, or choose another folder"
             )
 
-    def _report(self, result: FineTuned, output: Path, say: Say) -> None:
+    def _report(self, result: FineTuneResult, output: Path, say: PrintLine) -> None:
         if result.after:
-            say(f"after: {_in_words(result.after)}")
+            say(f"after: {_format_metrics(result.after)}")
         for s in result.samples:
             say(f"prompt: {s.prompt!r}\n  before: {s.before!r}\n  after:  {s.after!r}")
         for name, what in result.files.items():
@@ -356,13 +549,10 @@ class FineTuning:
         write_json(output / REPORT, report)
 
 
-def _in_words(numbers: dict[str, float]) -> str:
+def _format_metrics(numbers: dict[str, float]) -> str:
     shown = {n: v for n, v in numbers.items() if n != "samples"}
     return ", ".join(f"{n} {v:.4g}" for n, v in shown.items())
 
 
-def _say(progress: bool | str) -> Say:
+def _line_printer(progress: bool | str) -> PrintLine:
     return display("plain" if progress else False).line
-
-
-__all__ = ["FineTuned", "FineTuning", "Sample", "finetune"]

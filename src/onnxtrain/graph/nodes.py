@@ -1,12 +1,20 @@
-"""Nodes of the standard domain, which two names stand for: ``""`` and ``"ai.onnx"``."""
+"""Nodes of the standard domain, which two names stand for: ``""`` and ``"ai.onnx"``.
+
+Subgraphs: what they capture from the graphs around them.
+
+What exporters put behind attention's softmax: ``Where(IsNaN(p), 0, p)``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import onnx_ir as ir
 
-STOP = "stop_gradient"
+STOP_GRADIENT = "stop_gradient"
 """In the name of an Identity: no gradient passes it, as with ``detach`` of torch."""
 
 
@@ -30,14 +38,14 @@ def is_op(node: _HasOperator, *op_types: str) -> bool:
     return node.op_type in op_types and is_standard(node)
 
 
-def key_of(node: _HasOperator) -> str:
+def op_key(node: _HasOperator) -> str:
     """Return the name of a node's operator in tables: ``"Relu"`` or ``"com.acme::Swirl"``."""
     return node.op_type if is_standard(node) else f"{node.domain}::{node.op_type}"
 
 
 def stops_gradient(node: ir.Node) -> bool:
     """Return whether a node is an Identity that no gradient passes, by its name."""
-    return STOP in (node.name or "") and is_op(node, "Identity")
+    return STOP_GRADIENT in (node.name or "") and is_op(node, "Identity")
 
 
 def nodes(graph: ir.Graph, *op_types: str, subgraphs: bool = False) -> list[ir.Node]:
@@ -48,3 +56,66 @@ def nodes(graph: ir.Graph, *op_types: str, subgraphs: bool = False) -> list[ir.N
     """
     every, wanted = graph.all_nodes() if subgraphs else graph, frozenset(op_types)
     return [n for n in every if is_standard(n) and (not wanted or n.op_type in wanted)]
+
+
+def subgraphs_of(node: ir.Node) -> Iterator[ir.Graph]:
+    """Return the graphs in a node's attributes, in order."""
+    for attribute in node.attributes.values():
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Return the values of enclosing graphs that a node's subgraphs read, in order of first use."""
+    if not any(
+        a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+        for a in node.attributes.values()
+    ):
+        return []
+    values: dict[ir.Value, None] = {}
+    for graph in subgraphs_of(node):
+        for value in captured_by(graph):
+            values.setdefault(value)
+    return list(values)
+
+
+def captured_by(graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of enclosing graphs that a graph reads, in order of first use."""
+    own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+    for node in graph:
+        own.update(node.outputs)
+    values: dict[ir.Value, None] = {}
+    for node in graph:
+        for x in (*node.inputs, *captured(node)):
+            if x is not None and x not in own:
+                values.setdefault(x)
+    for x in graph.outputs:
+        if x not in own:
+            values.setdefault(x)
+    return list(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class NanGuard:
+    """The nodes that put zeros in the place of NaN."""
+
+    test: ir.Node
+    guard: ir.Node
+
+
+def nan_guard(p: ir.Value) -> NanGuard | None:
+    """Return the guard that is all that reads a value, if there is one."""
+    uses = list(p.uses())
+    tests = [use.node for use in uses if is_op(use.node, "IsNaN")]
+    guards = [use.node for use in uses if is_op(use.node, "Where") and use.idx == 2]
+    if p.is_graph_output() or len(uses) != 2 or len(tests) != 1 or len(guards) != 1:
+        return None
+    (test,), (guard,) = tests, guards
+    zero = None if guard.inputs[1] is None else ir.convenience.get_const_tensor(guard.inputs[1])
+    if guard.inputs[0] is not test.outputs[0] or zero is None or np.any(zero.numpy()):
+        return None
+    return NanGuard(test, guard) if zero.size == 1 else None

@@ -1,18 +1,30 @@
 """Losses and metrics as ONNX graphs."""
 
-from onnxtrain.deprecated import aliases
-from onnxtrain.losses.attach import Attached, LossLike, MetricLike, attach_loss
-from onnxtrain.losses.base import LOSSES, Loss, TargetSpec
-from onnxtrain.losses.binary import BCE, BCEWithLogits, Hinge, HingeEmbedding
+from onnxtrain.losses.attach import Attached, LossLike, LossTerm, MetricLike, attach_loss, resolve
 from onnxtrain.losses.causal_lm import CausalLM
-from onnxtrain.losses.classification import NLL, CrossEntropy
+from onnxtrain.losses.classification import (
+    BCE,
+    NLL,
+    BCEWithLogits,
+    CrossEntropy,
+    Hinge,
+    HingeEmbedding,
+    MultiMargin,
+)
 from onnxtrain.losses.ctc import CTC
-from onnxtrain.losses.embedding import CosineEmbedding, TripletMargin
+from onnxtrain.losses.loss import LOSSES, Loss, TargetSpec
 from onnxtrain.losses.metrics import MAE, METRICS, Accuracy, Metric, Perplexity, TopK
-from onnxtrain.losses.multi_margin import MultiMargin
-from onnxtrain.losses.ranking import MultipleNegatives, TripletRows
-from onnxtrain.losses.regression import L1, MSE, Huber, KLDiv, SmoothL1
-from onnxtrain.losses.terms import LossTerm, resolve
+from onnxtrain.losses.regression import (
+    L1,
+    MSE,
+    CosineEmbedding,
+    Huber,
+    KLDiv,
+    MultipleNegatives,
+    SmoothL1,
+    TripletMargin,
+    TripletRows,
+)
 
 __all__ = [
     "BCE",
@@ -49,8 +61,3 @@ __all__ = [
     "attach_loss",
     "resolve",
 ]
-
-__getattr__ = aliases(
-    __name__,
-    {"Target": "onnxtrain.losses.TargetSpec", "Weighted": "onnxtrain.losses.LossTerm"},
-)

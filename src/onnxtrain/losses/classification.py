@@ -1,4 +1,9 @@
-"""Cross entropy and its relatives: losses whose target is a class, or probabilities of classes."""
+"""Cross entropy and its relatives: losses whose target is a class, or probabilities of classes.
+
+Losses with yes-or-no targets: binary cross entropy, hinge.
+
+The margin of a label's score over those of all other classes.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,21 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
+from onnxtrain.autodiff.rule_registry import Choice, Choices, Variant, Variants, select_variant
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import (
+from onnxtrain.losses.loss import (
     LOSSES,
     Loss,
     TargetSpec,
+    as_tuples,
+    check_rank,
+    check_same_rank,
     class_weights,
-    frozen,
     labels_for,
-    like,
     reduce,
+    target_like,
 )
 
 _NO_CLASS = 2**31 - 1  # larger than any number of classes, and fits int32
@@ -92,7 +99,7 @@ def log_sum_exp(op: OpBuilder, x: ir.Value, axis: int) -> tuple[ir.Value, ir.Val
     return z, op.Log(op.ReduceSum(op.Exp(z), [axis], keepdims=1))
 
 
-def guarded(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) -> ir.Value:
+def in_range_labels(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) -> ir.Value:
     """Return labels that a runtime refuses if they are negative.
 
     Gathering would count them from the end and train on the wrong class.
@@ -104,7 +111,7 @@ def guarded(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) ->
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Labelled(Loss):
+class _LabelLoss(Loss):
     """What cross entropy and negative log-likelihood share."""
 
     weight: Sequence[float] | None = None
@@ -113,14 +120,16 @@ class _Labelled(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "weight", frozen(self.weight))
+        object.__setattr__(self, "weight", as_tuples(self.weight))
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
         """Return class indices: the prediction's shape without the class axis."""
         axis = class_axis(self, prediction, self.axis)
         return [labels_for("labels", prediction, axis)]
 
-    def composed(self, op: OpBuilder, rows: Scores, each: ir.Value, weights: Maybe) -> ir.Value:
+    def composed(
+        self, op: OpBuilder, rows: Scores, each: ir.Value, weights: OptionalValue
+    ) -> ir.Value:
         """Weigh and reduce the losses of all labels in plain operators."""
         each, w = self.weighed(op, rows, each, weights)
         if self.reduction != "mean" or w is None:
@@ -128,8 +137,8 @@ class _Labelled(Loss):
         return op.Div(op.ReduceSum(each, keepdims=0), op.ReduceSum(w, keepdims=0))
 
     def weighed(
-        self, op: OpBuilder, rows: Scores, each: ir.Value, weights: Maybe
-    ) -> tuple[ir.Value, Maybe]:
+        self, op: OpBuilder, rows: Scores, each: ir.Value, weights: OptionalValue
+    ) -> tuple[ir.Value, OptionalValue]:
         """Return the weighted losses, and the weight of each label: 0 for ignored ones."""
         ignored = self.ignored(op, rows.labels)
         w = self.label_weights(op, rows.labels, ignored, weights, each.dtype)
@@ -139,7 +148,7 @@ class _Labelled(Loss):
             each = op.Where(ignored, op.const(0.0, each.dtype), each)
         return each, w
 
-    def ignored(self, op: OpBuilder, labels: ir.Value) -> Maybe:
+    def ignored(self, op: OpBuilder, labels: ir.Value) -> OptionalValue:
         """Return which labels are ignored."""
         return None if self.ignore_index is None else op.Equal(labels, self.ignore_index)
 
@@ -147,10 +156,10 @@ class _Labelled(Loss):
         self,
         op: OpBuilder,
         labels: ir.Value,
-        ignored: Maybe,
-        weights: Maybe,
+        ignored: OptionalValue,
+        weights: OptionalValue,
         dtype: ir.DataType | None,
-    ) -> Maybe:
+    ) -> OptionalValue:
         """Return the weight of each label, ``None`` if all weigh 1."""
         if ignored is None:
             return None if weights is None else op.Gather(weights, labels)
@@ -161,12 +170,12 @@ class _Labelled(Loss):
         return op.Where(ignored, zero, op.Gather(weights, index))
 
 
-Maybe = ir.Value | None
+OptionalValue = ir.Value | None
 
 
 @LOSSES.named("cross_entropy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CrossEntropy(_Labelled):
+class CrossEntropy(_LabelLoss):
     """Cross entropy of logits with class indices, or with class probabilities.
 
     ``mean`` divides by the sum of the labels' weights: if all labels are ignored the loss is NaN,
@@ -194,7 +203,7 @@ class CrossEntropy(_Labelled):
         if not self.probabilities:
             return super().targets(prediction)
         class_axis(self, prediction, self.axis)
-        return [like("target", prediction)]
+        return [target_like("target", prediction)]
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss."""
@@ -205,13 +214,13 @@ class CrossEntropy(_Labelled):
         rows = to_rows(self, op, prediction, target, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
         plain = self._counts_hits(op, rows.x, weights)
-        form = chosen(op, plain, CROSS_ENTROPY_FORMS, CROSS_ENTROPY_CHOICES)
+        form = select_variant(op, plain, CROSS_ENTROPY_VARIANTS, CROSS_ENTROPY_CHOICES)
         loss = form(self, op, rows, weights)
         return rows.restore(op, loss) if self.reduction == "none" else loss
 
-    def _by_operator(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+    def _by_operator(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
         """Emit the standard's own operator, whose gradient needs no one-hot tensor."""
-        rows = dataclasses.replace(rows, labels=guarded(op, rows.labels, self.ignore_index))
+        rows = dataclasses.replace(rows, labels=in_range_labels(op, rows.labels, self.ignore_index))
         smooth = self.label_smoothing
         outputs = op.SoftmaxCrossEntropyLoss(
             *(rows.x, rows.labels, weights),
@@ -224,7 +233,7 @@ class CrossEntropy(_Labelled):
         loss, logp = outputs
         return self._blend(op, loss, self._spread(op, rows, op.Neg(logp), weights), rows.x)
 
-    def _by_comparison(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+    def _by_comparison(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
         """Emit ``log(sum(e^z)) - z[label]``, where ``z`` is ``x`` shifted to at most 0.
 
         One-hot comparison serves runtimes where gathering by class is slow or absent.
@@ -238,7 +247,7 @@ class CrossEntropy(_Labelled):
             return loss
         return self._blend(op, loss, self._spread(op, rows, op.Sub(lse, z), weights), x)
 
-    def _counts_hits(self, op: OpBuilder, x: ir.Value, weights: Maybe) -> bool:
+    def _counts_hits(self, op: OpBuilder, x: ir.Value, weights: OptionalValue) -> bool:
         """Return whether a label counts if it is a class, and then as much as any other."""
         classes = op.size(x, 1)
         ignored = self.ignore_index
@@ -246,7 +255,7 @@ class CrossEntropy(_Labelled):
         plain = weights is None and not self.label_smoothing and self.reduction == "mean"
         return outside and plain
 
-    def _by_hits(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+    def _by_hits(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
         """Emit the mean of ``-log p`` where a class is the label, in few operators."""
         assert weights is None
         x = rows.x
@@ -257,7 +266,9 @@ class CrossEntropy(_Labelled):
         total = op.ReduceSum(op.Where(hit, log_p, zero), keepdims=0)
         return op.Div(total, op.ReduceSum(minus, keepdims=0))
 
-    def _spread(self, op: OpBuilder, rows: Scores, cost: ir.Value, weights: Maybe) -> ir.Value:
+    def _spread(
+        self, op: OpBuilder, rows: Scores, cost: ir.Value, weights: OptionalValue
+    ) -> ir.Value:
         """Reduce the loss of a uniform target: the sum of the cost ``-logp`` of all classes."""
         if weights is not None:
             cost = op.Mul(cost, op.reshape(weights, [-1, *[1] * (op.rank(cost) - 2)]))
@@ -284,7 +295,7 @@ class CrossEntropy(_Labelled):
                 f"CrossEntropy: probabilities {S.describe_value(target)} do not have the shape of "
                 f"{S.describe_value(x)}"
             )
-        cost = chosen(op, None, COST_FORMS, COST_CHOICES)(op, x, axis)
+        cost = select_variant(op, None, COST_VARIANTS, COST_CHOICES)(op, x, axis)
         if self.label_smoothing:
             classes = op.count(x, [axis])
             spread = op.Div(op.const(self.label_smoothing, x.dtype), classes)
@@ -295,10 +306,10 @@ class CrossEntropy(_Labelled):
         return self.reduce(op, op.ReduceSum(op.Mul(cost, target), [axis], keepdims=0))
 
 
-CROSS_ENTROPY_FORMS: Forms[bool] = {
-    "hits": Form(CrossEntropy._by_hits, lambda plain: plain),
-    "comparison": Form(CrossEntropy._by_comparison),
-    "operator": Form(CrossEntropy._by_operator),
+CROSS_ENTROPY_VARIANTS: Variants[bool] = {
+    "hits": Variant(CrossEntropy._by_hits, lambda plain: plain),
+    "comparison": Variant(CrossEntropy._by_comparison),
+    "operator": Variant(CrossEntropy._by_operator),
 }
 # The operators become LogSoftmax and GatherElements in the end.
 CROSS_ENTROPY_CHOICES: Choices[bool] = [
@@ -310,22 +321,22 @@ CROSS_ENTROPY_CHOICES: Choices[bool] = [
 ]
 
 
-def _composed_cost(op: OpBuilder, x: ir.Value, axis: int) -> ir.Value:
+def _decomposed_cost(op: OpBuilder, x: ir.Value, axis: int) -> ir.Value:
     """Return ``-log p = log(sum(e^z)) - z`` of all classes."""
     z, lse = log_sum_exp(op, x, axis)
     return op.Sub(lse, z)
 
 
-COST_FORMS: Forms[None] = {
-    "composed": Form(_composed_cost),
-    "operator": Form(lambda op, x, axis: op.Neg(op.LogSoftmax(x, axis=axis))),
+COST_VARIANTS: Variants[None] = {
+    "composed": Variant(_decomposed_cost),
+    "operator": Variant(lambda op, x, axis: op.Neg(op.LogSoftmax(x, axis=axis))),
 }
 COST_CHOICES: Choices[None] = [Choice("composed", lacks="LogSoftmax"), Choice("operator")]
 
 
 @LOSSES.named("nll")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NLL(_Labelled):
+class NLL(_LabelLoss):
     """Negative log-likelihood: ``-w x[label]`` of log-probabilities.
 
     Args:
@@ -341,30 +352,226 @@ class NLL(_Labelled):
         axis = class_axis(self, prediction, self.axis)
         rows = to_rows(self, op, prediction, labels, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
-        loss = chosen(op, None, NLL_FORMS, NLL_CHOICES)(self, op, rows, weights)
+        loss = select_variant(op, None, NLL_VARIANTS, NLL_CHOICES)(self, op, rows, weights)
         return rows.restore(op, loss) if self.reduction == "none" else loss
 
-    def _by_comparison(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+    def _by_comparison(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
         """Emit ``-sum(x * onehot(label))``."""
         zero = op.const(0.0, rows.x.dtype)
         here = op.Where(is_label(op, rows.x, rows.labels), rows.x, zero)
         return self.composed(op, rows, op.Neg(op.ReduceSum(here, [1], keepdims=0)), weights)
 
-    def _by_operator(self, op: OpBuilder, rows: Scores, weights: Maybe) -> ir.Value:
+    def _by_operator(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
         """Emit the standard's own operator."""
         return op.NegativeLogLikelihoodLoss(
-            *(rows.x, guarded(op, rows.labels, self.ignore_index), weights),
+            *(rows.x, in_range_labels(op, rows.labels, self.ignore_index), weights),
             ignore_index=self.ignore_index,
             reduction=self.reduction,
         )
 
 
-NLL_FORMS: Forms[None] = {
-    "comparison": Form(NLL._by_comparison),
-    "operator": Form(NLL._by_operator),
+NLL_VARIANTS: Variants[None] = {
+    "comparison": Variant(NLL._by_comparison),
+    "operator": Variant(NLL._by_operator),
 }
 NLL_CHOICES: Choices[None] = [
     Choice("comparison", lacks="NegativeLogLikelihoodLoss"),
     Choice("comparison", lacks="GatherElements"),
     Choice("operator"),
 ]
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return ``log(1 + e^x)`` without overflow."""
+    return select_variant(op, x.dtype, SOFTPLUS_VARIANTS, SOFTPLUS_CHOICES)(op, x)
+
+
+def _decomposed_softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """``x / 2 + (|x| / 2 + log(1 + e^-|x|))``.
+
+    The bracket is even and smooth, so its derivative at 0 is 0 whatever that of ``|x|`` is.
+    """
+    a = op.Abs(x)
+    even = op.Add(op.Mul(a, 0.5), op.Log(op.Add(op.Exp(op.Neg(a)), 1.0)))
+    return op.Add(op.Mul(x, 0.5), even)
+
+
+# Runtimes without a kernel expand the operator to the plain formula, which overflows above 88; the
+# CPU's kernel is for float32 only.
+SOFTPLUS_VARIANTS: Variants[ir.DataType | None] = {
+    "composed": Variant(_decomposed_softplus),
+    "operator": Variant(lambda op, x: op.Softplus(x), lambda dtype: dtype == ir.DataType.FLOAT),
+}
+SOFTPLUS_CHOICES: Choices[ir.DataType | None] = [
+    Choice("composed", lacks="Softplus"),
+    Choice("operator"),
+    Choice("composed"),
+]
+
+
+@LOSSES.named("bce")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BCE(Loss):
+    """``-w (t log x + (1 - t) log(1 - x))`` of probabilities.
+
+    Logarithms are cut off at -100, as in torch; what is cut off passes no gradient. Prefer
+    :class:`BCEWithLogits`.
+
+    Args:
+        weight: one number per element, broadcast against the prediction.
+    """
+
+    weight: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "weight", as_tuples(self.weight))
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the terms."""
+        check_same_rank(self, prediction, *targets)
+        (t,) = targets
+        yes = op.Mul(t, _log(op, prediction))
+        no = op.Mul(op.Sub(1.0, t), _log(op, op.Sub(1.0, prediction)))
+        return _weigh(op, op.Neg(op.Add(yes, no)), self.weight)
+
+
+def _log(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return ``max(log x, -100)`` of a probability, with a finite derivative at 0."""
+    gone = op.LessOrEqual(x, _TINY)
+    one, least = op.const(1.0, x.dtype), op.const(-100.0, x.dtype)
+    return op.Where(gone, least, op.Log(op.Where(gone, one, x)))
+
+
+def _weigh(op: OpBuilder, each: ir.Value, weight: Any) -> ir.Value:
+    return each if weight is None else op.Mul(each, op.const(np.asarray(weight), each.dtype))
+
+
+@LOSSES.named("bce_with_logits")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BCEWithLogits(Loss):
+    """Binary cross entropy of logits, stable for logits of any size.
+
+    ``w ((1 - t) x + (1 + (pos_weight - 1) t) softplus(-x))``.
+
+    Args:
+        weight: one number per element, broadcast against the prediction.
+        pos_weight: weight of the positive answer, broadcast against the prediction.
+    """
+
+    weight: Any = None
+    pos_weight: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "weight", as_tuples(self.weight))
+        object.__setattr__(self, "pos_weight", as_tuples(self.pos_weight))
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the terms; ``softplus(-x)`` keeps its digits where the answer is right."""
+        check_same_rank(self, prediction, *targets)
+        x, (t,) = prediction, targets
+        miss = softplus(op, op.Neg(x))
+        if self.pos_weight is not None:
+            extra = op.const(np.asarray(self.pos_weight) - 1.0, x.dtype)
+            miss = op.Mul(miss, op.Add(op.Mul(t, extra), 1.0))
+        each = op.Add(op.Mul(op.Sub(1.0, t), x), miss)
+        return _weigh(op, each, self.weight)
+
+
+@LOSSES.named("hinge")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hinge(Loss):
+    """``max(0, margin - t x)`` for targets of -1 and 1, as in support vector machines."""
+
+    margin: float = 1.0
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the terms; the derivative at the kink is that of the slope, as torch's clamp."""
+        check_same_rank(self, prediction, *targets)
+        return clamp(op, op.Sub(self.margin, op.Mul(prediction, *targets)))
+
+
+@LOSSES.named("hinge_embedding")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HingeEmbedding(Loss):
+    """``x`` where the target is 1, ``max(0, margin - x)`` where it is -1."""
+
+    margin: float = 1.0
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the terms."""
+        check_same_rank(self, prediction, *targets)
+        x, (t,) = prediction, targets
+        zero = op.const(0.0, x.dtype)
+        near = op.Where(op.Equal(t, -1.0), zero, x)
+        far = op.Where(op.Equal(t, 1.0), zero, clamp(op, op.Sub(self.margin, x)))
+        return op.Add(near, far)
+
+
+def clamp(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return ``max(x, 0)``; at 0 the gradient passes, as through torch's ``clamp``."""
+    return op.Clip(x, op.const(0.0, x.dtype))
+
+
+@LOSSES.named("multi_margin")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiMargin(Loss):
+    """``sum over i != label of max(0, margin - x[label] + x[i])^p / classes`` for ``x`` of [N, C].
+
+    Args:
+        p: 1 or 2.
+        margin: how far the label's score must lead.
+        weight: one number per class; ``mean`` does not divide by them, as in torch.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    """
+
+    p: int = 1
+    margin: float = 1.0
+    weight: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "weight", as_tuples(self.weight))
+        if self.p not in (1, 2):
+            raise PrepareError(f"MultiMargin takes p=1 or p=2, not {self.p}")
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return class indices."""
+        rank = check_rank(self, prediction, (1, 2), "[N, C] or [C]")
+        return [labels_for("labels", prediction, rank - 1)]
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit one loss per row."""
+        rank = check_rank(self, prediction, (1, 2), "[N, C] or [C]")
+        rows = to_rows(self, op, prediction, targets[0], rank - 1)
+        x, zero = rows.x, op.const(0.0, rows.x.dtype)
+        mine = is_label(op, x, rows.labels)
+        lead = select_variant(op, None, LEAD_VARIANTS, LEAD_CHOICES)(op, rows, mine, zero)
+        miss = clamp(op, op.Sub(op.Add(x, self.margin), lead))
+        if self.p == 2:
+            miss = op.Mul(miss, miss)
+        each = op.ReduceMean(op.Where(mine, zero, miss), [1], keepdims=0)
+        weights = class_weights(self, op, self.weight, x, 1)
+        if weights is not None:
+            each = op.Mul(each, op.Gather(weights, rows.labels))
+        return rows.restore(op, each)
+
+
+def _lead_by_comparison(op: OpBuilder, rows: Scores, mine: ir.Value, zero: ir.Value) -> ir.Value:
+    """Return ``x[label]`` as a sum over ``x * onehot(label)``."""
+    return op.ReduceSum(op.Where(mine, rows.x, zero), [1], keepdims=1)
+
+
+def _lead_by_gathering(op: OpBuilder, rows: Scores, mine: ir.Value, zero: ir.Value) -> ir.Value:
+    return op.GatherElements(rows.x, op.Unsqueeze(in_range_labels(op, rows.labels), [1]), axis=1)
+
+
+LEAD_VARIANTS: Variants[None] = {
+    "comparison": Variant(_lead_by_comparison),
+    "gathering": Variant(_lead_by_gathering),
+}
+LEAD_CHOICES: Choices[None] = [Choice("comparison", lacks="GatherElements"), Choice("gathering")]

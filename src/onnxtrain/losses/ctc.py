@@ -19,10 +19,10 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import INT64, LOSSES, Loss, TargetSpec, check_rank
+from onnxtrain.losses.loss import INT64, LOSSES, Loss, TargetSpec, check_rank
 
 # Stands for log(0): an infinity would make its own differences NaN.
-_NEVER = -1e30
+_LOG_ZERO = -1e30
 
 
 @LOSSES.named("ctc")
@@ -63,7 +63,7 @@ class CTC(Loss):
                 "hint: pad them to [N, S]; the joined form [sum of lengths] is not supported"
             )
         each = self._each(op, prediction, labels, input_lengths, target_lengths)
-        never = op.Greater(each, -_NEVER / 2)
+        never = op.Greater(each, -_LOG_ZERO / 2)
         instead = op.const(0.0 if self.zero_infinity else math.inf, each.dtype)
         each = op.Where(never, instead, each)
         if self.reduction == "mean":
@@ -79,7 +79,7 @@ class CTC(Loss):
         input_lengths: ir.Value,
         target_lengths: ir.Value,
     ) -> ir.Value:
-        never, zero = op.const(_NEVER, logp.dtype), op.const(0.0, logp.dtype)
+        never, zero = op.const(_LOG_ZERO, logp.dtype), op.const(0.0, logp.dtype)
         extended, skip = self._extended(op, labels, target_lengths)
         # [N, L] -> [T, N, L]: the log-probability of every extended label at every time
         times = op.size(logp, 0)
@@ -123,13 +123,13 @@ class CTC(Loss):
     ) -> ir.Value:
         step = op.body([start, *(_at_one_time(v) for v in (emitted, running))])
         alpha, now, active = step.graph.inputs
-        padded = step.Pad(alpha, [0, 2, 0, 0], op.const(_NEVER, start.dtype))
+        padded = step.Pad(alpha, [0, 2, 0, 0], op.const(_LOG_ZERO, start.dtype))
         one = step.Slice(padded, [1], [-1], [1])
         two = step.Add(step.Slice(padded, [0], [-2], [1]), blocked)
         ways = step.Concat(*(step.Unsqueeze(v, [2]) for v in (alpha, one, two)), axis=2)
         reached = step.Add(step.ReduceLogSumExp(ways, [2], keepdims=0), now)
         # Kept from sinking without bound, so that "never" stays recognisable.
-        floor = op.const(_NEVER, start.dtype)
+        floor = op.const(_LOG_ZERO, start.dtype)
         reached = step.Where(step.Less(reached, floor), floor, reached)
         step.graph.outputs.append(step.Where(active, reached, alpha))
         step.graph.outputs[0].shape = start.shape

@@ -7,11 +7,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.builder.copy_nodes import copy_nodes
+from onnxtrain.graph.builder import OpBuilder, copy_nodes
 from onnxtrain.graph.io import load
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
@@ -75,7 +74,7 @@ def insert_model(
         model.graph.register_initializer(copy)
         mapping[x] = copy
     results = copy_nodes(op, loss_model.graph, mapping)
-    return _loss_among(loss_model, results)
+    return _find_scalar_output(loss_model, results)
 
 
 def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> None:
@@ -84,7 +83,7 @@ def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> N
     for x in inputs:
         value = by_name.get(x.name or "")
         if value is not None:
-            _check_fit(x, value)
+            _check_type_and_shape(x, value)
             for mine, theirs in zip(S.dims_of(x) or (), S.dims_of(value) or (), strict=False):
                 if isinstance(mine, str):
                     names.setdefault(mine, theirs)
@@ -95,7 +94,7 @@ def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> N
             S.set_dims(x, [D.substitute(d, names) for d in dims])
 
 
-def _loss_among(loss_model: ir.Model, results: Sequence[ir.Value]) -> ir.Value:
+def _find_scalar_output(loss_model: ir.Model, results: Sequence[ir.Value]) -> ir.Value:
     names = [y.name for y in loss_model.graph.outputs]
     if len(results) == 1:
         return results[0]
@@ -110,10 +109,10 @@ def _loss_among(loss_model: ir.Model, results: Sequence[ir.Value]) -> ir.Value:
     )
 
 
-def _check_fit(x: ir.Value, value: ir.Value) -> None:
+def _check_type_and_shape(x: ir.Value, value: ir.Value) -> None:
     have, want = S.dims_of(value), S.dims_of(x)
     other_type = x.dtype is not None and x.dtype != value.dtype
-    if other_type or (have is not None and want is not None and D.clash(have, want)):
+    if other_type or (have is not None and want is not None and D.shapes_differ(have, want)):
         raise ShapeError(
             f"the loss model wants {S.describe_value(x)}, but the model has "
             f"{S.describe_value(value)}"

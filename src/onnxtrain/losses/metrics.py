@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
+from onnxtrain.autodiff.rule_registry import Choice, Choices, Variant, Variants, select_variant
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.losses.base import FLOAT, Loss, check_same_rank, reduce
-from onnxtrain.losses.binary import BCE, BCEWithLogits
-from onnxtrain.losses.classification import NLL, CrossEntropy, class_axis
-from onnxtrain.named import Named
+from onnxtrain.losses.classification import BCE, NLL, BCEWithLogits, CrossEntropy, class_axis
+from onnxtrain.losses.loss import FLOAT, Loss, check_same_rank, reduce
+from onnxtrain.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,12 +56,12 @@ class Metric:
         raise NotImplementedError
 
 
-METRICS: Named[Metric] = Named("metric", attribute="default_name")
+METRICS: Registry[Metric] = Registry("metric", attribute="default_name")
 """Metrics by name; ``@METRICS.named("mae")`` adds one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _OfClasses(Metric):
+class _ClassMetric(Metric):
     """A metric that compares classes; ``axis`` and ``ignore_index`` are those of the loss."""
 
     axis: int | None = None
@@ -84,7 +83,7 @@ class _OfClasses(Metric):
 
 @METRICS.named("accuracy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accuracy(_OfClasses):
+class Accuracy(_ClassMetric):
     """The share of rows whose largest score is the label's.
 
     Beside a binary cross entropy, or with a ``threshold``: the share of elements on the right side.
@@ -113,7 +112,7 @@ class Accuracy(_OfClasses):
             best = (op.ArgMax(v, axis=axis, keepdims=0) for v in (prediction, target))
             return self.mean(op, op.Equal(*best), None)
         classes = op.dims(prediction)[axis]
-        hit = chosen(op, classes, HIT_FORMS, HIT_CHOICES)(op, prediction, target, axis)
+        hit = select_variant(op, classes, HIT_VARIANTS, HIT_CHOICES)(op, prediction, target, axis)
         return self.mean(op, hit, target)
 
 
@@ -122,7 +121,7 @@ def _hit_by_argmax(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> i
     return op.Equal(op.cast(op.ArgMax(x, axis=axis, keepdims=0), labels.dtype), labels)
 
 
-def _hit_by_numbers(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> ir.Value:
+def _hit_by_class_index(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> ir.Value:
     """The same in float32: what ArgMax gives a GPU cannot cast."""
     classes = op.dims(x)[axis]
     assert isinstance(classes, int)
@@ -133,16 +132,16 @@ def _hit_by_numbers(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> 
     return op.Equal(largest, op.cast(labels, FLOAT))
 
 
-HIT_FORMS: Forms[Dim] = {
-    "argmax": Form(_hit_by_argmax),
-    "numbers": Form(_hit_by_numbers, lambda classes: isinstance(classes, int)),
+HIT_VARIANTS: Variants[Dim] = {
+    "argmax": Variant(_hit_by_argmax),
+    "numbers": Variant(_hit_by_class_index, lambda classes: isinstance(classes, int)),
 }
 HIT_CHOICES: Choices[Dim] = [Choice("numbers", lacks="ArgMax"), Choice("argmax")]
 
 
 @METRICS.named("top_k")
 @dataclasses.dataclass(frozen=True)
-class TopK(_OfClasses):
+class TopK(_ClassMetric):
     """The share of rows whose label is among the ``k`` largest scores."""
 
     k: int = 5
@@ -171,7 +170,7 @@ class TopK(_OfClasses):
 
 @METRICS.named("perplexity")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Perplexity(_OfClasses):
+class Perplexity(_ClassMetric):
     """``e^mean(-log p[label])``, without class weights and smoothing.
 
     Args:

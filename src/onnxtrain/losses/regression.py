@@ -1,15 +1,33 @@
-"""Losses between numbers: squared, absolute, and in between; divergence of distributions."""
+"""Losses between numbers: squared, absolute, and in between; divergence of distributions.
+
+Losses between vectors: cosine similarity and triplets.
+
+Losses over rows that belong together: embeddings of pairs and triplets in one batch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.losses.base import LOSSES, Loss, check_same_rank
+from onnxtrain.losses.attach import label_type
+from onnxtrain.losses.classification import CrossEntropy, clamp
+from onnxtrain.losses.loss import (
+    LOSSES,
+    Loss,
+    TargetSpec,
+    check_rank,
+    check_same_rank,
+    reduce,
+    rows_of,
+    target_like,
+)
 
 
 @LOSSES.named("mse")
@@ -105,3 +123,182 @@ class KLDiv(Loss):
             return super().reduce(op, each)
         total = op.ReduceSum(each, keepdims=0)
         return op.Div(total, op.count(each, [0])) if op.rank(each) else total
+
+
+_EPSILON = 1e-12  # torch's, added to squared lengths
+
+
+@LOSSES.named("cosine_embedding")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CosineEmbedding(Loss):
+    """``1 - cos(x1, x2)`` where the target is 1, ``max(0, cos(x1, x2) - margin)`` where it is -1.
+
+    The first argument is the prediction, the second another output of the model or an input called
+    ``other``; the third, ``target``, has one number per row.
+    """
+
+    margin: float = 0.0
+
+    predictions: ClassVar[int] = 2
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return the vectors to compare with, and 1 or -1 for each row."""
+        _check_rows(self, prediction)
+        return [target_like("other", prediction), rows_of("target", prediction)]
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit one loss per row."""
+        other, target = targets
+        _check_rows(self, prediction)
+        check_same_rank(self, prediction, other)
+        dot = _row_sum(op, op.Mul(prediction, other))
+        square = op.Mul(_square(op, prediction), _square(op, other))
+        cosine = op.Div(dot, op.Sqrt(square))
+        zero = op.const(0.0, cosine.dtype)
+        near = op.Where(op.Equal(target, 1.0), op.Sub(1.0, cosine), zero)
+        far = clamp(op, op.Sub(cosine, self.margin) if self.margin else cosine)
+        return op.Add(near, op.Where(op.Equal(target, -1.0), far, zero))
+
+
+def _row_sum(op: OpBuilder, x: ir.Value) -> ir.Value:
+    return op.ReduceSum(x, [-1], keepdims=0)
+
+
+def _square(op: OpBuilder, x: ir.Value) -> ir.Value:
+    return op.Add(_row_sum(op, op.Mul(x, x)), _EPSILON)
+
+
+def _check_rows(loss: Loss, x: ir.Value) -> None:
+    if S.rank_of(x) == 0:
+        raise ShapeError(
+            f"{type(loss).__name__} does not take {S.describe_value(x)}\n"
+            "hint: it wants [N, D] or [D]"
+        )
+
+
+@LOSSES.named("triplet_margin")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TripletMargin(Loss):
+    """``max(0, margin + d(anchor, positive) - d(anchor, negative))``, ``d`` the ``p``-norm of rows.
+
+    The anchor is the prediction; positive and negative are other outputs of the model, or inputs of
+    these names. ``swap`` takes the negative's distance to the positive if that is smaller.
+    """
+
+    margin: float = 1.0
+    p: float = 2.0
+    eps: float = 1e-6
+    swap: bool = False
+
+    predictions: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.p > 0:
+            raise PrepareError(f"TripletMargin needs p above 0: {self.p}")
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return the vectors that are to be near and far."""
+        _check_rows(self, prediction)
+        return [target_like("positive", prediction), target_like("negative", prediction)]
+
+    def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit one loss per row."""
+        positive, negative = targets
+        _check_rows(self, prediction)
+        check_same_rank(self, prediction, positive)
+        check_same_rank(self, prediction, negative)
+        near = self._distance(op, prediction, positive)
+        far = self._distance(op, prediction, negative)
+        if self.swap:
+            other = self._distance(op, positive, negative)
+            far = op.Where(op.Less(other, far), other, far)
+        return clamp(op, op.Sub(op.Add(near, self.margin), far))
+
+    def _distance(self, op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Emit ``norm(a - b + eps)`` of every row, as torch's ``pairwise_distance``."""
+        d = op.Add(op.Sub(a, b), self.eps)
+        if self.p == 2.0:
+            return op.ReduceL2(d, [-1], keepdims=0)
+        if self.p == 1.0:
+            return op.ReduceL1(d, [-1], keepdims=0)
+        if math.isinf(self.p):
+            return op.ReduceMax(op.Abs(d), [-1], keepdims=0)
+        powers = _row_sum(op, op.Pow(op.Abs(d), op.const(self.p, d.dtype)))
+        return op.Pow(powers, op.const(1.0 / self.p, d.dtype))
+
+
+# added to squared lengths
+_LAYOUT = "[rows, D], where the texts of a pair or triplet are rows behind each other"
+
+
+@LOSSES.named("multiple_negatives")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultipleNegatives(Loss):
+    """Cross entropy of finding, for each anchor, its own partner among those of the whole batch.
+
+    The prediction has the embeddings of a batch ``[rows, D]``, each group of ``parts`` rows behind
+    the last: anchor, partner, and with three parts a text that must not be found. Similarity is the
+    cosine times ``scale``. It adds no input: what belongs together follows from the order.
+
+    Args:
+        scale: what cosines are multiplied by before the softmax.
+        parts: 2 for pairs, 3 for triplets.
+        reduction: ``"mean"`` or ``"sum"`` over the anchors, or ``"none"``.
+    """
+
+    scale: float = 20.0
+    parts: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parts not in (2, 3):
+            raise PrepareError(f"MultipleNegatives has 2 or 3 parts, not {self.parts}")
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return nothing: there is no target."""
+        check_rank(self, prediction, [2], _LAYOUT)
+        return []
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the loss."""
+        check_rank(self, prediction, [2], _LAYOUT)
+        square = op.ReduceSum(op.Mul(prediction, prediction), [1], keepdims=1)
+        unit = op.Div(prediction, op.Sqrt(op.Add(square, _EPSILON)))
+        anchors, *others = split_row_groups(op, unit, self.parts)
+        candidates = others[0] if len(others) == 1 else op.Concat(*others, axis=0)
+        scores = op.Mul(op.MatMul(anchors, op.Transpose(candidates, perm=[1, 0])), self.scale)
+        own = op.cast(op.iota(op.size(anchors, 0)), label_type(op))
+        plain = CrossEntropy(reduction=self.reduction, ignore_index=None)
+        return plain.build(op, scores, own)
+
+
+@LOSSES.named("triplet_rows")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TripletRows(TripletMargin):
+    """:class:`TripletMargin` of a single output: anchor, positive and negative are rows in turn.
+
+    It adds no input; the batch has three rows per triplet, one behind the other.
+    """
+
+    predictions = 1
+
+    def targets(self, prediction: ir.Value) -> list[TargetSpec]:
+        """Return nothing: there is no target."""
+        check_rank(self, prediction, [2], _LAYOUT)
+        return []
+
+    def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
+        """Emit the loss."""
+        check_rank(self, prediction, [2], _LAYOUT)
+        each = super().per_element(op, *split_row_groups(op, prediction, 3))
+        return reduce(op, each, self.reduction)
+
+
+def split_row_groups(op: OpBuilder, x: ir.Value, parts: int) -> list[ir.Value]:
+    """Return the first, second ... row of each group of ``parts`` rows, ``[groups, D]`` each."""
+    grouped = op.reshape(x, [-1, parts, op.size(x, 1)])
+    rows = [op.Squeeze(op.Slice(grouped, [i], [i + 1], [1]), [1]) for i in range(parts)]
+    for row in rows:
+        S.set_dims(row, ["groups", *op.dims(x)[1:]] if op.static(row) is None else op.dims(row))
+    return rows

@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.captured_values import subgraphs_of
-from onnxtrain.graph.shapes.infer import infer_shapes
+from onnxtrain.graph.nodes import subgraphs_of
+from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.forms import Draft
 from onnxtrain.lowering.profile import Profile
@@ -26,7 +26,7 @@ GPUS = tuple(t.name for t in TARGETS.values() if t.gpu)
 """Targets whose nodes may leave a GPU."""
 _CONTROL = frozenset({"If", "Loop", "Scan"})
 _ON_HOST = frozenset({"Shape", "Size"})  # their results are made on the CPU without a copy
-_REFUSED = {"Dropout": "training_mode", "BatchNormalization": "training_mode"}
+_CPU_ONLY_MODES = {"Dropout": "training_mode", "BatchNormalization": "training_mode"}
 # Inputs that kernels take as numbers of any integer type: indices, sizes, axes.
 _INDICES = {
     **dict.fromkeys(("Gather", "GatherND", "GatherElements", "ScatterND", "ScatterElements"), (1,)),
@@ -34,7 +34,7 @@ _INDICES = {
     **dict.fromkeys(("TopK", "CumSum", "Trilu", "Resize"), (1, 2, 3)),
     "Slice": (1, 2, 3, 4),
 }
-_WITH_BOOL = frozenset(
+_BOOL_KERNELS = frozenset(
     {
         *("Cast", "Equal", "Expand", "Flatten", "Greater", "GreaterOrEqual", "Identity", "Less"),
         *("LessOrEqual", "Not", "Reshape", "Squeeze", "Unsqueeze", "Where"),
@@ -104,14 +104,14 @@ def _reason(node: ir.Node, profile: Profile, opset: int) -> str | None:
             return None
         return "control flow runs on the CPU; what its body needs is copied"
     draft = Draft(op, list(node.inputs), dict(node.attributes), node, opset)
-    why = profiles.objection(profile, draft, opset)
+    why = profiles.unsupported_reason(profile, draft, opset)
     if why is None and profile.name == "ort-cuda":
         return _asymmetric(node)
     if why is not None:
         return why
     if op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1].name:
         return "WebGPU refuses MaxPool with indices"
-    if op in _REFUSED and node.attributes.get_int(_REFUSED[op], 0):
+    if op in _CPU_ONLY_MODES and node.attributes.get_int(_CPU_ONLY_MODES[op], 0):
         return f"WebGPU refuses {op} in training"
     return _types(node)
 
@@ -138,7 +138,7 @@ def _types(node: ir.Node) -> str | None:
             continue
         if x.dtype in (ir.DataType.INT64, ir.DataType.UINT8, ir.DataType.INT8):
             return f"WebGPU has no {x.dtype.name.lower()} in {op}"
-        if x.dtype == ir.DataType.BOOL and op not in _WITH_BOOL:
+        if x.dtype == ir.DataType.BOOL and op not in _BOOL_KERNELS:
             return f"WebGPU has no bool in {op}"
         if x.dtype == ir.DataType.DOUBLE:
             return "WebGPU has no double"

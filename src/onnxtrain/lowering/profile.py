@@ -1,9 +1,18 @@
-"""What a runtime can run, as data: the files in ``profiles/``."""
+"""What a runtime can run, as data: the files in ``profiles/``.
+
+The operator lists with which reduced builds of onnxruntime are made.
+
+A line is ``domain;opset[,opset...];Op,Op...``; an operator may be followed by types in braces,
+which are passed over.
+
+Which nodes of a model a runtime would not run, and why.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -14,6 +23,8 @@ import onnx_ir as ir
 
 from onnxtrain.errors import ProfileError
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_standard, nodes
+from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.lowering.forms import Draft
 
 
@@ -73,7 +84,7 @@ def parse(data: Mapping[str, Any]) -> Profile:
     return Profile(**values)
 
 
-def objection(profile: Profile, d: Draft, opset: int) -> str | None:
+def unsupported_reason(profile: Profile, d: Draft, opset: int) -> str | None:
     """Say why a runtime cannot run a node in this form, ``None`` if it can."""
     if d.op_type in profile.control_flow or d.op_type == "Constant":
         return None
@@ -128,14 +139,14 @@ def dtypes_of(profile: Profile, op_type: str) -> tuple[list[str] | None, tuple[i
     return dtypes, tuple(entry.get("any_dtype", ()))
 
 
-def highest_rank(profile: Profile, op_type: str) -> int | None:
+def max_rank_of(profile: Profile, op_type: str) -> int | None:
     """Return the most axes that tensors of an operator may have, ``None`` for any number."""
     return profile.max_rank.get(op_type, profile.max_rank.get("*"))
 
 
 def _values(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
     ranks = entry.get("ranks")
-    highest = highest_rank(profile, d.op_type)
+    highest = max_rank_of(profile, d.op_type)
     dtypes, free = dtypes_of(profile, d.op_type)
     for i, x in enumerate([*d.inputs, *d.node.outputs]):
         if x is None or isinstance(x, np.ndarray) or not x.name:
@@ -158,3 +169,84 @@ def _files() -> dict[str, Any]:
     folder = resources.files("onnxtrain.lowering") / "profiles"
     files = {f.name.removesuffix(".json"): f for f in folder.iterdir() if f.name.endswith(".json")}
     return dict(sorted(files.items()))
+
+
+_BRACES = re.compile(r"\{[^{}]*\}")
+
+
+def read_config(text: str, name: str) -> Profile:
+    """Return the profile of a build from the text of its ``required_operators.config``."""
+    by_opset: dict[int, set[str]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.split("#", 1)[0].strip()
+        if not line or line.startswith("!"):  # "!" lines are about types for the whole build
+            continue
+        while _BRACES.search(line):
+            line = _BRACES.sub("", line)
+        parts = [p.strip() for p in line.split(";")]
+        if len(parts) != 3 or not re.fullmatch(r"\d+(,\d+)*", parts[1].replace(" ", "")):
+            raise ProfileError(
+                f"{name}, line {number}: not an operator list: {line!r}\n"
+                "hint: domain;opset;Op,Op,... as create_reduced_build_config.py writes it"
+            )
+        if parts[0] not in ("ai.onnx", ""):
+            continue
+        ops = {o.strip() for o in parts[2].split(",") if o.strip()}
+        for opset in parts[1].split(","):
+            by_opset.setdefault(int(opset), set()).update(ops)
+    if not by_opset:
+        raise ProfileError(f"{name}: lists no operators of ai.onnx")
+    # Kernels are built for the versions of each listed opset; only those are certain.
+    newest = max(by_opset)
+    return Profile(
+        name=name,
+        opset=(newest, newest),
+        prefer=newest,
+        control_flow=tuple(sorted(by_opset[newest] & {"If", "Loop", "Scan"})),
+        ops={o: {} for o in sorted(by_opset[newest])},
+        source=name,
+    )
+
+
+def write_config(model: ir.Model) -> str:
+    """Return the text of a ``required_operators.config`` for a model."""
+    opset = model.opset_imports.get("", 0)
+    ops = sorted({n.op_type for n in nodes(model.graph, subgraphs=True)})
+    return f"ai.onnx;{opset};{','.join(ops)}\n"
+
+
+@dataclass(frozen=True)
+class UnsupportedNode:
+    """One node, or the model itself, and why the runtime would not run it."""
+
+    node: str
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"node {self.node!r}: {self.what}: {self.why}" if self.node else self.why
+
+
+def unsupported_nodes(model: ir.Model, profile: Profile) -> list[UnsupportedNode]:
+    """Return what stands between a loaded model and a runtime, as the model is."""
+    opset = model.opset_imports.get("", 0)
+    obstacles: list[UnsupportedNode] = []
+    low, high = profile.opset
+    if not low <= opset <= high:
+        why = f"opset {opset}; {profile.name} reads {low} to {high}"
+        obstacles.append(UnsupportedNode("", "", why))
+    low, high = profile.ir
+    if not low <= model.ir_version <= high:
+        why = f"IR version {model.ir_version}; {profile.name} reads {low} to {high}"
+        obstacles.append(UnsupportedNode("", "", why))
+    infer_shapes(model.graph, opset)
+    for node in model.graph.all_nodes():
+        if not is_standard(node):
+            why: str | None = f"an operator of domain {node.domain!r}"
+        else:
+            d = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, opset)
+            why = unsupported_reason(profile, d, opset)
+        if why is not None:
+            name = node.name or next((y.name for y in node.outputs if y.name), "") or ""
+            obstacles.append(UnsupportedNode(name, S.describe(node), why))
+    return obstacles

@@ -1,31 +1,101 @@
-"""Replacement of the nodes that a target cannot express."""
+"""Replacement of the nodes that a target cannot express.
+
+The standard's function body as a lowering, the last to be tried.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import LoweringError, OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.captured_values import subgraphs_of
+from onnxtrain.graph.nodes import is_standard, subgraphs_of
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.importer.functions import context_dependent_body, has_body
 from onnxtrain.lowering import rules  # noqa: F401 - fills the table
-from onnxtrain.lowering.destination import Destination
-from onnxtrain.lowering.fold_constants import drop_inference_no_ops, folded
-from onnxtrain.lowering.function_body import body_of
-from onnxtrain.lowering.legalise import in_other_types
-from onnxtrain.lowering.profile import highest_rank
-from onnxtrain.lowering.reduce_rank import reduce_rank
-from onnxtrain.lowering.registry import Rule, apply, rules_for
+from onnxtrain.lowering.folding import folded, remove_inference_no_ops
+from onnxtrain.lowering.lowerings import LoweringTarget, Rule, apply_rule, rules_for
+from onnxtrain.lowering.profile import max_rank_of
+from onnxtrain.lowering.types import legalize_types, reduce_rank
+
+
+def expand_function_body(
+    op: OpBuilder, *inputs: ir.Value | None, node: ir.Node
+) -> list[ir.Value | None] | None:
+    """Return the outputs of the function body that the standard has for a node, if any."""
+    if not is_standard(node) or not has_body(node.op_type, op.opset):
+        return None
+    function = _function(op, node)
+    if function is None:
+        return None
+    attributes = {
+        name: attribute for name, attribute in node.attributes.items() if not attribute.is_ref()
+    }
+    schema = S.schema_of(node.op_type, op.opset)
+    assert schema is not None
+    for name, formal in schema.attributes.items():
+        if name not in attributes and formal.default_value.type:
+            attributes[name] = ir.serde.deserialize_attribute(formal.default_value)
+    values: dict[str, ir.Value | None] = {"": None}
+    values |= dict.fromkeys(function.input)
+    values |= dict(zip(function.input, inputs, strict=False))
+    for proto in function.node:
+        if any(a.HasField("g") or a.graphs for a in proto.attribute):
+            return None  # a body with control flow is worse than a refusal
+        given = []
+        for a in proto.attribute:
+            if not a.ref_attr_name:
+                given.append(ir.serde.deserialize_attribute(a))
+            elif a.ref_attr_name in attributes:
+                source = attributes[a.ref_attr_name]
+                given.append(ir.Attr(a.name, source.type, source.value))
+        outputs = _emit(op, proto, [values[name] for name in proto.input], given)
+        values |= dict(zip(proto.output, outputs, strict=True))
+    return [values.get(name) for name in function.output]
+
+
+def _emit(
+    op: OpBuilder, proto: onnx.NodeProto, inputs: list[ir.Value | None], given: list[ir.Attr]
+) -> list[ir.Value]:
+    by_name: dict[str, Any] = {a.name: a.value for a in given}
+    if proto.op_type == "Constant":
+        (value,) = by_name.values()
+        if isinstance(value, ir.TensorProtocol):
+            return [op.const(value.numpy(), value.dtype)]
+        return [op.const(list(value) if isinstance(value, tuple) else value)]
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    node = ir.Node(
+        "", proto.op_type, inputs, given, num_outputs=len(proto.output), version=op.opset
+    )
+    outputs = op.append(node)
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def _function(op: OpBuilder, node: ir.Node) -> onnx.FunctionProto | None:
+    schema: Any = S.schema_of(node.op_type, op.opset)  # onnx's stubs lack these members
+    assert schema is not None
+    if not schema.has_context_dependent_function:
+        return schema.function_body
+    types = []
+    for x in node.inputs:
+        kind = onnx.TypeProto() if x is None or x.type is None else ir.serde.serialize_type(x.type)
+        if x is not None and x.shape is not None:
+            ir.serde.serialize_shape_into(kind, x.shape)
+        types.append(kind)
+    return context_dependent_body(ir.serde.serialize_node(node), types, op.opset)
+
 
 _DEPTH = 16  # lowerings of lowerings
 _SHOWN = 8  # nodes in a message
 
 
-class _StuckError(Exception):
+class _NoLoweringError(Exception):
     """A node that no lowering brings to the target, with the reasons."""
 
     def __init__(self, node: ir.Node, reasons: list[str]) -> None:
@@ -56,7 +126,7 @@ class _Emitter(OpBuilder):
 
 
 def replace_unsupported(
-    model: ir.Model, target: Destination, weights: frozenset[str]
+    model: ir.Model, target: LoweringTarget, weights: frozenset[str]
 ) -> Counter[str]:
     """Lower, in place, every node that the target cannot express; return the count by operator.
 
@@ -65,10 +135,10 @@ def replace_unsupported(
     Raises:
         LoweringError: naming every node that cannot be lowered, and why.
     """
-    engine = _Engine(OpBuilder(model.graph, prefix="lower/"), target, weights)
+    engine = _Replacer(OpBuilder(model.graph, prefix="lower/"), target, weights)
     engine.graph(model.graph)
     if engine.stuck:  # a comparison is not missed if its selection was lowered without it
-        drop_inference_no_ops(model)
+        remove_inference_no_ops(model)
         simplify(model)
         engine.stuck = [
             one
@@ -80,13 +150,13 @@ def replace_unsupported(
     return engine.done
 
 
-class _Engine:
-    def __init__(self, root: OpBuilder, target: Destination, weights: frozenset[str]) -> None:
+class _Replacer:
+    def __init__(self, root: OpBuilder, target: LoweringTarget, weights: frozenset[str]) -> None:
         self.root = root
         self.weights = weights
         self.target = target
         self.done: Counter[str] = Counter()
-        self.stuck: list[_StuckError] = []
+        self.stuck: list[_NoLoweringError] = []
         self.created: list[ir.Node] = []
         self.moved: dict[ir.Value, ir.Value] = {}
         self.adapting: tuple[Rule, ...] = (self._in_other_types, self._flattened)
@@ -95,8 +165,8 @@ class _Engine:
         for node in list(graph):
             try:
                 self.node(node, ())
-            except _StuckError as stuck:
-                self.stuck.append(_StuckError(node, stuck.reasons))
+            except _NoLoweringError as stuck:
+                self.stuck.append(_NoLoweringError(node, stuck.reasons))
                 continue
             if node.graph is not None:  # it stays, with its bodies
                 for body in subgraphs_of(node):
@@ -109,7 +179,7 @@ class _Engine:
         reasons = [why]
         choices: list[Rule] = [
             *(self._constant, *self.adapting),
-            *(*rules_for(node.op_type), body_of),
+            *(*rules_for(node.op_type), expand_function_body),
         ]
         for rule in choices if len(chain) < _DEPTH else ():
             # A lowering may meet its own operator in an easier form, but not for ever.
@@ -118,7 +188,7 @@ class _Engine:
             mark = len(self.created)
             try:
                 values = self._try(rule, node, chain)
-            except (_StuckError, OnnxTrainError) as error:
+            except (_NoLoweringError, OnnxTrainError) as error:
                 self._undo(mark)
                 reasons += _reasons(error)
                 continue
@@ -129,7 +199,7 @@ class _Engine:
             if not chain:
                 self.done[node.op_type] += 1
             return
-        raise _StuckError(node, list(dict.fromkeys(reasons)))
+        raise _NoLoweringError(node, list(dict.fromkeys(reasons)))
 
     def _constant(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
         """Return what the node computes, if that is known: an output that was not folded."""
@@ -138,11 +208,11 @@ class _Engine:
 
     def _in_other_types(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
         profile = self.target.profile
-        return None if profile is None else in_other_types(op, node, profile)
+        return None if profile is None else legalize_types(op, node, profile)
 
     def _flattened(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
         profile = self.target.profile
-        limit = None if profile is None else highest_rank(profile, node.op_type)
+        limit = None if profile is None else max_rank_of(profile, node.op_type)
         return None if limit is None else reduce_rank(op, node, limit)
 
     def _try(
@@ -150,7 +220,7 @@ class _Engine:
     ) -> list[ir.Value | None] | None:
         made: list[ir.Node] = []
         try:
-            replacements = apply(rule, _Emitter(self.root, node, made, self.weights), node)
+            replacements = apply_rule(rule, _Emitter(self.root, node, made, self.weights), node)
         finally:
             self.created += made
         if replacements is None:
@@ -160,23 +230,23 @@ class _Engine:
         ]
         if any(i >= len(replacements) or replacements[i] is None for i in wanted):
             raise LoweringError(f"output {node.outputs[wanted[-1]].name!r} is not expressible")
-        late: list[_StuckError] = []
+        late: list[_NoLoweringError] = []
         for new in made:
             if new.op_type in ("Cast", "Reshape") and rule in self.adapting:
                 # It goes when it meets the one of the node before or behind, or is missed then.
                 why = self.target.obstacle(new)
-                self.stuck += [] if why is None else [_StuckError(new, [why])]
+                self.stuck += [] if why is None else [_NoLoweringError(new, [why])]
                 continue
             for body in subgraphs_of(new):
                 for inner in list(body):
                     self.node(inner, (*chain, rule))
             try:
                 self.node(new, (*chain, rule))
-            except _StuckError as stuck:
+            except _NoLoweringError as stuck:
                 # A comparison is not missed if what reads it is lowered without it.
                 if not all(y.dtype == ir.DataType.BOOL for y in new.outputs):
                     raise
-                late.append(_StuckError(new, stuck.reasons))
+                late.append(_NoLoweringError(new, stuck.reasons))
         values = [self._now(v) for v in replacements]
         if late:
             _remove_unread(made, values)
@@ -250,12 +320,12 @@ def _remove_unread(nodes: list[ir.Node], wanted: list[ir.Value | None]) -> None:
 
 
 def _reasons(error: Exception) -> list[str]:
-    if isinstance(error, _StuckError):
+    if isinstance(error, _NoLoweringError):
         return error.reasons
     return [str(error).splitlines()[0]]
 
 
-def _message(stuck: list[_StuckError], target: Destination) -> str:
+def _message(stuck: list[_NoLoweringError], target: LoweringTarget) -> str:
     lines = [f"{len(stuck)} node(s) cannot be lowered to {target.title}"]
     for one in stuck[:_SHOWN]:
         lines.append(f"  node {one.node.name!r}: {S.describe(one.node)}")

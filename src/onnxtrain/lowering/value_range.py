@@ -8,22 +8,22 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op, is_standard
 
-_FAR = 300  # nodes back that are looked at
-_MOVING = frozenset(
+_MAX_DEPTH = 300  # nodes back that are looked at
+_LAYOUT_OPS = frozenset(
     [
         *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather", "Concat"),
         *("Expand", "Identity", "Flatten", "Tile", "Neg", "Abs", "Relu", "Max", "Min", "Pad"),
         *("Where", "LeakyRelu", "MaxPool", "Dropout"),
     ]
 )
-_PASSING = frozenset(
+_FINITE_PRESERVING_OPS = frozenset(
     [
         *("Add", "Sub", "Mul", "MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Sum", "Clip"),
         *("ReduceSum", "ReduceMean", "ReduceMax", "AveragePool", "GlobalAveragePool", "Resize"),
         *("Gelu", "Elu", "LayerNormalization", "BatchNormalization", "Softplus", "LogSoftmax"),
     ]
 )
-_BOUNDED = frozenset(
+_BOUNDED_OPS = frozenset(
     ["Sigmoid", "Tanh", "Softmax", "Erf", "Sin", "Cos", "Sign", "OneHot", "HardSigmoid"]
 )
 _Seen = dict[tuple[ir.Value, bool], bool]
@@ -35,7 +35,7 @@ def may_be_infinite(x: ir.Value) -> bool:
     An input of the model may, as long as it is only moved; sums and products of inputs count as
     finite: what overflows there is lost anyway.
     """
-    return _may(x, _FAR, {}, moved=True)
+    return _may(x, _MAX_DEPTH, {}, moved=True)
 
 
 def _may(x: ir.Value | None, depth: int, seen: _Seen, *, moved: bool) -> bool:
@@ -57,12 +57,12 @@ def _look(x: ir.Value, depth: int, seen: _Seen, *, moved: bool) -> bool:
     if not is_standard(node) or depth == 0:
         return True
     kind, inputs = node.op_type, node.inputs
-    if kind in _BOUNDED:
+    if kind in _BOUNDED_OPS:
         return False
-    if kind == "Cast" or kind in _MOVING:
+    if kind == "Cast" or kind in _LAYOUT_OPS:
         return any(_may(v, depth - 1, seen, moved=moved) for v in inputs)
     safe = (
-        kind in _PASSING
+        kind in _FINITE_PRESERVING_OPS
         or (kind == "Exp" and _is_negated_size(inputs[0]))
         or (kind in ("Log", "Reciprocal") and _is_positive(inputs[0]))
         or (kind == "Sqrt" and _is_size(inputs[0]))

@@ -1,8 +1,15 @@
 """Optimizers as ONNX graphs, and learning-rate schedules."""
 
-from onnxtrain.deprecated import aliases
-from onnxtrain.optim.base import OPTIMIZERS, Optimizer, ParamGroup, resolve
-from onnxtrain.optim.clip import clip_by_global_norm, clip_by_value, global_norm, moving_average
+from onnxtrain.optim.optimizer import (
+    OPTIMIZERS,
+    Optimizer,
+    ParamGroup,
+    clip_by_global_norm,
+    clip_by_value,
+    global_norm,
+    moving_average,
+    resolve,
+)
 from onnxtrain.optim.optimizers import (
     LAMB,
     SGD,
@@ -70,5 +77,3 @@ __all__ = [
     "resolve",
     "resolve_schedule",
 ]
-
-__getattr__ = aliases(__name__, {"Group": "onnxtrain.optim.ParamGroup"})

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.optim import transforms as T
-from onnxtrain.optim.base import OPTIMIZERS, Optimizer
+from onnxtrain.optim.optimizer import OPTIMIZERS, Optimizer
 from onnxtrain.optim.transforms import Slot, Transform, Update
 
 

@@ -1,6 +1,5 @@
 """Know before you train: the memory of a run, predicted, and what would fit a budget."""
 
-from onnxtrain.planning.plan import Plan, plan
-from onnxtrain.planning.ways import Way
+from onnxtrain.planning.memory_plan import Alternative, Plan, plan
 
-__all__ = ["Plan", "Way", "plan"]
+__all__ = ["Alternative", "Plan", "plan"]

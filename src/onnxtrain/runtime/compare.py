@@ -14,19 +14,19 @@ import onnx_ir as ir
 
 from onnxtrain.errors import MissingExtraError, OnnxTrainError, VerificationError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.nodes import captured
 from onnxtrain.graph.shapes import dims as D
-from onnxtrain.graph.simplify import RANDOM
+from onnxtrain.graph.simplify import RANDOM_OPS
 from onnxtrain.runtime import session
 
 _SIZES = (2, 3, 1, 4, 8, 16)  # tried for symbolic sizes, in this order
-_SHAPES = 2  # how many of them are compared
+_COMPARED_SHAPES = 2  # how many of them are compared
 _ELEMENTS = 1 << 24  # of all inputs together
-_HIGHEST = (7, 2)  # integers below this are drawn; some are indices into small tables
+_INTEGER_LIMITS = (7, 2)  # integers below this are drawn; some are indices into small tables
 _RTOL = 1e-3
 _ATOL = 2e-5  # of the largest element
 _SMALL = 0.05  # a tensor of rounding errors only is not measured against itself
-_NOISY = 8  # times what the last digit of the inputs changes
+_NOISE_FACTOR = 8  # times what the last digit of the inputs changes
 Arrays = dict[str, np.ndarray]
 Runner = Callable[[Arrays], list[np.ndarray]]
 
@@ -80,17 +80,19 @@ def compare(
             ) from error
         names = [y.name for y in original.graph.output]
         random = _random_outputs(original)
-        shaken: list[np.ndarray] | None = None
+        perturbed: list[np.ndarray] | None = None
         for i, (name, a, b) in enumerate(zip(names, expected, actual, strict=True)):
             why = _difference(a, b, values=name not in random)
             if why:  # perhaps what it computes is nothing but rounding errors
-                shaken = shaken or first(_shake(feeds))
-                why = _difference(a, b, values=name not in random, noise=_noise(a, shaken[i]))
+                perturbed = perturbed or first(_perturb(feeds))
+                why = _difference(
+                    a, b, values=name not in random, noise=_rounding_noise(a, perturbed[i])
+                )
             if why:
-                place = _first_place(original, lowered, feeds) or f"{name!r} {why}"
+                place = _first_difference(original, lowered, feeds) or f"{name!r} {why}"
                 return Comparison(f"tensor {place} (inputs of shape {_shapes(feeds)})", runtime)
         done += 1
-        if done == _SHAPES:
+        if done == _COMPARED_SHAPES:
             break
     if not done:
         raise VerificationError(
@@ -126,7 +128,7 @@ def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner 
         pass
     except OnnxTrainError as error:
         why = S.first_line(error)
-        if not fall_back and _known_to_runtime(model):
+        if not fall_back and _opset_supported(model):
             return None, why, ""
     try:
         return evaluator(model), "", REFERENCE
@@ -134,7 +136,7 @@ def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner 
         return None, S.first_line(error), ""
 
 
-def _known_to_runtime(model: onnx.ModelProto) -> bool:
+def _opset_supported(model: onnx.ModelProto) -> bool:
     """Return whether onnxruntime reads the opset, so that its refusal means something."""
     return all(o.domain not in ("", "ai.onnx") or o.version <= 26 for o in model.opset_import)
 
@@ -151,8 +153,8 @@ def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]
     symbols = sorted(
         {s for _, x in inputs for d in S.dims_of(x) or () for s in D.symbols(d)} - fixed.keys()
     )
-    tried = _SIZES if symbols else _SIZES[:_SHAPES]
-    for seed, (highest, size) in enumerate(itertools.product(_HIGHEST, tried)):
+    tried = _SIZES if symbols else _SIZES[:_COMPARED_SHAPES]
+    for seed, (highest, size) in enumerate(itertools.product(_INTEGER_LIMITS, tried)):
         rng = np.random.default_rng(seed)
         values: dict[str, D.Dim] = {**fixed, **dict.fromkeys(symbols, size)}
         shapes = []
@@ -161,7 +163,7 @@ def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]
             shapes.append(tuple(d if isinstance(d, int) else size for d in shape))
         _check_elements({name: s for (name, _), s in zip(inputs, shapes, strict=True)})
         yield {
-            name: _draw(rng, shape, x.dtype or ir.DataType.FLOAT, highest)
+            name: _random_array(rng, shape, x.dtype or ir.DataType.FLOAT, highest)
             for (name, x), shape in zip(inputs, shapes, strict=True)
         }
 
@@ -169,14 +171,14 @@ def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]
 def _check_elements(shapes: Mapping[str, tuple[int, ...]]) -> None:
     elements = sum(math.prod(shape) for shape in shapes.values())
     if elements > _ELEMENTS or any(d < 0 for shape in shapes.values() for d in shape):
-        told = ", ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items())
+        listing = ", ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items())
         raise VerificationError(
-            f"the model is too large to be verified: inputs {told} have {elements} elements, the "
+            f"the model is too large to verify: inputs {listing} have {elements} elements, the "
             f"limit is {_ELEMENTS}\nhint: lower with verify=False and compare on inputs of your own"
         )
 
 
-def _draw(
+def _random_array(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: ir.DataType, highest: int
 ) -> np.ndarray:
     kind = dtype.numpy()
@@ -187,7 +189,7 @@ def _draw(
     return rng.integers(0, highest, shape).astype(kind)
 
 
-def _shake(feeds: Arrays) -> Arrays:
+def _perturb(feeds: Arrays) -> Arrays:
     """Return inputs that are other ones in the last digit."""
     rng = np.random.default_rng(0)
     return {
@@ -198,11 +200,11 @@ def _shake(feeds: Arrays) -> Arrays:
     }
 
 
-def _noise(a: np.ndarray, shaken: np.ndarray) -> float:
+def _rounding_noise(a: np.ndarray, perturbed: np.ndarray) -> float:
     """Return the largest change of a result, 0 if it is not made of numbers."""
-    if a.dtype.kind != "f" or a.shape != shaken.shape:
+    if a.dtype.kind != "f" or a.shape != perturbed.shape:
         return 0.0
-    gap = np.abs(a.astype(np.float64) - shaken.astype(np.float64))
+    gap = np.abs(a.astype(np.float64) - perturbed.astype(np.float64))
     return float(np.max(gap[np.isfinite(gap)], initial=0.0))
 
 
@@ -230,7 +232,7 @@ def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: flo
         return ""
     coarse = 64 if a.dtype.itemsize == 2 else 1
     bound = coarse * (_RTOL * np.abs(wide) + _ATOL * max(np.abs(wide).max(), _SMALL))
-    bound += _NOISY * noise
+    bound += _NOISE_FACTOR * noise
     error = np.abs(wide - actual)
     if (error <= bound).all():
         return ""
@@ -242,25 +244,27 @@ def _random_outputs(model: onnx.ModelProto) -> set[str]:
     tainted: set[str] = set()
     work = ir.from_proto(model)
     for node in work.graph:
-        kinds = {n.op_type for g in (node,) for n in _inside(g)}
+        kinds = {n.op_type for g in (node,) for n in _nodes_with_subgraphs(g)}
         inputs = {x.name for x in (*node.inputs, *captured(node)) if x is not None}
-        if kinds & (RANDOM - {"Dropout"}) or _training(node) or inputs & tainted:
+        if kinds & (RANDOM_OPS - {"Dropout"}) or _is_training_dropout(node) or inputs & tainted:
             tainted.update(y.name or "" for y in node.outputs)
     return tainted & {y.name for y in model.graph.output}
 
 
-def _training(node: ir.Node) -> bool:
+def _is_training_dropout(node: ir.Node) -> bool:
     return node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None
 
 
-def _inside(node: ir.Node) -> Iterator[ir.Node]:
+def _nodes_with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
     yield node
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             yield from attribute.as_graph().all_nodes()
 
 
-def _first_place(original: onnx.ModelProto, lowered: onnx.ModelProto, feeds: Arrays) -> str | None:
+def _first_difference(
+    original: onnx.ModelProto, lowered: onnx.ModelProto, feeds: Arrays
+) -> str | None:
     """Name the first tensor, in the order of the original, that is in both models and differs."""
     here = [y for node in original.graph.node for y in node.output if y]
     there = {y for node in lowered.graph.node for y in node.output}
@@ -270,11 +274,11 @@ def _first_place(original: onnx.ModelProto, lowered: onnx.ModelProto, feeds: Arr
         if None in runners:
             return None
         a, b = (run(feeds) for run in runners if run is not None)
-        shaken = runners[0](_shake(feeds)) if runners[0] is not None else a
+        perturbed = runners[0](_perturb(feeds)) if runners[0] is not None else a
     except OnnxTrainError:
         return None
-    for name, x, y, other in zip(shared, a, b, shaken, strict=True):
-        why = _difference(x, y, noise=_noise(x, other))
+    for name, x, y, other in zip(shared, a, b, perturbed, strict=True):
+        why = _difference(x, y, noise=_rounding_noise(x, other))
         if why:
             return f"{name!r} {why}"
     return None

@@ -73,7 +73,7 @@ def feed(
     if missing:
         raise ShapeError(f"missing from the batch: {', '.join(missing)}")
     sizes: dict[str, tuple[int, str]] = {}
-    return {s.name: _fit(s, to_array(given[s.name], s.name), sizes) for s in specs}
+    return {s.name: _match_input(s, to_array(given[s.name], s.name), sizes) for s in specs}
 
 
 class Feeder:
@@ -99,7 +99,9 @@ class Feeder:
         return arrays
 
 
-def _fit(spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]]) -> np.ndarray:
+def _match_input(
+    spec: TensorSpec, array: np.ndarray, sizes: dict[str, tuple[int, str]]
+) -> np.ndarray:
     want = numpy_dtype(spec.dtype)
     if array.dtype != want:
         array = _convert(spec, array, want)

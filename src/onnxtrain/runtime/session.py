@@ -1,44 +1,161 @@
-"""The only place that imports onnxruntime."""
+"""The only place that imports onnxruntime.
+
+Denormal numbers count as zero inside a run, and as themselves everywhere else.
+
+Vanishing gradients would run at a tenth of the speed otherwise. onnxruntime switches the mode on in
+the thread that creates the first session and leaves it on; here it is switched around each run, so
+that the caller's own arithmetic is not touched and a run in another thread computes the same.
+
+The graph that a session of the CPU really runs: fused and folded.
+
+Where onnxruntime really puts the nodes of a model.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+import platform
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
-from onnxtrain.runtime.denormals import FlushDenormals, learning_mode
+
+_SIZE = 256  # bytes: more than a floating-point environment takes on any platform
+
+
+# Not ctypes.util.find_library: it starts ldconfig or a compiler. None is the program itself, which
+# has the functions where the C library does.
+_NAMES = {"linux": ("libm.so.6", None), "win32": ("ucrtbase",)}
+
+
+def _library() -> Any:
+    for name in _NAMES.get(sys.platform, (None,)):
+        try:
+            library = ctypes.CDLL(name)
+            for function in (library.fegetenv, library.fesetenv):
+                function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+        except (OSError, AttributeError, TypeError):
+            continue
+        return library
+    return None  # the mode then stays on, which is what onnxruntime does by itself
+
+
+_LIBRARY = _library()
+_TINY, _TWO = np.full(1, 1e-40, np.float32), np.float32(2)
+_local = threading.local()
+
+
+def _environment() -> ctypes.Array[ctypes.c_char] | None:
+    if _LIBRARY is None:
+        return None
+    buffer = ctypes.create_string_buffer(_SIZE)
+    return None if _LIBRARY.fegetenv(buffer) else buffer
+
+
+def _known_mode() -> ctypes.Array[ctypes.c_char] | None:
+    """Return the mode where its bits are known; elsewhere the first session has to show it.
+
+    A session that the caller made before ours may have left nothing to be seen.
+    """
+    buffer = _environment() if sys.platform == "linux" else None
+    place, bits = _BITS.get(platform.machine(), (0, 0))
+    if buffer is None or not bits:
+        return None
+    word = int.from_bytes(buffer.raw[place : place + 4], sys.byteorder) | bits
+    ctypes.memmove(ctypes.addressof(buffer) + place, word.to_bytes(4, sys.byteorder), 4)
+    return buffer
+
+
+# Where the control word lies in glibc's fenv_t, and its bits: FTZ and DAZ of MXCSR, FZ of FPCR.
+_BITS = {"x86_64": (28, 0x8040), "aarch64": (0, 1 << 24)}
+_fast: ctypes.Array[ctypes.c_char] | None = _known_mode()
+
+
+@contextmanager
+def learn_denormal_mode() -> Iterator[None]:
+    """Remember the mode that a session puts its thread into, then put back the caller's."""
+    global _fast
+    before = _environment()
+    try:
+        yield
+    finally:
+        if before is not None:
+            after = _environment()
+            # Only the first session of a process switches the mode on: later ones show nothing.
+            # Other bits change too, as those that remember a rounding; they are no mode.
+            if _fast is None and after is not None and _flushes_denormals():
+                _fast = after
+            _LIBRARY.fesetenv(before)
+
+
+def _flushes_denormals() -> bool:
+    """Return whether this thread takes denormals for zero now."""
+    return not (_TINY * _TWO).any()
+
+
+class FlushDenormals:
+    """A context in which this thread takes denormals for zero, once a session has shown how."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = None
+        if _fast is not None:
+            # One buffer per thread: making one takes longer than all the rest.
+            if not hasattr(_local, "before"):
+                _local.before = ctypes.create_string_buffer(_SIZE)
+            self._before = _local.before
+            _LIBRARY.fegetenv(self._before)
+            _LIBRARY.fesetenv(_fast)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _LIBRARY.fesetenv(self._before)
+
 
 Copies = Sequence[tuple[np.ndarray, np.ndarray]]
-_FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
-_FOLDER = "session.model_external_initializers_file_folder_path"
+_FOLDED_SIZE_KEY = "optimization.constant_folding_max_output_size_in_bytes"
+_WEIGHTS_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 DEVICES = ("cpu", "cuda")
 
 
-class BesideWeights(bytes):
+class ModelWithWeightsFolder(bytes):
     """A serialised model whose larger weights lie in files of a folder."""
 
     folder: str = ""
 
     @classmethod
-    def of(cls, data: bytes, folder: str) -> BesideWeights:
+    def of(cls, data: bytes, folder: str) -> ModelWithWeightsFolder:
         """Return the bytes with the folder."""
         made = cls(data)
         made.folder = folder
         return made
 
 
-def in_place_of(source: bytes | str, data: bytes) -> bytes:
+def with_weights_folder(source: bytes | str, data: bytes) -> bytes:
     """Return another model with the weights that lie beside ``source``."""
     if isinstance(source, str):
-        return BesideWeights.of(data, os.path.dirname(os.path.abspath(source)))
-    return BesideWeights.of(data, source.folder) if isinstance(source, BesideWeights) else data
+        return ModelWithWeightsFolder.of(data, os.path.dirname(os.path.abspath(source)))
+    return (
+        ModelWithWeightsFolder.of(data, source.folder)
+        if isinstance(source, ModelWithWeightsFolder)
+        else data
+    )
 
 
-def runtime() -> ModuleType:
+def import_onnxruntime() -> ModuleType:
     """Return the onnxruntime module.
 
     Raises:
@@ -57,7 +174,10 @@ def check_device(device: str) -> None:
     """Refuse a device that this installation does not have."""
     if device not in DEVICES:
         raise OnnxTrainError(f"no such device: {device!r}\nhint: one of {', '.join(DEVICES)}")
-    if device == "cuda" and "CUDAExecutionProvider" not in runtime().get_available_providers():
+    if (
+        device == "cuda"
+        and "CUDAExecutionProvider" not in import_onnxruntime().get_available_providers()
+    ):
         raise MissingExtraError(
             "this onnxruntime has no CUDA\n"
             'hint: pip install "onnxtrain[gpu]" on a machine with a GPU'
@@ -89,7 +209,7 @@ def create(
         rest: let the pool sleep between runs, since other threads want its cores then.
         planned: whether a captured model's values get one block of memory, found in a first run.
     """
-    ort = runtime()
+    ort = import_onnxruntime()
     if options is None:
         options = session_options(threads, as_shipped=as_shipped)
         # Sizes that never change are planned: one block of the right size.
@@ -98,8 +218,8 @@ def create(
         options.enable_mem_reuse = False
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
-    if isinstance(source, BesideWeights):
-        options.add_session_config_entry(_FOLDER, source.folder)
+    if isinstance(source, ModelWithWeightsFolder):
+        options.add_session_config_entry(_WEIGHTS_FOLDER_KEY, source.folder)
     providers: list[Any] = ["CPUExecutionProvider"]
     if device == "cuda":
         settings = {
@@ -110,7 +230,7 @@ def create(
         }
         providers.insert(0, ("CUDAExecutionProvider", settings))
     try:
-        with learning_mode():
+        with learn_denormal_mode():
             return ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime's errors share no base class
         raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
@@ -118,7 +238,7 @@ def create(
 
 def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
     """Return the options that training wants; ``as_shipped`` allows fused integer kernels."""
-    ort = runtime()
+    ort = import_onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors are raised, and need not be printed too
     # Patterns of a dynamic batch are rarely reused and double the memory of large models.
@@ -127,7 +247,7 @@ def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     # Zeros to scatter into are made when they are needed: kept, they take as much as a weight.
-    options.add_session_config_entry(_FOLDED, str(1 << 20))
+    options.add_session_config_entry(_FOLDED_SIZE_KEY, str(1 << 20))
     # Quantisers of a step stay what they are: fused to integer kernels, the forward pass would
     # round in other places than the backward pass believes, and products their inputs to 8 bits.
     options.add_session_config_entry("session.disable_quant_qdq", "0" if as_shipped else "1")
@@ -136,9 +256,9 @@ def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
     return options
 
 
-def giving_memory_back(graph_id: int | None = None) -> Any:
+def shrink_arena_options(graph_id: int | None = None) -> Any:
     """Return options of a run after which a device gets back the memory that is not in use."""
-    options = runtime().RunOptions()
+    options = import_onnxruntime().RunOptions()
     if graph_id is not None:
         options.add_run_config_entry("gpu_graph_id", str(graph_id))
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "gpu:0")
@@ -217,3 +337,84 @@ def run_each(calls: Iterable[tuple[Any, Any, Copies]]) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def executed_graph(source: bytes | str) -> onnx.ModelProto:
+    """Return what onnxruntime makes of a model; nodes that it did not make keep their names.
+
+    Its nodes are in some order that respects their inputs, not in that of a run. Weights that lie
+    in other files stay there.
+
+    Args:
+        source: as for :func:`onnxtrain.runtime.session.create`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "executed.onnx"
+        options = session_options(1)
+        options.optimized_model_filepath = str(path)
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        create(source, threads=1, options=options)
+        return onnx.load(path, load_external_data=False)
+
+
+_FLOATS = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The nodes of a model by execution provider."""
+
+    counts: dict[str, int]
+    """Number of nodes of each provider, after onnxruntime's own simplifications."""
+    left: tuple[str, ...]
+    """Nodes that leave the device with a float tensor of rank 1 or more: operator and name."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether no such tensor leaves the device."""
+        return not self.left
+
+
+def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
+    """Return where the nodes of a model run; shape arithmetic on the CPU is left out of ``left``.
+
+    Args:
+        source: serialised model, or a path.
+        device: as in :class:`~onnxtrain.Trainer`.
+    """
+    check_device(device)
+    old = OnnxTrainError("onnxruntime tells no placement\nhint: onnxruntime 1.24 or later")
+    options = recording_options(None)
+    session = create(source, device=device, options=options)
+    proto = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
+    heavy = _float_nodes(proto)
+    counts: dict[str, int] = {}
+    left: list[str] = []
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        raise old
+    for part in session.get_provider_graph_assignment_info():
+        nodes = part.get_nodes()
+        counts[part.ep_name] = counts.get(part.ep_name, 0) + len(nodes)
+        if device == "cpu" or part.ep_name != "CPUExecutionProvider":
+            continue
+        # A node that onnxruntime made itself has no known tensors: it counts.
+        left += [f"{n.op_type} {n.name!r}" for n in nodes if heavy.get(n.name, True)]
+    if not counts:
+        raise old
+    return Placement(counts, tuple(left))
+
+
+def _float_nodes(model: onnx.ModelProto) -> dict[str, bool]:
+    """Return for each node whether it reads or writes a float tensor of rank 1 or more."""
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    graph = ir.from_proto(inferred).graph
+    return {
+        node.name or "": any(_is_float_tensor(x) for x in (*node.inputs, *node.outputs))
+        for node in graph
+    }
+
+
+def _is_float_tensor(x: ir.Value | None) -> bool:
+    if x is None or x.dtype is None:
+        return False
+    return x.dtype.name in _FLOATS and (x.shape is None or len(x.shape) > 0)

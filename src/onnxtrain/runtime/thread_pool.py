@@ -10,7 +10,7 @@ from typing import Any
 
 from onnxtrain.runtime import session as runtime
 
-Piece = tuple[Any, Any, runtime.Copies]
+Task = tuple[Any, Any, runtime.Copies]
 """A session of one thread, what is bound to it, and what to copy after it ran."""
 
 
@@ -27,7 +27,7 @@ class SleepingPool:
         self.helpers = max(threads - 1, 0)
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, pieces: Sequence[Piece]) -> None:
+    def run(self, pieces: Sequence[Task]) -> None:
         """Run all pieces, in any order; the first error is raised after all threads are done."""
         if not self.helpers:
             runtime.run_each(pieces)
@@ -36,9 +36,11 @@ class SleepingPool:
             self._pool = ThreadPoolExecutor(self.helpers, "onnxtrain-update")
         # Whoever is free takes the next one: cores are rarely equally fast.
         waiting = collections.deque(pieces)
-        others = [self._pool.submit(runtime.run_each, _taken(waiting)) for _ in range(self.helpers)]
+        others = [
+            self._pool.submit(runtime.run_each, _pop_all(waiting)) for _ in range(self.helpers)
+        ]
         try:
-            runtime.run_each(_taken(waiting))
+            runtime.run_each(_pop_all(waiting))
         finally:
             errors = [other.exception() for other in others]
         for error in errors:
@@ -46,14 +48,14 @@ class SleepingPool:
                 raise error
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _taken(waiting: collections.deque[Piece]) -> Iterator[Piece]:
+def _pop_all(waiting: collections.deque[Task]) -> Iterator[Task]:
     while True:
         try:
             piece = waiting.popleft()

@@ -1,7 +1,7 @@
 """scikit-learn estimators that train ONNX graphs."""
 
 from onnxtrain.sklearn.classifier import OnnxClassifier
-from onnxtrain.sklearn.pipeline import convert
+from onnxtrain.sklearn.nets import convert
 from onnxtrain.sklearn.regressor import OnnxRegressor
 
 __all__ = ["OnnxClassifier", "OnnxRegressor", "convert"]

@@ -15,12 +15,12 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.sklearn.base import OnnxEstimator
-from onnxtrain.sklearn.objective import MARGINS, classification_loss
+from onnxtrain.sklearn.epochs import MARGIN_LOSSES, classification_loss
+from onnxtrain.sklearn.estimator import OnnxEstimator
 
 
 def _gives_probabilities(estimator: OnnxClassifier) -> bool:
-    if estimator.loss in MARGINS:
+    if estimator.loss in MARGIN_LOSSES:
         raise AttributeError(f"loss={estimator.loss!r} gives no probabilities")
     return True
 
@@ -140,7 +140,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         if not going_on:
             self._begin(X, np.unique(y))
         codes = self._encode(y)
-        weight = self._weights_of(self._weigh(sample_weight, y), X, normalise=True)
+        weight = self._weights_of(self._weigh(sample_weight, y), X, normalize=True)
         self._train(X, codes, weight, int(self.max_iter), stopping=True)
         return self
 
@@ -172,7 +172,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise ValueError(f"classes={classes!r} is not what it was: {self.classes_!r}")
         codes = self._encode(y)
-        weight = self._weights_of(self._weigh(sample_weight, y), X, normalise=False)
+        weight = self._weights_of(self._weigh(sample_weight, y), X, normalize=False)
         self._train(X, codes, weight, 1, stopping=False)
         return self
 

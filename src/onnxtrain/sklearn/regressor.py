@@ -8,8 +8,8 @@ import numpy as np
 from sklearn.base import MultiOutputMixin, RegressorMixin
 
 from onnxtrain.errors import PrepareError
-from onnxtrain.sklearn.base import OnnxEstimator
-from onnxtrain.sklearn.objective import regression_loss
+from onnxtrain.sklearn.epochs import regression_loss
+from onnxtrain.sklearn.estimator import OnnxEstimator
 
 
 class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
@@ -121,7 +121,7 @@ class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
         X, y = self._check(X, y, reset=not going_on, multi_output=True, y_numeric=True)
         if not going_on:
             self._begin(X, y)
-        weight = self._weights_of(sample_weight, X, normalise=True)
+        weight = self._weights_of(sample_weight, X, normalize=True)
         self._train(X, self._targets(y), weight, int(self.max_iter), stopping=True)
         return self
 
@@ -132,7 +132,7 @@ class OnnxRegressor(MultiOutputMixin, RegressorMixin, OnnxEstimator):
         X, y = self._check(X, y, reset=first, multi_output=True, y_numeric=True)
         if first:
             self._begin(X, y)
-        weight = self._weights_of(sample_weight, X, normalise=False)
+        weight = self._weights_of(sample_weight, X, normalize=False)
         self._train(X, self._targets(y), weight, 1, stopping=False)
         return self
 

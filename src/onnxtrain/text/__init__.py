@@ -3,15 +3,27 @@
 What needs ``tokenizers`` or ``jinja2`` says so when it is used: ``pip install onnxtrain[text]``.
 """
 
-from onnxtrain.text.batches import TokenBatches, inputs_for, pack
-from onnxtrain.text.examples import Example, Examples, from_arrays, make_examples
-from onnxtrain.text.folder import ModelFolder, look_at
+from onnxtrain.text.data import (
+    Example,
+    Examples,
+    Records,
+    TokenBatches,
+    collate,
+    from_arrays,
+    make_examples,
+    pack,
+    preview,
+    read_records,
+)
 from onnxtrain.text.generate import generate
-from onnxtrain.text.pooling import pooled, with_classifier
-from onnxtrain.text.preview import preview
-from onnxtrain.text.records import Records, read_records
+from onnxtrain.text.model_folder import (
+    ModelFolder,
+    add_classifier,
+    add_pooling,
+    inspect_model,
+    without_cache,
+)
 from onnxtrain.text.tokenizer import Tokenizer
-from onnxtrain.text.without_cache import without_cache
 
 __all__ = [
     "Example",
@@ -20,15 +32,15 @@ __all__ = [
     "Records",
     "TokenBatches",
     "Tokenizer",
+    "add_classifier",
+    "add_pooling",
+    "collate",
     "from_arrays",
     "generate",
-    "inputs_for",
-    "look_at",
+    "inspect_model",
     "make_examples",
     "pack",
-    "pooled",
     "preview",
     "read_records",
-    "with_classifier",
     "without_cache",
 ]

@@ -41,15 +41,15 @@ class Tokenizer:
                 f"{str(path)!r}: there is no tokenizer beside the model\n"
                 "hint: copy tokenizer.json there, or give data as arrays of token ids"
             )
-        library = _library("tokenizers")
+        library = _import_optional("tokenizers")
         try:
             self.inner = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise LoadError(f"{str(path)!r}: not a tokenizer: {error}") from error
         self.inner.no_padding()
         self.inner.no_truncation()
-        config = _settings(path.parent / "tokenizer_config.json")
-        special = {**_settings(path.parent / "special_tokens_map.json"), **config}
+        config = _read_json(path.parent / "tokenizer_config.json")
+        special = {**_read_json(path.parent / "special_tokens_map.json"), **config}
         self.special = {
             name: text
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -99,7 +99,7 @@ class Tokenizer:
             PrepareError: the template refuses the messages.
         """
         if self._render is None:
-            self._render = _compiled(self._template or PLAIN_TEMPLATE)
+            self._render = _compile_template(self._template or PLAIN_TEMPLATE)
         names = {n: t for n, t in self.special.items() if n in ("bos_token", "eos_token")}
         try:
             return self._render(messages=list(messages), add_generation_prompt=answer, **names)
@@ -107,8 +107,8 @@ class Tokenizer:
             raise PrepareError(f"the chat template refuses these messages: {error}") from error
 
 
-def _compiled(text: str) -> Any:
-    jinja = _library("jinja2")
+def _compile_template(text: str) -> Any:
+    jinja = _import_optional("jinja2")
     sandbox = importlib.import_module("jinja2.sandbox")
     world = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -138,7 +138,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return given if isinstance(given, str) else None
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -153,7 +153,7 @@ def _text_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _library(name: str) -> Any:
+def _import_optional(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:

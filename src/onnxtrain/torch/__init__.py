@@ -1,7 +1,6 @@
 """From ``torch.nn.Module`` to ONNX models that train as the module does."""
 
-from onnxtrain.torch.export import ExportReport, from_torch, last_report
-from onnxtrain.torch.exported_model import ExportedModel
+from onnxtrain.torch.export import ExportedModel, ExportReport, from_torch, last_report
 from onnxtrain.torch.gradient_graph import export_gradient_graph, export_optimizer_graph
 from onnxtrain.torch.module import TrainableModule
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from onnxtrain.autodiff.gradient_model import lift
+from onnxtrain.autodiff.gradients import lift
 from onnxtrain.errors import UndifferentiableError
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.modes import to_evaluation
 from onnxtrain.graph.nodes import nodes
+from onnxtrain.modes import to_evaluation
 from onnxtrain.runtime import session as runtime
-from onnxtrain.torch.stop_gradient import flat, gradients_and_stops, require_same_gradients
-from onnxtrain.torch.torch_exporters import Axes, ExportError
+from onnxtrain.torch.exporters import Axes, ExportError
+from onnxtrain.torch.repairs import flatten_tensors, gradients_and_stops, require_same_gradients
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -59,13 +59,13 @@ def check(
     for part, mode in modes:
         part.training = mode
     if any(mode for _, mode in modes):
-        with untracked(module), _no_dropout(module):
+        with restore_statistics(module), _no_dropout(module):
             work = model.clone()
             _remove_dropout(work)
             _compare(module, work, inputs, names, axes, "training mode")
         _require_statistics(module, model, inputs)
-    if any(t.requires_grad for t in (*module.parameters(), *flat(inputs))):
-        with untracked(module), _no_dropout(module):
+    if any(t.requires_grad for t in (*module.parameters(), *flatten_tensors(inputs))):
+        with restore_statistics(module), _no_dropout(module):
             work = model.clone()
             _remove_dropout(work)
             _check_gradients(module, work, inputs, names, stored)
@@ -79,7 +79,7 @@ def _require_statistics(module: nn.Module, model: ir.Model, inputs: Sequence[Any
         if isinstance(part, BATCH_NORMS) and part.training and part.running_mean is not None
     }
     before = {name: part.running_mean.clone() for name, part in norms.items()}
-    with torch.no_grad(), untracked(module), _no_dropout(module):
+    with torch.no_grad(), restore_statistics(module), _no_dropout(module):
         module(*copy.deepcopy(tuple(inputs)))
         changed = [n for n, part in norms.items() if not part.running_mean.equal(before[n])]
     updated = {
@@ -143,11 +143,11 @@ def _compare(
     lift(work.graph, weights)
     session = runtime.create(ir.to_proto(work).SerializeToString(), threads=1)
     known = {i.name for i in session.get_inputs()}
-    sizes = [inputs, _longer(inputs, axes)] if any(0 in a for a in axes) else [inputs]
+    sizes = [inputs, _one_more_row(inputs, axes)] if any(0 in a for a in axes) else [inputs]
     for batch in sizes:
-        with torch.no_grad(), untracked(module):
+        with torch.no_grad(), restore_statistics(module):
             try:
-                want = flat(module(*copy.deepcopy(tuple(batch))))
+                want = flatten_tensors(module(*copy.deepcopy(tuple(batch))))
             except Exception:
                 if batch is inputs:
                     raise
@@ -183,7 +183,7 @@ def _require_equal(want: Sequence[torch.Tensor], got: Sequence[np.ndarray], mode
             raise ExportError(f"{mode}: output {i} differs from torch by {worst:.2g} of its size")
 
 
-def _longer(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
+def _one_more_row(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
     """Return the inputs with one more row on the axis that the first symbolic one stands for."""
     size = next(a[0] for a in axes if 0 in a)
     return tuple(
@@ -191,12 +191,12 @@ def _longer(inputs: Sequence[Any], axes: Axes) -> Sequence[Any]:
     )
 
 
-def ignores(module: nn.Module, inputs: Sequence[Any], names: Sequence[str]) -> bool:
+def ignores_parameters(module: nn.Module, inputs: Sequence[Any], names: Sequence[str]) -> bool:
     """Return whether the forward pass ignores these parameters: NaN in them changes nothing."""
 
     def outputs() -> list[torch.Tensor]:
-        with torch.no_grad(), untracked(module), _no_dropout(module):
-            return flat(module(*copy.deepcopy(tuple(inputs))))
+        with torch.no_grad(), restore_statistics(module), _no_dropout(module):
+            return flatten_tensors(module(*copy.deepcopy(tuple(inputs))))
 
     parameters = [module.get_parameter(n) for n in names]
     before = outputs()
@@ -228,7 +228,7 @@ def _remove_dropout(model: ir.Model) -> None:
 
 
 @contextlib.contextmanager
-def untracked(module: nn.Module) -> Iterator[None]:
+def restore_statistics(module: nn.Module) -> Iterator[None]:
     """Put running statistics back after forward passes in training mode."""
     saved = {name: buffer.clone() for name, buffer in module.named_buffers()}
     try:

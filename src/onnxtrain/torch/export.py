@@ -1,29 +1,251 @@
-"""A module as an ONNX model that trains as the module does: exported, repaired, checked."""
+"""A module as an ONNX model that trains as the module does: exported, repaired, checked.
+
+What a module takes and gives, by name.
+
+New names for the parameters of an exported model, in all places that name them.
+
+A model that came out of torch: any other model, with ways to write it down.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import torch
 from torch import nn
 
-from onnxtrain.artifacts.pretrained_weights import ALIASES
+from onnxtrain.artifacts.trainable import ALIASES, aliases_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes import to_evaluation
+from onnxtrain.graph.io import save
+from onnxtrain.graph.io.writer import strip_traces
 from onnxtrain.graph.nodes import nodes
-from onnxtrain.graph.roles import FROZEN, PARAMETERS
-from onnxtrain.torch import torch_exporters as exporters
-from onnxtrain.torch.arguments import arguments_of, name_outputs
-from onnxtrain.torch.checking import BATCH_NORMS, check, ignores, untracked
-from onnxtrain.torch.exported_model import ExportedModel, as_exported
-from onnxtrain.torch.masked_rows import close_masked_rows
-from onnxtrain.torch.torch_exporters import Axes, ExportError
+from onnxtrain.importer.parameters import FROZEN, PARAMETERS
+from onnxtrain.modes import to_evaluation
+from onnxtrain.torch import exporters
+from onnxtrain.torch.checking import BATCH_NORMS, check, ignores_parameters, restore_statistics
+from onnxtrain.torch.exporters import Axes, ExportError
+from onnxtrain.torch.repairs import fix_masked_rows, flatten_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Example inputs in order, with their names and symbolic axes."""
+
+    module: nn.Module
+    """The module itself, or a view of it that takes keywords by position."""
+    inputs: tuple[Any, ...]
+    names: list[str]
+    axes: Axes
+
+
+class _PositionalModule(nn.Module):
+    """A module whose keyword arguments come by position; names of parameters stay."""
+
+    def __init__(self, module: nn.Module, keywords: Sequence[str]) -> None:
+        super().__init__()
+        self._parameters, self._buffers = module._parameters, module._buffers
+        self._modules = module._modules
+        # Not by nn.Module's way, which would make it a submodule with a prefix of its own.
+        self.__dict__["_whole"], self.__dict__["_keywords"] = module, tuple(keywords)
+        self.training = module.training
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "training" and "_whole" in self.__dict__:
+            self.__dict__["_whole"].training = value
+
+    def forward(self, *tensors: Any) -> Any:
+        keywords: tuple[str, ...] = self.__dict__["_keywords"]
+        return self.__dict__["_whole"](**dict(zip(keywords, tensors, strict=True)))
+
+
+def arguments_of(
+    module: nn.Module,
+    example: Any,
+    names: Sequence[str] | None,
+    dynamic_shapes: Any,
+    dynamic_batch: bool,
+) -> Arguments:
+    """Return the arguments that an example stands for: a tensor, a tuple, or a dict of keywords.
+
+    Raises:
+        ExportError: if names or ``dynamic_shapes`` do not fit.
+    """
+    if isinstance(example, Mapping):
+        keywords = [str(key) for key in example]
+        inputs, view = tuple(example.values()), _PositionalModule(module, keywords)
+        _check_keywords(module, keywords)
+    else:
+        inputs = example if isinstance(example, tuple) else (example,)
+        keywords, view = _positional_names(module, len(inputs)), module
+    labels = list(names) if names is not None else keywords
+    _check_names(labels, len(inputs), "inputs")
+    if isinstance(dynamic_shapes, Mapping):
+        unknown = sorted(set(dynamic_shapes) - set(keywords) - set(labels))
+        if unknown:
+            raise ExportError(
+                f"dynamic_shapes names {unknown[0]!r}, which is no input\n"
+                f"hint: the inputs are {', '.join(labels)}"
+            )
+        both = zip(keywords, labels, strict=True)
+        dynamic_shapes = [dynamic_shapes.get(k, dynamic_shapes.get(n)) for k, n in both]
+    if dynamic_shapes is None:
+        axes = _batch_axes(inputs) if dynamic_batch else [{} for _ in inputs]
+    else:
+        axes = [dict(a or {}) for a in dynamic_shapes]
+    if len(axes) != len(inputs):
+        raise ExportError(f"{len(inputs)} inputs, but dynamic_shapes has {len(axes)} entries")
+    return Arguments(view, inputs, labels, axes)
+
+
+def _check_keywords(module: nn.Module, keywords: Sequence[str]) -> None:
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(**dict.fromkeys(keywords))
+    except TypeError as error:
+        raise ExportError(
+            f"{type(module).__name__}.forward does not take these keywords: {error}\n"
+            f"hint: its arguments are {', '.join(signature.parameters)}"
+        ) from error
+
+
+def _check_names(names: Sequence[str], count: int, what: str) -> None:
+    if len(names) != count:
+        raise ExportError(f"{count} {what}, but {len(names)} names")
+    twice = sorted({n for n in names if list(names).count(n) > 1})
+    if twice:
+        raise ExportError(f"two {what} are called {twice[0]!r}\nhint: give each its own name")
+    if not all(names):
+        raise ExportError(f"one of the {what} has an empty name")
+
+
+def _positional_names(module: nn.Module, count: int) -> list[str]:
+    parameters = [
+        p.name
+        for p in inspect.signature(module.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return parameters[:count] if len(parameters) >= count else [f"input_{i}" for i in range(count)]
+
+
+def _batch_axes(inputs: Sequence[Any]) -> list[dict[int, str]]:
+    """Name the first axes: equal sizes in the example count as the same size."""
+    names: dict[int, str] = {}
+    axes: list[dict[int, str]] = []
+    for x in inputs:
+        if not isinstance(x, torch.Tensor) or not x.dim():
+            axes.append({})
+            continue
+        size = x.shape[0]
+        names.setdefault(size, f"batch_{len(names) + 1}" if names else "batch")
+        axes.append({0: names[size]})
+    return axes
+
+
+def name_outputs(
+    model: ir.Model, given: Sequence[str] | None, module: nn.Module, inputs: Sequence[Any]
+) -> None:
+    """Give the outputs of the model these names, or those that the module itself has for them.
+
+    Raises:
+        ExportError: if there are not as many names as outputs, or one is taken.
+    """
+    own = given is None
+    names = _module_output_names(module, inputs) if own else list(given)
+    outputs = model.graph.outputs
+    if names is None or (own and len(names) != len(outputs)):
+        return
+    _check_names(names, len(outputs), "outputs")
+    op = OpBuilder(model.graph, "output/")
+    fixed = {*(x.name for x in model.graph.inputs), *model.graph.initializers}
+    taken = sorted(fixed.intersection(names))
+    if taken and not own:
+        raise ExportError(
+            f"an output cannot be called {taken[0]!r}: an input or a parameter has that name"
+        )
+    names = [f"{n}.out" if n in fixed else n for n in names]
+    for i, y in enumerate(outputs):
+        if y.producer() is None or any(y is x for x in outputs[:i]):
+            outputs[i] = op.Identity(y)
+            outputs[i].type, outputs[i].shape = y.type, y.shape
+    wanted = set(names)
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if value.name in wanted:
+                value.name = op.names.fresh(f"{value.name}.inner")
+    for y, name in zip(outputs, names, strict=True):
+        y.name = name
+
+
+def _module_output_names(module: nn.Module, inputs: Sequence[Any]) -> list[str] | None:
+    """Return the keys of the dict, or the fields of the named tuple, that the module gives."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), restore_statistics(module):
+        result = module(*inputs)
+    if isinstance(result, Mapping):
+        parts = [(str(key), value) for key, value in result.items()]
+    elif isinstance(result, tuple) and hasattr(result, "_fields"):
+        parts = list(zip(result._fields, result, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        return None
+    names: list[str] = []
+    for key, value in parts:
+        count = len(flatten_tensors(value))
+        names += [key] if count == 1 else [f"{key}_{i}" for i in range(count)]
+    return names
+
+
+def rename_initializers(model: ir.Model, new_name: Callable[[str], str]) -> None:
+    """Rename initializers in place, and what the model's metadata calls by their names."""
+    graph, notes = model.graph, model.metadata_props
+    for name in list(graph.initializers):
+        if new_name(name) != name:
+            value = graph.initializers.pop(name)
+            value.name = new_name(name)
+            graph.register_initializer(value)
+    for key in (PARAMETERS, FROZEN):
+        if key in notes:
+            notes[key] = json.dumps(sorted(map(new_name, json.loads(notes[key]))))
+    if ALIASES in notes:
+        tied = {new_name(n): [new_name(x) for x in xs] for n, xs in aliases_of(model).items()}
+        notes[ALIASES] = json.dumps(tied, sort_keys=True)
+
+
+class ExportedModel(ir.Model):
+    """What :func:`onnxtrain.torch.from_torch` returns: an ``onnx_ir.Model`` that can be saved."""
+
+    __slots__ = ()
+
+    @property
+    def proto(self) -> onnx.ModelProto:
+        """The model as ``onnx.save`` and ``onnx.checker`` take it, a new copy each time."""
+        return ir.to_proto(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an .onnx file, whole or not at all; beyond 2 GB weights go to ``<path>.data``.
+
+        Raises:
+            SaveError: if the file system refuses.
+        """
+        save(self, path)
+
+
+def as_exported(model: ir.Model) -> ExportedModel:
+    """Return the same model with ways to write it down, and without paths of this machine."""
+    strip_traces(model)
+    # Not a copy: it has no fields of its own, and versions of onnx_ir differ in what a copy takes.
+    model.__class__ = ExportedModel
+    assert isinstance(model, ExportedModel)
+    return model
+
 
 _REPORT = "onnxtrain.export"
 
@@ -92,7 +314,7 @@ def from_torch(
     frozen = {names_of[n] for n, p in call.module.named_parameters() if not p.requires_grad}
     if frozen:
         model.metadata_props[FROZEN] = json.dumps(sorted(frozen))
-    with _restored(call.module):
+    with _restore_modes(call.module):
         if train is not None:
             call.module.train(train)
         name_outputs(model, output_names, call.module, call.inputs)
@@ -110,17 +332,17 @@ def export(
 ) -> ir.Model:
     """Do the work of :func:`from_torch`; ``label`` is what messages call the module."""
     rejected: list[str] = []
-    with _restored(module), torch.random.fork_rng(devices=[]):
+    with _restore_modes(module), torch.random.fork_rng(devices=[]):
         for name, exporter in (("dynamo", exporters.dynamo), ("legacy", exporters.legacy)):
             try:
-                model, repairs = _attempt(exporter, module, inputs, names, axes, train)
+                model, repairs = _try_export(exporter, module, inputs, names, axes, train)
                 stored = _parameter_names(module, model, inputs)
                 check(module, model, inputs, names, axes, train, stored)
             except ExportError as error:
                 rejected.append(f"{name}: {error}")
                 continue
             except Exception as error:  # the exporters raise whatever happens inside torch
-                rejected.append(f"{name}: {_told(error)}")
+                rejected.append(f"{name}: {_error_text(error)}")
                 continue
             model.meta[_REPORT] = ExportReport(name, tuple(repairs), tuple(rejected), stored)
             _record_aliases(model, stored)
@@ -171,7 +393,7 @@ def last_report(model: ir.Model) -> ExportReport:
     return model.meta[_REPORT]
 
 
-def _attempt(
+def _try_export(
     exporter: Callable[..., ir.Model],
     module: nn.Module,
     inputs: Sequence[Any],
@@ -182,10 +404,10 @@ def _attempt(
     if train is not None:
         module.train(train)
     # Exporters may leave the module in another mode; all that follows goes by the mode asked for.
-    with untracked(module), _restored(module):
+    with restore_statistics(module), _restore_modes(module):
         model = exporter(module, inputs, names, axes)
     _restore_buffers(module, model)
-    masks = close_masked_rows(model)
+    masks = fix_masked_rows(model)
     repairs = [f"rows of attention that see no key give zeros: {masks} mask(s)"] if masks else []
     if any(part.training for part in module.modules()):
         return model, [*repairs, *_repair(module, model)]
@@ -258,7 +480,7 @@ def _parameter_names(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) 
             lost.append(name)
         else:
             names[name] = at
-    if lost and ignores(module, inputs, lost):
+    if lost and ignores_parameters(module, inputs, lost):
         for name in lost:
             at = twins[id(module.get_parameter(name))][0]
             if at not in stored:
@@ -281,7 +503,7 @@ def _parameter_names(module: nn.Module, model: ir.Model, inputs: Sequence[Any]) 
 
 
 @contextlib.contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
+def _restore_modes(module: nn.Module) -> Iterator[None]:
     """Leave the modes of all submodules as they were."""
     modes = {part: part.training for part in module.modules()}
     try:
@@ -291,7 +513,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return what went wrong: exporters wrap it in advice for their own developers."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -11,16 +11,15 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from onnxtrain.autodiff.gradient_model import GradientModel
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import GradientModel, load_normalized
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import save
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.prepare.versions import OPSET
+from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.lowering.api import lower
-from onnxtrain.lowering.destination import NEWEST, OLDEST
+from onnxtrain.importer.opset import OPSET
+from onnxtrain.lowering.lower import lower
+from onnxtrain.lowering.lowerings import NEWEST, OLDEST
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.torch.export import from_torch, last_report
@@ -98,7 +97,7 @@ def export_gradient_graph(
         out = op.Identity(op.zeros_like(x) if g is None else g)
         out.name, out.type, out.shape = f"{name}_grad", x.type, x.shape
         graph.outputs.append(out)
-    save(_at_opset(made.finish(), opset_version), gradient_graph_path)
+    save(_lower_to_opset(made.finish(), opset_version), gradient_graph_path)
 
 
 def _check_opset(opset: int) -> None:
@@ -107,7 +106,7 @@ def _check_opset(opset: int) -> None:
         raise LoweringError(f"no such opset: {opset}\nhint: one of {OLDEST} to {NEWEST}")
 
 
-def _at_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+def _lower_to_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     return proto if opset == OPSET else lower(proto, opset=opset)
 
 
@@ -162,7 +161,7 @@ def export_optimizer_graph(
             out = op.Identity(result)
             out.name = f"{label}.out"
             graph.outputs.append(out)
-    proto = _at_opset(finish(simplify(model)), opset_version)
+    proto = _lower_to_opset(finalize(simplify(model)), opset_version)
     if path is not None:
         save(proto, path)
     return proto

@@ -1,12 +1,11 @@
 """Training on stock ONNX Runtime."""
 
-from onnxtrain.training.callbacks import Best, Callback, EarlyStopping
+from onnxtrain.training.callbacks import Best, Callback, EarlyStopping, MlflowLogger, WandbLogger
 from onnxtrain.training.data_files import DataFile, read_data
-from onnxtrain.training.evaluation import Evaluation
+from onnxtrain.training.fit import History, Run
 from onnxtrain.training.lr_finder import LrCurve, find_lr
-from onnxtrain.training.reports.trackers import MlflowLogger, WandbLogger
+from onnxtrain.training.metrics import Evaluation
 from onnxtrain.training.results import Parameters, StepResult
-from onnxtrain.training.run import History, Run
 from onnxtrain.training.trainer import Trainer
 
 __all__ = [

@@ -1,17 +1,26 @@
-"""Batches from arrays, from iterables, and from torch's DataLoader."""
+"""Batches from arrays, from iterables, and from torch's DataLoader.
+
+Labels that are not among the classes of a model.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 
-from onnxtrain.errors import ShapeError
+from onnxtrain.errors import LabelError, OnnxTrainError, ShapeError
 from onnxtrain.runtime.feeds import to_array
+from onnxtrain.training.engine import load_graph
 
-_WORD = 0xFFFFFFFFFFFFFFFF
+if TYPE_CHECKING:
+    from onnxtrain.training.trainer import Trainer
+
+_MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 
 class Batch(NamedTuple):
@@ -85,7 +94,7 @@ def as_source(
         make: Any = data
         return Batches(make)
     if isinstance(data, Iterable):
-        return Batches(_repeated(data, seed))
+        return Batches(_per_epoch(data, seed))
     raise ShapeError(
         f"no data: {type(data).__name__}\n"
         "hint: give a tuple or dict of arrays, or an iterable of batches"
@@ -204,7 +213,7 @@ def _as_batch(item: Any) -> Batch:
     return Batch((item,), {})
 
 
-def _repeated(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:
+def _per_epoch(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:
     """Return a function from the epoch to the batches; sources that can be seeded are."""
     exhausts_itself = iter(data) is data
 
@@ -221,7 +230,7 @@ def _repeated(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:
                 owner.set_epoch(epoch)
         generator: Any = getattr(data, "generator", None)
         if hasattr(generator, "manual_seed"):
-            generator.manual_seed(_mix(seed, epoch) >> 1)
+            generator.manual_seed(_hash_seed(seed, epoch) >> 1)
         return data
 
     return make
@@ -236,15 +245,149 @@ def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     [3, 4, 0, 2, 1]
     """
     keys = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    keys += np.uint64(_mix(seed, epoch))
+    keys += np.uint64(_hash_seed(seed, epoch))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
     return np.argsort(keys ^ (keys >> np.uint64(31)), kind="stable")
 
 
-def _mix(seed: int, epoch: int) -> int:
+def _hash_seed(seed: int, epoch: int) -> int:
     """Return 64 bits that depend on both numbers."""
-    value = (seed * 0x9E3779B97F4A7C15 + (epoch + 1) * 0xD1B54A32D192ED03) & _WORD
+    value = (seed * 0x9E3779B97F4A7C15 + (epoch + 1) * 0xD1B54A32D192ED03) & _MASK_64
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = ((value ^ (value >> shift)) * factor) & _WORD
+        value = ((value ^ (value >> shift)) * factor) & _MASK_64
     return value ^ (value >> 31)
+
+
+_PASS_THROUGH = (
+    "Cast",
+    "Concat",
+    "Flatten",
+    "Identity",
+    "Pad",
+    "Reshape",
+    "Slice",
+    "Squeeze",
+    "Transpose",
+    "Unsqueeze",
+    "Where",
+)
+_LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
+
+
+class LabelClasses(NamedTuple):
+    """What a target may hold."""
+
+    size: int
+    ignored: frozenset[int]
+
+
+def explain_label_error(
+    trainer: Trainer,
+    error: OnnxTrainError,
+    feeds: Mapping[str, np.ndarray],
+    rows: np.ndarray | None = None,
+) -> OnnxTrainError:
+    """Return the error of a batch in the batch's own words, where labels are the cause.
+
+    Args:
+        trainer: that took the batch.
+        error: of the runtime.
+        feeds: the batch.
+        rows: the numbers that the rows of the batch have in the data.
+    """
+    if trainer.manifest.model("eval") is None:
+        return error
+    targets = {t.name: feeds[t.name] for t in trainer.batch_specs if t.role == "target"}
+    problem = label_problem(load_graph(trainer.artifacts.source("eval")), targets, rows)
+    return error if problem is None else LabelError(problem)
+
+
+def label_problem(
+    model: onnx.ModelProto, batch: Mapping[str, np.ndarray], rows: np.ndarray | None = None
+) -> str | None:
+    """Say which label of a batch is not among the classes, if one is not.
+
+    Args:
+        model: that computes the loss.
+        batch: arrays by input.
+        rows: the numbers that the rows of the batch have in the data.
+    """
+    for name, labels in batch.items():
+        if labels.dtype.kind not in "iu" or not labels.ndim:
+            continue
+        known = label_classes(model, name)
+        if known is None:
+            continue
+        bad = (labels < 0) | (labels >= known.size)
+        for ignored in known.ignored:
+            bad &= labels != ignored
+        if bad.any():
+            place = tuple(int(i) for i in np.argwhere(bad)[0])
+            value, row = int(labels[place]), place[0]
+            where = f"row {row} of the batch" if rows is None else f"row {int(rows[row])}"
+            many = f" (and {int(bad.sum()) - 1} more of the batch)" if bad.sum() > 1 else ""
+            return (
+                f"{name!r} has {value} in {where}{many}; the model has {known.size} classes: "
+                f"0 to {known.size - 1}\n"
+                f"hint: {_label_hint(labels, known)}"
+            )
+    return None
+
+
+def _label_hint(labels: np.ndarray, known: LabelClasses) -> str:
+    if labels.max() == known.size and labels.min() >= 1:
+        return "labels count from 0; subtract 1"
+    ignored = ", ".join(map(str, sorted(known.ignored)))
+    return f"rows with label {ignored} do not count" if ignored else "labels count from 0"
+
+
+def label_classes(model: onnx.ModelProto, name: str) -> LabelClasses | None:
+    """Return how many classes the labels called ``name`` choose from, if a loss tells."""
+    constants = {t.name: t for t in model.graph.initializer}
+    return _classes_in(model.graph, {name}, constants)
+
+
+def _classes_in(
+    graph: onnx.GraphProto, labels: set[str], constants: Mapping[str, onnx.TensorProto]
+) -> LabelClasses | None:
+    """Return what a graph, or a loop in it, does with labels."""
+    count, ignored = None, set[int]()
+    for node in graph.node:
+        given = {i for i, x in enumerate(node.input) if x in labels}
+        if not given:
+            continue
+        if given & ({1, 2} if node.op_type == "Where" else {0}) and node.op_type in _PASS_THROUGH:
+            labels.update(node.output)
+        elif node.op_type == "Equal":
+            ignored.update(_scalar_constants(constants, (x for x in node.input if x not in labels)))
+        elif node.op_type == "Scan":
+            body = next(a.g for a in node.attribute if a.name == "body")
+            inner = _classes_in(body, {body.input[i].name for i in given}, constants)
+            if inner is not None:
+                count, ignored = inner.size, ignored | inner.ignored
+        elif 1 in given and node.op_type in (*_LOSSES, "GatherElements"):
+            attributes = {a.name: a.i for a in node.attribute}
+            axis = 1 if node.op_type in _LOSSES else attributes.get("axis", 0)
+            count = count or _static_size(graph, node.input[0], axis)
+            if "ignore_index" in attributes:
+                ignored.add(attributes["ignore_index"])
+    return None if count is None else LabelClasses(count, frozenset(ignored))
+
+
+def _scalar_constants(
+    constants: Mapping[str, onnx.TensorProto], names: Iterator[str]
+) -> Iterator[int]:
+    for name in names:
+        tensor = constants.get(name)
+        if tensor is not None and not tensor.dims and not tensor.external_data:
+            yield int(ir.serde.deserialize_tensor(tensor).numpy())
+
+
+def _static_size(graph: onnx.GraphProto, name: str, axis: int) -> int | None:
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        if value.name == name:
+            dims: Any = value.type.tensor_type.shape.dim
+            if -len(dims) <= axis < len(dims) and dims[axis].HasField("dim_value"):
+                return dims[axis].dim_value
+    return None

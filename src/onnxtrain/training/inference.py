@@ -1,4 +1,7 @@
-"""The inference model with the weights of the moment."""
+"""The inference model with the weights of the moment.
+
+Weights from elsewhere, matched to a model by name.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,19 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.artifacts.signature import dtype_from_name
+from onnxtrain.artifacts.graphs import dtype_from_name
 from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.graph.io import save as save_model
-from onnxtrain.lowering.api import lower
+from onnxtrain.lowering.lower import lower
 from onnxtrain.manifest import Manifest
 from onnxtrain.runtime import session as runtime
-from onnxtrain.training.layouts import model_of
+from onnxtrain.runtime.feeds import to_array
+from onnxtrain.training.engine import load_graph
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
 
-Read = Callable[[str], np.ndarray]
+ReadTensor = Callable[[str], np.ndarray]
 
 
 class Predictor:
@@ -42,45 +46,45 @@ class Predictor:
         self._names = [t.name for t in spec.outputs]
         self._device, self._threads = device, threads
         self._model, self._weights, self._constants = _weights_as_inputs(
-            plain_model(artifacts),
+            load_inference_model(artifacts),
             {n: dtype_from_name(d) for n, d in _weight_types(artifacts).items()},
         )
         self._source = artifacts.source("infer")
         self._built_with: dict[str, bytes] | None = None
         self._session: Any = None
 
-    def run(self, feeds: dict[str, np.ndarray], read: Read) -> dict[str, np.ndarray]:
+    def run(self, feeds: dict[str, np.ndarray], read: ReadTensor) -> dict[str, np.ndarray]:
         """Return the outputs by name."""
         self._refresh(read)
         weights = {n: read(n).astype(t, copy=False) for n, t in self._weights.items()}
         feeds = {**feeds, **weights}
         return dict(zip(self._names, runtime.run(self._session, self._names, feeds), strict=True))
 
-    def _refresh(self, read: Read) -> None:
+    def _refresh(self, read: ReadTensor) -> None:
         """Make the session, anew if weights inside it have changed."""
         now = {n: stored_bytes(t, read(n)) for n, t in self._constants.items()}
         if now == self._built_with:
             return
         for name, tensor in self._constants.items():
             tensor.raw_data = now[name]
-        data = runtime.in_place_of(self._source, self._model.SerializeToString())
+        data = runtime.with_weights_folder(self._source, self._model.SerializeToString())
         self._session = runtime.create(
             data, device=self._device, threads=self._threads, as_shipped=True
         )
         self._built_with = now
 
 
-def plain_model(artifacts: Artifacts) -> onnx.ModelProto:
+def load_inference_model(artifacts: Artifacts) -> onnx.ModelProto:
     """Return the inference model as it was built, without weights that lie in other files."""
-    return model_of(artifacts.source("infer"))
+    return load_graph(artifacts.source("infer"))
 
 
-def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto | ir.Model:
+def trained_model(artifacts: Artifacts, read: ReadTensor) -> onnx.ModelProto | ir.Model:
     """Return the inference model with the weights that ``read`` gives.
 
     Where weights lie in a file, nothing but an ``ir.Model`` can hold them all: they are mapped.
     """
-    model = plain_model(artifacts)
+    model = load_inference_model(artifacts)
     del model.metadata_props[:]  # the manifest describes the model that can be trained
     if any(t.external_data for t in model.graph.initializer):
         return _with_mapped_weights(artifacts, model, read)
@@ -91,9 +95,13 @@ def trained_model(artifacts: Artifacts, read: Read) -> onnx.ModelProto | ir.Mode
     return model
 
 
-def _with_mapped_weights(artifacts: Artifacts, model: onnx.ModelProto, read: Read) -> ir.Model:
+def _with_mapped_weights(
+    artifacts: Artifacts, model: onnx.ModelProto, read: ReadTensor
+) -> ir.Model:
     source = artifacts.source("infer")
-    folder = source.folder if isinstance(source, runtime.BesideWeights) else artifacts.directory
+    folder = (
+        source.folder if isinstance(source, runtime.ModelWithWeightsFolder) else artifacts.directory
+    )
     trained = _weight_types(artifacts)
     whole = ir.from_proto(model)
     for name, x in whole.graph.initializers.items():
@@ -106,25 +114,25 @@ def _with_mapped_weights(artifacts: Artifacts, model: onnx.ModelProto, read: Rea
     return whole
 
 
-def folded(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
+def fold_constants(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
     """Return the model after the runtime's own standard-operator optimisations."""
     if isinstance(model, ir.Model):
         raise OnnxTrainError(
             "weights that lie in a file of their own cannot be folded\nhint: export without fold"
         )
-    ort = runtime.runtime()
+    ort = runtime.import_onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.optimized_model_filepath = os.path.join(folder, "folded.onnx")
         runtime.create(model.SerializeToString(), options=options)
-        optimised = onnx.load(options.optimized_model_filepath)
-    used = {node.domain for node in optimised.graph.node}
-    kept = [o for o in optimised.opset_import if o.domain in used | {""}]
-    del optimised.opset_import[:]
-    optimised.opset_import.extend(kept)
-    return optimised
+        optimized = onnx.load(options.optimized_model_filepath)
+    used = {node.domain for node in optimized.graph.node}
+    kept = [o for o in optimized.opset_import if o.domain in used | {""}]
+    del optimized.opset_import[:]
+    optimized.opset_import.extend(kept)
+    return optimized
 
 
 def _weight_types(artifacts: Artifacts) -> dict[str, str]:
@@ -143,13 +151,13 @@ def _weights_as_inputs(
 ) -> tuple[onnx.ModelProto, dict[str, np.dtype], dict[str, onnx.TensorProto]]:
     """Return a model, those of its weights that became inputs, and those that may not."""
     work = ir.from_proto(model)
-    fixed = _wanted_constant(work.graph)
+    fixed = _required_constants(work.graph)
     known = [n for n in types if n in work.graph.initializers]
     moved: dict[str, np.dtype] = {}
     for name in [n for n in known if n not in fixed]:
         value = work.graph.initializers.pop(name)
         value.const_value = None
-        given = _given_as(work.graph, value, types[name])
+        given = _weight_input(work.graph, value, types[name])
         work.graph.inputs.append(given)
         assert given.dtype is not None
         moved[name] = given.dtype.numpy()
@@ -158,7 +166,7 @@ def _weights_as_inputs(
     return proto, moved, kept
 
 
-def _given_as(graph: ir.Graph, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
+def _weight_input(graph: ir.Graph, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
     """Return the input for a weight: itself, or for a type that numpy lacks one that is cast."""
     if dtype == weight.dtype or weight.dtype != ir.DataType.BFLOAT16:
         return weight
@@ -176,7 +184,7 @@ def _given_as(graph: ir.Graph, weight: ir.Value, dtype: ir.DataType) -> ir.Value
     return given
 
 
-def _wanted_constant(graph: ir.Graph) -> set[str]:
+def _required_constants(graph: ir.Graph) -> set[str]:
     """Return the names of all that quantised operators of other domains read."""
     quantised = (
         node
@@ -210,16 +218,55 @@ def export(
             convolution; names of weights may change.
         opset: of the file, if not the model's own.
     """
-    averages = _averages(trainer.manifest) if ema else {}
+    averages = _ema_names(trainer.manifest) if ema else {}
     model = trained_model(trainer.artifacts, lambda name: trainer.view(averages.get(name, name)))
     if opset is not None:
         model = lower(model, opset=opset)
-    save_model(folded(model) if fold else model, path)
+    save_model(fold_constants(model) if fold else model, path)
 
 
-def _averages(manifest: Manifest) -> dict[str, str]:
+def _ema_names(manifest: Manifest) -> dict[str, str]:
     """Return the names of the moving averages by the names of the weights that have one."""
     if manifest.options.get("ema") is None:
         raise OnnxTrainError("no moving average was kept\nhint: build(..., ema=0.999)")
     slots = {s.name for s in manifest.state}
     return {p.name: f"{p.name}.ema" for p in manifest.parameters if f"{p.name}.ema" in slots}
+
+
+def match_weights(
+    weights: Mapping[str, Any], manifest: Manifest, *, strict: bool
+) -> dict[str, np.ndarray]:
+    """Return the parameters and buffers of the model that are among some weights.
+
+    Args:
+        weights: names to arrays or tensors; tied weights under any of their names.
+        manifest: describes the model.
+        strict: refuse names that the model has not, and missing ones.
+
+    Raises:
+        CheckpointError: naming what is missing, unknown or of another shape.
+    """
+    known = {w.name: w for w in (*manifest.parameters, *manifest.buffers)}
+    tied = {alias: w.name for w in known.values() for alias in w.aliases}
+    weights = {**{tied[n]: v for n, v in weights.items() if n in tied}, **weights}
+    arrays = {n: to_array(v) for n, v in weights.items() if n in known}
+    extra = [n for n in weights if n not in {*known, *tied} and not n.startswith("optim/")]
+    missing = [n for n in known if n not in arrays]
+    if strict and (extra or missing):
+        raise CheckpointError(
+            f"weights do not fit: missing {_first_names(missing)}, unknown {_first_names(extra)}\n"
+            "hint: strict=False sets those that fit"
+        )
+    wrong = [
+        f"{n!r} has shape {list(a.shape)}, expected {list(known[n].shape)}"
+        for n, a in arrays.items()
+        if tuple(a.shape) != known[n].shape
+    ]
+    if wrong:
+        raise CheckpointError("weights do not fit:\n  " + "\n  ".join(wrong[:5]))
+    return arrays
+
+
+def _first_names(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "nothing") + more

@@ -13,23 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from onnxtrain.artifacts.summary import Row, Shown
+from onnxtrain.artifacts.directory import Row, SummaryRepr
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.graph.io.atomic import content, write_files
+from onnxtrain.graph.io.writer import bytes_writer, write_files
 from onnxtrain.runtime.feeds import feed
+from onnxtrain.training.checks import check_lr, is_finite
 from onnxtrain.training.data import Batch, Source, as_source
-from onnxtrain.training.guards.nan_search import is_finite
-from onnxtrain.training.guards.progress_meta import check_lr
 from onnxtrain.training.trainer import Trainer
 
-_MEMORY = 0.9  # how slowly the loss that is watched follows
-_APART = 4.0  # a loss this many times the best one has left for good
-_FEWEST = 5
-_NEIGHBOURS = 8
+_SMOOTHING = 0.9  # how slowly the loss that is watched follows
+_DIVERGENCE_FACTOR = 4.0  # a loss this many times the best one has left for good
+_MIN_STEPS = 5
+_NEIGHBORS = 8
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LrCurve(Shown):
+class LrCurve(SummaryRepr):
     """The losses of a run whose learning rate grows from step to step."""
 
     lrs: list[float]
@@ -71,7 +70,7 @@ class LrCurve(Shown):
         picture = io.BytesIO()
         name = os.path.abspath(os.fsdecode(path))
         figure.savefig(picture, format="svg" if name.lower().endswith(".svg") else "png")
-        write_files(name, {name: content(picture.getvalue())})
+        write_files(name, {name: bytes_writer(picture.getvalue())})
 
 
 def find_lr(
@@ -98,8 +97,8 @@ def find_lr(
     """
     if not 0 < check_lr(lowest, "lowest") < check_lr(highest, "highest"):
         raise OnnxTrainError(f"lowest must lie between 0 and highest: {lowest}, {highest}")
-    if steps < _FEWEST:
-        raise OnnxTrainError(f"steps must be at least {_FEWEST}: {steps}")
+    if steps < _MIN_STEPS:
+        raise OnnxTrainError(f"steps must be at least {_MIN_STEPS}: {steps}")
     if trainer.accumulating:
         raise OnnxTrainError("gradients are accumulated but not applied\nhint: call flush() first")
     fixed = trainer.fixed_batch
@@ -118,7 +117,7 @@ def find_lr(
     finally:
         trainer.load_state_dict(before[0])
         trainer.lr, trainer.global_step = before[1:]
-    if len(losses) < _FEWEST:
+    if len(losses) < _MIN_STEPS:
         raise OnnxTrainError(
             f"the loss is not finite after {len(losses)} steps at learning rate {lowest:g}\n"
             "hint: a smaller lowest; fit(debug_nan=True) finds the node"
@@ -131,28 +130,28 @@ def find_lr(
 def _losses(trainer: Trainer, source: Source, rates: list[float]) -> Iterator[float]:
     """Yield the loss before each step, until it leaves."""
     best, smoothed = math.inf, 0.0
-    for number, (rate, batch) in enumerate(zip(rates, _endless(source), strict=False), 1):
+    for number, (rate, batch) in enumerate(zip(rates, _repeat_epochs(source), strict=False), 1):
         trainer.lr = rate
         outputs = trainer.compute(feed(trainer.batch_specs, batch.positional, batch.named))
         if not is_finite(outputs[trainer.loss_name]):
             return
         loss = trainer.commit(outputs).loss
         yield loss
-        smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
-        now = smoothed / (1 - _MEMORY**number)
+        smoothed = _SMOOTHING * smoothed + (1 - _SMOOTHING) * loss
+        now = smoothed / (1 - _SMOOTHING**number)
         best = min(best, now)
-        if number > _FEWEST and best > 0 and now > _APART * best:
+        if number > _MIN_STEPS and best > 0 and now > _DIVERGENCE_FACTOR * best:
             return
 
 
-def _endless(source: Source) -> Iterator[Batch]:
+def _repeat_epochs(source: Source) -> Iterator[Batch]:
     for epoch in itertools.count():
         yield from source.batches(epoch)
 
 
 def _smooth(losses: list[float]) -> list[float]:
     """Return means over neighbours on both sides, so that nothing is late; near ones count more."""
-    near = min(_NEIGHBOURS, len(losses) // 2)
+    near = min(_NEIGHBORS, len(losses) // 2)
     weights = near + 1.0 - np.abs(np.arange(-near, near + 1))
     total = np.convolve(losses, weights, "same")
     return (total / np.convolve(np.ones(len(losses)), weights, "same")).tolist()
@@ -163,8 +162,8 @@ def _steepest(rates: list[float], smoothed: list[float]) -> float:
     end = int(np.argmin(smoothed)) + 1
     if end < 3:
         return rates[max(end - 1, 0)] / 10
-    slopes = np.gradient(np.array(smoothed[:end]), np.log(rates[:end]))
-    return rates[int(np.argmin(slopes))]
+    derivatives = np.gradient(np.array(smoothed[:end]), np.log(rates[:end]))
+    return rates[int(np.argmin(derivatives))]
 
 
 __all__ = ["LrCurve", "find_lr"]

@@ -1,41 +1,184 @@
-"""Training on stock ONNX Runtime."""
+"""Training on stock ONNX Runtime.
+
+What a shell and a notebook show of a trainer.
+
+One trainer serves one thread at a time, and there is one of it.
+
+Artifacts that were built for another device than the one they run on.
+
+Batches that are too small for the statistics of BatchNormalization.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import os
-from collections.abc import Mapping
-from typing import Any
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.artifacts.directory import split_tensors
+from onnxtrain.artifacts.directory import Row, SummaryRepr, split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
-from onnxtrain.errors import CheckpointError, OnnxTrainError
+from onnxtrain.errors import BusyError, CheckpointError, OnnxTrainError, ShapeError, UncopiableError
 from onnxtrain.manifest import ModelSpec, TensorSpec
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.cuda_graph import can_capture
+from onnxtrain.runtime.binding import can_capture
 from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
-from onnxtrain.runtime.memory import CONTROL
-from onnxtrain.runtime.values import ort_value
-from onnxtrain.training.evaluation import evaluate_on
+from onnxtrain.runtime.ort_values import CONTROL, ort_value
+from onnxtrain.targets import TARGETS
+from onnxtrain.training.checks import (
+    SEED_LIMIT,
+    LoadedCheckpoint,
+    Progress,
+    check_lr,
+    check_origin,
+    graph_digests,
+)
+from onnxtrain.training.data import explain_label_error
+from onnxtrain.training.engine import (
+    FusedEngine,
+    SeparateEngine,
+    VectorEngine,
+    control_values,
+    create_vector_engine,
+    pick_layout,
+)
 from onnxtrain.training.fit import fit
-from onnxtrain.training.guards.batch_size import check_batch_size
-from onnxtrain.training.guards.labels import explained
-from onnxtrain.training.guards.one_thread import NotCopied, OneThread, alone
-from onnxtrain.training.guards.origin import compared, graph_digests
-from onnxtrain.training.guards.progress_meta import SEEDS, Loaded, Progress, check_lr
-from onnxtrain.training.guards.target import advise_target
-from onnxtrain.training.inference import Predictor, export
-from onnxtrain.training.layouts import Fused, Separate, control_values, pick_layout
-from onnxtrain.training.match_weights import fitting
-from onnxtrain.training.reports.shown import ShownTrainer
+from onnxtrain.training.inference import Predictor, export, match_weights
+from onnxtrain.training.metrics import evaluate_on
 from onnxtrain.training.results import Outputs, Parameters, StepResult
-from onnxtrain.training.vector_layout import VectorLayout, vector_layout
 
 
-class Trainer(ShownTrainer, NotCopied):
+class TrainerSummary(SummaryRepr):
+    """The part of a trainer that tells how it stands."""
+
+    manifest: Any
+    batch_specs: Any
+    device: str
+    layout: str
+    global_step: int
+    lr: Any
+    seed: int
+
+    def summary(self) -> tuple[str, list[Row]]:
+        """Return what a shell shows: what a batch is, and how far training has come."""
+        batch = ", ".join(
+            f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in self.batch_specs
+        )
+        rows = [
+            ("batch", batch),
+            ("step", str(self.global_step)),
+            ("lr", f"{self.lr:g}"),
+            ("loss", str(self.manifest.loss.get("name", ""))),
+            ("optimizer", str(self.manifest.optimizer.get("name", ""))),
+            ("runs on", f"{self.device}, layout {self.layout}, seed {self.seed}"),
+        ]
+        return "Trainer", rows
+
+
+class Uncopyable:
+    """Refuses to be pickled and copied: sessions and buffers cannot be."""
+
+    def __reduce__(self) -> NoReturn:
+        raise UncopiableError(
+            "a trainer cannot be pickled or copied\n"
+            "hint: pickle its artifacts, or save() here and load() in a trainer over there"
+        )
+
+
+class ThreadGuard:
+    """A region that one thread may be in, also several times over; others are refused."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                "another thread uses this trainer\n"
+                "hint: a trainer of its own for each thread; they may share the artifacts"
+            )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+
+class _Guarded(Protocol):
+    in_use: ThreadGuard
+
+
+S = TypeVar("S", bound=_Guarded)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Return a method that refuses to run while another thread runs one of the same object."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **named: P.kwargs) -> R:
+        with self.in_use:
+            return method(self, *args, **named)
+
+    return call
+
+
+def warn_target_mismatch(spec: ModelSpec, device: str) -> None:
+    """Warn if a GPU runs a model that was built for something else.
+
+    It gives the same numbers, but nodes may run on the CPU, or in forms that are slow on a GPU.
+    """
+    here = TARGETS.get(device)
+    if here is None or not here.gpu or spec.is_for(device):
+        return
+    warnings.warn(
+        f"these artifacts were built for target {spec.target!r} and run on {device!r}: "
+        f'build(..., target="{device}") is faster there',
+        stacklevel=3,
+    )
+
+
+def check_batch_size(
+    products: Any, specs: Sequence[TensorSpec], feeds: Mapping[str, np.ndarray]
+) -> None:
+    """Refuse a batch that leaves BatchNormalization one value per channel.
+
+    Args:
+        products: of sizes that have to be above 1, as the manifest's options list them.
+        specs: of the batch.
+        feeds: the batch.
+
+    Raises:
+        ShapeError: naming the size.
+    """
+    if not products:
+        return
+    pairs = [(s, feeds[s.name]) for s in specs if s.name in feeds]
+    sizes = {d: n for s, a in pairs for d, n in zip(s.shape, a.shape, strict=True)}
+    for product in products:
+        names = str(product).split("*")
+        if all(n in sizes for n in names) and math.prod(sizes[n] for n in names) == 1:
+            raise ShapeError(
+                f"{' and '.join(names)} of 1 leave BatchNormalization one value per channel; in "
+                "training it needs more\n"
+                "hint: another batch_size, drop_last=True if it is the last batch of an epoch, or "
+                "build(mode='as-is')"
+            )
+
+
+class Trainer(TrainerSummary, Uncopyable):
     """Runs training steps of artifacts on onnxruntime, for one thread at a time.
 
     Args:
@@ -65,9 +208,9 @@ class Trainer(ShownTrainer, NotCopied):
         runtime.check_device(device)
         if layout not in ("auto", "fused", "separate"):
             raise OnnxTrainError(f"no such layout: {layout!r}\nhint: auto, fused or separate")
-        if not 0 <= seed < SEEDS:
+        if not 0 <= seed < SEED_LIMIT:
             raise OnnxTrainError(f"seed must lie in [0, 2**24): {seed}")
-        self.in_use = OneThread()
+        self.in_use = ThreadGuard()
         self.artifacts, self.manifest = artifacts, artifacts.manifest
         self.device, self.threads, self.seed = device, threads, seed
         self.lr = self.manifest.optimizer.get("lr")
@@ -81,7 +224,7 @@ class Trainer(ShownTrainer, NotCopied):
         flat = None
         # On a device an update without state is not worth a second call.
         if layout != "fused" and (device == "cpu" or artifacts.state):
-            flat = vector_layout(
+            flat = create_vector_engine(
                 artifacts, device=device, threads=threads, capture=capture, release=loaded
             )
         if layout == "auto":
@@ -89,14 +232,14 @@ class Trainer(ShownTrainer, NotCopied):
         if layout == "fused" and self.manifest.accumulate > 1:
             raise OnnxTrainError("accumulated gradients need layout='separate'")
         self.layout = layout
-        self._engine: Fused | Separate | VectorLayout
+        self._engine: FusedEngine | SeparateEngine | VectorEngine
         if layout == "fused":
-            self._engine = Fused(artifacts, device=device, threads=threads, capture=capture)
+            self._engine = FusedEngine(artifacts, device=device, threads=threads, capture=capture)
         else:
-            self._engine = flat or Separate(artifacts, device=device, threads=threads)
+            self._engine = flat or SeparateEngine(artifacts, device=device, threads=threads)
             if capture and flat is None:
                 can_capture(None, None, capture, device=device)
-        advise_target(self._engine.spec, device)
+        warn_target_mismatch(self._engine.spec, device)
         if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
             self.artifacts = artifacts.over(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
@@ -106,7 +249,7 @@ class Trainer(ShownTrainer, NotCopied):
         self._evaluator: Any = None
         self._graphs: dict[str, str] | None = None
         self._predictor: Predictor | None = None
-        self._differentiator: Separate | None = None
+        self._differentiator: SeparateEngine | None = None
 
     @property
     def lr(self) -> float:
@@ -124,7 +267,7 @@ class Trainer(ShownTrainer, NotCopied):
 
     @property
     def step_models(self) -> tuple[bytes | str, ...]:
-        """The models that a step runs, as :func:`onnxtrain.runtime.placement.placement` takes."""
+        """The models that a step runs, as :func:`onnxtrain.runtime.session.placement` takes."""
         return self._engine.sources
 
     @property
@@ -143,7 +286,7 @@ class Trainer(ShownTrainer, NotCopied):
         """Whether gradients are waiting for an update."""
         return self._micro > 0
 
-    @alone
+    @exclusive
     def step(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one batch, given by position or by name.
 
@@ -152,7 +295,7 @@ class Trainer(ShownTrainer, NotCopied):
         """
         return self.commit(self.compute(self._feed(batch, named)))
 
-    @alone
+    @exclusive
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run a step on arrays that fit, but change nothing yet."""
         check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
@@ -160,14 +303,14 @@ class Trainer(ShownTrainer, NotCopied):
         try:
             return self._engine.compute({**feeds, **control})
         except OnnxTrainError as error:
-            raise explained(self, error, feeds) from error
+            raise explain_label_error(self, error, feeds) from error
 
-    @alone
+    @exclusive
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
         """Take over what the last :meth:`compute` found, and update when enough is accumulated."""
         number = self.global_step + 1
         self._engine.commit()
-        if isinstance(self._engine, Fused):
+        if isinstance(self._engine, FusedEngine):
             self.global_step = number
             return self._outputs.result(outputs, number, updated=True)
         self._micro += 1
@@ -176,12 +319,12 @@ class Trainer(ShownTrainer, NotCopied):
             self.flush()
         return self._outputs.result(outputs, number, updated=updated)
 
-    @alone
+    @exclusive
     def flush(self) -> bool:
         """Update with the gradients accumulated so far; ``False`` if there are none."""
         if not self._micro:
             return False
-        assert not isinstance(self._engine, Fused)
+        assert not isinstance(self._engine, FusedEngine)
         number = self.global_step + 1
         scale = 1.0 / self._micro
         self._engine.update_parameters(self._control(self._engine.update, number, scale=scale))
@@ -192,7 +335,7 @@ class Trainer(ShownTrainer, NotCopied):
         self, spec: ModelSpec, number: int, *, micro: int = 0, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
         # Every batch has a draw of its own, counted so that float32 holds it exactly.
-        draw = ((number - 1) * self.manifest.accumulate + micro + 1) % SEEDS
+        draw = ((number - 1) * self.manifest.accumulate + micro + 1) % SEED_LIMIT
         numbers = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
         numbers |= {"grad_scale": scale, "reset": micro == 0}
         return control_values(self._controls(spec), numbers)
@@ -203,11 +346,11 @@ class Trainer(ShownTrainer, NotCopied):
             self._control_specs[spec.role] = spec.inputs_of(*CONTROL)
         return self._control_specs[spec.role]
 
-    @alone
+    @exclusive
     def gradients(self, *batch: Any, **named: Any) -> dict[str, np.ndarray]:
         """Return the gradients of one batch by parameter name; nothing is updated."""
         if self._differentiator is None:
-            self._differentiator = Separate(
+            self._differentiator = SeparateEngine(
                 self.artifacts, device=self.device, threads=self.threads
             )
         engine = self._differentiator
@@ -222,7 +365,7 @@ class Trainer(ShownTrainer, NotCopied):
         scale = self._engine.view(*scaler) if scaler else 1
         return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, gradients, strict=True)}
 
-    @alone
+    @exclusive
     def evaluate_batch(self, *batch: Any, **named: Any) -> StepResult:
         """Return loss, metrics and outputs of one batch in evaluation mode."""
         spec = self.manifest.model("eval")
@@ -241,7 +384,7 @@ class Trainer(ShownTrainer, NotCopied):
             try:
                 arrays = runtime.run(self._evaluator, outputs.names, feeds)
             except OnnxTrainError as error:
-                raise explained(self, error, feeds) from error
+                raise explain_label_error(self, error, feeds) from error
         else:  # weights stay where they are
             values = {n: ort_value(a, self.device) for n, a in feeds.items()}
             values.update({n: self._engine.value(n) for n in own})
@@ -253,7 +396,7 @@ class Trainer(ShownTrainer, NotCopied):
     evaluate = evaluate_on
     fit = fit
 
-    @alone
+    @exclusive
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
         """Return the outputs of the inference model with the current weights."""
         if self._predictor is None:
@@ -300,7 +443,7 @@ class Trainer(ShownTrainer, NotCopied):
     def _weight_names(self) -> list[str]:
         return [w.name for w in (*self.manifest.parameters, *self.manifest.buffers)]
 
-    @alone
+    @exclusive
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return everything that a checkpoint holds, by the names it has there."""
         state = {n: np.array(self._engine.view(n)) for n in self._weight_names()}
@@ -316,13 +459,13 @@ class Trainer(ShownTrainer, NotCopied):
         values, state = split_tensors(self.manifest, tensors, label)
         return {**values, **state}
 
-    @alone
+    @exclusive
     def _set_all(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             self._engine.write(name, array)
         self._micro = 0
 
-    @alone
+    @exclusive
     def load_weights(
         self, weights: Mapping[str, Any] | str | os.PathLike[str], *, strict: bool = True
     ) -> list[str]:
@@ -334,7 +477,7 @@ class Trainer(ShownTrainer, NotCopied):
         """
         if isinstance(weights, str | os.PathLike):
             weights = load_checkpoint(weights)[0]
-        arrays = fitting(weights, self.manifest, strict=strict)
+        arrays = match_weights(weights, self.manifest, strict=strict)
         for name, array in arrays.items():
             self._engine.write(name, array.astype(self._engine.view(name).dtype))
         return list(arrays)
@@ -379,7 +522,7 @@ class Trainer(ShownTrainer, NotCopied):
         self.take(loaded)
         return loaded.meta
 
-    def read(self, path: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
+    def read(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadedCheckpoint:
         """Return a checkpoint that :meth:`take` may take over; nothing changes."""
         tensors, meta = load_checkpoint(path)
         label = repr(os.fsdecode(path))
@@ -389,9 +532,11 @@ class Trainer(ShownTrainer, NotCopied):
                 "hint: load_weights() takes plain weights"
             )
         arrays, progress = self._arrays(tensors, label), self._progress.read(meta, label)
-        return Loaded(arrays, progress, compared(meta, self.progress(), label, strict=strict))
+        return LoadedCheckpoint(
+            arrays, progress, check_origin(meta, self.progress(), label, strict=strict)
+        )
 
-    def take(self, loaded: Loaded) -> None:
+    def take(self, loaded: LoadedCheckpoint) -> None:
         """Continue from what :meth:`read` gave."""
         self._set_all(loaded.arrays)
         self._set_progress(loaded.progress)

@@ -50,7 +50,7 @@ def test_ten_rounds(federation: Federation) -> None:
 
 
 def test_the_interface_is_the_one_that_was_read(federation: Federation) -> None:
-    from onnxtrain.federation.proxy import CALLS, FLEET
+    from onnxtrain.federation.serve import CALLS, FLEET
 
     with urllib.request.urlopen(f"{federation.address}/openapi.json") as answer:
         told = json.load(answer)

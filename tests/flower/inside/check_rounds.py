@@ -14,7 +14,7 @@ from flwr.serverapp import strategy as strategies
 
 import onnxtrain
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.flower import accumulated, client_app, pseudo_gradient, server_app
+from onnxtrain.flower import client_app, pseudo_gradient, server_app, weighted_mean
 from tests.flower.inside.federations import LocalGrid, built, rows, run_server
 
 TOLD = {"batch-size": 8, "shuffle": False, "lr": 0.1}
@@ -185,7 +185,7 @@ def test_updates_by_name() -> None:
     artifacts = built()
     _, checked, _ = federate(artifacts, rounds=1, keep_updates=True)
     weighted = [(update, 16 + 8 * node) for node, update in checked.updates.items()]
-    mean = accumulated(weighted)
+    mean = weighted_mean(weighted)
     for name, gradient in checked.pseudo_gradient.items():
         np.testing.assert_allclose(gradient, mean[name], rtol=1e-4, atol=1e-6)
     new = {n: a - checked.pseudo_gradient[n] for n, a in artifacts.values.items()}

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnxruntime
 
 import onnxtrain
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 
 BATCH, LENGTH, PAST = 2, 5, 3
 _NAMES = {LENGTH: "length", PAST: "past"}
@@ -66,10 +66,12 @@ class Case:
                 initializers.append(value)
             values.append(value)
         node = ir.Node(
-            self.domain, self.op, values,
+            self.domain,
+            self.op,
+            values,
             ir.convenience.convert_attributes(dict(self.attributes)),
             num_outputs=len(self.outputs),
-        )  # fmt: skip
+        )
         for value, name in zip(node.outputs, self.outputs, strict=True):
             kind = (
                 ir.DataType.INT32
@@ -79,9 +81,12 @@ class Case:
             value.name, value.type = name, ir.TensorType(kind) if name else None
         graph = ir.Graph(
             [v for v in values if v is not None and v.const_value is None],
-            [y for y in node.outputs if y.name], nodes=[node], initializers=initializers,
-            opset_imports={"": self.opset, "com.microsoft": 1}, name="fused",
-        )  # fmt: skip
+            [y for y in node.outputs if y.name],
+            nodes=[node],
+            initializers=initializers,
+            opset_imports={"": self.opset, "com.microsoft": 1},
+            name="fused",
+        )
         return ir.to_proto(ir.Model(graph, ir_version=10))
 
     def feeds(self, dtype: type = np.float32) -> dict[str, np.ndarray]:

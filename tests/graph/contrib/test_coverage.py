@@ -8,8 +8,8 @@ import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from typer.testing import CliRunner
 
-from onnxtrain.autodiff.coverage import operators
-from onnxtrain.commands.main import app
+from onnxtrain.autodiff.explain import operators
+from onnxtrain.cli.main import app
 from onnxtrain.errors import PrepareError
 
 REGISTERED = {s.name for s in get_all_operator_schema() if s.domain == "com.microsoft"}

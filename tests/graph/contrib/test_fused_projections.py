@@ -167,14 +167,26 @@ def test_quantised_experts_equal_the_plain_ones(bits: int, block: int, points: b
 
     def reference(*_, **__):
         return experts(
-            tokens, router, w1[3], b1, w2[3], b2, k=2, activation_type="silu",
+            tokens,
+            router,
+            w1[3],
+            b1,
+            w2[3],
+            b2,
+            k=2,
+            activation_type="silu",
             normalize_routing_weights=1,
-        )  # fmt: skip
+        )
 
     case = Case(
-        "QMoE", inputs, form, constants=(2, 3, 5, 6, 11, 12), reference=reference,
-        precision=np.float32, fixed=(3, 6),
-    )  # fmt: skip
+        "QMoE",
+        inputs,
+        form,
+        constants=(2, 3, 5, 6, 11, 12),
+        reference=reference,
+        precision=np.float32,
+        fixed=(3, 6),
+    )
     case.check_forward()
     case.check_gradient()
     if bits == 4 or not block:  # 8 bits in blocks: the kernel rounds its input

@@ -64,16 +64,21 @@ CASES |= {
         total=np.array(PAST + 1, np.int32),
         cos=True,
     ),
-}  # fmt: skip
+}
 
 
 def windowed(capacity: int, seen: int, length: int) -> Case:
     """A cache that holds the last positions only; it is full afterwards: other rows are junk."""
     past = normal(1, K, capacity, H), normal(1, K, capacity, H)[..., ::-1].copy()
     return gqa(
-        PACKED[:1, :length], past=past, cos=True, local_window_size=3, sliding_window_cache=1,
-        lens=np.array([seen + length - 1], np.int32), total=np.array(seen + length, np.int32),
-    )  # fmt: skip
+        PACKED[:1, :length],
+        past=past,
+        cos=True,
+        local_window_size=3,
+        sliding_window_cache=1,
+        lens=np.array([seen + length - 1], np.int32),
+        total=np.array(seen + length, np.int32),
+    )
 
 
 CASES |= {
@@ -108,8 +113,10 @@ def test_norms_of_queries_and_keys_equal_torch() -> None:
             q, k, heads(v, K), is_causal=True, enable_gqa=True
         )
         return (
-            y.transpose(1, 2).reshape(BATCH, LENGTH, N * H).numpy(), k.numpy(), heads(v, K).numpy()
-        )  # fmt: skip
+            y.transpose(1, 2).reshape(BATCH, LENGTH, N * H).numpy(),
+            k.numpy(),
+            heads(v, K).numpy(),
+        )
 
     inputs = [Q, KV, V, None, None, FULL, TOTAL, *[None] * 7, *weights]
     case = Case("GroupQueryAttention", inputs, HEADS, ("y", "k", "v"), reference=reference)

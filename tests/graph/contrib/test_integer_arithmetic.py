@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from tests.graph.contrib.fused_case import Case
 
 RNG = np.random.default_rng(0)
@@ -71,9 +71,12 @@ def test_equals_the_kernel_to_one_step(name: str) -> None:
     inputs, attributes = CASES[name]
     floats = name in ("MatMulIntegerToFloat", "DynamicQuantizeMatMul")
     case = Case(
-        name, [np.asarray(a) for a in inputs], attributes, symbolic=False,
+        name,
+        [np.asarray(a) for a in inputs],
+        attributes,
+        symbolic=False,
         constants=tuple(i for i, a in enumerate(inputs) if np.asarray(a).ndim == 0),
-    )  # fmt: skip
+    )
     model = case.model()
     if not floats:
         model.graph.output[0].type.tensor_type.elem_type = int(ir.DataType.UINT8)

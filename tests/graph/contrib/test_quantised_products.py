@@ -14,7 +14,7 @@ import pytest
 from onnx import parser
 
 import onnxtrain
-from onnxtrain.autodiff.registry import USER_RULES
+from onnxtrain.autodiff.rule_registry import USER_RULES
 from onnxtrain.errors import PrepareError
 from tests.graph.contrib.fused_case import Case, normal
 

@@ -67,10 +67,23 @@ LINE, KERNEL = normal(BATCH, 4, LENGTH), normal(4, 1, 4)
 
 
 def experts(
-    x, router, w1, b1, w2, b2, w3=None, b3=None, *, k=1, activation_type="relu",
-    normalize_routing_weights=0, swiglu_fusion=0, activation_alpha=1.0, activation_beta=0.0,
+    x,
+    router,
+    w1,
+    b1,
+    w2,
+    b2,
+    w3=None,
+    b3=None,
+    *,
+    k=1,
+    activation_type="relu",
+    normalize_routing_weights=0,
+    swiglu_fusion=0,
+    activation_alpha=1.0,
+    activation_beta=0.0,
     swiglu_limit=None,
-):  # fmt: skip
+):
     """Each token through its best experts, one by one."""
     out = np.zeros_like(x)
     p = np.exp(router - router.max(1, keepdims=True))
@@ -95,9 +108,12 @@ TOKENS, ROUTER = normal(7, 8), normal(7, 4)
 W1, B1, W2, B2 = normal(4, 6, 8), normal(4, 6), normal(4, 8, 6), normal(4, 8)
 WIDE, WIDE_BIAS = normal(4, 12, 8), normal(4, 12)
 SWIGLU = {
-    "k": 2, "activation_type": "swiglu", "activation_alpha": 1.7, "activation_beta": 1.0,
+    "k": 2,
+    "activation_type": "swiglu",
+    "activation_alpha": 1.7,
+    "activation_beta": 1.0,
     "swiglu_limit": 0.4,
-}  # fmt: skip
+}
 
 
 def moe(*more, w1=W1, b1=B1, **form):

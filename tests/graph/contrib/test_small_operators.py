@@ -346,8 +346,11 @@ def test_embeddings_tell_the_lengths_of_sequences(mask) -> None:
 def test_embeddings_give_their_sum_and_gradient() -> None:
     positions = IDS % LENGTH
     case = Case(
-        "EmbedLayerNormalization", [*EMBED, None, positions], {}, ("y", "int_m", "sum"),
-    )  # fmt: skip
+        "EmbedLayerNormalization",
+        [*EMBED, None, positions],
+        {},
+        ("y", "int_m", "sum"),
+    )
     case.check_forward()
     case.check_gradient()
 
@@ -373,6 +376,8 @@ def test_relative_positions_equal_t5() -> None:
     for both in (0, 1):
         lengths = [np.array([11]), np.array([11])]
         Case(
-            "RelativePositionBias", [normal(8, 2), *lengths],
-            {"max_distance": 6, "is_bidirectional": both}, reference=reference,
-        ).check_forward()  # fmt: skip
+            "RelativePositionBias",
+            [normal(8, 2), *lengths],
+            {"max_distance": 6, "is_bidirectional": both},
+            reference=reference,
+        ).check_forward()

@@ -11,7 +11,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import PrepareError
-from onnxtrain.text.without_cache import without_cache
+from onnxtrain.text.model_folder import without_cache
 from tests.graph.contrib.fused_case import BATCH, Case, normal
 
 N, K, H, BLOCK, LENGTH, ROOM = 4, 2, 16, 16, 40, 64
@@ -80,17 +80,27 @@ def each_alone(*inputs: np.ndarray | None, **attributes: object) -> np.ndarray:
 
 
 def sparse(
-    *projected: np.ndarray, layouts=LAYOUTS, lens=FULL, total=LENGTH, cos=False, rows=None,
+    *projected: np.ndarray,
+    layouts=LAYOUTS,
+    lens=FULL,
+    total=LENGTH,
+    cos=False,
+    rows=None,
     **attributes,
-) -> Case:  # fmt: skip
+) -> Case:
     inputs = [*projected, *[None] * (3 - len(projected)), *OLD, *tables(layouts)]
     inputs += [np.array([total], np.int32), lens, *((COS, SIN) if cos else ())]
     attributes |= {"num_heads": N, "kv_num_heads": K, "sparse_block_size": BLOCK}
     attributes |= {"do_rotary": 1} if cos else {}
     return Case(
-        "SparseAttention", inputs, attributes, constants=(5, 6), rows=rows, fixed=(9, 10),
+        "SparseAttention",
+        inputs,
+        attributes,
+        constants=(5, 6),
+        rows=rows,
+        fixed=(9, 10),
         reference=kernel if (lens == total).all() else each_alone,
-    )  # fmt: skip
+    )
 
 
 PADDED = np.array([LENGTH, LENGTH - 7], np.int32)

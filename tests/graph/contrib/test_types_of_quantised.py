@@ -10,7 +10,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain import losses
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.errors import OnnxTrainError
 from tests.graph.contrib.fused_case import Case
 from tests.graph.contrib.test_integer_arithmetic import CASES
@@ -25,9 +25,12 @@ POOLS = {
 def _judge(name: str, inputs: list, attributes: dict) -> None:
     """Compare the inferred type and shape of a node's output with what the kernel gives."""
     case = Case(
-        name, [np.asarray(a) for a in inputs], attributes, symbolic=False,
+        name,
+        [np.asarray(a) for a in inputs],
+        attributes,
+        symbolic=False,
         constants=tuple(i for i, a in enumerate(inputs) if np.asarray(a).ndim == 0),
-    )  # fmt: skip
+    )
     model = case.model()
     model.graph.output[0].type.tensor_type.ClearField("shape")
     floats = name in ("MatMulIntegerToFloat", "DynamicQuantizeMatMul")
@@ -76,11 +79,14 @@ def test_a_layer_before_quantised_ones_trains_by_the_hint() -> None:
 
     arrays = {
         "w": rng.standard_normal((6, 8)).astype(np.float32),
-        "s": np.float32(0.05), "z": np.uint8(120),
+        "s": np.float32(0.05),
+        "z": np.uint8(120),
         "q": rng.integers(-90, 90, (8, 4)).astype(np.int8),
-        "t": np.float32(0.02), "o": np.int8(0), "b": np.arange(4, dtype=np.int32),
+        "t": np.float32(0.02),
+        "o": np.int8(0),
+        "b": np.arange(4, dtype=np.int32),
         "u": np.float32(0.1),
-    }  # fmt: skip
+    }
     nodes = [
         node("MatMul", "x w", "a"),
         node("QuantizeLinear", "a s z", "aq"),

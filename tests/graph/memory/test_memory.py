@@ -11,8 +11,15 @@ import onnxruntime
 import pytest
 
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.memory import Arena, Sizes, lifetimes, order_for_memory, peak_of, run_order
-from onnxtrain.graph.simplify.file_order import file_order
+from onnxtrain.graph.memory_usage import (
+    Arena,
+    Sizes,
+    lifetimes,
+    order_for_memory,
+    peak_bytes,
+    run_order,
+)
+from onnxtrain.graph.simplify.dead_code import file_order
 
 FLOAT = ir.DataType.FLOAT
 
@@ -56,10 +63,10 @@ def test_the_order_with_the_lower_peak_is_taken() -> None:
     graph = graph_of(late=True)
     own = list(graph)
     sizes = Sizes(other=32)
-    peaks = [peak_of(run_order(nodes), sizes, {"y"}) for nodes in (own, file_order(own))]
+    peaks = [peak_bytes(run_order(nodes), sizes, {"y"}) for nodes in (own, file_order(own))]
     assert peaks[0] != peaks[1]
     order_for_memory(graph)
-    assert peak_of(run_order(list(graph)), sizes, {"y"}) == min(peaks)
+    assert peak_bytes(run_order(list(graph)), sizes, {"y"}) == min(peaks)
 
 
 def test_lifetimes_end_with_the_last_reader_and_views_need_nothing() -> None:
@@ -74,7 +81,7 @@ def test_lifetimes_end_with_the_last_reader_and_views_need_nothing() -> None:
     new = {k: v for e in events for k, v in e.new.items()}
     assert new == {a.name: 4 * 8 * 4}
     assert events[-1].free == [a.name]
-    assert peak_of(list(graph), Sizes(), {y.name or ""}) == 4 * 8 * 4
+    assert peak_bytes(list(graph), Sizes(), {y.name or ""}) == 4 * 8 * 4
 
 
 def test_symbolic_sizes_are_replaced_and_unknown_ones_recorded() -> None:
@@ -98,4 +105,4 @@ def test_the_arena_reuses_joins_and_never_shrinks() -> None:
     arena.release(again)
     arena.allocate(8 << 20)
     assert arena.touched > touched + (8 << 20)
-    assert arena.most_in_use >= 8 << 20
+    assert arena.peak_in_use >= 8 << 20

@@ -12,26 +12,43 @@ from keras import layers
 
 NETS = {
     "dense": lambda: [
-        keras.Input((12,)), layers.Dense(16, "gelu"), layers.LayerNormalization(), layers.Dense(3),
+        keras.Input((12,)),
+        layers.Dense(16, "gelu"),
+        layers.LayerNormalization(),
+        layers.Dense(3),
     ],
     "conv": lambda: [
-        keras.Input((16, 16, 3)), layers.Conv2D(8, 3, padding="same"), layers.BatchNormalization(),
-        layers.ReLU(), layers.MaxPooling2D(), layers.SeparableConv2D(8, 3), layers.PReLU(),
-        layers.GlobalAveragePooling2D(), layers.Dense(4, "softmax"),
+        keras.Input((16, 16, 3)),
+        layers.Conv2D(8, 3, padding="same"),
+        layers.BatchNormalization(),
+        layers.ReLU(),
+        layers.MaxPooling2D(),
+        layers.SeparableConv2D(8, 3),
+        layers.PReLU(),
+        layers.GlobalAveragePooling2D(),
+        layers.Dense(4, "softmax"),
     ],
     "up": lambda: [
-        keras.Input((8, 8, 2)), layers.Conv2DTranspose(4, 3, strides=2, padding="same"),
-        layers.LeakyReLU(), layers.UpSampling2D(interpolation="bilinear"), layers.Conv2D(1, 3),
+        keras.Input((8, 8, 2)),
+        layers.Conv2DTranspose(4, 3, strides=2, padding="same"),
+        layers.LeakyReLU(),
+        layers.UpSampling2D(interpolation="bilinear"),
+        layers.Conv2D(1, 3),
     ],
     "text": lambda: [
-        keras.Input((7,), dtype="int32"), layers.Embedding(50, 8),
-        layers.Conv1D(8, 3, activation="swish"), layers.GlobalMaxPooling1D(), layers.Dense(2),
+        keras.Input((7,), dtype="int32"),
+        layers.Embedding(50, 8),
+        layers.Conv1D(8, 3, activation="swish"),
+        layers.GlobalMaxPooling1D(),
+        layers.Dense(2),
     ],
     "gru": lambda: [
-        keras.Input((5, 6)), layers.GRU(8, unroll=True, reset_after=True), layers.Dense(2, "tanh"),
+        keras.Input((5, 6)),
+        layers.GRU(8, unroll=True, reset_after=True),
+        layers.Dense(2, "tanh"),
     ],
     "lstm": lambda: [keras.Input((5, 6)), layers.LSTM(8), layers.Dense(2)],
-}  # fmt: skip
+}
 
 
 def main(folder: Path) -> None:

@@ -40,9 +40,13 @@ def fused(folder: Path, name: str) -> None:
 
     for level in (0, 1):
         better = optimizer.optimize_model(
-            str(folder / f"{name}.onnx"), model_type=FUSED[name], num_heads=4, hidden_size=32,
-            opt_level=level, use_gpu=False,
-        )  # fmt: skip
+            str(folder / f"{name}.onnx"),
+            model_type=FUSED[name],
+            num_heads=4,
+            hidden_size=32,
+            opt_level=level,
+            use_gpu=False,
+        )
         better.save_model_to_file(str(folder / f"{name}-fused{level}.onnx"))
 
 

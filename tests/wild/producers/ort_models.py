@@ -47,10 +47,17 @@ class Recurrent(nn.Module):
 def cnn() -> nn.Module:
     """Return convolutions with normalisation, as a classifier has them."""
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
 
 
 def mlp() -> nn.Module:
@@ -72,13 +79,19 @@ def exported(folder: Path, name: str) -> Path:
     torch.manual_seed(0)
     net, path = make().eval(), folder / f"{name}.onnx"
     torch.onnx.export(
-        net, example, str(path), dynamo=False, input_names=["x"], output_names=["y"],
-        dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}}, opset_version=17,
-    )  # fmt: skip
+        net,
+        example,
+        str(path),
+        dynamo=False,
+        input_names=["x"],
+        output_names=["y"],
+        dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}},
+        opset_version=17,
+    )
     return path
 
 
-def optimised(path: Path, level: str) -> None:
+def optimized(path: Path, level: str) -> None:
     """Write what the runtime makes of a file when it loads it."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -137,8 +150,8 @@ def main(folder: Path) -> None:
     for name in NETS:
         path = exported(folder, name)
         works: dict[str, Callable[[], None]] = {
-            "basic": lambda path=path: optimised(path, "basic"),
-            "extended": lambda path=path: optimised(path, "extended"),
+            "basic": lambda path=path: optimized(path, "basic"),
+            "extended": lambda path=path: optimized(path, "extended"),
             "quantised": lambda path=path: quantised(path),
             "int4": lambda path=path: four_bits(path),
             "fp16": lambda path=path: halved(path),

@@ -30,9 +30,13 @@ class LeNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2),
-            nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
-        )  # fmt: skip
+            nn.Conv2d(1, 6, 5, padding=2),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+        )
         self.head = nn.Sequential(
             nn.Linear(400, 32), nn.Tanh(), nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 10)
         )
@@ -140,10 +144,17 @@ class SqueezeNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 12, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
-            Fire(12, 4, 8), nn.MaxPool2d(3, 2, ceil_mode=True), Fire(16, 4, 8),
-            nn.Dropout(0.5), nn.Conv2d(16, 10, 1), nn.ReLU(), nn.AdaptiveAvgPool2d((1, 1)),
-        )  # fmt: skip
+            nn.Conv2d(3, 12, 3, 2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, ceil_mode=True),
+            Fire(12, 4, 8),
+            nn.MaxPool2d(3, 2, ceil_mode=True),
+            Fire(16, 4, 8),
+            nn.Dropout(0.5),
+            nn.Conv2d(16, 10, 1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d((1, 1)),
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         return self.body(image).flatten(1)
@@ -255,9 +266,14 @@ class Video3d(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv3d(2, 6, 3, padding=1), nn.BatchNorm3d(6), nn.ReLU(), nn.MaxPool3d(2),
-            nn.Conv3d(6, 8, (1, 3, 3), padding=(0, 1, 1)), nn.ReLU(), nn.AvgPool3d((3, 2, 2)),
-        )  # fmt: skip
+            nn.Conv3d(2, 6, 3, padding=1),
+            nn.BatchNorm3d(6),
+            nn.ReLU(),
+            nn.MaxPool3d(2),
+            nn.Conv3d(6, 8, (1, 3, 3), padding=(0, 1, 1)),
+            nn.ReLU(),
+            nn.AvgPool3d((3, 2, 2)),
+        )
         self.head = nn.Linear(8 * 9, 5)
 
     def forward(self, clip: Tensor) -> Tensor:

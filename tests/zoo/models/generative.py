@@ -32,19 +32,29 @@ class Vae(nn.Module):
 @register("dcgan_generator", normal(8, 1, 1), batch_norm=True)
 def dcgan_generator() -> nn.Module:
     return nn.Sequential(
-        nn.ConvTranspose2d(8, 12, 4, 1, 0, bias=False), nn.BatchNorm2d(12), nn.ReLU(True),
-        nn.ConvTranspose2d(12, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(True),
-        nn.ConvTranspose2d(8, 3, 3, 2, 1, output_padding=1, bias=False), nn.Tanh(),
-    )  # fmt: skip
+        nn.ConvTranspose2d(8, 12, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(12, 8, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(8, 3, 3, 2, 1, output_padding=1, bias=False),
+        nn.Tanh(),
+    )
 
 
 @register("dcgan_discriminator", normal(3, 16, 16), batch_norm=True)
 def dcgan_discriminator() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(8, 12, 4, 2, 1, bias=False), nn.BatchNorm2d(12), nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(12, 1, 4, 1, 0, bias=False), nn.Flatten(0), nn.Sigmoid(),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 4, 2, 1, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(8, 12, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(12),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(12, 1, 4, 1, 0, bias=False),
+        nn.Flatten(0),
+        nn.Sigmoid(),
+    )
 
 
 class ReflectConv(nn.Module):
@@ -97,9 +107,13 @@ class SuperResolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(1, 12, 5, padding=2), nn.PReLU(12), nn.Conv2d(12, 8, 3, padding=1), nn.Tanh(),
-            nn.Conv2d(8, 4, 3, padding=1), nn.PixelShuffle(2),
-        )  # fmt: skip
+            nn.Conv2d(1, 12, 5, padding=2),
+            nn.PReLU(12),
+            nn.Conv2d(12, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(8, 4, 3, padding=1),
+            nn.PixelShuffle(2),
+        )
         self.gain = nn.Parameter(torch.ones(1))
 
     def forward(self, image: Tensor) -> Tensor:
@@ -110,12 +124,17 @@ class SuperResolution(nn.Module):
 @register("conv_autoencoder", normal(1, 16, 16))
 def conv_autoencoder() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3, 2, 1), nn.SiLU(), nn.Conv2d(6, 10, 3, 2, 1), nn.SiLU(),
+        nn.Conv2d(1, 6, 3, 2, 1),
+        nn.SiLU(),
+        nn.Conv2d(6, 10, 3, 2, 1),
+        nn.SiLU(),
         nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
-        nn.Conv2d(10, 6, 3, padding=1), nn.SiLU(),
+        nn.Conv2d(10, 6, 3, padding=1),
+        nn.SiLU(),
         nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False),
-        nn.Conv2d(6, 1, 3, padding=1), nn.Hardtanh(-1.5, 1.5),
-    )  # fmt: skip
+        nn.Conv2d(6, 1, 3, padding=1),
+        nn.Hardtanh(-1.5, 1.5),
+    )
 
 
 class TimedBlock(nn.Module):

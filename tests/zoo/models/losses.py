@@ -167,12 +167,29 @@ class Activations(nn.Module):
         self.slope = nn.PReLU(8)
         self.acts = nn.ModuleList(
             [
-                nn.ELU(0.9), nn.Hardshrink(0.3), nn.Hardsigmoid(), nn.Hardtanh(), nn.Hardswish(),
-                nn.LeakyReLU(), nn.LogSigmoid(), nn.ReLU6(), nn.SELU(), nn.CELU(), nn.GELU(),
-                nn.GELU("tanh"), nn.SiLU(), nn.Mish(), nn.Softplus(), nn.Softshrink(0.2),
-                nn.Softsign(), nn.Tanh(), nn.Tanhshrink(), nn.Threshold(0.1, 0.5), nn.Softmin(-1),
+                nn.ELU(0.9),
+                nn.Hardshrink(0.3),
+                nn.Hardsigmoid(),
+                nn.Hardtanh(),
+                nn.Hardswish(),
+                nn.LeakyReLU(),
+                nn.LogSigmoid(),
+                nn.ReLU6(),
+                nn.SELU(),
+                nn.CELU(),
+                nn.GELU(),
+                nn.GELU("tanh"),
+                nn.SiLU(),
+                nn.Mish(),
+                nn.Softplus(),
+                nn.Softshrink(0.2),
+                nn.Softsign(),
+                nn.Tanh(),
+                nn.Tanhshrink(),
+                nn.Threshold(0.1, 0.5),
+                nn.Softmin(-1),
             ]
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)

@@ -32,11 +32,16 @@ class InvertedResidual(nn.Module):
             hidden, hidden, kernel, stride, kernel // 2, groups=hidden, bias=False
         )
         self.body = nn.Sequential(
-            nn.Conv2d(inputs, hidden, 1, bias=False), nn.BatchNorm2d(hidden), act(),
-            depthwise, nn.BatchNorm2d(hidden), act(),
+            nn.Conv2d(inputs, hidden, 1, bias=False),
+            nn.BatchNorm2d(hidden),
+            act(),
+            depthwise,
+            nn.BatchNorm2d(hidden),
+            act(),
             nn.Identity() if excite is None else excite(hidden),
-            nn.Conv2d(hidden, outputs, 1, bias=False), nn.BatchNorm2d(outputs),
-        )  # fmt: skip
+            nn.Conv2d(hidden, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
         self.shortcut = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:

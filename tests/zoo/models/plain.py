@@ -14,9 +14,13 @@ from .base import normal, register, uniform
 @register("mlp", normal(12), dropout=True, fast=True)
 def mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(12, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 16), nn.ReLU(),
+        nn.Linear(12, 24),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(24, 16),
+        nn.ReLU(),
         nn.Linear(16, 5),
-    )  # fmt: skip
+    )
 
 
 @register("autoencoder", normal(32))

@@ -2,6 +2,10 @@
 
 Kinks follow torch: ``Relu'(0) = 0``, the left slope for LeakyRelu, PRelu, Elu, Celu and Selu at 0.
 Formulas are written so that no factor overflows where the result does not, at any order.
+
+Softmax and its relatives.
+
+Dropout.
 """
 
 from __future__ import annotations
@@ -12,13 +16,25 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import vjp
-from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
+from onnxtrain.autodiff.rule_registry import (
+    Choice,
+    Choices,
+    Gradients,
+    Variant,
+    Variants,
+    select_variant,
+    vjp,
+    zero_gradient,
+)
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.modes.batch_statistics import worth_a_kernel
-from onnxtrain.graph.modes.slope_marks import GELU_TANH, GELU_TWICE, mark_slope
 from onnxtrain.graph.shapes import dims as D
+from onnxtrain.modes.mixed_precision import (
+    GELU_TANH_DERIVATIVE,
+    TWICE_GELU_DERIVATIVE,
+    mark_derivative,
+)
+from onnxtrain.modes.train_eval import prefers_fused_kernel
 
 vjp("Sigmoid")(lambda op, dy, x, *, y: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))))
 vjp("Softplus")(lambda op, dy, x: op.Mul(dy, op.Sigmoid(x)))
@@ -30,13 +46,13 @@ def relu(op, dy, x, *, y):
 
     A product with the step would be faster on CPU, but gives NaN where ``dy`` is infinite.
     """
-    return op.Where(chosen(op, y, POSITIVE_FORMS, POSITIVE_CHOICES)(op, y), dy, 0.0)
+    return op.Where(select_variant(op, y, POSITIVE_VARIANTS, POSITIVE_CHOICES)(op, y), dy, 0.0)
 
 
 # Of what is not negative. CUDA compares no bfloat16, and a cast is faster than a comparison there.
-POSITIVE_FORMS: Forms[ir.Value] = {
-    "compared": Form(lambda op, y: op.Greater(y, 0.0)),
-    "cast": Form(lambda op, y: op.Cast(y, to=ir.DataType.BOOL)),
+POSITIVE_VARIANTS: Variants[ir.Value] = {
+    "compared": Variant(lambda op, y: op.Greater(y, 0.0)),
+    "cast": Variant(lambda op, y: op.Cast(y, to=ir.DataType.BOOL)),
 }
 POSITIVE_CHOICES: Choices[ir.Value] = [
     Choice("cast", lambda y: y.dtype == ir.DataType.BFLOAT16),
@@ -148,7 +164,7 @@ def gelu(op, dy, x, *, y, approximate):
     """
     if approximate == "tanh":
         c, k = 2.0 * math.sqrt(2.0 / math.pi), 0.044715
-        steep = _line(op, op.Mul(x, x), c * k, c)  # 2u / x
+        steep = _affine(op, op.Mul(x, x), c * k, c)  # 2u / x
         below = op.Sigmoid(op.Mul(x, steep))
         bend = op.Mul(y, op.Sub(1.0, below))
         if x.dtype == ir.DataType.FLOAT16:
@@ -156,18 +172,18 @@ def gelu(op, dy, x, *, y, approximate):
             bend = op.Mul(bend, c)
             slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
         else:
-            slope = op.Mul(bend, _line(op, steep, 3.0, -2.0 * c))
-        return op.Mul(dy, mark_slope(op.Add(below, slope), GELU_TANH))
-    return chosen(op, x, GELU_FORMS, GELU_CHOICES)(op, dy, x)
+            slope = op.Mul(bend, _affine(op, steep, 3.0, -2.0 * c))
+        return op.Mul(dy, mark_derivative(op.Add(below, slope), GELU_TANH_DERIVATIVE))
+    return select_variant(op, x, GELU_VARIANTS, GELU_CHOICES)(op, dy, x)
 
 
-def _line(op: OpBuilder, x: ir.Value, slope: float, start: float) -> ir.Value:
+def _affine(op: OpBuilder, x: ir.Value, slope: float, start: float) -> ir.Value:
     """Return ``slope x + start``."""
-    facts = _Line(x, worth_a_kernel(op, x))
-    return chosen(op, facts, LINE_FORMS, LINE_CHOICES)(op, x, slope, start)
+    facts = _AffineFacts(x, prefers_fused_kernel(op, x))
+    return select_variant(op, facts, AFFINE_VARIANTS, AFFINE_CHOICES)(op, x, slope, start)
 
 
-class _Line(NamedTuple):
+class _AffineFacts(NamedTuple):
     """What a line goes over, and whether a kernel of normalisation is worth it."""
 
     x: ir.Value
@@ -176,22 +192,22 @@ class _Line(NamedTuple):
 
 def _by_statistics(op: OpBuilder, x: ir.Value, slope: float, start: float) -> ir.Value:
     """One pass, by the operator for given statistics: a mean of 0 and a variance of 1."""
-    channels = D.numbers(op.dims(x)[1:2])
+    channels = D.static_sizes(op.dims(x)[1:2])
     gain, shift, mean, variance = (
         op.const(np.full(channels or (), v), x.dtype) for v in (slope, start, 0.0, 1.0)
     )
     return op.BatchNormalization(x, gain, shift, mean, variance, epsilon=0.0)
 
 
-LINE_FORMS: Forms[_Line] = {
-    "two passes": Form(lambda op, x, slope, start: op.Add(op.Mul(x, slope), start)),
-    "statistics": Form(
+AFFINE_VARIANTS: Variants[_AffineFacts] = {
+    "two passes": Variant(lambda op, x, slope, start: op.Add(op.Mul(x, slope), start)),
+    "statistics": Variant(
         _by_statistics,
-        lambda v: v.worth and bool(D.numbers((S.dims_of(v.x) or ())[1:2])),
+        lambda v: v.worth and bool(D.static_sizes((S.dims_of(v.x) or ())[1:2])),
     ),
 }
-LINE_CHOICES: Choices[_Line] = [
-    Choice("statistics", prefers="line-in-one-pass"),
+AFFINE_CHOICES: Choices[_AffineFacts] = [
+    Choice("statistics", prefers="fused-row-affine"),
     Choice("two passes"),
 ]
 
@@ -207,19 +223,76 @@ def _with_affine(op, dy, x):
     return op.Mul(dy, op.Add(below, slope))
 
 
-def _halved(op, dy, x):
+def _with_doubled_erf(op, dy, x):
     """Everything twice, and half of ``dy``: mostly a product gives it, which can take the half."""
     u = op.Mul(x, math.sqrt(0.5))
     slope = op.Mul(x, op.Exp(op.Sub(_DENSITY + math.log(2.0), op.Mul(u, u))))
-    twice = mark_slope(op.Add(op.Add(op.Erf(u), 1.0), slope), GELU_TWICE)
+    twice = mark_derivative(op.Add(op.Add(op.Erf(u), 1.0), slope), TWICE_GELU_DERIVATIVE)
     return op.Mul(op.Mul(dy, 0.5), twice)
 
 
-GELU_FORMS: Forms[ir.Value] = {
-    "halved": Form(_halved),
-    "with_affine": Form(_with_affine, lambda x: x.dtype == ir.DataType.FLOAT),
+GELU_VARIANTS: Variants[ir.Value] = {
+    "halved": Variant(_with_doubled_erf),
+    "with_affine": Variant(_with_affine, lambda x: x.dtype == ir.DataType.FLOAT),
 }
 GELU_CHOICES: Choices[ir.Value] = [
-    Choice("with_affine", prefers="affine-in-one-pass"),
+    Choice("with_affine", prefers="fused-affine"),
     Choice("halved"),
 ]
+
+
+zero_gradient("Hardmax", why="the result is constant between its steps")
+
+
+@vjp("Softmax")
+def softmax(op, dy, x, *, y, axis):
+    """``dx = y (dy - sum(dy y))`` along ``axis``."""
+    if _is_guarded(y):
+        y = op.Where(op.IsNaN(y), 0.0, y)
+    total = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
+    return op.Mul(y, op.Sub(dy, total))
+
+
+def _is_guarded(y: ir.Value) -> bool:
+    """Return whether a Where overwrites part of ``y``.
+
+    Attention does so for rows that are masked as a whole: their softmax is NaN, their ``dy`` zero,
+    and the product must not come back as NaN.
+    """
+    readers = [use.node for use in y.uses()]
+    return any(
+        n.op_type in ("Where", "IsNaN") or (n.op_type == "Cast" and _is_guarded(n.outputs[0]))
+        for n in readers
+    )
+
+
+@vjp("LogSoftmax")
+def log_softmax(op, dy, x, *, y, axis):
+    """``dx = dy - e^y sum(dy)`` along ``axis``."""
+    return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, [axis], keepdims=1)))
+
+
+@vjp("Dropout", constant_inputs={1: "the ratio decides at random, it does not scale"})
+def dropout(op, dy, x, ratio=None, training_mode=None, *, node) -> Gradients:
+    """``dx = dy * mask / (1 - ratio)`` with the forward node's own mask; ``dy`` out of training."""
+    training, drop = op.constant(training_mode), op.constant(ratio)
+    if training_mode is None or (training is not None and not training.any()):
+        return dy
+    if ratio is None:
+        drop = 0.5
+    if drop is not None and float(drop) == 0.0:
+        return dy
+    mask = op.extra_output(node, 1)  # all true out of training
+    if drop is not None:
+        scale = op.const(1.0 / (1.0 - float(drop)), x.dtype)
+    else:
+        scale = op.Reciprocal(op.Sub(op.const(1.0, x.dtype), op.cast(ratio, x.dtype)))
+    if training is None:
+        scale = op.Where(training_mode, scale, op.const(1.0, x.dtype))
+    scale = _as_scalar(op, scale)
+    return op.Where(mask, op.Mul(dy, scale), op.const(0.0, x.dtype))
+
+
+def _as_scalar(op: OpBuilder, v: ir.Value) -> ir.Value:
+    """Return a number without axes; some exporters write ratio and mode as vectors of one."""
+    return v if op.rank(v) == 0 else op.Reshape(v, op.const([], ir.DataType.INT64))

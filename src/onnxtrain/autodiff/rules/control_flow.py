@@ -2,47 +2,67 @@
 
 Backward bodies recompute the forward body of one step from what entered it, then run its reverse
 sweep. What entered each step of a Loop is saved by the forward node in additional scan outputs.
+
+Scan: the steps in reverse.
+
+The backward body runs the reverse sweep of one step. It reads what entered the step and what was
+costly to compute in it, which the forward node saves in additional scan outputs; the rest it
+computes again. Gradients of weights that are products are taken after the loop, for all steps at
+once.
+
+A Scan that adds up numbers: its gradient is taken in the same loop.
+
+Each step adds to the one number that is carried, so that the gradient of a step is a
+multiple, by one factor, of what a factor of 1 would give. That is computed where the step is, and
+multiplied when the factor is known: nothing of a step has to be kept or computed again. A loss over
+a large vocabulary is the case it is made for: the scores of some rows are there once, and gone.
+
+Sequences that ``prepare`` could not resolve, and optionals.
+
+The gradient of a sequence is a sequence of as many elements; that of an optional is the gradient of
+its element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.accumulate import accumulate
-from onnxtrain.autodiff.registry import vjp_multi
-from onnxtrain.autodiff.subgraphs import (
+from onnxtrain.autodiff.differentiate import (
+    accumulate,
     append_identities,
+    as_body_outputs,
+    carries_gradient,
+    differentiate,
+    differentiate_body,
     name_outputs,
-    own,
-    refuse_randomness,
-    shaped,
-    sweep,
+    reject_randomness,
+    with_shape_of,
 )
-from onnxtrain.errors import UndifferentiableError
+from onnxtrain.autodiff.rule_registry import vjp, vjp_multi
+from onnxtrain.errors import UndifferentiableError, exclusion_hint
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.builder.copy_nodes import copy_nodes
-from onnxtrain.graph.captured_values import captured
+from onnxtrain.graph.builder import OpBuilder, copy_nodes
+from onnxtrain.graph.nodes import captured
 from onnxtrain.graph.shapes import dims as D
-from onnxtrain.way_out import leave_out
 
-Maybe = ir.Value | None
+OptionalValue = ir.Value | None
 
 
 @vjp_multi("If")
 def if_(op, dys, cond, *, node):
     """The taken branch again, then its reverse sweep; zeros for what the branch does not read."""
     outer = captured(node)
-    refuse_randomness(node)
+    reject_randomness(node)
     wanted = [x for x in outer if S.is_float(x)]
     branches = {}
     for name in ("then_branch", "else_branch"):
         body = op.body()
         outputs = copy_nodes(body, node.attributes[name].as_graph(), {})
-        grads = sweep(body, outputs, dys, wanted)
-        body.graph.outputs.extend(own(body, grads, wanted))
+        grads = differentiate_body(body, outputs, dys, wanted)
+        body.graph.outputs.extend(as_body_outputs(body, grads, wanted))
         branches[name] = body.graph
     if not wanted:
         return (None,)
@@ -56,11 +76,11 @@ def if_(op, dys, cond, *, node):
 @vjp_multi("Loop")
 def loop(op, dys, trip_count, cond, *states, node):
     """A Loop over the steps that ran, in reverse, which carries the gradients of the states."""
-    refuse_randomness(node)
+    reject_randomness(node)
     body = node.attributes["body"].as_graph()
     n = len(states)
     outer = captured(node)
-    _refuse_changing_shapes(node, body, states)
+    _reject_changing_shapes(node, body, states)
     saved, steps = _save_loop_states(op, node, body, n)
     floats = [i for i in range(n) if S.is_float(states[i])]
     wanted_outer = [x for x in outer if S.is_float(x)]
@@ -75,7 +95,7 @@ def loop(op, dys, trip_count, cond, *states, node):
     turn, go, *rest = step.graph.inputs
     d_state, d_outer = rest[: len(floats)], rest[len(floats) :]
     at = step.Sub(step.Sub(count, 1), turn)
-    d_outputs: list[Maybe] = [None] * len(body.outputs)
+    d_outputs: list[OptionalValue] = [None] * len(body.outputs)
     for i, d in zip(floats, d_state, strict=True):
         d_outputs[i + 1] = d
     for i in given:
@@ -93,16 +113,16 @@ def loop(op, dys, trip_count, cond, *states, node):
     mapping = dict(zip(body.inputs, [*first, *before], strict=True))
     outputs = copy_nodes(step, body, mapping)
     wrt = [*(before[i] for i in floats), *wanted_outer]
-    grads = own(step, sweep(step, outputs, d_outputs, wrt), wrt)
+    grads = as_body_outputs(step, differentiate_body(step, outputs, d_outputs, wrt), wrt)
     totals = [accumulate(step, a, b) for a, b in zip(d_outer, grads[len(floats) :], strict=True)]
     step.graph.outputs.extend([step.Identity(go), *grads[: len(floats)], *totals])
     loop_grads = op.Loop(count, op.const(True), *carried, body=step.graph, _outputs=len(carried))
     loop_grads = list(loop_grads) if isinstance(loop_grads, tuple) else [loop_grads]
-    result: list[Maybe] = [None] * (n + 2)
+    result: list[OptionalValue] = [None] * (n + 2)
     for i, d in zip(floats, loop_grads, strict=False):
-        result[i + 2] = shaped(d, states[i])
+        result[i + 2] = with_shape_of(d, states[i])
     by_value = dict(zip(wanted_outer, loop_grads[len(floats) :], strict=True))
-    return *result, *(None if x not in by_value else shaped(by_value[x], x) for x in outer)
+    return *result, *(None if x not in by_value else with_shape_of(by_value[x], x) for x in outer)
 
 
 def _is_vector(x: ir.Value) -> bool:
@@ -138,7 +158,7 @@ def _save_loop_states(
     return node.meta[key]
 
 
-def _refuse_changing_shapes(node: ir.Node, body: ir.Graph, states: Sequence[ir.Value]) -> None:
+def _reject_changing_shapes(node: ir.Node, body: ir.Graph, states: Sequence[ir.Value]) -> None:
     for i, state in enumerate(states):
         inner, after = body.inputs[i + 2], body.outputs[i + 1]
         if not isinstance(state.type, ir.TensorType):
@@ -151,5 +171,443 @@ def _refuse_changing_shapes(node: ir.Node, body: ir.Graph, states: Sequence[ir.V
                 f"Loop {node.name!r} may change the shape of what it carries: "
                 f"{S.describe_value(inner)} becomes {S.describe_value(after)}\n"
                 "hint: fix sizes of inputs that decide on it by `dims`, unroll the loop, "
-                f"or {leave_out('the parameters that enter it')}"
+                f"or {exclusion_hint('the parameters that enter it')}"
             )
+
+
+_SUM_SCAN_KEY = "onnxtrain.summed"
+
+
+def mark_sum_scan(node: ir.Node) -> None:
+    """Say that a Scan carries one number, of shape [1], to which each step adds, and no more."""
+    node.meta[_SUM_SCAN_KEY] = True
+
+
+def is_sum_scan(node: ir.Node) -> bool:
+    """Return whether a Scan does no more than add up."""
+    return bool(node.meta.get(_SUM_SCAN_KEY))
+
+
+def sum_scan(
+    op: OpBuilder, dy: ir.Value, node: ir.Node, wanted: Sequence[bool]
+) -> tuple[OptionalValue, ...]:
+    """``dx = dy * (gradient of the sum)``; the loop gives the sum and its gradient at once."""
+    start, *scans = [x for x in node.inputs if x is not None]
+    outer = captured(node)
+    slices = [i for i, x in enumerate(scans) if wanted[1 + i] and S.is_float(x)]
+    weights = [
+        x for x, w in zip(outer, wanted[len(node.inputs) :], strict=True) if w and S.is_float(x)
+    ]
+    front = op.before(node)
+    old = node.attributes["body"].as_graph()
+    step = front.body([start, *weights, *old.inputs[1:]])
+    total, *rest = step.graph.inputs
+    sums, parts = rest[: len(weights)], rest[len(weights) :]
+    (new,) = copy_nodes(step, old, dict(zip(old.inputs, [total, *parts], strict=True)))
+    wrt = [*(parts[i] for i in slices), *weights]
+    swept = as_body_outputs(
+        step, differentiate_body(step, [new], [step.const([1.0], new.dtype)], wrt), wrt
+    )
+    gradients, of_weights = swept[: len(slices)], swept[len(slices) :]
+    added = [accumulate(step, a, b) for a, b in zip(sums, of_weights, strict=True)]
+    step.graph.outputs.extend([new, *added, *gradients])
+    results = front.Scan(
+        *(start, *(front.zeros_like(x) for x in weights), *scans),
+        body=step.graph,
+        num_scan_inputs=len(scans),
+        _outputs=1 + len(weights) + len(slices),
+    )
+    loss, *unscaled = results if isinstance(results, tuple) else (results,)
+    loss.type, loss.shape = node.outputs[0].type, node.outputs[0].shape
+    node.outputs[0].replace_all_uses_with(loss)
+    scaled = [op.Mul(g, dy) for g in unscaled]
+    by_weight = {x: with_shape_of(g, x) for x, g in zip(weights, scaled, strict=False)}
+    by_slice = dict(zip(slices, scaled[len(weights) :], strict=True))
+    of_scans = [
+        with_shape_of(by_slice[i], x) if i in by_slice else None for i, x in enumerate(scans)
+    ]
+    return None if not wanted[0] else dy, *of_scans, *(by_weight.get(x) for x in outer)
+
+
+_EXPENSIVE_OPS = frozenset(
+    {
+        *("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Sigmoid", "Tanh", "Erf", "Exp"),
+        *("Log", "Softmax", "LogSoftmax", "Softplus", "Gelu", "Pow", "LayerNormalization"),
+    }
+)
+_SAVED = "onnxtrain.saved"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A Scan node: its inputs and outputs by kind, and which gradients there are or must be."""
+
+    body: ir.Graph
+    inputs: Sequence[ir.Value]
+    n: int
+    """How many states are carried; they come first among inputs and outputs."""
+    outer: list[ir.Value]
+    """What the body captures."""
+    axes_in: list[int]
+    turns_in: list[int]
+    axes_out: list[int]
+    turns_out: list[int]
+    floats: list[int]
+    """The states that have a gradient."""
+    wanted_scans: list[int]
+    wanted_outer: list[ir.Value]
+    given: list[int]
+    """The scan outputs whose gradients are not zero, counted among all outputs."""
+
+    @property
+    def scans(self) -> Sequence[ir.Value]:
+        return self.inputs[self.n :]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The backward body, and what its inputs and outputs are."""
+
+    op: OpBuilder
+    mapping: dict[ir.Value, ir.Value]
+    """Values of the forward body -> their copies."""
+    states: list[ir.Value]
+    totals: dict[ir.Value, ir.Value]
+    """Captured values -> the sum of their gradients so far."""
+    products: dict[ir.Value, list[tuple[ir.Value, int]]]
+    """Captured values -> the factors of their gradients, which are multiplied after the loop."""
+    factors: list[ir.Value]
+    """Those of the factors that have to leave the loop."""
+
+
+@vjp_multi("Scan")
+def scan(op, dys, *inputs, node, wanted):
+    """A Scan over the steps in reverse, which carries the gradients of the states."""
+    reject_randomness(node)
+    if is_sum_scan(node):
+        return sum_scan(op, dys[0], node, wanted)
+    parts = _read(node, inputs, dys, wanted)
+    n, body = parts.n, parts.body
+    d_states = [dys[i] if dys[i] is not None else op.zeros_like(inputs[i]) for i in parts.floats]
+    step = _backward_step(op, parts, d_states)
+    kept = _values_to_save(step.op.graph, step.mapping)
+    saved = _save(op, node, body, n, [*body.inputs[:n], *kept])
+    for copy in kept.values():
+        entry = ir.Value(name=op.names.fresh(f"{op.prefix}kept"), type=copy.type, shape=copy.shape)
+        copy.replace_all_uses_with(entry)
+        step.op.graph.inputs.append(entry)
+    carried = [*d_states, *(op.zeros_like(x) for x in step.totals)]
+    fed = [*saved[:n], *parts.scans, *(dys[i] for i in parts.given), *saved[n:]]
+    results = _backward_scan(op, parts, step, carried, fed)
+    return _gradients(op, parts, step, results, saved, saved[0] if n else fed[0])
+
+
+def _read(
+    node: ir.Node, inputs: Sequence[ir.Value], dys: Sequence[OptionalValue], wanted: Sequence[bool]
+) -> _Parts:
+    body = node.attributes["body"].as_graph()
+    n = len(inputs) - node.attributes["num_scan_inputs"].as_int()
+    scans, outer = inputs[n:], captured(node)
+    n_out = len(body.outputs) - n
+    return _Parts(
+        body,
+        inputs,
+        n,
+        outer,
+        axes_in=_ints(node, "scan_input_axes", len(scans)),
+        turns_in=_ints(node, "scan_input_directions", len(scans)),
+        axes_out=_ints(node, "scan_output_axes", n_out)[: len(node.outputs) - n],
+        turns_out=_ints(node, "scan_output_directions", n_out)[: len(node.outputs) - n],
+        floats=[i for i in range(n) if S.is_float(inputs[i])],
+        wanted_scans=[i for i, x in enumerate(scans) if S.is_float(x) and wanted[n + i]],
+        wanted_outer=[
+            x for x, w in zip(outer, wanted[len(inputs) :], strict=True) if w and S.is_float(x)
+        ],
+        given=[i for i in range(n, len(dys)) if dys[i] is not None],
+    )
+
+
+def _backward_step(op: OpBuilder, parts: _Parts, d_states: Sequence[ir.Value]) -> _Step:
+    """Return the body of the backward Scan: the forward step again, then its reverse sweep."""
+    body, floats, wanted_outer = parts.body, parts.floats, parts.wanted_outer
+    step = op.body(
+        [*d_states, *wanted_outer, *body.inputs, *(body.outputs[i] for i in parts.given)]
+    )
+    ins = iter(list(step.graph.inputs))
+    d_now = [next(ins) for _ in floats]
+    totals = {x: next(ins) for x in wanted_outer}
+    states = [next(ins) for _ in range(parts.n)]
+    slices = [next(ins) for _ in parts.scans]
+    d_outputs: list[OptionalValue] = [None] * len(body.outputs)
+    for i, d in (*zip(floats, d_now, strict=True), *zip(parts.given, ins, strict=True)):
+        d_outputs[i] = d
+    mapping = dict(zip(body.inputs, [*states, *slices], strict=True))
+    outputs = copy_nodes(step, body, mapping)
+    wrt = [*(states[i] for i in floats), *(slices[i] for i in parts.wanted_scans)]
+    swept = differentiate_body(step, outputs, d_outputs, [*wrt, *wanted_outer])
+    of_outer = dict(zip(wanted_outer, swept[len(wrt) :], strict=True))
+    grads = as_body_outputs(step, swept[: len(wrt)], wrt)
+
+    products = {x: p for x, g in of_outer.items() if (p := _factors(g)) is not None}
+    for x in products:
+        step.graph.inputs.remove(totals.pop(x))
+    news = as_body_outputs(step, [of_outer[x] for x in totals], list(totals))
+    sums = [accumulate(step, old, new) for old, new in zip(totals.values(), news, strict=True)]
+    # What entered the step is there for all steps already.
+    factors = list(dict.fromkeys(v for p in products.values() for v, _ in p if v not in states))
+    step.graph.outputs.extend(
+        [*grads[: len(floats)], *sums, *grads[len(floats) :], *map(step.Identity, factors)]
+    )
+    return _Step(step, mapping, states, totals, products, factors)
+
+
+def _backward_scan(
+    op: OpBuilder,
+    parts: _Parts,
+    step: _Step,
+    carried: Sequence[ir.Value],
+    fed: Sequence[ir.Value],
+) -> Iterator[ir.Value]:
+    """Yield the outputs of the Scan whose body is the backward step."""
+    n, turns_in = parts.n, parts.turns_in
+    given = [i - n for i in parts.given]
+    kept = len(fed) - n - len(parts.scans) - len(given)
+    factors = len(step.factors)
+    outputs = op.Scan(
+        *carried,
+        *fed,
+        body=step.op.graph,
+        num_scan_inputs=len(fed),
+        scan_input_axes=[
+            *[0] * n,
+            *parts.axes_in,
+            *(parts.axes_out[i] for i in given),
+            *[0] * kept,
+        ],
+        scan_input_directions=[
+            *[1] * n,
+            *(1 - t for t in turns_in),
+            *(1 - parts.turns_out[i] for i in given),
+            *[1] * kept,
+        ],
+        # The factors' first step comes first, as in what was saved.
+        scan_output_axes=[*(parts.axes_in[i] for i in parts.wanted_scans), *[0] * factors] or None,
+        scan_output_directions=[*(1 - turns_in[i] for i in parts.wanted_scans), *[1] * factors]
+        or None,
+        _outputs=len(carried) + len(parts.wanted_scans) + factors,
+    )
+    return iter(outputs if isinstance(outputs, tuple) else [outputs])
+
+
+def _gradients(
+    op: OpBuilder,
+    parts: _Parts,
+    step: _Step,
+    results: Iterator[ir.Value],
+    saved: Sequence[ir.Value],
+    all_steps: ir.Value,
+) -> tuple[OptionalValue, ...]:
+    """Return the gradients of the inputs, then of the captured values.
+
+    ``all_steps`` is a value whose first axis counts the steps.
+    """
+    inputs, n = parts.inputs, parts.n
+    gradients: list[OptionalValue] = [None] * len(inputs)
+    for i in parts.floats:
+        gradients[i] = with_shape_of(next(results), inputs[i])
+    by_value: dict[ir.Value, OptionalValue] = {
+        x: with_shape_of(next(results), x) for x in step.totals
+    }
+    for i in parts.wanted_scans:
+        gradients[n + i] = with_shape_of(next(results), inputs[n + i])
+    stacks = {v: _stack(next(results), v, all_steps) for v in step.factors}
+    stacks |= dict(zip(step.states, saved, strict=False))
+    for x, (a, b) in step.products.items():
+        rows = [op.Reshape(stacks[v], [-1, columns]) for v, columns in (a, b)]
+        by_value[x] = with_shape_of(op.Gemm(*rows, transA=1), x)
+    return *gradients, *(by_value.get(x) for x in parts.outer)
+
+
+def _factors(g: OptionalValue) -> list[tuple[ir.Value, int]] | None:
+    """Return ``a`` and ``b``, each with its columns, where a gradient is ``a^T b``."""
+    made = None if g is None else g.producer()
+    if made is None or made.op_type != "Gemm" or len(made.inputs) != 2:
+        return None
+    if {k: a.value for k, a in made.attributes.items()} != {"transA": 1}:
+        return None
+    factors = []
+    for v in made.inputs:
+        dims = None if v is None else S.dims_of(v)
+        if v is None or dims is None or not isinstance(dims[1], int) or v.graph is not made.graph:
+            return None
+        factors.append((v, dims[1]))
+    return factors
+
+
+def _values_to_save(graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Return costly values that outputs of a backward body need: the forward's, and its copy."""
+    copies = {copy: value for value, copy in mapping.items()}
+    needed = set(graph.outputs)
+    costly: dict[ir.Value, ir.Value] = {}
+    for node in reversed(graph):
+        if not needed.intersection(node.outputs):
+            continue
+        y = node.outputs[0]
+        if y in copies and node.op_type in _EXPENSIVE_OPS and len(node.outputs) == 1:
+            costly[copies[y]] = y
+            continue
+        needed.update(x for x in (*node.inputs, *captured(node)) if x is not None)
+    return dict(reversed(costly.items()))
+
+
+def _stack(stack: ir.Value, one: ir.Value, like: ir.Value) -> ir.Value:
+    dims, length = S.dims_of(one), S.dims_of(like)
+    stack.type = one.type
+    S.set_dims(stack, None if dims is None or length is None else [length[0], *dims])
+    return stack
+
+
+def _save(
+    op: OpBuilder, node: ir.Node, body: ir.Graph, n: int, values: Sequence[ir.Value]
+) -> list[ir.Value]:
+    """Add values of a Scan's body, for all steps, to its scan outputs; return those."""
+    saved: dict[ir.Value, ir.Value] = node.meta.setdefault(_SAVED, {})
+    fresh = [v for v in values if v not in saved]
+    if len(node.outputs) < len(body.outputs):  # trailing outputs were omitted
+        node.resize_outputs(len(body.outputs))
+    first = len(body.outputs)
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if name in node.attributes:
+            kept = [*node.attributes[name].as_ints(), *[0] * len(fresh)]
+            node.attributes[name] = ir.AttrInt64s(name, kept[: first - n + len(fresh)])
+    append_identities(op, body, fresh)
+    node.resize_outputs(first + len(fresh))
+    length = _length(node, n)
+    for i, value in enumerate(fresh):
+        out = node.outputs[first + i]
+        out.name = op.names.fresh(f"{node.outputs[0].name}.{value.name}")
+        state = node.inputs[body.inputs.index(value)] if value in body.inputs else None
+        out.type = value.type or (None if state is None else state.type)
+        dims = S.dims_of(value if state is None else state)
+        S.set_dims(out, None if dims is None else [length, *dims])
+        saved[value] = out
+    name_outputs(op, node)
+    return [saved[v] for v in values]
+
+
+def _length(node: ir.Node, n: int) -> D.Dim:
+    axes = _ints(node, "scan_input_axes", len(node.inputs) - n)
+    first = node.inputs[n]
+    dims = None if first is None else S.dims_of(first)
+    return None if dims is None else dims[axes[0]]
+
+
+def _ints(node: ir.Node, name: str, n: int) -> list[int]:
+    attribute = node.attributes.get(name)
+    return [0] * n if attribute is None else list(attribute.as_ints())
+
+
+@vjp("SequenceConstruct")
+def sequence_construct(op, dy, *xs):
+    """Take the gradient of each element."""
+    return tuple(op.SequenceAt(dy, i) for i in range(len(xs)))
+
+
+@vjp("SequenceAt")
+def sequence_at(op, dy, input_sequence, position):
+    """Zeros for every element but one."""
+    at = _from_front(op, input_sequence, position)
+    others = op.SequenceErase(op.zeros_like(input_sequence), at)
+    return op.SequenceInsert(others, dy, at)
+
+
+@vjp("SequenceInsert")
+def sequence_insert(op, dy, input_sequence, tensor, position=None):
+    """Take the gradient of the new element out again."""
+    if position is None:
+        return op.SequenceErase(dy), op.SequenceAt(dy, -1)
+    at = _from_front(op, input_sequence, position)
+    return op.SequenceErase(dy, at), op.SequenceAt(dy, at)
+
+
+@vjp("SequenceErase")
+def sequence_erase(op, dy, input_sequence, position=None):
+    """Zeros for the element that was dropped."""
+    dropped = op.SequenceAt(input_sequence, -1 if position is None else position)
+    at = None if position is None else _from_front(op, input_sequence, position)
+    return op.SequenceInsert(dy, op.zeros_like(dropped), at)
+
+
+@vjp("SplitToSequence")
+def split_to_sequence(op, dy, x, split=None, *, axis, keepdims):
+    """Join the pieces."""
+    stacked = split is None and not keepdims
+    return op.ConcatFromSequence(dy, axis=axis, new_axis=1 if stacked else 0)
+
+
+@vjp("ConcatFromSequence")
+def concat_from_sequence(op, dy, input_sequence, *, axis, new_axis):
+    """Cut the gradient where the elements met."""
+    if new_axis:
+        return op.SplitToSequence(dy, axis=axis, keepdims=0)
+    end = None if axis == -1 else axis + 1
+    sizes = op.map_sequences(lambda body, x: body.Shape(x, start=axis, end=end), input_sequence)
+    return op.SplitToSequence(dy, op.ConcatFromSequence(sizes, axis=0), axis=axis)
+
+
+@vjp_multi("SequenceMap")
+def sequence_map(op, dys, input_sequence, *additional_inputs, node):
+    """A map of the body's reverse sweep; for what every step reads, the sum over the steps."""
+    inputs, outer = (input_sequence, *additional_inputs), captured(node)
+    inner = node.attributes["body"].as_graph()
+    given = [i for i, dy in enumerate(dys) if dy is not None]
+    step = op.body([*inner.inputs, *(inner.outputs[i] for i in given)])
+    own, cotangents = step.graph.inputs[: len(inputs)], step.graph.inputs[len(inputs) :]
+    outputs = copy_nodes(step, inner, dict(zip(inner.inputs, own, strict=True)))
+    wanted = [x for x in (*own, *outer) if carries_gradient(x)]
+    grads = differentiate(
+        step, dict(zip((outputs[i] for i in given), cotangents, strict=True)), wanted
+    )
+    sources = dict(zip((*own, *outer), (*inputs, *outer), strict=True))
+    for x in wanted:
+        grad = grads[x]
+        made = step.Identity(step.zeros_like(x) if grad is None else grad)
+        made.shape = x.shape
+        step.graph.outputs.append(made)
+    step_grads = op.SequenceMap(
+        *inputs, *(dys[i] for i in given), body=step.graph, _outputs=len(wanted)
+    )
+    by_value = dict(zip(wanted, step_grads if len(wanted) > 1 else [step_grads], strict=True))
+    return tuple(_summed(op, by_value.get(x), sources[x]) for x in (*own, *outer))
+
+
+@vjp("Optional")
+def optional(op, dy, x=None):
+    """The gradient of the element."""
+    return dy
+
+
+@vjp("OptionalGetElement")
+def optional_get_element(op, dy, x):
+    """The gradient of the element."""
+    return dy
+
+
+def _summed(op, grads, x):
+    """Return the gradient of an input of SequenceMap from those of its steps."""
+    if grads is None or isinstance(x.type, ir.SequenceType):
+        return grads
+    # An empty sequence cannot be joined, so a zero goes in front.
+    some = op.SequenceInsert(grads, op.zeros_like(x))
+    total = op.ReduceSum(op.ConcatFromSequence(some, axis=0, new_axis=1), [0], keepdims=0)
+    total.shape = x.shape
+    return total
+
+
+def _from_front(op, sequence, position):
+    """Return a position of an existing element, or behind the last one, as a number from 0 on."""
+    known = op.constant(position)
+    if known is not None and int(known.reshape(-1)[0]) >= 0:
+        return position
+    at = op.cast(position, ir.DataType.INT64)
+    return op.Where(op.Less(at, 0), op.Add(at, op.SequenceLength(sequence)), at)

@@ -10,7 +10,7 @@ import math
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import elementwise, no_gradient, vjp, zero_gradient
+from onnxtrain.autodiff.rule_registry import elementwise, no_gradient, vjp, zero_gradient
 
 # Arguments that broadcast against each other.
 elementwise("Add", lambda op, dy, a, b: (dy, dy))

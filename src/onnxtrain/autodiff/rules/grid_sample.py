@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import Gradients, vjp
+from onnxtrain.autodiff.rule_registry import Gradients, vjp
 from onnxtrain.autodiff.rules.norm import working_dtype
 from onnxtrain.graph.builder import OpBuilder
 

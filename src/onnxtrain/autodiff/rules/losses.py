@@ -12,11 +12,18 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import vjp, vjp_multi
+from onnxtrain.autodiff.rule_registry import (
+    Choice,
+    Choices,
+    Variant,
+    Variants,
+    select_variant,
+    vjp,
+    vjp_multi,
+)
 from onnxtrain.autodiff.rules.reduce import divide
-from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.passes.expand_label_losses import label_weights
+from onnxtrain.optimize.cross_entropy import label_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +116,7 @@ def negative_log_likelihood_loss(op, dy, logp, labels, weights=None, *, y, ignor
 
 def _without_label(op, scores, p, at):
     """Return ``p - onehot(label)``."""
-    return chosen(op, None, WITHOUT_LABEL_FORMS, BY_LABEL)(op, scores, p, at)
+    return select_variant(op, None, WITHOUT_LABEL_VARIANTS, BY_LABEL)(op, scores, p, at)
 
 
 def _replaced(op, scores, p, at):
@@ -124,7 +131,7 @@ def _subtracted(op, scores, p, at):
 
 def _at_label(op, logp, at, value):
     """Return ``value * onehot(label)``."""
-    return chosen(op, None, AT_LABEL_FORMS, BY_LABEL)(op, logp, at, value)
+    return select_variant(op, None, AT_LABEL_VARIANTS, BY_LABEL)(op, logp, at, value)
 
 
 def _scattered(op, logp, at, value):
@@ -145,6 +152,9 @@ def _is_label(op, x, at):
     return op.Equal(at, op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
 
 
-WITHOUT_LABEL_FORMS: Forms[None] = {"scatter": Form(_replaced), "compare": Form(_subtracted)}
-AT_LABEL_FORMS: Forms[None] = {"scatter": Form(_scattered), "compare": Form(_selected)}
+WITHOUT_LABEL_VARIANTS: Variants[None] = {
+    "scatter": Variant(_replaced),
+    "compare": Variant(_subtracted),
+}
+AT_LABEL_VARIANTS: Variants[None] = {"scatter": Variant(_scattered), "compare": Variant(_selected)}
 BY_LABEL: Choices[None] = [Choice("compare", lacks="ScatterElements"), Choice("scatter")]

@@ -1,11 +1,13 @@
 """Operators through which no gradient flows, with the reason.
 
 Comparisons, logic and rounding are declared with the elementwise operators.
+
+Operators of onnxruntime's own domain through which nothing is differentiated, and why.
 """
 
 from __future__ import annotations
 
-from onnxtrain.autodiff.registry import no_gradient
+from onnxtrain.autodiff.rule_registry import no_gradient
 
 no_gradient("Shape", "Size", why="the result is a shape; it does not depend on the values")
 no_gradient("ArgMax", "ArgMin", "NonZero", "NonMaxSuppression", why="the result is indices")
@@ -47,3 +49,81 @@ for _op in ("LinearClassifier", "LinearRegressor", "Normalizer"):
 for _op in ("LabelEncoder", "OneHotEncoder", "CategoryMapper", "CastMap", "DictVectorizer"):
     no_gradient(f"ai.onnx.ml::{_op}", why="works on categories")
 no_gradient("ai.onnx.ml::ZipMap", why="the result is a map")
+
+
+def _none(*ops: str, why: str) -> None:
+    no_gradient(*(f"com.microsoft::{op}" for op in ops), why=why, refuse=True)
+
+
+_none(
+    *("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"),
+    why="it generates tokens one after the other, which are integers",
+)
+_none(
+    *("BifurcationDetector", "NGramRepeatBlock", "DynamicTimeWarping", "Unique", "Tokenizer"),
+    why="the result is indices, tokens or a choice of elements",
+)
+_none(
+    *("MurmurHash3", "NGramHashMapping", "VarlenNGramHashMapping"),
+    why="it hashes integers or strings",
+)
+_none(
+    *("PackedSparseAttentionIndexer", "SparseAttentionIndexer"),
+    why="the result is indices of keys",
+)
+_none("EPContext", "Snpe", why="its body is a binary for one device")
+_none(
+    *("QuantizeBFP", "DequantizeBFP", "QuantizeWithOrder", "DequantizeWithOrder"),
+    why="the layout of its integers belongs to one device",
+)
+_none(
+    *("QOrderedAttention", "QOrderedGelu", "QOrderedLayerNormalization"),
+    *("QOrderedLongformerAttention", "QOrderedMatMul"),
+    why="the layout of its integers belongs to one device",
+)
+_none(
+    *("MatMulInteger16", "MulInteger", "ReduceSumInteger"),
+    why="works on integers; it stays as it is where nothing is trained in front of it",
+)
+_none(
+    *("DynamicQuantizeLSTM", "QAttention", "QEmbedLayerNormalization", "QLinearReduceMean"),
+    why="works on integers; it stays as it is where nothing is trained in front of it",
+)
+_none(
+    *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "QGemm", "QLinearAdd"),
+    *("QLinearAveragePool", "QLinearConcat", "QLinearConv", "QLinearGlobalAveragePool"),
+    *("QLinearLeakyRelu", "QLinearMul", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere"),
+    why="it rounds to integers",
+)
+_none(
+    *("GemmFloat8", "MatMulBlockQuantizedFp4Weight", "MatMulBlockQuantizedFp8Weight"),
+    why="8 or 4 bit floats, whose products have kernels on one device only",
+)
+_none("MatMulFpQ4", why="its weights are a blob in a packing that the file does not describe")
+_none(
+    *("PagedAttention", "SparsePagedAttention"),
+    why="keys and values lie in pages of a buffer that it writes to, and no kernel for a CPU tells "
+    "what it means; use GroupQueryAttention",
+)
+_none(
+    *("DynamicSparseAttention", "LongformerAttention"),
+    why="which keys a query sees is an input, and no kernel for a CPU tells what it means; use "
+    "GroupQueryAttention with a bias",
+)
+_none(
+    *("GatedDeltaNet", "VarlenCausalConvWithState"),
+    why="sequences may lie one behind the other, and no kernel for a CPU tells what it means; use "
+    "LinearAttention or CausalConvWithState, which have a batch axis",
+)
+_none("SparseToDenseMatMul", why="its first operand is a sparse tensor")
+_none("AttnLSTM", why="no optimizer or exporter writes it any more; use LSTM")
+_none(
+    "DecoderAttention",
+    why="inputs decide at run time what it computes, and no kernel for a CPU tells it; use "
+    "MultiHeadAttention",
+)
+_none(
+    "MaxpoolWithMask",
+    why="for internal use of the runtime, which does not define it: its kernel leaves a row of a "
+    "window at the first masked element, and reads the masks of other channels beside their place",
+)

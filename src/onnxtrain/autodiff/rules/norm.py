@@ -3,24 +3,177 @@
 They share one formula. With ``xh = (x - mean) * r``, ``r = 1 / sqrt(var + eps)`` and ``g`` the
 gradient of ``xh``: ``dx = r * (g - mean(g) - xh * mean(g * xh))``, means over the normalised axes.
 Half precision is computed in float32, as the operators' ``stash_type`` asks for.
+
+Rows that are normalised, on GPUs: lines and products with a column instead of plain passes.
+
+There each operator is a pass over memory. A line whose numbers differ by row, ``(x - a) * b``, is
+one pass of the operator for given statistics, with rows as its channels. Means over rows that are
+weighted are products with a column. What the gradient ``r * (g - mean(g) - xh * mean(g * xh))``
+consists of is then two lines and a sum, and a sum takes whatever else is added to it.
+
+The gradient of a group normalisation whose images are normalised each on its own.
+
+Local response normalisation across channels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import Gradient, Gradients, vjp, vjp_multi
-from onnxtrain.autodiff.rules.group_norm_rows import gradients_by_rows
-from onnxtrain.autodiff.rules.norm_rows import Rows, are_long, row_line, slope_by_lines
-from onnxtrain.autodiff.variants import Choice, Choices, Form, Forms, chosen
+from onnxtrain import thresholds as T
+from onnxtrain.autodiff.rule_registry import (
+    Choice,
+    Choices,
+    Gradient,
+    Gradients,
+    Variant,
+    Variants,
+    select_variant,
+    vjp,
+    vjp_multi,
+)
+from onnxtrain.expand.group_norm import (
+    RowAffine,
+    apply_row_affine,
+    can_normalize_groups,
+    normalize_groups,
+    sizes_of,
+)
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.composed.normalised_groups import can_be_normalised
 from onnxtrain.graph.shapes import dims as D
+
+_MOST_ROWS = (1 << 16) - 1
+"""What kernels are known to take as channels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the gradient of normalised rows is made of."""
+
+    x: ir.Value
+    dy: ir.Value
+    product: ir.Value
+    """``dy * xh``."""
+    xh: ir.Value
+    r: ir.Value
+    scale: ir.Value | None
+    """``None`` stands for 1."""
+    axes: list[int]
+
+    @property
+    def last_axis(self) -> bool:
+        """Whether there is a scale along the last axis, the one that means go over."""
+        if self.scale is None or len(self.axes) != 1:  # a constant would be packed in each step
+            return False
+        return self._fits_scale
+
+    @property
+    def _fits_scale(self) -> bool:
+        dims = (S.dims_of(self.x) or ())[self.axes[0] :]
+        return self.scale is None or S.dims_of(self.scale) == dims != (None,)
+
+    @property
+    def long(self) -> bool:
+        """Whether kernels of normalisation pay, and a scale is one number for each column."""
+        return are_long(self.x, self.axes) and self._fits_scale
+
+
+def matrix_of(x: ir.Value, axes: list[int]) -> tuple[int, int] | None:
+    """Return how many rows there are and how long they are, if that is known."""
+    sizes = D.static_sizes(S.dims_of(x) or (None,))
+    if not sizes:
+        return None
+    return math.prod(sizes[: axes[0]]), math.prod(sizes[axes[0] :])
+
+
+def are_long(x: ir.Value, axes: list[int]) -> bool:
+    """Return whether rows of float32 are long enough for kernels of normalisation."""
+    rows, length = matrix_of(x, axes) or (0, 0)
+    fits = x.dtype == ir.DataType.FLOAT and 0 < rows <= _MOST_ROWS
+    return fits and length >= T.NORM_KERNEL_POSITIONS
+
+
+def row_affine(op: OpBuilder, x: ir.Value, a: ir.Value, b: ir.Value, axes: list[int]) -> ir.Value:
+    """Return ``(x - a) * b``, with one ``a`` and one ``b`` for each row."""
+    rows, length = matrix_of(x, axes) or (0, 0)
+    zero = op.full([rows], 0.0, ir.DataType.FLOAT)
+    a, b = (op.Reshape(v, [rows]) for v in (a, b))
+    flat = op.Reshape(x, [1, rows, length])
+    line = op.BatchNormalization(flat, b, zero, a, zero, epsilon=1.0)  # zero + 1 is the variance
+    return op.reshape_like(line, x)
+
+
+def input_grad_by_row_affine(op: OpBuilder, v: Rows) -> ir.Value:
+    """Return the gradient of ``x``; the second mean has a minus from the product that makes it."""
+    rows, length = matrix_of(v.x, v.axes) or (0, 0)
+    column = op.const(np.ones((length, 1)), v.dy.dtype)
+    if v.scale is not None:
+        column = op.Reshape(v.scale, [length, 1])
+
+    def matrix(x: ir.Value) -> ir.Value:
+        return op.Reshape(x, [rows, length])
+
+    shift = op.Gemm(matrix(v.dy), column, alpha=1.0 / length)
+    tilt = op.Gemm(matrix(v.product), column, alpha=-1.0 / length)
+    g = v.dy if v.scale is None else op.Mul(v.dy, v.scale)
+    slanted = op.Mul(matrix(v.xh), op.Mul(tilt, op.Reshape(v.r, [rows, 1])))
+    return op.Add(row_affine(op, g, shift, v.r, v.axes), op.reshape_like(slanted, v.x))
+
+
+_FLOAT = ir.DataType.FLOAT
+
+
+def gradients_by_rows(
+    op: OpBuilder, dy: ir.Value, x: ir.Value, scale: ir.Value, groups: int, epsilon: float
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the gradients of ``x``, scale and shift.
+
+    With ``xh = y * gain + level`` of ``normalised_groups``, ``n`` elements in a group, and sums
+    over the positions of an image ``s1 = sum(dy)`` and ``s2 = sum(dy * xh) = gain * sum(dy * y) +
+    level * s1``: ``dx = k * dy - (mean(k * dy) + xh * mean(k * dy * xh))`` with ``k = scale * r``,
+    where the means are sums of ``k * s1 / n`` and ``k * s2 / n`` over a group. So ``dy`` has a
+    factor and ``y`` a line per row, numbers that are rounded once, at the end.
+    """
+    channels, positions = sizes_of(op, x)
+    width = channels // groups
+    parts = normalize_groups(op, x, groups, epsilon)
+    dy = op.Reshape(dy, [0, channels, positions])
+    s1, s2 = (
+        op.Reshape(_image_sums(op, v, positions), [0, groups, width])
+        for v in (dy, op.Mul(dy, parts.y))
+    )
+    if parts.gain is not None:
+        s2 = op.Add(op.Mul(s2, parts.gain), op.Mul(parts.level, s1))
+    dscale, dbias = (op.Reshape(op.ReduceSum(v, [0], keepdims=0), [-1]) for v in (s2, s1))
+    scale = op.Reshape(op.cast(scale, _FLOAT), [groups, width])
+    factor = op.cast(op.Mul(parts.r, scale), dy.dtype)
+    # Means of what is multiplied by the rounded factor: what is subtracted makes up for it.
+    weight = op.Mul(op.cast(factor, _FLOAT), 1.0 / positions)
+    shift, tilt = (op.ReduceMean(op.Mul(v, weight), [2], keepdims=1) for v in (s1, s2))
+    if parts.gain is None:
+        ones = op.const(np.ones((1, 1, width)), _FLOAT)
+        numbers = op.Mul(tilt, ones), op.Mul(shift, ones)
+    else:
+        numbers = op.Mul(parts.gain, tilt), op.Add(shift, op.Mul(parts.level, tilt))
+    line = apply_row_affine(
+        op, parts.y, RowAffine(*(op.Reshape(v, [0, channels, 1]) for v in numbers))
+    )
+    scaled = op.Mul(op.Reshape(dy, [-1, positions]), op.Reshape(factor, [-1, 1]))
+    dx = op.Sub(scaled, op.Reshape(line, [-1, positions]))
+    return op.reshape_like(dx, x), dscale, dbias
+
+
+def _image_sums(op: OpBuilder, x: ir.Value, positions: int) -> ir.Value:
+    """Return float32 sums over positions, ``[batch, channels, 1]``, as a product with ones."""
+    ones = op.const(np.ones((positions, 1)), x.dtype)
+    return op.cast(op.MatMul(x, ones), _FLOAT)
+
 
 _HALF = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
@@ -59,7 +212,7 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
     dtype = working_dtype(x)
     xw = op.cast(x, dtype)
     plain = bias is None and dtype == x.dtype and _is_one(op, scale)
-    xh, r = _normalised(op, xw, axes, epsilon, node, y if plain else None)
+    xh, r = _normalized(op, xw, axes, epsilon, node, y if plain else None)
     dx = dscale = dbias = None
     if dy is not None:
         dyw = op.cast(dy, dtype)
@@ -68,7 +221,7 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
         dbias = None if bias is None else op.cast(op.sum_to(dyw, op.cast(bias, dtype)), bias.dtype)
         scale_w = None if plain else op.cast(scale, dtype)
         rows = Rows(xw, dyw, product, xh, r, scale_w, axes)
-        dx = chosen(op, rows, SLOPE_FORMS, SLOPE_CHOICES)(op, rows)
+        dx = select_variant(op, rows, INPUT_GRAD_VARIANTS, INPUT_GRAD_CHOICES)(op, rows)
     extra = None
     if dmean is not None:
         extra = op.expand_like(op.cast(dmean, dtype), xw)
@@ -81,7 +234,7 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
     return None if dx is None else op.cast(dx, x.dtype), dscale, dbias
 
 
-def _normalised(
+def _normalized(
     op: OpBuilder, x: ir.Value, axes: list[int], epsilon: float, node: ir.Node, y: Gradient
 ) -> tuple[ir.Value, ir.Value]:
     """Return ``xh`` and ``r``, from the node's own outputs where these are float32.
@@ -92,8 +245,8 @@ def _normalised(
         mean, r = op.extra_output(node, 1), op.extra_output(node, 2)
         xh = y
         if xh is None:
-            given = _Given(x, mean, r, axes, epsilon)
-            xh = chosen(op, given, AGAIN_FORMS, AGAIN_CHOICES)(op, given)
+            given = _RowStatistics(x, mean, r, axes, epsilon)
+            xh = select_variant(op, given, RENORMALIZE_VARIANTS, RENORMALIZE_CHOICES)(op, given)
         return xh, r
     centered = center(op, x, axes)
     r = inverse_std(op, centered, axes, epsilon)
@@ -101,7 +254,7 @@ def _normalised(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Given:
+class _RowStatistics:
     """Rows and their statistics."""
 
     x: ir.Value
@@ -113,41 +266,41 @@ class _Given:
     @property
     def sizes(self) -> list[int] | None:
         """The sizes of the axes that are normalised over, if they are known."""
-        return D.numbers((S.dims_of(self.x) or (None,))[self.axes[0] :])
+        return D.static_sizes((S.dims_of(self.x) or (None,))[self.axes[0] :])
 
 
-def _by_operator(op: OpBuilder, v: _Given) -> ir.Value:
+def _by_operator(op: OpBuilder, v: _RowStatistics) -> ir.Value:
     """One pass, by the operator itself, without a scale."""
     ones = op.const(np.ones(v.sizes or ()), v.x.dtype)
     return op.LayerNormalization(v.x, ones, axis=v.axes[0], epsilon=v.epsilon)
 
 
-AGAIN_FORMS: Forms[_Given] = {
-    "statistics": Form(lambda op, v: op.Mul(op.Sub(v.x, v.mean), v.r)),
-    "operator": Form(_by_operator, lambda v: bool(v.sizes)),
-    "line": Form(
-        lambda op, v: row_line(op, v.x, v.mean, v.r, v.axes), lambda v: are_long(v.x, v.axes)
+RENORMALIZE_VARIANTS: Variants[_RowStatistics] = {
+    "statistics": Variant(lambda op, v: op.Mul(op.Sub(v.x, v.mean), v.r)),
+    "operator": Variant(_by_operator, lambda v: bool(v.sizes)),
+    "line": Variant(
+        lambda op, v: row_affine(op, v.x, v.mean, v.r, v.axes), lambda v: are_long(v.x, v.axes)
     ),
 }
-AGAIN_CHOICES: Choices[_Given] = [
-    Choice("line", prefers="line-in-one-pass"),
-    Choice("operator", prefers="line-in-one-pass"),
+RENORMALIZE_CHOICES: Choices[_RowStatistics] = [
+    Choice("line", prefers="fused-row-affine"),
+    Choice("operator", prefers="fused-row-affine"),
     Choice("statistics"),
 ]
 
 
-def _slope_by_passes(op: OpBuilder, rows: Rows) -> ir.Value:
+def _input_grad_elementwise(op: OpBuilder, rows: Rows) -> ir.Value:
     g = _scaled(op, rows.dy, rows.scale)
-    shift, tilt = chosen(op, rows, MEANS_FORMS, MEANS_CHOICES)(op, rows, g)
+    shift, tilt = select_variant(op, rows, MEANS_VARIANTS, MEANS_CHOICES)(op, rows, g)
     return op.Mul(op.Sub(op.Sub(g, shift), op.Mul(rows.xh, tilt)), rows.r)
 
 
-SLOPE_FORMS: Forms[Rows] = {
-    "passes": Form(_slope_by_passes),
-    "lines": Form(slope_by_lines, lambda rows: rows.long),
+INPUT_GRAD_VARIANTS: Variants[Rows] = {
+    "passes": Variant(_input_grad_elementwise),
+    "lines": Variant(input_grad_by_row_affine, lambda rows: rows.long),
 }
-SLOPE_CHOICES: Choices[Rows] = [
-    Choice("lines", prefers="line-in-one-pass"),
+INPUT_GRAD_CHOICES: Choices[Rows] = [
+    Choice("lines", prefers="fused-row-affine"),
     Choice("passes"),
 ]
 
@@ -165,12 +318,12 @@ def _by_matmul(op: OpBuilder, rows: Rows, g: ir.Value) -> tuple[ir.Value, ir.Val
     return op.MatMul(rows.dy, column), op.MatMul(rows.product, column)
 
 
-MEANS_FORMS: Forms[Rows] = {
-    "sums": Form(_by_sums),
-    "matmul": Form(_by_matmul, lambda rows: rows.last_axis),
+MEANS_VARIANTS: Variants[Rows] = {
+    "sums": Variant(_by_sums),
+    "matmul": Variant(_by_matmul, lambda rows: rows.last_axis),
 }
 MEANS_CHOICES: Choices[Rows] = [  # not where products of float32 are rounded to TF32
-    Choice("matmul", prefers="means-by-matmul"),
+    Choice("matmul", prefers="means-as-matmul"),
     Choice("sums"),
 ]
 
@@ -186,7 +339,7 @@ def _stash(op: OpBuilder, node: ir.Node) -> ir.DataType:
 
 def _is_one(op: OpBuilder, scale: ir.Value) -> bool:
     """Return whether the scale is a constant of ours that changes nothing."""
-    array = op.constant(scale) if S.is_own_constant(scale) else None
+    array = op.constant(scale) if S.is_generated_constant(scale) else None
     return array is not None and bool((array == 1.0).all())
 
 
@@ -232,7 +385,7 @@ def instance_normalization(op, dy, x, scale, bias, *, epsilon):
 @vjp("GroupNormalization")
 def group_normalization(op, dy, x, scale, bias, *, num_groups, epsilon):
     """The common formula over the channels and positions of a group; one scale per channel."""
-    form = chosen(op, (x, num_groups), GROUP_FORMS, GROUP_CHOICES)
+    form = select_variant(op, (x, num_groups), GROUP_VARIANTS, GROUP_CHOICES)
     dx, dscale, dbias = form(op, dy, x, scale, num_groups, epsilon)
     return dx, op.cast(dscale, scale.dtype), op.cast(dbias, bias.dtype)
 
@@ -259,12 +412,12 @@ def _by_groups(
     return op.cast(op.reshape_like(dx, xw), x.dtype), dscale, dbias
 
 
-GROUP_FORMS: Forms[tuple[ir.Value, int]] = {
-    "groups": Form(_by_groups),
-    "rows": Form(gradients_by_rows, lambda v: can_be_normalised(*v)),
+GROUP_VARIANTS: Variants[tuple[ir.Value, int]] = {
+    "groups": Variant(_by_groups),
+    "rows": Variant(gradients_by_rows, lambda v: can_normalize_groups(*v)),
 }
 GROUP_CHOICES: Choices[tuple[ir.Value, int]] = [
-    Choice("rows", prefers="groups-by-layer-norm"),
+    Choice("rows", prefers="group-norm-via-layer-norm"),
     Choice("groups"),
 ]
 
@@ -305,3 +458,34 @@ def mean_variance_normalization(op, dy, x, *, y, axes) -> Gradients:
     inner = op.Sub(dyw, op.ReduceMean(dyw, axes, keepdims=1))
     inner = op.Sub(inner, op.Mul(yw, op.ReduceMean(op.Mul(dyw, yw), axes, keepdims=1)))
     return op.cast(op.Div(inner, std), x.dtype)
+
+
+@vjp("LRN")
+def lrn(op, dy, x, *, alpha, beta, bias, size):
+    """``dx = dy * d^-beta - 2 * alpha * beta * x * mean'(dy * x * d^(-beta - 1))``.
+
+    There ``d = bias + alpha * mean(x^2)``, a mean over a window of channels with zeros outside; the
+    window of ``mean'`` is the mirror image of it, which matters for an even size.
+    """
+    dtype = working_dtype(x)
+    xw, dyw = op.cast(x, dtype), op.cast(dy, dtype)
+    before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
+    # AveragePool divides by the window's size, as the definition does.
+    d = op.Add(op.Mul(_window_mean(op, op.Mul(xw, xw), before, after), alpha), bias)
+    power = op.Pow(d, -beta)
+    inner = op.Div(op.Mul(op.Mul(dyw, xw), power), d)
+    spread = _window_mean(op, inner, after, before)
+    dx = op.Sub(op.Mul(dyw, power), op.Mul(op.Mul(xw, spread), 2.0 * alpha * beta))
+    return op.cast(dx, x.dtype)
+
+
+def _window_mean(op: OpBuilder, x: ir.Value, before: int, after: int) -> ir.Value:
+    """Return the mean over channels ``c - before .. c + after``, with zeros outside."""
+    planes = op.Reshape(x, op.vector([0, 1, op.size(x, 1), -1]))  # 0 keeps the batch
+    pooled = op.AveragePool(
+        planes,
+        kernel_shape=[before + after + 1, 1],
+        pads=[before, 0, after, 0],
+        count_include_pad=1,
+    )
+    return op.reshape_like(pooled, x)

@@ -7,15 +7,45 @@ gradients in the unit of the integers::
     @onnxtrain.register_vjp("QuantizeLinear")
     def straight_through(op, dy, x, scale, zero_point=None):
         return op.Div(dy, scale)
+
+Products with weights of few bits, packed in blocks: they stay packed, forward and backward.
+
+The gradient of the input needs the weights as floats. They are unpacked where they are used: a row
+number that depends on the incoming gradient keeps the runtime from unpacking all layers at the
+start, for an operator that reads constants only is run as early as possible and its result kept.
+
+Quantisers trained straight through: as if they did not round.
+
+These rules hold for nodes that ``build(straight_through=True)`` marks. As everywhere, gradients of
+integers are in their unit: behind ``q = x / s + z`` comes ``dx = dq / s``. Outside the range of the
+integers nothing passes, for there the result does not move.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import no_gradient, vjp
-from onnxtrain.graph.builder import size_arithmetic as Z
+from onnxtrain.autodiff.rule_registry import (
+    KEEP_UNEXPANDED,
+    STRAIGHT_THROUGH_RULES,
+    Choice,
+    Choices,
+    Rule,
+    Variant,
+    Variants,
+    no_gradient,
+    select_variant,
+    vjp,
+)
+from onnxtrain.expand.packed_matmul import MIN_BLOCK_SIZE, PackedMatMul, unpack_zero_points
+from onnxtrain.graph import builder as Z
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder, runtime_zero
+from onnxtrain.graph.shapes.dims import Dim
 
 # DynamicQuantizeLinear has a body, which computes a scale and then uses QuantizeLinear.
 no_gradient("QuantizeLinear", why="it rounds to integers", refuse=True)
@@ -29,17 +59,17 @@ def dequantize_linear(op, dy, x, x_scale, x_zero_point=None, *, axis, block_size
 
     The gradient of x exists only on the way to a straight-through rule: ``dx = dy * scale``.
     """
-    form = form_of(op, x, x_scale, axis, block_size)
+    form = scale_layout(op, x, x_scale, axis, block_size)
     steps = op.DequantizeLinear(x, op.ones_like(x_scale), x_zero_point, **form)
     weighted = op.Mul(dy, op.cast(steps, dy.dtype))
     dscale = sum_to_scale(op, weighted, x_scale, axis, block_size, form)
     dx = None
     if wanted[0]:
-        dx = op.Mul(dy, op.cast(spread(op, x_scale, x, x.dtype, form), dy.dtype))
+        dx = op.Mul(dy, op.cast(broadcast_scale(op, x_scale, x, x.dtype, form), dy.dtype))
     return dx, op.cast(dscale, x_scale.dtype)
 
 
-def form_of(op, x, scale, axis: int, block_size: int) -> dict[str, int]:
+def scale_layout(op, x, scale, axis: int, block_size: int) -> dict[str, int]:
     """Return the attributes with which a scale has its present shape."""
     rank = op.rank(scale)
     axis = axis % op.rank(x) if op.rank(x) else 0
@@ -47,7 +77,7 @@ def form_of(op, x, scale, axis: int, block_size: int) -> dict[str, int]:
     return {} if rank == 0 or op.dims(scale) == (1,) else form
 
 
-def spread(op, scale, like, dtype: ir.DataType, form: dict[str, int]):
+def broadcast_scale(op, scale, like, dtype: ir.DataType, form: dict[str, int]):
     """Return a scale for every element of ``like``; ``dtype`` is that of the integers."""
     one = ir.tensor(np.ones(1, np.float32)).numpy().astype(dtype.numpy())
     ones = op.ConstantOfShape(op.shape_of(like), value=ir.Tensor(one, dtype=dtype))
@@ -78,3 +108,256 @@ def _sum_blocks(op, x, scale, axis: int, block: int):
     sizes = [op.size(x, a) for a in range(rank)]
     blocks = op.reshape(x, [*sizes[:axis], count, block, *sizes[axis + 1 :]])
     return op.ReduceSum(blocks, [axis + 1], keepdims=0)
+
+
+_BITS = (2, 4, 8)  # of a number that kernels unpack
+_BIAS = 5  # the place of MatMulNBits' bias
+
+
+def _keeps_matmul(node: ir.Node) -> bool:
+    """Return whether weights and zero points are constants in the form that rules read."""
+    attributes = S.attributes_of(node, 1)
+    inputs = [*node.inputs, None, None, None, None]
+    points, groups = inputs[3], inputs[4]
+    return (
+        S.constant_of(inputs[1]) is not None
+        and groups is None
+        and (points is None or (S.constant_of(points) is not None and _bytes(points)))
+        and attributes.get("bits", 4) in _BITS
+        and attributes.get("block_size", 0) >= MIN_BLOCK_SIZE
+        and attributes["block_size"].bit_count() == 1
+    )
+
+
+def _bytes(x: ir.Value) -> bool:
+    return x.dtype == ir.DataType.UINT8
+
+
+def _keeps_table(node: ir.Node) -> bool:
+    data = node.inputs[0]
+    attributes = S.attributes_of(node, 1)
+    return (
+        data is not None
+        and _bytes(data)
+        and attributes.get("gather_axis", 0) == 0
+        and len(S.dims_of(data) or ()) == 2
+    )
+
+
+KEEP_UNEXPANDED["com.microsoft::MatMulNBits"] = _keeps_matmul
+KEEP_UNEXPANDED["com.microsoft::GatherBlockQuantized"] = _keeps_table
+
+
+@vjp(
+    "com.microsoft::MatMulNBits",
+    constant_inputs={1: "the weights are integers", 3: "the zero points are integers"},
+)
+def matmul_n_bits(
+    op, dy, a, b, scales, points=None, groups=None, bias=None, *, K, N, block_size, bits=4, wanted
+):
+    """``y = a W^T + bias``, hence ``da = dy W`` and ``dscale = sum of a block(dy^T a (q - z))``."""
+    form = _BlockLayout(K, N, block_size, bits)
+    da = None
+    if wanted[0]:
+        parts = PackedMatMul(N, K, block_size, bits, scales.dtype)
+        product = select_variant(op, parts, INPUT_GRAD_VARIANTS, INPUT_GRAD_CHOICES)
+        da = product(op, dy, b, scales, points, parts)
+    dscales = None
+    if wanted[2]:
+        ones = op.ones_like(scales)
+        steps = _unpacked(op, b, ones, points, form, dy, whole=True)
+        rows = op.Reshape(a, [-1, K]) if op.rank(a) != 2 else a
+        dw = op.MatMul(op.mT(op.Reshape(dy, [-1, N]) if op.rank(dy) != 2 else dy), rows)
+        missing = form.blocks * block_size - K
+        if missing:
+            dw = op.Pad(dw, [0, 0, 0, missing])
+        each = op.Reshape(op.Mul(dw, steps), [N, form.blocks, block_size])
+        dscales = op.reshape_like(op.ReduceSum(each, [2], keepdims=0), scales)
+    dbias = None
+    if len(wanted) > _BIAS and wanted[_BIAS]:
+        dbias = op.sum_to(dy, bias)
+    return da, None, dscales, None, None, dbias
+
+
+def _by_rows(op, dy, b, scales, points, form: PackedMatMul):
+    whole = _BlockLayout(form.width, form.rows, form.block, form.bits)
+    return op.MatMul(dy, _unpacked(op, b, scales, points, whole, dy))
+
+
+def _by_parts(op, dy, b, scales, points, form: PackedMatMul):
+    weights = form.weights(op, b, scales, points, wait=dy)
+    return form.together(op, form.matmul_transposed_weight(op, dy, weights))
+
+
+INPUT_GRAD_VARIANTS: Variants[PackedMatMul] = {
+    "rows": Variant(_by_rows),
+    "parts": Variant(_by_parts, PackedMatMul.fits),
+}
+INPUT_GRAD_CHOICES: Choices[PackedMatMul] = [
+    Choice("parts", prefers="unpack-nbits-weights"),
+    Choice("rows"),
+]
+
+
+class _BlockLayout:
+    def __init__(self, k: int, n: int, block: int, bits: int) -> None:
+        self.k, self.n, self.block, self.bits = k, n, block, bits
+        self.blocks = -(-k // block)
+
+
+def _unpacked(
+    op: OpBuilder,
+    b: ir.Value,
+    scales: ir.Value,
+    points: ir.Value | None,
+    form: _BlockLayout,
+    dy: ir.Value,
+    *,
+    whole: bool = False,
+) -> ir.Value:
+    """Return the weights as floats, [N, K]; ``whole`` keeps what fills the last block up."""
+    n, blocks = form.n, form.blocks
+    # The operator compares the sizes of scales and zero points before it runs.
+    sizes = [n, blocks, 1]
+    view = op.Reshape(scales, sizes if points is not None else _unfolded(op, sizes))
+    inputs = [b, _rows_after(op, n, dy), view]
+    if points is not None:
+        inputs.append(op.const(unpack_zero_points(points, n, blocks, form.bits)[..., None]))
+    wide = emit_contrib(
+        op,
+        "GatherBlockQuantized",
+        inputs,
+        scales.dtype,
+        [n, blocks, form.block],
+        bits=form.bits,
+        block_size=form.block,
+        gather_axis=0,
+        quantize_axis=2,
+    )
+    weight = op.Reshape(wide, [n, blocks * form.block])
+    if not whole and blocks * form.block != form.k:
+        weight = op.Slice(weight, [0], [form.k], [1])
+    return weight
+
+
+def _unfolded(op: OpBuilder, sizes: list[int]) -> list[int] | ir.Value:
+    """Return sizes of a view of a constant such that a runtime does not store the view beside it.
+
+    They take along a zero that depends on the size of an input, so that nothing is constant.
+    """
+    asked = (x for x in op.graph.inputs if op.dims(x) and op.static(x) is None)
+    x = next((x for x in asked if isinstance(op.dims(x)[0], str)), None)
+    return sizes if x is None else op.Add(op.const(sizes), runtime_zero(op, x))
+
+
+def _rows_after(op: OpBuilder, n: int, dy: ir.Value) -> ir.Value:
+    """Return the numbers of all rows, plus a zero that is only known when ``dy`` is."""
+    return op.Add(op.iota(n), runtime_zero(op, dy))
+
+
+@vjp(
+    "com.microsoft::GatherBlockQuantized",
+    constant_inputs={0: "the table is integers", 3: "the zero points are integers"},
+)
+def gather_block_quantized(
+    op, dy, data, indices, scales, points=None, *, bits=4, block_size=128, quantize_axis=1, wanted
+):
+    """``y = (q - z) * scale`` of some rows, hence ``dscale = sum of a block(dy (q - z))``."""
+    if not wanted[2]:
+        return None, None, None
+    inputs = [data, indices, op.ones_like(scales), *([] if points is None else [points])]
+    dims = op.dims(dy)
+    steps = emit_contrib(
+        op,
+        "GatherBlockQuantized",
+        inputs,
+        scales.dtype,
+        dims,
+        bits=bits,
+        block_size=block_size,
+        gather_axis=0,
+        quantize_axis=quantize_axis,
+    )
+    each = op.Reshape(op.Mul(dy, steps), [*[0] * (len(dims) - 1), -1, block_size])
+    sums = op.ReduceSum(each, [-1], keepdims=0)
+    rows = op.Unsqueeze(op.cast(indices, ir.DataType.INT64), [-1])
+    return None, None, op.ScatterND(op.zeros_like(scales), rows, sums, reduction="add")
+
+
+def emit_contrib(
+    op: OpBuilder,
+    op_type: str,
+    inputs: Sequence[ir.Value],
+    dtype: ir.DataType | None,
+    dims: Sequence[Dim],
+    **attributes: Any,
+) -> ir.Value:
+    """Append one of onnxruntime's own operators, which has no schema to infer its type from."""
+    node = ir.Node("com.microsoft", op_type, inputs, ir.convenience.convert_attributes(attributes))
+    y = op.append(node)
+    assert dtype is not None
+    y.type = ir.TensorType(dtype)
+    S.set_dims(y, dims)
+    return y
+
+
+_RANGES = {
+    ir.DataType.UINT4: (0, 15),
+    ir.DataType.INT4: (-8, 7),
+    ir.DataType.UINT8: (0, 255),
+    ir.DataType.INT8: (-128, 127),
+    ir.DataType.UINT16: (0, 65535),
+    ir.DataType.INT16: (-32768, 32767),
+}
+
+
+def quantize_linear(op, dy, x, scale, zero_point=None, *, axis, block_size, node, wanted):
+    """``dx = dy / s`` inside the range, and ``ds = -sum(dy x / s^2)`` there."""
+    kind = node.outputs[0].dtype
+    form = scale_layout(op, x, scale, axis, block_size)
+    wide = op.cast(broadcast_scale(op, scale, x, kind, form), x.dtype)
+    passed = op.Div(dy, wide)
+    limits = _RANGES.get(kind)
+    if limits is not None:
+        inside = _inside(op, x, wide, scale, zero_point, limits, form)
+        passed = op.Mul(passed, op.Cast(inside, to=x.dtype))
+    dscale = None
+    if wanted[1]:
+        weighted = op.Neg(op.Mul(passed, op.Div(x, wide)))
+        dscale = op.cast(sum_to_scale(op, weighted, scale, axis, block_size, form), scale.dtype)
+    return passed, dscale
+
+
+def _inside(op, x, wide, scale, zero_point, limits, form):
+    """Return where the rounded number needs no clipping."""
+    low, high = limits
+    rounded = op.Round(op.Div(x, wide))
+    if zero_point is None:
+        return op.And(
+            op.GreaterOrEqual(rounded, op.const(low, x.dtype)),
+            op.LessOrEqual(rounded, op.const(high, x.dtype)),
+        )
+    zero = ir.Tensor(
+        ir.tensor([0]).numpy().astype(zero_point.dtype.numpy()), dtype=zero_point.dtype
+    )
+    nothing = op.ConstantOfShape(op.shape_of(x), value=zero)
+    # (0 - z) * 1, for every element
+    shift = op.cast(op.DequantizeLinear(nothing, op.ones_like(scale), zero_point, **form), x.dtype)
+    return op.And(
+        op.GreaterOrEqual(rounded, op.Add(shift, op.const(low, x.dtype))),
+        op.LessOrEqual(rounded, op.Add(shift, op.const(high, x.dtype))),
+    )
+
+
+def dynamic_quantize_linear(op, dys, x, *, outputs):
+    """``dx = dy / s``: the range is chosen so that all is inside; scale and zero point stand."""
+    dy = dys[0]
+    return None if dy is None else op.Div(dy, outputs[1])
+
+
+STRAIGHT_THROUGH_RULES["QuantizeLinear"] = Rule(
+    "QuantizeLinear", quantize_linear, constant_inputs={2: "the zero point is an integer"}
+)
+STRAIGHT_THROUGH_RULES["DynamicQuantizeLinear"] = Rule(
+    "DynamicQuantizeLinear", dynamic_quantize_linear, multi=True
+)

@@ -10,13 +10,13 @@ import math
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.registry import undefined, vjp
+from onnxtrain.autodiff.rule_registry import undefined, vjp
 from onnxtrain.graph.builder import OpBuilder
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def spread(op: OpBuilder, v: ir.Value, axes: ir.Value | None, keepdims: int) -> ir.Value:
+def broadcast_reduced(op: OpBuilder, v: ir.Value, axes: ir.Value | None, keepdims: int) -> ir.Value:
     """Return ``v``, of the shape of a reduction, so that it broadcasts against what was reduced."""
     if keepdims or axes is None:
         return v
@@ -36,7 +36,7 @@ def divide(op: OpBuilder, v: ir.Value, n: int | ir.Value) -> ir.Value:
 @vjp("ReduceSum")
 def reduce_sum(op, dy, x, axes=None, *, keepdims):
     """Every summed element gets the gradient of its sum."""
-    return op.expand_like(spread(op, dy, axes, keepdims), x)
+    return op.expand_like(broadcast_reduced(op, dy, axes, keepdims), x)
 
 
 @vjp("ReduceMean")
@@ -50,7 +50,7 @@ def reduce_mean(op, dy, x, axes=None, *, y, keepdims, noop_with_empty_axes):
         dy = divide(op, dy, op.Div(op.Size(x), op.Max(op.Size(y), 1)))
     elif chosen:
         dy = divide(op, dy, _count(op, x, chosen))
-    return op.expand_like(spread(op, dy, axes, keepdims), x)
+    return op.expand_like(broadcast_reduced(op, dy, axes, keepdims), x)
 
 
 def _count(op: OpBuilder, x: ir.Value, axes: list[int]) -> int | ir.Value:
@@ -67,11 +67,11 @@ def _count(op: OpBuilder, x: ir.Value, axes: list[int]) -> int | ir.Value:
 @vjp("ReduceMax", "ReduceMin")
 def reduce_extremum(op, dy, x, axes=None, *, y, keepdims, noop_with_empty_axes):
     """The gradient goes to the element that was taken; equal ones share it, as in torch.amax."""
-    taken = op.Equal(x, spread(op, y, axes, keepdims))
+    taken = op.Equal(x, broadcast_reduced(op, y, axes, keepdims))
     count = op.ReduceSum(
         op.Cast(taken, to=x.dtype), axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes
     )
-    return op.Where(taken, op.Div(spread(op, dy, axes, keepdims), count), 0.0)
+    return op.Where(taken, op.Div(broadcast_reduced(op, dy, axes, keepdims), count), 0.0)
 
 
 @vjp("ReduceProd")
@@ -94,13 +94,13 @@ def reduce_prod(op, dy, x, axes=None, *, keepdims, noop_with_empty_axes):
     zeros = op.Where(zero, x, 0.0)
     single = op.Sub(over(op.ReduceSum, zeros), zeros)
     factor = op.Where(op.Equal(count, 0.0), 1.0, op.Where(op.Equal(count, 1.0), single, 0.0))
-    return op.Mul(op.Mul(spread(op, dy, axes, keepdims), others), factor)
+    return op.Mul(op.Mul(broadcast_reduced(op, dy, axes, keepdims), others), factor)
 
 
 @vjp("ReduceL1")
 def reduce_l1(op, dy, x, axes=None, *, keepdims):
     """``dx = dy sign(x)``."""
-    return op.Mul(spread(op, dy, axes, keepdims), op.sign(x))
+    return op.Mul(broadcast_reduced(op, dy, axes, keepdims), op.sign(x))
 
 
 @vjp("ReduceL2")
@@ -108,26 +108,26 @@ def reduce_l2(op, dy, x, axes=None, *, y, keepdims):
     """``dx = dy x / y``; 0 where the norm is 0, as torch."""
     zero = op.Equal(y, 0.0)
     scale = op.Where(zero, 0.0, op.Div(dy, op.Where(zero, 1.0, y)))
-    return op.Mul(x, spread(op, scale, axes, keepdims))
+    return op.Mul(x, broadcast_reduced(op, scale, axes, keepdims))
 
 
 @vjp("ReduceSumSquare")
 def reduce_sum_square(op, dy, x, axes=None, *, keepdims):
     """``dx = 2 x dy``."""
-    return op.Mul(x, spread(op, op.Mul(dy, 2.0), axes, keepdims))
+    return op.Mul(x, broadcast_reduced(op, op.Mul(dy, 2.0), axes, keepdims))
 
 
 @vjp("ReduceLogSum")
 def reduce_log_sum(op, dy, x, axes=None, *, y, keepdims):
     """``dx = dy / sum(x) = dy / e^y``."""
-    return op.expand_like(spread(op, op.Div(dy, op.Exp(y)), axes, keepdims), x)
+    return op.expand_like(broadcast_reduced(op, op.Div(dy, op.Exp(y)), axes, keepdims), x)
 
 
 @vjp("ReduceLogSumExp")
 def reduce_log_sum_exp(op, dy, x, axes=None, *, y, keepdims):
     """``dx = dy e^(x - y)``, which never overflows since ``x <= y``."""
-    weights = op.Exp(op.Sub(x, spread(op, y, axes, keepdims)))
-    return op.Mul(spread(op, dy, axes, keepdims), weights)
+    weights = op.Exp(op.Sub(x, broadcast_reduced(op, y, axes, keepdims)))
+    return op.Mul(broadcast_reduced(op, dy, axes, keepdims), weights)
 
 
 @vjp("CumSum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxtrain.autodiff.registry import undefined, vjp
+from onnxtrain.autodiff.rule_registry import undefined, vjp
 
 
 @vjp("DFT")

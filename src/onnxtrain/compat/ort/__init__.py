@@ -10,8 +10,7 @@ or, without touching the code that imports it:
 """
 
 from onnxtrain.compat.ort import api, artifacts, onnxblock
-from onnxtrain.compat.ort.alias import install
-from onnxtrain.compat.ort.lazy import __getattr__ as __getattr__
-from onnxtrain.compat.ort.lazy import is_ortmodule_available
+from onnxtrain.compat.ort.aliases import __getattr__ as __getattr__
+from onnxtrain.compat.ort.aliases import install, is_ortmodule_available
 
 __all__ = ["api", "artifacts", "install", "is_ortmodule_available", "onnxblock"]

@@ -24,7 +24,7 @@ from onnxtrain.compat.ort.graph_builder import (
     Parts,
     TrainingGraphTransformerConfiguration,
 )
-from onnxtrain.compat.ort.ort_values import as_value, check_value, deliver, items
+from onnxtrain.compat.ort.state import as_list, as_value, check_value, write_fetches
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.runtime import session as runtime
 
@@ -117,7 +117,7 @@ class TrainingAgent:
         self._forward = runtime.create(parts.forward, device=device, threads=threads)
         self._backward = runtime.create(parts.backward, device=device, threads=threads)
         self._inputs = {x.name: x for x in self._forward.get_inputs()}
-        self._slopes = {x.name: x for x in self._backward.get_inputs()}
+        self._output_gradients = {x.name: x for x in self._backward.get_inputs()}
         self._feeds, known = list(fw_feed_names), [*parts.inputs]
         if sorted(self._feeds) != sorted(known):
             raise OrtError(
@@ -147,7 +147,7 @@ class TrainingAgent:
             cache: taken for old programs.
         """
         del cache
-        feeds = items(feeds)
+        feeds = as_list(feeds)
         given = self._given(feeds, self._feeds, self._inputs, "forward")
         names = [x.name for x in self._forward.get_outputs()]
         made = self._run(self._forward, names, given, "forward")
@@ -159,7 +159,7 @@ class TrainingAgent:
                 array = isinstance(value, np.ndarray)
                 kept[name] = as_value(value.copy(), self._device) if array else given[name]
         state._keep(self, kept)
-        deliver(fetches, [made[n] for n in parts.outputs])
+        write_fetches(fetches, [made[n] for n in parts.outputs])
 
     def run_backward(
         self, feeds: Iterable[Any], fetches: Any, state: PartialGraphExecutionState
@@ -172,17 +172,17 @@ class TrainingAgent:
             state: of the forward pass.
         """
         names = list(self._parts.cotangents)
-        given = self._given(feeds, names, self._slopes, "backward")
+        given = self._given(feeds, names, self._output_gradients, "backward")
         values = {**state._take(self), **given}
-        known = {n: values[n] for n in self._slopes}
+        known = {n: values[n] for n in self._output_gradients}
         wanted = list(dict.fromkeys(self._fetches))
         made = self._run(self._backward, wanted, known, "backward")
-        deliver(fetches, [made[n] for n in self._fetches])
+        write_fetches(fetches, [made[n] for n in self._fetches])
 
     def _given(
         self, feeds: Iterable[Any], names: list[str], known: dict[str, Any], what: str
     ) -> dict[str, Any]:
-        values = [as_value(v, self._device) for v in items(feeds)]
+        values = [as_value(v, self._device) for v in as_list(feeds)]
         if len(values) != len(names):
             raise OrtError(
                 f"Error in {what} pass execution: {len(values)} values given, not {len(names)}\n"

@@ -13,19 +13,21 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.compat.ort import onnxblock
-from onnxtrain.compat.ort.build.embed import INITIAL_LR, embed, manifest_of
-from onnxtrain.compat.ort.build.export import domains_of
-from onnxtrain.compat.ort.build.ort_format import write_ort_format
-from onnxtrain.compat.ort.build.tensor_optimizer import (
+from onnxtrain.compat.ort.errors import OrtError, OrtIndexError, OrtTypeError, as_ort_errors
+from onnxtrain.compat.ort.models import (
+    INITIAL_LR,
+    Built,
     TensorOptimizer,
+    domains_of,
+    embed,
+    manifest_of,
     optimizer_model,
     tensor_optimizer_of,
+    write_ort_format,
 )
-from onnxtrain.compat.ort.build.training_models import Built
-from onnxtrain.compat.ort.errors import OrtError, OrtIndexError, OrtTypeError, as_ort_errors
-from onnxtrain.compat.ort.onnxblock.accessor import opset_of
-from onnxtrain.compat.ort.onnxblock.optim.optim import ClipGradNorm, OptimizerBlock
-from onnxtrain.compat.ort.store import Store
+from onnxtrain.compat.ort.onnxblock.model import opset_of
+from onnxtrain.compat.ort.onnxblock.optim import ClipGradNorm, OptimizerBlock
+from onnxtrain.compat.ort.state import Store
 from onnxtrain.graph.io import load, save
 
 USE_PATH_THRESHOLD = 2147483648

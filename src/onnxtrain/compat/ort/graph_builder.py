@@ -12,14 +12,13 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradient_model import lift
-from onnxtrain.autodiff.gradients import vjp
+from onnxtrain.autodiff.gradients import lift, vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
-from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
 
 _KEY = "onnxtrain.agent"
@@ -192,13 +191,13 @@ class OrtModuleGraphBuilder:
         graph.inputs.extend(by_name[n] for n in parts.inputs)
         del graph.outputs[: len(parts.outputs)]
         graph.sort()
-        proto = finish(simplify(model))
+        proto = finalize(simplify(model))
         proto.metadata_props.add(key=_KEY, value=parts.to_text())
         return proto.SerializeToString()
 
     def get_forward_model(self) -> bytes:
         """Return the model alone, with the weights as inputs."""
-        return finish(load(self._initialized())).SerializeToString()
+        return finalize(load(self._initialized())).SerializeToString()
 
     get_model = get_gradient_model
     get_inference_optimized_model = get_forward_model
@@ -206,15 +205,15 @@ class OrtModuleGraphBuilder:
     def get_graph_info(self) -> GraphInfo:
         """Return the names."""
         parts, cut = self._built()
-        slopes = dict(zip(cut.wrt, parts.gradients, strict=True))
+        gradient_of = dict(zip(cut.wrt, parts.gradients, strict=True))
         trained = list(self._config.initializer_names_to_train)
         return GraphInfo(
             list(self._inputs),
-            {n: slopes[n] for n in self._inputs if n in slopes},
+            {n: gradient_of[n] for n in self._inputs if n in gradient_of},
             list(parts.outputs),
             list(self._weights),
             trained,
-            [slopes[n] for n in trained],
+            [gradient_of[n] for n in trained],
             list(parts.cotangents),
             [i for i, n in enumerate(parts.outputs) if n not in cut.outputs],
         )

@@ -1,7 +1,16 @@
-"""``ORTTrainer``: a torch module or ONNX model trained on stock ONNX Runtime, in both old forms."""
+"""``ORTTrainer``: a torch module or ONNX model trained on stock ONNX Runtime, in both old forms.
+
+What ORTTrainer is told about a model: names, shapes and which output is the loss.
+
+``ORTTrainerOptions``: nested settings, checked when they are given.
+
+The two old ways to describe a training run, in one form.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,20 +22,324 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from onnxtrain import optim
 from onnxtrain.artifacts import build
 from onnxtrain.checkpoint import save_checkpoint as write_checkpoint
 from onnxtrain.checkpoint import state_key
+from onnxtrain.compat.ort import optim as configs
 from onnxtrain.compat.ort.amp import LossScaler
-from onnxtrain.compat.ort.optim import TrainStepInfo
-from onnxtrain.compat.ort.trainer.descriptions import IODescription, ModelDescription, Signature
-from onnxtrain.compat.ort.trainer.options import ORTTrainerOptions
-from onnxtrain.compat.ort.trainer.settings import later_form, old_form
+from onnxtrain.compat.ort.optim import LRSchedulerBase, TrainStepInfo
 from onnxtrain.errors import CompatError
 from onnxtrain.graph.io import load
 from onnxtrain.runtime.feeds import to_array
 from onnxtrain.torch import from_torch, last_report
-from onnxtrain.torch.rename import rename_initializers
+from onnxtrain.torch.export import rename_initializers
 from onnxtrain.training import Trainer
+
+Shape = Sequence[int | str]
+
+
+class IODescription:
+    """An input or output: its name, and its shape of numbers and names of any number."""
+
+    def __init__(
+        self, name: str, shape: Shape, dtype: Any = None, num_classes: int | None = None
+    ) -> None:
+        self.name_ = name
+        self.shape_ = shape
+        self.dtype_ = dtype
+        self.num_classes_ = num_classes
+
+
+class ModelDescription:
+    """The inputs of a model, labels included, and its outputs, the loss first."""
+
+    def __init__(self, inputs: Sequence[IODescription], outputs: Sequence[IODescription]) -> None:
+        self.inputs_ = list(inputs)
+        self.outputs_ = list(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """Either description in one form."""
+
+    inputs: tuple[tuple[str, tuple[int | str, ...]], ...]
+    outputs: tuple[str, ...]
+    loss: str
+
+    @classmethod
+    def of(cls, description: ModelDescription | Mapping[str, Any]) -> Signature:
+        """Read a description.
+
+        Raises:
+            ValueError: if it is not one, or has not exactly one loss.
+        """
+        if isinstance(description, ModelDescription):
+            inputs = tuple((i.name_, tuple(i.shape_)) for i in description.inputs_)
+            outputs = tuple(o.name_ for o in description.outputs_)
+            if not outputs:
+                raise ValueError("the description has no output")
+            return cls(inputs, outputs, outputs[0])
+        if set(description) != {"inputs", "outputs"}:
+            raise ValueError("a description has the keys 'inputs' and 'outputs', and no other")
+        inputs = tuple((i[0], _shape(i[1])) for i in description["inputs"])
+        outputs = tuple(o[0] for o in description["outputs"])
+        marked = [o[0] for o in description["outputs"] if len(o) > 2 and o[2]]
+        if len(marked) != 1:
+            raise ValueError(f"exactly one output must be marked as the loss, got {len(marked)}")
+        return cls(inputs, outputs, marked[0])
+
+    @property
+    def axes(self) -> list[dict[int, str]]:
+        """The symbolic axes of the inputs."""
+        return [{i: d for i, d in enumerate(s) if isinstance(d, str)} for _, s in self.inputs]
+
+
+def _shape(shape: Any) -> tuple[int | str, ...]:
+    if not isinstance(shape, list | tuple) or not all(isinstance(d, int | str) for d in shape):
+        raise ValueError(f"a shape is a list of numbers and names: {shape!r}")
+    return tuple(shape)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "batch": {"gradient_accumulation_steps": 1},
+    "device": {"id": "cpu", "mem_limit": 0},
+    "distributed": {
+        "world_rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "data_parallel_size": 1,
+        "horizontal_parallel_size": 1,
+        "pipeline_parallel": {},
+        "allreduce_post_accumulation": False,
+        "deepspeed_zero_optimization": {"stage": 0},
+        "enable_adasum": False,
+    },
+    "lr_scheduler": None,
+    "mixed_precision": {"enabled": False, "loss_scaler": None},
+    "graph_transformer": {
+        "attn_dropout_recompute": False,
+        "gelu_recompute": False,
+        "transformer_layer_recompute": False,
+        "number_recompute_layers": 0,
+        "propagate_cast_ops_config": {},
+        "allow_layer_norm_mod_precision": False,
+    },
+    "utils": {
+        "frozen_weights": [],
+        "grad_norm_clip": True,
+        "invertible_layer_norm_gradient": False,
+        "run_symbolic_shape_infer": False,
+    },
+    "debug": {"deterministic_compute": False, "check_model_export": False, "graph_save_paths": {}},
+    "_internal_use": {
+        "enable_internal_postprocess": True,
+        "extra_postprocess": None,
+        "onnx_opset_version": 12,
+        "enable_onnx_contrib_ops": True,
+    },
+    "provider_options": {},
+    "session_options": None,
+}
+_FREE = ("pipeline_parallel", "propagate_cast_ops_config", "graph_save_paths", "provider_options")
+
+
+class ORTTrainerOptions:
+    """Settings by group; ``options.batch.gradient_accumulation_steps`` reads one.
+
+    Raises:
+        ValueError: for a setting that does not exist, or a value that does not fit.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self._given = dict(options or {})
+        merged = _merge(_DEFAULTS, self._given, "")
+        _check(merged)
+        self._values = merged
+        for key, value in merged.items():
+            setattr(self, key, _Group(value) if isinstance(value, dict) else value)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+
+class _Group:
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            setattr(self, key, _Group(value) if isinstance(value, dict) else value)
+
+
+def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
+    unknown = sorted(set(given) - set(defaults))
+    if unknown:
+        raise ValueError(f"Invalid options: no such setting: {path}{unknown[0]}")
+    merged = {}
+    for key, default in defaults.items():
+        value = given.get(key, default)
+        if isinstance(default, dict) and key not in _FREE:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"Invalid options: {path}{key} must be a dict")
+            merged[key] = _merge(default, value, f"{path}{key}.") if key in given else dict(default)
+        else:
+            merged[key] = value if value is not default else copy.copy(default)
+    return merged
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    steps = values["batch"]["gradient_accumulation_steps"]
+    scaler, schedule = values["mixed_precision"]["loss_scaler"], values["lr_scheduler"]
+    wrong = None
+    if not isinstance(steps, int) or steps < 1:
+        wrong = f"batch.gradient_accumulation_steps must be a number from 1: {steps!r}"
+    elif scaler is not None and not isinstance(scaler, LossScaler):
+        wrong = "mixed_precision.loss_scaler must be a LossScaler"
+    elif schedule is not None and not isinstance(schedule, LRSchedulerBase):
+        wrong = "lr_scheduler must be one of optim.lr_scheduler"
+    if wrong:
+        raise ValueError(f"Invalid options: {wrong}")
+
+
+Loss = Callable[..., Any] | None
+
+_NAMES = {
+    "SGDOptimizer": configs.SGDConfig,
+    "AdamOptimizer": configs.AdamConfig,
+    "LambOptimizer": configs.LambConfig,
+}
+_OLD_KEYWORDS = {"lambda": "lambda_coef"}
+
+
+@dataclasses.dataclass
+class Settings:
+    """What a training run needs to know besides the model."""
+
+    signature: Signature
+    config: Any
+    device: str
+    accumulate: int = 1
+    clip: bool = True
+    frozen: Sequence[str] = ()
+    schedule: Any = None
+    mixed: bool = False
+    scaler: LossScaler | None = None
+    rate_input: bool = False
+    """The learning rate is the last argument of ``train_step``."""
+    get_lr: Callable[[int], float] | None = None
+
+
+def settings_from_options(
+    model_desc: Mapping[str, Any],
+    optim_config: Any = None,
+    loss_fn: Loss = None,
+    options: ORTTrainerOptions | None = None,
+) -> tuple[Loss, Settings]:
+    """Read ``(model_desc, optim_config, loss_fn, options)``."""
+    o: Any = options if options is not None else ORTTrainerOptions()
+    if o.distributed.world_size != 1:
+        raise CompatError(
+            "ORTTrainer trains in one process here\n"
+            "hint: onnxtrain.torch.TrainableModule in DistributedDataParallel"
+        )
+    return loss_fn, Settings(
+        Signature.of(model_desc),
+        optim_config,
+        _device(o.device.id),
+        accumulate=o.batch.gradient_accumulation_steps,
+        clip=o.utils.grad_norm_clip,
+        frozen=o.utils.frozen_weights,
+        schedule=o.lr_scheduler,
+        mixed=o.mixed_precision.enabled,
+        scaler=o.mixed_precision.loss_scaler,
+    )
+
+
+def settings_from_keywords(
+    loss_fn: Loss,
+    model_desc: ModelDescription,
+    training_optimizer_name: str,
+    map_optimizer_attributes: Callable[[str], Mapping[str, Any]] | None = None,
+    learning_rate_description: IODescription | None = None,
+    device: Any = "cpu",
+    gradient_accumulation_steps: int = 1,
+    world_rank: int = 0,
+    world_size: int = 1,
+    use_mixed_precision: bool = False,
+    allreduce_post_accumulation: bool = False,
+    global_step: int = 0,
+    get_lr_this_step: Callable[[int], float] | None = None,
+    loss_scaler: LossScaler | None = None,
+    deepspeed_zero_stage: int = 0,
+    enable_grad_norm_clip: bool = True,
+    frozen_weights: Sequence[str] = (),
+    **without_effect: Any,
+) -> tuple[Loss, Settings]:
+    """Read the older form; what concerns memory and speed only has no effect."""
+    if world_size != 1:
+        raise CompatError(
+            "ORTTrainer trains in one process here\n"
+            "hint: onnxtrain.torch.TrainableModule in DistributedDataParallel"
+        )
+    return loss_fn, Settings(
+        Signature.of(model_desc),
+        Attributes(training_optimizer_name, map_optimizer_attributes),
+        _device(device),
+        accumulate=gradient_accumulation_steps,
+        clip=enable_grad_norm_clip,
+        frozen=frozen_weights,
+        mixed=use_mixed_precision,
+        scaler=loss_scaler,
+        rate_input=get_lr_this_step is None,
+        get_lr=get_lr_this_step,
+    )
+
+
+class Attributes:
+    """The configuration that ``map_optimizer_attributes`` describes, weight by weight."""
+
+    def __init__(self, name: str, attributes: Callable[[str], Mapping[str, Any]] | None) -> None:
+        if name not in _NAMES:
+            raise CompatError(f"no such optimizer: {name!r}\nhint: {', '.join(_NAMES)}")
+        self.lr = 0.001
+        self._kind = _NAMES[name]
+        self._attributes = attributes
+
+    @property
+    def clip(self) -> float | None:
+        """The largest joint norm of the gradients."""
+        return self._config("").clip
+
+    def _config(self, weight: str) -> Any:
+        given = {} if self._attributes is None else dict(self._attributes(weight) or {})
+        settings = {_OLD_KEYWORDS.get(k, k): v for k, v in given.items()}
+        try:
+            return self._kind(**settings)
+        except TypeError as error:
+            raise CompatError(f"map_optimizer_attributes: {error}") from error
+
+    def to_optimizer(self) -> Any:
+        """Return the optimizer of a weight without a name."""
+        return self.optimizer_for(())
+
+    def optimizer_for(self, names: Sequence[str]) -> optim.Optimizer:
+        """Return the optimizer for these weights; only weight decay may differ between them."""
+        common = self._config(names[0] if names else "")
+        groups = []
+        for name in names:
+            own = self._config(name)
+            for key, value in own.defaults.items():
+                if key != "lambda_coef" and value != common.defaults[key]:
+                    raise CompatError(
+                        f"map_optimizer_attributes: {name!r} has another {key}; "
+                        "only lambda may differ here"
+                    )
+            if own.defaults.get("lambda_coef") != common.defaults.get("lambda_coef"):
+                decay = float(own.defaults["lambda_coef"])
+                groups.append(optim.ParamGroup(configs.literal(name), weight_decay=decay))
+        return dataclasses.replace(common.to_optimizer(), groups=tuple(groups))
+
+
+def _device(device: Any) -> str:
+    return str(device).split(":")[0]
 
 
 class _WithLoss(nn.Module):
@@ -60,7 +373,9 @@ class ORTTrainer:
         later = "optim_config" in kwargs or (args and isinstance(args[0], Mapping))
         self._model = model
         self._loss_fn, self._settings = (
-            later_form(*args, **kwargs) if later else old_form(*args, **kwargs)
+            settings_from_options(*args, **kwargs)
+            if later
+            else settings_from_keywords(*args, **kwargs)
         )
         self._trainer: Trainer | None = None
         self._names: dict[str, str] = {}
@@ -316,15 +631,3 @@ def load_checkpoint(
     """Let a trainer continue from a checkpoint in a directory; return what was saved beside it."""
     path = os.path.join(checkpoint_dir, f"{checkpoint_prefix}.safetensors")
     return model.load_checkpoint(path, strict=strict)
-
-
-__all__ = [
-    "IODescription",
-    "LossScaler",
-    "ModelDescription",
-    "ORTTrainer",
-    "ORTTrainerOptions",
-    "TrainStepInfo",
-    "load_checkpoint",
-    "save_checkpoint",
-]

@@ -24,8 +24,8 @@ from onnxtrain.artifacts import build
 from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.errors import OrtError, OrtTypeError, as_ort_errors
 from onnxtrain.compat.ort.optim import literal
-from onnxtrain.compat.ort.ort_values import as_value
-from onnxtrain.compat.ort.trainer.settings import Attributes
+from onnxtrain.compat.ort.orttrainer import Attributes
+from onnxtrain.compat.ort.state import as_value
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load

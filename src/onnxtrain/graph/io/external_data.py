@@ -3,6 +3,12 @@
 The file is opened once, component by component and without following links, checked on the open
 descriptor and mapped read-only from it. Nobody opens it by name again, so it cannot be exchanged
 between the check and the use.
+
+Weights too large for a protobuf: in one file, to which all models of a run refer.
+
+A model that came with external data has such a file already, mapped into memory; its own tensors
+are then referred to where they lie, and nothing is copied. Otherwise the tensors are written once,
+to a file that goes when nobody needs it any more.
 """
 
 from __future__ import annotations
@@ -10,66 +16,69 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import shutil
 import stat
+import tempfile
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.graph.io.limits import Kind, Limits, quote
-from onnxtrain.graph.io.regular_file import NO_WAIT
+from onnxtrain.graph.io.limits import OPEN_NONBLOCKING, Limits, ProblemKind, quote
+from onnxtrain.graph.opset_imports import file_opset, record_file_opset
 
-_COPY = "copy the model and its data into one directory and load that (`cp -L` follows links)"
-_BROKEN = "the file is damaged or was made by hand; export the model again"
+_HINT_COPY = "copy the model and its data into one directory and load that (`cp -L` follows links)"
+_HINT_BROKEN = "the file is damaged or was made by hand; export the model again"
 
-IN_MEMORY = Kind("tensors that refer to memory of another process", _BROKEN)
-NO_DIRECTORY = Kind(
+IN_MEMORY = ProblemKind("tensors that refer to memory of another process", _HINT_BROKEN)
+NO_DIRECTORY = ProblemKind(
     "external data in a model that did not come from a path",
     "give load() the path of the model file instead",
 )
-BAD_KEYS = Kind("external data entries that are not understood", _BROKEN)
-ABSOLUTE = Kind("external data with an absolute path", _COPY)
-OUTSIDE = Kind("external data outside the model's directory", _COPY)
-SYMLINK = Kind("external data behind a symbolic link", _COPY)
-HARD_LINK = Kind("external data in a file with several hard links", _COPY)
-NOT_A_FILE = Kind("external data that is not a regular file")
-MISSING = Kind(
+BAD_KEYS = ProblemKind("external data entries that are not understood", _HINT_BROKEN)
+ABSOLUTE = ProblemKind("external data with an absolute path", _HINT_COPY)
+OUTSIDE = ProblemKind("external data outside the model's directory", _HINT_COPY)
+SYMLINK = ProblemKind("external data behind a symbolic link", _HINT_COPY)
+HARD_LINK = ProblemKind("external data in a file with several hard links", _HINT_COPY)
+NOT_A_FILE = ProblemKind("external data that is not a regular file")
+MISSING = ProblemKind(
     "external data files that are missing",
     "put the data files back beside the model, under the names it was exported with",
 )
-UNREADABLE = Kind("external data files that cannot be read")
-TOO_LARGE = Kind(
+UNREADABLE = ProblemKind("external data files that cannot be read")
+TOO_LARGE = ProblemKind(
     "external data files over the size limit",
     "if you trust the file: load(..., limits=Limits(file_bytes=...))",
 )
-RANGE = Kind("external data that does not fit its file", _BROKEN)
-LENGTH = Kind("external data whose length does not match dtype and shape", _BROKEN)
+RANGE = ProblemKind("external data that does not fit its file", _HINT_BROKEN)
+LENGTH = ProblemKind("external data whose length does not match dtype and shape", _HINT_BROKEN)
 
 # ONNX Runtime marks tensors that live in its own process so; the offset is then an address.
 _ORT_MEMORY = "_ORT_MEM_ADDR_"
 _KEYS = {"location", "offset", "length", "checksum", "basepath"}
-_AT = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
+_HAS_DIR_FD = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
-class Refused(Exception):  # noqa: N818  (never leaves graph/: turned into a LoadError)
+class ExternalDataError(Exception):  # never leaves graph/: turned into a LoadError
     """A region of external data that we do not touch, and why."""
 
-    def __init__(self, kind: Kind, detail: str) -> None:
+    def __init__(self, kind: ProblemKind, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
 
 
-STORED = "onnxtrain.stored"  # key in the meta of tensors: where they lie
+STORED_TENSOR = "onnxtrain.stored"  # key in the meta of tensors: where they lie
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where the bytes of a tensor lie."""
 
     file: str
@@ -97,30 +106,32 @@ class DataFiles:
     def __init__(self, directory: str | None, limits: Limits) -> None:
         self._directory = directory
         self._limits = limits
-        self._files: dict[str, _Mapped | Refused] = {}
+        self._files: dict[str, _Mapped | ExternalDataError] = {}
 
     def region(self, location: str, offset: int | None, length: int | None, nbytes: int) -> Region:
         """The bytes of one tensor, after all checks; raises `Refused`."""
-        parts = _parts(location)
+        parts = _path_parts(location)
         if self._directory is None:
-            raise Refused(NO_DIRECTORY, f"location {quote(location)}")
+            raise ExternalDataError(NO_DIRECTORY, f"location {quote(location)}")
         if length is not None and length != nbytes:
-            raise Refused(LENGTH, f"needs {nbytes} bytes, length is {length}")
+            raise ExternalDataError(LENGTH, f"needs {nbytes} bytes, length is {length}")
         start = offset or 0
         if start < 0:
-            raise Refused(RANGE, f"offset {start} is negative")
+            raise ExternalDataError(RANGE, f"offset {start} is negative")
         size = self._open(parts).size
         if start + nbytes > size:
-            raise Refused(
+            raise ExternalDataError(
                 RANGE,
                 f"bytes {start} to {start + nbytes} of {quote(location)}, which has {size}",
             )
         return Region("/".join(parts), start, nbytes)
 
-    def place(self, region: Region) -> Stored:
+    def place(self, region: Region) -> StoredTensor:
         """The file and the place in it of a checked region."""
         assert self._directory is not None
-        return Stored(os.path.join(self._directory, *region.location.split("/")), region.offset)
+        return StoredTensor(
+            os.path.join(self._directory, *region.location.split("/")), region.offset
+        )
 
     def array(self, region: Region, dtype: np.dtype) -> np.ndarray:
         """A flat read-only view of ``region``."""
@@ -137,14 +148,14 @@ class DataFiles:
             assert self._directory is not None
             try:
                 self._files[key] = _map(self._directory, parts, self._limits)
-            except Refused as refused:
+            except ExternalDataError as refused:
                 self._files[key] = refused
             except FileNotFoundError:
-                self._files[key] = Refused(MISSING, quote(key))
+                self._files[key] = ExternalDataError(MISSING, quote(key))
             except (OSError, ValueError) as error:
-                self._files[key] = Refused(UNREADABLE, f"{quote(key)}: {error}")
+                self._files[key] = ExternalDataError(UNREADABLE, f"{quote(key)}: {error}")
         file = self._files[key]
-        if isinstance(file, Refused):
+        if isinstance(file, ExternalDataError):
             raise file
         return file
 
@@ -154,21 +165,21 @@ def entries(tensor: onnx.TensorProto) -> tuple[str, int | None, int | None]:
     fields: dict[str, str] = {}
     for entry in tensor.external_data:
         if entry.key not in _KEYS:
-            raise Refused(BAD_KEYS, f"unknown key {quote(entry.key)}")
+            raise ExternalDataError(BAD_KEYS, f"unknown key {quote(entry.key)}")
         if entry.key in fields:
-            raise Refused(BAD_KEYS, f"key {quote(entry.key)} is there twice")
+            raise ExternalDataError(BAD_KEYS, f"key {quote(entry.key)} is there twice")
         if not isinstance(entry.value, str):
-            raise Refused(BAD_KEYS, f"{entry.key} is not text")
+            raise ExternalDataError(BAD_KEYS, f"{entry.key} is not text")
         fields[entry.key] = entry.value
     if not fields.get("location"):
-        raise Refused(BAD_KEYS, "no location")
-    return fields["location"], _number(fields, "offset"), _number(fields, "length")
+        raise ExternalDataError(BAD_KEYS, "no location")
+    return fields["location"], _integer_field(fields, "offset"), _integer_field(fields, "length")
 
 
 def to_tensor(external: ir.ExternalTensor, files: DataFiles) -> ir.TensorProtocol:
     """The same tensor on the mapped file; what must be unpacked or aligned is so on first use."""
     tensor, region = _mapped(external, files)
-    tensor.meta[STORED] = files.place(region)
+    tensor.meta[STORED_TENSOR] = files.place(region)
     return tensor
 
 
@@ -196,27 +207,27 @@ def _mapped(external: ir.ExternalTensor, files: DataFiles) -> tuple[ir.TensorPro
     return ir.LazyTensor(aligned, dtype, shape=shape, **about), region
 
 
-def _number(fields: dict[str, str], key: str) -> int | None:
+def _integer_field(fields: dict[str, str], key: str) -> int | None:
     text = fields.get(key)
     if text is None:
         return None
     # int() alone would also take "1_0", " 10" and digits of other scripts.
     if not re.fullmatch(r"[0-9]{1,19}", text):
-        raise Refused(RANGE, f"{key} is {quote(text)}, not a number from 0 up")
+        raise ExternalDataError(RANGE, f"{key} is {quote(text)}, not a number from 0 up")
     return int(text)
 
 
-def _parts(location: str) -> list[str]:
+def _path_parts(location: str) -> list[str]:
     if _ORT_MEMORY in location:
-        raise Refused(IN_MEMORY, f"location {quote(location)}")
+        raise ExternalDataError(IN_MEMORY, f"location {quote(location)}")
     windows = PureWindowsPath(location)
     if PurePosixPath(location).is_absolute() or windows.drive or windows.root:
-        raise Refused(ABSOLUTE, f"location {quote(location)}")
+        raise ExternalDataError(ABSOLUTE, f"location {quote(location)}")
     if ".." in re.split(r"[/\\]", location):
-        raise Refused(OUTSIDE, f"location {quote(location)}")
+        raise ExternalDataError(OUTSIDE, f"location {quote(location)}")
     parts = [part for part in location.split("/") if part not in ("", ".")]
     if not parts or "\0" in location:
-        raise Refused(NOT_A_FILE, f"location {quote(location)}")
+        raise ExternalDataError(NOT_A_FILE, f"location {quote(location)}")
     return parts
 
 
@@ -228,7 +239,7 @@ def _map(directory: str, parts: list[str], limits: Limits) -> _Mapped:
         _check_file(info, quote(key))
         if info.st_size > limits.file_bytes:
             detail = f"{quote(key)} has {info.st_size} bytes, the limit is {limits.file_bytes}"
-            raise Refused(TOO_LARGE, detail)
+            raise ExternalDataError(TOO_LARGE, detail)
         if info.st_size == 0:
             return _Mapped(0, None)
         return _Mapped(info.st_size, mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
@@ -239,13 +250,13 @@ def _map(directory: str, parts: list[str], limits: Limits) -> _Mapped:
 def _open_below(directory: str, parts: Iterable[str]) -> int:
     """A descriptor of ``directory/parts``, reached without following a link below ``directory``."""
     *folders, name = parts
-    path, folder = directory, os.open(directory, _FLAGS) if _AT else None
+    path, folder = directory, os.open(directory, _FLAGS) if _HAS_DIR_FD else None
     try:
         for part in folders:
             path = os.path.join(path, part)
             mode = _info(part, path, folder).st_mode
             if stat.S_ISLNK(mode):
-                raise Refused(SYMLINK, quote(part))
+                raise ExternalDataError(SYMLINK, quote(part))
             if not stat.S_ISDIR(mode):
                 raise FileNotFoundError(path)
             if folder is not None:
@@ -255,11 +266,11 @@ def _open_below(directory: str, parts: Iterable[str]) -> int:
         path = os.path.join(path, name)
         info = _info(name, path, folder)
         if stat.S_ISLNK(info.st_mode):
-            raise Refused(SYMLINK, quote(name))
+            raise ExternalDataError(SYMLINK, quote(name))
         _check_file(info, quote(name))  # before it is opened, and again after
         if folder is None:
-            return os.open(path, NO_WAIT | _NO_FOLLOW)
-        return os.open(name, NO_WAIT | _NO_FOLLOW, dir_fd=folder)
+            return os.open(path, OPEN_NONBLOCKING | _NO_FOLLOW)
+        return os.open(name, OPEN_NONBLOCKING | _NO_FOLLOW, dir_fd=folder)
     finally:
         if folder is not None:
             os.close(folder)
@@ -267,12 +278,122 @@ def _open_below(directory: str, parts: Iterable[str]) -> int:
 
 def _check_file(info: os.stat_result, label: str) -> None:
     if not stat.S_ISREG(info.st_mode):
-        raise Refused(NOT_A_FILE, label)
+        raise ExternalDataError(NOT_A_FILE, label)
     if info.st_nlink > 1:
-        raise Refused(HARD_LINK, f"{label} has {info.st_nlink}")
+        raise ExternalDataError(HARD_LINK, f"{label} has {info.st_nlink}")
 
 
 def _info(name: str, path: str, folder: int | None) -> os.stat_result:
     if folder is None:
         return os.lstat(path)
     return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+LARGE_MODEL_BYTES = 1 << 29
+"""Bytes of weights from which on they are kept out of protobufs."""
+WEIGHTS_FILE = "weights.bin"
+_SMALLEST = 1024  # bytes; what is smaller stays in the protobuf
+_ALIGNMENT = 4096
+_META = "onnxtrain.shared_weights"  # key in Model.meta
+
+
+class SharedWeights:
+    """A file of weights, and what lies where in it."""
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        """Of the file, once there is one."""
+        self._own = False
+        self._places: dict[int, tuple[int, object]] = {}
+
+    def take(self, model: ir.Model) -> bool:
+        """Look after the weights of a model, if they are large; say whether they are."""
+        tensors = [t for x in model.graph.initializers.values() if (t := x.const_value) is not None]
+        if sum(t.nbytes for t in tensors) <= LARGE_MODEL_BYTES:
+            return False
+        self.keep(model)
+        if self.path is None:
+            places = {id(t): _stored(t) for t in tensors if t.nbytes >= _SMALLEST}
+            files = {place.file for place in places.values() if place is not None}
+            # What lies in no file, such as adapters beside a large model, stays in the protobuf.
+            loose = sum(t.nbytes for t in tensors if places.get(id(t)) is None)
+            (only,) = files if len(files) == 1 and loose <= LARGE_MODEL_BYTES else (None,)
+            if only is None:
+                self._make_file()
+            else:
+                self.path = Path(only)
+        return True
+
+    def keep(self, model: ir.Model) -> None:
+        """Let :func:`detach` know that weights of this model belong here."""
+        model.meta[_META] = self
+
+    def detach(self, model: ir.Model) -> None:
+        """Replace the larger weights of a model by references to the file, in place."""
+        for name, x in model.graph.initializers.items():
+            tensor = x.const_value
+            if tensor is None or isinstance(tensor, ir.ExternalTensor):
+                continue
+            if tensor.nbytes < _SMALLEST or tensor.dtype == ir.DataType.STRING:
+                continue
+            offset = self._offset(tensor)
+            if offset is None:
+                continue
+            assert self.path is not None
+            x.const_value = ir.ExternalTensor(
+                self.path.name,
+                offset,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+                base_dir=str(self.path.parent),
+            )
+
+    def _offset(self, tensor: ir.TensorProtocol) -> int | None:
+        """Return where a tensor lies in the file; one that is not there is added if it can be."""
+        if not self._own:
+            place = _stored(tensor)
+            return None if place is None or Path(place.file) != self.path else place.offset
+        data = getattr(tensor, "raw", tensor)
+        key = id(data)
+        if key not in self._places:
+            assert self.path is not None
+            with self.path.open("ab") as file:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                offset = file.tell()
+                file.write(tensor.tobytes())
+            self._places[key] = offset, data  # kept, so that its number is not used again
+        return self._places[key][0]
+
+    def _make_file(self) -> None:
+        folder = tempfile.mkdtemp(prefix="onnxtrain-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path = Path(folder) / WEIGHTS_FILE
+        self._own = True
+
+
+def copy_with_weights(model: ir.Model) -> ir.Model:
+    """Return a copy of a model whose weights are looked after by the same file."""
+    copy = model.clone()
+    record_file_opset(copy, file_opset(model))
+    share_weights_with(copy, model)
+    return copy
+
+
+def share_weights_with(model: ir.Model, other: ir.Model) -> None:
+    """Let one model's weights be looked after as those of another."""
+    if _META in other.meta:
+        model.meta[_META] = other.meta[_META]
+
+
+def detach_weights(model: ir.Model) -> bool:
+    """Replace larger weights by references, if the model's are kept in a file; say whether so."""
+    shared: SharedWeights | None = model.meta.get(_META)
+    if shared is not None:
+        shared.detach(model)
+    return shared is not None
+
+
+def _stored(tensor: ir.TensorProtocol) -> StoredTensor | None:
+    return tensor.meta.get(STORED_TENSOR)

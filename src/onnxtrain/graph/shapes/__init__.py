@@ -1,19 +1,20 @@
 """Types and shapes of values: static, symbolic, inferred."""
 
-from onnxtrain.graph.shapes.infer_node import infer_node
+from onnxtrain.graph.shapes.inference import infer_node
 from onnxtrain.graph.shapes.values import (
     FLOATS,
-    UNFIT,
+    INVALID_NODE_ERRORS,
     attributes_of,
     constant_of,
     describe,
     describe_value,
     dims_of,
     first_line,
+    invalid_node_message,
     is_float,
-    is_own_constant,
+    is_generated_constant,
     is_static,
-    mark_own_constant,
+    mark_generated_constant,
     python_value,
     rank_of,
     same_shape,
@@ -21,12 +22,11 @@ from onnxtrain.graph.shapes.values import (
     set_dims,
     set_symbolic,
     symbolic_of,
-    unfit,
 )
 
 __all__ = [
     "FLOATS",
-    "UNFIT",
+    "INVALID_NODE_ERRORS",
     "attributes_of",
     "constant_of",
     "describe",
@@ -34,10 +34,11 @@ __all__ = [
     "dims_of",
     "first_line",
     "infer_node",
+    "invalid_node_message",
     "is_float",
-    "is_own_constant",
+    "is_generated_constant",
     "is_static",
-    "mark_own_constant",
+    "mark_generated_constant",
     "python_value",
     "rank_of",
     "same_shape",
@@ -45,5 +46,4 @@ __all__ = [
     "set_dims",
     "set_symbolic",
     "symbolic_of",
-    "unfit",
 ]

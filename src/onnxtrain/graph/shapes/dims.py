@@ -13,14 +13,18 @@ hold, is unknown, and a name that would expand to one is a symbol like any other
 '3*batch'
 >>> add(sub("n", 1), 1)
 'n'
+
+Equations of Einsum, expanded.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import keyword
 import re
+import string
 from collections.abc import Callable, Iterable, Sequence
 
 Dim = int | str | None
@@ -29,9 +33,9 @@ Dim = int | str | None
 _Monomial = tuple[str, ...]
 _Poly = tuple[tuple[_Monomial, int], ...]
 
-_FACTORS = 256  # of all terms of a polynomial together, each term counted as one more
-_CHARACTERS = 4096  # of all names in a polynomial
-_NUMBERS = 1 << 63  # sizes are 64-bit integers
+_MAX_FACTORS = 256  # of all terms of a polynomial together, each term counted as one more
+_MAX_CHARACTERS = 4096  # of all names in a polynomial
+_MAX_COEFFICIENT = 1 << 63  # sizes are 64-bit integers
 
 
 class _TooLargeError(ValueError):
@@ -88,7 +92,7 @@ def product(dims: Iterable[Dim]) -> Dim:
     return total
 
 
-def numbers(dims: Sequence[Dim] | None) -> list[int] | None:
+def static_sizes(dims: Sequence[Dim] | None) -> list[int] | None:
     """Return dimensions as numbers if all of them are.
 
     >>> numbers([2, 3]), numbers([2, "n"])
@@ -100,7 +104,7 @@ def numbers(dims: Sequence[Dim] | None) -> list[int] | None:
     return sizes if len(sizes) == len(dims) else None
 
 
-def clash(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+def shapes_differ(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
     """Return whether two shapes certainly differ: in rank, or in a size that both know.
 
     >>> clash([2, "n"], [2, 3]), clash(["n", 2], ["n", 3])
@@ -149,7 +153,7 @@ def _apply(f: Callable[[_Poly, _Poly], _Poly], a: Dim, b: Dim) -> Dim:
         return None
 
 
-_VERBS: dict[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
+_OPERATORS: dict[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
     ast.Add: add,
     ast.Sub: sub,
     ast.Mult: mul,
@@ -165,8 +169,8 @@ def _evaluate(node: ast.expr, values: dict[str, Dim]) -> Dim:
             return values.get(name, name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return sub(0, _evaluate(operand, values))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _VERBS:
-            return _VERBS[type(op)](_evaluate(left, values), _evaluate(right, values))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_evaluate(left, values), _evaluate(right, values))
         case _:
             raise ValueError(f"not a dimension: {ast.dump(node)}")
 
@@ -188,7 +192,7 @@ def _parse(value: int | str) -> _Poly:
 def _parse_expression(node: ast.expr) -> _Poly:
     match node:
         case ast.Constant(value=int(v)) if not isinstance(v, bool):
-            return _checked(_constant(v))
+            return _check_budget(_constant(v))
         case ast.Name(id=name):
             return (((name,), 1),)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -206,23 +210,23 @@ def _parse_expression(node: ast.expr) -> _Poly:
             raise ValueError("not a dimension expression")
 
 
-def _normal(terms: dict[_Monomial, int]) -> _Poly:
-    return _checked(tuple(sorted((m, c) for m, c in terms.items() if c)))
+def _canonical(terms: dict[_Monomial, int]) -> _Poly:
+    return _check_budget(tuple(sorted((m, c) for m, c in terms.items() if c)))
 
 
-def _checked(p: _Poly) -> _Poly:
+def _check_budget(p: _Poly) -> _Poly:
     """Return a polynomial that is within the budget.
 
     Raises:
         _TooLargeError: if it is not. Products of sums grow exponentially, so each step is checked.
     """
     if len(p) == 1 and not p[0][0]:
-        within = -_NUMBERS <= p[0][1] < _NUMBERS
+        within = -_MAX_COEFFICIENT <= p[0][1] < _MAX_COEFFICIENT
     else:
         within = (
-            sum(len(m) + 1 for m, _ in p) <= _FACTORS
-            and sum(len(name) for m, _ in p for name in m) <= _CHARACTERS
-            and all(-_NUMBERS <= c < _NUMBERS for _, c in p)
+            sum(len(m) + 1 for m, _ in p) <= _MAX_FACTORS
+            and sum(len(name) for m, _ in p for name in m) <= _MAX_CHARACTERS
+            and all(-_MAX_COEFFICIENT <= c < _MAX_COEFFICIENT for _, c in p)
         )
     if not within:
         raise _TooLargeError("a size of too many terms")
@@ -233,18 +237,18 @@ def _add(p: _Poly, q: _Poly) -> _Poly:
     terms = dict(p)
     for m, c in q:
         terms[m] = terms.get(m, 0) + c
-    return _normal(terms)
+    return _canonical(terms)
 
 
 def _mul(p: _Poly, q: _Poly) -> _Poly:
-    if len(p) * len(q) > _FACTORS * 4:
+    if len(p) * len(q) > _MAX_FACTORS * 4:
         raise _TooLargeError("a product of too many terms")
     terms: dict[_Monomial, int] = {}
     for m, c in p:
         for n, d in q:
             key = tuple(sorted(m + n))
             terms[key] = terms.get(key, 0) + c * d
-    return _normal(terms)
+    return _canonical(terms)
 
 
 def _floordiv(p: _Poly, q: _Poly) -> _Poly:
@@ -256,18 +260,18 @@ def _floordiv(p: _Poly, q: _Poly) -> _Poly:
         (divisor, coefficient) = q[0]
         terms: dict[_Monomial, int] = {}
         for m, c in p:
-            rest = _without(m, divisor)
+            rest = _divide_monomial(m, divisor)
             if rest is None or c % coefficient:
                 break
             terms[rest] = c // coefficient
         else:
-            return _normal(terms)
+            return _canonical(terms)
     if all(m == () for m, _ in p) and all(m == () for m, _ in q) and q:
         return _constant(dict(p).get((), 0) // dict(q)[()])
-    return _checked((((f"(({_text(p)})//({_text(q)}))",), 1),))
+    return _check_budget((((f"(({_text(p)})//({_text(q)}))",), 1),))
 
 
-def _without(m: _Monomial, divisor: _Monomial) -> _Monomial | None:
+def _divide_monomial(m: _Monomial, divisor: _Monomial) -> _Monomial | None:
     rest = list(m)
     for name in divisor:
         if name not in rest:
@@ -295,3 +299,54 @@ def _text(p: _Poly) -> int | str:
         else:
             parts.append(f"{c}*{body}")
     return " + ".join(parts).replace("+ -", "- ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """An equation without ellipsis and with an explicit output; each letter is an axis."""
+
+    terms: tuple[str, ...]
+    output: str
+    ellipsis: str
+    """Letters that stand for the axes of the ellipsis, which broadcast."""
+
+
+LETTERS = string.ascii_lowercase + string.ascii_uppercase
+
+
+def unused_letters(*texts: str) -> list[str]:
+    """Return the letters that do not occur in the texts."""
+    used = set("".join(texts))
+    return [c for c in LETTERS if c not in used]
+
+
+def expand_equation(equation: str, ranks: Sequence[int]) -> Equation | None:
+    """Expand an equation: no spaces, no ellipsis, an explicit output.
+
+    ``None`` if it does not fit operands of these ranks.
+
+    >>> expand_equation("...ij, j", [3, 1])
+    Equation(terms=('aij', 'j'), output='ai', ellipsis='a')
+    """
+    text = equation.replace(" ", "")
+    left, arrow, right = text.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks):
+        return None
+    letters = [t.replace("...", "") for t in terms]
+    extra = [rank - len(t) for rank, t in zip(ranks, letters, strict=True)]
+    if any(e < 0 or (e and "..." not in t) for e, t in zip(extra, terms, strict=True)):
+        return None
+    if not arrow:
+        joined = "".join(letters)
+        right = "".join(sorted(c for c in set(joined) if joined.count(c) == 1))
+        right = "..." + right if "..." in left else right
+    width, spare = max(extra), unused_letters(text)
+    if width > len(spare):
+        return None
+    shared = "".join(spare[:width])
+    output = right.replace("...", shared)
+    if len(set(output)) != len(output) or not set(output) <= {*"".join(letters), *shared}:
+        return None
+    expanded = (t.replace("...", shared[width - e :]) for t, e in zip(terms, extra, strict=True))
+    return Equation(tuple(expanded), output, shared)

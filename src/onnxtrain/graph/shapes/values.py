@@ -13,13 +13,13 @@ import onnx_ir as ir
 from onnxtrain.errors import ShapeError
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.graph.shapes.open_sizes import unknown_rank
+from onnxtrain.graph.shapes.unknown import unknown_rank_message
 
 _DATA_LIMIT = 1024  # elements: larger constants never are shapes, axes or pads
-_OWN = "onnxtrain.own"  # key in Value.meta: a constant that the builder made
+_GENERATED = "onnxtrain.own"  # key in Value.meta: a constant that the builder made
 _SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the value itself, as dimensions
 
-_MACHINE_LEARNING = (5, 4, 3)  # opsets of ai.onnx.ml, newest first; some operators end in between
+_ML_VERSIONS = (5, 4, 3)  # opsets of ai.onnx.ml, newest first; some operators end in between
 
 FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -34,7 +34,7 @@ def schema_of(op_type: str, opset: int, domain: str = "") -> onnx.defs.OpSchema 
     """
     if domain in ("", "ai.onnx"):
         return _schema(op_type, opset, domain)
-    for version in _MACHINE_LEARNING:
+    for version in _ML_VERSIONS:
         schema = _schema(op_type, version, domain)
         if schema is not None and not schema.deprecated:
             return schema
@@ -72,7 +72,7 @@ def rank_of(x: ir.Value) -> int:
         ShapeError: if it is unknown.
     """
     if x.shape is None:
-        raise ShapeError(unknown_rank(x))
+        raise ShapeError(unknown_rank_message(x))
     return len(x.shape)
 
 
@@ -95,14 +95,14 @@ def constant_of(x: ir.Value | None) -> np.ndarray | None:
     return x.const_value.numpy()
 
 
-def is_own_constant(x: ir.Value) -> bool:
+def is_generated_constant(x: ir.Value) -> bool:
     """Return whether a value is a number that this library put into the graph."""
-    return x.meta.get(_OWN, False)
+    return x.meta.get(_GENERATED, False)
 
 
-def mark_own_constant(x: ir.Value) -> None:
+def mark_generated_constant(x: ir.Value) -> None:
     """Record that an initializer is a number of ours: nobody will train or look for it."""
-    x.meta[_OWN] = True
+    x.meta[_GENERATED] = True
 
 
 def symbolic_of(x: ir.Value | None) -> tuple[Dim, ...] | None:
@@ -158,14 +158,14 @@ def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], .
     return tuple(defaults)
 
 
-UNFIT = (IndexError, ValueError, ZeroDivisionError)
+INVALID_NODE_ERRORS = (IndexError, ValueError, ZeroDivisionError)
 """What code that may rely on a node's definition runs into where a file does not keep to it.
 
 No other kinds: they would be defects of this library, which must not pass for the file's.
 """
 
 
-def unfit(node: ir.Node, error: BaseException) -> str:
+def invalid_node_message(node: ir.Node, error: BaseException) -> str:
     """Return a message on a node that its operator's definition does not allow."""
     name = node.name or next((y.name for y in node.outputs if y.name), "")
     return (

@@ -16,28 +16,28 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import is_op, is_standard
-from onnxtrain.graph.simplify.redundant import remove_dead_nodes
+from onnxtrain.graph.simplify.dead_code import remove_dead_nodes
 
-_WIDE = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE})
-_LINEAR = frozenset(
+_WIDE_DTYPES = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE})
+_LINEAR_OPS = frozenset(
     {
         *("Div", "Expand", "Flatten", "ReduceMean", "ReduceSum", "Reshape", "Slice", "Squeeze"),
         *("Transpose", "Unsqueeze"),
     }
 )
 """What a factor of the first input passes through."""
-_SMALLEST, _LARGEST = 1e-12, 1e12
-_DEPTH = 8
+_MIN_FACTOR, _MAX_FACTOR = 1e-12, 1e12
+_MAX_DEPTH = 8
 
 
-def join_chains(model: ir.Model, op: OpBuilder) -> int:
+def fold_scale_chains(model: ir.Model, op: OpBuilder) -> int:
     """Join factors along chains of nodes, in place; return how many nodes became needless."""
     changes = 0
     remove_dead_nodes(model.graph)
     for node in list(model.graph):
         changes += _fold(node, op)
     for node in list(model.graph):
-        changes += _as_mean(node)
+        changes += _fold_into_mean(node)
     remove_dead_nodes(model.graph)
     index = {node: i for i, node in enumerate(model.graph)}
     for node in list(model.graph):
@@ -48,7 +48,7 @@ def join_chains(model: ir.Model, op: OpBuilder) -> int:
 
 def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:
     """Return ``x`` and ``c`` if the node is ``c * x`` with a number of ours."""
-    if not is_standard(node) or len(node.outputs) != 1 or node.outputs[0].dtype not in _WIDE:
+    if not is_standard(node) or len(node.outputs) != 1 or node.outputs[0].dtype not in _WIDE_DTYPES:
         return None
     y = node.outputs[0]
     if node.op_type == "Neg" and node.inputs[0] is not None:
@@ -57,7 +57,7 @@ def _factor(node: ir.Node) -> tuple[ir.Value, float] | None:
         return None
     for i in (1, 0) if node.op_type == "Mul" else (1,):
         number, x = node.inputs[i], node.inputs[1 - i]
-        if number is None or x is None or not S.is_own_constant(number):
+        if number is None or x is None or not S.is_generated_constant(number):
             continue
         array = S.constant_of(number)
         if array is None or array.size != 1 or not S.same_shape(x, y):
@@ -74,22 +74,22 @@ def _fold(node: ir.Node, op: OpBuilder) -> int:
     if given is None or y.is_graph_output() or not y.uses():
         return 0
     x, number = given
-    inner = _upstream(x, node, _DEPTH)
+    inner = _upstream(x, node, _MAX_DEPTH)
     known = None if inner is None else _factor(inner)
     if inner is None or known is None:
         return 0
     source, first = known
-    if not _SMALLEST < abs(first * number) < _LARGEST:
+    if not _MIN_FACTOR < abs(first * number) < _MAX_FACTOR:
         return 0
     inner.op_type = "Mul"
     inner.resize_inputs(2)
     inner.replace_input_with(0, source)
     inner.replace_input_with(1, op.const(first * number, y.dtype))
-    _leave_out(node, x)
+    _bypass(node, x)
     return 1
 
 
-def _leave_out(node: ir.Node, x: ir.Value) -> None:
+def _bypass(node: ir.Node, x: ir.Value) -> None:
     """Let ``x`` stand for the node's output; the node is dead, and reads nothing any more."""
     node.outputs[0].replace_all_uses_with(x)
     for i in range(len(node.inputs)):
@@ -105,7 +105,7 @@ def _upstream(x: ir.Value, node: ir.Node, depth: int) -> ir.Node | None:
         return None
     if _factor(before) is not None:
         return before
-    if before.op_type not in _LINEAR and before.op_type != "Mul":
+    if before.op_type not in _LINEAR_OPS and before.op_type != "Mul":
         return None
     for source in before.inputs[: 2 if before.op_type == "Mul" else 1]:
         way = None if source is None else _upstream(source, before, depth - 1)
@@ -114,7 +114,7 @@ def _upstream(x: ir.Value, node: ir.Node, depth: int) -> ir.Node | None:
     return None
 
 
-def _as_mean(node: ir.Node) -> int:
+def _fold_into_mean(node: ir.Node) -> int:
     """``sum(u) * (1 / n)`` is the mean of ``u``; a minus goes into the sum further down."""
     given, y = _factor(node), node.outputs[0]
     if given is None or y.is_graph_output():
@@ -123,7 +123,7 @@ def _as_mean(node: ir.Node) -> int:
     reduce = total.producer()
     if reduce is None or not is_op(reduce, "ReduceSum") or reduce.graph is not node.graph:
         return 0
-    count = _reduced(reduce)
+    count = _reduced_elements(reduce)
     if len(total.uses()) != 1 or total.is_graph_output() or count is None:
         return 0
     if abs(abs(number) * count - 1.0) > 1e-6:
@@ -131,28 +131,28 @@ def _as_mean(node: ir.Node) -> int:
     if number < 0 and not _negate_below(node):
         return 0
     reduce.op_type = "ReduceMean"
-    _leave_out(node, total)
+    _bypass(node, total)
     return 1
 
 
-def _reduced(node: ir.Node) -> int | None:
+def _reduced_elements(node: ir.Node) -> int | None:
     """Return how many elements each sum has."""
     dims = None if node.inputs[0] is None else S.dims_of(node.inputs[0])
     axes = S.constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
     if dims is None or axes is None or not axes.size:
         return None
     sizes = [dims[int(a)] for a in axes.reshape(-1)]
-    return math.prod(s for s in sizes if isinstance(s, int)) if _numbers(sizes) else None
+    return math.prod(s for s in sizes if isinstance(s, int)) if _all_static(sizes) else None
 
 
-def _numbers(sizes: list) -> bool:
+def _all_static(sizes: list) -> bool:
     return all(isinstance(s, int) and s > 0 for s in sizes)
 
 
 def _negate_below(node: ir.Node) -> bool:
     """Turn the sum that the node's output ends in into a difference, or the reverse."""
     value = node.outputs[0]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         uses = list(value.uses())
         if len(uses) != 1 or value.is_graph_output():
             return False
@@ -167,7 +167,7 @@ def _negate_below(node: ir.Node) -> bool:
             reader.replace_input_with(0, other)
             reader.replace_input_with(1, value)
             return True
-        if reader.op_type != "Mul" and (reader.op_type not in _LINEAR or at):
+        if reader.op_type != "Mul" and (reader.op_type not in _LINEAR_OPS or at):
             return False
         value = reader.outputs[0]
     return False
@@ -178,16 +178,16 @@ def _reuse_quotient(node: ir.Node, index: dict[ir.Node, int]) -> int:
     for i in (0, 1):
         quotient, x = node.inputs[i], node.inputs[1 - i]
         divide = None if quotient is None else quotient.producer()
-        if divide is not None and is_op(divide, "Expand") and _only_for(quotient, node):
+        if divide is not None and is_op(divide, "Expand") and _is_only_reader(quotient, node):
             quotient = divide.inputs[0]
             divide = None if quotient is None else quotient.producer()
         if divide is None or x is None or not is_op(divide, "Div"):
             continue
-        if divide.graph is not node.graph or node.outputs[0].dtype not in _WIDE:
+        if divide.graph is not node.graph or node.outputs[0].dtype not in _WIDE_DTYPES:
             continue
         assert quotient is not None
         u, s = divide.inputs
-        if u is None or s is None or u is x or not _only_for(quotient, node):
+        if u is None or s is None or u is x or not _is_only_reader(quotient, node):
             continue
         if S.same_shape(quotient, node.outputs[0]):
             continue  # a full-size quotient is worth as much as a full-size product
@@ -207,6 +207,6 @@ def _reuse_quotient(node: ir.Node, index: dict[ir.Node, int]) -> int:
     return 0
 
 
-def _only_for(x: ir.Value | None, node: ir.Node) -> bool:
+def _is_only_reader(x: ir.Value | None, node: ir.Node) -> bool:
     """Return whether one node of the same graph reads a value."""
     return x is not None and len(x.uses()) == 1 and not x.is_graph_output()

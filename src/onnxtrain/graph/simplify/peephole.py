@@ -4,15 +4,145 @@ Each rewrite looks at one node and its inputs and gives the same numbers bit for
 transposed product becomes the product in the other order, where kernels may round differently, and
 that a negative zero may keep its sign. None touches a random operator, a parameter, or the name of
 an input or output of the model.
+
+Sums of pieces that lie side by side become one tensor put together from them.
+
+The gradients of slices of one tensor are slices of its gradient, each padded with zeros to the
+whole and added to the others. Where the pieces do not overlap, a Concat does the same in one pass.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_standard
-from onnxtrain.graph.simplify.pads_to_concat import pads_to_concat
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A tensor padded with zeros along one axis."""
+
+    x: ir.Value
+    axis: int
+    before: int
+    size: int
+    after: int
+
+
+def pads_to_concat(node: ir.Node) -> int:
+    """Turn a sum of padded pieces that fill the whole into their Concat; give 1 if it did."""
+    if node.op_type != "Add" or node.outputs[0].dtype not in S.FLOATS:
+        return 0
+    pieces = _pieces(node, node)
+    if pieces is None:
+        return _sum_before_view(node)
+    pieces.sort(key=lambda p: p.before)
+    end = 0
+    for piece in pieces:
+        if piece.axis != pieces[0].axis or piece.before != end:
+            return 0
+        end += piece.size
+    if pieces[-1].after:
+        return 0
+    node.op_type = "Concat"
+    node.attributes["axis"] = ir.AttrInt64("axis", pieces[0].axis)
+    node.resize_inputs(len(pieces))
+    for i, piece in enumerate(pieces):
+        node.replace_input_with(i, piece.x)
+    return 1
+
+
+def _sum_before_view(node: ir.Node) -> int:
+    """Add padded pieces of one shape before they are joined to another shape, not behind."""
+    first, second = (_exclusive_producer_of(x, node, "Reshape") for x in node.inputs)
+    if first is None or second is None or first is second:
+        return 0
+    a, b, sizes = first.inputs[0], second.inputs[0], second.inputs[1]
+    if (
+        _exclusive_producer_of(a, first, "Pad", "Concat") is None
+        or _exclusive_producer_of(b, second, "Pad", "Concat") is None
+    ):
+        return 0
+    assert a is not None
+    assert b is not None
+    if not S.same_shape(a, b) or not S.same_shape(first.outputs[0], second.outputs[0]):
+        return 0
+    graph = node.graph
+    assert graph is not None
+    graph.remove(second)  # it becomes the sum, and the sum becomes the view
+    node.op_type, second.op_type = "Reshape", "Add"
+    node.attributes.update(second.attributes)
+    second.attributes.clear()
+    second.replace_input_with(0, a)
+    second.replace_input_with(1, b)
+    graph.insert_before(node, second)
+    node.replace_input_with(0, second.outputs[0])
+    node.replace_input_with(1, sizes)
+    S.set_dims(second.outputs[0], S.dims_of(a))
+    return 1
+
+
+def _exclusive_producer_of(x: ir.Value | None, node: ir.Node, *kinds: str) -> ir.Node | None:
+    """Return what makes a value that only one node reads, if it is of some kind."""
+    before = None if x is None else x.producer()
+    if x is None or before is None or before.graph is not node.graph or not is_standard(before):
+        return None
+    return before if before.op_type in kinds and _is_private(x) else None
+
+
+def _is_private(x: ir.Value) -> bool:
+    return len(x.uses()) == 1 and not x.is_graph_output()
+
+
+def _pieces(node: ir.Node, last: ir.Node) -> list[_Piece] | None:
+    """Return the pieces that a tree of sums adds up, if all its terms are some."""
+    pieces: list[_Piece] = []
+    for x in node.inputs:
+        before = None if x is None else x.producer()
+        if x is None or before is None or before.graph is not last.graph:
+            return None
+        if len(x.uses()) != 1 or x.is_graph_output() or not is_standard(before):
+            return None
+        if before.op_type == "Add":
+            more = _pieces(before, last)
+            if more is None:
+                return None
+            pieces += more
+        else:
+            piece = _piece(x, before, last.outputs[0])
+            if piece is None:
+                return None
+            pieces.append(piece)
+    return pieces
+
+
+def _piece(x: ir.Value, pad: ir.Node, whole: ir.Value) -> _Piece | None:
+    """Return what a Pad of zeros along one axis makes."""
+    mode = pad.attributes.get("mode")
+    if pad.op_type != "Pad" or (mode is not None and mode.as_string() != "constant"):
+        return None
+    data, amounts, value, axes = (*pad.inputs, None, None)[:4]
+    if axes is not None or data is None:
+        return None
+    if value is not None:
+        number = S.constant_of(value)
+        if number is None or number.any():
+            return None
+    pads, dims = S.constant_of(amounts), S.dims_of(data)
+    if pads is None or dims is None or len(pads) != 2 * len(dims) or (pads < 0).any():
+        return None
+    padded = [i for i in range(len(dims)) if pads[i] or pads[i + len(dims)]]
+    if len(padded) != 1 or not S.same_shape(x, whole):
+        return None
+    axis = padded[0]
+    size = dims[axis]
+    if not isinstance(size, int):
+        return None
+    return _Piece(data, axis, int(pads[axis]), size, int(pads[axis + len(dims)]))
+
 
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 _BROADCASTING = frozenset(
@@ -21,7 +151,7 @@ _BROADCASTING = frozenset(
         *("Mean", "Min", "Mul", "Or", "Pow", "Sub", "Sum", "Where", "Xor"),
     }
 )
-_NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}
+_IDENTITY_OPERANDS = {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}
 
 
 def rewrite(graph: ir.Graph) -> int:
@@ -34,16 +164,16 @@ def rewrite(graph: ir.Graph) -> int:
         if not is_standard(node) or not node.inputs or len(node.outputs) != 1:
             continue
         y = node.outputs[0]
-        stands = None if y.is_graph_output() or not y.uses() else _stands_for(node)
+        stands = None if y.is_graph_output() or not y.uses() else _equivalent_input(node)
         if stands is not None:
             y.replace_all_uses_with(stands)
             changes += 1
         else:
-            changes += _join(node)
+            changes += _fuse_with_producer(node)
     return changes
 
 
-def _stands_for(node: ir.Node) -> ir.Value | None:
+def _equivalent_input(node: ir.Node) -> ir.Value | None:
     """Return the value that equals the node's output, if there is one."""
     x, y = node.inputs[0], node.outputs[0]
     if x is None:
@@ -57,7 +187,7 @@ def _stands_for(node: ir.Node) -> ir.Value | None:
             return source if source is not None and S.same_shape(source, y) else None
         return None
     if node.op_type == "Cast":
-        return x if x.dtype is not None and x.dtype == y.dtype else _never_widened(node)
+        return x if x.dtype is not None and x.dtype == y.dtype else _drop_cast_round_trip(node)
     if node.op_type == "Transpose":
         perm = _perm(node)
         before = _producer(x, node)
@@ -67,16 +197,16 @@ def _stands_for(node: ir.Node) -> ir.Value | None:
                 return before.inputs[0]
         return x if perm == sorted(perm or [-1]) else None
     if node.op_type in ("Pad", "Slice"):
-        return x if S.same_shape(x, y) and _moves_nothing(node) else None
+        return x if S.same_shape(x, y) and _is_noop_pad_or_slice(node) else None
     if node.op_type in ("Concat", "Sum", "Max", "Min", "Mean"):
         return x if len(node.inputs) == 1 else None
     if node.op_type == "Neg":
         before = _producer(x, node)
         return before.inputs[0] if before is not None and before.op_type == "Neg" else None
-    return _neutral(node)
+    return _drop_identity_operand(node)
 
 
-def _never_widened(cast: ir.Node) -> ir.Value | None:
+def _drop_cast_round_trip(cast: ir.Node) -> ir.Value | None:
     """Return what was cast to a wider type and is cast back: that changes no number."""
     before = _producer(cast.inputs[0], cast)
     x = before.inputs[0] if before is not None and before.op_type == "Cast" else None
@@ -87,7 +217,7 @@ def _never_widened(cast: ir.Node) -> ir.Value | None:
     return x if x.dtype in narrow and wide in (ir.DataType.FLOAT, ir.DataType.DOUBLE) else None
 
 
-def _moves_nothing(node: ir.Node) -> bool:
+def _is_noop_pad_or_slice(node: ir.Node) -> bool:
     """Return whether a Pad adds nothing, or a Slice of all there is does not turn an axis round."""
     numbers = node.inputs[1] if node.op_type == "Pad" else (*node.inputs, *[None] * 4)[4]
     if node.op_type == "Slice" and numbers is None:
@@ -98,14 +228,14 @@ def _moves_nothing(node: ir.Node) -> bool:
     return bool((array == 0).all() if node.op_type == "Pad" else (array > 0).all())
 
 
-def _neutral(node: ir.Node) -> ir.Value | None:
+def _drop_identity_operand(node: ir.Node) -> ir.Value | None:
     """Return ``x`` for ``x * 1``, ``x / 1``, ``x + 0``, ``x - 0`` with constants of ours."""
-    number = _NEUTRAL.get(node.op_type)
+    number = _IDENTITY_OPERANDS.get(node.op_type)
     if number is None or node.outputs[0].dtype not in S.FLOATS:
         return None
     for i in (1, 0) if node.op_type in ("Mul", "Add") else (1,):
         one, x = node.inputs[i], node.inputs[1 - i]
-        if one is None or x is None or not S.is_own_constant(one):
+        if one is None or x is None or not S.is_generated_constant(one):
             continue
         array = S.constant_of(one)
         if array is not None and array.size == 1 and array.item() == number:
@@ -113,23 +243,23 @@ def _neutral(node: ir.Node) -> ir.Value | None:
     return None
 
 
-def _join(node: ir.Node) -> int:
+def _fuse_with_producer(node: ir.Node) -> int:
     """Read past an input's producer where the node can do its work; give 1 if something changed."""
     if node.op_type == "Transpose":
         return (
-            _join_transposes(node)
-            or _swap_product(node)
-            or _swap_batched_product(node)
-            or _turn_before_cast(node)
+            _merge_transposes(node)
+            or _transpose_gemm(node)
+            or _transpose_batched_matmul(node)
+            or _transpose_before_cast(node)
         )
     if node.op_type == "Reshape":
-        return _join_reshapes(node) or _unfold_transpose(node)
+        return _merge_reshapes(node) or _unfold_transpose(node)
     if node.op_type in _BROADCASTING:
         dropped = _drop_expands(node) or _drop_leading_axes(node)
-        return dropped or _join_negations(node) or pads_to_concat(node)
+        return dropped or _merge_negations(node) or pads_to_concat(node)
     if node.op_type in ("Conv", "ConvTranspose"):
         return _drop_zero_bias(node)
-    return _join_gemm(node) if node.op_type == "Gemm" else 0
+    return _merge_gemm_transposes(node) if node.op_type == "Gemm" else 0
 
 
 def _drop_zero_bias(node: ir.Node) -> int:
@@ -147,7 +277,7 @@ def _drop_zero_bias(node: ir.Node) -> int:
     return 1
 
 
-def _join_transposes(node: ir.Node) -> int:
+def _merge_transposes(node: ir.Node) -> int:
     before, perm = _producer(node.inputs[0], node), _perm(node)
     first = None if before is None or before.op_type != "Transpose" else _perm(before)
     if before is None or first is None or perm is None:
@@ -157,7 +287,7 @@ def _join_transposes(node: ir.Node) -> int:
     return 1
 
 
-def _swap_product(node: ir.Node) -> int:
+def _transpose_gemm(node: ir.Node) -> int:
     """``(A B)^T = B^T A^T``: the weight gradient of ``x W^T`` comes out as ``W`` lies."""
     before = _producer(node.inputs[0], node)
     if before is None or before.op_type != "Gemm" or _perm(node) != [1, 0]:
@@ -183,12 +313,12 @@ def _swap_product(node: ir.Node) -> int:
     return 1
 
 
-def _turn_before_cast(node: ir.Node) -> int:
+def _transpose_before_cast(node: ir.Node) -> int:
     """Turn a product and cast it then: what is turned can be made the other way round."""
-    cast, y = _own_producer(node.inputs[0], node), node.outputs[0]
+    cast, y = _exclusive_producer(node.inputs[0], node), node.outputs[0]
     if cast is None or cast.op_type != "Cast" or _perm(node) != [1, 0]:
         return 0
-    product = _own_producer(cast.inputs[0], cast)
+    product = _exclusive_producer(cast.inputs[0], cast)
     if product is None or product.op_type != "Gemm":
         return 0
     middle, kind = cast.outputs[0], cast.attributes["to"]
@@ -201,7 +331,7 @@ def _turn_before_cast(node: ir.Node) -> int:
     return 1
 
 
-def _swap_batched_product(node: ir.Node) -> int:
+def _transpose_batched_matmul(node: ir.Node) -> int:
     """``(A^T B)^T = B^T A`` in the last two axes: as many transposes in front, and none behind."""
     before, perm = _producer(node.inputs[0], node), _perm(node)
     if before is None or before.op_type != "MatMul" or perm is None or len(perm) < 3:
@@ -227,7 +357,7 @@ def _swap_batched_product(node: ir.Node) -> int:
     return 1
 
 
-def _join_reshapes(node: ir.Node) -> int:
+def _merge_reshapes(node: ir.Node) -> int:
     before, shape = _producer(node.inputs[0], node), S.symbolic_of(node.inputs[1])
     if before is None or before.op_type not in VIEWS or shape is None:
         return 0
@@ -294,12 +424,12 @@ def _drop_leading_axes(node: ir.Node) -> int:
     return changed
 
 
-def _join_negations(node: ir.Node) -> int:
+def _merge_negations(node: ir.Node) -> int:
     """``a + (-b) = a - b``, ``a - (-b) = a + b``, and the same where ``-b`` is multiplied first."""
     if node.op_type not in ("Add", "Sub") or node.outputs[0].dtype not in S.FLOATS:
         return 0
     for i in (1, 0) if node.op_type == "Add" else (1,):
-        maker = _own_producer(node.inputs[i], node)
+        maker = _exclusive_producer(node.inputs[i], node)
         if maker is None:
             continue
         a, b = node.inputs[1 - i], node.inputs[i]
@@ -317,14 +447,14 @@ def _join_negations(node: ir.Node) -> int:
 def _drop_negation(product: ir.Node) -> bool:
     """Let one factor be what it is the negative of; return whether there was such a factor."""
     for i, x in enumerate(product.inputs):
-        maker = _own_producer(x, product)
+        maker = _exclusive_producer(x, product)
         if maker is not None and maker.op_type == "Neg":
             product.replace_input_with(i, maker.inputs[0])
             return True
     return False
 
 
-def _own_producer(x: ir.Value | None, node: ir.Node) -> ir.Node | None:
+def _exclusive_producer(x: ir.Value | None, node: ir.Node) -> ir.Node | None:
     """Return what makes a value that nobody else reads."""
     maker = _producer(x, node)
     if maker is None or len(maker.outputs[0].uses()) > 1 or maker.outputs[0].is_graph_output():
@@ -332,7 +462,7 @@ def _own_producer(x: ir.Value | None, node: ir.Node) -> ir.Node | None:
     return maker
 
 
-def _join_gemm(node: ir.Node) -> int:
+def _merge_gemm_transposes(node: ir.Node) -> int:
     changed = 0
     for i, flag in enumerate(("transA", "transB")):
         before = _producer(node.inputs[i], node)

@@ -1,4 +1,7 @@
-"""One node as a model, with its inputs and what has to come out."""
+"""One node as a model, with its inputs and what has to come out.
+
+A case at some opset.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.simplify import remove_dead
+from onnxtrain.lowering.forms import NotConvertibleError, convert_operators
+from onnxtrain.lowering.lowerings import LoweringTarget
 
 # Types that numpy and JavaScript have, too.
 TYPES = {
@@ -66,7 +72,7 @@ class Case:
         return self.inputs[0] if self.inputs else None
 
 
-def model_of(case: Case) -> ir.Model:
+def case_to_model(case: Case) -> ir.Model:
     """Return the case as a model of one node."""
     values: list[ir.Value | None] = []
     fed, stored = [], []
@@ -105,9 +111,9 @@ def model_of(case: Case) -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
-def computed(case: Case) -> tuple[np.ndarray | None, ...] | None:
+def reference_outputs(case: Case) -> tuple[np.ndarray | None, ...] | None:
     """Return outputs of onnx's reference evaluator, ``None`` where it fails or has odd types."""
-    proto = ir.to_proto(model_of(case))
+    proto = ir.to_proto(case_to_model(case))
     feeds = {
         f"x{i}": a for i, a in enumerate(case.inputs) if a is not None and i not in case.stored
     }
@@ -124,7 +130,7 @@ def computed(case: Case) -> tuple[np.ndarray | None, ...] | None:
     return result if known else None
 
 
-def of_proto(
+def case_from_proto(
     name: str, model: onnx.ModelProto, inputs: list[Any], outputs: list[Any]
 ) -> Case | None:
     """Return a node test of onnx as a case; ``None`` if it is no single node over plain tensors."""
@@ -157,3 +163,51 @@ def _attributes(node: ir.Node) -> list[ir.Attr]:
 
 def _is_plain(array: Any) -> bool:
     return isinstance(array, np.ndarray | np.generic) and array.dtype in NAMES
+
+
+_LAST = onnx.defs.onnx_opset_version()
+
+
+def _since(op: str, opset: int) -> int:
+    schema = S.schema_of(op, opset)
+    return 0 if schema is None else schema.since_version
+
+
+def versions(case: Case, opsets: list[int]) -> list[int]:
+    """Return the opsets, newest first, at which the operator differs from the next one's."""
+    oldest: dict[int, int] = {}
+    for opset in sorted(opsets, reverse=True):
+        schema = S.schema_of(case.op, min(opset, case.opset))
+        if schema is not None and not schema.deprecated:
+            oldest[schema.since_version] = opset  # the oldest opset of each version
+    return list(oldest.values())
+
+
+def case_at(case: Case, opset: int) -> onnx.ModelProto | None:
+    """Return the model at an opset, ``None`` if it is not one node there."""
+    if case.op == "Dropout" and len(case.outputs) > 1 and opset < 12:
+        return None  # what the mask is where nothing is dropped is not specified there
+    model = case_to_model(case)
+    try:
+        if _since(case.op, case.opset) == _since(case.op, opset):
+            model.opset_imports[""] = opset
+        elif opset < case.opset and _since(case.op, case.opset) == _since(case.op, _LAST):
+            convert_operators(model, opset)  # knows the way down from the newest version only
+        else:
+            return None
+    except (NotConvertibleError, AssertionError):
+        return None
+    remove_dead(model)
+    if len(model.graph) != 1:
+        return None
+    target = LoweringTarget(opset, opset)
+    model.ir_version = target.ir_version
+    if target.initializers_as_inputs:
+        listed = set(model.graph.inputs)
+        model.graph.inputs.extend(x for x in model.graph.initializers.values() if x not in listed)
+    proto = ir.to_proto(model)
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+        return None
+    return proto

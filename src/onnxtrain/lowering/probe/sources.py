@@ -1,9 +1,13 @@
-"""Where the nodes of a pack come from: onnx's own node tests, and a few that it lacks."""
+"""Where the nodes of a pack come from: onnx's own node tests, and a few that it lacks.
+
+The same node otherwise: weights stored or fed, other types, other ranks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import onnx
@@ -11,7 +15,7 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.lowering.forms import default_of
-from onnxtrain.lowering.probe.case import TYPES, Case, computed, of_proto
+from onnxtrain.lowering.probe.case import NAMES, TYPES, Case, case_from_proto, reference_outputs
 
 _RANDOM = frozenset(
     {
@@ -39,7 +43,7 @@ def onnx_cases() -> list[Case]:
         assert test.model is not None
         assert test.data_sets is not None
         inputs, outputs = test.data_sets[0]
-        case = of_proto(test.name, test.model, list(inputs), list(outputs))
+        case = case_from_proto(test.name, test.model, list(inputs), list(outputs))
         if case is not None and not _is_random(case) and case.elements <= _LARGEST:
             cases.append(_newest(case))
     return sorted(cases, key=lambda c: (c.is_empty, c.elements, c.name))
@@ -62,16 +66,16 @@ def _newest(case: Case) -> Case:
     return dataclasses.replace(case, opset=b.since_version) if alike else case
 
 
-def own_cases() -> list[Case]:
+def extra_cases() -> list[Case]:
     """Return casts, activations, and layers of 1 to 3 dimensions for one picture and two."""
     cases = [*_casts(), *_activations()]
     for axes in (1, 2, 3):
         for batch in (1, 2):
             cases += _windows(axes, batch)
-    return [c for c in map(_answered, cases) if c is not None]
+    return [c for c in map(_with_expected_outputs, cases) if c is not None]
 
 
-def _last(op: str) -> int:
+def _newest_version(op: str) -> int:
     """Return the newest version of an operator."""
     schema = S.schema_of(op, onnx.defs.onnx_opset_version())
     assert schema is not None
@@ -87,10 +91,18 @@ def _casts() -> list[Case]:
         given = x.astype(TYPES[a])
         wanted = given.astype(TYPES[b])
         to = {"to": int(ir.DataType[b.upper()])}
-        cases.append(Case(f"cast_{a}_{b}", "Cast", _last("Cast"), (given,), (wanted,), to))
+        cases.append(
+            Case(f"cast_{a}_{b}", "Cast", _newest_version("Cast"), (given,), (wanted,), to)
+        )
         like = np.ones(1, TYPES[b])
         cases.append(
-            Case(f"cast_like_{a}_{b}", "CastLike", _last("CastLike"), (given, like), (wanted,))
+            Case(
+                f"cast_like_{a}_{b}",
+                "CastLike",
+                _newest_version("CastLike"),
+                (given, like),
+                (wanted,),
+            )
         )
     return cases
 
@@ -114,7 +126,7 @@ def _activations() -> list[Case]:
     cases = []
     for op, attributes in settings.items():
         name = f"{op.lower()}_both_sides"
-        cases.append(Case(name, op, _last(op), (x,), (x,), dict(attributes)))
+        cases.append(Case(name, op, _newest_version(op), (x,), (x,), dict(attributes)))
     return cases
 
 
@@ -164,6 +176,116 @@ def _windows(axes: int, batch: int) -> list[Case]:
     ]
 
 
-def _answered(case: Case) -> Case | None:
-    outputs = computed(case)
+def _with_expected_outputs(case: Case) -> Case | None:
+    outputs = reference_outputs(case)
     return None if outputs is None else dataclasses.replace(case, outputs=outputs)
+
+
+# Inputs that are numbers of the model rather than data, by their names in the standard.
+_PARAMETERS = frozenset(
+    {
+        *("axes", "axis", "constant_value", "depth", "dft_length", "ends", "frame_length"),
+        *("frame_step", "image_shape", "block_shape", "k", "max", "min", "output_shape", "pads"),
+        *("ratio", "repeats", "roi", "scales", "shape", "size", "sizes", "split", "starts"),
+        *("steps", "target_shape", "training_mode", "window"),
+    }
+)
+_WEIGHTS = {
+    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "InstanceNormalization"), (1, 2)),
+    **dict.fromkeys(("LayerNormalization", "GroupNormalization", "RMSNormalization"), (1, 2)),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), (1, 2, 3, 7)),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)),
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul"), tuple(range(1, 9))),
+    "BatchNormalization": (1, 2, 3, 4),
+    "DeformConv": (1, 3),
+    "PRelu": (1,),
+}
+_OTHER_TYPES = ("int64", "int32", "bool", "double", "float16", "uint8")
+_POSITIVE = frozenset({"Div", "Mod", "Pow", "BitShift", "Reciprocal", "Sqrt", "Log"})
+
+
+def with_stored_weights(case: Case) -> Case:
+    """Return the case with weights and parameters inside the model."""
+    schema = S.schema_of(case.op, case.opset)
+    if schema is None or case.stored:
+        return case
+    kept = set(_WEIGHTS.get(case.op, ()))
+    for i, formal in enumerate(schema.inputs):
+        if formal.name in _PARAMETERS:
+            kept.add(i)
+    present = {i for i, a in enumerate(case.inputs) if a is not None}
+    kept &= present
+    if kept == present:
+        kept.discard(0)
+    return dataclasses.replace(case, stored=frozenset(kept))
+
+
+def with_fed_weights(case: Case) -> Case | None:
+    """Return the case with nothing inside the model, ``None`` if that is so already."""
+    if not case.stored:
+        return None
+    return dataclasses.replace(case, stored=frozenset(), variant="fed")
+
+
+def with_other_types(case: Case) -> Iterator[Case]:
+    """Return the case in other types that the standard allows there."""
+    schema = S.schema_of(case.op, case.opset)
+    main = case.main
+    if schema is None or main is None or main.dtype != np.float32 or not schema.inputs:
+        return
+    kind = schema.inputs[0].type_str
+    allowed = {c.type_param_str: set(c.allowed_type_strs) for c in schema.type_constraints}
+    slots = [
+        schema.inputs[min(i, len(schema.inputs) - 1)].type_str for i in range(len(case.inputs))
+    ]
+    for name in _OTHER_TYPES:
+        if f"tensor({name})" not in allowed.get(kind, ()):
+            continue
+        inputs = tuple(
+            _cast(a, name, case.op)
+            if a is not None and slot == kind and a.dtype == np.float32
+            else a
+            for a, slot in zip(case.inputs, slots, strict=True)
+        )
+        yield from _replace_inputs(case, inputs, name)
+
+
+def with_other_ranks(case: Case) -> Iterator[Case]:
+    """Return a node that works element by element with 1 and with 5 axes."""
+    arrays = [a for a in (*case.inputs, *case.outputs) if a is not None]
+    alike = len({a.shape for a in arrays}) == 1 and not case.attributes and not case.stored
+    if not alike or not arrays[0].ndim or not arrays[0].size:
+        return
+    shape = arrays[0].shape
+    for rank, dims in ((1, (-1,)), (5, (*(1,) * (5 - len(shape)), *shape))):
+        if len(dims) == rank and rank != len(shape):
+            inputs = tuple(None if a is None else a.reshape(dims) for a in case.inputs)
+            yield from _replace_inputs(case, inputs, f"rank{rank}")
+
+
+def _replace_inputs(
+    case: Case, inputs: tuple[np.ndarray | None, ...], variant: str
+) -> Iterator[Case]:
+    changed = dataclasses.replace(case, inputs=inputs, variant=variant)
+    outputs = reference_outputs(changed)
+    if outputs is not None:
+        yield dataclasses.replace(changed, outputs=outputs)
+
+
+def _cast(array: np.ndarray, name: str, op: str) -> np.ndarray:
+    dtype = TYPES[name]
+    if dtype.kind == "b":
+        return array > 0
+    if dtype.kind == "f":
+        return array.astype(dtype)
+    whole = np.rint(np.clip(np.nan_to_num(array), -20, 20) * 3)
+    if op == "ReduceProd":
+        whole = np.sign(whole)  # a product of others would not fit
+    if dtype.kind == "u" or op in _POSITIVE:
+        whole = np.abs(whole) + (op in _POSITIVE)
+    return whole.astype(dtype)
+
+
+def type_name(array: np.ndarray) -> str:
+    """Return the name that onnx has for the type of an array."""
+    return NAMES[array.dtype]

@@ -1,4 +1,4 @@
-"""Lowerings by family; see :mod:`onnxtrain.lowering.registry` for what a lowering is."""
+"""Lowerings by family; see :mod:`onnxtrain.lowering.lowerings` for what a lowering is."""
 
 from importlib import import_module
 from pkgutil import iter_modules

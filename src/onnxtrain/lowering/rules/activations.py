@@ -1,6 +1,12 @@
 """Activations in plain arithmetic.
 
 NaN and infinities matter here: none of these multiplies an infinity by zero for a finite input.
+
+Softmax and its kin.
+
+Dropout by the runtime's uniform random numbers.
+
+Normalizations as means and square roots.
 """
 
 from __future__ import annotations
@@ -8,8 +14,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import onnx_ir as ir
 
-from onnxtrain.lowering.registry import lower
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.lowering.lowerings import lower
 
 # Abramowitz and Stegun, 7.1.26: erf to 1.5e-7.
 _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
@@ -117,7 +125,7 @@ def sign(op, x):
 
 
 @lower("Sign")
-def sign_by_quotient(op, x):
+def sign_by_division(op, x):
     """``x / max(|x|, smallest)``, for runtimes without comparisons: exact for normal numbers."""
     if not x.dtype.is_floating_point():
         return None
@@ -205,3 +213,128 @@ def cosh(op, x):
 def _negative(op, x):
     """Return ``min(x, 0)`` as ``-relu(-x)``: exact, and no broadcasting."""
     return op.Neg(op.Relu(op.Neg(x)))
+
+
+@lower("Softmax", "LogSoftmax", "Hardmax")
+def softmax_on_last_axis(op, x, *, axis, node):
+    """Before opset 13 these flatten all axes from ``axis`` on: make it the last one."""
+    last = op.rank(x) - 1
+    if axis % op.rank(x) == last:
+        return None
+    moved = op.emit(node.op_type, op.move_axis(x, axis, last), axis=last)
+    return op.move_axis(moved, last, axis)
+
+
+@lower("LogSoftmax")
+def log_softmax(op, x, *, axis):
+    """``z - log(sum(exp(z)))`` with ``z = x - max(x)``."""
+    z = op.Sub(x, op.ReduceMax(x, [axis], keepdims=1))
+    return op.Sub(z, op.Log(op.ReduceSum(op.Exp(z), [axis], keepdims=1)))
+
+
+@lower("Softmax")
+def softmax(op, x, *, axis):
+    """``exp(z) / sum(exp(z))`` with ``z = x - max(x)``."""
+    e = op.Exp(op.Sub(x, op.ReduceMax(x, [axis], keepdims=1)))
+    return op.Div(e, op.ReduceSum(e, [axis], keepdims=1))
+
+
+@lower("Dropout")
+def dropout(op, x, ratio=None, training=None, *, seed):
+    """``x`` at inference; else ``x / (1 - ratio)`` where a random number is not below the ratio."""
+    rate = np.asarray(0.5) if ratio is None else op.constant(ratio)
+    on = np.asarray(False) if training is None else op.constant(training)
+    if on is None or rate is None:
+        return None
+    kept, rate = op.const(True), float(rate.reshape(()))
+    if not bool(on) or rate == 0:
+        return op.Identity(x), op.expand_like(kept, x)
+    if rate >= 1:
+        return None
+    attributes = {} if seed is None else {"seed": float(seed)}
+    drawn = op.RandomUniformLike(x, dtype=ir.DataType.FLOAT, **attributes)
+    mask = op.Not(op.Less(drawn, rate))
+    return op.Where(mask, op.Mul(x, 1 / (1 - rate)), op.const(0, x.dtype)), mask
+
+
+@lower("InstanceNormalization")
+def instance_normalization(op, x, scale, bias, *, epsilon):
+    """``(x - mean) * (scale / std) + bias`` over each picture of each channel.
+
+    Scale and deviation meet first: they are small, and broadcasting is slow in some runtimes.
+    """
+    axes = list(range(2, op.rank(x)))
+    centered = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
+    variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
+    factor = op.Div(_per_channel(op, scale, x), op.Sqrt(op.Add(variance, epsilon)))
+    return op.Add(op.Mul(centered, factor), _per_channel(op, bias, x))
+
+
+@lower("LayerNormalization")
+def layer_normalization(op, x, scale, bias=None, *, axis, epsilon, stash_type):
+    """``(x - mean) / std * scale + bias`` over the axes from ``axis`` on."""
+    axes = list(range(axis % op.rank(x), op.rank(x)))
+    normal, mean, inverse = _standardize(op, op.cast(x, ir.DataType(stash_type)), axes, epsilon)
+    y = op.Mul(op.cast(normal, x.dtype), scale)
+    return y if bias is None else op.Add(y, bias), mean, inverse
+
+
+@lower("GroupNormalization")
+def group_normalization(op, x, scale, bias, *, epsilon, num_groups, stash_type):
+    """Standardise each group of channels: [N, C, ...] -> [N, G, C/G * ...]."""
+    wide = op.cast(x, ir.DataType(stash_type or 1))
+    grouped = op.Reshape(wide, [0, num_groups, -1])
+    normal, _, _ = _standardize(op, grouped, [2], epsilon)
+    back = op.cast(op.reshape_like(normal, x), x.dtype)
+    return op.Add(op.Mul(back, _per_channel(op, scale, x)), _per_channel(op, bias, x))
+
+
+@lower("MeanVarianceNormalization")
+def mean_variance_normalization(op, x, *, axes):
+    """``(x - mean) / (std + 1e-9)``."""
+    axes = [0, 2, 3] if axes is None else list(axes)
+    centered = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
+    variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
+    return op.Div(centered, op.Add(op.Sqrt(variance), 1e-9))
+
+
+@lower("BatchNormalization")
+def batch_normalization(op, x, scale, bias, mean, variance, *, epsilon, momentum, training_mode):
+    """``(x - mean) / sqrt(variance + epsilon) * scale + bias``.
+
+    In training, of the batch's own mean and variance; then also the running ones come out.
+    """
+    running = None, None
+    here, spread = _per_channel(op, mean, x), _per_channel(op, variance, x)
+    if training_mode:
+        axes = [0, *range(2, op.rank(x))]
+        here = op.ReduceMean(x, axes, keepdims=1)
+        centered = op.Sub(x, here)
+        spread = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
+        running = tuple(
+            op.Add(op.Mul(old, momentum), op.Mul(op.Reshape(new, [-1]), 1 - momentum))
+            for old, new in ((mean, here), (variance, spread))
+        )
+    factor = op.Div(_per_channel(op, scale, x), op.Sqrt(op.Add(spread, epsilon)))
+    return op.Add(op.Mul(op.Sub(x, here), factor), _per_channel(op, bias, x)), *running
+
+
+@lower("LpNormalization")
+def lp_normalization(op, x, *, axis, p):
+    """``x / norm(x)`` along an axis."""
+    reduce = op.ReduceL1 if p == 1 else op.ReduceL2
+    return op.Div(x, reduce(x, [axis % op.rank(x)], keepdims=1))
+
+
+def _standardize(op: OpBuilder, x: ir.Value, axes: list[int], epsilon: float):
+    mean = op.ReduceMean(x, axes, keepdims=1)
+    centered = op.Sub(x, mean)
+    variance = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=1)
+    inverse = op.Div(1.0, op.Sqrt(op.Add(variance, epsilon)))
+    return op.Mul(centered, inverse), mean, inverse
+
+
+def _per_channel(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
+    """[C] -> [C, 1, 1 ...], so that it meets the channels of ``x``."""
+    n = op.rank(x) - 2
+    return op.Reshape(v, [-1, *[1] * n]) if n > 0 else v

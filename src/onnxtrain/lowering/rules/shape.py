@@ -1,4 +1,7 @@
-"""Shapes, repetition and the order of elements."""
+"""Shapes, repetition and the order of elements.
+
+``Cast`` for runtimes that have none: a table of the numbers in the wanted type, gathered.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.shapes import dims as D
-from onnxtrain.lowering.registry import lower
+from onnxtrain.lowering.lowerings import lower
+from onnxtrain.lowering.types import BOOL, INTEGER_TYPES, bool_as_int64
 
 _INT64 = ir.DataType.INT64
 _LAST = np.iinfo(np.int64).max
@@ -90,7 +94,7 @@ def constant_of_shape(op, shape, *, value):
 
 
 @lower("Range")
-def range_known(op, start, limit, delta):
+def constant_range(op, start, limit, delta):
     """A constant."""
     bounds = [op.constant(v) for v in (start, limit, delta)]
     if any(b is None for b in bounds):
@@ -191,7 +195,7 @@ def reshape_to_known(op, x, shape, *, allowzero, node):
 
 
 @lower("Reshape", "Transpose")
-def by_position(op, x, shape=None, *, node):
+def expand_by_position(op, x, shape=None, *, node):
     """Positions in the flat tensor, gathered, for runtimes that move floats only."""
     before, after = op.static(x), op.static(node.outputs[0])
     if x.dtype not in (ir.DataType.INT32, _INT64) or before is None or after is None:
@@ -294,3 +298,40 @@ def one_hot(op, indices, depth, values, *, axis):
 
 def _bounded(i: int) -> int | None:
     return None if abs(i) >= 1 << 31 and i > 0 else i
+
+
+_BASE = 2048  # digits; three of them are more than 32 bits
+
+
+@lower("Cast")
+def cast_booleans(op, x, *, to, saturate, round_mode):
+    """The integer that stands for the truth, or the number at that place of ``[0, 1]``."""
+    dtype = ir.DataType(to)
+    if x.dtype != BOOL or dtype == BOOL:
+        return None
+    number = bool_as_int64(op, x)
+    if number is None or dtype == ir.DataType.INT64:
+        return number
+    return op.Gather(op.const([0, 1], dtype), number, axis=0)
+
+
+@lower("Cast")
+def cast_integers(op, x, *, to, saturate, round_mode):
+    """The sum of what each digit stands for; right for 32 bits, an error of Gather beyond."""
+    dtype = ir.DataType(to)
+    if x.dtype not in INTEGER_TYPES or not (dtype.is_floating_point() or dtype in INTEGER_TYPES):
+        return None
+    if dtype.itemsize < 4:
+        return None  # a half has fewer digits than the table
+    base, terms = op.const(_BASE, x.dtype), []
+    for scale, most in ((1, _BASE), (_BASE, _BASE), (_BASE**2, _BASE // 4)):
+        # A quotient is cut off towards zero, so digits have the sign of the number.
+        rest = op.Div(x, base)
+        digit = x if scale == _BASE**2 else op.Sub(x, op.Mul(rest, base))
+        place = op.Add(digit, op.const(most, x.dtype))
+        table = np.arange(-most, most, dtype=np.float64) * scale
+        terms.append(op.Gather(op.const(table, dtype), place, axis=0))
+        x = rest
+    low, middle, high = terms
+    # The two higher ones have 22 digits: one rounding in all, as in a Cast.
+    return op.Add(op.Add(high, middle), low)

@@ -13,7 +13,7 @@ from onnxtrain.autodiff.gradients import parameters, vjp
 from onnxtrain.errors import CompatError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
+from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
 
 
@@ -57,7 +57,7 @@ def onnx_derivative(
     if not isinstance(options, DerivativeOptions):
         raise TypeError(f"options must be a DerivativeOptions, not {type(options).__name__}")
     if options == DerivativeOptions.Loss:
-        return _of_loss(onx, weights, loss, label, path_name)
+        return _loss_derivative(onx, weights, loss, label, path_name)
     if options & DerivativeOptions.KeepYieldOp:
         if options != DerivativeOptions.KeepYieldOp:
             raise ValueError("KeepYieldOp must be alone")
@@ -74,11 +74,11 @@ def onnx_derivative(
     outputs = list(graph.outputs)
     own = len(onx.graph.output)
     if options & DerivativeOptions.FillGrad:
-        _fill(work, outputs[:own])
+        _fill_gradients(work, outputs[:own])
     keep = outputs if options & DerivativeOptions.KeepOutputs else outputs[own:]
     graph.outputs.clear()
     graph.outputs.extend(keep)
-    result = finish(simplify(work))
+    result = finalize(simplify(work))
     if path_name is not None:
         onnx.save(result, path_name)
     return result
@@ -93,7 +93,7 @@ def _wrt(
     return [*first, *(parameters(onx) if weights is None else weights)]
 
 
-def _fill(work: ir.Model, outputs: Sequence[ir.Value]) -> None:
+def _fill_gradients(work: ir.Model, outputs: Sequence[ir.Value]) -> None:
     """Replace the gradients of the outputs by ones."""
     graph = work.graph
     given = {f"{y.name}_grad": y for y in outputs}
@@ -104,7 +104,7 @@ def _fill(work: ir.Model, outputs: Sequence[ir.Value]) -> None:
     graph.sort()
 
 
-def _of_loss(
+def _loss_derivative(
     onx: onnx.ModelProto, weights: Any, loss: str | None, label: str | None, path_name: Any
 ) -> onnx.ModelProto:
     if path_name is None or label is None or loss is None:
@@ -115,7 +115,7 @@ def _of_loss(
     first = [n for n in _wrt(onx, [], None) if n not in labels]
     derivative = vjp(onx, [*first, *parameters(onx)], loss)
     work = ir.from_proto(derivative)
-    _fill(work, [y for y in work.graph.outputs if y.name == loss])
-    result = finish(simplify(work))
+    _fill_gradients(work, [y for y in work.graph.outputs if y.name == loss])
+    result = finalize(simplify(work))
     onnx.save(result, path_name)
     return result

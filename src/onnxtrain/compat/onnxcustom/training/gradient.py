@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradient_model import GradientModel
+from onnxtrain.autodiff.gradients import GradientModel
 from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import BaseLearningPenalty
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
+from onnxtrain.importer.opset import IR_VERSION, OPSET
 
 
 def penalty_gradient(

@@ -118,9 +118,9 @@ class OrtGradientOptimizer(BaseEstimator):
 
     def _batch(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
         batch = [a for a in (X, y, weight) if a is not None]
-        loss, *slopes = runtime.run(self.train_session_, self._results, self._feeds(batch))
-        for name, slope in zip(self.weights_to_train, slopes, strict=True):
-            new, _ = self.learning_rate.update_weights(self._values[name], slope, len(X), None)
+        loss, *gradients = runtime.run(self.train_session_, self._results, self._feeds(batch))
+        for name, gradient in zip(self.weights_to_train, gradients, strict=True):
+            new, _ = self.learning_rate.update_weights(self._values[name], gradient, len(X), None)
             self._values = {**self._values, name: new}
         return float(loss.reshape(-1)[0])
 

@@ -105,7 +105,7 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
             data = self.penalty_onnx_.SerializeToString()
             self._penalty = runtime.create(data, device=runtime_device(self.device), threads=1)
         self._velocity: dict[str, np.ndarray | None] = {}
-        self._slopes: dict[str, np.ndarray] = {}
+        self._gradients: dict[str, np.ndarray] = {}
 
     def fit(
         self, X: Any, y: Any, sample_weight: Any = None, X_val: Any = None, y_val: Any = None
@@ -122,10 +122,14 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
 
     def _batch(self, X: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
         predicted = self._predict(X, training=True)
-        loss, slope = self.learning_loss.loss_gradient(self.device, y, predicted, weight)
-        _, *slopes = self.train_function_.backward([slope])
+        loss, prediction_gradient = self.learning_loss.loss_gradient(
+            self.device, y, predicted, weight
+        )
+        _, *weight_gradients = self.train_function_.backward([prediction_gradient])
         total = float(to_numpy(loss).reshape(-1)[0])
-        gradients = {n: to_numpy(g) for n, g in zip(self.weights_to_train, slopes, strict=True)}
+        gradients = {
+            n: to_numpy(g) for n, g in zip(self.weights_to_train, weight_gradients, strict=True)
+        }
         if self._penalty is not None:
             # The update divides by the number of rows; a penalty does not depend on it.
             extra, *pulls = runtime.run(self._penalty, None, dict(self._values))
@@ -133,7 +137,7 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
             gradients = {
                 n: g + len(X) * p for (n, g), p in zip(gradients.items(), pulls, strict=True)
             }
-        self._slopes = gradients
+        self._gradients = gradients
         for name, g in gradients.items():
             new, speed = self.learning_rate.update_weights(
                 self._values[name], g, len(X), self._velocity.get(name)
@@ -170,7 +174,7 @@ class OrtGradientForwardBackwardOptimizer(BaseEstimator):
         """Return the weights, or the gradients of the last batch, in the order of the names."""
         values: dict[str, Any] = self._trained()
         if kind == "grad":
-            values = self._velocity if self.needs_grad else self._slopes
+            values = self._velocity if self.needs_grad else self._gradients
         elif kind != "weight":
             raise ValueError(f"no such kind: {kind!r}\nhint: weight or grad")
         return [numpy_to_ort_value(values[n], self.device) for n in self.weights_to_train]

@@ -20,12 +20,10 @@ from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
     ort_device_to_string,
     to_numpy,
 )
-from onnxtrain.compat.ort.agent import (
+from onnxtrain.compat.ort.agent import OrtValueCache, PartialGraphExecutionState, TrainingAgent
+from onnxtrain.compat.ort.graph_builder import (
     OrtModuleGraphBuilder,
     OrtModuleGraphBuilderConfiguration,
-    OrtValueCache,
-    PartialGraphExecutionState,
-    TrainingAgent,
 )
 from onnxtrain.errors import CompatError
 from onnxtrain.runtime import session as runtime
@@ -110,11 +108,11 @@ class OrtGradientForwardBackward:
         gradient, info = builder.get_gradient_model(), builder.get_graph_info()
         session = create_session(onnx.load_from_string(gradient), device)
         names = [*self.input_names, *self.weights_to_train]
-        slopes = dict(info.user_input_grad_names)
-        slopes |= dict(
+        gradient_values = dict(info.user_input_grad_names)
+        gradient_values |= dict(
             zip(self.weights_to_train, info.initializer_grad_names_to_train, strict=True)
         )
-        wanted = [slopes[n] for n in names if n in slopes]
+        wanted = [gradient_values[n] for n in names if n in gradient_values]
         self.cls_type_ = type(
             self.class_name,
             (OrtGradientForwardBackwardFunction,),
@@ -133,9 +131,9 @@ class OrtGradientForwardBackward:
                 "_weights_to_train": self.weights_to_train,
                 "_grad_input_names": names,
                 "_onx_inp": names,
-                "_onx_out": [slopes.get(n, f"{n}_grad") for n in names],
+                "_onx_out": [gradient_values.get(n, f"{n}_grad") for n in names],
                 "_bw_fetches_names": wanted,
-                "_slopes": slopes,
+                "_gradient_names": gradient_values,
             },
         )
 
@@ -187,7 +185,7 @@ class OrtGradientForwardBackwardFunction:
     _grad_input_names: ClassVar[list[str]]
     _bw_fetches_names: ClassVar[list[str]]
     _output_names: ClassVar[list[str]]
-    _slopes: ClassVar[dict[str, str]]
+    _gradient_names: ClassVar[dict[str, str]]
 
     def __init__(self) -> None:
         self.states_: list[tuple[PartialGraphExecutionState, list[Any]]] = []
@@ -253,14 +251,14 @@ class OrtGradientForwardBackwardFunction:
             raise RuntimeError("no forward pass is left\nhint: call forward with training=True")
         state, shapes = self.states_.pop()
         # Old programs pass gradients that are only to be reshaped.
-        slopes = [
-            np.ascontiguousarray(slope.reshape(shape))
-            for slope, shape in zip(_arrays(grad_outputs), shapes, strict=True)
+        gradient_values = [
+            np.ascontiguousarray(grad_output.reshape(shape))
+            for grad_output, shape in zip(_arrays(grad_outputs), shapes, strict=True)
         ]
         gradients: list[Any] = []
-        self._training_agent.run_backward(slopes, gradients, state)
+        self._training_agent.run_backward(gradient_values, gradients, state)
         by_name = dict(zip(self._bw_fetches_names, gradients, strict=True))
-        return [by_name.get(self._slopes.get(n, "")) for n in self._grad_input_names]
+        return [by_name.get(self._gradient_names.get(n, "")) for n in self._grad_input_names]
 
     def save_onnx_graph(
         self, folder: Any, prefix: str | None = None, suffix: str | None = None

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradient_model import GradientModel
+from onnxtrain.autodiff.gradients import GradientModel
 from onnxtrain.compat.onnxcustom.training.parts import Part
 from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
     create_session,
@@ -21,10 +21,10 @@ from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import (
 )
 from onnxtrain.errors import CompatError
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
+from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
-from onnxtrain.losses.binary import softplus
+from onnxtrain.importer.opset import IR_VERSION, OPSET
+from onnxtrain.losses.classification import softplus
 from onnxtrain.runtime import session as runtime
 
 
@@ -63,12 +63,14 @@ class BaseLearningLoss(Part):
             each = op.Identity(each)
             each.name = "Y"
             graph.outputs.append(each)
-            return finish(simplify(ir.Model(graph, ir_version=IR_VERSION)))
+            return finalize(simplify(ir.Model(graph, ir_version=IR_VERSION)))
         total = op.ReduceSum(each, keepdims=1)
         made = GradientModel(ir.Model(graph, ir_version=IR_VERSION))
-        slope = made.differentiate({total: made.op.const([[1.0]])}, [predicted])[predicted]
+        prediction_gradient = made.differentiate({total: made.op.const([[1.0]])}, [predicted])[
+            predicted
+        ]
         made.output("Y", total, total)
-        made.output("Y_grad", slope, predicted)
+        made.output("Y_grad", prediction_gradient, predicted)
         return made.finish()
 
     def _run(self, kind: str, expected: Any, predicted: Any, weight: Any) -> list[np.ndarray]:
@@ -97,9 +99,9 @@ class BaseLearningLoss(Part):
     ) -> tuple[Any, Any]:
         """Return the loss ``[1, 1]`` and its gradient with respect to the prediction."""
         outputs = self._run("loss_grad_onnx_", expected, predicted, weight)
-        loss, slope = outputs
-        slope = slope.reshape(to_numpy(predicted).shape)
-        return numpy_to_ort_value(loss, "cpu"), numpy_to_ort_value(slope, device)
+        loss, prediction_gradient = outputs
+        prediction_gradient = prediction_gradient.reshape(to_numpy(predicted).shape)
+        return numpy_to_ort_value(loss, "cpu"), numpy_to_ort_value(prediction_gradient, device)
 
     def loss_scores(self, device: Any, expected: Any, predicted: Any, weight: Any = None) -> Any:
         """Return the loss of each observation."""

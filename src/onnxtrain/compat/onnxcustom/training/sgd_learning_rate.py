@@ -11,8 +11,8 @@ import onnx_ir as ir
 from onnxtrain.compat.onnxcustom.training.parts import Part
 from onnxtrain.compat.onnxcustom.utils.onnxruntime_helper import runtime_device
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.graph.prepare.versions import IR_VERSION, OPSET
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.runtime import session as runtime
 
 
@@ -125,7 +125,7 @@ class LearningRateSGD(BaseLearningRate):
         graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="axpy")
         op = OpBuilder(graph)
         self._update(op)
-        self.axpy_onnx_ = finish(ir.Model(graph, ir_version=IR_VERSION))
+        self.axpy_onnx_ = finalize(ir.Model(graph, ir_version=IR_VERSION))
         data = self.axpy_onnx_.SerializeToString()
         self._sessions = {"axpy": runtime.create(data, device=runtime_device(device), threads=1)}
 

@@ -14,7 +14,7 @@ _SMALL = 1 << 22  # bytes
 
 
 def _native() -> Any:
-    return runtime.runtime().capi.onnxruntime_pybind11_state
+    return runtime.import_onnxruntime().capi.onnxruntime_pybind11_state
 
 
 def get_ort_device(device: Any) -> Any:
@@ -56,7 +56,7 @@ def runtime_device(device: Any) -> str:
 def numpy_to_ort_value(array: np.ndarray, device: Any = "cpu") -> Any:
     """Return an OrtValue with the content of an array."""
     kind = ort_device_to_string(device).partition(":")[0].replace("gpu", "cuda")
-    factory = runtime.runtime().OrtValue
+    factory = runtime.import_onnxruntime().OrtValue
     if kind != "cpu" or not array.size:
         return factory.ortvalue_from_numpy(np.ascontiguousarray(array), kind, 0)
     # Memory of its own: ``value.numpy()`` is a view, which would outlive a shared array.

@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.autodiff.load_normalized import load_normalized
+from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import ElasticLearningPenalty
 from onnxtrain.errors import CompatError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.graph.io.finish import finish
-from onnxtrain.losses.binary import BCE
+from onnxtrain.graph.io.writer import finalize
+from onnxtrain.losses.classification import BCE
 
 LOSS_PREFIX = "loss/"  # of what the loss adds; its constants are no weights
 _SCORES = ("squared_error", "l2", "absolute_error", "l1", "elastic", "log")
@@ -79,7 +79,7 @@ def add_loss_output(
     total.shape = ir.Shape([1, 1])
     graph.outputs.clear()
     graph.outputs.extend([total, predicted])
-    return finish(work)
+    return finalize(work)
 
 
 def _prediction(graph: ir.Graph, output_index: int | str | None) -> ir.Value:

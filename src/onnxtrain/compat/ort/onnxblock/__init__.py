@@ -1,12 +1,12 @@
 """Building blocks of training graphs, on a live ModelProto."""
 
 from onnxtrain.compat.ort.onnxblock import blocks, loss, optim
-from onnxtrain.compat.ort.onnxblock.accessor import base, custom_op_library, empty_base
-from onnxtrain.compat.ort.onnxblock.block import Block
+from onnxtrain.compat.ort.onnxblock.blocks import Block
 from onnxtrain.compat.ort.onnxblock.checkpoint_utils import (
     load_checkpoint_to_model,
     save_checkpoint,
 )
+from onnxtrain.compat.ort.onnxblock.model import base, custom_op_library, empty_base
 from onnxtrain.compat.ort.onnxblock.models import ForwardBlock, TrainingBlock
 
 __all__ = [

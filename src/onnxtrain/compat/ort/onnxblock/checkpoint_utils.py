@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.compat.ort.errors import OrtError
-from onnxtrain.compat.ort.store import Store
+from onnxtrain.compat.ort.state import Store
 
 
 def save_checkpoint(

@@ -7,11 +7,10 @@ from typing import Any
 
 import onnx
 
-from onnxtrain.compat.ort.build.embed import embed, manifest_of
-from onnxtrain.compat.ort.build.training_models import Built, Request, build_training
 from onnxtrain.compat.ort.errors import OrtError, OrtLookupError
-from onnxtrain.compat.ort.onnxblock.accessor import active, active_library
-from onnxtrain.compat.ort.onnxblock.block import Block
+from onnxtrain.compat.ort.models import Built, Request, build_training, embed, manifest_of
+from onnxtrain.compat.ort.onnxblock.blocks import Block
+from onnxtrain.compat.ort.onnxblock.model import active, active_library
 
 
 class ForwardBlock(Block):

@@ -17,10 +17,19 @@ import threading
 MARK = "\x01"  # starts the lines that are ours: runtimes print, too
 MISSING, UNUSABLE = 3, 4  # exit codes
 TYPES = {
-    "float": "<f4", "double": "<f8", "float16": "<f2", "int8": "i1", "int16": "<i2",
-    "int32": "<i4", "int64": "<i8", "uint8": "u1", "uint16": "<u2", "uint32": "<u4",
-    "uint64": "<u8", "bool": "?",
-}  # fmt: skip
+    "float": "<f4",
+    "double": "<f8",
+    "float16": "<f2",
+    "int8": "i1",
+    "int16": "<i2",
+    "int32": "<i4",
+    "int64": "<i8",
+    "uint8": "u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "?",
+}
 # All digits, and no search for the fastest convolution.
 SETTINGS = {"CUDAExecutionProvider": {"use_tf32": "0", "cudnn_conv_algo_search": "HEURISTIC"}}
 SAVED_EVERY = 250  # nodes: what is known if the whole run is cut short
@@ -204,9 +213,12 @@ class Worker:
     def __init__(self, arguments):
         self.process = subprocess.Popen(
             [sys.executable, __file__, *arguments, "--worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             errors="replace",
-        )  # fmt: skip
+        )
         self.lines = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 

@@ -1,0 +1,204 @@
+"""Families of models whose torch modules are cut otherwise than a file's: packed, or renamed.
+
+What torch calls a layer of a file: read from names of weights, biases, scopes and nodes.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxtrain.graph.nodes import is_op
+from onnxtrain.importer.parameters import is_generated_name
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_PHI3 = {
+    "self_attn.qkv_proj": _QKV,
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+PACKED: dict[str, dict[str, tuple[str, ...]]] = {
+    "phi3": _PHI3,
+    "phi4mm": _PHI3,
+    "glm": {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    "glm4": {"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    "gpt2": {"attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
+}
+"""Model type -> a packed module of transformers -> the parts that files may have of it."""
+
+_Rules = tuple[tuple[str, str], ...]
+
+_DECODER_RULES: _Rules = (
+    (r"\.(self_attention|attention|self_attn)\.o_proj$", r".\1.dense"),
+    (r"\.mlp\.up_proj$", ".mlp.dense_h_to_4h"),
+    (r"\.mlp\.down_proj$", ".mlp.dense_4h_to_h"),
+)
+_GPT2: _Rules = (
+    (r"\.attn\.o_proj$", ".attn.c_proj"),
+    (r"\.mlp\.up_proj$", ".mlp.c_fc"),
+    (r"\.mlp\.down_proj$", ".mlp.c_proj"),
+)
+_BERT: _Rules = (
+    (r"\.attention\.(query|key|value)$", r".attention.self.\1"),
+    (r"\.attention\.dense$", ".attention.output.dense"),
+    (r"(\.layer\.\d+)\.dense$", r"\1.output.dense"),
+)
+RENAMED: dict[str, _Rules] = {
+    "phi": (
+        (r"\.self_attn\.o_proj$", ".self_attn.dense"),
+        (r"\.mlp\.up_proj$", ".mlp.fc1"),
+        (r"\.mlp\.down_proj$", ".mlp.fc2"),
+    ),
+    "gpt2": _GPT2,
+    "starcoder2": _GPT2[1:],
+    "gptj": (
+        (r"\.attn\.o_proj$", ".attn.out_proj"),
+        (r"\.mlp\.up_proj$", ".mlp.fc_in"),
+        (r"\.mlp\.down_proj$", ".mlp.fc_out"),
+    ),
+    "opt": (
+        (r"^model\.h\.(\d+)\.attn\.([qkv]_proj)$", r"model.decoder.layers.\1.self_attn.\2"),
+        (r"^model\.h\.(\d+)\.attn\.o_proj$", r"model.decoder.layers.\1.self_attn.out_proj"),
+        (r"^model\.h\.(\d+)\.mlp\.up_proj$", r"model.decoder.layers.\1.fc1"),
+        (r"^model\.h\.(\d+)\.mlp\.down_proj$", r"model.decoder.layers.\1.fc2"),
+        (r"^model\.wte$", "model.decoder.embed_tokens"),
+        (r"^model\.wpe$", "model.decoder.embed_positions"),
+    ),
+    "distilbert": (
+        (r"\.attention\.([qkv]|out)_proj$", r".attention.\1_lin"),
+        (r"\.ffn\.up_proj$", ".ffn.lin1"),
+        (r"\.ffn\.down_proj$", ".ffn.lin2"),
+    ),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
+    **dict.fromkeys(("falcon", "bloom", "gpt_neox", "persimmon"), _DECODER_RULES),
+}
+"""Model type -> patterns of paths in files, and the paths of transformers."""
+
+INTERLEAVED = frozenset({"falcon", "bloom", "gpt_neox", "persimmon", "codegen"})
+"""Model types whose packed layer has queries, keys and values head by head, not side by side."""
+_SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
+
+FAN_IN_FAN_OUT = frozenset({"gpt2"})
+"""Model types whose torch layers hold their weights the other way round."""
+
+
+def model_type(path: str | os.PathLike[str] | None) -> str | None:
+    """Return the kind of model that the files beside a model tell, as transformers names it."""
+    if path is None:
+        return None
+    folder = Path(path).parent
+    config = _read(folder / "config.json").get("model_type")
+    if isinstance(config, str):
+        return config
+    inner = _read(folder / "genai_config.json").get("model")
+    kind = inner.get("type") if isinstance(inner, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
+def transformers_name(module: str, family: str | None) -> str:
+    """Return what transformers calls a module of this family.
+
+    >>> renamed("model.layers.0.self_attn.o_proj", "phi")
+    'model.layers.0.self_attn.dense'
+    """
+    for old, new in RENAMED.get(family or "", ()):
+        if re.search(old, module):
+            return re.sub(old, new, module)
+    return module
+
+
+def is_packed_by_heads(module: str, family: str | None) -> bool:
+    """Return whether transformers has no such module: a part of a layer that it packs by heads.
+
+    >>> foreign("transformer.h.0.self_attention.q_proj", "falcon")
+    True
+    """
+    return family in INTERLEAVED and module.split(".")[-1] in _SEPARATE_QKV
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+_WEIGHT = re.compile(
+    r"(\.(MatMul|Gemm|Gather))?\.(weight|kernel)(_(Q\d+(G\d+)?|quantized|Bnb4|DQ\w*|fp16|bf16))?$"
+)
+_SUFFIX = re.compile(r"_(Q\d+(G\d+)?|quantized|Bnb4)$")
+_SCOPES = "pkg.torch.onnx.name_scopes"  # a list of module paths, in metadata of torch's exports
+_OPERATOR = re.compile(r"^(node_)?(MatMul|Gemm|Gather|Conv|Fused\w+|Quant\w+)\w*$")
+_GENAI_BUILDER = re.compile(r"^(model\.layers\.\d+)\.attn\.")  # of onnxruntime-genai
+
+
+def module_name(node: ir.Node, weights: Sequence[ir.Value], *, shared: bool = False) -> str:
+    """Return the path of the torch module that a node computes, as well as the file tells it.
+
+    Args:
+        node: the product, convolution or look-up.
+        weights: the initializers it reads.
+        shared: the weights also serve another kind of layer, whose name they may have.
+    """
+    names = [x.name or "" for x in weights]
+    by_weight = [_WEIGHT.sub("", n) for n in names[:1] if _WEIGHT.search(n)]
+    named = [m for m in by_weight if not shared and not is_generated_name(m)]
+    candidates = [*named, *_scopes(node), *_bias_owner(node), *_node_path(node)]
+    if not candidates:
+        plain = [_SUFFIX.sub("", n) for n in names[:1] if not is_generated_name(n)]
+        candidates = [*by_weight, *plain, node.name or (node.outputs[0].name or "layer")]
+    return to_transformers_path(candidates[0])
+
+
+def weight_module(weight: ir.Value) -> str:
+    """Return the module that a stored weight belongs to, by its name."""
+    return to_transformers_path(_WEIGHT.sub("", weight.name or ""))
+
+
+def to_transformers_path(path: str) -> str:
+    """Return a module path with the words of transformers where a builder has its own."""
+    return _GENAI_BUILDER.sub(r"\1.self_attn.", path)
+
+
+def is_genai_builder(weights: Sequence[ir.Value]) -> bool:
+    """Return whether weights are named as onnxruntime-genai's builder does."""
+    return any(".MatMul.weight" in (x.name or "") for x in weights)
+
+
+def _scopes(node: ir.Node) -> list[str]:
+    text = node.metadata_props.get(_SCOPES)
+    if text is None:
+        return []
+    try:
+        scopes = [str(s) for s in ast.literal_eval(text)]
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return []
+    return [s for s in scopes[-2:-1] if s]
+
+
+def _bias_owner(node: ir.Node) -> list[str]:
+    """Return the module of a bias that the node or the sum behind it reads."""
+    places = list(node.inputs[2:])
+    if not is_op(node, "Conv", "Gemm"):
+        behind = [u.node for u in node.outputs[0].uses() if is_op(u.node, "Add")]
+        places = [x for n in behind for x in n.inputs]
+    stored = [x for x in places if x is not None and x.is_initializer()]
+    # Exporters store equal tensors once: a bias of many layers has the name of only one of them.
+    names = [x.name or "" for x in stored if len(x.uses()) == 1]
+    return [n.removesuffix(".bias") for n in names if n.endswith(".bias")]
+
+
+def _node_path(node: ir.Node) -> list[str]:
+    """Return the module of a node that is named by its scope: ``/model/layers.0/fc1/MatMul``."""
+    parts = (node.name or "").strip("/").split("/")
+    if len(parts) < 2 or not _OPERATOR.match(parts[-1]):
+        return []
+    return [".".join(parts[:-1])]

@@ -1,1 +1,0 @@
-"""Files that adapters go to: PEFT directories, ``.onnx_adapter``, merged models."""

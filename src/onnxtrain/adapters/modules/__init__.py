@@ -1,1 +1,0 @@
-"""What of a file can have an adapter: its layers, their names in torch, their frozen numbers."""

@@ -1,0 +1,26 @@
+"""The commands of the command line."""
+
+import typer
+
+from onnxtrain.cli.models import build, check, explain, grad, lower, ops, plan, probe, profiles
+from onnxtrain.cli.runs import evaluate, example, export, federate, finetune, lr_find, train
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("explain")(explain)
+    app.command("plan")(plan)
+    app.command("grad")(grad)
+    app.command("ops")(ops)
+    app.command("build")(build)
+    app.command("lr-find")(lr_find)
+    app.command("train")(train)
+    app.command("finetune")(finetune)
+    app.command("eval")(evaluate)
+    app.command("export")(export)
+    app.command("lower")(lower)
+    app.command("check")(check)
+    app.command("profiles")(profiles)
+    app.add_typer(probe, name="probe")
+    app.add_typer(federate, name="federate")
+    app.command("example")(example)

@@ -1,0 +1,57 @@
+"""The command line itself: version, tracebacks and errors; each command has a file beside this."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import onnxtrain
+from onnxtrain.cli import register
+from onnxtrain.errors import OnnxTrainError
+
+app = typer.Typer(
+    help="Differentiate and train ONNX models in standard operators.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+register(app)
+
+
+def main() -> None:
+    """Run the command line; errors are one readable block and exit code 1."""
+    debug = "--debug" in sys.argv
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    try:
+        app(args=arguments, standalone_mode=True)
+    except OnnxTrainError as error:
+        if debug:
+            raise
+        Console(stderr=True, highlight=False).print(
+            f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True
+        )
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(onnxtrain.__version__)
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+]
+
+
+@app.callback()
+def _options(
+    version: _Version = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    del version, debug  # one is printed by its callback, the other read in main

@@ -1,1 +1,0 @@
-"""The models that ``generate_artifacts`` and the other old entry points write."""

@@ -1,0 +1,234 @@
+"""The state of a training run by name, and the file it is kept in.
+
+Values of onnxruntime of either kind, arrays and tensors, in and out of old calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
+from onnxtrain.checkpoint.ort_checkpoint import is_odtc, read_odtc
+from onnxtrain.compat.ort.errors import OrtError, OrtTypeError, as_ort_errors
+from onnxtrain.graph.io.limits import open_regular
+from onnxtrain.runtime import session as runtime
+
+_OPTIMIZER = "optim/"
+
+Tensor = Any
+"""An array, or an OrtValue once a session has made it."""
+
+
+@dataclasses.dataclass
+class Store:
+    """Parameters, statistics, gradients and optimizer state.
+
+    A nominal store knows names of parameters only; their values come later.
+    """
+
+    trainable: list[str] = dataclasses.field(default_factory=list)
+    frozen: list[str] = dataclasses.field(default_factory=list)
+    values: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Parameters and running statistics."""
+    state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Optimizer state by ``<parameter>.<slot>``."""
+    slots: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    """Parameter and slot of each entry of ``state``."""
+    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    properties: dict[str, int | float | str] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    lr: float | None = None
+    seed: int = 0
+    draws: int = 0
+    """How many training steps have drawn random numbers."""
+    manifest: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        trainable: Mapping[str, np.ndarray],
+        frozen: Mapping[str, np.ndarray],
+        buffers: Mapping[str, np.ndarray],
+    ) -> Store:
+        """Return a fresh store of arrays."""
+        return cls(list(trainable), list(frozen), {**trainable, **frozen, **buffers})
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of all parameters, sorted."""
+        return sorted([*self.trainable, *self.frozen])
+
+    @property
+    def nominal(self) -> bool:
+        """Whether parameters are known by name only."""
+        return any(n not in self.values for n in self.parameters)
+
+    def nominal_copy(self) -> Store:
+        """Return the names without the parameters' values."""
+        named = {*self.trainable, *self.frozen}
+        rest = {n: v for n, v in self.values.items() if n not in named}
+        return dataclasses.replace(self, values=rest, state={}, slots={}, gradients={})
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a copy of a parameter or statistic."""
+        return to_array(self.values[name])
+
+    def set(self, name: str, array: np.ndarray) -> None:
+        """Replace a parameter; shape and type must stay."""
+        array, old = np.asarray(array), self.array(name)
+        for what, expected, got in (
+            ("shape", old.shape, array.shape),
+            ("type", old.dtype, array.dtype),
+        ):
+            if expected != got:
+                raise OrtError(
+                    f"Parameter data {what} mismatch. Expected: {expected}, Got: {got} for {name}"
+                )
+        self.values[name] = np.array(array)
+
+    def set_state(self, parameter: str, slot: str, value: Tensor) -> None:
+        """Replace optimizer state."""
+        name = f"{parameter}.{slot}"
+        self.state[name], self.slots[name] = value, (parameter, slot)
+
+    def save(self, path: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+        """Write a checkpoint: whole, or the old file stays."""
+        tensors = {n: self.array(n) for n in self.values}
+        if optimizer:
+            tensors |= {
+                state_key(*self.slots[n]): to_array(value) for n, value in self.state.items()
+            }
+        meta: dict[str, Any] = {
+            "parameters": {"trainable": self.trainable, "frozen": self.frozen},
+            "properties": self.properties,
+            "seed": self.seed,
+            "draws": self.draws,
+            "step": self.step if optimizer else 0,
+        }
+        if self.lr is not None:
+            meta["lr"] = self.lr
+        if self.manifest is not None:
+            meta["manifest"] = self.manifest
+        with as_ort_errors():
+            save_checkpoint(path, tensors, meta)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Store:
+        """Read a checkpoint of this library or of onnxruntime-training."""
+        with as_ort_errors():
+            if _is_odtc(path):
+                return _from_odtc(path)
+            tensors, meta = load_checkpoint(path)
+        manifest = meta.get("manifest")
+        names = [n for n in tensors if not n.startswith(_OPTIMIZER)]
+        known = meta.get("parameters")
+        if known is None:  # a checkpoint of a Trainer, or plain weights
+            listed = [w["name"] for w in (manifest or {}).get("parameters", ())]
+            known = {"trainable": listed or names, "frozen": []}
+        store = cls(
+            trainable=list(known["trainable"]),
+            frozen=list(known["frozen"]),
+            values={n: tensors[n] for n in names},
+            properties=dict(meta.get("properties", {})),
+            step=int(meta.get("step", 0)),
+            lr=meta.get("lr"),
+            seed=int(meta.get("seed", 0)),
+            draws=int(meta.get("draws", meta.get("step", 0))),
+            manifest=manifest,
+        )
+        for key in tensors.keys() - set(names):
+            store.set_state(*_state_name(key), tensors[key])
+        return store
+
+
+def to_array(value: Tensor) -> np.ndarray:
+    """Return an array of a tensor, which nothing else writes to."""
+    return np.array(value) if isinstance(value, np.ndarray) else value.numpy()
+
+
+def _is_odtc(path: str | os.PathLike[str]) -> bool:
+    try:
+        with open_regular(path) as file:
+            return is_odtc(file.read(8))
+    except OSError:
+        return False  # the reader says what is wrong
+
+
+def _from_odtc(path: str | os.PathLike[str]) -> Store:
+    checkpoint = read_odtc(path)
+    store = Store.of(checkpoint.parameters, checkpoint.frozen, {})
+    store.properties = dict(checkpoint.properties)
+    store.step, store.draws = checkpoint.step, checkpoint.step
+    store.lr = checkpoint.lr or None
+    for key, value in checkpoint.tensors().items():
+        if key.startswith(_OPTIMIZER):
+            store.set_state(*_state_name(key), value)
+    return store.nominal_copy() if checkpoint.nominal else store
+
+
+def _state_name(key: str) -> tuple[str, str]:
+    """Return parameter and slot of ``optim/<slot>/<parameter>``."""
+    slot, parameter = key.removeprefix(_OPTIMIZER).split("/", 1)
+    return parameter, slot
+
+
+def as_list(values: Iterable[Any]) -> list[Any]:
+    """Return the elements of a list or of onnxruntime's vector."""
+    if hasattr(values, "__getitem__") and hasattr(values, "__len__"):
+        vector: Any = values  # onnxruntime's vectors want to be indexed
+        return [vector[i] for i in range(len(vector))]
+    return list(values)
+
+
+def as_value(value: Any, device: str) -> Any:
+    """Return a Python OrtValue for a value of either kind, an array or a tensor of DLPack."""
+    kind = runtime.import_onnxruntime().OrtValue
+    if isinstance(value, kind):
+        return value
+    if type(value).__name__ == "OrtValue":
+        return kind(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return kind.ortvalue_from_numpy(np.ascontiguousarray(value), device)
+    if hasattr(value, "__dlpack__"):
+        return kind.from_dlpack(value)
+    raise OrtTypeError(
+        f"neither an OrtValue nor an array: {type(value).__name__}\n"
+        "hint: onnxruntime.OrtValue.ortvalue_from_numpy makes one of an array"
+    )
+
+
+def check_value(value: Any, wanted: Any, what: str) -> None:
+    """Refuse a value that an input of a session cannot take.
+
+    Args:
+        value: an OrtValue.
+        wanted: the session's description of the input.
+        what: ``forward`` or ``backward``, for the message.
+    """
+    shape, dims = list(value.shape()), list(wanted.shape)
+    given = f"{value.data_type()} {shape}"
+    if value.data_type() != wanted.type:
+        raise OrtError(
+            f"Error in {what} pass execution: {wanted.name!r} is {given}\n"
+            f"hint: the model takes {wanted.type} {dims}"
+        )
+    fixed = zip(shape, dims, strict=False)
+    if len(shape) != len(dims) or any(isinstance(d, int) and s != d for s, d in fixed):
+        raise OrtError(
+            f"Error in {what} pass execution: {wanted.name!r} has shape {shape}\n"
+            f"hint: the model takes {dims}"
+        )
+
+
+def write_fetches(fetches: Any, values: list[Any]) -> None:
+    """Add values to a list, or to onnxruntime's vector."""
+    for value in values:
+        if hasattr(fetches, "push_back"):
+            fetches.push_back(value._ortvalue)
+        else:
+            fetches.append(value)

@@ -1,1 +1,0 @@
-"""How a training run is described to ``ORTTrainer``."""

@@ -1,0 +1,736 @@
+"""Emit ONNX nodes by calling them: ``op.MatMul(a, b)``.
+
+CamelCase attributes are ONNX operators and emit exactly one node. snake_case methods are helpers:
+they may fold to a constant, emit several nodes, or none. So the capital letters of a rule show its
+cost.
+
+>>> import onnx_ir as ir
+>>> x = ir.val("x", ir.DataType.FLOAT, ["n", 4])
+>>> graph = ir.Graph([x], [], nodes=[], opset_imports={"": 21}, name="g")
+>>> op = OpBuilder(graph)
+>>> y = op.Mul(x, 0.5)
+>>> y.name, y.dtype.name, op.dims(y)
+('Mul', 'FLOAT', ('n', 4))
+>>> op.Transpose(x, prem=[1, 0])
+Traceback (most recent call last):
+TypeError: Transpose has no attribute prem; it has perm
+
+Shape helpers of the builder: static when known, nodes when not, behind one name.
+
+Arithmetic on sizes: Python numbers where they are known, int64 values of shape [1] where not.
+
+Zeros that are only known when something else is: they make constants wait.
+
+One value put in the place of another.
+
+Copies of nodes under fresh names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_op
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.targets import Target, find
+
+Size = int | ir.Value
+"""A size as rules pass it around: a number, or an int64 value of shape [1]."""
+
+
+class ShapeOps:
+    """Mixin of :class:`~onnxtrain.graph.builder.OpBuilder`."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    # -- asking -----------------------------------------------------------------
+
+    def rank(self, x: ir.Value) -> int:
+        """Return the rank of a value; a ``ShapeError`` if it is unknown."""
+        return S.rank_of(x)
+
+    def dims(self, x: ir.Value) -> tuple[Dim, ...]:
+        """Return the dimensions of a value: numbers, symbolic expressions, or ``None``."""
+        S.rank_of(x)
+        return S.dims_of(x) or ()
+
+    def static(self, x: ir.Value) -> tuple[int, ...] | None:
+        """Return the shape if every size is a number, else ``None``."""
+        dims = S.dims_of(x)
+        if dims is None or not all(isinstance(d, int) for d in dims):
+            return None
+        return dims  # pyright: ignore[reportReturnType]
+
+    def axes(self, axes: Sequence[int] | ir.Value | None, rank: int) -> list[int] | None:
+        """Return constant axes as non-negative numbers; ``None`` if they are not constant.
+
+        ``axes=None`` means all of them.
+        """
+        if axes is None:
+            return list(range(rank))
+        if isinstance(axes, ir.Value):
+            array = S.constant_of(axes)
+            if array is None:
+                return None
+            axes = [int(a) for a in array.reshape(-1)]
+        return [a % rank for a in axes]
+
+    def constant(self, x: ir.Value | None) -> np.ndarray | None:
+        """Return the array of a constant, ``None`` if the value is computed or absent."""
+        return S.constant_of(x)
+
+    def same_shape(self, x: ir.Value, ref: ir.Value) -> bool:
+        """Return whether two values provably have the same shape."""
+        return S.same_shape(x, ref)
+
+    # -- sizes as values ----------------------------------------------------------
+
+    def shape_of(self, x: ir.Value) -> ir.Value:
+        """Return the shape of a value as an int64 vector."""
+        dims = S.dims_of(x)
+        if dims is not None and all(isinstance(d, int) for d in dims):
+            return self.const(np.asarray(dims, np.int64))
+        return self.Shape(self.shape_source(x))
+
+    def size(self, x: ir.Value, axis: int) -> Size:
+        """Return one size: a number if it is known, else an int64 value of shape [1]."""
+        axis %= self.rank(x)
+        d = self.dims(x)[axis]
+        if isinstance(d, int):
+            return d
+        fed = None if self.position is None or d is None else self.input_size(d)
+        return self.Shape(self.shape_source(x), start=axis, end=axis + 1) if fed is None else fed
+
+    def input_size(self, d: str) -> ir.Value | None:
+        """Return a size, or a sum of sizes, that inputs of the graph tell.
+
+        Asked of inputs, the same size is the same value in all layers of a model.
+        """
+        parts: list[Any] = []
+        fed = self._input_sizes()
+        for name in [d] if d in fed else d.split("+"):
+            name = name.strip()
+            where = fed.get(name)
+            if where is not None:
+                parts.append(self.Shape(where[0], start=where[1], end=where[1] + 1))
+            elif name.isdigit():
+                parts.append(self.const([int(name)]))
+            else:
+                return None
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.Add(total, part)
+        return total
+
+    def _input_sizes(self) -> dict[str, tuple[ir.Value, int]]:
+        """Return the first input, and its axis, that has each of the named sizes."""
+        where: dict[str, tuple[ir.Value, int]] = {}
+        for x in self.root.inputs:
+            for i, d in enumerate(S.dims_of(x) or ()):
+                if isinstance(d, str) and not isinstance(x.type, ir.SequenceType):
+                    where.setdefault(d, (x, i))
+        return where
+
+    def vector(self, sizes: Sequence[Size]) -> ir.Value:
+        """Join sizes to an int64 vector."""
+        if all(isinstance(s, int) for s in sizes):
+            return self.const(np.asarray(sizes, np.int64))
+        parts: list[ir.Value] = []
+        run: list[int] = []
+        for s in sizes:
+            if isinstance(s, int):
+                run.append(s)
+                continue
+            if run:
+                parts.append(self.const(run))
+                run = []
+            parts.append(s)
+        if run:
+            parts.append(self.const(run))
+        return parts[0] if len(parts) == 1 else self.Concat(*parts, axis=0)
+
+    def count(self, x: ir.Value, axes: Sequence[int] | ir.Value | None = None) -> ir.Value:
+        """Return the number of elements along ``axes`` (all by default), a scalar of x's dtype."""
+        if isinstance(axes, ir.Value):
+            picked = self.Gather(self.shape_of(x), axes)
+            return self.Cast(self.ReduceProd(picked, keepdims=0), to=x.dtype)
+        dims = self.dims(x)
+        chosen = [dims[a] for a in (range(len(dims)) if axes is None else axes)]
+        if all(isinstance(d, int) for d in chosen):
+            return self.const(D.product(chosen), x.dtype)
+        if axes is None:
+            return self.Cast(self.Size(self.shape_source(x)), to=x.dtype)
+        sizes = [self.size(x, a) for a in axes]
+        total = sizes[0] if len(sizes) == 1 else self.ReduceProd(self.vector(sizes), keepdims=0)
+        return self.Cast(self.Squeeze(total) if len(sizes) == 1 else total, to=x.dtype)
+
+    # -- changing shape -------------------------------------------------------------
+
+    def reshape(self, x: ir.Value, sizes: Sequence[Size]) -> ir.Value:
+        """Reshape to the given sizes; one of them may be -1, a 0 is a size of zero."""
+        return self.Reshape(x, self.vector(sizes), allowzero=1 if 0 in _ints(sizes) else None)
+
+    def reshape_like(self, x: ir.Value, ref: ir.Value) -> ir.Value:
+        """Return ``x`` in the shape of ``ref``, which has as many elements."""
+        if S.same_shape(x, ref):
+            return x
+        sizes = _constant_sizes(S.dims_of(x), S.dims_of(ref))
+        out = self.Reshape(x, self.shape_of(ref) if sizes is None else sizes)
+        out.shape = ref.shape
+        return out
+
+    def expand_like(self, x: ir.Value, ref: ir.Value) -> ir.Value:
+        """Broadcast ``x`` to the shape of ``ref``."""
+        if S.same_shape(x, ref):
+            return x
+        out = self.Expand(x, self.shape_of(ref))
+        out.shape = ref.shape
+        return out
+
+    def sum_to(self, x: ir.Value, ref: ir.Value) -> ir.Value:
+        """Undo broadcasting: sum ``x`` down to the shape of ``ref``."""
+        if S.same_shape(x, ref):
+            return x
+        maker = x.producer()
+        if maker is not None and is_op(maker, "Neg") and maker.inputs[0] is not None:
+            return self.Neg(self.sum_to(maker.inputs[0], ref))  # the sum is smaller
+        have, want = self.dims(x), self.dims(ref)
+        lead = len(have) - len(want)
+        if lead < 0:
+            return self.reshape_like(x, ref)
+        pairs = list(zip(have[lead:], want, strict=True))
+        # Broadcast sizes are equal or one is 1: a size that is a number above 1 is never summed.
+        if all(a == b or b == 1 or (isinstance(b, int) and b > 1) for a, b in pairs):
+            inner = [lead + i for i, (a, b) in enumerate(pairs) if b == 1 and a != 1]
+            axes = [*range(lead), *inner]
+            if not axes:
+                return x
+            if inner and lead:
+                return self.reshape_like(self.ReduceSum(x, axes, keepdims=0), ref)
+            out = self.ReduceSum(x, axes, keepdims=0 if lead else 1)
+            out.shape = ref.shape
+            return out
+        # A size is only known at run time: sum every axis on which ref has size 1.
+        shape = self.shape_of(ref)
+        padded = self.Concat(self.const([1] * lead), shape, axis=0) if lead else shape
+        axes = self.Reshape(self.NonZero(self.Equal(padded, 1)), [-1])
+        out = self.Reshape(self.ReduceSum(x, axes, keepdims=1, noop_with_empty_axes=1), shape)
+        out.shape = ref.shape
+        return out
+
+    def restore_axes(
+        self, y: ir.Value, x: ir.Value, axes: Sequence[int] | ir.Value | None, keepdims: int
+    ) -> ir.Value:
+        """Put back, with size 1, the axes that reducing ``x`` to ``y`` removed."""
+        if keepdims:
+            return y
+        if axes is None:
+            return self.Reshape(y, [1] * self.rank(x)) if self.rank(x) else y
+        return self.Unsqueeze(y, axes)
+
+    # -- filling ----------------------------------------------------------------------
+
+    def full(self, sizes: Sequence[Size] | ir.Value, value: float, dtype: ir.DataType) -> ir.Value:
+        """Return a tensor of the given shape with one value everywhere."""
+        shape = sizes if isinstance(sizes, ir.Value) else self.vector(sizes)
+        # Of bfloat16 not every runtime makes constants.
+        if self.target.lacks("ConstantOfShape") or dtype == ir.DataType.BFLOAT16:
+            return self.Expand(self.const(value, dtype), shape)
+        filler = ir.tensor(np.full(1, value, dtype.numpy()), dtype=dtype)
+        return self.ConstantOfShape(shape, value=filler)
+
+    def sign(self, x: ir.Value) -> ir.Value:
+        """Return -1, 0 or 1 for every element."""
+        if not self.target.lacks("Sign"):
+            return self.Sign(x)
+        zero, one, minus = (self.const(v, x.dtype) for v in (0.0, 1.0, -1.0))
+        return self.Where(self.Greater(x, zero), one, self.Where(self.Less(x, zero), minus, zero))
+
+    def zeros_like(self, x: ir.Value) -> ir.Value:
+        """Return zeros of the shape and dtype of ``x``."""
+        return self._full_like(x, 0.0)
+
+    def ones_like(self, x: ir.Value) -> ir.Value:
+        """Return ones of the shape and dtype of ``x``."""
+        return self._full_like(x, 1.0)
+
+    def iota(self, size: Size) -> ir.Value:
+        """Return the integers 0, 1 ... below ``size`` as an int64 vector."""
+        if isinstance(size, int):
+            return self.const(np.arange(size, dtype=np.int64))
+        return self.Range(0, self.Squeeze(size, [0]), 1)
+
+    def eye(self, size: Size, dtype: ir.DataType) -> ir.Value:
+        """Return the identity matrix."""
+        if isinstance(size, int):
+            return self.const(np.eye(size), dtype)
+        count = self.iota(size)
+        return self.Cast(self.Equal(self.Unsqueeze(count, [1]), count), to=dtype)
+
+    def _full_like(self, x: ir.Value, value: float) -> ir.Value:
+        assert x.dtype is not None
+        if isinstance(x.type, ir.SequenceType):
+            return self.map_sequences(lambda body, item: body._full_like(item, value), x)
+        if x.shape is not None and len(x.shape) == 0:
+            return self.const(value, x.dtype)
+        out = self.full(self.shape_of(x), value, x.dtype)
+        out.shape = x.shape
+        return out
+
+    # -- moving axes --------------------------------------------------------------------
+
+    def mT(self, x: ir.Value) -> ir.Value:  # noqa: N802 - numpy's name
+        """Swap the last two axes."""
+        r = self.rank(x)
+        return self.Transpose(x, perm=[*range(r - 2), r - 1, r - 2])
+
+    def move_axis(self, x: ir.Value, source: int, target: int) -> ir.Value:
+        """Move one axis to another position."""
+        r = self.rank(x)
+        source, target = source % r, target % r
+        if source == target:
+            return x
+        perm = [i for i in range(r) if i != source]
+        perm.insert(target, source)
+        return self.Transpose(x, perm=perm)
+
+    def cast(self, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+        """Return ``x`` in another dtype."""
+        return x if x.dtype == dtype or dtype is None else self.Cast(x, to=dtype)
+
+
+def _constant_sizes(have: Sequence[Dim] | None, want: Sequence[Dim] | None) -> list[int] | None:
+    """Return constant sizes for a Reshape: 0 for a size that stays, -1 for the only unknown one."""
+    if want is None or 0 in want:
+        return None
+    sizes: list[int] = []
+    for i, d in enumerate(want):
+        if isinstance(d, int):
+            sizes.append(d)
+        elif have is not None and i < len(have) and d is not None and have[i] == d:
+            sizes.append(0)
+        else:
+            sizes.append(-1)
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _ints(sizes: Sequence[Size]) -> list[int]:
+    return [s for s in sizes if isinstance(s, int)]
+
+
+class Names:
+    """Hands out names that no value of the model has."""
+
+    def __init__(self, taken: set[str]) -> None:
+        self.taken = taken
+        self._next: dict[str, int] = {}
+
+    def fresh(self, stem: str) -> str:
+        """Return ``stem``, or ``stem_1``, ``stem_2`` ... if it is taken."""
+        n = self._next.get(stem, 0)
+        name = stem if n == 0 else f"{stem}_{n}"
+        while name in self.taken:
+            n += 1
+            name = f"{stem}_{n}"
+        self._next[stem] = n + 1
+        self.taken.add(name)
+        return name
+
+
+class OpBuilder(ShapeOps):
+    """Appends nodes to a graph, with typed constants and shapes inferred at once.
+
+    Args:
+        graph: where nodes go.
+        prefix: what names of new values start with.
+        target: the kind of runtime that forms are chosen for, or its name.
+        before: nodes are inserted in front of this one; appended if ``None``.
+    """
+
+    differentiated = True
+    """Whether gradients of what is written will be asked for; losses may do with less if not."""
+
+    def __init__(
+        self,
+        graph: ir.Graph,
+        prefix: str = "",
+        *,
+        target: str | Target = "cpu",
+        before: ir.Node | None = None,
+        parent: OpBuilder | None = None,
+    ) -> None:
+        self.graph = graph
+        self.target = find(target)
+        self.prefix = prefix
+        self.position = before
+        self.parent = parent
+        if parent is None:
+            self.opset: int = graph.opset_imports[""]
+            self.root = graph
+            self.names = Names(names_in(graph))
+            self._constants: dict[tuple[Any, ...], ir.Value] = {}
+            self._first_of: dict[tuple[Dim, ...], ir.Value] = {}
+            for value in (*graph.inputs, *(y for node in graph for y in node.outputs)):
+                self._see(value)
+        else:
+            self.opset, self.root, self.names = parent.opset, parent.root, parent.names
+            self._constants = parent._constants
+            self._first_of = dict(parent._first_of)
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if not op_type[:1].isupper():
+            raise AttributeError(f"OpBuilder has no helper {op_type!r}")
+        return functools.partial(self.emit, op_type)
+
+    def emit(
+        self, op_type: str, *inputs: Any, _outputs: int = 1, _domain: str = "", **attributes: Any
+    ) -> Any:
+        """Append one node; return its output, or a tuple of them if ``_outputs`` is above 1."""
+        schema = S.schema_of(op_type, self.opset, _domain)
+        if schema is None:
+            raise AttributeError(
+                f"no operator {op_type!r} in {_domain or 'ai.onnx'} opset {self.opset}"
+            )
+        unknown = attributes.keys() - schema.attributes.keys()
+        if unknown:
+            raise TypeError(
+                f"{op_type} has no attribute {', '.join(sorted(unknown))}; "
+                f"it has {', '.join(sorted(schema.attributes)) or 'none'}"
+            )
+        if not schema.min_input <= len(inputs) <= schema.max_input:
+            raise TypeError(
+                f"{op_type} takes {schema.min_input} to {schema.max_input} inputs, "
+                f"got {len(inputs)}"
+            )
+        values = self._promote(schema, inputs)
+        while values and values[-1] is None:
+            values.pop()
+        node = ir.Node(
+            _domain,
+            op_type,
+            values,
+            attributes=ir.convenience.convert_attributes(
+                {k: v for k, v in attributes.items() if v is not None}
+            ),
+            num_outputs=_outputs,
+            version=self.opset,
+        )
+        return self.append(node)
+
+    def append(self, node: ir.Node) -> Any:
+        """Append a node made elsewhere; name it, infer its shapes, return its output or outputs."""
+        single = len(node.outputs) == 1
+        for i, out in enumerate(node.outputs):
+            out.name = self.names.fresh(
+                f"{self.prefix}{node.op_type}" if single else f"{self.prefix}{node.op_type}.{i}"
+            )
+        node.name = node.outputs[0].name
+        if self.position is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.position, node)
+        S.infer_node(node, self.opset)
+        for out in node.outputs:
+            self._see(out)
+        return node.outputs[0] if single else tuple(node.outputs)
+
+    def _see(self, value: ir.Value) -> None:
+        dims = S.dims_of(value)
+        if dims is not None and not isinstance(value.type, ir.SequenceType | ir.OptionalType):
+            self._first_of.setdefault(dims, value)
+
+    def shape_source(self, x: ir.Value) -> ir.Value:
+        """Return the earliest value of the same shape: asking for that keeps nothing else alive."""
+        dims = S.dims_of(x)
+        if dims is None or None in dims or self.position is not None:
+            return x
+        return self._first_of.get(dims, x)
+
+    def _promote(self, schema: Any, inputs: Sequence[Any]) -> list[ir.Value | None]:
+        """Turn Python numbers and lists into constants of the dtype their neighbours have."""
+        formal = list(schema.inputs)
+        formal += formal[-1:] * (len(inputs) - len(formal))
+        bound = {
+            f.type_str: x.dtype
+            for f, x in zip(formal, inputs, strict=False)
+            if isinstance(x, ir.Value)
+        }
+        values: list[ir.Value | None] = []
+        for f, x in zip(formal, inputs, strict=False):
+            if x is None or isinstance(x, ir.Value):
+                values.append(x)
+            else:
+                values.append(self.const(x, bound.get(f.type_str)))
+        return values
+
+    def const(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
+        """Return a constant, stored once per graph.
+
+        Without ``dtype``, whole numbers become int64, other numbers float32.
+        """
+        array = np.asarray(value)
+        if dtype is None:
+            dtype = (
+                ir.DataType.from_numpy(array.dtype)
+                if isinstance(value, np.ndarray | np.generic)
+                else ir.DataType.INT64
+                if array.dtype.kind in "iu" or array.size == 0
+                else ir.DataType.BOOL
+                if array.dtype.kind == "b"
+                else ir.DataType.FLOAT
+            )
+        array = array.astype(dtype.numpy())
+        key = (array.tobytes(), array.shape, dtype)
+        known = self._constants.get(key)
+        if known is None or self.root.initializers.get(known.name or "") is not known:
+            # The second: a pass has put another in its place.
+            name = self.names.fresh(f"{self.prefix}const")
+            known = self._constants[key] = self._initializer(name, array, dtype)
+        return known
+
+    def _initializer(self, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
+        tensor = ir.Tensor(array, dtype=dtype, name=name)
+        value = ir.Value(
+            name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor
+        )
+        self.root.register_initializer(value)
+        S.mark_generated_constant(value)
+        return value
+
+    def input(self, name: str, dtype: ir.DataType, dims: Sequence[Dim] | None) -> ir.Value:
+        """Add an input to the graph and give it."""
+        value = ir.Value(name=self.names.fresh(name), type=ir.TensorType(dtype))
+        S.set_dims(value, dims)
+        self.graph.inputs.append(value)
+        return value
+
+    def body(self, like: Sequence[ir.Value] = (), stem: str = "in") -> OpBuilder:
+        """Return a builder for a subgraph whose inputs have the types of ``like``.
+
+        Values of the enclosing graphs may be used inside. Set ``.graph.outputs`` when done and pass
+        ``.graph`` as attribute: ``op.If(c, then_branch=a.graph, else_branch=b.graph)``.
+        """
+        graph = ir.Graph([], [], nodes=[], name=self.names.fresh(f"{self.prefix}body"))
+        child = OpBuilder(graph, self.prefix, target=self.target, parent=self)
+        for value in like:
+            inner = ir.Value(
+                name=self.names.fresh(f"{self.prefix}{stem}"), type=value.type, shape=value.shape
+            )
+            graph.inputs.append(inner)
+        return child
+
+    def before(self, node: ir.Node | None) -> OpBuilder:
+        """Return a builder with the same names and constants whose nodes go in front of ``node``.
+
+        ``None`` stands for the end of the graph.
+        """
+        return OpBuilder(self.graph, self.prefix, target=self.target, before=node, parent=self)
+
+    def map_sequences(self, function: Callable[..., ir.Value], *sequences: ir.Value) -> ir.Value:
+        """Return the sequence of ``function(body, element, ...)``; ``body`` is the builder to use.
+
+        Elements at the same position of several sequences must have the same shape.
+        """
+        element = self._element_of(sequences[0])
+        body = self.body([element] * len(sequences))
+        item = function(body, *body.graph.inputs)
+        body.graph.outputs.append(body.Identity(item) if item.producer() is None else item)
+        return self.SequenceMap(*sequences, body=body.graph)
+
+    def _element_of(self, sequence: ir.Value) -> ir.Value:
+        """Return a value that has the type of one element, with names for the sizes that vary."""
+        assert isinstance(sequence.type, ir.SequenceType)
+        name = self.names.fresh(f"{self.prefix}element")
+        element = ir.Value(name=name, type=sequence.type.elem_type)
+        dims = S.dims_of(sequence)
+        if dims is not None:
+            named = [D.symbol(f"{name}.{i}") if d is None else d for i, d in enumerate(dims)]
+            S.set_dims(element, named)
+        return element
+
+    def extra_output(self, node: ir.Node, index: int) -> ir.Value:
+        """Return an optional output of an existing node, adding it if it is not there yet."""
+        if len(node.outputs) <= index:
+            node.resize_outputs(index + 1)
+        out = node.outputs[index]
+        if not out.name:
+            out.name = self.names.fresh(f"{node.outputs[0].name}.{index}")
+            known = [
+                (o, o.type, o.shape) for o in node.outputs if o is not out and o.type is not None
+            ]
+            S.infer_node(node, self.opset)
+            for value, type_, shape in known:
+                value.type, value.shape = type_, shape
+        return out
+
+
+def names_in(graph: ir.Graph) -> set[str]:
+    """Return every name of a value or a node in a graph and its subgraphs."""
+    taken: set[str] = set()
+    pending = [graph]
+    while pending:
+        g = pending.pop()
+        taken.update(v.name for v in g.inputs if v.name)
+        taken.update(g.initializers)
+        for node in g:
+            if node.name:  # onnxruntime refuses two nodes of one name, and an output may be renamed
+                taken.add(node.name)
+            taken.update(o.name for o in node.outputs if o.name)
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.GRAPH:
+                    pending.append(attribute.as_graph())
+                elif attribute.type == ir.AttributeType.GRAPHS:
+                    pending.extend(attribute.as_graphs())
+    return taken
+
+
+def plus(op: OpBuilder, a: Size, b: Size) -> Size:
+    """Return ``a + b``."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    if a == 0:
+        return b
+    return a if b == 0 else _simplified(op.Add(_value(op, a), _value(op, b)))
+
+
+def minus(op: OpBuilder, a: Size, b: Size) -> Size:
+    """Return ``a - b``."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    if a is b:
+        return 0
+    return a if b == 0 else _simplified(op.Sub(_value(op, a), _value(op, b)))
+
+
+def times(op: OpBuilder, a: Size, b: int) -> Size:
+    """Return ``a * b``."""
+    if isinstance(a, int):
+        return a * b
+    return a if b == 1 else _simplified(op.Mul(a, op.const([b])))
+
+
+def max_size(op: OpBuilder, a: Size, low: int) -> Size:
+    """Return the larger one."""
+    return max(a, low) if isinstance(a, int) else op.Max(a, op.const([low]))
+
+
+def min_size(op: OpBuilder, a: Size, high: Size) -> Size:
+    """Return the smaller one."""
+    if isinstance(a, int) and isinstance(high, int):
+        return min(a, high)
+    return a if a == 0 else op.Min(_value(op, a), _value(op, high))
+
+
+def element(op: OpBuilder, vector: ir.Value, i: int) -> Size:
+    """Return one element of an integer vector of known length."""
+    array = op.constant(vector)
+    if array is not None:
+        return int(array.reshape(-1)[i])
+    part = vector if op.dims(vector) == (1,) else op.Slice(vector, [i], [i + 1])
+    return op.cast(part, ir.DataType.INT64)
+
+
+def _value(op: OpBuilder, a: Size) -> ir.Value:
+    return op.const([a]) if isinstance(a, int) else a
+
+
+def _simplified(a: ir.Value) -> Size:
+    """Return the number that a result turns out to be, as in ``n + 1 - n``."""
+    dims = S.symbolic_of(a)
+    return dims[0] if dims is not None and len(dims) == 1 and isinstance(dims[0], int) else a
+
+
+def runtime_zero(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """Return an int64 zero of shape [1] that depends on ``x``, whatever its values and sizes.
+
+    A runtime runs what reads constants only as early as it can, and keeps the result. What takes
+    this zero along is run when ``x`` is there. Where all sizes are numbers a runtime knows the
+    shape beforehand, so that an element is asked; there is one then.
+    """
+    if op.static(x) is None or 0 in op.dims(x):
+        return op.Min(op.Shape(x, start=0, end=1), op.const([0]))
+    first = op.Slice(op.Reshape(x, [-1]), [0], [1])
+    return op.Cast(op.Less(op.Abs(first), 0.0), to=ir.DataType.INT64)
+
+
+def replace_value(old: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
+    """Let ``uses`` of ``old`` read ``new``; as an output of the graph it goes by the old name."""
+    for node, index in uses:
+        node.replace_input_with(index, new)
+    if old.shape is not None:
+        new.shape = old.shape
+    graph, name = old.graph, old.name
+    if not old.is_graph_output() or graph is None:
+        return
+    for i, y in enumerate(graph.outputs):
+        if y is old:
+            graph.outputs[i] = new
+    old.name, new.name = f"{name}.inner", name
+
+
+def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> list[ir.Value]:
+    """Append copies of a graph's nodes; return the copies of its outputs.
+
+    Args:
+        op: where the copies go.
+        graph: what is copied; its initializers are shared, not copied.
+        mapping: from values of ``graph`` to values usable where the copies go; extended in place.
+    """
+    for node in graph:
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if x is None else mapping.get(x, x) for x in node.inputs],
+            attributes=[_copy_attribute(op, a, mapping) for a in node.attributes.values()],
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            version=node.version,
+        )
+        copy.meta.update(node.meta)
+        copy.name = op.names.fresh(f"{op.prefix}{node.op_type}")
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.name = op.names.fresh(f"{op.prefix}{old.name}") if old.name else ""
+            new.type, new.shape = old.type, old.shape
+            new.meta.update(old.meta)
+            mapping[old] = new
+        if op.position is None:
+            op.graph.append(copy)
+        else:
+            op.graph.insert_before(op.position, copy)
+    return [mapping.get(y, y) for y in graph.outputs]
+
+
+def copy_node(op: OpBuilder, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Value:
+    """Append a copy of a node of one output that reads other inputs; return its output."""
+    attributes = list(node.attributes.values())
+    copy = ir.Node(node.domain, node.op_type, inputs, attributes, version=node.version)
+    copy.meta.update(node.meta)
+    return op.append(copy)
+
+
+def _copy_attribute(
+    op: OpBuilder, attribute: ir.Attr, mapping: dict[ir.Value, ir.Value]
+) -> ir.Attr:
+    if attribute.type == ir.AttributeType.GRAPH:
+        return ir.AttrGraph(attribute.name, _copy_graph(op, attribute.as_graph(), mapping))
+    if attribute.type == ir.AttributeType.GRAPHS:
+        graphs = [_copy_graph(op, g, mapping) for g in attribute.as_graphs()]
+        return ir.AttrGraphs(attribute.name, graphs)
+    return attribute
+
+
+def _copy_graph(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> ir.Graph:
+    child = op.body(graph.inputs)
+    inner = dict(mapping)
+    inner.update(zip(graph.inputs, child.graph.inputs, strict=True))
+    child.graph.outputs.extend(copy_nodes(child, graph, inner))
+    return child.graph

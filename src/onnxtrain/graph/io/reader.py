@@ -1,0 +1,376 @@
+"""The entry point of model files: `load` refuses the broken and the hostile, `save` is atomic.
+
+From a path or bytes to a ModelProto, without trusting either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Protocol, runtime_checkable
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from onnxtrain.errors import LoadError
+from onnxtrain.graph.io import ir_checks, proto_checks
+from onnxtrain.graph.io.external_data import DataFiles
+from onnxtrain.graph.io.ir_checks import check_nodes
+from onnxtrain.graph.io.limits import (
+    Limits,
+    NotRegularError,
+    ProblemKind,
+    Problems,
+    open_regular,
+    quote,
+)
+from onnxtrain.graph.io.proto_checks import TOO_DEEP, ProtoReader
+from onnxtrain.graph.opset_imports import import_runtime_domain, record_load_repair
+
+_PROTOBUF_BYTES = (1 << 31) - 1
+
+NO_FILE = ProblemKind("no such file")
+DIRECTORY = ProblemKind("this is a directory, not a model", "give the .onnx file in it")
+NOT_REGULAR = ProblemKind("not a regular file", "save the model to a file first")
+CANNOT_READ = ProblemKind("the file cannot be read")
+EMPTY = ProblemKind("the file is empty", "was it copied or downloaded completely?")
+TOO_LARGE = ProblemKind(
+    "the file is over the size limit",
+    "if you trust the file: load(..., limits=Limits(file_bytes=...))",
+)
+OVER_2_GIB = ProblemKind(
+    "the file is over 2 GiB, which no protobuf can be",
+    "store the weights as external data: onnx.save(..., save_as_external_data=True)",
+)
+NOT_ONNX = ProblemKind("not an ONNX model", "the file is damaged, incomplete or of another format")
+
+_KNOWN_FORMATS = [
+    (0, b"version https://git-lfs", "a git-lfs pointer", "fetch the file itself: git lfs pull"),
+    (0, b"PK\x03\x04", "a zip archive", "a torch checkpoint must be exported: torch.onnx.export"),
+    (0, b"\x1f\x8b", "a gzip archive", "unpack it first"),
+    (0, b"\x89HDF", "an HDF5 file", "convert it with tf2onnx"),
+    (4, b"ORTM", "an ONNX Runtime .ort file", "use the .onnx file it was made from"),
+    (4, b"TFL3", "a TensorFlow Lite file", "convert it with tf2onnx"),
+    (0, b"<!DOCTYPE", "a web page", "the download went wrong"),
+    (0, b"<html", "a web page", "the download went wrong"),
+]
+
+
+def read_file(path: str, limits: Limits, problems: Problems) -> bytes:
+    """The bytes of a regular file within the limits."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_size(size, limits, problems)
+            return file.read(size)
+    except (FileNotFoundError, NotADirectoryError):
+        raise problems.refusal(NO_FILE) from None
+    except NotRegularError:
+        raise problems.refusal(NOT_REGULAR) from None
+    except OSError as error:
+        if os.path.isdir(path):
+            raise problems.refusal(DIRECTORY) from None
+        raise problems.refusal(CANNOT_READ, str(error)) from error
+
+
+def parse(data: bytes, limits: Limits, problems: Problems) -> onnx.ModelProto:
+    """The model in ``data``."""
+    _check_size(len(data), limits, problems)
+    if not data:
+        raise problems.refusal(EMPTY)
+    for offset, magic, what, hint in _KNOWN_FORMATS:
+        if data.startswith(magic, offset):
+            raise problems.refusal(ProblemKind(NOT_ONNX.headline, hint), f"this is {what}")
+    try:
+        model = onnx.ModelProto.FromString(data)
+    except DecodeError as error:
+        if _nested_deeper(data, limits.depth):
+            raise problems.refusal(TOO_DEEP, f"more than {limits.depth} levels") from None
+        raise problems.refusal(NOT_ONNX, "it is not a complete protobuf") from error
+    return model
+
+
+def _check_size(size: int, limits: Limits, problems: Problems) -> None:
+    if size > limits.file_bytes:
+        raise problems.refusal(TOO_LARGE, f"{size} bytes, the limit is {limits.file_bytes}")
+    if size > _PROTOBUF_BYTES:
+        raise problems.refusal(OVER_2_GIB, f"{size} bytes")
+
+
+# Message -> {field number: message inside it}, along the way that subgraphs take.
+_NESTED_FIELDS = {
+    "model": {7: "graph", 25: "function"},
+    "function": {7: "node"},
+    "graph": {1: "node"},
+    "node": {5: "attribute"},
+    "attribute": {6: "graph", 11: "graph"},
+}
+
+
+def _nested_deeper(data: bytes, limit: int, steps: int = 50_000) -> bool:
+    """Whether subgraphs are nested over ``limit``, for a file that the parser gave up on.
+
+    Reads the wire format with a stack of its own and looks at a bounded number of fields.
+    """
+    pending = [(0, len(data), "model", -1)]
+    while pending and steps:
+        steps -= 1
+        position, end, message, depth = pending.pop()
+        if depth > limit:
+            return True
+        tag, position = _varint(data, position, end)
+        length = 0
+        match tag & 7:
+            case 0:
+                _, position = _varint(data, position, end)
+            case 1:
+                length = 8
+            case 2:
+                length, position = _varint(data, position, end)
+            case 5:
+                length = 4
+            case _:
+                continue
+        after = position + length
+        if after < end:
+            pending.append((after, end, message, depth))
+        inside = _NESTED_FIELDS[message].get(tag >> 3)
+        if inside and tag & 7 == 2 and length:
+            pending.append((position, min(after, end), inside, depth + (inside == "graph")))
+    return False
+
+
+def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < end and shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    return value, position
+
+
+@runtime_checkable
+class HoldsModel(Protocol):
+    """Something that is a model with more around it."""
+
+    def as_ir(self) -> ir.Model:
+        """Return the model."""
+        ...
+
+
+Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model | HoldsModel
+"""What stands for a model."""
+_MIN_OPSET = 7  # of those that onnxruntime has all operators of
+_DEFAULT_IR_VERSION = 10
+_ALLOWED = "onnxtrain.domains"  # key in Model.meta: what the caller admitted, for the next load
+
+NO_GRAPH = ProblemKind("not an ONNX model", "the file is damaged, incomplete or of another format")
+NO_OUTPUTS = ProblemKind("the graph has no outputs", "there is nothing to compute in this model")
+NEW_IR = ProblemKind("an IR version that is not known", "newer models need a newer onnx package")
+UNREADABLE = ProblemKind("the model cannot be represented", "export the model again")
+
+
+def load(
+    source: Source,
+    *,
+    limits: Limits | None = None,
+    allow_domains: Collection[str] = (),
+) -> ir.Model:
+    """A model of its own, checked, from a path, bytes, a ModelProto or an ir.Model.
+
+    The argument and its files are never changed, and the result shares nothing with them that can
+    be renamed or rewired. Weights in external data are mapped into memory, read-only. Initializers
+    that are also listed as inputs become plain initializers; nodes are in topological order; a
+    subgraph value that hides an outer one is renamed.
+
+    Args:
+        source: where the model is. Only a path may have external data beside it.
+        limits: what is too large; `Limits()` unless given.
+        allow_domains: operator domains to admit besides the standard ones, ``com.microsoft`` and
+            those of the model's own functions.
+
+    Raises:
+        LoadError: the file is missing, broken, hostile, over a limit, or not a valid model.
+
+    >>> load(b"not a model")
+    Traceback (most recent call last):
+        ...
+    onnxtrain.errors.LoadError: bytes: not an ONNX model
+      it is not a complete protobuf
+    hint: the file is damaged, incomplete or of another format
+    """
+    limits = limits or Limits()
+    if isinstance(source, HoldsModel):
+        source = source.as_ir()
+    allowed = {allow_domains} if isinstance(allow_domains, str) else set(allow_domains)
+    if isinstance(source, ir.Model):
+        allowed |= source.meta.get(_ALLOWED, frozenset())
+        model = _from_ir(source, limits, allowed)
+    elif isinstance(source, onnx.ModelProto):
+        model = _from_proto(source, limits, allowed, Problems("ModelProto"), None, owned=False)
+    else:
+        model = _from_file(source, limits, allowed)
+    model.meta[_ALLOWED] = frozenset(allowed)
+    return model
+
+
+def _from_file(
+    origin: str | os.PathLike[str] | bytes, limits: Limits, allowed: set[str]
+) -> ir.Model:
+    directory = None
+    if isinstance(origin, bytes | bytearray | memoryview):
+        problems, data = Problems("bytes"), bytes(origin)
+    elif isinstance(origin, str | os.PathLike):
+        path = os.fsdecode(origin)
+        problems = Problems(repr(path))
+        data = read_file(path, limits, problems)
+        directory = os.path.dirname(os.path.abspath(path))
+    else:
+        raise LoadError(
+            f"cannot load a {type(origin).__name__}\n"
+            "hint: give a path, the bytes of a file, an onnx.ModelProto or an onnx_ir.Model"
+        )
+    proto = parse(data, limits, problems)
+    del data, origin
+    return _from_proto(proto, limits, allowed, problems, directory, owned=True)
+
+
+def _from_proto(
+    proto: onnx.ModelProto,
+    limits: Limits,
+    allowed: set[str],
+    problems: Problems,
+    directory: str | None,
+    *,
+    owned: bool,
+) -> ir.Model:
+    if not proto.HasField("graph"):
+        raise problems.refusal(NO_GRAPH, "it has no graph")
+    if not proto.graph.output:
+        raise problems.refusal(NO_OUTPUTS)
+    files = DataFiles(directory, limits)
+    proto, tensors = _without_maps(proto, owned)
+    reader = ProtoReader(limits, problems, files)
+    wiring = reader.read(proto)
+    problems.check()
+    in_order = proto_checks.check_structure(wiring, limits, problems, allowed)
+    problems.check()
+    if reader.has_device_configurations:
+        proto = _without_devices(proto, owned)
+    try:
+        model = ir.from_proto(proto)
+        if not in_order:
+            _sort(model)
+        for name in tensors:
+            record_load_repair(model, f"ZipMap left out: output {quote(name)} is a tensor now")
+        return _finish_load(model, problems, {"": files})
+    except LoadError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:  # SerdeError and RecursionError too
+        raise problems.refusal(UNREADABLE, _root_cause(error)) from error
+
+
+def _from_ir(original: ir.Model, limits: Limits, allowed: set[str]) -> ir.Model:
+    problems = Problems("ir.Model")
+    if not original.graph.outputs:
+        raise problems.refusal(NO_OUTPUTS)
+    files = ir_checks.DirectoryFiles(limits)
+    wiring = ir_checks.read_structure(original, limits, problems, files)
+    problems.check()
+    in_order = proto_checks.check_structure(wiring, limits, problems, allowed)
+    problems.check()
+    try:
+        if in_order:
+            model = original.clone()
+        else:  # clone() wants sorted nodes, and the original is not ours to sort
+            model = ir.from_proto(ir.to_proto(original))
+            _sort(model)
+        model.meta.update(original.meta)
+        return _finish_load(model, problems, files)
+    except LoadError:
+        raise
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise problems.refusal(UNREADABLE, _root_cause(error)) from error
+
+
+def _finish_load(model: ir.Model, problems: Problems, files: ir_checks.Files) -> ir.Model:
+    if not model.ir_version:
+        model.ir_version = _DEFAULT_IR_VERSION
+    if not 0 < model.ir_version <= onnx.IR_VERSION:
+        known = f"onnx {onnx.__version__} knows 1 to {onnx.IR_VERSION}"
+        raise problems.refusal(NEW_IR, f"IR version {model.ir_version}, {known}")
+    import_runtime_domain(model)
+    ir_checks.normalize_loaded(model, problems, files)
+    problems.check()
+    check_nodes(model, problems)
+    problems.check()
+    return model
+
+
+def _sort(model: ir.Model) -> None:
+    model.graph.sort()
+    for function in model.functions.values():
+        function.sort()
+
+
+def _without_maps(proto: onnx.ModelProto, owned: bool) -> tuple[onnx.ModelProto, list[str]]:
+    """Return the model without ZipMap nodes at its end, and the outputs that are tensors instead.
+
+    Converters of scikit-learn put them there: they only write classes beside the columns.
+    """
+    if all(node.op_type != "ZipMap" for node in proto.graph.node):
+        return proto, []
+    outputs = {y.name for y in proto.graph.output}
+    outputs -= {x for node in proto.graph.node for x in node.input}
+    last = [
+        i
+        for i, node in enumerate(proto.graph.node)
+        if node.op_type == "ZipMap"
+        and node.domain == "ai.onnx.ml"
+        and len(node.input) == len(node.output) == 1
+        and node.output[0] in outputs
+    ]
+    if not last:
+        return proto, []
+    if not owned:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(proto)
+        proto = copy
+    changed: list[str] = []
+    for node in (proto.graph.node[i] for i in last):
+        node.op_type, node.domain = "Identity", ""
+        del node.attribute[:]
+        changed.append(node.output[0])
+    if not any(o.domain in ("", "ai.onnx") for o in proto.opset_import):
+        proto.opset_import.add(domain="", version=_MIN_OPSET)
+    for info in [*proto.graph.output, *proto.graph.value_info]:
+        if info.name in changed:
+            info.ClearField("type")
+            info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return proto, changed
+
+
+def _without_devices(proto: onnx.ModelProto, owned: bool) -> onnx.ModelProto:
+    """The model without multi-device annotations: they mean nothing here and are slow to read."""
+    if not owned:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(proto)
+        proto = copy
+    pending = [proto.graph, *proto.functions]
+    while pending:
+        for node in pending.pop().node:
+            node.ClearField("device_configurations")
+            for attribute in node.attribute:
+                pending += [attribute.g] if attribute.HasField("g") else attribute.graphs
+    return proto
+
+
+def _root_cause(error: BaseException) -> str:
+    """The innermost reason: the outer ones repeat whole graphs."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return quote(str(error) or type(error).__name__)[1:-1]

@@ -1,1 +1,0 @@
-"""Sliding windows: what convolutions and poolings read, and how large it is."""

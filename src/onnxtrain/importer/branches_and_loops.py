@@ -1,0 +1,236 @@
+"""Branches known in advance: If nodes replaced by the branch that is taken.
+
+A condition may be a constant, or follow from sizes; or only one branch may give the rank that a
+reader demands, so that a run which takes the other fails.
+
+Loops whose states keep their shape, though one size has lost its name on the way.
+
+A Reshape to the shape that the state came with says so; where it were not true, the run would fail,
+because all other sizes are known to agree.
+
+Squeeze without axes, which drops every size that is 1: made explicit where sizes are symbols.
+
+Squeeze with an empty list of axes means what it means without one, as in onnxruntime.
+
+The standard does not say, and onnx's own inference takes it for no axis at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.nodes import is_op, nodes, subgraphs_of
+from onnxtrain.graph.shapes.dims import Dim
+from onnxtrain.graph.shapes.inference import infer_shapes
+from onnxtrain.graph.shapes.unknown import required_rank
+from onnxtrain.importer.constants import fold_constants
+
+_RANK_CHANGING_OPS = ("Constant", "Identity", "Squeeze", "Unsqueeze")
+
+
+def inline_known_branches(
+    model: ir.Model, parameters: set[str], *, infer_from_consumers: bool = True
+) -> list[str]:
+    """Replace If nodes whose branch is known by that branch, in place; say how many.
+
+    Args:
+        model: at the working opset, constants lifted, shapes inferred.
+        parameters: initializers that do not count as known.
+        infer_from_consumers: whether the rank that readers demand decides too.
+    """
+    graph = model.graph
+    counts = {"with a constant condition": 0, "of which one branch has the rank that is read": 0}
+    by_condition, by_rank = counts
+    declared = {y: len(y.shape) for y in graph.outputs if y.shape is not None}
+    while nodes(graph, "If", subgraphs=True):
+        fold_constants(model, set(graph.initializers) - parameters, subgraphs=True)
+        taken = {
+            n: b for n in _if_nodes(graph) if (b := _branch_by_condition(n, parameters)) is not None
+        }
+        kind = by_condition
+        if not taken and infer_from_consumers:
+            # One at a time: it may decide on the others.
+            ranked = (
+                (n, b) for n in _if_nodes(graph) if (b := _branch_by_rank(n, declared)) is not None
+            )
+            taken, kind = dict([first] if (first := next(ranked, None)) else []), by_rank
+        if not taken:
+            break
+        names = {v.name for n in graph.all_nodes() for v in n.outputs}
+        names |= {x.name for x in graph.inputs} | set(graph.initializers)
+        for node, branch in taken.items():
+            _inline_branch(node, branch, names)
+        infer_shapes(graph, model.opset_imports[""])
+        counts[kind] += len(taken)
+    return [f"{count} If node(s) {kind} resolved" for kind, count in counts.items() if count]
+
+
+def _if_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Return the outermost If nodes of a graph, then those in bodies."""
+    inner = [body for node in graph for body in subgraphs_of(node)]
+    yield from nodes(graph, "If")
+    for body in inner:
+        yield from _if_nodes(body)
+
+
+def _branch_by_condition(node: ir.Node, parameters: set[str]) -> str | None:
+    """Return which branch a known condition takes."""
+    condition = node.inputs[0]
+    if condition is None or condition.name in parameters:
+        return None
+    known = S.constant_of(condition)
+    return None if known is None else "then_branch" if known.all() else "else_branch"
+
+
+def _branch_by_rank(node: ir.Node, declared: dict[ir.Value, int]) -> str | None:
+    """Return the only branch that gives what the readers of a node can take."""
+    fitting = {"then_branch", "else_branch"}
+    for i, out in enumerate(node.outputs):
+        ranks = {}
+        for name in ("then_branch", "else_branch"):
+            shape = node.attributes[name].as_graph().outputs[i].shape
+            ranks[name] = None if shape is None else len(shape)
+        if None in ranks.values() or len(set(ranks.values())) < 2:
+            continue
+        # A runtime only warns of a declared rank: a branch that computes must not go by it.
+        wanted = required_rank(out, declared if _only_changes_rank(node) else {})
+        if wanted in ranks.values():
+            fitting &= {name for name, rank in ranks.items() if rank == wanted}
+    return next(iter(fitting)) if len(fitting) == 1 else None
+
+
+def _only_changes_rank(node: ir.Node) -> bool:
+    """Return whether branches give one value with more or fewer axes of size 1, if any."""
+    bodies = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+    return all(is_op(inner, *_RANK_CHANGING_OPS) for body in bodies for inner in body)
+
+
+def _inline_branch(node: ir.Node, name: str, names: set[str | None]) -> None:
+    """Put the nodes of the branch that is taken in the place of an If node."""
+    graph = node.graph
+    if not isinstance(graph, ir.Graph):
+        return  # it went with another node
+    branch = node.attributes[name].as_graph()
+    results, body = list(branch.outputs), list(branch)
+    branch.outputs.clear()
+    branch.remove(body)
+    for inner in body:
+        for value in inner.outputs:
+            # Two branches may use one name, so the If lends its own.
+            value.name = _free_name(value.name or "value", names, node.outputs[0].name or "")
+    graph.insert_before(node, body)
+    for old, new in zip(list(node.outputs), results, strict=True):
+        if old.is_graph_output():
+            # What a branch gives may be an input or a constant: an output needs a node of its own.
+            named = ir.Value(name=old.name, type=old.type, shape=old.shape)
+            old.name = _free_name(f"{old.name}.taken", names, "")
+            graph.insert_before(node, ir.Node("", "Identity", [new], outputs=[named]))
+            for at, output in enumerate(graph.outputs):
+                if output is old:
+                    graph.outputs[at] = named
+        old.replace_all_uses_with(new)
+    graph.remove(node, safe=True)
+
+
+def _free_name(name: str, names: set[str | None], owner: str) -> str:
+    base = f"{owner}/{name}" if owner else name
+    candidate, n = base, 2
+    while candidate in names:
+        candidate, n = f"{base}.{n}", n + 1
+    names.add(candidate)
+    return candidate
+
+
+def restore_loop_state_shapes(model: ir.Model) -> list[str]:
+    """Reshape what a Loop carries where a single size is open, in place; say how often."""
+    graph, count = model.graph, 0
+    for node in nodes(graph, "Loop", subgraphs=True):
+        body = node.attributes["body"].as_graph()
+        for i, inner in enumerate(body.inputs[2:], 1):
+            after = body.outputs[i]
+            tensors = isinstance(inner.type, ir.TensorType) and isinstance(
+                after.type, ir.TensorType
+            )
+            if tensors and _differs_in_one_symbol(S.dims_of(inner), S.dims_of(after)):
+                body.outputs[i] = _reshape_state_like(body, after, inner)
+                count += 1
+    if count:
+        infer_shapes(graph, model.opset_imports[""])
+    return [f"{count} state(s) of Loop keep the shape they come with"] if count else []
+
+
+def _differs_in_one_symbol(before: tuple[Dim, ...] | None, after: tuple[Dim, ...] | None) -> bool:
+    """Return whether shapes differ in one size, which is a plain name on both sides."""
+    if before is None or after is None or len(before) != len(after):
+        return False
+    differing = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+    if len(differing) != 1:
+        return False
+    return all(d is None or (isinstance(d, str) and d.isidentifier()) for d in differing[0])
+
+
+def _reshape_state_like(body: ir.Graph, value: ir.Value, ref: ir.Value) -> ir.Value:
+    shape = ir.node("Shape", [ref])
+    same = ir.node("Reshape", [value, shape.outputs[0]])
+    for made, what in ((shape, "shape"), (same, "kept")):
+        made.outputs[0].name = f"{value.name}.{what}"
+        made.name = f"{value.name}.{what}"
+        body.append(made)
+    same.outputs[0].type = value.type
+    return same.outputs[0]
+
+
+def add_squeeze_axes(model: ir.Model) -> list[str]:
+    """Give axes to Squeeze nodes whose readers tell the rank, in place; say how many.
+
+    A size that is a symbol counts as 1 or not, whichever gives the rank that is read.
+    """
+    graph = model.graph
+    declared = {y: len(y.shape) for y in graph.outputs if y.shape is not None}
+    count = 0
+    for node in nodes(graph, "Squeeze"):
+        axes = _squeeze_axes(node, declared)
+        if axes is None:
+            continue
+        name = f"{node.outputs[0].name}.axes"
+        value = ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.INT64),
+            shape=ir.Shape([len(axes)]),
+            const_value=ir.Tensor(np.asarray(axes, np.int64), name=name),
+        )
+        graph.register_initializer(value)
+        node.resize_inputs(2)
+        node.replace_input_with(1, value)
+        count += 1
+        infer_shapes(graph, model.opset_imports[""])
+    return [f"{count} Squeeze node(s) got the axes that fit their readers"] if count else []
+
+
+def _squeeze_axes(node: ir.Node, declared: dict[ir.Value, int]) -> list[int] | None:
+    x = node.inputs[0]
+    dims = None if x is None else S.dims_of(x)
+    if dims is None or (len(node.inputs) > 1 and node.inputs[1] is not None):
+        return None
+    ones = [i for i, d in enumerate(dims) if d == 1]
+    symbols = [i for i, d in enumerate(dims) if not isinstance(d, int)]
+    if not symbols:
+        return None
+    wanted = required_rank(node.outputs[0], declared)
+    if wanted == len(dims) - len(ones):
+        return ones or None
+    if wanted == len(dims) - len(ones) - len(symbols):
+        return sorted([*ones, *symbols])
+    return None
+
+
+def drop_empty_squeeze_axes(model: ir.Model) -> None:
+    """Take empty axes away from Squeeze, in place; constants have been lifted."""
+    for node in nodes(model.graph, "Squeeze", subgraphs=True):
+        axes = node.inputs[1] if len(node.inputs) > 1 else None
+        if axes is not None and axes.const_value is not None and axes.const_value.size == 0:
+            node.resize_inputs(1)

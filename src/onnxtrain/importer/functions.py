@@ -1,0 +1,193 @@
+"""Local functions inlined where they are called.
+
+Operators replaced by the function bodies that the ONNX standard gives for them.
+
+Function bodies that the ONNX standard gives for its operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io.writer import transform_proto
+from onnxtrain.graph.nodes import is_standard
+
+
+def inline_functions(model: ir.Model) -> ir.Model:
+    """Return the model without local functions; the argument must not be used any more.
+
+    Those of another opset than the model's are brought to it first.
+
+    Raises:
+        PrepareError: if that cannot be done, or if it is not clear what a function's name means.
+    """
+    _reject_standard_names(model)
+    try:
+        work = model.clone()
+        passes.InlinePass()(work)
+    except (*S.INVALID_NODE_ERRORS, RuntimeError, ir.passes.InvariantError) as error:
+        return _inline_with_onnx(model, error)
+    work.meta.update(model.meta)
+    return work
+
+
+def _reject_standard_names(model: ir.Model) -> None:
+    """Refuse functions called like an operator of the standard: runtimes run the operator."""
+    opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
+    taken = sorted(
+        f.name
+        for f in model.functions.values()
+        if f.domain in ("", "ai.onnx") and S.schema_of(f.name, opset) is not None
+    )
+    if taken:
+        raise PrepareError(
+            f"local functions with names of standard operators: {', '.join(taken)}\n"
+            "  ONNX means the function, onnxruntime runs the operator\n"
+            "hint: give the functions another domain, or leave them out if they do the same"
+        )
+
+
+def _inline_with_onnx(model: ir.Model, first: Exception) -> ir.Model:
+    names = ", ".join(sorted({f"{f.domain}::{f.name}" for f in model.functions.values()})[:5])
+    try:
+        inlined = transform_proto(
+            model, lambda proto: onnx.inliner.inline_local_functions(proto, convert_version=True)
+        )
+    except (*S.INVALID_NODE_ERRORS, RuntimeError, onnx.checker.ValidationError) as error:
+        raise PrepareError(
+            f"the local functions cannot be inlined: {names}\n"
+            f"  {S.first_line(first)}\n  {S.first_line(error)}\n"
+            "hint: export the model without functions, or with one opset throughout"
+        ) from error
+    if inlined.functions:
+        raise PrepareError(
+            f"the local functions cannot be inlined: {names}\n  {S.first_line(first)}\n"
+            "hint: export the model without functions, or with one opset throughout"
+        )
+    return inlined
+
+
+# Bodies that are worse than useless: Softplus overflows above 88, Range is a Loop,
+# LayerNormalization is 25 nodes of shape arithmetic.
+UNUSABLE_BODIES = frozenset({"LayerNormalization", "Range", "Softplus"})
+
+
+class _Schema(Protocol):
+    """What onnx's stubs leave out of ``OpSchema``."""
+
+    @property
+    def has_function(self) -> bool: ...
+    @property
+    def has_context_dependent_function(self) -> bool: ...
+    @property
+    def context_dependent_function_opset_versions(self) -> list[int]: ...
+    def get_context_dependent_function_with_opset_version(
+        self, opset: int, node: bytes, types: list[bytes], /
+    ) -> bytes: ...
+
+
+def has_body(op_type: str, opset: int) -> bool:
+    """Return whether the standard gives a usable function body for an operator."""
+    schema = S.schema_of(op_type, opset)
+    if schema is None or op_type in UNUSABLE_BODIES:
+        return False
+    full = cast(_Schema, schema)
+    return full.has_function or full.has_context_dependent_function
+
+
+def context_dependent_body(
+    node: onnx.NodeProto, types: Sequence[onnx.TypeProto], opset: int
+) -> onnx.FunctionProto | None:
+    """Return the body that depends on the types of a node's inputs, ``None`` if there is no such.
+
+    The attributes' defaults are written into ``node``, as the body reads them there.
+    """
+    schema = S.schema_of(node.op_type, opset)
+    if schema is None:
+        return None
+    full = cast(_Schema, schema)
+    versions = [v for v in full.context_dependent_function_opset_versions if v <= opset]
+    if not full.has_context_dependent_function or not versions:
+        return None
+    given = {a.name for a in node.attribute}
+    for name, attribute in schema.attributes.items():
+        if name not in given and attribute.default_value.type:
+            node.attribute.append(attribute.default_value)
+    text = full.get_context_dependent_function_with_opset_version(
+        max(versions), node.SerializeToString(), [t.SerializeToString() for t in types]
+    )
+    return onnx.FunctionProto.FromString(text)
+
+
+_BODY_DOMAIN = "onnxtrain.bodies"  # domain of functions that are inlined at once
+_MAX_ROUNDS = 8  # bodies may use operators that have bodies
+
+
+def inline_bodies(model: ir.Model, chosen: Callable[[str], bool]) -> ir.Model:
+    """Return the model with the operators that ``chosen`` names replaced by their bodies."""
+    opset = model.opset_imports[""]
+    for _ in range(_MAX_ROUNDS):
+        kinds = sorted(
+            {
+                n.op_type
+                for n in model.graph.all_nodes()
+                if is_standard(n) and has_body(n.op_type, opset) and chosen(n.op_type)
+            }
+        )
+        if not kinds:
+            return model
+        before = sum(1 for _ in model.graph.all_nodes())
+        try:
+            model = transform_proto(
+                model,
+                lambda proto, kinds=kinds: onnx.inliner.inline_selected_functions(
+                    _call_local_functions(proto, kinds, opset),
+                    [("", kind) for kind in kinds]
+                    + [(_BODY_DOMAIN, f.name) for f in proto.functions],
+                    inline_schema_functions=True,
+                ),
+            )
+        except RuntimeError as error:
+            raise PrepareError(
+                f"the function bodies of {', '.join(kinds)} cannot be inlined: "
+                f"{S.first_line(error)}"
+            ) from error
+        model.opset_imports.pop(_BODY_DOMAIN, None)
+        if sum(1 for _ in model.graph.all_nodes()) == before:
+            return model
+    return model
+
+
+def _call_local_functions(proto: onnx.ModelProto, kinds: list[str], opset: int) -> onnx.ModelProto:
+    """Turn nodes that leave out an input into calls of local functions, in place.
+
+    Where a body depends on the types of the inputs, onnx's inliner asks for the type of an absent
+    one too, and fails; the schema itself does not mind.
+    """
+    values = (*proto.graph.input, *proto.graph.value_info, *proto.graph.output)
+    types = {v.name: v.type for v in values}
+    for tensor in proto.graph.initializer:
+        types[tensor.name] = onnx.TypeProto(
+            tensor_type=onnx.TypeProto.Tensor(elem_type=tensor.data_type)
+        )
+    for node in proto.graph.node:
+        if node.op_type not in kinds or not is_standard(node) or all(node.input):
+            continue
+        given = [types.get(name, onnx.TypeProto()) for name in node.input]
+        function = context_dependent_body(node, given, opset)
+        if function is None:
+            continue
+        function.domain, function.name = _BODY_DOMAIN, f"{node.op_type}.{len(proto.functions)}"
+        proto.functions.append(function)
+        node.domain, node.op_type = function.domain, function.name
+    if proto.functions and all(o.domain != _BODY_DOMAIN for o in proto.opset_import):
+        proto.opset_import.add(domain=_BODY_DOMAIN, version=1)
+    return proto

@@ -1,0 +1,295 @@
+"""Models for older opsets and smaller runtimes, compared with what they came from.
+
+The passes of lowering, in order.
+
+A model at an older opset, node for node.
+
+``lower`` composes what an opset lacks from other operators, which may cost: a ScatterND becomes a
+product with a one-hot matrix. Here a node gets the form that the older opset has for it, or the
+whole model stays as it is. The one exception is Shape of some axes, which becomes a Slice of Shape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import onnx.version_converter
+import onnx_ir as ir
+
+from onnxtrain.errors import LoweringError, ProfileError, VerificationError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import OpBuilder, replace_value
+from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.io.writer import ONNX_ERRORS, PRODUCER, transform_proto
+from onnxtrain.graph.nodes import is_standard
+from onnxtrain.graph.shapes import dims as D
+from onnxtrain.graph.shapes.inference import infer_shapes
+from onnxtrain.graph.shapes.unknown import specialize
+from onnxtrain.graph.simplify import remove_dead, simplify
+from onnxtrain.importer import constant_names, prepare
+from onnxtrain.lowering import profile as profiles
+from onnxtrain.lowering.folding import check_run_budget, fold_constants, remove_inference_no_ops
+from onnxtrain.lowering.forms import convert_operators
+from onnxtrain.lowering.lowerings import NEWEST, OLDEST, LoweringTarget, apply_rule
+from onnxtrain.lowering.profile import Profile, read_config, unsupported_nodes
+from onnxtrain.lowering.replace import replace_unsupported
+from onnxtrain.lowering.rules.shape import shape
+from onnxtrain.runtime.compare import REFERENCE, compare
+
+
+def lower_model(
+    model: ir.Model, opset: int, profile: Profile | None, sizes: Mapping[str, int]
+) -> tuple[ir.Model, Counter[str]]:
+    """Return a loaded model at an opset, in the operators of a profile, and what was replaced.
+
+    Args:
+        model: from ``load``; must not be used any more.
+        opset: of the result.
+        profile: what the runtime knows; ``None`` stands for everything the opset has.
+        sizes: numbers for symbolic sizes.
+    """
+    _check_opset(opset, profile)
+    given = _names_of_weights(model)
+    model = prepare(specialize(model, sizes), infer_from_consumers=False)
+    weights = given - constant_names(model)
+    working = model.opset_imports[""]
+    _simplify(model, weights)
+    symbols = {s for x in model.graph.inputs for d in S.dims_of(x) or () for s in D.symbols(d)}
+    target = LoweringTarget(opset, working, profile, sorted(symbols))
+    replaced = replace_unsupported(model, target, weights)
+    if replaced:
+        # Folding may leave what a rule made for the general case in a plainer form.
+        _simplify(model, weights)
+        replaced += replace_unsupported(model, target, weights)
+        remove_dead(model)
+    if opset <= working:
+        convert_operators(model, opset)
+    else:
+        model = _upgrade_opset(model, opset)
+    remove_dead(model)
+    _set_opset_and_ir_version(model, target)
+    return model, replaced
+
+
+def _simplify(model: ir.Model, weights: frozenset[str]) -> None:
+    remove_inference_no_ops(model)
+    fold_constants(model, weights)
+    remove_dead(model)
+    infer_shapes(model.graph, model.opset_imports[""])
+    fold_constants(model, weights)
+    remove_inference_no_ops(model)
+    simplify(model)
+
+
+def _names_of_weights(model: ir.Model) -> frozenset[str]:
+    return frozenset(n for n, x in model.graph.initializers.items() if S.is_float(x))
+
+
+def _check_opset(opset: int, profile: Profile | None) -> None:
+    if not OLDEST <= opset <= NEWEST:
+        raise LoweringError(f"no such opset: {opset}\nhint: one of {OLDEST} to {NEWEST}")
+    if profile is not None and not profile.opset[0] <= opset <= profile.opset[1]:
+        low, high = profile.opset
+        raise LoweringError(
+            f"{profile.name} does not read opset {opset}\nhint: one of {low} to {high}"
+        )
+
+
+def _upgrade_opset(model: ir.Model, opset: int) -> ir.Model:
+    try:
+        return transform_proto(model, lambda p: onnx.version_converter.convert_version(p, opset))
+    except ONNX_ERRORS as error:
+        raise LoweringError(
+            f"the model cannot be raised to opset {opset}: {S.first_line(error)}"
+        ) from error
+
+
+def _set_opset_and_ir_version(model: ir.Model, target: LoweringTarget) -> None:
+    model.ir_version = target.ir_version
+    graph = model.graph
+    if target.initializers_as_inputs:
+        listed = set(graph.inputs)
+        graph.inputs.extend(x for x in graph.initializers.values() if x not in listed)
+    for x in graph.initializers.values():
+        if x.const_value is not None and x.shape is None:
+            x.shape, x.type = (
+                ir.Shape(x.const_value.shape.numpy()),
+                ir.TensorType(x.const_value.dtype),
+            )
+
+
+VERIFIED_ON_KEY = "onnxtrain.compared_on"
+_LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
+
+
+def lower(
+    model: Source,
+    profile: str | Profile | None = None,
+    *,
+    opset: int | None = None,
+    dims: Mapping[str, int] | None = None,
+    verify: bool = True,
+) -> onnx.ModelProto:
+    """Return the model for an older opset or a smaller runtime; its weights keep their names.
+
+    Args:
+        model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
+        profile: name of a runtime (``onnxtrain profiles`` lists them) or ``opset-N``; or a file: a
+            profile in JSON, or the operator list of a reduced onnxruntime.
+        opset: of the result; needed if no profile is named.
+        dims: numbers for symbolic sizes of the inputs. The fewer are left, the more can be lowered.
+        verify: compare the result with the original on random inputs of several shapes.
+
+    Raises:
+        ProfileError: if there is no such profile.
+        LoweringError: if some nodes cannot be lowered, naming them and why.
+        VerificationError: if the result differs, naming the first tensor that does; or if the model
+            is too large to be run for this, naming the nodes.
+
+    Where onnxruntime is not installed, models are compared on onnx's reference evaluator, with a
+    warning; ``compared_on`` tells the runtime from the result.
+    """
+    target_profile = find_profile(profile) if isinstance(profile, str) else profile
+    if opset is None:
+        if target_profile is not None:
+            opset = target_profile.prefer
+        elif isinstance(profile, str):
+            opset = int(profile.removeprefix("opset-"))
+        else:
+            raise LoweringError("nothing to lower to\nhint: give an opset or a profile")
+    sizes = dict(dims or {})
+    lowered, _ = lower_model(load(model), opset, target_profile, sizes)
+    lowered.producer_name = PRODUCER
+    proto = ir.to_proto(lowered)
+    size = sum(len(t.raw_data) for t in proto.graph.initializer)
+    if size > _LARGEST:
+        if verify:
+            raise VerificationError(
+                f"weights of {size:,} bytes are too large to be compared\nhint: verify=False"
+            )
+        return proto
+    _check(proto)
+    if verify:
+        runtime = _verify(model, proto, target_profile, sizes)
+        proto.metadata_props.add(key=VERIFIED_ON_KEY, value=runtime)
+    return proto
+
+
+def verified_on(model: onnx.ModelProto) -> str | None:
+    """Return the runtime on which a lowered model was compared with its original, if it was."""
+    return next((p.value for p in model.metadata_props if p.key == VERIFIED_ON_KEY), None)
+
+
+def find_profile(name: str) -> Profile | None:
+    """Return a profile by name or file, ``None`` for a plain opset.
+
+    Raises:
+        ProfileError: if there is none.
+    """
+    if re.fullmatch(r"opset-\d+", name):
+        return None
+    path = Path(name)
+    if path.suffix in (".json", ".config") and path.is_file():
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".config":
+            return read_config(text, path.name)
+        try:
+            return profiles.parse(json.loads(text))
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise ProfileError(f"{name}: not a profile: {S.first_line(error)}") from error
+    return profiles.find(name)
+
+
+def _check(proto: onnx.ModelProto) -> None:
+    try:
+        onnx.checker.check_model(proto)
+    except onnx.checker.ValidationError as error:
+        raise LoweringError(
+            f"the lowered model is not valid ONNX: {S.first_line(error)}"
+        ) from error
+
+
+def _verify(
+    model: Source, proto: onnx.ModelProto, profile: Profile | None, sizes: dict[str, int]
+) -> str:
+    """Return the runtime on which the two are equal."""
+    # By onnx's own inference: our formulas know the working opset alone.
+    check_run_budget(ir.from_proto(onnx.shape_inference.infer_shapes(proto)))
+    if profile is not None:
+        obstacles = unsupported_nodes(load(proto), profile)
+        if obstacles:
+            raise VerificationError(
+                "\n  ".join([f"not for {profile.name} after all:", *map(str, obstacles)])
+            )
+    comparison = compare(ir.to_proto(load(model)), proto, sizes)
+    if comparison.difference is not None:
+        raise VerificationError(
+            f"the lowered model differs from the original: {comparison.difference}\n"
+            "hint: this is a defect of a lowering; nothing was written"
+        )
+    if comparison.runtime == REFERENCE:
+        warnings.warn(
+            f"onnxruntime is not installed, or does not run this: compared on {REFERENCE}",
+            stacklevel=3,
+        )
+    return comparison.runtime
+
+
+_MIN_OPSET = 11  # of which the training graphs have been run
+
+
+def downgrade_opset(model: ir.Model, opset: int, prefix: str = "lower/") -> list[str]:
+    """Restate a model at an older opset, in place; nodes of other domains stay as they are.
+
+    Args:
+        model: of the working opset, with the shapes of its values.
+        opset: of the result; one that is not older changes nothing.
+        prefix: what names of new values start with.
+
+    Returns:
+        The operators that cannot be restated; if there are any, nothing has changed.
+    """
+    working = model.opset_imports[""]
+    if opset >= working:
+        return []
+    if opset < _MIN_OPSET:
+        return [f"opset {opset}"]
+    destination = LoweringTarget(opset, working)
+    unfit = [
+        node
+        for node in model.graph.all_nodes()
+        if is_standard(node) and destination.obstacle(node) is not None
+    ]
+    stuck = sorted({node.op_type for node in unfit if not _is_part_of_shape(node)})
+    if stuck:
+        return stuck
+    root = OpBuilder(model.graph, prefix)
+    for node in unfit:
+        _slice_of_shape(root, node)
+    convert_operators(model, opset, prefix)
+    remove_dead(model)
+    return []
+
+
+def _is_part_of_shape(node: ir.Node) -> bool:
+    x = node.inputs[0] if node.inputs else None
+    return node.op_type == "Shape" and x is not None and x.shape is not None
+
+
+def _slice_of_shape(root: OpBuilder, node: ir.Node) -> None:
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    op = OpBuilder(graph, root.prefix, before=node, parent=root)
+    parts = apply_rule(shape, op, node)
+    assert parts is not None
+    part = parts[0]
+    assert part is not None
+    y = node.outputs[0]
+    replace_value(y, part, list(y.uses()))
+    graph.remove(node, safe=True)

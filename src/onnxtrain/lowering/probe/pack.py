@@ -1,0 +1,289 @@
+"""A pack of single-node models with inputs and answers, for any runtime.
+
+The runner of a pack for runtimes of Python.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from onnxtrain.errors import MissingExtraError, ProbeError
+from onnxtrain.graph import shapes as S
+from onnxtrain.lowering.lowerings import NEWEST, OLDEST
+from onnxtrain.lowering.probe import sources
+from onnxtrain.lowering.probe.case import Case, case_at, versions
+from onnxtrain.lowering.probe.sources import extra_cases, onnx_cases
+
+FORMAT = 1
+MANIFEST = "pack.json"
+SCRIPTS = ("probe.py", "probe.mjs", "runtimes.mjs", "probe.html")
+_MOST = 24  # cases of an operator at a version
+_ALIKE = 2  # of them with the same types, ranks and attributes
+_TYPED_AT = (OLDEST, 13)  # and the newest: opsets at which other types are tried
+_SWITCHES = frozenset(
+    {
+        *(
+            "across_channels",
+            "allowzero",
+            "antialias",
+            "align_corners",
+            "ceil_mode",
+            "detect_negative",
+        ),
+        *(
+            "count_include_pad",
+            "detect_positive",
+            "exclude_outside",
+            "exclusive",
+            "fmod",
+            "inverse",
+        ),
+        *(
+            "is_causal",
+            "keepdims",
+            "largest",
+            "layout",
+            "linear_before_reset",
+            "noop_with_empty_axes",
+        ),
+        *("onesided", "reverse", "select_last_index", "sorted", "storage_order", "training_mode"),
+        *("transA", "transB", "upper"),
+    }
+)
+
+
+def write_pack(
+    folder: Path, opsets: Sequence[int] = (), cases: Iterable[Case] | None = None
+) -> dict[str, Any]:
+    """Write a pack and give its listing.
+
+    Args:
+        folder: is made; what a pack has there is overwritten.
+        opsets: at which each node is written; all by default. Of opsets that have the same version
+            of an operator, the oldest is taken.
+        cases: nodes to take; by default those of the installed onnx and some more.
+
+    Raises:
+        ProbeError: if there is no such opset, or the folder cannot be written.
+    """
+    wanted = sorted(set(opsets or range(OLDEST, NEWEST + 1)))
+    odd = [o for o in wanted if not OLDEST <= o <= NEWEST]
+    if odd:
+        raise ProbeError(f"no such opset: {odd[0]}\nhint: one of {OLDEST} to {NEWEST}")
+    if cases is None:
+        cases = [*extra_cases(), *onnx_cases()]
+    try:
+        (folder / "models").mkdir(parents=True, exist_ok=True)
+        entries = [_write(folder, *one) for one in _models(list(cases), wanted)]
+        listing = {
+            "format": FORMAT,
+            "onnx": onnx.__version__,
+            "opsets": wanted,
+            "nodes": entries,
+        }
+        (folder / MANIFEST).write_text(json.dumps(listing, separators=(",", ":")), encoding="utf-8")
+        files = resources.files("onnxtrain.lowering.probe") / "files"
+        for name in SCRIPTS:
+            with resources.as_file(files / name) as path:
+                shutil.copyfile(path, folder / name)
+    except OSError as error:
+        raise ProbeError(f"{folder}: cannot write a pack: {error}") from error
+    return listing
+
+
+def read_pack(folder: Path) -> dict[str, Any]:
+    """Return the listing of a pack.
+
+    Raises:
+        ProbeError: if there is no pack.
+    """
+    path = folder / MANIFEST
+    try:
+        listing = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProbeError(
+            f"{folder}: not a pack: {S.first_line(error)}\nhint: onnxtrain probe pack {folder}"
+        ) from error
+    if not isinstance(listing, dict) or listing.get("format") != FORMAT:
+        raise ProbeError(
+            f"{path}: not the listing of a pack of format {FORMAT}\n"
+            f"hint: onnxtrain probe pack {folder}"
+        )
+    missing = [n["file"] for n in listing["nodes"] if not (folder / n["file"]).is_file()]
+    if missing:
+        raise ProbeError(
+            f"{folder}: the pack lacks {len(missing)} model(s), {missing[0]!r} first\n"
+            f"hint: onnxtrain probe pack {folder}"
+        )
+    return listing
+
+
+def _models(cases: list[Case], opsets: list[int]) -> Iterator[tuple[Case, int, onnx.ModelProto]]:
+    """Return what goes into the pack: few of each kind, at each version of the operator."""
+    by_op: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        if S.schema_of(case.op, case.opset) is not None:
+            by_op[case.op].append(sources.with_stored_weights(case))
+    for op in sorted(by_op):
+        taken: dict[int, Counter[Any]] = defaultdict(Counter)
+        varied: set[int] = set()
+        for case in by_op[op]:
+            at = versions(case, opsets)
+            for opset in at:
+                kind = _kind(case)
+                if taken[opset][kind] >= _ALIKE or taken[opset].total() >= _MOST:
+                    continue
+                model = case_at(case, opset)
+                if model is None:
+                    continue
+                taken[opset][kind] += 1
+                yield case, opset, model
+                if opset not in varied and _is_float(case):
+                    varied.add(opset)
+                    typed = opset == at[0] or any(_is_same_version(op, opset, o) for o in _TYPED_AT)
+                    yield from _variant_models(case, opset, typed)
+
+
+def _variant_models(
+    case: Case, opset: int, typed: bool
+) -> Iterator[tuple[Case, int, onnx.ModelProto]]:
+    cases = [c for c in (sources.with_fed_weights(case),) if c is not None]
+    if typed:
+        cases += [*sources.with_other_types(case), *sources.with_other_ranks(case)]
+    for other in cases:
+        model = case_at(other, opset)
+        if model is not None:
+            yield other, opset, model
+
+
+def _is_same_version(op: str, opset: int, at: int) -> bool:
+    """Return whether the version of one opset is the one that another has."""
+    a, b = S.schema_of(op, opset), S.schema_of(op, at)
+    return a is not None and b is not None and a.since_version == b.since_version
+
+
+def _is_float(case: Case) -> bool:
+    return case.main is not None and case.main.dtype == np.float32
+
+
+def _kind(case: Case) -> tuple[Any, ...]:
+    types = tuple(None if a is None else a.dtype.str for a in (*case.inputs, *case.outputs))
+    main = case.main
+    rank = None if main is None else main.ndim
+    batch = None if main is None or main.ndim < 3 else min(main.shape[0], 2)
+    switches = tuple(sorted(_switches(case.attributes).items()))
+    return types, rank, batch, case.is_empty, switches
+
+
+def _switches(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes that choose between a few things."""
+    return {
+        k: v
+        for k, v in attributes.items()
+        if (isinstance(v, str) and k != "equation") or (isinstance(v, int) and k in _SWITCHES)
+    }
+
+
+def _write(folder: Path, case: Case, opset: int, model: onnx.ModelProto) -> dict[str, Any]:
+    node = model.graph.node[0]
+    name = f"{case.id}@{opset}"
+    file = f"models/{name}.onnx"
+    (folder / file).write_bytes(model.SerializeToString(deterministic=True))
+    schema = S.schema_of(node.op_type, opset)
+    assert schema is not None
+    read = {x.name for x in model.graph.input} - {x.name for x in model.graph.initializer}
+    given = {f"x{i}": a for i, a in enumerate(case.inputs) if a is not None}
+    main = given.get(node.input[0]) if node.input else None
+    return {
+        "id": name,
+        "op": node.op_type,
+        "since_version": schema.since_version,
+        "opset": opset,
+        "ir": model.ir_version,
+        "dtypes": {
+            "inputs": [None if x not in given else sources.type_name(given[x]) for x in node.input],
+            "outputs": [sources.type_name(a) for a in case.outputs if a is not None],
+        },
+        "rank": None if main is None else main.ndim,
+        "batch": None if main is None or not main.ndim else main.shape[0],
+        "arity": [len(node.input), max(i for i, a in enumerate(case.outputs) if a is not None) + 1],
+        "empty": case.is_empty,
+        "variant": case.variant,
+        "stored": [i for i, x in enumerate(node.input) if x and x not in read],
+        "attrs": _switches({a.name: _value(a) for a in node.attribute}),
+        "file": file,
+        "inputs": [_tensor(x, given[x]) for x in node.input if x in read and x in given],
+        "outputs": [_tensor(f"y{i}", a) for i, a in enumerate(case.outputs) if a is not None],
+    }
+
+
+def _value(attribute: onnx.AttributeProto) -> Any:
+    if attribute.type == onnx.AttributeProto.STRING:
+        return attribute.s.decode()
+    return attribute.i if attribute.type == onnx.AttributeProto.INT else None
+
+
+def _tensor(name: str, array: np.ndarray) -> dict[str, Any]:
+    plain = array.astype(array.dtype.newbyteorder("<"))
+    return {
+        "name": name,
+        "type": sources.type_name(array),
+        "dims": list(array.shape),
+        "data": base64.b64encode(plain.tobytes()).decode(),
+    }
+
+
+RUNTIMES = ("onnxruntime", "tract", "opencv")
+_MISSING = 3  # exit code of the runner
+
+
+def run_pack(
+    folder: Path, runtime: str, output: Path, *, provider: str = "", python: str = sys.executable
+) -> str:
+    """Run every node of a pack, write what became of each, and return the counts in words.
+
+    Args:
+        folder: of the pack.
+        runtime: one of ``RUNTIMES``.
+        output: the results, a JSON file.
+        provider: of onnxruntime; a node that it leaves to the CPU counts as refused.
+        python: the interpreter that has the runtime.
+
+    Raises:
+        MissingExtraError: if the runtime is not installed.
+        ProbeError: if there is no such pack or runtime, or the runtime does not start.
+    """
+    if runtime not in RUNTIMES:
+        raise ProbeError(
+            f"no such runtime: {runtime!r}\nhint: one of {', '.join(RUNTIMES)}; for those of "
+            "JavaScript: node probe.mjs, or probe.html, in the pack"
+        )
+    if provider and runtime != "onnxruntime":
+        raise ProbeError(f"{runtime} has no providers\nhint: leave out --provider {provider}")
+    read_pack(folder)
+    script = resources.files("onnxtrain.lowering.probe") / "files" / "probe.py"
+    with resources.as_file(script) as path:
+        command = [python, path, runtime, "--pack", folder, "-o", output, f"--provider={provider}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ProbeError(f"{python}: cannot be run: {error}") from error
+    said = done.stdout.strip()
+    if done.returncode == _MISSING:
+        raise MissingExtraError(said)
+    if done.returncode:
+        last = (said or done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise ProbeError(f"{runtime} cannot be probed: {last}")
+    return said

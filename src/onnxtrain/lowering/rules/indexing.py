@@ -1,0 +1,197 @@
+"""Gathering and scattering by computed positions.
+
+The largest elements, one after the other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.lowering.lowerings import lower
+from onnxtrain.lowering.value_range import may_be_infinite
+
+_INT64 = ir.DataType.INT64
+
+
+@lower("GatherElements")
+def gather_elements(op, x, indices, *, axis):
+    """Positions in the flat tensor, gathered."""
+    shape, out = op.static(x), op.static(indices)
+    if shape is None or out is None:
+        return None
+    axis %= len(shape)
+    strides = _strides(shape)
+    grid = np.indices(out).reshape(len(out), *out)
+    base = sum(grid[i] * strides[i] for i in range(len(out)) if i != axis)
+    index = _positive(op, indices, shape[axis])
+    flat = op.Add(op.Mul(index, op.const(strides[axis])), op.const(np.asarray(base, np.int64)))
+    return op.Gather(op.Reshape(x, [-1]), flat, axis=0)
+
+
+@lower("GatherND")
+def gather_nd(op, x, indices, *, batch_dims):
+    """Positions among the rows that the indices address, gathered."""
+    shape = op.dims(x)
+    depth = op.dims(indices)[-1]
+    if not isinstance(depth, int):
+        return None
+    rows = shape[: batch_dims + depth]
+    if not all(isinstance(d, int) for d in rows):
+        return None
+    strides = _strides(tuple(rows))
+    flat = None
+    for i in range(depth):
+        part = op.Squeeze(op.Slice(indices, [i], [i + 1], [-1]), [op.rank(indices) - 1])
+        term = op.Mul(_positive(op, part, rows[batch_dims + i]), op.const(strides[batch_dims + i]))
+        flat = term if flat is None else op.Add(flat, term)
+    if flat is None:
+        return None
+    for i in range(batch_dims):
+        number = np.arange(rows[i]) * strides[i]
+        lifted = number.reshape([-1, *[1] * (op.rank(flat) - 1 - i)])
+        flat = op.Add(flat, op.const(np.asarray(lifted, np.int64)))
+    rest = list(shape[batch_dims + depth :])
+    if not all(isinstance(d, int) for d in rest):
+        return None
+    return op.Gather(op.Reshape(x, [int(np.prod(rows)), *rest]), flat, axis=0)
+
+
+@lower("ScatterElements")
+def scatter_elements(op, x, indices, updates, *, axis, reduction):
+    """Onto flat positions, by :func:`_scatter_rows`."""
+    shape, at = op.static(x), op.static(indices)
+    if shape is None or at is None:
+        return None
+    axis %= len(shape)
+    strides = _strides(shape)
+    grid = np.indices(at)
+    base = sum(grid[i] * strides[i] for i in range(len(at)) if i != axis)
+    index = _positive(op, indices, shape[axis])
+    flat = op.Add(op.Mul(index, op.const(strides[axis])), op.const(np.asarray(base, np.int64)))
+    y = _scatter_rows(
+        op, op.Reshape(x, [-1, 1]), op.Reshape(flat, [-1]), op.Reshape(updates, [-1, 1]), reduction
+    )
+    return None if y is None else op.Reshape(y, list(shape))
+
+
+@lower("ScatterND")
+def scatter_nd(op, x, indices, updates, *, reduction):
+    """Onto the rows that the indices address, by :func:`_scatter_rows`."""
+    shape, at = op.static(x), op.static(indices)
+    if shape is None or at is None:
+        return None
+    depth = at[-1]
+    strides = _strides(shape[:depth])
+    flat = None
+    for i in range(depth):
+        part = op.Squeeze(op.Slice(indices, [i], [i + 1], [-1]), [len(at) - 1])
+        term = op.Mul(_positive(op, part, shape[i]), op.const(strides[i]))
+        flat = term if flat is None else op.Add(flat, term)
+    if flat is None:
+        return None
+    count, width = int(np.prod(shape[:depth])), int(np.prod(shape[depth:]))
+    y = _scatter_rows(
+        op,
+        op.Reshape(x, [count, width]),
+        op.Reshape(flat, [-1]),
+        op.Reshape(updates, [-1, width]),
+        reduction,
+    )
+    return None if y is None else op.Reshape(y, list(shape))
+
+
+_MOST_PAIRS = 1 << 22
+
+
+def _scatter_rows(
+    op: OpBuilder, x: ir.Value, rows: ir.Value, updates: ir.Value, reduction: str
+) -> ir.Value | None:
+    """Write [M, W] updates to rows of [N, W]: compare every row with every update.
+
+    ``add`` is a product with the 0/1 matrix [N, M]; without a reduction, the last update of a row
+    is gathered; ``max`` and ``min`` look at all [N, M, W] pairs.
+    """
+    (n, width), m = op.dims(x), op.dims(updates)[0]
+    if not isinstance(n, int) or not isinstance(m, int) or not isinstance(width, int):
+        return None
+    if not m or n * m * width > _MOST_PAIRS:
+        return None
+    dtype = x.dtype
+    assert dtype is not None
+    hit = op.Equal(op.const(np.arange(n).reshape(n, 1)), op.Reshape(rows, [1, m]))  # [N, M]
+    if reduction == "add":
+        if not dtype.is_floating_point():
+            return None
+        return op.Add(x, op.MatMul(op.Cast(hit, to=dtype), updates))
+    if reduction == "none":
+        # 1 + the number of the last update of each row, 0 if there is none.
+        float32 = ir.DataType.FLOAT
+        number = op.Mul(op.Cast(hit, to=float32), op.const(np.arange(1.0, m + 1)[None], float32))
+        padded = op.Concat(op.const(np.zeros((n, 1)), float32), number, axis=1)
+        last = op.ArgMax(padded, axis=1, keepdims=1)
+        # Row i of x, or update j: positions in one table [N + M, W].
+        table = op.Concat(x, updates, axis=0)
+        own = np.arange(n).reshape(n, 1)
+        index = op.Where(op.Greater(last, 0), op.Add(last, n - 1), op.const(own))
+        return op.Gather(table, op.Reshape(index, [-1]), axis=0)
+    if reduction in ("max", "min"):
+        worst = -np.inf if reduction == "max" else np.inf
+        wide = op.Where(
+            op.Reshape(hit, [n, m, 1]), op.Reshape(updates, [1, m, width]), op.const(worst, dtype)
+        )
+        reduce = op.ReduceMax if reduction == "max" else op.ReduceMin
+        best = reduce(wide, [1], keepdims=0)
+        return op.Max(x, best) if reduction == "max" else op.Min(x, best)
+    return None
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    strides, step = [], 1
+    for d in reversed(shape):
+        strides.insert(0, step)
+        step *= d
+    return strides
+
+
+def _positive(op: OpBuilder, indices: ir.Value, size: int) -> ir.Value:
+    """Count negative positions from the end."""
+    index = op.cast(indices, _INT64)
+    array = op.constant(index)
+    if array is not None:
+        return op.const(np.where(array < 0, array + size, array))
+    below = op.Cast(op.Less(index, 0), to=_INT64)
+    return op.Add(index, op.Mul(below, size))
+
+
+_MOST = 64  # elements that are looked for one by one
+_WIDEST = 1024  # the table of what is taken out has the square of this
+
+
+@lower("TopK")
+def top_k(op, x, k, *, axis, largest, sorted):
+    """``k`` times the place of the largest, which then goes down to minus infinity.
+
+    Of equal elements the first comes first, as TopK has it. Not for elements that may be infinite.
+    """
+    count, last = op.constant(k), op.rank(x) - 1
+    n = op.dims(x)[axis % op.rank(x)]
+    if count is None or not isinstance(n, int) or n > _WIDEST:
+        return None
+    count = int(count.reshape(()))
+    if not 0 < count <= min(_MOST, n) or not x.dtype.is_floating_point() or may_be_infinite(x):
+        return None
+    left = op.move_axis(x if largest else op.Neg(x), axis % op.rank(x), last)
+    out = op.const(np.where(np.eye(n, dtype=bool), -np.inf, 0.0), x.dtype)
+    values, places = [], []
+    for i in range(count):
+        place = op.ArgMax(left, axis=last, keepdims=0)
+        values.append(op.ReduceMax(left, [last], keepdims=1))
+        places.append(op.Unsqueeze(place, [last]))
+        if i + 1 < count:
+            left = op.Add(left, op.Gather(out, place, axis=0))
+    value = op.Concat(*values, axis=last) if count > 1 else values[0]
+    where = op.Concat(*places, axis=last) if count > 1 else places[0]
+    back = [op.move_axis(v, last, axis % op.rank(x)) for v in (value, where)]
+    return (back[0] if largest else op.Neg(back[0])), back[1]

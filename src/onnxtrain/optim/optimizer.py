@@ -1,0 +1,247 @@
+"""What all optimizers share: settings by groups of parameters, and the emission of a step.
+
+>>> Optimizer(groups=(ParamGroup("*.bias", weight_decay=0.1),)).group_of("fc.bias").weight_decay
+0.1
+
+Gradient clipping and averaging of weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import onnx_ir as ir
+
+from onnxtrain.errors import PrepareError
+from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.optim import transforms as T
+from onnxtrain.optim.transforms import Slot, Transform, Update
+from onnxtrain.registry import Registry
+
+_EMITTERS = ("apply", "chain", "slots", "subtract_update")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamGroup:
+    """Parameters whose names match a glob pattern, with settings of their own.
+
+    ``None`` keeps the optimizer's setting.
+    """
+
+    pattern: str
+    weight_decay: float | None = None
+    lr_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Base of all optimizers: a learning rate, and groups of parameters (the first match wins)."""
+
+    elementwise: ClassVar[bool] = False
+    """Whether each element is updated by itself, so that tensors may be joined to long vectors.
+    A subclass says so itself: it does not inherit it, since its own formula may mix elements."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    groups: Sequence[ParamGroup] = ()
+    proximal: float = 0.0
+    """Pulls each parameter towards its slot ``anchor``: adds ``proximal * (p - anchor)`` to its
+    gradient, as FedProx does. The anchor is where training started, until somebody moves it."""
+
+    def __init_subclass__(cls) -> None:
+        """Let a class that changes the update say anew whether it works element by element."""
+        super().__init_subclass__()
+        own = vars(cls)
+        if "elementwise" not in own and not own.keys().isdisjoint(_EMITTERS):
+            cls.elementwise = False
+
+    def __post_init__(self) -> None:
+        lr: Any = self.lr  # an option in a string may be anything
+        if isinstance(lr, bool) or not isinstance(lr, numbers.Real) or not math.isfinite(lr):
+            raise PrepareError(f"lr must be a finite number: {self.lr!r}")
+        if self.lr < 0.0:
+            raise PrepareError(f"lr must not be negative: {self.lr}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if (
+                field.name in ("eps", "weight_decay", "momentum", "proximal")
+                and isinstance(value, float)
+                and value < 0
+            ):
+                raise PrepareError(f"{field.name} must not be negative: {value}")
+        for beta in getattr(self, "betas", ()):
+            if not 0.0 <= beta < 1.0:
+                raise PrepareError(f"betas must be in [0, 1): {getattr(self, 'betas', ())}")
+
+    def chain(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Return the transforms that make an update of a gradient."""
+        raise NotImplementedError
+
+    def links(self, weight_decay: float) -> tuple[Transform, ...]:
+        """Return the chain, behind what draws parameters to their anchors."""
+        return T.chain(T.add_proximal(self.proximal), *self.chain(weight_decay))
+
+    def group_of(self, name: str) -> ParamGroup:
+        """Return the settings of a parameter."""
+        for group in self.groups:
+            if fnmatch.fnmatchcase(name, group.pattern):
+                decay = self.weight_decay if group.weight_decay is None else group.weight_decay
+                return dataclasses.replace(group, weight_decay=decay)
+        return ParamGroup(name, self.weight_decay)
+
+    def is_plain_sgd(self, name: str) -> bool:
+        """Return whether a parameter's update is ``lr`` times its gradient and nothing else."""
+        cls = type(self)
+        emitted = (cls.apply, cls.subtract_update) == (Optimizer.apply, Optimizer.subtract_update)
+        return emitted and not self.links(self.group_of(name).weight_decay or 0.0)
+
+    def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
+        """Return the state that a parameter needs."""
+        decay = self.group_of(name).weight_decay or 0.0
+        return [s for t in self.links(decay) for s in t.slots(tuple(dims), dtype)]
+
+    def apply(
+        self,
+        op: OpBuilder,
+        parameters: Mapping[str, ir.Value],
+        gradients: Mapping[str, ir.Value],
+        state: Mapping[str, ir.Value],
+        lr: ir.Value,
+        step: ir.Value,
+    ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
+        """Emit one step; return the new parameters and the new state, by the same names.
+
+        Args:
+            op: where the nodes go.
+            parameters: by name.
+            gradients: by the name of the parameter.
+            state: by ``<parameter>.<slot>``.
+            lr: float32[1].
+            step: int64[1] or int32[1], counting from 1.
+        """
+        new_parameters: dict[str, ir.Value] = {}
+        new_state: dict[str, ir.Value] = {}
+        shared: T.Scalars = {}
+        for name, p in parameters.items():
+            group = self.group_of(name)
+            decay = group.weight_decay or 0.0
+            assert p.dtype is not None
+            rate = _shared_scalar(op, shared, "lr", lr, p.dtype)
+            if group.lr_factor != 1.0:
+                key = (f"lr_factor/{p.dtype}", group.lr_factor)
+                if key not in shared:
+                    shared[key] = op.Mul(rate, group.lr_factor)
+                rate = shared[key]
+            links = self.links(decay)
+            dims = op.static(p) or ()
+            mine = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
+            u = Update(
+                op,
+                p,
+                gradients[name],
+                mine,
+                rate,
+                _shared_scalar(op, shared, "step", step, p.dtype),
+                shared,
+            )
+            for link in links:
+                link.update(u)
+            new_parameters[name] = self.subtract_update(u, decay)
+            new_state.update({f"{name}.{slot}": v for slot, v in u.new_state.items()})
+        return new_parameters, new_state
+
+    def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
+        """Return the new parameter."""
+        return u.op.Sub(u.parameter, u.op.Mul(u.gradient, u.rate()))
+
+
+OPTIMIZERS: Registry[Optimizer] = Registry("optimizer")
+"""Optimizers by name; ``@OPTIMIZERS.named("sgd")`` adds one."""
+
+
+def resolve(optimizer: str | Optimizer) -> Optimizer:
+    """Return the optimizer that a name, or a name with options, stands for.
+
+    >>> resolve("sgd").lr
+    0.001
+    >>> resolve("adamw:lr=0.01,weight_decay=0").lr
+    0.01
+    """
+    return optimizer if isinstance(optimizer, Optimizer) else OPTIMIZERS.make(str(optimizer))
+
+
+def _shared_scalar(
+    op: OpBuilder, shared: T.Scalars, name: str, value: ir.Value, dtype: ir.DataType | None
+) -> ir.Value:
+    key = (f"{name}/{dtype}", 0.0)
+    if key not in shared:
+        shared[key] = op.cast(op.Reshape(value, op.const([])), dtype)
+    return shared[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Gradient clipping: by the joint norm of all gradients, or by value."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    @classmethod
+    def of(cls, given: float | Clip | None) -> Clip:
+        """Return the limits that a number, which is that of the norm, stands for.
+
+        Raises:
+            PrepareError: if a limit is not positive.
+        """
+        limits = given if isinstance(given, Clip) else cls(None if given is None else float(given))
+        for limit in (limits.norm, limits.value):
+            if limit is not None and not limit > 0:
+                raise PrepareError(f"clip must be positive: {limit}")
+        return limits
+
+
+def global_norm(op: OpBuilder, gradients: Mapping[str, ir.Value]) -> ir.Value:
+    """Return the norm of all gradients taken as one vector, a float32 scalar."""
+    squares = [
+        op.cast(op.ReduceSum(op.Mul(g, g), keepdims=0), ir.DataType.FLOAT)
+        for g in gradients.values()
+    ]
+    total = squares[0]
+    for square in squares[1:]:
+        total = op.Add(total, square)
+    return op.Sqrt(total)
+
+
+def clip_by_global_norm(
+    op: OpBuilder, gradients: Mapping[str, ir.Value], max_norm: float, norm: ir.Value | None = None
+) -> dict[str, ir.Value]:
+    """Scale all gradients so that their joint norm is at most ``max_norm``, as torch does."""
+    norm = global_norm(op, gradients) if norm is None else norm
+    factor = op.Div(max_norm, op.Add(norm, 1e-6))
+    factor = op.Where(op.Less(factor, 1.0), factor, 1.0)
+    return {name: op.Mul(g, op.cast(factor, g.dtype)) for name, g in gradients.items()}
+
+
+def clip_by_value(
+    op: OpBuilder, gradients: Mapping[str, ir.Value], limit: float
+) -> dict[str, ir.Value]:
+    """Cut every element of every gradient off at ``-limit`` and ``limit``."""
+    return {name: op.Clip(g, -limit, limit) for name, g in gradients.items()}
+
+
+def moving_average(
+    op: OpBuilder,
+    averages: Mapping[str, ir.Value],
+    parameters: Mapping[str, ir.Value],
+    decay: float,
+) -> dict[str, ir.Value]:
+    """Return ``decay * average + (1 - decay) * parameter`` for each parameter."""
+    return {
+        name: op.Add(op.Mul(averages[name], decay), op.Mul(p, 1.0 - decay))
+        for name, p in parameters.items()
+    }

@@ -1,0 +1,516 @@
+"""Learning rates as functions of the step number.
+
+The learning rate is an input of the training step, so a schedule is plain Python and nothing
+is rebuilt. Steps count from 1: step 1 uses what ``torch.optim.lr_scheduler`` gives before its first
+``step()``.
+
+>>> schedule = resolve_schedule("cosine", total=100, warmup=10)
+>>> [round(schedule.lr(0.1, step), 4) for step in (1, 6, 11, 56, 101)]
+[0.0, 0.05, 0.1, 0.05, 0.0]
+>>> from_dict(schedule.to_dict()) == schedule
+True
+
+Schedules that are a formula of the step number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, cast
+
+from onnxtrain.errors import PrepareError
+from onnxtrain.registry import Registry, parse_options, unknown_name_error
+
+
+class Schedule:
+    """Base of all schedules."""
+
+    name: ClassVar[str]
+    """What it is registered as."""
+
+    def lr(self, base: float, step: int) -> float:
+        """Return the learning rate of a step, counted from 1, for an optimizer's own ``base``."""
+        if step < 1:
+            raise PrepareError(f"steps count from 1: {step}")
+        return self.at(base, step - 1)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step relative to the base."""
+        return self.lr(1.0, step)
+
+    def at(self, base: float, t: int) -> float:
+        """Return the learning rate after ``t`` steps."""
+        raise NotImplementedError
+
+    def update(self, metric: float) -> None:
+        """Tell the schedule how a validation went; only some look at it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes while training, to be saved; most schedules have nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        if state:
+            raise PrepareError(f"{self.name} has no state, but got {', '.join(sorted(state))}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return name and settings, ready for JSON."""
+        settings = {
+            f.name: _plain(getattr(self, f.name))
+            for f in dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+            if f.init
+        }
+        return {"name": self.name, **settings}
+
+
+SCHEDULES: Registry[Schedule] = Registry("schedule", attribute="name")
+"""Schedules by name; ``@SCHEDULES.named("cosine")`` adds one."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Schedule):
+        return value.to_dict()
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in cast(Iterable[Any], value)]
+    return value
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse a setting."""
+    if not condition:
+        raise PrepareError(message)
+
+
+@SCHEDULES.named("constant")
+@dataclasses.dataclass(frozen=True)
+class Constant(Schedule):
+    """The base learning rate, times ``factor``."""
+
+    factor: float = 1.0
+
+    def at(self, base: float, t: int) -> float:
+        """Always the same."""
+        return base * self.factor
+
+
+@SCHEDULES.named("linear")
+@dataclasses.dataclass(frozen=True)
+class Linear(Schedule):
+    """A line from ``start * base`` to ``end * base``, then constant (LinearLR)."""
+
+    total: int
+    start: float = 1.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.total > 0, f"linear needs total above 0: {self.total}")
+
+    def at(self, base: float, t: int) -> float:
+        """Interpolate."""
+        return base * (self.start + (self.end - self.start) * min(t, self.total) / self.total)
+
+
+@SCHEDULES.named("cosine")
+@dataclasses.dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine from ``base`` down to ``eta_min`` (CosineAnnealingLR), then constant."""
+
+    total: int
+    eta_min: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.total > 0, f"cosine needs total above 0: {self.total}")
+
+    def at(self, base: float, t: int) -> float:
+        """Follow the cosine."""
+        return _cosine(base, self.eta_min, min(t, self.total) / self.total)
+
+
+def _cosine(high: float, low: float, part: float) -> float:
+    return low + (high - low) * (1.0 + math.cos(math.pi * part)) / 2.0
+
+
+@SCHEDULES.named("cosine_restarts")
+@dataclasses.dataclass(frozen=True)
+class CosineRestarts(Schedule):
+    """Cosines of ``period`` steps, each ``mult`` times as long as the one before.
+
+    The same as CosineAnnealingWarmRestarts.
+    """
+
+    period: int
+    mult: int = 1
+    eta_min: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.period > 0, f"cosine_restarts needs a period above 0: {self.period}")
+        require(self.mult >= 1, f"cosine_restarts needs mult of at least 1: {self.mult}")
+
+    def at(self, base: float, t: int) -> float:
+        """Follow the cosine of the current period."""
+        period = self.period
+        if self.mult == 1:
+            t %= period
+        while t >= period:
+            t, period = t - period, period * self.mult
+        return _cosine(base, self.eta_min, t / period)
+
+
+@SCHEDULES.named("polynomial")
+@dataclasses.dataclass(frozen=True)
+class Polynomial(Schedule):
+    """``(base - end) (1 - t / total)^power + end`` (PolynomialLR), then constant."""
+
+    total: int
+    power: float = 1.0
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.total > 0, f"polynomial needs total above 0: {self.total}")
+
+    def at(self, base: float, t: int) -> float:
+        """Follow the polynomial."""
+        left = 1.0 - min(t, self.total) / self.total
+        return (base - self.end) * left**self.power + self.end
+
+
+@SCHEDULES.named("step")
+@dataclasses.dataclass(frozen=True)
+class Step(Schedule):
+    """Multiply by ``gamma`` every ``step_size`` steps (StepLR)."""
+
+    step_size: int
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(self.step_size > 0, f"step needs step_size above 0: {self.step_size}")
+
+    def at(self, base: float, t: int) -> float:
+        """Count the drops."""
+        return base * self.gamma ** (t // self.step_size)
+
+
+@SCHEDULES.named("multi_step")
+@dataclasses.dataclass(frozen=True)
+class MultiStep(Schedule):
+    """Multiply by ``gamma`` after each of ``milestones`` steps (MultiStepLR)."""
+
+    milestones: tuple[int, ...]
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        require(
+            list(self.milestones) == sorted(self.milestones),
+            f"milestones must be in increasing order: {list(self.milestones)}",
+        )
+
+    def at(self, base: float, t: int) -> float:
+        """Count the milestones passed."""
+        return base * self.gamma ** bisect.bisect_right(self.milestones, t)
+
+
+@SCHEDULES.named("exponential")
+@dataclasses.dataclass(frozen=True)
+class Exponential(Schedule):
+    """Multiply by ``gamma`` after every step (ExponentialLR)."""
+
+    gamma: float
+
+    def at(self, base: float, t: int) -> float:
+        """Return the power."""
+        return base * self.gamma**t
+
+
+@SCHEDULES.named("one_cycle")
+@dataclasses.dataclass(frozen=True)
+class OneCycle(Schedule):
+    """Up to the base learning rate and down to nearly nothing, in ``total`` steps (OneCycleLR).
+
+    The optimizer's ``lr`` is the peak, torch's ``max_lr``.
+    """
+
+    total: int
+    pct_start: float = 0.3
+    anneal_strategy: str = "cos"
+    div_factor: float = 25.0
+    final_div_factor: float = 1e4
+    three_phase: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.total > 0, f"one_cycle needs total above 0: {self.total}")
+        require(0.0 <= self.pct_start <= 1.0, f"pct_start must be in [0, 1]: {self.pct_start}")
+        require(
+            self.anneal_strategy in ("cos", "linear"),
+            f"one_cycle has no anneal_strategy {self.anneal_strategy!r}\nhint: cos or linear",
+        )
+
+    def at(self, base: float, t: int) -> float:
+        """Interpolate within the current phase."""
+        first = base / self.div_factor
+        last = first / self.final_div_factor
+        up = self.pct_start * self.total - 1.0
+        ends = [(up, first, base)]
+        if self.three_phase:
+            ends.append((2.0 * self.pct_start * self.total - 2.0, base, first))
+            ends.append((self.total - 1.0, first, last))
+        else:
+            ends.append((self.total - 1.0, base, last))
+        begin = 0.0
+        for end, low, high in ends:
+            if t <= end:
+                return self._between(low, high, (t - begin) / (end - begin) if end > begin else 1.0)
+            begin = end
+        return last
+
+    def _between(self, start: float, end: float, part: float) -> float:
+        if self.anneal_strategy == "linear":
+            return start + (end - start) * part
+        return _cosine(start, end, part)
+
+
+@SCHEDULES.named("warmup")
+@dataclasses.dataclass(frozen=True)
+class Warmup(Schedule):
+    """A line from ``start * base`` to ``base`` in ``steps`` steps, then another schedule.
+
+    With ``start=0``, the default, the first step has a learning rate of 0, as in transformers.
+    """
+
+    steps: int
+    after: Schedule = dataclasses.field(default_factory=Constant)
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 0, f"warmup needs a number of steps: {self.steps}")
+
+    def at(self, base: float, t: int) -> float:
+        """Interpolate, then ask the other schedule."""
+        if t < self.steps:
+            return base * (self.start + (1.0 - self.start) * t / self.steps)
+        return self.after.at(base, t - self.steps)
+
+    def update(self, metric: float) -> None:
+        """Pass the metric on."""
+        self.after.update(metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the other schedule."""
+        return self.after.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the other schedule."""
+        self.after.load_state_dict(state)
+
+
+@SCHEDULES.named("chain")
+@dataclasses.dataclass(frozen=True)
+class Chain(Schedule):
+    """One schedule after the other; each begins at its milestone, counting from its own start.
+
+    The same as SequentialLR.
+    """
+
+    schedules: tuple[Schedule, ...]
+    milestones: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedules", tuple(self.schedules))
+        object.__setattr__(self, "milestones", tuple(self.milestones))
+        require(
+            len(self.schedules) == len(self.milestones) + 1,
+            f"{len(self.schedules)} schedules need {len(self.schedules) - 1} milestones, "
+            f"got {len(self.milestones)}",
+        )
+
+    def at(self, base: float, t: int) -> float:
+        """Ask the current schedule."""
+        i = bisect.bisect_right(self.milestones, t)
+        return self.schedules[i].at(base, t - (self.milestones[i - 1] if i else 0))
+
+    def update(self, metric: float) -> None:
+        """Pass the metric on to all."""
+        for schedule in self.schedules:
+            schedule.update(metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of those that have one, by position."""
+        states = {str(i): s.state_dict() for i, s in enumerate(self.schedules)}
+        return {i: state for i, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the states."""
+        for i, schedule in enumerate(self.schedules):
+            schedule.load_state_dict(state.get(str(i), {}))
+
+
+@SCHEDULES.named("reduce_on_plateau")
+@dataclasses.dataclass
+class ReduceOnPlateau(Schedule):
+    """Multiply by ``factor`` when a metric has not improved for ``patience`` updates.
+
+    The same as ReduceLROnPlateau: call :meth:`update` once per validation.
+
+    >>> schedule = ReduceOnPlateau(factor=0.5, patience=1)
+    >>> for loss in (1.0, 1.0, 1.0):
+    ...     schedule.update(loss)
+    >>> schedule.lr(0.1, step=300)
+    0.05
+    """
+
+    mode: str = "min"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: str = "rel"
+    cooldown: int = 0
+    min_lr: float = 0.0
+    eps: float = 1e-8
+    best: float | None = dataclasses.field(default=None, init=False)
+    bad: int = dataclasses.field(default=0, init=False)
+    resting: int = dataclasses.field(default=0, init=False)
+    reductions: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        require(self.mode in ("min", "max"), f"mode is min or max, not {self.mode!r}")
+        require(
+            self.threshold_mode in ("rel", "abs"),
+            f"threshold_mode is rel or abs, not {self.threshold_mode!r}",
+        )
+        require(0.0 <= self.factor < 1.0, f"factor must be in [0, 1): {self.factor}")
+
+    def at(self, base: float, t: int) -> float:
+        """Apply the reductions made so far."""
+        lr = base
+        for _ in range(self.reductions):
+            lower = max(lr * self.factor, self.min_lr)
+            if lr - lower <= self.eps:
+                break
+            lr = lower
+        return lr
+
+    def update(self, metric: float) -> None:
+        """Compare with the best metric so far."""
+        metric = float(metric)
+        if self._better(metric):
+            self.best, self.bad = metric, 0
+        else:
+            self.bad += 1
+        if self.resting > 0:
+            self.resting, self.bad = self.resting - 1, 0
+        if self.bad > self.patience:
+            self.reductions += 1
+            self.resting, self.bad = self.cooldown, 0
+
+    def _better(self, metric: float) -> bool:
+        if self.best is None:
+            return not math.isnan(metric)
+        sign = 1.0 if self.mode == "max" else -1.0
+        if self.threshold_mode == "rel":
+            bound = self.best * (1.0 + sign * self.threshold)
+        else:
+            bound = self.best + sign * self.threshold
+        return metric > bound if self.mode == "max" else metric < bound
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best metric and the counters."""
+        return {key: getattr(self, key) for key in _PLATEAU}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the best metric and the counters."""
+        require(
+            set(state) == set(_PLATEAU),
+            f"the state of reduce_on_plateau has {', '.join(_PLATEAU)}, "
+            f"but got {', '.join(sorted(state)) or 'nothing'}",
+        )
+        for key in _PLATEAU:
+            setattr(self, key, state[key])
+
+
+_PLATEAU = ("best", "bad", "resting", "reductions")
+
+
+def from_dict(data: Mapping[str, Any]) -> Schedule:
+    """Return the schedule that :meth:`Schedule.to_dict` described."""
+    settings = dict(data)
+    name = settings.pop("name", None)
+    if name not in SCHEDULES:
+        raise unknown_name_error(str(name), SCHEDULES, "schedule")
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            settings[key] = from_dict(cast(Mapping[str, Any], value))
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            settings[key] = tuple(from_dict(v) for v in cast(list[Mapping[str, Any]], value))
+    return SCHEDULES.make(name, settings)
+
+
+def rescale_schedule(data: Mapping[str, Any], old: int | None, new: int | None) -> dict[str, Any]:
+    """Return the form of ``to_dict`` where what ended with step ``old`` ends with ``new``.
+
+    A warm-up and the schedules of a chain before the last one stay as they are.
+
+    >>> schedule = resolve_schedule("cosine", total=10, warmup=2)
+    >>> stretched(schedule.to_dict(), 10, 30)["after"]["total"]
+    28
+    """
+    settings = dict(data)
+    if old is None or new is None:
+        return settings
+    name = settings.get("name")
+    if name == "warmup":
+        before = settings["steps"]
+        settings["after"] = rescale_schedule(settings["after"], old - before, new - before)
+    elif name == "chain":
+        before = (0, *settings["milestones"])[-1]
+        *first, last = settings["schedules"]
+        settings["schedules"] = [*first, rescale_schedule(last, old - before, new - before)]
+    elif settings.get("total") == old:
+        settings["total"] = new
+    return settings
+
+
+def resolve_schedule(
+    schedule: str | Schedule | Mapping[str, Any] | None,
+    *,
+    total: int | None = None,
+    warmup: float | None = None,
+    **options: Any,
+) -> Schedule:
+    """Return the schedule that a name, a name with options, a dict or an object stands for.
+
+    Args:
+        schedule: ``"cosine"``, ``"cosine:warmup=10,total=100"``, the form of ``to_dict``, or an
+            object, which is returned. ``None`` stands for a constant.
+        total: how many steps there are, the warm-up included, for schedules that need it.
+        warmup: a number of steps, or a part of ``total`` if it is below 1.
+        options: further options of the schedule; those in the string come first.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule
+    if isinstance(schedule, Mapping):
+        return from_dict(schedule)
+    text = "constant" if schedule is None else schedule
+    name, given = parse_options(text)
+    kind = SCHEDULES.find(name)
+    if kind is None or kind in (Warmup, Chain):
+        simple = [n for n, k in SCHEDULES.items() if k not in (Warmup, Chain)]
+        raise unknown_name_error(name, simple, "schedule")
+    total = given.pop("total", total)
+    warmup = given.pop("warmup", warmup)
+    warmup = 0 if warmup is None else warmup
+    if 0 < warmup < 1:
+        require(total is not None, f"a warm-up of {warmup} of all steps needs total")
+        warmup = round(warmup * (total or 0))
+    require(warmup >= 0 and int(warmup) == warmup, f"warmup is a number of steps: {warmup}")
+    takes_total = any(f.name == "total" for f in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
+    if takes_total and total is not None:
+        require(
+            not warmup or total > warmup, f"a warm-up of {warmup} steps leaves nothing of {total}"
+        )
+        options["total"] = total - int(warmup)
+    after_warmup = SCHEDULES.make(name, {**options, **given})
+    return Warmup(int(warmup), after_warmup) if warmup else after_warmup

@@ -1,1 +1,0 @@
-"""Attention on GPUs: masks, keys, scores and what the backward pass makes of them."""

@@ -1,1 +1,0 @@
-"""Rewrites that leave fewer nodes, each at least as fast as what it replaces."""

@@ -1,1 +1,0 @@
-"""Rewrites for runtimes on GPUs."""

@@ -1,0 +1,473 @@
+"""The memory of a training run before it starts, and what would fit a budget.
+
+What a run could do without, and what it would take then.
+
+Amounts as people write them: ``2GB`` of memory, ``4x512`` tokens.
+
+What a training run holds in memory, part by part, predicted from its artifacts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnxtrain.adapters import lora
+from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.errors import OnnxTrainError, PrepareError
+from onnxtrain.graph import shapes as S
+from onnxtrain.graph.io import Source, load
+from onnxtrain.graph.memory_usage import Sizes
+from onnxtrain.graph.shapes.dims import dim
+from onnxtrain.losses import LossLike, LossTerm
+from onnxtrain.manifest import ModelSpec
+from onnxtrain.optim import Optimizer
+from onnxtrain.planning.step_memory import ExecutedGraph, StepMemory
+from onnxtrain.runtime.feeds import numpy_dtype
+from onnxtrain.runtime.session import executed_graph
+from onnxtrain.text import without_cache
+from onnxtrain.training.engine import pick_layout, require_spec
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", re.IGNORECASE)
+_TOKENS = re.compile(r"(\d+)\s*[x\*]\s*(\d+)", re.IGNORECASE)
+
+
+def read_memory(text: str | int) -> int:
+    """Return bytes of ``2GB``, ``512 MiB`` or a number of bytes.
+
+    >>> read_memory("2GB"), read_memory("1.5 GiB"), read_memory(7)
+    (2000000000, 1610612736, 7)
+    """
+    if isinstance(text, int):
+        return text
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise PrepareError(f"not an amount of memory: {text!r}\nhint: 2GB, 512MiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def read_tokens(text: str) -> tuple[int, int]:
+    """Return sequences and their length of ``4x512``.
+
+    >>> read_tokens("4x512")
+    (4, 512)
+    """
+    match = _TOKENS.fullmatch(text.strip())
+    if match is None or "0" in match.groups():
+        raise PrepareError(f"not a number of tokens: {text!r}\nhint: 4x512: 4 sequences of 512")
+    return int(match[1]), int(match[2])
+
+
+def format_bytes(count: float) -> str:
+    """Return bytes in words.
+
+    >>> amount(2_345_000_000), amount(12_000)
+    ('2.35 GB', '12 kB')
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+_INTERPRETER_BYTES = 120 << 20  # where it cannot be measured
+_SESSION_BYTES = 22 << 20  # kernels' code that is read, pools, the sessions of the update
+_BYTES_PER_NODE = 8 << 10  # bytes that a session takes for a node
+_BYTES_PER_PACKED_WEIGHT = 0.5  # bytes for a weight of 4 bits, in the form that kernels want
+_MATMUL_OPERATORS = ("MatMul", "Gemm", "FusedMatMul", "FusedGemm")
+
+
+class TrainingMemory:
+    """A training run on the CPU whose memory is predicted.
+
+    Args:
+        artifacts: what would be trained.
+    """
+
+    def __init__(self, artifacts: Artifacts) -> None:
+        self.artifacts = artifacts
+        manifest = artifacts.manifest
+        vector = manifest.model("gradients") is not None and manifest.accumulate == 1
+        layout = "vector" if vector else pick_layout(artifacts, "cpu")
+        role = {"vector": "gradients", "fused": "step"}.get(layout, "train")
+        self.layout, self.spec = layout, require_spec(artifacts, role)
+        self._steps: dict[tuple[tuple[str, int], ...], StepMemory] = {}
+
+    @functools.cached_property
+    def graph(self) -> ExecutedGraph:
+        """The graph of a step, as it runs."""
+        source = self.artifacts.source_of(self.spec)
+        if isinstance(source, str):
+            written = onnx.load(source, load_external_data=False)
+        else:
+            written = onnx.load_from_string(source)
+        outputs = {t.name for t in self.spec.outputs}
+        return ExecutedGraph(executed_graph(source), written, outputs)
+
+    def step(self, symbols: Mapping[str, int]) -> StepMemory:
+        """Return the memory of a step at numbers for symbolic sizes."""
+        key = tuple(sorted(symbols.items()))
+        if key not in self._steps:
+            self._steps[key] = self.graph.memory(symbols)
+        return self._steps[key]
+
+    def parts(self, symbols: Mapping[str, int]) -> dict[str, int]:
+        """Return bytes by what they are for, at numbers for symbolic sizes."""
+        step = self.step(symbols)
+        frozen, packed = self._frozen()
+        values, state = (
+            sum(a.nbytes for a in part.values())
+            for part in (self.artifacts.values, self.artifacts.state)
+        )
+        return {
+            "interpreter and libraries": interpreter_memory(),
+            "sessions": _SESSION_BYTES + _BYTES_PER_NODE * len(self.graph.nodes),
+            "frozen weights": frozen,
+            "packed copies of frozen weights": packed,
+            "trained weights": values * (2 if self.layout == "fused" else 1),
+            "optimizer state": state * (2 if self.layout == "fused" else 1),
+            "gradients": self._gradients(),
+            "activations": step.live,
+            "gaps and workspaces": max(step.arena - step.live, 0),
+            "batch": _batch_bytes(self.spec, symbols),
+        }
+
+    def _gradients(self) -> int:
+        trained = sum(
+            math.prod(p.shape) * np.dtype(numpy_dtype(p.dtype)).itemsize
+            for p in self.artifacts.manifest.parameters
+        )
+        return trained * {"vector": 1, "separate": 2}.get(self.layout, 0)
+
+    def _frozen(self) -> tuple[int, int]:
+        """Return the bytes of weights in the graph, and of the copies that kernels make of them."""
+        sizes = Sizes()
+        weights = self.graph.weights
+        packed = 0.0
+        for node in self.graph.nodes:
+            b = node.inputs[1] if len(node.inputs) > 1 else None
+            if b is None or b.name not in weights:
+                continue
+            if node.op_type in _MATMUL_OPERATORS and b.dtype == ir.DataType.FLOAT:
+                packed += sizes(b)
+            elif node.op_type == "MatMulNBits":
+                n, k = (node.attributes.get_int(a, 0) for a in ("N", "K"))
+                packed += n * k * _BYTES_PER_PACKED_WEIGHT
+        return sum(sizes(x) for x in weights.values()), int(packed)
+
+
+def _batch_bytes(spec: ModelSpec, symbols: Mapping[str, int]) -> int:
+    sizes = Sizes(symbols)
+    total = 0
+    for t in spec.inputs_of("input", "target"):
+        count = sizes.elements([dim(d) for d in t.shape]) or 0
+        total += count * np.dtype(numpy_dtype(t.dtype)).itemsize
+    return total
+
+
+@functools.cache
+def interpreter_memory() -> int:
+    """Return what a process takes once the libraries are imported, measured where possible."""
+    code = "import onnxtrain, onnxruntime; print(open('/proc/self/status').read())"
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        )
+        lines = [x for x in run.stdout.splitlines() if x.startswith("VmRSS")]
+        return int(lines[0].split()[1]) << 10
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return _INTERPRETER_BYTES
+
+
+Rebuild = Callable[..., Artifacts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """Another way to train the same model.
+
+    Attributes:
+        name: what to ask for, as a user would write it.
+        peak: predicted bytes.
+        note: what it costs.
+    """
+
+    name: str
+    peak: int
+    note: str = ""
+
+
+def alternatives(
+    run: TrainingMemory,
+    symbols: Mapping[str, int],
+    batch: str | None,
+    budget: int | None,
+    rebuild: Rebuild | None,
+    adapt: Rebuild | None,
+) -> Iterator[Alternative]:
+    """Return ways that take less, the mildest first.
+
+    Args:
+        run: as it was asked for.
+        symbols: sizes.
+        batch: the symbol of the batch, if there is one.
+        budget: bytes that there are; without it, the batch is halved.
+        rebuild: builds the artifacts with other options, if there is a model to build from.
+        adapt: builds them with low-rank adapters.
+    """
+    yield from _smaller_batch(run, symbols, batch, budget, "")
+    if rebuild is None:
+        return
+    again = _try_build(lambda: rebuild(recompute="auto"))
+    if again is not None:
+        yield Alternative(
+            'recompute="auto"', _peak_bytes(again, symbols), "a forward pass more for each step"
+        )
+    plain = _try_build(lambda: rebuild(optimizer="sgd"))
+    if plain is not None and run.artifacts.state:
+        yield Alternative(
+            'optimizer="sgd"', _peak_bytes(plain, symbols), "no state; it may learn slower"
+        )
+    if again is not None:
+        yield from _smaller_batch(again, symbols, batch, budget, 'recompute="auto", ')
+    if adapt is not None and (few := _try_build(adapt)) is not None:
+        yield Alternative(
+            "lora(rank=8)", _peak_bytes(few, symbols), "adapters only; the weights stay as they are"
+        )
+
+
+def _smaller_batch(
+    run: TrainingMemory,
+    symbols: Mapping[str, int],
+    batch: str | None,
+    budget: int | None,
+    first: str,
+) -> Iterator[Alternative]:
+    """Return the run with the largest batch that fits, its gradients accumulated."""
+    whole = 1 if batch is None else symbols.get(batch, 1)
+    if batch is None or whole < 2:
+        return
+    fitting = whole // 2
+    while (
+        budget is not None
+        and fitting > 1
+        and _peak_bytes(run, {**symbols, batch: fitting}) > budget
+    ):
+        fitting //= 2
+    parts = run.parts({**symbols, batch: fitting})
+    extra = parts["trained weights"] if run.layout == "vector" else 0
+    times = -(-whole // fitting)
+    name = f"{first}batch {fitting}, accumulate={times}"
+    yield Alternative(name, sum(parts.values()) + extra, "the same update from smaller batches")
+
+
+def _try_build(make: Callable[[], Artifacts]) -> TrainingMemory | None:
+    try:
+        return TrainingMemory(make())
+    except OnnxTrainError:
+        return None  # not for this model
+
+
+def _peak_bytes(run: TrainingMemory, symbols: Mapping[str, int]) -> int:
+    return sum(run.parts(symbols).values())
+
+
+_MANIFEST = "manifest.json"
+_TOKEN_INPUT = "input_ids"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The memory that training takes on the CPU, predicted.
+
+    Attributes:
+        parts: bytes by what they are for.
+        sizes: the numbers that symbolic sizes stand for.
+        at: the node at which activations take most.
+        memory: the budget in bytes, if there is one.
+        ways: what would take less.
+        unknown: how many values have a size that cannot be told; they count as nothing.
+    """
+
+    parts: Mapping[str, int]
+    sizes: Mapping[str, int]
+    at: str
+    memory: int | None
+    ways: tuple[Alternative, ...]
+    unknown: int
+
+    @property
+    def peak(self) -> int:
+        """Everything, in bytes."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits the budget as it is."""
+        return self.memory is None or self.peak <= self.memory
+
+    def check(self) -> None:
+        """Refuse a run that does not fit.
+
+        Raises:
+            OnnxTrainError: with the ways that fit, or with the least memory that would do.
+        """
+        if self.fits or self.memory is None:
+            return
+        what = (
+            f"training takes about {format_bytes(self.peak)}, more than {format_bytes(self.memory)}"
+        )
+        fitting = [w for w in self.ways if w.peak <= self.memory]
+        if fitting:
+            hint = " or ".join(f"{w.name} ({format_bytes(w.peak)})" for w in fitting)
+        else:
+            least = min(self.ways, key=lambda w: w.peak, default=None)
+            hint = f"at least {format_bytes(self.peak if least is None else least.peak)} are needed"
+            hint += "" if least is None else f", with {least.name}"
+        raise OnnxTrainError(f"{what}\nhint: {hint}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, ready for JSON."""
+        return {**dataclasses.asdict(self), "peak": self.peak, "fits": self.fits}
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{n} = {v}" for n, v in self.sizes.items())
+        lines = [f"about {format_bytes(self.peak)} at the peak{f' at {sizes}' if sizes else ''}"]
+        lines += [f"  {format_bytes(b):>8}  {name}" for name, b in self.parts.items() if b]
+        lines.append(f"most activations at {self.at}")
+        if self.unknown:
+            lines.append(f"{self.unknown} value(s) of unknown size count as nothing")
+        if self.memory is not None:
+            lines.append(f"{'fits' if self.fits else 'does not fit'} {format_bytes(self.memory)}")
+        for way in self.ways:
+            mark = "" if self.memory is None or way.peak > self.memory else " fits"
+            lines.append(f"  {format_bytes(way.peak):>8}{mark}  {way.name}: {way.note}")
+        return "\n".join(lines)
+
+
+def plan(
+    model: Source | Artifacts,
+    *,
+    loss: LossLike | None = None,
+    optimizer: str | Optimizer = "adamw",
+    memory: str | int | None = None,
+    tokens: str | None = None,
+    batch: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    recompute: str | Sequence[str] = (),
+    **options: Any,
+) -> Plan:
+    """Return the peak of memory that training takes on the CPU, without training.
+
+    The training graph is built, onnxruntime says what it would run, and results are counted from
+    the node that makes them to the last that reads them, in the order of a run, with the gaps that
+    its arena leaves. What batches the caller holds besides the current one is not in it.
+
+    Args:
+        model: anything :func:`onnxtrain.build` takes, artifacts, or their directory.
+        loss: as for ``build``; language models are taken for ``"causal_lm"``, and others for the
+            mean square of their first output, which takes as much memory as other losses.
+        optimizer: as for ``build``.
+        memory: a budget, ``"2GB"`` say; then ``ways`` tells what would fit.
+        tokens: sequences and their length, ``"4x512"``.
+        batch: the size of the batch.
+        sizes: numbers for symbolic sizes, by name; others count as one.
+        recompute: as for ``build``.
+        options: any other of ``build``.
+    """
+    budget = None if memory is None else read_memory(memory)
+    source = _artifacts(model)
+    if source is None:
+        work = without_cache(model)  # pyright: ignore[reportArgumentType]
+        chosen = _default_loss(work) if loss is None else loss
+        build_options = {
+            "loss": chosen,
+            "optimizer": optimizer,
+            "recompute": recompute,
+            "check": False,
+        }
+        build_options |= options
+
+        def rebuild(**other: Any) -> Artifacts:
+            return build(work, **(build_options | other))
+
+        def adapt() -> Artifacts:
+            return build(lora(work, targets="all-linear"), **build_options)
+
+        run = TrainingMemory(rebuild())
+        trains_all = not isinstance(model, Artifacts) and not hasattr(model, "adapters")
+        others = rebuild, adapt if trains_all else None
+    else:
+        run, others = TrainingMemory(source), (None, None)
+    symbols = _resolve_symbols(run, tokens, batch, sizes or {})
+    name = _batch_symbol(run)
+    step, parts = run.step(symbols), run.parts(symbols)
+    less = () if budget is None else alternatives(run, symbols, name, budget, *others)
+    worth = tuple(w for w in less if w.peak < sum(parts.values()))
+    return Plan(parts, symbols, step.at, budget, worth, len(step.unknown))
+
+
+def _artifacts(model: Source | Artifacts) -> Artifacts | None:
+    if isinstance(model, Artifacts):
+        return model
+    if isinstance(model, str | os.PathLike) and (Path(os.fsdecode(model)) / _MANIFEST).exists():
+        return Artifacts.load(os.fsdecode(model))
+    return None
+
+
+def _default_loss(model: ir.Model) -> LossLike:
+    """Return a loss that takes as much memory as any other for the kind of model."""
+    model = load(model)
+    outputs = [y for y in model.graph.outputs if S.is_float(y)]
+    if not outputs:
+        raise PrepareError("the model has no float output to train\nhint: say which loss")
+    first = outputs[0]
+    if any(x.name == _TOKEN_INPUT for x in model.graph.inputs) and len(S.dims_of(first) or ()) == 3:
+        return "causal_lm"
+    return [LossTerm("mse", output=first.name)]
+
+
+def _resolve_symbols(
+    run: TrainingMemory, tokens: str | None, batch: int | None, sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return a number for each symbol of the inputs."""
+    inputs = run.spec.inputs_of("input", "target")
+    names = dict.fromkeys(d for t in inputs for d in t.shape if isinstance(d, str))
+    plain = {n: 1 for n in names if n.isidentifier()}
+    unknown = sorted(set(sizes) - set(plain))
+    if unknown:
+        raise PrepareError(
+            f"no such size: {', '.join(unknown)}\nhint: {', '.join(plain) or 'all are fixed'}"
+        )
+    if tokens is not None:
+        rows = next((t.shape for t in inputs if len(t.shape) == 2), ())
+        count, length = read_tokens(tokens)
+        wanted = {d: n for d, n in zip(rows, (count, length), strict=False) if isinstance(d, str)}
+        if not wanted:
+            raise PrepareError(f"tokens {tokens}: no input has open sizes [batch, sequence]")
+        plain |= wanted
+    name = _batch_symbol(run)
+    if batch is not None:
+        if name is None:
+            raise PrepareError("batch: the model's batch is fixed\nhint: leave it out")
+        plain[name] = batch
+    return {**plain, **sizes}
+
+
+def _batch_symbol(run: TrainingMemory) -> str | None:
+    inputs = run.spec.inputs_of("input", "target")
+    return next((t.shape[0] for t in inputs if t.shape and isinstance(t.shape[0], str)), None)

@@ -1,0 +1,313 @@
+"""Where an infinity or a NaN comes from.
+
+Whether a checkpoint was made by the same model, loss and optimizer.
+
+What a checkpoint says besides tensors, checked before any of it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import onnx
+
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.errors import CheckpointError, OnnxTrainError
+from onnxtrain.runtime import session as runtime
+from onnxtrain.training.engine import load_graph
+
+if TYPE_CHECKING:
+    from onnxtrain.training.trainer import Trainer
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Return whether there is neither an infinity nor a NaN; whole numbers are always finite."""
+    if array.dtype.kind in "iubUSO":
+        return True
+    return bool(np.isfinite(array.astype(np.float32) if array.dtype.kind == "V" else array).all())
+
+
+def first_nonfinite(named: Iterable[tuple[str, np.ndarray]]) -> str | None:
+    """Return the first name whose tensor is not finite, with what is wrong with it."""
+    for name, array in named:
+        if not is_finite(array):
+            return f"{name} ({_describe_array(array)})"
+    return None
+
+
+def explain_nonfinite_loss(
+    trainer: Trainer,
+    feeds: Mapping[str, np.ndarray],
+    computed: Mapping[str, np.ndarray],
+    *,
+    debug: bool,
+) -> str:
+    """Say why the loss of a batch is not finite; the trainer has not taken the step over."""
+    head = f"the loss of step {trainer.global_step + 1} is {float(computed[trainer.loss_name])}"
+    values = [(f"parameter {n!r}", trainer.view(n)) for n in trainer.parameters]
+    values += [(f"buffer {n!r}", trainer.view(n)) for n in trainer.buffers]
+    batch = [(f"{n!r} of the batch", a) for n, a in feeds.items()]
+    outputs = [(f"output {n!r}", a) for n, a in computed.items() if n != trainer.loss_name]
+    first = first_nonfinite([*batch, *values, *outputs])
+    lines = [head, f"  first tensor that is not finite: {first or 'the loss itself'}"]
+    if debug:
+        lines.append(f"  {find_nonfinite_node(*trainer.debug_feeds(feeds)) or 'no node makes it'}")
+    else:
+        lines.append("hint: debug_nan=True finds the node; the weights are those before this step")
+    return "\n".join(lines)
+
+
+def explain_nonfinite_update(trainer: Trainer, feeds: Mapping[str, np.ndarray]) -> str | None:
+    """Say which new value or gradient of a computed step is not finite, if one is."""
+    first = first_nonfinite(trainer.pending_updates())
+    if first is None or trainer.manifest.options.get("loss_scale"):  # such a step is skipped
+        return None
+    node = find_nonfinite_node(*trainer.debug_feeds(feeds))
+    return (
+        f"step {trainer.global_step + 1} has a finite loss, but not a finite update\n"
+        f"  first tensor that is not finite: {first}\n  {node or 'no node makes it'}"
+    )
+
+
+def nonfinite_weights(trainer: Trainer) -> dict[str, str]:
+    """Return parameters and buffers that are not finite, with what is wrong with each."""
+    views = {n: trainer.view(n) for n in (*trainer.parameters, *trainer.buffers)}
+    return {n: _describe_array(a) for n, a in views.items() if not is_finite(a)}
+
+
+def find_nonfinite_node(source: bytes | str, feeds: Mapping[str, np.ndarray]) -> str | None:
+    """Run a model with every value as an output; say which node makes the first bad one.
+
+    A NaN counts more than an infinity, which a mask may hold on purpose.
+
+    Args:
+        source: the model, as a runtime takes it.
+        feeds: all of its inputs.
+    """
+    model = load_graph(source)
+    names = [y for node in model.graph.node for y in node.output if y]
+    del model.graph.output[:]
+    model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names)
+    ort = runtime.import_onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    plain = runtime.with_weights_folder(source, model.SerializeToString())
+    session = runtime.create(plain, options=options)
+    values = dict(zip(names, runtime.run(session, names, dict(feeds)), strict=True))
+    known = {**feeds, **values}
+    for bad in (_has_nan, _has_infinity):
+        for node in model.graph.node:
+            given = any(bad(known[x]) for x in node.input if x in known)
+            for y in node.output:
+                if not given and y in values and bad(values[y]):
+                    return _describe_node(node, y, known)
+    return None
+
+
+def _describe_node(node: onnx.NodeProto, output: str, known: Mapping[str, np.ndarray]) -> str:
+    lines = [
+        f"node {node.name!r} ({node.op_type}) gives {output!r} ({_describe_array(known[output])})"
+    ]
+    lines += [f"  from {x!r} ({_describe_array(known[x])})" for x in node.input if x in known]
+    return "\n".join(lines)
+
+
+def _describe_array(array: np.ndarray) -> str:
+    text = f"{array.dtype}{list(array.shape)}"
+    if array.dtype.kind != "f" or not array.size:
+        return text
+    nans, infinities = int(np.isnan(array).sum()), int(np.isinf(array).sum())
+    if nans or infinities:
+        return f"{text}, {nans} NaN, {infinities} infinite"
+    return f"{text}, {array.min():.4g} to {array.max():.4g}"
+
+
+def _has_nan(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and bool(np.isnan(array).any())
+
+
+def _has_infinity(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and bool(np.isinf(array).any())
+
+
+_GRAPHS = {"infer": "the model", "eval": "the model in evaluation, or its loss"}
+_OPTIONS = ("clip", "ema", "mode")
+"""Options of the build that an update depends on."""
+
+
+def graph_digests(artifacts: Artifacts) -> dict[str, str]:
+    """Return a digest of what the model and its loss compute, whatever the weights."""
+    manifest = artifacts.manifest
+    trained = {w.name for w in (*manifest.parameters, *manifest.buffers)}
+    return {
+        role: _digest(load_graph(artifacts.source(role)).graph, trained)
+        for role in _GRAPHS
+        if manifest.model(role) is not None
+    }
+
+
+def _digest(graph: onnx.GraphProto, trained: set[str]) -> str:
+    """Return the sha256 of all nodes, with weights by name, and of constants of one number."""
+    weights = {t.name for t in graph.initializer}
+    numbers: dict[str, str] = {}
+
+    def known(name: str) -> str:
+        return name if name in weights else numbers.setdefault(name, str(len(numbers)))
+
+    digest = hashlib.sha256()
+    for tensor in graph.initializer:
+        # A setting, such as a margin.
+        if not tensor.dims and not tensor.external_data and tensor.name not in trained:
+            digest.update(tensor.SerializeToString(deterministic=True))
+    for node in graph.node:
+        plain = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
+        plain.input.extend(known(x) for x in node.input)
+        plain.output.extend(known(y) for y in node.output)
+        plain.attribute.extend(sorted(node.attribute, key=lambda a: a.name))
+        digest.update(plain.SerializeToString(deterministic=True))
+    return digest.hexdigest()
+
+
+def check_origin(
+    meta: dict[str, Any], own: Mapping[str, Any], label: str, *, strict: bool
+) -> dict[str, Any]:
+    """Return the metadata of a checkpoint, with the differences of its origin if there are any.
+
+    Raises:
+        CheckpointError: listing them, if ``strict``.
+    """
+    listing = origin_differences(meta, own)
+    if listing and strict:
+        raise CheckpointError(
+            f"{label}: made by another model, loss or optimizer\n  "
+            + "\n  ".join(listing)
+            + "\nhint: load(..., strict=False) takes it all the same; load_weights() takes weights"
+        )
+    return {**meta, "differences": listing} if listing else meta
+
+
+def origin_differences(meta: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return in words how the origin of a checkpoint differs from a trainer's own.
+
+    Args:
+        meta: of the checkpoint; entries that it has not are not compared.
+        own: what the trainer would record.
+    """
+    there, here = meta.get("manifest"), own["manifest"]
+    if not isinstance(there, Mapping):
+        return []  # of onnxruntime-training, or written by hand
+    there = cast(Mapping[str, Any], there)
+    listing: list[str] = []
+    for name in ("optimizer", "loss"):
+        listing += _entry_differences(name, _as_dict(there.get(name)), _as_dict(here[name]))
+    listing += _entry_differences(
+        "", {"accumulate": there.get("accumulate", 1)}, here, ("accumulate",)
+    )
+    listing += _entry_differences("", _as_dict(there.get("options")), here["options"], _OPTIONS)
+    graphs = _as_dict(meta.get("graphs"))
+    if _lowering_settings(there) != _lowering_settings(here):
+        graphs.pop("eval", None)  # a loss has other nodes on other targets
+    listing += [
+        f"{_GRAPHS[role]} has other nodes"
+        for role, digest in own["graphs"].items()
+        if role in graphs and graphs[role] != digest
+    ][:1]
+    return listing
+
+
+def _lowering_settings(manifest: Mapping[str, Any]) -> Any:
+    models = [_as_dict(m) for m in manifest.get("models", []) if _as_dict(m).get("role") == "eval"]
+    options = _as_dict(manifest.get("options"))
+    return [m.get("target") for m in models], options.get("opset"), options.get("precision")
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else {}
+
+
+def _entry_differences(
+    name: str,
+    there: Mapping[str, Any],
+    here: Mapping[str, Any],
+    keys: tuple[str, ...] | None = None,
+) -> list[str]:
+    keys = tuple(sorted({*there, *here})) if keys is None else keys
+    return [
+        f"{name}{'.' if name else ''}{k} is {there.get(k)!r} there and {here.get(k)!r} here"
+        for k in keys
+        if there.get(k) != here.get(k)
+    ]
+
+
+SEED_LIMIT = 1 << 24
+"""float32 holds whole numbers below exactly."""
+_MAX_LR = float(np.finfo(np.float32).max)
+_STEP_LIMIT = (1 << 31) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far training has come."""
+
+    lr: float
+    step: int
+    seed: int
+    properties: dict[str, int | float | str]
+
+    def read(self, meta: Mapping[str, Any], label: str) -> Progress:
+        """Return what the metadata of a checkpoint says, and this where it says nothing.
+
+        Raises:
+            CheckpointError: naming every entry that cannot be.
+        """
+        lr, step, seed = (meta.get(n, getattr(self, n)) for n in ("lr", "step", "seed"))
+        properties = meta.get("properties", {})
+        problems: list[str] = []
+        if not _is_lr(lr):
+            problems.append(f"'lr' is {lr!r}, not a finite number from 0 on")
+        for name, value, end in (("step", step, _STEP_LIMIT), ("seed", seed, SEED_LIMIT)):
+            if type(value) is not int or not 0 <= value < end:
+                problems.append(f"{name!r} is {value!r}, not a whole number in [0, {end})")
+        if not _are_properties(properties):
+            problems.append(f"'properties' is {properties!r}, not numbers and texts by name")
+        if problems:
+            raise CheckpointError(f"{label}: the metadata is wrong:\n  " + "\n  ".join(problems))
+        return Progress(float(lr), step, seed, dict(properties))
+
+
+class LoadedCheckpoint(NamedTuple):
+    """A checkpoint that fits a trainer, not taken over yet."""
+
+    arrays: dict[str, np.ndarray]
+    progress: Progress
+    meta: dict[str, Any]
+
+
+def check_lr(value: Any, name: str) -> float:
+    """Return a learning rate as a number.
+
+    Raises:
+        OnnxTrainError: if it is negative, infinite or NaN, or not a number.
+    """
+    if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+        value = value.item()
+    if not _is_lr(value):
+        raise OnnxTrainError(f"{name} must be a finite number from 0 on: {value!r}")
+    return float(value)
+
+
+def _is_lr(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and 0 <= value <= _MAX_LR
+
+
+def _are_properties(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return all(isinstance(v, int | float | str) for v in cast(Mapping[str, Any], value).values())

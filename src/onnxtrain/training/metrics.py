@@ -1,0 +1,350 @@
+"""Means over batches.
+
+The numbers of a run as files: metrics.csv, metrics.jsonl, TensorBoard events, a curve.
+
+TensorBoard's event files, written without TensorBoard.
+
+A file is a row of records: length (8 bytes), checksum of the length, content, checksum of it. The
+content is an ``Event`` message: wall_time = 1 (double), step = 2, file_version = 3, summary = 5,
+whose values (1) have a tag (1) and a number (2, float).
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.util
+import io
+import json
+import math
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from onnxtrain.errors import LabelError, SaveError, ShapeError
+from onnxtrain.graph.io.writer import as_save_error, bytes_writer, write_files
+from onnxtrain.runtime.feeds import feed
+from onnxtrain.training.data import Source, as_source, explain_label_error
+from onnxtrain.training.results import StepResult
+
+if TYPE_CHECKING:
+    from onnxtrain.training.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Loss and metrics of a data set; ``float(evaluation)`` is the loss."""
+
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+
+    def __float__(self) -> float:
+        return self.loss
+
+    def to_dict(self) -> dict[str, float]:
+        """Return loss and metrics by name."""
+        return {"loss": self.loss, **self.metrics}
+
+
+class Mean:
+    """Loss and metrics, each batch weighted by its samples; perplexities by their logarithm."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._sums: dict[str, float] = {}
+
+    def add(self, result: StepResult, samples: int) -> None:
+        """Take in a batch."""
+        self.samples += samples
+        for name, value in {"loss": result.loss, **result.metrics}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + samples * _to_log_perplexity(name, value)
+
+    def values(self) -> dict[str, float]:
+        """Return the means by name."""
+        return {n: _from_log_perplexity(n, s / self.samples) for n, s in self._sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, ready for JSON."""
+        return {"samples": self.samples, "sums": dict(self._sums)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Mean:
+        """Restore what :meth:`state_dict` gave."""
+        mean = cls()
+        mean.samples, mean._sums = int(state["samples"]), dict(state["sums"])
+        return mean
+
+
+def _to_log_perplexity(name: str, value: float) -> float:
+    return math.log(value) if name.startswith("perplexity") and value > 0 else value
+
+
+def _from_log_perplexity(name: str, value: float) -> float:
+    try:
+        return math.exp(value) if name.startswith("perplexity") else value
+    except OverflowError:
+        return math.inf
+
+
+def evaluate(trainer: Trainer, source: Source) -> Evaluation:
+    """Return loss and metrics over all batches, in evaluation mode."""
+    mean = Mean()
+    for batch in source.batches(0):
+        try:
+            result = trainer.evaluate_batch(*batch.positional, **batch.named)
+        except LabelError as error:
+            feeds = feed(trainer.batch_specs, batch.positional, batch.named)
+            raise explain_label_error(trainer, error, feeds, batch.rows) from error
+        mean.add(result, batch.size)
+    if not mean.samples:
+        raise ShapeError("there is nothing to evaluate on: the data has no batch")
+    values = mean.values()
+    return Evaluation(values.pop("loss"), values, mean.samples)
+
+
+def evaluate_on(trainer: Trainer, data: Any, *, batch_size: int | None = None) -> Evaluation:
+    """Return loss and metrics over all of ``data``, in evaluation mode.
+
+    Args:
+        trainer: whose weights are used.
+        data: as in :meth:`Trainer.fit`.
+        batch_size: of arrays.
+    """
+    fixed = trainer.fixed_batch
+    size = batch_size or fixed or 256
+    source = as_source(data, batch_size=size, drop_last=fixed is not None, columns=trainer.inputs)
+    return evaluate(trainer, source)
+
+
+def _crc_table() -> list[int]:
+    table = []
+    for n in range(256):
+        for _ in range(8):
+            n = (n >> 1) ^ 0x82F63B78 if n & 1 else n >> 1
+        table.append(n)
+    return table
+
+
+_CRC_TABLE = _crc_table()
+
+
+def crc32c(data: bytes) -> int:
+    """Return the Castagnoli checksum.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+class EventFile:
+    """Appends scalars to a file that TensorBoard reads."""
+
+    def __init__(self, folder: Path, start: float | None = None) -> None:
+        start = time.time() if start is None else start
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(folder / f"events.out.tfevents.{start:.6f}.onnxtrain", "ab")  # noqa: SIM115
+        self._write(_double_field(1, start) + _bytes_field(3, b"brain.Event:2"))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write numbers of one step."""
+        summary = b"".join(
+            _bytes_field(1, _bytes_field(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
+            for tag, value in values.items()
+        )
+        self._write(
+            _double_field(1, time.time()) + b"\x10" + _varint(step) + _bytes_field(5, summary)
+        )
+
+    def _write(self, event: bytes) -> None:
+        length = struct.pack("<Q", len(event))
+        self._file.write(length + _masked_crc(length) + event + _masked_crc(event))
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = crc32c(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while True:
+        low, value = value & 127, value >> 7
+        out.append(low | (128 if value else 0))
+        if not value:
+            return bytes(out)
+
+
+def _bytes_field(field: int, data: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _double_field(field: int, value: float) -> bytes:
+    return _varint(field << 3 | 1) + struct.pack("<d", value)
+
+
+Row = dict[str, Any]
+_CSV, _JSONL, _CURVE, _EVENTS = "metrics.csv", "metrics.jsonl", "loss.png", "events"
+
+
+class MetricsWriter:
+    """Rows of numbers, appended to files as they come.
+
+    Args:
+        folder: where the files go.
+        columns: of the csv file; the others are in the jsonl file only.
+        resume_at: keep the rows up to this step that an earlier run has left; ``None`` keeps none.
+        epochs: how many are over at that step; the row of the next one would be written again.
+        tensorboard: write event files; ``None`` does if TensorBoard is installed.
+
+    Raises:
+        SaveError: the file system refuses, here or in any method.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        columns: Iterable[str],
+        *,
+        resume_at: int | None = None,
+        epochs: int = 0,
+        tensorboard: bool | None = None,
+    ) -> None:
+        with as_save_error(str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.columns = folder, list(columns)
+        kept = [] if resume_at is None else self._kept(resume_at, epochs)
+        self.rows: list[Row] = kept
+        write_files(
+            str(folder),
+            {
+                str(folder / _JSONL): bytes_writer("".join(map(_json_line, kept)).encode()),
+                str(folder / _CSV): bytes_writer(self._csv(kept).encode()),
+            },
+        )
+        if tensorboard is None:
+            tensorboard = importlib.util.find_spec("tensorboard") is not None
+        with as_save_error(str(folder)):
+            self._jsonl = open(folder / _JSONL, "a", encoding="utf-8")  # noqa: SIM115
+            self._table = open(folder / _CSV, "a", encoding="utf-8", newline="")  # noqa: SIM115
+            self._events = EventFile(folder / _EVENTS) if tensorboard else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # What ended the run counts: a full disk is also the end of the curve.
+        with suppress(SaveError):
+            self.close()
+
+    def _kept(self, step: int, epochs: int) -> list[Row]:
+        path = self.folder / _JSONL
+        if not path.exists():
+            return []
+        rows = []
+        with as_save_error(str(path)):
+            text = path.read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # a killed run may leave half a line
+            if not isinstance(row, dict) or int(row.get("step", 0)) > step:
+                continue
+            if row.get("kind") != "epoch" or int(row.get("epoch", 0)) <= epochs:
+                rows.append(row)
+        return rows
+
+    def _csv(self, rows: Iterable[Row]) -> str:
+        out = io.StringIO()
+        table = csv.writer(out, lineterminator="\n")
+        table.writerow(self.columns)
+        table.writerows([row.get(c, "") for c in self.columns] for row in rows)
+        return out.getvalue()
+
+    def add(self, row: Row) -> None:
+        """Append a row."""
+        self.rows.append(row)
+        with as_save_error(str(self.folder / _JSONL)):
+            self._jsonl.write(_json_line(row))
+        with as_save_error(str(self.folder / _CSV)):
+            csv.writer(self._table, lineterminator="\n").writerow(
+                [row.get(c, "") for c in self.columns]
+            )
+        if self._events is not None:
+            tags = {f"{row['kind']}/{n}": v for n, v in row.items() if isinstance(v, float)}
+            with as_save_error(str(self.folder / _EVENTS)):
+                self._events.scalars(int(row["step"]), tags)
+
+    def flush(self) -> None:
+        """Hand everything to the operating system, which outlives this process."""
+        for name, file in self._files():
+            with as_save_error(str(self.folder / name)):
+                file.flush()
+
+    def close(self) -> None:
+        """Close the files and draw the curve."""
+        with ExitStack() as stack:  # closes all, whatever one of them says
+            for name, file in reversed(self._files()):
+                stack.enter_context(as_save_error(str(self.folder / name)))
+                stack.callback(file.close)
+        plot_losses(self.rows, self.folder / _CURVE)
+
+    def _files(self) -> list[tuple[str, IO[str] | EventFile]]:
+        events = [] if self._events is None else [(_EVENTS, self._events)]
+        return [(_JSONL, self._jsonl), (_CSV, self._table), *events]
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    return json.dumps({n: _json_value(v) for n, v in row.items()}, sort_keys=True) + "\n"
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value that JSON has; it knows no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plot_losses(rows: Iterable[Row], path: Path) -> bool:
+    """Draw the loss of training and validation over the steps; ``False`` without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    # Not through pyplot: that keeps figures of the whole program.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = list(rows)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    lines = (("step", "loss", "training", 0.8), ("epoch", "val_loss", "validation", 1.6))
+    for kind, column, label, width in lines:
+        points = [(r["step"], r[column]) for r in rows if r["kind"] == kind and column in r]
+        points = [(x, y) for x, y in points if isinstance(y, float) and y > 0]
+        if points:
+            axes.plot(*zip(*points, strict=True), linewidth=width, label=label)
+            axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    if axes.has_data():
+        axes.legend()
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture)
+    write_files(str(path), {str(path): bytes_writer(picture.getvalue())})
+    return True
