@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 class OnnxTrainError(Exception):
@@ -89,7 +89,7 @@ _FREEZES: contextvars.ContextVar[bool] = contextvars.ContextVar("freezes", defau
 
 
 @contextlib.contextmanager
-def hints_name_freeze() -> Iterator[None]:
+def hints_name_freeze() -> Generator[None]:
     """Let hints speak of ``freeze`` while a call runs that has this option, and no ``wrt``."""
     token = _FREEZES.set(True)
     try:
