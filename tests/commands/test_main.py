@@ -97,14 +97,6 @@ def test_gradients_of_one_output(run: Run, model: Path, tmp_path: Path) -> None:
     assert onnx.load(target) == onnxtrain.grad(model, ["b*", "x"], "loss", target="portable")
 
 
-def test_gradients_is_an_old_name_of_grad(run: Run, model: Path, tmp_path: Path) -> None:
-    assert run("gradients", model, "-o", tmp_path / "old.onnx")[0] == 0
-    assert onnx.load(tmp_path / "old.onnx") == onnxtrain.vjp(model)
-    _, out, _ = run("--help")
-    assert " grad " in out
-    assert "gradients  " not in out
-
-
 def test_ops(run: Run) -> None:
     code, out, _ = run("ops")
     assert code == 0

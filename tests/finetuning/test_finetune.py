@@ -266,7 +266,7 @@ def test_a_file_that_does_not_run_here_trains_without_samples(
         raise OnnxTrainError("onnxruntime refuses the model: no kernel of bfloat16\nhint: none")
 
     module = sys.modules["onnxtrain.finetuning.finetune"]  # its package has a function of this name
-    monkeypatch.setattr(module, "decoder_of", refuse)
+    monkeypatch.setattr(module, "make_decoder", refuse)
     texts = [{"text": "the cat says meow"}] * 2
     result = onnxtrain.finetune(folder, texts, tmp_path / "out", epochs=1, **FAST)
     assert result.samples == ()

@@ -132,8 +132,8 @@ def test_all_logits_never_exist() -> None:
 
 
 def test_large_vocabularies_are_cut_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onnxtrain.thresholds.LOSS_VOCABULARY", V)
-    monkeypatch.setattr("onnxtrain.thresholds.LOSS_SCORES", 3 * V)
+    monkeypatch.setattr("onnxtrain.thresholds.CHUNKED_LOSS_CLASSES", V)
+    monkeypatch.setattr("onnxtrain.thresholds.LOSS_CHUNK_SCORES", 3 * V)
     artifacts = onnxtrain.build(model("cap"), loss="causal_lm", optimizer="sgd")
     assert any(n.op_type == "Scan" for n in artifacts.models["train"].graph.node)
     ids, labels = batch(2, 5)

@@ -79,15 +79,16 @@ def trainer_on_device(
     kind = bound_session.BoundSession
     monkeypatch.setattr(runtime, "create", create)
     monkeypatch.setattr(bound_session, "memory_for", lambda _: DeviceMemory("cpu"))
-    for module in ("layouts", "vector_layout"):
-        monkeypatch.setattr(f"onnxtrain.training.{module}.BoundSession", bound)
+    monkeypatch.setattr("onnxtrain.training.engine.BoundSession", bound)
     # The update of the CPU has bindings of its own, over pieces that no device has.
     own = SimpleNamespace(create=plain, run_each=runtime.run_each)
     monkeypatch.setattr("onnxtrain.training.engine.runtime", own)
     if not told:
         monkeypatch.setattr(runtime, "inputs_on_host", lambda _: frozenset())
     if layout == "separate":
-        monkeypatch.setattr("onnxtrain.training.engine.create_vector_engine", lambda *_, **__: None)
+        monkeypatch.setattr(
+            "onnxtrain.training.trainer.create_vector_engine", lambda *_, **__: None
+        )
     return Trainer(artifacts, layout="fused" if layout == "fused" else "separate")
 
 
@@ -149,12 +150,12 @@ def test_a_recording_that_is_refused_falls_back_and_names_the_nodes(
     source = made(dims={"batch": 8}).source("step")
     with pytest.warns(UserWarning, match=r"nodes run on the CPU: \w+ '"):
         session, captured = cuda_graph.create_capturing(
-            source, asked=None, device="cuda", threads=1
+            source, requested=None, device="cuda", threads=1
         )
     assert not captured
     assert session.get_inputs()
     with pytest.raises(OnnxTrainError, match=r"cannot be captured: \d+ nodes run on the CPU"):
-        cuda_graph.create_capturing(source, asked=True, device="cuda", threads=1)
+        cuda_graph.create_capturing(source, requested=True, device="cuda", threads=1)
 
 
 def test_a_first_run_that_cannot_be_recorded_runs_without(

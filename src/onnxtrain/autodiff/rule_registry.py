@@ -13,7 +13,7 @@ need to know: sizes and types, often a small dataclass.
 
 >>> from onnxtrain.targets import find
 >>> forms = {"sum": Form(lambda op, x: ...), "product": Form(lambda op, x: ..., lambda n: n > 1)}
->>> choices = [Choice("product", lambda n: n < 9, prefers="means-by-matmul"), Choice("sum")]
+>>> choices = [Choice("product", lambda n: n < 9, prefers="means-as-matmul"), Choice("sum")]
 >>> [pick(find(t), n, forms, choices) for t, n in (("wasm", 8), ("wasm", 1), ("cuda", 8))]
 ['product', 'sum', 'sum']
 """
