@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import corpus
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
 

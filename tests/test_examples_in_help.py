@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from onnxtrain import optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.artifacts.request import BuildRequest
 from onnxtrain.cli.main import app
 from onnxtrain.errors import PrepareError

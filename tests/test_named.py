@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import PrepareError
 from onnxtrain.optim import transforms
 from onnxtrain.registry import Registry

@@ -90,13 +90,13 @@ def test_the_new_head_learns() -> None:
 
 def test_further_weights() -> None:
     model = classifier()
-    new = weights(onnxtrain.replace_head(model, "scores", 3, reinitialise="fc1.*"))
+    new = weights(onnxtrain.replace_head(model, "scores", 3, reinitialize="fc1.*"))
     old = weights(model)
     assert not np.array_equal(old["fc1.weight"], new["fc1.weight"])
     assert np.abs(new["fc1.weight"]).max() <= 1 / np.sqrt(6)
     np.testing.assert_array_equal(new["fc1.bias"], np.zeros(8))
-    with pytest.raises(PrepareError, match=r"no such weight in `reinitialise`: 'fc9\.\*'"):
-        onnxtrain.replace_head(model, "scores", 3, reinitialise=["fc9.*"])
+    with pytest.raises(PrepareError, match=r"no such weight in `reinitialize`: 'fc9\.\*'"):
+        onnxtrain.replace_head(model, "scores", 3, reinitialize=["fc9.*"])
 
 
 def test_heads_that_cannot_be_replaced() -> None:

@@ -2,17 +2,18 @@
 
 from onnxtrain import examples, losses, optim, testing
 from onnxtrain.adapters import Adapted, load_adapter, lora
-from onnxtrain.artifacts import Artifacts, Clip, Precision, build, load_weights
+from onnxtrain.artifacts import Artifacts, Clip, Precision, load_weights
+from onnxtrain.artifacts.build import build
 from onnxtrain.autodiff.explain import Report, explain
 from onnxtrain.autodiff.gradients import grad, jvp, parameters, vjp
 from onnxtrain.autodiff.rule_registry import register_vjp
 from onnxtrain.autodiff.split import Split, split
 from onnxtrain.finetuning.finetune import finetune
 from onnxtrain.graph.io import load
+from onnxtrain.heads import replace_head
 from onnxtrain.lowering.lower import lower
 from onnxtrain.optim.privacy import DP
 from onnxtrain.planning import Plan, plan
-from onnxtrain.replace_head import replace_head
 from onnxtrain.text.generate import generate
 from onnxtrain.training import Callback, EarlyStopping, MlflowLogger, Trainer, WandbLogger, find_lr
 
@@ -55,3 +56,8 @@ __all__ = [
     "testing",
     "vjp",
 ]
+
+
+def __dir__() -> list[str]:
+    # Submodules become attributes when they are imported; they are not part of the API.
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -7,7 +7,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.graph.builder import OpBuilder
 
 RNG_SEED = 7

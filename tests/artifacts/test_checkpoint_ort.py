@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain import optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import load_checkpoint
 from onnxtrain.checkpoint.ort_checkpoint import parse_odtc, read_odtc
 from onnxtrain.errors import CheckpointError

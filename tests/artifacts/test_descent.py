@@ -9,7 +9,8 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain import optim, thresholds
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.training import Trainer
 from onnxtrain.training.engine import SeparateEngine, VectorEngine
 from tests.artifacts.models import finished, graph, weight

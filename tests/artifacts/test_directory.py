@@ -18,7 +18,8 @@ import onnxruntime
 import pytest
 from safetensors.numpy import load_file
 
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import Manifest
 from onnxtrain.training import Trainer

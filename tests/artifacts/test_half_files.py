@@ -12,7 +12,8 @@ import onnxruntime
 import pytest
 
 from onnxtrain import losses
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.graph.io import load
 from onnxtrain.training import Trainer
 from tests.training.nets import NETS, batches, exported

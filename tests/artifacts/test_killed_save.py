@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import CheckpointError, SaveError
 
 from .models import example, with_norm

@@ -15,7 +15,8 @@ import pytest
 
 import onnxtrain
 from onnxtrain import losses
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.graph.io import external_data, load, save, writer
 from onnxtrain.training import Trainer
 

@@ -14,7 +14,8 @@ import onnxruntime as ort
 import pytest
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import PrepareError
 from onnxtrain.manifest import Manifest
 from onnxtrain.optim import transforms as T

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.cli import main as cli
 from onnxtrain.errors import LoweringError
 from onnxtrain.manifest import Manifest

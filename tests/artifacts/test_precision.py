@@ -16,7 +16,8 @@ import torch
 from onnx import TensorProto
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, Precision, build
+from onnxtrain.artifacts import Artifacts, Precision
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import PrepareError
 from onnxtrain.training import Trainer
 from tests.training.nets import NETS, batches, exported, module

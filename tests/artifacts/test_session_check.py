@@ -11,10 +11,9 @@ import onnx_ir as ir
 import pytest
 
 import onnxtrain
-from onnxtrain import runtime
-from onnxtrain.artifacts import build
-from onnxtrain.artifacts import build as session_check
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import DefectError, LoadError, PrepareError
+from onnxtrain.runtime import session
 from onnxtrain.training import Trainer
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -62,14 +61,14 @@ def _loss() -> object:
 
 
 def test_a_refused_step_model_is_our_defect_and_is_kept(monkeypatch):
-    create = session_check.runtime.create
+    create = session.create
 
     def picky(source: bytes, **options: object) -> object:
         if onnx.load_from_string(source).graph.name == "step_model":
             raise onnxtrain.errors.OnnxTrainError("onnxruntime refuses the model: bad fusion")
         return create(source, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session_check.runtime, "create", picky)
+    monkeypatch.setattr(session, "create", picky)
     with pytest.raises(DefectError, match=r"refuses the step model.*bad fusion") as caught:
         build(parsed(PLAIN), loss="mse", optimizer="sgd")
     path = Path(re.search(r"report: (\S+)", str(caught.value))[1])  # type: ignore[index]
@@ -85,7 +84,7 @@ def test_without_a_runtime_nothing_is_checked(monkeypatch):
     def missing() -> None:
         raise onnxtrain.errors.MissingExtraError("onnxruntime is not installed")
 
-    monkeypatch.setattr(runtime.session, "runtime", missing)
+    monkeypatch.setattr(session, "import_onnxruntime", missing)
     assert build(parsed(PLAIN), loss="mse", optimizer="sgd").models
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, Clip, build
+from onnxtrain.artifacts import Artifacts, Clip
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import Manifest, ModelSpec
 from onnxtrain.optim import transforms as T

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.autodiff.recompute import find_blocks
 from onnxtrain.errors import PrepareError

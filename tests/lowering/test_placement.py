@@ -15,7 +15,7 @@ import pytest
 from onnx import parser
 from typer.testing import CliRunner
 
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.cli.main import app
 from onnxtrain.errors import LoweringError
 from onnxtrain.graph.io import save

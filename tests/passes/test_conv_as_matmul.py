@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onnxtrain import optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.optimize.pipeline import AFTER, run
 from onnxtrain.torch import from_torch

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.training.trainer import Trainer
 from tests.artifacts.models import with_norm
 

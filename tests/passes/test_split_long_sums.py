@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 
 from onnxtrain import losses
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
 from onnxtrain.importer import prepare

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.artifacts.trainable import ALIASES
 from onnxtrain.errors import CheckpointError, PrepareError
 from onnxtrain.torch import from_torch

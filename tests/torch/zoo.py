@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from onnxtrain import optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.graph import shapes as S
 from onnxtrain.torch import from_torch, last_report

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from tests.artifacts.models import classifier
 
 LOSS = [losses.LossTerm("cross_entropy", output="scores")]

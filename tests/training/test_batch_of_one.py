@@ -8,7 +8,8 @@ import onnx.parser
 import pytest
 import torch
 
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.training import Trainer
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import NonFiniteError, OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.optim import schedules
 from onnxtrain.training import Callback, EarlyStopping, Run, StepResult, Trainer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint
 from onnxtrain.errors import CheckpointError
 from onnxtrain.training import Trainer

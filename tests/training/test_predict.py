@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 
 from onnxtrain import losses
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.training import Trainer
 
 BLOCK, ROWS, COLUMNS = 32, 64, 16

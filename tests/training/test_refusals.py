@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import classifier, data, finished, graph, weight

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 
 from onnxtrain import optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import load_checkpoint
 from onnxtrain.errors import CheckpointError
 from onnxtrain.optim import schedules

@@ -7,7 +7,8 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.losses import LossTerm
 from onnxtrain.training import History, Trainer
 from tests.artifacts.models import classifier

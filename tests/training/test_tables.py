@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError, ShapeError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import data, finished, graph, weight

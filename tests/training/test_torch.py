@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onnxtrain import losses, optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.training import Trainer
 
 from .nets import NETS, Cnn, batches, exported, module

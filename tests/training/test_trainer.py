@@ -12,7 +12,8 @@ import torch
 from safetensors.numpy import save_file
 
 from onnxtrain import optim
-from onnxtrain.artifacts import Clip, build
+from onnxtrain.artifacts import Clip
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import CheckpointError, OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.training import Trainer
 from onnxtrain.training.engine import SeparateEngine

@@ -1,9 +1,8 @@
 """Training artifacts: built from a model, saved as a directory that trains anywhere."""
 
-from onnxtrain.artifacts.build import build
 from onnxtrain.artifacts.directory import Artifacts
 from onnxtrain.artifacts.request import Precision
 from onnxtrain.artifacts.trainable import load_weights
 from onnxtrain.optim.optimizer import Clip
 
-__all__ = ["Artifacts", "Clip", "Precision", "build", "load_weights"]
+__all__ = ["Artifacts", "Clip", "Precision", "load_weights"]

@@ -59,6 +59,7 @@ from onnxtrain.graph.io.external_data import (
 )
 from onnxtrain.graph.io.limits import Limits, Problems, open_regular, quote, read_regular
 from onnxtrain.graph.io.proto_checks import check_tensor
+from onnxtrain.graph.io.protobuf import fields
 from onnxtrain.graph.io.writer import (
     Writer,
     all_tensors,
@@ -351,6 +352,8 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
 
 
 _OLDEST_IR = 4
+# Field numbers of ModelProto.graph, GraphProto.initializer, TensorProto.name and .raw_data.
+_MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_NAME, _TENSOR_RAW_DATA = 7, 5, 8, 9
 
 
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
@@ -390,51 +393,23 @@ def weight_locations(model: onnx.ModelProto, file: str, weights: str | None) -> 
 
 
 def initializer_locations(data: bytes, file: str) -> dict[str, Location]:
-    """Return where the raw bytes of each initializer lie in a serialised model."""
+    """Return where the raw bytes of each initializer are in a serialized model."""
     locations: dict[str, Location] = {}
-    for field, start, end in _protobuf_fields(data, 0, len(data)):
-        if field != 7:  # ModelProto.graph
-            continue
-        for inner, a, b in _protobuf_fields(data, start, end):
-            if inner != 5:  # GraphProto.initializer
-                continue
-            name, raw = "", None
-            for tensor, c, d in _protobuf_fields(data, a, b):
-                if tensor == 8:  # TensorProto.name
-                    name = data[c:d].decode()
-                elif tensor == 9:  # TensorProto.raw_data
-                    raw = (c, d)
-            if raw is not None:
-                locations[name] = Location(file, raw[0], raw[1] - raw[0])
+    for graph_start, graph_end in _submessages(data, 0, len(data), _MODEL_GRAPH):
+        for start, end in _submessages(data, graph_start, graph_end, _GRAPH_INITIALIZER):
+            found = {number: (first, last) for number, _, first, last in fields(data, start, end)}
+            if _TENSOR_RAW_DATA in found:
+                first, last = found.get(_TENSOR_NAME, (0, 0))
+                offset, stop = found[_TENSOR_RAW_DATA]
+                locations[data[first:last].decode()] = Location(file, offset, stop - offset)
     return locations
 
 
-def _protobuf_fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Return (number, start, end) of each length-delimited field of a message."""
-    while at < end:
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == 2:
-            size, at = _varint(data, at)
-            yield key >> 3, at, at + size
-            at += size
-        elif kind == 0:
-            _, at = _varint(data, at)
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
-        else:
-            raise ValueError(f"unknown wire type {kind}")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if not byte & 128:
-            return value, at
-        shift += 7
+def _submessages(data: bytes, start: int, end: int, number: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each message that a message holds under a field number."""
+    for found, _, first, last in fields(data, start, end):
+        if found == number:
+            yield first, last
 
 
 _MIN_SHARED_BYTES = 1024  # bytes: larger constants go to the file that all models share

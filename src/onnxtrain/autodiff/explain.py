@@ -1,16 +1,13 @@
 """What would happen if a model were differentiated, node by node.
 
 How each operator is differentiated: of the ONNX standard, and of onnxruntime's own domain.
-
-How much memory training would take, estimated before anything is built.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -45,8 +42,6 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.nodes import op_key, stops_gradient
 from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN
-from onnxtrain.graph.shapes import dims as D
-from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.unknown import specialize
 from onnxtrain.importer import constant_names, repairs_of, unused_parameters
 from onnxtrain.importer.functions import has_body
@@ -139,89 +134,6 @@ def _report(schema: onnx.defs.OpSchema) -> OperatorReport:
     return OperatorReport(name, since, "missing", "")
 
 
-# These give their input another shape and need no memory of their own.
-_VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes by what they hold; an estimate from shapes, not a measurement."""
-
-    parameters: int
-    gradients: int
-    adam_state: int
-    """Two numbers for each one of a parameter; plain gradient descent needs none."""
-    activations: int
-    """Everything the forward pass computes, as if all of it were kept for the backward pass."""
-    sizes: dict[str, int]
-    """What was taken for symbolic sizes: one, unless the caller has said more."""
-    unknown: int
-    """How many values have a size that cannot be told; they count as nothing."""
-
-    @property
-    def total(self) -> int:
-        """Everything, with Adam."""
-        return self.parameters + self.gradients + self.adam_state + self.activations
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{n} = {v}" for n, v in self.sizes.items())
-        return (
-            f"about {_text(self.total)} to train with Adam"
-            f"{f' at {sizes}' if sizes else ''}: parameters {_text(self.parameters)}, "
-            f"gradients {_text(self.gradients)}, state {_text(self.adam_state)}, "
-            f"activations at most {_text(self.activations)}"
-            f"{f' and {self.unknown} value(s) of unknown size' if self.unknown else ''}"
-        )
-
-
-def estimate(
-    graph: ir.Graph, trained: Iterable[ir.Value], sizes: Mapping[str, int] | None = None
-) -> Memory:
-    """Return the memory that training some parameters of a prepared graph takes.
-
-    Args:
-        graph: the forward pass, with shapes inferred.
-        trained: the parameters.
-        sizes: numbers for symbolic sizes; others count as one.
-    """
-    given = {D.symbol(n): v for n, v in (sizes or {}).items()}
-    symbols = {s for x in graph.inputs for d in S.dims_of(x) or () for s in D.symbols(d)}
-    chosen: dict[str, Dim] = {s: given.get(s, 1) for s in sorted(symbols)}
-    parameters = sum(_bytes(x, chosen) or 0 for x in trained)
-    activation_bytes = [
-        _bytes(y, chosen) for node in graph if node.op_type not in _VIEWS for y in node.outputs
-    ]
-    return Memory(
-        parameters=parameters,
-        gradients=parameters,
-        adam_state=2 * parameters,
-        activations=sum(b for b in activation_bytes if b is not None),
-        sizes={n: int(v or 1) for n, v in chosen.items()},
-        unknown=sum(b is None for b in activation_bytes),
-    )
-
-
-def _bytes(x: ir.Value, sizes: Mapping[str, Dim]) -> int | None:
-    dims = S.dims_of(x)
-    if dims is None or isinstance(x.type, ir.SequenceType | ir.OptionalType):
-        return None
-    if x.dtype is None or x.dtype == ir.DataType.STRING:
-        return None
-    known = [D.substitute(d, dict(sizes)) for d in dims]
-    numbers = [d for d in known if isinstance(d, int)]
-    if len(numbers) != len(known):
-        return None
-    return math.ceil(math.prod(numbers) * x.dtype.bitwidth / 8)
-
-
-def _text(count: int) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count = count / 1000  # pyright: ignore[reportAssignmentType]
-    return f"{count:.3g} GB"
-
-
 @dataclasses.dataclass(frozen=True)
 class NodeReport:
     """One node of the prepared graph."""
@@ -250,8 +162,8 @@ class Report:
     repairs: tuple[str, ...]
     """What was changed to reach the normal form."""
     opset: int
-    memory: Memory
-    """What training would take, estimated from shapes."""
+    elements: int
+    """Elements of all trainable parameters; :func:`onnxtrain.plan` predicts the memory."""
     refusal: str = ""
     """What stands in the way although every node has a rule; empty if nothing does."""
     selections: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -279,7 +191,7 @@ class Report:
             if kinds:
                 lines.append(f"  {how}: {', '.join(kinds)}")
         lines += [f"  missing {n.name!r}: {n.signature}" for n in self.nodes if n.how == "missing"]
-        lines.append(f"parameters: {len(self.parameters)}")
+        lines.append(f"parameters: {len(self.parameters)} ({self.elements:,} elements)")
         lines += [
             f"  {name}: {shape}, {self.roles[name]}" for name, shape in self.parameters.items()
         ]
@@ -288,7 +200,6 @@ class Report:
             if entries:
                 lines.append(f"{title}: {len(entries)}")
                 lines += [f"  {name}: {why}" for name, why in entries]
-        lines.append(f"memory: {self.memory}")
         if self.lost:
             lines.append(f"lost: {', '.join(self.lost)}")
         if self.repairs:
@@ -315,8 +226,7 @@ def explain(
     Args:
         model: anything :func:`onnxtrain.load` takes.
         wrt: as in :func:`onnxtrain.vjp`.
-        dims: sizes to fix, as in :func:`onnxtrain.build`; others count as one in the estimate of
-            memory.
+        dims: sizes to fix, as in :func:`onnxtrain.build`.
     """
     original = specialize(load(model, allow_domains=registered_domains()), dims or {})
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
@@ -351,15 +261,10 @@ def explain(
         lost=tuple(n for n in declared if n not in present),
         repairs=repairs_of(work),
         opset=work.opset_imports[""],
-        memory=_memory(graph, wanted, dims or {}),
+        elements=sum(x.const_value.size for x in wanted if x.const_value is not None),
         refusal="" if any(n.how == "missing" for n in nodes) else _dry_run(work, wanted),
         selections=available_selectors(work, trainable(work)),
     )
-
-
-def _memory(graph: ir.Graph, wanted: Sequence[ir.Value], dims: Mapping[str, int]) -> Memory:
-    memory = estimate(graph, wanted)
-    return dataclasses.replace(memory, sizes={**dims, **memory.sizes})
 
 
 def _kind(parts: Mapping[str, Role], x: ir.Value) -> str:

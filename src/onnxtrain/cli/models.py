@@ -27,7 +27,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from onnxtrain.artifacts import Artifacts
-from onnxtrain.artifacts import build as build_artifacts
+from onnxtrain.artifacts.build import build as build_artifacts
 from onnxtrain.artifacts.graphs import model_key
 from onnxtrain.artifacts.request import BuildRequest
 from onnxtrain.autodiff.explain import explain as explain_model

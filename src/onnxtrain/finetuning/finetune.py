@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from onnxtrain.adapters import Adapted, lora
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.finetuning.arguments import FineTuneOptions
 from onnxtrain.finetuning.tasks import (

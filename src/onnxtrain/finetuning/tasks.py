@@ -22,9 +22,9 @@ from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.finetuning.arguments import FineTuneOptions
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import load
+from onnxtrain.heads import replace_head
 from onnxtrain.losses import LossLike, MultipleNegatives
 from onnxtrain.manifest import TensorSpec
-from onnxtrain.replace_head import replace_head
 from onnxtrain.text.data import (
     EpochBatches,
     Example,

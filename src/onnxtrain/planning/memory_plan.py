@@ -25,7 +25,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.adapters import lora
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.errors import OnnxTrainError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from onnxtrain.errors import LabelError, SaveError, ShapeError
+from onnxtrain.graph.io.protobuf import bytes_field, double_field, float_field, varint_field
 from onnxtrain.graph.io.writer import as_save_error, bytes_writer, write_files
 from onnxtrain.runtime.feeds import feed
 from onnxtrain.training.data import Source, as_source, explain_label_error
@@ -151,17 +152,15 @@ class EventFile:
         start = time.time() if start is None else start
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open(folder / f"events.out.tfevents.{start:.6f}.onnxtrain", "ab")  # noqa: SIM115
-        self._write(_double_field(1, start) + _bytes_field(3, b"brain.Event:2"))
+        self._write(double_field(1, start) + bytes_field(3, b"brain.Event:2"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write numbers of one step."""
         summary = b"".join(
-            _bytes_field(1, _bytes_field(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
+            bytes_field(1, bytes_field(1, tag.encode()) + float_field(2, value))
             for tag, value in values.items()
         )
-        self._write(
-            _double_field(1, time.time()) + b"\x10" + _varint(step) + _bytes_field(5, summary)
-        )
+        self._write(double_field(1, time.time()) + varint_field(2, step) + bytes_field(5, summary))
 
     def _write(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
@@ -179,23 +178,6 @@ class EventFile:
 def _masked_crc(data: bytes) -> bytes:
     crc = crc32c(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while True:
-        low, value = value & 127, value >> 7
-        out.append(low | (128 if value else 0))
-        if not value:
-            return bytes(out)
-
-
-def _bytes_field(field: int, data: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(data)) + data
-
-
-def _double_field(field: int, value: float) -> bytes:
-    return _varint(field << 3 | 1) + struct.pack("<d", value)
 
 
 Row = dict[str, Any]

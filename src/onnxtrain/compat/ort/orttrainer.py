@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from onnxtrain import optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import save_checkpoint as write_checkpoint
 from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort import optim as configs

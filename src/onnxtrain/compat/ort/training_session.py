@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.errors import OrtError, OrtTypeError, as_ort_errors
 from onnxtrain.compat.ort.optim import literal

@@ -26,6 +26,7 @@ from onnxtrain.graph.io.limits import (
     quote,
 )
 from onnxtrain.graph.io.proto_checks import TOO_DEEP, ProtoReader
+from onnxtrain.graph.io.protobuf import LENGTH_DELIMITED, read_field
 from onnxtrain.graph.opset_imports import import_runtime_domain, record_load_repair
 
 _PROTOBUF_BYTES = (1 << 31) - 1
@@ -119,38 +120,16 @@ def _nested_deeper(data: bytes, limit: int, steps: int = 50_000) -> bool:
         position, end, message, depth = pending.pop()
         if depth > limit:
             return True
-        tag, position = _varint(data, position, end)
-        length = 0
-        match tag & 7:
-            case 0:
-                _, position = _varint(data, position, end)
-            case 1:
-                length = 8
-            case 2:
-                length, position = _varint(data, position, end)
-            case 5:
-                length = 4
-            case _:
-                continue
-        after = position + length
-        if after < end:
-            pending.append((after, end, message, depth))
-        inside = _NESTED_FIELDS[message].get(tag >> 3)
-        if inside and tag & 7 == 2 and length:
-            pending.append((position, min(after, end), inside, depth + (inside == "graph")))
+        field = read_field(data, position, end)
+        if field is None:
+            continue
+        number, wire_type, start, stop = field
+        if stop < end:
+            pending.append((stop, end, message, depth))
+        nested = _NESTED_FIELDS[message].get(number)
+        if nested and wire_type == LENGTH_DELIMITED and start < stop:
+            pending.append((start, min(stop, end), nested, depth + (nested == "graph")))
     return False
-
-
-def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < end and shift < 64:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            break
-    return value, position
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ import json, math, sys
 import jsonschema, numpy as np, onnx
 from importlib.resources import files
 from onnxtrain import optim
-from onnxtrain.artifacts import build
+from onnxtrain.artifacts.build import build
 from onnxtrain.training.trainer import Trainer
 
 folder, text = sys.argv[1:]

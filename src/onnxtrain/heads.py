@@ -39,7 +39,7 @@ def replace_head(
     output: str,
     classes: int,
     *,
-    reinitialise: str | Sequence[str] = (),
+    reinitialize: str | Sequence[str] = (),
     seed: int = 0,
 ) -> onnx.ModelProto:
     """Return the model with a fresh last layer for another number of classes.
@@ -51,7 +51,7 @@ def replace_head(
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
         output: the name of the output.
         classes: how many classes there are now.
-        reinitialise: names or globs of further weights to draw anew, at their old size.
+        reinitialize: names or globs of further weights to draw anew, at their old size.
         seed: of the drawn weights.
 
     Raises:
@@ -80,7 +80,7 @@ def replace_head(
             dims = list(value.shape)
             dims[axis] = classes if dims[axis] == old else dims[axis]
             value.shape = ir.Shape(dims)
-    reinitialize_weights(graph, reinitialise, rng)
+    reinitialize_weights(graph, reinitialize, rng)
     return ir.to_proto(work)
 
 
@@ -96,7 +96,7 @@ def reinitialize_weights(
     for pattern in [names] if isinstance(names, str) else names:
         hits = [n for n in fnmatch.filter(graph.initializers, pattern) if _is_weight(graph, n)]
         if not hits:
-            raise PrepareError(f"no such weight in `reinitialise`: {pattern!r}")
+            raise PrepareError(f"no such weight in `reinitialize`: {pattern!r}")
         weights.update(dict.fromkeys(hits))
     for name in weights:
         x = graph.initializers[name]
