@@ -70,7 +70,7 @@ def serve(folder: Path, batch: int, length: int, threads: int) -> None:
     from onnxtrain.artifacts import Artifacts
     from onnxtrain.training import Trainer
 
-    trainer = Trainer(Artifacts.load(folder), threads=threads, layout="separate")
+    trainer = Trainer(Artifacts.load(folder), threads=threads, layout="vector")
     rng = np.random.default_rng(0)
     x = rng.integers(0, WORDS, (batch, length))
     y = rng.integers(0, WORDS, batch * length)

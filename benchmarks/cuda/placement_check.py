@@ -77,7 +77,7 @@ def main() -> int:
     models = {t: from_torch(network(t), (batches()[0][0],)) for t in references}
     failed = 0
     for target, fixed, layout, capture in itertools.product(
-        ("cuda", "cpu"), (True, False), ("auto", "fused", "separate"), (None, False)
+        ("cuda", "cpu"), (True, False), ("auto", "fused", "separate", "vector"), (None, False)
     ):
         module, losses = references[target]
         wanted = {n: p.detach().numpy() for n, p in module.named_parameters()}
@@ -104,7 +104,7 @@ def main() -> int:
             right, note = False, f"{type(error).__name__}: {str(error)[:200]}"
         failed += not right
         print("pass" if right else "FAIL", label, note, flush=True)
-    print(f"{24 - failed} of 24 right")
+    print(f"{32 - failed} of 32 right")
     return 1 if failed else 0
 
 

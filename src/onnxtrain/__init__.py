@@ -1,5 +1,7 @@
 """Differentiate and train any ONNX model in standard operators, on stock ONNX Runtime."""
 
+import logging
+
 from onnxtrain import examples, losses, optim, testing
 from onnxtrain.adapters import Adapted, load_adapter, lora
 from onnxtrain.artifacts import Artifacts, Clip, Precision, load_weights
@@ -18,6 +20,9 @@ from onnxtrain.text.generate import generate
 from onnxtrain.training import Callback, EarlyStopping, MlflowLogger, Trainer, WandbLogger, find_lr
 
 __version__ = "0.2.0"
+
+# Silent by default; logging.basicConfig(level="INFO") shows decisions of the library.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "DP",

@@ -12,7 +12,6 @@ from onnxtrain import optim, thresholds
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build
 from onnxtrain.training import Trainer
-from onnxtrain.training.engine import SeparateEngine, VectorEngine
 from tests.artifacts.models import finished, graph, weight
 
 
@@ -37,14 +36,12 @@ def batch_of(size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def folded_names(trainer: Trainer) -> set[str]:
-    assert isinstance(trainer._engine, VectorEngine)
-    return set(trainer._engine._results)
+    assert trainer.layout == "vector"
+    return set(trainer._engine._double_buffered)
 
 
 def both(artifacts: Artifacts) -> tuple[Trainer, Trainer]:
-    ours, plain = Trainer(artifacts, threads=1), Trainer(artifacts, threads=1)
-    plain._engine = SeparateEngine(artifacts, device="cpu", threads=1)
-    return ours, plain
+    return Trainer(artifacts, threads=1), Trainer(artifacts, layout="separate", threads=1)
 
 
 def check_same(ours: Trainer, plain: Trainer) -> None:

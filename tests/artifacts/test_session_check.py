@@ -65,7 +65,7 @@ def test_a_refused_step_model_is_our_defect_and_is_kept(monkeypatch):
 
     def picky(source: bytes, **options: object) -> object:
         if onnx.load_from_string(source).graph.name == "step_model":
-            raise onnxtrain.errors.OnnxTrainError("onnxruntime refuses the model: bad fusion")
+            raise onnxtrain.errors.OnnxTrainError("onnxruntime cannot load the model: bad fusion")
         return create(source, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session, "create", picky)

@@ -22,7 +22,6 @@ from onnxtrain.errors import CheckpointError
 from onnxtrain.manifest import Manifest, ModelSpec
 from onnxtrain.optim import transforms as T
 from onnxtrain.training import Trainer
-from onnxtrain.training.engine import FusedEngine, SeparateEngine, VectorEngine
 from tests.artifacts.models import classifier, data
 
 NEW = {"gradients", "scalars", "update"}
@@ -119,7 +118,7 @@ def test_a_directory_trains_as_what_was_built(options: dict[str, Any], tmp_path:
     artifacts.save(tmp_path / "first", prefix="net_")
     Artifacts.load(tmp_path / "first", "net_").save(tmp_path / "second")
     ours, loaded = Trainer(artifacts), Trainer(tmp_path / "second")
-    assert isinstance(loaded._engine, VectorEngine)
+    assert loaded.layout == "vector"
     assert steps(ours) == steps(loaded)
     for name, array in ours.state_dict().items():
         np.testing.assert_array_equal(array, loaded.state_dict()[name], err_msg=name)
@@ -138,9 +137,9 @@ def test_older_directories_train_as_before(layout: str, tmp_path: Path) -> None:
     text = (tmp_path / "manifest.json").read_text()
     assert "in_place" not in text and "members" not in text  # noqa: PT018
     older = Trainer(tmp_path, layout=layout)
-    assert isinstance(older._engine, FusedEngine if layout == "auto" else SeparateEngine)
+    assert older.layout == ("fused" if layout == "auto" else "separate")
     newer = Trainer(artifacts)
-    assert isinstance(newer._engine, VectorEngine)
+    assert newer.layout == "vector"
     assert steps(older) == steps(newer)
     for name, array in older.state_dict().items():
         np.testing.assert_array_equal(array, newer.state_dict()[name], err_msg=name)

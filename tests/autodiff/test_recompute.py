@@ -121,7 +121,7 @@ def test_bits_are_the_same(recompute: Any, poison: float | None) -> None:
         np.testing.assert_array_equal(actual[name].view(np.int32), value.view(np.int32), name)
 
 
-@pytest.mark.parametrize("layout", ["fused", "separate"])
+@pytest.mark.parametrize("layout", ["fused", "separate", "vector"])
 def test_training_is_the_same(layout: str) -> None:
     """With dropout; onnxruntime may join more nodes of the forward pass, hence the last bits."""
     trainers = [Trainer(deep_made(way), layout=layout, threads=1, seed=3) for way in ((), "auto")]
@@ -203,7 +203,7 @@ from onnxtrain.training import Trainer
 def peak():
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM"))
-trainer = Trainer(sys.argv[1], threads=1, layout="separate")
+trainer = Trainer(sys.argv[1], threads=1, layout="vector")
 ids = np.arange(32 * 64).reshape(32, 64) % 11
 before = peak()
 for _ in range(2):

@@ -263,7 +263,7 @@ def test_a_file_that_does_not_run_here_trains_without_samples(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise OnnxTrainError("onnxruntime refuses the model: no kernel of bfloat16\nhint: none")
+        raise OnnxTrainError("onnxruntime cannot load the model: no kernel of bfloat16\nhint: none")
 
     module = sys.modules["onnxtrain.finetuning.finetune"]  # its package has a function of this name
     monkeypatch.setattr(module, "make_decoder", refuse)

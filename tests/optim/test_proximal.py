@@ -39,7 +39,7 @@ def torch_weights(module: torch.nn.Module, anchors: dict[str, torch.Tensor]) -> 
     return {n: p.detach().numpy() for n, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", ["fused", "separate"])
+@pytest.mark.parametrize("layout", ["fused", "separate", "vector"])
 def test_the_term_is_that_of_the_loss(layout: str) -> None:
     module = net()
     model = from_torch(module, (torch.zeros(8, 4),))

@@ -67,21 +67,21 @@ def test_flags_are_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     if known is None:
         pytest.skip("the place of the mode is not known on this platform")
     for start in (known, None):
-        monkeypatch.setattr(denormals, "_fast", start)
+        monkeypatch.setattr(denormals, "_flush_mode", start)
         denormals._LIBRARY.feclearexcept(_INVALID)
         with denormals.learn_denormal_mode():
             _set_a_flag()
-        assert denormals._fast is start
+        assert denormals._flush_mode is start
 
 
 def test_a_mode_that_is_not_known_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     known = denormals._known_mode()
     if known is None:
         pytest.skip("the place of the mode is not known on this platform")
-    monkeypatch.setattr(denormals, "_fast", None)
+    monkeypatch.setattr(denormals, "_flush_mode", None)
     with denormals.learn_denormal_mode():  # as the first session does
         denormals._LIBRARY.fesetenv(known)
-    learnt = denormals._fast
+    learnt = denormals._flush_mode
     assert learnt is not None
     assert (TINY * np.float32(2)).all(), "the caller's mode is back"
     with FlushDenormals():
@@ -90,7 +90,7 @@ def test_a_mode_that_is_not_known_is_learnt_once(monkeypatch: pytest.MonkeyPatch
     with denormals.learn_denormal_mode():
         _set_a_flag()
         denormals._LIBRARY.fesetenv(known)
-    assert denormals._fast is learnt
+    assert denormals._flush_mode is learnt
 
 
 def test_no_process_is_started_at_import() -> None:

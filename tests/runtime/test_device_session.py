@@ -1,4 +1,4 @@
-"""The bindings for a device, run on the CPU; what stands against a recording."""
+"""The bindings for a device, run on the CPU; what prevents CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 from onnxtrain import optim
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
 from onnxtrain.runtime import binding
-from onnxtrain.runtime.binding import can_capture, capture_obstacle
+from onnxtrain.runtime.binding import check_capture
 from onnxtrain.runtime.ort_values import DeviceMemory
 from onnxtrain.runtime.session import placement
-from onnxtrain.training import Trainer, engine
+from onnxtrain.training import Trainer
 from tests.artifacts.models import data
 from tests.training.made import made
 
 
-@pytest.mark.parametrize("layout", ["fused", "separate"])
+@pytest.mark.parametrize("layout", ["fused", "separate", "vector"])
 def test_bindings_of_a_device_give_the_same_steps(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,22 +36,29 @@ def test_bindings_of_a_device_give_the_same_steps(
         np.testing.assert_array_equal(array, device.state_dict()[name], err_msg=name)
 
 
-def test_free_sizes_and_bodies_stand_against_a_recording() -> None:
-    free, fixed = (
-        (engine.load_graph(a.source("step")), a.manifest.model("step"))
-        for a in (made(), made(dims={"batch": 8}))
+def test_symbolic_sizes_are_an_obstacle_to_capture() -> None:
+    symbolic, fixed = (
+        (a.source("step"), a.manifest.model("step")) for a in (made(), made(dims={"batch": 8}))
     )
+    assert symbolic[1] is not None
     assert fixed[1] is not None
-    assert capture_obstacle(fixed[0], fixed[1]) is None
-    assert can_capture(*fixed, None, device="cuda")
-    assert not can_capture(*free, None, device="cuda")
-    assert not can_capture(*fixed, None, device="cpu")
-    with pytest.raises(OnnxTrainError, match="free sizes: batch"):
-        can_capture(*free, True, device="cuda")
-    with pytest.raises(OnnxTrainError, match="a model of its own"):
-        can_capture(None, None, True, device="cuda")
-    with pytest.raises(OnnxTrainError, match="the device is cpu"):
-        Trainer(made(dims={"batch": 8}), capture=True)
+    assert check_capture(*fixed, None, device="cuda") is None
+    assert "symbolic sizes: batch" in str(check_capture(*symbolic, None, device="cuda"))
+    assert check_capture(*fixed, None, device="cpu") == "the device is cpu"
+    assert check_capture(*fixed, False, device="cuda") == "capture=False"
+    with pytest.raises(OnnxTrainError, match="symbolic sizes: batch"):
+        check_capture(*symbolic, True, device="cuda")
+    with pytest.raises(OnnxTrainError, match="two models"):
+        check_capture(*fixed, True, device="cuda", obstacle="two models")
+    for layout in ("fused", "separate", "vector"):
+        with pytest.raises(OnnxTrainError, match="the device is cpu"):
+            Trainer(made(dims={"batch": 8}), layout=layout, capture=True)
+
+
+def test_the_trainer_reports_why_it_does_not_capture() -> None:
+    trainer = Trainer(made())
+    assert not trainer.captured
+    assert trainer.capture_obstacle == "the device is cpu"
 
 
 def test_placement_counts_nodes() -> None:

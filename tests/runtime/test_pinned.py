@@ -56,31 +56,31 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8, ml_dtypes.bfloat16])
 def test_a_batch_is_copied_whole_and_memory_given_back(library: Library, dtype: Any) -> None:
     array = np.arange(7 * 11, dtype=np.int64).reshape(7, 11).astype(dtype)
-    staging = ort_values.staging_for(array)
-    assert staging is not None
+    pinned = ort_values.pinned_buffer_for(array)
+    assert pinned is not None
     assert len(library.blocks) == 1
     for batch in (array, array[::-1].copy()):
-        assert staging.fits(batch)
-        np.testing.assert_array_equal(staging.filled(batch), batch)
-    assert not staging.fits(array[:3])
-    assert not staging.fits(array.astype(np.float64))
-    del staging
+        assert pinned.fits(batch)
+        np.testing.assert_array_equal(pinned.fill(batch), batch)
+    assert not pinned.fits(array[:3])
+    assert not pinned.fits(array.astype(np.float64))
+    del pinned
     gc.collect()
     assert not library.blocks
 
 
 def test_where_there_is_none(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.zeros(100, np.float32)
-    assert ort_values.staging_for(array[:10]) is None, "too small"
+    assert ort_values.pinned_buffer_for(array[:10]) is None, "too small"
     library.full = True
-    assert ort_values.staging_for(array) is None
+    assert ort_values.pinned_buffer_for(array) is None
     assert library.cleared == 1, "an error that is left would be another's"
     library.full = False
     monkeypatch.setattr(ort_values, "available_cores", lambda: 2)
-    assert ort_values.staging_for(array) is None
+    assert ort_values.pinned_buffer_for(array) is None
     monkeypatch.setattr(ort_values, "available_cores", lambda: 16)
     monkeypatch.setattr(ort_values, "cuda_library", lambda: None)
-    assert ort_values.staging_for(array) is None
+    assert ort_values.pinned_buffer_for(array) is None
 
 
 def test_the_library_is_the_one_that_is_loaded(

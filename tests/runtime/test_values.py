@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onnxtrain.runtime import ort_values as memory
-from onnxtrain.runtime.ort_values import Values
+from onnxtrain.runtime.ort_values import Values, copy_value
 
 
 def arrays(start: float, *names: str) -> dict[str, np.ndarray]:
@@ -22,15 +22,16 @@ def arrays(start: float, *names: str) -> dict[str, np.ndarray]:
 def test_neighbours_are_copied_at_once(order: str, copies: int) -> None:
     new = arrays(1.0, "a", "b", "c")
     old = {n: np.zeros_like(new[n]) if n in new else np.ones(3, np.float32) for n in order}
-    values, fresh = Values(old, "cpu", shared=False), Values(new, "cpu", shared=False)
+    values, fresh = Values(old, "cpu", on_host=False), Values(new, "cpu", on_host=False)
     for round_ in range(2):
         for name in new:
             fresh.write(name, new[name] + round_)
-        values.copy_from(fresh, list("abc"))
+        for target, source in values.copies_from(fresh, list("abc")):
+            copy_value(target, source)
         for name in order:
             wanted = new[name] + round_ if name in new else np.ones(3)
             np.testing.assert_array_equal(values.view(name), wanted, err_msg=name)
-    assert len(values._windows(fresh, list("abc"))) == copies
+    assert len(values.copies_from(fresh, list("abc"))) == copies
 
 
 @pytest.mark.parametrize("counted", [2**31 - 1, 3], ids=["by a kernel", "longer than one counts"])
@@ -40,7 +41,7 @@ def test_memory_of_many_bytes_is_counted_in_words(
     """Kernels count elements in 32 bits: 9 GiB are too many bytes, but not too many words."""
     monkeypatch.setattr(memory, "_MAX_ELEMENTS", counted)
     given = arrays(1.0, "a", "b", "c")
-    values = Values(dict(given), "cpu", shared=False)
+    values = Values(dict(given), "cpu", on_host=False)
     assert values._memory.shape() == [sum(-(-a.nbytes // 64) * 8 for a in given.values())]
     for name, array in given.items():
         np.testing.assert_array_equal(values.view(name), array)

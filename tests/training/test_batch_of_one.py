@@ -34,7 +34,7 @@ def test_a_batch_of_one_row(layout: str) -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         torch.nn.BatchNorm1d(3)(torch.ones(1, 3))
     for call in (trainer.step, trainer.gradients):
-        with pytest.raises(ShapeError, match=r"batch of 1 leave BatchNormalization one value"):
+        with pytest.raises(ShapeError, match=r"batch of 1 give BatchNormalization one value"):
             call(row, row)
     assert all(np.array_equal(a, before[n]) for n, a in trainer.state_dict().items())
     assert np.isfinite(trainer.evaluate_batch(row, row).loss), "statistics are the running ones"

@@ -56,7 +56,7 @@ def test_another_thread_is_refused(do) -> None:
     alone.fit(data(32), batch_size=8, progress=False)
     watched.fit(data(32), batch_size=8, callbacks=[meanwhile], progress=False)
     (error,) = meanwhile.errors
-    assert "another thread uses this trainer\nhint: a trainer of its own" in str(error)
+    assert "another thread is using this trainer\nhint: create one trainer per thread" in str(error)
     same(alone.state_dict(), watched.state_dict())
     assert watched.global_step == 4
 

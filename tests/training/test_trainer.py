@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from onnxtrain.artifacts import Clip
 from onnxtrain.artifacts.build import build
 from onnxtrain.errors import CheckpointError, OnnxTrainError, PrepareError, ShapeError
 from onnxtrain.training import Trainer
-from onnxtrain.training.engine import SeparateEngine
+from onnxtrain.training.engine import LAYOUTS
 from tests.artifacts.models import classifier, data, with_norm
 
 from .made import LOSS, made, same
@@ -46,22 +47,30 @@ def test_layouts_give_the_same_bits(name: str) -> None:
 def test_layouts_agree_on_batch_norm_and_dropout() -> None:
     model = exported("cnn", training=True)
     artifacts = build(model, loss="cross_entropy", optimizer="adam")
-    fused, separate = (Trainer(artifacts, layout=kind, seed=5) for kind in ("fused", "separate"))
+    fused, *others = (Trainer(artifacts, layout=layout, seed=5) for layout in LAYOUTS)
+    assert [trainer.layout for trainer in others] == ["separate", "vector"]
     for batch in batches("cnn", 5):
-        assert fused.step(*batch).loss == separate.step(*batch).loss
-    same(fused.state_dict(), separate.state_dict())
+        loss = fused.step(*batch).loss
+        assert [trainer.step(*batch).loss for trainer in others] == [loss, loss]
+    for trainer in others:
+        same(fused.state_dict(), trainer.state_dict())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updating_in_place_changes_nothing(name: str) -> None:
     artifacts = made(optimizer=OPTIMIZERS[name], clip=1.0, ema=0.9)
+    models = artifacts.manifest.models
+    copying = dataclasses.replace(
+        artifacts,
+        manifest=dataclasses.replace(
+            artifacts.manifest, models=tuple(dataclasses.replace(m, in_place=()) for m in models)
+        ),
+    )
+    parameters = {p.name for p in artifacts.manifest.parameters}
+    assert any(parameters <= set(m.in_place) for m in models if m.role == "optimizer")
     states = []
-    for in_place in (True, False):
-        trainer = Trainer(artifacts, layout="separate")
-        engine = SeparateEngine(artifacts, device="cpu", threads=2, in_place=in_place)
-        parameters = {p.name for p in artifacts.manifest.parameters}
-        assert parameters <= engine.in_place or not in_place
-        trainer._engine = engine
+    for variant in (artifacts, copying):
+        trainer = Trainer(variant, layout="separate", threads=2)
         for seed in range(5):
             trainer.step(*data(8, seed=seed))
         states.append(trainer.state_dict())
@@ -71,7 +80,7 @@ def test_updating_in_place_changes_nothing(name: str) -> None:
 def test_size_decides_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     clipped = made(clip=1.0)  # the norm of all gradients is no matter of single elements
     assert Trainer(clipped).layout == "fused"
-    assert Trainer(made()).layout == "separate"
+    assert Trainer(made()).layout == "vector"
     assert Trainer(made(accumulate=2)).layout == "separate"
     monkeypatch.setattr("onnxtrain.thresholds.SECOND_COPY_BYTES", 100)
     assert Trainer(clipped).layout == "separate"
@@ -103,9 +112,15 @@ def test_rest_of_an_accumulation_is_flushed() -> None:
         np.testing.assert_allclose(small.parameters[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_accumulation_refuses_the_fused_layout() -> None:
-    with pytest.raises(OnnxTrainError, match="need layout='separate'"):
-        Trainer(made(accumulate=2), layout="fused")
+@pytest.mark.parametrize("layout", ["fused", "vector"])
+def test_only_the_separate_layout_accumulates(layout: str) -> None:
+    with pytest.raises(OnnxTrainError, match=r"accumulate over 2 batches\nhint: .*'separate'"):
+        Trainer(made(accumulate=2), layout=layout)
+
+
+def test_a_layout_needs_its_models() -> None:
+    with pytest.raises(OnnxTrainError, match="'vector' needs a gradients model"):
+        Trainer(made(clip=1.0), layout="vector")
 
 
 def test_moving_average(tmp_path: Path) -> None:
@@ -382,7 +397,7 @@ def test_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not fit these artifacts:\n  'fc1"):
         trainer.load(tmp_path / "other")
     save_file(dict(trainer.parameters), tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="no progress of a training"):
+    with pytest.raises(CheckpointError, match="has no training progress"):
         trainer.load(tmp_path / "plain")
     with pytest.raises(CheckpointError, match="cannot be read"):
         trainer.load(tmp_path / "nowhere")

@@ -10,9 +10,7 @@ import pytest
 from onnxtrain import optim, thresholds
 from onnxtrain.runtime import binding
 from onnxtrain.runtime.ort_values import DeviceMemory, Values
-from onnxtrain.training import engine as descent
-from onnxtrain.training import engine as flat
-from onnxtrain.training.engine import SeparateEngine, VectorEngine, create_vector_engine
+from onnxtrain.training import engine
 from onnxtrain.training.trainer import Trainer
 from tests.artifacts.models import data
 from tests.training.test_trainer import made
@@ -33,58 +31,45 @@ ALIKE = {
 
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("piece", [16, 1 << 15])
-def test_flat_updates_equal_those_of_each_tensor(
+def test_vector_updates_equal_those_of_each_tensor(
     name: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thresholds, "UPDATE_CHUNK_ELEMENTS", piece)
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
-    long, plain = Trainer(artifacts, layout="separate"), Trainer(artifacts, layout="separate")
-    plain._engine = SeparateEngine(artifacts, device="cpu", threads=1)
-    same_steps(long, plain)
+    same_steps(Trainer(artifacts, layout="vector"), Trainer(artifacts, layout="separate"))
 
 
-def test_pieces_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_shared_by_threads_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "UPDATE_CHUNK_ELEMENTS", 16)
     monkeypatch.setattr(thresholds, "UPDATE_CHUNKS_PER_THREAD", 1)
     artifacts = made(optimizer=ALIKE["adamw"], ema=0.9)
-    long = Trainer(artifacts, layout="separate", threads=3)
-    engine = long._engine
-    assert isinstance(engine, VectorEngine)
-    assert isinstance(engine._updater, descent.VectorUpdater)
-    assert engine._updater._crew.helpers == 2
-    plain = Trainer(artifacts, layout="separate")
-    plain._engine = SeparateEngine(artifacts, device="cpu", threads=1)
-    same_steps(long, plain)
+    vector = Trainer(artifacts, layout="vector", threads=3)
+    assert vector._engine._pool.helpers == 2
+    same_steps(vector, Trainer(artifacts, layout="separate"))
 
 
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("piece", [1 << 24, 48])
-def test_flat_updates_in_memory_of_a_device(
+def test_vector_updates_in_memory_of_a_device(
     piece: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thresholds, "DEVICE_UPDATE_CHUNK_ELEMENTS", piece)
     artifacts = made(optimizer=ALIKE[name], ema=0.9)
     plain = Trainer(artifacts, layout="separate")
-
-    def on_device(updates, values, gradients, **_):
-        return descent.DeviceVectorUpdater(updates, values, gradients, "cpu", capture=False)
-
-    monkeypatch.setattr(flat, "Values", functools.partial(Values, shared=False))
+    monkeypatch.setattr(engine, "Values", functools.partial(Values, on_host=False))
     monkeypatch.setattr(binding, "memory_for", DeviceMemory)
-    monkeypatch.setattr(flat, "VectorUpdater", on_device)
-    same_steps(Trainer(artifacts, layout="separate"), plain)
+    same_steps(Trainer(artifacts, layout="vector"), plain)
 
 
-def same_steps(long: Trainer, plain: Trainer) -> None:
+def same_steps(vector: Trainer, plain: Trainer) -> None:
     """Train both and compare everything bit for bit; set a tensor in between."""
-    assert isinstance(long._engine, VectorEngine)
-    name = long.manifest.parameters[0].name
+    name = vector.manifest.parameters[0].name
     for seed in range(4):
         batch = data(8, seed=seed)
-        assert long.step(*batch).loss == plain.step(*batch).loss
-        for trainer in (long, plain):
+        assert vector.step(*batch).loss == plain.step(*batch).loss
+        for trainer in (vector, plain):
             trainer.parameters[name] = trainer.parameters[name] * np.float32(0.5)
-    ours, theirs = long.state_dict(), plain.state_dict()
+    ours, theirs = vector.state_dict(), plain.state_dict()
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         np.testing.assert_array_equal(value, theirs[key], err_msg=key)
@@ -97,11 +82,11 @@ def test_values_in_memory_of_their_own() -> None:
         "n": np.array(7, np.int64),
         "none": np.zeros((0, 3), np.float32),
     }
-    values = Values(arrays, "cpu", shared=False)
+    values = Values(arrays, "cpu", on_host=False)
     for name, array in arrays.items():
         np.testing.assert_array_equal(values.view(name), array)
     values.write("b", np.full(4, 9, np.float32))
-    line = values.line_value(["a", "b"]).numpy()
+    line = values.flat_view(["a", "b"]).numpy()
     assert line.shape == (20,)  # two rows of 64 bytes, the second only as far as it is used
     np.testing.assert_array_equal(line, [0, 1, 2, 3, 4, 5, *[0] * 10, 9, 9, 9, 9])
     np.testing.assert_array_equal(arrays["b"], np.arange(4))
@@ -112,5 +97,5 @@ def test_values_in_memory_of_their_own() -> None:
     [{"clip": 1.0}, {"optimizer": "lamb"}, {"optimizer": "adafactor"}, {"accumulate": 2}],
     ids=str,
 )
-def test_what_is_not_elementwise_is_left_alone(options: dict[str, object]) -> None:
-    assert create_vector_engine(made(**options), threads=1) is None
+def test_updates_that_are_not_elementwise_have_no_vector_models(options: dict[str, object]) -> None:
+    assert Trainer(made(**options)).layout != "vector"

@@ -169,7 +169,7 @@ def _session_error(artifacts: Artifacts, spec: ModelSpec, *, plain: bool = False
     try:
         runtime.create(artifacts.source_of(spec), options=_options(artifacts, plain=plain))
     except OnnxTrainError as error:
-        return str(error).removeprefix("onnxruntime refuses the model: ")
+        return str(error).removeprefix("onnxruntime cannot load the model: ")
     return None
 
 

@@ -3,7 +3,16 @@
 import typer
 
 from onnxtrain.cli.models import build, check, explain, grad, lower, ops, plan, probe, profiles
-from onnxtrain.cli.runs import evaluate, example, export, federate, finetune, lr_find, train
+from onnxtrain.cli.runs import (
+    evaluate,
+    example,
+    export,
+    federate,
+    finetune,
+    lr_find,
+    profile,
+    train,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -17,6 +26,7 @@ def register(app: typer.Typer) -> None:
     app.command("train")(train)
     app.command("finetune")(finetune)
     app.command("eval")(evaluate)
+    app.command("profile")(profile)
     app.command("export")(export)
     app.command("lower")(lower)
     app.command("check")(check)

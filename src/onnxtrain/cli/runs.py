@@ -2,6 +2,8 @@
 
 ``onnxtrain eval``: loss and metrics over data in a file.
 
+``onnxtrain profile``: where the time of a step goes.
+
 ``onnxtrain export``: the trained model, for any runtime.
 
 ``onnxtrain lr-find``: a learning rate to begin with.
@@ -23,6 +25,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
 from onnxtrain.cli.flags import (
@@ -34,6 +37,7 @@ from onnxtrain.cli.flags import (
     OptionValues,
     Threads,
     flags_from,
+    read_size,
     read_trainer_data,
 )
 from onnxtrain.errors import OnnxTrainError
@@ -46,6 +50,7 @@ from onnxtrain.finetuning.finetune import FineTuneRun
 from onnxtrain.graph.io.writer import as_save_error, write_text
 from onnxtrain.training import Trainer, find_lr
 from onnxtrain.training.fit import BEST, CHECKPOINTS, CheckpointRotation, FitOptions
+from onnxtrain.training.profile import random_batch
 
 
 @flags_from(FitOptions)
@@ -98,6 +103,39 @@ def evaluate(
         return
     for name, value in evaluation.to_dict().items():
         typer.echo(f"{name} {value:.6g}")
+
+
+def profile(
+    directory: Directory,
+    data: Annotated[
+        Path | None, Option(help="As for train; random inputs by default.", show_default=False)
+    ] = None,
+    batch_size: Annotated[int | None, Option(help="32, or the model's fixed batch size.")] = None,
+    dim: Annotated[
+        list[str] | None, Option(help="A symbolic size of random inputs: length=128; repeatable.")
+    ] = None,
+    steps: Annotated[int, Option(help="Number of steps to average over.")] = 10,
+    layout: Annotated[str, Option(help="auto, fused, separate or vector.")] = "auto",
+    trace: Annotated[
+        Path | None, Option(help="Chrome trace to write, for Perfetto or chrome://tracing.")
+    ] = None,
+    as_json: Json = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+) -> None:
+    """Show where the time of a training step goes; the artifacts do not change."""
+    trainer = Trainer(directory, device=device, threads=threads, layout=layout)
+    if data is None:
+        sizes = dict(read_size(d) for d in dim or ())
+        batch = random_batch(trainer.batch_specs, sizes, batch_size)
+    else:
+        rows = batch_size or trainer.fixed_batch or 32
+        batch = {n: a[:rows] for n, a in read_trainer_data(trainer, data).items()}
+    report = trainer.profile(batch, steps=steps, trace=trace)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict()))
+    else:
+        Console().print(report, highlight=False)
 
 
 def export(

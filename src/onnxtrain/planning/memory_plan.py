@@ -39,7 +39,7 @@ from onnxtrain.planning.step_memory import ExecutedGraph, StepMemory
 from onnxtrain.runtime.feeds import numpy_dtype
 from onnxtrain.runtime.session import executed_graph
 from onnxtrain.text import without_cache
-from onnxtrain.training.engine import pick_layout, require_spec
+from onnxtrain.training.engine import LAYOUTS, choose_layout, require_spec
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?|)b?", re.IGNORECASE)
@@ -101,11 +101,8 @@ class TrainingMemory:
 
     def __init__(self, artifacts: Artifacts) -> None:
         self.artifacts = artifacts
-        manifest = artifacts.manifest
-        vector = manifest.model("gradients") is not None and manifest.accumulate == 1
-        layout = "vector" if vector else pick_layout(artifacts, "cpu")
-        role = {"vector": "gradients", "fused": "step"}.get(layout, "train")
-        self.layout, self.spec = layout, require_spec(artifacts, role)
+        self.layout, _ = choose_layout(artifacts, "cpu")
+        self.spec = require_spec(artifacts, LAYOUTS[self.layout].batch_model)
         self._steps: dict[tuple[tuple[str, int], ...], StepMemory] = {}
 
     @functools.cached_property

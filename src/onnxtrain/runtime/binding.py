@@ -1,10 +1,12 @@
-"""A model bound to the memory that it reads and writes.
+"""A model bound to the memory it reads and writes, and CUDA graph capture of its runs.
 
-Whether a run can be recorded once as a CUDA graph and replayed.
+:class:`BoundSession` runs a model step after step. :func:`open_session` opens the session of a
+step, with CUDA graph capture if the model allows it; :func:`capture_obstacle` says what does not.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,24 +21,40 @@ from onnxtrain.manifest import ModelSpec
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.ort_values import memory_for, ort_value
 
+logger = logging.getLogger(__name__)
+
 Arrays = Mapping[str, np.ndarray]
-_CHECKED_RUNS = 2
-_NOT_CAPTURED = -1  # the graph id of a run that is neither recorded nor replayed
+_CHECKED_RUN = 2  # the first run that could read stale values
+_NOT_CAPTURED = -1  # the graph id of a run that is neither captured nor replayed
 _WARMED_UP: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions that have run once
 
 
 class BoundSession:
-    """A session with bindings that are made once; each run brings only the batch.
+    """A session whose inputs and outputs are bound once; each run brings only the batch.
+
+    The life of a step on CUDA, if its runs are captured as a CUDA graph:
+
+    1. The first run of a session settles: it runs without capture (graph id -1). onnxruntime
+       learns the total size of all activations and shrinks the arena afterwards, so that the next
+       run allocates one block of the right size.
+    2. The second run is captured: the kernels run, and CUDA records them with their addresses. It
+       is also checked: a third run with fresh bindings and without capture must give the same
+       loss. A kernel may refuse capture only here; then ``reopen`` gives a session without.
+    3. Every later run copies the batch to the same addresses (through pinned memory if the batch is
+       large) and replays the graph with one launch.
+
+    Without capture all runs are alike, and the second one is checked in the same way. A model that
+    writes over its inputs is neither settled nor checked, since it cannot run twice.
 
     Args:
         session: runs the model.
-        spec: describes it.
-        inputs: what is read at each run, by name of the input.
-        outputs: where results go, by name of the output; all others come back as arrays.
+        spec: describes the model.
+        inputs: OrtValues that every run reads, by input name.
+        outputs: OrtValues that receive results, by output name; all others are returned as arrays.
         device: where the session runs.
-        graph_id: of the captured run, if the session captures; each binding has its own.
-        reopen: returns a session for the same model that does not capture, in case that the first
-            run cannot be recorded; without it, that is an error.
+        graph_id: id of the captured run if the session captures; each binding has its own.
+        reopen: returns a session for the same model that does not capture, for the case that the
+            first captured run fails; without it, that is an error.
     """
 
     def __init__(
@@ -49,57 +67,60 @@ class BoundSession:
         graph_id: int | None = None,
         reopen: Callable[[], Any] | None = None,
     ) -> None:
-        self._parts = (spec, dict(inputs), dict(outputs), device)
+        self._arguments = (spec, dict(inputs), dict(outputs), device)
         self._reopen = reopen if graph_id is not None else None
         self._in_place = any(y is x for y in outputs.values() for x in inputs.values())
-        self._unchecked = 0 if device == "cpu" or self._in_place else _CHECKED_RUNS
+        self._runs_to_check = 0 if device == "cpu" or self._in_place else _CHECKED_RUN
+        self.capture_error: str | None = None
+        """Why the first captured run failed, if it did."""
         self._bind(session, graph_id)
 
     @property
     def captured(self) -> bool:
-        """Whether runs are recorded and replayed."""
+        """Whether runs are captured and replayed."""
         return self._options is not None
 
     def _bind(self, session: Any, graph_id: int | None) -> None:
-        spec, inputs, outputs, device = self._parts
+        spec, inputs, outputs, device = self._arguments
         self.session, self.binding = session, session.io_binding()
-        # What nodes of the CPU read there is copied when it is bound: bound once, it grows stale.
-        self._on_host = frozenset[str]() if device == "cpu" else runtime.inputs_on_host(session)
-        self._copied = {n: v for n, v in inputs.items() if n in self._on_host}
+        # onnxruntime copies an input of a CPU node once, at bind time: it must be bound every run.
+        self._host_inputs = frozenset[str]() if device == "cpu" else runtime.inputs_on_host(session)
+        self._rebound = {n: v for n, v in inputs.items() if n in self._host_inputs}
         self._memory = memory_for(device)
         for name, value in inputs.items():
             self.binding.bind_ortvalue_input(name, value)
         self._memory.prepare(self.binding, spec)
-        self._kept: dict[str, Callable[[], np.ndarray]] = {}
-        self._fresh: list[str] = []
+        self._readers: dict[str, Callable[[], np.ndarray]] = {}
+        self._allocated: list[str] = []
         for t in spec.outputs:
             if t.name in outputs:
                 self.binding.bind_ortvalue_output(t.name, outputs[t.name])
-            elif (place := self._memory.place(t)) is not None:
-                value, self._kept[t.name] = place
+            elif (buffer := self._memory.result_buffer(t)) is not None:
+                value, self._readers[t.name] = buffer
                 self.binding.bind_ortvalue_output(t.name, value)
             else:
-                self._fresh.append(t.name)
-        # Results come in the order in which outputs were bound first.
-        self._bound = len(spec.outputs) - len(self._fresh)
-        # Never on the CPU: with RunOptions a call costs ten times as much.
+                self._allocated.append(t.name)
+        # get_outputs lists results in the order in which outputs were bound first.
+        self._fixed_outputs = len(spec.outputs) - len(self._allocated)
+        # Never RunOptions on the CPU: with them a call costs ten times as much.
         self._options = None if graph_id is None else _capture_options(graph_id)
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Run on a batch; return the outputs that have no place of their own."""
+        """Run on a batch; return the outputs that were not bound."""
         for name, array in feeds.items():
-            if name in self._on_host:
+            if name in self._host_inputs:
                 self.binding.bind_ortvalue_input(name, ort_value(np.ascontiguousarray(array)))
             else:
                 self._memory.feed(self.binding, name, array)
-        for name, value in self._copied.items():
+        for name, value in self._rebound.items():
             self.binding.bind_ortvalue_input(name, value)
-        settling = self._is_warm_up()
+        settling = self._is_settling_run()
         try:
-            outputs = self._run(settling)
+            outputs = self._run(settling=settling)
         except OnnxTrainError as error:
             if self._reopen is None:
                 raise
+            self.capture_error = str(error)
             warnings.warn(
                 f"a step could not be captured as a CUDA graph and runs without: {error}",
                 stacklevel=2,
@@ -111,55 +132,59 @@ class BoundSession:
             _WARMED_UP.add(self.session)
         else:
             self._reopen = None
-        if self._unchecked:
-            self._unchecked -= 1
-            if not self._unchecked:
+        if self._runs_to_check:
+            self._runs_to_check -= 1
+            if not self._runs_to_check:
                 self._check(feeds, outputs)
         return outputs
 
-    def _is_warm_up(self) -> bool:
-        """Return whether the next run is the session's first, which is not recorded.
+    def _is_settling_run(self) -> bool:
+        """Return whether the next run is the session's first and must not be captured.
 
-        Only that one: memory given back later may be what another binding has recorded. A model
-        that writes over its inputs has none of its own, and is recorded at once by those who
-        expect that the recording runs more than once.
+        Only the session's first run settles, not the first of each binding: shrinking the arena
+        later could free memory that the other binding's graph has recorded. A model that writes
+        over its inputs has no activations of its own to settle.
         """
-        recorded = self._options is not None and not self._in_place
-        return recorded and self.session not in _WARMED_UP
+        captures = self._options is not None and not self._in_place
+        return captures and self.session not in _WARMED_UP
 
-    def _run(self, settling: bool) -> dict[str, np.ndarray]:
-        for name in self._fresh:
-            # Again each time: the last result would be taken for memory to write to.
+    def _run(self, *, settling: bool) -> dict[str, np.ndarray]:
+        for name in self._allocated:
+            # Bound again every run: onnxruntime would write over the last result otherwise.
             self.binding.bind_output(name, "cpu")
-        runtime.run_bound(
-            self.session, self.binding, _warm_up_options() if settling else self._options
-        )
-        outputs = {name: read() for name, read in self._kept.items()}
-        if self._fresh:
-            results = self.binding.get_outputs()[self._bound :]
-            outputs.update({n: r.numpy() for n, r in zip(self._fresh, results, strict=True)})
+        options = runtime.shrink_arena_options(_NOT_CAPTURED) if settling else self._options
+        runtime.run_bound(self.session, self.binding, options)
+        outputs = {name: read() for name, read in self._readers.items()}
+        if self._allocated:
+            results = self.binding.get_outputs()[self._fixed_outputs :]
+            outputs.update({n: r.numpy() for n, r in zip(self._allocated, results, strict=True)})
         return outputs
 
     def _check(self, feeds: Arrays, outputs: dict[str, np.ndarray]) -> None:
-        """Run a later step again with bindings made anew; refuse to go on if its loss is another.
+        """Compare the loss of a run with that of fresh bindings.
 
-        A device that reads values as they were when they were bound is right in its first step
-        only. This costs one step more, once.
+        A device that reads values as they were at bind time is right in its first step only. The
+        check costs one step, once.
+
+        Raises:
+            OnnxTrainError: if the losses differ and the model draws no random numbers.
         """
-        spec, inputs, places, device = self._parts
-        again = BoundSession(self.session, spec, inputs, places, device)
+        spec, inputs, targets, device = self._arguments
+        again = BoundSession(self.session, spec, inputs, targets, device)
         again._options = None if self._options is None else _capture_options(_NOT_CAPTURED)
-        again._unchecked = 0
-        self._parts = (spec, {}, {}, device)
-        wanted = again.run(feeds)
+        again._runs_to_check = 0
+        self._arguments = (spec, {}, {}, device)
+        expected = again.run(feeds)
         names = [t.name for t in spec.outputs_of("loss")]
-        if _all_close(outputs, wanted, names) or not _all_close(again.run(feeds), wanted, names):
-            return  # the latter: the model draws random numbers of its own
+        if _all_close(outputs, expected, names):
+            return
+        if not _all_close(again.run(feeds), expected, names):
+            return  # two runs of the same bindings differ as well: the model is random
         raise OnnxTrainError(
-            f"{device} computes with old values: in run {_CHECKED_RUNS} the loss is "
-            f"{[outputs[n].item() for n in names]}, with bindings made anew it is "
-            f"{[wanted[n].item() for n in names]}\n"
-            "hint: a defect of the bindings; please report it, and train on the CPU"
+            f"{device} computes with old values: in run {_CHECKED_RUN} the loss is "
+            f"{[outputs[n].item() for n in names]}, with fresh bindings it is "
+            f"{[expected[n].item() for n in names]}\n"
+            "hint: this is a bug in the bindings; please report it, and train on the CPU"
         )
 
 
@@ -173,106 +198,141 @@ def _capture_options(graph_id: int) -> Any:
     return options
 
 
-def _warm_up_options() -> Any:
-    """Return the options of the first run, which is not recorded and gives its memory back.
-
-    It takes each tensor's memory as it comes, and finds out what all take together; the next run
-    takes one block of that size. What the first one had would stay beside it.
-    """
-    return runtime.shrink_arena_options(_NOT_CAPTURED)
-
-
-_CAPTURE_ERROR = "graph capture feature"  # from onnxruntime's words where a node is on the CPU
+_CAPTURE_ERROR = "graph capture feature"  # in onnxruntime's message when a node is on the CPU
 _MAX_LISTED_NODES = 5
-_SIZES = ("Shape", "Size")  # of values whose sizes are known nothing is left of them
-_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+_SIZE_OPERATORS = ("Shape", "Size")  # shape inference folds them if all sizes are fixed
+_GRAPH_ATTRIBUTES = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 def capture_obstacle(model: onnx.ModelProto, spec: ModelSpec) -> str | None:
-    """Return what stands against a recording, or ``None``.
+    """Return why the runs of a model cannot be captured, or ``None`` if they can.
 
-    A replay repeats kernels and addresses: every size must be fixed, and nothing may branch.
+    A replay repeats kernels and addresses: all sizes must be fixed, and no node may branch.
     """
     for t in (*spec.inputs, *spec.outputs):
         free = [d for d in t.shape if not isinstance(d, int)]
         if free:
-            return f"{t.name!r} has free sizes: {', '.join(map(str, free))}"
+            return f"{t.name!r} has symbolic sizes: {', '.join(map(str, free))}"
     for node in model.graph.node:
-        if any(a.type in _GRAPHS for a in node.attribute):
-            return f"{node.op_type} {node.name!r} has a body"
-        if node.op_type in _SIZES:
-            return f"{node.op_type} {node.name!r} computes a size that is not known before"
+        if any(a.type in _GRAPH_ATTRIBUTES for a in node.attribute):
+            return f"{node.op_type} {node.name!r} has a subgraph"
+        if node.op_type in _SIZE_OPERATORS:
+            return f"{node.op_type} {node.name!r} computes a size at run time"
         if node.op_type == "Concat" and len(node.input) > T.CUDA_GRAPH_CONCAT_INPUTS:
             return f"Concat {node.name!r} joins more than {T.CUDA_GRAPH_CONCAT_INPUTS} tensors"
     return None
 
 
-def can_capture(
-    model: onnx.ModelProto | None, spec: ModelSpec | None, wanted: bool | None, *, device: str
-) -> bool:
-    """Return whether the steps of a run are to be recorded.
+def check_capture(
+    source: bytes | str,
+    spec: ModelSpec,
+    capture: bool | None,
+    *,
+    device: str,
+    obstacle: str | None = None,
+) -> str | None:
+    """Return why the runs of a model are not captured, or ``None`` if they are to be.
 
     Args:
-        model: what is to be run at each step; ``None`` if gradients are accumulated in between.
-        spec: describes it.
-        wanted: ``None`` records where that can be done.
-        device: where it runs.
+        source: the model.
+        spec: describes the model.
+        capture: the caller's choice; ``None`` captures where possible.
+        device: where the model runs.
+        obstacle: a reason that the caller already knows.
 
     Raises:
-        OnnxTrainError: if it was asked for and cannot be done, with the reason.
+        OnnxTrainError: if ``capture=True`` and there is an obstacle.
     """
-    if wanted is False or (wanted is None and device != "cuda"):
-        return False
+    if capture is False:
+        return "capture=False"
     if device != "cuda":
-        reason = f"the device is {device}"
-    elif model is None or spec is None:
-        reason = "gradients are accumulated, and the update is a model of its own"
-    else:
-        reason = capture_obstacle(model, spec)
-    if reason is not None and wanted:
+        obstacle = f"the device is {device}"
+    elif obstacle is None:
+        obstacle = capture_obstacle(runtime.load_graph(source), spec)
+    if obstacle is not None and capture:
         raise OnnxTrainError(
-            f"a step cannot be captured: {reason}\n"
-            "hint: build(..., dims={...}) fixes sizes; capture=None captures where it can"
+            f"cannot capture a step as a CUDA graph: {obstacle}\n"
+            "hint: build(..., dims={...}) fixes sizes; capture=None captures where possible"
         )
-    return reason is None
+    return obstacle
+
+
+def open_session(
+    source: bytes | str,
+    spec: ModelSpec,
+    *,
+    device: str,
+    threads: int | None,
+    capture: bool | None,
+    obstacle: str | None = None,
+    rest: bool = False,
+    profile: str | None = None,
+) -> tuple[Any, str | None]:
+    """Return a session for a model, and why it does not capture its runs (``None`` if it does).
+
+    Args:
+        source: the model.
+        spec: describes the model.
+        device: where the model runs.
+        threads: size of the session's thread pool.
+        capture: the caller's choice; ``None`` captures where possible.
+        obstacle: a reason against capture that the caller already knows.
+        rest: see :func:`onnxtrain.runtime.session.create`.
+        profile: see :func:`onnxtrain.runtime.session.create`.
+
+    Raises:
+        OnnxTrainError: if ``capture=True`` and there is an obstacle.
+    """
+    obstacle = check_capture(source, spec, capture, device=device, obstacle=obstacle)
+    if obstacle is None:
+        session, obstacle = create_capturing(
+            source, capture=capture, device=device, threads=threads, rest=rest
+        )
+    else:
+        session = runtime.create(source, device=device, threads=threads, rest=rest, profile=profile)
+    if device != "cpu":
+        state = "captured as a CUDA graph" if obstacle is None else f"not captured: {obstacle}"
+        logger.info("%s model on %s: runs are %s", spec.role, device, state)
+    return session, obstacle
 
 
 def create_capturing(
     source: bytes | str,
     *,
-    requested: bool | None,
+    capture: bool | None,
     device: str,
     threads: int | None,
     rest: bool = False,
-) -> tuple[Any, bool]:
-    """Return a session that records its runs if all nodes are on the device, and whether it does.
+) -> tuple[Any, str | None]:
+    """Return a session that captures its runs if all nodes are on the device, else why not.
 
     Args:
-        source: the model, which nothing in its graph keeps from being recorded.
-        requested: ``None`` falls back to runs without capture, with a warning that names nodes.
-        device: where it runs.
-        threads: of the session's pool.
+        source: the model; nothing in its graph is an obstacle.
+        capture: ``None`` falls back to runs without capture, with a warning that names nodes.
+        device: where the model runs.
+        threads: size of the session's thread pool.
         rest: see :func:`onnxtrain.runtime.session.create`.
 
     Raises:
-        OnnxTrainError: if a recording was asked for, and nodes are on the CPU.
+        OnnxTrainError: if ``capture=True`` and nodes run on the CPU.
     """
     try:
-        created = runtime.create(source, device=device, threads=threads, capture=True, rest=rest)
+        session = runtime.create(source, device=device, threads=threads, capture=True, rest=rest)
     except OnnxTrainError as error:
         if _CAPTURE_ERROR not in str(error):
             raise
     else:
-        return created, True
+        return session, None
     options = runtime.recording_options(threads)
     session = runtime.create(source, device=device, options=options, rest=rest)
     nodes = runtime.nodes_on_host(session)
-    text = f"{len(nodes)} nodes run on the CPU: {', '.join(nodes[:_MAX_LISTED_NODES])}"
-    text += ", ..." if len(nodes) > _MAX_LISTED_NODES else ""
-    if requested:
+    obstacle = f"{len(nodes)} nodes run on the CPU: {', '.join(nodes[:_MAX_LISTED_NODES])}"
+    obstacle += ", ..." if len(nodes) > _MAX_LISTED_NODES else ""
+    if capture:
         raise OnnxTrainError(
-            f"a step cannot be captured: {text}\n"
-            'hint: build(..., target="cuda") has forms for the device; capture=None runs without'
+            f"cannot capture a step as a CUDA graph: {obstacle}\n"
+            'hint: build(..., target="cuda") generates operators that run on the GPU; '
+            "capture=None trains without capture"
         )
-    warnings.warn(f"steps are not captured as a CUDA graph: {text}", stacklevel=2)
-    return session, False
+    warnings.warn(f"steps are not captured as a CUDA graph: {obstacle}", stacklevel=2)
+    return session, obstacle

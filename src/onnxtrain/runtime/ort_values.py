@@ -1,15 +1,9 @@
-"""Named tensors where the runtime reads and writes them.
+"""Memory that sessions read and write: tensors, batches, results, adapter files.
 
-How batches reach the memory that a session reads, and how results come back.
-
-Memory of the host that an NVIDIA GPU reads by itself, for batches on their way to it.
-
-What the system may move elsewhere, the driver copies through a buffer of its own, on one thread,
-before the GPU reads it. Several threads copy a large batch to memory that stays in half that time.
-The library that gives such memory is the one that onnxruntime's CUDA provider has loaded; without
-it, or with few cores, batches go the driver's way.
-
-Files of adapters, as onnxruntime itself writes and reads them.
+- :class:`Values` holds the tensors of a trainer in one allocation on the CPU or a device.
+- :class:`HostMemory` and :class:`DeviceMemory` bring the batch to a session and read its results.
+- :class:`PinnedBuffer` speeds up large batches on their way to an NVIDIA GPU.
+- :func:`write_adapter` writes onnxruntime's ``.onnx_adapter`` files.
 """
 
 from __future__ import annotations
@@ -43,14 +37,14 @@ _MAX_ELEMENTS = np.iinfo(np.int32).max
 
 
 class Values(Mapping[str, Any]):
-    """Tensors in one allocation, each aligned; ``values[name]`` is what the runtime takes.
+    """Named tensors in one allocation; ``values[name]`` is the OrtValue that sessions bind.
 
     Args:
-        arrays: what they hold at first.
-        device: where they are to be.
-        shared: whether arrays may see the same memory, so that nothing need be copied; on the CPU
-            only.
-        release: take each array out of ``arrays`` once it is copied.
+        arrays: names and initial values.
+        device: where the tensors live.
+        on_host: whether numpy arrays share the memory, so that reading copies nothing; by default
+            they do on the CPU.
+        release: remove each array from ``arrays`` once it is copied.
     """
 
     def __init__(
@@ -58,28 +52,28 @@ class Values(Mapping[str, Any]):
         arrays: dict[str, np.ndarray],
         device: str,
         *,
-        shared: bool | None = None,
+        on_host: bool | None = None,
         release: bool = False,
     ) -> None:
         self._device = device
-        self._shared = device == "cpu" if shared is None else shared
-        self._arrays, self._raw = _arena(arrays, release=release)
+        self.on_host = device == "cpu" if on_host is None else on_host
+        """Whether numpy arrays share the memory."""
+        self._arrays, self._raw = _allocate_arena(arrays, release=release)
+        self.nbytes = self._raw.nbytes
         first = self._raw.ctypes.data
-        self._at = {n: a.ctypes.data - first for n, a in self._arrays.items()}
-        self._copies: dict[tuple[str, ...], tuple[Values, list[tuple[Any, Any]]]] = {}
-        if self._shared:
+        self._offsets = {n: a.ctypes.data - first for n, a in self._arrays.items()}
+        if self.on_host:
             self._values = {n: ort_value(a) for n, a in self._arrays.items()}
         else:
-            host = self._arrays
-            self._memory: Any = _device_copy(self._raw, device)
-            self._arrays = {n: np.broadcast_to(a.dtype.type(0), a.shape) for n, a in host.items()}
+            self._memory: Any = _copy_to_device(self._raw, device)
+            self._arrays = {n: self.like(n) for n in self._arrays}
             self._raw = np.empty(0, np.uint8)
-            self._values = {n: self._window(self._at[n], a) for n, a in self._arrays.items()}
+            self._values = {n: self._window(self._offsets[n], a) for n, a in self._arrays.items()}
 
     def __del__(self) -> None:
-        """Give memory of a device back."""
+        """Return the memory to the device."""
         if getattr(self, "_memory", None) is not None and not sys.is_finalizing():
-            self._values, self._copies, self._memory = {}, {}, None
+            self._values, self._memory = {}, None
             _device_buffer(0, self._device)
 
     def __getitem__(self, name: str) -> Any:
@@ -91,98 +85,115 @@ class Values(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def like(self, name: str) -> np.ndarray:
+        """Return zeros of a tensor's shape and type, which take no memory of their own."""
+        array = self._arrays[name]
+        return np.broadcast_to(array.dtype.type(0), array.shape)
+
     def view(self, name: str) -> np.ndarray:
-        """Return a tensor without a copy, if that can be done; it changes with the next step."""
-        if self._shared:
+        """Return a tensor, without a copy on the host; a view changes with the next step."""
+        if self.on_host:
             return self._arrays[name]
         like = self._arrays[name]
         return self._values[name].numpy().view(like.dtype).reshape(like.shape)
 
-    def line(self, names: Sequence[str]) -> np.ndarray:
-        """Return tensors of one type as one vector, with the gaps between them; on the CPU only.
-
-        Args:
-            names: of neighbours, in the order in which they were given.
-        """
-        assert self._shared
-        start, end = self._range(names)
-        return self._raw[start:end].view(self._arrays[names[0]].dtype)
-
     def length(self, names: Sequence[str]) -> int:
-        """Return the number of elements of neighbours as one vector, gaps among them."""
-        start, end = self._range(names)
+        """Return the number of elements of :meth:`flat_view`."""
+        start, end = self._byte_range(names)
         return (end - start) // self._arrays[names[0]].itemsize
 
-    def line_value(self, names: Sequence[str], first: int = 0, count: int | None = None) -> Any:
-        """Return what the runtime takes for a part of neighbours as one vector, on a device."""
-        kind = self._arrays[names[0]].dtype
-        count = self.length(names) - first if count is None else count
-        at = self._range(names)[0] + first * kind.itemsize
-        return self._window(at, np.broadcast_to(kind.type(0), (count,)))
+    def flat_view(self, names: Sequence[str], start: int = 0, count: int | None = None) -> Any:
+        """Return neighboring tensors of one type as one vector, alignment gaps included.
 
-    def _range(self, names: Sequence[str]) -> tuple[int, int]:
+        Args:
+            names: neighbors, in the order in which they were allocated.
+            start: first element of the vector to return.
+            count: number of elements; ``None`` for all that follow.
+
+        Returns:
+            A numpy array on the host, an OrtValue on a device; both share the memory.
+        """
+        dtype = self._arrays[names[0]].dtype
+        count = self.length(names) - start if count is None else count
+        offset = self._byte_range(names)[0] + start * dtype.itemsize
+        if self.on_host:
+            return self._raw[offset : offset + count * dtype.itemsize].view(dtype)
+        return self._window(offset, np.broadcast_to(dtype.type(0), (count,)))
+
+    def _byte_range(self, names: Sequence[str]) -> tuple[int, int]:
         last = self._arrays[names[-1]]
-        return self._at[names[0]], self._at[names[-1]] + last.size * last.itemsize
+        return self._offsets[names[0]], self._offsets[names[-1]] + last.size * last.itemsize
 
-    def _window(self, at: int, like: np.ndarray) -> Any:
-        """Return a value in the memory of the device, without memory of its own."""
+    def _window(self, offset: int, like: np.ndarray) -> Any:
+        """Return an OrtValue on a part of the device memory, without memory of its own.
+
+        onnxruntime has no constructor for that: binding the output of a session to an address
+        makes such a value.
+        """
         binding = _window_session().io_binding()
-        kind = _BFLOAT16 if like.dtype == ml_dtypes.bfloat16 else like.dtype.type
-        address = self._memory.data_ptr() + at
-        binding.bind_output("y", self._device, 0, kind, like.shape, address)
+        dtype = _BFLOAT16 if like.dtype == ml_dtypes.bfloat16 else like.dtype.type
+        address = self._memory.data_ptr() + offset
+        binding.bind_output("y", self._device, 0, dtype, like.shape, address)
         return binding.get_outputs()[0]
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Set a tensor; shape and type are the caller's business."""
-        if self._shared:
+        """Set a tensor; the caller checks shape and type."""
+        if self.on_host:
             self._arrays[name][...] = array
         else:
             self._values[name].update_inplace(np.ascontiguousarray(array))
 
-    def copy_from(self, other: Values, names: list[str]) -> None:
-        """Set some tensors to those of another set; neighbours in both are one copy on a device."""
-        if self._shared:
-            for name in names:
-                self.write(name, other.view(name))
-            return
-        key = tuple(names)
-        if key not in self._copies or self._copies[key][0] is not other:
-            self._copies[key] = other, self._windows(other, names)
-        for to, source in self._copies[key][1]:
-            to.update_inplace(source)
+    def copies_from(self, other: Values, names: Sequence[str]) -> runtime.Copies:
+        """Return the copies that set some tensors to those of another allocation.
 
-    def _windows(self, other: Values, names: list[str]) -> list[tuple[Any, Any]]:
-        """Return pairs of windows of bytes, of this and of another set, for runs of neighbours."""
+        On a device, tensors that are neighbors in both allocations are one copy.
+        """
+        if self.on_host:
+            return [(self.view(name), other.view(name)) for name in names]
         runs: list[list[str]] = []
-        for name in sorted(names, key=self._at.__getitem__):
+        for name in sorted(names, key=self._offsets.__getitem__):
             last = runs[-1][-1] if runs else name
-            apart = self._at[name] - self._at[last], other._at[name] - other._at[last]
-            gap = apart[0] - self._arrays[last].nbytes
-            if runs and apart[0] == apart[1] and gap < _ALIGNMENT:
+            distance = self._offsets[name] - self._offsets[last]
+            gap = distance - self._arrays[last].nbytes
+            same = distance == other._offsets[name] - other._offsets[last]
+            if runs and same and gap < _ALIGNMENT:
                 runs[-1].append(name)
             else:
                 runs.append([name])
-        pairs = []
+        copies = []
         for run in runs:
-            start, end = self._range(run)
-            whole = np.broadcast_to(np.uint8(0), (end - start,))
-            pairs.append((self._window(start, whole), other._window(other._at[run[0]], whole)))
-        return pairs
+            start, end = self._byte_range(run)
+            like = np.broadcast_to(np.uint8(0), (end - start,))
+            copies.append((self._window(start, like), other._window(other._offsets[run[0]], like)))
+        return copies
+
+
+def as_ort_value(value: Any) -> Any:
+    """Return an OrtValue for an array of the host; OrtValues are returned as they are."""
+    return ort_value(value) if isinstance(value, np.ndarray) else value
+
+
+def copy_value(target: Any, source: Any) -> None:
+    """Copy an array to an array, or an OrtValue to an OrtValue."""
+    if isinstance(target, np.ndarray):
+        target[...] = source
+    else:
+        target.update_inplace(source)
 
 
 def ort_value(array: np.ndarray, device: str = "cpu") -> Any:
-    """Return an OrtValue; on the CPU it is the array's own memory."""
+    """Return an OrtValue; on the CPU it shares the array's memory."""
     kind = runtime.import_onnxruntime().OrtValue
     if array.dtype == ml_dtypes.bfloat16:
         return kind.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), _BFLOAT16)
     return kind.ortvalue_from_numpy(array, device, 0)
 
 
-def _device_copy(raw: np.ndarray, device: str) -> Any:
-    """Return bytes in memory of a device, in a block of just their size.
+def _copy_to_device(raw: np.ndarray, device: str) -> Any:
+    """Return a copy of some bytes on a device, in a block of exactly their size.
 
-    A value that is made of an array gets a block of the next power of two; a result of a session
-    does not.
+    ``ortvalue_from_numpy`` rounds the block up to a power of two; the result of a session is not
+    rounded.
     """
     words = raw.view(_WORD)
     value = _device_buffer(words.size, device)
@@ -191,9 +202,9 @@ def _device_copy(raw: np.ndarray, device: str) -> Any:
 
 
 def _device_buffer(words: int, device: str) -> Any:
-    """Return so many words of a device; what is not in use any more is given back.
+    """Return a vector of words on a device, and let the device's arena shrink to what is in use.
 
-    Kernels count their elements in 32 bits; a longer vector is not made by one.
+    Kernels index elements by 32 bits, so a session cannot compute a longer vector.
     """
     if words > _MAX_ELEMENTS:
         kind = runtime.import_onnxruntime().OrtValue
@@ -209,7 +220,7 @@ def _device_buffer(words: int, device: str) -> Any:
 
 @functools.cache
 def _allocation_session(device: str) -> Any:
-    """Return a session whose result is a vector of words, as long as its input says."""
+    """Return a session that computes a vector of zeros of a given length."""
     return _single_node_session(
         "ConstantOfShape", onnx.TensorProto.INT64, onnx.TensorProto.INT64, device
     )
@@ -217,76 +228,80 @@ def _allocation_session(device: str) -> Any:
 
 @functools.cache
 def _window_session() -> Any:
-    """Return a session for the one way to say where a value lies: as the place of an output."""
+    """Return a session whose output :meth:`Values._window` binds to an address; it never runs."""
     return _single_node_session("Identity", onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT, "cpu")
 
 
-def _single_node_session(op_type: str, takes: int, gives: int, device: str) -> Any:
+def _single_node_session(op_type: str, input_type: int, output_type: int, device: str) -> Any:
     node = onnx.NodeProto(op_type=op_type, input=["x"], output=["y"])
     if op_type == "ConstantOfShape":
-        zero = onnx.TensorProto(dims=[1], data_type=gives, raw_data=bytes(_WORD().itemsize))
+        zero = onnx.TensorProto(dims=[1], data_type=output_type, raw_data=bytes(_WORD().itemsize))
         node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR, t=zero)
     x, y = (onnx.ValueInfoProto(name=n) for n in "xy")
-    x.type.tensor_type.elem_type, y.type.tensor_type.elem_type = takes, gives
+    x.type.tensor_type.elem_type, y.type.tensor_type.elem_type = input_type, output_type
     graph = onnx.GraphProto(name="memory", node=[node], input=[x], output=[y])
     opsets = [onnx.OperatorSetIdProto(version=21)]
     model = onnx.ModelProto(graph=graph, opset_import=opsets, ir_version=10)
     return runtime.create(model.SerializeToString(), device=device, threads=1)
 
 
-def _arena(
-    like: dict[str, np.ndarray], *, release: bool
+def _allocate_arena(
+    arrays: dict[str, np.ndarray], *, release: bool
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return copies of arrays, each aligned, and the bytes that all of them lie in."""
     offsets, end = {}, 0
-    for name, array in like.items():
+    for name, array in arrays.items():
         offsets[name] = end
         end += -(-max(array.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-    whole = np.zeros(end + _ALIGNMENT, np.uint8)
-    start = -whole.ctypes.data % _ALIGNMENT
-    raw = whole[start : start + end]
+    block = np.zeros(end + _ALIGNMENT, np.uint8)
+    first = -block.ctypes.data % _ALIGNMENT
+    raw = block[first : first + end]
     views = {}
-    for name, at in offsets.items():
-        array = like.pop(name) if release else like[name]
-        view = raw[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+    for name, offset in offsets.items():
+        array = arrays.pop(name) if release else arrays[name]
+        view = raw[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
         view[...] = array
         views[name] = view
     return views, raw
 
 
 _MAPS = Path("/proc/self/maps")
-_PORTABLE = 1  # memory for all devices, whichever is the current one
+_PORTABLE = 1  # cudaHostAllocPortable: pinned for all devices, whichever is current
 _THREADS = 4
 
 
-class Staging:
-    """A place for batches of one shape and type.
+class PinnedBuffer:
+    """Pinned host memory for batches of one shape and type.
+
+    The driver copies pageable memory through a buffer of its own, on one thread, before the GPU
+    reads it. Four threads copy a large batch to pinned memory in half that time.
 
     Args:
-        array: has the shape and the type.
-        address: of memory that stays, and is given back with this object.
-        library: gave it.
+        array: has the shape and type.
+        address: of the pinned memory, which is freed with this object.
+        library: the CUDA runtime that allocated it.
     """
 
     def __init__(self, array: np.ndarray, address: int, library: Any) -> None:
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(address))
-        self._place = memory.view(array.dtype).reshape(array.shape)
+        self._pinned = memory.view(array.dtype).reshape(array.shape)
         weakref.finalize(self, library.cudaFreeHost, ctypes.c_void_p(address)).atexit = False
 
     def fits(self, array: np.ndarray) -> bool:
-        """Return whether a batch can be put here."""
-        return array.shape == self._place.shape and array.dtype == self._place.dtype
+        """Return whether a batch has the buffer's shape and type."""
+        return array.shape == self._pinned.shape and array.dtype == self._pinned.dtype
 
-    def filled(self, array: np.ndarray) -> np.ndarray:
-        """Return a batch's copy, valid until the next one."""
-        to, source = self._place.reshape(-1), array.reshape(-1)
-        size = -(-to.size // _THREADS)
+    def fill(self, array: np.ndarray) -> np.ndarray:
+        """Copy a batch to pinned memory; return the copy, valid until the next one."""
+        target, source = self._pinned.reshape(-1), array.reshape(-1)
+        size = -(-target.size // _THREADS)
         parts = [slice(i * size, (i + 1) * size) for i in range(_THREADS)]
-        list(_pool().map(lambda part: np.copyto(to[part], source[part]), parts))
-        return self._place
+        list(_copy_pool().map(lambda part: np.copyto(target[part], source[part]), parts))
+        return self._pinned
 
 
-def staging_for(array: np.ndarray) -> Staging | None:
-    """Return a place for batches like this one, where that is faster and can be had."""
+def pinned_buffer_for(array: np.ndarray) -> PinnedBuffer | None:
+    """Return pinned memory for batches like this one, if it is available and would be faster."""
     if array.nbytes < T.STAGED_BATCH_BYTES or available_cores() < 2 * _THREADS:
         return None
     library = cuda_library()
@@ -297,14 +312,14 @@ def staging_for(array: np.ndarray) -> Staging | None:
         ctypes.byref(address), ctypes.c_size_t(array.nbytes), ctypes.c_uint(_PORTABLE)
     )
     if failed or not address.value:
-        library.cudaGetLastError()  # or the next kernel would report it as its own
+        library.cudaGetLastError()  # clears the error, which the next kernel would report
         return None
-    return Staging(array, address.value, library)
+    return PinnedBuffer(array, address.value, library)
 
 
 @functools.cache
 def cuda_library() -> Any:
-    """Return the CUDA runtime that this process has loaded, or ``None``."""
+    """Return the CUDA runtime that onnxruntime's provider has loaded, or ``None``."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -318,57 +333,57 @@ def cuda_library() -> Any:
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
+def _copy_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, "onnxtrain-batch")
 
 
 CONTROL = ("lr", "step", "rng", "grad_scale", "reset")
-"""Roles of the small inputs that a trainer sets by itself."""
+"""Roles of the small inputs that a trainer sets itself."""
 
 Buffer = tuple[Any, Callable[[], np.ndarray]]
-"""What the runtime writes a result to, and what reads it from there."""
+"""An OrtValue that receives a result, and a function that reads it."""
 
 
 class Memory(Protocol):
-    """The part of a binding that depends on where a session runs."""
+    """How the inputs and outputs of a run reach a device."""
 
     def prepare(self, binding: Any, spec: ModelSpec) -> None:
         """Bind what is bound once, before the first batch."""
         ...
 
     def feed(self, binding: Any, name: str, array: np.ndarray) -> None:
-        """Bring one input of a batch."""
+        """Bind one input of a batch."""
         ...
 
-    def place(self, t: TensorSpec) -> Buffer | None:
-        """Return a place for a result that is the same in every run, if it is to have one."""
+    def result_buffer(self, t: TensorSpec) -> Buffer | None:
+        """Return a fixed buffer for a result; ``None`` if every run allocates it."""
         ...
 
 
 class HostMemory:
-    """The memory of the CPU: arrays of the caller are read where they are."""
+    """Memory of the CPU: a session reads the caller's arrays where they are."""
 
     def __init__(self) -> None:
-        self._small: dict[str, np.ndarray] = {}
+        self._controls: dict[str, np.ndarray] = {}
 
     def prepare(self, binding: Any, spec: ModelSpec) -> None:
-        """Give learning rate, step and the like a place that is written at each run."""
+        """Bind learning rate, step and the like to small arrays that each run overwrites."""
         for t in spec.inputs_of(*CONTROL):
             array = np.zeros(_sizes(t), numpy_dtype(t.dtype))
-            self._small[t.name] = array
+            self._controls[t.name] = array
             binding.bind_ortvalue_input(t.name, ort_value(array))
 
     def feed(self, binding: Any, name: str, array: np.ndarray) -> None:
-        """Bind an array as it is, or copy it if it is small."""
-        if name in self._small:
-            self._small[name][...] = array
+        """Bind an array without a copy, or copy a control input."""
+        if name in self._controls:
+            self._controls[name][...] = array
         elif array.dtype == ml_dtypes.bfloat16:
             binding.bind_ortvalue_input(name, ort_value(array))
-        else:  # the same memory at a fifth of the price; the binding holds the array
+        else:  # a fifth of the time of an OrtValue; the binding keeps the array alive
             binding.bind_cpu_input(name, array)
 
-    def place(self, t: TensorSpec) -> Buffer | None:
-        """Keep a place for losses and metrics; all else comes in memory of its own."""
+    def result_buffer(self, t: TensorSpec) -> Buffer | None:
+        """Return a buffer for a loss or metric; every run allocates other results."""
         if t.shape or t.role not in ("loss", "metric"):
             return None
         array = np.zeros((), numpy_dtype(t.dtype))
@@ -376,7 +391,7 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Memory of a device: batches are copied there, to addresses that stay.
+    """Memory of a device: batches are copied to fixed addresses there.
 
     Args:
         device: where the session runs.
@@ -385,32 +400,32 @@ class DeviceMemory:
     def __init__(self, device: str) -> None:
         self._device = device
         self._fed: dict[str, tuple[np.ndarray, Any]] = {}
-        self._staging: dict[str, Staging | None] = {}
+        self._pinned: dict[str, PinnedBuffer | None] = {}
 
     def prepare(self, binding: Any, spec: ModelSpec) -> None:
-        """Bind nothing: an input gets its place when it comes first."""
+        """Bind nothing: the first batch allocates its inputs."""
 
     def feed(self, binding: Any, name: str, array: np.ndarray) -> None:
-        """Copy an array to where it was last time; a new shape gets a new place."""
+        """Copy an array to its address; a new shape gets a new address."""
         known = self._fed.get(name)
         if known is None or known[0].shape != array.shape:
-            own = np.array(array)  # where memory is shared, the caller's must not be written
+            own = np.array(array)  # OrtValues of a simulated device would write the caller's array
             value = ort_value(own, self._device)
             binding.bind_ortvalue_input(name, value)
             self._fed[name] = (own, value)
-            self._staging[name] = staging_for(own)
+            self._pinned[name] = pinned_buffer_for(own)
             return
         last, value = known
         if array.size != 1:
-            staging = self._staging[name]
-            staged = staging is not None and staging.fits(array)
-            value.update_inplace(staging.filled(array) if staging and staged else array)
+            pinned = self._pinned[name]
+            fits = pinned is not None and pinned.fits(array)
+            value.update_inplace(pinned.fill(array) if pinned and fits else array)
         elif last.item() != array.item():  # a copy costs as much as a small kernel
             value.update_inplace(array)
             last[...] = array
 
-    def place(self, t: TensorSpec) -> Buffer | None:
-        """Keep a place for every result of fixed size, so that a run can be captured."""
+    def result_buffer(self, t: TensorSpec) -> Buffer | None:
+        """Return a buffer for every result of fixed size, so that a run can be captured."""
         sizes = _sizes(t)
         if len(sizes) != len(t.shape):
             return None
@@ -419,7 +434,7 @@ class DeviceMemory:
 
 
 def memory_for(device: str) -> Memory:
-    """Return how to reach the memory of a device."""
+    """Return how inputs and outputs of a run reach a device."""
     return HostMemory() if device == "cpu" else DeviceMemory(device)
 
 
@@ -427,14 +442,14 @@ def _sizes(t: TensorSpec) -> list[int]:
     return [d for d in t.shape if isinstance(d, int)]
 
 
-_VERSION = 1  # of adapter and model: nobody else counts them
+_VERSION = 1  # of adapter and model; onnxruntime requires both and compares neither
 
 
 def write_adapter(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by the names of a model's inputs to an ``.onnx_adapter`` file.
+    """Write arrays, named by a model's inputs, to an ``.onnx_adapter`` file.
 
     Raises:
-        SaveError: the file system refuses.
+        SaveError: if the file cannot be written.
     """
     ort = import_onnxruntime()
     target = os.path.abspath(os.fsdecode(path))

@@ -1,14 +1,13 @@
-"""The only place that imports onnxruntime.
+"""The only module that imports onnxruntime: sessions, their options, and their runs.
 
-Denormal numbers count as zero inside a run, and as themselves everywhere else.
+It also holds what belongs to every run: denormal numbers count as zero inside a run and keep their
+value outside of it. Vanishing gradients would run at a tenth of the speed otherwise. onnxruntime
+turns that mode on in the thread that creates the first session, and leaves it on. Here it is turned
+on around each run instead, so that the caller's own arithmetic does not change and a run in another
+thread computes the same.
 
-Vanishing gradients would run at a tenth of the speed otherwise. onnxruntime switches the mode on in
-the thread that creates the first session and leaves it on; here it is switched around each run, so
-that the caller's own arithmetic is not touched and a run in another thread computes the same.
-
-The graph that a session of the CPU really runs: fused and folded.
-
-Where onnxruntime really puts the nodes of a model.
+The end of the file answers what a session really runs: :func:`executed_graph` returns the graph
+after onnxruntime's optimizations, :func:`placement` the execution provider of each node.
 """
 
 from __future__ import annotations
@@ -32,16 +31,15 @@ import onnx_ir as ir
 
 from onnxtrain.errors import MissingExtraError, OnnxTrainError
 
-_SIZE = 256  # bytes: more than a floating-point environment takes on any platform
+_FENV_BYTES = 256  # more than a floating-point environment (fenv_t) takes on any platform
+
+# Not ctypes.util.find_library, which starts ldconfig or a compiler. None is the program itself,
+# which exports the functions where the C library does.
+_LIBRARY_NAMES = {"linux": ("libm.so.6", None), "win32": ("ucrtbase",)}
 
 
-# Not ctypes.util.find_library: it starts ldconfig or a compiler. None is the program itself, which
-# has the functions where the C library does.
-_NAMES = {"linux": ("libm.so.6", None), "win32": ("ucrtbase",)}
-
-
-def _library() -> Any:
-    for name in _NAMES.get(sys.platform, (None,)):
+def _load_math_library() -> Any:
+    for name in _LIBRARY_NAMES.get(sys.platform, (None,)):
         try:
             library = ctypes.CDLL(name)
             for function in (library.fegetenv, library.fesetenv):
@@ -49,10 +47,10 @@ def _library() -> Any:
         except (OSError, AttributeError, TypeError):
             continue
         return library
-    return None  # the mode then stays on, which is what onnxruntime does by itself
+    return None  # the mode then stays on, as onnxruntime leaves it
 
 
-_LIBRARY = _library()
+_LIBRARY = _load_math_library()
 _TINY, _TWO = np.full(1, 1e-40, np.float32), np.float32(2)
 _local = threading.local()
 
@@ -60,92 +58,95 @@ _local = threading.local()
 def _environment() -> ctypes.Array[ctypes.c_char] | None:
     if _LIBRARY is None:
         return None
-    buffer = ctypes.create_string_buffer(_SIZE)
+    buffer = ctypes.create_string_buffer(_FENV_BYTES)
     return None if _LIBRARY.fegetenv(buffer) else buffer
 
 
 def _known_mode() -> ctypes.Array[ctypes.c_char] | None:
-    """Return the mode where its bits are known; elsewhere the first session has to show it.
+    """Return the mode if its bits are known; elsewhere the first session reveals it.
 
-    A session that the caller made before ours may have left nothing to be seen.
+    A session that the caller created before ours may have turned the mode on already, and ours
+    would then reveal nothing.
     """
     buffer = _environment() if sys.platform == "linux" else None
-    place, bits = _BITS.get(platform.machine(), (0, 0))
+    offset, bits = _FLUSH_BITS.get(platform.machine(), (0, 0))
     if buffer is None or not bits:
         return None
-    word = int.from_bytes(buffer.raw[place : place + 4], sys.byteorder) | bits
-    ctypes.memmove(ctypes.addressof(buffer) + place, word.to_bytes(4, sys.byteorder), 4)
+    word = int.from_bytes(buffer.raw[offset : offset + 4], sys.byteorder) | bits
+    ctypes.memmove(ctypes.addressof(buffer) + offset, word.to_bytes(4, sys.byteorder), 4)
     return buffer
 
 
-# Where the control word lies in glibc's fenv_t, and its bits: FTZ and DAZ of MXCSR, FZ of FPCR.
-_BITS = {"x86_64": (28, 0x8040), "aarch64": (0, 1 << 24)}
-_fast: ctypes.Array[ctypes.c_char] | None = _known_mode()
+# Offset of the control word in glibc's fenv_t, and its bits: FTZ and DAZ of MXCSR, FZ of FPCR.
+_FLUSH_BITS = {"x86_64": (28, 0x8040), "aarch64": (0, 1 << 24)}
+_flush_mode: ctypes.Array[ctypes.c_char] | None = _known_mode()
 
 
 @contextmanager
 def learn_denormal_mode() -> Iterator[None]:
-    """Remember the mode that a session puts its thread into, then put back the caller's."""
-    global _fast
+    """Remember the mode into which a session puts its thread, then restore the caller's."""
+    global _flush_mode
     before = _environment()
     try:
         yield
     finally:
         if before is not None:
             after = _environment()
-            # Only the first session of a process switches the mode on: later ones show nothing.
-            # Other bits change too, as those that remember a rounding; they are no mode.
-            if _fast is None and after is not None and _flushes_denormals():
-                _fast = after
+            # Only the first session of a process turns the mode on. Other bits change as well,
+            # such as the sticky flags of rounding, so the effect itself is tested.
+            if _flush_mode is None and after is not None and _flushes_denormals():
+                _flush_mode = after
             _LIBRARY.fesetenv(before)
 
 
 def _flushes_denormals() -> bool:
-    """Return whether this thread takes denormals for zero now."""
+    """Return whether denormal numbers count as zero in this thread now."""
     return not (_TINY * _TWO).any()
 
 
 class FlushDenormals:
-    """A context in which this thread takes denormals for zero, once a session has shown how."""
+    """A context in which denormal numbers count as zero in this thread."""
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
         self._before = None
-        if _fast is not None:
-            # One buffer per thread: making one takes longer than all the rest.
+        if _flush_mode is not None:
+            # One buffer per thread: allocating it takes longer than switching the mode.
             if not hasattr(_local, "before"):
-                _local.before = ctypes.create_string_buffer(_SIZE)
+                _local.before = ctypes.create_string_buffer(_FENV_BYTES)
             self._before = _local.before
             _LIBRARY.fegetenv(self._before)
-            _LIBRARY.fesetenv(_fast)
+            _LIBRARY.fesetenv(_flush_mode)
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             _LIBRARY.fesetenv(self._before)
 
 
-Copies = Sequence[tuple[np.ndarray, np.ndarray]]
+Copies = Sequence[tuple[Any, Any]]
+"""Pairs (target, source): numpy arrays of the host, or OrtValues of a device."""
+
 _FOLDED_SIZE_KEY = "optimization.constant_folding_max_output_size_in_bytes"
 _WEIGHTS_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 DEVICES = ("cpu", "cuda")
 
 
 class ModelWithWeightsFolder(bytes):
-    """A serialised model whose larger weights lie in files of a folder."""
+    """A serialized model whose large weights are in files of a folder."""
 
     folder: str = ""
 
     @classmethod
     def of(cls, data: bytes, folder: str) -> ModelWithWeightsFolder:
         """Return the bytes with the folder."""
-        made = cls(data)
-        made.folder = folder
-        return made
+        model = cls(data)
+        model.folder = folder
+        return model
 
 
 def with_weights_folder(source: bytes | str, data: bytes) -> bytes:
-    """Return another model with the weights that lie beside ``source``."""
+    """Return a serialized model that reads its external weights from the folder of ``source``."""
     if isinstance(source, str):
         return ModelWithWeightsFolder.of(data, os.path.dirname(os.path.abspath(source)))
     return (
@@ -171,15 +172,16 @@ def import_onnxruntime() -> ModuleType:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that this installation does not have."""
+    """Raise an error if the device is unknown, or this installation does not support it."""
     if device not in DEVICES:
-        raise OnnxTrainError(f"no such device: {device!r}\nhint: one of {', '.join(DEVICES)}")
+        expected = ", ".join(map(repr, DEVICES))
+        raise OnnxTrainError(f"unknown device: {device!r} (expected one of {expected})")
     if (
         device == "cuda"
         and "CUDAExecutionProvider" not in import_onnxruntime().get_available_providers()
     ):
         raise MissingExtraError(
-            "this onnxruntime has no CUDA\n"
+            "this onnxruntime has no CUDA support\n"
             'hint: pip install "onnxtrain[gpu]" on a machine with a GPU'
         )
 
@@ -195,29 +197,34 @@ def create(
     rest: bool = False,
     as_shipped: bool = False,
     planned: bool = True,
+    profile: str | None = None,
 ) -> Any:
-    """Return a session for a model, with the options that training wants.
+    """Return a session for a model, with the options of training.
 
     Args:
-        source: serialised model, or a path if it has external data.
+        source: serialized model, or a path if it has external data.
         device: ``cpu`` or ``cuda``.
-        device_id: which of several.
-        threads: of the session's pool; ``None`` leaves the choice to onnxruntime.
-        options: the caller's own ``SessionOptions``, taken as they are.
-        capture: record a run as a CUDA graph and replay it; shapes and addresses must stay.
-        as_shipped: run quantised models as any user of the file would, by integer kernels.
-        rest: let the pool sleep between runs, since other threads want its cores then.
-        planned: whether a captured model's values get one block of memory, found in a first run.
+        device_id: index of the GPU.
+        threads: size of the session's thread pool; ``None`` leaves the choice to onnxruntime.
+        options: ``SessionOptions`` to use in place of those of training.
+        capture: capture a run as a CUDA graph and replay it; shapes and addresses must not change.
+        as_shipped: run quantized models by integer kernels, as any user of the file would.
+        rest: let the thread pool sleep between runs, because other threads need its cores then.
+        planned: allocate the values of a captured model in one block, sized by a first run.
+        profile: file prefix for onnxruntime's profiler; ``end_profiling`` returns the file.
     """
     ort = import_onnxruntime()
     if options is None:
         options = session_options(threads, as_shipped=as_shipped)
-        # Sizes that never change are planned: one block of the right size.
+        # All sizes are fixed if runs are captured: one block of the right size serves them.
         options.enable_mem_pattern = capture and planned
-        # Memory kept for a later result of the same shape is idle until then.
+        # Reuse by shape keeps memory idle until the next value of the same shape.
         options.enable_mem_reuse = False
     if rest:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = profile
     if isinstance(source, ModelWithWeightsFolder):
         options.add_session_config_entry(_WEIGHTS_FOLDER_KEY, source.folder)
     providers: list[Any] = ["CPUExecutionProvider"]
@@ -225,7 +232,7 @@ def create(
         settings = {
             "device_id": device_id,
             "enable_cuda_graph": int(capture),
-            # The other strategy rounds up to powers of two: a third more memory, no faster.
+            # The default strategy rounds up to powers of two: a third more memory, not faster.
             "arena_extend_strategy": "kSameAsRequested",
         }
         providers.insert(0, ("CUDAExecutionProvider", settings))
@@ -233,23 +240,23 @@ def create(
         with learn_denormal_mode():
             return ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime's errors share no base class
-        raise OnnxTrainError(f"onnxruntime refuses the model: {_first_line(error)}") from error
+        raise OnnxTrainError(f"onnxruntime cannot load the model: {_first_line(error)}") from error
 
 
 def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
-    """Return the options that training wants; ``as_shipped`` allows fused integer kernels."""
+    """Return the session options of training; ``as_shipped`` allows fused integer kernels."""
     ort = import_onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors are raised, and need not be printed too
-    # Patterns of a dynamic batch are rarely reused and double the memory of large models.
+    options.log_severity_level = 4  # errors are raised, so there is no need to print them
+    # Memory patterns of a dynamic batch are rarely reused, and double the memory of large models.
     options.enable_mem_pattern = False
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
-    # Zeros to scatter into are made when they are needed: kept, they take as much as a weight.
+    # Zeros that a gradient is scattered into would be folded to a constant as large as a weight.
     options.add_session_config_entry(_FOLDED_SIZE_KEY, str(1 << 20))
-    # Quantisers of a step stay what they are: fused to integer kernels, the forward pass would
-    # round in other places than the backward pass believes, and products their inputs to 8 bits.
+    # Keep QuantizeLinear/DequantizeLinear pairs: fused to integer kernels, the forward pass would
+    # round at other places than the backward pass assumes, and quantize the inputs of matmuls.
     options.add_session_config_entry("session.disable_quant_qdq", "0" if as_shipped else "1")
     if threads is not None:
         options.intra_op_num_threads = threads
@@ -257,7 +264,7 @@ def session_options(threads: int | None, *, as_shipped: bool = False) -> Any:
 
 
 def shrink_arena_options(graph_id: int | None = None) -> Any:
-    """Return options of a run after which a device gets back the memory that is not in use."""
+    """Return options of a run after which the arena returns unused memory to the device."""
     options = import_onnxruntime().RunOptions()
     if graph_id is not None:
         options.add_run_config_entry("gpu_graph_id", str(graph_id))
@@ -266,20 +273,20 @@ def shrink_arena_options(graph_id: int | None = None) -> Any:
 
 
 def inputs_on_host(session: Any) -> frozenset[str]:
-    """Return the inputs that a session reads in memory of the CPU, whatever device it is for.
+    """Return the inputs that a session reads in CPU memory, whatever its device.
 
-    A value of a device that is bound to one of them is copied when it is bound, and not again.
-    onnxruntime before 1.23 does not tell: then it is all of them.
+    onnxruntime copies a device value that is bound to such an input once, at bind time. Before
+    onnxruntime 1.23 there is no way to find out, so all inputs are returned.
     """
     names = [x.name for x in session.get_inputs()]
-    tell = getattr(session, "get_input_memory_infos", None)
-    if tell is None:
+    memory_infos = getattr(session, "get_input_memory_infos", None)
+    if memory_infos is None:
         return frozenset(names)
-    return frozenset(n for n, info in zip(names, tell(), strict=True) if info.name == "Cpu")
+    return frozenset(n for n, info in zip(names, memory_infos(), strict=True) if info.name == "Cpu")
 
 
 def nodes_on_host(session: Any) -> list[str]:
-    """Return the nodes that run on the CPU, of a session that records where its nodes are."""
+    """Return the nodes that run on the CPU; the session needs :func:`recording_options`."""
     return [
         f"{n.op_type} {n.name!r}"
         for part in session.get_provider_graph_assignment_info()
@@ -289,7 +296,7 @@ def nodes_on_host(session: Any) -> list[str]:
 
 
 def recording_options(threads: int | None) -> Any:
-    """Return the options that training wants, and a record of where each node runs."""
+    """Return the session options of training, with a record of each node's provider."""
     options = session_options(threads)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     return options
@@ -305,7 +312,7 @@ def run(session: Any, names: list[str] | None, feeds: dict[str, np.ndarray]) -> 
 
 
 def run_values(session: Any, names: list[str], feeds: dict[str, Any]) -> list[Any]:
-    """Run a session on OrtValues; give OrtValues."""
+    """Run a session on OrtValues; return OrtValues."""
     try:
         with FlushDenormals():
             return session.run_with_ort_values(names, feeds)
@@ -314,7 +321,7 @@ def run_values(session: Any, names: list[str], feeds: dict[str, Any]) -> list[An
 
 
 def run_bound(session: Any, binding: Any, options: Any = None) -> None:
-    """Run a session on what is bound to it."""
+    """Run a session on its bindings."""
     try:
         with FlushDenormals():
             # Without RunOptions where possible: with them a call costs ten times as much.
@@ -324,9 +331,9 @@ def run_bound(session: Any, binding: Any, options: Any = None) -> None:
 
 
 def run_each(calls: Iterable[tuple[Any, Any, Copies]]) -> None:
-    """Run sessions on what is bound to them, one after the other; after each, copy arrays."""
+    """Run sessions on their bindings in sequence, with copies after each."""
     try:
-        with FlushDenormals():  # once: for a small model it takes as long as a run
+        with FlushDenormals():  # once for all: it takes as long as the run of a small model
             for session, binding, copies in calls:
                 session.run_with_iobinding(binding)
                 for target, source in copies:
@@ -335,15 +342,22 @@ def run_each(calls: Iterable[tuple[Any, Any, Copies]]) -> None:
         raise OnnxTrainError(f"onnxruntime: {_first_line(error)}") from error
 
 
+def load_graph(source: bytes | str) -> onnx.ModelProto:
+    """Return a model without its external weights."""
+    if isinstance(source, str):
+        return onnx.load(source, load_external_data=False)
+    return onnx.load_from_string(source)
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def executed_graph(source: bytes | str) -> onnx.ModelProto:
-    """Return what onnxruntime makes of a model; nodes that it did not make keep their names.
+    """Return a model after onnxruntime's optimizations; nodes it does not touch keep their names.
 
-    Its nodes are in some order that respects their inputs, not in that of a run. Weights that lie
-    in other files stay there.
+    The nodes are in a topological order, which is not the order of execution. External weights are
+    not loaded.
 
     Args:
         source: as for :func:`onnxtrain.runtime.session.create`.
@@ -367,40 +381,42 @@ class Placement:
     counts: dict[str, int]
     """Number of nodes of each provider, after onnxruntime's own simplifications."""
     left: tuple[str, ...]
-    """Nodes that leave the device with a float tensor of rank 1 or more: operator and name."""
+    """Nodes that fall back to the CPU with a float tensor of rank 1 or more: operator and name."""
 
     @property
     def clean(self) -> bool:
-        """Whether no such tensor leaves the device."""
+        """Whether no such node falls back to the CPU."""
         return not self.left
 
 
 def placement(source: bytes | str, *, device: str = "cuda") -> Placement:
-    """Return where the nodes of a model run; shape arithmetic on the CPU is left out of ``left``.
+    """Return where the nodes of a model run; ``left`` does not list shape arithmetic on the CPU.
 
     Args:
-        source: serialised model, or a path.
+        source: serialized model, or a path.
         device: as in :class:`~onnxtrain.Trainer`.
     """
     check_device(device)
-    old = OnnxTrainError("onnxruntime tells no placement\nhint: onnxruntime 1.24 or later")
-    options = recording_options(None)
-    session = create(source, device=device, options=options)
+    unsupported = OnnxTrainError(
+        "this onnxruntime version does not report node placement\n"
+        "hint: pip install 'onnxruntime>=1.24'"
+    )
+    session = create(source, device=device, options=recording_options(None))
     proto = onnx.load(source) if isinstance(source, str) else onnx.load_from_string(source)
-    heavy = _float_nodes(proto)
+    float_nodes = _float_nodes(proto)
     counts: dict[str, int] = {}
     left: list[str] = []
     if not hasattr(session, "get_provider_graph_assignment_info"):
-        raise old
+        raise unsupported
     for part in session.get_provider_graph_assignment_info():
         nodes = part.get_nodes()
         counts[part.ep_name] = counts.get(part.ep_name, 0) + len(nodes)
         if device == "cpu" or part.ep_name != "CPUExecutionProvider":
             continue
-        # A node that onnxruntime made itself has no known tensors: it counts.
-        left += [f"{n.op_type} {n.name!r}" for n in nodes if heavy.get(n.name, True)]
+        # The tensors of a node that onnxruntime inserted are unknown: it counts.
+        left += [f"{n.op_type} {n.name!r}" for n in nodes if float_nodes.get(n.name, True)]
     if not counts:
-        raise old
+        raise unsupported
     return Placement(counts, tuple(left))
 
 

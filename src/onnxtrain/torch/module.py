@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ from onnxtrain.runtime import session as runtime
 from onnxtrain.torch.checking import restore_statistics
 from onnxtrain.torch.export import export, last_report
 from onnxtrain.torch.exporters import ExportError
+
+logger = logging.getLogger(__name__)
 
 
 def to_array(t: torch.Tensor) -> np.ndarray:
@@ -589,6 +592,13 @@ class TrainableModule(nn.Module):
         for compiled in compiled_calls:
             if compiled.fits(call.tensors):
                 return compiled
+        if compiled_calls:
+            logger.info(
+                "%s is exported again: input shapes are %s, exported before for %s",
+                type(self.module).__name__,
+                [tuple(t.shape) for t in call.tensors],
+                ", ".join(str(compiled.shapes) for compiled in compiled_calls),
+            )
         try:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 compiled = compile_call(

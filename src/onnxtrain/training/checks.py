@@ -19,7 +19,6 @@ import onnx
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import CheckpointError, OnnxTrainError
 from onnxtrain.runtime import session as runtime
-from onnxtrain.training.engine import load_graph
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -89,7 +88,7 @@ def find_nonfinite_node(source: bytes | str, feeds: Mapping[str, np.ndarray]) ->
         source: the model, as a runtime takes it.
         feeds: all of its inputs.
     """
-    model = load_graph(source)
+    model = runtime.load_graph(source)
     names = [y for node in model.graph.node for y in node.output if y]
     del model.graph.output[:]
     model.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names)
@@ -146,7 +145,7 @@ def graph_digests(artifacts: Artifacts) -> dict[str, str]:
     manifest = artifacts.manifest
     trained = {w.name for w in (*manifest.parameters, *manifest.buffers)}
     return {
-        role: _digest(load_graph(artifacts.source(role)).graph, trained)
+        role: _digest(runtime.load_graph(artifacts.source(role)).graph, trained)
         for role in _GRAPHS
         if manifest.model(role) is not None
     }

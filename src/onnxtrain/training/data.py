@@ -14,8 +14,8 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import LabelError, OnnxTrainError, ShapeError
+from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.feeds import to_array
-from onnxtrain.training.engine import load_graph
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -299,7 +299,7 @@ def explain_label_error(
     if trainer.manifest.model("eval") is None:
         return error
     targets = {t.name: feeds[t.name] for t in trainer.batch_specs if t.role == "target"}
-    problem = label_problem(load_graph(trainer.artifacts.source("eval")), targets, rows)
+    problem = label_problem(runtime.load_graph(trainer.artifacts.source("eval")), targets, rows)
     return error if problem is None else LabelError(problem)
 
 

@@ -22,7 +22,6 @@ from onnxtrain.lowering.lower import lower
 from onnxtrain.manifest import Manifest
 from onnxtrain.runtime import session as runtime
 from onnxtrain.runtime.feeds import to_array
-from onnxtrain.training.engine import load_graph
 
 if TYPE_CHECKING:
     from onnxtrain.training.trainer import Trainer
@@ -76,7 +75,7 @@ class Predictor:
 
 def load_inference_model(artifacts: Artifacts) -> onnx.ModelProto:
     """Return the inference model as it was built, without weights that lie in other files."""
-    return load_graph(artifacts.source("infer"))
+    return runtime.load_graph(artifacts.source("infer"))
 
 
 def trained_model(artifacts: Artifacts, read: ReadTensor) -> onnx.ModelProto | ir.Model:

@@ -28,7 +28,7 @@ from onnxtrain.errors import LabelError, SaveError, ShapeError
 from onnxtrain.graph.io.protobuf import bytes_field, double_field, float_field, varint_field
 from onnxtrain.graph.io.writer import as_save_error, bytes_writer, write_files
 from onnxtrain.runtime.feeds import feed
-from onnxtrain.training.data import Source, as_source, explain_label_error
+from onnxtrain.training.data import Source, explain_label_error
 from onnxtrain.training.results import StepResult
 
 if TYPE_CHECKING:
@@ -105,20 +105,6 @@ def evaluate(trainer: Trainer, source: Source) -> Evaluation:
         raise ShapeError("there is nothing to evaluate on: the data has no batch")
     values = mean.values()
     return Evaluation(values.pop("loss"), values, mean.samples)
-
-
-def evaluate_on(trainer: Trainer, data: Any, *, batch_size: int | None = None) -> Evaluation:
-    """Return loss and metrics over all of ``data``, in evaluation mode.
-
-    Args:
-        trainer: whose weights are used.
-        data: as in :meth:`Trainer.fit`.
-        batch_size: of arrays.
-    """
-    fixed = trainer.fixed_batch
-    size = batch_size or fixed or 256
-    source = as_source(data, batch_size=size, drop_last=fixed is not None, columns=trainer.inputs)
-    return evaluate(trainer, source)
 
 
 def _crc_table() -> list[int]:

@@ -1,25 +1,22 @@
-"""Training on stock ONNX Runtime.
+"""The trainer: steps, evaluation, prediction, weights and checkpoints on stock onnxruntime.
 
-What a shell and a notebook show of a trainer.
-
-One trainer serves one thread at a time, and there is one of it.
-
-Artifacts that were built for another device than the one they run on.
-
-Batches that are too small for the statistics of BatchNormalization.
+:class:`Trainer` keeps learning rate, step counter and random seed, and turns batches into the
+inputs of a :class:`~onnxtrain.training.engine.StepEngine`, which runs the models. The loop over a
+data set is in :mod:`onnxtrain.training.fit`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -28,11 +25,14 @@ from onnxtrain.artifacts.directory import Row, SummaryRepr, split_tensors
 from onnxtrain.checkpoint import load_checkpoint, save_checkpoint, state_key
 from onnxtrain.errors import BusyError, CheckpointError, OnnxTrainError, ShapeError, UncopiableError
 from onnxtrain.manifest import ModelSpec, TensorSpec
+from onnxtrain.optim.schedules import Schedule
+from onnxtrain.options import from_arguments
 from onnxtrain.runtime import session as runtime
-from onnxtrain.runtime.binding import can_capture
 from onnxtrain.runtime.feeds import Feeder, feed, numpy_dtype, to_array
 from onnxtrain.runtime.ort_values import CONTROL, ort_value
 from onnxtrain.targets import TARGETS
+from onnxtrain.training import inference
+from onnxtrain.training.callbacks import Callback, Record
 from onnxtrain.training.checks import (
     SEED_LIMIT,
     LoadedCheckpoint,
@@ -41,60 +41,23 @@ from onnxtrain.training.checks import (
     check_origin,
     graph_digests,
 )
-from onnxtrain.training.data import explain_label_error
-from onnxtrain.training.engine import (
-    FusedEngine,
-    SeparateEngine,
-    VectorEngine,
-    control_values,
-    create_vector_engine,
-    pick_layout,
-)
-from onnxtrain.training.fit import fit
-from onnxtrain.training.inference import Predictor, export, match_weights
-from onnxtrain.training.metrics import evaluate_on
+from onnxtrain.training.data import as_source, explain_label_error
+from onnxtrain.training.engine import StepEngine, control_values, require_spec, resolve_layout
+from onnxtrain.training.fit import FitOptions, History, Run, lock_directory
+from onnxtrain.training.metrics import Evaluation, evaluate
+from onnxtrain.training.profile import StepProfile, profile_steps
+from onnxtrain.training.progress import Display
 from onnxtrain.training.results import Outputs, Parameters, StepResult
 
+logger = logging.getLogger(__name__)
 
-class TrainerSummary(SummaryRepr):
-    """The part of a trainer that tells how it stands."""
-
-    manifest: Any
-    batch_specs: Any
-    device: str
-    layout: str
-    global_step: int
-    lr: Any
-    seed: int
-
-    def summary(self) -> tuple[str, list[Row]]:
-        """Return what a shell shows: what a batch is, and how far training has come."""
-        batch = ", ".join(
-            f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in self.batch_specs
-        )
-        rows = [
-            ("batch", batch),
-            ("step", str(self.global_step)),
-            ("lr", f"{self.lr:g}"),
-            ("loss", str(self.manifest.loss.get("name", ""))),
-            ("optimizer", str(self.manifest.optimizer.get("name", ""))),
-            ("runs on", f"{self.device}, layout {self.layout}, seed {self.seed}"),
-        ]
-        return "Trainer", rows
-
-
-class Uncopyable:
-    """Refuses to be pickled and copied: sessions and buffers cannot be."""
-
-    def __reduce__(self) -> NoReturn:
-        raise UncopiableError(
-            "a trainer cannot be pickled or copied\n"
-            "hint: pickle its artifacts, or save() here and load() in a trainer over there"
-        )
+_EVALUATION_BATCH = 256
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ThreadGuard:
-    """A region that one thread may be in, also several times over; others are refused."""
+    """A region for one thread at a time, which may enter it repeatedly; others get an error."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -102,8 +65,8 @@ class ThreadGuard:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise BusyError(
-                "another thread uses this trainer\n"
-                "hint: a trainer of its own for each thread; they may share the artifacts"
+                "another thread is using this trainer\n"
+                "hint: create one trainer per thread; they can share the artifacts"
             )
 
     def __exit__(
@@ -115,81 +78,33 @@ class ThreadGuard:
         self._lock.release()
 
 
-class _Guarded(Protocol):
-    in_use: ThreadGuard
-
-
-S = TypeVar("S", bound=_Guarded)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Return a method that refuses to run while another thread runs one of the same object."""
+def exclusive(
+    method: Callable[Concatenate[Trainer, P], R],
+) -> Callable[Concatenate[Trainer, P], R]:
+    """Return a method that raises an error while another thread uses the trainer."""
 
     @functools.wraps(method)
-    def call(self: S, /, *args: P.args, **named: P.kwargs) -> R:
+    def call(self: Trainer, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.in_use:
-            return method(self, *args, **named)
+            return method(self, *args, **kwargs)
 
     return call
 
 
-def warn_target_mismatch(spec: ModelSpec, device: str) -> None:
-    """Warn if a GPU runs a model that was built for something else.
-
-    It gives the same numbers, but nodes may run on the CPU, or in forms that are slow on a GPU.
-    """
-    here = TARGETS.get(device)
-    if here is None or not here.gpu or spec.is_for(device):
-        return
-    warnings.warn(
-        f"these artifacts were built for target {spec.target!r} and run on {device!r}: "
-        f'build(..., target="{device}") is faster there',
-        stacklevel=3,
-    )
-
-
-def check_batch_size(
-    products: Any, specs: Sequence[TensorSpec], feeds: Mapping[str, np.ndarray]
-) -> None:
-    """Refuse a batch that leaves BatchNormalization one value per channel.
-
-    Args:
-        products: of sizes that have to be above 1, as the manifest's options list them.
-        specs: of the batch.
-        feeds: the batch.
-
-    Raises:
-        ShapeError: naming the size.
-    """
-    if not products:
-        return
-    pairs = [(s, feeds[s.name]) for s in specs if s.name in feeds]
-    sizes = {d: n for s, a in pairs for d, n in zip(s.shape, a.shape, strict=True)}
-    for product in products:
-        names = str(product).split("*")
-        if all(n in sizes for n in names) and math.prod(sizes[n] for n in names) == 1:
-            raise ShapeError(
-                f"{' and '.join(names)} of 1 leave BatchNormalization one value per channel; in "
-                "training it needs more\n"
-                "hint: another batch_size, drop_last=True if it is the last batch of an epoch, or "
-                "build(mode='as-is')"
-            )
-
-
-class Trainer(TrainerSummary, Uncopyable):
+class Trainer(SummaryRepr):
     """Runs training steps of artifacts on onnxruntime, for one thread at a time.
 
     Args:
-        artifacts: what :func:`onnxtrain.build` gave, or a directory.
+        artifacts: the result of :func:`onnxtrain.build`, or a directory.
         device: ``"cpu"`` or ``"cuda"``.
-        layout: ``"fused"``, ``"separate"`` or ``"auto"``, which picks the faster one; both give
-            the same numbers, with plain SGD up to rounding.
-        seed: of dropout masks and of the order of the data.
-        threads: of onnxruntime's pool; ``None`` takes all cores.
-        capture: on CUDA, record a step as a CUDA graph and replay it; ``None`` does so where the
-            artifacts allow it: every size fixed by ``build(dims=...)``, no control flow.
+        layout: how a step runs. ``"fused"``: one model computes new parameters and state.
+            ``"separate"``: one model accumulates gradients, a second one updates. ``"vector"``: one
+            model computes gradients, and updates run over vectors of many parameters. ``"auto"``
+            picks the fastest. All give the same values; ``"vector"`` with plain SGD up to rounding.
+        seed: random seed for dropout and shuffling.
+        threads: size of onnxruntime's thread pool; ``None`` uses all cores.
+        capture: on CUDA, capture a step as a CUDA graph and replay it. ``None`` does so where the
+            artifacts allow it: all sizes fixed by ``build(dims=...)``, no control flow.
     """
 
     def __init__(
@@ -206,50 +121,77 @@ class Trainer(TrainerSummary, Uncopyable):
         if not isinstance(artifacts, Artifacts):
             artifacts = Artifacts.load(artifacts)
         runtime.check_device(device)
-        if layout not in ("auto", "fused", "separate"):
-            raise OnnxTrainError(f"no such layout: {layout!r}\nhint: auto, fused or separate")
+        self.layout = resolve_layout(artifacts, layout, device)
+        """Name of the layout that runs: ``"fused"``, ``"separate"`` or ``"vector"``."""
         if not 0 <= seed < SEED_LIMIT:
-            raise OnnxTrainError(f"seed must lie in [0, 2**24): {seed}")
+            raise OnnxTrainError(f"seed must be in [0, {SEED_LIMIT}), got {seed}")
         self.in_use = ThreadGuard()
         self.artifacts, self.manifest = artifacts, artifacts.manifest
         self.device, self.threads, self.seed = device, threads, seed
         self.lr = self.manifest.optimizer.get("lr")
         self.global_step = 0
         self.properties: dict[str, int | float | str] = {}
-        self._micro = 0
-        self._control_specs: dict[str, list[TensorSpec]] = {}
+        self._accumulated = 0
         if artifacts.meta:
             self._set_progress(self._progress.read(artifacts.meta, self.manifest.checkpoint))
             self.seed = seed or self.seed
-        flat = None
-        # On a device an update without state is not worth a second call.
-        if layout != "fused" and (device == "cpu" or artifacts.state):
-            flat = create_vector_engine(
-                artifacts, device=device, threads=threads, capture=capture, release=loaded
-            )
-        if layout == "auto":
-            layout = "separate" if flat else pick_layout(artifacts, device)
-        if layout == "fused" and self.manifest.accumulate > 1:
-            raise OnnxTrainError("accumulated gradients need layout='separate'")
-        self.layout = layout
-        self._engine: FusedEngine | SeparateEngine | VectorEngine
-        if layout == "fused":
-            self._engine = FusedEngine(artifacts, device=device, threads=threads, capture=capture)
-        else:
-            self._engine = flat or SeparateEngine(artifacts, device=device, threads=threads)
-            if capture and flat is None:
-                can_capture(None, None, capture, device=device)
-        warn_target_mismatch(self._engine.spec, device)
-        if loaded and device == "cpu":  # nobody else has them: one copy of all values is enough
+        self._engine = StepEngine(
+            artifacts,
+            self.layout,
+            device=device,
+            threads=threads,
+            capture=capture,
+            release=loaded,
+        )
+        self._warn_target_mismatch()
+        if loaded and device == "cpu":  # the engine's copy of the values is the only one
             self.artifacts = artifacts.over(self._engine.view)
         self.batch_specs = self._engine.spec.inputs_of("input", "target")
         self._feed = Feeder(self.batch_specs)
+        self._control_specs: dict[str, list[TensorSpec]] = {}
         self._outputs = Outputs(self._engine.spec)
         self.loss_name, self.metric_names = self._outputs.loss, self._outputs.metrics
-        self._evaluator: Any = None
-        self._graphs: dict[str, str] | None = None
-        self._predictor: Predictor | None = None
-        self._differentiator: SeparateEngine | None = None
+        # Created when they are first used.
+        self._eval_session: Any = None
+        self._predictor: inference.Predictor | None = None
+        self._gradient_engine: StepEngine | None = None
+        self._graph_digests: dict[str, str] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise UncopiableError(
+            "a trainer cannot be pickled or copied\n"
+            "hint: pickle its artifacts, or save() here and load() in the other trainer"
+        )
+
+    def _warn_target_mismatch(self) -> None:
+        """Warn if a GPU runs a model that was built for another target.
+
+        The values are the same, but nodes may fall back to the CPU or be slow on a GPU.
+        """
+        spec, target = self._engine.spec, TARGETS.get(self.device)
+        if target is None or not target.gpu or spec.is_for(self.device):
+            return
+        message = (
+            f"these artifacts were built for target {spec.target!r} and run on {self.device!r}; "
+            f'build(..., target="{self.device}") is faster there'
+        )
+        logger.warning("%s", message)
+        warnings.warn(message, stacklevel=3)
+
+    def summary(self) -> tuple[str, list[Row]]:
+        """Return the class name and the rows of the trainer's ``repr``."""
+        batch = ", ".join(
+            f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in self.batch_specs
+        )
+        rows = [
+            ("batch", batch),
+            ("step", str(self.global_step)),
+            ("lr", f"{self.lr:g}"),
+            ("loss", str(self.manifest.loss.get("name", ""))),
+            ("optimizer", str(self.manifest.optimizer.get("name", ""))),
+            ("runs on", f"{self.device}, layout {self.layout}, seed {self.seed}"),
+        ]
+        return "Trainer", rows
 
     @property
     def lr(self) -> float:
@@ -262,44 +204,49 @@ class Trainer(TrainerSummary, Uncopyable):
 
     @property
     def captured(self) -> bool:
-        """Whether steps are recorded as a CUDA graph and replayed."""
+        """Whether steps are captured as a CUDA graph and replayed."""
         return self._engine.captured
 
     @property
+    def capture_obstacle(self) -> str | None:
+        """Why steps are not captured as a CUDA graph; ``None`` if they are."""
+        return self._engine.capture_obstacle
+
+    @property
     def step_models(self) -> tuple[bytes | str, ...]:
-        """The models that a step runs, as :func:`onnxtrain.runtime.session.placement` takes."""
-        return self._engine.sources
+        """The models that a step runs, for :func:`onnxtrain.runtime.session.placement`."""
+        return tuple(entry.source for entry in self._engine.sessions)
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the inputs and targets of a batch, in the order of positional arguments."""
+        """Names of a batch's inputs and targets, in the order of positional arguments."""
         return [t.name for t in self.batch_specs]
 
     @property
     def fixed_batch(self) -> int | None:
-        """The batch size that the model is fixed to, if it is."""
+        """The batch size if the model fixes it, else ``None``."""
         sizes = [t.shape[0] for t in self.batch_specs[:1] if t.shape]
         return next((d for d in sizes if isinstance(d, int)), None)
 
     @property
     def accumulating(self) -> bool:
-        """Whether gradients are waiting for an update."""
-        return self._micro > 0
+        """Whether accumulated gradients wait for an update."""
+        return self._accumulated > 0
 
     @exclusive
     def step(self, *batch: Any, **named: Any) -> StepResult:
         """Train on one batch, given by position or by name.
 
         Raises:
-            ShapeError: if the batch or a label does not fit; nothing has changed then.
+            ShapeError: if the batch or a label does not fit the model; nothing changes then.
         """
         return self.commit(self.compute(self._feed(batch, named)))
 
     @exclusive
     def compute(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run a step on arrays that fit, but change nothing yet."""
-        check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
-        control = self._control(self._engine.spec, self.global_step + 1, micro=self._micro)
+        """Run a step on arrays of the right shapes and types; :meth:`commit` makes it current."""
+        self._check_batch_size(feeds)
+        control = self._control(self._engine.spec, self.global_step + 1, batch=self._accumulated)
         try:
             return self._engine.compute({**feeds, **control})
         except OnnxTrainError as error:
@@ -307,100 +254,233 @@ class Trainer(TrainerSummary, Uncopyable):
 
     @exclusive
     def commit(self, outputs: Mapping[str, np.ndarray]) -> StepResult:
-        """Take over what the last :meth:`compute` found, and update when enough is accumulated."""
+        """Make the last :meth:`compute` current; update parameters after ``accumulate`` batches."""
         number = self.global_step + 1
         self._engine.commit()
-        if isinstance(self._engine, FusedEngine):
-            self.global_step = number
-            return self._outputs.result(outputs, number, updated=True)
-        self._micro += 1
-        updated = self._micro >= self.manifest.accumulate
+        self._accumulated += 1
+        updated = self._accumulated >= self.manifest.accumulate
         if updated:
-            self.flush()
+            self._update()
         return self._outputs.result(outputs, number, updated=updated)
 
     @exclusive
     def flush(self) -> bool:
-        """Update with the gradients accumulated so far; ``False`` if there are none."""
-        if not self._micro:
+        """Update with the gradients accumulated so far; return ``False`` if there are none."""
+        if not self._accumulated:
             return False
-        assert not isinstance(self._engine, FusedEngine)
-        number = self.global_step + 1
-        scale = 1.0 / self._micro
-        self._engine.update_parameters(self._control(self._engine.update, number, scale=scale))
-        self.global_step, self._micro = number, 0
+        self._update()
         return True
 
-    def _control(
-        self, spec: ModelSpec, number: int, *, micro: int = 0, scale: float = 1.0
-    ) -> dict[str, np.ndarray]:
-        # Every batch has a draw of its own, counted so that float32 holds it exactly.
-        draw = ((number - 1) * self.manifest.accumulate + micro + 1) % SEED_LIMIT
-        numbers = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
-        numbers |= {"grad_scale": scale, "reset": micro == 0}
-        return control_values(self._controls(spec), numbers)
+    def _update(self) -> None:
+        number = self.global_step + 1
+        spec, control = self._engine.control_spec, {}
+        if spec is not None:
+            control = self._control(spec, number, grad_scale=1.0 / self._accumulated)
+        self._engine.update_parameters(control)
+        self.global_step, self._accumulated = number, 0
 
-    def _controls(self, spec: ModelSpec) -> list[TensorSpec]:
-        """Return the inputs that the trainer sets by itself; looked up once per model."""
+    def run_step(self, engine: StepEngine, feeds: Mapping[str, np.ndarray]) -> None:
+        """Run a step on another engine, with this trainer's learning rate and step counter."""
+        number = self.global_step + 1
+        engine.compute({**feeds, **self._control(engine.spec, number)})
+        engine.commit()
+        spec = engine.control_spec
+        engine.update_parameters({} if spec is None else self._control(spec, number))
+
+    def _control(
+        self, spec: ModelSpec, number: int, *, batch: int = 0, grad_scale: float = 1.0
+    ) -> dict[str, np.ndarray]:
+        """Return a model's control inputs.
+
+        Args:
+            spec: of the model.
+            number: of the step, counted from 1.
+            batch: how many batches have been accumulated before this one.
+            grad_scale: factor of the accumulated gradients.
+        """
         if spec.role not in self._control_specs:
             self._control_specs[spec.role] = spec.inputs_of(*CONTROL)
-        return self._control_specs[spec.role]
+        # Every batch draws random numbers of its own. float32 is exact below the limit.
+        draw = ((number - 1) * self.manifest.accumulate + batch + 1) % SEED_LIMIT
+        settings = {"lr": self._lr, "step": number, "rng": (self.seed, draw)}
+        settings |= {"grad_scale": grad_scale, "reset": batch == 0}
+        return control_values(self._control_specs[spec.role], settings)
+
+    def _check_batch_size(self, feeds: Mapping[str, np.ndarray]) -> None:
+        """Raise an error if BatchNormalization would get a single value per channel.
+
+        Raises:
+            ShapeError: with the names of the sizes.
+        """
+        products = self.manifest.options.get("above_one")
+        if not products:
+            return
+        pairs = [(s, feeds[s.name]) for s in self.batch_specs if s.name in feeds]
+        sizes = {d: n for s, a in pairs for d, n in zip(s.shape, a.shape, strict=True)}
+        for product in products:
+            names = str(product).split("*")
+            if all(n in sizes for n in names) and math.prod(sizes[n] for n in names) == 1:
+                raise ShapeError(
+                    f"{' and '.join(names)} of 1 give BatchNormalization one value per channel; "
+                    "training needs more\n"
+                    "hint: use another batch_size, drop_last=True if it is the last batch of an "
+                    "epoch, or build(mode='as-is')"
+                )
 
     @exclusive
     def gradients(self, *batch: Any, **named: Any) -> dict[str, np.ndarray]:
         """Return the gradients of one batch by parameter name; nothing is updated."""
-        if self._differentiator is None:
-            self._differentiator = SeparateEngine(
-                self.artifacts, device=self.device, threads=self.threads
+        if self._gradient_engine is None:
+            self._gradient_engine = StepEngine(
+                self.artifacts, "separate", device=self.device, threads=self.threads, update=False
             )
-        engine = self._differentiator
+        engine = self._gradient_engine
         scaler = [t.name for t in engine.spec.inputs_of("state")]
         for name in (*self._weight_names(), *scaler):
             engine.write(name, self._engine.view(name))
         feeds = feed(self.batch_specs, batch, named)
-        check_batch_size(self.manifest.options.get("above_one"), self.batch_specs, feeds)
+        self._check_batch_size(feeds)
         engine.compute({**feeds, **self._control(engine.spec, self.global_step + 1)})
-        names = [p.name for p in self.manifest.parameters]
-        gradients = engine.gradients(computed=True)
         scale = self._engine.view(*scaler) if scaler else 1
+        gradients = (g for _, g in engine.pending_updates())
+        names = [p.name for p in self.manifest.parameters]
         return {n: np.asarray(g / scale, g.dtype) for n, g in zip(names, gradients, strict=True)}
 
     @exclusive
     def evaluate_batch(self, *batch: Any, **named: Any) -> StepResult:
         """Return loss, metrics and outputs of one batch in evaluation mode."""
-        spec = self.manifest.model("eval")
-        if spec is None:
-            raise CheckpointError("these artifacts have no eval model\nhint: build them again")
-        if self._evaluator is None:
-            self._evaluator = runtime.create(
+        spec = require_spec(self.artifacts, "eval")
+        if self._eval_session is None:
+            self._eval_session = runtime.create(
                 self.artifacts.source("eval"), device=self.device, threads=self.threads
             )
         feeds = feed(spec.inputs_of("input", "target"), batch, named)
         feeds.update(self._control(spec, 0))
         outputs = Outputs(spec)
-        own = [t.name for t in spec.inputs_of("parameter", "buffer")]
+        weights = [t.name for t in spec.inputs_of("parameter", "buffer")]
         if self.device == "cpu":
-            feeds.update({n: self._engine.view(n) for n in own})
+            feeds.update({n: self._engine.view(n) for n in weights})
             try:
-                arrays = runtime.run(self._evaluator, outputs.names, feeds)
+                arrays = runtime.run(self._eval_session, outputs.names, feeds)
             except OnnxTrainError as error:
                 raise explain_label_error(self, error, feeds) from error
-        else:  # weights stay where they are
+        else:  # weights are read where they are, on the device
             values = {n: ort_value(a, self.device) for n, a in feeds.items()}
-            values.update({n: self._engine.value(n) for n in own})
-            results = runtime.run_values(self._evaluator, outputs.names, values)
+            values.update({n: self._engine.value(n) for n in weights})
+            results = runtime.run_values(self._eval_session, outputs.names, values)
             arrays = [np.array(r.numpy()) for r in results]
         arrays = dict(zip(outputs.names, arrays, strict=True))
         return outputs.result(arrays, self.global_step, updated=False)
 
-    evaluate = evaluate_on
-    fit = fit
+    def evaluate(self, data: Any, *, batch_size: int | None = None) -> Evaluation:
+        """Return loss and metrics over all of ``data``, in evaluation mode.
+
+        Args:
+            data: as in :meth:`fit`.
+            batch_size: for arrays; 256, or the fixed batch size of the model.
+        """
+        fixed = self.fixed_batch
+        source = as_source(
+            data,
+            batch_size=batch_size or fixed or _EVALUATION_BATCH,
+            drop_last=fixed is not None,
+            columns=self.inputs,
+        )
+        return evaluate(self, source)
+
+    def fit(
+        self,
+        data: Any,
+        epochs: int | None = None,
+        *,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        validation: Any = None,
+        schedule: str | Schedule | Mapping[str, Any] | None = None,
+        warmup: float | None = None,
+        callbacks: Sequence[Callback | Callable[[Run, Record], None]] = (),
+        progress: bool | str | Display = True,
+        directory: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        checkpoint_every: int | None = None,
+        keep: int | None = None,
+        monitor: str | None = None,
+        patience: int | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        debug_nan: bool = False,
+        tensorboard: bool | None = None,
+    ) -> History:
+        """Train for some epochs; return the losses and metrics of the run.
+
+        The first Ctrl-C ends the run after the current step, with a checkpoint if ``directory`` is
+        set. A resumed run keeps every option that is not given again, and prints which: epochs,
+        batch size, learning rate, schedule, order of the data. Data, validation data and callbacks
+        must be given again.
+
+        Args:
+            data: a tuple of arrays (by position) or a dict of arrays (by name), which are shuffled
+                and cut into batches; a table (pandas, polars, Arrow, Hugging Face ``Dataset``)
+                whose columns have the names of inputs and targets; an iterable of batches such as
+                a list or torch's DataLoader; or a function from the epoch to such an iterable.
+            epochs: number of passes over the data, including those before a resumed checkpoint; 1.
+            batch_size: for arrays; 32, or the fixed batch size of the model.
+            lr: learning rate, which the schedule multiplies; the trainer's own by default.
+            validation: data to evaluate on after each epoch.
+            schedule: learning rate schedule: a name such as ``"cosine"``, or an object of
+                :mod:`onnxtrain.optim.schedules`. A resumed run keeps its schedule unless one is
+                given, and stretches it to the new number of steps.
+            warmup: warm-up steps, or a fraction of all steps if below 1.
+            callbacks: :class:`Callback` objects, or functions of the run and each epoch's record.
+            progress: ``True`` for a bar in a terminal and lines elsewhere, ``"bar"``, ``"plain"``
+                or ``False``; or a display object.
+            directory: directory for metrics, loss curve and checkpoints; none are written without.
+            resume: continue from the last checkpoint in ``directory``, if there is one.
+            checkpoint_every: steps between checkpoints, besides the one after each epoch.
+            keep: number of recent checkpoints to keep, 3; the best one is kept as well.
+            monitor: value that decides which epoch is best; ``val_loss``, else ``loss``.
+            patience: stop after this many epochs without an improvement.
+            shuffle: whether to shuffle arrays in each epoch; ``True`` by default.
+            drop_last: drop the last batch of an epoch if it is smaller.
+            debug_nan: check every update, and find the node that computes the first NaN.
+            tensorboard: write event files; by default if TensorBoard is installed.
+
+        Raises:
+            BusyError: if another thread uses the trainer, or another run the directory.
+            NonFiniteError: if the loss becomes infinite or NaN; the weights are those before that
+                step. Also if weights become infinite or NaN after a finite loss; no checkpoint
+                contains them.
+        """
+        options = from_arguments(FitOptions, locals())
+        with self.in_use, lock_directory(options.directory):
+            return Run(self, data, options).go()
+
+    @exclusive
+    def profile(
+        self, batch: Any, *, steps: int = 10, trace: str | os.PathLike[str] | None = None
+    ) -> StepProfile:
+        """Measure where the time of a training step goes; ``print`` the result.
+
+        The steps run on copies of the weights, with onnxruntime's profiler: the trainer does not
+        change.
+
+        Args:
+            batch: a tuple of arrays (by position) or a dict of arrays (by name).
+            steps: number of steps to average over, after two that are not measured.
+            trace: path of a Chrome trace to write, for chrome://tracing or Perfetto.
+        """
+        report = profile_steps(self, batch, steps=steps)
+        if trace is not None:
+            report.save_trace(trace)
+        return report
 
     @exclusive
     def predict(self, *positional: Any, **inputs: Any) -> dict[str, np.ndarray]:
         """Return the outputs of the inference model with the current weights."""
         if self._predictor is None:
-            self._predictor = Predictor(self.artifacts, device=self.device, threads=self.threads)
+            self._predictor = inference.Predictor(
+                self.artifacts, device=self.device, threads=self.threads
+            )
         feeds = feed(self._predictor.spec.inputs, positional, inputs)
         return self._predictor.run(feeds, self._engine.view)
 
@@ -421,21 +501,21 @@ class Trainer(TrainerSummary, Uncopyable):
         return self._engine.view(name)
 
     def pending_updates(self) -> list[tuple[str, np.ndarray]]:
-        """Return what :meth:`compute` found for each parameter: its new value, or its gradient."""
-        return self._engine.describe_updates([p.name for p in self.manifest.parameters])
+        """Return the result of :meth:`compute` for each parameter: its new value or gradient."""
+        return self._engine.pending_updates()
 
     def debug_feeds(
         self, feeds: Mapping[str, np.ndarray]
     ) -> tuple[bytes | str, dict[str, np.ndarray]]:
-        """Return the model of a step and all that it reads for a batch, to run it again."""
+        """Return the model that runs on a batch and all of its inputs, to run it again."""
         spec = self._engine.spec
-        values = {**feeds, **self._control(spec, self.global_step + 1, micro=self._micro)}
+        values = {**feeds, **self._control(spec, self.global_step + 1, batch=self._accumulated)}
         for t in spec.inputs:
             if t.name in values:
                 continue
             if t.role == "accumulator":
-                sizes = tuple(d for d in t.shape if isinstance(d, int))
-                values[t.name] = np.zeros(sizes, numpy_dtype(t.dtype))
+                shape = tuple(d for d in t.shape if isinstance(d, int))
+                values[t.name] = np.zeros(shape, numpy_dtype(t.dtype))
             else:
                 values[t.name] = self._engine.view(t.name)
         return self.artifacts.source(spec.role), values
@@ -445,14 +525,14 @@ class Trainer(TrainerSummary, Uncopyable):
 
     @exclusive
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return everything that a checkpoint holds, by the names it has there."""
+        """Return all tensors of a checkpoint, by their names there."""
         state = {n: np.array(self._engine.view(n)) for n in self._weight_names()}
         for s in self.manifest.state:
             state[state_key(s.parameter, s.slot)] = np.array(self._engine.view(s.name))
         return state
 
     def load_state_dict(self, tensors: Mapping[str, Any]) -> None:
-        """Set everything from what :meth:`state_dict` gave; nothing changes if something is off."""
+        """Set all tensors from a :meth:`state_dict`; nothing changes if one does not fit."""
         self._set_all(self._arrays({n: to_array(v) for n, v in tensors.items()}, "the state"))
 
     def _arrays(self, tensors: Mapping[str, np.ndarray], label: str) -> dict[str, np.ndarray]:
@@ -463,7 +543,7 @@ class Trainer(TrainerSummary, Uncopyable):
     def _set_all(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, array in arrays.items():
             self._engine.write(name, array)
-        self._micro = 0
+        self._accumulated = 0
 
     @exclusive
     def load_weights(
@@ -472,22 +552,22 @@ class Trainer(TrainerSummary, Uncopyable):
         """Set parameters and buffers from a state_dict or a safetensors file; return the names set.
 
         Args:
-            weights: names to arrays or tensors, or a path.
-            strict: refuse names that the model has not, and missing ones.
+            weights: arrays or tensors by name, or a path.
+            strict: raise an error for unknown and missing names.
         """
         if isinstance(weights, str | os.PathLike):
             weights = load_checkpoint(weights)[0]
-        arrays = match_weights(weights, self.manifest, strict=strict)
+        arrays = inference.match_weights(weights, self.manifest, strict=strict)
         for name, array in arrays.items():
             self._engine.write(name, array.astype(self._engine.view(name).dtype))
         return list(arrays)
 
     def progress(self) -> dict[str, Any]:
-        """Return what a checkpoint records besides tensors."""
-        if self._graphs is None:
-            self._graphs = graph_digests(self.artifacts)
+        """Return the metadata of a checkpoint."""
+        if self._graph_digests is None:
+            self._graph_digests = graph_digests(self.artifacts)
         return {
-            "graphs": self._graphs,
+            "graphs": self._graph_digests,
             "lr": self.lr,
             "manifest": self.manifest.to_dict(hashes=False),
             "properties": self.properties,
@@ -503,8 +583,8 @@ class Trainer(TrainerSummary, Uncopyable):
         self.lr, self.global_step, self.seed, self.properties = dataclasses.astuple(progress)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint: whole, or the old file stays."""
-        if self._micro:
+        """Write a checkpoint; if that fails, the old file stays."""
+        if self._accumulated:
             raise OnnxTrainError(
                 "gradients are accumulated but not applied\nhint: call flush() before save()"
             )
@@ -515,30 +595,46 @@ class Trainer(TrainerSummary, Uncopyable):
 
         Args:
             path: of the file.
-            strict: refuse what another model, loss or optimizer has made; else the metadata lists
-                the differences, as ``"differences"``.
+            strict: raise an error if another model, loss or optimizer wrote the checkpoint;
+                otherwise the metadata lists the differences under ``"differences"``.
         """
         loaded = self.read(path, strict=strict)
-        self.take(loaded)
+        self.restore(loaded)
         return loaded.meta
 
     def read(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadedCheckpoint:
-        """Return a checkpoint that :meth:`take` may take over; nothing changes."""
+        """Return a checkpoint that :meth:`restore` accepts; nothing changes."""
         tensors, meta = load_checkpoint(path)
         label = repr(os.fsdecode(path))
         if "step" not in meta:
             raise CheckpointError(
-                f"{label}: no progress of a training run in it\n"
-                "hint: load_weights() takes plain weights"
+                f"{label} has no training progress\nhint: load_weights() loads plain weights"
             )
         arrays, progress = self._arrays(tensors, label), self._progress.read(meta, label)
         return LoadedCheckpoint(
             arrays, progress, check_origin(meta, self.progress(), label, strict=strict)
         )
 
-    def take(self, loaded: LoadedCheckpoint) -> None:
-        """Continue from what :meth:`read` gave."""
+    def restore(self, loaded: LoadedCheckpoint) -> None:
+        """Continue from the result of :meth:`read`."""
         self._set_all(loaded.arrays)
         self._set_progress(loaded.progress)
 
-    export = export
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ema: bool = False,
+        fold: bool = False,
+        opset: int | None = None,
+    ) -> None:
+        """Write the inference model with the current weights.
+
+        Args:
+            path: of the file.
+            ema: write the moving average of the weights.
+            fold: fold constants, such as a normalization into the convolution before it; names of
+                weights may change.
+            opset: opset version of the file; the model's own by default.
+        """
+        inference.export(self, path, ema=ema, fold=fold, opset=opset)
