@@ -127,7 +127,7 @@ def sizes() -> dict[int, tuple[int, int, int]]:
     counts = {}
     for layers in (1, 2):
         model = Decoder(layers).model
-        plain = simplify(load_normalized(model))
+        plain = simplify(load_normalized(model).model)
         made = onnxtrain.vjp(model, outputs="logits")
         counts[layers] = (len(model.graph.node), len(plain.graph), len(made.graph.node))
     return counts

@@ -24,7 +24,7 @@ def test_pads_that_are_computed_give_sizes() -> None:
       y = Mul(padded, weight)
     }
     """
-    model = prepare(load(onnx.parser.parse_model(text)))
+    model = prepare(load(onnx.parser.parse_model(text))).model
     (pad,) = (n for n in model.graph if n.op_type == "Pad")
     dims = dims_of(pad.outputs[0])
     assert dims is not None

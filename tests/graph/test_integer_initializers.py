@@ -30,7 +30,7 @@ CONSTANT = "g (float[N, 8] x) => (float[N, M] y) " + BODY.replace(
 
 def sizes(text: str) -> list[object]:
     """Return the last size of each result of rank 2."""
-    model = load_normalized(parser.parse_model(HEAD + text))
+    model = load_normalized(parser.parse_model(HEAD + text)).model
     shapes = [dims_of(y) or () for node in model.graph for y in node.outputs]
     return [dims[1] for dims in shapes if len(dims) == 2 and dims[0] == "N"]
 

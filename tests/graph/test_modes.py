@@ -29,7 +29,7 @@ _NORM = """<float[2] s = {1.0, 2.0}, float[2] b = {0.5, 0.0}, float[2] m = {0.0,
 
 
 def opened(text: str) -> ir.Model:
-    return load_normalized(onnx.parser.parse_model(_HEAD + text))
+    return load_normalized(onnx.parser.parse_model(_HEAD + text)).model
 
 
 def kinds(model: ir.Model) -> list[str]:
@@ -149,7 +149,7 @@ def test_evaluation_mode_of_old_models() -> None:
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
 def test_the_rule_reads_what_running_statistics_made_the_node_put_out(target: Target) -> None:
-    model = load_normalized(with_norm())
+    model = load_normalized(with_norm()).model
     scales = {n.inputs[1].name for n in model.graph if n.op_type == "BatchNormalization"}
     to_training(model, trainable=scales)
     (node,) = (n for n in model.graph if n.op_type == "BatchNormalization")

@@ -150,7 +150,7 @@ def parse(graph: str) -> onnx.ModelProto:
 def test_hazard(hazard: str) -> None:
     graph, operators, parameters = HAZARDS[hazard]
     model = parse(graph)
-    work = simplify(prepare(load(model)))
+    work = simplify(prepare(load(model)).model)
     counts = Counter(n.op_type for n in work.graph)
     assert {op: counts[op] for op in operators} == operators
     values = onnxtrain.parameters(model) if parameters else {}
@@ -175,7 +175,7 @@ def test_outputs_keep_names_and_order() -> None:
     model = parse("""(float[2] x, float[2] z) => (float[2] b, float[2] a, float[2] c, float[2] d)
         { h = Neg(x)  a = Identity(h)  b = Identity(h)  c = Identity(x)  d = Neg(x) }""")
     x, z = np.array([1, 2], np.float32), np.array([3, 4], np.float32)
-    for made in (finalize(simplify(prepare(load(model)))), onnxtrain.vjp(model, ["x", "z"])):
+    for made in (finalize(simplify(prepare(load(model)).model)), onnxtrain.vjp(model, ["x", "z"])):
         assert [v.name for v in made.graph.input][:2] == ["x", "z"]
         assert [v.name for v in made.graph.output][:4] == ["b", "a", "c", "d"]
         rest = [np.ones(2)] * (len(made.graph.input) - 2)
@@ -188,7 +188,7 @@ def test_a_training_step_survives() -> None:
     model = parse("""(float[N,2] x, float[2,2] w, float[2] b) => (float loss)
         { a = MatMul(x, w)  h = Add(a, b)  s = Mul(h, h)  loss = ReduceMean<keepdims=0>(s) }""")
     once = onnxtrain.grad(model, ["w", "b"])
-    again = finalize(simplify(prepare(load(once))))
+    again = finalize(simplify(prepare(load(once)).model))
     rng = np.random.default_rng(0)
     values = [rng.standard_normal(s) for s in ((3, 2), (2, 2), (2,))]
     assert [v.name for v in again.graph.output] == ["loss", "w_grad", "b_grad"]

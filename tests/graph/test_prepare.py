@@ -10,7 +10,7 @@ import pytest
 from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.graph.io import load
 from onnxtrain.graph.io.writer import finalize
-from onnxtrain.importer import constant_names, prepare, repairs_of
+from onnxtrain.importer import Prepared, prepare
 from tests.cases.evaluate import stock
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
@@ -20,14 +20,14 @@ def parse(text: str, head: str = HEAD) -> onnx.ModelProto:
     return onnx.parser.parse_model(head + text)
 
 
-def kinds(model: ir.Model) -> list[str]:
+def kinds(model: ir.Model | Prepared) -> list[str]:
     return [n.op_type for n in model.graph.all_nodes()]
 
 
-def same_numbers(model: onnx.ModelProto, *values: np.ndarray) -> ir.Model:
+def same_numbers(model: onnx.ModelProto, *values: np.ndarray) -> Prepared:
     """The prepared model, which gives the numbers of the original."""
     work = prepare(load(model))
-    for ours, theirs in zip(stock(finalize(work))(values), stock(model)(values), strict=True):
+    for ours, theirs in zip(stock(finalize(work.model))(values), stock(model)(values), strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     return work
@@ -71,13 +71,13 @@ twice (a) => (b) { b = Add(a, a) }"""
 def test_nested_functions_with_attributes_are_inlined() -> None:
     x = np.array([[1, 2, -3], [-4, 5, 6]], np.float32)
     work = same_numbers(onnx.parser.parse_model(NESTED), x)
-    assert not work.functions
-    assert set(work.opset_imports) == {""}
+    assert not work.model.functions
+    assert set(work.model.opset_imports) == {""}
     slopes = [n.attributes["alpha"].as_float() for n in work.graph if n.op_type == "LeakyRelu"]
     assert slopes == [0.25, 0.5]
     assert next(iter(work.graph.initializers)) == "w"
-    assert constant_names(work) == set(work.graph.initializers) - {"w"}
-    assert "2 local function(s) inlined" in repairs_of(work)
+    assert work.constants == set(work.graph.initializers) - {"w"}
+    assert "2 local function(s) inlined" in work.repairs
 
 
 def test_functions_in_branches_are_inlined() -> None:
@@ -108,7 +108,7 @@ def test_constants_become_initializers(kind: str) -> None:
     work = same_numbers(model, np.array([1, 2], expected.dtype))
     assert kinds(work) == ["Add"]
     (value,) = work.graph.initializers.values()
-    assert value.name in constant_names(work)
+    assert value.name in work.constants
     assert value.dtype == ir.DataType.from_numpy(expected.dtype)
     np.testing.assert_array_equal(value.const_value.numpy(), expected)
 
@@ -126,7 +126,7 @@ def test_constants_that_are_no_numbers_do_no_harm(kind: str) -> None:
     else:
         attribute.type = onnx.AttributeProto.STRINGS
         attribute.strings.extend([b"a", b"b"])
-    assert kinds(prepare(load(model))) == ["Relu"]
+    assert kinds(prepare(load(model)).model) == ["Relu"]
 
 
 def test_initializers_of_subgraphs_are_moved_to_the_main_graph() -> None:
@@ -151,7 +151,7 @@ def test_cast_like_becomes_cast() -> None:
         np.array([0], np.int32),
     )
     assert kinds(work) == ["Cast"]
-    assert "CastLike became Cast: 1 node(s)" in repairs_of(work)
+    assert "CastLike became Cast: 1 node(s)" in work.repairs
 
 
 def test_shape_arithmetic_is_folded() -> None:
@@ -225,7 +225,7 @@ def test_dilated_auto_pad(node: str, mode: str, strides: tuple[int, int]) -> Non
     explicit = parse(text.format(node.format(a=f"pads={padded}, strides={list(strides)}")))
     rng = np.random.default_rng(1)
     values = rng.standard_normal((1, 2, 7, 6)), rng.standard_normal((2, 2, 3, 2))
-    (y,) = stock(finalize(prepare(load(auto))))(values)
+    (y,) = stock(finalize(prepare(load(auto)).model))(values)
     assert y.shape[2:] == tuple(-(-n // s) for n, s in zip((7, 6), strides, strict=True))
     np.testing.assert_array_equal(y, stock(explicit)(values)[0])
 
@@ -249,12 +249,12 @@ MLP = """g (float[N,2] x) => (float[N,2] y)
 
 def test_parameters_keep_names_and_order() -> None:
     work = prepare(load(parse(MLP)))
-    given = [n for n in work.graph.initializers if n not in constant_names(work)]
+    given = [n for n in work.graph.initializers if n not in work.constants]
     assert given == ["weight", "b", "a", "scale"]
 
 
 def test_the_same_model_gives_the_same_bytes() -> None:
     model = onnx.parser.parse_model(NESTED)
-    once, again = (finalize(load_normalized(model)).SerializeToString() for _ in range(2))
+    once, again = (finalize(load_normalized(model).model).SerializeToString() for _ in range(2))
     assert once == again
     assert model == onnx.parser.parse_model(NESTED)

@@ -202,7 +202,7 @@ def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 def test_raised_gives_the_numbers_of_the_original(name: str) -> None:
     model = parse(*OLD[name][:2])
     values = draw(model)
-    raised = finalize(load_normalized(model))
+    raised = finalize(load_normalized(model).model)
     assert (raised.opset_import[0].version, raised.ir_version) == (21, 10)
     same(stock(raised)(values), stock(model)(values))
 
@@ -223,7 +223,7 @@ def test_raised_gives_the_numbers_of_the_original(name: str) -> None:
 def test_numbers_take_the_type_of_the_input(kind: str, text: str, expected: Any) -> None:
     model = parse(9, f"g ({kind}[4] x) => ({kind}[4] y) {{ {text} }}")
     x = np.array([-1.0, 0.125, 0.25, 3.0], kind)
-    (y,) = stock(finalize(load_normalized(model)))([x])
+    (y,) = stock(finalize(load_normalized(model).model))([x])
     assert y.dtype == x.dtype
     np.testing.assert_array_equal(y, expected(x))
 
@@ -236,7 +236,7 @@ def test_training_batch_norm_from_before_its_attribute() -> None:
     )
     model = parse(9, text)
     x, s, b = draw(model)
-    (y,) = stock(finalize(load_normalized(model)))([x, s, b])
+    (y,) = stock(finalize(load_normalized(model).model))([x, s, b])
     mean, var = x.mean((0, 2), keepdims=True), x.var((0, 2), keepdims=True)
     expected = (x - mean) / np.sqrt(var + 1e-5) * s[:, None] + b[:, None]
     np.testing.assert_allclose(y, expected, atol=1e-5)
@@ -251,7 +251,7 @@ def test_a_model_that_cannot_be_raised_is_refused() -> None:
 def test_ir_3_initializers_are_parameters() -> None:
     model = parse(8, "g (float[N,2] x) => (float[N,2] y) <float[2] w={1.0,2.0}> { y = Mul(x,w) }")
     assert [v.name for v in model.graph.input] == ["x", "w"]
-    work = load_normalized(model)
+    work = load_normalized(model).model
     assert [x.name for x in work.graph.inputs] == ["x"]
     assert list(work.graph.initializers) == ["w"]
 
@@ -284,7 +284,7 @@ NEW = table("""
 @pytest.mark.parametrize("name", NEW)
 def test_newer_models_come_down_or_keep_their_opset(name: str) -> None:
     opset, text, expected = NEW[name]
-    work = load_normalized(parse(opset, text))
+    work = load_normalized(parse(opset, text)).model
     assert work.opset_imports[""] == expected
     assert {n.version for n in work.graph.all_nodes()} == {expected}
     assert work.ir_version == (10 if expected == 21 else max(ir_version(opset), 11))
@@ -296,7 +296,7 @@ def test_coming_down_keeps_the_numbers(name: str) -> None:
     opset, text, _ = NEW[name]
     model = parse(opset, text)
     values = draw(model)
-    same(stock(finalize(load_normalized(model)))(values), reference(model)(values))
+    same(stock(finalize(load_normalized(model).model))(values), reference(model)(values))
 
 
 # onnxruntime 1.31 refuses a mask shorter than the keys, and knows no windows.
@@ -308,7 +308,7 @@ NOT_IN_REFERENCE = ("Attention-raw-scores",)
 @pytest.mark.parametrize("case", attention.CASES, ids=repr)
 def test_attention_is_that_of_both_evaluators(case: OpCase) -> None:
     model = case.build()
-    work = finalize(load_normalized(model))
+    work = finalize(load_normalized(model).model)
     assert work.opset_import[0].version == 21
     ours = stock(work)(feeds(case))
     if case.name not in NOT_IN_REFERENCE:
@@ -326,7 +326,7 @@ def test_masked_scores_are_infinite_where_they_are_shown(opset: int) -> None:
     )
     model = parse(opset, text)
     values = draw(model)
-    y, s = stock(finalize(load_normalized(model)))(values)
+    y, s = stock(finalize(load_normalized(model).model))(values)
     assert np.array_equal(np.isneginf(s[0, 0]), [[False, True, True], [False, False, True]])
     same([y, s], reference(model)(values))
 

@@ -54,7 +54,7 @@ def classifier() -> ir.Model:
         x = op.input("x", FLOAT, ["batch", 4])
         return {"logits": op.MatMul(x, weight(op, "w", W1))}
 
-    return load_normalized(model_of(build))
+    return load_normalized(model_of(build)).model
 
 
 def two_heads() -> ir.Model:
@@ -65,7 +65,7 @@ def two_heads() -> ir.Model:
         a = op.MatMul(x, weight(op, "wa", W1))
         return {"a": a, "b": op.MatMul(x, weight(op, "wb", W2))}
 
-    return load_normalized(model_of(build))
+    return load_normalized(model_of(build)).model
 
 
 def run(attached: Attached, **feeds: np.ndarray) -> dict[str, np.ndarray]:

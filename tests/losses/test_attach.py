@@ -13,6 +13,7 @@ from onnxtrain.autodiff.gradients import load_normalized
 from onnxtrain.autodiff.selection import trainable
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.importer import Prepared
 from onnxtrain.losses import LossTerm, attach_loss
 from tests.losses.small import (
     FLOAT,
@@ -75,7 +76,7 @@ def test_names_and_objects(loss: L.LossLike) -> None:
 def test_only_the_models_own_weights_are_trainable() -> None:
     loss = L.CrossEntropy(weight=[1.0, 2.0, 3.0], label_smoothing=0.1)
     attached = attach_loss(classifier(), [loss, LossTerm("mse", target="t", weight=0.3)])
-    assert [x.name for x in trainable(attached.model)] == ["w"]
+    assert [x.name for x in trainable(Prepared.of(attached.model))] == ["w"]
 
 
 def test_float_targets() -> None:
@@ -125,7 +126,7 @@ def test_an_autoencoders_target_is_its_input() -> None:
         x = op.input("x", FLOAT, ["batch", 4])
         return {"y": op.MatMul(x, weight(op, "w", np.eye(4, dtype=np.float32) * 2))}
 
-    attached = attach_loss(load_normalized(model_of(build)), LossTerm("mse", target="x"))
+    attached = attach_loss(load_normalized(model_of(build)).model, LossTerm("mse", target="x"))
     assert attached.targets == []
     np.testing.assert_allclose(run(attached, x=X)["loss"], np.mean(X**2), rtol=1e-5)
 
@@ -138,7 +139,7 @@ def test_a_triplet_of_outputs_or_of_inputs() -> None:
     rows = [X, X[::-1].copy(), X[[1, 0, 3, 2, 5, 4]]]
     expected = F.triplet_margin_loss(*(torch.tensor(r @ W1) for r in rows))
     for loss in ("triplet_margin", LossTerm("triplet_margin", output=["a", "p", "n"])):
-        attached = attach_loss(load_normalized(model_of(build)), loss)
+        attached = attach_loss(load_normalized(model_of(build)).model, loss)
         assert attached.targets == []
         outputs = run(attached, **{f"x_{n}": r for n, r in zip("apn", rows, strict=True)})
         np.testing.assert_allclose(outputs["loss"], expected, rtol=1e-5)
@@ -156,7 +157,7 @@ def test_a_scalar_that_is_there_already(name: str, shape: list[int]) -> None:
         mean = op.ReduceMean(op.Mul(y, y), keepdims=0)
         return {"y": y, name: op.Reshape(mean, op.const(shape))}
 
-    attached = attach_loss(load_normalized(model_of(build)), name)
+    attached = attach_loss(load_normalized(model_of(build)).model, name)
     assert attached.targets == []
     outputs = [y.name for y in attached.model.graph.outputs]
     assert outputs == (["loss", "y"] if name == "loss" else ["loss", "y", "total"])
@@ -226,7 +227,7 @@ def test_another_model(form: str, tmp_path) -> None:
     expected = np.mean(([1, 2, 3] * (X @ W1 - TA)) ** 2)
     np.testing.assert_allclose(run(attached, x=X, wanted=TA)["loss"], expected, rtol=1e-5)
     # the loss model's own parameter is called w, too: it is fixed and does not disturb the model's
-    assert [x.name for x in trainable(attached.model)] == ["w"]
+    assert [x.name for x in trainable(Prepared.of(attached.model))] == ["w"]
     grad = gradients(attached, ["w"], x=X, wanted=TA)["w"]
     np.testing.assert_allclose(grad, 2 / 18 * X.T @ ([1, 4, 9] * (X @ W1 - TA)), rtol=1e-4)
 
@@ -252,7 +253,7 @@ def test_inner_values_can_be_asked_for() -> None:
         return {"y": op.MatMul(h, weight(op, "w", W1))}
 
     attached = attach_loss(
-        load_normalized(model_of(build)),
+        load_normalized(model_of(build)).model,
         [L.MSE(), LossTerm("l1", output="hidden", weight=0.1)],
         outputs=["hidden"],
     )
@@ -266,7 +267,7 @@ def test_an_inner_value_called_loss_makes_room() -> None:
         h.name = "loss"
         return {"y": op.Exp(op.MatMul(h, weight(op, "w", W1)))}
 
-    attached = attach_loss(load_normalized(model_of(build)), "mse")
+    attached = attach_loss(load_normalized(model_of(build)).model, "mse")
     assert run(attached, x=X, target=TA)["loss"].shape == ()
 
 
@@ -275,7 +276,7 @@ def test_a_name_that_is_taken() -> None:
         x, other = op.input("labels", FLOAT, ["batch", 4]), op.input("unused", FLOAT, [1])
         return {"y": op.Add(op.MatMul(x, weight(op, "w", W1)), other)}
 
-    attached = attach_loss(load_normalized(model_of(build)), "cross_entropy")
+    attached = attach_loss(load_normalized(model_of(build)).model, "cross_entropy")
     assert [x.name for x in attached.targets] == ["labels_1"]
 
 
@@ -346,7 +347,7 @@ def test_loss_is_the_name_of_something_else() -> None:
         return {"y": op.MatMul(x, weight(op, "w", W1))}
 
     with pytest.raises(PrepareError, match=r"the name 'loss' is taken by loss: FLOAT\[batch,4\]"):
-        attach_loss(load_normalized(model_of(build)), "mse")
+        attach_loss(load_normalized(model_of(build)).model, "mse")
 
 
 def test_an_unknown_target() -> None:
@@ -363,7 +364,7 @@ def test_what_a_term_may_look_at() -> None:
         y = op.MatMul(op.input("x", FLOAT, ["batch", 4]), weight(op, "w", W1))
         return {"y": y, "best": op.ArgMax(y, axis=1), "size": op.ReduceMean(y, keepdims=0)}
 
-    model = load_normalized(model_of(build))
+    model = load_normalized(model_of(build)).model
     with pytest.raises(
         PrepareError, match=r"a loss looks at floats, not at best: INT64\[batch,1\]"
     ):

@@ -21,7 +21,7 @@ LOGITS = torch.tensor(X @ W1)
 
 
 def sequence(layout: list) -> ir.Model:
-    return load_normalized(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, layout))}))
+    return load_normalized(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, layout))})).model
 
 
 @pytest.mark.parametrize("target", ["cpu", "webgpu"])
@@ -152,7 +152,9 @@ def test_an_output_of_the_model() -> None:
         y = op.Tanh(op.input("x", FLOAT, ["batch", 4]))
         return {"y": y, "size": op.ReduceMean(y, keepdims=0)}
 
-    attached = attach_loss(load_normalized(model_of(build)), LossTerm("mse", "y"), metrics=["size"])
+    attached = attach_loss(
+        load_normalized(model_of(build)).model, LossTerm("mse", "y"), metrics=["size"]
+    )
     assert [y.name for y in attached.model.graph.outputs] == ["loss", "size", "y"]
 
 

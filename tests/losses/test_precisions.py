@@ -20,7 +20,7 @@ def test_half_precision_is_compared_in_float32() -> None:
         x = op.input("x", ir.DataType.FLOAT16, ["batch", 4])
         return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float16)))}
 
-    attached = attach_loss(load_normalized(model_of(build)), "mse", metrics=["mae"])
+    attached = attach_loss(load_normalized(model_of(build)).model, "mse", metrics=["mae"])
     assert attached.loss.dtype == FLOAT
     assert signature(attached) == [("target", FLOAT, ("batch", "3"))]
     outputs = run(attached, x=X.astype(np.float16), target=TA + 300)
@@ -33,7 +33,7 @@ def test_double_precision(loss: str) -> None:
         x = op.input("x", ir.DataType.DOUBLE, ["batch", 4])
         return {"y": op.MatMul(x, weight(op, "w", W1.astype(np.float64)))}
 
-    attached = attach_loss(load_normalized(model_of(build)), loss)
+    attached = attach_loss(load_normalized(model_of(build)).model, loss)
     assert attached.loss.dtype == ir.DataType.DOUBLE
     y, t = torch.tensor(X.astype(np.float64) @ W1), torch.tensor(TA.astype(np.float64))
     expected = {

@@ -24,7 +24,7 @@ WEIGHT = [0.5, 2.0, 1.5, 1.0]
 def training_model(loss: Loss, expand: bool) -> ir.Model:
     prepared = load_normalized(
         model_of(lambda op: {"y": op.Mul(op.input("x", FLOAT, ["n", 4]), 2.0)})
-    )
+    ).model
     attached = attach_loss(prepared, loss, metrics=["perplexity"])
     op = OpBuilder(prepared.graph, prefix="grad/")
     x = prepared.graph.inputs[0]
@@ -74,7 +74,9 @@ def test_the_gradient_shares_what_the_loss_computes() -> None:
 
 
 def test_nothing_to_do() -> None:
-    prepared = load_normalized(model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, ["n", 4]))}))
+    prepared = load_normalized(
+        model_of(lambda op: {"y": op.Tanh(op.input("x", FLOAT, ["n", 4]))})
+    ).model
     assert expand_label_losses(prepared, OpBuilder(prepared.graph)) == 0
     assert [n.op_type for n in prepared.graph] == ["Tanh"]
 
@@ -95,7 +97,7 @@ def all_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def gradient_model(loss: Loss, target: str | Target) -> ir.Model:
     prepared = load_normalized(
         model_of(lambda op: {"y": op.Mul(op.input("x", FLOAT, ["n", 4]), 2.0)})
-    )
+    ).model
     attached = attach_loss(prepared, loss)
     op = OpBuilder(prepared.graph, prefix="grad/")
     x = prepared.graph.inputs[0]

@@ -102,7 +102,7 @@ def widened(proto: onnx.ModelProto) -> Double | None:
 def written_out(path: Path) -> Double | None:
     """Return the file in float64 with fused operators written out, if that is possible."""
     try:
-        proto = ir.to_proto(load_normalized(path, "portable"))
+        proto = ir.to_proto(load_normalized(path, "portable").model)
     except OnnxTrainError:
         return None
     return widened(proto)

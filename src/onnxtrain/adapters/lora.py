@@ -122,7 +122,6 @@ class Adapted:
     def with_parameters(self, arrays: Mapping[str, np.ndarray]) -> Adapted:
         """Return the same model with other values of its adapters."""
         model = self.model.clone()
-        model.meta.update(self.model.meta)
         for name, array in arrays.items():
             x = model.graph.initializers[name]
             assert x.const_value is not None
@@ -281,9 +280,7 @@ def lora(
 
 def copy_model(model: ir.Model) -> ir.Model:
     """Return a copy of a graph; its tensors are the same."""
-    copy = model.clone()
-    copy.meta.update(model.meta)
-    return copy
+    return model.clone()
 
 
 def prepare_model(model: Source) -> ir.Model:

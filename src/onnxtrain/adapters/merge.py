@@ -179,7 +179,6 @@ def merge(adapted: Adapted, values: Mapping[str, np.ndarray], quantised: str) ->
     if quantised not in (BRANCH, REQUANTIZE):
         raise PrepareError(f"no such way: {quantised!r}\nhint: {BRANCH} or {REQUANTIZE}")
     model = adapted.plain.clone()
-    model.meta.update(adapted.plain.meta)
     units = {
         u.module: u for u in find_target_modules(find_base_layers(model.graph), adapted.family)
     }

@@ -95,7 +95,6 @@ def write_ort_base(path: str | os.PathLike[str] | None, adapted: Adapted) -> Pat
 def base_with_inputs(adapted: Adapted) -> ir.Model:
     """Return the model whose factors are inputs with empty defaults, and whose scaling is 1."""
     model = adapted.plain.clone()
-    model.meta.update(adapted.plain.meta)
     units = {
         u.module: u for u in find_target_modules(find_base_layers(model.graph), adapted.family)
     }

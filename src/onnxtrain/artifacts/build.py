@@ -47,7 +47,7 @@ from onnxtrain.artifacts.request import (
 )
 from onnxtrain.artifacts.trainable import aliases_of, candidates, names_list, untrained_reasons
 from onnxtrain.artifacts.update import mark_in_place, vector_models
-from onnxtrain.autodiff.gradients import Names, load_normalized, registered_domains
+from onnxtrain.autodiff.gradients import Names, normalize, registered_domains
 from onnxtrain.autodiff.recompute import copy_scopes
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import (
@@ -60,11 +60,11 @@ from onnxtrain.errors import (
     hints_name_freeze,
 )
 from onnxtrain.graph.io import Source, load
-from onnxtrain.graph.io.external_data import SharedWeights, copy_with_weights, share_weights_with
+from onnxtrain.graph.io.external_data import SharedWeights
 from onnxtrain.graph.io.proto_checks import STANDARD_DOMAINS
 from onnxtrain.graph.memory_usage import symbolic_peaks
 from onnxtrain.graph.shapes.unknown import specialize
-from onnxtrain.importer import expose_weights, repairs_of
+from onnxtrain.importer import Prepared, expose_weights
 from onnxtrain.importer.parameters import ADAPTERS
 from onnxtrain.losses import LossLike, MetricLike
 from onnxtrain.losses.attach import loss_inputs
@@ -273,47 +273,66 @@ def build(
     """
     request = from_arguments(BuildRequest, locals())
     first, *rest = BUNDLES.get(target, (target,))
-    shared = SharedWeights()
     with hints_name_freeze():
         one = dataclasses.replace(request, target=first)
-        artifacts = _check_artifacts(_build_for_target(model, one, shared), one)
+        _check_options(mode, accumulate, ema, first, randomness)
+        resolve_precision(precision, first)
+        source = _load_source(model, one)
+        artifacts = _check_artifacts(_build_for_target(source, one), one)
         for name in rest:
             one = dataclasses.replace(request, target=name)
             if not find(name).prefers("multi-step"):
                 one = dataclasses.replace(one, steps_per_call=1)
             artifacts = merge_targets(
-                artifacts, _check_artifacts(_build_for_target(model, one, shared), one)
+                artifacts, _check_artifacts(_build_for_target(source, one), one)
             )
     return artifacts
 
 
-def _build_for_target(model: Source, request: BuildRequest, shared: SharedWeights) -> Artifacts:
-    """Return the artifacts for a single target."""
-    target, accumulate, opset = request.target, request.accumulate, request.opset
-    _check_options(request.mode, accumulate, request.ema, target, request.randomness)
-    mixed_precision = resolve_precision(request.precision, target)
-    source, shown = expose_weights(load(model, allow_domains=registered_domains()))
+@dataclasses.dataclass(frozen=True)
+class LoadedSource:
+    """The user's model, loaded and checked once for all targets."""
+
+    model: ir.Model
+    """As it is served: every weight is an initializer, ``dims`` are fixed."""
+    repairs: tuple[str, ...]
+    shared: SharedWeights | None
+    """The file that large weights are kept in."""
+
+
+def _load_source(model: Source, request: BuildRequest) -> LoadedSource:
+    """Load the user's model."""
+    source, exposed = expose_weights(load(model, allow_domains=registered_domains()))
     source = specialize(source, request.dims or {})
     check_inputs(source)
+    shared = SharedWeights()
     large = shared.take(source)
-    if large and opset is not None:
+    if large and request.opset is not None:
         raise PrepareError(LARGE_WEIGHTS_NOT_LOWERED)
     apart = unshare_running_statistics(source)
+    return LoadedSource(source, (*exposed, *apart), shared if large else None)
+
+
+def _build_for_target(loaded: LoadedSource, request: BuildRequest) -> Artifacts:
+    """Return the artifacts for a single target."""
+    source = loaded.model
+    target, accumulate, opset = request.target, request.accumulate, request.opset
+    mixed_precision = resolve_precision(request.precision, target)
     base = _normal_form(source, request)
     options = _resolve_options(request, base, mixed_precision)
     untrained = untrained_reasons(base) if request.train is None else []
     trained = {*options.candidates, *options.buffers}
     widened = (
-        upcast_to_float32(base, trained, target=options.target)
+        upcast_to_float32(base.model, trained, target=options.target)
         if mixed_precision.upcasts_to_float32
         else []
     )
-    origin = differentiate_loss(copy_with_weights(base), options)
+    origin = differentiate_loss(base.copy(), options)
     if request.dp is not None:
         _check_private(request, mixed_precision)
         origin = per_example(origin, request.dp, options.target)
-    arrays = {n: _initializer_array(base, n) for n in origin.parameters}
-    values = {n: _initializer_array(base, n) for n in origin.buffers}
+    arrays = {n: _initializer_array(base.model, n) for n in origin.parameters}
+    values = {n: _initializer_array(base.model, n) for n in origin.buffers}
     weights = _weight_specs(source, arrays)
     state = [*_state_specs(options, arrays), *mixed_precision.state()]
     _check_names(origin.parameters, origin.buffers, state)
@@ -340,14 +359,13 @@ def _build_for_target(model: Source, request: BuildRequest, shared: SharedWeight
         options={
             **recorded_options(request),
             "loss_scale": mixed_precision.settings(),
-            "repairs": [*shown, *apart, *repairs_of(base), *untrained, *widened, *origin.repairs],
+            "repairs": [*loaded.repairs, *base.repairs, *untrained, *widened, *origin.repairs],
             **({"above_one": list(origin.above_one)} if origin.above_one else {}),
             **({"dp": dataclasses.asdict(request.dp)} if request.dp else {}),
             **_web_options(source, graphs, options.target),
         },
     )
-    kept = shared if large else None
-    return Artifacts(manifest, models, {**arrays, **values}, slots, shared=kept)
+    return Artifacts(manifest, models, {**arrays, **values}, slots, shared=loaded.shared)
 
 
 def _web_options(source: ir.Model, graphs: Sequence[BuiltModel], target: Target) -> dict[str, Any]:
@@ -367,17 +385,21 @@ def _web_options(source: ir.Model, graphs: Sequence[BuiltModel], target: Target)
     return notes
 
 
-def _normal_form(source: ir.Model, request: BuildRequest) -> ir.Model:
+def _normal_form(source: ir.Model, request: BuildRequest) -> Prepared:
     """Return what the rules can differentiate, with the weights of the source."""
-    base = load_normalized(source, request.target, straight_through=request.straight_through)
-    share_weights_with(base, source)
+    base = normalize(
+        source.clone(),
+        request.target,
+        straight_through=request.straight_through,
+        weights_exposed=True,
+    )
     if request.blocks:
-        copy_scopes(source, base)
+        copy_scopes(source, base.model)
     return base
 
 
 def _graphs(
-    base: ir.Model,
+    base: Prepared,
     origin: DifferentiatedModel,
     options: BuildOptions,
     weights: tuple[WeightSpec, ...],
@@ -388,7 +410,7 @@ def _graphs(
     """Return all models that training needs; one trains several ``steps`` in a call, if asked."""
     graphs = [
         training_graph(origin, options),
-        eval_graph(copy_with_weights(base), options, origin.parameters),
+        eval_graph(base.model.clone(), options, origin.parameters),
         optimizer_graph(options, weights, state),
         step_graph(origin, options, state),
     ]
@@ -407,26 +429,26 @@ def _check_artifacts(artifacts: Artifacts, request: BuildRequest) -> Artifacts:
 
 
 def _resolve_options(
-    request: BuildRequest, base: ir.Model, mixed_precision: Precision
+    request: BuildRequest, base: Prepared, mixed_precision: Precision
 ) -> BuildOptions:
     """Return what was asked for in terms of the model."""
     return BuildOptions(
         loss=request.loss,
         optimizer=resolve_optimizer(request.optimizer),
         metrics=tuple(request.metrics),
-        outputs=_output_names(base, request.outputs),
+        outputs=_output_names(base.model, request.outputs),
         candidates=tuple(
             x.name or ""
             for x in candidates(
-                base, request.train, request.freeze, inner=loss_inputs(request.loss, base)
+                base, request.train, request.freeze, inner=loss_inputs(request.loss, base.model)
             )
         ),
         chosen_by_user=request.train is not None,
-        buffers=_buffer_names(base),
+        buffers=_buffer_names(base.model),
         mode=request.mode,
         clip=Clip.of(request.clip),
         ema=request.ema,
-        target=_resolve_target(request),
+        target=base.restrict(_resolve_target(request)),
         randomness=request.randomness,
         precision=mixed_precision,
         recompute=request.blocks,

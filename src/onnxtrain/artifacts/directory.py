@@ -53,7 +53,6 @@ from onnxtrain.graph.io.external_data import (
     DataFiles,
     ExternalDataError,
     SharedWeights,
-    copy_with_weights,
     detach_weights,
     entries,
 )
@@ -358,7 +357,7 @@ _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_NAME, _TENSOR_RAW_DATA = 7, 5, 8, 9
 
 def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
     """Return the plain model in evaluation mode, its weights as raw bytes under their own names."""
-    model = copy_with_weights(source)
+    model = source.clone()
     strip_traces(model)
     if to_evaluation(model):
         remove_dead(model)

@@ -30,6 +30,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, names_in
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify.dead_code import remove_dead
+from onnxtrain.importer import Prepared
 from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.losses import Attached, attach_loss
 from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec, WeightSpec
@@ -271,7 +272,6 @@ class ModelCopy:
 
     def __init__(self, origin: DifferentiatedModel, role: str, target: str | Target) -> None:
         model = origin.model.clone()
-        model.meta.update(origin.model.meta)
         self.op = OpBuilder(model.graph, "step/", target=target)
         self.signature = GraphSignature(role, model, self.op)
         known = {x.name or "": x for x in model.graph.inputs}
@@ -310,9 +310,9 @@ class ModelCopy:
             self.signature.output(f"{name}.out", "buffer", value, self.buffers[name])
 
 
-def differentiate_loss(model: ir.Model, options: BuildOptions) -> DifferentiatedModel:
-    """Differentiate the loss in the mode asked for; ``model`` is used up."""
-    graph = model.graph
+def differentiate_loss(prepared: Prepared, options: BuildOptions) -> DifferentiatedModel:
+    """Differentiate the loss in the mode asked for; the model is changed in place."""
+    model, graph = prepared.model, prepared.graph
     repairs: list[str] = []
     if options.mode == "train":
         repairs += to_training(model, trainable=set(options.candidates))
@@ -329,7 +329,7 @@ def differentiate_loss(model: ir.Model, options: BuildOptions) -> Differentiated
         *shown.values(),
     }
     graph.outputs[:] = [y for y in graph.outputs if y.name in requested_outputs]
-    made = GradientModel(model, options.target, blocks=bool(options.recompute))
+    made = GradientModel(prepared, options.target, blocks=bool(options.recompute))
     chosen = _reaching_parameters(graph, options, attached.loss)
     op = made.op
     statistics = running_statistics(model, op)

@@ -234,7 +234,6 @@ def pack_parameters(
     if not packs:
         return origin, list(state), []
     model = origin.model.clone()
-    model.meta.update(origin.model.meta)
     graph = model.graph
     known = {x.name or "": x for x in graph.inputs}
     outputs = list(graph.outputs)

@@ -63,7 +63,7 @@ def per_example(origin: DifferentiatedModel, dp: DP, target: Target) -> Differen
     outer.outputs.extend(op.ReduceMean(y, keepdims=0) for y in reported)
     outer.outputs.extend(gradients)
     model = ir.Model(outer, ir_version=origin.model.ir_version)
-    model.meta.update(origin.model.meta)
+    model.graph.meta.update(origin.model.graph.meta)
     return dataclasses.replace(origin, model=model, rng=rng, above_one=())
 
 

@@ -24,14 +24,14 @@ from onnxtrain.autodiff.selection import (
     flowing_inputs,
     match,
     trainable,
-    untrained_names,
 )
 from onnxtrain.checkpoint import load_checkpoint
 from onnxtrain.errors import CheckpointError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.nodes import op_key
-from onnxtrain.importer.parameters import recorded_roles, summarize_untrained
+from onnxtrain.importer import Prepared
+from onnxtrain.importer.parameters import summarize_untrained
 
 _MAX_REASONS = 8  # reasons in a message
 _SMALL_INTEGERS = frozenset(
@@ -53,7 +53,7 @@ _INTEGER_ARITHMETIC_HINT = (
 
 
 def candidates(
-    base: ir.Model, train: Names, freeze: Names, *, inner: Collection[str] = ()
+    base: Prepared, train: Names, freeze: Names, *, inner: Collection[str] = ()
 ) -> list[ir.Value]:
     """Return the initializers that may be trained, in the order of the file.
 
@@ -76,9 +76,9 @@ def candidates(
     return chosen
 
 
-def untrained_reasons(base: ir.Model) -> list[str]:
+def untrained_reasons(base: Prepared) -> list[str]:
     """Return a line for each reason why float tensors of the model do not train by default."""
-    return summarize_untrained(recorded_roles(base), base.graph.initializers)
+    return summarize_untrained(base.roles, base.graph.initializers)
 
 
 def names_list(names: Names) -> list[str]:
@@ -86,7 +86,7 @@ def names_list(names: Names) -> list[str]:
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 
-def _select_by_name(base: ir.Model, train: list[str]) -> list[ir.Value]:
+def _select_by_name(base: Prepared, train: list[str]) -> list[ir.Value]:
     """Return what ``train`` names: a plain name may be any tensor, a pattern stands for weights.
 
     A pattern that fits no weight stands for the other tensors that it fits.
@@ -96,7 +96,7 @@ def _select_by_name(base: ir.Model, train: list[str]) -> list[ir.Value]:
         for n, x in base.graph.initializers.items()
         if S.is_float(x) and not S.is_generated_constant(x)
     }
-    untrained = untrained_names(base)
+    untrained = base.untrained
     weights = {n: x for n, x in known.items() if n not in untrained}
     wanted: set[ir.Value] = set()
     for name in train:
@@ -105,12 +105,12 @@ def _select_by_name(base: ir.Model, train: list[str]) -> list[ir.Value]:
     return [x for x in known.values() if x in wanted]
 
 
-def _nothing_to_train(base: ir.Model, train: Names, freeze: Names) -> str:
+def _nothing_to_train(base: Prepared, train: Names, freeze: Names) -> str:
     lines = ["no parameter is left to train"]
     if train is None and freeze is None:
         reasons = untrained_reasons(base)
         lines += [f"  {line}" for line in reasons[:_MAX_REASONS]]
-        cut_off = [n for n, role in recorded_roles(base).items() if role.trains]
+        cut_off = [n for n, role in base.roles.items() if role.trains]
         if cut_off:
             more = f" and {len(cut_off) - _MAX_REASONS} more" if len(cut_off) > _MAX_REASONS else ""
             lines.append(f"  no differentiable path from {', '.join(cut_off[:_MAX_REASONS])}{more}")
@@ -122,7 +122,7 @@ def _nothing_to_train(base: ir.Model, train: Names, freeze: Names) -> str:
             for key, n in counts.items()
             if "::" in key
         ]
-        integers = _integer_weights(base)
+        integers = _integer_weights(base.graph)
         if integers:
             more = (
                 f" and {len(integers) - _MAX_REASONS} more" if len(integers) > _MAX_REASONS else ""
@@ -142,11 +142,11 @@ def _nothing_to_train(base: ir.Model, train: Names, freeze: Names) -> str:
     return "\n".join(lines)
 
 
-def _integer_weights(base: ir.Model) -> list[str]:
+def _integer_weights(graph: ir.Graph) -> list[str]:
     """Return the weights of a quantised model: tensors of small integers that are no vectors."""
     return [
         name
-        for name, x in base.graph.initializers.items()
+        for name, x in graph.initializers.items()
         if x.dtype in _SMALL_INTEGERS and len(x.shape or ()) > 1 and x.uses()
     ]
 

@@ -20,7 +20,7 @@ from onnxtrain.autodiff.differentiate import (
     differentiate,
     reachable_values,
 )
-from onnxtrain.autodiff.gradients import load_normalized, registered_domains
+from onnxtrain.autodiff.gradients import normalize, registered_domains
 from onnxtrain.autodiff.rule_registry import (
     NO_GRADIENT,
     RULES,
@@ -43,11 +43,10 @@ from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.nodes import op_key, stops_gradient
 from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN
 from onnxtrain.graph.shapes.unknown import specialize
-from onnxtrain.importer import constant_names, repairs_of, unused_parameters
 from onnxtrain.importer.functions import has_body
 from onnxtrain.importer.opset import NEWEST_OPSET
 from onnxtrain.importer.opset import RUNTIME_OPERATORS as MOVED
-from onnxtrain.importer.parameters import Role, recorded_roles
+from onnxtrain.importer.parameters import Role
 
 # Deprecated operators, which raising the opset replaces.
 _SUCCESSORS = {"Scatter": "ScatterElements", "Upsample": "Resize"}
@@ -230,39 +229,38 @@ def explain(
     """
     original = specialize(load(model, allow_domains=registered_domains()), dims or {})
     declared = [n for n, x in original.graph.initializers.items() if S.is_float(x)]
-    work = load_normalized(original)
+    work = normalize(original)
     graph = work.graph
     wanted = trainable(work) if wrt is None else select_wrt(work, wrt)
     live = reachable_values(list(graph), wanted)
     refused = _refused(graph, live)
     statistics = batch_statistics(graph)
-    hidden, parts = constant_names(work), recorded_roles(work)
+    constants, roles = work.constants, work.roles
     frozen: dict[str, str] = {}
     for name, x in graph.initializers.items():
-        if name in hidden or x in wanted or not S.is_float(x):
+        if name in constants or x in wanted or not S.is_float(x):
             continue
         if x in statistics:
             frozen[name] = "running statistics of BatchNormalization"
         elif wrt is not None:
             frozen[name] = "not in wrt"
-        elif name in parts and not parts[name].trains:
-            frozen[name] = parts[name].why
+        elif name in roles and not roles[name].trains:
+            frozen[name] = roles[name].why
         else:
             frozen[name] = "no differentiable path to a float output"
-    unused = unused_parameters(work)
-    frozen.update({n: "no node reads it" for n, x in unused.items() if x not in wanted})
+    frozen.update({n: "no node reads it" for n, x in work.unused.items() if x not in wanted})
     nodes = tuple(_node(n, live, refused) for n in graph)
-    present = {*graph.initializers, *unused, *(x.name for x in graph.inputs)}
+    present = {*graph.initializers, *work.unused, *(x.name for x in graph.inputs)}
     return Report(
         nodes=nodes,
         parameters={x.name or "": _shape(x) for x in wanted},
-        roles={x.name or "": _kind(parts, x) for x in wanted},
+        roles={x.name or "": _kind(roles, x) for x in wanted},
         frozen=frozen,
         lost=tuple(n for n in declared if n not in present),
-        repairs=repairs_of(work),
-        opset=work.opset_imports[""],
+        repairs=work.repairs,
+        opset=work.model.opset_imports[""],
         elements=sum(x.const_value.size for x in wanted if x.const_value is not None),
-        refusal="" if any(n.how == "missing" for n in nodes) else _dry_run(work, wanted),
+        refusal="" if any(n.how == "missing" for n in nodes) else _dry_run(work.model, wanted),
         selections=available_selectors(work, trainable(work)),
     )
 

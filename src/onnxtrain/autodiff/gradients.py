@@ -36,7 +36,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.nodes import op_key
-from onnxtrain.importer import prepare
+from onnxtrain.importer import Prepared, prepare
 from onnxtrain.optimize.pipeline import rewrite_after, rewrite_before, rewrite_final
 from onnxtrain.targets import Target, find
 
@@ -45,17 +45,18 @@ class GradientModel:
     """A model in the normal form, to which gradients are added in place.
 
     Args:
-        model: in the normal form; it is used up.
-        target: what forms are chosen for.
+        prepared: the model; its graph is changed in place.
+        target: the runtime to generate operators for.
         blocks: whether some blocks will be computed again in the backward pass.
     """
 
     def __init__(
-        self, model: ir.Model, target: str | Target = "cpu", *, blocks: bool = False
+        self, prepared: Prepared, target: str | Target = "cpu", *, blocks: bool = False
     ) -> None:
-        rewrite_before(model, target, blocks=blocks)
-        self.model, self.graph = model, model.graph
-        self.op = OpBuilder(model.graph, "grad/", target=target)
+        target = prepared.restrict(target)
+        rewrite_before(prepared.model, target, blocks=blocks)
+        self.model, self.graph = prepared.model, prepared.graph
+        self.op = OpBuilder(self.graph, "grad/", target=target)
 
     def differentiate(
         self,
@@ -132,27 +133,48 @@ def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
 
 def load_normalized(
     model: Source, target: str | Target = "cpu", *, straight_through: bool = False
-) -> ir.Model:
-    """Return the model in the normal form; the argument is not changed.
+) -> Prepared:
+    """Load a model and return it in the normal form; the argument is not changed.
 
     Operators without a rule whose body the ONNX standard gives are replaced by it. Products with
     packed weights stay what they are if the target has them.
 
     Args:
         model: anything that ``load`` takes.
-        target: what forms are chosen for.
-        straight_through: whether gradients are to pass quantisers inside their range.
+        target: the runtime to generate operators for.
+        straight_through: whether gradients pass quantizers inside their range.
     """
     loaded = load(model, allow_domains=registered_domains())
+    return normalize(loaded, target, straight_through=straight_through)
+
+
+def normalize(
+    model: ir.Model,
+    target: str | Target = "cpu",
+    *,
+    straight_through: bool = False,
+    weights_exposed: bool = False,
+) -> Prepared:
+    """Return a model from ``load`` in the normal form; the argument must not be used any more.
+
+    Does what :func:`load_normalized` does, without loading. ``weights_exposed`` says that
+    ``expose_weights`` was called on the model.
+    """
 
     def inline(op_type: str) -> bool:
         return lacks_rule(op_type) and not (straight_through and op_type in STRAIGHT_THROUGH_RULES)
 
     keep = keep_predicate(target)
-    work = prepare(loaded, inline=inline, keep=keep, straight_through=straight_through)
+    prepared = prepare(
+        model,
+        inline=inline,
+        keep=keep,
+        straight_through=straight_through,
+        weights_exposed=weights_exposed,
+    )
     if straight_through:
-        mark_straight_through(work.graph.all_nodes())
-    return work
+        mark_straight_through(prepared.graph.all_nodes())
+    return prepared
 
 
 def registered_domains() -> set[str]:
@@ -290,8 +312,8 @@ def prepare_gradients(
     wrt: Names,
     outputs: Names,
     target: str | Target,
-    choose: Callable[[ir.Model, Names], list[ir.Value]] = select_outputs,
-) -> tuple[ir.Model, list[ir.Value], list[ir.Value]]:
+    choose: Callable[[Prepared, Names], list[ir.Value]] = select_outputs,
+) -> tuple[Prepared, list[ir.Value], list[ir.Value]]:
     """Return the model in the normal form, the values of ``wrt`` and the chosen outputs."""
     work = load_normalized(model, find(target))
     chosen = choose(work, outputs)
@@ -323,12 +345,12 @@ def _reject_settings(wrt: Sequence[ir.Value]) -> None:
                 )
 
 
-def _select_scalar_output(model: ir.Model, of: Names) -> list[ir.Value]:
+def _select_scalar_output(prepared: Prepared, of: Names) -> list[ir.Value]:
     """Return the output that ``of`` names; ``None`` stands for the only one, or for ``loss``."""
-    names = [y.name or "" for y in model.graph.outputs]
+    names = [y.name or "" for y in prepared.graph.outputs]
     if of is None:
         of = names[0] if len(names) == 1 else "loss" if "loss" in names else None
-    outputs = [] if of is None else select_outputs(model, of, "of")
+    outputs = [] if of is None else select_outputs(prepared, of, "of")
     if len(outputs) != 1:
         choice = [y.name for y in outputs] or names
         raise PrepareError(

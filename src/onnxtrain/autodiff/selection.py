@@ -17,8 +17,7 @@ from onnxtrain.autodiff.rule_registry import blocks_gradient, is_not_differentia
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op, nodes
-from onnxtrain.importer import constant_names, unused_parameters
-from onnxtrain.importer.parameters import recorded_kinds, recorded_roles
+from onnxtrain.importer import Prepared
 
 BIAS, NORM, LAST = "bias", "norm", "last"
 _LAST = re.compile(r"^last:(\d+)$")
@@ -30,41 +29,42 @@ _OWN_LAYER = frozenset({"weight", "embedding", "recurrent weight"})
 
 
 def expand_selectors(
-    model: ir.Model, names: Sequence[str], trainable: Sequence[ir.Value]
+    prepared: Prepared, names: Sequence[str], trainable: Sequence[ir.Value]
 ) -> list[str]:
     """Return names in which each word is replaced by the parameters it stands for.
 
     Args:
-        model: a prepared model.
+        prepared: the model.
         names: names, patterns and words; a tensor that is called by a word goes first.
         trainable: the parameters of the model.
 
     Raises:
         PrepareError: if a word stands for nothing.
     """
-    known = {*model.graph.initializers, *(x.name for x in model.graph.inputs)}
+    graph = prepared.graph
+    known = {*graph.initializers, *(x.name for x in graph.inputs)}
     expanded: list[str] = []
     for name in names:
         if name in known or not _is_selector(name):
             expanded.append(name)
             continue
-        hits = _resolve_selector(model, name, trainable)
+        hits = _resolve_selector(prepared, name, trainable)
         if not hits:
             raise PrepareError(f"the model has no parameters that {name!r} stands for")
         expanded += [x.name or "" for x in hits]
     return expanded
 
 
-def available_selectors(model: ir.Model, trainable: Sequence[ir.Value]) -> dict[str, str]:
+def available_selectors(prepared: Prepared, trainable: Sequence[ir.Value]) -> dict[str, str]:
     """Return the words that stand for something in this model, with what that is."""
     if not trainable:
         return {}
     words = {
-        BIAS: _resolve_selector(model, BIAS, trainable),
-        NORM: _resolve_selector(model, NORM, trainable),
-        f"{LAST}:1": _resolve_selector(model, f"{LAST}:1", trainable),
+        BIAS: _resolve_selector(prepared, BIAS, trainable),
+        NORM: _resolve_selector(prepared, NORM, trainable),
+        f"{LAST}:1": _resolve_selector(prepared, f"{LAST}:1", trainable),
     }
-    layers, kind = _layers(model, trainable)
+    layers, kind = _layers(prepared, trainable)
     about = {w: f"{len(v)} tensor(s), {_element_count(v)} numbers" for w, v in words.items() if v}
     if f"{LAST}:1" in about:
         about[f"{LAST}:1"] += f", of {len(layers)} {kind}"
@@ -79,18 +79,20 @@ def _is_selector(name: str) -> bool:
     return name in (BIAS, NORM) or _LAST.match(name) is not None
 
 
-def _resolve_selector(model: ir.Model, word: str, trainable: Sequence[ir.Value]) -> list[ir.Value]:
-    parts = recorded_kinds(model)
+def _resolve_selector(
+    prepared: Prepared, word: str, trainable: Sequence[ir.Value]
+) -> list[ir.Value]:
+    kinds = prepared.kinds
     if word == BIAS:
-        return [x for x in trainable if parts.get(x.name or "") == "bias" or _is_offset(x)]
+        return [x for x in trainable if kinds.get(x.name or "") == "bias" or _is_offset(x)]
     if word == NORM:
-        return [x for x in trainable if _is_norm(x, parts.get(x.name or "", ""))]
+        return [x for x in trainable if _is_norm(x, kinds.get(x.name or "", ""))]
     match = _LAST.match(word)
     assert match is not None
     count = int(match[1])
     if count < 1:
         raise PrepareError(f"{word!r} stands for no layer\nhint: last:1 is the last one")
-    layers, kind = _layers(model, trainable)
+    layers, kind = _layers(prepared, trainable)
     if count > len(layers):
         raise PrepareError(f"{word!r}: the model has only {len(layers)} {kind}")
     return [x for layer in layers[-count:] for x in layer]
@@ -106,19 +108,19 @@ def _is_norm(x: ir.Value, kind: str) -> bool:
     return used or named or kind == "normalization"
 
 
-def _layers(model: ir.Model, trainable: Sequence[ir.Value]) -> tuple[list[list[ir.Value]], str]:
+def _layers(prepared: Prepared, trainable: Sequence[ir.Value]) -> tuple[list[list[ir.Value]], str]:
     """Return the parameters layer by layer, in the order in which the graph reads them.
 
     Where names number blocks (``layers.3.``), those are the layers, and what comes after the last
     block belongs to it. Else each weight begins one.
     """
-    order = _in_order(model, trainable)
+    order = _in_order(prepared.graph, trainable)
     blocks = [_block(x) for x in order]
     if len({b for b in blocks if b is not None}) > 1:
         return _by_block(order, blocks), "blocks"
-    parts, layers = recorded_kinds(model), list[list[ir.Value]]()
+    kinds, layers = prepared.kinds, list[list[ir.Value]]()
     for x in order:
-        if not layers or parts.get(x.name or "", "weight") in _OWN_LAYER:
+        if not layers or kinds.get(x.name or "", "weight") in _OWN_LAYER:
             layers.append([])
         layers[-1].append(x)
     return layers, "layers"
@@ -141,46 +143,47 @@ def _block(x: ir.Value) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
-def _in_order(model: ir.Model, trainable: Sequence[ir.Value]) -> list[ir.Value]:
+def _in_order(graph: ir.Graph, trainable: Sequence[ir.Value]) -> list[ir.Value]:
     """Return parameters in the order in which nodes first read them."""
     wanted = set(trainable)
     order = dict.fromkeys(
-        x for node in model.graph.all_nodes() for x in node.inputs if x is not None and x in wanted
+        x for node in graph.all_nodes() for x in node.inputs if x is not None and x in wanted
     )
     return [*order, *(x for x in trainable if x not in order)]
 
 
-def select_wrt(model: ir.Model, wrt: str | Sequence[str] | None) -> list[ir.Value]:
+def select_wrt(prepared: Prepared, wrt: str | Sequence[str] | None) -> list[ir.Value]:
     """Return the inputs and initializers that ``wrt`` names, in that order, each once.
 
     ``None`` stands for every trainable parameter, in the order of the file.
     """
     if wrt is None:
-        return trainable(model)
-    candidates = {x.name or "": x for x in model.graph.inputs}
-    hidden = constant_names(model)
-    for name, x in model.graph.initializers.items():
-        if name not in hidden:
+        return trainable(prepared)
+    candidates = {x.name or "": x for x in prepared.graph.inputs}
+    constants = prepared.constants
+    for name, x in prepared.graph.initializers.items():
+        if name not in constants:
             candidates.setdefault(name, x)
-    candidates.update(unused_parameters(model))
-    names = expand_selectors(model, [wrt] if isinstance(wrt, str) else list(wrt), trainable(model))
+    candidates.update(prepared.unused)
+    names = [wrt] if isinstance(wrt, str) else list(wrt)
+    names = expand_selectors(prepared, names, trainable(prepared))
     values = match(names, candidates, "wrt", "value")
     return _only_floats(values, "wrt")
 
 
 def select_outputs(
-    model: ir.Model, outputs: str | Sequence[str] | None, argument: str = "outputs"
+    prepared: Prepared, outputs: str | Sequence[str] | None, argument: str = "outputs"
 ) -> list[ir.Value]:
     """Return the graph outputs that ``outputs`` names; ``None`` stands for all float ones."""
     if outputs is None:
-        chosen = [y for y in model.graph.outputs if S.is_float(y)]
+        chosen = [y for y in prepared.graph.outputs if S.is_float(y)]
         if not chosen:
             raise UndifferentiableError(
                 "the model has no float output: "
-                + ", ".join(S.describe_value(y) for y in model.graph.outputs)
+                + ", ".join(S.describe_value(y) for y in prepared.graph.outputs)
             )
         return chosen
-    candidates = {y.name or "": y for y in model.graph.outputs}
+    candidates = {y.name or "": y for y in prepared.graph.outputs}
     chosen = match(
         [outputs] if isinstance(outputs, str) else list(outputs), candidates, argument, "output"
     )
@@ -197,27 +200,23 @@ def _only_floats(values: list[ir.Value], argument: str) -> list[ir.Value]:
     return values
 
 
-def trainable(model: ir.Model, *, inner: Sequence[ir.Value] = ()) -> list[ir.Value]:
+def trainable(prepared: Prepared, *, inner: Sequence[ir.Value] = ()) -> list[ir.Value]:
     """Return the float initializers that work as weights and through which a gradient can flow.
 
     Running statistics of BatchNormalization are not among them, nor are the constants of the graph
     and what works as one (:mod:`onnxtrain.graph`). A gradient comes from the float outputs,
     and from ``inner`` values.
     """
-    graph = model.graph
-    hidden, statistics = constant_names(model) | untrained_names(model), batch_statistics(graph)
+    graph = prepared.graph
+    excluded = prepared.constants | prepared.untrained
+    statistics = batch_statistics(graph)
     candidates = [
         x
         for name, x in graph.initializers.items()
-        if name not in hidden and x not in statistics and S.is_float(x)
+        if name not in excluded and x not in statistics and S.is_float(x)
     ]
     useful = reaching(graph, [*graph.outputs, *inner], refused=True)
     return [x for x in candidates if x in useful]
-
-
-def untrained_names(model: ir.Model) -> frozenset[str]:
-    """Return the names of tensors that are no parameters unless the user names them."""
-    return frozenset(n for n, role in recorded_roles(model).items() if not role.trains)
 
 
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:

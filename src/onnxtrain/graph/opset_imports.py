@@ -1,4 +1,4 @@
-"""Opset imports: what a runtime does without and this library adds, and what the file had."""
+"""Opset imports that a runtime assumes and a file may lack, and the repairs that `load` made."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from onnxtrain.graph.nodes import subgraphs_of
 
 RUNTIME_DOMAIN = "com.microsoft"
 """The domain of onnxruntime's own operators, which it takes without an import."""
-_REPAIRS = "onnxtrain.load_repairs"  # key in Model.meta: what `load` changed, in words
-_FILE_OPSET = "onnxtrain.file_opset"  # key in Model.meta: of the standard, as the file has it
+# Key in Graph.meta, which Model.clone() copies (it drops Model.meta): lines of what `load` changed.
+_REPAIRS = "onnxtrain.load_repairs"
 
 
 def import_runtime_domain(model: ir.Model) -> None:
@@ -40,19 +40,9 @@ def _uses_runtime_domain(graph: ir.Graph) -> bool:
 
 def record_load_repair(model: ir.Model, line: str) -> None:
     """Record that ``load`` changed something."""
-    model.meta[_REPAIRS] = (*load_repairs(model), line)
+    model.graph.meta[_REPAIRS] = (*load_repairs(model), line)
 
 
 def load_repairs(model: ir.Model) -> tuple[str, ...]:
     """Say what ``load`` changed of a model so that it is valid."""
-    return model.meta.get(_REPAIRS, ())
-
-
-def record_file_opset(model: ir.Model, opset: int) -> None:
-    """Record of which opset the file is that a model comes from."""
-    model.meta[_FILE_OPSET] = opset
-
-
-def file_opset(model: ir.Model) -> int:
-    """Return the opset that the file was of: whoever runs the file has its operators."""
-    return model.meta.get(_FILE_OPSET, model.opset_imports.get("", 0))
+    return model.graph.meta.get(_REPAIRS, ())

@@ -35,7 +35,6 @@ def inline_functions(model: ir.Model) -> ir.Model:
         passes.InlinePass()(work)
     except (*S.INVALID_NODE_ERRORS, RuntimeError, ir.passes.InvariantError) as error:
         return _inline_with_onnx(model, error)
-    work.meta.update(model.meta)
     return work
 
 

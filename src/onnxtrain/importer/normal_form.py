@@ -8,7 +8,7 @@ One form per operator: explicit padding, no ``CastLike``, no legacy forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
@@ -17,7 +17,7 @@ from onnxtrain.expand.expansions import INTEGER_OPS, decompose
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import nodes
-from onnxtrain.graph.opset_imports import load_repairs, record_file_opset
+from onnxtrain.graph.opset_imports import load_repairs
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes import dims_of, is_float, schema_of
 from onnxtrain.graph.shapes.dims import Dim
@@ -39,12 +39,8 @@ from onnxtrain.importer.constants import (
 )
 from onnxtrain.importer.functions import inline_bodies, inline_functions
 from onnxtrain.importer.opset import OPSET, to_working_opset
-from onnxtrain.importer.parameters import (
-    classify_parameters,
-    kinds_by_use,
-    record_kinds,
-    record_roles,
-)
+from onnxtrain.importer.parameters import classify_parameters, kinds_by_use
+from onnxtrain.importer.prepared import Prepared, mark_constants
 from onnxtrain.importer.sequences import resolve_sequences
 
 _WINDOW_OPS = frozenset(
@@ -161,9 +157,6 @@ _DEFAULT_INT = ir.AttrInt64("none", 0)
 
 
 _MAX_SMALL_INTEGERS = 64  # elements: more are no pads, axes or shape
-_CONSTANTS = "onnxtrain.constants"  # key in Model.meta: initializers that are no parameters
-_UNUSED = "onnxtrain.unused"  # key in Model.meta: float initializers that nothing reads
-_REPAIRS = "onnxtrain.repairs"  # key in Model.meta: what was changed, in words
 
 
 def prepare(
@@ -173,7 +166,8 @@ def prepare(
     keep: Callable[[ir.Node], bool] = lambda node: False,
     straight_through: bool = False,
     infer_from_consumers: bool = True,
-) -> ir.Model:
+    weights_exposed: bool = False,
+) -> Prepared:
     """Return the model in the normal form; the argument must not be used any more.
 
     Args:
@@ -182,16 +176,19 @@ def prepare(
         keep: tells which nodes of other domains are to stay as they are.
         straight_through: whether integer arithmetic becomes floats between quantisers.
         infer_from_consumers: whether a shape that is left open may be decided by what reads it.
+        weights_exposed: whether ``expose_weights`` was called on the model.
     """
     repairs: list[str] = list(load_repairs(model))
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", OPSET))
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
-    model, shown = expose_weights(model)
-    repairs += shown
-    parts = classify_parameters(model)
-    uses = kinds_by_use(model, parts)
+        weights_exposed = False  # what the functions hold is new in the graph
+    if not weights_exposed:
+        model, exposed = expose_weights(model)
+        repairs += exposed
+    roles = classify_parameters(model)
+    kinds = kinds_by_use(model, roles)
     given = set(model.graph.initializers)
     model = _at_working_opset(model, repairs, keep, straight_through=straight_through)
     repairs += _decompose_nonstandard(model, keep, straight_through=straight_through)
@@ -204,13 +201,8 @@ def prepare(
     repairs += normalize_operators(model)
     repairs += fuse_sigmoid(model)
     constants, unused = _fold_and_prune(model, given)
-    record_roles(model, parts)
-    record_kinds(model, uses)
-    model.meta[_CONSTANTS] = frozenset(constants)
-    model.meta[_UNUSED] = unused
-    record_file_opset(model, opset)
-    model.meta[_REPAIRS] = tuple(repairs)
-    return model
+    mark_constants(model, constants)
+    return Prepared(model, opset, roles, kinds, unused, tuple(repairs))
 
 
 def _at_working_opset(
@@ -311,26 +303,6 @@ def _has_unknown_sizes(model: ir.Model) -> bool:
                 ):
                     return True
     return False
-
-
-def constant_names(model: ir.Model) -> frozenset[str]:
-    """Return the names of initializers that are constants of the graph, not parameters."""
-    return model.meta.get(_CONSTANTS, frozenset())
-
-
-def unused_parameters(model: ir.Model) -> dict[str, ir.Value]:
-    """Return the float initializers of the file that no node reads; the graph has dropped them."""
-    return model.meta.get(_UNUSED, {})
-
-
-def mark_constants(model: ir.Model, names: Iterable[str]) -> None:
-    """Record that some initializers are constants of the graph, not parameters."""
-    model.meta[_CONSTANTS] = constant_names(model) | frozenset(names)
-
-
-def repairs_of(model: ir.Model) -> tuple[str, ...]:
-    """Say what ``prepare`` changed."""
-    return model.meta.get(_REPAIRS, ())
 
 
 def _name_nodes(model: ir.Model) -> None:

@@ -75,8 +75,6 @@ def is_scalar_parameter_name(name: str, rank: int) -> bool:
     return any(pattern.search(name) is not None for pattern in patterns)
 
 
-_ROLES = "onnxtrain.roles"  # key in Model.meta: name of a tensor -> its role
-_KINDS = "onnxtrain.kinds"  # key in Model.meta: name of a tensor -> its kind by use
 _MAX_NAMES = 6  # names in a line of a report
 
 
@@ -103,26 +101,6 @@ def parameter(kind: str, why: str) -> Role:
 def constant(why: str, kind: str = "constant") -> Role:
     """Return the role of something that training leaves alone."""
     return Role(kind, why, False)
-
-
-def recorded_roles(model: ir.Model) -> Mapping[str, Role]:
-    """Return the roles that were noted for a model's tensors, by name."""
-    return model.meta.get(_ROLES, {})
-
-
-def record_roles(model: ir.Model, roles: Mapping[str, Role]) -> None:
-    """Record the roles of a model's tensors."""
-    model.meta[_ROLES] = dict(roles)
-
-
-def record_kinds(model: ir.Model, by_use: Mapping[str, str]) -> None:
-    """Record what each tensor is for by its use, whatever the maker of the file says."""
-    model.meta[_KINDS] = dict(by_use)
-
-
-def recorded_kinds(model: ir.Model) -> Mapping[str, str]:
-    """Return what each tensor is for by its use: ``weight``, ``bias``, ``normalisation`` ..."""
-    return model.meta.get(_KINDS, {})
 
 
 def summarize_untrained(roles: Mapping[str, Role], names: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.autodiff.gradients import load_normalized
+from onnxtrain.autodiff.gradients import normalize
 from onnxtrain.errors import PrepareError, ShapeError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, copy_nodes
@@ -46,7 +46,7 @@ def insert_model(
             "hint: name its inputs after outputs, or use LossTerm(loss_model, output=[...])"
         )
     _rename_sizes(inputs, by_name)
-    loss_model = load_normalized(loss_model)
+    loss_model = normalize(loss_model).model
     if loss_model.opset_imports[""] != model.opset_imports[""]:
         raise PrepareError(
             f"the loss model has opset {loss_model.opset_imports['']}, "

@@ -32,7 +32,7 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.graph.shapes.unknown import specialize
 from onnxtrain.graph.simplify import remove_dead, simplify
-from onnxtrain.importer import constant_names, prepare
+from onnxtrain.importer import prepare
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.folding import check_run_budget, fold_constants, remove_inference_no_ops
 from onnxtrain.lowering.forms import convert_operators
@@ -56,8 +56,8 @@ def lower_model(
     """
     _check_opset(opset, profile)
     given = _names_of_weights(model)
-    model = prepare(specialize(model, sizes), infer_from_consumers=False)
-    weights = given - constant_names(model)
+    prepared = prepare(specialize(model, sizes), infer_from_consumers=False)
+    model, weights = prepared.model, given - prepared.constants
     working = model.opset_imports[""]
     _simplify(model, weights)
     symbols = {s for x in model.graph.inputs for d in S.dims_of(x) or () for s in D.symbols(d)}

@@ -21,7 +21,6 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
 from onnxtrain.graph.nodes import is_op, nodes
-from onnxtrain.graph.opset_imports import file_opset
 from onnxtrain.graph.simplify.dead_code import remove_dead_nodes
 
 _SINCE, _IR_VERSION = 23, 11
@@ -39,8 +38,6 @@ class _Rotation:
 
 def fuse_rotary_embedding(model: ir.Model, op: OpBuilder) -> int:
     """Replace sums that are rotations; return how many. The model gets the operator's opset."""
-    if file_opset(model) < _SINCE:
-        return 0
     rotations = [(n, r) for n in nodes(model.graph, "Add") if (r := _rotation(n)) is not None]
     if not rotations:
         return 0

@@ -27,6 +27,7 @@ from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.importer import Prepared
 from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.losses import (
     BCE,
@@ -81,7 +82,7 @@ class Epoch:
 
 
 def epoch_model(
-    base: ir.Model,
+    base: Prepared,
     loss: LossFunction,
     optimizer: Optimizer,
     parameters: Sequence[str],
@@ -92,7 +93,7 @@ def epoch_model(
     """Build the model of an epoch.
 
     Args:
-        base: a net in the normal form, with one output; it is not changed.
+        base: a net with one output; it is not changed.
         loss: a function over the builder that adds its targets as inputs and gives a scalar.
         optimizer: makes the updates.
         parameters: names of the initializers to train.
@@ -109,7 +110,7 @@ def epoch_model(
         mode="train",
         randomness="portable",
     )
-    origin = differentiate_loss(base.clone(), options)
+    origin = differentiate_loss(base.copy(), options)
     copy = origin.copy("step", "cpu")
     packs = _packs(copy, optimizer)
     return _EpochLoopBuilder(origin, copy, packs, optimizer, rows).build()

@@ -36,6 +36,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import load
 from onnxtrain.graph.shapes.unknown import specialize
+from onnxtrain.importer import Prepared
 from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.modes import to_evaluation
 from onnxtrain.optim import Optimizer
@@ -566,7 +567,7 @@ def _is_matmul(x: ir.Value) -> bool:
 
 
 def _parameters(model: ir.Model, train: Any, freeze: list[str]) -> list[str]:
-    base = load_normalized(ir.to_proto(model)) if train is None else model
+    base = load_normalized(ir.to_proto(model)) if train is None else Prepared.of(model)
     return [x.name or "" for x in candidates(base, train, freeze or None)]
 
 

@@ -26,7 +26,6 @@ from onnxtrain.errors import LoadError, PrepareError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
 from onnxtrain.graph.io import Source, load
-from onnxtrain.graph.io.external_data import copy_with_weights
 from onnxtrain.graph.io.limits import open_regular
 
 INPUT_IDS = "input_ids"
@@ -355,7 +354,7 @@ def without_cache(model: Source) -> ir.Model:
     Raises:
         PrepareError: a cache is used in a way that has no empty form.
     """
-    work = copy_with_weights(load(model, allow_domains=registered_domains()))
+    work = load(model, allow_domains=registered_domains())
     graph = work.graph
     known = {x.name or "": x for x in graph.inputs}
     past = [x for name, x in known.items() if is_past(name)]

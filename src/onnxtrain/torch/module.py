@@ -257,7 +257,7 @@ def compile_call(
     dims = [
         [d if isinstance(d, int) else str(d) for d in x.shape or ()] for x in model.graph.inputs
     ]
-    work = load_normalized(model)
+    work = load_normalized(model).model
     graph = work.graph
     shown = [y.name or "" for y in graph.outputs]
     portable_dropout(work, rng_input_name=RNG)

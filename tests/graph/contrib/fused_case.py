@@ -157,7 +157,7 @@ class Case:
 
 
 def load_normalized_proto(model: onnx.ModelProto) -> onnx.ModelProto:
-    plain = ir.to_proto(load_normalized(model, "portable"))
+    plain = ir.to_proto(load_normalized(model, "portable").model)
     assert {n.domain for n in plain.graph.node} <= {""}
     return plain
 

@@ -80,9 +80,9 @@ def test_equals_the_kernel_to_one_step(name: str) -> None:
     model = case.model()
     if not floats:
         model.graph.output[0].type.tensor_type.elem_type = int(ir.DataType.UINT8)
-    kept = ir.to_proto(load_normalized(model))
+    kept = ir.to_proto(load_normalized(model).model)
     assert [n.op_type for n in kept.graph.node if n.domain] == [name]  # bit for bit without it
-    plain = ir.to_proto(load_normalized(model, straight_through=True))
+    plain = ir.to_proto(load_normalized(model, straight_through=True).model)
     assert {n.domain for n in plain.graph.node} == {""}
     want, got = (
         onnxruntime.InferenceSession(m.SerializeToString()).run(None, case.feeds())[0]

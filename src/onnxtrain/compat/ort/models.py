@@ -212,17 +212,17 @@ def _training_model(
 ) -> tuple[onnx.ModelProto, ModelSpec, list[str]]:
     """Return the model, its description, and the names of running statistics."""
     domains = {o.domain for o in forward.opset_import} if request.custom_operators else set()
-    model = prepare(
+    prepared = prepare(
         load(forward, allow_domains=domains), inline=lacks_rule, keep=keep_predicate("cpu")
     )
-    graph = model.graph
+    model, graph = prepared.model, prepared.graph
     inputs = list(graph.inputs)
     portable_dropout(model)
     rng = [x for x in graph.inputs if x not in inputs]
     loss = graph.outputs[0]
     _check_loss(loss, request)
     outputs = list(zip((y.name for y in forward.graph.output), graph.outputs, strict=True))
-    made = GradientModel(model)
+    made = GradientModel(prepared)
     op = made.op
     statistics = running_statistics(model, op)
     values = {**dict(graph.initializers), **{x.name or "": x for x in inputs}}
@@ -259,7 +259,7 @@ def _training_model(
     _accumulate(signature, outputs, gradients, rng)
     for b, new in changed.items():
         signature.output(f"{b.name}.out", "buffer", new, b.old)
-    proto, spec = signature.build("cpu")
+    proto, spec = signature.build(prepared.restrict("cpu"))
     return _at_opset_of(forward, proto), spec, [b.name for b in statistics]
 
 

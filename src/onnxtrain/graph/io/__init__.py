@@ -1,7 +1,7 @@
 """Model files: read without trust, written whole or not at all."""
 
 from onnxtrain.graph.io.limits import Limits
-from onnxtrain.graph.io.reader import Source, load
+from onnxtrain.graph.io.reader import CheckedModel, Source, load
 from onnxtrain.graph.io.writer import save
 
-__all__ = ["Limits", "Source", "load", "save"]
+__all__ = ["CheckedModel", "Limits", "Source", "load", "save"]

@@ -29,7 +29,6 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph.io.limits import OPEN_NONBLOCKING, Limits, ProblemKind, quote
-from onnxtrain.graph.opset_imports import file_opset, record_file_opset
 
 _HINT_COPY = "copy the model and its data into one directory and load that (`cp -L` follows links)"
 _HINT_BROKEN = "the file is damaged or was made by hand; export the model again"
@@ -294,7 +293,7 @@ LARGE_MODEL_BYTES = 1 << 29
 WEIGHTS_FILE = "weights.bin"
 _SMALLEST = 1024  # bytes; what is smaller stays in the protobuf
 _ALIGNMENT = 4096
-_META = "onnxtrain.shared_weights"  # key in Model.meta
+_META = "onnxtrain.shared_weights"  # key in Graph.meta, which Model.clone() copies
 
 
 class SharedWeights:
@@ -326,7 +325,7 @@ class SharedWeights:
 
     def keep(self, model: ir.Model) -> None:
         """Let :func:`detach` know that weights of this model belong here."""
-        model.meta[_META] = self
+        model.graph.meta[_META] = self
 
     def detach(self, model: ir.Model) -> None:
         """Replace the larger weights of a model by references to the file, in place."""
@@ -373,23 +372,9 @@ class SharedWeights:
         self._own = True
 
 
-def copy_with_weights(model: ir.Model) -> ir.Model:
-    """Return a copy of a model whose weights are looked after by the same file."""
-    copy = model.clone()
-    record_file_opset(copy, file_opset(model))
-    share_weights_with(copy, model)
-    return copy
-
-
-def share_weights_with(model: ir.Model, other: ir.Model) -> None:
-    """Let one model's weights be looked after as those of another."""
-    if _META in other.meta:
-        model.meta[_META] = other.meta[_META]
-
-
 def detach_weights(model: ir.Model) -> bool:
     """Replace larger weights by references, if the model's are kept in a file; say whether so."""
-    shared: SharedWeights | None = model.meta.get(_META)
+    shared: SharedWeights | None = model.graph.meta.get(_META)
     if shared is not None:
         shared.detach(model)
     return shared is not None

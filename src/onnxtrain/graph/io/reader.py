@@ -5,6 +5,7 @@ From a path or bytes to a ModelProto, without trusting either.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Collection
 from typing import Protocol, runtime_checkable
@@ -141,11 +142,26 @@ class HoldsModel(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckedModel:
+    """A model that `load` has checked, or that was derived from one: `load` only copies it.
+
+    Pass one between functions that take a ``Source`` to check a file once instead of in each.
+    """
+
+    model: ir.Model
+
+    def as_ir(self) -> ir.Model:
+        """Return the model itself, not a copy."""
+        return self.model
+
+
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model | HoldsModel
-"""What stands for a model."""
+"""Whatever `load` accepts as a model."""
 _MIN_OPSET = 7  # of those that onnxruntime has all operators of
 _DEFAULT_IR_VERSION = 10
-_ALLOWED = "onnxtrain.domains"  # key in Model.meta: what the caller admitted, for the next load
+# Key in Graph.meta, which Model.clone() copies: domains that the caller allowed, for the next load.
+_ALLOWED = "onnxtrain.domains"
 
 NO_GRAPH = ProblemKind("not an ONNX model", "the file is damaged, incomplete or of another format")
 NO_OUTPUTS = ProblemKind("the graph has no outputs", "there is nothing to compute in this model")
@@ -167,7 +183,8 @@ def load(
     subgraph value that hides an outer one is renamed.
 
     Args:
-        source: where the model is. Only a path may have external data beside it.
+        source: the model. Only a path may have external data beside it. A `CheckedModel` is copied
+            without a second check.
         limits: what is too large; `Limits()` unless given.
         allow_domains: operator domains to admit besides the standard ones, ``com.microsoft`` and
             those of the model's own functions.
@@ -183,17 +200,19 @@ def load(
     hint: the file is damaged, incomplete or of another format
     """
     limits = limits or Limits()
+    if isinstance(source, CheckedModel):
+        return source.model.clone()
     if isinstance(source, HoldsModel):
         source = source.as_ir()
     allowed = {allow_domains} if isinstance(allow_domains, str) else set(allow_domains)
     if isinstance(source, ir.Model):
-        allowed |= source.meta.get(_ALLOWED, frozenset())
+        allowed |= source.graph.meta.get(_ALLOWED, frozenset())
         model = _from_ir(source, limits, allowed)
     elif isinstance(source, onnx.ModelProto):
         model = _from_proto(source, limits, allowed, Problems("ModelProto"), None, owned=False)
     else:
         model = _from_file(source, limits, allowed)
-    model.meta[_ALLOWED] = frozenset(allowed)
+    model.graph.meta[_ALLOWED] = frozenset(allowed)
     return model
 
 
@@ -268,6 +287,7 @@ def _from_ir(original: ir.Model, limits: Limits, allowed: set[str]) -> ir.Model:
         else:  # clone() wants sorted nodes, and the original is not ours to sort
             model = ir.from_proto(ir.to_proto(original))
             _sort(model)
+            model.graph.meta.update(original.graph.meta)
         model.meta.update(original.meta)
         return _finish_load(model, problems, files)
     except LoadError:

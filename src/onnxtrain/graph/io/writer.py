@@ -441,6 +441,7 @@ def transform_proto(
         result.graph.register_initializer(stand_in)
     _reorder(result.graph, order)
     result.meta.update(model.meta)
+    result.graph.meta.update(graph.meta)
     return result
 
 

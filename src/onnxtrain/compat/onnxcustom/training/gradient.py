@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxtrain.autodiff.gradients import GradientModel
 from onnxtrain.compat.onnxcustom.training.sgd_learning_penalty import BaseLearningPenalty
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.importer import Prepared
 from onnxtrain.importer.opset import IR_VERSION, OPSET
 
 
@@ -24,7 +25,7 @@ def penalty_gradient(
     total = penalty.build(op, weights)
     if total is None:
         return None
-    made = GradientModel(ir.Model(graph, ir_version=IR_VERSION))
+    made = GradientModel(Prepared.of(ir.Model(graph, ir_version=IR_VERSION)))
     gradients = made.differentiate({total: made.op.const(1.0, total.dtype)}, weights)
     made.output("penalty", total, total)
     for w in weights:

@@ -23,6 +23,7 @@ from onnxtrain.errors import CompatError
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
+from onnxtrain.importer import Prepared
 from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.losses.classification import softplus
 from onnxtrain.runtime import session as runtime
@@ -65,7 +66,7 @@ class BaseLearningLoss(Part):
             graph.outputs.append(each)
             return finalize(simplify(ir.Model(graph, ir_version=IR_VERSION)))
         total = op.ReduceSum(each, keepdims=1)
-        made = GradientModel(ir.Model(graph, ir_version=IR_VERSION))
+        made = GradientModel(Prepared.of(ir.Model(graph, ir_version=IR_VERSION)))
         prediction_gradient = made.differentiate({total: made.op.const([[1.0]])}, [predicted])[
             predicted
         ]

@@ -56,7 +56,7 @@ def add_loss_output(
     """
     if score_name not in _SCORES:
         raise NotImplementedError(f"no such score: {score_name!r}\nhint: {', '.join(_SCORES)}")
-    work = load_normalized(onx)
+    work = load_normalized(onx).model
     graph = work.graph
     predicted = _prediction(graph, output_index)
     op = OpBuilder(graph, LOSS_PREFIX)
