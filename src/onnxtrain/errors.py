@@ -1,9 +1,8 @@
-"""Every error this library raises on purpose.
+"""Exceptions of this library, and the wording of hints.
 
-A message says what is wrong (the user's names in quotes), where (node, dtype, shape) and what to do
-about it, on a line that starts with ``hint:``.
-
-Hints in the words of the call that the user made: ``freeze`` in ``build``, else ``wrt``.
+A message states what is wrong (the user's names in quotes), where (node, dtype, shape), and how to
+fix it on a line that starts with ``hint:``. Hints use the arguments of the call that the user made:
+``freeze`` in ``build``, otherwise ``wrt``.
 """
 
 from __future__ import annotations

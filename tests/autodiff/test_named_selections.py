@@ -44,9 +44,9 @@ def test_words_can_be_frozen():
 def test_explain_lists_them():
     report = onnxtrain.explain(parse(NET))
     assert report.selections == {
-        "bias": "3 tensor(s), 10 numbers",
-        "norm": "2 tensor(s), 8 numbers",
-        "last:1": "2 tensor(s), 10 numbers, of 2 layers",
+        "bias": "3 tensor(s), 10 elements",
+        "norm": "2 tensor(s), 8 elements",
+        "last:1": "2 tensor(s), 10 elements, of 2 layers",
     }
     assert "selection bias: 3 tensor(s)" in str(report)
     assert set(onnxtrain.explain(parse(NET), wrt="bias").parameters) == {"b1", "t", "b2"}
@@ -79,8 +79,8 @@ def test_an_input_of_that_name_goes_first():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("last:3", "only 2 layers"),
-        ("last:0", "stands for no layer"),
+        ("last:3", "selects 3 layers, but the model has 2"),
+        ("last:0", "must select at least one layer"),
         ("lst:1", "no such parameter"),
     ],
 )
@@ -91,6 +91,6 @@ def test_words_that_do_not_fit(word, message):
 
 def test_a_word_without_parameters():
     text = "g (float[N,2] x) => (float[N,2] y) <float[2,2] w = {1,2,3,4}> { y = MatMul(x, w) }"
-    with pytest.raises(PrepareError, match="'bias' stands for"):
+    with pytest.raises(PrepareError, match="'bias' matches no parameter"):
         trained(parse(text), "bias")
     assert trained(parse(text), "last:1") == {"w"}

@@ -101,7 +101,7 @@ def test_names_that_state_needs() -> None:
         ({"mode": "eval"}, "no such mode: 'eval'"),
         ({"target": "tpu"}, "no such target: 'tpu'"),
         ({"precision": "float16"}, "no such precision: 'float16'"),
-        ({"recompute": ["nowhere"]}, "no scope, node or value is called 'nowhere'"),
+        ({"recompute": ["nowhere"]}, "unknown scope, node or value: 'nowhere'"),
         ({"randomness": "quantum"}, "no such randomness"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"ema": 1.0}, "ema must lie between 0 and 1"),

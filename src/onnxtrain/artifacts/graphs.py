@@ -329,7 +329,10 @@ def differentiate_loss(prepared: Prepared, options: BuildOptions) -> Differentia
         *shown.values(),
     }
     graph.outputs[:] = [y for y in graph.outputs if y.name in requested_outputs]
-    made = GradientModel(prepared, options.target, blocks=bool(options.recompute))
+    # Here passes merge and fold only constants that the loss and earlier passes added. With those
+    # of the file, too, training graphs would differ from the ones that users have.
+    unmarked = dataclasses.replace(prepared, constants=frozenset())
+    made = GradientModel(unmarked, options.target, blocks=bool(options.recompute))
     chosen = _reaching_parameters(graph, options, attached.loss)
     op = made.op
     statistics = running_statistics(model, op)

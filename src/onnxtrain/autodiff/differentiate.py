@@ -1,12 +1,11 @@
-"""The reverse sweep: gradients of a graph, appended to the graph.
+"""The reverse sweep: append the gradients of a graph to the graph.
 
-Read this first. ``differentiate`` walks the nodes backwards, asks the registry for each node's
-rule, and adds up what flows into every value. A rule need not care which gradients are wanted
-(unused nodes are removed afterwards), how they are accumulated, or about broadcasting.
+``differentiate`` walks the nodes backwards, asks the registry for the rule of each node, and
+accumulates the gradients of every value. A rule does not check which gradients are wanted (unused
+nodes are removed afterwards), and does not handle accumulation or broadcasting.
 
-What gradients flow through, and how they add up.
-
-Parts of the rules for nodes with bodies: reverse sweeps inside, and more outputs.
+The second half of the file serves rules of nodes with bodies (If, Loop, Scan): a reverse sweep
+inside a body, and additional body outputs.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ QUANTIZED_DTYPES = frozenset(
     for name in (*_SMALL_INTEGERS, *_EIGHT_BITS)
     if name in ir.DataType.__members__
 )
-"""What QuantizeLinear gives: a gradient flows through it only if the user registered a rule."""
+"""Dtypes that QuantizeLinear returns. Gradients flow through them only with a user's rule or
+``straight_through=True``."""
 
 
 def carries_gradient(x: ir.Value) -> bool:
@@ -61,7 +61,7 @@ def carries_gradient(x: ir.Value) -> bool:
 
 
 def accumulate(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Return the sum of two gradients of one value; sequences are added element by element."""
+    """Return the sum of two gradients of one value; sequences are added elementwise."""
     if not isinstance(a.type, ir.SequenceType):
         return op.Add(a, b)
     return op.map_sequences(lambda body, x, y: body.Add(x, y), a, b)
@@ -76,15 +76,15 @@ def differentiate(
     """Append the reverse sweep of ``op.graph``; return the gradient of each ``wrt``.
 
     Args:
-        op: a builder over the graph; new nodes go where it puts them.
+        op: a builder over the graph. It decides where new nodes are inserted.
         cotangents: the gradient of the loss with respect to some values of the graph.
-        wrt: values whose gradient is wanted: inputs, initializers, outer values or anything inside.
+        wrt: inputs, initializers, values of outer graphs or intermediate values.
 
     Returns:
-        For each ``wrt`` its gradient, ``None`` where nothing flows (the gradient is zero).
+        For each ``wrt`` its gradient, or ``None`` if the gradient is zero.
 
     Raises:
-        UndifferentiableError: naming all nodes on the way that have no rule.
+        UndifferentiableError: nodes on the path have no rule; the message lists them all.
     """
     nodes = list(op.graph)
     live = reachable_values(nodes, wrt)
@@ -99,14 +99,9 @@ def differentiate(
     missing = [n for n in path if find_rule(n) is None and not blocks_gradient(n)]
     if missing:
         raise UndifferentiableError(_explain(missing, cotangents))
-    flowing = ancestor_nodes(
-        [n for n in nodes if not blocks_gradient(n) or is_not_differentiable(n)], cotangents
-    )
-    refused = [
-        n
-        for n in nodes
-        if n in flowing and is_not_differentiable(n) and live.intersection(n.inputs)
-    ]
+    # Declared zero gradients end a path; nodes that are an error to differentiate do not.
+    passable = [n for n in nodes if not blocks_gradient(n) or is_not_differentiable(n)]
+    refused = blocking_nodes(passable, live, cotangents)
     if refused:
         raise UndifferentiableError(_explain_refusal(refused))
 
@@ -143,21 +138,30 @@ def differentiate(
 def raise_if_blocked(
     nodes: Sequence[ir.Node], values: Sequence[ir.Value], results: Sequence[ir.Value]
 ) -> None:
-    """Raise if it is refused nodes that keep values from results.
+    """Raise if non-differentiable nodes stand between ``values`` and ``results``.
 
     Raises:
-        UndifferentiableError: naming those nodes.
+        UndifferentiableError: the message lists those nodes.
     """
     if not values or not any(is_not_differentiable(n) for n in nodes):
         return
-    live, flowing = reachable_values(nodes, values), ancestor_nodes(nodes, results)
-    refused = [
-        n
-        for n in nodes
-        if n in flowing and is_not_differentiable(n) and live.intersection(n.inputs)
-    ]
+    refused = blocking_nodes(nodes, reachable_values(nodes, values), results)
     if refused:
         raise UndifferentiableError(_explain_refusal(refused))
+
+
+def blocking_nodes(
+    nodes: Sequence[ir.Node],
+    live: set[ir.Value],
+    outputs: Mapping[ir.Value, ir.Value] | Sequence[ir.Value],
+) -> list[ir.Node]:
+    """Return the non-differentiable nodes on a path from ``live`` values to ``outputs``."""
+    ancestors = ancestor_nodes(nodes, outputs)
+    return [
+        n
+        for n in nodes
+        if n in ancestors and is_not_differentiable(n) and live.intersection(n.inputs)
+    ]
 
 
 def reachable_values(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[ir.Value]:
@@ -166,14 +170,13 @@ def reachable_values(nodes: Sequence[ir.Node], wrt: Sequence[ir.Value]) -> set[i
     for node in nodes:
         if not blocks_gradient(node) and any(x in live for x in differentiable_inputs(node)):
             live.update(y for y in node.outputs if carries_gradient(y))
-            # A straight-through rule of the user's makes integers carry on.
-            live.update(
-                y for y in node.outputs if y.dtype in QUANTIZED_DTYPES and _stands_in(node, live)
-            )
+            # Behind a straight-through rule, integers carry gradients too.
+            if _is_straight_through(node, live):
+                live.update(y for y in node.outputs if y.dtype in QUANTIZED_DTYPES)
     return live
 
 
-def _stands_in(node: ir.Node, live: set[ir.Value]) -> bool:
+def _is_straight_through(node: ir.Node, live: set[ir.Value]) -> bool:
     return (
         has_user_rule(node)
         or is_straight_through(node)
@@ -194,7 +197,7 @@ def ancestor_nodes(
 
 
 def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
-    """Return the inputs of a node, captured ones included, through which a gradient may flow."""
+    """Return the inputs of a node, including captured values, that may get a gradient."""
     rule = find_rule(node)
     constant = rule.constant_inputs if rule is not None else {}
     return [
@@ -207,12 +210,12 @@ def differentiable_inputs(node: ir.Node) -> list[ir.Value]:
 
 
 def _sources(node: ir.Node) -> list[ir.Value | None]:
-    """Return the inputs of a node, then what its subgraphs capture, in a fixed order."""
+    """Return the inputs of a node, then the values that its subgraphs capture, in a fixed order."""
     return [*node.inputs, *captured(node)]
 
 
 def _set_type_and_shape(dx: ir.Value, x: ir.Value, node: ir.Node) -> None:
-    """Record that a gradient has the type and shape of what it is the gradient of."""
+    """Give the gradient ``dx`` the dtype and shape of ``x``; raise if they contradict."""
     have, want = S.dims_of(dx), S.dims_of(x)
     wrong = dx.dtype not in S.FLOATS if x.dtype in QUANTIZED_DTYPES else dx.dtype != x.dtype
     if wrong or (have is not None and want is not None and D.shapes_differ(have, want)):
@@ -237,18 +240,18 @@ def _explain(missing: Sequence[ir.Node], outputs: Mapping[ir.Value, ir.Value]) -
         lines.append(f"  ... and {len(missing) - 10} more")
     lines.append(
         f"hint: {exclusion_hint('the parameters upstream of these nodes')}, "
-        "or give a rule with onnxtrain.register_vjp"
+        "or register a rule with onnxtrain.register_vjp"
     )
     return "\n".join(lines)
 
 
 def _explain_refusal(refused: Sequence[ir.Node]) -> str:
-    lines = ["no gradient flows through nodes that depend on what is differentiated:"]
+    lines = ["no gradient flows through these nodes, which depend on parameters:"]
     lines += [f"  node {n.name!r}: {S.describe(n)}: {NO_GRADIENT[op_key(n)]}" for n in refused[:10]]
     if len(refused) > 10:
         lines.append(f"  ... and {len(refused) - 10} more")
     lines.append(
-        f"hint: build(..., straight_through=True) trains through quantisers; or "
+        f"hint: build(..., straight_through=True) trains through quantizers; or "
         f"{exclusion_hint('the parameters upstream of these nodes')}, or register a rule with "
         f"onnxtrain.register_vjp({op_key(refused[0])!r})"
     )
@@ -278,7 +281,7 @@ def differentiate_body(
     dys: Sequence[OptionalValue],
     wrt: Sequence[ir.Value],
 ) -> list[OptionalValue]:
-    """Run the reverse sweep of a body; return the gradient of each ``wrt``."""
+    """Append the reverse sweep of a body; return the gradient of each ``wrt``."""
     cotangents: dict[ir.Value, ir.Value] = {}
     for y, dy in zip(outputs, dys, strict=False):
         if dy is not None and S.is_float(y):
@@ -290,7 +293,7 @@ def differentiate_body(
 def as_body_outputs(
     op: OpBuilder, grads: Sequence[OptionalValue], wrt: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """Return gradients as values that a body may return: made inside it, each of its own."""
+    """Return gradients as body outputs: separate values that the body computes."""
     own = []
     for g, x in zip(grads, wrt, strict=True):
         out = op.Identity(op.zeros_like(x) if g is None else g)
@@ -300,21 +303,21 @@ def as_body_outputs(
 
 
 def append_identities(op: OpBuilder, body: ir.Graph, values: Sequence[ir.Value]) -> None:
-    """Make a body give more of its values."""
+    """Add outputs to a body."""
     inner = OpBuilder(body, op.prefix, target=op.target, parent=op)
     for value in values:
         body.outputs.append(inner.Identity(value))
 
 
 def name_outputs(op: OpBuilder, node: ir.Node) -> None:
-    """Name the outputs that have no name yet."""
+    """Name the unnamed outputs of a node."""
     for i, out in enumerate(node.outputs):
         if not out.name:
             out.name = op.names.fresh(f"{node.outputs[0].name}.{i}")
 
 
 def reject_randomness(node: ir.Node) -> None:
-    """Raise if a body draws random numbers."""
+    """Raise if a body of the node has random operators."""
     for attribute in node.attributes.values():
         if attribute.type != ir.AttributeType.GRAPH:
             continue
@@ -328,6 +331,6 @@ def reject_randomness(node: ir.Node) -> None:
 
 
 def with_shape_of(d: ir.Value, x: ir.Value) -> ir.Value:
-    """Return a gradient with the shape of what it is the gradient of."""
+    """Give the gradient ``d`` the shape of ``x``; return it."""
     d.shape = x.shape
     return d

@@ -1,7 +1,4 @@
-"""What would happen if a model were differentiated, node by node.
-
-How each operator is differentiated: of the ONNX standard, and of onnxruntime's own domain.
-"""
+"""Report how a model would be differentiated, node by node, and how each operator is supported."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff import rules  # noqa: F401 - fills the registry
 from onnxtrain.autodiff.differentiate import (
-    ancestor_nodes,
+    blocking_nodes,
     differentiable_inputs,
     differentiate,
     reachable_values,
@@ -54,7 +51,7 @@ _SUCCESSORS = {"Scatter": "ScatterElements", "Upsample": "Resize"}
 
 @dataclasses.dataclass(frozen=True)
 class OperatorReport:
-    """One operator: since which opset, how it is differentiated, and why if it is not."""
+    """One operator: its first opset, how it is differentiated, or why it is not."""
 
     name: str
     since: int
@@ -67,7 +64,7 @@ def operators(domain: str = "") -> list[OperatorReport]:
     """Return one line per operator of a domain, sorted by name.
 
     Raises:
-        PrepareError: if it is neither the standard domain nor onnxruntime's own.
+        PrepareError: the domain is neither the standard one nor onnxruntime's.
 
     >>> {o.name: o.how for o in operators()}["MatMul"]
     'rule'
@@ -77,9 +74,7 @@ def operators(domain: str = "") -> list[OperatorReport]:
     if domain == RUNTIME_DOMAIN:
         return _runtime_operators()
     if domain not in ("", "ai.onnx"):
-        raise PrepareError(
-            f"nothing is known of domain {domain!r}\nhint: ai.onnx or {RUNTIME_DOMAIN}"
-        )
+        raise PrepareError(f"unknown domain: {domain!r} (expected ai.onnx or {RUNTIME_DOMAIN})")
     newest: dict[str, onnx.defs.OpSchema] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain != "" or schema.since_version > NEWEST_OPSET:
@@ -91,11 +86,11 @@ def operators(domain: str = "") -> list[OperatorReport]:
 
 
 def _runtime_operators() -> list[OperatorReport]:
-    """Return what happens to each operator of onnxruntime's own domain."""
+    """Return how each operator of onnxruntime's own domain is handled."""
     prefix = f"{RUNTIME_DOMAIN}::"
     keys = {k for k in (*DECOMPOSITIONS, *NO_GRADIENT) if k.startswith(prefix)}
     names = sorted(k.removeprefix(prefix) for k in keys)
-    # Those that only move here from the standard domain, where onnxruntime puts them.
+    # Except operators that onnxruntime writes into the standard domain: the importer moves them.
     return [_runtime_report(n, prefix + n) for n in names if n not in MOVED]
 
 
@@ -147,30 +142,30 @@ class NodeReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`explain` found."""
+    """The result of :func:`explain`."""
 
     nodes: tuple[NodeReport, ...]
     parameters: dict[str, str]
-    """Trainable initializers that get a gradient: name -> dtype, shape and role."""
+    """Trainable initializers that get a gradient: name -> dtype and shape."""
     roles: dict[str, str]
-    """What each parameter is for: ``weight``, ``bias``, ``embedding`` ..."""
+    """Role of each parameter: ``weight``, ``bias``, ``embedding`` ..."""
     frozen: dict[str, str]
-    """Float initializers that get none, with the reason."""
+    """Float initializers without a gradient, with the reason."""
     lost: tuple[str, ...]
-    """Names asked for that the prepared graph does not have."""
+    """Float initializers of the file that the prepared graph does not have."""
     repairs: tuple[str, ...]
-    """What was changed to reach the normal form."""
+    """Changes that brought the model to the normal form."""
     opset: int
     elements: int
     """Elements of all trainable parameters; :func:`onnxtrain.plan` predicts the memory."""
     refusal: str = ""
-    """What stands in the way although every node has a rule; empty if nothing does."""
+    """Why the model cannot be differentiated although every node has a rule; empty if it can."""
     selections: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Words that `train` takes for some of the parameters, with what they stand for."""
+    """Selectors that ``train`` accepts for this model, each with what it selects."""
 
     @property
     def differentiable(self) -> bool:
-        """Return whether there is a parameter, and a gradient all the way to it."""
+        """Return whether there is a parameter with a gradient."""
         missing = any(n.how == "missing" for n in self.nodes)
         return bool(self.parameters) and not missing and not self.refusal
 
@@ -220,7 +215,7 @@ def explain(
     *,
     dims: Mapping[str, int] | None = None,
 ) -> Report:
-    """Return for each node whether and how it is differentiated, and the fate of each parameter.
+    """Report how each node is differentiated and which tensors get a gradient.
 
     Args:
         model: anything :func:`onnxtrain.load` takes.
@@ -271,7 +266,7 @@ def _kind(parts: Mapping[str, Role], x: ir.Value) -> str:
 
 
 def _dry_run(work: ir.Model, wanted: Sequence[ir.Value]) -> str:
-    """Return why the gradient cannot be made, by making it; empty if it can."""
+    """Differentiate a copy; return the error message, empty if it succeeds."""
     copy = work.clone()
     graph = copy.graph
     known = {x.name: x for x in (*graph.inputs, *graph.initializers.values())}
@@ -288,10 +283,9 @@ def _dry_run(work: ir.Model, wanted: Sequence[ir.Value]) -> str:
 
 
 def _refused(graph: ir.Graph, live: set[ir.Value]) -> set[ir.Node]:
-    """Return the nodes on the way to a float output through which nothing can be differentiated."""
+    """Return the nodes on a path to a float output that cannot be differentiated."""
     nodes = [n for n in graph if not blocks_gradient(n) or is_not_differentiable(n)]
-    flowing = ancestor_nodes(nodes, [y for y in graph.outputs if S.is_float(y)])
-    return {n for n in flowing if is_not_differentiable(n) and live.intersection(n.inputs)}
+    return set(blocking_nodes(nodes, live, [y for y in graph.outputs if S.is_float(y)]))
 
 
 def _node(node: ir.Node, live: set[ir.Value], refused: set[ir.Node]) -> NodeReport:
@@ -304,7 +298,7 @@ def _how(node: ir.Node, live: set[ir.Value]) -> tuple[str, str]:
     if not any(x in live for x in differentiable_inputs(node)):
         return "constant", "does not depend on a parameter"
     if stops_gradient(node):
-        return "zero", "its name says that no gradient passes"
+        return "zero", "its name stops gradients"
     if find_rule(node) is not None:
         if not any(y in live for y in node.outputs):
             return "constant", "the results are not floats"

@@ -1,12 +1,9 @@
-"""Models that compute gradients, from models that compute values.
+"""Models that compute gradients: ``vjp``, ``grad`` and ``jvp``.
 
-A model and its gradients: the one place where a reverse sweep is added to a model.
-
-In order: passes on the forward graph, parameters lifted to inputs, the sweep, passes behind it,
-final passes, and a checked ModelProto. Everything that makes gradients goes through here, so that
-one graph gets the same treatment whoever asks for it.
-
-From anything that is a model to the normal form that the rules know.
+``load_normalized`` brings a model to the normal form that the gradient rules know.
+``GradientModel`` appends a reverse sweep. It is the only place that does, so every caller gets the
+same order: passes on the forward graph, parameters lifted to inputs, the sweep, passes after it,
+final passes, and a checked ModelProto.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.nodes import op_key
-from onnxtrain.importer import Prepared, prepare
+from onnxtrain.importer import Prepared, mark_constants, prepare
 from onnxtrain.optimize.pipeline import rewrite_after, rewrite_before, rewrite_final
 from onnxtrain.targets import Target, find
 
@@ -47,13 +44,14 @@ class GradientModel:
     Args:
         prepared: the model; its graph is changed in place.
         target: the runtime to generate operators for.
-        blocks: whether some blocks will be computed again in the backward pass.
+        blocks: whether the backward pass will recompute some blocks.
     """
 
     def __init__(
         self, prepared: Prepared, target: str | Target = "cpu", *, blocks: bool = False
     ) -> None:
         target = prepared.restrict(target)
+        mark_constants(prepared.model, prepared.constants)  # passes may merge and fold them
         rewrite_before(prepared.model, target, blocks=blocks)
         self.model, self.graph = prepared.model, prepared.graph
         self.op = OpBuilder(self.graph, "grad/", target=target)
@@ -69,9 +67,9 @@ class GradientModel:
         """Append the reverse sweep; return the gradient of each ``wrt``, ``None`` if it is zero.
 
         Args:
-            cotangents: gradients of some values of the graph.
-            wrt: values whose gradient is wanted.
-            recompute: which blocks to compute again; see :func:`onnxtrain.build`.
+            cotangents: incoming gradients of some values of the graph.
+            wrt: values to differentiate with respect to.
+            recompute: blocks to recompute; see :func:`onnxtrain.build`.
             batch: inputs that change from step to step.
         """
         return differentiate_with_recompute(
@@ -82,43 +80,43 @@ class GradientModel:
         """Turn initializers among ``values`` into inputs without defaults, in order."""
         lift(self.graph, values)
 
-    def input_like(self, wanted: str, ref: ir.Value) -> ir.Value:
-        """Add an input of the type of ``ref``; a name that is taken gets ``.2``, ``.3`` ...."""
-        value = ir.Value(name=self._free(wanted), type=ref.type, shape=ref.shape)
+    def input_like(self, name: str, ref: ir.Value) -> ir.Value:
+        """Add an input with the type of ``ref``; a name in use gets ``.2``, ``.3`` ..."""
+        value = ir.Value(name=self._unused(name), type=ref.type, shape=ref.shape)
         self.graph.inputs.append(value)
         return value
 
-    def output(self, wanted: str, value: ir.Value | None, ref: ir.Value) -> None:
-        """Add an output of the type of ``ref``; ``None`` stands for zeros."""
+    def output(self, name: str, value: ir.Value | None, ref: ir.Value) -> None:
+        """Add an output with the type of ``ref``; ``None`` means zeros."""
         value = self.op.zeros_like(ref) if value is None else value
-        # An output needs a node and a name of its own.
+        # `value` may be an input, or an output already; an output needs its own node and name.
         out = self.op.Identity(value)
-        out.name, out.type, out.shape = self._free(wanted), ref.type, ref.shape
+        out.name, out.type, out.shape = self._unused(name), ref.type, ref.shape
         self.graph.outputs.append(out)
 
     def set_outputs(self, values: Sequence[ir.Value]) -> None:
-        """Let the graph have these outputs and no others, each a value of its own."""
+        """Replace the outputs of the graph, each by a separate value."""
         self.graph.outputs.clear()
         for value in values:
-            out = self.op.Identity(value)  # one value may serve twice
+            out = self.op.Identity(value)  # one value may be two outputs
             out.type, out.shape = value.type, value.shape
             self.graph.outputs.append(out)
 
     def rewrite(self) -> None:
-        """Run the passes behind the sweep; the outputs must be there."""
+        """Run the passes that follow the sweep; the graph must have its outputs."""
         rewrite_after(self.model, self.op)
 
     def finish(self) -> onnx.ModelProto:
-        """Run all passes that are left; return the checked model."""
+        """Run the remaining passes; return the checked model."""
         self.rewrite()
         return finalize(rewrite_final(self.model, self.op.target))
 
-    def _free(self, wanted: str) -> str:
-        name, n = wanted, 2
-        while name in self.op.names.taken:
-            name, n = f"{wanted}.{n}", n + 1
-        self.op.names.taken.add(name)
-        return name
+    def _unused(self, name: str) -> str:
+        unused, n = name, 2
+        while unused in self.op.names.taken:
+            unused, n = f"{name}.{n}", n + 1
+        self.op.names.taken.add(unused)
+        return unused
 
 
 def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
@@ -126,7 +124,7 @@ def lift(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
     for x in values:
         if x.is_graph_input():
             continue
-        graph.initializers.pop(x.name or "", None)  # one that nothing reads is not there
+        graph.initializers.pop(x.name or "", None)  # unused ones were removed from the graph
         x.const_value = None
         graph.inputs.append(x)
 
@@ -136,8 +134,8 @@ def load_normalized(
 ) -> Prepared:
     """Load a model and return it in the normal form; the argument is not changed.
 
-    Operators without a rule whose body the ONNX standard gives are replaced by it. Products with
-    packed weights stay what they are if the target has them.
+    Operators without a rule are replaced by the function body of the ONNX standard, if it has one.
+    MatMulNBits stays if the target has it.
 
     Args:
         model: anything that ``load`` takes.
@@ -178,12 +176,12 @@ def normalize(
 
 
 def registered_domains() -> set[str]:
-    """Return the domains for which the user registered rules."""
+    """Return the domains of rules that the user registered."""
     return {key.split("::")[0] for key in USER_RULES if "::" in key}
 
 
 def keep_predicate(target: str | Target) -> Callable[[ir.Node], bool]:
-    """Return what tells of a node of another domain whether it has a rule and stays as it is."""
+    """Return a predicate: whether a node of another domain has a rule and is not decomposed."""
     fused = not find(target).lacks("MatMulNBits")
 
     def keep(node: ir.Node) -> bool:
@@ -196,7 +194,7 @@ def keep_predicate(target: str | Target) -> Callable[[ir.Node], bool]:
 
 
 def lacks_rule(op_type: str) -> bool:
-    """Return whether nothing is registered for a standard operator."""
+    """Return whether a standard operator has neither a rule nor a declared zero gradient."""
     return not any(op_type in table for table in (USER_RULES, RULES, ZERO_GRADIENT, NO_GRADIENT))
 
 
@@ -206,98 +204,103 @@ Names = str | Sequence[str] | None
 def vjp(
     model: Source, wrt: Names = None, outputs: Names = None, *, target: str | Target = "cpu"
 ) -> onnx.ModelProto:
-    """Return a model that computes vector-Jacobian products besides the model's own outputs.
+    """Return a model that computes vector-Jacobian products in addition to its outputs.
 
-    Its inputs are the model's, then the lifted parameters in ``wrt`` order (without defaults), then
-    ``<output>_grad`` for each chosen output; its outputs are the model's, then ``<name>_grad`` for
-    each ``wrt``. A name that is taken gets ``.2``, ``.3`` ...; the order is the contract.
+    Inputs: those of the model, the parameters in ``wrt`` order (without defaults), and
+    ``<output>_grad`` for each selected output. Outputs: those of the model, and ``<name>_grad`` for
+    each ``wrt``. A name in use gets ``.2``, ``.3`` ...; rely on the order.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        wrt: names or glob patterns of initializers and inputs; ``None`` stands for every
-            initializer that works as a weight: no constants, no running statistics.
-        outputs: which outputs get a cotangent; ``None`` stands for every float output.
-        target: the kind of runtime that forms are chosen for: ``cpu``, ``cuda``, ``wasm``,
-            ``webgpu`` or ``portable``.
+        wrt: names or glob patterns of initializers and inputs. By default, every parameter: no
+            constants, no running statistics.
+        outputs: outputs that get a cotangent. By default, every float output.
+        target: the runtime to generate operators for: ``cpu``, ``cuda``, ``wasm``, ``webgpu`` or
+            ``portable``.
 
     Raises:
-        UndifferentiableError: naming every node on the way that has no gradient.
-        PrepareError: if a name does not exist, with near matches.
+        UndifferentiableError: some nodes on the path have no gradient; the message lists them all.
+        PrepareError: a name does not exist; the message lists near matches.
     """
-    work, wrt_values, chosen = prepare_gradients(model, wrt, outputs, target)
-    made = GradientModel(work, target)
-    made.lift(wrt_values)
-    cotangents = {y: made.input_like(f"{y.name}_grad", y) for y in chosen}
-    grads = made.differentiate(cotangents, wrt_values)
+    work, wrt_values, selected = prepare_gradients(model, wrt, outputs, target)
+    gradient_model = GradientModel(work, target)
+    gradient_model.lift(wrt_values)
+    cotangents = {y: gradient_model.input_like(f"{y.name}_grad", y) for y in selected}
+    grads = gradient_model.differentiate(cotangents, wrt_values)
     for x in wrt_values:
-        made.output(f"{x.name}_grad", grads[x], x)
-    return made.finish()
+        gradient_model.output(f"{x.name}_grad", grads[x], x)
+    return gradient_model.finish()
 
 
 def grad(
     model: Source, wrt: Names = None, of: str | None = None, *, target: str | Target = "cpu"
 ) -> onnx.ModelProto:
-    """Return a model that computes the gradient of one scalar output besides the model's outputs.
+    """Return a model that computes the gradient of a scalar output in addition to its outputs.
 
-    Like :func:`vjp`, without cotangent inputs.
+    Same as :func:`vjp`, without cotangent inputs.
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
         wrt: as in :func:`vjp`.
-        of: an output with one element, of shape [] or [1]; ``None`` stands for the only output, or
-            for the one called ``loss``.
+        of: an output with one element, of shape [] or [1]. By default, the only output or the one
+            named ``loss``.
         target: as in :func:`vjp`.
     """
-    work, wrt_values, chosen = prepare_gradients(model, wrt, of, target, _select_scalar_output)
-    (loss,) = chosen
+    work, wrt_values, selected = prepare_gradients(model, wrt, of, target, _select_scalar_output)
+    (loss,) = selected
     if S.dims_of(loss) not in ((), (1,)):
         raise UndifferentiableError(
-            f"only an output with one element has a gradient: {S.describe_value(loss)}\n"
+            f"grad requires an output with one element, got {S.describe_value(loss)}\n"
             "hint: reduce it in the model, or use onnxtrain.vjp with a cotangent"
         )
-    made = GradientModel(work, target)
-    made.lift(wrt_values)
-    seed = made.op.const(1.0 if S.dims_of(loss) == () else [1.0], loss.dtype)
-    grads = made.differentiate({loss: seed}, wrt_values)
+    gradient_model = GradientModel(work, target)
+    gradient_model.lift(wrt_values)
+    seed = gradient_model.op.const(1.0 if S.dims_of(loss) == () else [1.0], loss.dtype)
+    grads = gradient_model.differentiate({loss: seed}, wrt_values)
     for x in wrt_values:
-        made.output(f"{x.name}_grad", grads[x], x)
-    return made.finish()
+        gradient_model.output(f"{x.name}_grad", grads[x], x)
+    return gradient_model.finish()
 
 
 def jvp(
     model: Source, wrt: Names = None, outputs: Names = None, *, target: str | Target = "cpu"
 ) -> onnx.ModelProto:
-    """Return a model that computes Jacobian-vector products besides the model's own outputs.
+    """Return a model that computes Jacobian-vector products in addition to its outputs.
 
-    Its inputs are the model's, then the lifted parameters in ``wrt`` order, then ``<name>_tangent``
-    for each ``wrt``; its outputs are the model's, then ``<output>_tangent`` for each chosen output.
+    Inputs: those of the model, the parameters in ``wrt`` order, and ``<name>_tangent`` for each
+    ``wrt``. Outputs: those of the model, and ``<output>_tangent`` for each selected output.
     """
-    work, wrt_values, chosen = prepare_gradients(model, wrt, outputs, target)
-    made = GradientModel(work, target)
-    made.lift(wrt_values)
-    op, graph = made.op, made.graph
-    tangents = {x: made.input_like(f"{x.name}_tangent", x) for x in wrt_values}
-    # v -> J v is the transpose of u -> J^T u. That is linear in u, so the result has no u in it.
-    probes = {y: made.input_like(f"{y.name}_probe", y) for y in chosen}
-    grads = made.differentiate(probes, wrt_values)
-    pulled: dict[ir.Value, ir.Value] = {}
+    work, wrt_values, selected = prepare_gradients(model, wrt, outputs, target)
+    gradient_model = GradientModel(work, target)
+    gradient_model.lift(wrt_values)
+    op, graph = gradient_model.op, gradient_model.graph
+    tangents = {x: gradient_model.input_like(f"{x.name}_tangent", x) for x in wrt_values}
+    # v -> J v is the transpose of u -> J^T u. The latter is linear in u, so its transpose does
+    # not read u: the probes below are replaced by zeros in the end.
+    probes = {y: gradient_model.input_like(f"{y.name}_probe", y) for y in selected}
+    grads = gradient_model.differentiate(probes, wrt_values)
+    pullback_cotangents: dict[ir.Value, ir.Value] = {}
     for x, g in grads.items():
         if g is not None:
-            pulled[g] = op.Add(pulled[g], tangents[x]) if g in pulled else tangents[x]
-    output_tangents = made.differentiate(pulled, list(probes.values()))
-    for y in chosen:
-        made.output(f"{y.name}_tangent", output_tangents.get(probes[y]), y)
+            pullback_cotangents[g] = (
+                op.Add(pullback_cotangents[g], tangents[x])
+                if g in pullback_cotangents
+                else tangents[x]
+            )
+    output_tangents = gradient_model.differentiate(pullback_cotangents, list(probes.values()))
+    for y in selected:
+        gradient_model.output(f"{y.name}_tangent", output_tangents.get(probes[y]), y)
     for y, probe in probes.items():
         probe.replace_all_uses_with(op.zeros_like(y))
         graph.inputs.remove(probe)
     graph.sort()
-    return made.finish()
+    return gradient_model.finish()
 
 
 def parameters(model: Source, wrt: Names = None) -> dict[str, np.ndarray]:
-    """Return the values of initializers that ``wrt`` names, in the order of :func:`vjp`'s inputs.
+    """Return the arrays of the initializers in ``wrt``, in the order of :func:`vjp`'s inputs.
 
-    Inputs of the model among ``wrt`` have no value and are left out.
+    Inputs of the model in ``wrt`` have no array and are skipped.
     """
     work = load_normalized(model)
     return {
@@ -314,9 +317,9 @@ def prepare_gradients(
     target: str | Target,
     choose: Callable[[Prepared, Names], list[ir.Value]] = select_outputs,
 ) -> tuple[Prepared, list[ir.Value], list[ir.Value]]:
-    """Return the model in the normal form, the values of ``wrt`` and the chosen outputs."""
+    """Return the model in the normal form, the values of ``wrt`` and the selected outputs."""
     work = load_normalized(model, find(target))
-    chosen = choose(work, outputs)
+    selected = choose(work, outputs)
     wrt_values = select_wrt(work, wrt)
     if wrt is not None:
         _reject_settings(wrt_values)
@@ -325,11 +328,11 @@ def prepare_gradients(
             "the model has no trainable parameters: no weight reaches a float output\n"
             "hint: name inputs or initializers in `wrt`"
         )
-    return work, wrt_values, chosen
+    return work, wrt_values, selected
 
 
 def _reject_settings(wrt: Sequence[ir.Value]) -> None:
-    """Refuse values that only say how to compute: their gradient would be zero, and wrong."""
+    """Reject inputs such as axes and sizes: a zero gradient for them would be wrong."""
     for x in wrt:
         reasons = []
         for node, i in x.uses():
@@ -346,7 +349,7 @@ def _reject_settings(wrt: Sequence[ir.Value]) -> None:
 
 
 def _select_scalar_output(prepared: Prepared, of: Names) -> list[ir.Value]:
-    """Return the output that ``of`` names; ``None`` stands for the only one, or for ``loss``."""
+    """Return the output ``of``; by default the only one, or ``loss``."""
     names = [y.name or "" for y in prepared.graph.outputs]
     if of is None:
         of = names[0] if len(names) == 1 else "loss" if "loss" in names else None
@@ -354,7 +357,7 @@ def _select_scalar_output(prepared: Prepared, of: Names) -> list[ir.Value]:
     if len(outputs) != 1:
         choice = [y.name for y in outputs] or names
         raise PrepareError(
-            f"which output? the model has {', '.join(map(str, choice))}\n"
-            f"hint: pass of={choice[0]!r}, say"
+            f"found several outputs: {', '.join(map(str, choice))}\n"
+            f"hint: select one, for example of={choice[0]!r}"
         )
     return outputs

@@ -1,33 +1,30 @@
-"""Memory for time: activations of chosen blocks are computed again in the backward pass.
+"""Activation checkpointing: recompute activations of chosen blocks in the backward pass.
 
-Nodes of a block are copied, and the backward pass reads the copies, so that the runtime frees the
-first results at once. Two things must hold on every runtime, whatever it makes of the graph:
+``find_blocks`` selects the blocks, ``Recomputation`` copies their nodes and redirects the backward
+pass to the copies, so that the runtime frees the original activations early. Two conditions must
+hold on every runtime, whatever graph optimizations it applies:
 
-* The copies must not be merged with the originals again. onnxruntime shares equal expressions, so
-  the copies start from ``Where(late, x, x)``: that is ``x`` bit for bit, NaN and infinity included,
-  but no optimizer can know without looking at both branches.
-* They must not run early, or nothing is saved. ``late`` is a boolean made of numbers of the
-  backward pass: of the gradients that arrive at the block's outputs, and of all that the backward
-  pass of the following block ends with, or else a runtime might leave the gradients of all weights
-  for the end. Its value is of no importance, and may come from a NaN.
+* The copies are not merged with the originals. onnxruntime shares equal subexpressions, so the
+  copies start from ``Where(late, x, x)``. That equals ``x`` bit for bit, NaN and infinity included,
+  but an optimizer cannot know it without comparing both branches.
+* The copies do not run early, or no memory is saved. ``late`` is a boolean computed from values of
+  the backward pass: the gradients of the block's outputs, and the last values that the backward
+  pass of the following block computes. Without the latter, a runtime could delay the gradients of
+  all weights to the end. The value of ``late`` does not matter and may come from a NaN.
 
-Only one input of the nodes that a block starts with is treated so, the smallest: often a vector of
-weights, so the trick costs next to nothing. Random operators are never copied, nor is what does not
-depend on the batch.
+Only the smallest input of the first nodes of a block is gated this way. It is often a vector of
+weights, so the gate costs next to nothing. Random operators are never copied, and neither are nodes
+that do not depend on the batch.
 
-Which parts of a forward pass are computed again: by name, by boundary, or found.
+``values_to_save`` decides what a block stores: the fewest bytes from which the backward pass can
+recompute the rest cheaply. Storing a value costs its bytes. Recomputing it costs a share of the
+bytes that its node reads. So a mean or a matmul with a narrow matrix is stored, because the result
+is small; a sum or an activation is recomputed. Nodes that must not run twice cost infinity.
 
-What a block that is computed again keeps: the fewest bytes that the rest follows from cheaply.
-
-The backward pass wants some values of a block. Each is kept, or made again of values that are there
-themselves. Keeping costs the bytes of a value. Making it again costs a share of the bytes that its
-node reads: a mean, or a product with a narrow matrix, is kept, being small beside what it is made
-of; a sum or an activation is not. What must not run twice, or has no copy, costs without bound.
-
-That is a cut of least weight: ``start -> made -> there -> end``, with an edge ``start -> made`` for
-making a value again, ``made -> there`` for keeping it, ``there -> made`` from what a node reads to
-its results, and ``there -> end`` for what is wanted. Of several such cuts the one nearest to the
-wanted values is taken: it computes the least again.
+This is a minimum cut of ``start -> computed -> available -> end``: an edge ``start -> computed``
+for recomputing a value, ``computed -> available`` for storing it, ``available -> computed`` from
+the inputs of a node to its results, and ``available -> end`` for values that backward reads. Of
+several minimum cuts, the one nearest to ``end`` is taken, because it recomputes the least.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def copy_scopes(source: ir.Model, prepared: ir.Model) -> None:
-    """Write the scopes that torch recorded in a model into its prepared form, in place."""
+    """Copy the module scopes that torch recorded from a model to its prepared form, in place."""
     known = {n.name: n.metadata_props.get(_SCOPES) for n in source.graph}
     for node in prepared.graph:
         if known.get(node.name):
@@ -65,15 +62,15 @@ def copy_scopes(source: ir.Model, prepared: ir.Model) -> None:
 def find_blocks(
     nodes: Sequence[ir.Node], wanted: str | Sequence[str], live: set[ir.Value]
 ) -> list[list[ir.Node]]:
-    """Return the blocks that ``recompute`` asks for.
+    """Return the blocks that ``recompute`` selects.
 
     Args:
         nodes: the forward pass up to the loss, in order.
         wanted: ``"auto"``, or globs of scopes, nodes and boundaries.
-        live: the values that depend on what is trained.
+        live: the values that depend on parameters.
 
     Raises:
-        PrepareError: if a pattern matches nothing.
+        PrepareError: a pattern matches nothing.
     """
     if wanted == AUTO:
         return _between(nodes, _boundaries(nodes, live))
@@ -116,9 +113,9 @@ def _matches_pattern(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _scopes(node: ir.Node) -> Iterator[tuple[str, list[str]]]:
-    """Return the scopes of a node from the outermost to itself: a label, and what it is called.
+    """Yield the scopes of a node from the outermost to itself: a label and the names it matches.
 
-    torch writes module names into the nodes' metadata; older exporters write them into the names,
+    torch writes module names into the metadata of nodes. Older exporters write them into the names,
     as in ``/layers/layers.0/fc/MatMul``.
     """
     text = node.metadata_props.get(_SCOPES)
@@ -136,7 +133,7 @@ def _scopes(node: ir.Node) -> Iterator[tuple[str, list[str]]]:
 
 
 def _between(nodes: Sequence[ir.Node], cuts: Sequence[ir.Node]) -> list[list[ir.Node]]:
-    """Return what lies before each cut; what follows the last one is used at once, and kept."""
+    """Return the nodes before each cut. Nodes after the last one are used at once, so they stay."""
     ends, blocks, block = set(cuts), [], []
     for node in nodes:
         block.append(node)
@@ -147,10 +144,10 @@ def _between(nodes: Sequence[ir.Node], cuts: Sequence[ir.Node]) -> list[list[ir.
 
 
 def _boundaries(nodes: Sequence[ir.Node], live: set[ir.Value]) -> list[ir.Node]:
-    """Return nodes whose result is all that the rest of the pass reads, a good distance apart.
+    """Return evenly spaced nodes whose result is the only value that later nodes read.
 
-    With ``s`` blocks of a pass that takes ``w`` bytes, and boundaries of ``v`` bytes, ``s v + w /
-    s`` are needed at a time; that is least for ``s = sqrt(w / v)``.
+    ``s`` blocks of a pass with ``w`` bytes of activations and boundaries of ``v`` bytes need
+    ``s v + w / s`` bytes at a time. The minimum is at ``s = sqrt(w / v)``.
     """
     last: dict[ir.Value, int] = {}
     for i, node in enumerate(nodes):
@@ -190,13 +187,13 @@ def _no_match_error(pattern: str, nodes: Sequence[ir.Node]) -> str:
     names = {n for node in nodes for _, scopes in _scopes(node) for n in scopes}
     names |= {y.name or "" for node in nodes for y in node.outputs}
     near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else '"auto" finds blocks by itself'
-    return f"recompute: no scope, node or value is called {pattern!r}\nhint: {hint}"
+    hint = f"did you mean {' or '.join(near)}?" if near else '"auto" selects blocks automatically'
+    return f"recompute: unknown scope, node or value: {pattern!r}\nhint: {hint}"
 
 
 REREAD_COST = 16
-"""So many bytes are read again rather than one kept."""
-_UNKNOWN_DIM_SAVED_SIZE = 256  # what a symbolic size counts as
+"""Bytes to read again that cost as much as one byte to store."""
+_UNKNOWN_DIM_SAVED_SIZE = 256  # assumed for a symbolic dimension
 _LAYOUT_OPS = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 _START, _END = 0, 1
 
@@ -207,39 +204,43 @@ def values_to_save(
     inner: Collection[ir.Value],
     may_copy: Callable[[ir.Node], bool],
 ) -> set[ir.Value]:
-    """Return the values of a block to keep.
+    """Return the values of a block to store.
 
     Args:
         block: its nodes, in order.
         wanted: the values that the backward pass reads.
-        inner: the values of the block that are not kept anyway.
-        may_copy: whether a node may run again.
+        inner: the values of the block that are not stored anyway.
+        may_copy: whether a node may run twice.
     """
     sizes = Sizes(other=_UNKNOWN_DIM_SAVED_SIZE)
     values = _needed(block, wanted, inner)
-    place = {y: 2 + 2 * i for i, y in enumerate(values)}
+    vertex = {y: 2 + 2 * i for i, y in enumerate(values)}
     flow = _FlowNetwork(2 + 2 * len(values))
-    for y, made in place.items():
+    for y, computed in vertex.items():
         node = y.producer()
         assert node is not None
         sources = dict.fromkeys(x for x in node.inputs if x is not None)
-        again = math.inf
+        recompute_cost = math.inf
         if may_copy(node):
-            again = max((sizes(x) for x in sources), default=0) / REREAD_COST
-        flow.edge(_START, made, again)
-        flow.edge(made, made + 1, sizes(y) or 1)
+            recompute_cost = max((sizes(x) for x in sources), default=0) / REREAD_COST
+        flow.edge(_START, computed, recompute_cost)
+        flow.edge(computed, computed + 1, sizes(y) or 1)
         for x in sources:
-            if x in place:
-                flow.edge(place[x] + 1, made, math.inf)
+            if x in vertex:
+                flow.edge(vertex[x] + 1, computed, math.inf)
         if y in wanted:
-            flow.edge(made + 1, _END, math.inf)
-    there = flow.before_end()
-    chosen = [y for y, made in place.items() if made not in there and made + 1 in there]
-    return {_before_views(y, place) for y in chosen}
+            flow.edge(computed + 1, _END, math.inf)
+    reaches_end = flow.before_end()
+    chosen = [
+        y
+        for y, computed in vertex.items()
+        if computed not in reaches_end and computed + 1 in reaches_end
+    ]
+    return {_before_views(y, vertex) for y in chosen}
 
 
 def _before_views(y: ir.Value, inner: Collection[ir.Value]) -> ir.Value:
-    """Return what a value is before it was moved: both passes may want it in forms of their own."""
+    """Return the value before layout changes, because both passes may read it in other layouts."""
     node = y.producer()
     x = node.inputs[0] if node is not None and is_op(node, *_LAYOUT_OPS) else None
     return y if x is None or x not in inner else _before_views(x, inner)
@@ -248,7 +249,7 @@ def _before_views(y: ir.Value, inner: Collection[ir.Value]) -> ir.Value:
 def _needed(
     block: Sequence[ir.Node], wanted: Collection[ir.Value], inner: Collection[ir.Value]
 ) -> list[ir.Value]:
-    """Return the values that wanted ones may have to be made of."""
+    """Return the values from which ``wanted`` may have to be recomputed."""
     needed = {x for x in wanted if x in inner}
     chosen: list[ir.Value] = []
     for node in reversed(block):
@@ -260,31 +261,31 @@ def _needed(
 
 
 class _FlowNetwork:
-    """A network of numbered places, whose greatest flow from start to end gives the least cut."""
+    """A flow network with numbered vertices; its maximum flow gives the minimum cut."""
 
     def __init__(self, places: int) -> None:
         self._edges: list[list[int]] = [[] for _ in range(places)]
         self._to: list[int] = []
-        self._room: list[float] = []
+        self._capacity: list[float] = []
 
-    def edge(self, a: int, b: int, room: float) -> None:
-        """Add an edge; its partner, with the next number, goes back."""
-        for x, y, r in ((a, b, room), (b, a, 0.0)):
+    def edge(self, a: int, b: int, capacity: float) -> None:
+        """Add an edge, and its reverse edge with the next number."""
+        for x, y, r in ((a, b, capacity), (b, a, 0.0)):
             self._edges[x].append(len(self._to))
             self._to.append(y)
-            self._room.append(r)
+            self._capacity.append(r)
 
     def before_end(self) -> set[int]:
-        """Return the places from which the end is still reached when the flow is greatest."""
+        """Return the vertices from which the end is reachable at maximum flow."""
         while path := self._path():
-            amount = min(self._room[e] for e in path)
+            amount = min(self._capacity[e] for e in path)
             for e in path:
-                self._room[e] -= amount
-                self._room[e ^ 1] += amount
+                self._capacity[e] -= amount
+                self._capacity[e ^ 1] += amount
         return set(self._steps(_END, back=True))
 
     def _path(self) -> list[int]:
-        """Return a shortest way with room on it, as edges."""
+        """Return a shortest augmenting path, as edges."""
         came = self._steps(_START, back=False)
         path, at = [], _END
         while at in came and at != _START:
@@ -293,12 +294,12 @@ class _FlowNetwork:
         return path
 
     def _steps(self, first: int, *, back: bool) -> dict[int, int]:
-        """Return the places reached along edges with room, with the edge that led to each."""
+        """Return the vertices reachable along residual edges, and the edge to each."""
         came, pending = {first: -1}, deque([first])
         while pending:
             at = pending.popleft()
             for e in self._edges[at]:
-                if self._room[e ^ 1 if back else e] > 0 and self._to[e] not in came:
+                if self._capacity[e ^ 1 if back else e] > 0 and self._to[e] not in came:
                     came[self._to[e]] = e
                     pending.append(self._to[e])
         return came
@@ -306,10 +307,10 @@ class _FlowNetwork:
 
 Block = Sequence[ir.Node]
 
-# Inputs after the first one of these say how to compute, and some runtimes read them on the host.
+# Further inputs of these are sizes, bounds or axes, and some runtimes read them on the host.
 _ONLY_FIRST_INPUT_MATTERS = frozenset({"Clip", "Expand", "Pad", "Range", "Resize", "Slice", "Tile"})
 _SHAPES = ("Shape", "Size")
-_UNKNOWN_DIM_SIZE = 64  # what a symbolic size counts as when inputs are compared
+_UNKNOWN_DIM_SIZE = 64  # assumed for a symbolic dimension when inputs are compared
 
 
 def differentiate_with_recompute(
@@ -320,28 +321,28 @@ def differentiate_with_recompute(
     recompute: str | Sequence[str],
     batch: Iterable[ir.Value],
 ) -> dict[ir.Value, ir.Value | None]:
-    """Append the reverse sweep as ``differentiate`` does, with blocks that are computed again.
+    """Append the reverse sweep as ``differentiate`` does, and recompute blocks in it.
 
     Args:
         op: a builder over the graph.
         cotangents: as for ``differentiate``.
-        wrt: likewise.
-        recompute: as for ``find_blocks``; nothing if it is empty.
+        wrt: as for ``differentiate``.
+        recompute: as for ``find_blocks``; empty recomputes nothing.
         batch: the inputs that differ from batch to batch.
     """
     if not recompute:
         return differentiate(op, cotangents, wrt)
     nodes = list(op.graph)
     live = reachable_values(nodes, wrt)
-    again = Recomputation(op, find_blocks(nodes, recompute, live), batch)
-    watched = [y for outputs in again.outputs for y in outputs if y in live]
-    grads = differentiate(op, cotangents, [*wrt, *watched])
-    again.apply(grads)
+    recomputation = Recomputation(op, find_blocks(nodes, recompute, live), batch)
+    block_outputs = [y for outputs in recomputation.outputs for y in outputs if y in live]
+    grads = differentiate(op, cotangents, [*wrt, *block_outputs])
+    recomputation.apply(grads)
     return grads
 
 
 def outputs_of(block: Block) -> list[ir.Value]:
-    """Return the values of a block that others read: they are kept."""
+    """Return the values of a block that other nodes read; they are stored."""
     inside = set(block)
     return [y for node in block for y in node.outputs if _leaves(y, inside)]
 
@@ -353,10 +354,10 @@ def _leaves(y: ir.Value, inside: set[ir.Node]) -> bool:
 
 
 class Recomputation:
-    """Blocks of a forward pass to be computed again; made before the reverse sweep is there.
+    """Blocks of a forward pass to recompute; create it before the reverse sweep is appended.
 
     Args:
-        op: a builder over the graph, which holds the forward pass alone.
+        op: a builder over the graph, which has only the forward pass.
         blocks: disjoint sets of nodes, each in order.
         batch: the inputs that differ from batch to batch.
     """
@@ -365,19 +366,19 @@ class Recomputation:
         self.op = op
         self.forward = list(op.graph)
         self.order = {node: i for i, node in enumerate(self.forward)}
-        self.moving = _reachable_nodes(self.forward, batch)
+        self.batch_dependent = _reachable_nodes(self.forward, batch)
         whole = _closed_blocks(self.forward, blocks)
         self.blocks = sorted((b for b in whole if b), key=lambda b: self.order[b[0]])
         self.outputs = [outputs_of(b) for b in self.blocks]
 
     def apply(self, gradients: Mapping[ir.Value, ir.Value | None]) -> int:
-        """Copy nodes for the reverse sweep that was appended meanwhile; return how many.
+        """Copy nodes for the reverse sweep that was appended since; return how many.
 
         Args:
-            gradients: of parameters and of the outputs of the blocks, as far as there are any.
+            gradients: gradients of parameters and of the outputs of the blocks.
         """
         backward = [n for n in self.op.graph if n not in self.order]
-        # The reverse sweep may have asked nodes for more outputs.
+        # Rules may have added outputs to forward nodes.
         inside = [
             {y for n in b for y in n.outputs if y.name} - set(outs)
             for b, outs in zip(self.blocks, self.outputs, strict=True)
@@ -402,7 +403,9 @@ class Recomputation:
             if not users:
                 continue
             wanted = {x for node, i in users if (x := node.inputs[i]) is not None}
-            keep = values_to_save(block, wanted, inner, lambda n: _may_copy(n, self.moving))
+            keep = values_to_save(
+                block, wanted, inner, lambda n: _may_copy(n, self.batch_dependent)
+            )
             copies = self._copy(block, wanted - keep, inner, keep, sources)
             users.sort(key=lambda use: (use[0].name or "", use[1]))
             for node, i in users:
@@ -410,20 +413,25 @@ class Recomputation:
                 if x in copies:
                     node.replace_input_with(i, copies[x])
             copied += len({y.producer() for y in copies.values()})
-            ends = [g for x in self._own(block, gradients) if (g := gradients[x]) is not None]
+            ends = [
+                g
+                for x in self._exclusive_inputs(block, gradients)
+                if (g := gradients[x]) is not None
+            ]
             last = [*(node for node, _ in users), *(g.producer() for g in ends)]
             waiting = _last([n for n in last if n is not None], earlier)
         self.op.graph.sort()
         return copied
 
-    def _own(self, block: Block, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Return those of some values that only this block reads: parameters of its own."""
+    def _exclusive_inputs(self, block: Block, values: Iterable[ir.Value]) -> list[ir.Value]:
+        """Return the values that only this block reads: its own parameters."""
         inside = set(block)
 
         def only_here(x: ir.Value) -> bool:
             readers = [use.node for use in x.uses() if use.node in self.order]
             return all(
-                n in inside or all(y not in self.moving and only_here(y) for y in n.outputs)
+                n in inside
+                or all(y not in self.batch_dependent and only_here(y) for y in n.outputs)
                 for n in readers
             )
 
@@ -437,18 +445,18 @@ class Recomputation:
         keep: set[ir.Value],
         sources: Sequence[ir.Value],
     ) -> dict[ir.Value, ir.Value]:
-        """Append copies of the nodes that make the wanted values; return what stands for what."""
+        """Append copies of the nodes that compute ``wanted``; return the copy of each value."""
         needed = set(wanted)
         chosen: list[ir.Node] = []
         for node in reversed(block):
-            if any(y in needed for y in node.outputs) and _may_copy(node, self.moving):
+            if any(y in needed for y in node.outputs) and _may_copy(node, self.batch_dependent):
                 chosen.append(node)
                 needed.update(x for x in node.inputs if x in inner and x not in keep)
         gates: dict[ir.Value, ir.Value] = {}
         copies: dict[ir.Value, ir.Value] = {}
         late: list[ir.Value] = []
 
-        def held_back(x: ir.Value | None) -> ir.Value:
+        def gated(x: ir.Value | None) -> ir.Value:
             assert x is not None
             if not late:
                 late.append(_gradient_gate(self.op, sources))
@@ -461,11 +469,11 @@ class Recomputation:
             if not any(x in copies for x in node.inputs if x is not None):
                 at = _smallest_input(node)
                 if at is None:
-                    continue  # nothing to hold it back with: its results are kept
-                inputs[at] = held_back(inputs[at])
+                    continue  # no input to gate: its results are stored
+                inputs[at] = gated(inputs[at])
             first_only = node.op_type == "BatchNormalization"
-            if first_only:  # onnxruntime writes statistics over these: let them be of its own
-                inputs[3:] = [held_back(x) for x in inputs[3:]]
+            if first_only:  # onnxruntime updates the statistics in place, so the copy needs its own
+                inputs[3:] = [gated(x) for x in inputs[3:]]
             copy = ir.Node(
                 node.domain,
                 node.op_type,
@@ -487,9 +495,9 @@ class Recomputation:
 
 
 def _closed_blocks(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[list[ir.Node]]:
-    """Return the blocks with what lies between their nodes.
+    """Add the nodes between the nodes of a block to the block.
 
-    A gradient that arrives at an output then never comes from inside the block.
+    The gradient of an output then never depends on a gradient inside the block.
     """
     taken = {node for block in blocks for node in block}
     closed = []
@@ -507,12 +515,12 @@ def _closed_blocks(nodes: Sequence[ir.Node], blocks: Sequence[Block]) -> list[li
     return closed
 
 
-def _may_copy(node: ir.Node, moving: set[ir.Value]) -> bool:
+def _may_copy(node: ir.Node, batch_dependent: set[ir.Value]) -> bool:
     return (
         is_standard(node)
         and node.op_type not in RANDOM_OPS
         and not any(True for _ in subgraphs_of(node))
-        and any(x in moving for x in node.inputs if x is not None)
+        and any(x in batch_dependent for x in node.inputs if x is not None)
         and any(y.dtype != ir.DataType.INT64 for y in node.outputs)
     )
 
@@ -526,7 +534,7 @@ def _reachable_nodes(nodes: Sequence[ir.Node], values: Iterable[ir.Value]) -> se
 
 
 def _smallest_input(node: ir.Node) -> int | None:
-    """Return the place of the smallest float input that takes part in the arithmetic."""
+    """Return the index of the smallest float input that the node computes with."""
     sizes = {
         i: _assumed_size(x)
         for i, x in enumerate(node.inputs)
@@ -546,8 +554,8 @@ def _assumed_size(x: ir.Value) -> float:
 
 
 def _gradient_gate(op: OpBuilder, sources: Sequence[ir.Value]) -> ir.Value:
-    """Return a boolean scalar that is there only when all of some values are."""
-    corners: dict[int, list[ir.Value]] = {}  # an element of each, by rank: one node for most
+    """Return a boolean scalar that depends on all ``sources``."""
+    corners: dict[int, list[ir.Value]] = {}  # first element of each source, grouped by rank
     for x in sources:
         rank = len(S.dims_of(x) or ()) or 1
         line = x if S.dims_of(x) else op.Reshape(x, [-1])
@@ -575,7 +583,7 @@ def _ancestors(values: Iterable[ir.Value], stop: set[ir.Node] | None = None) -> 
 
 
 def _last(nodes: Sequence[ir.Node], earlier: set[ir.Node]) -> list[ir.Value]:
-    """Return a float result of each node that no other of them depends on."""
+    """Return a float result of each node that no other node of ``nodes`` depends on."""
     unique = list(dict.fromkeys(nodes))
     before: set[ir.Node] = set()
     for node in unique:
@@ -595,18 +603,18 @@ def _share_shapes(
     backward: Sequence[ir.Node],
     hidden: set[ir.Value],
 ) -> None:
-    """Ask values that are kept for their shape, where an earlier one has the same."""
-    kept: dict[tuple[Dim, ...], ir.Value] = {}
+    """Read shapes from stored values with the same shape, so that ``hidden`` ones can be freed."""
+    by_shape: dict[tuple[Dim, ...], ir.Value] = {}
 
-    def see(values: Iterable[ir.Value]) -> None:
+    def visit(values: Iterable[ir.Value]) -> None:
         for x in values:
             dims = S.dims_of(x)
             if x not in hidden and dims is not None and None not in dims:
-                kept.setdefault(dims, x)
+                by_shape.setdefault(dims, x)
 
-    see(op.graph.inputs)
+    visit(op.graph.inputs)
     for node in (*forward, *backward):
         x = node.inputs[0] if node.op_type in _SHAPES else None
-        if x is not None and x in hidden and (dims := S.dims_of(x)) in kept:
-            node.replace_input_with(0, kept[dims])
-        see(node.outputs)
+        if x is not None and x in hidden and (dims := S.dims_of(x)) in by_shape:
+            node.replace_input_with(0, by_shape[dims])
+        visit(node.outputs)

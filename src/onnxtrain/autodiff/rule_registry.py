@@ -1,21 +1,22 @@
-"""Gradient rules, by operator.
+"""Registry of gradient rules, and variants of a rule per target.
 
-Look-up order for a node: a rule, a declared zero or missing gradient, the operator's official
-function body (inlined by ``prepare``), an error. Operators of another domain are keyed
+Lookup order for a node: a rule, a declared zero or missing gradient, the function body of the
+standard (inlined by ``prepare``), an error. Operators of other domains have the key
 ``"Domain::Op"``.
 
-Variants of a formula: the same numbers by other operators, for speed or for what a target lacks.
-
-A rule is written as its formula. Where targets differ in how a part of it is best computed, the
-part is a table: ``FORMS`` names the ways, each with the condition under which it can be used at
-all, and ``CHOICES`` says which one goes where, first match first. Facts are what the conditions
-need to know: sizes and types, often a small dataclass.
+A rule is written as its formula. Where targets differ in the fastest way to compute a part of it,
+the part has two tables. ``..._VARIANTS`` names the implementations, each with the condition under
+which it applies at all. ``..._CHOICES`` lists which one to use where; the first match wins. The
+conditions read facts: sizes and dtypes, often a small dataclass. All variants compute the same
+values.
 
 >>> from onnxtrain.targets import find
->>> forms = {"sum": Form(lambda op, x: ...), "product": Form(lambda op, x: ..., lambda n: n > 1)}
->>> choices = [Choice("product", lambda n: n < 9, prefers="means-as-matmul"), Choice("sum")]
->>> [pick(find(t), n, forms, choices) for t, n in (("wasm", 8), ("wasm", 1), ("cuda", 8))]
-['product', 'sum', 'sum']
+>>> variants = {"sum": Variant(lambda op, x: ...)}
+>>> variants["matmul"] = Variant(lambda op, x: ..., lambda n: n > 1)
+>>> choices = [Choice("matmul", lambda n: n < 9, prefers="means-as-matmul"), Choice("sum")]
+>>> cases = (("wasm", 8), ("wasm", 1), ("cuda", 8))
+>>> [select_variant_name(find(t), n, variants, choices) for t, n in cases]
+['matmul', 'sum', 'sum']
 """
 
 from __future__ import annotations
@@ -37,49 +38,49 @@ Gradients = Gradient | tuple[Gradient, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Undefined:
-    """Stands for a gradient we do not have; an error only if somebody wants it."""
+    """A gradient without a formula; an error only if it is needed."""
 
     why: str
 
 
 def undefined(why: str) -> Any:
-    """Return the marker a rule returns in place of a gradient that it cannot do right."""
+    """Return the marker that a rule returns for a gradient it cannot compute."""
     return Undefined(why)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How to turn the gradients of a node's outputs into those of its inputs."""
+    """Computes the gradients of a node's inputs from those of its outputs."""
 
     op: str
     function: Callable[..., Any]
     multi: bool = False
-    """The function gets ``dys``, one per output, and not ``dy``."""
+    """The function receives ``dys``, one per output, instead of ``dy``."""
     broadcasts: bool = False
     """Inputs broadcast; the driver sums gradients back to their shapes."""
     constant_inputs: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Inputs through which no gradient flows though they may be floats, with the reason."""
+    """Inputs that get no gradient although they may be floats, with the reason."""
 
 
 RULES: dict[str, Rule] = {}
 ZERO_GRADIENT: dict[str, str] = {}
 """Operators whose gradient is zero wherever it is defined, with the reason."""
 NO_GRADIENT: dict[str, str] = {}
-"""Operators that have no gradient: integer or boolean results, randomness, quantisation ..."""
+"""Operators that have no gradient: integer or boolean results, randomness, quantization ..."""
 NOT_DIFFERENTIABLE: set[str] = set()
-"""Those of ``NO_GRADIENT`` where zeros would be a trap: it is an error to want a gradient."""
+"""Those of ``NO_GRADIENT`` where a zero gradient would be wrong: differentiating them raises."""
 USER_RULES: dict[str, Rule] = {}
 KEEP_UNEXPANDED: dict[str, Callable[[ir.Node], bool]] = {}
-"""Operators with a rule and a decomposition: tells of a node whether the rule knows its form."""
+"""Operators with a rule and a decomposition: a predicate, whether the rule covers a node."""
 
 
 STRAIGHT_THROUGH_RULES: dict[str, Rule] = {}
-"""Rules of quantisers that are trained straight through: gradients pass inside their range."""
+"""Straight-through rules of quantizers: gradients pass inside the integer range."""
 _STRAIGHT_THROUGH_KEY = "onnxtrain.straight_through"  # key in Node.meta
 
 
 def mark_straight_through(nodes: Iterable[ir.Node]) -> int:
-    """Let gradients pass the quantisers among some nodes; return how many there are."""
+    """Mark the quantizers among ``nodes`` as straight-through; return how many there are."""
     count = 0
     for node in nodes:
         if op_key(node) in STRAIGHT_THROUGH_RULES:
@@ -89,7 +90,7 @@ def mark_straight_through(nodes: Iterable[ir.Node]) -> int:
 
 
 def is_straight_through(node: ir.Node) -> bool:
-    """Return whether gradients pass a quantiser as if it did not round."""
+    """Return whether a node is a straight-through quantizer."""
     return bool(node.meta.get(_STRAIGHT_THROUGH_KEY))
 
 
@@ -97,7 +98,7 @@ _STOP_GRADIENT_KEY = "onnxtrain.stopped"
 
 
 def find_rule(node: ir.Node) -> Rule | None:
-    """Return the rule of a node; users' own go first."""
+    """Return the rule of a node; rules of the user take precedence."""
     if stops_gradient(node):
         return None
     key = op_key(node)
@@ -106,13 +107,13 @@ def find_rule(node: ir.Node) -> Rule | None:
 
 
 def mark_stop_gradient(node: ir.Node | None) -> None:
-    """Say that no gradient flows through a node, since its gradient is brought in another way."""
+    """Stop the gradient at a node, because another node computes it."""
     assert node is not None
     node.meta[_STOP_GRADIENT_KEY] = True
 
 
 def blocks_gradient(node: ir.Node) -> bool:
-    """Return whether no gradient flows through the node, by declaration."""
+    """Return whether the node is declared to pass no gradient."""
     if node.meta.get(_STOP_GRADIENT_KEY):
         return True
     key = op_key(node)
@@ -157,7 +158,7 @@ def vjp_multi(
 
 
 def elementwise(op: str, function: Callable[..., Any]) -> None:
-    """Register a rule whose inputs broadcast; it may ignore that."""
+    """Register a rule of a broadcasting operator; the rule may ignore broadcasting."""
     _add(Rule(op, function, broadcasts=True))
 
 
@@ -167,7 +168,7 @@ def zero_gradient(*ops: str, why: str) -> None:
 
 
 def no_gradient(*ops: str, why: str, refuse: bool = False) -> None:
-    """Declare operators without a gradient; ``refuse`` makes it an error to want one."""
+    """Declare operators without a gradient; with ``refuse``, differentiating them raises."""
     NO_GRADIENT.update(dict.fromkeys(ops, why))
     NOT_DIFFERENTIABLE.update(ops if refuse else ())
 
@@ -175,11 +176,11 @@ def no_gradient(*ops: str, why: str, refuse: bool = False) -> None:
 def register_vjp(
     op: str, *, multi: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register your own gradient rule, for a custom operator or in place of a built-in rule.
+    """Register a gradient rule for a custom operator, or replace a built-in rule.
 
     Args:
         op: ``"MyDomain::MyOp"``, or the bare name of a standard operator.
-        multi: the rule receives ``dys``, one per output, where it would receive ``dy``.
+        multi: the rule receives ``dys``, one per output, instead of ``dy``.
 
     >>> from onnxtrain.autodiff.rule_registry import USER_RULES
     >>> @register_vjp("acme::Twice")
@@ -233,7 +234,7 @@ def always(facts: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Variant(Generic[Facts]):
-    """A way to compute something, and when it can be used at all."""
+    """An implementation, and the condition under which it applies."""
 
     build: Callable[..., Any]
     fits: Callable[[Facts], bool] = always
@@ -241,22 +242,22 @@ class Variant(Generic[Facts]):
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[Facts]):
-    """A form, and when to use it.
+    """A variant, and when to use it.
 
     Attributes:
-        form: its name.
-        when: asks the facts.
+        variant: its name.
+        when: condition on the facts.
         prefers: only for targets that prefer this.
         lacks: only for targets that lack this.
     """
 
-    form: str
+    variant: str
     when: Callable[[Facts], bool] = always
     prefers: str | None = None
     lacks: str | None = None
 
     def wanted(self, target: Target, facts: Facts) -> bool:
-        """Return whether the form is wanted, whether it fits or not."""
+        """Return whether the variant is preferred, whether it applies or not."""
         if self.prefers is not None and not target.prefers(self.prefers):
             return False
         if self.lacks is not None and not target.lacks(self.lacks):
@@ -269,14 +270,16 @@ Choices = Sequence[Choice[Facts]]
 
 
 def select_variant_name(
-    target: Target, facts: Facts, forms: Variants[Facts], choices: Choices[Facts]
+    target: Target, facts: Facts, variants: Variants[Facts], choices: Choices[Facts]
 ) -> str:
-    """Return the name of the form for a target: the first that is wanted and that fits."""
-    return next(c.form for c in choices if c.wanted(target, facts) and forms[c.form].fits(facts))
+    """Return the name of the first variant that is preferred and applies."""
+    return next(
+        c.variant for c in choices if c.wanted(target, facts) and variants[c.variant].fits(facts)
+    )
 
 
 def select_variant(
-    op: OpBuilder, facts: Facts, forms: Variants[Facts], choices: Choices[Facts]
+    op: OpBuilder, facts: Facts, variants: Variants[Facts], choices: Choices[Facts]
 ) -> Callable[..., Any]:
-    """Return the function of the form for the builder's target."""
-    return forms[select_variant_name(op.target, facts, forms, choices)].build
+    """Return the function of the variant for the builder's target."""
+    return variants[select_variant_name(op.target, facts, variants, choices)].build

@@ -1,6 +1,7 @@
-"""Which values a request means: names, glob patterns, or the trainable parameters.
+"""Select values by name: what ``wrt``, ``train``, ``freeze`` and ``outputs`` mean for a model.
 
-Parameters by a word: ``bias``, ``norm``, ``last:2``, where a list of names would stand.
+A request is a list of names, glob patterns and selectors (``bias``, ``norm``, ``last:2``), or
+``None`` for all trainable parameters.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ from onnxtrain.autodiff.rule_registry import blocks_gradient, is_not_differentia
 from onnxtrain.errors import PrepareError, UndifferentiableError
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_op, nodes
-from onnxtrain.importer import Prepared
+from onnxtrain.importer import Prepared, constant_names
 
 BIAS, NORM, LAST = "bias", "norm", "last"
 _LAST = re.compile(r"^last:(\d+)$")
 _BLOCK = re.compile(r"^(.*?(?:^|[._/])(?:layers?|blocks?|h|stages?|resblocks))[._/](\d+)[._/]")
 _NORM_NAME = re.compile(r"norm|(^|[._/])ln(_|\d|[._/])", re.IGNORECASE)
 _NORMS = ("BatchNormalization", "LayerNormalization", "InstanceNormalization", "GroupNormalization")
-_OFFSET = 2  # the place of a normalisation's bias
+_OFFSET = 2  # index of the bias of a normalization operator
 _OWN_LAYER = frozenset({"weight", "embedding", "recurrent weight"})
 
 
 def expand_selectors(
     prepared: Prepared, names: Sequence[str], trainable: Sequence[ir.Value]
 ) -> list[str]:
-    """Return names in which each word is replaced by the parameters it stands for.
+    """Replace each selector (``bias``, ``norm``, ``last:N``) by the names of its parameters.
 
     Args:
         prepared: the model.
-        names: names, patterns and words; a tensor that is called by a word goes first.
+        names: names, patterns and selectors. A tensor named like a selector takes
+            precedence.
         trainable: the parameters of the model.
 
     Raises:
-        PrepareError: if a word stands for nothing.
+        PrepareError: a selector matches no parameter.
     """
     graph = prepared.graph
     known = {*graph.initializers, *(x.name for x in graph.inputs)}
@@ -50,25 +52,29 @@ def expand_selectors(
             continue
         hits = _resolve_selector(prepared, name, trainable)
         if not hits:
-            raise PrepareError(f"the model has no parameters that {name!r} stands for")
+            raise PrepareError(f"the selector {name!r} matches no parameter of the model")
         expanded += [x.name or "" for x in hits]
     return expanded
 
 
 def available_selectors(prepared: Prepared, trainable: Sequence[ir.Value]) -> dict[str, str]:
-    """Return the words that stand for something in this model, with what that is."""
+    """Return the selectors that match parameters of this model, each with a description."""
     if not trainable:
         return {}
-    words = {
+    selected = {
         BIAS: _resolve_selector(prepared, BIAS, trainable),
         NORM: _resolve_selector(prepared, NORM, trainable),
         f"{LAST}:1": _resolve_selector(prepared, f"{LAST}:1", trainable),
     }
     layers, kind = _layers(prepared, trainable)
-    about = {w: f"{len(v)} tensor(s), {_element_count(v)} numbers" for w, v in words.items() if v}
-    if f"{LAST}:1" in about:
-        about[f"{LAST}:1"] += f", of {len(layers)} {kind}"
-    return about
+    descriptions = {
+        selector: f"{len(values)} tensor(s), {_element_count(values)} elements"
+        for selector, values in selected.items()
+        if values
+    }
+    if f"{LAST}:1" in descriptions:
+        descriptions[f"{LAST}:1"] += f", of {len(layers)} {kind}"
+    return descriptions
 
 
 def _element_count(values: Sequence[ir.Value]) -> int:
@@ -80,21 +86,23 @@ def _is_selector(name: str) -> bool:
 
 
 def _resolve_selector(
-    prepared: Prepared, word: str, trainable: Sequence[ir.Value]
+    prepared: Prepared, selector: str, trainable: Sequence[ir.Value]
 ) -> list[ir.Value]:
     kinds = prepared.kinds
-    if word == BIAS:
+    if selector == BIAS:
         return [x for x in trainable if kinds.get(x.name or "") == "bias" or _is_offset(x)]
-    if word == NORM:
+    if selector == NORM:
         return [x for x in trainable if _is_norm(x, kinds.get(x.name or "", ""))]
-    match = _LAST.match(word)
+    match = _LAST.match(selector)
     assert match is not None
     count = int(match[1])
     if count < 1:
-        raise PrepareError(f"{word!r} stands for no layer\nhint: last:1 is the last one")
+        raise PrepareError(
+            f"{selector!r} must select at least one layer\nhint: last:1 is the last layer"
+        )
     layers, kind = _layers(prepared, trainable)
     if count > len(layers):
-        raise PrepareError(f"{word!r}: the model has only {len(layers)} {kind}")
+        raise PrepareError(f"{selector!r} selects {count} {kind}, but the model has {len(layers)}")
     return [x for layer in layers[-count:] for x in layer]
 
 
@@ -109,10 +117,10 @@ def _is_norm(x: ir.Value, kind: str) -> bool:
 
 
 def _layers(prepared: Prepared, trainable: Sequence[ir.Value]) -> tuple[list[list[ir.Value]], str]:
-    """Return the parameters layer by layer, in the order in which the graph reads them.
+    """Return the parameters grouped by layer, in the order in which the graph reads them.
 
-    Where names number blocks (``layers.3.``), those are the layers, and what comes after the last
-    block belongs to it. Else each weight begins one.
+    Where names have block numbers (``layers.3.``), each block is a layer, and parameters after the
+    last block belong to it. Otherwise each weight starts a layer.
     """
     order = _in_order(prepared.graph, trainable)
     blocks = [_block(x) for x in order]
@@ -133,7 +141,7 @@ def _by_block(
     current: tuple[str, int] | None = None
     for x, block in zip(order, blocks, strict=True):
         current = block or current
-        if current is not None:  # what stands in front of the first block is of none
+        if current is not None:  # parameters before the first block belong to none
             groups.setdefault(current, []).append(x)
     return list(groups.values())
 
@@ -153,14 +161,14 @@ def _in_order(graph: ir.Graph, trainable: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def select_wrt(prepared: Prepared, wrt: str | Sequence[str] | None) -> list[ir.Value]:
-    """Return the inputs and initializers that ``wrt`` names, in that order, each once.
+    """Return the inputs and initializers that ``wrt`` selects, in that order, each once.
 
-    ``None`` stands for every trainable parameter, in the order of the file.
+    ``None`` selects every trainable parameter, in the order of the file.
     """
     if wrt is None:
         return trainable(prepared)
     candidates = {x.name or "": x for x in prepared.graph.inputs}
-    constants = prepared.constants
+    constants = prepared.constants | constant_names(prepared.model)
     for name, x in prepared.graph.initializers.items():
         if name not in constants:
             candidates.setdefault(name, x)
@@ -174,7 +182,7 @@ def select_wrt(prepared: Prepared, wrt: str | Sequence[str] | None) -> list[ir.V
 def select_outputs(
     prepared: Prepared, outputs: str | Sequence[str] | None, argument: str = "outputs"
 ) -> list[ir.Value]:
-    """Return the graph outputs that ``outputs`` names; ``None`` stands for all float ones."""
+    """Return the graph outputs that ``outputs`` selects; ``None`` selects all float outputs."""
     if outputs is None:
         chosen = [y for y in prepared.graph.outputs if S.is_float(y)]
         if not chosen:
@@ -195,20 +203,20 @@ def _only_floats(values: list[ir.Value], argument: str) -> list[ir.Value]:
     if wrong:
         listing = ", ".join(S.describe_value(x) for x in wrong)
         raise UndifferentiableError(
-            f"only floats have gradients: {listing}\nhint: leave them out of `{argument}`"
+            f"only float tensors have gradients, got {listing}\nhint: remove them from `{argument}`"
         )
     return values
 
 
 def trainable(prepared: Prepared, *, inner: Sequence[ir.Value] = ()) -> list[ir.Value]:
-    """Return the float initializers that work as weights and through which a gradient can flow.
+    """Return the float initializers that are parameters and that a gradient can reach.
 
-    Running statistics of BatchNormalization are not among them, nor are the constants of the graph
-    and what works as one (:mod:`onnxtrain.graph`). A gradient comes from the float outputs,
-    and from ``inner`` values.
+    Excludes running statistics of BatchNormalization, constants of the graph, and tensors that
+    parameter detection classified as constants. Gradients start from the float outputs and from
+    ``inner`` values.
     """
     graph = prepared.graph
-    excluded = prepared.constants | prepared.untrained
+    excluded = prepared.constants | constant_names(prepared.model) | prepared.untrained
     statistics = batch_statistics(graph)
     candidates = [
         x
@@ -220,7 +228,7 @@ def trainable(prepared: Prepared, *, inner: Sequence[ir.Value] = ()) -> list[ir.
 
 
 def batch_statistics(graph: ir.Graph) -> set[ir.Value]:
-    """Return the values that BatchNormalization nodes read as running mean and variance."""
+    """Return the running means and variances that BatchNormalization nodes read."""
     statistics: set[ir.Value] = set()
     for node in nodes(graph, "BatchNormalization", subgraphs=True):
         statistics.update(x for x in node.inputs[3:5] if x is not None)
@@ -232,8 +240,8 @@ def reaching(
 ) -> set[ir.Value]:
     """Return every value from which a differentiable path leads to ``outputs``.
 
-    ``None`` stands for every float output of the graph. With ``refused``, nodes count as passed
-    that it is an error to differentiate through: whoever wants the gradient shall be told.
+    ``None`` means every float output of the graph. With ``refused``, paths may cross nodes that are
+    an error to differentiate through, so that the caller gets that error and not silence.
     """
     useful = set(graph.outputs if outputs is None else outputs)
     useful = {y for y in useful if S.is_float(y)}
@@ -246,14 +254,14 @@ def reaching(
 
 
 def flowing_inputs(node: ir.Node) -> list[ir.Value]:
-    """Return the inputs of a node that pass a gradient on to some output of it."""
+    """Return the inputs of a node that receive a gradient from its outputs."""
     return [] if blocks_gradient(node) else differentiable_inputs(node)
 
 
 def match(
     wanted: Sequence[str], candidates: dict[str, ir.Value], argument: str, kind: str
 ) -> list[ir.Value]:
-    """Return the candidates that names and patterns select; raise if one matches nothing."""
+    """Return the candidates that names and patterns select; raise if one of them has no match."""
     matched: dict[ir.Value, None] = {}
     absent: list[str] = []
     for pattern in wanted:
@@ -261,7 +269,7 @@ def match(
             matched.setdefault(candidates[pattern])
             continue
         hits = fnmatch.filter(candidates, pattern) if any(c in pattern for c in "*?[") else []
-        # A pattern stands for what can be differentiated; a plain name must exist.
+        # A pattern selects what can be differentiated; a plain name of another type is an error.
         hits = [h for h in hits if S.is_float(candidates[h])]
         if not hits:
             absent.append(pattern)
@@ -277,5 +285,5 @@ def match(
             f"no such {kind} in `{argument}`: {listing}\nhint: the model has {choice}"
         )
     if not matched:
-        raise PrepareError(f"`{argument}` is empty\nhint: name at least one {kind}")
+        raise PrepareError(f"`{argument}` is empty\nhint: select at least one {kind}")
     return list(matched)

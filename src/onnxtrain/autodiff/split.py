@@ -1,4 +1,4 @@
-"""A forward model and a backward model, with the tensors that pass between them."""
+"""Split ``vjp`` into a forward model and a backward model, with the saved tensors between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxtrain.graph.nodes import captured
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.targets import Target
 
-# Cheaper to compute again than to keep: they move or rename elements, or read only a shape.
+# Cheaper to recompute than to save: they move or rename elements, or read only a shape.
 _CHEAP = frozenset(
     {
         "Cast",
@@ -37,10 +37,9 @@ _CHEAP = frozenset(
 class Split:
     """Two models that together compute what :func:`onnxtrain.vjp` computes.
 
-    ``forward`` takes the model's inputs and the lifted parameters; it gives the model's outputs,
-    then ``saved``. ``backward`` takes ``saved``, ``passed`` (inputs and parameters of the forward
-    model that it reads again) and ``<output>_grad`` for each chosen output; it gives
-    ``<name>_grad`` for each ``wrt``.
+    ``forward``: the model's inputs and the parameters -> the model's outputs and ``saved``.
+    ``backward``: ``saved``, ``passed`` (inputs and parameters of the forward model) and
+    ``<output>_grad`` for each selected output -> ``<name>_grad`` for each ``wrt``.
     """
 
     forward: onnx.ModelProto
@@ -60,71 +59,82 @@ def split(
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
         wrt: as in :func:`onnxtrain.vjp`.
-        outputs: which outputs get a cotangent; ``None`` stands for every float output.
+        outputs: outputs that get a cotangent. By default, every float output.
         target: as in :func:`onnxtrain.vjp`.
     """
     work, wrt_values, chosen = prepare_gradients(model, wrt, outputs, target)
-    made = GradientModel(work, target)
-    made.lift(wrt_values)
-    given = [x.name or "" for x in made.graph.inputs]
-    own = [y.name or "" for y in made.graph.outputs]
-    cotangents = {y: made.input_like(f"{y.name}_grad", y) for y in chosen}
+    both = GradientModel(work, target)
+    both.lift(wrt_values)
+    inputs = [x.name or "" for x in both.graph.inputs]
+    own = [y.name or "" for y in both.graph.outputs]
+    cotangents = {y: both.input_like(f"{y.name}_grad", y) for y in chosen}
     names = [y.name or "" for y in chosen]
-    grads = made.differentiate(cotangents, wrt_values)
+    grads = both.differentiate(cotangents, wrt_values)
     for x in wrt_values:
-        made.output(f"{x.name}_grad", grads[x], x)
-    return _cut(made.finish(), given, own, [x.name or "" for x in wrt_values], names)
+        both.output(f"{x.name}_grad", grads[x], x)
+    return _cut(both.finish(), inputs, own, [x.name or "" for x in wrt_values], names)
 
 
 def _cut(
-    both: onnx.ModelProto, given: list[str], outputs: list[str], wrt: list[str], chosen: list[str]
+    both: onnx.ModelProto,
+    inputs: list[str],
+    outputs: list[str],
+    wrt: list[str],
+    selected: list[str],
 ) -> Split:
     forward, backward = ir.from_proto(both), ir.from_proto(both)
     count = len(outputs)
     nodes = list(forward.graph)
-    ahead = ancestor_nodes(nodes, list(forward.graph.outputs)[:count])
-    made = {y.name for n in ahead for y in n.outputs}
-    again: set[str] = set()
-    later = [n for n in nodes if n not in ahead]
-    wanted = {x.name for n in later for x in (*n.inputs, *captured(n)) if x is not None}
-    wanted |= {y.name for y in list(forward.graph.outputs)[count:]}
-    # Walk back: what is cheap is computed again, from what it needs.
-    for node in reversed([n for n in nodes if n in ahead]):
-        if any(y.name in wanted for y in node.outputs) and node.op_type in _CHEAP:
-            again.add(node.name or "")
-            wanted |= {x.name for x in node.inputs if x is not None}
-    kept = {n.name or "" for n in later} | again
-    redone = {y.name for n in ahead if (n.name or "") in again for y in n.outputs}
+    forward_nodes = ancestor_nodes(nodes, list(forward.graph.outputs)[:count])
+    computed = {y.name for n in forward_nodes for y in n.outputs}
+    recomputed: set[str] = set()
+    backward_nodes = [n for n in nodes if n not in forward_nodes]
+    needed = {x.name for n in backward_nodes for x in (*n.inputs, *captured(n)) if x is not None}
+    needed |= {y.name for y in list(forward.graph.outputs)[count:]}
+    # Backwards, so that the inputs of a recomputed node are considered after it.
+    for node in reversed([n for n in nodes if n in forward_nodes]):
+        if any(y.name in needed for y in node.outputs) and node.op_type in _CHEAP:
+            recomputed.add(node.name or "")
+            needed |= {x.name for x in node.inputs if x is not None}
+    kept = {n.name or "" for n in backward_nodes} | recomputed
+    recomputed_values = {
+        y.name for n in forward_nodes if (n.name or "") in recomputed for y in n.outputs
+    }
     saved = [
         y.name or ""
         for n in nodes
-        if n in ahead
+        if n in forward_nodes
         for y in n.outputs
-        if y.name in wanted and y.name in made and y.name not in redone
+        if y.name in needed and y.name in computed and y.name not in recomputed_values
     ]
-    passed = [name for name in given if name in wanted]
+    passed = [name for name in inputs if name in needed]
     del forward.graph.outputs[count:]
-    shown = {y.name for y in forward.graph.outputs}
+    output_names = {y.name for y in forward.graph.outputs}
     by_name = {y.name: y for n in forward.graph for y in n.outputs}
-    del forward.graph.inputs[len(given) :]
-    extra = [by_name[name] for name in saved if name not in shown]
+    del forward.graph.inputs[len(inputs) :]
+    extra = [by_name[name] for name in saved if name not in output_names]
     forward.graph.outputs.extend(extra)
-    _make_backward(backward, saved, passed, kept, count, len(given))
+    _make_backward(backward, saved, passed, kept, count, len(inputs))
     return Split(
         finalize(simplify(forward)),
         finalize(simplify(backward)),
         tuple(saved),
         tuple(passed),
         tuple(wrt),
-        tuple(chosen),
+        tuple(selected),
     )
 
 
 def _make_backward(
-    model: ir.Model, saved: list[str], passed: list[str], kept: set[str], count: int, given: int
+    model: ir.Model,
+    saved: list[str],
+    passed: list[str],
+    kept: set[str],
+    count: int,
+    num_inputs: int,
 ) -> None:
     graph = model.graph
-    cotangents = list(graph.inputs)[given:]
+    cotangents = list(graph.inputs)[num_inputs:]
     by_name = {x.name: x for x in graph.inputs}
     old = {y.name: y for n in graph for y in n.outputs}
     inputs = []

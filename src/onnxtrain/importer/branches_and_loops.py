@@ -1,18 +1,16 @@
-"""Branches known in advance: If nodes replaced by the branch that is taken.
+"""Resolve control flow and Squeeze nodes that leave ranks or shapes unknown.
 
-A condition may be a constant, or follow from sizes; or only one branch may give the rank that a
-reader demands, so that a run which takes the other fails.
+``inline_known_branches`` replaces an If by one branch. The condition is a constant or follows from
+static sizes, or only one branch has the rank that a consumer requires (the other would fail).
 
-Loops whose states keep their shape, though one size has lost its name on the way.
+``restore_loop_state_shapes`` covers Loop states that keep their shape although shape inference lost
+the name of one dimension. A Reshape to the shape of the initial state restores it. All other
+dimensions are known to be equal, so the Reshape fails only if the state really changes shape.
 
-A Reshape to the shape that the state came with says so; where it were not true, the run would fail,
-because all other sizes are known to agree.
-
-Squeeze without axes, which drops every size that is 1: made explicit where sizes are symbols.
-
-Squeeze with an empty list of axes means what it means without one, as in onnxruntime.
-
-The standard does not say, and onnx's own inference takes it for no axis at all.
+``add_squeeze_axes`` makes the axes explicit where dimensions are symbolic: Squeeze without axes
+removes every dimension of size 1. ``drop_empty_squeeze_axes`` treats an empty list of axes like a
+missing one, as onnxruntime does. The standard leaves this case open, and shape inference of onnx
+reads it as "no axis".
 """
 
 from __future__ import annotations

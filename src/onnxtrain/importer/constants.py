@@ -1,13 +1,14 @@
-"""Constants: nodes turned into initializers, small integer arithmetic folded.
+"""Constants and weights: lift them to initializers, fold what is known, repair what hides them.
 
-Weights that are no initializers of the graph: brought to light where training can reach them.
+    lift_constants       Constant nodes and initializers of subgraphs -> initializers
+    fold_constants       small arithmetic on known values -> initializers
+    expose_weights       weights in Constant nodes, bodies, local functions and ai.onnx.ml
+                         attributes -> initializers, so that training can update them
+    fuse_sigmoid         1 / (1 + exp(u)) -> Sigmoid(-u)
+    drop_accuracy_level  MatMulNBits(accuracy_level=4) -> MatMulNBits(accuracy_level=0)
 
-``1 / (1 + exp(u))`` written as such: the operator of that name does not overflow.
-
-Where ``exp(u)`` is infinite the quotient is 0 and so is its slope, but the gradients of the parts
-are ``0 * inf``.
-
-Products with packed weights that round their input too: in training it stays as it is.
+``fuse_sigmoid`` is needed for gradients: where ``exp(u)`` overflows, the quotient and its
+derivative are 0, but the gradients of the separate operators are ``0 * inf``.
 """
 
 from __future__ import annotations

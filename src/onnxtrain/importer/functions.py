@@ -1,8 +1,7 @@
-"""Local functions inlined where they are called.
+"""Inline local functions of a model and function bodies of the ONNX standard.
 
-Operators replaced by the function bodies that the ONNX standard gives for them.
-
-Function bodies that the ONNX standard gives for its operators.
+``inline_functions`` inlines functions that the file defines. ``inline_bodies`` replaces operators
+by the body that the standard defines for them; some bodies depend on the types of the inputs.
 """
 
 from __future__ import annotations

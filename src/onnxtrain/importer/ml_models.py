@@ -1,8 +1,7 @@
-"""What stands before a model: scaling, choosing and filling in of features.
+"""Convert ai.onnx.ml operators to standard operators, at the opset of the file.
 
-Linear models: coefficients and intercepts become a weight and a bias of Gemm.
-
-The table of rewritings, and what they write with: plain nodes at the file's own opset.
+Linear models: coefficients and intercepts become the weight and bias of a Gemm, so they can train.
+Preprocessing: scaling, binarization, imputation and normalization become elementwise operators.
 """
 
 from __future__ import annotations

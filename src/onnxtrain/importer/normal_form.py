@@ -1,9 +1,8 @@
-"""The normal form that every later stage may assume.
+"""``prepare``: bring a loaded model to the normal form and collect facts about its tensors.
 
-Local functions inlined; the working opset; constants as initializers; padding explicit; fused
-operators and static sequences resolved; shapes inferred, with symbolic sizes unified.
-
-One form per operator: explicit padding, no ``CastLike``, no legacy forms.
+The normal form has no local functions, the working opset, constants as initializers, explicit
+padding, no fused operators, no sequences of known structure, and inferred shapes with unified
+symbolic sizes. Each operator has one variant: no ``auto_pad``, no ``CastLike``, no legacy inputs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from onnxtrain.importer.constants import (
 from onnxtrain.importer.functions import inline_bodies, inline_functions
 from onnxtrain.importer.opset import OPSET, to_working_opset
 from onnxtrain.importer.parameters import classify_parameters, kinds_by_use
-from onnxtrain.importer.prepared import Prepared, mark_constants
+from onnxtrain.importer.prepared import Prepared
 from onnxtrain.importer.sequences import resolve_sequences
 
 _WINDOW_OPS = frozenset(
@@ -201,8 +200,15 @@ def prepare(
     repairs += normalize_operators(model)
     repairs += fuse_sigmoid(model)
     constants, unused = _fold_and_prune(model, given)
-    mark_constants(model, constants)
-    return Prepared(model, opset, roles, kinds, unused, tuple(repairs))
+    return Prepared(
+        model,
+        opset,
+        roles=roles,
+        constants=frozenset(constants),
+        kinds=kinds,
+        unused=unused,
+        repairs=tuple(repairs),
+    )
 
 
 def _at_working_opset(

@@ -1,22 +1,19 @@
-"""One working opset: older models are raised to it, newer ones come down where they can.
+"""Convert a model to the working opset: older models go up, newer ones come down where they can.
 
-Older forms of operators that onnx's version converter raises to something else.
+The version converter of onnx does most of the work. Three repairs run before it:
 
-Limits of Clip and the filler of Pad come out as float32 whatever the type; Upsample and Resize lose
-their coordinates; Hardmax keeps its axis though the meaning changed; GroupNormalization gets scales
-that do not fit.
+``convert_with_repairs`` fixes conversions that change results. Bounds of Clip and the value of Pad
+become float32 whatever the dtype; Upsample and Resize lose their coordinate mode; Hardmax keeps its
+axis although the meaning changed; GroupNormalization gets scales of the wrong shape.
 
-Training-mode BatchNormalization from below opset 14, which onnx's version converter refuses.
+``convert_training_batch_norms`` handles BatchNormalization in training mode below opset 14, which
+the converter rejects. There more than one output means training. Since 14 an attribute does, and
+the outputs are the normalized value and the two running statistics.
 
-There more than one output meant training; from 14 on an attribute says so and the outputs are the
-normalised value and the two running statistics.
-
-Operators that onnxruntime puts into the standard domain, where the standard has none.
-
-Its optimizer writes LayerNormalization into files of any opset, though the standard has it from 17
-on; SimplifiedLayerNormalization is in no opset at all, and a few more are older than the standard.
-onnx's version converter ends in an assertion on each of them. They move to onnxruntime's own domain
-first, whose decompositions say what they mean.
+``move_runtime_operators`` handles operators that onnxruntime's optimizer writes into the standard
+domain: LayerNormalization in files of any opset (the standard has it since 17),
+SimplifiedLayerNormalization, which no opset has, and a few more. The converter fails with an
+assertion on each. They move to ``com.microsoft``, where they have decompositions.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Roles for the tensors of a model, and weights that are no initializers made into some.
+"""Parameter detection: which float tensors of a file train, and why the others do not.
 
-Where values go: which depend on inputs, which enter and leave bodies, what made them.
+A list of parameters in the file's metadata decides. Otherwise ``ParameterClassifier`` follows a
+tensor through operators that only move or combine constants, into bodies of If, Loop and Scan as
+well, until an operator combines it with activations. ``INPUT_ROLES`` maps the input of that
+operator to a role. If a tensor has several uses, one that trains is enough, except for a scalar. A
+doubtful tensor does not train. Names help where use is ambiguous: torch's parameter names, names
+that exporters generate, and usual names of fixed tables.
 
-The role of each float tensor, by how it is used.
-
-A tensor is followed through what only moves or combines constants, into bodies of If, Loop and Scan
-as well, until it meets activations; there the operator tells. Several uses: one that trains is
-enough, except for a single number. What stays doubtful does not train.
-
-What the name of a tensor tells: torch's names of parameters, exporters' names of numbers.
-
-What a float tensor of a file is for: a parameter that trains, or a constant, with the reason.
-
-Which input of which operator is a weight, and which is a setting.
+Read in this order: names, ``Role`` and ``INPUT_ROLES``, ``DataFlow``, ``ParameterClassifier``, then
+``classify_parameters`` and ``lift_weights``.
 """
 
 from __future__ import annotations

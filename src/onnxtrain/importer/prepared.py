@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnxtrain.importer.parameters import Role
 from onnxtrain.targets import Target, find
 
-# Key in Value.meta. A mark lives on the value, not in `Prepared`, because losses and passes add
-# constants to derived models too, and because it survives renames and Model.clone().
+# Key in Value.meta, for constants that losses, random streams and passes add to derived models.
+# The mark is on the value, not in `Prepared`, to survive renames and Model.clone().
 _CONSTANT = "onnxtrain.constant"
 _ROTARY_EMBEDDING_OPSET = 23
 
@@ -28,6 +28,8 @@ class Prepared:
     """Opset of the file. Whoever runs the file has its operators, also those newer than ours."""
     roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
     """What each float initializer of the file is for, by name."""
+    constants: frozenset[str] = frozenset()
+    """Names of initializers that are constants of the graph, not parameters."""
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """``weight``, ``bias``, ``normalization`` ... by use, whatever parameter list the file has."""
     unused: Mapping[str, ir.Value] = dataclasses.field(default_factory=dict)
@@ -44,11 +46,6 @@ class Prepared:
     def graph(self) -> ir.Graph:
         """The main graph."""
         return self.model.graph
-
-    @property
-    def constants(self) -> frozenset[str]:
-        """Names of initializers that are constants of the graph, not parameters."""
-        return constant_names(self.model)
 
     @property
     def untrained(self) -> frozenset[str]:
@@ -75,12 +72,12 @@ class Prepared:
 
 
 def constant_names(model: ir.Model) -> frozenset[str]:
-    """Return the names of initializers that are constants of the graph, not parameters."""
+    """Return the names of initializers that are marked as constants."""
     return frozenset(n for n, x in model.graph.initializers.items() if x.meta.get(_CONSTANT))
 
 
 def mark_constants(model: ir.Model, names: Iterable[str]) -> None:
-    """Mark initializers as constants of the graph, not parameters; skip names it lacks."""
+    """Mark initializers as constants, not parameters; ignore names that the graph lacks."""
     for name in names:
         if name in model.graph.initializers:
             model.graph.initializers[name].meta[_CONSTANT] = True

@@ -1,12 +1,10 @@
-"""Sequences and optionals whose structure is known become plain tensors.
+"""Replace sequences and optionals of known structure by tensors.
 
-``SplitToSequence -> SequenceAt`` turns into ``Split``, ``SequenceConstruct ->
-ConcatFromSequence`` into ``Concat``, a Loop that appends to a sequence into one with a scan output,
-and so on. Sequences that depend on run-time decisions stay as they are.
+    SplitToSequence -> SequenceAt              becomes  Split
+    SequenceConstruct -> ConcatFromSequence    becomes  Concat
+    Loop that appends to a sequence            becomes  Loop with a scan output
 
-Sequences of tensors whose structure is known, and what can be read from them.
-
-Loops that append to a sequence, as loops with a scan output.
+Sequences that depend on decisions at run time stay; the gradient rules handle them.
 """
 
 from __future__ import annotations

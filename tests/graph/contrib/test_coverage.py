@@ -34,5 +34,5 @@ def test_the_command_lists_them() -> None:
 
 
 def test_a_domain_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(PrepareError, match="nothing is known of domain 'acme'"):
+    with pytest.raises(PrepareError, match="unknown domain: 'acme'"):
         operators("acme")

@@ -1,11 +1,7 @@
-"""Activation functions.
+"""Activation functions, the Softmax family and Dropout.
 
-Kinks follow torch: ``Relu'(0) = 0``, the left slope for LeakyRelu, PRelu, Elu, Celu and Selu at 0.
-Formulas are written so that no factor overflows where the result does not, at any order.
-
-Softmax and its relatives.
-
-Dropout.
+Kinks follow torch: ``Relu'(0) = 0``; LeakyRelu, PRelu, Elu, Celu and Selu take the left derivative
+at 0. Formulas avoid factors that overflow where the result does not, at any order of derivative.
 """
 
 from __future__ import annotations

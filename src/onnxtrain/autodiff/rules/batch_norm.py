@@ -1,11 +1,10 @@
-"""Batch normalisation, on batch statistics (training) or on given ones (inference).
+"""Batch normalization, on batch statistics (training) or on running ones (inference).
 
-Batch normalisation of bfloat16 images, whose passes read and write bfloat16.
+Parts of the gradient have two variants: a plain one and one for CPUs.
 
-A pass over images takes as long as its bytes. Per channel everything is float32: statistics, sums,
-and the numbers that are multiplied and added, which are rounded once, at the end.
-
-Parts of the gradient of a batch normalisation, each in a plain form and in one for CPUs.
+bfloat16 images have a rule of their own whose passes read and write bfloat16, because the time of a
+pass over images is proportional to its bytes. Everything per channel is float32: statistics, sums,
+scales and offsets. Values are rounded once, at the end.
 """
 
 from __future__ import annotations

@@ -1,26 +1,19 @@
-"""If and Loop.
+"""If, Loop, Scan, sequences and optionals.
 
-Backward bodies recompute the forward body of one step from what entered it, then run its reverse
-sweep. What entered each step of a Loop is saved by the forward node in additional scan outputs.
+If and Loop: the backward body recomputes one step of the forward body from the step's inputs, then
+runs its reverse sweep. The forward Loop saves the inputs of each step in additional scan outputs.
 
-Scan: the steps in reverse.
+Scan: the backward Scan runs the steps in reverse. Its body reads the inputs of the step and results
+that are expensive to recompute, which the forward node saves in additional scan outputs. It
+recomputes the rest. Weight gradients that are matmuls run once after the loop, over all steps.
 
-The backward body runs the reverse sweep of one step. It reads what entered the step and what was
-costly to compute in it, which the forward node saves in additional scan outputs; the rest it
-computes again. Gradients of weights that are products are taken after the loop, for all steps at
-once.
+Scan that sums a scalar: the gradient is computed in the same loop. Each step adds to one carried
+scalar, so the gradient of a step is proportional to the incoming gradient. The loop computes it for
+an incoming gradient of 1, and one multiplication follows. Nothing of a step is saved or recomputed.
+The main use is a loss over a large vocabulary, whose logits exist for a few rows at a time.
 
-A Scan that adds up numbers: its gradient is taken in the same loop.
-
-Each step adds to the one number that is carried, so that the gradient of a step is a
-multiple, by one factor, of what a factor of 1 would give. That is computed where the step is, and
-multiplied when the factor is known: nothing of a step has to be kept or computed again. A loss over
-a large vocabulary is the case it is made for: the scores of some rows are there once, and gone.
-
-Sequences that ``prepare`` could not resolve, and optionals.
-
-The gradient of a sequence is a sequence of as many elements; that of an optional is the gradient of
-its element.
+Sequences that ``prepare`` could not resolve, and optionals: the gradient of a sequence is a
+sequence of the same length; the gradient of an optional is the gradient of its element.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Convolution.
+"""Convolution and transposed convolution.
 
-Transposed convolution.
-
-A scale of channels that a convolution's gradient comes with, moved to the weights.
-
-``dX`` and ``dW`` are linear in each channel of ``dy``: with ``dy = gain * z``, one number per
-output channel, ``dX`` is that of ``z`` with the weight ``gain * W``, and ``dW`` is ``gain`` times
-that of ``z``. Weights are often much smaller than what they are applied to, and the gradient of a
-batch normalisation ends with such a scale.
+``dX`` and ``dW`` are linear in each channel of ``dy``. Where ``dy = gain * z`` with one gain per
+output channel, ``dX`` is the input gradient of ``z`` with the weight ``gain * W``, and ``dW`` is
+``gain`` times the weight gradient of ``z``. The gradient of batch normalization ends with such a
+scale, and weights are often much smaller than activations, so the scale moves to the weights.
 """
 
 from __future__ import annotations

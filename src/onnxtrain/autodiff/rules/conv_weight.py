@@ -1,18 +1,14 @@
-"""The weight gradient of a convolution, in several forms.
+"""The weight gradient of a convolution, in several variants.
 
 ``dW[o, c, t] = sum over n and p of x[n, c, p * stride - before + t * dilation] * dy[n, o, p]``, for
 output channel o, input channel c, tap t, batch n and position p.
 
-All forms give the same numbers; runtimes differ by factors in how fast they are at each of them.
-``CHOICES`` says which one goes where, first match first.
+All variants compute the same values; their speed differs by factors between runtimes. The choices
+list which variant to use where; the first match wins.
 
-Gradients of convolutions in which every channel is on its own.
-
-The general forms are slow here, as each channel alone makes too small a product. On small images,
-all pairs of input and output positions are computed at once, and a table of zeros and ones says
-which pairs belong to which tap.
-
-Gradients of a convolution as products over the whole batch; see ``graph/windows.py``.
+Depthwise convolutions have variants of their own, because a matmul per channel is too small. On
+small images, all pairs of input and output positions are computed at once, and a 0/1 matrix assigns
+each pair to its tap. The im2col variants multiply over the whole batch; see ``graph/windows.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Deformable convolution: every window reads at positions of its own.
+"""Deformable convolution: every window samples at learned offsets.
 
-``y = W @ columns``, where the columns hold, for each tap and position, the image sampled bilinearly
-at the tap's place plus an offset, times a mask. Outside the image there are zeros.
+``y = W @ columns``. For each tap and position, the columns hold the image sampled bilinearly at the
+tap's position plus an offset, times a mask. The image is zero outside its borders.
 
 Shapes: N images, D offset groups, K taps, P positions, C channels per offset group.
 """

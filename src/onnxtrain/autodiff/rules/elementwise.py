@@ -1,7 +1,7 @@
-"""Elementwise arithmetic, and functions of one number.
+"""Elementwise arithmetic and unary math functions.
 
 Kinks and poles follow torch: ``Abs'(0) = 0``; equal arguments of Max and Min share the gradient
-evenly; Clip passes the gradient on its bounds, but not as ReLU6; ``Sqrt'(0)`` is infinite.
+evenly; Clip passes the gradient at its bounds, except as ReLU6; ``Sqrt'(0)`` is infinite.
 """
 
 from __future__ import annotations

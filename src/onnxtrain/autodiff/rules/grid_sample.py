@@ -1,9 +1,9 @@
-"""GridSample: values of an image at given places, in two, three or more dimensions.
+"""GridSample: sample an image at given positions, in two, three or more dimensions.
 
 An output pixel ``q`` sums over taps: ``y[n, c, q] = sum_t w[n, q, t] * x[n, c, index[n, q, t]]``.
-Weights are products and indices sums over the axes, so each axis is worked out alone (K taps each,
-``[N, Q, K]``) and broadcast against the others. Everything follows torch: what is outside counts as
-zero; coordinates beyond the border are clamped or reflected, and rest where they are clamped.
+Weights are products over the axes and indices are sums, so each axis is computed alone (K taps,
+``[N, Q, K]``) and broadcast against the others. Borders follow torch: outside pixels are zero, and
+coordinates beyond the border are clamped or reflected. Clamped coordinates have zero gradient.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Gathering by index: the gradient is scattered and added up.
+"""Gather, scatter and slice: the gradient of reading by index is a scatter-add.
 
-Indices that say before a run where slices come from, so that gradients need no scattering.
+Indices that are known at build time need no scatter. Position and token-type embeddings, and window
+tables of vision models, are often read by indices that the file computes from constants or repeats
+for each row of a batch. Slices read by the same index are summed first; a contiguous run of indices
+is a Slice of the table.
 
-Positions of tokens, their types and windows of pictures are looked up in small tables by indices
-that files compute from constants, or repeat for each row of a batch. Slices that are read by the
-same index are added up first, and a run of indices is a part of the table.
-
-Tensors made from a few numbers.
-
-Slice and Compress: parts of a tensor.
-
-Writing by index, with every reduction.
-
-With ``reduction="none"`` the standard forbids an index that occurs twice; the rules rely on that.
-With ``max`` and ``min``, all that equal the result share its gradient evenly, as in torch.
+The file also has TopK and Unique, OneHot and Range, Slice and Compress, and the Scatter operators
+with every reduction. With ``reduction="none"`` the standard forbids duplicate indices, and the
+rules rely on that. With ``max`` and ``min``, all elements equal to the result share its gradient
+evenly, as in torch.
 """
 
 from __future__ import annotations

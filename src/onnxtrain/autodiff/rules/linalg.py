@@ -1,6 +1,6 @@
-"""Products of matrices, and determinants.
+"""Matrix multiplication, Einsum and determinants.
 
-Einsum: the gradient of a sum of products is a sum of products.
+The gradient of an Einsum is an Einsum.
 """
 
 from __future__ import annotations

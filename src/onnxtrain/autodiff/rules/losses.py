@@ -1,7 +1,7 @@
-"""Losses with class labels.
+"""Losses with class labels: SoftmaxCrossEntropyLoss and NegativeLogLikelihoodLoss.
 
-Per label: ``loss_n = -w_n logp[n, label_n]``, where ``w_n`` is the weight of the label's class, and
-0 for labels that are ignored. ``mean`` divides by the sum of the ``w_n``.
+Per label: ``loss_n = -w_n logp[n, label_n]``. ``w_n`` is the weight of the label's class, and 0 for
+ignored labels. ``mean`` divides by the sum of the ``w_n``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Rearranging elements: shapes, axes, joining and repeating.
-
-Pad, in all modes.
-
-Changes of dtype.
-"""
+"""Data movement: reshape, transpose, concatenate, repeat, pad, and casts between dtypes."""
 
 from __future__ import annotations
 

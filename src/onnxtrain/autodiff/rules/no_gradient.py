@@ -1,8 +1,7 @@
 """Operators through which no gradient flows, with the reason.
 
-Comparisons, logic and rounding are declared with the elementwise operators.
-
-Operators of onnxruntime's own domain through which nothing is differentiated, and why.
+First the standard domain (comparisons, logic and rounding are declared with the elementwise rules),
+then onnxruntime's own domain.
 """
 
 from __future__ import annotations

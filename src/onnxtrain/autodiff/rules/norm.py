@@ -1,19 +1,14 @@
-"""Normalisation over the axes of one example: layer, RMS, instance, group, Lp and mean-variance.
+"""Normalization over the axes of one example.
 
-They share one formula. With ``xh = (x - mean) * r``, ``r = 1 / sqrt(var + eps)`` and ``g`` the
-gradient of ``xh``: ``dx = r * (g - mean(g) - xh * mean(g * xh))``, means over the normalised axes.
-Half precision is computed in float32, as the operators' ``stash_type`` asks for.
+Layer, RMS, instance, group, Lp and mean-variance normalization, and LRN across channels.
+Most share one formula. With ``xh = (x - mean) * r``, ``r = 1 / sqrt(var + eps)`` and ``g`` the
+gradient of ``xh``: ``dx = r * (g - mean(g) - xh * mean(g * xh))``, means over the normalized axes.
+Half precision is computed in float32, as the ``stash_type`` of the operators requires.
 
-Rows that are normalised, on GPUs: lines and products with a column instead of plain passes.
-
-There each operator is a pass over memory. A line whose numbers differ by row, ``(x - a) * b``, is
-one pass of the operator for given statistics, with rows as its channels. Means over rows that are
-weighted are products with a column. What the gradient ``r * (g - mean(g) - xh * mean(g * xh))``
-consists of is then two lines and a sum, and a sum takes whatever else is added to it.
-
-The gradient of a group normalisation whose images are normalised each on its own.
-
-Local response normalisation across channels.
+On GPUs every operator is a pass over memory, so rows use other operators. ``(x - a) * b`` per row
+is one pass of BatchNormalization in inference mode, with rows as its channels. Weighted means over
+rows are matmuls with a column. ``dx`` is then two such passes and a sum, and the sum also absorbs
+other gradients of ``x``.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
-"""Pooling by average and by norm.
+"""Pooling: average, Lp and maximum, MaxUnpool, Col2Im, and the transposed window sum they share.
 
-Pooling by maximum, and its partial inverse.
+Of equal maxima in a window, the first one in the order of the axes gets the gradient, as in torch.
 
-Of equal maxima in a window the first one, in the order of the axes, gets the gradient, as in torch.
-
-Sums over sliding windows, transposed: each window's value back to all that it read.
-
-A window sum is a product with one matrix of zeros and ones per axis, so its transpose is a product
-with the transposed matrices, whatever the padding, dilation or rounding. The matrices are constants
-if the sizes are known, else they are computed at run time. On large images a transposed
-convolution is cheaper.
-
-Col2Im: columns of blocks added up to an image.
+A window sum is a matmul with one 0/1 matrix per axis, so its transpose is a matmul with the
+transposed matrices, whatever the padding, dilation or rounding. The matrices are constants if the
+sizes are static; otherwise the graph computes them. On large images a transposed convolution is
+cheaper.
 """
 
 from __future__ import annotations

@@ -1,24 +1,18 @@
-"""Quantised tensors: integers are frozen, scales can be trained.
+"""Quantized tensors: integers are frozen, scales can train.
 
-Rounding has no useful gradient, so quantisers are refused; ``build(straight_through=True)`` trains
-through them as if they did not round (``straight_through.py``). A rule of your own gets and gives
-gradients in the unit of the integers::
+Rounding has no useful gradient, so QuantizeLinear is rejected by default.
+``build(straight_through=True)`` marks quantizers, and the rules at the end of this file
+differentiate them as if they did not round: behind ``q = x / s + z`` the gradient is ``dx = dq /
+s``. Outside the integer range it is zero, because the result is clamped there. A custom rule gets
+and returns gradients in integer units::
 
     @onnxtrain.register_vjp("QuantizeLinear")
     def straight_through(op, dy, x, scale, zero_point=None):
         return op.Div(dy, scale)
 
-Products with weights of few bits, packed in blocks: they stay packed, forward and backward.
-
-The gradient of the input needs the weights as floats. They are unpacked where they are used: a row
-number that depends on the incoming gradient keeps the runtime from unpacking all layers at the
-start, for an operator that reads constants only is run as early as possible and its result kept.
-
-Quantisers trained straight through: as if they did not round.
-
-These rules hold for nodes that ``build(straight_through=True)`` marks. As everywhere, gradients of
-integers are in their unit: behind ``q = x / s + z`` comes ``dx = dq / s``. Outside the range of the
-integers nothing passes, for there the result does not move.
+MatMulNBits: weights stay packed, forward and backward. The input gradient dequantizes them where it
+uses them. onnxruntime runs operators on constants early and keeps their results, so a row index
+that depends on the incoming gradient keeps it from dequantizing all layers at the start.
 """
 
 from __future__ import annotations

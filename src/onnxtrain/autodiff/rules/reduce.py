@@ -1,7 +1,7 @@
-"""Reductions and running totals.
+"""Reductions and cumulative sums.
 
-``axes`` may be absent, constant or computed. If they are absent or empty, the reduction is over all
-axes or, with ``noop_with_empty_axes``, over none. The formulas hold for all of these.
+``axes`` may be absent, constant or computed. If it is absent or empty, the reduction covers all
+axes or, with ``noop_with_empty_axes``, none. The formulas hold for all of these.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Resize: interpolation along any axes.
-
-Interpolation matrices of Resize, one per axis.
+"""Resize (interpolation along any axes) and AffineGrid.
 
 Resize is linear in ``x`` and separable: along one axis it multiplies by a matrix, and that matrix
-is the Resize of an identity matrix along that axis. Building it with Resize itself keeps the
-gradient true to the runtime's own coordinates, rounding and weights, in every mode, at any size.
-
-AffineGrid: the places that an affine map sends a regular grid to.
+is the Resize of an identity matrix along the same axis. Resize itself computes the matrix, so the
+gradient has the runtime's own coordinates, rounding and weights, in every mode and at any size.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""RoiAlign: averages or maxima of bilinear samples in regions of interest.
+"""RoiAlign and MaxRoiPool: averages or maxima over regions of interest.
 
-A region is cut into bins, a bin into sample points; samples are separable. The average over a bin
-is ``Ay @ x @ Ax^T`` with matrices that hold the weights of all its samples, so the gradient is made
-of matrix products too. Places are computed in the order of the runtime's own arithmetic.
-
-MaxRoiPool: maxima over the bins of regions of interest, in whole pixels.
+RoiAlign divides a region into bins and a bin into sample points, sampled bilinearly. Samples are
+separable: the average over a bin is ``Ay @ x @ Ax^T``, where the matrices hold the weights of all
+its samples, so the gradient is made of matmuls, too. Coordinates are computed in the runtime's
+order of operations. MaxRoiPool takes maxima over whole pixels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fourier transforms."""
+"""Discrete Fourier transforms."""
 
 from __future__ import annotations
 
