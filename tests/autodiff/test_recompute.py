@@ -179,7 +179,9 @@ def test_blocks() -> None:
     between = find_blocks(nodes, ["*/blocks.[02]/*Add_1_output_0"], set())
     assert len(between) == 2
     assert between[1][-1].outputs[0].name == "/blocks/blocks.2/blocks.2.0/Add_1_output_0"
-    with pytest.raises(PrepareError, match=r"called 'blocks.x'\nhint: did you mean blocks\."):
+    with pytest.raises(
+        PrepareError, match=r"unknown scope, node or value: 'blocks.x'\nhint: did you mean blocks\."
+    ):
         find_blocks(nodes, ["blocks.x"], set())
 
 

@@ -33,12 +33,12 @@ _RANK_CHANGING_OPS = ("Constant", "Identity", "Squeeze", "Unsqueeze")
 def inline_known_branches(
     model: ir.Model, parameters: set[str], *, infer_from_consumers: bool = True
 ) -> list[str]:
-    """Replace If nodes whose branch is known by that branch, in place; say how many.
+    """Replace If nodes by a known branch, in place; return lines for the report.
 
     Args:
         model: at the working opset, constants lifted, shapes inferred.
-        parameters: initializers that do not count as known.
-        infer_from_consumers: whether the rank that readers demand decides too.
+        parameters: initializers that may change, so they do not decide a condition.
+        infer_from_consumers: whether the rank that consumers require may decide, too.
     """
     graph = model.graph
     counts = {"with a constant condition": 0, "of which one branch has the rank that is read": 0}
@@ -51,7 +51,7 @@ def inline_known_branches(
         }
         kind = by_condition
         if not taken and infer_from_consumers:
-            # One at a time: it may decide on the others.
+            # One at a time: resolving one may decide the condition of others.
             ranked = (
                 (n, b) for n in _if_nodes(graph) if (b := _branch_by_rank(n, declared)) is not None
             )
@@ -68,7 +68,7 @@ def inline_known_branches(
 
 
 def _if_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Return the outermost If nodes of a graph, then those in bodies."""
+    """Yield the outermost If nodes of a graph, then those in bodies."""
     inner = [body for node in graph for body in subgraphs_of(node)]
     yield from nodes(graph, "If")
     for body in inner:
@@ -76,7 +76,7 @@ def _if_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _branch_by_condition(node: ir.Node, parameters: set[str]) -> str | None:
-    """Return which branch a known condition takes."""
+    """Return the branch that a known condition selects."""
     condition = node.inputs[0]
     if condition is None or condition.name in parameters:
         return None
@@ -85,7 +85,7 @@ def _branch_by_condition(node: ir.Node, parameters: set[str]) -> str | None:
 
 
 def _branch_by_rank(node: ir.Node, declared: dict[ir.Value, int]) -> str | None:
-    """Return the only branch that gives what the readers of a node can take."""
+    """Return the only branch whose output has the rank that consumers require."""
     fitting = {"then_branch", "else_branch"}
     for i, out in enumerate(node.outputs):
         ranks = {}
@@ -94,7 +94,8 @@ def _branch_by_rank(node: ir.Node, declared: dict[ir.Value, int]) -> str | None:
             ranks[name] = None if shape is None else len(shape)
         if None in ranks.values() or len(set(ranks.values())) < 2:
             continue
-        # A runtime only warns of a declared rank: a branch that computes must not go by it.
+        # Runtimes only warn about a wrong declared rank, so it must not decide for a branch that
+        # computes.
         wanted = required_rank(out, declared if _only_changes_rank(node) else {})
         if wanted in ranks.values():
             fitting &= {name for name, rank in ranks.items() if rank == wanted}
@@ -102,28 +103,28 @@ def _branch_by_rank(node: ir.Node, declared: dict[ir.Value, int]) -> str | None:
 
 
 def _only_changes_rank(node: ir.Node) -> bool:
-    """Return whether branches give one value with more or fewer axes of size 1, if any."""
+    """Return whether the branches return the same value up to axes of size 1."""
     bodies = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
     return all(is_op(inner, *_RANK_CHANGING_OPS) for body in bodies for inner in body)
 
 
 def _inline_branch(node: ir.Node, name: str, names: set[str | None]) -> None:
-    """Put the nodes of the branch that is taken in the place of an If node."""
+    """Replace an If node by the nodes of a branch."""
     graph = node.graph
     if not isinstance(graph, ir.Graph):
-        return  # it went with another node
+        return  # removed together with an outer If
     branch = node.attributes[name].as_graph()
     results, body = list(branch.outputs), list(branch)
     branch.outputs.clear()
     branch.remove(body)
     for inner in body:
         for value in inner.outputs:
-            # Two branches may use one name, so the If lends its own.
+            # Two branches may use the same name, so prefix it with the name of the If.
             value.name = _free_name(value.name or "value", names, node.outputs[0].name or "")
     graph.insert_before(node, body)
     for old, new in zip(list(node.outputs), results, strict=True):
         if old.is_graph_output():
-            # What a branch gives may be an input or a constant: an output needs a node of its own.
+            # A branch may return an input or a constant, but a graph output needs its own node.
             named = ir.Value(name=old.name, type=old.type, shape=old.shape)
             old.name = _free_name(f"{old.name}.taken", names, "")
             graph.insert_before(node, ir.Node("", "Identity", [new], outputs=[named]))
@@ -144,7 +145,7 @@ def _free_name(name: str, names: set[str | None], owner: str) -> str:
 
 
 def restore_loop_state_shapes(model: ir.Model) -> list[str]:
-    """Reshape what a Loop carries where a single size is open, in place; say how often."""
+    """Reshape Loop states with one unknown dimension to their initial shape, in place."""
     graph, count = model.graph, 0
     for node in nodes(graph, "Loop", subgraphs=True):
         body = node.attributes["body"].as_graph()
@@ -162,7 +163,7 @@ def restore_loop_state_shapes(model: ir.Model) -> list[str]:
 
 
 def _differs_in_one_symbol(before: tuple[Dim, ...] | None, after: tuple[Dim, ...] | None) -> bool:
-    """Return whether shapes differ in one size, which is a plain name on both sides."""
+    """Return whether shapes differ in one dimension that is a plain symbol in both."""
     if before is None or after is None or len(before) != len(after):
         return False
     differing = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
@@ -183,9 +184,9 @@ def _reshape_state_like(body: ir.Graph, value: ir.Value, ref: ir.Value) -> ir.Va
 
 
 def add_squeeze_axes(model: ir.Model) -> list[str]:
-    """Give axes to Squeeze nodes whose readers tell the rank, in place; say how many.
+    """Add axes to Squeeze nodes whose consumers imply a rank, in place.
 
-    A size that is a symbol counts as 1 or not, whichever gives the rank that is read.
+    A symbolic dimension counts as 1 or not, whichever results in that rank.
     """
     graph = model.graph
     declared = {y: len(y.shape) for y in graph.outputs if y.shape is not None}
@@ -227,7 +228,7 @@ def _squeeze_axes(node: ir.Node, declared: dict[ir.Value, int]) -> list[int] | N
 
 
 def drop_empty_squeeze_axes(model: ir.Model) -> None:
-    """Take empty axes away from Squeeze, in place; constants have been lifted."""
+    """Remove empty axes from Squeeze nodes, in place; constants must be lifted."""
     for node in nodes(model.graph, "Squeeze", subgraphs=True):
         axes = node.inputs[1] if len(node.inputs) > 1 else None
         if axes is not None and axes.const_value is not None and axes.const_value.size == 0:

@@ -26,9 +26,7 @@ from onnxtrain.importer.functions import inline_functions
 from onnxtrain.importer.ml_models import rewrite_ml_operators
 from onnxtrain.importer.parameters import lift_weights
 
-_MAX_FOLDED_ELEMENTS = (
-    4096  # elements: what we fold ourselves; a runtime folds the rest when it loads the model
-)
+_MAX_FOLDED_ELEMENTS = 4096  # a runtime folds larger constants when it loads the model
 
 _FOLDABLE_OPS = frozenset(
     (
@@ -50,10 +48,10 @@ def lift_constants(model: ir.Model) -> set[str]:
 
 
 def fold_constants(model: ir.Model, constants: set[str], *, subgraphs: bool = False) -> set[str]:
-    """Replace nodes whose outputs are known by initializers, in place; return the new names.
+    """Replace nodes with known outputs by initializers, in place; return the new names.
 
-    Only ``constants`` count as known, never a parameter; and integers that shape inference found.
-    With ``subgraphs``, the nodes of bodies are replaced too.
+    Known are ``constants`` (never a parameter) and integers from shape inference. With
+    ``subgraphs``, nodes of bodies are replaced, too.
     """
     graph, opset = model.graph, model.opset_imports[""]
     added: set[str] = set()
@@ -74,7 +72,7 @@ def fold_constants(model: ir.Model, constants: set[str], *, subgraphs: bool = Fa
         if array is None or array.size > _MAX_FOLDED_ELEMENTS:
             continue
         name = y.name or ""
-        if home is not graph:  # another body may use the name
+        if home is not graph:  # another body may use the same name
             name = _unused_name(f"{name}.known", graph)
         assert y.dtype is not None
         own = np.ascontiguousarray(array).reshape(array.shape)
@@ -126,14 +124,14 @@ def _evaluate_constant(node: ir.Node, opset: int) -> np.ndarray | None:
     return evaluate_node(node, arrays, opset)
 
 
-_MIN_WEIGHT_ELEMENTS = 16  # elements: what a function holds of fewer is a number of its formula
+_MIN_WEIGHT_ELEMENTS = 16  # smaller tensors in a function are coefficients of its formula
 
 
 def expose_weights(model: ir.Model) -> tuple[ir.Model, list[str]]:
-    """Return the model with all its weights as initializers, and a line for each kind of change.
+    """Return the model with all weights as initializers, and lines for the report.
 
-    The argument must not be used any more. Weights lie in Constant nodes, in bodies of If, Loop and
-    Scan, in attributes of linear models, and in local functions, which are then inlined.
+    The argument must not be used any more. Weights may be in Constant nodes, in bodies of If, Loop
+    and Scan, in attributes of linear models, and in local functions, which are then inlined.
     """
     repairs = []
     if any(_holds_weights(function) for function in model.functions.values()):
@@ -159,7 +157,7 @@ def _is_weight_constant(node: ir.Node) -> bool:
 
 
 def fuse_sigmoid(model: ir.Model) -> list[str]:
-    """Replace quotients that are a logistic function by Sigmoid, in place; say how many."""
+    """Replace ``1 / (1 + exp(u))`` by ``Sigmoid(-u)``, in place; return lines for the report."""
     count = 0
     for node in nodes(model.graph, "Reciprocal", "Div"):
         u = _sigmoid_input(node)
@@ -171,7 +169,7 @@ def fuse_sigmoid(model: ir.Model) -> list[str]:
 
 
 def _sigmoid_input(node: ir.Node) -> ir.Value | None:
-    """Return ``u`` where a node gives ``1 / (1 + exp(u))``."""
+    """Return ``u`` if the node computes ``1 / (1 + exp(u))``."""
     if is_op(node, "Div") and not _is_number(node.inputs[0], 1.0):
         return None
     below = _producer(node.inputs[-1], "Add")
@@ -203,7 +201,7 @@ def _replace_by_sigmoid(graph: ir.Graph, node: ir.Node, u: ir.Value) -> None:
 
 
 def _negated(node: ir.Node) -> ir.Value | None:
-    """Return ``x`` where a node gives ``-x``."""
+    """Return ``x`` if the node computes ``-x``."""
     if is_op(node, "Neg"):
         return node.inputs[0]
     if is_op(node, "Mul"):
@@ -219,7 +217,7 @@ def _producer(x: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def _is_number(x: ir.Value | None, number: float) -> bool:
-    """Return whether a value is a constant of no axes, which broadcasts to nothing else."""
+    """Return whether a value is a constant scalar; rank 0, so that it cannot change the shape."""
     if x is None or x.const_value is None or x.const_value.size != 1 or x.is_graph_input():
         return False
     array = S.constant_of(x)
@@ -227,11 +225,10 @@ def _is_number(x: ir.Value | None, number: float) -> bool:
 
 
 def drop_accuracy_level(model: ir.Model) -> list[str]:
-    """Take away leave to round the input to 8 bits, in place; return a line if there was any.
+    """Forbid MatMulNBits to quantize its input to 8 bits, in place; return lines for the report.
 
-    Gradients of a product are those of its float operands: with level 4 the forward pass would be
-    off by the better part of a percent, and with scales that are no constants onnxruntime gives
-    zeros.
+    Its gradient assumes float operands. With accuracy_level 4 the forward pass would be off by up
+    to a percent, and onnxruntime returns zeros if the scales are not constants.
     """
     count = 0
     for node in model.graph.all_nodes():

@@ -23,10 +23,10 @@ from onnxtrain.graph.nodes import is_standard
 def inline_functions(model: ir.Model) -> ir.Model:
     """Return the model without local functions; the argument must not be used any more.
 
-    Those of another opset than the model's are brought to it first.
+    Functions with another opset than the model are converted to it first.
 
     Raises:
-        PrepareError: if that cannot be done, or if it is not clear what a function's name means.
+        PrepareError: the conversion fails, or a function has the name of a standard operator.
     """
     _reject_standard_names(model)
     try:
@@ -38,7 +38,7 @@ def inline_functions(model: ir.Model) -> ir.Model:
 
 
 def _reject_standard_names(model: ir.Model) -> None:
-    """Refuse functions called like an operator of the standard: runtimes run the operator."""
+    """Reject functions named like a standard operator, because runtimes run the operator."""
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 1))
     taken = sorted(
         f.name
@@ -49,7 +49,7 @@ def _reject_standard_names(model: ir.Model) -> None:
         raise PrepareError(
             f"local functions with names of standard operators: {', '.join(taken)}\n"
             "  ONNX means the function, onnxruntime runs the operator\n"
-            "hint: give the functions another domain, or leave them out if they do the same"
+            "hint: move the functions to another domain, or remove them if they are equivalent"
         )
 
 
@@ -73,13 +73,13 @@ def _inline_with_onnx(model: ir.Model, first: Exception) -> ir.Model:
     return inlined
 
 
-# Bodies that are worse than useless: Softplus overflows above 88, Range is a Loop,
-# LayerNormalization is 25 nodes of shape arithmetic.
+# The body of Softplus overflows above 88, that of Range is a Loop, and that of LayerNormalization
+# has 25 nodes of shape arithmetic. All three have a gradient rule or a better expansion.
 UNUSABLE_BODIES = frozenset({"LayerNormalization", "Range", "Softplus"})
 
 
 class _Schema(Protocol):
-    """What onnx's stubs leave out of ``OpSchema``."""
+    """Members of ``OpSchema`` that the type stubs of onnx lack."""
 
     @property
     def has_function(self) -> bool: ...
@@ -93,7 +93,7 @@ class _Schema(Protocol):
 
 
 def has_body(op_type: str, opset: int) -> bool:
-    """Return whether the standard gives a usable function body for an operator."""
+    """Return whether the standard has a usable function body for an operator."""
     schema = S.schema_of(op_type, opset)
     if schema is None or op_type in UNUSABLE_BODIES:
         return False
@@ -104,9 +104,9 @@ def has_body(op_type: str, opset: int) -> bool:
 def context_dependent_body(
     node: onnx.NodeProto, types: Sequence[onnx.TypeProto], opset: int
 ) -> onnx.FunctionProto | None:
-    """Return the body that depends on the types of a node's inputs, ``None`` if there is no such.
+    """Return the function body for the input types of a node, ``None`` if it has none.
 
-    The attributes' defaults are written into ``node``, as the body reads them there.
+    Default attributes are written into ``node``, because the body reads them there.
     """
     schema = S.schema_of(node.op_type, opset)
     if schema is None:
@@ -125,19 +125,19 @@ def context_dependent_body(
     return onnx.FunctionProto.FromString(text)
 
 
-_BODY_DOMAIN = "onnxtrain.bodies"  # domain of functions that are inlined at once
+_BODY_DOMAIN = "onnxtrain.bodies"  # domain of temporary functions, inlined immediately
 _MAX_ROUNDS = 8  # bodies may use operators that have bodies
 
 
-def inline_bodies(model: ir.Model, chosen: Callable[[str], bool]) -> ir.Model:
-    """Return the model with the operators that ``chosen`` names replaced by their bodies."""
+def inline_bodies(model: ir.Model, selected: Callable[[str], bool]) -> ir.Model:
+    """Return the model with operators that ``selected`` accepts replaced by their bodies."""
     opset = model.opset_imports[""]
     for _ in range(_MAX_ROUNDS):
         kinds = sorted(
             {
                 n.op_type
                 for n in model.graph.all_nodes()
-                if is_standard(n) and has_body(n.op_type, opset) and chosen(n.op_type)
+                if is_standard(n) and has_body(n.op_type, opset) and selected(n.op_type)
             }
         )
         if not kinds:
@@ -165,10 +165,10 @@ def inline_bodies(model: ir.Model, chosen: Callable[[str], bool]) -> ir.Model:
 
 
 def _call_local_functions(proto: onnx.ModelProto, kinds: list[str], opset: int) -> onnx.ModelProto:
-    """Turn nodes that leave out an input into calls of local functions, in place.
+    """Replace nodes with an omitted input by calls of local functions, in place.
 
-    Where a body depends on the types of the inputs, onnx's inliner asks for the type of an absent
-    one too, and fails; the schema itself does not mind.
+    For bodies that depend on input types, the inliner of onnx also requires the type of an omitted
+    input, and fails. The schema itself accepts it.
     """
     values = (*proto.graph.input, *proto.graph.value_info, *proto.graph.output)
     types = {v.name: v.type for v in values}

@@ -17,7 +17,7 @@ _AXES_AS_INPUT = 13  # the opset at which ReduceSum takes its axes as an input
 
 
 class NodeRewriter:
-    """Puts nodes in the place of one node; its numbers become initializers of the graph."""
+    """Builder for the nodes that replace one node; its weights become initializers."""
 
     def __init__(self, model: ir.Model, node: ir.Node, taken: set[str | None]) -> None:
         self.graph, self.node, self._taken = model.graph, node, taken
@@ -44,7 +44,7 @@ class NodeRewriter:
         return node.outputs[0]
 
     def constant(self, array: Any, dtype: Any = np.float32) -> ir.Value:
-        """Return a Constant: a setting that does not train."""
+        """Return the output of a Constant node, which does not train."""
         name = self._free(f"{self.stem}.constant")
         array = np.asarray(array, object if dtype is str else dtype)
         tensor = (
@@ -59,7 +59,7 @@ class NodeRewriter:
         return node.outputs[0]
 
     def weight(self, name: str, array: np.ndarray) -> ir.Value:
-        """Return a new initializer that holds what training may change."""
+        """Return a new initializer, which training may update."""
         name = self._free(f"{self.stem}.{name}")
         own = np.ascontiguousarray(array, np.float32)
         value = ir.Value(
@@ -80,7 +80,7 @@ class NodeRewriter:
         return self.op("Cast", x, to=int(ir.DataType.FLOAT))
 
     def row_sums(self, x: ir.Value) -> ir.Value:
-        """Return the sums along the last axis, which stays."""
+        """Return the sums along the last axis, which is kept with size 1."""
         if self.opset < _AXES_AS_INPUT:
             return self.op("ReduceSum", x, axes=[-1], keepdims=1)
         return self.op("ReduceSum", x, self.constant([-1], np.int64), keepdims=1)
@@ -98,7 +98,7 @@ REWRITES: dict[str, Rewrite] = {}
 
 
 def ml_operator(*op_types: str) -> Callable[[Rewrite], Rewrite]:
-    """Register what replaces an operator; it returns its outputs, ``None`` to leave it alone."""
+    """Register a rewrite; it returns the new outputs, or ``None`` to leave the node unchanged."""
 
     def register(function: Rewrite) -> Rewrite:
         REWRITES.update(dict.fromkeys(op_types, function))
@@ -108,7 +108,7 @@ def ml_operator(*op_types: str) -> Callable[[Rewrite], Rewrite]:
 
 
 def rewrite_ml_operators(model: ir.Model) -> list[str]:
-    """Rewrite the ``ai.onnx.ml`` nodes that have a form in standard operators, in place."""
+    """Replace ``ai.onnx.ml`` nodes by standard operators where possible, in place."""
     graph = model.graph
     chosen = [n for n in graph if n.domain == ML_DOMAIN and n.op_type in REWRITES]
     if not chosen:
@@ -152,14 +152,14 @@ def scaler(op: NodeRewriter) -> Sequence[ir.Value]:
 
 @ml_operator("Binarizer")
 def binarizer(op: NodeRewriter) -> Sequence[ir.Value]:
-    """One above the threshold, else zero."""
+    """``1 if x > threshold else 0``."""
     above = op.op("Greater", op.float_input(), op.constant([op.attribute("threshold", 0.0)]))
     return [op.op("Cast", above, to=int(ir.DataType.FLOAT))]
 
 
 @ml_operator("Imputer")
 def imputer(op: NodeRewriter) -> Sequence[ir.Value] | None:
-    """Another value in the place of the one that stands for a missing one."""
+    """``imputed if x == replaced (or NaN) else x``."""
     values = op.floats("imputed_value_floats")
     x = op.node.inputs[0]
     if not values.size or x is None or x.dtype != ir.DataType.FLOAT:
@@ -167,7 +167,7 @@ def imputer(op: NodeRewriter) -> Sequence[ir.Value] | None:
     missing = op.attribute("replaced_value_float", 0.0)
     if np.isnan(missing):
         return [op.op("Where", op.op("IsNaN", x), op.constant(values), x)]
-    # Equal of floats is younger than most such files.
+    # Equal accepts floats since opset 11; most such files are older.
     at = op.constant([missing])
     other = op.op("Or", op.op("Less", x, at), op.op("Greater", x, at))
     return [op.op("Where", op.op("Or", other, op.op("IsNaN", x)), x, op.constant(values))]
@@ -175,7 +175,7 @@ def imputer(op: NodeRewriter) -> Sequence[ir.Value] | None:
 
 @ml_operator("Normalizer")
 def normalizer(op: NodeRewriter) -> Sequence[ir.Value] | None:
-    """Rows divided by their norm; a row of zeros stays."""
+    """``x / norm(x)`` by row; rows of zeros are unchanged."""
     norm = op.attribute("norm", "MAX")
     norm = norm.decode() if isinstance(norm, bytes) else norm
     x = op.float_input()
@@ -196,7 +196,7 @@ def linear_regressor(op: NodeRewriter) -> Sequence[ir.Value] | None:
 
 @ml_operator("SVMRegressor")
 def svm_regressor(op: NodeRewriter) -> Sequence[ir.Value] | None:
-    """With a linear kernel, the support vectors add up to one weight."""
+    """Linear kernel only: the weight is the weighted sum of the support vectors."""
     vectors, coefficients = op.floats("support_vectors"), op.floats("coefficients")
     if _kernel_type(op) != "LINEAR" or op.attribute("one_class", 0):
         return None
@@ -217,7 +217,7 @@ def _regression(
 
 @ml_operator("LinearClassifier")
 def linear_classifier(op: NodeRewriter) -> Sequence[ir.Value] | None:
-    """The label of the largest score, and the scores, which a function may end."""
+    """``scores = post_transform(X @ coefficients^T + intercepts)`` and the label of the largest."""
     labels = op.attribute("classlabels_ints") or _strings(op, "classlabels_strings")
     weight, bias = op.floats("coefficients"), op.floats("intercepts")
     transform = _string(op, "post_transform", "NONE")
@@ -240,7 +240,7 @@ def linear_classifier(op: NodeRewriter) -> Sequence[ir.Value] | None:
 
 
 def _binary_scores(op: NodeRewriter, score: ir.Value, labels: list) -> Sequence[ir.Value]:
-    """One score that tells two labels apart: runtimes give ``1 - score`` beside it."""
+    """Two labels with one score: runtimes return ``1 - score`` as the score of the other label."""
     positive = op.op("Greater", score, op.constant([0.0]))
     at = op.op("Cast", positive, to=int(ir.DataType.INT64))
     flat = op.op("Reshape", at, op.constant([-1], np.int64))
@@ -253,7 +253,7 @@ def _binary_scores(op: NodeRewriter, score: ir.Value, labels: list) -> Sequence[
 
 @ml_operator("SVMClassifier")
 def svm_classifier(op: NodeRewriter) -> Sequence[ir.Value] | None:
-    """With a linear kernel, a hyperplane for each two labels: its support vectors add up."""
+    """Linear kernel only: one hyperplane per pair of labels, from summed support vectors."""
     labels = op.attribute("classlabels_ints") or _strings(op, "classlabels_strings")
     counts = op.attribute("vectors_per_class", [])
     plain = _string(op, "post_transform", "NONE") == "NONE" and not op.attribute("prob_a")
@@ -288,7 +288,7 @@ def svm_classifier(op: NodeRewriter) -> Sequence[ir.Value] | None:
 def _pairwise_normals(
     coefficients: np.ndarray, vectors: np.ndarray, counts: list[int], pairs: list[tuple[int, int]]
 ) -> np.ndarray:
-    """Return the normal of the plane between each two classes."""
+    """Return the normal of the hyperplane between each pair of classes."""
     ends = np.cumsum([0, *counts])
     rows = []
     for i, j in pairs:

@@ -48,7 +48,7 @@ _WINDOW_OPS = frozenset(
 
 
 def normalize_operators(model: ir.Model) -> list[str]:
-    """Rewrite nodes to their plain form, in place; return a line for each kind of change."""
+    """Remove ``auto_pad``, CastLike and implicit inputs, in place; return lines for the report."""
     changed: dict[str, int] = {}
     _explicit_conditions(model)
     for node in nodes(model.graph, subgraphs=True):
@@ -61,7 +61,7 @@ def normalize_operators(model: ir.Model) -> list[str]:
 
 
 def _explicit_conditions(model: ir.Model) -> None:
-    """Give loops that carry nothing their condition: an absent last input is not written."""
+    """Add a condition to Loops without states: serialization drops an absent last input."""
     op = OpBuilder(model.graph, "prepare/")
     for node in nodes(model.graph, "Loop", subgraphs=True):
         if len(node.inputs) < 2 or (len(node.inputs) == 2 and node.inputs[1] is None):
@@ -117,7 +117,7 @@ def _explicit_padding(node: ir.Node) -> bool:
 
 
 def _same_pads(node: ir.Node, dims: Sequence[Dim], n: int, *, upper: bool) -> list[int] | None:
-    """Return the padding that makes ``output = ceil(input / stride)``."""
+    """Return the padding for which ``output = ceil(input / stride)``."""
     if "output_shape" in node.attributes or node.attributes.get("ceil_mode", _DEFAULT_INT).value:
         return None
     w = node.inputs[1] if len(node.inputs) > 1 else None
@@ -155,7 +155,7 @@ def _ints(node: ir.Node, name: str) -> list[int] | None:
 _DEFAULT_INT = ir.AttrInt64("none", 0)
 
 
-_MAX_SMALL_INTEGERS = 64  # elements: more are no pads, axes or shape
+_MAX_SMALL_INTEGERS = 64  # elements; larger tensors are not pads, axes or shapes
 
 
 def prepare(
@@ -171,10 +171,10 @@ def prepare(
 
     Args:
         model: a model from ``load``.
-        inline: tells for which operators the standard's function body is to be inlined.
-        keep: tells which nodes of other domains are to stay as they are.
-        straight_through: whether integer arithmetic becomes floats between quantisers.
-        infer_from_consumers: whether a shape that is left open may be decided by what reads it.
+        inline: whether to inline the standard's function body of an operator.
+        keep: whether a node of another domain stays as it is.
+        straight_through: whether to replace integer arithmetic by floats between quantizers.
+        infer_from_consumers: whether consumers may decide an unknown shape.
         weights_exposed: whether ``expose_weights`` was called on the model.
     """
     repairs: list[str] = list(load_repairs(model))
@@ -182,7 +182,7 @@ def prepare(
     if model.functions:
         repairs.append(f"{len(model.functions)} local function(s) inlined")
         model = inline_functions(model)
-        weights_exposed = False  # what the functions hold is new in the graph
+        weights_exposed = False  # weights of the functions are new in the graph
     if not weights_exposed:
         model, exposed = expose_weights(model)
         repairs += exposed
@@ -237,14 +237,14 @@ def _at_working_opset(
 def _decompose_nonstandard(
     model: ir.Model, keep: Callable[[ir.Node], bool], *, straight_through: bool
 ) -> list[str]:
-    """Decompose operators that are not of the standard, in place; types are inferred."""
+    """Decompose operators of other domains and infer types, in place."""
     opset = model.opset_imports[""]
 
     def wanted(key: str) -> bool:
         return straight_through if key in INTEGER_OPS else not _is_standard(key, opset)
 
     rewritten = decompose(model, only=wanted, keep=keep)
-    if not rewritten:  # else types and shapes were inferred on the way
+    if not rewritten:  # otherwise `decompose` has inferred types and shapes
         infer_shapes(model.graph, opset)
     return rewritten
 
@@ -252,7 +252,7 @@ def _decompose_nonstandard(
 def _inline_function_bodies(
     model: ir.Model, repairs: list[str], inline: Callable[[str], bool]
 ) -> ir.Model:
-    """Return the model with the bodies of operators that ``inline`` tells in their place."""
+    """Return the model with the function bodies of operators that ``inline`` accepts."""
     opset = model.opset_imports[""]
     repairs += decompose(model, only=lambda key: inline(key) and _is_standard(key, opset))
     model = inline_bodies(model, inline)
@@ -263,11 +263,11 @@ def _inline_function_bodies(
 
 
 def _fold_and_prune(model: ir.Model, given: set[str]) -> tuple[set[str], dict[str, ir.Value]]:
-    """Fold and remove what may be, in place; return new constants, and parameters unused now."""
-    constants = set(model.graph.initializers) - given  # ours, also those of decompositions
+    """Fold constants, drop dead nodes, in place; return new constants and unused parameters."""
+    constants = set(model.graph.initializers) - given  # added by this pipeline
     folded = fold_constants(model, constants | _small_integers(model, given))
     constants |= folded
-    # Bounds, pads and shapes that were computed are numbers now.
+    # Folding made computed bounds, pads and shapes static.
     if _has_unknown_ranks(model) or (folded and _has_unknown_sizes(model)):
         infer_shapes(model.graph, model.opset_imports[""])
     remove_identities(model)
@@ -281,7 +281,7 @@ def _fold_and_prune(model: ir.Model, given: set[str]) -> tuple[set[str], dict[st
 
 
 def _small_integers(model: ir.Model, given: set[str]) -> set[str]:
-    """Return initializers of the file that axes, pads and shapes may be computed from."""
+    """Return integer initializers of the file that may determine axes, pads and shapes."""
     whole = {n: x for n, x in model.graph.initializers.items() if n in given}
     return {
         n
@@ -300,7 +300,7 @@ def _has_unknown_ranks(model: ir.Model) -> bool:
 
 
 def _has_unknown_sizes(model: ir.Model) -> bool:
-    """Return whether a size has a name that inference made up because it knew nothing."""
+    """Return whether shape inference had to invent a symbol for an unknown dimension."""
     for node in model.graph:
         for y in node.outputs:
             for i, d in enumerate(dims_of(y) or ()):
@@ -312,7 +312,7 @@ def _has_unknown_sizes(model: ir.Model) -> bool:
 
 
 def _name_nodes(model: ir.Model) -> None:
-    """Name nodes that have no name after their first output, so that messages can."""
+    """Name unnamed nodes after their first output, for error messages."""
     nodes = list(model.graph.all_nodes())
     taken = {n.name for n in nodes if n.name}
     for node in nodes:

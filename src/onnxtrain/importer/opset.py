@@ -35,15 +35,15 @@ from onnxtrain.graph.shapes.inference import check_before_conversion, infer_shap
 from onnxtrain.importer.constants import lift_constants
 from onnxtrain.importer.functions import inline_bodies
 
-_INPUTS_SINCE = 11  # Clip and Pad take their numbers as inputs, Resize has coordinate modes
-_ONE_AXIS_SINCE = 13  # Softmax and its kin work along one axis, not on a flattened matrix
+_INPUTS_SINCE = 11  # bounds of Clip and the value of Pad are inputs, Resize has coordinate modes
+_ONE_AXIS_SINCE = 13  # Softmax, LogSoftmax and Hardmax use one axis, not a flattened matrix
 _PER_CHANNEL_SINCE = 21  # GroupNormalization has a scale per channel, not per group
 
 
 def convert_with_repairs(
     model: onnx.ModelProto, convert: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> onnx.ModelProto:
-    """Return the converted model with those operators meaning what they did."""
+    """Return the converted model; repaired operators keep their meaning."""
     opset = max((o.version for o in model.opset_import if is_standard(o)), default=0)
     wrong: dict[str, Callable[..., list[onnx.NodeProto]]] = {}
     if opset < _INPUTS_SINCE:
@@ -88,7 +88,7 @@ def _repair(graph: onnx.GraphProto, marked: dict) -> None:
 
 
 def _cast_like_first(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto]:
-    """Cast the numbers that became inputs to the type of the first input."""
+    """Cast attributes that became inputs to the dtype of the first input."""
     casts = []
     for i in (1, 2) if node.op_type == "Clip" else (2,):
         if i < len(node.input) and node.input[i]:
@@ -99,14 +99,14 @@ def _cast_like_first(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeP
 
 
 def _asymmetric_coordinates(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto]:
-    """Sample at ``i / scale``; the nearest is to the left."""
+    """Sample at ``i / scale``; nearest rounds down."""
     return _set_coordinate_mode(node, "floor")
 
 
 def _asymmetric_coordinates_downsample(
     node: onnx.NodeProto, inputs: list[str]
 ) -> list[onnx.NodeProto]:
-    """Sample at ``i / scale``; the nearest is to the right, as onnxruntime has it."""
+    """Sample at ``i / scale``; nearest rounds up, as in onnxruntime."""
     return _set_coordinate_mode(node, "ceil")
 
 
@@ -121,7 +121,7 @@ def _set_coordinate_mode(node: onnx.NodeProto, nearest: str) -> list[onnx.NodePr
 def _resize_repair(
     graph: onnx.GraphProto, node: onnx.NodeProto
 ) -> Callable[..., list[onnx.NodeProto]]:
-    """Return the repair for a Resize of opset 10, which rounds by direction."""
+    """Return the repair for a Resize of opset 10, whose rounding depends on up- or downsampling."""
     if any(a.name == "mode" and a.s != b"nearest" for a in node.attribute):
         return _asymmetric_coordinates
     scales = _initializer_array(graph, node.input[1])
@@ -149,7 +149,7 @@ def _initializer_array(graph: onnx.GraphProto, name: str) -> np.ndarray | None:
 
 
 def _per_channel(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto]:
-    """Repeat the scale and bias of a group for each of its channels."""
+    """Repeat the scale and bias of each group for its channels."""
     y = node.output[0]
     (groups,) = (a.i for a in node.attribute if a.name == "num_groups")
     nodes = [
@@ -174,7 +174,7 @@ def _per_channel(node: onnx.NodeProto, inputs: list[str]) -> list[onnx.NodeProto
 
 
 def _flatten_hardmax(graph: onnx.GraphProto) -> None:
-    """Write out that Hardmax looks at a matrix: all axes before ``axis`` by all from it on."""
+    """Make the flattening of Hardmax explicit: axes before ``axis`` by axes from ``axis`` on."""
     nodes = []
     for node in graph.node:
         if not is_op(node, "Hardmax"):
@@ -217,14 +217,14 @@ _SINCE_ATTRIBUTE = 14
 def convert_training_batch_norms(
     model: onnx.ModelProto, convert: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> onnx.ModelProto:
-    """Return the converted model with each training BatchNormalization still in training mode."""
+    """Return the converted model; BatchNormalization nodes keep their training mode."""
     opset = max((o.version for o in model.opset_import if is_standard(o)), default=0)
     if opset >= _SINCE_ATTRIBUTE:
         return convert(model)
     used = _used_names(model.graph)
     training = set()
     for node in _batch_norms(model.graph):
-        # Where a statistic is read, the converter's refusal is the answer.
+        # If a node reads a statistic, the model stays as it is and the converter reports the error.
         if len(node.output) > 1 and not used.intersection(node.output[1:]):
             training.add(node.output[0])
             del node.output[1:]
@@ -246,7 +246,7 @@ def _batch_norms(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _used_names(graph: onnx.GraphProto) -> set[str]:
-    """Names that a node or a graph output reads, here and in subgraphs."""
+    """Return the names that nodes and graph outputs read, including subgraphs."""
     names = {value.name for value in graph.output}
     for node in graph.node:
         names.update(node.input)
@@ -263,14 +263,14 @@ RUNTIME_OPERATORS = frozenset(
         *("SimplifiedLayerNormalization", "ThresholdedRelu"),
     }
 )
-"""What onnxruntime defines in the standard domain by itself."""
+"""Operators that only onnxruntime defines in the standard domain."""
 
 
 def move_runtime_operators(model: ir.Model, opset: int) -> None:
-    """Put nodes that only onnxruntime defines at this opset into its own domain, in place.
+    """Move nodes that only onnxruntime defines at this opset to its own domain, in place.
 
     Raises:
-        PrepareError: if there are nodes of the standard domain that nobody defines.
+        PrepareError: the standard domain has unknown operators.
     """
     unknown: list[ir.Node] = []
     for node in nodes(model.graph, subgraphs=True):
@@ -305,15 +305,15 @@ def to_working_opset(
     fused: Callable[[str], bool] = lambda key: True,
     keep: Callable[[ir.Node], bool] = lambda node: False,
 ) -> ir.Model:
-    """Return the model at the working opset, or at its own if it cannot come down.
+    """Return the model at the working opset, or at its own if it cannot be downgraded.
 
     Args:
-        model: it is used up.
-        fused: tells of a decomposition of another domain's operator whether it is to be used.
-        keep: tells which nodes of other domains are to stay as they are.
+        model: must not be used any more.
+        fused: whether to decompose an operator of another domain.
+        keep: whether a node of another domain stays as it is.
 
     Raises:
-        PrepareError: if it is newer than what runtimes accept, or an old operator has no successor.
+        PrepareError: the opset is newer than runtimes accept, or an old operator has no successor.
     """
     opset = model.opset_imports.get("", model.opset_imports.get("ai.onnx", 0))
     if "ai.onnx" in model.opset_imports:
@@ -340,7 +340,7 @@ def _upgrade(model: ir.Model) -> ir.Model:
     batched = nodes(model.graph, "Scan", subgraphs=True)
     if batched and model.opset_imports[""] < _UNBATCHED_SCAN:
         raise PrepareError(
-            f"Scan of opset 8 has a batch axis, which no later one has: node {batched[0].name!r}\n"
+            f"Scan of opset 8 has a batch axis, later versions do not: node {batched[0].name!r}\n"
             "hint: export the model again with opset 9 or newer"
         )
     model.ir_version = max(model.ir_version, 8)  # below 4, initializers must be inputs
@@ -348,7 +348,7 @@ def _upgrade(model: ir.Model) -> ir.Model:
         return transform_proto(model, lambda proto: convert_training_batch_norms(proto, _convert))
     except ONNX_ERRORS as error:
         raise PrepareError(
-            f"the model cannot be raised from opset {model.opset_imports['']} to {OPSET}: "
+            f"cannot convert the model from opset {model.opset_imports['']} to {OPSET}: "
             f"{S.first_line(error)}\nhint: export it again with opset 13 or newer"
         ) from error
 
@@ -368,7 +368,7 @@ def _downgrade(
     )
     lift_constants(model)
     decompose(model, only=lambda key: fused(key) if "::" in key else _is_newer_op(key), keep=keep)
-    infer_shapes(model.graph, opset)  # element types decide
+    infer_shapes(model.graph, opset)  # `_same_at_working_opset` reads dtypes
     stuck = sorted(
         {n.op_type for n in model.graph.all_nodes() if not _same_at_working_opset(n, opset)}
     )
@@ -379,8 +379,8 @@ def _downgrade(
         blocked = [op for op in stuck if _since_version(op, opset) > NEWEST_OPSET]
         if blocked:
             raise PrepareError(
-                f"opset {opset} is newer than any runtime takes ({NEWEST_OPSET}), "
-                f"and these operators cannot come down: {', '.join(blocked)}\n"
+                f"opset {opset} is newer than runtimes support ({NEWEST_OPSET}), "
+                f"and these operators cannot be downgraded: {', '.join(blocked)}\n"
                 f"hint: export the model with opset {NEWEST_OPSET} or older"
             )
         model.opset_imports[""] = NEWEST_OPSET
@@ -397,7 +397,7 @@ def _since_version(op_type: str, opset: int) -> int:
 
 
 def _same_at_working_opset(node: ir.Node, opset: int) -> bool:
-    """Return whether a node means the same at the working opset: only types were added since."""
+    """Return whether a node means the same at the working opset: newer ones only add types."""
     if not is_standard(node):
         return True
     new, old = S.schema_of(node.op_type, opset), S.schema_of(node.op_type, OPSET)
@@ -409,7 +409,7 @@ def _same_at_working_opset(node: ir.Node, opset: int) -> bool:
         n for n in node.attributes if n not in old.attributes and not _is_default(node, n, new)
     }
     if node.op_type in ("Cast", "CastLike"):
-        added.discard("round_mode")  # matters for float8e8m0 only, which does not come down
+        added.discard("round_mode")  # only affects float8e8m0, which cannot be downgraded
     if added or len(node.inputs) > old.max_input or len(node.outputs) > old.max_output:
         return False
     if not _types_fit(node.inputs, old.inputs, old) or not _types_fit(
@@ -434,7 +434,7 @@ def _types_fit(
     formal: Sequence[onnx.defs.OpSchema.FormalParameter],
     schema: onnx.defs.OpSchema,
 ) -> bool:
-    """Return whether the working opset allows the types: no bfloat16 in Conv, no int2 ..."""
+    """Return whether the working opset allows the dtypes: no bfloat16 in Conv, no int2 ..."""
     allowed = {c.type_param_str: c.allowed_type_strs for c in schema.type_constraints}
     for i, x in enumerate(values):
         if x is None or not isinstance(x.type, ir.TensorType) or not formal:

@@ -24,12 +24,12 @@ from onnxtrain.graph.simplify import remove_dead
 
 @dataclasses.dataclass(frozen=True)
 class KnownElements:
-    """A sequence of so many known tensors."""
+    """A sequence with a known number of tensors."""
 
     values: list[ir.Value]
 
     def at(self, op: OpBuilder, position: ir.Value) -> ir.Value | None:
-        """Return one element; ``None`` if it is chosen at run time only, among various shapes."""
+        """Return one element; ``None`` if the index is dynamic and the shapes differ."""
         where = constant_integer(position)
         if where is not None:
             inside = -len(self.values) <= where < len(self.values)
@@ -53,12 +53,12 @@ class KnownElements:
 
 @dataclasses.dataclass(frozen=True)
 class TensorChunks:
-    """A tensor cut along an axis into pieces, whose number is only known at run time."""
+    """A tensor split along an axis into a dynamic number of pieces."""
 
     x: ir.Value
     axis: int
     size: int | None
-    """Of a piece along the axis; the last one may be shorter. ``None``: single slices."""
+    """Size of a piece along the axis (the last may be smaller); ``None``: pieces lack the axis."""
     keepdims: bool
 
     def at(self, op: OpBuilder, position: ir.Value) -> ir.Value | None:
@@ -83,7 +83,7 @@ class TensorChunks:
         return op.Squeeze(total, [0])
 
     def joined(self, op: OpBuilder, axis: int, new_axis: bool) -> ir.Value | None:
-        """Return the pieces concatenated or stacked; ``None`` for what nobody writes."""
+        """Return the pieces concatenated or stacked; ``None`` for unsupported combinations."""
         rank = op.rank(self.x)
         if self.keepdims:
             return self.x if not new_axis and axis % rank == self.axis else None
@@ -102,7 +102,7 @@ Sequence = KnownElements | TensorChunks
 
 
 def constant_integer(x: ir.Value | None) -> int | None:
-    """Return a constant integer, ``None`` if it is computed or absent."""
+    """Return the value of a constant integer, ``None`` if it is computed or absent."""
     array = S.constant_of(x)
     return None if array is None or array.size != 1 else int(array.reshape(-1)[0])
 
@@ -110,16 +110,18 @@ def constant_integer(x: ir.Value | None) -> int | None:
 def appends_to_scan_outputs(
     op: OpBuilder, node: ir.Node, empty: set[ir.Value]
 ) -> tuple[ir.Node, dict[ir.Value, ir.Value]]:
-    """Rewrite what a Loop only appends to, if all elements have one shape.
+    """Replace carried sequences that a Loop only appends to by scan outputs.
+
+    All elements of such a sequence must have the same shape.
 
     Args:
-        op: puts nodes in front of the Loop.
+        op: a builder that inserts nodes before the Loop.
         node: the Loop.
         empty: sequences known to be empty.
 
     Returns:
-        The Loop, a new one if something was done, and for each sequence it gave the value that now
-        stands for it, with the stack of its elements.
+        The Loop (a new node if it changed), and for each replaced sequence the value that
+        represents it, with its stacked elements.
     """
     body, outer = node.attributes["body"].as_graph(), _outer_symbols(node)
     chosen = {
@@ -138,7 +140,7 @@ def appends_to_scan_outputs(
         body.inputs.pop(i)
     body.outputs.extend(scans)
     kept = [i for i in range(len(node.outputs)) if i + 2 not in chosen]
-    missing = len(body.outputs) - 1 - len(kept) - len(scans)  # trailing outputs nobody asked for
+    missing = len(body.outputs) - 1 - len(kept) - len(scans)  # omitted trailing outputs
     loop = ir.Node(
         "",
         "Loop",
@@ -175,7 +177,7 @@ def appends_to_scan_outputs(
 
 
 def _outer_symbols(node: ir.Node) -> set[str]:
-    """Return the symbolic sizes that mean the same inside and outside of a Loop."""
+    """Return the symbolic dimensions that are the same inside and outside of a Loop."""
     return {
         symbol
         for x in (*node.inputs, *captured(node))
@@ -186,7 +188,7 @@ def _outer_symbols(node: ir.Node) -> set[str]:
 
 
 def _appended_element(node: ir.Node, body: ir.Graph, i: int) -> ir.Value | None:
-    """Return what each step appends to a carried sequence, if that is all it does with it."""
+    """Return the element that each step appends to a carried sequence, if it only appends."""
     before, after = body.inputs[i], body.outputs[i - 1]
     append = after.producer()
     if append is None or append.op_type != "SequenceInsert" or append.graph is not body:
@@ -209,7 +211,7 @@ def _appended_element(node: ir.Node, body: ir.Graph, i: int) -> ir.Value | None:
 def _varying_axes(sequence: ir.Value, rank: int) -> list[int]:
     """Return the axes along which the elements of a sequence may differ.
 
-    Elements that are only concatenated agree on all other axes, or the model would not run.
+    Concatenation requires equal sizes along all other axes.
     """
     uses = list(sequence.uses())
     if sequence.is_graph_output() or any(use.node.op_type != "ConcatFromSequence" for use in uses):
@@ -222,14 +224,14 @@ def _varying_axes(sequence: ir.Value, rank: int) -> list[int]:
     return sorted(free) if rank else []
 
 
-_MAX_PIECES = 1024  # of a split that become outputs of one node; of more, only the rule is kept
-_MAX_COPIES = 16384  # nodes that a mapped body may become
+_MAX_PIECES = 1024  # outputs of one Split; with more, the sequence stays symbolic (TensorChunks)
+_MAX_COPIES = 16384  # nodes that an unrolled SequenceMap may have
 
 
 def resolve_sequences(model: ir.Model) -> list[str]:
-    """Rewrite sequences of known structure, in place; say in words what was done.
+    """Replace sequences of known structure by tensors, in place; return lines for the report.
 
-    Types must have been inferred; shapes of what was rewritten should be inferred again.
+    Types must be inferred. Infer shapes again afterwards.
     """
     if not any(n.op_type in _HANDLERS and is_standard(n) for n in model.graph.all_nodes()):
         return []
@@ -265,7 +267,7 @@ class _Resolver:
         return None if x is None else self.known.get(x)
 
     def replace(self, op: OpBuilder, node: ir.Node, new: ir.Value | None) -> None:
-        """Let ``new`` stand for the node's output; ``None`` leaves the node as it is."""
+        """Replace the output of a node by ``new``; ``None`` leaves the node unchanged."""
         if new is None:
             return
         old = node.outputs[0]
@@ -432,7 +434,7 @@ def _map(work: _Resolver, op: OpBuilder, node: ir.Node) -> None:
         given = [s.values[i] if isinstance(s, KnownElements) else s for s in sources]
         mapping: dict[ir.Value, ir.Value] = dict(zip(body.inputs, given, strict=True))
         outputs = copy_nodes(op, body, mapping)
-        # Sizes have one name in the body, but differ from step to step.
+        # A dimension has one name in the body, but its size differs from step to step.
         for inner in body:
             for y in inner.outputs:
                 mapping[y].shape = None
