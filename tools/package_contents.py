@@ -11,7 +11,7 @@ from pathlib import Path
 NEEDED = {
     "wheel": [
         *("onnxtrain/__init__.py", "onnxtrain/py.typed", "onnxtrain/manifest.schema.json"),
-        *("onnxtrain/lowering/profiles/ort-web-webgpu.json", "/licenses/LICENSE"),
+        *("onnxtrain/profiles/ort-web-webgpu.json", "/licenses/LICENSE"),
     ],
     "sdist": [
         "/pyproject.toml",

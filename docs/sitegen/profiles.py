@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from onnxtrain import lowering
+from onnxtrain import profiles
 
-FOLDER = Path(lowering.__file__).parent / "profiles"
+FOLDER = Path(profiles.__file__).parent
 
 
 def page() -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Generator
+import difflib
+from collections.abc import Generator, Iterable
 
 
 class OnnxTrainError(Exception):
@@ -100,3 +101,10 @@ def hints_name_freeze() -> Generator[None]:
 def exclusion_hint(what: str) -> str:
     """Return how the user leaves something out of what is differentiated."""
     return f"name {what} in `freeze`" if _FREEZES.get() else f"leave {what} out of `wrt`"
+
+
+def expected_one_of(name: str, known: Iterable[str]) -> str:
+    """Return ``(expected one of ...)`` for an unknown name: the known ones, nearest first."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=len(names), cutoff=0.4)
+    return f"(expected one of {', '.join([*near, *(n for n in names if n not in near)])})"

@@ -1,119 +1,124 @@
-"""What each kind of runtime has, lacks and prefers: a target is data.
+"""Targets: the runtimes that training graphs are generated for.
 
-Rules, losses, optimizers and passes never ask for a target by name. They ask what it lacks
-(``op.target.lacks("Sign")``), and then emit a composed form, or what it prefers
-(``op.target.prefers("bias-as-weight-column")``), and then choose among forms that give the same
-numbers. To add a target, add an entry to :data:`TARGETS`.
+A target is data: what its runtime lacks, what it prefers. Rules, losses, optimizers and passes
+never compare a target's name. They ask ``op.target.lacks("Sign")`` and emit a decomposed form, or
+``op.target.prefers("bias-as-weight-column")`` and choose among forms that compute the same values.
+To add a target, add an entry to :data:`TARGETS`.
+
+What a target lacks follows from the probed profile of its runtime (:mod:`onnxtrain.profiles`) and a
+short list of exceptions, each with its reason.
 
 >>> find("webgpu").lacks("Sign"), find("cpu").lacks("Sign")
 (True, False)
->>> find("wasm").without("several-steps").prefers("several-steps")
+>>> find("wasm").without("multi-step").prefers("multi-step")
 False
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from onnxtrain.errors import PrepareError
+from onnxtrain import profiles
+from onnxtrain.errors import PrepareError, expected_one_of
 
 LACKS = {
-    "ArgMax": "the class of the largest score, in a type that can be computed with",
-    "BatchNormalization.training_mode": "statistics of the batch",
-    "Celu": "an exponential below zero, and a line above",
-    "Col2Im": "windows added up to an image",
-    "ConstantOfShape": "a tensor of one value",
-    "ConvTranspose.asymmetric_pads": "a transposed convolution with other padding at the end",
-    "ConvTranspose.bfloat16": "a transposed convolution in 16 bits",
-    "DFT": "a Fourier transform",
+    "ArgMax": "the class with the largest score, in an element type that kernels compute with",
+    "BatchNormalization.training_mode": "batch statistics",
+    "Celu": "the activation",
+    "Col2Im": "overlapping windows summed into an image",
+    "ConstantOfShape": "a tensor filled with one value",
+    "ConvTranspose.asymmetric_pads": "a transposed convolution with different padding at the end",
+    "ConvTranspose.bfloat16": "a transposed convolution in bfloat16",
+    "DFT": "the discrete Fourier transform",
     "Det": "determinants",
-    "GatherElements": "one element per row, by a label",
-    "LogSoftmax": "logarithms of probabilities",
-    "MatMulNBits": "products with weights of few bits, packed in blocks, and rows of such tables",
-    "MaxPool.Indices": "where the maxima are",
-    "MaxPool.opset22": "maxima of windows, in files of that opset",
-    "MaxUnpool": "values put where the maxima were",
-    "NegativeLogLikelihoodLoss": "the loss of labels",
-    "Pad.bfloat16": "borders around images in 16 bits",
-    "Range.int64": "whole numbers up to a size",
-    "Resize.bfloat16": "images made larger, in 16 bits",
-    "ScatterElements": "one element per row, replaced",
+    "GatherElements": "the score of each row's label",
+    "LogSoftmax": "log-probabilities",
+    "MatMulNBits": "matmuls with block-quantized weights, and rows of such tables",
+    "MaxPool.Indices": "the positions of the maxima",
+    "MaxPool.opset22": "max pooling in models of opset 22 or newer",
+    "MaxUnpool": "values scattered to the positions of the maxima",
+    "NegativeLogLikelihoodLoss": "the loss operator",
+    "Pad.bfloat16": "padding in bfloat16",
+    "Range.int64": "consecutive integers",
+    "Resize.bfloat16": "upsampling in bfloat16",
+    "ScatterElements": "one element of each row replaced",
     "Sign": "-1, 0 or 1",
-    "Slice.bool": "a part of a mask",
-    "SoftmaxCrossEntropyLoss": "the loss of labels",
-    "Softplus": "log(1 + e^x) that does not overflow",
-    "float16": "products in 16 bits, or rounded to them",
-    "float64": "sums of very many numbers",
-    "int64": "inputs of 64 bits",
-    "output-binding": "results written to memory of the caller's choice",
+    "Slice.bool": "a slice of a mask",
+    "SoftmaxCrossEntropyLoss": "the loss operator",
+    "Softplus": "log(1 + exp(x)) without overflow",
+    "float16": "float16 matmuls, or values rounded to float16",
+    "float64": "sums over many elements in double precision",
+    "int64": "64-bit integer inputs",
+    "output-binding": "outputs written to memory that the caller provides",
 }
-"""What a runtime may lack: an operator, a part of one, or a type; and what it is used for here."""
+"""What a runtime may lack (an operator, a part of one, a type), and what we use it for."""
 
 PREFERS = {
-    "fold-norm-scale": "scale and shift of a LayerNormalization inside the layers that read it",
-    "fused-affine": "scale and shift by one operator made for something else",
-    "pad-vocabulary": "a few classes more, so that rows of scores are whole words",
-    "pad-attention-keys": "a few keys more, so that rows of attention's scores are whole words",
-    "chunked-attention": "scores of long sequences for a part of the batch at a time",
-    "fuse-attention": "attention in 16 bits by its own operator, in the forward pass",
-    "batch-statistics-output": "the batch's mean and variance from BatchNormalization itself",
-    "bfloat16-conv": "convolutions and what lies between them in bfloat16, if asked for",
-    "unfuse-gemm-bias": "biases added behind large products, not inside them",
-    "bias-as-weight-column": "the bias of a wide layer as one more column of its weight",
-    "column-sums-as-matmul": "sums of 16-bit numbers over rows as products with ones",
-    "conv-as-matmul": "convolutions of small images as one product over the batch",
-    "data-dependent-shapes": "few rows chosen by their values, where all would cost a pass",
-    "fuse-sgd-into-gemm": "plain descent inside the products that make gradients",
-    "few-operators": "fewer operators, each a kernel to start, even where they move more",
-    "fold-constant-masks": "masks that depend on no input are folded, once for all rows of a batch",
-    "coalesce-broadcast-dims": "axes that a broadcast treats alike joined to one",
-    "float16-matmul": "products in 16 bits; elsewhere operands and results are rounded to them",
-    "fuse-gelu": "GELU by its own operator where a file has it written out",
-    "gemm-without-trans-a": "a transposed left operand made before the product",
-    "mean-from-known-sum": "the mean of a gradient from its sum, not again from what is left",
-    "group-norm-via-layer-norm": "groups of channels normalised out of their normalised images",
-    "fuse-running-stats": "running averages of many vectors as one",
-    "rematerialize": "values made again in the backward pass where that is one pass",
-    "fused-row-affine": "lines and normalised rows by operators for normalisation, not two passes",
-    "chunked-loss": "the scores of a large vocabulary for some rows at a time, in a loop",
-    "remove-nan-guard": "rows that are masked as a whole set to zero behind attention",
-    "masks-by-cast": "what is not zero by a cast, not by a comparison",
-    "maxpool-indices": "the places of maxima by a second pooling",
-    "means-as-matmul": "means over rows as products with a vector",
-    "unpack-nbits-weights": "n-bit weights are unpacked by operators on bytes before MatMul",
-    "resize-grad-by-pooling": "sums over copies of a position by the kernel that pools",
-    "expand-channel-vectors": "numbers per channel repeated for each of few positions",
-    "fuse-rotary-embedding": "RotaryEmbedding instead of its parts, if the opset has it",
-    "fold-row-subtraction": "what is subtracted from the rows of a wide product inside of it",
-    "flatten-batch-dims": "batch and sequence joined to one axis between the views that need them",
-    "scale-after-matmul": "a scale of rows behind the product instead of in front of it",
-    "fold-channel-scale": "a scale of channels in the weights that they meet, if these are smaller",
-    "scatter-nd-per-element": "rows added to tables by products, or an index for each element",
-    "multi-step": "several steps of a small model in one call",
-    "narrow-cross-entropy-grad": "round the gradient of cross entropy before labels are subtracted",
-    "gelu-grad-lookup-table": "slopes of activations in bfloat16 out of a table",
-    "split-qkv": "queries, keys and values cut out where they lie",
-    "split-noncontiguous-reductions": "sums over axes with a gap between them in two steps",
-    "batch-stats-via-layer-norm": "mean and variance of a batch out of those of its images",
-    "fuse-matmul-add": "products of matrices that start from what would be added to them",
-    "fuse-add-chain": "three or more tensors added by one operator",
-    "accumulate-in-float32": "sums of 16-bit numbers over many rows in float32",
-    "row-sums-from-attention-output": "row sums of attention's gradient, from its output",
-    "vector-update": "parameters and state joined to long vectors for the update",
+    "accumulate-in-float32": "accumulate 16-bit sums over many rows in float32",
+    "batch-statistics-output": "take batch mean and variance from BatchNormalization's outputs",
+    "batch-stats-via-layer-norm": "derive batch statistics from per-image LayerNormalization",
+    "bfloat16-conv": "run convolutions and the operators between them in bfloat16 (on request)",
+    "bias-as-weight-column": "store the bias of a wide layer as one more column of its weight",
+    "chunked-attention": "compute attention over long sequences for a part of the batch at a time",
+    "chunked-loss": "compute the logits of a large vocabulary in a loop over chunks of rows",
+    "coalesce-broadcast-dims": "merge adjacent dimensions that broadcast alike",
+    "column-sums-as-matmul": "sum 16-bit rows by a matmul with ones",
+    "conv-as-matmul": "compute convolutions of small images as one matmul over the batch",
+    "data-dependent-shapes": "select few rows by their values instead of processing all rows",
+    "expand-channel-vectors": "expand per-channel vectors where each channel has few positions",
+    "few-operators": "minimize the number of kernels, even where that moves more memory",
+    "flatten-batch-dims": "merge batch and sequence dimensions between the reshapes that need them",
+    "float16-matmul": "multiply matrices in float16; other targets round operands and results",
+    "fold-channel-scale": "fold a channel scale into the adjacent weight where that is smaller",
+    "fold-constant-masks": "constant-fold input-independent masks, once for all rows of a batch",
+    "fold-norm-scale": "fold LayerNormalization's scale and bias into the layers that read it",
+    "fold-row-subtraction": "fold a subtraction from the rows of a wide matmul into the matmul",
+    "fuse-add-chain": "add three or more tensors in one Sum",
+    "fuse-attention": "run the forward pass of 16-bit attention in the fused kernel",
+    "fuse-gelu": "replace decomposed GELU by the Gelu operator",
+    "fuse-matmul-add": "fuse an addition into a Gemm",
+    "fuse-rotary-embedding": "use RotaryEmbedding where the opset has it",
+    "fuse-running-stats": "update the running statistics of all layers as one vector",
+    "fuse-sgd-into-gemm": "fuse the plain SGD update into the weight gradient's Gemm",
+    "fused-affine": "apply scale and bias with one normalization kernel",
+    "fused-row-affine": "apply per-row scale and bias with a normalization kernel in one pass",
+    "gelu-grad-lookup-table": "look up bfloat16 activation gradients in a table",
+    "gemm-without-trans-a": "transpose the left operand in front of a Gemm",
+    "group-norm-via-layer-norm": "compute GroupNormalization from LayerNormalization of each image",
+    "masks-by-cast": "test for nonzero with Cast instead of a comparison",
+    "maxpool-indices": "recover the positions of maxima with a second pooling",
+    "mean-from-known-sum": "derive the mean of a gradient from a sum that exists already",
+    "means-as-matmul": "compute row means as a matmul with a constant vector",
+    "multi-step": "run several training steps of a small model in one call",
+    "narrow-cross-entropy-grad": "round cross entropy's gradient before subtracting the labels",
+    "pad-attention-keys": "pad the number of keys so that rows of attention scores are aligned",
+    "pad-vocabulary": "pad the number of classes so that rows of logits are aligned",
+    "rematerialize": "recompute cheap activations in the backward pass instead of storing them",
+    "remove-nan-guard": "zero fully masked attention rows only where they can occur",
+    "resize-grad-by-pooling": "sum the copies of a position with a pooling kernel",
+    "row-sums-from-attention-output": "derive the row sums of attention's gradient from its output",
+    "scale-after-matmul": "scale rows behind a matmul instead of in front of it",
+    "scatter-nd-per-element": "add rows to tables by matmul, or with one index per element",
+    "split-noncontiguous-reductions": "split reductions over non-adjacent dimensions in two",
+    "split-qkv": "slice queries, keys and values out of their joint projection",
+    "unfuse-gemm-bias": "add biases behind large matmuls instead of inside them",
+    "unpack-nbits-weights": "unpack n-bit weights with byte operators in front of MatMul",
+    "vector-update": "concatenate parameters and optimizer state into long vectors",
 }
-"""What a runtime may prefer among forms that give the same numbers."""
+"""What a runtime may prefer among forms that compute the same values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of runtime.
+    """A runtime that graphs are generated for.
 
     Attributes:
-        name: what ``build(target=...)`` calls it, and what the manifest says.
-        profile: of the lowering, what its runtime can run at all; ``None`` if any runtime will do.
+        name: the name in ``build(target=...)`` and in the manifest.
+        profile: the profile that says what its runtime can run at all; ``None`` for any runtime.
         missing: names of :data:`LACKS`.
         preferences: names of :data:`PREFERS`.
-        family: the entry that tables of forms have for it, such as those of convolutions.
+        family: its entry in tables of variants, such as those of convolutions.
         gpu: whether nodes without a kernel leave a device.
     """
 
@@ -128,26 +133,67 @@ class Target:
         unknown = sorted((self.missing - LACKS.keys()) | (self.preferences - PREFERS.keys()))
         if unknown:
             raise PrepareError(
-                f"target {self.name!r}: nobody asks for {', '.join(unknown)}\n"
-                "hint: the names are those of LACKS and PREFERS in onnxtrain.targets"
+                f"target {self.name!r}: unknown capability or preference: {', '.join(unknown)}\n"
+                "hint: use the names of LACKS and PREFERS in onnxtrain.targets"
             )
 
-    def lacks(self, what: str) -> bool:
-        """Return whether the runtime has no use for an operator, a part of one, or a type."""
-        assert what in LACKS, f"{what!r} is not in LACKS"
-        return what in self.missing
+    def lacks(self, capability: str) -> bool:
+        """Return whether the runtime lacks an operator, a part of one, or a type."""
+        assert capability in LACKS, f"{capability!r} is not in LACKS"
+        return capability in self.missing
 
-    def prefers(self, form: str) -> bool:
+    def prefers(self, preference: str) -> bool:
         """Return whether a form is the faster one."""
-        assert form in PREFERS, f"{form!r} is not in PREFERS"
-        return form in self.preferences
+        assert preference in PREFERS, f"{preference!r} is not in PREFERS"
+        return preference in self.preferences
 
-    def without(self, *forms: str) -> Target:
-        """Return the target with some preferences less."""
-        return dataclasses.replace(self, preferences=self.preferences - set(forms))
+    def without(self, *preferences: str) -> Target:
+        """Return the target without some preferences."""
+        return dataclasses.replace(self, preferences=self.preferences - set(preferences))
 
 
-# A new preference is one of the CPU's unless it is named here.
+ALSO_MISSING: dict[str, Mapping[str, str]] = {
+    "cuda": {
+        "ConvTranspose.asymmetric_pads": "cuDNN pads both ends alike; the probe has no such case",
+        "ConvTranspose.bfloat16": "the probe has no bfloat16 case; the kernel is not registered",
+        "Pad.bfloat16": "the probe has no bfloat16 case; the kernel is not registered",
+        "Resize.bfloat16": "the probe has no bfloat16 case; the kernel is not registered",
+    },
+    "wasm": {"output-binding": "onnxruntime-web allocates outputs itself"},
+    "webgpu": {
+        "ArgMax": "the result is int64, which no WebGPU kernel casts",
+        "BatchNormalization.training_mode": "the kernel refuses training_mode=1",
+        "GatherElements": "the kernel takes int32 indices; labels would have to be int64",
+        "MaxPool.Indices": "the kernel refuses the second output",
+        "Range.int64": "there are no int64 kernels",
+        "ScatterElements": "the native provider has a kernel, the browser's does not",
+        "Slice.bool": "there is no bool kernel",
+        "Softplus": "the native provider has a kernel, the browser's does not",
+        "float16": "needs the shader-f16 feature, which not every device has",
+        "float64": "WGSL has no double",
+        "int64": "WGSL has no 64-bit integers",
+        "output-binding": "onnxruntime-web allocates outputs itself",
+    },
+}
+"""What a target lacks although its profile does not say so, and why."""
+
+NOT_MISSING: dict[str, Mapping[str, str]] = {
+    "webgpu": {
+        "Celu": "a Celu of the user's model runs on the CPU; nothing we emit contains it",
+        "Col2Im": "runs on the CPU",
+        "Det": "runs on the CPU",
+        "MaxPool.opset22": "training graphs for the browser are of an older opset",
+    },
+}
+"""What a target has for our purposes although its profile lacks it, and why."""
+
+
+def _missing(target: str, profile: str) -> frozenset[str]:
+    probed = profiles.missing(profile, LACKS)
+    return (probed - NOT_MISSING.get(target, {}).keys()) | ALSO_MISSING.get(target, {}).keys()
+
+
+# The CPU has every preference that is not listed here, so a new one applies to it by default.
 _CPU_PREFERENCES = PREFERS.keys() - {
     "pad-vocabulary",
     "pad-attention-keys",
@@ -189,27 +235,14 @@ TARGETS: dict[str, Target] = {
         Target(
             "cpu",
             profile="ort-cpu",
+            missing=_missing("cpu", "ort-cpu"),
             preferences=frozenset(_CPU_PREFERENCES),
             family="cpu",
         ),
         Target(
             "cuda",
             profile="ort-cuda",
-            missing=frozenset(
-                {
-                    "BatchNormalization.training_mode",
-                    "Celu",
-                    "Col2Im",
-                    "ConvTranspose.asymmetric_pads",
-                    "ConvTranspose.bfloat16",
-                    "DFT",
-                    "Det",
-                    "MaxPool.opset22",
-                    "MaxUnpool",
-                    "Pad.bfloat16",
-                    "Resize.bfloat16",
-                }
-            ),
+            missing=_missing("cuda", "ort-cuda"),
             preferences=frozenset(
                 {
                     "fused-affine",
@@ -252,7 +285,7 @@ TARGETS: dict[str, Target] = {
         Target(
             "wasm",
             profile="ort-cpu",
-            missing=frozenset({"output-binding"}),
+            missing=_missing("wasm", "ort-cpu"),
             preferences=frozenset(
                 {"chunked-loss", "means-as-matmul", "unpack-nbits-weights", "multi-step"}
             ),
@@ -261,20 +294,12 @@ TARGETS: dict[str, Target] = {
         Target(
             "webgpu",
             profile="ort-webgpu-native",
-            missing=frozenset(
-                {
-                    *("ArgMax", "BatchNormalization.training_mode", "ConstantOfShape"),
-                    *("GatherElements", "LogSoftmax", "MaxPool.Indices", "MaxUnpool"),
-                    *("NegativeLogLikelihoodLoss", "Range.int64", "ScatterElements", "Sign"),
-                    *("Slice.bool", "SoftmaxCrossEntropyLoss", "Softplus", "float16", "float64"),
-                    *("int64", "output-binding"),
-                }
-            ),
+            missing=_missing("webgpu", "ort-webgpu-native"),
             preferences=frozenset({"few-operators", "remove-nan-guard", "means-as-matmul"}),
             family="products",
             gpu=True,
         ),
-        # Operators that nearly every runtime has, in forms that can be lowered further.
+        # No particular runtime: operators that nearly every runtime has, easy to lower further.
         Target(
             "portable",
             missing=frozenset(
@@ -293,25 +318,34 @@ TARGETS: dict[str, Target] = {
 """All targets by name."""
 
 BUNDLES = {"web": ("wasm", "webgpu")}
-"""Names that stand for several targets in one directory."""
+"""Names of several targets that are built into one directory."""
 
 
 def find(target: str | Target, *, bundles: bool = False) -> Target:
-    """Return a target by its name.
+    """Return a target by name.
 
     Args:
-        target: a name, or a target, which is returned as it is.
-        bundles: whether the caller takes names of several targets too; only for the hint.
+        target: a name; a :class:`Target` is returned unchanged.
+        bundles: whether the caller also accepts :data:`BUNDLES`; only for the hint.
 
     Raises:
-        PrepareError: if there is none of that name.
+        PrepareError: if the name is unknown.
     """
     if isinstance(target, Target):
         return target
     if target not in TARGETS:
-        names = ", ".join([*TARGETS, *(BUNDLES if bundles else ())])
-        raise PrepareError(f"no such target: {target!r}\nhint: one of {names}")
+        known = [*TARGETS, *(BUNDLES if bundles else ())]
+        raise PrepareError(f"unknown target: {target!r} {expected_one_of(target, known)}")
     return TARGETS[target]
 
 
-__all__ = ["BUNDLES", "LACKS", "PREFERS", "TARGETS", "Target", "find"]
+__all__ = [
+    "ALSO_MISSING",
+    "BUNDLES",
+    "LACKS",
+    "NOT_MISSING",
+    "PREFERS",
+    "TARGETS",
+    "Target",
+    "find",
+]

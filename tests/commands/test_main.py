@@ -140,7 +140,7 @@ ERRORS = {  # name: (command, what the message has)
     "unknown name": ("explain {model} --wrt wieght", "no such value in `wrt`: 'wieght'"),
     "unknown output": ("grad {model} -o {out} --of los", "hint: the model has loss"),
     "not scalar": ("grad {model} -o {out} --of y", "UndifferentiableError: only an output"),
-    "unknown target": ("grad {model} -o {out} --target tpu", "no such target: 'tpu'"),
+    "unknown target": ("grad {model} -o {out} --target tpu", "unknown target: 'tpu'"),
     "refused": ("grad {quantised} -o {out} --wrt x", "node 'q': QuantizeLinear"),
     "no directory": ("grad {model} -o {out}/deep/er.onnx", "SaveError"),
 }

@@ -11,7 +11,7 @@ import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnxtrain import expand  # noqa: F401 - fills the table
-from onnxtrain.expand.expansions import DECOMPOSITIONS
+from onnxtrain.expand.expansions import training_expansions
 from onnxtrain.graph.call_by_signature import signature_of
 
 # Defaults that a decomposition need not have: what they choose is refused, or is left to ``None``.
@@ -28,7 +28,7 @@ def _schemas() -> dict[str, dict[str, Any]]:
 
 
 SCHEMAS = _schemas()
-FUSED = sorted(k for k in DECOMPOSITIONS if k.startswith("com.microsoft::") and k in SCHEMAS)
+FUSED = sorted(k for k in training_expansions() if k.startswith("com.microsoft::") and k in SCHEMAS)
 
 
 def _default(attribute: Any) -> Any:
@@ -46,7 +46,7 @@ def test_most_fused_operators_are_in_the_table():
 
 @pytest.mark.parametrize("key", FUSED)
 def test_default_is_the_runtimes(key: str):
-    ours = signature_of(DECOMPOSITIONS[key]).keywords
+    ours = signature_of(training_expansions()[key]).keywords
     differing = {}
     for name, attribute in SCHEMAS[key].items():
         theirs = _default(attribute)

@@ -12,7 +12,7 @@ import pytest
 
 import onnxtrain
 from onnxtrain.errors import OnnxTrainError
-from onnxtrain.expand.expansions import DECOMPOSITIONS
+from onnxtrain.expand.expansions import EXPANSIONS, TRAINING, Expansion
 
 HEAD = '<ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]> g'
 X = "(float[2, 4] x) => (float[a, b] y)"
@@ -80,7 +80,7 @@ def test_defects_of_a_decomposition_do_not_pass_for_the_model_s(
     def broken(op: object, x: object, bias: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setitem(DECOMPOSITIONS, "com.microsoft::BiasGelu", broken)
+    monkeypatch.setitem(EXPANSIONS, "com.microsoft::BiasGelu", [Expansion(broken, TRAINING)])
     text = "(float[2, 4] x, float[4] b) => (float[a, c] y) { y = com.microsoft.BiasGelu(x, b) }"
     with pytest.raises(KeyError, match="a defect"):
         onnxtrain.vjp(onnx.parser.parse_model(HEAD + text), ["x"])

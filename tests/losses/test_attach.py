@@ -351,7 +351,7 @@ def test_loss_is_the_name_of_something_else() -> None:
 
 
 def test_an_unknown_target() -> None:
-    with pytest.raises(PrepareError, match="no such target: 'tpu'"):
+    with pytest.raises(PrepareError, match="unknown target: 'tpu'"):
         attach_loss(classifier(), "mse", target="tpu")
     with pytest.raises(PrepareError, match="reduce is 'mean' or 'sum', not 'max'"):
         LossTerm("mse", reduce="max")

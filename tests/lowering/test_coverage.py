@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 
 from onnxtrain.errors import LoweringError
-from onnxtrain.expand import expansions
+from onnxtrain.expand.expansions import (
+    EXPANSIONS,
+    apply_lowering,
+    is_straight_through,
+    lowerings,
+    training_expansions,
+)
 from onnxtrain.lowering import replace as engine
 from onnxtrain.lowering.lower import lower
-from onnxtrain.lowering.lowerings import RULES, apply_rule, rules_for
 
 from .cases import CASES
 from .make import c
@@ -24,11 +29,10 @@ def test_opsets():
 
 
 def test_every_operator_has_a_case():
-    rules_for("Add")
-    expansions.has_decomposition("Add")
-    trained_only = expansions.INTEGER_OPS - set(RULES)  # floats for straight-through gradients
-    standard = {name for name in expansions.DECOMPOSITIONS if "::" not in name} - trained_only
-    wanted = (set(RULES) | standard) - {"SimplifiedLayerNormalization"}  # onnxruntime's own name
+    lowered = {name for name in EXPANSIONS if lowerings(name)}
+    # Floats instead of integers are for training alone.
+    trained = {n for n in training_expansions() if "::" not in n and not is_straight_through(n)}
+    wanted = (lowered | trained) - {"SimplifiedLayerNormalization"}  # onnxruntime's own name
     assert wanted - {case.op for case in CASES} == set()
     lowered = {case.op for case in CASES if not set(OPSETS) <= set(case.refused)}
     assert wanted - lowered == set()
@@ -50,7 +54,7 @@ INTEGERS = [
 @pytest.mark.parametrize("case", INTEGERS, ids=str)
 def test_integers_stay_integers(case: Case):
     """Their floats round in another place at times: they are for training alone."""
-    assert case.op in expansions.INTEGER_OPS
+    assert is_straight_through(case.op)
     lowered = lower(model_of(case), opset=13)
     assert case.op in op_types(lowered)
     (expected,), (got,) = (run(m, feeds_of(case)) for m in (model_of(case), lowered))
@@ -64,12 +68,12 @@ def test_every_decomposition_is_used(monkeypatch: pytest.MonkeyPatch):
     used: Counter[str] = Counter()
 
     def watched(rule, op, node):
-        replacement = apply_rule(rule, op, node)
+        replacement = apply_lowering(rule, op, node)
         if replacement is not None:
             used[rule.__name__] += 1
         return replacement
 
-    monkeypatch.setattr(engine, "apply_rule", watched)
+    monkeypatch.setattr(engine, "apply_lowering", watched)
     for case in CASES:
         if 7 in case.refused:
             continue
@@ -81,8 +85,7 @@ def test_every_decomposition_is_used(monkeypatch: pytest.MonkeyPatch):
         _try(model(MASKS[name], FLOAT, 4), everything_but(*LACKS), 7)
     _try(reshaped(), WANTS_CONSTANTS, 7)
     _try(cut(), WANTS_CONSTANTS, 7)
-    rules_for("Add")
-    every = {rule.__name__ for rules in RULES.values() for rule in rules}
+    every = {rule.__name__ for name in EXPANSIONS for rule in lowerings(name)}
     assert sorted(every - used.keys()) == []
 
 

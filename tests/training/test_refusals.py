@@ -99,7 +99,7 @@ def test_names_that_state_needs() -> None:
     ("options", "message"),
     [
         ({"mode": "eval"}, "no such mode: 'eval'"),
-        ({"target": "tpu"}, "no such target: 'tpu'"),
+        ({"target": "tpu"}, "unknown target: 'tpu'"),
         ({"precision": "float16"}, "no such precision: 'float16'"),
         ({"recompute": ["nowhere"]}, "unknown scope, node or value: 'nowhere'"),
         ({"randomness": "quantum"}, "no such randomness"),

@@ -33,7 +33,11 @@ from onnxtrain.autodiff.selection import (
     trainable,
 )
 from onnxtrain.errors import OnnxTrainError, PrepareError
-from onnxtrain.expand.expansions import DECOMPOSITIONS, INTEGER_OPS, has_decomposition
+from onnxtrain.expand.expansions import (
+    is_decomposed,
+    is_straight_through,
+    training_expansions,
+)
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.io import Source, load
@@ -88,7 +92,7 @@ def operators(domain: str = "") -> list[OperatorReport]:
 def _runtime_operators() -> list[OperatorReport]:
     """Return how each operator of onnxruntime's own domain is handled."""
     prefix = f"{RUNTIME_DOMAIN}::"
-    keys = {k for k in (*DECOMPOSITIONS, *NO_GRADIENT) if k.startswith(prefix)}
+    keys = {k for k in (*training_expansions(), *NO_GRADIENT) if k.startswith(prefix)}
     names = sorted(k.removeprefix(prefix) for k in keys)
     # Except operators that onnxruntime writes into the standard domain: the importer moves them.
     return [_runtime_report(n, prefix + n) for n in names if n not in MOVED]
@@ -97,11 +101,11 @@ def _runtime_operators() -> list[OperatorReport]:
 def _runtime_report(name: str, key: str) -> OperatorReport:
     if key in RULES:
         return OperatorReport(name, 1, "rule", "decomposed for targets that lack it")
-    if key in INTEGER_OPS:
+    if is_straight_through(key):
         return OperatorReport(
             name, 1, "frozen", f"{NO_GRADIENT[key]}; decomposed with straight_through=True"
         )
-    if key in DECOMPOSITIONS:
+    if is_decomposed(key):
         return OperatorReport(name, 1, "decomposed", "")
     how = "frozen" if "integers" in NO_GRADIENT[key] else "none"
     return OperatorReport(name, 1, how, NO_GRADIENT[key])
@@ -121,7 +125,7 @@ def _report(schema: onnx.defs.OpSchema) -> OperatorReport:
         return OperatorReport(name, since, "zero", ZERO_GRADIENT[name])
     if name in NO_GRADIENT:
         return OperatorReport(name, since, "none", NO_GRADIENT[name])
-    if has_decomposition(name):
+    if is_decomposed(name):
         return OperatorReport(name, since, "decomposed", "")
     if has_body(name, NEWEST_OPSET):
         return OperatorReport(name, since, "body", "the function body of the ONNX standard")

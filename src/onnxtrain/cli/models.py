@@ -39,15 +39,15 @@ from onnxtrain.errors import LoweringError, ProbeError
 from onnxtrain.graph.io import load, save
 from onnxtrain.graph.io.writer import write_text
 from onnxtrain.losses import LossTerm
-from onnxtrain.lowering import profile as profiles_of
 from onnxtrain.lowering.lower import find_profile, verified_on
 from onnxtrain.lowering.lower import lower as lower_model
 from onnxtrain.lowering.placement import GPUS, nodes_off_gpu
 from onnxtrain.lowering.probe.pack import run_pack, write_pack
 from onnxtrain.lowering.probe.results import build_profile, format_profile, read_results
-from onnxtrain.lowering.profile import unsupported_nodes, write_config
+from onnxtrain.lowering.profile import find, unsupported_nodes, write_config
 from onnxtrain.optim import resolve
 from onnxtrain.planning import plan as plan_run
+from onnxtrain.profiles import names as profile_names
 from onnxtrain.targets import BUNDLES, TARGETS
 
 
@@ -260,7 +260,7 @@ def check(
 
 def profiles(as_json: Json = False) -> None:
     """List the runtimes that models can be lowered to."""
-    runtimes = [profiles_of.find(name) for name in profiles_of.names()]
+    runtimes = [find(name) for name in profile_names()]
     if as_json:
         rows = [
             {

@@ -1,4 +1,4 @@
-"""Decompositions by family; see :mod:`onnxtrain.expand.expansions`."""
+"""Operator expansions, one file per family; :mod:`onnxtrain.expand.expansions` is the registry."""
 
 from importlib import import_module
 from pkgutil import iter_modules

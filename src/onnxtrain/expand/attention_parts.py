@@ -1,67 +1,20 @@
-"""Pieces of attention: heads split and joined, scores, masks, rotation.
-
-Rotation of pairs of features, in the form with the fewest nodes, forward and backward.
-
-Masks of padding as fused attention takes them: of four ranks, and as lengths.
-"""
+"""Pieces of attention."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NoReturn
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.expand.expansions import raise_unsupported
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, plus
 from onnxtrain.graph.shapes import dims as D
 
-_SLICE_END = np.iinfo(np.int64).max
-
-
-def rotate(
-    op: OpBuilder, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int, turned: int | None
-) -> ir.Value:
-    """Rotate pairs ``(a, b)`` of the last axis to ``(a cos - b sin, b cos + a sin)``.
-
-    That is ``x * (cos, cos) + (b, a) * (-sin, sin)``: the tables are joined once for all layers.
-
-    Args:
-        op: the builder.
-        x: of rank 4.
-        cos: half as wide as what is turned; it broadcasts with ``x`` in other axes.
-        sin: like ``cos``.
-        interleaved: whether pairs are neighbours; else ``b`` lies half the width behind ``a``.
-        turned: how many features are turned; ``None`` for all, the rest stays as it is.
-    """
-    whole, rest = x, None
-    if turned is not None:
-        whole, rest = op.Slice(x, [0], [turned], [3]), op.Slice(x, [turned], [_SLICE_END], [3])
-    axis = 3
-    if interleaved:
-        whole = op.Reshape(whole, [0, 0, 0, -1, 2])
-        cos, sin, axis = op.Unsqueeze(cos, [4]), op.Unsqueeze(sin, [4]), 4
-    a, b = op.Split(whole, axis=axis, num_outputs=2, _outputs=2)
-    both = cos if interleaved else op.Concat(cos, cos, axis=axis)
-    signed = op.Concat(op.Neg(sin), sin, axis=axis)
-    swapped = op.Concat(b, a, axis=axis)
-    swapped.shape = whole.shape
-    y = op.Add(op.Mul(whole, both), op.Mul(swapped, signed))
-    y.shape = whole.shape
-    if interleaved:
-        y = op.Reshape(y, [0, 0, 0, -1])
-    if rest is not None:
-        y = op.Concat(y, rest, axis=3)
-    y.shape = x.shape
-    return y
-
-
-def raise_unsupported(node: ir.Node, why: str) -> NoReturn:
-    """Raise an error that says which node cannot be expressed, and why."""
-    raise PrepareError(f"node {node.name!r}: {S.describe(node)}: {why}")
+SLICE_END = np.iinfo(np.int64).max
+"""Stands for the end of an axis in a Slice."""
 
 
 def split_heads(op: OpBuilder, x: ir.Value, heads: int) -> ir.Value:
@@ -77,6 +30,14 @@ def join_heads(op: OpBuilder, x: ir.Value) -> ir.Value:
     h, d = op.dims(x)[1], op.dims(x)[3]
     width = h * d if isinstance(h, int) and isinstance(d, int) else -1
     return op.Reshape(turned, [0, 0, width])
+
+
+def attention_scale(op: OpBuilder, q: ir.Value, scale: float | None) -> float | ir.Value:
+    """Return what scores are multiplied by: the given number, else ``1 / sqrt(head size)``."""
+    if scale:
+        return scale
+    size = op.dims(q)[-1]
+    return size**-0.5 if isinstance(size, int) else op.Reciprocal(op.Sqrt(op.count(q, [3])))
 
 
 def grouped_matmul(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -117,14 +78,6 @@ def _repeat_mask_rows(op: OpBuilder, allowed: Sequence[ir.Value], times: int) ->
         return []
     keep = functools.reduce(op.And, allowed)
     return [keep if op.dims(keep)[2] == 1 else op.Concat(*[keep] * times, axis=2)]
-
-
-def attention_scale(op: OpBuilder, q: ir.Value, scale: float | None) -> float | ir.Value:
-    """Return what scores are multiplied by: the given number, else ``1 / sqrt(head size)``."""
-    if scale:
-        return scale
-    size = op.dims(q)[-1]
-    return size**-0.5 if isinstance(size, int) else op.Reciprocal(op.Sqrt(op.count(q, [3])))
 
 
 def scaled_dot_product_attention(
@@ -227,36 +180,6 @@ def concat_past(op: OpBuilder, past: ir.Value | None, new: ir.Value) -> ir.Value
     return both
 
 
-def apply_rotary(
-    op: OpBuilder, heads: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int, node: ir.Node
-) -> ir.Value:
-    """Rotate pairs of features of [B, H, S, D] by angles of [B or 1, 1, S, half].
-
-    Features behind the first ``2 * half`` stay as they are.
-    """
-    half, size = op.dims(cos)[-1], op.dims(heads)[-1]
-    if not isinstance(half, int) or not isinstance(size, int):
-        raise_unsupported(node, "the number of rotated features is not known")
-    return rotate(op, heads, cos, sin, interleaved, 2 * half if 2 * half < size else None)
-
-
-def rotary_angles(op: OpBuilder, cache: ir.Value, positions: ir.Value) -> ir.Value:
-    """Return rows of a table of cosines or sines, [B or 1, 1, S, half], by [B or 1, S]."""
-    return op.Unsqueeze(op.Gather(cache, positions, axis=0), [1])
-
-
-def rms_norm(op: OpBuilder, x: ir.Value, weight: ir.Value | None, epsilon: float) -> ir.Value:
-    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` along the last axis."""
-    wide = op.cast(x, ir.DataType.FLOAT) if x.dtype != ir.DataType.DOUBLE else x
-    mean = op.ReduceMean(op.Mul(wide, wide), [-1], keepdims=1)
-    normal = op.cast(op.Div(wide, op.Sqrt(op.Add(mean, epsilon))), x.dtype)
-    return normal if weight is None else op.Mul(normal, weight)
-
-
-SLICE_END = np.iinfo(np.int64).max
-"""Stands for the end of an axis in a Slice."""
-
-
 def mask_bias(
     op: OpBuilder,
     mask: ir.Value | None,
@@ -330,3 +253,58 @@ def _lengths_or_ends(op: OpBuilder, lengths: ir.Value, columns: ir.Value, n: ir.
     starts = op.reshape(op.Slice(padded, n, op.Mul(n, 2), [0]), [-1, 1, 1, 1])
     after = op.Or(op.Not(both), op.GreaterOrEqual(columns, starts))
     return op.And(op.Less(columns, ends), after)
+
+
+def rotate(
+    op: OpBuilder, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int, turned: int | None
+) -> ir.Value:
+    """Rotate pairs ``(a, b)`` of the last axis to ``(a cos - b sin, b cos + a sin)``.
+
+    That is ``x * (cos, cos) + (b, a) * (-sin, sin)``: the tables are joined once for all layers.
+
+    Args:
+        op: the builder.
+        x: of rank 4.
+        cos: half as wide as what is turned; it broadcasts with ``x`` in other axes.
+        sin: like ``cos``.
+        interleaved: whether pairs are neighbours; else ``b`` lies half the width behind ``a``.
+        turned: how many features are turned; ``None`` for all, the rest stays as it is.
+    """
+    whole, rest = x, None
+    if turned is not None:
+        whole, rest = op.Slice(x, [0], [turned], [3]), op.Slice(x, [turned], [SLICE_END], [3])
+    axis = 3
+    if interleaved:
+        whole = op.Reshape(whole, [0, 0, 0, -1, 2])
+        cos, sin, axis = op.Unsqueeze(cos, [4]), op.Unsqueeze(sin, [4]), 4
+    a, b = op.Split(whole, axis=axis, num_outputs=2, _outputs=2)
+    both = cos if interleaved else op.Concat(cos, cos, axis=axis)
+    signed = op.Concat(op.Neg(sin), sin, axis=axis)
+    swapped = op.Concat(b, a, axis=axis)
+    swapped.shape = whole.shape
+    y = op.Add(op.Mul(whole, both), op.Mul(swapped, signed))
+    y.shape = whole.shape
+    if interleaved:
+        y = op.Reshape(y, [0, 0, 0, -1])
+    if rest is not None:
+        y = op.Concat(y, rest, axis=3)
+    y.shape = x.shape
+    return y
+
+
+def apply_rotary(
+    op: OpBuilder, heads: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int, node: ir.Node
+) -> ir.Value:
+    """Rotate pairs of features of [B, H, S, D] by angles of [B or 1, 1, S, half].
+
+    Features behind the first ``2 * half`` stay as they are.
+    """
+    half, size = op.dims(cos)[-1], op.dims(heads)[-1]
+    if not isinstance(half, int) or not isinstance(size, int):
+        raise_unsupported(node, "the number of rotated features is not known")
+    return rotate(op, heads, cos, sin, interleaved, 2 * half if 2 * half < size else None)
+
+
+def rotary_angles(op: OpBuilder, cache: ir.Value, positions: ir.Value) -> ir.Value:
+    """Return rows of a table of cosines or sines, [B or 1, 1, S, half], by [B or 1, S]."""
+    return op.Unsqueeze(op.Gather(cache, positions, axis=0), [1])

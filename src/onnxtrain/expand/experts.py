@@ -6,13 +6,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.expand.attention_parts import raise_unsupported
-from onnxtrain.expand.expansions import decomposition
+from onnxtrain.expand.expansions import TRAINING, expansion, raise_unsupported
 from onnxtrain.expand.quantized import PackedFormat, dequantize_packed
 from onnxtrain.graph.builder import OpBuilder
 
 
-@decomposition("com.microsoft::MoE")
+@expansion("com.microsoft::MoE", when=TRAINING)
 def moe(
     op,
     x,
@@ -44,7 +43,7 @@ def moe(
     return _mixture_of_experts(op, x, router, None, layers, act, k, normalize_routing_weights, node)
 
 
-@decomposition("com.microsoft::QMoE")
+@expansion("com.microsoft::QMoE", when=TRAINING)
 def q_moe(
     op,
     x,

@@ -19,13 +19,12 @@ from onnxtrain.expand.attention_parts import (
     apply_rotary,
     concat_past,
     join_heads,
-    raise_unsupported,
-    rms_norm,
     rotary_angles,
     scaled_dot_product_attention,
     split_heads,
 )
-from onnxtrain.expand.expansions import decomposition
+from onnxtrain.expand.expansions import TRAINING, expansion, raise_unsupported
+from onnxtrain.expand.norms import rms_norm
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, plus
 from onnxtrain.graph.nodes import is_op
@@ -35,7 +34,7 @@ _MASKED_POSITION = 2**31 - 1
 """Stands for the position of what no query may see."""
 
 
-@decomposition("com.microsoft::GroupQueryAttention")
+@expansion("com.microsoft::GroupQueryAttention", when=TRAINING)
 def group_query_attention(
     op,
     query,
@@ -313,7 +312,7 @@ def _present(
     return joined(past[0], k), joined(past[1], v)
 
 
-@decomposition("com.microsoft::SparseAttention")
+@expansion("com.microsoft::SparseAttention", when=TRAINING)
 def sparse_attention(
     op,
     query,

@@ -6,15 +6,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.expand.attention_parts import SLICE_END, raise_unsupported
-from onnxtrain.expand.expansions import decomposition
+from onnxtrain.expand.attention_parts import SLICE_END
+from onnxtrain.expand.expansions import TRAINING, expansion, raise_unsupported
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, minus
 
 _RULES = ("linear", "gated", "delta", "gated_delta")
 
 
-@decomposition("com.microsoft::LinearAttention")
+@expansion("com.microsoft::LinearAttention", when=TRAINING)
 def linear_attention(
     op,
     query,
@@ -106,7 +106,7 @@ def _read_state(op: OpBuilder, q: ir.Value, state: ir.Value, groups: int, heads:
     return y
 
 
-@decomposition("com.microsoft::LinearAttentionGate")
+@expansion("com.microsoft::LinearAttentionGate", when=TRAINING)
 def linear_attention_gate(op, a, dt_bias, decay_scale, b=None):
     """``decay_scale * softplus(a + dt_bias)`` and ``sigmoid(b)``."""
     wide = op.Add(op.cast(a, dt_bias.dtype), dt_bias)
@@ -115,7 +115,7 @@ def linear_attention_gate(op, a, dt_bias, decay_scale, b=None):
     return decay, None if b is None else op.Sigmoid(b)
 
 
-@decomposition("com.microsoft::CausalConvWithState")
+@expansion("com.microsoft::CausalConvWithState", when=TRAINING)
 def causal_conv_with_state(
     op,
     x,

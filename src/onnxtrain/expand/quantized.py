@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.expand.attention_parts import raise_unsupported, rms_norm
-from onnxtrain.expand.expansions import decomposition, integer_decomposition
+from onnxtrain.expand.expansions import STRAIGHT_THROUGH, TRAINING, expansion, raise_unsupported
+from onnxtrain.expand.norms import rms_norm
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import is_op
 from onnxtrain.graph.shapes import FLOATS
@@ -144,7 +144,7 @@ BNB4 = {0: [*_FP4, *(-v for v in _FP4)], 1: _NF4}
 """The number that each of 16 codes stands for, by ``quant_type``."""
 
 
-@decomposition("com.microsoft::MatMulNBits")
+@expansion("com.microsoft::MatMulNBits", when=TRAINING)
 def matmul_n_bits(
     op,
     a,
@@ -204,7 +204,7 @@ def _dequantize_by_group_index(
     return op.Mul(op.Sub(wide, middle), scale)
 
 
-@decomposition("com.microsoft::MatMulNBitsMlp")
+@expansion("com.microsoft::MatMulNBitsMlp", when=TRAINING)
 def matmul_n_bits_mlp(
     op,
     a,
@@ -237,7 +237,7 @@ def matmul_n_bits_mlp(
     return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up), total
 
 
-@decomposition("com.microsoft::MatMulNBitsQkv")
+@expansion("com.microsoft::MatMulNBitsQkv", when=TRAINING)
 def matmul_n_bits_qkv(
     op,
     a,
@@ -272,7 +272,7 @@ def matmul_n_bits_qkv(
     return q, k, v, total
 
 
-@decomposition("com.microsoft::MatMulBnb4")
+@expansion("com.microsoft::MatMulBnb4", when=TRAINING)
 def matmul_bnb4(op, a, b, absmax, *, K, N, block_size, quant_type, transB=1, training_mode=0, node):
     """``A @ W^T`` of bitsandbytes' 4 bits: numbers of a table, times the largest of a block."""
     raw = op.constant(b)
@@ -291,7 +291,7 @@ def matmul_bnb4(op, a, b, absmax, *, K, N, block_size, quant_type, transB=1, tra
     return op.MatMul(a, op.Transpose(weight, perm=[1, 0]) if transB else weight)
 
 
-@decomposition("com.microsoft::GatherBlockQuantized")
+@expansion("com.microsoft::GatherBlockQuantized", when=TRAINING)
 def gather_block_quantized(
     op,
     data,
@@ -355,7 +355,7 @@ def _rows(
 OptionalValue = ir.Value | None
 
 
-@integer_decomposition("QLinearMatMul")
+@expansion("QLinearMatMul", when=STRAIGHT_THROUGH)
 def qlinear_matmul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero):
     """Quantised product of dequantised matrices; a scale per column of ``b``, per row of ``a``."""
     left = _dequantize(op, a, a_scale, a_zero, axis=op.rank(a) - 2)
@@ -363,7 +363,7 @@ def qlinear_matmul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero):
     return op.QuantizeLinear(op.MatMul(left, right), y_scale, y_zero)
 
 
-@integer_decomposition("QLinearConv")
+@expansion("QLinearConv", when=STRAIGHT_THROUGH)
 def qlinear_conv(
     op,
     x,
@@ -402,7 +402,7 @@ def qlinear_conv(
     return op.QuantizeLinear(y, y_scale, y_zero)
 
 
-@integer_decomposition("MatMulInteger")
+@expansion("MatMulInteger", when=STRAIGHT_THROUGH)
 def matmul_integer(op, a, b, a_zero=None, b_zero=None, *, node):
     """The product as floats, if all that reads it makes it floats anyway."""
     if not _only_read_as_float(node):
@@ -413,7 +413,7 @@ def matmul_integer(op, a, b, a_zero=None, b_zero=None, *, node):
     )
 
 
-@integer_decomposition("ConvInteger")
+@expansion("ConvInteger", when=STRAIGHT_THROUGH)
 def conv_integer(
     op,
     x,
@@ -444,46 +444,46 @@ def conv_integer(
     )
 
 
-@decomposition("com.microsoft::QuantizeLinear")
+@expansion("com.microsoft::QuantizeLinear", when=TRAINING)
 def quantize_linear(op, x, scale, zero_point=None, *, axis=None):
     """The standard operator of the same name."""
     return op.QuantizeLinear(x, scale, zero_point, axis=axis)
 
 
-@decomposition("com.microsoft::DequantizeLinear")
+@expansion("com.microsoft::DequantizeLinear", when=TRAINING)
 def dequantize_linear(op, x, scale, zero_point=None, *, axis=None):
     """The standard operator of the same name."""
     return op.DequantizeLinear(x, scale, zero_point, axis=axis)
 
 
-@integer_decomposition("com.microsoft::QLinearAdd")
+@expansion("com.microsoft::QLinearAdd", when=STRAIGHT_THROUGH)
 def qlinear_add(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero=None):
     """Quantised sum."""
     total = op.Add(_dequantize(op, a, a_scale, a_zero), _dequantize(op, b, b_scale, b_zero))
     return _quantize_like(op, total, y_scale, y_zero, a)
 
 
-@integer_decomposition("com.microsoft::QLinearMul")
+@expansion("com.microsoft::QLinearMul", when=STRAIGHT_THROUGH)
 def qlinear_mul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero=None):
     """Quantised product, element by element."""
     product = op.Mul(_dequantize(op, a, a_scale, a_zero), _dequantize(op, b, b_scale, b_zero))
     return _quantize_like(op, product, y_scale, y_zero, a)
 
 
-@integer_decomposition("com.microsoft::QLinearSigmoid")
+@expansion("com.microsoft::QLinearSigmoid", when=STRAIGHT_THROUGH)
 def qlinear_sigmoid(op, x, x_scale, x_zero, y_scale, y_zero=None):
     """Quantised sigmoid."""
     return _quantize_like(op, op.Sigmoid(_dequantize(op, x, x_scale, x_zero)), y_scale, y_zero, x)
 
 
-@integer_decomposition("com.microsoft::QLinearLeakyRelu")
+@expansion("com.microsoft::QLinearLeakyRelu", when=STRAIGHT_THROUGH)
 def qlinear_leaky_relu(op, x, x_scale, x_zero, y_scale, y_zero=None, *, alpha=0.01):
     """Quantised LeakyRelu."""
     y = op.LeakyRelu(_dequantize(op, x, x_scale, x_zero), alpha=alpha)
     return _quantize_like(op, y, y_scale, y_zero, x)
 
 
-@integer_decomposition("com.microsoft::QLinearSoftmax")
+@expansion("com.microsoft::QLinearSoftmax", when=STRAIGHT_THROUGH)
 def qlinear_softmax(op, x, x_scale, x_zero, y_scale, y_zero, *, axis=-1, opset=13):
     """Quantised softmax along one axis; of older opsets over all axes from it on."""
     wide = _dequantize(op, x, x_scale, x_zero)
@@ -495,7 +495,7 @@ def qlinear_softmax(op, x, x_scale, x_zero, y_scale, y_zero, *, axis=-1, opset=1
     return op.QuantizeLinear(y, y_scale, y_zero)
 
 
-@integer_decomposition("com.microsoft::QLinearGlobalAveragePool")
+@expansion("com.microsoft::QLinearGlobalAveragePool", when=STRAIGHT_THROUGH)
 def qlinear_global_average_pool(op, x, x_scale, x_zero, y_scale, y_zero, *, channels_last=0):
     """Quantised mean over all positions."""
     first = 1 if channels_last else 2
@@ -504,7 +504,7 @@ def qlinear_global_average_pool(op, x, x_scale, x_zero, y_scale, y_zero, *, chan
     return op.QuantizeLinear(y, y_scale, y_zero)
 
 
-@integer_decomposition("com.microsoft::QLinearAveragePool")
+@expansion("com.microsoft::QLinearAveragePool", when=STRAIGHT_THROUGH)
 def qlinear_average_pool(
     op,
     x,
@@ -535,14 +535,14 @@ def qlinear_average_pool(
     return _quantize_like(op, op.move_axis(y, 1, -1) if channels_last else y, y_scale, y_zero, x)
 
 
-@integer_decomposition("com.microsoft::QLinearConcat")
+@expansion("com.microsoft::QLinearConcat", when=STRAIGHT_THROUGH)
 def qlinear_concat(op, y_scale, y_zero, *triples, axis):
     """Quantised tensors of several scales behind each other."""
     parts = [_dequantize(op, *triples[i : i + 3]) for i in range(0, len(triples), 3)]
     return op.QuantizeLinear(op.Concat(*parts, axis=axis), y_scale, y_zero)
 
 
-@integer_decomposition("com.microsoft::QLinearWhere")
+@expansion("com.microsoft::QLinearWhere", when=STRAIGHT_THROUGH)
 def qlinear_where(op, condition, x, x_scale, x_zero, y, y_scale, y_zero, z_scale, z_zero):
     """Elements of one or the other."""
     chosen = op.Where(
@@ -551,7 +551,7 @@ def qlinear_where(op, condition, x, x_scale, x_zero, y, y_scale, y_zero, z_scale
     return op.QuantizeLinear(chosen, z_scale, z_zero)
 
 
-@integer_decomposition("com.microsoft::QLinearConv")
+@expansion("com.microsoft::QLinearConv", when=STRAIGHT_THROUGH)
 def contrib_qlinear_conv(
     op,
     x,
@@ -594,7 +594,7 @@ def contrib_qlinear_conv(
     return op.move_axis(y, 1, -1) if channels_last else y
 
 
-@integer_decomposition("com.microsoft::QGemm")
+@expansion("com.microsoft::QGemm", when=STRAIGHT_THROUGH)
 def qgemm(
     op,
     a,
@@ -622,7 +622,7 @@ def qgemm(
     return y if y_scale is None else op.QuantizeLinear(y, y_scale, y_zero)
 
 
-@integer_decomposition("com.microsoft::MatMulIntegerToFloat")
+@expansion("com.microsoft::MatMulIntegerToFloat", when=STRAIGHT_THROUGH)
 def matmul_integer_to_float(op, a, b, a_scale, b_scale, a_zero=None, b_zero=None, bias=None):
     """The product of dequantised matrices."""
     right = _dequantize(op, b, b_scale, b_zero, axis=op.rank(b) - 1)
@@ -630,7 +630,7 @@ def matmul_integer_to_float(op, a, b, a_scale, b_scale, a_zero=None, b_zero=None
     return y if bias is None else op.Add(y, bias)
 
 
-@integer_decomposition("com.microsoft::DynamicQuantizeMatMul")
+@expansion("com.microsoft::DynamicQuantizeMatMul", when=STRAIGHT_THROUGH)
 def dynamic_quantize_matmul(op, a, b, b_scale, b_zero=None, bias=None):
     """The product of a matrix that is quantised on the way with one that is."""
     q, scale, zero = op.DynamicQuantizeLinear(a, _outputs=3)

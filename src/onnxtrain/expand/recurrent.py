@@ -1,9 +1,4 @@
-"""RNN, GRU and LSTM as Scan over time.
-
-The products with the inputs are taken out of the loop, one for all steps; what is left per step is
-the product with the previous hidden state. Shapes below: T steps, B sequences, I inputs, H hidden
-units, D directions (1 or 2).
-"""
+"""RNN, GRU and LSTM."""
 
 from __future__ import annotations
 
@@ -13,17 +8,45 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
-from onnxtrain.expand.expansions import decomposition
+from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 
 OptionalValue = ir.Value | None
+
+
 Cell = Callable[..., Sequence[ir.Value]]
+
+
 _REVERSED = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}
 """For each direction of a node, whether time runs backwards."""
 
 
-@decomposition("RNN")
+@expansion("LSTM", "GRU", "RNN", when=LOWERING)
+def time_first(op, x, w, r, *rest, node, layout):
+    """Before opset 14 time is the first axis."""
+    if not layout:
+        return None
+    attributes = {n: S.python_value(a) for n, a in node.attributes.items() if n != "layout"}
+    swapped = [
+        v if v is None or i not in (2, 3) else op.Transpose(v, perm=[1, 0, 2])
+        for i, v in enumerate(rest)
+    ]
+    outputs = op.emit(
+        node.op_type,
+        op.Transpose(x, perm=[1, 0, 2]),
+        w,
+        r,
+        *swapped,
+        _outputs=3 if node.op_type == "LSTM" else 2,
+        **attributes,
+    )
+    y, *ends = outputs
+    return [op.Transpose(y, perm=[2, 0, 1, 3]), *(op.Transpose(e, perm=[1, 0, 2]) for e in ends)]
+
+
+@expansion("RNN", when=TRAINING)
+@expansion("RNN", when=LOWERING)
 def rnn(
     op,
     x,
@@ -71,7 +94,8 @@ def rnn(
     return ys, hs
 
 
-@decomposition("GRU")
+@expansion("GRU", when=TRAINING)
+@expansion("GRU", when=LOWERING)
 def gru(
     op,
     x,
@@ -155,7 +179,8 @@ def gru(
     return ys, hs
 
 
-@decomposition("LSTM")
+@expansion("LSTM", when=TRAINING)
+@expansion("LSTM", when=LOWERING)
 def lstm(
     op,
     x,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from onnxtrain import expand  # noqa: F401 - fills the table
-from onnxtrain.expand.expansions import INTEGER_OPS, decompose
+from onnxtrain.expand.expansions import decompose, is_straight_through
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import nodes
@@ -221,7 +221,7 @@ def _at_working_opset(
     """Return the model at the working opset, its constants initializers, its nodes named."""
     before = model.opset_imports.get("", OPSET)
     model = to_working_opset(
-        model, fused=lambda key: straight_through or key not in INTEGER_OPS, keep=keep
+        model, fused=lambda key: straight_through or not is_straight_through(key), keep=keep
     )
     after = model.opset_imports[""]
     if before != after:
@@ -241,7 +241,7 @@ def _decompose_nonstandard(
     opset = model.opset_imports[""]
 
     def wanted(key: str) -> bool:
-        return straight_through if key in INTEGER_OPS else not _is_standard(key, opset)
+        return straight_through if is_straight_through(key) else not _is_standard(key, opset)
 
     rewritten = decompose(model, only=wanted, keep=keep)
     if not rewritten:  # otherwise `decompose` has inferred types and shapes

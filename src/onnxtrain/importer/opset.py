@@ -26,7 +26,7 @@ import onnx.version_converter
 import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError
-from onnxtrain.expand.expansions import decompose, has_decomposition
+from onnxtrain.expand.expansions import decompose, is_decomposed
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io.writer import ONNX_ERRORS, transform_proto
 from onnxtrain.graph.nodes import is_op, is_standard, nodes
@@ -364,7 +364,7 @@ def _downgrade(
     keep: Callable[[ir.Node], bool],
 ) -> ir.Model:
     model = inline_bodies(
-        model, lambda op_type: _is_newer_op(op_type) and not has_decomposition(op_type)
+        model, lambda op_type: _is_newer_op(op_type) and not is_decomposed(op_type)
     )
     lift_constants(model)
     decompose(model, only=lambda key: fused(key) if "::" in key else _is_newer_op(key), keep=keep)

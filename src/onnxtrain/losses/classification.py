@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnxtrain.autodiff.rule_registry import Choice, Choices, Variant, Variants, select_variant
 from onnxtrain.errors import PrepareError, ShapeError
+from onnxtrain.expand.activations import shifted_log_sum_exp, smooth_softplus
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.loss import (
@@ -87,16 +88,6 @@ def is_label(op: OpBuilder, x: ir.Value, labels: ir.Value) -> ir.Value:
     else:
         numbers = op.cast(op.iota(classes), labels.dtype)
     return op.Equal(op.Unsqueeze(labels, [1]), op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
-
-
-def log_sum_exp(op: OpBuilder, x: ir.Value, axis: int) -> tuple[ir.Value, ir.Value]:
-    """Return ``z``, which is ``x`` shifted to at most 0 along an axis, and ``log(sum(e^z))``.
-
-    The shift may be any number: ``log p = z - log(sum(e^z))`` for each. Rounded up, it has
-    derivative 0, so that none is computed for the maximum.
-    """
-    z = op.Sub(x, op.Ceil(op.ReduceMax(x, [axis], keepdims=1)))
-    return z, op.Log(op.ReduceSum(op.Exp(z), [axis], keepdims=1))
 
 
 def in_range_labels(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) -> ir.Value:
@@ -239,7 +230,7 @@ class CrossEntropy(_LabelLoss):
         One-hot comparison serves runtimes where gathering by class is slow or absent.
         """
         x = rows.x
-        z, lse = log_sum_exp(op, x, 1)
+        z, lse = shifted_log_sum_exp(op, x, 1)
         here = op.Where(is_label(op, x, rows.labels), z, op.const(0.0, x.dtype))
         each = op.Sub(op.Squeeze(lse, [1]), op.ReduceSum(here, [1], keepdims=0))
         loss = self.composed(op, rows, each, weights)
@@ -323,7 +314,7 @@ CROSS_ENTROPY_CHOICES: Choices[bool] = [
 
 def _decomposed_cost(op: OpBuilder, x: ir.Value, axis: int) -> ir.Value:
     """Return ``-log p = log(sum(e^z)) - z`` of all classes."""
-    z, lse = log_sum_exp(op, x, axis)
+    z, lse = shifted_log_sum_exp(op, x, axis)
     return op.Sub(lse, z)
 
 
@@ -389,20 +380,10 @@ def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
     return select_variant(op, x.dtype, SOFTPLUS_VARIANTS, SOFTPLUS_CHOICES)(op, x)
 
 
-def _decomposed_softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """``x / 2 + (|x| / 2 + log(1 + e^-|x|))``.
-
-    The bracket is even and smooth, so its derivative at 0 is 0 whatever that of ``|x|`` is.
-    """
-    a = op.Abs(x)
-    even = op.Add(op.Mul(a, 0.5), op.Log(op.Add(op.Exp(op.Neg(a)), 1.0)))
-    return op.Add(op.Mul(x, 0.5), even)
-
-
 # Runtimes without a kernel expand the operator to the plain formula, which overflows above 88; the
 # CPU's kernel is for float32 only.
 SOFTPLUS_VARIANTS: Variants[ir.DataType | None] = {
-    "composed": Variant(_decomposed_softplus),
+    "composed": Variant(smooth_softplus),
     "operator": Variant(lambda op, x: op.Softplus(x), lambda dtype: dtype == ir.DataType.FLOAT),
 }
 SOFTPLUS_CHOICES: Choices[ir.DataType | None] = [

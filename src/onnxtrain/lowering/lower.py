@@ -23,6 +23,8 @@ import onnx.version_converter
 import onnx_ir as ir
 
 from onnxtrain.errors import LoweringError, ProfileError, VerificationError
+from onnxtrain.expand.expansions import apply_lowering
+from onnxtrain.expand.shape import shape
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
 from onnxtrain.graph.io import Source, load
@@ -35,11 +37,16 @@ from onnxtrain.graph.simplify import remove_dead, simplify
 from onnxtrain.importer import prepare
 from onnxtrain.lowering import profile as profiles
 from onnxtrain.lowering.folding import check_run_budget, fold_constants, remove_inference_no_ops
-from onnxtrain.lowering.forms import convert_operators
-from onnxtrain.lowering.lowerings import NEWEST, OLDEST, LoweringTarget, apply_rule
-from onnxtrain.lowering.profile import Profile, read_config, unsupported_nodes
+from onnxtrain.lowering.opset_converters import convert_operators
+from onnxtrain.lowering.profile import (
+    NEWEST,
+    OLDEST,
+    LoweringTarget,
+    Profile,
+    read_config,
+    unsupported_nodes,
+)
 from onnxtrain.lowering.replace import replace_unsupported
-from onnxtrain.lowering.rules.shape import shape
 from onnxtrain.runtime.compare import REFERENCE, compare
 
 
@@ -286,7 +293,7 @@ def _slice_of_shape(root: OpBuilder, node: ir.Node) -> None:
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     op = OpBuilder(graph, root.prefix, before=node, parent=root)
-    parts = apply_rule(shape, op, node)
+    parts = apply_lowering(shape, op, node)
     assert parts is not None
     part = parts[0]
     assert part is not None

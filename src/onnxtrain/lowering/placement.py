@@ -18,7 +18,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import subgraphs_of
 from onnxtrain.graph.shapes.inference import infer_shapes
 from onnxtrain.lowering import profile as profiles
-from onnxtrain.lowering.forms import Draft
+from onnxtrain.lowering.opset_converters import Draft
 from onnxtrain.lowering.profile import Profile
 from onnxtrain.targets import TARGETS
 

@@ -11,21 +11,20 @@ Which nodes of a model a runtime would not run, and why.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.errors import ProfileError
+from onnxtrain import profiles
+from onnxtrain.errors import ProfileError, expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_standard, nodes
 from onnxtrain.graph.shapes.inference import infer_shapes
-from onnxtrain.lowering.forms import Draft
+from onnxtrain.lowering.opset_converters import Draft, NotConvertibleError, convert_node
 
 
 @dataclass(frozen=True)
@@ -50,22 +49,17 @@ class Profile:
     probed: str = ""
 
 
-def names() -> list[str]:
-    """Return the names of the profiles."""
-    return sorted(_files())
-
-
 @functools.cache
 def find(name: str) -> Profile:
     """Return a profile by name.
 
     Raises:
-        ProfileError: if there is none of that name.
+        ProfileError: if the name is unknown.
     """
-    files = _files()
-    if name not in files:
-        raise ProfileError(f"no such profile: {name!r}\nhint: there are {', '.join(files)}")
-    return parse(json.loads(files[name].read_text(encoding="utf-8")))
+    if name not in profiles.names():
+        choices = expected_one_of(name, profiles.names())
+        raise ProfileError(f"unknown profile: {name!r} {choices}")
+    return parse(profiles.read(name))
 
 
 def parse(data: Mapping[str, Any]) -> Profile:
@@ -95,20 +89,9 @@ def unsupported_reason(profile: Profile, d: Draft, opset: int) -> str | None:
         return f"{profile.name} is better off without {d.op_type}"
     schema = S.schema_of(d.op_type, opset)
     since = entry.get("since")
-    if since and schema is not None and not covers(since, schema.since_version):
+    if since and schema is not None and not profiles.covers(since, schema.since_version):
         return f"{profile.name} has no {d.op_type} of version {schema.since_version}"
     return _attributes(profile, d, entry) or _values(profile, d, entry)
-
-
-def covers(since: list[Any], version: int) -> bool:
-    """Return whether versions, or ranges of versions, include one."""
-    for one in since:
-        if isinstance(one, int):
-            if one == version:
-                return True
-        elif one[0] <= version <= (one[0] if one[1] is None else one[1]):
-            return True
-    return False
 
 
 def _attributes(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
@@ -162,13 +145,6 @@ def _values(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
         if dtypes and i not in free and x.dtype is not None and x.dtype.name.lower() not in dtypes:
             return f"{profile.name} has no {x.dtype.name.lower()} in {d.op_type}"
     return None
-
-
-@functools.cache
-def _files() -> dict[str, Any]:
-    folder = resources.files("onnxtrain.lowering") / "profiles"
-    files = {f.name.removesuffix(".json"): f for f in folder.iterdir() if f.name.endswith(".json")}
-    return dict(sorted(files.items()))
 
 
 _BRACES = re.compile(r"\{[^{}]*\}")
@@ -250,3 +226,51 @@ def unsupported_nodes(model: ir.Model, profile: Profile) -> list[UnsupportedNode
             name = node.name or next((y.name for y in node.outputs if y.name), "") or ""
             obstacles.append(UnsupportedNode(name, S.describe(node), why))
     return obstacles
+
+
+_IR_VERSIONS = {7: 3, 8: 3, 9: 4, 10: 5, 11: 6, 12: 7, 13: 7, 14: 7, 15: 8, 16: 8, 17: 8, 18: 8}
+_IR_VERSIONS |= {19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 12, 26: 13}
+OLDEST, NEWEST = min(_IR_VERSIONS), max(_IR_VERSIONS)
+
+
+@dataclass(frozen=True)
+class LoweringTarget:
+    """An opset, and a profile if there is one."""
+
+    opset: int
+    working: int
+    """The opset that the model is in while it is lowered."""
+    profile: Profile | None = None
+    sizes: list[str] = field(default_factory=list)
+    """Symbolic sizes of the inputs, for messages."""
+
+    @property
+    def title(self) -> str:
+        """Return opset and runtime in words."""
+        where = f"opset {self.opset}"
+        return f"{self.profile.name} ({where})" if self.profile is not None else where
+
+    @property
+    def ir_version(self) -> int:
+        """Return the IR version that came with the opset, within what the profile reads."""
+        version = _IR_VERSIONS[self.opset]
+        if self.profile is not None:
+            low, high = self.profile.ir
+            version = min(max(version, low), high)
+        return version
+
+    @property
+    def initializers_as_inputs(self) -> bool:
+        """Return whether every initializer has to be listed among the inputs."""
+        asked = self.profile is not None and self.profile.initializers_as_inputs
+        return asked or self.ir_version < 4
+
+    def obstacle(self, node: ir.Node) -> str | None:
+        """Say why the target cannot run a node, ``None`` if it can."""
+        try:
+            drafted = convert_node(node, min(self.opset, self.working), self.working)
+        except NotConvertibleError as error:
+            return str(error)
+        return (
+            None if self.profile is None else unsupported_reason(self.profile, drafted, self.opset)
+        )

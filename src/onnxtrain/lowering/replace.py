@@ -12,15 +12,14 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.errors import LoweringError, OnnxTrainError
+from onnxtrain.expand.expansions import Function, apply_lowering, lowerings
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import is_standard, subgraphs_of
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.importer.functions import context_dependent_body, has_body
-from onnxtrain.lowering import rules  # noqa: F401 - fills the table
 from onnxtrain.lowering.folding import folded, remove_inference_no_ops
-from onnxtrain.lowering.lowerings import LoweringTarget, Rule, apply_rule, rules_for
-from onnxtrain.lowering.profile import max_rank_of
+from onnxtrain.lowering.profile import LoweringTarget, max_rank_of
 from onnxtrain.lowering.types import legalize_types, reduce_rank
 
 
@@ -159,7 +158,7 @@ class _Replacer:
         self.stuck: list[_NoLoweringError] = []
         self.created: list[ir.Node] = []
         self.moved: dict[ir.Value, ir.Value] = {}
-        self.adapting: tuple[Rule, ...] = (self._in_other_types, self._flattened)
+        self.adapting: tuple[Function, ...] = (self._in_other_types, self._flattened)
 
     def graph(self, graph: ir.Graph) -> None:
         for node in list(graph):
@@ -172,14 +171,14 @@ class _Replacer:
                 for body in subgraphs_of(node):
                     self.graph(body)
 
-    def node(self, node: ir.Node, chain: tuple[Rule, ...]) -> None:
+    def node(self, node: ir.Node, chain: tuple[Function, ...]) -> None:
         why = self.target.obstacle(node)
         if why is None:
             return
         reasons = [why]
-        choices: list[Rule] = [
+        choices: list[Function] = [
             *(self._constant, *self.adapting),
-            *(*rules_for(node.op_type), expand_function_body),
+            *(*lowerings(node.op_type), expand_function_body),
         ]
         for rule in choices if len(chain) < _DEPTH else ():
             # A lowering may meet its own operator in an easier form, but not for ever.
@@ -216,11 +215,11 @@ class _Replacer:
         return None if limit is None else reduce_rank(op, node, limit)
 
     def _try(
-        self, rule: Rule, node: ir.Node, chain: tuple[Rule, ...]
+        self, rule: Function, node: ir.Node, chain: tuple[Function, ...]
     ) -> list[ir.Value | None] | None:
         made: list[ir.Node] = []
         try:
-            replacements = apply_rule(rule, _Emitter(self.root, node, made, self.weights), node)
+            replacements = apply_lowering(rule, _Emitter(self.root, node, made, self.weights), node)
         finally:
             self.created += made
         if replacements is None:

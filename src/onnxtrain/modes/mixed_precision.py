@@ -35,7 +35,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.expand.images import can_decompose_max_pool
+from onnxtrain.expand.conv import can_decompose_max_pool
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import is_standard, nodes, subgraphs_of

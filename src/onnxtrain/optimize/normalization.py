@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain import thresholds as T
-from onnxtrain.expand.group_norm import can_normalize_groups
+from onnxtrain.expand.norms import can_normalize_groups
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, replace_value
 from onnxtrain.graph.nodes import is_op, nodes

@@ -19,7 +19,7 @@ from onnxtrain.graph.io.writer import finalize
 from onnxtrain.graph.simplify import simplify
 from onnxtrain.importer.opset import OPSET
 from onnxtrain.lowering.lower import lower
-from onnxtrain.lowering.lowerings import NEWEST, OLDEST
+from onnxtrain.lowering.profile import NEWEST, OLDEST
 from onnxtrain.optim import Optimizer
 from onnxtrain.optim import resolve as resolve_optimizer
 from onnxtrain.torch.export import from_torch, last_report

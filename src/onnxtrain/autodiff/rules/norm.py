@@ -32,7 +32,7 @@ from onnxtrain.autodiff.rule_registry import (
     vjp,
     vjp_multi,
 )
-from onnxtrain.expand.group_norm import (
+from onnxtrain.expand.norms import (
     RowAffine,
     apply_row_affine,
     can_normalize_groups,

@@ -28,7 +28,7 @@ from onnxtrain.autodiff.rule_registry import (
 )
 from onnxtrain.autodiff.rules.conv import input_gradient
 from onnxtrain.errors import ShapeError
-from onnxtrain.expand.images import can_decompose_max_pool
+from onnxtrain.expand.conv import can_decompose_max_pool
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, Size
 from onnxtrain.graph.shapes import dims as D

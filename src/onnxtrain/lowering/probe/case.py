@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.simplify import remove_dead
-from onnxtrain.lowering.forms import NotConvertibleError, convert_operators
-from onnxtrain.lowering.lowerings import LoweringTarget
+from onnxtrain.lowering.opset_converters import NotConvertibleError, convert_operators
+from onnxtrain.lowering.profile import LoweringTarget
 
 # Types that numpy and JavaScript have, too.
 TYPES = {

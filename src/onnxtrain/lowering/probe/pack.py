@@ -21,10 +21,10 @@ import onnx
 
 from onnxtrain.errors import MissingExtraError, ProbeError
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.lowerings import NEWEST, OLDEST
 from onnxtrain.lowering.probe import sources
 from onnxtrain.lowering.probe.case import Case, case_at, versions
 from onnxtrain.lowering.probe.sources import extra_cases, onnx_cases
+from onnxtrain.lowering.profile import NEWEST, OLDEST
 
 FORMAT = 1
 MANIFEST = "pack.json"

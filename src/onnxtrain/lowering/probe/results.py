@@ -15,11 +15,12 @@ from typing import Any
 
 import onnx
 
+from onnxtrain import profiles
 from onnxtrain.errors import ProbeError
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.forms import default_of
+from onnxtrain.lowering.opset_converters import default_of
 from onnxtrain.lowering.probe.pack import FORMAT
-from onnxtrain.lowering.profile import Profile, covers
+from onnxtrain.lowering.profile import Profile
 
 Entry = dict[str, Any]
 _LONGEST = 120  # characters of a message
@@ -350,4 +351,4 @@ def _unprobed(op: str, probed: list[int], base: Profile | None) -> list[int]:
         schema = S.schema_of(op, opset)
         if schema is not None and not schema.deprecated:
             versions.add(schema.since_version)
-    return [v for v in versions - set(probed) if not since or covers(since, v)]
+    return [v for v in versions - set(probed) if not since or profiles.covers(since, v)]

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.lowering.forms import default_of
+from onnxtrain.lowering.opset_converters import default_of
 from onnxtrain.lowering.probe.case import NAMES, TYPES, Case, case_from_proto, reference_outputs
 
 _RANDOM = frozenset(

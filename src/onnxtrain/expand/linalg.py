@@ -1,7 +1,4 @@
-"""Products of matrices, powers and remainders.
-
-Reductions and running sums.
-"""
+"""Matmul, arithmetic, reductions."""
 
 from __future__ import annotations
 
@@ -11,16 +8,16 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.errors import ShapeError
-from onnxtrain.expand.fourier import det, dft
+from onnxtrain.expand.activations import apply_activation, fast_gelu
+from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion, on_target, raise_unsupported
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes.dims import expand_equation
-from onnxtrain.lowering.lowerings import lower
 
 _FLOAT, _DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 
 
-@lower("Gemm")
-def gemm(op, a, b, c=None, *, alpha, beta, transA, transB):  # noqa: N803 - the attributes' names
+@expansion("Gemm", when=LOWERING)
+def gemm(op, a, b, c=None, *, alpha, beta, transA, transB):
     """``alpha a b + beta c``."""
     y = op.MatMul(op.mT(a) if transA else a, op.mT(b) if transB else b)
     y = y if alpha == 1.0 else op.Mul(y, alpha)
@@ -29,7 +26,101 @@ def gemm(op, a, b, c=None, *, alpha, beta, transA, transB):  # noqa: N803 - the 
     return op.Add(y, c if beta == 1.0 else op.Mul(c, beta))
 
 
-@lower("Einsum")
+@expansion("com.microsoft::FusedGemm", when=TRAINING)
+def fused_gemm(
+    op,
+    a,
+    b,
+    c=None,
+    *,
+    activation="",
+    activation_alpha=None,
+    activation_beta=None,
+    activation_gamma=None,
+    alpha=1.0,
+    beta=1.0,
+    transA=0,
+    transB=0,
+    node,
+):
+    """Gemm, then an activation."""
+    y = op.Gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    given = [p for p in (activation_alpha, activation_beta, activation_gamma) if p is not None]
+    return apply_activation(op, y, activation, given, node)
+
+
+@expansion("com.microsoft::FusedMatMul", "com.microsoft::TransposeMatMul", when=TRAINING)
+def fused_matmul(op, a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0):
+    """``alpha * A @ B`` with transposed operands.
+
+    ``transBatch`` says that the first axis of the matrix stands in front of the batch axes.
+    """
+
+    def turned(x, transpose, batch):
+        r = op.rank(x)
+        if r < 2 or not (transpose or batch):
+            return x
+        perm = list(range(r))
+        if batch:  # [M, batch..., K] -> [batch..., M, K]
+            perm = [*range(1, r - 1), 0, r - 1]
+        if transpose:
+            perm[-2], perm[-1] = perm[-1], perm[-2]
+        return op.Transpose(x, perm=perm)
+
+    y = op.MatMul(turned(a, transA, transBatchA), turned(b, transB, transBatchB))
+    return y if alpha == 1.0 else op.Mul(y, alpha)
+
+
+@expansion("com.microsoft::FusedMatMulActivation", when=TRAINING)
+def fused_matmul_activation(
+    op,
+    a,
+    b,
+    *,
+    activation,
+    alpha=1.0,
+    transA=0,
+    transB=0,
+    transBatchA=0,
+    transBatchB=0,
+    activation_alpha=None,
+    activation_beta=None,
+    activation_gamma=None,
+    activation_axis=None,
+    node,
+):
+    """``alpha * A @ B`` with transposed operands, then an activation."""
+    y = fused_matmul(
+        op,
+        a,
+        b,
+        alpha=alpha,
+        transA=transA,
+        transB=transB,
+        transBatchA=transBatchA,
+        transBatchB=transBatchB,
+    )
+    if activation == "Softmax":
+        return op.Softmax(y, axis=-1 if activation_axis is None else activation_axis)
+    given = [p for p in (activation_alpha, activation_beta, activation_gamma) if p is not None]
+    return apply_activation(op, y, activation, given, node)
+
+
+@expansion("com.microsoft::GemmFastGelu", when=TRAINING)
+def gemm_fast_gelu(op, x, w, bias=None):
+    """Gelu of ``x @ w + bias`` with the tanh approximation."""
+    return fast_gelu(op, op.MatMul(x, w), bias)
+
+
+@expansion("MatMul", when=LOWERING)
+def integer_matmul(op, a, b):
+    """In double precision, which has integers of 53 bits."""
+    if a.dtype.is_floating_point() or a.dtype in (ir.DataType.INT64, ir.DataType.UINT64):
+        return None
+    return op.Cast(op.MatMul(op.Cast(a, to=_DOUBLE), op.Cast(b, to=_DOUBLE)), to=a.dtype)
+
+
+@expansion("Einsum", when=LOWERING)
 def einsum(op, *operands, equation):
     """Two operands at a time: batch letters first, then one product of matrices."""
     eq = expand_equation(equation, [op.rank(x) for x in operands])
@@ -40,8 +131,8 @@ def einsum(op, *operands, equation):
     y, term = operands[0], eq.terms[0]
     for i, x in enumerate(operands[1:], 1):
         later = set("".join(eq.terms[i + 1 :])) | set(eq.output)
-        y, term = _pair(op, y, term, x, eq.terms[i], later)
-    y, term = _without(op, y, term, set(eq.output))
+        y, term = _contract_pair(op, y, term, x, eq.terms[i], later)
+    y, term = _sum_unused(op, y, term, set(eq.output))
     if term != eq.output:
         y = op.Transpose(y, perm=[term.index(c) for c in eq.output])
     return op.Identity(y) if y is operands[0] else y
@@ -56,7 +147,7 @@ def _sizes_agree(op: OpBuilder, terms, operands) -> bool:
     return all(len(s) == 1 for s in sizes.values())
 
 
-def _without(op: OpBuilder, x: ir.Value, term: str, kept: set[str]) -> tuple[ir.Value, str]:
+def _sum_unused(op: OpBuilder, x: ir.Value, term: str, kept: set[str]) -> tuple[ir.Value, str]:
     """Sum over the letters that nobody asks for."""
     axes = [i for i, c in enumerate(term) if c not in kept]
     if not axes:
@@ -64,9 +155,9 @@ def _without(op: OpBuilder, x: ir.Value, term: str, kept: set[str]) -> tuple[ir.
     return op.ReduceSum(x, axes, keepdims=0), "".join(c for c in term if c in kept)
 
 
-def _pair(op: OpBuilder, a, left: str, b, right: str, later: set[str]):
-    a, left = _without(op, a, left, later | set(right))
-    b, right = _without(op, b, right, later | set(left))
+def _contract_pair(op: OpBuilder, a, left: str, b, right: str, later: set[str]):
+    a, left = _sum_unused(op, a, left, later | set(right))
+    b, right = _sum_unused(op, b, right, later | set(left))
     batch = [c for c in left if c in right and c in later]
     inner = [c for c in left if c in right and c not in later]
     rows = [c for c in left if c not in right]
@@ -79,12 +170,12 @@ def _pair(op: OpBuilder, a, left: str, b, right: str, later: set[str]):
         return op.Mul(
             _broadcast_term(op, a, left, order), _broadcast_term(op, b, right, order)
         ), "".join(order)
-    a2 = _matrix(op, a, left, batch, rows, inner, size)
-    b2 = _matrix(op, b, right, batch, inner, columns, size)
+    a2 = _as_matrix(op, a, left, batch, rows, inner, size)
+    b2 = _as_matrix(op, b, right, batch, inner, columns, size)
     y = op.MatMul(a2, b2)
     order = [*batch, *rows, *columns]
     if len(rows) != 1 or len(columns) != 1:
-        y = _reshape(op, y, [size[c] for c in order])
+        y = _reshape_one_unknown(op, y, [size[c] for c in order])
     return y, "".join(order)
 
 
@@ -96,7 +187,7 @@ def _broadcast_term(op: OpBuilder, x: ir.Value, term: str, order: list[str]) -> 
     return op.Unsqueeze(x, missing) if missing else x
 
 
-def _matrix(op: OpBuilder, x: ir.Value, term: str, batch, first, second, size) -> ir.Value:
+def _as_matrix(op: OpBuilder, x: ir.Value, term: str, batch, first, second, size) -> ir.Value:
     """[batch..., first..., second...] with each group of letters made one axis."""
     order = [*batch, *first, *second]
     if order != list(term):
@@ -104,32 +195,92 @@ def _matrix(op: OpBuilder, x: ir.Value, term: str, batch, first, second, size) -
     if len(first) == len(second) == 1:
         return x
     sizes = [size[c] for c in batch]
-    return _reshape(op, x, [*sizes, _product(size, first), _product(size, second)])
+    return _reshape_one_unknown(
+        op, x, [*sizes, _group_size(size, first), _group_size(size, second)]
+    )
 
 
-def _product(size: dict, letters: list[str]):
+def _group_size(size: dict, letters: list[str]):
     values = [size[c] for c in letters]
     if all(isinstance(v, int) for v in values):
         return math.prod(values)
     return None
 
 
-def _reshape(op: OpBuilder, x: ir.Value, sizes: list) -> ir.Value:
+def _reshape_one_unknown(op: OpBuilder, x: ir.Value, sizes: list) -> ir.Value:
     """Reshape; one size may be open."""
     if sum(s is None for s in sizes) > 1:
         raise ShapeError("two products of symbolic sizes in one reshape")
     return op.reshape(x, [-1 if s is None else s for s in sizes])
 
 
-@lower("MatMul")
-def integer_matmul(op, a, b):
-    """In double precision, which has integers of 53 bits."""
-    if a.dtype.is_floating_point() or a.dtype in (ir.DataType.INT64, ir.DataType.UINT64):
+@expansion("Det", when=on_target(lacks="Det"))
+@expansion("Det", when=LOWERING)
+def det(op, x):
+    """Return the determinants of one to three rows, written out."""
+    n = op.dims(x)[-1]
+    if n not in (1, 2, 3):
         return None
-    return op.Cast(op.MatMul(op.Cast(a, to=_DOUBLE), op.Cast(b, to=_DOUBLE)), to=a.dtype)
+    r = op.rank(x)
+
+    def at(i, j):
+        row = op.Slice(x, [i], [i + 1], [r - 2])
+        return op.Squeeze(op.Slice(row, [j], [j + 1], [r - 1]), [r - 2, r - 1])
+
+    def minor(i, j, k, m):
+        return op.Sub(op.Mul(at(i, k), at(j, m)), op.Mul(at(i, m), at(j, k)))
+
+    if n == 1:
+        return at(0, 0)
+    if n == 2:
+        return minor(0, 1, 0, 1)
+    total = op.Mul(at(0, 0), minor(1, 2, 1, 2))
+    total = op.Sub(total, op.Mul(at(0, 1), minor(1, 2, 0, 2)))
+    return op.Add(total, op.Mul(at(0, 2), minor(1, 2, 0, 1)))
 
 
-@lower("Pow")
+@expansion("com.microsoft::Inverse", when=TRAINING)
+def inverse(op, x, *, node):
+    """The inverse of each matrix, by Gauss and Jordan with the largest pivot of each column."""
+    n = op.dims(x)[-1]
+    if not isinstance(n, int) or n > 16:
+        raise_unsupported(node, "matrices of unknown size, or larger than 16")
+    dtype = x.dtype
+    rows = op.const(list(range(n)))
+    lead = op.rank(x) - 2
+    table = op.Concat(x, op.Expand(op.eye(n, dtype), op.shape_of(x)), axis=-1)  # [..., n, 2 n]
+    for i in range(n):
+        column = op.Abs(op.Slice(table, [i], [i + 1], [-1]))  # [..., n, 1]
+        open_ = op.Cast(op.GreaterOrEqual(op.Unsqueeze(rows, [1]), op.const(i)), to=dtype)
+        best = op.ArgMax(op.Mul(op.Add(column, 1e-30), open_), axis=-2, keepdims=1)
+        pivot = op.Cast(op.Equal(op.Unsqueeze(rows, [1]), best), to=dtype)  # [..., n, 1]
+        here = op.Cast(op.Equal(op.Unsqueeze(rows, [1]), op.const(i)), to=dtype)
+        above = op.ReduceSum(op.Mul(table, pivot), [-2], keepdims=1)
+        current = op.ReduceSum(op.Mul(table, here), [-2], keepdims=1)
+        same = op.Mul(pivot, here)
+        swapped = op.Sub(table, op.Mul(table, op.Sub(op.Add(pivot, here), same)))
+        swapped = op.Add(swapped, op.Mul(here, above))
+        swapped = op.Add(swapped, op.Mul(op.Sub(pivot, same), current))
+        leading = op.Div(above, op.Slice(above, [i], [i + 1], [-1]))
+        factor = op.Mul(op.Slice(swapped, [i], [i + 1], [-1]), op.Sub(1.0, here))
+        cleared = op.Sub(swapped, op.Mul(factor, leading))
+        table = op.Add(op.Mul(cleared, op.Sub(1.0, here)), op.Mul(leading, here))
+    y = op.Slice(table, [n], [2 * n], [lead + 1])
+    y.shape = x.shape
+    return y
+
+
+@expansion("com.microsoft::CDist", when=TRAINING)
+def c_dist(op, a, b, *, metric="sqeuclidean", node):
+    """Distances between rows: ``sum((a - b)^2)`` or its root."""
+    if metric not in ("sqeuclidean", "euclidean"):
+        raise_unsupported(node, f"distance {metric!r}")
+    difference = op.Sub(op.Unsqueeze(a, [1]), op.Unsqueeze(b, [0]))
+    squares = op.ReduceSum(op.Mul(difference, difference), [2], keepdims=0)
+    return op.Sqrt(squares) if metric == "euclidean" else squares
+
+
+@expansion("Pow", when=LOWERING)
 def power_by_products(op, x, exponent):
     """A small whole exponent as products, a half as a root."""
     e = op.constant(exponent)
@@ -147,7 +298,7 @@ def power_by_products(op, x, exponent):
     return op.Div(1.0, op.Sqrt(x)) if number == -0.5 else None
 
 
-@lower("Pow")
+@expansion("Pow", when=LOWERING)
 def power_same_type(op, x, exponent):
     """Before opset 12 both have the same type."""
     if x.dtype == exponent.dtype or not x.dtype.is_floating_point():
@@ -155,7 +306,7 @@ def power_same_type(op, x, exponent):
     return op.Pow(x, op.Cast(exponent, to=x.dtype))
 
 
-@lower("Mod")
+@expansion("Mod", when=LOWERING)
 def mod(op, a, b, *, fmod):
     """``a - b floor(a / b)``, for integers with a positive constant divisor."""
     divisor = op.constant(b)
@@ -168,31 +319,31 @@ def mod(op, a, b, *, fmod):
     return op.Add(rest, op.Mul(below, b))
 
 
-@lower("Reciprocal")
+@expansion("Reciprocal", when=LOWERING)
 def reciprocal(op, x):
     """``1 / x``."""
     return op.Div(1.0, x)
 
 
-@lower("Neg")
+@expansion("Neg", when=LOWERING)
 def neg(op, x):
     """``-1 x``."""
     return op.Mul(x, op.const(-1, x.dtype))
 
 
-@lower("Sub")
+@expansion("Sub", when=LOWERING)
 def sub(op, a, b):
     """``a + (-b)``."""
     return op.Add(a, op.Neg(b))
 
 
-@lower("Sqrt")
+@expansion("Sqrt", when=LOWERING)
 def sqrt(op, x):
     """``x^0.5``."""
     return op.Pow(x, 0.5)
 
 
-@lower("Sum")
+@expansion("Sum", when=LOWERING)
 def sum_(op, *inputs):
     """One after the other."""
     y = inputs[0]
@@ -201,17 +352,37 @@ def sum_(op, *inputs):
     return op.Identity(y) if len(inputs) == 1 else y
 
 
-@lower("Mean")
+@expansion("Mean", when=LOWERING)
 def mean(op, *inputs):
     """The sum over the count."""
     return op.Mul(op.Sum(*inputs), 1.0 / len(inputs))
 
 
-lower("Det")(det)
-lower("DFT")(dft)
+@expansion("com.microsoft::BiasAdd", when=TRAINING)
+def bias_add(op, x, bias, skip):
+    """``x + bias + skip``."""
+    return op.Add(op.Add(x, bias), skip)
 
 
-@lower(
+@expansion("com.microsoft::GatedAdd", when=TRAINING)
+def gated_add(op, x, y, gate):
+    """``x + y * gate``, with a gate per row."""
+    return op.Add(x, op.Mul(y, gate))
+
+
+@expansion("com.microsoft::Affine", when=TRAINING)
+def affine(op, x, *, alpha=1.0, beta=0.0):
+    """``alpha * x + beta``."""
+    return op.Add(op.Mul(x, alpha), beta)
+
+
+@expansion("com.microsoft::Scale", when=TRAINING)
+def contrib_scale(op, x, *, scale=1.0):
+    """``scale * x``."""
+    return op.Mul(x, scale)
+
+
+@expansion(
     *(
         f"Reduce{r}"
         for r in [
@@ -226,7 +397,8 @@ lower("DFT")(dft)
             "Sum",
             "SumSquare",
         ]
-    )
+    ),
+    when=LOWERING,
 )
 def reduce_no_axes(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
     """With ``noop_with_empty_axes`` and none given, only the elementwise part is left."""
@@ -241,7 +413,7 @@ def reduce_no_axes(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
     return op.Mul(x, x) if kind == "SumSquare" else op.Identity(x)
 
 
-@lower("ReduceL2")
+@expansion("ReduceL2", when=LOWERING)
 def reduce_l2(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     """``sqrt(sum(x^2))``."""
     if noop_with_empty_axes:
@@ -249,25 +421,25 @@ def reduce_l2(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     return op.Sqrt(op.ReduceSum(op.Mul(x, x), axes, keepdims=keepdims))
 
 
-@lower("ReduceL1")
+@expansion("ReduceL1", when=LOWERING)
 def reduce_l1(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     """``sum(|x|)``."""
     return None if noop_with_empty_axes else op.ReduceSum(op.Abs(x), axes, keepdims=keepdims)
 
 
-@lower("ReduceSumSquare")
+@expansion("ReduceSumSquare", when=LOWERING)
 def reduce_sum_square(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     """``sum(x^2)``."""
     return None if noop_with_empty_axes else op.ReduceSum(op.Mul(x, x), axes, keepdims=keepdims)
 
 
-@lower("ReduceLogSum")
+@expansion("ReduceLogSum", when=LOWERING)
 def reduce_log_sum(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     """``log(sum(x))``."""
     return None if noop_with_empty_axes else op.Log(op.ReduceSum(x, axes, keepdims=keepdims))
 
 
-@lower("ReduceLogSumExp")
+@expansion("ReduceLogSumExp", when=LOWERING)
 def reduce_log_sum_exp(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     """``log(sum(exp(x - max))) + max``."""
     if noop_with_empty_axes:
@@ -277,7 +449,7 @@ def reduce_log_sum_exp(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     return op.Add(total, top if keepdims else op.ReduceMax(x, axes, keepdims=0))
 
 
-@lower("ReduceMean")
+@expansion("ReduceMean", when=LOWERING)
 def reduce_mean(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     """``sum(x) / count``; the count has to be known."""
     chosen = op.axes(axes, op.rank(x))
@@ -290,7 +462,7 @@ def reduce_mean(op, x, axes=None, *, keepdims, noop_with_empty_axes):
     return op.Mul(total, 1.0 / float(np.prod(sizes)))
 
 
-@lower("ReduceMax", "ReduceMin")
+@expansion("ReduceMax", "ReduceMin", when=LOWERING)
 def reduce_booleans(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
     """Any and all of booleans, as numbers."""
     if x.dtype != ir.DataType.BOOL or noop_with_empty_axes:
@@ -299,7 +471,7 @@ def reduce_booleans(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
     return op.Cast(y, to=ir.DataType.BOOL)
 
 
-@lower("ReduceMax", "ReduceMin")
+@expansion("ReduceMax", "ReduceMin", when=LOWERING)
 def reduce_integers(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
     """Small integers by way of int32, others have to be known to the target."""
     if x.dtype not in (ir.DataType.INT8, ir.DataType.UINT8) or noop_with_empty_axes:
@@ -308,19 +480,7 @@ def reduce_integers(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
     return op.Cast(y, to=x.dtype)
 
 
-@lower("GlobalAveragePool")
-def global_average_pool(op, x):
-    """The mean over all axes behind the channels."""
-    return op.ReduceMean(x, list(range(2, op.rank(x))), keepdims=1)
-
-
-@lower("GlobalMaxPool")
-def global_max_pool(op, x):
-    """The largest over all axes behind the channels."""
-    return op.ReduceMax(x, list(range(2, op.rank(x))), keepdims=1)
-
-
-@lower("CumSum")
+@expansion("CumSum", when=LOWERING)
 def cum_sum(op, x, axis, *, exclusive, reverse):
     """Add shifted copies: after shifts by 1, 2, 4 ... each element has all before it.
 
@@ -345,3 +505,30 @@ def cum_sum(op, x, axis, *, exclusive, reverse):
     if exclusive:
         y = shifted(y, 1)
     return op.Identity(y) if y is x else y
+
+
+@expansion("CumProd", when=TRAINING)
+def cum_prod(op, x, axis, *, exclusive=0, reverse=0):
+    """A ``Scan`` that multiplies; needs a constant axis."""
+    where = op.constant(axis)
+    if where is None:
+        return None
+    at = int(where.reshape(-1)[0]) % op.rank(x)
+    first = op.ReduceProd(op.Slice(x, [0], [0], [at]), [at], keepdims=0)  # ones: an empty product
+    body = op.body([first, first])
+    so_far, here = body.graph.inputs
+    product = body.Mul(so_far, here)
+    body.graph.outputs.extend([product, body.Identity(so_far if exclusive else product)])
+    _, y = op.Scan(
+        first,
+        x,
+        body=body.graph,
+        num_scan_inputs=1,
+        scan_input_axes=[at],
+        scan_output_axes=[at],
+        scan_input_directions=[reverse],
+        scan_output_directions=[reverse],
+        _outputs=2,
+    )
+    y.shape = x.shape
+    return y

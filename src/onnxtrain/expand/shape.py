@@ -1,23 +1,23 @@
-"""Shapes, repetition and the order of elements.
-
-``Cast`` for runtimes that have none: a table of the numbers in the wanted type, gathered.
-"""
+"""Shapes, repetition, Cast."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion
+from onnxtrain.expand.select import BOOL, INTEGER_TYPES, bool_as_int64
 from onnxtrain.graph import shapes as S
+from onnxtrain.graph.builder import minus
 from onnxtrain.graph.shapes import dims as D
-from onnxtrain.lowering.lowerings import lower
-from onnxtrain.lowering.types import BOOL, INTEGER_TYPES, bool_as_int64
 
 _INT64 = ir.DataType.INT64
+
+
 _LAST = np.iinfo(np.int64).max
 
 
-@lower("Identity")
+@expansion("Identity", when=LOWERING)
 def identity(op, x):
     """A reshape to the same shape, where an output needs a node of its own."""
     if op.static(x) is not None:
@@ -25,7 +25,13 @@ def identity(op, x):
     return op.Reshape(x, [0] * op.rank(x)) if op.rank(x) else None
 
 
-@lower("Shape")
+@expansion("com.microsoft::SampleOp", when=TRAINING)
+def sample_op(op, x):
+    """What came in."""
+    return op.Identity(x)
+
+
+@expansion("Shape", when=LOWERING)
 def shape(op, x, *, start, end):
     """The whole shape, then the part of it."""
     r = op.rank(x)
@@ -36,13 +42,13 @@ def shape(op, x, *, start, end):
     return op.Slice(op.Shape(x), [first], [last], [0])
 
 
-@lower("Size")
+@expansion("Size", when=LOWERING)
 def size(op, x):
     """The product of the sizes."""
     return op.ReduceProd(op.Shape(x), keepdims=0)
 
 
-@lower("Expand")
+@expansion("Expand", when=LOWERING)
 def expand(op, x, shape, *, node):
     """Repeat along the axes where the size was 1."""
     y = node.outputs[0]
@@ -69,7 +75,7 @@ def expand(op, x, shape, *, node):
     return op.Tile(x, op.vector(repeats))
 
 
-@lower("Tile")
+@expansion("Tile", when=LOWERING)
 def tile(op, x, repeats):
     """Copies side by side, one axis after the other."""
     counts = op.constant(repeats)
@@ -82,7 +88,7 @@ def tile(op, x, repeats):
     return op.Identity(x) if y is x else y
 
 
-@lower("ConstantOfShape")
+@expansion("ConstantOfShape", when=LOWERING)
 def constant_of_shape(op, shape, *, value):
     """One element, repeated."""
     rank = op.dims(shape)[0]
@@ -93,7 +99,7 @@ def constant_of_shape(op, shape, *, value):
     return op.Tile(op.const(np.full([1] * rank, filler), dtype), shape)
 
 
-@lower("Range")
+@expansion("Range", when=LOWERING)
 def constant_range(op, start, limit, delta):
     """A constant."""
     bounds = [op.constant(v) for v in (start, limit, delta)]
@@ -102,7 +108,7 @@ def constant_range(op, start, limit, delta):
     return op.const(np.arange(*(b.reshape(()) for b in bounds)), start.dtype)
 
 
-@lower("Range")
+@expansion("Range", when=LOWERING)
 def range_(op, start, limit, delta):
     """The positions of as many ones, counted from ``start``."""
     step = op.constant(delta)
@@ -116,7 +122,15 @@ def range_(op, start, limit, delta):
     return y if from_zero else op.Add(y, start)
 
 
-@lower("Split")
+@expansion("com.microsoft::Range", when=TRAINING)
+def contrib_range(op, start, limit, delta=None):
+    """The standard operator of the same name; the step is one if it is left out."""
+    scalars = [op.Reshape(v, op.const([])) for v in (start, limit)]
+    step = op.const(1, start.dtype) if delta is None else op.Reshape(delta, op.const([]))
+    return op.Range(*scalars, step)
+
+
+@expansion("Split", when=LOWERING)
 def split(op, x, sizes=None, *, axis, num_outputs, node):
     """A slice for each part."""
     axis %= op.rank(x)
@@ -136,7 +150,7 @@ def split(op, x, sizes=None, *, axis, num_outputs, node):
     )
 
 
-@lower("Slice")
+@expansion("Slice", when=LOWERING)
 def slice_by_positions(op, x, starts, ends, axes=None, steps=None):
     """Positions that are known, gathered."""
     first, last = op.constant(starts), op.constant(ends)
@@ -160,7 +174,17 @@ def slice_by_positions(op, x, starts, ends, axes=None, steps=None):
     return y
 
 
-@lower("Flatten")
+def _bounded(i: int) -> int | None:
+    return None if abs(i) >= 1 << 31 and i > 0 else i
+
+
+@expansion("com.microsoft::DynamicSlice", when=TRAINING)
+def dynamic_slice(op, x, starts, ends, axes=None):
+    """Slice by the standard's operator, which takes the same inputs since opset 10."""
+    return op.Slice(x, starts, ends, axes)
+
+
+@expansion("Flatten", when=LOWERING)
 def flatten(op, x, *, axis):
     """A reshape to two axes."""
     dims = op.dims(x)
@@ -171,7 +195,7 @@ def flatten(op, x, *, axis):
     return op.Reshape(x, [left, -1]) if isinstance(left, int) else None
 
 
-@lower("Squeeze", "Unsqueeze", "Reshape")
+@expansion("Squeeze", "Unsqueeze", "Reshape", when=LOWERING)
 def reshape(op, x, other=None, *, node):
     """A reshape to a shape that is known, but for one size."""
     y = node.outputs[0]
@@ -182,7 +206,7 @@ def reshape(op, x, other=None, *, node):
     return op.Reshape(x, [d if isinstance(d, int) else -1 for d in dims])
 
 
-@lower("Reshape")
+@expansion("Reshape", when=LOWERING)
 def reshape_to_known(op, x, shape, *, allowzero, node):
     """A computed shape replaced by the sizes it turns out to have."""
     dims = op.dims(node.outputs[0])
@@ -194,7 +218,7 @@ def reshape_to_known(op, x, shape, *, allowzero, node):
     return op.Reshape(x, [d if isinstance(d, int) else -1 for d in dims])
 
 
-@lower("Reshape", "Transpose")
+@expansion("Reshape", "Transpose", when=LOWERING)
 def expand_by_position(op, x, shape=None, *, node):
     """Positions in the flat tensor, gathered, for runtimes that move floats only."""
     before, after = op.static(x), op.static(node.outputs[0])
@@ -229,7 +253,24 @@ def _flat(op, x, order):
     return x, order
 
 
-@lower("DepthToSpace")
+@expansion("com.microsoft::ExpandDims", when=TRAINING)
+def expand_dims(op, x, axis):
+    """Insert an axis of size one."""
+    return op.Unsqueeze(x, op.Reshape(op.cast(axis, _INT64), [1]))
+
+
+@expansion("com.microsoft::UnfoldTensor", when=TRAINING)
+def unfold_tensor(op, x, *, size, dim=-1, step=1):
+    """All slices of ``size`` along an axis, one every ``step``, as one more axis at the end."""
+    axis = dim % op.rank(x)
+    room = minus(op, op.size(x, axis), size)
+    count = room // step + 1 if isinstance(room, int) else op.Add(op.Div(room, step), 1)
+    starts = op.Mul(op.iota(count), step)
+    at = op.Add(op.Unsqueeze(starts, [1]), op.iota(size))  # [count, size]
+    return op.move_axis(op.Gather(x, at, axis=axis), axis + 1, -1)
+
+
+@expansion("DepthToSpace", when=LOWERING)
 def depth_to_space(op, x, *, blocksize, mode):
     """[N, b, b, C, H, W] or [N, C, b, b, H, W] -> [N, C, H, b, W, b]."""
     n, (c, h, w) = op.size(x, 0), op.dims(x)[1:]
@@ -243,7 +284,7 @@ def depth_to_space(op, x, *, blocksize, mode):
     return op.Reshape(y, [first, c // (b * b), h * b, w * b])
 
 
-@lower("SpaceToDepth")
+@expansion("SpaceToDepth", when=LOWERING)
 def space_to_depth(op, x, *, blocksize):
     """[N, C, H, b, W, b] -> [N, b, b, C, H, W]."""
     n, (c, h, w) = op.size(x, 0), op.dims(x)[1:]
@@ -255,7 +296,7 @@ def space_to_depth(op, x, *, blocksize):
     return op.Reshape(op.Transpose(y, perm=[0, 3, 5, 1, 2, 4]), [first, c * b * b, h // b, w // b])
 
 
-@lower("Trilu")
+@expansion("Trilu", when=LOWERING)
 def trilu(op, x, k=None, *, upper):
     """``Where`` with a constant triangle."""
     rows, columns = op.dims(x)[-2:]
@@ -268,7 +309,13 @@ def trilu(op, x, k=None, *, upper):
     return op.Where(op.const(mask), x, op.const(0, x.dtype))
 
 
-@lower("EyeLike")
+@expansion("com.microsoft::Trilu", when=TRAINING)
+def contrib_trilu(op, x, k=None, *, upper=1):
+    """The standard operator of the same name."""
+    return op.Trilu(x, k, upper=upper)
+
+
+@expansion("EyeLike", when=LOWERING)
 def eye_like(op, x, *, dtype, k):
     """A constant."""
     shape = op.static(x)
@@ -276,7 +323,7 @@ def eye_like(op, x, *, dtype, k):
     return None if shape is None else op.Identity(op.const(np.eye(*shape, k=k), kind))
 
 
-@lower("OneHot")
+@expansion("OneHot", when=LOWERING)
 def one_hot(op, indices, depth, values, *, axis):
     """Compare with 0, 1 ...; a negative index counts from the end, others are off."""
     n = op.constant(depth)
@@ -296,14 +343,10 @@ def one_hot(op, indices, depth, values, *, axis):
     return op.Where(on, high, low)
 
 
-def _bounded(i: int) -> int | None:
-    return None if abs(i) >= 1 << 31 and i > 0 else i
-
-
 _BASE = 2048  # digits; three of them are more than 32 bits
 
 
-@lower("Cast")
+@expansion("Cast", when=LOWERING)
 def cast_booleans(op, x, *, to, saturate, round_mode):
     """The integer that stands for the truth, or the number at that place of ``[0, 1]``."""
     dtype = ir.DataType(to)
@@ -315,7 +358,7 @@ def cast_booleans(op, x, *, to, saturate, round_mode):
     return op.Gather(op.const([0, 1], dtype), number, axis=0)
 
 
-@lower("Cast")
+@expansion("Cast", when=LOWERING)
 def cast_integers(op, x, *, to, saturate, round_mode):
     """The sum of what each digit stands for; right for 32 bits, an error of Gather beyond."""
     dtype = ir.DataType(to)

@@ -23,6 +23,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.expand.images import constant_scales
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_standard, subgraphs_of
 
@@ -392,41 +393,6 @@ def _upsample_7(d: Draft) -> None:
     assert isinstance(scales, np.ndarray)
     d.attributes["scales"] = ir.AttrFloat32s("scales", [float(s) for s in scales])
     d.keep_inputs(1)
-
-
-def constant_scales(node: ir.Node) -> list[float] | None:
-    """Return the factor of every axis of a Resize, ``None`` if they are computed.
-
-    Sizes count as factors where the ratio is a whole number, or one that float32 restores.
-    """
-    x = node.inputs[0]
-    assert x is not None
-    dims = S.dims_of(x)
-    if dims is None:
-        return None
-    inputs = [*node.inputs, None, None, None]
-    axes_given = node.attributes.get("axes")
-    axes = [a % len(dims) for a in axes_given.as_ints()] if axes_given else list(range(len(dims)))
-    policy = node.attributes.get("keep_aspect_ratio_policy")
-    factors = [1.0] * len(dims)
-    scales, sizes = S.constant_of(inputs[2]), S.symbolic_of(inputs[3])
-    if scales is not None and scales.size:
-        for a, s in zip(axes, scales, strict=True):
-            factors[a] = float(s)
-        return factors
-    if sizes is None or (policy is not None and policy.as_string() != "stretch"):
-        return None
-    for a, size in zip(axes, sizes, strict=True):
-        if size == dims[a]:
-            continue
-        before = dims[a]
-        if not isinstance(size, int) or not isinstance(before, int):
-            return None
-        scale = float(np.float32(size / before))
-        if int(np.floor(np.float32(before) * np.float32(scale))) != size:
-            return None
-        factors[a] = scale
-    return factors
 
 
 def _axes(d: Draft, i: int) -> list[int] | None:

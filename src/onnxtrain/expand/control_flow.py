@@ -1,52 +1,23 @@
-"""Recurrences: as Scan, and loops of known length written out.
-
-Control flow as data flow.
-"""
+"""Control flow."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxtrain.expand import fourier, recurrent
+from onnxtrain.errors import ShapeError
+from onnxtrain.expand.expansions import LOWERING, expansion
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
-from onnxtrain.lowering.lowerings import inline, lower
+from onnxtrain.graph.nodes import subgraphs_of
 
-_MOST = 512  # nodes of a loop that is written out, times its length
-_STEPS = 256
-
-
-@lower("LSTM", "GRU", "RNN")
-def time_first(op, x, w, r, *rest, node, layout):
-    """Before opset 14 time is the first axis."""
-    if not layout:
-        return None
-    attributes = {n: S.python_value(a) for n, a in node.attributes.items() if n != "layout"}
-    swapped = [
-        v if v is None or i not in (2, 3) else op.Transpose(v, perm=[1, 0, 2])
-        for i, v in enumerate(rest)
-    ]
-    outputs = op.emit(
-        node.op_type,
-        op.Transpose(x, perm=[1, 0, 2]),
-        w,
-        r,
-        *swapped,
-        _outputs=3 if node.op_type == "LSTM" else 2,
-        **attributes,
-    )
-    y, *ends = outputs
-    return [op.Transpose(y, perm=[2, 0, 1, 3]), *(op.Transpose(e, perm=[1, 0, 2]) for e in ends)]
+_MAX_UNROLLED = 512  # nodes of a loop that is written out, times its length
 
 
-lower("LSTM")(recurrent.lstm)
-lower("GRU")(recurrent.gru)
-lower("RNN")(recurrent.rnn)
-lower("STFT")(fourier.stft)
+_MAX_STEPS = 256
 
 
-@lower("Scan")
+@expansion("Scan", when=LOWERING)
 def scan(
     op,
     *inputs,
@@ -63,7 +34,7 @@ def scan(
     states, scans = list(inputs[:count]), list(inputs[count:])
     axes = [a % op.rank(v) for a, v in zip(scan_input_axes or [0] * len(scans), scans, strict=True)]
     steps = op.dims(scans[0])[axes[0]] if scans else None
-    if not isinstance(steps, int) or not _truncate_body(body, steps):
+    if not isinstance(steps, int) or not _can_unroll(body, steps):
         return None
     turn = scan_input_directions or [0] * len(scans)
     ys: list[list[ir.Value]] = [[] for _ in body.outputs[count:]]
@@ -87,7 +58,7 @@ def scan(
     return [*states, *results]
 
 
-@lower("Loop")
+@expansion("Loop", when=LOWERING)
 def loop(op, trips, condition=None, *carried, node):
     """Every step written out, where their number is known: by its count, or step by step."""
     body = node.attributes["body"].as_graph()
@@ -95,9 +66,9 @@ def loop(op, trips, condition=None, *carried, node):
     start = np.asarray(True) if condition is None else op.constant(condition)
     if start is None or (trips is not None and count is None):
         return None
-    most = _STEPS if count is None else int(count.reshape(()))
+    most = _MAX_STEPS if count is None else int(count.reshape(()))
     known = count is not None and _continues(op, body)
-    if not _truncate_body(body, most if known else 1):
+    if not _can_unroll(body, most if known else 1):
         return None
     going: np.ndarray | None = start
     states = list(carried)
@@ -133,11 +104,15 @@ def _continues(op: OpBuilder, body: ir.Graph) -> bool:
     return False
 
 
-def _truncate_body(body: ir.Graph, steps: int | str | None) -> bool:
-    return isinstance(steps, int) and 0 < steps <= _STEPS and steps * len(body) <= _MOST * 64
+def _can_unroll(body: ir.Graph, steps: int | str | None) -> bool:
+    return (
+        isinstance(steps, int)
+        and 0 < steps <= _MAX_STEPS
+        and steps * len(body) <= _MAX_UNROLLED * 64
+    )
 
 
-@lower("If")
+@expansion("If", when=LOWERING)
 def run_both_branches(op, condition, *, node):
     """Both branches, and one of each pair of results.
 
@@ -152,3 +127,26 @@ def run_both_branches(op, condition, *, node):
             return None
         selected.append(a if a is b else op.Where(scalar, a, b))
     return selected
+
+
+def inline(op: OpBuilder, body: ir.Graph, inputs: list[ir.Value]) -> list[ir.Value]:
+    """Append the nodes of a body once; return its outputs."""
+    values: dict[ir.Value, ir.Value] = dict(zip(body.inputs, inputs, strict=True))
+    for x in body.initializers.values():
+        assert x.const_value is not None
+        values[x] = op.const(x.const_value.numpy(), x.const_value.dtype)
+    for node in body:
+        if any(True for _ in subgraphs_of(node)):
+            raise ShapeError("a body with control flow inside is not written out")
+        new = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if x is None else values.get(x, x) for x in node.inputs],
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+            version=node.version,
+        )
+        emitted = op.append(new)
+        outputs = emitted if isinstance(emitted, tuple) else (emitted,)
+        values |= dict(zip(node.outputs, outputs, strict=True))
+    return [values.get(y, y) for y in body.outputs]

@@ -1,13 +1,4 @@
-"""Comparison and selection.
-
-``a m + b (1 - m)`` is not ``Where``: an infinity or a NaN that was not selected comes through. So
-it is used only where both sides are finite.
-
-Comparisons without booleans: the number 0 or 1.
-
-For runtimes that have neither comparisons nor ``Cast``. The signs of differences say the same as
-comparisons, but for infinities; where those may occur, nothing is lowered.
-"""
+"""Comparison and selection."""
 
 from __future__ import annotations
 
@@ -16,17 +7,19 @@ import functools
 import numpy as np
 import onnx_ir as ir
 
+from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion
+from onnxtrain.expand.value_range import may_be_infinite
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import is_standard
-from onnxtrain.lowering.lowerings import lower
-from onnxtrain.lowering.value_range import may_be_infinite
 
 _BOOL, _INT64, _DOUBLE = ir.DataType.BOOL, ir.DataType.INT64, ir.DataType.DOUBLE
-_MOST = 1 << 22  # elements: positions of a larger tensor would make the file large
 
 
-@lower("Where")
+_MAX_POSITIONS = 1 << 22  # elements: positions of a larger tensor would make the file large
+
+
+@expansion("Where", when=LOWERING)
 def where_constant(op, condition, a, b):
     """A constant condition and minus infinity on one side: add the condition's logarithm."""
     mask = op.constant(condition)
@@ -40,7 +33,7 @@ def where_constant(op, condition, a, b):
     return None
 
 
-@lower("Where")
+@expansion("Where", when=LOWERING)
 def where_booleans(op, condition, a, b):
     """``(c and a) or (not c and b)``."""
     if a.dtype != _BOOL:
@@ -48,7 +41,7 @@ def where_booleans(op, condition, a, b):
     return op.Or(op.And(condition, a), op.And(op.Not(condition), b))
 
 
-@lower("Where")
+@expansion("Where", when=LOWERING)
 def where_integers(op, condition, a, b):
     """``a m + b (1 - m)``, exact for integers."""
     if a.dtype not in (ir.DataType.INT32, _INT64):
@@ -58,7 +51,7 @@ def where_integers(op, condition, a, b):
     return op.Add(op.Mul(a, m), op.Mul(b, op.Sub(one, m)))
 
 
-@lower("Where")
+@expansion("Where", when=LOWERING)
 def where_finite(op, condition, a, b):
     """``a m + b (1 - m)`` where both are finite; minus infinity is the logarithm of ``m``."""
     if not a.dtype.is_floating_point():
@@ -76,7 +69,7 @@ def where_finite(op, condition, a, b):
     return op.Add(left, right)
 
 
-@lower("Where")
+@expansion("Where", when=LOWERING)
 def where_by_position(op, condition, a, b):
     """Put both sides in one vector and gather: exact for every value, for static shapes."""
     shape = [S.dims_of(v) for v in (condition, a, b)]
@@ -84,7 +77,7 @@ def where_by_position(op, condition, a, b):
         return None
     out = np.broadcast_shapes(*shape)  # pyright: ignore[reportArgumentType]
     count = int(np.prod(out))
-    if count > _MOST:
+    if count > _MAX_POSITIONS:
         return None
     places = []
     start = 0
@@ -123,7 +116,7 @@ def _times(op: OpBuilder, v: ir.Value, m: ir.Value) -> ir.Value | None:
     return op.Mul(v, m)
 
 
-@lower("Equal")
+@expansion("Equal", when=LOWERING)
 def equal_floats(op, a, b):
     """Neither above nor below, and no NaN: a number is above 0 or below 1."""
     if not a.dtype.is_floating_point():
@@ -137,13 +130,13 @@ def equal_floats(op, a, b):
     return functools.reduce(op.And, real, op.Not(apart))
 
 
-@lower("Equal")
+@expansion("Equal", when=LOWERING)
 def equal_booleans(op, a, b):
     """Not either one of them alone."""
     return op.Not(op.Xor(a, b)) if a.dtype == _BOOL else None
 
 
-@lower("Greater", "Less")
+@expansion("Greater", "Less", when=LOWERING)
 def compare_integers(op, a, b, *, node):
     """The sign of the difference, which a double has exactly."""
     if a.dtype not in (ir.DataType.INT32, _INT64):
@@ -152,7 +145,7 @@ def compare_integers(op, a, b, *, node):
     return op.emit(node.op_type, op.Cast(gap, to=_DOUBLE), op.const(0.0, _DOUBLE))
 
 
-@lower("GreaterOrEqual", "LessOrEqual")
+@expansion("GreaterOrEqual", "LessOrEqual", when=LOWERING)
 def or_equal(op, a, b, *, node):
     """For integers, not the opposite; for floats, one or the other: a NaN is neither."""
     strict = "Greater" if node.op_type == "GreaterOrEqual" else "Less"
@@ -161,7 +154,7 @@ def or_equal(op, a, b, *, node):
     return op.Or(op.emit(strict, a, b), op.Equal(a, b))
 
 
-@lower("Max", "Min")
+@expansion("Max", "Min", when=LOWERING)
 def variadic_pairwise(op, *inputs, node):
     """The largest of the first two and the next one, and so on."""
     if len(inputs) == 1:
@@ -174,7 +167,7 @@ def variadic_pairwise(op, *inputs, node):
     return y
 
 
-@lower("Max", "Min")
+@expansion("Max", "Min", when=LOWERING)
 def expand_operands(op, a, b, *, node):
     """Before opset 8 both have to have the same shape."""
     y = node.outputs[0]
@@ -184,7 +177,7 @@ def expand_operands(op, a, b, *, node):
     return op.emit(node.op_type, op.expand_like(a, like), op.expand_like(b, like))
 
 
-@lower("Max", "Min")
+@expansion("Max", "Min", when=LOWERING)
 def max_of_integers(op, a, b, *, node):
     """The one that compares as the larger."""
     if a.dtype.is_floating_point():
@@ -193,7 +186,7 @@ def max_of_integers(op, a, b, *, node):
     return op.Where(above, a, b)
 
 
-@lower("Max", "Min")
+@expansion("Max", "Min", when=LOWERING)
 def max_by_reduction(op, a, b, *, node):
     """The largest along a new axis with both of them."""
     if not S.same_shape(a, b):
@@ -203,13 +196,13 @@ def max_by_reduction(op, a, b, *, node):
     return op.emit(f"Reduce{node.op_type}", both, [last], keepdims=0)
 
 
-@lower("IsNaN")
+@expansion("IsNaN", when=LOWERING)
 def is_nan(op, x):
     """A number is above 0 or below 1."""
     return op.Not(op.Or(op.Greater(x, 0.0), op.Less(x, 1.0)))
 
 
-@lower("IsInf")
+@expansion("IsInf", when=LOWERING)
 def is_inf(op, x, *, detect_negative, detect_positive):
     """Equal to one of the infinities."""
     top = float(ir.DataType(x.dtype).max)
@@ -219,25 +212,38 @@ def is_inf(op, x, *, detect_negative, detect_positive):
     return above if detect_positive else below
 
 
-@lower("Not")
+@expansion("Not", when=LOWERING)
 def negation(op, x):
     """Equal to false."""
     return op.Equal(x, op.const(False, _BOOL))
 
 
-_LAYOUT_OPS = ("Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+@expansion("com.microsoft::IsAllFinite", when=TRAINING)
+def is_all_finite(op, *inputs, isinf_only=0, isnan_only=0):
+    """Whether no element is infinite or not a number."""
+    bad = None
+    for x in inputs:
+        terms = [] if isnan_only else [op.IsInf(x)]
+        terms += [] if isinf_only else [op.IsNaN(x)]
+        for term in terms:
+            any_ = op.ReduceMax(op.Cast(op.Reshape(term, [-1]), to=ir.DataType.INT32), keepdims=0)
+            bad = any_ if bad is None else op.Max(bad, any_)
+    return op.Equal(bad, op.const(0, ir.DataType.INT32))
 
 
-@lower("Cast")
+@expansion("Cast", when=LOWERING)
 def cast_comparison(op, x, *, to, saturate):
     """The number that stands for the truth."""
     dtype = ir.DataType(to)
     if x.dtype != ir.DataType.BOOL or not dtype.is_floating_point():
         return None
-    return _mask(op, x, dtype)
+    return _bool_as_float(op, x, dtype)
 
 
-def _mask(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
+_FLOAT_LAYOUT_OPS = ("Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+
+
+def _bool_as_float(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
     """Return a condition as 0 and 1, ``None`` if it is not made of comparisons of finite floats."""
     array = op.constant(x)
     if array is not None:
@@ -246,8 +252,8 @@ def _mask(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
     if node is None or not is_standard(node) or node.inputs[0] is None:
         return None
     kind, a = node.op_type, node.inputs[0]
-    if kind in _LAYOUT_OPS:
-        inner = _mask(op, a, dtype)
+    if kind in _FLOAT_LAYOUT_OPS:
+        inner = _bool_as_float(op, a, dtype)
         if inner is None:
             return None
         moved = ir.Node(
@@ -255,22 +261,22 @@ def _mask(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
         )
         return op.append(moved)
     if kind == "Not":
-        inner = _mask(op, a, dtype)
+        inner = _bool_as_float(op, a, dtype)
         return None if inner is None else op.Sub(1.0, inner)
     b = node.inputs[1] if len(node.inputs) > 1 else None
     if b is None:
         return None
     if kind in ("And", "Or"):
-        left, right = _mask(op, a, dtype), _mask(op, b, dtype)
+        left, right = _bool_as_float(op, a, dtype), _bool_as_float(op, b, dtype)
         if left is None or right is None:
             return None
         if kind == "And":
             return op.Mul(left, right)
         return op.Sub(1.0, op.Mul(op.Sub(1.0, left), op.Sub(1.0, right)))
-    return _compared(op, kind, a, b) if a.dtype == dtype else None
+    return _compare_by_sign(op, kind, a, b) if a.dtype == dtype else None
 
 
-def _compared(op: OpBuilder, kind: str, a: ir.Value, b: ir.Value) -> ir.Value | None:
+def _compare_by_sign(op: OpBuilder, kind: str, a: ir.Value, b: ir.Value) -> ir.Value | None:
     if may_be_infinite(a) or may_be_infinite(b):
         return None
     sign = op.Sign(op.Sub(a, b))
@@ -283,3 +289,163 @@ def _compared(op: OpBuilder, kind: str, a: ir.Value, b: ir.Value) -> ir.Value | 
         below = op.Relu(op.Neg(sign))
         return below if kind == "Less" else op.Sub(1.0, below)
     return None
+
+
+BOOL, INT64 = ir.DataType.BOOL, ir.DataType.INT64
+
+
+INTEGER_TYPES = (ir.DataType.INT32, INT64)
+
+
+_INTEGER_LAYOUT_OPS = frozenset(
+    {
+        *("Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Tile"),
+        *("Transpose", "Unsqueeze"),
+    }
+)
+
+
+_Converted = dict[ir.Value, ir.Value | None]
+
+
+def bool_as_int64(op: OpBuilder, x: ir.Value) -> ir.Value | None:
+    """Return a boolean tensor as int64, ``None`` if it is not made of what is known here."""
+    return _as_int64(op, x, {})
+
+
+def _as_int64(op: OpBuilder, x: ir.Value, seen: _Converted) -> ir.Value | None:
+    if x not in seen:
+        seen[x] = _convert_producer(op, x, seen)
+    return seen[x]
+
+
+def _convert_producer(op: OpBuilder, x: ir.Value, seen: _Converted) -> ir.Value | None:
+    array = op.constant(x)
+    if array is not None:
+        return op.const(array.astype(np.int64))
+    node = x.producer()
+    if node is None or not is_standard(node) or not node.inputs or node.inputs[0] is None:
+        return None
+    kind, inputs = node.op_type, list(node.inputs)
+    a = node.inputs[0]
+    if kind == "Cast":
+        return _not(op, _equal(op, a, op.const(0, a.dtype)))
+    if kind in ("Not", "And", "Or", "Xor") or (kind == "Equal" and a.dtype == BOOL):
+        return _combine_logic(op, kind, [_as_int64(op, v, seen) for v in inputs if v is not None])
+    if kind == "IsNaN":
+        return _not(op, _is_not_nan(op, a))
+    if kind == "IsInf":
+        return _is_infinite(op, node)
+    b = inputs[1] if len(inputs) > 1 else None
+    if kind == "Equal" and b is not None:
+        return _equal(op, a, b)
+    if kind in ("Greater", "Less") and b is not None:
+        return _greater(op, a, b) if kind == "Greater" else _greater(op, b, a)
+    if kind in ("GreaterOrEqual", "LessOrEqual") and b is not None:
+        low, high = (a, b) if kind == "GreaterOrEqual" else (b, a)
+        return _and(op, [_not(op, _greater(op, high, low)), *_mask_nans(op, a, b)])
+    if kind in ("ReduceMax", "ReduceMin") or kind in _INTEGER_LAYOUT_OPS:
+        return _move_integers(op, node, [_as_int64(op, a, seen), *inputs[1:]])
+    if kind == "Concat":
+        return _move_integers(
+            op, node, [None if v is None else _as_int64(op, v, seen) for v in inputs]
+        )
+    return None
+
+
+def _is_infinite(op: OpBuilder, node: ir.Node) -> ir.Value | None:
+    x = node.inputs[0]
+    assert x is not None
+    top = op.const(float(ir.DataType(x.dtype).max), x.dtype)
+    known = S.attributes_of(node, op.opset)
+    parts = [_greater(op, x, top)] if known["detect_positive"] else []
+    parts += [_greater(op, op.Neg(top), x)] if known["detect_negative"] else []
+    return _combine_logic(op, "Or", parts) if len(parts) == 2 else next(iter(parts), None)
+
+
+def _move_integers(op: OpBuilder, node: ir.Node, inputs: list[ir.Value | None]) -> ir.Value | None:
+    """Return the same node over integers."""
+    if inputs[0] is None or (node.op_type == "Concat" and None in inputs):
+        return None
+    return op.append(
+        ir.Node("", node.op_type, inputs, list(node.attributes.values()), version=op.opset)
+    )
+
+
+def _combine_logic(op: OpBuilder, kind: str, parts: list[ir.Value | None]) -> ir.Value | None:
+    a, b = parts[0], parts[-1]
+    if a is None or b is None:
+        return None
+    if kind == "Not":
+        return _not(op, a)
+    if kind == "And":
+        return op.Mul(a, b)
+    if kind == "Or":
+        return op.Sub(op.Add(a, b), op.Mul(a, b))
+    apart = op.Sub(a, b)
+    apart = op.Mul(apart, apart)
+    return apart if kind == "Xor" else _not(op, apart)
+
+
+def _not(op: OpBuilder, a: ir.Value | None) -> ir.Value | None:
+    return None if a is None else op.Sub(op.const(1), a)
+
+
+def _and(op: OpBuilder, parts: list[ir.Value | None]) -> ir.Value | None:
+    y = parts[0]
+    for part in parts[1:]:
+        if y is None or part is None:
+            return None
+        y = op.Mul(y, part)
+    return y
+
+
+def _greater(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value | None:
+    """Return ``a > b``."""
+    assert a.dtype is not None
+    if a.dtype in INTEGER_TYPES:  # (|d| + d) / (|d| + 1), cut off
+        d = op.Sub(a, b)
+        size = op.Abs(d)
+        y = op.Div(op.Add(size, d), op.Add(size, op.const(1, a.dtype)))
+        return op.cast(y, INT64)
+    return _positive(op, op.Sub(a, b)) if a.dtype.is_floating_point() else None
+
+
+def _positive(op: OpBuilder, d: ir.Value) -> ir.Value | None:
+    """Return ``d > 0``: the place of the larger of 0 and d; the first of two that are equal."""
+    dims = op.static(d)
+    if dims is None:
+        return None
+    last = len(dims)
+    both = op.Concat(op.const(np.zeros([*dims, 1]), d.dtype), op.Unsqueeze(d, [last]), axis=last)
+    return op.ArgMax(both, axis=last, keepdims=0)
+
+
+def _equal(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value | None:
+    """Return ``a == b``: infinity less infinity is NaN, which is neither above nor below."""
+    assert a.dtype is not None
+    if a.dtype in INTEGER_TYPES:  # 1 - 2 |d| / (|d| + 1), cut off
+        size = op.Abs(op.Sub(a, b))
+        one = op.const(1, a.dtype)
+        y = op.Sub(one, op.Div(op.Add(size, size), op.Add(size, one)))
+        return op.cast(y, INT64)
+    if not a.dtype.is_floating_point():
+        return None
+    apart = [_greater(op, a, b), _greater(op, b, a)]
+    return _and(op, [*(_not(op, v) for v in apart), *_mask_nans(op, a, b)])
+
+
+def _mask_nans(op: OpBuilder, *values: ir.Value) -> list[ir.Value | None]:
+    """Give, for each float that may be NaN, where it is not."""
+    masks = []
+    for v in values:
+        if v.dtype in INTEGER_TYPES or not may_be_infinite(v):
+            continue
+        masks.append(_is_not_nan(op, v))
+    return masks
+
+
+def _is_not_nan(op: OpBuilder, x: ir.Value) -> ir.Value | None:
+    """Return where ``x`` is above 0 or below 1."""
+    zero, one = op.const(0, x.dtype), op.const(1, x.dtype)
+    return _combine_logic(op, "Or", [_greater(op, x, zero), _greater(op, one, x)])

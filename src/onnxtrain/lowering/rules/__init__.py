@@ -1,7 +1,0 @@
-"""Lowerings by family; see :mod:`onnxtrain.lowering.lowerings` for what a lowering is."""
-
-from importlib import import_module
-from pkgutil import iter_modules
-
-for _module in sorted(m.name for m in iter_modules(__path__)):
-    import_module(f"{__name__}.{_module}")
