@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools import layer_map
 
 import onnxtrain
 
@@ -35,19 +35,11 @@ def packages() -> list[str]:
     return sorted(f for f in folders if "/" not in f.removeprefix("graph/") and f != "graph")
 
 
-@pytest.mark.parametrize("text", ["CONTRIBUTING.md", "docs/design.md"])
-def test_maps_name_every_package(text: str) -> None:
-    source = (Path(__file__).parent.parent / text).read_text(encoding="utf-8")
-    assert len(packages()) > 15
-    assert [name for name in packages() if f"{name}/" not in source] == []
-
-
-def test_maps_name_nothing_else() -> None:
-    """What the map of CONTRIBUTING.md lists in the library is there."""
-    source = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    block = source.split("in `src/onnxtrain/`:", 1)[1].split("```")[1]
-    listed = [line.split()[0] for line in block.strip().splitlines()]
-    assert [name for name in listed if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("page", layer_map.PAGES)
+def test_maps_are_those_of_the_import_contract(page: str) -> None:
+    """Run ``python -m tools.layer_map`` to update the pages."""
+    source = (layer_map.ROOT / page).read_text(encoding="utf-8")
+    assert source == layer_map.with_map(source)
 
 
 def imports(tree: ast.AST) -> Iterator[ast.ImportFrom]:
@@ -84,10 +76,7 @@ def _package(name: str) -> str:
 
 def test_every_module_has_a_layer() -> None:
     """The chain of import-linter has every package and every file beside them, each once."""
-    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
-    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
-    (chain,) = (c["layers"] for c in contracts if c["type"] == "layers")
-    layered = [name.removeprefix("onnxtrain.") for row in chain for name in row.split(" | ")]
+    layered = [name for row in layer_map.layers() for name in row]
     single = {name.removesuffix(".py") for name in FILES if "/" not in name}
     single |= {name.removesuffix(".py") for name in FILES if Path(name).parent.name == "graph"}
     expected = {*packages(), *single} - {"__init__", "__main__", "graph/__init__"}
