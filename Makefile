@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web bench-federated web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean finetune-demo
+.PHONY: help demo test test-fast test-full check lower-bounds rule zoo onnxjs lower-zoo ops wild ort-suite bench bench-setup bench-quick bench-build bench-web bench-federated web web-test cpp-test cpp-tools style-transfer federated-demo chromium clean finetune-demo
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -30,9 +30,16 @@ demo: $(VENV)/.demo  ## train a digits classifier on stock ONNX Runtime, into ru
 	$(BIN)/python examples/digits.py
 
 # A fixed seed: CI says the same twice. Plain pytest draws another order and other data each time.
+PYTEST := $(BIN)/python -m pytest -n 2 -q -p randomly --randomly-seed=1
+# A test that hung or lost a connection runs once more and is listed as flaky. A wrong value never does.
+RETRY := --reruns 1 --only-rerun '^(\w*Timeout|Connection|BrokenPipe|URLError|OSError.*Address already in use)' --rerun-except '^AssertionError'
+
 test: $(VENV)/.dev web/node_modules/.package-lock.json $(ONNXJS) chromium cpp-tools check  ## everything CI runs: Python, web, C++ where there are headers
-	$(BIN)/python -m pytest -n 2 -q -m "not full" -p randomly --randomly-seed=1 --durations=30
+	$(PYTEST) $(RETRY) -m "not full" --durations=30
 	$(MAKE) web-test
+
+test-fast: $(VENV)/.dev  ## rule cases on the cpu target and a few files per package, under three minutes
+	$(PYTEST) @tests/fast.txt
 
 test-full: $(VENV)/.dev check  ## the long loops too, and transformers
 	$(BIN)/python -m pytest -n 2 -q
@@ -161,7 +168,7 @@ CPP_TOOLS := g++ cmake javac rustc aarch64-linux-gnu-g++ qemu-aarch64
 cpp-test: $(VENV)/.dev web/node_modules/.package-lock.json  ## the C++ trainer, its C interface, Java, Rust, sanitizers and arm64
 	@for tool in $(CPP_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
 		[ -z "$$missing" ] || [ "$$(id -u)" != 0 ] || { apt-get update -qq && apt-get install -y -qq $(CPP_DEBIAN); }
-	$(BIN)/python -m pytest -n 2 -q tests/cpp -p randomly --randomly-seed=1
+	$(PYTEST) $(RETRY) tests/cpp
 
 web-test: $(VENV)/.dev web/node_modules/.package-lock.json chromium  ## the web package in Node and in Chromium
 	cd web && npm run check && npm test && npm run test:browser
