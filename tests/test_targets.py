@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -137,14 +138,18 @@ def test_a_new_target_for_gradients(toy: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def linear() -> ir.Model:
+    return from_torch(nn.Linear(4, 3), (torch.randn(2, 4),))
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "nll", "multi_margin", "bce_with_logits", "l1"])
 @pytest.mark.parametrize("lacked", ["GatherElements", "LogSoftmax", "Sign", "Softplus"])
 def test_what_alone_is_lacked_is_not_emitted(
-    lacked: str, loss: str, monkeypatch: pytest.MonkeyPatch
+    linear: ir.Model, lacked: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TARGETS, "toy", Target("toy", missing=frozenset({lacked})))
-    model = from_torch(nn.Linear(4, 3), (torch.randn(2, 4),))
-    artifacts = onnxtrain.build(model, loss=loss, optimizer="lion", target="toy")
+    artifacts = onnxtrain.build(linear, loss=loss, optimizer="lion", target="toy")
     assert [m for m, made in artifacts.models.items() if lacked in kinds(made)] == []
 
 

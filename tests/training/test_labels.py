@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from onnxtrain import losses
+from onnxtrain.artifacts import Artifacts
 from onnxtrain.errors import LabelError
 from onnxtrain.training import Trainer
 from tests.artifacts.models import data
@@ -15,12 +17,17 @@ from tests.artifacts.models import data
 from .made import made, same
 
 
+@functools.cache
+def with_loss(name: str) -> Artifacts:
+    """Return artifacts with one loss; trainers copy their state from them."""
+    return made(loss=[losses.LossTerm(name, output="scores")], metrics=["grad_norm"])
+
+
 @pytest.mark.parametrize("name", ["cross_entropy", "nll", "multi_margin"])
 @pytest.mark.parametrize("layout", ["auto", "fused", "separate"])
 @pytest.mark.parametrize("label", [3, -1, 2**31])
 def test_a_step(name: str, layout: str, label: int) -> None:
-    artifacts = made(loss=[losses.LossTerm(name, output="scores")], metrics=["grad_norm"])
-    trainer = Trainer(artifacts, layout=layout)
+    trainer = Trainer(with_loss(name), layout=layout)
     before = trainer.state_dict()
     x, labels = data(8)
     labels[5] = label
