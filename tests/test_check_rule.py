@@ -72,9 +72,9 @@ def test_refusals() -> None:
     with pytest.raises(OnnxTrainError, match="no gradient rule for acme::Nothing"):
         check_rule("acme::Nothing", X, forward=lambda x: x)
     onnxtrain.register_vjp("acme::Same")(lambda op, dy, x: dy)
-    with pytest.raises(OnnxTrainError, match="its values are not known"):
+    with pytest.raises(OnnxTrainError, match="acme::Same is not a standard operator"):
         check_rule("acme::Same", X)
-    with pytest.raises(OnnxTrainError, match="floats can be compared"):
+    with pytest.raises(OnnxTrainError, match="float elements"):
         check_rule("Erf", np.array([1]))
-    with pytest.raises(OnnxTrainError, match="gives 1 outputs, not 2"):
+    with pytest.raises(OnnxTrainError, match="returns 1 outputs, expected 2"):
         check_rule("acme::Same", X, forward=lambda x: x, outputs=2)

@@ -18,59 +18,59 @@ class OnnxTrainError(Exception):
 
 
 class LoadError(OnnxTrainError, ValueError):
-    """The file is not a model we are willing to open: broken, hostile or over a limit."""
+    """A file is not a valid model, is hostile, or exceeds a limit."""
 
 
 class SaveError(OnnxTrainError, ValueError):
-    """The model is not complete enough to write, or the file system refuses."""
+    """A model cannot be serialized, or the file system rejects the write."""
 
 
 class PrepareError(OnnxTrainError, ValueError):
-    """The model cannot be brought to the normal form, or a name in the request does not exist."""
+    """A model cannot be brought to the normal form, or an argument is invalid."""
 
 
 class ShapeError(OnnxTrainError, ValueError):
-    """A rank or dimension that a step needs is unknown or does not fit."""
+    """A required rank or dimension is unknown or does not match."""
 
 
 class LabelError(ShapeError):
-    """A label is not among the classes of the model."""
+    """A label is not a class of the model."""
 
 
 class UndifferentiableError(OnnxTrainError, NotImplementedError):
-    """A gradient was asked for that does not exist or that we do not know how to do right."""
+    """A requested gradient does not exist or has no rule."""
 
 
 class LoweringError(OnnxTrainError):
-    """The model cannot be expressed in the operators of the target."""
+    """A model cannot be expressed in the operators of the target."""
 
 
 class ProfileError(LoweringError):
-    """There is no such runtime profile, or its file does not say what one has to."""
+    """A runtime profile does not exist, or its file is invalid."""
 
 
 class ProbeError(LoweringError):
-    """A pack of probe models or its results cannot be read, or a runtime cannot be probed."""
+    """Probe models or their results cannot be read, or a runtime cannot be probed."""
 
 
 class VerificationError(LoweringError):
-    """A lowered model does not do what the original does; nothing was written."""
+    """A lowered model and the original have different results; nothing was written."""
 
 
 class DefectError(OnnxTrainError):
-    """A model that was built here is refused by the runtime: a defect of this library."""
+    """The runtime rejects a generated model: a bug of this library."""
 
 
 class CheckpointError(OnnxTrainError, ValueError):
-    """A checkpoint, manifest or artifact is broken or does not fit the model."""
+    """A checkpoint, manifest or artifact is invalid or does not match the model."""
 
 
 class NonFiniteError(OnnxTrainError, ArithmeticError):
-    """Training has met an infinity or a NaN."""
+    """A loss, gradient or parameter is infinite or NaN."""
 
 
 class UncopiableError(OnnxTrainError, TypeError):
-    """Something that holds sessions or memory of its own was to be pickled or copied."""
+    """An object that owns sessions or memory cannot be pickled or copied."""
 
 
 class BusyError(OnnxTrainError, RuntimeError):
@@ -78,7 +78,7 @@ class BusyError(OnnxTrainError, RuntimeError):
 
 
 class CompatError(OnnxTrainError):
-    """A call of an older API that has no counterpart on a stock runtime."""
+    """A call of an older API has no equivalent on a stock runtime."""
 
 
 class MissingExtraError(OnnxTrainError, ImportError):
@@ -90,7 +90,7 @@ _FREEZES: contextvars.ContextVar[bool] = contextvars.ContextVar("freezes", defau
 
 @contextlib.contextmanager
 def hints_name_freeze() -> Generator[None]:
-    """Let hints speak of ``freeze`` while a call runs that has this option, and no ``wrt``."""
+    """Make hints mention ``freeze`` instead of ``wrt`` inside this context."""
     token = _FREEZES.set(True)
     try:
         yield
@@ -99,7 +99,7 @@ def hints_name_freeze() -> Generator[None]:
 
 
 def exclusion_hint(what: str) -> str:
-    """Return how the user leaves something out of what is differentiated."""
+    """Return a hint how to exclude ``what`` from differentiation."""
     return f"name {what} in `freeze`" if _FREEZES.get() else f"leave {what} out of `wrt`"
 
 

@@ -1,17 +1,17 @@
-"""Options declared once: the fields of a dataclass tell name, default, flag and what is recorded.
+"""Options declared once, as a dataclass: name, default, command line flag and manifest entry.
 
-A function of the API spells its options out as keywords, for editors, and gathers them by
-:func:`from_arguments`. The command line is made of the flags, the manifest of the records.
+A function of the API lists its options as keywords, for editors, and collects them with
+:func:`from_arguments`. The command line uses the flags, the manifest the recorded values.
 
 >>> @dataclasses.dataclass(frozen=True, kw_only=True)
 ... class Options:
-...     names: tuple[str, ...] = option((), Flag(list, "Which.", name="name"), record=list)
+...     names: tuple[str, ...] = option((), Flag(list, "Names.", name="name"), record=list)
 ...     loud: bool = option(False)
 >>> def call(where, *, names=(), loud=False):
 ...     return from_arguments(Options, locals())
 >>> call("here", names=("a",))
 Options(names=('a',), loud=False)
->>> recorded(call("here", names=("a",)))
+>>> recorded_options(call("here", names=("a",)))
 {'names': ['a']}
 >>> list(flags(Options))
 ['names']
@@ -29,13 +29,13 @@ _FLAG, _RECORD = "flag", "record"
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """How an option is given on the command line.
+    """The command line flag of an option.
 
     Args:
-        kind: the type there; of a list, the flag is repeatable.
+        kind: the type of the flag; a list makes it repeatable.
         help: one line.
-        name: of the flag, with underscores, if not that of the option.
-        default: on the command line, if the option itself has to be given.
+        name: the name of the flag, with underscores. By default, the name of the option.
+        default: the default on the command line, for options that are required in Python.
     """
 
     kind: Any
@@ -52,26 +52,26 @@ def option(
     """Return the field of an option.
 
     Args:
-        default: what it is unless given; without one, it must be given.
-        flag: its place on the command line, if it has one.
-        record: makes of its value what a file keeps of it, ready for JSON; ``None`` keeps nothing.
+        default: the default; without one the option is required.
+        flag: the command line flag, if any.
+        record: converts the value to JSON for the manifest; ``None`` does not record it.
     """
     return dataclasses.field(default=default, metadata={_FLAG: flag, _RECORD: record})
 
 
 def unchanged(value: T) -> T:
-    """Return the value: a record of options that JSON has words for."""
+    """Return the value; the ``record`` of options that are valid JSON."""
     return value
 
 
 def from_arguments(kind: type[T], arguments: Mapping[str, Any]) -> T:
-    """Return the options among a function's arguments, its ``locals()`` before all else."""
+    """Return the options dataclass from the arguments of a function: its initial ``locals()``."""
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
     return kind(**{f.name: arguments[f.name] for f in fields})
 
 
 def recorded_options(options: Any) -> dict[str, Any]:
-    """Return what a file keeps of the options, by name."""
+    """Return the recorded options by name, as JSON."""
     return {
         f.name: f.metadata[_RECORD](getattr(options, f.name))
         for f in dataclasses.fields(options)
@@ -80,9 +80,9 @@ def recorded_options(options: Any) -> dict[str, Any]:
 
 
 def flags(kind: Any) -> dict[str, Flag]:
-    """Return the flags of a dataclass by the name of the option; the flag's name is filled in.
+    """Return the flags of a dataclass by option name, with flag names filled in.
 
-    A flag without a default of its own has that of the option, if the command line can say it.
+    A flag without a default has that of the option, if the command line can express it.
     """
     declared: dict[str, Flag] = {}
     for field in dataclasses.fields(kind):

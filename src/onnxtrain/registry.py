@@ -1,8 +1,8 @@
-"""Classes by name: losses, metrics, optimizers and schedules are each registered by one decorator.
+"""Registries of classes by name: losses, metrics, optimizers and schedules.
 
-A name may come with options in one string, as a command line passes it.
+A string may have a name and options, as on the command line.
 
->>> SHAPES: Named[object] = Named("shape")
+>>> SHAPES: Registry[object] = Registry("shape")
 >>> @SHAPES.named("square", "box")
 ... @dataclasses.dataclass(frozen=True)
 ... class Square:
@@ -38,11 +38,11 @@ _LITERALS = {"true": True, "false": False, "none": None}
 
 
 class Registry(Mapping[str, type[T]]):
-    """The dataclasses of one kind by name, in the order in which they were registered.
+    """Dataclasses of one kind by name, in the order of registration.
 
     Args:
-        what: what the names stand for, for messages.
-        attribute: the class attribute that takes the first name, if the classes have one.
+        what: the kind, for messages: ``"loss"``.
+        attribute: a class attribute to set to the first name, if any.
     """
 
     def __init__(self, what: str, attribute: str | None = None) -> None:
@@ -50,16 +50,16 @@ class Registry(Mapping[str, type[T]]):
         self._kinds: dict[str, type[T]] = {}
 
     def named(self, name: str, *aliases: str) -> Callable[[Kind], Kind]:
-        """Return the decorator, to stand above ``@dataclass``, that registers a class.
+        """Return a decorator that registers a class; put it above ``@dataclass``.
 
         Raises:
-            PrepareError: if another class has the name.
+            PrepareError: another class has the name.
         """
 
         def register(kind: Kind) -> Kind:
             for key in (name, *aliases):
                 other = self._kinds.get(key, kind)
-                # The same class again: a cell of a notebook that runs twice.
+                # The same class again: a notebook cell that ran twice.
                 if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
                     raise PrepareError(
                         f"the {self.what} {key!r} is {other.__module__}.{other.__qualname__}\n"
@@ -82,18 +82,18 @@ class Registry(Mapping[str, type[T]]):
         return len(self._kinds)
 
     def find(self, name: str) -> type[T] | None:
-        """Return the class of a name, whatever its case and whether it has dashes."""
+        """Return the class of a name, ignoring case; dashes equal underscores."""
         return self._kinds.get(name.lower().replace("-", "_"))
 
     def make(self, text: str, options: Mapping[str, Any] | None = None) -> T:
-        """Return an object of the class that ``text`` names; options in ``text`` come first.
+        """Create an object from a name with options; options in ``text`` take precedence.
 
         Args:
             text: a name, or a name with options.
-            options: more options, for those that ``text`` leaves open.
+            options: further options.
 
         Raises:
-            PrepareError: if a name or an option does not exist, or an option is missing.
+            PrepareError: a name or an option is unknown, or an option is missing.
         """
         name, given = parse_options(text)
         kind: Any = self.find(name)
@@ -119,10 +119,10 @@ class Registry(Mapping[str, type[T]]):
 
 
 def _check_types(name: str, kind: type, settings: Mapping[str, Any]) -> None:
-    """Refuse values that the fields of a dataclass cannot take."""
+    """Raise if a value does not match the type of its field."""
     try:
         wanted = get_type_hints(kind)
-    except (NameError, TypeError):  # hints that only a type checker can read
+    except (NameError, TypeError):  # annotations that only a type checker can resolve
         return
     for key, value in settings.items():
         if key in wanted and not _matches_type(value, wanted[key]):
@@ -132,7 +132,7 @@ def _check_types(name: str, kind: type, settings: Mapping[str, Any]) -> None:
 
 
 def _matches_type(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type, as far as the kinds of values go that text can say."""
+    """Return whether a value matches a type annotation; covers types that text can express."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_matches_type(value, a) for a in arguments)
@@ -156,12 +156,12 @@ def _matches_type(value: Any, hint: Any) -> bool:
         if kind is tuple and Ellipsis not in arguments and inner:
             return len(items) == len(inner) and all(map(_matches_type, items, inner))
         return not inner or all(_matches_type(v, inner[0]) for v in items)
-    # Anything else has checks of its own.
+    # Other classes check their arguments themselves.
     return True
 
 
 def _describe_type(hint: Any) -> str:
-    """Return a type in words."""
+    """Return a readable name of a type."""
     words = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
     if hint in words:
         return words[hint]
@@ -187,7 +187,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def parse_options(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and the options of ``"name:key=value,key=value"``.
 
-    A value is a number, a list in brackets, true, false, none, or else a word.
+    A value is a number, a list in brackets, true, false, none, or a string.
     """
     name, colon, rest = text.partition(":")
     options: dict[str, Any] = {}
@@ -204,7 +204,7 @@ def parse_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def unknown_name_error(name: str, choices: Iterable[str], what: str) -> PrepareError:
-    """Return the error for a name that does not exist, with near matches."""
+    """Return the error for an unknown name, with the nearest choices first."""
     known = list(choices)
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(known)}"

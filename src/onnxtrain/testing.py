@@ -1,4 +1,4 @@
-"""Checks for gradient rules of your own."""
+"""Gradient checks for custom rules: ``check_rule`` compares a rule with finite differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxtrain.autodiff.gradients import vjp
 from onnxtrain.autodiff.rule_registry import NO_GRADIENT, RULES, USER_RULES, ZERO_GRADIENT
 from onnxtrain.errors import OnnxTrainError
 
-_MAX_ELEMENTS = 4096  # numbers to differentiate by: each is two runs
+_MAX_ELEMENTS = 4096  # each element costs two runs of the operator
 Forward = Callable[..., Any]
 
 
@@ -28,35 +28,36 @@ def check_rule(
     tolerance: float = 1e-5,
     seed: int = 0,
 ) -> None:
-    """Compare the gradient rule of an operator with differences of its values, in float64.
+    """Compare the gradient rule of an operator with finite differences, in float64.
 
     Args:
         op: ``"MyDomain::MyOp"``, or the name of a standard operator.
-        inputs: of the node. Gradients are compared for floats; the rest are constants. ``None``
-            stands for an input that is left out. Keep floats away from kinks.
-        attributes: of the node.
-        forward: the operator itself, from arrays and attributes to an array or a tuple of them. A
-            standard operator needs none, unless onnx's reference evaluator rounds it (Erf does).
-        outputs: how many the node has.
-        step: of the differences.
-        tolerance: how far a gradient may be off, as a part of the largest number in it.
-        seed: of the numbers that the outputs' gradients are drawn from.
+        inputs: inputs of the node. Gradients of float inputs are compared; others are constants.
+            ``None`` omits an optional input. Keep floats away from kinks.
+        attributes: attributes of the node.
+        forward: a function that computes the operator: from arrays and attributes to an array or a
+            tuple of arrays. Standard operators do not need it, unless the reference evaluator of
+            onnx rounds them (Erf).
+        outputs: number of outputs of the node.
+        step: step size of the differences.
+        tolerance: largest error, relative to the largest element of the gradient.
+        seed: seed for random gradients of the outputs.
 
     Raises:
-        AssertionError: the rule is wrong; it says for which input, and by how much.
-        OnnxTrainError: there is no rule, or it cannot be compared.
+        AssertionError: the rule is wrong; the message has the input and the error.
+        OnnxTrainError: the operator has no rule, or cannot be compared.
 
     >>> check_rule("Tanh", np.linspace(-2, 2, 5))
     """
     key = op.removeprefix("::").removeprefix("ai.onnx::")
     if not any(key in table for table in (USER_RULES, RULES, ZERO_GRADIENT, NO_GRADIENT)):
         raise OnnxTrainError(
-            f"no gradient rule for {op}\nhint: give one with onnxtrain.register_vjp({op!r})"
+            f"no gradient rule for {op}\nhint: register one with onnxtrain.register_vjp({op!r})"
         )
     arrays = [None if x is None else _as_float64(np.asarray(x)) for x in inputs]
     wrt = [i for i, a in enumerate(arrays) if a is not None and a.dtype.kind == "f"]
     if not wrt or sum(arrays[i].size for i in wrt) > _MAX_ELEMENTS:  # type: ignore[union-attr]
-        raise OnnxTrainError(f"{op}: between 1 and {_MAX_ELEMENTS} floats can be compared")
+        raise OnnxTrainError(f"{op}: inputs must have between 1 and {_MAX_ELEMENTS} float elements")
     node = _Node(key, dict(attributes or {}), forward, outputs)
     values = node.run(arrays)
     rng = np.random.default_rng(seed)
@@ -74,7 +75,7 @@ def _as_float64(array: np.ndarray) -> np.ndarray:
 
 
 class _Node:
-    """One node, run by onnx's reference evaluator or by a function."""
+    """One node, computed by the reference evaluator of onnx or by a function."""
 
     def __init__(
         self, key: str, attributes: dict[str, Any], forward: Forward | None, outputs: int
@@ -82,18 +83,21 @@ class _Node:
         self.domain, _, self.op = key.rpartition("::")
         self.attributes, self.forward, self.count = attributes, forward, outputs
         if self.domain and forward is None:
-            raise OnnxTrainError(f"{key}: its values are not known\nhint: forward=lambda x: ...")
+            raise OnnxTrainError(
+                f"{key} is not a standard operator\n"
+                "hint: pass its computation, forward=lambda x: ..."
+            )
 
     def run(self, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
         """Return the outputs."""
         if self.forward is not None:
-            made = self.forward(*arrays, **self.attributes)
-            values = list(made) if isinstance(made, tuple | list) else [made]
+            result = self.forward(*arrays, **self.attributes)
+            values = list(result) if isinstance(result, tuple | list) else [result]
         else:
             names = [f"y{i}" for i in range(self.count)]
             values = list(_evaluate(self.model(arrays, None), names, self._feeds(arrays), []))
         if len(values) != self.count:
-            raise OnnxTrainError(f"{self.op} gives {len(values)} outputs, not {self.count}")
+            raise OnnxTrainError(f"{self.op} returns {len(values)} outputs, expected {self.count}")
         return [np.asarray(v) for v in values]
 
     def _feeds(self, arrays: Sequence[np.ndarray | None]) -> dict[str, np.ndarray]:
@@ -103,7 +107,7 @@ class _Node:
     def model(
         self, arrays: Sequence[np.ndarray | None], values: Sequence[np.ndarray] | None
     ) -> onnx.ModelProto:
-        """Return a model of this node; with values, outputs have their types and shapes."""
+        """Return a model of this node; ``values`` determine dtypes and shapes of its outputs."""
         inputs: list[ir.Value | None] = []
         constants: list[ir.Value] = []
         for i, array in enumerate(arrays):
@@ -142,12 +146,12 @@ class _Node:
         values: Sequence[np.ndarray],
         weights: Sequence[np.ndarray | None],
     ) -> list[np.ndarray]:
-        """Return what the rule gives for some inputs."""
+        """Return the gradients that the rule computes."""
         floats = [f"y{i}" for i, w in enumerate(weights) if w is not None]
-        made = vjp(self.model(arrays, values), [f"x{i}" for i in wrt], floats)
+        result = vjp(self.model(arrays, values), [f"x{i}" for i in wrt], floats)
         given = {f"y{i}_grad": w for i, w in enumerate(weights) if w is not None}
         wanted = [f"x{i}_grad" for i in wrt]
-        return _evaluate(made, wanted, {**self._feeds(arrays), **given}, self._own())
+        return _evaluate(result, wanted, {**self._feeds(arrays), **given}, self._own())
 
     def _own(self) -> list[Any]:
         if self.forward is None:
@@ -157,8 +161,8 @@ class _Node:
         forward = self.forward
 
         def run(_: Any, *inputs: Any, **attributes: Any) -> tuple[Any, ...]:
-            made = forward(*inputs, **attributes)
-            return tuple(made) if isinstance(made, tuple | list) else (made,)
+            result = forward(*inputs, **attributes)
+            return tuple(result) if isinstance(result, tuple | list) else (result,)
 
         return [type(self.op, (OpRun,), {"op_domain": self.domain, "_run": run})]
 
@@ -180,34 +184,36 @@ def _differences(
     weights: Sequence[np.ndarray | None],
     step: float,
 ) -> np.ndarray:
-    """Return the gradient of the weighted sum of outputs, by differences on both sides."""
+    """Return the gradient of the weighted sum of outputs, by central differences."""
     middle = arrays[index]
     assert middle is not None
     gradient = np.zeros_like(middle)
 
-    def total(place: tuple[int, ...], by: float) -> float:
+    def total(element: tuple[int, ...], by: float) -> float:
         moved = middle.copy()
-        moved[place] += by
+        moved[element] += by
         changed = [moved if i == index else a for i, a in enumerate(arrays)]
         pairs = zip(node.run(changed), weights, strict=True)
         return float(sum((y * w).sum() for y, w in pairs if w is not None))
 
-    for place in itertools.product(*map(range, middle.shape)):
-        gradient[place] = (total(place, step) - total(place, -step)) / (2 * step)
+    for element in itertools.product(*map(range, middle.shape)):
+        gradient[element] = (total(element, step) - total(element, -step)) / (2 * step)
     return gradient
 
 
 def _compare(what: str, ours: np.ndarray, numeric: np.ndarray, tolerance: float) -> None:
     if ours.shape != numeric.shape:
-        raise AssertionError(f"{what}: the rule gives shape {ours.shape}, not {numeric.shape}")
+        raise AssertionError(
+            f"{what}: the rule returns shape {ours.shape}, expected {numeric.shape}"
+        )
     off = float(np.abs(ours - numeric).max(initial=0.0))
     limit = tolerance * max(1.0, float(np.abs(numeric).max(initial=0.0)))
     if not off <= limit:  # a NaN is wrong as well
-        place = np.unravel_index(np.argmax(np.abs(ours - numeric)), ours.shape)
-        at = tuple(int(i) for i in place)
+        index = np.unravel_index(np.argmax(np.abs(ours - numeric)), ours.shape)
+        at = tuple(int(i) for i in index)
         raise AssertionError(
-            f"{what}: the gradient is off by {off:.3g} (limit {limit:.3g}): at {at} the rule gives "
-            f"{ours[at]:.6g}, differences give {numeric[at]:.6g}"
+            f"{what}: the gradient is off by {off:.3g} (limit {limit:.3g}): at {at} the rule "
+            f"returns {ours[at]:.6g}, finite differences {numeric[at]:.6g}"
         )
 
 

@@ -20,11 +20,11 @@ UNKNOWN_KERNELS = {
         g (float[N,2,H,W] x, float[3,2,K,L] w) => (float[N,3,A,B] y) {
             y = Conv <auto_pad = "SAME_UPPER", strides = [2, 2]> (x, w)
         }""",
-    "padding of node 'n' needs a kernel of known size": """
+    "padding of node 'n' requires a static kernel size": """
         g (float[N,2,H,W] x, float[2,3,K,L] w) => (float[N,3,9,9] y) {
             [n] y = ConvTranspose <output_shape = [9, 9], strides = [2, 2]> (x, w)
         }""",
-    "no gradient for node 'n': only two spatial axes and a kernel of known size": """
+    "no gradient for node 'n': only two spatial axes and a static kernel size": """
         g (float[N,2,H,W] x, float[3,2,K,L] w, float[N,M,A,B] offset) => (float[N,3,A,B] y) {
             [n] y = DeformConv (x, w, offset)
         }""",

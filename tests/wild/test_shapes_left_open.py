@@ -179,7 +179,7 @@ def test_a_shape_that_a_loop_changes_is_refused_with_a_way_out():
     with pytest.raises(OnnxTrainError) as refusal:
         build(proto, loss="mse", optimizer="sgd")
     text = str(refusal.value)
-    assert "may change the shape of what it carries" in text
+    assert "may change the shape of a state" in text
     assert "hint:" in text
     assert "`freeze`" in text
 

@@ -119,3 +119,16 @@ def nan_guard(p: ir.Value) -> NanGuard | None:
     if guard.inputs[0] is not test.outputs[0] or zero is None or np.any(zero.numpy()):
         return None
     return NanGuard(test, guard) if zero.size == 1 else None
+
+
+def may_be_guarded(p: ir.Value) -> bool:
+    """Return whether a node may replace NaN elements of a value, directly or behind a Cast.
+
+    Wider than :func:`nan_guard`, because gradient rules must be safe for every such pattern: a
+    Where with any mask, any constant and other readers of the value.
+    """
+    readers = [use.node for use in p.uses()]
+    return any(
+        n.op_type in ("Where", "IsNaN") or (n.op_type == "Cast" and may_be_guarded(n.outputs[0]))
+        for n in readers
+    )

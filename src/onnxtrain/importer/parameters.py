@@ -42,19 +42,19 @@ _STATISTIC_NAME = re.compile(r"(^|[._/])(running|moving|batch_norm)_?(mean|var\w
 _LEARNED_SCALAR = re.compile(
     r"(^|[._/])(logit_(scale|bias)|temperature|\w+_(scale|gain)|\w+\.[wb]_\d+(_deepcopy_\d+)?)$"
 )
-_LEARNED_SUFFIX = re.compile(  # words that exporters also give to the arguments of a function
+_LEARNED_SUFFIX = re.compile(  # exporters also use these words for the arguments of functions
     r"[._/](scale\d*|gain|gamma\d*|beta|alpha|weight|bias|temp|slope|gate|g|lambda\d*)$"
 )
 _LEARNED_VECTOR = re.compile(r"^(scale|gain|gamma|layer_scale|bias|weight)\d*$")
 
 
 def is_generated_name(name: str) -> bool:
-    """Return whether an exporter or optimiser made the name up: it tells nothing of the tensor."""
+    """Return whether an exporter or optimizer generated the name, so that it has no meaning."""
     return _GENERATED_NAME.search(name) is not None
 
 
 def is_constant_name(name: str) -> bool:
-    """Return whether people give the name to tables that do not train: ``rotary.inv_freq``."""
+    """Return whether the name is usual for a fixed table, such as ``rotary.inv_freq``."""
     return _CONSTANT_NAME.search(name) is not None
 
 
@@ -64,7 +64,7 @@ def is_statistic_name(name: str) -> bool:
 
 
 def is_scalar_parameter_name(name: str, rank: int) -> bool:
-    """Return whether the name is one that people give to a single number that trains."""
+    """Return whether the name is usual for a scalar parameter."""
     if is_generated_name(name):
         return False
     patterns = [_LEARNED_SCALAR, _LEARNED_SUFFIX, *([_LEARNED_VECTOR] if rank else [])]
@@ -76,31 +76,31 @@ _MAX_NAMES = 6  # names in a line of a report
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """The part that a tensor plays."""
+    """What a tensor is for, and whether it trains."""
 
     kind: str
-    """``weight``, ``bias``, ``normalisation``, ``embedding``, ``constant`` ..."""
+    """``weight``, ``bias``, ``normalization``, ``embedding``, ``constant`` ..."""
     why: str
-    """How it is used, in words."""
+    """The reason, for reports."""
     trains: bool
-    """Whether it is a parameter unless the user says otherwise."""
+    """Whether it is a parameter by default."""
 
     def __str__(self) -> str:
         return self.why if self.kind in self.why else f"{self.kind}: {self.why}"
 
 
 def parameter(kind: str, why: str) -> Role:
-    """Return the role of something that training changes."""
+    """Return the role of a tensor that trains."""
     return Role(kind, why, True)
 
 
 def constant(why: str, kind: str = "constant") -> Role:
-    """Return the role of something that training leaves alone."""
+    """Return the role of a tensor that does not train."""
     return Role(kind, why, False)
 
 
 def summarize_untrained(roles: Mapping[str, Role], names: Iterable[str]) -> list[str]:
-    """Return a line for each reason why some of ``names`` are no parameters."""
+    """Return a line for each reason why some of ``names`` are not parameters."""
     by_reason: dict[str, list[str]] = {}
     for name in names:
         role = roles.get(name)
@@ -210,7 +210,7 @@ INPUT_ROLES: dict[str, dict[int, Role]] = {
     },
     "com.microsoft::CausalConvWithState": {1: KERNEL, 2: BIAS},
 }
-"""Roles by operator and input; what is not listed is judged by its neighbours."""
+"""Roles by operator and input index; ``ParameterClassifier`` decides about other inputs."""
 
 ARITHMETIC_OPS = frozenset({"Add", "Sub", "Mul", "Div", "Sum", "Mean"})
 MIN_MAX_OPS = frozenset({"Max", "Min"})
@@ -229,7 +229,7 @@ MOVEMENT_OPS = frozenset(
         *("QuantizeLinear", "DequantizeLinear", "Trilu", "Pad", "Dropout"),
     )
 )
-"""Operators whose first input is still the same tensor behind them."""
+"""Operators that only move or convert the elements of their first input."""
 
 RANDOM_OPS = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"})
 _INTEGER_PREFIXES = ("QLinear", "com.microsoft::QLinear", "com.microsoft::DynamicQuantize")
@@ -243,7 +243,7 @@ _INTEGER_OPS = frozenset(
 
 
 def is_integer_op(key: str) -> bool:
-    """Return whether the floats that an operator reads are quantisation scales."""
+    """Return whether the float inputs of an operator are quantization scales."""
     return key in _INTEGER_OPS or key.startswith(_INTEGER_PREFIXES)
 
 
@@ -253,11 +253,14 @@ _INPUT_PREPROCESSING_OPS = (
 
 
 class DataFlow:
-    """What the roles of tensors need to know of a graph."""
+    """Data flow facts that parameter detection reads.
+
+    Which values are constant, which are preprocessed inputs, and how values enter and leave bodies.
+    """
 
     def __init__(self, graph: ir.Graph) -> None:
-        self._fixed: set[ir.Value] = set()  # depends on no input
-        self._preprocessed_inputs: set[ir.Value] = set()  # an input, moved and scaled at most
+        self._fixed: set[ir.Value] = set()  # values that do not depend on an input
+        self._preprocessed_inputs: set[ir.Value] = set()  # inputs, at most moved and scaled
         self._leaves: dict[ir.Value, list[ir.Value]] = {}  # result of a body -> outputs of its node
         self._results = set(graph.outputs)
         self._preprocessed_inputs.update(
@@ -266,7 +269,7 @@ class DataFlow:
         self._visit(graph)
 
     def is_static(self, node: ir.Node) -> bool:
-        """Return whether a node works on constants alone."""
+        """Return whether a node has only constant inputs."""
         return all(y in self._fixed for y in node.outputs)
 
     def is_result(self, value: ir.Value) -> bool:
@@ -274,34 +277,34 @@ class DataFlow:
         return value in self._results
 
     def combines_with_input(self, node: ir.Node) -> bool:
-        """Return whether what a node combines with a constant is an input, scaled at most."""
+        """Return whether a node reads a graph input, at most moved and scaled."""
         return any(x in self._preprocessed_inputs for x in node.inputs if x is not None)
 
     def body_inputs(self, node: ir.Node, i: int) -> list[ir.Value]:
-        """Return what an input of Loop or Scan is called in the body."""
+        """Return the body input for an input of Loop or Scan."""
         (body,) = subgraphs_of(node)
         return [body.inputs[i]] if i < len(body.inputs) else []
 
     def outer_outputs(self, value: ir.Value) -> list[ir.Value]:
-        """Return what the result of a body is called outside."""
+        """Return the node outputs for an output of a body."""
         return self._leaves.get(value, [])
 
     def producer_through_views(self, value: ir.Value) -> ir.Node | None:
-        """Return the node that made a value, apart from what only moved it."""
+        """Return the producer of a value, skipping nodes that only move it."""
         node = value.producer()
         while node is not None and op_key(node) in MOVEMENT_OPS and node.inputs[0] is not None:
             node = node.inputs[0].producer()
         return node
 
     def preceding_matmul(self, node: ir.Node) -> ir.Node | None:
-        """Return the product that a node adds to, if any."""
-        products = (self._product_of(x) for x in node.inputs if x is not None)
+        """Return the matmul or convolution whose result a node reads, if any."""
+        products = (self._matmul_of(x) for x in node.inputs if x is not None)
         return next((p for p in products if p is not None), None)
 
     def has_single_output_feature(self, node: ir.Node) -> bool:
-        """Return whether a node adds to a product that has one column or channel."""
+        """Return whether a node reads a matmul or convolution with a single output feature."""
         for x in node.inputs:
-            product = None if x is None else self._product_of(x)
+            product = None if x is None else self._matmul_of(x)
             if product is None or len(product.inputs) < 2:
                 continue
             w = product.inputs[1]
@@ -312,7 +315,7 @@ class DataFlow:
         return False
 
     def feeds_sin_and_cos(self, node: ir.Node) -> bool:
-        """Return whether a result is read by both Sin and Cos, and by nothing else."""
+        """Return whether only Sin and Cos read the outputs of a node."""
         readers: set[str] = set()
         pending, seen = list(node.outputs), set(node.outputs)
         while pending:
@@ -327,7 +330,7 @@ class DataFlow:
         return readers == {"Sin", "Cos"}
 
     def rescales_integer_matmul(self, node: ir.Node) -> bool:
-        """Return whether a node brings the result of an integer product back to floats."""
+        """Return whether a node rescales the result of an integer matmul."""
         makers = [self.producer_through_views(x) for x in node.inputs if x is not None]
         return any(
             is_op(m, "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger")
@@ -335,7 +338,7 @@ class DataFlow:
             if m is not None
         )
 
-    def _product_of(self, value: ir.Value) -> ir.Node | None:
+    def _matmul_of(self, value: ir.Value) -> ir.Node | None:
         node = self.producer_through_views(value)
         return node if node is not None and op_key(node) in MATMUL_OPS else None
 
@@ -370,7 +373,7 @@ class DataFlow:
 
 
 def float_tensors(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Return the initializers and the outputs of Constant nodes, bodies included, in order."""
+    """Yield the initializers and the outputs of Constant nodes, including bodies, in order."""
     yield from graph.initializers.values()
     for node in graph:
         if is_op(node, "Constant"):
@@ -384,7 +387,7 @@ _MAX_INSPECTED_ELEMENTS = 1 << 20  # elements that are looked at
 
 
 class ParameterClassifier:
-    """Tells the roles of the tensors of one graph."""
+    """Decides the role of each float tensor of a graph by its uses."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.flow = DataFlow(graph)
@@ -394,26 +397,27 @@ class ParameterClassifier:
     def role(self, value: ir.Value) -> Role:
         """Return the role of an initializer or of the output of a Constant node."""
         if value not in self._known:
-            self._judge(value, self._known, is_kernel=False)
+            self._classify(value, self._known, is_kernel=False)
         return self._known[value]
 
     def kernel_role(self, value: ir.Value) -> Role:
-        """Return the role that a bias asks for: where the kernel is a bias too, it asks no more.
+        """Return the role of a kernel, to decide the role of its bias.
 
-        A tensor may be the kernel and the bias of one product.
+        A tensor may be the kernel and the bias of the same matmul. ``is_kernel`` stops the
+        recursion.
         """
         if value not in self._kernels:
-            self._judge(value, self._kernels, is_kernel=True)
+            self._classify(value, self._kernels, is_kernel=True)
         return self._kernels[value]
 
-    def _judge(self, value: ir.Value, known: dict[ir.Value, Role], *, is_kernel: bool) -> None:
+    def _classify(self, value: ir.Value, known: dict[ir.Value, Role], *, is_kernel: bool) -> None:
         tensor = tensor_of(value)
         if tensor is None:
             known[value] = constant("its values are not in the file")
             return
         case = _TensorUses(self, value, tensor, is_kernel=is_kernel)
         known[value] = self._role(value, case, tensor)
-        if not case.is_bias:  # both questions have one answer
+        if not case.is_bias:  # then the role does not depend on `is_kernel`
             self._known[value] = self._kernels[value] = known[value]
 
     def _role(self, value: ir.Value, case: _TensorUses, tensor: ir.TensorProtocol) -> Role:
@@ -426,7 +430,7 @@ class ParameterClassifier:
             return next(r for r in uses if not r.trains)
         chosen, name = training[0], value.name or ""
         if rank == 0 and not case.named:
-            return SCALAR  # biases and the like have an axis
+            return SCALAR  # a learned bias or scale has an axis
         if is_statistic_name(name):
             return STATISTIC
         if is_constant_name(name) and chosen.kind not in ("bias", "normalization"):
@@ -454,7 +458,7 @@ def tensor_of(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def _array(tensor: ir.TensorProtocol) -> np.ndarray:
-    """Return the values as numpy's floats; of a large tensor, which may be mapped, the first."""
+    """Return the elements as numpy floats; only the first ones of a large, mapped tensor."""
     array = tensor.numpy()
     if array.size > _MAX_INSPECTED_ELEMENTS:
         array = np.squeeze(array)
@@ -463,27 +467,32 @@ def _array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 class _TensorUses:
-    """One tensor on its way through the graph."""
+    """The uses of one tensor, followed through the graph."""
 
     def __init__(
         self,
-        judge: ParameterClassifier,
+        classifier: ParameterClassifier,
         origin: ir.Value,
         tensor: ir.TensorProtocol,
         *,
         is_kernel: bool,
     ) -> None:
-        self.judge, self.flow, self.origin, self.size = judge, judge.flow, origin, tensor.size
+        self.classifier, self.flow, self.origin, self.size = (
+            classifier,
+            classifier.flow,
+            origin,
+            tensor.size,
+        )
         self.name = origin.name or ""
         self.named = is_scalar_parameter_name(self.name, len(tensor.shape))
-        self.is_kernel = is_kernel  # it is asked for on behalf of a bias
+        self.is_kernel = is_kernel  # classified to decide the role of a bias
         self.is_bias = False
         self.seen: set[ir.Value] = set()
 
     def uses(self, value: ir.Value) -> Iterator[Role]:
-        """Return the role in each use of the values that the tensor becomes, in their order.
+        """Yield the role of each use of the tensor and of values derived from it, in order.
 
-        The walk keeps its own stack: a chain of nodes may be longer than Python's.
+        Uses an explicit stack, because chains of nodes may exceed Python's recursion limit.
         """
         walks = [self._steps(value)]
         while walks:
@@ -496,7 +505,7 @@ class _TensorUses:
                 walks.append(self._steps(step))
 
     def _steps(self, value: ir.Value) -> Iterator[Role | ir.Value]:
-        """Return the role in each use of one value, or what the use makes of it."""
+        """Yield the role in each use of a value, or the value derived from it."""
         if value in self.seen:
             return
         self.seen.add(value)
@@ -531,7 +540,7 @@ class _TensorUses:
             yield self._combined_with_activations(node, i, key, value)
 
     def _bias(self, product: ir.Node | None) -> Role:
-        """Return the role of a bias: that of a fixed filter is as fixed."""
+        """Return the role of a bias: fixed if its kernel is fixed."""
         self.is_bias = True
         if self.is_kernel:
             return BIAS
@@ -544,10 +553,10 @@ class _TensorUses:
         tensor = None if kernel is None else tensor_of(kernel)
         if kernel is None or tensor is None or not tensor.dtype.is_floating_point():
             return BIAS
-        return BIAS if self.judge.kernel_role(kernel).kind != "constant" else FIXED_BIAS
+        return BIAS if self.classifier.kernel_role(kernel).kind != "constant" else FIXED_BIAS
 
     def _operand(self, node: ir.Node, i: int) -> Role:
-        """Return the role in a product: an expectation over bins and angles do not train."""
+        """Return the role of a matmul operand. Bins of an expectation and angles do not train."""
         other = node.inputs[1 - i] if i < 2 else None
         producer = None if other is None else self.flow.producer_through_views(other)
         if producer is not None and is_op(producer, "Softmax"):
@@ -567,7 +576,7 @@ class _TensorUses:
         )
 
     def _combined_with_constants(self, node: ir.Node, key: str) -> Iterator[Role | ir.Value]:
-        """Return roles behind arithmetic on constants alone: ``g * v / norm(v)``."""
+        """Yield roles behind arithmetic on constants, such as weight norm ``g * v / norm(v)``."""
         if self.size == 1 and key in ARITHMETIC_OPS and not self.named:
             yield SCALAR
             return
@@ -595,7 +604,7 @@ class _TensorUses:
         return constant(f"an input of {key}")
 
     def _may_be_learned(self) -> bool:
-        """Return whether there are several values that differ."""
+        """Return whether the tensor has elements that differ."""
         tensor = tensor_of(self.origin)
         if tensor is None or self.size < 2:
             return False
@@ -603,7 +612,7 @@ class _TensorUses:
         return bool((flat != flat[0]).any())
 
     def _arithmetic(self, node: ir.Node, key: str) -> Role:
-        """Return the role of a tensor in sums and products with activations."""
+        """Return the role of a tensor that is added to or multiplied with activations."""
         if key == "Mul" and self.flow.rescales_integer_matmul(node):
             return QUANTIZATION
         if self.size == 1:
@@ -627,11 +636,11 @@ class _TensorUses:
 
 
 PARAMETERS = "onnxtrain.parameters"
-"""Key in a model's metadata: the names of its parameters, where their maker knows them."""
+"""Metadata key of a model: names of its parameters as a JSON list, if the exporter knows them."""
 FROZEN = "onnxtrain.frozen"
-"""Key in a model's metadata: the names of parameters that do not train unless somebody says so."""
+"""Metadata key of a model: names of parameters that are frozen by default, as a JSON list."""
 ADAPTERS = "onnxtrain.adapters"
-"""Key in a model's metadata: what its adapters are called elsewhere, if it has any; JSON."""
+"""Metadata key of a model: names of its adapters in other formats, as JSON."""
 
 _FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -643,19 +652,19 @@ _EMPTY_TENSOR = constant("an empty tensor")
 
 
 def lift_weights(model: ir.Model) -> list[str]:
-    """Make initializers of weights in Constant nodes and in bodies, in place; return their names.
+    """Turn weights in Constant nodes and bodies into initializers, in place; return their names.
 
-    Running statistics go with them; what is neither stays where it is.
+    Includes running statistics. Other constants stay where they are.
     """
     graph = model.graph
     if _is_listed(model):
         return []
-    judge = ParameterClassifier(graph)
+    classifier = ParameterClassifier(graph)
     own = set(graph.initializers.values())
     hidden = [
         x
         for x in float_tensors(graph)
-        if x not in own and _is_float(x) and _is_state(judge.role(x))
+        if x not in own and _is_float(x) and _is_state(classifier.role(x))
     ]
     if not hidden:
         return []
@@ -668,8 +677,8 @@ def lift_weights(model: ir.Model) -> list[str]:
 def classify_parameters(model: ir.Model) -> dict[str, Role]:
     """Return the role of every float initializer of the main graph, by name.
 
-    A list of parameters in the file decides. If some of its names are gone, a tool has changed the
-    file since: what is still called by a listed name is a parameter, and use tells of the rest.
+    A list of parameters in the file decides. If some of its names are missing, a tool has changed
+    the file since: tensors with a listed name are parameters, and uses decide about the others.
     """
     floats = {n: x for n, x in model.graph.initializers.items() if _is_float(x)}
     listed, frozen = _listed(model) or set(), _listed(model, FROZEN) or set()
@@ -677,45 +686,47 @@ def classify_parameters(model: ir.Model) -> dict[str, Role]:
     if _is_listed(model):
         found = {n: _LISTED if n in listed else _UNLISTED for n in floats}
     else:
-        judge = ParameterClassifier(model.graph)
-        found = {n: _LISTED if n in listed else judge.role(x) for n, x in floats.items()}
+        classifier = ParameterClassifier(model.graph)
+        found = {n: _LISTED if n in listed else classifier.role(x) for n, x in floats.items()}
     return found | {n: _LISTED_FROZEN for n in frozen if n in found and found[n].trains} | other
 
 
 def kinds_by_use(model: ir.Model, known: Mapping[str, Role]) -> dict[str, str]:
-    """Return the kind of every float initializer by its use, also of those that a list names."""
-    judge: ParameterClassifier | None = None
+    """Return the kind of every float initializer by its uses, including listed parameters."""
+    classifier: ParameterClassifier | None = None
     kinds = {}
     for name, role in known.items():
         if role.kind == _LISTED.kind:
-            judge = judge or ParameterClassifier(model.graph)
-            role = judge.role(model.graph.initializers[name])
+            classifier = classifier or ParameterClassifier(model.graph)
+            role = classifier.role(model.graph.initializers[name])
         kinds[name] = role.kind
     return kinds
 
 
 def _is_listed(model: ir.Model) -> bool:
-    """Return whether the file lists its parameters, and has all of them."""
+    """Return whether the file lists its parameters and has all of them."""
     listed = _listed(model)
     return listed is not None and listed <= model.graph.initializers.keys()
 
 
 def _listed(model: ir.Model, key: str = PARAMETERS) -> set[str] | None:
-    """Return the parameters that the file itself lists, ``None`` if it lists none."""
+    """Return the parameters that the file lists, ``None`` without a list."""
     text = model.metadata_props.get(key)
     if text is None:
         return None
     try:
         names = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PrepareError(f"the metadata {key!r} of the model is damaged: {error}") from error
+        raise PrepareError(
+            f"the metadata {key!r} of the model is not valid JSON: {error}"
+        ) from error
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise PrepareError(f"the metadata {key!r} of the model is damaged: a list of names")
+        raise PrepareError(f"the metadata {key!r} of the model must be a list of names")
     return set(names)
 
 
 def _is_state(role: Role) -> bool:
-    """Return whether training may change what has the role."""
+    """Return whether training updates tensors with this role."""
     return role.trains or role is STATISTIC
 
 
@@ -725,13 +736,13 @@ def _is_float(value: ir.Value) -> bool:
 
 
 def _lift_weight(graph: ir.Graph, old: ir.Value, uses: Counter[str | None]) -> str:
-    """Put a new initializer in the place of a hidden tensor; return its name."""
+    """Replace a hidden tensor by a new initializer; return its name."""
     tensor = tensor_of(old)
     assert tensor is not None
     node, base, n = old.producer(), old.name or "weight", 2
     home = old.graph if node is None else node.graph
     name = base
-    if uses[base] > 1:  # two bodies may call what is theirs by one name
+    if uses[base] > 1:  # two bodies may use the same name
         while uses[name]:
             name, n = f"{base}.{n}", n + 1
         uses[name] += 1

@@ -13,15 +13,14 @@ and, by keyword, only what its signature asks for::
     wanted    one flag per input, captured ones last: is its gradient needed at all
 
 It returns one gradient per input (trailing ones may be left out); ``None`` means "no gradient";
-``undefined("why")`` stands for a gradient we do not have, and raises only if that one is wanted.
+``undefined("why")`` marks a gradient without a formula, and raises only if it is needed.
 Nodes with subgraphs return gradients for what the subgraphs capture
-(``captured_values.captured(node)``) after those of the inputs. Operators with several
+(``onnxtrain.graph.nodes.captured(node)``) after those of the inputs. Operators with several
 differentiable outputs register with ``@vjp_multi`` and receive ``dys`` (``None`` = zero).
 
-A rule need almost never care which gradients are wanted (unused nodes are removed afterwards), and
-never how gradients are accumulated, about broadcasting of elementwise operators, or about legacy
-attribute forms (``prepare`` removed them). It emits only operators that have rules themselves, so
-that derivatives of derivatives work.
+A rule rarely checks which gradients are needed (unused nodes are removed afterwards). It never
+handles accumulation, broadcasting of elementwise operators, or legacy attributes (``prepare``
+removed them). It emits only operators that have rules, so that higher derivatives work.
 """
 
 from importlib import import_module

@@ -24,6 +24,7 @@ from onnxtrain.autodiff.rule_registry import (
 )
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
+from onnxtrain.graph.nodes import may_be_guarded
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.modes.mixed_precision import (
     GELU_TANH_DERIVATIVE,
@@ -40,12 +41,13 @@ vjp("Softplus")(lambda op, dy, x: op.Mul(dy, op.Sigmoid(x)))
 def relu(op, dy, x, *, y):
     """``dx = dy`` where ``y > 0``, else 0.
 
-    A product with the step would be faster on CPU, but gives NaN where ``dy`` is infinite.
+    Multiplying by the step would be faster on CPU, but gives NaN where ``dy`` is infinite.
     """
     return op.Where(select_variant(op, y, POSITIVE_VARIANTS, POSITIVE_CHOICES)(op, y), dy, 0.0)
 
 
-# Of what is not negative. CUDA compares no bfloat16, and a cast is faster than a comparison there.
+# x > 0 for non-negative x. onnxruntime has no bfloat16 comparison on CUDA, and a cast is faster
+# than a comparison there.
 POSITIVE_VARIANTS: Variants[ir.Value] = {
     "compared": Variant(lambda op, y: op.Greater(y, 0.0)),
     "cast": Variant(lambda op, y: op.Cast(y, to=ir.DataType.BOOL)),
@@ -110,17 +112,17 @@ def hard_sigmoid(op, dy, x, *, y, alpha):
 
 
 def _between_0_and_1(op, y):
-    """Return where ``y``, which is never outside, is on neither bound: ``y (1 - y)`` is not 0."""
+    """Return the mask ``0 < y < 1`` for ``y`` in [0, 1]: ``y (1 - y)`` is not 0."""
     rest = op.Mul(y, op.Sub(1.0, y))
-    if y.dtype == ir.DataType.BFLOAT16:  # CUDA compares none
+    if y.dtype == ir.DataType.BFLOAT16:  # no comparison of bfloat16 on CUDA
         return op.Cast(rest, to=ir.DataType.BOOL)
     return op.Greater(rest, 0.0)
 
 
 @vjp("HardSwish")
 def hard_swish(op, dy, x):
-    """``dx = dy (x / 3 + 1/2)`` where ``-3 < x < 3``, 0 on the left of it, ``dy`` on the right."""
-    if x.dtype == ir.DataType.BFLOAT16:  # CUDA compares none: with h, 0 on the left, 1 on the right
+    """``dx = dy (x / 3 + 1/2)`` where ``-3 < x < 3``, 0 below, ``dy`` above."""
+    if x.dtype == ir.DataType.BFLOAT16:  # no comparison on CUDA: h is 0 below, 1 above
         h = op.HardSigmoid(x, alpha=1 / 6, beta=0.5)
         return op.Mul(dy, op.Add(h, op.Where(_between_0_and_1(op, h), op.Mul(x, 1 / 6), 0.0)))
     middle = op.Mul(dy, op.Add(op.Div(x, 3.0), 0.5))
@@ -164,39 +166,39 @@ def gelu(op, dy, x, *, y, approximate):
         below = op.Sigmoid(op.Mul(x, steep))
         bend = op.Mul(y, op.Sub(1.0, below))
         if x.dtype == ir.DataType.FLOAT16:
-            # x^2 may overflow, so the vanishing factor goes first.
+            # x^2 may overflow, so multiply by the vanishing factor first.
             bend = op.Mul(bend, c)
-            slope = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
+            derivative = op.Add(bend, op.Mul(op.Mul(op.Mul(bend, x), x), 3.0 * k))
         else:
-            slope = op.Mul(bend, _affine(op, steep, 3.0, -2.0 * c))
-        return op.Mul(dy, mark_derivative(op.Add(below, slope), GELU_TANH_DERIVATIVE))
+            derivative = op.Mul(bend, _affine(op, steep, 3.0, -2.0 * c))
+        return op.Mul(dy, mark_derivative(op.Add(below, derivative), GELU_TANH_DERIVATIVE))
     return select_variant(op, x, GELU_VARIANTS, GELU_CHOICES)(op, dy, x)
 
 
-def _affine(op: OpBuilder, x: ir.Value, slope: float, start: float) -> ir.Value:
-    """Return ``slope x + start``."""
+def _affine(op: OpBuilder, x: ir.Value, scale: float, offset: float) -> ir.Value:
+    """Return ``scale x + offset``."""
     facts = _AffineFacts(x, prefers_fused_kernel(op, x))
-    return select_variant(op, facts, AFFINE_VARIANTS, AFFINE_CHOICES)(op, x, slope, start)
+    return select_variant(op, facts, AFFINE_VARIANTS, AFFINE_CHOICES)(op, x, scale, offset)
 
 
 class _AffineFacts(NamedTuple):
-    """What a line goes over, and whether a kernel of normalisation is worth it."""
+    """Shape of the input of an affine map, and whether a normalization kernel pays."""
 
     x: ir.Value
     worth: bool
 
 
-def _by_statistics(op: OpBuilder, x: ir.Value, slope: float, start: float) -> ir.Value:
-    """One pass, by the operator for given statistics: a mean of 0 and a variance of 1."""
+def _by_statistics(op: OpBuilder, x: ir.Value, scale: float, offset: float) -> ir.Value:
+    """One pass: BatchNormalization in inference mode with a mean of 0 and a variance of 1."""
     channels = D.static_sizes(op.dims(x)[1:2])
     gain, shift, mean, variance = (
-        op.const(np.full(channels or (), v), x.dtype) for v in (slope, start, 0.0, 1.0)
+        op.const(np.full(channels or (), v), x.dtype) for v in (scale, offset, 0.0, 1.0)
     )
     return op.BatchNormalization(x, gain, shift, mean, variance, epsilon=0.0)
 
 
 AFFINE_VARIANTS: Variants[_AffineFacts] = {
-    "two passes": Variant(lambda op, x, slope, start: op.Add(op.Mul(x, slope), start)),
+    "two passes": Variant(lambda op, x, scale, offset: op.Add(op.Mul(x, scale), offset)),
     "statistics": Variant(
         _by_statistics,
         lambda v: v.worth and bool(D.static_sizes((S.dims_of(v.x) or ())[1:2])),
@@ -208,22 +210,22 @@ AFFINE_CHOICES: Choices[_AffineFacts] = [
 ]
 
 
-_DENSITY = -math.log(math.sqrt(2.0 * math.pi))  # of the normal distribution at 0, its logarithm
+_DENSITY = -math.log(math.sqrt(2.0 * math.pi))  # log of the normal density at 0
 
 
 def _with_affine(op, dy, x):
-    """``(erf + 1) / 2`` in one pass; the bounds of HardSigmoid change nothing."""
+    """``(erf + 1) / 2`` in one pass; HardSigmoid clips to [0, 1], which holds anyway."""
     u = op.Mul(x, math.sqrt(0.5))
     below = op.HardSigmoid(op.Erf(u), alpha=0.5, beta=0.5)
-    slope = op.Mul(x, op.Exp(op.Sub(_DENSITY, op.Mul(u, u))))
-    return op.Mul(dy, op.Add(below, slope))
+    derivative = op.Mul(x, op.Exp(op.Sub(_DENSITY, op.Mul(u, u))))
+    return op.Mul(dy, op.Add(below, derivative))
 
 
 def _with_doubled_erf(op, dy, x):
-    """Everything twice, and half of ``dy``: mostly a product gives it, which can take the half."""
+    """Twice the derivative times ``dy / 2``: a matmul that computes ``dy`` can absorb the half."""
     u = op.Mul(x, math.sqrt(0.5))
-    slope = op.Mul(x, op.Exp(op.Sub(_DENSITY + math.log(2.0), op.Mul(u, u))))
-    twice = mark_derivative(op.Add(op.Add(op.Erf(u), 1.0), slope), TWICE_GELU_DERIVATIVE)
+    derivative = op.Mul(x, op.Exp(op.Sub(_DENSITY + math.log(2.0), op.Mul(u, u))))
+    twice = mark_derivative(op.Add(op.Add(op.Erf(u), 1.0), derivative), TWICE_GELU_DERIVATIVE)
     return op.Mul(op.Mul(dy, 0.5), twice)
 
 
@@ -243,23 +245,10 @@ zero_gradient("Hardmax", why="the result is constant between its steps")
 @vjp("Softmax")
 def softmax(op, dy, x, *, y, axis):
     """``dx = y (dy - sum(dy y))`` along ``axis``."""
-    if _is_guarded(y):
+    if may_be_guarded(y):  # NaN rows have dy = 0, but 0 * NaN is NaN
         y = op.Where(op.IsNaN(y), 0.0, y)
     total = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
     return op.Mul(y, op.Sub(dy, total))
-
-
-def _is_guarded(y: ir.Value) -> bool:
-    """Return whether a Where overwrites part of ``y``.
-
-    Attention does so for rows that are masked as a whole: their softmax is NaN, their ``dy`` zero,
-    and the product must not come back as NaN.
-    """
-    readers = [use.node for use in y.uses()]
-    return any(
-        n.op_type in ("Where", "IsNaN") or (n.op_type == "Cast" and _is_guarded(n.outputs[0]))
-        for n in readers
-    )
 
 
 @vjp("LogSoftmax")
@@ -268,9 +257,9 @@ def log_softmax(op, dy, x, *, y, axis):
     return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, [axis], keepdims=1)))
 
 
-@vjp("Dropout", constant_inputs={1: "the ratio decides at random, it does not scale"})
+@vjp("Dropout", constant_inputs={1: "the ratio is a probability"})
 def dropout(op, dy, x, ratio=None, training_mode=None, *, node) -> Gradients:
-    """``dx = dy * mask / (1 - ratio)`` with the forward node's own mask; ``dy`` out of training."""
+    """``dx = dy * mask / (1 - ratio)`` with the forward mask; ``dy`` in inference mode."""
     training, drop = op.constant(training_mode), op.constant(ratio)
     if training_mode is None or (training is not None and not training.any()):
         return dy
@@ -278,7 +267,7 @@ def dropout(op, dy, x, ratio=None, training_mode=None, *, node) -> Gradients:
         drop = 0.5
     if drop is not None and float(drop) == 0.0:
         return dy
-    mask = op.extra_output(node, 1)  # all true out of training
+    mask = op.extra_output(node, 1)  # all true in inference mode
     if drop is not None:
         scale = op.const(1.0 / (1.0 - float(drop)), x.dtype)
     else:
@@ -290,5 +279,5 @@ def dropout(op, dy, x, ratio=None, training_mode=None, *, node) -> Gradients:
 
 
 def _as_scalar(op: OpBuilder, v: ir.Value) -> ir.Value:
-    """Return a number without axes; some exporters write ratio and mode as vectors of one."""
+    """Return a scalar; some exporters write ratio and mode as vectors with one element."""
     return v if op.rank(v) == 0 else op.Reshape(v, op.const([], ir.DataType.INT64))

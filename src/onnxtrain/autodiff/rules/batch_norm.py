@@ -48,8 +48,8 @@ def bfloat16_gradients(
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return the gradients of image, scale and shift, in training mode.
 
-    ``dx = scale * r * (dy - mean(dy) - (x - mean(x)) * r^2 * mean(dy * (x - mean(x))))`` is
-    ``dy * gain - (x * tilt + shift)`` with three numbers per channel, and
+    ``dx = scale * r * (dy - mean(dy) - (x - mean(x)) * r^2 * mean(dy * (x - mean(x))))`` equals
+    ``dy * gain - (x * tilt + shift)`` with three scalars per channel, and
     ``sum(dy * (x - mean)) = sum(dy * x) - mean * sum(dy)``.
     """
     mean, variance = (op.Reshape(v, [-1]) for v in mean_and_variance(op, x))
@@ -67,9 +67,9 @@ def bfloat16_gradients(
 
 
 def _channel_sum(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return the float32 sum of each channel: of an image by a product, which adds in float32.
+    """Return the float32 sum of each channel, for images as ``[N * C, positions] @ ones``.
 
-    On a GPU that is five times as fast as ReduceSum: ``[N * C, positions] @ ones``.
+    The matmul accumulates in float32 and is five times as fast as ReduceSum on a GPU.
     """
     sizes = D.static_sizes(op.dims(x)[2:])
     if sizes:
@@ -84,12 +84,12 @@ def _channel_sum(op: OpBuilder, x: ir.Value) -> ir.Value:
 
 
 def _count(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return how many elements a channel has, in float32."""
+    """Return the number of elements per channel, in float32."""
     return op.count(op.cast(x, _FLOAT), [i for i in range(op.rank(x)) if i != 1])
 
 
 class Statistics(NamedTuple):
-    """Of a batch: ``xc = x - mean``, what emits ``mean(xc^2)`` where needed, and the mean."""
+    """Statistics of a batch: ``xc = x - mean``, a function that emits ``mean(xc^2)``, the mean."""
 
     centered: ir.Value
     variance: Callable[[], ir.Value]
@@ -97,7 +97,7 @@ class Statistics(NamedTuple):
 
 
 def statistics(op: OpBuilder, x: ir.Value, axes: list[int], node: ir.Node) -> Statistics:
-    """Return the statistics of each channel; a vector, which is one channel, has no mean."""
+    """Return the statistics of each channel. A vector is one channel and has no mean."""
     return select_variant(op, node, STATISTICS_VARIANTS, STATISTICS_CHOICES)(op, x, axes, node)
 
 
@@ -133,16 +133,16 @@ STATISTICS_CHOICES: Choices[ir.Node] = [
 
 
 def broadcast_channels(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
-    """Return a vector of one number per channel so that it broadcasts against ``x``."""
+    """Reshape a per-channel vector so that it broadcasts against ``x``."""
     return select_variant(
         op, D.static_sizes(op.dims(x)[1:]), BROADCAST_VARIANTS, BROADCAST_CHOICES
     )(op, v, x)
 
 
 def _expanded(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
-    """Repeat the numbers for every position, as onnxruntime takes each run of them on its own.
+    """Repeat per-channel values for every position: onnxruntime broadcasts short runs slowly.
 
-    A product does that, since an Expand would be left to the broadcast.
+    A matmul does it, because onnxruntime would remove an Expand in favor of the broadcast.
     """
     sizes = D.static_sizes(op.dims(x)[1:])
     assert sizes is not None
@@ -167,7 +167,7 @@ BROADCAST_CHOICES: Choices[Sizes] = [
 
 
 class Incoming(NamedTuple):
-    """What the gradient of a normalised batch is made of."""
+    """Values that the gradient of batch normalization reads."""
 
     dy: ir.Value
     x: ir.Value
@@ -196,8 +196,8 @@ def _by_centered(
     dscale = op.Mul(op.ReduceSum(op.Mul(dy, centered), axes, keepdims=0), r)
     tilt = op.Div(op.Mul(r, dscale), size)
     dx = op.Sub(dy, op.Mul(centered, broadcast_channels(op, tilt, x)))
-    # Taking the mean of what is left, not sum(dy) / count, keeps sum(dx) at zero: a bias
-    # in front of the normalisation gets rounding noise only. On a GPU that is a pass too many.
+    # The mean of the remainder, not sum(dy) / count, keeps sum(dx) at zero, so that a bias before
+    # the normalization gets only rounding noise. On a GPU this would cost another pass.
     dx = scaled_difference(op, dx, op.Mul(v.scale, r), axes, op.Div(dbias, size))
     return dx, dscale, dbias
 
@@ -205,10 +205,10 @@ def _by_centered(
 def _by_affine_map(
     op: OpBuilder, v: Incoming, axes: list[int]
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """``x`` is read as it is, so that nothing of its size is computed but what is subtracted.
+    """Read ``x`` without centering it, to save a pass over images.
 
-    ``mean(dy * xc) = mean(dy * x) - mean(x) * mean(dy)``, and what is subtracted from ``dy`` is a
-    normalisation of ``x`` with ``r * mean(dy * xc)`` for its scale and ``mean(dy)`` for its bias.
+    ``mean(dy * xc) = mean(dy * x) - mean(x) * mean(dy)``. The term subtracted from ``dy`` is a
+    normalization of ``x`` with scale ``r * mean(dy * xc)`` and bias ``mean(dy)``.
     """
     dy, x, size = v.dy, v.x, op.count(v.x, axes)
     mean, variance = v.statistics.mean, v.statistics.variance()
@@ -216,19 +216,19 @@ def _by_affine_map(
     r = op.Reciprocal(op.Sqrt(op.Add(variance, v.epsilon)))
     dy_mean = op.ReduceMean(dy, axes, keepdims=0)
     together = op.ReduceMean(op.Mul(dy, x), axes, keepdims=0)
-    slope = op.Mul(op.Sub(together, op.Mul(mean, dy_mean)), r)
-    line = normalize(op, x, BatchNormParameters(slope, dy_mean, mean, variance), v.epsilon)
-    left, gain = op.Sub(dy, line), op.Mul(v.scale, r)
-    if layer_reads_graph_input(
-        x
-    ):  # its mean may be large, and is multiplied by what is left of the sum
+    dscale_mean = op.Mul(op.Sub(together, op.Mul(mean, dy_mean)), r)
+    subtrahend = normalize(
+        op, x, BatchNormParameters(dscale_mean, dy_mean, mean, variance), v.epsilon
+    )
+    left, gain = op.Sub(dy, subtrahend), op.Mul(v.scale, r)
+    if layer_reads_graph_input(x):  # a large mean would multiply the rounding error of the sum
         left = op.Sub(left, op.ReduceMean(left, axes, keepdims=1))
     dx = op.Mul(left, per_channel(op, gain, x))
-    return dx, op.Mul(slope, size), op.Mul(dy_mean, size)
+    return dx, op.Mul(dscale_mean, size), op.Mul(dy_mean, size)
 
 
 def _near_zero(x: ir.Value) -> bool:
-    """Return whether sums of products with ``x`` as it is keep their digits."""
+    """Return whether sums of ``dy * x`` without centering are accurate."""
     return S.rank_of(x) > 1 and is_layer_output(x)
 
 
@@ -245,7 +245,7 @@ GRADIENT_CHOICES: Choices[ir.Value] = [
 def scaled_difference(
     op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value
 ) -> ir.Value:
-    """Return ``gain * (x - mean(x))``; ``mean`` is what the mean is up to rounding errors."""
+    """Return ``gain * (x - mean(x))``; ``mean`` is ``mean(x)`` up to rounding."""
     facts = Scaled(x, gain, prefers_fused_kernel(op, x))
     return select_variant(op, facts, DIFFERENCE_VARIANTS, DIFFERENCE_CHOICES)(
         op, x, gain, axes, mean
@@ -267,7 +267,7 @@ def _mean_subtracted(
 def _by_normalization(
     op: OpBuilder, x: ir.Value, gain: ir.Value, axes: list[int], mean: ir.Value
 ) -> ir.Value:
-    """One pass, by the operator for given statistics, with a variance of 1."""
+    """One pass: BatchNormalization in inference mode with a variance of 1."""
     return _by_statistics(op, x, gain, op.ReduceMean(x, axes, keepdims=0))
 
 
@@ -283,7 +283,7 @@ def _by_statistics(op: OpBuilder, x: ir.Value, gain: ir.Value, mean: ir.Value) -
 
 
 class Scaled(NamedTuple):
-    """What is scaled, by what, and whether a kernel of normalisation is worth it."""
+    """The input, its scale, and whether a normalization kernel pays."""
 
     x: ir.Value
     gain: ir.Value
@@ -349,7 +349,7 @@ def _frozen(op: OpBuilder, dys, inputs, epsilon: float, momentum: float) -> Grad
 def _training(
     op: OpBuilder, dys, inputs, epsilon: float, momentum: float, node: ir.Node
 ) -> Gradients:
-    """What comes in from the result goes through ``input_gradients``.
+    """The gradient of the result goes through ``input_gradients``.
 
     The running statistics are ``momentum * old + (1 - momentum) * batch``, with the variance of the
     population; they add ``(1 - momentum) * (drun_mean + 2 * xc * drun_var) / count``.
@@ -386,7 +386,7 @@ def _training_bfloat16(
 
 
 def _is_bfloat16(facts: tuple[ir.Value, Sequence[ir.Value | None]]) -> bool:
-    """Return whether images are bfloat16, and nothing but the result has a gradient."""
+    """Return whether images are bfloat16 and only the result has a gradient."""
     x, dys = facts
     alone = dys[0] is not None and all(d is None for d in dys[1:])
     return alone and x.dtype == ir.DataType.BFLOAT16 and S.rank_of(x) > 1
@@ -412,7 +412,7 @@ def _plus(op: OpBuilder, a: ir.Value | None, b: ir.Value) -> ir.Value:
 
 
 def _as_inputs(op: OpBuilder, gradients, inputs) -> Gradients:
-    """Return the gradients in the inputs' dtypes; a vector's one channel is summed to shape [1]."""
+    """Return the gradients in the dtypes of the inputs; those of a vector are summed to [1]."""
     fitted_grads = []
     for g, x in zip(gradients, inputs, strict=True):
         if g is not None:

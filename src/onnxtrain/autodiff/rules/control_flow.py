@@ -46,7 +46,7 @@ OptionalValue = ir.Value | None
 
 @vjp_multi("If")
 def if_(op, dys, cond, *, node):
-    """The taken branch again, then its reverse sweep; zeros for what the branch does not read."""
+    """Recompute the taken branch and run its reverse sweep; unread values get zeros."""
     outer = captured(node)
     reject_randomness(node)
     wanted = [x for x in outer if S.is_float(x)]
@@ -68,7 +68,7 @@ def if_(op, dys, cond, *, node):
 
 @vjp_multi("Loop")
 def loop(op, dys, trip_count, cond, *states, node):
-    """A Loop over the steps that ran, in reverse, which carries the gradients of the states."""
+    """A Loop over the executed steps in reverse, which carries the gradients of the states."""
     reject_randomness(node)
     body = node.attributes["body"].as_graph()
     n = len(states)
@@ -98,7 +98,7 @@ def loop(op, dys, trip_count, cond, *states, node):
         value = step.Gather(stack, at, axis=0)
         value.shape = states[i].shape
         before.append(value)
-    # A file may have the number of the step and the condition as vectors of one.
+    # Some files declare the step number and the condition as vectors with one element.
     first = [
         step.Reshape(x, [1]) if _is_vector(y) else x
         for x, y in zip((at, go), body.inputs[:2], strict=True)
@@ -125,7 +125,7 @@ def _is_vector(x: ir.Value) -> bool:
 def _save_loop_states(
     op: OpBuilder, node: ir.Node, body: ir.Graph, n: int
 ) -> tuple[list[ir.Value], ir.Value]:
-    """Make a Loop give what entered each step and the step numbers; return those."""
+    """Add scan outputs for the inputs of each step and the step numbers; return them."""
     key = "onnxtrain.saved"
     if key in node.meta:
         return node.meta[key]
@@ -157,13 +157,13 @@ def _reject_changing_shapes(node: ir.Node, body: ir.Graph, states: Sequence[ir.V
         if not isinstance(state.type, ir.TensorType):
             raise UndifferentiableError(
                 f"Loop {node.name!r} carries {S.describe_value(state)}: "
-                "only tensors of a fixed shape can be differentiated through"
+                "only states of a fixed shape are differentiable"
             )
         if S.dims_of(after) is None or S.dims_of(after) != S.dims_of(inner):
             raise UndifferentiableError(
-                f"Loop {node.name!r} may change the shape of what it carries: "
+                f"Loop {node.name!r} may change the shape of a state: "
                 f"{S.describe_value(inner)} becomes {S.describe_value(after)}\n"
-                "hint: fix sizes of inputs that decide on it by `dims`, unroll the loop, "
+                "hint: fix the input sizes that determine it with `dims`, unroll the loop, "
                 f"or {exclusion_hint('the parameters that enter it')}"
             )
 
@@ -172,19 +172,19 @@ _SUM_SCAN_KEY = "onnxtrain.summed"
 
 
 def mark_sum_scan(node: ir.Node) -> None:
-    """Say that a Scan carries one number, of shape [1], to which each step adds, and no more."""
+    """Mark a Scan whose only state has shape [1], and whose steps only add to it."""
     node.meta[_SUM_SCAN_KEY] = True
 
 
 def is_sum_scan(node: ir.Node) -> bool:
-    """Return whether a Scan does no more than add up."""
+    """Return whether a Scan is marked as a sum."""
     return bool(node.meta.get(_SUM_SCAN_KEY))
 
 
 def sum_scan(
     op: OpBuilder, dy: ir.Value, node: ir.Node, wanted: Sequence[bool]
 ) -> tuple[OptionalValue, ...]:
-    """``dx = dy * (gradient of the sum)``; the loop gives the sum and its gradient at once."""
+    """``dx = dy * d(sum)/dx``; the loop computes the sum and its gradient together."""
     start, *scans = [x for x in node.inputs if x is not None]
     outer = captured(node)
     slices = [i for i, x in enumerate(scans) if wanted[1 + i] and S.is_float(x)]
@@ -233,14 +233,14 @@ _SAVED = "onnxtrain.saved"
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """A Scan node: its inputs and outputs by kind, and which gradients there are or must be."""
+    """A Scan node: its inputs and outputs by kind, and the gradients it needs."""
 
     body: ir.Graph
     inputs: Sequence[ir.Value]
     n: int
-    """How many states are carried; they come first among inputs and outputs."""
+    """Number of states; they are the first inputs and outputs."""
     outer: list[ir.Value]
-    """What the body captures."""
+    """Values that the body captures."""
     axes_in: list[int]
     turns_in: list[int]
     axes_out: list[int]
@@ -250,7 +250,7 @@ class _Parts:
     wanted_scans: list[int]
     wanted_outer: list[ir.Value]
     given: list[int]
-    """The scan outputs whose gradients are not zero, counted among all outputs."""
+    """Indices of scan outputs with nonzero gradients, among all outputs."""
 
     @property
     def scans(self) -> Sequence[ir.Value]:
@@ -259,7 +259,7 @@ class _Parts:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """The backward body, and what its inputs and outputs are."""
+    """The backward body and its inputs and outputs by kind."""
 
     op: OpBuilder
     mapping: dict[ir.Value, ir.Value]
@@ -268,9 +268,9 @@ class _Step:
     totals: dict[ir.Value, ir.Value]
     """Captured values -> the sum of their gradients so far."""
     products: dict[ir.Value, list[tuple[ir.Value, int]]]
-    """Captured values -> the factors of their gradients, which are multiplied after the loop."""
+    """Captured values -> the factors of their gradients, for the matmul after the loop."""
     factors: list[ir.Value]
-    """Those of the factors that have to leave the loop."""
+    """The factors that are scan outputs of the backward body."""
 
 
 @vjp_multi("Scan")
@@ -321,7 +321,7 @@ def _read(
 
 
 def _backward_step(op: OpBuilder, parts: _Parts, d_states: Sequence[ir.Value]) -> _Step:
-    """Return the body of the backward Scan: the forward step again, then its reverse sweep."""
+    """Return the body of the backward Scan: recompute the forward step, then its reverse sweep."""
     body, floats, wanted_outer = parts.body, parts.floats, parts.wanted_outer
     step = op.body(
         [*d_states, *wanted_outer, *body.inputs, *(body.outputs[i] for i in parts.given)]
@@ -346,7 +346,7 @@ def _backward_step(op: OpBuilder, parts: _Parts, d_states: Sequence[ir.Value]) -
         step.graph.inputs.remove(totals.pop(x))
     news = as_body_outputs(step, [of_outer[x] for x in totals], list(totals))
     sums = [accumulate(step, old, new) for old, new in zip(totals.values(), news, strict=True)]
-    # What entered the step is there for all steps already.
+    # The inputs of the steps are available for all steps already.
     factors = list(dict.fromkeys(v for p in products.values() for v, _ in p if v not in states))
     step.graph.outputs.extend(
         [*grads[: len(floats)], *sums, *grads[len(floats) :], *map(step.Identity, factors)]
@@ -383,7 +383,7 @@ def _backward_scan(
             *(1 - parts.turns_out[i] for i in given),
             *[1] * kept,
         ],
-        # The factors' first step comes first, as in what was saved.
+        # Factors are in forward order, like the saved values.
         scan_output_axes=[*(parts.axes_in[i] for i in parts.wanted_scans), *[0] * factors] or None,
         scan_output_directions=[*(1 - turns_in[i] for i in parts.wanted_scans), *[1] * factors]
         or None,
@@ -402,7 +402,7 @@ def _gradients(
 ) -> tuple[OptionalValue, ...]:
     """Return the gradients of the inputs, then of the captured values.
 
-    ``all_steps`` is a value whose first axis counts the steps.
+    The first axis of ``all_steps`` has the number of steps.
     """
     inputs, n = parts.inputs, parts.n
     gradients: list[OptionalValue] = [None] * len(inputs)
@@ -422,7 +422,7 @@ def _gradients(
 
 
 def _factors(g: OptionalValue) -> list[tuple[ir.Value, int]] | None:
-    """Return ``a`` and ``b``, each with its columns, where a gradient is ``a^T b``."""
+    """Return ``a`` and ``b`` as matrices, if a gradient is ``a^T b``."""
     made = None if g is None else g.producer()
     if made is None or made.op_type != "Gemm" or len(made.inputs) != 2:
         return None
@@ -438,7 +438,7 @@ def _factors(g: OptionalValue) -> list[tuple[ir.Value, int]] | None:
 
 
 def _values_to_save(graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
-    """Return costly values that outputs of a backward body need: the forward's, and its copy."""
+    """Return expensive values that a backward body needs: the forward value and its copy."""
     copies = {copy: value for value, copy in mapping.items()}
     needed = set(graph.outputs)
     costly: dict[ir.Value, ir.Value] = {}
@@ -463,7 +463,7 @@ def _stack(stack: ir.Value, one: ir.Value, like: ir.Value) -> ir.Value:
 def _save(
     op: OpBuilder, node: ir.Node, body: ir.Graph, n: int, values: Sequence[ir.Value]
 ) -> list[ir.Value]:
-    """Add values of a Scan's body, for all steps, to its scan outputs; return those."""
+    """Add values of a Scan's body to its scan outputs; return the stacked outputs."""
     saved: dict[ir.Value, ir.Value] = node.meta.setdefault(_SAVED, {})
     fresh = [v for v in values if v not in saved]
     if len(node.outputs) < len(body.outputs):  # trailing outputs were omitted
@@ -502,7 +502,7 @@ def _ints(node: ir.Node, name: str, n: int) -> list[int]:
 
 @vjp("SequenceConstruct")
 def sequence_construct(op, dy, *xs):
-    """Take the gradient of each element."""
+    """Each element gets the gradient at its position."""
     return tuple(op.SequenceAt(dy, i) for i in range(len(xs)))
 
 
@@ -516,7 +516,7 @@ def sequence_at(op, dy, input_sequence, position):
 
 @vjp("SequenceInsert")
 def sequence_insert(op, dy, input_sequence, tensor, position=None):
-    """Take the gradient of the new element out again."""
+    """Remove the gradient of the inserted element."""
     if position is None:
         return op.SequenceErase(dy), op.SequenceAt(dy, -1)
     at = _from_front(op, input_sequence, position)
@@ -525,7 +525,7 @@ def sequence_insert(op, dy, input_sequence, tensor, position=None):
 
 @vjp("SequenceErase")
 def sequence_erase(op, dy, input_sequence, position=None):
-    """Zeros for the element that was dropped."""
+    """Insert zeros for the removed element."""
     dropped = op.SequenceAt(input_sequence, -1 if position is None else position)
     at = None if position is None else _from_front(op, input_sequence, position)
     return op.SequenceInsert(dy, op.zeros_like(dropped), at)
@@ -533,14 +533,14 @@ def sequence_erase(op, dy, input_sequence, position=None):
 
 @vjp("SplitToSequence")
 def split_to_sequence(op, dy, x, split=None, *, axis, keepdims):
-    """Join the pieces."""
+    """Concatenate the pieces."""
     stacked = split is None and not keepdims
     return op.ConcatFromSequence(dy, axis=axis, new_axis=1 if stacked else 0)
 
 
 @vjp("ConcatFromSequence")
 def concat_from_sequence(op, dy, input_sequence, *, axis, new_axis):
-    """Cut the gradient where the elements met."""
+    """Split the gradient at the boundaries of the elements."""
     if new_axis:
         return op.SplitToSequence(dy, axis=axis, keepdims=0)
     end = None if axis == -1 else axis + 1
@@ -550,7 +550,7 @@ def concat_from_sequence(op, dy, input_sequence, *, axis, new_axis):
 
 @vjp_multi("SequenceMap")
 def sequence_map(op, dys, input_sequence, *additional_inputs, node):
-    """A map of the body's reverse sweep; for what every step reads, the sum over the steps."""
+    """Map the reverse sweep of the body; captured values get the sum over the steps."""
     inputs, outer = (input_sequence, *additional_inputs), captured(node)
     inner = node.attributes["body"].as_graph()
     given = [i for i, dy in enumerate(dys) if dy is not None]
@@ -587,10 +587,10 @@ def optional_get_element(op, dy, x):
 
 
 def _summed(op, grads, x):
-    """Return the gradient of an input of SequenceMap from those of its steps."""
+    """Return the gradient of an input of SequenceMap from the gradients of its steps."""
     if grads is None or isinstance(x.type, ir.SequenceType):
         return grads
-    # An empty sequence cannot be joined, so a zero goes in front.
+    # ConcatFromSequence rejects an empty sequence, so a zero is put first.
     some = op.SequenceInsert(grads, op.zeros_like(x))
     total = op.ReduceSum(op.ConcatFromSequence(some, axis=0, new_axis=1), [0], keepdims=0)
     total.shape = x.shape
@@ -598,7 +598,7 @@ def _summed(op, grads, x):
 
 
 def _from_front(op, sequence, position):
-    """Return a position of an existing element, or behind the last one, as a number from 0 on."""
+    """Return a nonnegative position; ``length`` means behind the last element."""
     known = op.constant(position)
     if known is not None and int(known.reshape(-1)[0]) >= 0:
         return position

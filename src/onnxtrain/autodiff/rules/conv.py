@@ -66,7 +66,7 @@ def conv_transpose(
 ) -> Gradients:
     """``dX`` is the convolution of ``dy`` with W; ``dW`` correlates ``dy`` with X.
 
-    It is the input gradient of a convolution whose input has the shape of y.
+    The operator is the input gradient of a convolution whose input has the shape of y.
     """
     win = window_geometry(kernel_shape or op.dims(w)[2:], strides, dilations, None)
     extra = output_padding or [0] * win.rank
@@ -98,7 +98,7 @@ def _fit_output(
     upper: bool,
     node: ir.Node,
 ) -> tuple[Windows, ir.Value]:
-    """Return the padding that cuts the output to ``output_shape``, or ``dy`` padded at run time."""
+    """Return the padding for ``output_shape``, or ``dy`` padded at run time."""
     wanted = output_shape[-win.rank :]
     rest = [extra[i] + _extent(win, i, node) - win.strides[i] - wanted[i] for i in range(win.rank)]
     sizes = D.static_sizes(op.dims(x)[2:])
@@ -124,7 +124,7 @@ def _extent(win: Windows, i: int, node: ir.Node) -> int:
     extent = win.extent(i)
     if extent is None:
         raise UndifferentiableError(
-            f"padding of node {node.name!r} needs a kernel of known size: {S.describe(node)}\n"
+            f"padding of node {node.name!r} requires a static kernel size: {S.describe(node)}\n"
             "hint: give the node its kernel_shape, or explicit pads"
         )
     return extent
@@ -134,12 +134,12 @@ SplitScale = tuple[ir.Value, ir.Value, ir.Value | None]
 
 
 def split_channel_scale(op: OpBuilder, dy: ir.Value, w: ir.Value) -> SplitScale:
-    """Return ``z``, the weight for ``dX``, and the gain, which is ``None`` where none is apart."""
+    """Return ``z``, the weight for ``dX``, and the gain, ``None`` if ``dy`` has no such factor."""
     return select_variant(op, Scaled(dy, w), SCALE_VARIANTS, SCALE_CHOICES)(op, dy, w)
 
 
 def apply_channel_scale(op: OpBuilder, gradient: ir.Value, gain: ir.Value | None) -> ir.Value:
-    """Return the gradient of a weight or a bias, with the gain that was left out."""
+    """Multiply the gradient of a weight or bias by the gain."""
     if gain is None:
         return gradient
     fits = op.rank(gradient) == op.rank(gain)
@@ -147,14 +147,14 @@ def apply_channel_scale(op: OpBuilder, gradient: ir.Value, gain: ir.Value | None
 
 
 class Scaled(NamedTuple):
-    """A gradient, and the weight that it meets."""
+    """A gradient and the weight it is convolved with."""
 
     dy: ir.Value
     w: ir.Value
 
 
 def _gain(dy: ir.Value) -> ir.Value | None:
-    """Return what scales the channels of a gradient, ``[channels, 1, ...]``."""
+    """Return the factor that scales the channels of a gradient, ``[channels, 1, ...]``."""
     scale = dy.producer()
     if scale is None or not is_op(scale, "Mul"):
         return None
@@ -256,9 +256,9 @@ def input_by_transposed_conv(
 ) -> ir.Value:
     """A transposed convolution of ``dy`` with W.
 
-    Windows may leave out the last positions of the input, or reach beyond its padding (ceil_mode):
-    the result is padded or cut to the size of ``x``, at run time where sizes are not known before.
-    With ``symmetric``, both ends are padded alike.
+    Windows may skip the last positions of the input or exceed its padding (ceil_mode). The result
+    is padded or sliced to the size of ``x``, at run time if sizes are dynamic. With ``symmetric``,
+    both ends have the same padding.
     """
     parts = [_transposed_axis(op, dy, x, win, i, symmetric=symmetric) for i in range(win.rank)]
     extra = [p.extra for p in parts]
@@ -289,7 +289,7 @@ def input_by_full_conv(
 def input_in_float32(
     op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """The transposed convolution, of bfloat16 with casts around it."""
+    """ConvTranspose, with casts to float32 around it for bfloat16."""
     wide = ir.DataType.FLOAT if x.dtype == ir.DataType.BFLOAT16 else x.dtype
     dy_wide, w_wide, x_wide = (op.cast(v, wide) for v in (dy, w, x))
     dx = input_by_transposed_conv(op, dy_wide, w_wide, x_wide, win, group, symmetric=True)
@@ -305,7 +305,7 @@ class _TransposedAxis:
     extra: int
     """``output_padding``."""
     skipped: int = 0
-    """Positions in front of the input that are computed too."""
+    """Extra positions computed before the input."""
     cut: bool = False
     """Whether the result is longer than the input."""
 
@@ -313,10 +313,10 @@ class _TransposedAxis:
 def _transposed_axis(
     op: OpBuilder, dy: ir.Value, x: ir.Value, win: Windows, i: int, *, symmetric: bool
 ) -> _TransposedAxis:
-    """Return pads so that the result is the input's size; if symmetric, it may have to be cut.
+    """Return pads for which the result has the input's size; symmetric pads may require a slice.
 
-    ``beyond`` is how far the last window reaches beyond the input; negative where windows leave
-    out its last positions. Unknown sizes get the longest input that so many windows can have.
+    ``beyond`` is how far the last window exceeds the input, negative if windows skip its last
+    positions. For dynamic sizes, assume the longest input with this number of windows.
     """
     size, count = op.dims(x)[2 + i], op.dims(dy)[2 + i]
     stride, extent, before = win.strides[i], win.extent(i), win.before[i]
@@ -385,7 +385,7 @@ INPUT_GRAD_CHOICES: dict[str, Choices[ConvShape]] = {  # by family of targets
 
 
 def choose_input(target: Target, facts: ConvShape) -> str:
-    """Name the form for a target."""
+    """Return the name of the variant for a target."""
     return select_variant_name(
         target, facts, INPUT_GRAD_VARIANTS, INPUT_GRAD_CHOICES.get(target.family, _TRANSPOSED)
     )

@@ -43,7 +43,7 @@ from onnxtrain.targets import Target
 def weight_by_taps(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """One elementwise product and sum per tap."""
+    """One elementwise multiplication and sum per tap."""
     axes = [0, *win.axes]
     pieces = tap_slices(op, pad(op, x, win), win)
     parts = [op.ReduceSum(op.Mul(p, dy), axes, keepdims=0) for p in pieces]
@@ -69,8 +69,8 @@ def weight_by_row_pairs(
 ) -> ir.Value:
     """Pairs of positions along the last axis only; the taps of the others are slices.
 
-    ``pairs[c, t, p, q] = sum over n and h of x[n, c, h * stride + t, p] * dy[n, c, h, q]`` are few
-    products of matrices, and ``dW = pairs @ table``. Images of any height are read once per ``t``.
+    ``pairs[c, t, p, q] = sum over n and h of x[n, c, h * stride + t, p] * dy[n, c, h, q]`` takes
+    few matmuls, and ``dW = pairs @ table``. Images of any height are read once per ``t``.
     """
     assert win.static_kernel is not None
     last = win.rank - 1
@@ -95,10 +95,10 @@ def weight_by_row_pairs(
 def weight_by_scan(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """A loop over the batch, of convolutions whose kernel is as wide as the image; for stride 1.
+    """A loop over the batch of convolutions whose kernel is as wide as the image; for stride 1.
 
-    What one image needs stays in the cache. With one channel per group, no padding and a kernel as
-    wide as its input, onnxruntime multiplies in place, without copying windows out.
+    The data of one image fits the cache. With one channel per group, no padding and a kernel as
+    wide as its input, onnxruntime multiplies in place, without an im2col copy.
     """
     assert win.static_kernel is not None
     assert w.dtype is not None
@@ -127,7 +127,7 @@ def weight_by_scan(
 def input_by_pairs(
     op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """``dx = dy @ matrix`` for each channel; the matrix holds the taps where the table says."""
+    """``dx = dy @ matrix`` for each channel; the table places the taps in the matrix."""
     positions = op.dims(x)[2:], op.dims(dy)[2:]
     sizes = [int(np.prod([int(d) for d in dims])) for dims in positions]  # type: ignore[arg-type]
     taps = op.reshape(w, [group, -1])
@@ -153,10 +153,10 @@ def input_by_flipped_conv(
 
 
 def _table(op: OpBuilder, x: ir.Value, dy: ir.Value, win: Windows, axes: Sequence[int]) -> ir.Value:
-    """Return [positions of x * positions of dy, taps]: one where a window at q reads p by the tap.
+    """Return [positions of x * positions of dy, taps]: 1 where a window at q reads p by the tap.
 
-    Positions and taps are those along some of the windows' axes. It is the product of a small table
-    per axis, which the runtime folds to a constant.
+    Positions and taps are those along some axes. The table is the product of small tables per axis,
+    which the runtime folds to a constant.
     """
     assert win.static_kernel is not None
     n, table = len(axes), None
@@ -178,14 +178,14 @@ def _table(op: OpBuilder, x: ir.Value, dy: ir.Value, win: Windows, axes: Sequenc
 def weight_by_columns(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """``dW = dy^T @ columns``; a forward convolution that is a product shares the columns."""
+    """``dW = dy^T @ columns``; a forward convolution as matmul shares the columns."""
     return op.reshape_like(op.MatMul(_rows(op, dy), im2col(op, x, win, taps_first=False)), w)
 
 
 def weight_by_tap_columns(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """``dW = dy^T @ columns`` with the taps in front, put in order afterwards."""
+    """``dW = dy^T @ columns`` with the taps first; a transpose restores the order."""
     dw = op.MatMul(_rows(op, dy), im2col(op, x, win, taps_first=True))
     if win.count == 1:
         return op.reshape_like(dw, w)
@@ -199,7 +199,7 @@ def weight_by_tap_columns(
 def weight_by_shifts(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """Columns hold what a row of each window reads; the rows are shifts of ``dy``, all one product.
+    """Columns for one kernel row, against ``dy`` shifted for every row, in one matmul.
 
     With a 3x3 kernel ``x`` and ``dy`` are copied three times each, instead of ``x`` nine times.
     """
@@ -216,7 +216,7 @@ def weight_by_shifts(
 
 
 def _moved_down(op: OpBuilder, x: ir.Value, by: int) -> ir.Value:
-    """Return ``x`` with its rows moved down, or up by a negative number; zeros come in."""
+    """Shift the rows of ``x`` down (up if negative) and fill with zeros."""
     if by == 0:
         return x
     outs, batch, height, width = (op.size(x, i) for i in range(4))
@@ -231,7 +231,7 @@ def _moved_down(op: OpBuilder, x: ir.Value, by: int) -> ir.Value:
 def weight_by_group_columns(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """``dW = dy^T @ columns`` for each group, all groups in one product."""
+    """``dW = dy^T @ columns`` for each group, as one batched matmul."""
     sizes, image, count = (D.static_sizes(d) for d in (op.dims(w), op.dims(x)[2:], op.dims(dy)[2:]))
     assert sizes is not None
     assert image is not None
@@ -253,9 +253,9 @@ def weight_by_signal_columns(
 ) -> ir.Value:
     """``dW = x^T @ columns`` of windows over ``dy``, for stride 1 and fewer outputs than channels.
 
-    ``dW[o, c, t] = sum over q of x[c, q] * dy[o, q + before - t * dilation]``: what a position of
-    ``x`` meets is a window over ``dy`` with its taps in reverse order. The columns are the largest
-    part of the work and of the memory, and as wide as the tensor that they are made of.
+    ``dW[o, c, t] = sum over q of x[c, q] * dy[o, q + before - t * dilation]``: a position of ``x``
+    is multiplied with a window over ``dy`` whose taps are reversed. The columns dominate time and
+    memory, and their width follows the tensor that they are taken from.
     """
     outs, channels, *kernel = op.dims(w)
     reach = [(win.extent(i) or 1) - 1 for i in range(win.rank)]
@@ -274,7 +274,7 @@ def weight_by_signal_columns(
 def input_by_columns(
     op: OpBuilder, dy: ir.Value, w: ir.Value, x: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """``dy @ W`` is the gradient of the columns; Col2Im adds up what several windows read."""
+    """``dy @ W`` is the gradient of the columns; Col2Im sums overlapping windows."""
     outs, channels = op.dims(w)[:2]
     positions, image = op.dims(dy)[2:], op.dims(x)[2:]
     rows = op.Reshape(op.Transpose(dy, perm=[0, *win.axes, 1]), [-1, outs])
@@ -314,7 +314,7 @@ def weight_gradient(
 def by_taps(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """One product ``dy @ x_t^T`` per tap, summed over the batch."""
+    """One matmul ``dy @ x_t^T`` per tap, summed over the batch."""
     pieces = [_flatten(op, p, win.rank) for p in _tap_slices(op, x, win, group)]
     rows = _flatten(op, _split_channels(op, dy, group), win.rank)
     parts = [op.ReduceSum(op.MatMul(rows, op.mT(p)), [0], keepdims=0) for p in pieces]
@@ -324,7 +324,7 @@ def by_taps(
 def by_merged_taps(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """One product per tap over batch and positions at once: few large products, no sum after."""
+    """One matmul per tap over batch and positions: few large matmuls, no sum afterwards."""
     order = [1, 0, *win.axes]
     slices = tap_slices(op, op.Transpose(pad(op, x, win), perm=order), win)
     rows = _merged_rows(op, op.Transpose(dy, perm=order), group)
@@ -346,7 +346,7 @@ def _merged_rows(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:
 def by_im2col(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """One product ``dy @ columns^T``, where the columns hold what every window reads."""
+    """One matmul ``dy @ columns^T``; the columns hold the elements of every window."""
     pieces = _tap_slices(op, x, win, group)
     channel = -1 - win.rank
     columns = pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=channel)
@@ -369,7 +369,7 @@ def by_im2col(
 def by_lifted_conv(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """One convolution with an axis more: the batch is the channel, the channel an axis to slide on.
+    """One convolution with an extra axis: the batch is the channel, the channel is a spatial axis.
 
     ``x`` becomes [1, group * N, C, ...], ``dy`` the weight [O, N, 1, ...]; strides are dilations.
     """
@@ -394,7 +394,7 @@ def by_lifted_conv(
 def by_swapped_conv(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ir.Value:
-    """One convolution in which batch and channel trade places; stride and dilation swap.
+    """One convolution with batch and channel swapped, and stride and dilation swapped.
 
     ``x`` becomes [C, group * N, ...], ``dy`` the weight [O, N, ...].
     """
@@ -462,14 +462,15 @@ _CPU: list[Choice[ConvShape]] = [
     Choice("merged", lambda f: f.group == 1),
     Choice("taps"),
 ]
-# A convolution with a kernel of the size of the image loses precision on WebGPU: products instead.
+# Matmuls instead of a convolution whose kernel has the size of the image: it loses precision on
+# WebGPU.
 _MATMUL: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.DEPTHWISE_WEIGHT_GRAD_PAIRS_MATMUL)),
     Choice("depthwise"),
     Choice("im2col"),
     Choice("swapped"),
 ]
-# A kernel of the size of the image takes a hundred times as long as a product on a GPU.
+# On a GPU a kernel of the size of the image takes a hundred times as long as a matmul.
 _CUDA: list[Choice[ConvShape]] = [
     Choice("pairs", lambda f: f.pairs_up_to(T.DEPTHWISE_WEIGHT_GRAD_PAIRS_GPU)),
     Choice("row_pairs", lambda f: f.line_pairs_up_to(T.DEPTHWISE_WEIGHT_GRAD_ROW_PAIRS_GPU)),
@@ -489,19 +490,19 @@ _CUDA: list[Choice[ConvShape]] = [
 
 
 def _narrowing(facts: ConvShape) -> bool:
-    """Return whether images are small and what is read is wider than what is put out."""
+    """Return whether images are small and have more input than output channels."""
     wide = facts.channels is not None and facts.outs is not None and facts.channels > facts.outs
     return wide and facts.small_image
 
 
 def _has_window_table(facts: ConvShape) -> bool:
-    """Return whether a table can say what every window reads, in images of known size."""
+    """Return whether sizes are static, so that a table can map windows to positions."""
     known = None not in (facts.taps, facts.channels, facts.outs, facts.image, facts.positions)
     return known and (facts.taps or 0) * (facts.positions or 0) <= T.WINDOW_TABLE_ELEMENTS
 
 
 def _is_output_narrower(facts: ConvShape) -> bool:
-    """Return whether windows over the output are half as wide as those over the input, or less."""
+    """Return whether windows over the output are at most half as wide as those over the input."""
     if facts.channels is None or facts.outs is None or facts.taps == 1:
         return False
     return 2 * facts.outs <= facts.channels
@@ -527,7 +528,7 @@ def _few_positions(facts: ConvShape) -> bool:
 
 
 def choose(target: Target, facts: ConvShape) -> str:
-    """Name the form for a target."""
+    """Return the name of the variant for a target."""
     return select_variant_name(
         target, facts, WEIGHT_GRAD_VARIANTS, WEIGHT_GRAD_CHOICES.get(target.family, _MATMUL)
     )
@@ -552,7 +553,7 @@ def _split_channels(op: OpBuilder, x: ir.Value, group: int) -> ir.Value:
 
 
 def _merge(op: OpBuilder, x: ir.Value, axis: int, lead: int = 0) -> ir.Value:
-    """Join axes ``axis`` and ``axis + 1``, with ``lead`` axes of size 1 put in front."""
+    """Merge axes ``axis`` and ``axis + 1``; prepend ``lead`` axes of size 1."""
     dims = op.dims(x)
     sizes = [op.size(x, i) for i in range(len(dims)) if i not in (axis, axis + 1)]
     left, right = dims[axis], dims[axis + 1]
@@ -561,14 +562,14 @@ def _merge(op: OpBuilder, x: ir.Value, axis: int, lead: int = 0) -> ir.Value:
 
 
 def _tap_slices(op: OpBuilder, x: ir.Value, win: Windows, group: int) -> list[ir.Value]:
-    """Return what the windows read at each tap, as [N, C, ...] or [N, group, C, ...]."""
+    """Return the elements that the windows read at each tap: [N, C, ...] or [N, group, C, ...]."""
     split = _split_channels(op, pad(op, x, win), group)
     axes = list(range(op.rank(split) - win.rank, op.rank(split)))
     return tap_slices(op, split, win, axes)
 
 
 def _flatten(op: OpBuilder, x: ir.Value, spatial: int) -> ir.Value:
-    """Join the last axes to one."""
+    """Merge the last axes."""
     return x if spatial == 1 else op.Reshape(x, [*[0] * (op.rank(x) - spatial), -1])
 
 
@@ -581,7 +582,7 @@ def _from_taps(op: OpBuilder, parts: list[ir.Value], w: ir.Value) -> ir.Value:
 
 
 def _cut(op: OpBuilder, dw: ir.Value, w: ir.Value, offset: int) -> ir.Value:
-    """Cut what the stride left over: spatial axes to the size of the kernel."""
+    """Slice the spatial axes to the size of the kernel; the stride may leave a remainder."""
     have, want = op.dims(dw)[2 + offset :], op.dims(w)[2:]
     axes = [i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b]
     if not axes:

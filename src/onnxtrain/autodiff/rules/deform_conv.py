@@ -25,7 +25,7 @@ class Corner:
     """One of the four image elements around each sampled position."""
 
     row: ir.Value
-    """[N, D, K, P]: where it is in the table of pixels."""
+    """[N, D, K, P]: its row in the table of pixels."""
     across: ir.Value
     """Its weight along the vertical axis, [N, D, K, P]."""
     along: ir.Value
@@ -56,12 +56,12 @@ def deform_conv(
 ) -> Gradients:
     """Differentiate the product with W, the mask, and the bilinear samples.
 
-    A sample's slope jumps where a position is a whole number; there it is that of the next pixels.
+    The derivative of a sample jumps at integer positions; there the right derivative is used.
     """
     win = window_geometry(kernel_shape or op.dims(w)[2:], strides, dilations, pads)
     if win.rank != 2 or win.count is None:
         raise UndifferentiableError(
-            f"no gradient for node {node.name!r}: only two spatial axes and a kernel of known size "
+            f"no gradient for node {node.name!r}: only two spatial axes and a static kernel size "
             f"are supported\n  {S.describe(node)}"
         )
     taps, images, channels = win.count, op.size(x, 0), op.size(x, 1)
@@ -114,7 +114,7 @@ def _image_gradient(
     offset_group: int,
     per_offset: Size,
 ) -> ir.Value:
-    """Add up, for each pixel, the samples that it is part of."""
+    """Sum, for each pixel, the gradients of the samples that read it."""
     table = op.zeros_like(pixels)
     for corner, weight in zip(corners, weights, strict=True):
         updates = op.reshape(op.Mul(d_sample, _column(op, weight)), [-1, per_offset])
@@ -127,7 +127,7 @@ def _image_gradient(
 def _offset_gradient(
     op: OpBuilder, corners: list[Corner], values: list[ir.Value], d_sample: ir.Value
 ) -> ir.Value:
-    """Return the slopes of the samples along both axes, [N, D, K, 2, P]."""
+    """Return the derivatives of the samples along both axes, [N, D, K, 2, P]."""
     inner = [op.ReduceSum(op.Mul(d_sample, v), [-1], keepdims=0) for v in values]
     across = [
         op.Mul(op.Mul(i, c.along), c.across_derivative) for i, c in zip(inner, corners, strict=True)
@@ -178,7 +178,7 @@ def _corners(
 def _tap_positions(
     op: OpBuilder, dy: ir.Value, win: Windows, dtype: ir.DataType | None
 ) -> list[ir.Value]:
-    """Return where each tap of each window is without its offset: [K, P] for each axis."""
+    """Return the position of each tap of each window without offset: [K, P] per axis."""
     assert win.static_kernel is not None
     sizes = [op.size(dy, 2), op.size(dy, 3)]
     positions = []
@@ -196,13 +196,13 @@ def _tap_positions(
 
 
 def _within(op: OpBuilder, at: ir.Value, size: Size) -> ir.Value:
-    """Return one where ``0 <= at < size``, else zero."""
+    """Return 1 where ``0 <= at < size``, else 0."""
     last = op.cast(_scalar(op, _last(op, size)), at.dtype)
     return op.Cast(op.And(op.GreaterOrEqual(at, 0.0), op.LessOrEqual(at, last)), to=at.dtype)
 
 
 def _clip(op: OpBuilder, at: ir.Value, size: Size) -> ir.Value:
-    """Return positions as integers inside the axis."""
+    """Return positions clamped to the axis, as integers."""
     last = op.cast(_scalar(op, _last(op, size)), at.dtype)
     return op.Cast(op.Clip(at, 0.0, last), to=ir.DataType.INT64)
 
@@ -226,7 +226,7 @@ def times(op: OpBuilder, a: Size, b: Size) -> Size:
 
 
 def divide(op: OpBuilder, a: Size, b: int) -> Size:
-    """Divide a size by a number that divides it."""
+    """Divide a size by one of its divisors."""
     return a // b if isinstance(a, int) else a if b == 1 else op.Div(a, b)
 
 

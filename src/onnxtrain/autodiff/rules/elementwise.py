@@ -58,7 +58,7 @@ no_gradient(
 
 
 def _one_minus_square(op, x):
-    """``(1 - x) (1 + x)``, which keeps its digits near 1."""
+    """``(1 - x) (1 + x)``, which is accurate near 1."""
     return op.Mul(op.Sub(1.0, x), op.Add(x, 1.0))
 
 
@@ -71,12 +71,12 @@ def div(op, dy, a, b, *, y):
 
 @vjp("Mod", broadcasts=True)
 def mod(op, dy, a, b, *, y):
-    """``y = a - q b`` with a whole number ``q``, so ``da = dy`` and ``db = -dy q``.
+    """``y = a - q b`` with an integer ``q``, so ``da = dy`` and ``db = -dy q``.
 
-    ``q`` is read off ``y``: dividing anew might round to the next whole number.
+    ``q`` is derived from ``y``: dividing again might round to another integer.
     """
     q = op.Div(op.Sub(a, y), b)
-    if q.dtype == ir.DataType.BFLOAT16:  # which Round does not take
+    if q.dtype == ir.DataType.BFLOAT16:  # Round does not support it
         q = op.Cast(q, to=ir.DataType.FLOAT)
     return dy, op.Neg(op.Mul(dy, op.cast(op.Round(q), dy.dtype)))
 
@@ -86,7 +86,7 @@ def pow_(op, dy, x, e, *, y):
     """``dx = dy e x^(e - 1)``, ``de = dy y log(x)``.
 
     At ``x = 0`` as torch: ``dx = 0`` for ``e = 0``, and ``de = 0`` unless ``e < 0``. For ``x < 0``
-    there is no derivative with respect to ``e``: it is NaN.
+    the derivative with respect to ``e`` does not exist: it is NaN.
     """
     exponent = op.cast(e, x.dtype)
     # Zeros of the base become ones, whose logarithm is 0, except where y is infinite anyway.
@@ -100,16 +100,18 @@ def pow_(op, dy, x, e, *, y):
         if p == 1:
             return dy, de
         rest = x if p == 2 else op.Pow(x, op.const(p - 1, x.dtype))
-        return op.Mul(op.Mul(dy, rest), p), de  # the number joins others of the gradient
+        return op.Mul(
+            op.Mul(dy, rest), p
+        ), de  # a constant factor last, so that it folds with others
     lower = op.Sub(exponent, 1.0)
-    # 0 * 0^-1 would be NaN: take 0 * 0^0.
+    # 0 * 0^-1 would be NaN; use 0 * 0^0.
     lower = op.Where(op.Equal(exponent, 0.0), op.Where(op.Equal(x, 0.0), 0.0, lower), lower)
     return op.Mul(dy, op.Mul(exponent, op.Pow(x, lower))), de
 
 
 @vjp("Max", "Min", broadcasts=True)
 def extremum(op, dy, *xs, y):
-    """The gradient goes to the argument that was taken; equal ones share it evenly."""
+    """The selected argument gets the gradient; equal ones share it evenly."""
     if len(xs) == 1:
         return (dy,)
     taken = [op.Equal(x, y) for x in xs]
@@ -119,7 +121,7 @@ def extremum(op, dy, *xs, y):
 
 @vjp("Mean", broadcasts=True)
 def mean(op, dy, *xs):
-    """Every argument gets its part of ``dy``."""
+    """Every argument gets ``dy / n``."""
     return (op.Div(dy, float(len(xs))),) * len(xs)
 
 
@@ -128,10 +130,10 @@ _RELU6 = [0.0, 6.0]
 
 @vjp("Clip", broadcasts=True)
 def clip(op, dy, x, low=None, high=None, *, y):
-    """``dx = dy`` where ``x`` was left alone, also on a bound; else the bound it hit gets ``dy``.
+    """``dx = dy`` where ``low <= x <= high``; otherwise the active bound gets ``dy``.
 
-    If the bounds cross, ``high`` wins, and gets all of it. From 0 to 6 it is ReLU6, whose slope on
-    its bounds is 0, as that of ReLU; channels that are dead lie on one.
+    If the bounds cross, ``high`` gets all of it. With bounds 0 and 6 the operator is ReLU6, whose
+    derivative at the bounds is 0 as for ReLU, because dead channels lie on a bound.
     """
     if low is None and high is None:
         return (dy,)

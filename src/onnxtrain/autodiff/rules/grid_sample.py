@@ -17,7 +17,7 @@ from onnxtrain.autodiff.rule_registry import Gradients, vjp
 from onnxtrain.autodiff.rules.norm import working_dtype
 from onnxtrain.graph.builder import OpBuilder
 
-# Weights of the taps as polynomials in the fraction: one row per power, one column per tap.
+# Weights of the taps as polynomials of the fraction: one row per power, one column per tap.
 _A = -0.75
 _CUBIC = [
     [0.0, 1.0, 0.0, 0.0],
@@ -37,7 +37,7 @@ class _Axis:
     index: ir.Value
     weight: ir.Value
     """0 for taps outside."""
-    slope: ir.Value
+    derivative: ir.Value
     """Derivative of the weight with respect to the grid's coordinate."""
 
 
@@ -73,7 +73,7 @@ def grid_sample(op, dy, x, grid, *, mode: str, padding_mode: str, align_corners)
     taps = op.Reshape(taps, [0, 0, *[count] * spatial])
     parts = []
     for s in reversed(range(spatial)):
-        turned = [a.slope if i == s else a.weight for i, a in enumerate(axes)]
+        turned = [a.derivative if i == s else a.weight for i, a in enumerate(axes)]
         total = op.Mul(taps, _product(op, turned))
         part = op.ReduceSum(total, list(range(2, 2 + spatial)), keepdims=0)
         parts.append(op.Unsqueeze(part, [2]))
@@ -116,9 +116,9 @@ def _axis(
     fraction = op.Unsqueeze(op.Sub(place, first), [2])
     weight = op.Mul(_polynomial(op, rows, fraction), mask)
     steps = [op.const(k * np.asarray(row), g.dtype) for k, row in enumerate(_POLYNOMIALS[mode])]
-    slope = op.Mul(_polynomial(op, steps[1:], fraction), mask)
+    derivative = op.Mul(_polynomial(op, steps[1:], fraction), mask)
     rate = op.Unsqueeze(rate, [2]) if op.rank(rate) == 2 else rate
-    return _Axis(index, weight, op.Mul(slope, rate))
+    return _Axis(index, weight, op.Mul(derivative, rate))
 
 
 def _polynomial(op: OpBuilder, rows: list[ir.Value], t: ir.Value) -> ir.Value:
@@ -132,12 +132,12 @@ def _polynomial(op: OpBuilder, rows: list[ir.Value], t: ir.Value) -> ir.Value:
 def _inside(
     op: OpBuilder, place: ir.Value, length: ir.Value, padding: str, align: bool
 ) -> tuple[ir.Value, ir.Value]:
-    """Return coordinates brought inside the image, and their derivative: 1, -1, 0 at the border."""
+    """Return coordinates moved inside the image, and the derivative (1, -1, or 0 at the border)."""
     last = op.Sub(length, 1.0)
     turn = None
     if padding == "reflection":
         low = op.const(0.0 if align else -0.5, place.dtype)
-        # An image one pixel wide has no span; the clamp below leaves nothing of the difference.
+        # An image of width 1 has no span; the clamp below makes the result independent of it.
         span = op.Clip(last if align else length, 1.0)
         shifted = op.Sub(place, low)
         away = op.Abs(shifted)

@@ -51,7 +51,7 @@ def constant_integers(x: ir.Value | None, opset: int) -> np.ndarray | None:
 
 
 def expand_pattern(x: ir.Value) -> tuple[ir.Value, int, list[int]] | None:
-    """Return what an Expand repeats, how many axes are new, and which of its own are repeated."""
+    """Return the input of an Expand, its number of new axes, and the axes it repeats."""
     node = x.producer()
     if node is None or not is_op(node, "Expand"):
         return None
@@ -76,7 +76,7 @@ def equal_axes(indices: np.ndarray) -> list[int]:
 
 
 def inverse(indices: np.ndarray, size: Any) -> np.ndarray | None:
-    """Return where each slice went, if each of them was read once."""
+    """Return the inverse permutation, if each slice is read once."""
     if not isinstance(size, int) or indices.size != size or not size:
         return None
     flat = np.where(indices < 0, indices + size, indices).reshape(-1)
@@ -87,7 +87,7 @@ def inverse(indices: np.ndarray, size: Any) -> np.ndarray | None:
 def _chain(x: ir.Value, most: int = 32) -> list[ir.Node] | None:
     """Return the nodes that compute integers from constants, in order; ``None`` if others do.
 
-    More than ``most`` nodes are no list of positions.
+    ``None`` as well for more than ``most`` nodes: position lists are simple.
     """
     order: list[ir.Node] = []
     seen: set[int] = set()
@@ -146,17 +146,17 @@ def _evaluate_node(node: ir.Node, given: list[np.ndarray | None], opset: int) ->
     model = onnx.ModelProto(
         ir_version=10, graph=graph, opset_import=[onnx.OperatorSetIdProto(version=opset)]
     )
-    from onnx.reference import ReferenceEvaluator  # large, and seldom needed
+    from onnx.reference import ReferenceEvaluator  # slow to import, rarely needed
 
     try:
         (array,) = ReferenceEvaluator(model).run(None, feeds)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
-        return None  # the indices are then asked for at run time
+        return None  # the gradient reads the indices at run time
     return np.asarray(array)
 
 
 def _gather_elements(data: np.ndarray, indices: np.ndarray, axis: int) -> np.ndarray | None:
-    """Return elements by their indices; the reference evaluator goes wrong beyond 32 of them."""
+    """Return elements by index; the reference evaluator fails beyond 32 indices."""
     axis %= data.ndim
     size = data.shape[axis]
     if indices.size and not (-size <= indices.min() and indices.max() < size):
@@ -170,10 +170,10 @@ _NARROW = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 @vjp("Gather")
 def gather(op, dy, data, indices, *, axis):
-    """Add ``dy`` to the slices it came from.
+    """Add ``dy`` to the slices that were read.
 
-    What is read by one index is added up first. Of indices that are known before a run, those in a
-    row need a Pad only, and those that read each slice once another Gather.
+    Slices with the same index are summed first. For constant indices, a contiguous run needs only a
+    Pad, and a permutation only another Gather.
     """
     axis %= op.rank(data)
     total, indices = _repeats_added(op, dy, indices, axis)
@@ -192,7 +192,7 @@ def gather(op, dy, data, indices, *, axis):
 
 
 def _repeats_added(op, dy, indices: ir.Value, axis: int) -> tuple[ir.Value, ir.Value]:
-    """Return the gradient added up where indices were repeated, and the indices before that."""
+    """Return the gradient summed over repeated indices, and the indices before the repetition."""
     shared = expand_pattern(indices)
     if shared is None:
         return dy, indices
@@ -207,7 +207,7 @@ def _repeats_added(op, dy, indices: ir.Value, axis: int) -> tuple[ir.Value, ir.V
 
 
 def _placed_without_scatter(op, dy, data, known: np.ndarray, axis: int) -> ir.Value | None:
-    """Return slices put where they belong without scattering, ``None`` if that cannot be done."""
+    """Return the gradient without a scatter, ``None`` if the indices do not allow it."""
     rank, run = op.rank(data), _contiguous_range(known)
     back = None if run else inverse(known, op.dims(data)[axis])
     if run is None and back is None:
@@ -225,7 +225,7 @@ def _placed_without_scatter(op, dy, data, known: np.ndarray, axis: int) -> ir.Va
 
 
 def _with_flat_indices(op, dy, known: np.ndarray, axis: int) -> ir.Value:
-    """Return the gradient with all axes of the indices as one."""
+    """Merge all axes of the indices in the gradient."""
     k = known.ndim
     if k == 1:
         return dy
@@ -241,7 +241,7 @@ def _with_flat_indices(op, dy, known: np.ndarray, axis: int) -> ir.Value:
 
 @vjp("GatherElements")
 def gather_elements(op, dy, data, indices, *, axis):
-    """Add ``dy`` to the elements it came from."""
+    """Add ``dy`` to the elements that were read."""
     wide = upcast_half(op, dy)
     zeros = zeros_like(op, data, wide.dtype)
     return op.cast(op.ScatterElements(zeros, indices, wide, axis=axis, reduction="add"), dy.dtype)
@@ -249,7 +249,7 @@ def gather_elements(op, dy, data, indices, *, axis):
 
 @vjp("GatherND")
 def gather_nd(op, dy, data, indices, *, batch_dims):
-    """Add ``dy`` to the slices it came from; with one index each, as of Gather."""
+    """Add ``dy`` to the slices that were read; with one index per slice, as for Gather."""
     if not batch_dims and op.dims(indices)[-1] == 1:
         return gather(op, dy, data, op.Squeeze(indices, [-1]), axis=0)
     wide = upcast_half(op, dy)
@@ -260,9 +260,9 @@ def gather_nd(op, dy, data, indices, *, batch_dims):
 
 @vjp_multi("TopK")
 def top_k(op, dys, x, k, *, axis, node):
-    """Put the gradient of the values back to where they were found.
+    """Scatter the gradient of the values to their positions.
 
-    Among equal values the one that the runtime chose gets the gradient.
+    Among equal values, the one that the runtime selected gets the gradient.
     """
     if dys[0] is None:
         return None
@@ -271,10 +271,10 @@ def top_k(op, dys, x, k, *, axis, node):
 
 @vjp_multi("Unique")
 def unique(op, dys, x, *, axis, node):
-    """Put the gradient back to the first occurrence of each value.
+    """Scatter the gradient to the first occurrence of each value.
 
-    This is the derivative wherever all values differ. Where some are equal, the number of outputs
-    jumps, and the first occurrence stands for all.
+    This is the derivative where all values differ. Where some are equal, the number of outputs
+    jumps, and the first occurrence gets the gradient.
     """
     if dys[0] is None:
         return None
@@ -285,7 +285,7 @@ def unique(op, dys, x, *, axis, node):
 
 
 def _narrow(indices: ir.Value) -> ir.Value:
-    """Return indices as they were before a cast from int32: GPUs may move no int64."""
+    """Return indices before a cast from int32, because some GPU runtimes lack int64 kernels."""
     source = indices.producer()
     if source is None or source.op_type != "Cast":
         return indices
@@ -297,7 +297,7 @@ def scatter_rows(op, indices, dy, data, axis, *, unique: bool = False) -> ir.Val
     """Return zeros like ``data`` with the slices of ``dy`` added at ``indices`` along ``axis``."""
     rank, k = op.rank(data), op.rank(indices)
     axis %= rank
-    # ScatterND writes along leading axes, so the gathered axis goes to the front.
+    # ScatterND writes along leading axes, so the gathered axis is moved to the front.
     to_front = [axis, *(i for i in range(rank) if i != axis)]
     wide = dy if unique else upcast_half(op, dy)
     if axis:
@@ -325,14 +325,14 @@ def scatter_flat(op, where, dy, x, *, unique: bool = True) -> ir.Value:
 def positions(op, x) -> ir.Value:
     """Return an int64 tensor of the shape of ``x`` that counts its elements."""
     count = _count(op, x)
-    # A long constant would be stored in the file.
+    # A constant of this length would enlarge the file.
     long = isinstance(count, int) and count > T.STORED_INDEX_ELEMENTS
     line = op.Range(0, count, 1) if long else op.iota(count)
     return op.Reshape(line, op.shape_of(x), allowzero=1)
 
 
 def with_batch_indices(op, indices, batch_dims: int) -> ir.Value:
-    """Put the batch coordinates in front of the indices of GatherND, as if it had no batch."""
+    """Prepend batch coordinates to the indices of GatherND, so that ``batch_dims`` is 0."""
     if not batch_dims:
         return indices
     rank = op.rank(indices)
@@ -352,7 +352,7 @@ def zeros_like(op, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
 
 
 def upcast_half(op, x: ir.Value) -> ir.Value:
-    """Return a half-precision value in float32, in which sums are made (and have CPU kernels)."""
+    """Cast half precision to float32, for accurate sums and CPU kernels."""
     return op.Cast(x, to=ir.DataType.FLOAT) if x.dtype in _NARROW else x
 
 
@@ -362,7 +362,7 @@ def _count(op, x: ir.Value) -> Size:
 
 
 def _contiguous_range(indices: np.ndarray) -> tuple[int, int] | None:
-    """Return start and length if constant indices are one or several in a row, all of one sign."""
+    """Return start and length if constant indices are consecutive and have the same sign."""
     flat = indices.reshape(-1)
     in_row = np.all(np.diff(flat) == 1) and (flat[0] >= 0 or flat[-1] < 0)
     return (int(flat[0]), flat.size) if in_row else None
@@ -370,7 +370,7 @@ def _contiguous_range(indices: np.ndarray) -> tuple[int, int] | None:
 
 @vjp("OneHot", constant_inputs={0: "indices have no gradient", 1: "the depth is a size"})
 def one_hot(op, dy, indices, depth, values, *, axis):
-    """The sum of ``dy`` over the cold places, and over the hot ones."""
+    """The sums of ``dy`` over the off positions and over the on positions."""
     totals = []
     for pair in ([1, 0], [0, 1]):
         place = op.OneHot(indices, depth, op.const(pair, values.dtype), axis=axis)
@@ -387,13 +387,13 @@ def range_(op, dy, start, limit, delta):
 
 @vjp("Slice")
 def slice_(op, dy, x, starts, ends, axes=None, steps=None):
-    """Put the gradient back to where it was cut out, zeros elsewhere.
+    """Put the gradient at the sliced positions, zeros elsewhere.
 
-    Along an axis with step s: spread ``dy`` to one element in s, at the place among these where the
-    slice starts, then pad it to the old size. So slices that take turns lie side by side.
+    Along an axis with step s: insert s - 1 zeros around each element of ``dy``, with the phase of
+    the start, then pad to the size of the input.
     """
     cuts = _cuts(op, dy, x, starts, axes, steps)
-    if cuts is None:  # axes or steps are only known at run time: cut the positions in the same way
+    if cuts is None:  # dynamic axes or steps: slice a tensor of positions in the same way
         picked = op.Slice(positions(op, x), starts, ends, axes, steps)
         return scatter_flat(op, picked, dy, x)
     backwards = [c.axis for c in cuts if c.step < 0]
@@ -413,7 +413,7 @@ def slice_(op, dy, x, starts, ends, axes=None, steps=None):
 
 @vjp("Compress")
 def compress(op, dy, x, condition, *, axis):
-    """Put the gradient back to the elements or slices that were kept."""
+    """Scatter the gradient to the selected elements or slices."""
     if axis is None:
         kept = op.Compress(op.Reshape(positions(op, x), [-1]), condition, axis=0)
         return scatter_flat(op, kept, dy, x)
@@ -428,13 +428,13 @@ class _Cut:
     before: Size
     after: Size
     room: Size | None = None
-    """How much fits behind ``before``, if the zeros behind the last element may be too many."""
+    """Padding that remains after ``before``; negative if too many zeros follow the last element."""
     phase: int = 0
-    """How many of the zeros between two elements stand before the first one of them."""
+    """Number of inserted zeros before the first element."""
 
 
 def _cuts(op, dy, x, starts, axes, steps) -> list[_Cut] | None:
-    """Return for each sliced axis its step and the padding that restores its size."""
+    """Return, for each sliced axis, its step and the padding that restores its size."""
     rank = op.rank(x)
     count = op.dims(starts)[0]
     if not isinstance(count, int):
@@ -459,7 +459,7 @@ def _cut(op, dy, x, axis: int, step: int, start: Size) -> _Cut:
     if step > 0:
         before = Z.min_size(op, start, size)
     else:
-        # the last element taken is the first one in memory; nothing is taken from an empty axis
+        # the last element is the first one in memory; an empty axis has none
         start = Z.min_size(op, start, Z.plus(op, size, -1))
         before = Z.minus(op, start, Z.times(op, Z.plus(op, kept, -1), -step))
         before = Z.min_size(op, before, size)
@@ -473,12 +473,12 @@ def _cut(op, dy, x, axis: int, step: int, start: Size) -> _Cut:
 
 
 def _dilate(op, dy, steps: dict[int, tuple[int, int]]) -> ir.Value:
-    """Put ``step - 1`` zeros around every element along the given axes, ``phase`` before it."""
+    """Insert ``step - 1`` zeros around every element along the axes, ``phase`` before it."""
     if not steps:
         return dy
     rank = op.rank(dy)
     order = sorted(steps)
-    at = [a + i + 1 for i, a in enumerate(order)]  # where the zeros' axes come to lie
+    at = [a + i + 1 for i, a in enumerate(order)]  # indices of the new axes for the zeros
     wide = op.Unsqueeze(dy, at)
     pads = [0] * 2 * (rank + len(at))
     for i, a in zip(at, order, strict=True):
@@ -543,7 +543,7 @@ def _scattered(op, dy, data, updates, y, reduction: str, scatter: Scatter, gathe
 
 
 def _extremum(op, dy, data, updates, y, scatter: Scatter, gather: Gather):
-    """Share ``dy`` between all that equal the largest (smallest) one."""
+    """Share ``dy`` evenly between all elements equal to the maximum (minimum)."""
     kept = op.Equal(data, y)
     chosen = op.Equal(updates, gather(y))
     counted = ir.DataType.DOUBLE if dy.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
@@ -555,9 +555,10 @@ def _extremum(op, dy, data, updates, y, scatter: Scatter, gather: Gather):
 def _product(op, dy, data, updates, scatter: Scatter, gather: Gather):
     """``ddata = dy * p`` and ``dupdate = dy * data * others``.
 
-    Here p is the product of all updates at a place, and others that of all but one: ``p / update``;
-    for an update of zero, the product of those that are not zero, or zero if a second one is zero.
-    Where two zeros meet at one place this is right, but its own derivative is not (as in torch).
+    ``p`` is the product of all updates at a position, ``others`` that of all but one: ``p /
+    update``. For an update of zero it is the product of the nonzero updates, or zero if there is a
+    second zero. With two zeros at a position, the gradient is right but its derivative is not (as
+    in torch).
     """
     wide = upcast_half(op, updates)
     ones = op.full(op.shape_of(data), 1.0, wide.dtype)

@@ -30,7 +30,7 @@ def matmul(op: OpBuilder, dy: ir.Value, a: ir.Value, b: ir.Value) -> Gradients:
         rows, flat = _as_matrix(op, a, op.size(b, 0)), op.Reshape(dy, [-1])
         return op.Mul(op.Unsqueeze(dy, [-1]), b), op.MatMul(flat, rows)
     if op.rank(b) == 2:
-        # A weight behind leading axes: one product over all rows, not one per batch and a sum.
+        # A weight after leading axes: one matmul over all rows, instead of one per batch and a sum.
         rows, columns = (_as_matrix(op, v, op.size(b, i)) for i, v in enumerate((a, dy)))
         da = op.Gemm(dy, b, transB=1) if op.rank(a) == 2 else op.MatMul(dy, op.mT(b))
         return da, op.Gemm(rows, columns, transA=1)
@@ -39,7 +39,7 @@ def matmul(op: OpBuilder, dy: ir.Value, a: ir.Value, b: ir.Value) -> Gradients:
 
 
 def _as_matrix(op: OpBuilder, x: ir.Value, width: int | ir.Value) -> ir.Value:
-    """Return ``x`` with all axes but the last joined."""
+    """Return ``x`` with all axes but the last merged."""
     return x if op.rank(x) == 2 else op.reshape(x, [-1, width])
 
 
@@ -80,7 +80,7 @@ def gemm(
 def det(op: OpBuilder, dy: ir.Value, x: ir.Value) -> Gradients:
     """``dX = dy * cof(X)``, where ``cof(X)[i, j]`` is the determinant of X with row i set to e_j.
 
-    Right for singular matrices too, at the price of n^2 determinants per matrix: the standard has
+    Also right for singular matrices, at the cost of n^2 determinants per matrix: the standard has
     neither an inverse nor a solver.
     """
     assert x.dtype is not None
@@ -96,10 +96,10 @@ def det(op: OpBuilder, dy: ir.Value, x: ir.Value) -> Gradients:
 def einsum(
     op: OpBuilder, dy: ir.Value, *operands: ir.Value, equation: str, node: ir.Node
 ) -> Gradients:
-    """Move ``dy`` into the place of the operand, and the operand's term into that of the output.
+    """Replace the operand by ``dy``, and swap its term with that of the output.
 
-    A letter that only this operand has was summed: its gradient is the same all along that axis. A
-    letter that the operand repeats is a diagonal: the gradient has identity matrices as factors.
+    An index that only this operand has was summed, so its gradient is constant along that axis. An
+    index that the operand repeats is a diagonal, so the gradient has identity matrices as factors.
     """
     eq = expand_equation(equation, [op.rank(x) for x in operands])
     if eq is None or len(eq.output) != op.rank(dy):
@@ -143,9 +143,9 @@ def _to_shape(op: OpBuilder, dx: ir.Value, x: ir.Value, sizes: Sequence[set[Dim]
 
     Args:
         op: the builder.
-        dx: has, on each axis, the largest of ``sizes``.
-        x: what to fit.
-        sizes: for each axis, the sizes that met there. onnxruntime broadcasts a size of 1 on any
+        dx: a gradient with the largest of ``sizes`` on each axis.
+        x: the operand.
+        sizes: for each axis, the sizes of all operands. onnxruntime broadcasts a size of 1 on any
             axis, not only on those of the ellipsis.
     """
     want = op.dims(x)
@@ -160,7 +160,7 @@ def _to_shape(op: OpBuilder, dx: ir.Value, x: ir.Value, sizes: Sequence[set[Dim]
 
 
 def _with_dims(dx: ir.Value, sizes: Sequence[set[Dim]]) -> ir.Value:
-    """Record the largest of the sizes that meet on each axis; a name of its own if that is open."""
+    """Record the largest size of each axis, or a new symbol if it is unknown."""
     S.set_dims(dx, [_largest(axis_sizes, f"{dx.name}.{i}") for i, axis_sizes in enumerate(sizes)])
     return dx
 

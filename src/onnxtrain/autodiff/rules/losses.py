@@ -28,10 +28,10 @@ from onnxtrain.optimize.cross_entropy import label_weights
 
 @dataclasses.dataclass(frozen=True)
 class _Labels:
-    """Labels as the rules need them; ``[N, d1, ...]`` for scores ``[N, C, d1, ...]``."""
+    """Labels ``[N, d1, ...]`` for scores ``[N, C, d1, ...]``, prepared for the rules."""
 
     index: ir.Value
-    """Labels with class 0 in place of ignored ones."""
+    """Labels with ignored ones replaced by class 0."""
     ignored: ir.Value | None
     """True where a label is ignored."""
     each: ir.Value
@@ -40,7 +40,7 @@ class _Labels:
     """``each / w_n``."""
 
     def column(self, op: OpBuilder, v: ir.Value) -> ir.Value:
-        """Return one value per label so that it broadcasts against the scores."""
+        """Reshape one value per label so that it broadcasts against the scores."""
         return op.Unsqueeze(v, [1]) if op.rank(v) else v
 
 
@@ -58,14 +58,14 @@ def _labels(op, dy, x, labels, weights, ignore_index, reduction) -> _Labels:
             dy = divide(op, dy, op.Size(labels) if static is None else math.prod(static))
         else:
             total = op.ReduceSum(op.cast(w, wide), keepdims=0)
-            if ignored is not None:  # all may be: no gradient then, as torch
+            if ignored is not None:  # all labels may be ignored: zero gradient, as in torch
                 total = op.Where(op.Equal(total, 0.0), 1.0, total)
             dy = op.cast(op.Div(op.cast(dy, wide), total), x.dtype)
     return _Labels(index, ignored, dy if w is None else op.Mul(dy, w), dy)
 
 
 def _dweights(op, picked, logp, loss, weights, at, reduction):
-    """Sum over the labels of each class of ``-logp``, relative to the loss if that is a mean."""
+    """Return the gradient of the class weights: sums of ``-logp`` by class."""
     part = op.Neg(op.Squeeze(op.GatherElements(logp, at, axis=1), [1]))
     if reduction == "mean":
         part = op.Sub(part, loss)
@@ -84,7 +84,7 @@ def softmax_cross_entropy_loss(
 ):
     """``dscores = each (p - onehot(label)) + dlogp - p sum(dlogp)`` with ``p = e^logp``.
 
-    The one-hot tensor is not built where one element per row of ``p`` can be replaced.
+    No one-hot tensor is built where a scatter can update one element per row of ``p``.
     """
     dy, dlogp = (*dys, None)[:2]
     logp = op.extra_output(node, 1)
@@ -143,7 +143,7 @@ def _selected(op, logp, at, value):
 
 
 def _is_label(op, x, at):
-    """Return whether each score belongs to the label: a comparison with the classes' numbers."""
+    """Return the one-hot mask of the labels, by comparison with the class indices."""
     classes = op.size(x, 1)
     if isinstance(classes, int):
         numbers = op.const(np.arange(classes), at.dtype)

@@ -12,25 +12,25 @@ from onnxtrain.autodiff.rules.index import positions, scatter_flat, upcast_half
 
 @vjp("Reshape")
 def reshape(op, dy, x, shape):
-    """Back to the old shape."""
+    """Reshape ``dy`` to the shape of ``x``."""
     return op.reshape_like(dy, x)
 
 
 @vjp("Flatten")
 def flatten(op, dy, x):
-    """Back to the old shape."""
+    """Reshape ``dy`` to the shape of ``x``."""
     return op.reshape_like(dy, x)
 
 
 @vjp("Squeeze", "Unsqueeze")
 def squeeze(op, dy, x, axes=None):
-    """Back to the old shape."""
+    """Reshape ``dy`` to the shape of ``x``."""
     return op.reshape_like(dy, x)
 
 
 @vjp("Transpose")
 def transpose(op, dy, x, *, perm):
-    """The inverse permutation."""
+    """Transpose by the inverse permutation."""
     perm = perm if perm is not None else list(range(op.rank(x)))[::-1]
     if len(perm) < 2:
         return dy
@@ -39,19 +39,19 @@ def transpose(op, dy, x, *, perm):
 
 @vjp("Expand")
 def expand(op, dy, x, shape):
-    """Sum over what was repeated."""
+    """Sum over the expanded axes."""
     return op.sum_to(dy, x)
 
 
 @vjp("Tile")
 def tile(op, dy, x, repeats):
-    """Sum over the copies: ``[r * d] -> [r, d]``, axis by axis."""
+    """Sum over the copies: ``[r * d] -> [r, d]`` for each axis."""
     rank = op.rank(x)
     if rank == 0:
         return op.reshape_like(dy, x)
     counts = op.constant(repeats)
     if counts is None:
-        # r0, d0, r1, d1 ... at run time
+        # r0, d0, r1, d1 ... computed in the graph
         pairs = op.Concat(op.Unsqueeze(repeats, [1]), op.Unsqueeze(op.shape_of(x), [1]), axis=1)
         split = op.Reshape(dy, op.Reshape(pairs, [2 * rank]), allowzero=1)
         return op.ReduceSum(split, list(range(0, 2 * rank, 2)), keepdims=0)
@@ -66,7 +66,7 @@ def tile(op, dy, x, repeats):
 
 @vjp("Concat")
 def concat(op, dy, *xs, axis):
-    """Cut the gradient where the parts met."""
+    """Split the gradient at the boundaries of the inputs."""
     if len(xs) == 1:
         return dy
     sizes = op.vector([op.size(x, axis) for x in xs])
@@ -75,7 +75,7 @@ def concat(op, dy, *xs, axis):
 
 @vjp_multi("Split")
 def split(op, dys, x, split=None, *, axis, node):
-    """Join the parts; one that nobody used counts as zeros."""
+    """Concatenate the gradients of the parts; unused parts get zeros."""
     parts = [
         op.zeros_like(op.extra_output(node, i)) if dy is None else dy for i, dy in enumerate(dys)
     ]
@@ -84,13 +84,13 @@ def split(op, dys, x, split=None, *, axis, node):
 
 @vjp("Trilu")
 def trilu(op, dy, x, k=None, *, upper):
-    """The same triangle of the gradient."""
+    """``dx = Trilu(dy)``."""
     return op.Trilu(dy, k, upper=upper)
 
 
 @vjp("DepthToSpace")
 def depth_to_space(op, dy, x, *, blocksize, mode):
-    """SpaceToDepth; for ``CRD``, which that operator does not have, its permutation."""
+    """SpaceToDepth; its permutation for ``CRD``, which SpaceToDepth does not support."""
     if mode == "DCR":
         return op.SpaceToDepth(dy, blocksize=blocksize)
     n, _, h, w = (op.size(x, i) for i in range(4))
@@ -107,13 +107,13 @@ def space_to_depth(op, dy, x, *, blocksize):
 
 @vjp("ReverseSequence")
 def reverse_sequence(op, dy, x, sequence_lens, *, batch_axis, time_axis):
-    """Reversed again."""
+    """Reverse the gradient."""
     return op.ReverseSequence(dy, sequence_lens, batch_axis=batch_axis, time_axis=time_axis)
 
 
 @vjp("CenterCropPad")
 def center_crop_pad(op, dy, x, shape, *, axes):
-    """Cropping undoes padding and the reverse: both have the offset ``(large - small) // 2``."""
+    """CenterCropPad of ``dy``: crop and pad have the same offset ``(large - small) // 2``."""
     old = op.shape_of(x) if axes is None else op.vector([op.size(x, a) for a in axes])
     return op.CenterCropPad(dy, old, axes=axes)
 
@@ -124,7 +124,7 @@ Mode = Literal["reflect", "edge", "wrap"]
 
 @vjp("Pad")
 def pad(op, dy, x, pads, constant_value=None, axes=None, *, mode):
-    """Cut the padding off; what it repeats of ``x`` is added to where it came from."""
+    """Remove the padding; the gradient of repeated elements is added to their source."""
     if op.rank(x) == 0:
         return dy
     if mode == "constant":
@@ -139,7 +139,7 @@ def pad(op, dy, x, pads, constant_value=None, axes=None, *, mode):
     if amounts is None or not all(
         isinstance(op.dims(x)[a], int) and min(pair) >= 0 for a, pair in amounts.items()
     ):
-        # pad the positions in the same way, and add the gradient up by them
+        # pad a tensor of positions in the same way, and scatter-add the gradient by it
         source = op.Pad(positions(op, x), pads, None, axes, mode=mode)
         return scatter_flat(op, source, dy, x, unique=False)
     grad = upcast_half(op, dy)
@@ -150,7 +150,7 @@ def pad(op, dy, x, pads, constant_value=None, axes=None, *, mode):
 
 
 def _crop(op, dy, x, pads, axes):
-    """Undo constant padding: cut off what was added, put zeros where something was cut off."""
+    """Undo constant padding: slice what was added, pad zeros where elements were removed."""
     amounts = _amounts(op, x, pads, axes)
     if amounts is None:
         return _crop_at_run_time(op, dy, pads, axes)
@@ -173,7 +173,7 @@ def _crop(op, dy, x, pads, axes):
 
 
 def _crop_at_run_time(op, dy, pads, axes):
-    """The same with nodes; nobody checks that no more is cut off than there is."""
+    """The same for dynamic pads; the graph does not check that they fit the input."""
     n = op.rank(dy) if axes is None else op.dims(axes)[0]
     sizes = op.shape_of(dy) if axes is None else op.Gather(op.shape_of(dy), axes)
     added = op.Max(pads, 0)
@@ -184,7 +184,7 @@ def _crop_at_run_time(op, dy, pads, axes):
 
 
 def _amounts(op, x, pads, axes) -> dict[int, tuple[int, int]] | None:
-    """Return (before, after) by axis, ``None`` if they are only known at run time."""
+    """Return (before, after) by axis, ``None`` if the pads are dynamic."""
     amounts = op.constant(pads)
     where = op.axes(axes, op.rank(x))
     if amounts is None or where is None:
@@ -194,7 +194,7 @@ def _amounts(op, x, pads, axes) -> dict[int, tuple[int, int]] | None:
 
 
 def _fold_back(op, dy, axis: int, size: int, before: int, after: int, mode: Mode):
-    """Undo padding along one axis: the inside, plus the border added to where it was taken from."""
+    """Undo padding along one axis: the interior plus the border, added to its source."""
     source = np.pad(np.arange(size), (before, after), mode=mode)
     border = [*range(before), *range(before + size, before + size + after)]
     inside = op.Slice(dy, [before], [before + size], [axis])
@@ -209,15 +209,15 @@ def _fold_back(op, dy, axis: int, size: int, before: int, after: int, mode: Mode
 
 @vjp("Cast")
 def cast(op, dy, x):
-    """Cast back.
+    """Cast ``dy`` to the dtype of ``x``.
 
-    Only casts from float to float get here: through integers, booleans and 8-bit floats no
-    gradient flows, as in torch.
+    Only for casts between floats: no gradient flows through integers, booleans and 8-bit floats, as
+    in torch.
     """
     return op.cast(dy, x.dtype)
 
 
-@vjp("CastLike", constant_inputs={1: "it only tells the dtype"})
+@vjp("CastLike", constant_inputs={1: "it only sets the dtype"})
 def cast_like(op, dy, x, target_type):
-    """Cast back."""
+    """Cast ``dy`` to the dtype of ``x``."""
     return op.cast(dy, x.dtype)

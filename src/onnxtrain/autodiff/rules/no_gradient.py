@@ -33,7 +33,7 @@ no_gradient("ImageDecoder", why="decodes bytes")
 no_gradient("SequenceLength", "OptionalHasElement", why="the result does not depend on the values")
 no_gradient("SequenceEmpty", why="a constant")
 
-# What standard operators can say of ai.onnx.ml, `prepare` has rewritten.
+# `prepare` has replaced the ai.onnx.ml operators that standard operators can express.
 _TREE = "a tree has no gradient with respect to its input or its thresholds"
 for _op in ("TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"):
     no_gradient(f"ai.onnx.ml::{_op}", why=_TREE, refuse=True)
@@ -44,7 +44,7 @@ for _op in ("SVMClassifier", "SVMRegressor"):
         refuse=True,
     )
 for _op in ("LinearClassifier", "LinearRegressor", "Normalizer"):
-    no_gradient(f"ai.onnx.ml::{_op}", why="this form of it is not known as tensors", refuse=True)
+    no_gradient(f"ai.onnx.ml::{_op}", why="no standard operators express this variant", refuse=True)
 for _op in ("LabelEncoder", "OneHotEncoder", "CategoryMapper", "CastMap", "DictVectorizer"):
     no_gradient(f"ai.onnx.ml::{_op}", why="works on categories")
 no_gradient("ai.onnx.ml::ZipMap", why="the result is a map")
@@ -106,19 +106,19 @@ _none(
 )
 _none(
     *("DynamicSparseAttention", "LongformerAttention"),
-    why="which keys a query sees is an input, and no kernel for a CPU tells what it means; use "
+    why="which keys a query sees is an input, and no CPU kernel documents its meaning; use "
     "GroupQueryAttention with a bias",
 )
 _none(
     *("GatedDeltaNet", "VarlenCausalConvWithState"),
-    why="sequences may lie one behind the other, and no kernel for a CPU tells what it means; use "
+    why="sequences may lie one behind the other, and no CPU kernel documents its meaning; use "
     "LinearAttention or CausalConvWithState, which have a batch axis",
 )
 _none("SparseToDenseMatMul", why="its first operand is a sparse tensor")
 _none("AttnLSTM", why="no optimizer or exporter writes it any more; use LSTM")
 _none(
     "DecoderAttention",
-    why="inputs decide at run time what it computes, and no kernel for a CPU tells it; use "
+    why="inputs decide at run time what it computes, and no CPU kernel documents it; use "
     "MultiHeadAttention",
 )
 _none(

@@ -44,12 +44,12 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.shapes import dims as D
 
 _MOST_ROWS = (1 << 16) - 1
-"""What kernels are known to take as channels."""
+"""Maximum number of channels that kernels are known to support."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What the gradient of normalised rows is made of."""
+    """Values that the gradient of normalized rows reads."""
 
     x: ir.Value
     dy: ir.Value
@@ -58,13 +58,13 @@ class Rows:
     xh: ir.Value
     r: ir.Value
     scale: ir.Value | None
-    """``None`` stands for 1."""
+    """``None`` means 1."""
     axes: list[int]
 
     @property
     def last_axis(self) -> bool:
-        """Whether there is a scale along the last axis, the one that means go over."""
-        if self.scale is None or len(self.axes) != 1:  # a constant would be packed in each step
+        """Whether there is a scale along the last axis, the one that is normalized."""
+        if self.scale is None or len(self.axes) != 1:  # a constant would be packed in every step
             return False
         return self._fits_scale
 
@@ -75,12 +75,12 @@ class Rows:
 
     @property
     def long(self) -> bool:
-        """Whether kernels of normalisation pay, and a scale is one number for each column."""
+        """Whether normalization kernels pay, with one scale per column."""
         return are_long(self.x, self.axes) and self._fits_scale
 
 
 def matrix_of(x: ir.Value, axes: list[int]) -> tuple[int, int] | None:
-    """Return how many rows there are and how long they are, if that is known."""
+    """Return the number and length of rows, if static."""
     sizes = D.static_sizes(S.dims_of(x) or (None,))
     if not sizes:
         return None
@@ -88,14 +88,14 @@ def matrix_of(x: ir.Value, axes: list[int]) -> tuple[int, int] | None:
 
 
 def are_long(x: ir.Value, axes: list[int]) -> bool:
-    """Return whether rows of float32 are long enough for kernels of normalisation."""
+    """Return whether float32 rows are long enough for normalization kernels."""
     rows, length = matrix_of(x, axes) or (0, 0)
     fits = x.dtype == ir.DataType.FLOAT and 0 < rows <= _MOST_ROWS
     return fits and length >= T.NORM_KERNEL_POSITIONS
 
 
 def row_affine(op: OpBuilder, x: ir.Value, a: ir.Value, b: ir.Value, axes: list[int]) -> ir.Value:
-    """Return ``(x - a) * b``, with one ``a`` and one ``b`` for each row."""
+    """Return ``(x - a) * b`` with one ``a`` and one ``b`` per row."""
     rows, length = matrix_of(x, axes) or (0, 0)
     zero = op.full([rows], 0.0, ir.DataType.FLOAT)
     a, b = (op.Reshape(v, [rows]) for v in (a, b))
@@ -105,7 +105,7 @@ def row_affine(op: OpBuilder, x: ir.Value, a: ir.Value, b: ir.Value, axes: list[
 
 
 def input_grad_by_row_affine(op: OpBuilder, v: Rows) -> ir.Value:
-    """Return the gradient of ``x``; the second mean has a minus from the product that makes it."""
+    """Return the gradient of ``x``; the matmul that computes the second mean negates it."""
     rows, length = matrix_of(v.x, v.axes) or (0, 0)
     column = op.const(np.ones((length, 1)), v.dy.dtype)
     if v.scale is not None:
@@ -132,8 +132,8 @@ def gradients_by_rows(
     With ``xh = y * gain + level`` of ``normalised_groups``, ``n`` elements in a group, and sums
     over the positions of an image ``s1 = sum(dy)`` and ``s2 = sum(dy * xh) = gain * sum(dy * y) +
     level * s1``: ``dx = k * dy - (mean(k * dy) + xh * mean(k * dy * xh))`` with ``k = scale * r``,
-    where the means are sums of ``k * s1 / n`` and ``k * s2 / n`` over a group. So ``dy`` has a
-    factor and ``y`` a line per row, numbers that are rounded once, at the end.
+    where the means are sums of ``k * s1 / n`` and ``k * s2 / n`` over a group. So ``dy`` is
+    multiplied and ``y`` gets an affine map per row; values are rounded once, at the end.
     """
     channels, positions = sizes_of(op, x)
     width = channels // groups
@@ -148,7 +148,7 @@ def gradients_by_rows(
     dscale, dbias = (op.Reshape(op.ReduceSum(v, [0], keepdims=0), [-1]) for v in (s2, s1))
     scale = op.Reshape(op.cast(scale, _FLOAT), [groups, width])
     factor = op.cast(op.Mul(parts.r, scale), dy.dtype)
-    # Means of what is multiplied by the rounded factor: what is subtracted makes up for it.
+    # Means after multiplying by the rounded factor, so that the subtraction cancels its error.
     weight = op.Mul(op.cast(factor, _FLOAT), 1.0 / positions)
     shift, tilt = (op.ReduceMean(op.Mul(v, weight), [2], keepdims=1) for v in (s1, s2))
     if parts.gain is None:
@@ -165,7 +165,7 @@ def gradients_by_rows(
 
 
 def _image_sums(op: OpBuilder, x: ir.Value, positions: int) -> ir.Value:
-    """Return float32 sums over positions, ``[batch, channels, 1]``, as a product with ones."""
+    """Return float32 sums over positions, ``[batch, channels, 1]``, as a matmul with ones."""
     ones = op.const(np.ones((positions, 1)), x.dtype)
     return op.cast(op.MatMul(x, ones), _FLOAT)
 
@@ -180,7 +180,7 @@ def working_dtype(x: ir.Value) -> ir.DataType:
 
 
 def center(op: OpBuilder, x: ir.Value, axes: Sequence[int]) -> ir.Value:
-    """Return ``x`` without its mean over ``axes``."""
+    """Return ``x - mean(x)`` over ``axes``."""
     return op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
 
 
@@ -191,14 +191,14 @@ def inverse_std(op: OpBuilder, centered: ir.Value, axes: Sequence[int], epsilon:
 
 
 def per_channel(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
-    """Return a vector of one number per channel so that it broadcasts against ``x``."""
+    """Reshape a per-channel vector so that it broadcasts against ``x``."""
     spatial = op.rank(x) - 2
     return op.Unsqueeze(v, list(range(1, spatial + 1))) if spatial > 0 else v
 
 
 @vjp_multi("LayerNormalization")
 def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon):
-    """With ``g = dy * scale``, and gradients of the outputs mean and inverse deviation ``r``, too.
+    """With ``g = dy * scale``, and ``dmean`` and ``dr`` for the outputs mean and inverse deviation.
 
     ``dx = r * (g - mean(g) - xh * mean(g * xh)) + (dmean - xh * r^2 * dr) / size``.
     """
@@ -221,8 +221,8 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
     if dmean is not None:
         extra = op.expand_like(op.cast(dmean, dtype), xw)
     if dr is not None:
-        slope = op.Mul(op.Mul(r, r), op.cast(dr, dtype))
-        extra = _minus(op, extra, op.Mul(xh, slope))
+        dr_factor = op.Mul(op.Mul(r, r), op.cast(dr, dtype))
+        extra = _minus(op, extra, op.Mul(xh, dr_factor))
     if extra is not None:
         extra = op.Div(extra, op.count(xw, axes))
         dx = extra if dx is None else op.Add(dx, extra)
@@ -232,7 +232,7 @@ def layer_normalization(op, dys, x, scale, bias=None, *, y, node, axis, epsilon)
 def _normalized(
     op: OpBuilder, x: ir.Value, axes: list[int], epsilon: float, node: ir.Node, y: Gradient
 ) -> tuple[ir.Value, ir.Value]:
-    """Return ``xh`` and ``r``, from the node's own outputs where these are float32.
+    """Return ``xh`` and ``r``, from the outputs of the node if they are float32.
 
     ``y`` is the node's result if that is ``xh``.
     """
@@ -260,12 +260,12 @@ class _RowStatistics:
 
     @property
     def sizes(self) -> list[int] | None:
-        """The sizes of the axes that are normalised over, if they are known."""
+        """Sizes of the normalized axes, if static."""
         return D.static_sizes((S.dims_of(self.x) or (None,))[self.axes[0] :])
 
 
 def _by_operator(op: OpBuilder, v: _RowStatistics) -> ir.Value:
-    """One pass, by the operator itself, without a scale."""
+    """One pass: LayerNormalization without a scale."""
     ones = op.const(np.ones(v.sizes or ()), v.x.dtype)
     return op.LayerNormalization(v.x, ones, axis=v.axes[0], epsilon=v.epsilon)
 
@@ -308,7 +308,7 @@ def _by_sums(op: OpBuilder, rows: Rows, g: ir.Value) -> tuple[ir.Value, ir.Value
 
 
 def _by_matmul(op: OpBuilder, rows: Rows, g: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Products with the column ``scale / size``, which saves a pass over the rows."""
+    """Matmuls with the column ``scale / size``, which save a pass over the rows."""
     column = op.Unsqueeze(op.Div(rows.scale, op.count(rows.x, rows.axes)), [1])
     return op.MatMul(rows.dy, column), op.MatMul(rows.product, column)
 
@@ -317,7 +317,7 @@ MEANS_VARIANTS: Variants[Rows] = {
     "sums": Variant(_by_sums),
     "matmul": Variant(_by_matmul, lambda rows: rows.last_axis),
 }
-MEANS_CHOICES: Choices[Rows] = [  # not where products of float32 are rounded to TF32
+MEANS_CHOICES: Choices[Rows] = [  # not where float32 matmuls use TF32
     Choice("matmul", prefers="means-as-matmul"),
     Choice("sums"),
 ]
@@ -333,7 +333,7 @@ def _stash(op: OpBuilder, node: ir.Node) -> ir.DataType:
 
 
 def _is_one(op: OpBuilder, scale: ir.Value) -> bool:
-    """Return whether the scale is a constant of ours that changes nothing."""
+    """Return whether the scale is a generated constant of ones."""
     array = op.constant(scale) if S.is_generated_constant(scale) else None
     return array is not None and bool((array == 1.0).all())
 
@@ -359,7 +359,7 @@ def rms_normalization(op, dy, x, scale, *, axis, epsilon):
 
 @vjp("InstanceNormalization")
 def instance_normalization(op, dy, x, scale, bias, *, epsilon):
-    """The common formula over the spatial axes; one scale per channel comes out of the means."""
+    """The common formula over spatial axes; the per-channel scale factors out of the means."""
     rank = op.rank(x)
     spatial = list(range(2, rank))
     dtype = working_dtype(x)
@@ -379,7 +379,7 @@ def instance_normalization(op, dy, x, scale, bias, *, epsilon):
 
 @vjp("GroupNormalization")
 def group_normalization(op, dy, x, scale, bias, *, num_groups, epsilon):
-    """The common formula over the channels and positions of a group; one scale per channel."""
+    """The common formula over the channels and positions of a group, with per-channel scales."""
     form = select_variant(op, (x, num_groups), GROUP_VARIANTS, GROUP_CHOICES)
     dx, dscale, dbias = form(op, dy, x, scale, num_groups, epsilon)
     return dx, op.cast(dscale, scale.dtype), op.cast(dbias, bias.dtype)
@@ -421,28 +421,28 @@ GROUP_CHOICES: Choices[tuple[ir.Value, int]] = [
 def lp_normalization(op, dy, x, *, y, axis, p):
     """``dx = (dy - norm' * sum(dy * y)) / norm``; ``norm'`` is ``y`` for p = 2, sign(x) for p = 1.
 
-    Where the norm is zero the operator gives zero, and so does its gradient.
+    Where the norm is zero, the output and the gradient are zero.
     """
-    slope = y if p == 2 else op.sign(x)
-    # |x| = x * sign(x), so both norms come from one product and differentiate by it.
+    norm_grad = y if p == 2 else op.sign(x)
+    # |x| = x * sign(x), so one multiplication serves both norms and their second derivatives.
     if p == 2:
         squares = op.ReduceSum(op.Mul(x, x), [axis], keepdims=1)
         empty = op.Equal(squares, 0.0)
         norm = op.Sqrt(op.Where(empty, 1.0, squares))
     else:
-        total = op.ReduceSum(op.Mul(x, slope), [axis], keepdims=1)
+        total = op.ReduceSum(op.Mul(x, norm_grad), [axis], keepdims=1)
         empty = op.Equal(total, 0.0)
         norm = op.Where(empty, 1.0, total)
     weight = op.Where(empty, 0.0, op.Reciprocal(norm))
     projected = op.ReduceSum(op.Mul(dy, y), [axis], keepdims=1)
-    return op.Mul(op.Sub(dy, op.Mul(slope, projected)), weight)
+    return op.Mul(op.Sub(dy, op.Mul(norm_grad, projected)), weight)
 
 
 @vjp("MeanVarianceNormalization")
 def mean_variance_normalization(op, dy, x, *, y, axes) -> Gradients:
     """``dx = (dy - mean(dy) - y * mean(dy * y)) / (std + 1e-9)``.
 
-    ``y`` stands for ``(x - mean) / std``, which differs by a factor of ``1 + 1e-9 / std``.
+    ``y`` replaces ``(x - mean) / std``; they differ by a factor of ``1 + 1e-9 / std``.
     """
     axes = op.axes(axes or [0, 2, 3], op.rank(x))
     dtype = working_dtype(x)
@@ -459,13 +459,13 @@ def mean_variance_normalization(op, dy, x, *, y, axes) -> Gradients:
 def lrn(op, dy, x, *, alpha, beta, bias, size):
     """``dx = dy * d^-beta - 2 * alpha * beta * x * mean'(dy * x * d^(-beta - 1))``.
 
-    There ``d = bias + alpha * mean(x^2)``, a mean over a window of channels with zeros outside; the
-    window of ``mean'`` is the mirror image of it, which matters for an even size.
+    There ``d = bias + alpha * mean(x^2)``, a mean over a window of channels, zero-padded. The
+    window of ``mean'`` is mirrored, which matters for even sizes.
     """
     dtype = working_dtype(x)
     xw, dyw = op.cast(x, dtype), op.cast(dy, dtype)
     before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
-    # AveragePool divides by the window's size, as the definition does.
+    # AveragePool divides by the window size, as the definition of LRN does.
     d = op.Add(op.Mul(_window_mean(op, op.Mul(xw, xw), before, after), alpha), bias)
     power = op.Pow(d, -beta)
     inner = op.Div(op.Mul(op.Mul(dyw, xw), power), d)
@@ -475,7 +475,7 @@ def lrn(op, dy, x, *, alpha, beta, bias, size):
 
 
 def _window_mean(op: OpBuilder, x: ir.Value, before: int, after: int) -> ir.Value:
-    """Return the mean over channels ``c - before .. c + after``, with zeros outside."""
+    """Return the mean over channels ``c - before .. c + after``, zero-padded."""
     planes = op.Reshape(x, op.vector([0, 1, op.size(x, 1), -1]))  # 0 keeps the batch
     pooled = op.AveragePool(
         planes,

@@ -45,7 +45,7 @@ from onnxtrain.graph.windows import (
 from onnxtrain.modes.mixed_precision import BFLOAT16_CONV_OPSET
 
 _EXACT = 1 << 24
-"""Whole numbers up to here are float32."""
+"""Largest integer below which float32 represents all integers."""
 
 
 @vjp("MaxPool")
@@ -63,7 +63,7 @@ def max_pool(
     storage_order: int,
     strides: list[int] | None,
 ) -> Gradients:
-    """Send ``dy`` to where the maximum was."""
+    """Scatter ``dy`` to the positions of the maxima."""
     win = window_geometry(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
     fixed = resolve_auto_pad(op, x, y, win, auto_pad)
     pooling = _Pooling(
@@ -83,15 +83,15 @@ class _Pooling:
     node: ir.Node
     win: Windows
     fixed: Windows | None
-    """The windows with explicit padding, if it is known."""
+    """The windows with explicit padding, if static."""
     auto_pad: str
     by_columns: bool
-    """Whether the node's indices count column by column."""
+    """Whether the indices are in column-major order."""
     composed: bool = False
-    """Whether the node will be written with others, which give no indices."""
+    """Whether the node will be decomposed into operators without indices."""
 
     def indices(self, op: OpBuilder) -> ir.Value:
-        """Return the flat positions of the maxima, row by row."""
+        """Return the flat positions of the maxima, in row-major order."""
         if not self.by_columns:
             return op.extra_output(self.node, 1)
         kept = {k: v.value for k, v in self.node.attributes.items() if k != "storage_order"}
@@ -104,11 +104,11 @@ def _by_scatter(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
 
 
 def _by_positions(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
-    """Scatter to the first maxima, which comparisons find tap by tap, the last one first."""
+    """Scatter to the first maxima; find them by comparing tap by tap, from the last tap."""
     x, y, win = pooling.x, pooling.y, pooling.fixed
     sizes, counts = _sizes(x), _sizes(y)
     assert win is not None
-    # As rows, so that no slice of the forward pass is kept for here.
+    # As rows, so that the backward pass does not share slices with the forward pass.
     rows = op.Reshape(x, [-1, 1, *sizes[2:]])
     maxima = op.cast(op.Reshape(y, [-1, 1, *counts[2:]]), ir.DataType.FLOAT)
     taps = tap_slices(op, pad(op, rows, win, float("-inf")), win, like=y)
@@ -126,9 +126,9 @@ def _by_positions(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
 def _window_positions(
     win: Windows, sizes: Sequence[int], counts: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return, for each tap, the flat position that each window reads; the nearest one if outside.
+    """Return, for each tap, the flat position that each window reads, clamped to the image.
 
-    What is outside is never the maximum, unless a window has none that is finite.
+    Padding is never the maximum, unless a window has no finite element.
     """
     tables = []
     for tap in win.taps():
@@ -147,7 +147,7 @@ def _sizes(x: ir.Value) -> list[int]:
 
 
 def _has_static_positions(pooling: _Pooling) -> bool:
-    """Return whether all sizes are known, and positions in an image are float32."""
+    """Return whether sizes are static and float32 represents all positions."""
     sizes, counts = (D.static_sizes(S.dims_of(v) or (None,)) for v in (pooling.x, pooling.y))
     if sizes is None or counts is None or pooling.fixed is None:
         return False
@@ -155,7 +155,7 @@ def _has_static_positions(pooling: _Pooling) -> bool:
 
 
 def _by_unpooling(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
-    """MaxUnpool puts each value to one place: for windows that do not overlap."""
+    """MaxUnpool writes each value to one position; for windows that do not overlap."""
     assert pooling.fixed is not None
     return op.MaxUnpool(
         dy,
@@ -167,9 +167,9 @@ def _by_unpooling(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
 
 
 def _unpooling_kernel(x: ir.Value, y: ir.Value, win: Windows) -> list[int] | None:
-    """Return the kernel with which MaxUnpool makes an output of the size of ``x``.
+    """Return the kernel for which MaxUnpool has an output of the size of ``x``.
 
-    ``None`` if windows overlap, as MaxUnpool does not add, or if sizes are not known.
+    ``None`` if windows overlap, because MaxUnpool does not accumulate, or if sizes are dynamic.
     """
     if any(s < (win.extent(i) or 0) for i, s in enumerate(win.strides)):
         return None
@@ -186,7 +186,7 @@ def _unpooling_kernel(x: ir.Value, y: ir.Value, win: Windows) -> list[int] | Non
 
 
 def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.Value:
-    """Add ``dy`` up at flat positions of a tensor as large as ``x``."""
+    """Scatter-add ``dy`` at flat positions of a tensor with the size of ``x``."""
     assert x.dtype is not None
     flat = op.full(_vector(op, _size(op, x)), 0.0, x.dtype)
     updates = op.Reshape(dy, [-1])
@@ -194,14 +194,14 @@ def _scatter(op: OpBuilder, dy: ir.Value, indices: ir.Value, x: ir.Value) -> ir.
 
 
 def _by_first_match(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
-    """Compare what the windows read with their maxima, tap by tap; the first match takes ``dy``."""
+    """Compare windows with their maxima, tap by tap; the first match gets ``dy``."""
     x, y, win, fixed = pooling.x, pooling.y, pooling.win, pooling.fixed
-    if x.dtype == ir.DataType.BFLOAT16:  # CUDA compares none
+    if x.dtype == ir.DataType.BFLOAT16:  # no comparison of bfloat16 on CUDA
         dy, x, y = (op.cast(v, ir.DataType.FLOAT) for v in (dy, x, y))
         dx = _by_first_match(op, dy, dataclasses.replace(pooling, x=x, y=y))
         return op.cast(dx, ir.DataType.BFLOAT16)
     rows = op.reshape(x, [-1, 1, *(op.size(x, a) for a in win.axes)])
-    # Equal to no maximum, so never matched.
+    # Different from every maximum, so never matched.
     lowest = -65504.0 if x.dtype == ir.DataType.FLOAT16 else -3.4e38
     if fixed is not None:
         image, before = pad(op, rows, _reaching(op, rows, y, fixed), lowest), None
@@ -228,7 +228,7 @@ def _by_first_match(op: OpBuilder, dy: ir.Value, pooling: _Pooling) -> ir.Value:
 
 
 def _reaching(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> Windows:
-    """Return windows with padding up to where the last one ends, which ceil_mode lets hang over."""
+    """Return windows padded to the end of the last one, which ceil_mode may extend."""
     after = []
     for i, (size, count) in enumerate(zip(op.dims(x)[2:], op.dims(y)[2:], strict=True)):
         stride, extent = win.strides[i], win.extent(i)
@@ -242,7 +242,7 @@ def _reaching(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows) -> Windows:
 
 
 def _unpools(pooling: _Pooling) -> bool:
-    """Return whether MaxUnpool, of which there is one for float32, makes the size of the input."""
+    """Return whether MaxUnpool (float32 only) can restore the size of the input."""
     if pooling.x.dtype != ir.DataType.FLOAT or pooling.fixed is None:
         return False
     return _unpooling_kernel(pooling.x, pooling.y, pooling.fixed) is not None
@@ -266,7 +266,7 @@ POOLING_CHOICES: Choices[_Pooling] = [
 
 @vjp("GlobalMaxPool")
 def global_max_pool(op: OpBuilder, dy: ir.Value, x: ir.Value) -> Gradients:
-    """Send ``dy`` to where the maximum was."""
+    """Scatter ``dy`` to the positions of the maxima."""
     rows = op.Reshape(x, [0, 0, -1])
     where = op.ArgMax(rows, axis=2, keepdims=1)
     hit = op.Equal(op.iota(op.size(rows, 2)), where)
@@ -285,10 +285,10 @@ def max_unpool(
     kernel_shape: list[int],
     strides: list[int] | None,
 ) -> Gradients:
-    """Read ``dy`` where x was put.
+    """Gather ``dy`` at the indices.
 
-    Indices are positions in the flattened output, as onnxruntime takes them. Where windows overlap,
-    several elements may go to one place: the last one stays there, and gets the gradient.
+    Indices are positions in the flattened output, as in onnxruntime. With overlapping windows,
+    several elements may have the same position: the last one is written and gets the gradient.
     """
     dx = op.Gather(op.Reshape(dy, [-1]), indices)
     steps = strides or [1] * len(kernel_shape)
@@ -312,7 +312,7 @@ def _vector(op: OpBuilder, size: Size) -> ir.Value:
     return op.const([size]) if isinstance(size, int) else size
 
 
-_TABLE = 1 << 24  # elements of a table of what windows read
+_TABLE = 1 << 24  # maximum number of elements of a window matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +321,7 @@ class Axis:
 
     size: Size
     count: Size
-    """How many windows there are."""
+    """Number of windows."""
     kernel: int
     stride: int
     dilation: int
@@ -345,13 +345,13 @@ def window_sum_transpose(
     Args:
         op: the builder.
         dy: a value per window.
-        x: what the windows slide over.
-        y: has the shape of ``dy``.
+        x: the input that the windows slide over.
+        y: the output, with the shape of ``dy``.
         win: the windows.
-        auto_pad: how ``x`` is padded.
-        ceil_mode: whether the last window may hang over.
-        divide: by how many elements a window's value is divided first: "" by none, "inside" by
-            those inside ``x``, "padded" by those inside ``x`` and its padding.
+        auto_pad: the padding mode of ``x``.
+        ceil_mode: whether the last window may exceed the padding.
+        divide: elements to divide the value of a window by: "" for none, "inside" for those inside
+            ``x``, "padded" for those inside ``x`` and its padding.
     """
     axes = _axes(op, x, y, win, auto_pad, ceil_mode)
     fixed = resolve_auto_pad(op, x, y, win, auto_pad)
@@ -388,7 +388,7 @@ def _by_matrices(
         if back == 0:
             dx = op.MatMul(left, dx)
             continue
-        # Join the axes behind this one: [N, C, ..., here, rest]
+        # Merge the axes after this one: [N, C, ..., axis, rest]
         at = op.rank(x) - 2 - back
         flat = op.MatMul(left, op.Reshape(dx, [*[0] * (at + 1), -1]))
         sizes = [op.size(dx, i) for i in range(op.rank(x))]
@@ -425,7 +425,7 @@ def _axes(
 def _matrix(
     op: OpBuilder, axis: Axis, dtype: ir.DataType | None, divide: str, transposed: bool = False
 ) -> ir.Value:
-    """Return [windows, positions] with a one, or one over the count, where a window reads."""
+    """Return [windows, positions] with 1, or 1 / count, where a window reads."""
     sizes = (axis.size, axis.count, axis.before, axis.after)
     if all(isinstance(s, int) for s in sizes):
         reads = _reads(axis)
@@ -436,7 +436,7 @@ def _matrix(
     starts = op.Mul(op.iota(axis.count), axis.stride)
     starts = op.Sub(starts, axis.before)
     here = op.iota(axis.size)
-    # The table is built in the orientation in which it is used.
+    # Built in the orientation that the matmul reads, to save a transpose.
     offset = (
         op.Sub(op.Unsqueeze(here, [1]), starts)
         if transposed
@@ -468,18 +468,18 @@ def _number(size: Size) -> int:
 
 
 def _reads(axis: Axis) -> np.ndarray:
-    """Return the positions that each window reads, outside ones included: [windows, kernel]."""
+    """Return the positions that each window reads, including padding: [windows, kernel]."""
     if _number(axis.count) * axis.kernel > _TABLE:
         raise ShapeError(
-            f"{axis.count} windows of {axis.kernel} along one axis: too many for a table of what "
-            "they read\nhint: give the axis a size by name, it is then computed at run time"
+            f"too many windows for a constant matrix: {axis.count} windows of size {axis.kernel}\n"
+            "hint: make the size of the axis symbolic, then the graph computes the matrix"
         )
     starts = np.arange(_number(axis.count)) * axis.stride - _number(axis.before)
     return starts[:, None] + np.arange(axis.kernel) * axis.dilation
 
 
 def _counts(axis: Axis, divide: str) -> np.ndarray:
-    """Return how many elements count in each window."""
+    """Return the number of elements of each window."""
     reads, size = _reads(axis), _number(axis.size)
     inside = (reads >= 0) & (reads < size)
     padded = reads < size + _number(axis.after)
@@ -501,7 +501,7 @@ def average_pool(
     pads: list[int] | None,
     strides: list[int] | None,
 ) -> Gradients:
-    """``dx`` is, for each element, the sum of ``dy / count`` over the windows that it is in."""
+    """``dx`` is, for each element, the sum of ``dy / count`` over the windows that contain it."""
     win = window_geometry(kernel_shape, strides, dilations, pads if auto_pad == "NOTSET" else None)
     divide = "padded" if count_include_pad else "inside"
     return window_sum_transpose(op, dy, x, y, win, auto_pad, ceil_mode, divide)
@@ -542,7 +542,7 @@ def global_average_pool(op: OpBuilder, dy: ir.Value, x: ir.Value) -> Gradients:
 
 
 def _over_norm(op: OpBuilder, dy: ir.Value, y: ir.Value, p: int) -> ir.Value:
-    """Return ``dy y^(1-p)``, finite where y is 0: there x is 0, too, and so is their product."""
+    """Return ``dy y^(1-p)``, finite where y is 0: x is 0 there, so the result is 0, too."""
     if p == 1:
         return dy
     norm = op.Where(op.Equal(y, 0.0), 1.0, y)
@@ -572,7 +572,7 @@ def col2im(
     pads: list[int] | None,
     strides: list[int] | None,
 ) -> Gradients:
-    """``dx`` is the image turned into columns: each block reads what it was added to.
+    """``dx = im2col(dy)``: each block reads the positions it was added to.
 
     [N, C, *image] -> [N, C, *block, *positions] -> [N, C * block, positions]
     """
@@ -600,7 +600,7 @@ def _block_sizes(op: OpBuilder, block_shape: ir.Value, n: int) -> list[Size]:
 
 
 def _positions(op: OpBuilder, size: Size, block: Size, stride: int, dilation: int) -> ir.Value:
-    """Return [block, positions]: where on an axis each element of each block lies."""
+    """Return [block, positions]: the position of each element of each block on an axis."""
     if isinstance(size, int) and isinstance(block, int):
         count = (size - (block - 1) * dilation - 1) // stride + 1
         table = np.arange(block)[:, None] * dilation + np.arange(count) * stride

@@ -41,7 +41,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, runtime_zero
 from onnxtrain.graph.shapes.dims import Dim
 
-# DynamicQuantizeLinear has a body, which computes a scale and then uses QuantizeLinear.
+# DynamicQuantizeLinear has a function body, which computes a scale and uses QuantizeLinear.
 no_gradient("QuantizeLinear", why="it rounds to integers", refuse=True)
 no_gradient("QLinearConv", "QLinearMatMul", why="it rounds to integers", refuse=True)
 no_gradient("ConvInteger", "MatMulInteger", why="works on integers", refuse=True)
@@ -51,7 +51,7 @@ no_gradient("ConvInteger", "MatMulInteger", why="works on integers", refuse=True
 def dequantize_linear(op, dy, x, x_scale, x_zero_point=None, *, axis, block_size, wanted):
     """``y = (x - zero_point) * scale``, hence ``dscale = sum(dy * (x - zero_point))``.
 
-    The gradient of x exists only on the way to a straight-through rule: ``dx = dy * scale``.
+    ``x`` gets a gradient only in front of a straight-through rule: ``dx = dy * scale``.
     """
     form = scale_layout(op, x, x_scale, axis, block_size)
     steps = op.DequantizeLinear(x, op.ones_like(x_scale), x_zero_point, **form)
@@ -64,7 +64,7 @@ def dequantize_linear(op, dy, x, x_scale, x_zero_point=None, *, axis, block_size
 
 
 def scale_layout(op, x, scale, axis: int, block_size: int) -> dict[str, int]:
-    """Return the attributes with which a scale has its present shape."""
+    """Return the attributes that match the shape of a scale."""
     rank = op.rank(scale)
     axis = axis % op.rank(x) if op.rank(x) else 0
     form = {"axis": axis} if rank == 1 else {"axis": axis, "block_size": block_size}
@@ -79,19 +79,19 @@ def broadcast_scale(op, scale, like, dtype: ir.DataType, form: dict[str, int]):
 
 
 def sum_to_scale(op, weighted, scale, axis: int, block_size: int, form: dict[str, int]):
-    """Return the sum of what belongs to each scale."""
+    """Return the sum over the elements of each scale."""
     if not form:
         return op.reshape_like(op.ReduceSum(weighted, keepdims=0), scale)
     axis = axis % op.rank(weighted)
     if op.rank(scale) == 1 and not block_size:
         others = [a for a in range(op.rank(weighted)) if a != axis]
         total = op.ReduceSum(weighted, others, keepdims=0) if others else weighted
-        return op.sum_to(total, scale)  # a scale of unknown size may have one element
+        return op.sum_to(total, scale)  # a scale of dynamic size may have one element
     return _sum_blocks(op, weighted, scale, axis, block_size)
 
 
 def _sum_blocks(op, x, scale, axis: int, block: int):
-    """Sum along ``axis`` over blocks, the last of which may be short."""
+    """Sum along ``axis`` over blocks; the last one may be shorter."""
     rank = op.rank(x)
     size, count = op.size(x, axis), op.size(scale, axis)
     missing = Z.minus(op, Z.times(op, count, block), size)
@@ -104,12 +104,12 @@ def _sum_blocks(op, x, scale, axis: int, block: int):
     return op.ReduceSum(blocks, [axis + 1], keepdims=0)
 
 
-_BITS = (2, 4, 8)  # of a number that kernels unpack
-_BIAS = 5  # the place of MatMulNBits' bias
+_BITS = (2, 4, 8)  # bit widths that kernels support
+_BIAS = 5  # input index of the bias of MatMulNBits
 
 
 def _keeps_matmul(node: ir.Node) -> bool:
-    """Return whether weights and zero points are constants in the form that rules read."""
+    """Return whether weights and zero points are constants in the supported format."""
     attributes = S.attributes_of(node, 1)
     inputs = [*node.inputs, None, None, None, None]
     points, groups = inputs[3], inputs[4]
@@ -209,9 +209,9 @@ def _unpacked(
     *,
     whole: bool = False,
 ) -> ir.Value:
-    """Return the weights as floats, [N, K]; ``whole`` keeps what fills the last block up."""
+    """Return the dequantized weights, [N, K]; ``whole`` includes the padding of the last block."""
     n, blocks = form.n, form.blocks
-    # The operator compares the sizes of scales and zero points before it runs.
+    # The operator checks the sizes of scales and zero points.
     sizes = [n, blocks, 1]
     view = op.Reshape(scales, sizes if points is not None else _unfolded(op, sizes))
     inputs = [b, _rows_after(op, n, dy), view]
@@ -235,9 +235,9 @@ def _unpacked(
 
 
 def _unfolded(op: OpBuilder, sizes: list[int]) -> list[int] | ir.Value:
-    """Return sizes of a view of a constant such that a runtime does not store the view beside it.
+    """Return the shape of a view of a constant that the runtime cannot fold and store twice.
 
-    They take along a zero that depends on the size of an input, so that nothing is constant.
+    The shape adds a zero that depends on the size of an input, so the view is not constant.
     """
     asked = (x for x in op.graph.inputs if op.dims(x) and op.static(x) is None)
     x = next((x for x in asked if isinstance(op.dims(x)[0], str)), None)
@@ -245,7 +245,7 @@ def _unfolded(op: OpBuilder, sizes: list[int]) -> list[int] | ir.Value:
 
 
 def _rows_after(op: OpBuilder, n: int, dy: ir.Value) -> ir.Value:
-    """Return the numbers of all rows, plus a zero that is only known when ``dy`` is."""
+    """Return all row indices, plus a zero that depends on ``dy``."""
     return op.Add(op.iota(n), runtime_zero(op, dy))
 
 
@@ -286,7 +286,7 @@ def emit_contrib(
     dims: Sequence[Dim],
     **attributes: Any,
 ) -> ir.Value:
-    """Append one of onnxruntime's own operators, which has no schema to infer its type from."""
+    """Append a ``com.microsoft`` operator, which has no schema for type inference."""
     node = ir.Node("com.microsoft", op_type, inputs, ir.convenience.convert_attributes(attributes))
     y = op.append(node)
     assert dtype is not None

@@ -48,18 +48,18 @@ class Resizing:
 
     @property
     def crops(self) -> bool:
-        """Whether coordinates come from a region of interest."""
+        """Whether coordinates refer to a region of interest."""
         return self["coordinate_transformation_mode"] == "tf_crop_and_resize"
 
     @property
     def keeps_aspect(self) -> bool:
-        """Whether one scale is derived for all axes, which then is not the ratio of the sizes."""
+        """Whether all axes share one scale, which then differs from the ratio of the sizes."""
         policy = self["keep_aspect_ratio_policy"] not in (None, "stretch")
         return policy and self.sizes is not None
 
 
 def resized_axes(op: OpBuilder, r: Resizing) -> list[tuple[int, int]]:
-    """Return (axis, its place among ``axes``) for every axis that may change."""
+    """Return (axis, index in ``axes``) for every axis that may change."""
     scales = op.constant(r.scales) if r.scales is not None else None
     same = [a == b and a is not None for a, b in zip(op.dims(r.x), op.dims(r.y), strict=True)]
     resized = []
@@ -74,7 +74,7 @@ def resized_axes(op: OpBuilder, r: Resizing) -> list[tuple[int, int]]:
 
 
 def matrix(op: OpBuilder, r: Resizing, axis: int, place: int, dtype: ir.DataType) -> ir.Value:
-    """Return the matrix [n, m] by which Resize multiplies along ``axis``, from the right."""
+    """Return the matrix [n, m] of Resize along ``axis``, multiplied from the right."""
     n, m = op.size(r.x, axis), op.size(r.y, axis)
     eye = op.EyeLike(op.full([n, n], 0.0, dtype))
     roi = _region(op, r, place) if r.crops else None
@@ -99,7 +99,7 @@ def _region(op: OpBuilder, r: Resizing, place: int) -> ir.Value:
     return op.Concat(zero, start, one, end, axis=0)
 
 
-# Coordinates that depend on the scale; align_corners and tf_crop_and_resize depend on sizes alone.
+# Coordinates that depend on the scale; align_corners and tf_crop_and_resize only read sizes.
 _COMMON_SCALE = frozenset(
     {"half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "asymmetric"}
 )
@@ -108,10 +108,10 @@ _COMMON_SCALE = frozenset(
 def _with_common_scale(
     op: OpBuilder, r: Resizing, axis: int, eye: ir.Value, attributes: dict[str, object]
 ) -> ir.Value:
-    """Return the matrix under ``keep_aspect_ratio_policy``, whose sizes are rounded, not cut off.
+    """Return the matrix under ``keep_aspect_ratio_policy``, whose sizes are rounded, not truncated.
 
-    Given a scale, Resize makes ``floor(n * scale)`` columns, which may be one too few. So the axis
-    is prolonged by what the operator sees beyond its border, and the surplus is dropped.
+    Given a scale, Resize returns ``floor(n * scale)`` columns, possibly one too few. So the axis is
+    extended by the values that the operator reads beyond its border, and the surplus is dropped.
     """
     assert r.sizes is not None
     kind, m = r["coordinate_transformation_mode"], op.size(r.y, axis)
@@ -128,7 +128,7 @@ def _with_common_scale(
     ratios = op.Div(op.Cast(r.sizes, to=ir.DataType.FLOAT), op.Cast(before, to=ir.DataType.FLOAT))
     reduce = op.ReduceMin if r["keep_aspect_ratio_policy"] == "not_larger" else op.ReduceMax
     scales = op.Concat(op.const([1.0]), reduce(ratios, [0], keepdims=1), axis=0)
-    # n + 1 more are enough: the size is at least 1, so n * scale is at least a half.
+    # n + 1 extra elements suffice: the size is at least 1, so n * scale is at least 0.5.
     n = op.size(r.x, axis)
     surplus = n + 1 if isinstance(n, int) else op.Add(n, 1)
     outside = bool(r["exclude_outside"])
@@ -137,7 +137,7 @@ def _with_common_scale(
     )
     wide = op.Resize(padded, None, scales, **attributes)
     weights = op.Slice(wide, [0], op.vector([m]), [1])
-    if outside:  # the weights of what lies outside go to what lies inside
+    if outside:  # weights outside the image move to the border
         weights = op.Div(weights, op.ReduceSum(weights, [0], keepdims=1))
     return weights
 
@@ -165,7 +165,7 @@ def resize(
     exclude_outside,
     keep_aspect_ratio_policy,
 ) -> Gradients:
-    """Along each axis ``y = x @ A``, so ``dx = dy @ A^T``; where a crop leaves ``x``, A is zero."""
+    """Along each axis ``y = x @ A``, so ``dx = dy @ A^T``; A is zero where a crop exceeds ``x``."""
     rank = op.rank(x)
     resizing = Resizing(
         x,
@@ -194,9 +194,9 @@ def resize(
 def _by_matrices(
     op: OpBuilder, dy: ir.Value, resizing: Resizing, factors: list[int] | None
 ) -> ir.Value:
-    """A product per axis."""
+    """One matmul per axis."""
     x, rank = resizing.x, op.rank(resizing.x)
-    # Resize knows float32 everywhere; half precision would also round the weights.
+    # Every runtime has a float32 Resize, and half precision would round the weights.
     dx = _wide(op, dy)
     dtype = dx.dtype
     assert dtype is not None
@@ -206,13 +206,13 @@ def _by_matrices(
 
 
 def _by_pooling(op: OpBuilder, dy: ir.Value, resizing: Resizing, factors: list[int]) -> ir.Value:
-    """The sum over the copies of each position, as a mean of windows that do not overlap."""
+    """Sum over the copies of each position, as AveragePool with disjoint windows."""
     mean = op.AveragePool(_wide(op, dy), kernel_shape=factors, strides=factors)
     return op.cast(op.Mul(mean, float(math.prod(factors))), dy.dtype)
 
 
 def _wide(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return ``x`` in a type that every runtime resizes and pools."""
+    """Return ``x`` in a dtype that every runtime can resize and pool."""
     return op.cast(x, x.dtype if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT)
 
 
@@ -227,7 +227,7 @@ RESIZE_GRAD_CHOICES: Choices[list[int] | None] = [
 
 
 def _given(op: OpBuilder, v: ir.Value | None) -> ir.Value | None:
-    """Return an optional input, ``None`` if it is empty: older models fill the gap with that."""
+    """Return an optional input, ``None`` if it is empty, as older models write omitted inputs."""
     return None if v is None or op.dims(v) == (0,) else v
 
 
@@ -242,9 +242,9 @@ def _times_transposed(op: OpBuilder, dy: ir.Value, a: ir.Value, axis: int, rank:
 
 @vjp("AffineGrid")
 def affine_grid(op, dy, theta, size, *, align_corners) -> Gradients:
-    """``grid = [base, 1] @ theta^T``, so ``dtheta = dgrid^T @ [base, 1]``, summed over the places.
+    """``grid = [base, 1] @ theta^T``, so ``dtheta = dgrid^T @ [base, 1]``, summed over positions.
 
-    The base grid is what the identity map gives; it is made by AffineGrid itself.
+    The base grid is AffineGrid of the identity map.
     """
     n = op.dims(theta)[1]
     spatial = n if isinstance(n, int) else op.rank(dy) - 2

@@ -23,19 +23,19 @@ class _Samples:
     """Sample points along one axis, [R, bins, G]."""
 
     place: ir.Value
-    """Inside the image: samples beyond the border are moved onto it."""
+    """Positions clamped to the image."""
     weight: ir.Value
-    """1 for a sample that counts, 0 if it is too far outside or not among the region's own."""
+    """1 for a valid sample, 0 if it is too far outside or beyond the region's sample count."""
     moving: ir.Value
-    """1 where a sample follows its region, 0 where the border holds it."""
+    """1 where a sample moves with its region, 0 where it is clamped to the border."""
     lever: ir.Value
-    """How far a sample is from the region's start, in bins."""
+    """Distance of a sample from the start of the region, in bins."""
     wide: ir.Value
-    """1 where the region's extent is its own, 0 where it was raised to a pixel, [R, 1]."""
+    """1 where the extent is that of the region, 0 where it was raised to one pixel, [R, 1]."""
     alive: ir.Value
-    """Which samples a region has."""
+    """Mask of the samples of a region."""
     count: ir.Value
-    """How many samples a bin of each region has, [R, 1, 1], at least 1."""
+    """Number of samples per bin of each region, [R, 1, 1], at least 1."""
     length: ir.Value
     """The image's size along the axis."""
 
@@ -58,8 +58,8 @@ def roi_align(
 ) -> Gradients:
     """``dx[n] = sum over the regions of image n: Ay^T @ dy @ Ax``, or ``dy`` at the largest tap.
 
-    The regions move their samples: ``drois`` gathers the slopes of the samples' weights. The number
-    of samples is a constant.
+    ``drois`` sums the derivatives of the sample weights with respect to their positions. The number
+    of samples counts as a constant.
     """
     dtype = working_dtype(x)
     xw, dyw, corners = (op.cast(v, dtype) for v in (x, dy, rois))
@@ -97,7 +97,7 @@ def _samples(
     *,
     at_least_one: bool,
 ) -> _Samples:
-    """Return the samples of ``bins`` bins from ``low`` on; without a ratio, one per pixel."""
+    """Return the samples of ``bins`` bins that start at ``low``; one per pixel without a ratio."""
     dtype = low.dtype
     own = extent
     if at_least_one:
@@ -111,7 +111,7 @@ def _samples(
     else:
         wished = op.Unsqueeze(op.Ceil(size), [2])  # [R, 1, 1]
         count = op.Clip(wished, 1.0)
-        # One more keeps the maximum of no regions at all defined.
+        # The extra 1 defines the maximum for zero regions.
         most = op.ReduceMax(op.Concat(op.Reshape(count, [-1]), op.const([1.0], dtype), axis=0))
         most = op.Reshape(op.Cast(most, to=ir.DataType.INT64), op.const([], ir.DataType.INT64))
         steps = op.Cast(op.Range(0, most, 1), to=dtype)
@@ -120,7 +120,7 @@ def _samples(
     bin_start = op.Add(low, op.Mul(size, numbers))  # [R, bins]
     offset = op.Div(op.Mul(op.Add(steps, 0.5), op.Unsqueeze(size, [2])), count)  # [R, 1, G]
     place = op.Add(op.Unsqueeze(bin_start, [2]), offset)
-    reached = op.Clip(place, -1.0, length)  # beyond one pixel outside, a sample is zero
+    reached = op.Clip(place, -1.0, length)  # a sample more than one pixel outside is zero
     near = op.Cast(op.Equal(place, reached), to=dtype)
     inside = op.Clip(place, 0.0, op.Sub(length, 1.0))
     moving = op.Cast(op.Equal(place, inside), to=dtype)
@@ -129,7 +129,7 @@ def _samples(
 
 
 def _ends(op: OpBuilder, dplace: ir.Value, s: _Samples) -> tuple[ir.Value, ir.Value]:
-    """Return the gradients of a region's two ends, [R, 1] each, from those of its samples."""
+    """Return the gradients of both ends of a region, [R, 1] each, from those of its samples."""
     dplace = op.Mul(dplace, s.moving)
     total = op.ReduceSum(dplace, [1, 2], keepdims=0)
     turned = op.ReduceSum(op.Mul(dplace, s.lever), [1, 2], keepdims=0)
@@ -148,7 +148,7 @@ def _average(
     columns: _Samples,
     moves: bool,
 ) -> tuple[ir.Value, Gradient, Gradient]:
-    """Sum ``Ay^T @ dy @ Ax`` per image, as one product over all bins of all regions."""
+    """Sum ``Ay^T @ dy @ Ax`` per image, as one matmul over all bins of all regions."""
     ay, ax = _weights(op, rows), _weights(op, columns)  # [R, bins, size]
     n, channels, height, width = (op.size(x, i) for i in range(4))
     wide = op.MatMul(dy, op.Unsqueeze(ax, [1]))  # [R, C, oh, W]
@@ -185,11 +185,11 @@ def _weights(op: OpBuilder, s: _Samples) -> ir.Value:
 
 
 def _position_grads(op: OpBuilder, da: ir.Value, s: _Samples) -> ir.Value:
-    """Return the gradients of the samples' places, [R, bins, G], from those of the weights."""
+    """Return the gradients of the sample positions, [R, bins, G], from those of the weights."""
     distance = _distances(op, s)
     near = op.Less(op.Abs(distance), 1.0)
-    slope = op.Where(near, op.Neg(op.sign(distance)), op.const(0.0, distance.dtype))
-    total = op.ReduceSum(op.Mul(slope, op.Unsqueeze(da, [2])), [3], keepdims=0)
+    derivative = op.Where(near, op.Neg(op.sign(distance)), op.const(0.0, distance.dtype))
+    total = op.ReduceSum(op.Mul(derivative, op.Unsqueeze(da, [2])), [3], keepdims=0)
     return op.Div(op.Mul(total, s.weight), s.count)
 
 
@@ -202,9 +202,9 @@ def _maximum(
     columns: _Samples,
     moves: bool,
 ) -> tuple[ir.Value, Gradient, Gradient]:
-    """Send ``dy`` to the largest weighted tap; the first of equal ones.
+    """Scatter ``dy`` to the largest weighted tap, the first of equal ones.
 
-    Runtimes and the reference take the maximum over the four weighted neighbours of every sample,
+    Runtimes and the reference take the maximum over the four weighted neighbors of every sample,
     not over the interpolated samples.
     """
     height, width = op.size(x, 2), op.size(x, 3)
@@ -212,7 +212,7 @@ def _maximum(
     at_columns, w_columns, alive_columns = _taps(op, columns)
 
     sizes = [op.size(v, 2) for v in (at_rows, at_columns)]
-    # No -1: with no regions at all it could not be told.
+    # No -1: Reshape cannot infer it for zero regions.
     joined_shape = op.vector([0, 0, 0, _product(op, *sizes)])
 
     def crossed(f, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -246,13 +246,13 @@ def _maximum(
 
 
 def _tap_position_grads(op: OpBuilder, dweight: ir.Value, s: _Samples) -> ir.Value:
-    """Return the gradients of the samples' places: one tap's weight grows as the other's falls."""
+    """Return the gradients of the sample positions: one weight grows as the other falls."""
     low, high = op.Split(dweight, axis=2, num_outputs=2, _outputs=2)
     return op.Mul(op.Sub(high, low), s.weight)
 
 
 def _taps(op: OpBuilder, s: _Samples) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return index, weight and existence of both neighbours of every sample."""
+    """Return index, weight and validity of both neighbors of every sample."""
     low = op.Floor(s.place)
     high = op.Clip(op.Add(low, 1.0), 0.0, op.Sub(s.length, 1.0))
     fraction = op.Sub(s.place, low)
@@ -282,9 +282,9 @@ def _product(op: OpBuilder, a: Size, b: Size) -> Size:
 
 @vjp("MaxRoiPool")
 def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale) -> Gradients:
-    """Send ``dy`` to the largest pixel of its bin, to the first in reading order if several are.
+    """Scatter ``dy`` to the largest pixel of its bin, the first in row-major order.
 
-    An empty bin gives zero and gets no gradient.
+    An empty bin is zero and gets no gradient.
     """
     rows, columns = pooled_shape
     images = op.Cast(_column(op, rois, 0), to=ir.DataType.INT64)  # [R]
@@ -299,7 +299,7 @@ def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale) -> Gradients:
     channels, area = _number(op, op.size(x, 1)), _area(op, x)
     plane = op.Add(op.Unsqueeze(op.Mul(images, channels), [1]), op.Range(0, channels, 1))  # [R, C]
     index = op.Add(index, op.Unsqueeze(op.Mul(plane, area), [2, 3]))
-    dtype = working_dtype(x)  # sums of half precision are not to be had everywhere, nor good
+    dtype = working_dtype(x)  # half-precision sums are inaccurate and not available everywhere
     flat = op.Reshape(op.zeros_like(op.cast(x, dtype)), [-1])
     updates = op.cast(op.Reshape(op.Mul(dy, filled), [-1]), dtype)
     added = op.ScatterElements(flat, op.Reshape(index, [-1]), updates, axis=0, reduction="add")
@@ -311,14 +311,16 @@ def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale) -> Gradients:
 def _first_maximum(
     op: OpBuilder, x: ir.Value, images: ir.Value, row_bins: ir.Value, column_bins: ir.Value
 ) -> ir.Value:
-    """Return the place of each bin's maximum in its plane; region by region, to save memory."""
+    """Return the flat position of each bin's maximum; a Scan over regions saves memory."""
     outside = op.const(-np.inf, x.dtype)
     width = _number(op, op.size(x, 3))
     scanned = (images, row_bins, column_bins)
     body = op.body()
     image, in_rows, in_columns = (_element(body, v) for v in scanned)
-    picture = body.Unsqueeze(body.Gather(x, image, axis=0), [2])  # [C, H, 1, W]
-    strips = body.Where(body.Unsqueeze(in_columns, [0, 1]), picture, outside)  # [C, H, columns, W]
+    pixels_of_region = body.Unsqueeze(body.Gather(x, image, axis=0), [2])  # [C, H, 1, W]
+    strips = body.Where(
+        body.Unsqueeze(in_columns, [0, 1]), pixels_of_region, outside
+    )  # [C, H, columns, W]
     best = body.ReduceMax(strips, [3], keepdims=0)
     column = body.ArgMax(strips, axis=3, keepdims=0)  # [C, H, columns]
     stacks = body.Where(body.Unsqueeze(in_rows, [0, 3]), body.Unsqueeze(best, [1]), outside)
@@ -337,7 +339,7 @@ def _element(body: OpBuilder, v: ir.Value) -> ir.Value:
 def _bins(
     op: OpBuilder, rois: ir.Value, axis: int, bins: int, size: Size, scale: float
 ) -> ir.Value:
-    """Return which pixels along an axis belong to which bin of which region: [R, bins, size]."""
+    """Return the mask of pixels along an axis by region and bin: [R, bins, size]."""
     dtype = rois.dtype
     low, high = (_rounded(op, op.Mul(_column(op, rois, axis + i), scale)) for i in (1, 3))
     extent = op.Clip(op.Add(op.Sub(high, low), 1.0), 1.0)
@@ -355,7 +357,7 @@ def _column(op: OpBuilder, rois: ir.Value, i: int) -> ir.Value:
 
 
 def _rounded(op: OpBuilder, v: ir.Value) -> ir.Value:
-    """Round halves away from zero; ONNX's Round takes the even neighbour."""
+    """Round halves away from zero; ONNX's Round rounds them to even."""
     up = op.Floor(op.Add(v, 0.5))
     return op.Where(op.Less(v, 0.0), op.Ceil(op.Sub(v, 0.5)), up)
 

@@ -9,11 +9,11 @@ from onnxtrain.autodiff.rule_registry import undefined, vjp
 
 @vjp("DFT")
 def dft(op, dy, x, dft_length=None, axis=None, *, inverse, onesided):
-    """The adjoint of a discrete Fourier transform is the unscaled transform the other way.
+    """The adjoint of a discrete Fourier transform is the unscaled inverse transform.
 
-    ``y = F x`` gives ``dx = conj(F)^T dy``: length times the inverse transform; a real ``x`` keeps
-    the real part. Frequencies that ``onesided`` left out count as zero, and so does what
-    ``dft_length`` cut off.
+    ``y = F x`` gives ``dx = conj(F)^T dy``: length times the inverse transform. A real ``x``
+    gets the real part. Frequencies that ``onesided`` omits and elements that ``dft_length`` cuts
+    have zero gradient.
     """
     where = op.const(-2) if axis is None else axis
     at = op.constant(where)
@@ -43,7 +43,7 @@ def dft(op, dy, x, dft_length=None, axis=None, *, inverse, onesided):
 def _inverse_onesided(op, dy, x, at):
     """``y_n = sum_k c_k Re(x_k w^(kn)) / N`` gives ``dx_k = c_k sum_n dy_n w^(-kn) / N``.
 
-    ``c_k`` is 2 where ``k`` stands for ``N - k`` as well: not at 0, nor at N / 2.
+    ``c_k`` is 2 where ``k`` also represents ``N - k``: everywhere except 0 and N / 2.
     """
     bins, count = op.size(x, at), op.size(dy, at)
     if not isinstance(bins, int) or not isinstance(count, int) or bins != count // 2 + 1:
@@ -58,7 +58,7 @@ def _inverse_onesided(op, dy, x, at):
 
 
 def _fit(op, dx, at, size, length):
-    """Cut or pad with zeros to ``size`` along an axis; what lies beyond was never read."""
+    """Slice or zero-pad to ``size`` along an axis; elements beyond it were not read."""
     given = op.constant(length)
     if isinstance(size, int) and given is not None and int(given) >= size:
         return op.Slice(dx, [0], [size], [at])
