@@ -108,8 +108,8 @@ def test_a_mapping_in_the_order_of_registration() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sqare", "no such shape: 'sqare'\nhint: did you mean square?"),
-        ("zzz", "no such shape: 'zzz'\nhint: there is square, box"),
+        ("sqare", "unknown shape: 'sqare'\nhint: did you mean square?"),
+        ("zzz", "unknown shape: 'zzz' (expected one of square, box)"),
         ("square:size=1", "square has no option 'size'\nhint: it has side, colour"),
         ("square", "square needs side\nhint: write square:side=..."),
         ("square:side", "not an option: 'side' in 'square:side'\nhint: write name:key=value"),

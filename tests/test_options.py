@@ -33,7 +33,7 @@ DECLARED: dict[type, Declared] = {
     ),
     FitOptions: (
         onnxtrain.Trainer.fit,
-        {"trainer", "data"},
+        {"self", "data"},
         "train",
         {"directory", "data", "seed", "quiet", "device", "threads"},
     ),
@@ -68,8 +68,8 @@ def test_signature_and_declaration_agree(kind: type) -> None:
 
 @kinds
 def test_docstring_tells_what_each_option_means(kind: type) -> None:
-    text = DECLARED[kind][0].__doc__ or ""
-    assert [f.name for f in dataclasses.fields(kind) if f"\n        {f.name}: " not in text] == []
+    text = inspect.getdoc(DECLARED[kind][0]) or ""
+    assert [f.name for f in dataclasses.fields(kind) if f"\n    {f.name}: " not in text] == []
 
 
 @kinds

@@ -207,8 +207,9 @@ def unknown_name_error(name: str, choices: Iterable[str], what: str) -> PrepareE
     """Return the error for an unknown name, with the nearest choices first."""
     known = list(choices)
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(known)}"
-    return PrepareError(f"no such {what}: {name!r}\nhint: {hint}")
+    if near:
+        return PrepareError(f"unknown {what}: {name!r}\nhint: did you mean {' or '.join(near)}?")
+    return PrepareError(f"unknown {what}: {name!r} (expected one of {', '.join(known)})")
 
 
 def _parse_value(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rules are formulas; what targets differ in is chosen from tables."""
+"""Rules are formulas; variants per target come from tables."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ from onnxtrain.autodiff.rules import (
     pool,
     quantize,
 )
-from onnxtrain.autodiff.rules import batch_norm as batch_norm_forms
-from onnxtrain.autodiff.rules import conv as channel_scale
 from onnxtrain.losses import causal_lm, classification, metrics
-from onnxtrain.losses import classification as binary
-from onnxtrain.losses import classification as multi_margin
 from onnxtrain.targets import find
 
 SOURCE = Path(onnxtrain.__file__).parent
-CHOOSERS = {"conv/conv.py": {"target"}, "conv/weight_grad.py": {"target"}}
-"""Pass the target on to their table."""
-FORMS = {"sum": Variant(len), "product": Variant(len, lambda n: n > 1), "gather": Variant(len)}
+# Files that pass the target on to their table.
+CHOOSERS = {"conv.py": {"target"}, "conv_weight.py": {"target"}}
+VARIANTS = {"sum": Variant(len), "product": Variant(len, lambda n: n > 1), "gather": Variant(len)}
 CHOICES = [
     Choice("gather", lacks="ScatterElements"),
     Choice("product", lambda n: n < 9, prefers="means-as-matmul"),
@@ -39,49 +35,51 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(
-    ("target", "size", "form"),
+    ("target", "size", "variant"),
     [
         ("wasm", 8, "product"),
-        ("wasm", 1, "sum"),  # does not fit
-        ("wasm", 9, "sum"),  # is not asked for
+        ("wasm", 1, "sum"),  # does not apply
+        ("wasm", 9, "sum"),  # the condition is false
         ("cuda", 8, "sum"),  # is not preferred
-        ("webgpu", 8, "gather"),  # what the others need is lacking
+        ("webgpu", 8, "gather"),  # lacks ScatterElements
     ],
 )
-def test_the_first_that_is_wanted_and_fits(target: str, size: int, form: str) -> None:
-    assert select_variant_name(find(target), size, FORMS, CHOICES) == form
+def test_the_first_preferred_variant_that_applies(target: str, size: int, variant: str) -> None:
+    assert select_variant_name(find(target), size, VARIANTS, CHOICES) == variant
 
 
 @pytest.mark.parametrize("folder", ["autodiff/rules", "losses"])
-def test_no_formula_asks_for_the_target(folder: str) -> None:
-    asking = {}
+def test_rules_do_not_query_the_target(folder: str) -> None:
+    queries = {}
     for path in sorted((SOURCE / folder).rglob("*.py")):
         name = path.relative_to(SOURCE / folder).as_posix()
         nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)]
-        asked = {n.attr for n in nodes if n.attr in ("lacks", "prefers", "preferences", "missing")}
-        asked |= {
+        attributes = {
+            n.attr for n in nodes if n.attr in ("lacks", "prefers", "preferences", "missing")
+        }
+        attributes |= {
             n.attr
             for n in nodes
             if n.attr == "target" and isinstance(n.value, ast.Name) and n.value.id == "op"
         }
-        if asked:
-            asking[name] = asked
+        if attributes:
+            queries[name] = attributes
     # The type of an input is no formula.
-    assert asking == (
-        CHOOSERS if folder == "autodiff/rules" else {"context.py": {"lacks", "target"}}
+    assert queries == (
+        CHOOSERS if folder == "autodiff/rules" else {"attach.py": {"lacks", "target"}}
     )
 
 
-def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
+def test_tables_name_existing_variants_and_end_with_a_fallback() -> None:
     tables = [
         (activations.GELU_VARIANTS, activations.GELU_CHOICES),
         (batch_norm.TRAINING_VARIANTS, batch_norm.TRAINING_CHOICES),
         (activations.POSITIVE_VARIANTS, activations.POSITIVE_CHOICES),
-        (batch_norm_forms.STATISTICS_VARIANTS, batch_norm_forms.STATISTICS_CHOICES),
-        (batch_norm_forms.BROADCAST_VARIANTS, batch_norm_forms.BROADCAST_CHOICES),
-        (batch_norm_forms.DIFFERENCE_VARIANTS, batch_norm_forms.DIFFERENCE_CHOICES),
-        (batch_norm_forms.GRADIENT_VARIANTS, batch_norm_forms.GRADIENT_CHOICES),
-        (channel_scale.SCALE_VARIANTS, channel_scale.SCALE_CHOICES),
+        (batch_norm.STATISTICS_VARIANTS, batch_norm.STATISTICS_CHOICES),
+        (batch_norm.BROADCAST_VARIANTS, batch_norm.BROADCAST_CHOICES),
+        (batch_norm.DIFFERENCE_VARIANTS, batch_norm.DIFFERENCE_CHOICES),
+        (batch_norm.GRADIENT_VARIANTS, batch_norm.GRADIENT_CHOICES),
+        (conv.SCALE_VARIANTS, conv.SCALE_CHOICES),
         (norm.MEANS_VARIANTS, norm.MEANS_CHOICES),
         (norm.INPUT_GRAD_VARIANTS, norm.INPUT_GRAD_CHOICES),
         (norm.RENORMALIZE_VARIANTS, norm.RENORMALIZE_CHOICES),
@@ -90,11 +88,11 @@ def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
         (pool.POOLING_VARIANTS, pool.POOLING_CHOICES),
         (losses.WITHOUT_LABEL_VARIANTS, losses.BY_LABEL),
         (losses.AT_LABEL_VARIANTS, losses.BY_LABEL),
-        (binary.SOFTPLUS_VARIANTS, binary.SOFTPLUS_CHOICES),
+        (classification.SOFTPLUS_VARIANTS, classification.SOFTPLUS_CHOICES),
         (classification.CROSS_ENTROPY_VARIANTS, classification.CROSS_ENTROPY_CHOICES),
         (classification.COST_VARIANTS, classification.COST_CHOICES),
         (classification.NLL_VARIANTS, classification.NLL_CHOICES),
-        (multi_margin.LEAD_VARIANTS, multi_margin.LEAD_CHOICES),
+        (classification.LEAD_VARIANTS, classification.LEAD_CHOICES),
         (metrics.HIT_VARIANTS, metrics.HIT_CHOICES),
         *(
             (conv_weight.WEIGHT_GRAD_VARIANTS, choices)
@@ -102,14 +100,14 @@ def test_tables_name_forms_that_exist_and_end_with_one_for_all() -> None:
         ),
         *((conv.INPUT_GRAD_VARIANTS, choices) for choices in conv.INPUT_GRAD_CHOICES.values()),
     ]
-    for forms, choices in tables:
-        names = [c.form for c in choices]
-        assert set(names) <= forms.keys()
+    for variants, choices in tables:
+        names = [c.variant for c in choices]
+        assert set(names) <= variants.keys()
         last = choices[-1]
         assert (last.when, last.prefers, last.lacks) == (rule_registry.always, None, None)
-        unused = forms.keys() - set(names)
+        unused = variants.keys() - set(names)
         assert (
-            forms is conv_weight.WEIGHT_GRAD_VARIANTS
-            or forms is conv.INPUT_GRAD_VARIANTS
+            variants is conv_weight.WEIGHT_GRAD_VARIANTS
+            or variants is conv.INPUT_GRAD_VARIANTS
             or not unused
         )

@@ -284,9 +284,9 @@ REFUSED = [
     (
         classifier,
         "cross_entorpy",
-        "no such loss or output: 'cross_entorpy'\nhint: did you mean cross_ent",
+        "unknown loss or output: 'cross_entorpy'\nhint: did you mean cross_ent",
     ),
-    (classifier, "logit", "no such loss or output: 'logit'\nhint: did you mean logits"),
+    (classifier, "logit", "unknown loss or output: 'logit'\nhint: did you mean logits"),
     (classifier, "mse:delta=1", "mse has no option 'delta'"),
     (classifier, [], "the list of losses is empty"),
     (classifier, LossTerm([L.MSE()]), "a LossTerm holds one loss"),

@@ -161,7 +161,7 @@ def test_an_output_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ("acuracy", "no such metric: 'acuracy'\nhint: did you mean accuracy"),
+        ("acuracy", "unknown metric: 'acuracy'\nhint: did you mean accuracy"),
         ("top_9", "top_9 of 3 classes: logits"),
         (L.Accuracy(output="hidden"), "no such output: 'hidden'"),
         (L.Accuracy(target="label"), "no such input: 'label'\nhint: there is x, labels"),

@@ -222,7 +222,7 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("cosin", {}, "no such schedule: 'cosin'\nhint: did you mean cosine"),
+        ("cosin", {}, "unknown schedule: 'cosin'\nhint: did you mean cosine"),
         ("cosine", {}, "cosine needs total\nhint: write cosine:total=..."),
         ("cosine", {"total": 5, "warmup": 5}, "a warm-up of 5 steps leaves nothing of 5"),
         ("cosine:warmup=0.5", {}, "a warm-up of 0.5 of all steps needs total"),
@@ -233,7 +233,7 @@ def test_names() -> None:
         ("multi_step:milestones=[5,3]", {}, r"milestones must be in increasing order: \[5, 3\]"),
         ("one_cycle:total=5,anneal_strategy=up", {}, "one_cycle has no anneal_strategy 'up'"),
         ("reduce_on_plateau:mode=low", {}, "mode is min or max, not 'low'"),
-        ("chain", {}, "no such schedule: 'chain'"),
+        ("chain", {}, "unknown schedule: 'chain'"),
     ],
 )
 def test_refusals(text: str, options: dict, message: str) -> None:

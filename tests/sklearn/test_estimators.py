@@ -250,7 +250,7 @@ def test_clone_copies_settings_only():
         ({"learning_rate": -1}, "learning_rate must be positive"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"penalty": "l3"}, "no such penalty"),
-        ({"loss": "squared"}, "no such loss"),
+        ({"loss": "squared"}, "unknown loss"),
         ({"optimizer": "adamm"}, "no such optimizer"),
         ({"activation": "relu6", "hidden_layer_sizes": (3,)}, "no such activation"),
     ],

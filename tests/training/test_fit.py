@@ -171,7 +171,7 @@ def test_schedules(artifacts: Artifacts) -> None:
     expected = schedules.resolve_schedule("cosine", total=8, warmup=2)
     assert [r["lr"] for r in history.steps] == [expected.lr(0.01, s) for s in range(1, 9)]
     assert trainer.lr == 0.01
-    with pytest.raises(PrepareError, match="no such schedule"):
+    with pytest.raises(PrepareError, match="unknown schedule"):
         quiet(trainer, data(40), schedule="cosinus")
 
 

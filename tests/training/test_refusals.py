@@ -110,7 +110,7 @@ def test_names_that_state_needs() -> None:
         ({"freeze": "fc9.*"}, "no such parameter in `freeze`"),
         ({"freeze": "*"}, "no parameter is left to train"),
         ({"outputs": ["nothing"]}, "no such output: 'nothing'"),
-        ({"optimizer": "sdg"}, "no such optimizer: 'sdg'"),
+        ({"optimizer": "sdg"}, "unknown optimizer: 'sdg'"),
         ({"loss": "cross_entrpy"}, "cross_entrpy"),
     ],
 )
