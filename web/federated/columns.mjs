@@ -1,4 +1,4 @@
-/** Gives columns that JSON holds as lists as typed arrays; whole numbers are labels. */
+/** Returns columns that JSON holds as lists as typed arrays; whole numbers are labels. */
 export function columns(listed) {
   const typed = ({ data, dims }) => {
     const whole = dims.length === 1 && data.every(Number.isInteger);

@@ -1,16 +1,16 @@
-// A node that trains nothing and sends what it should not: node evil.mjs SUPERLINK WEB KIND
+// A malicious node that sends invalid replies without training: node evil.mjs SUPERLINK WEB KIND
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
 
 const [url, web, kind] = process.argv.slice(2);
-// The package has entries for those who mean well: what it is made of is read from its sources.
+// The package does not export the protocol layer: bundle it from the sources.
 const { build } = await import(pathToFileURL(join(web, "node_modules/esbuild/lib/main.js")).href).then((m) => m.default);
-const parts = ["keys", "link", "messages", "objects", "wire"];
+const parts = ["connection", "messages", "wire"];
 const { outputFiles: [made] } = await build({
   stdin: { contents: parts.map((n) => `export * from "./${n}.js";`).join("\n"), loader: "ts", resolveDir: join(web, "packages/onnxtrain/src/flower") },
   bundle: true, format: "esm", platform: "node", write: false, external: ["onnxruntime-*"],
 });
-const { bytesText, digests, Link, makeReply, newKey, readContent, readMetadata, readTree, sleep, writeNode, Writer } =
+const { bytesText, digests, FleetConnection, makeReply, newKey, readContent, readMetadata, readTree, sleep, writeNode, Writer } =
   await import(`data:text/javascript;base64,${Buffer.from(made.text).toString("base64")}`);
 
 const HUGE = 4_000_000;
@@ -34,7 +34,7 @@ const KINDS = {
 };
 
 const { signal } = new AbortController();
-const link = new Link(url, await newKey(), signal, (message) => console.log(message));
+const link = new FleetConnection(url, await newKey(), signal, (message) => console.log(message));
 const key = await link.prepare();
 await link.call("register-node", new Writer().setBytes(1, key).done());
 const id = (await link.call("activate-node", new Writer().setBytes(1, key).setDouble(2, 600).done())).uint(1);

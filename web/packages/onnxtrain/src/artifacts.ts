@@ -1,33 +1,33 @@
 import { ArtifactError } from "./errors.js";
-import { parseManifest, type Manifest } from "./manifest.js";
+import { type Manifest, parseManifest } from "./manifest.js";
 import { inNode } from "./runtime.js";
 import { Sha256, sha256 } from "./sha256.js";
-import { keptFile, notTheFile, type FileData, type LoadProgress } from "./weights-file.js";
+import { type FileData, cachedFile, type LoadProgress, digestMismatch } from "./weights-file.js";
 
 /**
- * Where artifacts are: the address or path of their folder, files by name, or files that a person
- * chose or dropped.
+ * Where to load artifacts from: the URL or path of their directory, a map of file names to bytes, or the
+ * `File`s of an `<input>` or a drop event.
  */
 export type ArtifactSource = string | URL | ReadonlyMap<string, Uint8Array> | Readonly<Record<string, Uint8Array>> | Iterable<File>;
 
 export interface LoadOptions {
-  /** In front of every file name, as `save(directory, prefix)` wrote it. */
+  /** Prefix of every file name, as passed to `save(directory, prefix)` in Python. */
   readonly prefix?: string;
   readonly signal?: AbortSignal;
-  /** Told how far the file of weights has come. */
+  /** Called with the download progress of the weights file. */
   readonly onProgress?: (progress: LoadProgress) => void;
-  /** Whether a page keeps the file of weights among the origin's private files: so it is unless this is `false`. */
+  /** Whether a page caches the weights file in the origin private file system. Default: true. */
   readonly cache?: boolean;
 }
 
-/** What gives files by name. */
+/** Reads files by name. */
 interface Source {
   read(file: string): Promise<FileData>;
-  /** Of a server: the file before its bytes have come. */
+  /** For servers: the response, before its body is downloaded. */
   open?(file: string): Promise<Response>;
 }
 
-/** Artifacts whose files are read, and checked against the manifest, when they are first needed. */
+/** A directory of artifacts. Files are read and verified against the manifest on first use. */
 export class Artifacts {
   readonly #source: Source;
   readonly #options: LoadOptions;
@@ -35,7 +35,7 @@ export class Artifacts {
 
   private constructor(
     readonly manifest: Manifest,
-    /** The manifest as it was written. */
+    /** The text of `manifest.json`. */
     readonly text: string,
     source: Source,
     readonly checked = true,
@@ -45,12 +45,12 @@ export class Artifacts {
     this.#options = options;
   }
 
-  /** Artifacts of which only some files are at hand, and no hashes, as in checkpoints. */
+  /** Creates artifacts from some of their files and the manifest of a checkpoint, which has no hashes. */
   static ofParts(text: string, files: ReadonlyMap<string, Uint8Array>, label: string): Artifacts {
     return new Artifacts(parseManifest(text, label), text, fromMap(files), false);
   }
 
-  /** Opens artifacts: reads and validates the manifest. */
+  /** Loads artifacts: reads and validates the manifest. */
   static async load(source: ArtifactSource | Artifacts, options: LoadOptions = {}): Promise<Artifacts> {
     if (source instanceof Artifacts) return source;
     const files = reader(source, options.signal);
@@ -59,64 +59,64 @@ export class Artifacts {
     return new Artifacts(parseManifest(text, name), text, files, true, options);
   }
 
-  /** Gives the bytes of one file of a folder, unchecked. */
+  /** Returns the bytes of one file of a directory without verifying them. */
   static async raw(folder: string, file: string): Promise<Uint8Array> {
     return await inMemory(await fromFolder(folder).read(file));
   }
 
-  /** Gives the bytes of a file, once its sha256 is found right. */
+  /** Returns the bytes of a file after verifying its sha256. */
   file(name: string): Promise<Uint8Array> {
-    let found = this.#checked.get(name);
-    if (!found) {
-      found = this.#verified(name);
-      this.#checked.set(name, found);
-      found.catch(() => this.#checked.delete(name));
+    let bytes = this.#checked.get(name);
+    if (!bytes) {
+      bytes = this.#verified(name);
+      this.#checked.set(name, bytes);
+      bytes.catch(() => this.#checked.delete(name));
     }
-    return found;
+    return bytes;
   }
 
-  /** Lets go of a file's bytes; they are read again when they are needed again. */
+  /** Drops the cached bytes of a file; the next call of `file` reads it again. */
   forget(name: string): void {
     this.#checked.delete(name);
   }
 
   async #verified(name: string): Promise<Uint8Array> {
-    // The checkpoint has a digest of its own, so that training may replace it.
+    // The checkpoint stores its own digest: training replaces the file.
     const data = await inMemory(await this.#source.read(name));
     if (!this.checked || name === this.manifest.checkpoint) return data;
-    if ((await sha256(data)) !== this.#digest(name)) throw notTheFile(name);
+    if ((await sha256(data)) !== this.#digest(name)) throw digestMismatch(name);
     return data;
   }
 
   #digest(name: string): string {
     const { models, files } = this.manifest;
     const expected = models.find((m) => m.file === name)?.sha256 || (Object.hasOwn(files, name) ? files[name] : undefined);
-    if (!expected) throw new ArtifactError(`${name}: the manifest has no sha256 of it`);
+    if (!expected) throw new ArtifactError(`${name}: the manifest has no sha256 for this file`);
     return expected;
   }
 
-  /** Gives a file as `file` does; that of the weights need not be in memory. */
+  /** Like `file`, but the weights file may be returned as a `Blob` that is not in memory. */
   async data(name: string): Promise<FileData> {
     if (name !== this.manifest.weights) return await this.file(name);
     if (!this.checked) return await this.#source.read(name);
     const { open } = this.#source;
-    const tell = this.#options.onProgress ?? (() => undefined);
-    if (open) return await keptFile(name, this.#digest(name), () => open(name), tell, this.#options.cache !== false);
+    const onProgress = this.#options.onProgress ?? (() => undefined);
+    if (open) return await cachedFile(name, this.#digest(name), () => open(name), onProgress, this.#options.cache !== false);
     const data = await this.#source.read(name);
     const hash = new Sha256();
     if (data instanceof Uint8Array) {
-      if ((await sha256(data)) !== this.#digest(name)) throw notTheFile(name);
+      if ((await sha256(data)) !== this.#digest(name)) throw digestMismatch(name);
     } else {
       const chunks = data.stream().getReader();
       for (let next = await chunks.read(); !next.done; next = await chunks.read()) hash.add(next.value);
-      if (hash.digest() !== this.#digest(name)) throw notTheFile(name);
+      if (hash.digest() !== this.#digest(name)) throw digestMismatch(name);
     }
     const size = data instanceof Uint8Array ? data.length : data.size;
-    tell({ file: name, loaded: size, total: size, cached: false });
+    onProgress({ file: name, loaded: size, total: size, cached: false });
     return data;
   }
 
-  /** Reads and checks every file, and gives them by name. */
+  /** Reads and verifies all files; returns them by name. */
   async all(): Promise<Map<string, Uint8Array>> {
     const { models, files } = this.manifest;
     const names = [...new Set([...models.map((m) => m.file), ...Object.keys(files)])];
@@ -136,7 +136,7 @@ function reader(source: ArtifactSource, signal?: AbortSignal): Source {
     return {
       async read(name) {
         const file = files.get(name);
-        if (!file) throw missing(name, `there are ${[...files.keys()].join(", ") || "no files"}`);
+        if (!file) throw missing(name, `found ${[...files.keys()].join(", ") || "no files"}`);
         return file;
       },
     };
@@ -148,7 +148,7 @@ function fromMap(files: ReadonlyMap<string, Uint8Array>): Source {
   return {
     async read(name) {
       const data = files.get(name);
-      if (!data) throw missing(name, `there are ${[...files.keys()].join(", ") || "no files"}`);
+      if (!data) throw missing(name, `found ${[...files.keys()].join(", ") || "no files"}`);
       return data;
     },
   };
@@ -189,8 +189,8 @@ function fromDisk(folder: string): Source {
   return { read };
 }
 
-/** Gives the name of a module of Node that bundlers for the web leave alone. */
+/** Returns the specifier of a Node built-in in a form that web bundlers do not try to resolve. */
 export const nodeModule = (name: string): string => `node:${name}`;
 
 const missing = (name: string, why: string): ArtifactError =>
-  new ArtifactError(`${name}: cannot be read: ${why}\nhint: is this a directory of artifacts?`);
+  new ArtifactError(`${name}: cannot be read: ${why}\nhint: pass the directory that contains manifest.json as \`artifacts\``);

@@ -20,7 +20,7 @@ type Maker = {
 interface Kind {
   readonly array: Maker;
   readonly size: number;
-  /** The word in safetensors files. */
+  /** The dtype name in safetensors files. */
   readonly stored: string;
 }
 
@@ -46,30 +46,30 @@ const KINDS: Record<string, Kind> = {
 
 const BY_STORED = new Map(Object.entries(KINDS).map(([name, k]) => [k.stored, name]));
 
-/** Gives what is known about an element type, by numpy's name. */
+/** Returns the array type and element size of a dtype, given by its numpy name. */
 export function kindOf(dtype: string, where = "tensor"): Kind {
-  const found = KINDS[dtype];
-  if (!found) throw new ShapeError(`${where}: element type ${dtype} is not supported here`);
-  return found;
+  const info = KINDS[dtype];
+  if (!info) throw new ShapeError(`${where}: dtype ${dtype} is not supported`);
+  return info;
 }
 
-/** Gives numpy's name of a safetensors type, if there is one. */
+/** Returns the numpy name of a safetensors dtype, if there is one. */
 export const fromStored = (stored: string): string | undefined => BY_STORED.get(stored);
 
-/** Gives how many elements a shape has. */
+/** Returns the number of elements of a shape. */
 export const count = (dims: readonly number[]): number => dims.reduce((a, b) => a * b, 1);
 
-/** Gives a tensor over a copy of raw little-endian bytes. */
+/** Returns a tensor from a copy of raw little-endian bytes. */
 export function fromBytes(dtype: string, dims: readonly number[], bytes: Uint8Array): HostTensor {
   const k = kindOf(dtype);
   return { dtype, dims, data: new k.array(bytes.slice().buffer, 0, bytes.length / k.size) };
 }
 
-/** Gives the raw little-endian bytes of a tensor, without a copy. */
+/** Returns the raw little-endian bytes of a tensor, without a copy. */
 export const toBytes = (t: HostTensor): Uint8Array =>
   new Uint8Array(t.data.buffer, t.data.byteOffset, t.data.byteLength);
 
-/** Gives a tensor filled with one number. */
+/** Returns a tensor filled with one value. */
 export function filled(dtype: string, dims: readonly number[], value: number): HostTensor {
   const data = new (kindOf(dtype).array)(count(dims));
   if (value !== 0) {
@@ -79,21 +79,21 @@ export function filled(dtype: string, dims: readonly number[], value: number): H
   return { dtype, dims, data };
 }
 
-/** Gives a tensor of floats in another type of floats, rounded. */
-export function inType(t: HostTensor, dtype: string | undefined): HostTensor {
+/** Casts a floating-point tensor to another floating-point dtype, with rounding. */
+export function castFloat(t: HostTensor, dtype: string | undefined): HostTensor {
   if (dtype === undefined || dtype === t.dtype) return t;
-  const numbers = Array.from(t.data as Float32Array, (v) => encode(dtype, decode(t.dtype, v)));
-  return { dtype, dims: t.dims, data: new (kindOf(dtype).array)(numbers as never) };
+  const values = Array.from(t.data as Float32Array, (v) => encode(dtype, decode(t.dtype, v)));
+  return { dtype, dims: t.dims, data: new (kindOf(dtype).array)(values as never) };
 }
 
-/** Gives what is stored for a number: itself, or the bits of a 16-bit float. */
+/** Encodes a number for storage: unchanged, or as the bits of a 16-bit float. */
 export function encode(dtype: string, value: number): number {
   if (dtype === "float16") return toHalf(value);
   if (dtype === "bfloat16") return toBrain(value);
   return value;
 }
 
-/** Gives the number that is stored. */
+/** Decodes a stored element to a number. */
 export function decode(dtype: string, stored: number): number {
   if (dtype === "float16") return fromHalf(stored);
   if (dtype === "bfloat16") {
@@ -119,7 +119,7 @@ function toHalf(value: number): number {
   const size = Math.abs(value);
   if (size >= 65520) return sign | 0x7c00; // rounds to infinity
   FLOAT[0] = size;
-  // Below 2^-14 the steps stay 2^-24; rounding up into the next binade is a carry in the bits.
+  // Subnormals (below 2^-14) have a fixed spacing of 2^-24; rounding up into the next binade carries into the exponent bits.
   const exponent = Math.max((BITS[0]! >>> 23) - 127, -14);
   const mantissa = roundEven(size * 2 ** (10 - exponent));
   return sign | ((exponent + 14) * 1024 + mantissa);

@@ -1,57 +1,56 @@
-import { filled, inType, toBytes, type HostTensor } from "./dtypes.js";
-import { ArtifactError, CheckpointError, ShapeError } from "./errors.js";
-import { failed } from "./failures.js";
-import { findModel, ofRole, type Manifest, type ModelRole, type ModelSpec, type TensorSpec, type WeightSpec } from "./manifest.js";
+import { stateKey } from "./checkpoint.js";
+import { filled, type HostTensor, castFloat, toBytes } from "./dtypes.js";
+import { ArtifactError, CheckpointError, wrapRuntimeError, ShapeError } from "./errors.js";
+import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, type TensorSpec, type WeightSpec } from "./manifest.js";
 import { checkMemory, sizesIn } from "./memory-plan.js";
-import { Runtime, TARGETS, type Device, type OrtSession, type OrtTensor, type RuntimeOptions } from "./runtime.js";
-import { stateKey } from "./safetensors.js";
-import { weightsAsInputs } from "./weight-inputs.js";
+import { weightsAsInputs } from "./protobuf.js";
+import { type Device, type OrtSession, type OrtTensor, Runtime, type RuntimeOptions, TARGETS } from "./runtime.js";
 import type { FileData } from "./weights-file.js";
 
 export type Tensors = ReadonlyMap<string, HostTensor>;
 
-/** What a step is told besides the batch. */
+/** Scalar inputs of a step. */
 export interface Control {
   readonly lr: number;
   readonly step: number;
   readonly seed: number;
-  /** Counts batches, for random numbers. */
+  /** Number of the batch; with `seed` it determines the random numbers of dropout. */
   readonly draw: number;
   readonly reset?: boolean;
   readonly scale?: number;
-  /** Where the loss is not finite nothing stays: parameters and state are those before. */
-  readonly onlyFinite?: boolean;
+  /** Discard the new parameters and state if the loss is not finite. */
+  readonly discardNonFinite?: boolean;
 }
 
-/** What runs the models: here, or in a worker. */
+/** Runs the models, in this thread or in a worker. */
 export interface Engine {
   readonly device: Device;
   /**
-   * Runs a model on a batch; outputs that feed inputs stay, the others are given back. A list of
-   * controls stands for as many batches, stacked.
+   * Runs a model on a batch. Outputs that feed inputs stay on the device, the others are returned. With a list of
+   * controls the batch is a stack of as many batches.
    */
   run(role: ModelRole, batch: Tensors, control: Control | readonly Control[]): Promise<Map<string, HostTensor>>;
   /**
-   * Runs the inference model with the current weights; `last` gives the last position of sequences
-   * only, and `alone` closes the sessions that train before, so that weights are in memory once.
+   * Runs the inference model with the current weights. `last` returns the last position of sequences only;
+   * `releaseTraining` closes the training sessions first, so that the weights are in memory once.
    */
-  predict(batch: Tensors, last?: boolean, alone?: boolean): Promise<Map<string, HostTensor>>;
-  /** Lets go of the session that predicts; the next prediction opens it again. */
-  rest(): Promise<void>;
-  /** Gives parameters, buffers and state by the names in the manifest. */
+  predict(batch: Tensors, last?: boolean, releaseTraining?: boolean): Promise<Map<string, HostTensor>>;
+  /** Releases the session of `predict`; the next call opens it again. */
+  releasePredictor(): Promise<void>;
+  /** Returns copies of parameters, buffers and state, by their names in the manifest. */
   read(names: readonly string[]): Promise<Map<string, HostTensor>>;
   write(tensors: Tensors): Promise<void>;
   exportModel(): Promise<Uint8Array>;
   release(): Promise<void>;
 }
 
-/** What an engine needs of artifacts: the manifest, and files that were checked. */
+/** What an engine needs from artifacts: the manifest and verified files. */
 export interface ModelFiles {
   readonly manifest: Manifest;
   file(name: string): Promise<Uint8Array>;
-  /** Gives a file as `file` does; that of the weights need not be in memory. */
+  /** Like `file`, but the weights file may be returned as a `Blob` that is not in memory. */
   data(name: string): Promise<FileData>;
-  /** Lets go of a file's bytes. */
+  /** Drops the cached bytes of a file. */
   forget(name: string): void;
 }
 
@@ -60,7 +59,7 @@ interface Loaded {
   readonly session: OrtSession;
 }
 
-/** Runs models in this thread. Parameters and state stay where the device has them. */
+/** Runs models in this thread. Parameters and state stay in device memory. */
 export class LocalEngine implements Engine {
   readonly #models = new Map<string, Promise<Loaded>>();
   readonly #values = new Map<string, OrtTensor>();
@@ -93,23 +92,23 @@ export class LocalEngine implements Engine {
 
   #model(role: ModelRole, steps = 1): Promise<Loaded> {
     const key = `${role} ${steps}`;
-    let found = this.#models.get(key);
-    if (!found) {
-      found = this.#open(role, steps);
-      this.#models.set(key, found);
-      found.catch(() => this.#models.delete(key));
+    let model = this.#models.get(key);
+    if (!model) {
+      model = this.#open(role, steps);
+      this.#models.set(key, model);
+      model.catch(() => this.#models.delete(key));
     }
-    return found;
+    return model;
   }
 
   async #open(role: ModelRole, steps: number): Promise<Loaded> {
     const { manifest } = this.artifacts;
     const spec = findModel(manifest, role, TARGETS[this.device], steps);
     if (!spec) {
-      const there = manifest.models.map((m) => `${m.role} (${m.target})`).join(", ");
+      const available = manifest.models.map((m) => `${m.role} (${m.target})`).join(", ");
       throw new ArtifactError(
-        `these artifacts have no ${role} model for ${this.device}, only ${there}\n` +
-          `hint: build them with target="${TARGETS[this.device][0]}"`,
+        `these artifacts have no ${role} model for ${this.device}, only ${available}\n` +
+          `hint: build them in Python with target="${TARGETS[this.device][0]}"`,
       );
     }
     for (const t of ofRole(spec.inputs, "accumulator")) {
@@ -122,9 +121,9 @@ export class LocalEngine implements Engine {
       const session = await this.runtime.session(data, external, { onGpu });
       return { spec, session };
     } catch (error) {
-      throw failed(error, `${spec.file} on ${this.device}`);
+      throw wrapRuntimeError(error, `${spec.file} on ${this.device}`);
     } finally {
-      if (!writtenOnce(manifest)) this.artifacts.forget(spec.file); // else it is small, and opened again
+      if (!sharesFrozenWeights(manifest)) this.artifacts.forget(spec.file); // otherwise the file is small, and will be opened again
     }
   }
 
@@ -147,17 +146,17 @@ export class LocalEngine implements Engine {
     let next = 0;
     for (const t of spec.inputs) {
       const given = batch.get(t.name) ?? controlTensor(t, controls);
-      // The optimizer's gradients are those of the training model, in the same order.
+      // The optimizer model takes the accumulated gradients in the order of the training model.
       const own = t.role === "gradient" ? this.#values.get(gradients[next++] ?? "") : this.#values.get(t.name);
-      const found = given ? this.runtime.tensor(given, t.name) : own;
-      if (!found) throw new ShapeError(`'${t.name}' (${t.role}) of ${spec.file} has no value`);
-      feeds[t.name] = found;
+      const tensor = given ? this.runtime.tensor(given, t.name) : own;
+      if (!tensor) throw new ShapeError(`${spec.file}: no value for input '${t.name}' (${t.role})`);
+      feeds[t.name] = tensor;
     }
     let results: Awaited<ReturnType<OrtSession["run"]>>;
     try {
       results = await this.runtime.run(session, feeds);
     } catch (error) {
-      throw failed(error, `${spec.file} on ${this.device}`);
+      throw wrapRuntimeError(error, `${spec.file} on ${this.device}`);
     }
     const out = new Map<string, HostTensor>();
     for (const t of spec.outputs.filter((t) => t.feeds === null)) {
@@ -165,10 +164,10 @@ export class LocalEngine implements Engine {
       out.set(t.name, await this.runtime.host(value));
       value.dispose();
     }
-    const stays = !controls[0]!.onlyFinite || finiteLoss(spec, out);
+    const keep = !controls[0]!.discardNonFinite || finiteLoss(spec, out);
     for (const t of spec.outputs.filter((t) => t.feeds !== null)) {
       const value = results[t.name] as OrtTensor;
-      if (stays) this.#replace(t.feeds!, value);
+      if (keep) this.#replace(t.feeds!, value);
       else value.dispose();
     }
     return out;
@@ -179,10 +178,10 @@ export class LocalEngine implements Engine {
     return ofRole(spec.inputs, "accumulator").map((t) => t.name);
   }
 
-  async predict(batch: Tensors, last = false, alone = false): Promise<Map<string, HostTensor>> {
+  async predict(batch: Tensors, last = false, releaseTraining = false): Promise<Map<string, HostTensor>> {
     const { manifest } = this.artifacts;
-    // Tensors on a GPU belong to the session that made them.
-    if (alone && this.device !== "webgpu") await this.#closeModels();
+    // On WebGPU, tensors belong to the session that created them: it has to stay open.
+    if (releaseTraining && this.device !== "webgpu") await this.#closeModels();
     const spec = inferenceModel(manifest);
     const weights = inferenceWeights(manifest);
     if (!this.#predictor) {
@@ -202,19 +201,19 @@ export class LocalEngine implements Engine {
         value.dispose();
       }
     } catch (error) {
-      throw failed(error, `${spec.file} on ${this.device}`);
+      throw wrapRuntimeError(error, `${spec.file} on ${this.device}`);
     }
     return out;
   }
 
-  /** Lets go of the sessions that train; the next step opens its own again. */
+  /** Releases the training sessions; the next step opens them again. */
   async #closeModels(): Promise<void> {
     const loaded = await Promise.allSettled(this.#models.values());
     this.#models.clear();
-    for (const found of loaded) if (found.status === "fulfilled") await found.value.session.release();
+    for (const result of loaded) if (result.status === "fulfilled") await result.value.session.release();
   }
 
-  async rest(): Promise<void> {
+  async releasePredictor(): Promise<void> {
     const session = await this.#predictor?.catch(() => undefined);
     this.#predictor = undefined;
     await session?.release();
@@ -226,26 +225,26 @@ export class LocalEngine implements Engine {
     try {
       return await this.runtime.session(model, await externalData(this.artifacts, spec));
     } catch (error) {
-      throw failed(error, `${spec.file} on ${this.device}`);
+      throw wrapRuntimeError(error, `${spec.file} on ${this.device}`);
     }
   }
 
-  /** Gives a weight as the inference model has it: a file in 16 bits is trained in float32. */
+  /** Returns a weight in the dtype of the inference model: models in 16 bits are trained in float32. */
   async #stored(w: WeightSpec): Promise<OrtTensor> {
     const value = this.#values.get(w.name)!;
     const dtype = storedType(w);
-    return dtype === w.dtype ? value : this.runtime.tensor(inType(await this.runtime.host(value), dtype), w.name);
+    return dtype === w.dtype ? value : this.runtime.tensor(castFloat(await this.runtime.host(value), dtype), w.name);
   }
 
   async read(names: readonly string[]): Promise<Map<string, HostTensor>> {
-    const found = new Map<string, HostTensor>();
+    const values = new Map<string, HostTensor>();
     for (const name of names) {
       const value = this.#values.get(name);
       if (!value) throw new CheckpointError(`'${name}' has no value`);
       const t = await this.runtime.host(value);
-      found.set(name, { ...t, data: t.data.slice() });
+      values.set(name, { ...t, data: t.data.slice() });
     }
-    return found;
+    return values;
   }
 
   async write(tensors: Tensors): Promise<void> {
@@ -260,9 +259,9 @@ export class LocalEngine implements Engine {
     const values = await this.read(weights.map((w) => w.name));
     for (const w of weights) {
       for (const place of w.locations) {
-        const bytes = toBytes(inType(values.get(w.name)!, place.dtype));
+        const bytes = toBytes(castFloat(values.get(w.name)!, place.dtype));
         if (place.file !== spec.file || place.nbytes !== bytes.length || place.offset + place.nbytes > model.length) {
-          throw new ArtifactError(`'${w.name}': its place in ${place.file} is not ${bytes.length} bytes of ${spec.file}`);
+          throw new ArtifactError(`'${w.name}': location in ${place.file} does not match its ${bytes.length} bytes in ${spec.file}`);
         }
         model.set(bytes, place.offset);
       }
@@ -272,47 +271,47 @@ export class LocalEngine implements Engine {
 
   async release(): Promise<void> {
     await Promise.allSettled(this.#models.values());
-    for (const value of this.#values.values()) value.dispose(); // before the sessions that made them
+    for (const value of this.#values.values()) value.dispose(); // before the sessions that created them
     this.#values.clear();
     await this.#closeModels();
-    await this.rest();
+    await this.releasePredictor();
   }
 }
 
-/** Gives the values that a checkpoint holds, by the names in the manifest; refuses what does not fit. */
+/** Returns the tensors of a checkpoint by their names in the manifest; throws if names, shapes or dtypes differ. */
 export function valuesOf(manifest: Manifest, tensors: Tensors, label: string): Map<string, HostTensor> {
   const problems: string[] = [];
-  const found = new Map<string, HostTensor>();
-  const take = (key: string, name: string, shape: readonly number[], dtype: string) => {
+  const values = new Map<string, HostTensor>();
+  const read = (key: string, name: string, shape: readonly number[], dtype: string) => {
     const t = tensors.get(key);
     if (!t) problems.push(`'${key}' is missing`);
     else if (t.dims.join() !== shape.join()) {
       problems.push(`'${key}' has shape [${t.dims.join(", ")}], expected [${shape.join(", ")}]`);
     } else if (t.dtype !== dtype) problems.push(`'${key}' is ${t.dtype}, expected ${dtype}`);
-    else found.set(name, t);
+    else values.set(name, t);
   };
-  for (const w of [...manifest.parameters, ...manifest.buffers]) take(w.name, w.name, w.shape, w.dtype);
-  for (const s of manifest.state) take(stateKey(s.parameter, s.slot), s.name, s.shape, s.dtype);
+  for (const w of [...manifest.parameters, ...manifest.buffers]) read(w.name, w.name, w.shape, w.dtype);
+  for (const s of manifest.state) read(stateKey(s.parameter, s.slot), s.name, s.shape, s.dtype);
   if (problems.length) {
     const more = problems.length > 5 ? `\n  ... and ${problems.length - 5} more` : "";
     throw new CheckpointError(
       `${label} does not fit these artifacts:\n  ${problems.slice(0, 5).join("\n  ")}${more}`,
     );
   }
-  return found;
+  return values;
 }
 
-/** Says whether what adapters stand beside is written once, for the inference model too: so it was built for tabs. */
-const writtenOnce = ({ options }: Manifest): boolean => Boolean(options["adapters"] && options["memory"]);
+/** Returns whether the inference model shares the weights file with the training models: adapters built for the web. */
+const sharesFrozenWeights = ({ options }: Manifest): boolean => Boolean(options["adapters"] && options["memory"]);
 
-/** Gives the external data that a model may refer to, as ONNX Runtime takes it. */
+/** Returns the external data of a model in ONNX Runtime's format. */
 async function externalData(files: ModelFiles, model: ModelSpec): Promise<{ path: string; data: FileData }[]> {
   const { weights } = files.manifest;
-  if (weights === null || (model.role === "infer" && !writtenOnce(files.manifest))) return [];
+  if (weights === null || (model.role === "infer" && !sharesFrozenWeights(files.manifest))) return [];
   return [{ path: weights, data: await files.data(weights) }];
 }
 
-/** Gives the last place along the second axis, of tensors that have three: [batch, 1, ...]. */
+/** Slices tensors [batch, length, width] to the last position: [batch, 1, width]. */
 function lastPosition({ dtype, dims, data }: HostTensor): HostTensor {
   if (dims.length !== 3 || dims[1]! < 2) return { dtype, dims, data };
   const [rows, length, width] = dims as [number, number, number];
@@ -321,17 +320,17 @@ function lastPosition({ dtype, dims, data }: HostTensor): HostTensor {
   return { dtype, dims: [rows, 1, width], data: own };
 }
 
-/** Tells whether the loss that a model gave, or all of them, are numbers. */
-export const finiteLoss = (spec: ModelSpec, found: Tensors): boolean =>
-  ofRole(spec.outputs, "loss").every((t) => Array.from(found.get(t.name)!.data, Number).every(Number.isFinite));
+/** Returns whether the loss, or each loss of a multi-step call, is finite. */
+export const finiteLoss = (spec: ModelSpec, outputs: Tensors): boolean =>
+  ofRole(spec.outputs, "loss").every((t) => Array.from(outputs.get(t.name)!.data, Number).every(Number.isFinite));
 
 function inferenceModel(manifest: Manifest): ModelSpec {
   const spec = manifest.models.find((m) => m.role === "infer");
-  if (!spec) throw new ArtifactError("these artifacts have no infer model\nhint: build them again");
+  if (!spec) throw new ArtifactError("these artifacts have no inference model\nhint: build them again");
   return spec;
 }
 
-/** Gives the weights that the inference model has. */
+/** Returns the parameters and buffers that the inference model contains. */
 const inferenceWeights = (manifest: Manifest): WeightSpec[] =>
   [...manifest.parameters, ...manifest.buffers].filter((w) => w.locations.length > 0);
 
@@ -349,5 +348,5 @@ function controlTensor({ role, dtype, shape }: TensorSpec, controls: readonly Co
   return undefined;
 }
 
-/** Gives the element type that a weight has in the inference model. */
+/** Returns the dtype of a weight in the inference model. */
 const storedType = (w: WeightSpec): string => w.locations[0]?.dtype ?? w.dtype;

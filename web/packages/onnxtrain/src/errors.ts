@@ -1,14 +1,15 @@
-/** What every error of this package is. */
+
+/** Base class of all errors of this package. */
 export class OnnxTrainError extends Error {
   override name = "OnnxTrainError";
 }
 
-/** The manifest is not what this version reads. */
+/** The manifest is invalid or has another format version. */
 export class ManifestError extends OnnxTrainError {
   override name = "ManifestError";
 }
 
-/** A file of the artifacts is missing, damaged or not the one that the manifest names. */
+/** A file of the artifacts is missing, damaged or does not match its sha256 in the manifest. */
 export class ArtifactError extends OnnxTrainError {
   override name = "ArtifactError";
 }
@@ -18,32 +19,32 @@ export class CheckpointError extends OnnxTrainError {
   override name = "CheckpointError";
 }
 
-/** A tensor does not fit; the message names it and what was expected. */
+/** A tensor has the wrong shape, dtype or values; the message names it and what was expected. */
 export class ShapeError extends OnnxTrainError {
   override name = "ShapeError";
 }
 
-/** The loss of a batch is infinite or NaN; the weights are those before that step. */
+/** The loss of a batch is infinite or NaN; the weights are unchanged since the previous step. */
 export class NonFiniteError extends OnnxTrainError {
   override name = "NonFiniteError";
 }
 
-/** ONNX Runtime is not there, or cannot do what was asked. */
+/** ONNX Runtime is not installed, or failed. */
 export class RuntimeError extends OnnxTrainError {
   override name = "RuntimeError";
 }
 
-/** Memory ran out; what was saved before is intact. */
+/** Out of memory; saved checkpoints are intact. */
 export class OutOfMemoryError extends RuntimeError {
   override name = "OutOfMemoryError";
 }
 
-/** Training would take more memory than there is; nothing was started. */
+/** Training would need more memory than is available; nothing was started. */
 export class TooLargeError extends OnnxTrainError {
   override name = "TooLargeError";
 }
 
-/** The GPU is gone, and what was on it; what was saved before is intact. */
+/** The GPU device was lost with its memory; saved checkpoints are intact. */
 export class DeviceLostError extends RuntimeError {
   override name = "DeviceLostError";
 }
@@ -58,7 +59,7 @@ const KINDS = [
   TooLargeError, DeviceLostError, DisposedError,
 ] as const;
 
-/** Gives an error of the same kind from its name, for errors that crossed a thread. */
+/** Restores an error of the same class from its name, for errors that come from a worker. */
 export function revive(name: string, message: string): Error {
   const Kind = KINDS.find((k) => new k().name === name);
   if (Kind) return new Kind(message);
@@ -66,3 +67,30 @@ export function revive(name: string, message: string): Error {
   error.name = name;
   return error;
 }
+
+// Messages of ONNX Runtime, browsers and drivers, by cause.
+
+const MEMORY = /bad_alloc|out of memory|out-of-memory|wrapRuntimeError to allocate|allocation wrapRuntimeError|memory\.grow|memory access out of bounds|invalid (typed )?array (buffer )?length|tensor shape is too large|exceeds the max(imum)? buffer size/i;
+const LOST = /device (was|is|has been) (lost|destroyed)|device.?lost|lost device|instance (was )?dropped|external instance reference/i;
+
+/** Wraps an error of the runtime; `where` names the model and the device. */
+export function wrapRuntimeError(error: unknown, where: string): OnnxTrainError {
+  if (error instanceof OnnxTrainError) return error;
+  // C++ exceptions that wasm cannot decode arrive as bare numbers; nearly all of them are std::bad_alloc.
+  if (typeof error === "number") return outOfMemory(where, `the runtime failed with code ${error}`);
+  const message = (error instanceof Error ? error.message : String(error)).trim();
+  if (LOST.test(message)) return deviceLost(where, message);
+  if (MEMORY.test(message) || (error instanceof RangeError && /length|allocat/i.test(message))) return outOfMemory(where, message);
+  return new RuntimeError(`${where}: ${message}`);
+}
+
+const outOfMemory = (where: string, why: string): OutOfMemoryError =>
+  new OutOfMemoryError(
+    `${where}: out of memory: ${why}\nhint: use smaller batches or a smaller model; saved checkpoints are intact`,
+  );
+
+/** Returns the error for a lost GPU device. */
+export const deviceLost = (where: string, why: string): DeviceLostError =>
+  new DeviceLostError(
+    `${where}: the GPU device was lost: ${why}\nhint: create a new Trainer and load() the last checkpoint; saved checkpoints are intact`,
+  );

@@ -1,4 +1,4 @@
-import { count, decode, encode, kindOf, type HostTensor, type TypedArray } from "./dtypes.js";
+import { count, decode, encode, type HostTensor, kindOf, type TypedArray } from "./dtypes.js";
 import { ShapeError } from "./errors.js";
 import type { TensorSpec } from "./manifest.js";
 
@@ -6,9 +6,9 @@ type Scalar = number | bigint | boolean;
 type Nested = Scalar | readonly Nested[];
 
 /**
- * What a tensor may be given as: a typed array, plain or nested arrays, one number, or an object
- * with `data` and `dims` (tensors of ONNX Runtime among them). Sizes of flat arrays follow from the
- * manifest where only one is open.
+ * Accepted forms of a tensor: a typed array, plain or nested arrays, a number, or an object with `data` and
+ * `dims` (such as ONNX Runtime's tensors). Flat arrays are reshaped to the shape in the manifest if at most one
+ * of its sizes is unknown.
  */
 export type TensorLike =
   | Nested
@@ -16,32 +16,32 @@ export type TensorLike =
   | Uint8ClampedArray
   | { readonly data: unknown; readonly dims?: readonly number[]; readonly shape?: readonly number[]; readonly type?: string; readonly dtype?: string };
 
-/** A batch: tensors by name, as the model's inputs and targets are called. */
+/** A batch: tensors by the names of the model's inputs and targets. */
 export type Batch = Readonly<Record<string, TensorLike>>;
 
 type Elements = ArrayLike<number> | ArrayLike<bigint>;
 
 interface Given {
   readonly elements: Elements;
-  /** numpy's name of the type, or `number` for plain arrays. */
+  /** The numpy name of the dtype, or `number` for plain arrays. */
   readonly dtype: string;
   readonly dims: readonly number[] | undefined;
 }
 
-/** Matches a batch to inputs, converts types without loss and checks shapes. */
+/** Validates a batch against the inputs of a model: checks names and shapes, converts dtypes without loss. */
 export function feed(specs: readonly TensorSpec[], batch: Batch): Map<string, HostTensor> {
   const names = specs.map((s) => s.name);
-  const takes = `hint: the model takes ${names.join(", ")}`;
+  const hint = `hint: the inputs are ${names.join(", ")}`;
   if (typeof batch !== "object" || batch === null) {
-    throw new ShapeError(`expected an object of tensors by name\n${takes}`);
+    throw new ShapeError(`expected an object of tensors by name\n${hint}`);
   }
   const unknown = Object.keys(batch).filter((n) => !names.includes(n));
-  if (unknown.length) throw new ShapeError(`no such input: ${unknown.join(", ")}\n${takes}`);
+  if (unknown.length) throw new ShapeError(`unknown input: ${unknown.join(", ")}\n${hint}`);
   const missing = names.filter((n) => batch[n] === undefined || batch[n] === null);
-  if (missing.length) throw new ShapeError(`missing from the batch: ${missing.join(", ")}\n${takes}`);
+  if (missing.length) throw new ShapeError(`missing from the batch: ${missing.join(", ")}\n${hint}`);
   const given = new Map(specs.map((s) => [s.name, read(s, batch[s.name]!)]));
   const sizes = new Map<string, { size: number; by: string }>();
-  // Tensors that say their shape decide the sizes of those that do not.
+  // Tensors with a shape bind the symbolic sizes first; flat arrays are then reshaped with them.
   for (const s of specs) bind(s, given.get(s.name)!.dims, sizes);
   for (const s of specs) {
     const g = given.get(s.name)!;
@@ -59,7 +59,7 @@ export function feed(specs: readonly TensorSpec[], batch: Batch): Map<string, Ho
   );
 }
 
-/** Fits one value to a fixed shape, for setting a parameter. */
+/** Converts one value to a tensor of a fixed shape, to set a parameter. */
 export function fit(spec: { name: string; dtype: string; shape: readonly number[] }, value: TensorLike): HostTensor {
   return feed([{ ...spec, role: "input", feeds: null }], { [spec.name]: value }).get(spec.name)!;
 }
@@ -77,7 +77,7 @@ function read(spec: TensorSpec, value: TensorLike): Given {
     flatten(spec, value as Nested, dims, 0, flat);
     const dtype = flat.some((v) => typeof v === "bigint") ? "int64" : "number";
     const elements = dtype === "int64" ? flat.map((v) => BigInt(v)) : (flat as number[]);
-    // A flat list may stand for any shape.
+    // A flat list can be reshaped to any shape.
     return { elements, dtype, dims: dims.length === 1 && spec.shape.length !== 1 ? undefined : dims };
   }
   const { data, dims, shape, type, dtype } = value as { data: unknown; dims?: readonly number[]; shape?: readonly number[]; type?: string; dtype?: string };
@@ -143,7 +143,7 @@ function infer(s: TensorSpec, length: number, sizes: Map<string, { size: number;
     return dims.map((d) => (d < 0 ? length / known : d));
   }
   if (open === 0 && known === length) return dims;
-  const hint = open > 1 ? "\nhint: give { data, dims }" : "";
+  const hint = open > 1 ? "\nhint: pass { data, dims }" : "";
   const bound = s.shape.flatMap((d) => (sizes.has(String(d)) ? [`${d} is ${sizes.get(String(d))!.size} in '${sizes.get(String(d))!.by}'`] : []));
   throw new ShapeError(`${expectation(s)}, ${got}${bound.length ? `, but ${[...new Set(bound)].join(", ")}` : ""}${hint}`);
 }
@@ -155,7 +155,7 @@ const RANGES: Record<string, readonly [number, number]> = {
 };
 const isFloat = (dtype: string): boolean => dtype.includes("float");
 
-/** Gives the elements in the type asked for; fractions are rounded, nothing else may change. */
+/** Converts elements to the dtype of an input. Rounding of fractions is allowed; any other change of a value throws. */
 function convert(spec: TensorSpec, given: Given): TypedArray {
   const { elements, dtype } = given;
   const k = kindOf(spec.dtype, `'${spec.name}'`);
@@ -168,7 +168,7 @@ function convert(spec: TensorSpec, given: Given): TypedArray {
   };
   const wide = spec.dtype === "int64" || spec.dtype === "uint64";
   const data = new k.array(elements.length);
-  // Numbers in plain arrays have no type of their own: they may be rounded like floats.
+  // Numbers in plain arrays have no dtype: they may be rounded like floats.
   const fromFloat = dtype === "number" || isFloat(dtype);
   const toFloat = isFloat(spec.dtype);
   const range = RANGES[spec.dtype];
@@ -187,7 +187,7 @@ function convert(spec: TensorSpec, given: Given): TypedArray {
     if (!toFloat) {
       if (!Number.isInteger(v) || v < range![0] || v > range![1]) refuse(v);
     } else if (!fromFloat && spec.dtype !== "float64") {
-      // Integers must be exact; beyond this range not all of them are.
+      // Integers must convert exactly; beyond this range not all of them are representable.
       if ((v < range![0] || v > range![1]) && decode(spec.dtype, encode(spec.dtype, spec.dtype === "float32" ? Math.fround(v) : v)) !== v) refuse(v);
     }
     const stored = encode(spec.dtype, v);

@@ -1,14 +1,14 @@
 /**
- * JSON as text that Python's `json` writes: numbers keep their spelling, so that a file that is
- * read and written again has the same bytes.
+ * JSON text identical to that of Python's `json`: numbers stay in text form, so that reading and writing a file
+ * preserves its bytes.
  */
 
-/** Gives the text without spaces between tokens. */
+/** Removes whitespace between tokens. */
 export function compact(text: string): string {
   return text.replace(/"(?:[^"\\]|\\.)*"|\s+/g, (token) => (token[0] === '"' ? token : ""));
 }
 
-/** Gives the entries of an object as text, by key; the text must be compact. */
+/** Splits the compact text of an object into the text of its values, by key. */
 export function entries(text: string): Map<string, string> {
   const found = new Map<string, string>();
   let depth = 0;
@@ -31,20 +31,20 @@ export function entries(text: string): Map<string, string> {
   return found;
 }
 
-/** Gives an object's text from entries, with sorted keys. */
+/** Joins entries to the text of an object, with sorted keys. */
 export function join(parts: ReadonlyMap<string, string>): string {
   const keys = [...parts.keys()].sort(byCodePoint);
   return `{${keys.map((k) => `${quote(k)}:${parts.get(k)}`).join(",")}}`;
 }
 
-/** Gives a string's text in ASCII. */
+/** Serializes a string in ASCII. */
 export const quote = (text: string): string =>
   JSON.stringify(text).replace(
     /[\u007f-\uffff]/g,
     (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`,
   );
 
-/** Gives a value's text: whole numbers as integers, keys sorted. */
+/** Serializes a value with sorted keys; numbers without a fraction are written as integers. */
 export function write(value: unknown): string {
   if (typeof value === "string") return quote(value);
   if (typeof value === "number") return Number.isInteger(value) ? String(value) : float(value);
@@ -55,7 +55,7 @@ export function write(value: unknown): string {
   return JSON.stringify(value ?? null);
 }
 
-/** Gives a number's text as Python writes a float: `1.0`, `1e-05`. */
+/** Formats a float as Python does: `1.0`, `1e-05`. */
 export function float(value: number): string {
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "Infinity" : "-Infinity";
   const [digits, power] = value.toExponential().split("e") as [string, string];
@@ -73,7 +73,7 @@ export function float(value: number): string {
   return plain.includes(".") ? plain : `${plain}.0`;
 }
 
-/** Orders strings as Python does. */
+/** Compares strings by code point, as Python does. */
 export function byCodePoint(a: string, b: string): number {
   const [x, y] = [[...a], [...b]];
   for (let i = 0; i < Math.min(x.length, y.length); i++) {

@@ -1,14 +1,14 @@
 import { ManifestError, ShapeError } from "./errors.js";
 import { compact } from "./json-text.js";
 
-/** The version of the contract that this package reads. */
+/** The manifest format that this package reads. */
 export const FORMAT = 1;
 
 export const ROLES = [
   "input", "target", "parameter", "frozen", "buffer", "gradient", "accumulator", "state",
   "lr", "step", "rng", "grad_scale", "reset", "scalar", "loss", "metric", "output",
 ] as const;
-/** The last three are for trainers that bind memory of their own, as Python's does; nothing here runs them. */
+/** The last three are for trainers that bind their own memory, such as Python's; this package does not run them. */
 export const MODEL_ROLES = [
   "train", "eval", "optimizer", "step", "infer", "gradients", "scalars", "update",
 ] as const;
@@ -22,7 +22,7 @@ export interface TensorSpec {
   readonly dtype: string;
   readonly shape: readonly (number | string)[];
   readonly role: Role;
-  /** For an output: the input that it replaces in the next call. */
+  /** For outputs: the input that receives this value in the next call. */
   readonly feeds: string | null;
 }
 
@@ -35,18 +35,18 @@ export interface ModelSpec {
   readonly sha256: string;
   readonly inputs: readonly TensorSpec[];
   readonly outputs: readonly TensorSpec[];
-  /** For an update over vectors: the parameters that it serves. */
+  /** For updates of concatenated parameters: their names. */
   readonly members?: readonly string[];
-  /** Inputs that the outputs which replace them may overwrite while the model runs. */
+  /** Inputs whose buffer the output that feeds them may share. */
   readonly in_place?: readonly string[];
 }
 
-/** Where raw little-endian bytes of a tensor lie. */
+/** Location of the raw little-endian bytes of a tensor. */
 export interface Location {
   readonly file: string;
   readonly offset: number;
   readonly nbytes: number;
-  /** Of these bytes, where it is not that of the tensor. */
+  /** Dtype of the stored bytes, if it differs from the tensor's. */
   readonly dtype?: string;
 }
 
@@ -69,7 +69,7 @@ export interface StateSpec {
   readonly init: number;
 }
 
-/** All there is to know about a directory of artifacts. */
+/** The contents of `manifest.json`: everything a trainer needs to know about a directory of artifacts. */
 export interface Manifest {
   readonly format: number;
   readonly models: readonly ModelSpec[];
@@ -99,8 +99,8 @@ const isObject = (v: unknown): v is Record<string, unknown> =>
 const isSize = (v: unknown): v is number => Number.isSafeInteger(v) && (v as number) >= 0;
 
 const text = want((v) => typeof v === "string" && v !== "", "a name");
-const size = want(isSize, "a whole number");
-const positive = want((v) => isSize(v) && v > 0, "a positive whole number");
+const size = want(isSize, "an integer >= 0");
+const positive = want((v) => isSize(v) && v > 0, "a positive integer");
 const number = want((v) => typeof v === "number", "a number");
 const plainObject = want(isObject, "an object");
 const digest = want((v) => typeof v === "string" && /^([0-9a-f]{64})?$/.test(v), "a sha256");
@@ -152,7 +152,7 @@ const MANIFEST = record({
   checkpoint: file, weights: orNull(file), files: plainObject,
 });
 
-/** Reads and validates a manifest; the error names what is missing or wrong. */
+/** Parses and validates a manifest; the error names the entry that is missing or invalid. */
 export function parseManifest(source: string, label = "manifest.json"): Manifest {
   let data: unknown;
   try {
@@ -163,8 +163,8 @@ export function parseManifest(source: string, label = "manifest.json"): Manifest
   if (!isObject(data)) throw new ManifestError(`${label}: not an object`);
   if (data["format"] !== FORMAT) {
     throw new ManifestError(
-      `${label}: format ${JSON.stringify(data["format"])}, this version reads ${FORMAT}\n` +
-        "hint: build the artifacts again, or install the version that made them",
+      `${label}: format ${JSON.stringify(data["format"])}, but this version reads format ${FORMAT}\n` +
+        "hint: build the artifacts again, or install the version of onnxtrain that built them",
     );
   }
   MANIFEST(data, label);
@@ -178,20 +178,20 @@ export function parseManifest(source: string, label = "manifest.json"): Manifest
     const inputs = new Set(model.inputs.map((t) => t.name));
     for (const t of model.outputs) {
       if (t.feeds !== null && !inputs.has(t.feeds)) {
-        throw new ManifestError(`${label}: '${t.name}' feeds '${t.feeds}', not an input`);
+        throw new ManifestError(`${label}: '${t.name}' feeds '${t.feeds}', which is not an input`);
       }
     }
   }
   return manifest;
 }
 
-/** Gives the manifest's text as checkpoints hold it: without spaces and without hashes. */
+/** Returns the manifest as stored in checkpoints: compact and without hashes. */
 export const withoutHashes = (source: string): string =>
   compact(source)
     .replace(/"sha256":"[0-9a-f]{64}"/g, '"sha256":""')
     .replace(/"files":\{[^{}]*\}/, '"files":{}');
 
-/** Gives the model of a role for the first target that is there. */
+/** Returns the model with a role for the first of `targets` that the artifacts were built for. */
 export function findModel(
   manifest: Manifest,
   role: ModelRole,
@@ -206,14 +206,14 @@ export function findModel(
   return undefined;
 }
 
-/** Gives the tensors of some roles, in order. */
+/** Returns the tensors with one of the given roles, in order. */
 export const ofRole = (specs: readonly TensorSpec[], ...roles: readonly Role[]): TensorSpec[] =>
   specs.filter((t) => roles.includes(t.role));
 
-/** Gives the parameter or buffer of a name, or of one of its other names. */
+/** Returns the parameter or buffer with a name or alias. */
 export function weightNamed(manifest: Manifest, name: string): WeightSpec {
   const weights = [...manifest.parameters, ...manifest.buffers];
   const named = weights.find((w) => w.name === name || w.aliases.includes(name));
-  if (!named) throw new ShapeError(`no such parameter: '${name}'\nhint: there are ${weights.map((w) => w.name).join(", ")}`);
+  if (!named) throw new ShapeError(`unknown parameter: '${name}'\nhint: expected one of ${weights.map((w) => w.name).join(", ")}`);
   return named;
 }

@@ -1,4 +1,4 @@
-/** Gives what draws numbers from 0 to below 1: the same ones for a seed, wherever it runs. */
+/** Returns a generator of uniform numbers in [0, 1) (Mulberry32). A seed gives the same numbers on every platform. */
 export function uniform(seed: number): () => number {
   let s = seed >>> 0;
   return () => {

@@ -1,9 +1,8 @@
-/** The only file that knows ONNX Runtime. */
+/** Wraps ONNX Runtime; no other module imports it. */
 import type { InferenceSession, Tensor } from "onnxruntime-common";
-import { kindOf, type HostTensor, type TypedArray } from "./dtypes.js";
-import { RuntimeError } from "./errors.js";
-import { deviceLost, failed } from "./failures.js";
-import { readable, type FileData } from "./weights-file.js";
+import { type HostTensor, kindOf, type TypedArray } from "./dtypes.js";
+import { deviceLost, wrapRuntimeError, RuntimeError } from "./errors.js";
+import { type FileData, externalBytes } from "./weights-file.js";
 
 export type OrtModule = typeof import("onnxruntime-common");
 export type OrtTensor = Tensor;
@@ -13,34 +12,34 @@ export type SessionOptions = InferenceSession.SessionOptions;
 export type Device = "node" | "wasm" | "webgpu";
 
 export interface RuntimeOptions {
-  /** `auto` takes Node's runtime in Node; in pages WebGPU where artifacts and browser allow it. */
+  /** `auto` selects onnxruntime-node in Node; in pages WebGPU if artifacts and browser support it, else wasm. */
   readonly device?: Device | "auto" | undefined;
-  /** Of the runtime's pool; pages need COOP and COEP headers for more than one. */
+  /** Size of the runtime's thread pool; pages need COOP and COEP headers for more than one. */
   readonly threads?: number | undefined;
-  /** Bytes that wasm may take, 4 GB unless given: what is planned to take more is refused. `Infinity` tries it. */
+  /** Memory limit on wasm in bytes; training that is estimated to need more is rejected. Default: 4 GB. `Infinity` disables the check. */
   readonly memoryLimit?: number | undefined;
-  /** Address of ONNX Runtime's module, where no bundler and no import map finds it. */
+  /** URL of ONNX Runtime's module, if neither a bundler nor an import map resolves it. */
   readonly runtimeUrl?: string | undefined;
-  /** Address of the folder with ONNX Runtime's `.wasm` files, or of the file, if not beside its module. */
+  /** URL of the directory with ONNX Runtime's `.wasm` files, or of the file, if they are not next to its module. */
   readonly wasmPaths?: string | { readonly wasm: string } | undefined;
 }
 
 export const inNode = (): boolean => typeof process === "object" && !!process.versions?.node;
 
-/** The targets whose models a device runs, best first; a CPU runs them all. */
+/** The build targets that a device can run, best first; CPUs run all of them. */
 export const TARGETS: Record<Device, readonly string[]> = {
   node: ["cpu", "wasm", "portable", "webgpu", "cuda"],
   wasm: ["wasm", "cpu", "portable", "webgpu", "cuda"],
   webgpu: ["webgpu", "portable"],
 };
 
-/** One loaded ONNX Runtime and how to make sessions with it. */
+/** A loaded ONNX Runtime module that creates and runs sessions on one device. */
 export class Runtime {
-  /** What waits for a GPU and is told when that is lost. */
+  /** Rejects the pending runs when the GPU device is lost. */
   readonly #waiting = new Set<(error: Error) => void>();
   #watched = false;
-  /** Why there is no GPU any more. */
-  #gone: string | undefined;
+  /** Why the GPU device was lost. */
+  #lost: string | undefined;
 
   private constructor(
     readonly ort: OrtModule,
@@ -48,12 +47,12 @@ export class Runtime {
     readonly threads: number | undefined,
   ) {}
 
-  /** Loads the runtime for a device. */
+  /** Loads ONNX Runtime for a device. */
   static async open(device: Device, options: RuntimeOptions = {}): Promise<Runtime> {
     const ort = await load(device, options.runtimeUrl);
     if (device !== "node") {
       const wasm = ort.env.wasm;
-      // Without these headers memory cannot be shared between threads.
+      // Without COOP and COEP headers, memory cannot be shared between threads.
       const shared = inNode() || globalThis.crossOriginIsolated === true;
       wasm.numThreads = shared ? (options.threads ?? 1) : 1;
       if (options.wasmPaths !== undefined) wasm.wasmPaths = options.wasmPaths as string;
@@ -61,13 +60,13 @@ export class Runtime {
     return new Runtime(ort, device, options.threads);
   }
 
-  /** Makes a session; outputs in `onGpu` stay there on WebGPU. */
+  /** Creates a session; on WebGPU, the outputs in `onGpu` stay in GPU memory. */
   async session(
     model: Uint8Array,
     external: readonly { path: string; data: FileData }[],
     options: { onGpu?: readonly string[]; extra?: SessionOptions } = {},
   ): Promise<OrtSession> {
-    const externalData = await Promise.all(external.map(async ({ path, data }) => ({ path, data: await readable(data) })));
+    const externalData = await Promise.all(external.map(async ({ path, data }) => ({ path, data: await externalBytes(data) })));
     const settings: SessionOptions = {
       executionProviders: [this.device === "node" ? "cpu" : this.device],
       enableMemPattern: false,
@@ -90,39 +89,39 @@ export class Runtime {
     this.#watched = true;
     const gpu = (await this.ort.env.webgpu.device) as unknown as { lost?: Promise<{ message: string }> } | undefined;
     void gpu?.lost?.then(({ message }) => {
-      this.#gone = message;
+      this.#lost = message;
       for (const fail of this.#waiting) fail(deviceLost("webgpu", message));
     });
   }
 
-  /** Runs a session; a GPU that is lost meanwhile ends the wait. */
+  /** Runs a session; rejects if the GPU device is lost meanwhile, because `session.run` would never return. */
   async run(session: OrtSession, feeds: Record<string, OrtTensor>): Promise<InferenceSession.OnnxValueMapType> {
     if (this.device !== "webgpu") return await session.run(feeds);
-    if (this.#gone !== undefined) throw deviceLost("webgpu", this.#gone);
+    if (this.#lost !== undefined) throw deviceLost("webgpu", this.#lost);
     return await new Promise((resolve, reject) => {
       this.#waiting.add(reject);
       session.run(feeds).then(resolve, reject).finally(() => this.#waiting.delete(reject));
     });
   }
 
-  /** Gives ONNX Runtime's tensor over the same memory. */
+  /** Returns an ONNX Runtime tensor that shares the memory of `t`. */
   tensor(t: HostTensor, name = "tensor"): OrtTensor {
     if (t.dtype === "bfloat16") {
-      throw new RuntimeError(`'${name}' is bfloat16, which ONNX Runtime for JavaScript has not`);
+      throw new RuntimeError(`'${name}' is bfloat16, which ONNX Runtime for JavaScript does not support`);
     }
     return new this.ort.Tensor(t.dtype as "float32", t.data as Float32Array, t.dims);
   }
 
-  /** Gives the content of ONNX Runtime's tensor in plain memory. */
+  /** Copies an ONNX Runtime tensor to host memory. */
   async host(t: OrtTensor): Promise<HostTensor> {
     let data: TypedArray;
     try {
       data = (await t.getData()) as TypedArray;
     } catch (error) {
-      throw this.#gone === undefined ? failed(error, `reading from ${this.device}`) : deviceLost("webgpu", this.#gone);
+      throw this.#lost === undefined ? wrapRuntimeError(error, `reading from ${this.device}`) : deviceLost("webgpu", this.#lost);
     }
     const { array } = kindOf(t.type);
-    // Some browsers give float16 as an array type of its own; we hold its bits.
+    // Some browsers return float16 as Float16Array; this package works on the raw bits.
     const own = data instanceof (array as unknown as new () => object)
       ? data
       : new array(data.buffer as ArrayBuffer, data.byteOffset, data.length);
@@ -134,30 +133,30 @@ async function load(device: Device, url: string | undefined): Promise<OrtModule>
   if (url !== undefined) return module(await import(/* @vite-ignore */ url));
   const name = device === "node" ? "onnxruntime-node" : "onnxruntime-web";
   try {
-    // By a name that bundlers do not see: pages need neither of these.
+    // The specifier is a variable, so that bundlers do not include Node's runtime in pages.
     if (inNode()) return module(await import(/* @vite-ignore */ name));
     if (device === "webgpu") return module(await import("onnxruntime-web/webgpu"));
     return module(await import("onnxruntime-web/wasm"));
   } catch (error) {
     throw new RuntimeError(
       `${name} cannot be loaded: ${(error as Error).message}\nhint: npm install ${name}` +
-        (device === "node" ? "" : ", or give runtimeUrl"),
+        (device === "node" ? "" : ", or set runtimeUrl"),
     );
   }
 }
 
-/** CommonJS modules have all under `default`. */
+/** CommonJS modules have their exports under `default`. */
 const module = (found: unknown): OrtModule => {
   const it = found as OrtModule & { default?: OrtModule };
   return it.InferenceSession ? it : it.default!;
 };
 
-/** Says why WebGPU cannot be used here, or nothing if it can. */
+/** Returns why WebGPU is not available, or `undefined` if it is. */
 export async function webgpuProblem(): Promise<string | undefined> {
   const gpu = (globalThis.navigator as { gpu?: { requestAdapter(): Promise<unknown> } } | undefined)?.gpu;
   if (!gpu) return "this browser has no WebGPU";
   try {
-    return (await gpu.requestAdapter()) ? undefined : "no GPU adapter was found";
+    return (await gpu.requestAdapter()) ? undefined : "no GPU adapter found";
   } catch (error) {
     return (error as Error).message;
   }

@@ -1,14 +1,14 @@
-/** Gives the sha256 of some bytes as lower-case hexadecimal digits. */
+/** Returns the sha256 of the concatenated parts as lower-case hex digits. */
 export async function sha256(...parts: readonly Uint8Array[]): Promise<string> {
   const data = parts.length === 1 ? parts[0]! : concat(parts);
-  // Pages that are not served securely have no subtle crypto.
+  // Insecure contexts (plain http) have no SubtleCrypto.
   const digest = globalThis.crypto?.subtle
     ? new Uint8Array(await crypto.subtle.digest("SHA-256", data as Uint8Array<ArrayBuffer>))
     : plainSha256(data);
   return hex(digest);
 }
 
-/** Gives all parts in one piece. */
+/** Concatenates byte arrays. */
 export function concat(parts: readonly Uint8Array[]): Uint8Array {
   const all = new Uint8Array(parts.reduce((n, p) => n + p.length, 0));
   let at = 0;
@@ -19,15 +19,15 @@ export function concat(parts: readonly Uint8Array[]): Uint8Array {
   return all;
 }
 
-/** Gives the digest without help from the platform. */
+/** Computes the digest without SubtleCrypto. */
 export const plainSha256 = (data: Uint8Array): Uint8Array => new Sha256().add(data).bytes();
 
-/** A digest of bytes that come in pieces, which the platform has not. */
+/** Incremental sha256: SubtleCrypto digests whole buffers only. */
 export class Sha256 {
   readonly #round: Int32Array;
   readonly #state: Int32Array;
   readonly #words = new Int32Array(64);
-  /** What does not fill a block yet. */
+  /** Bytes that do not fill a block yet. */
   readonly #rest = new Uint8Array(64);
   #size = 0;
 
@@ -53,7 +53,7 @@ export class Sha256 {
     return this;
   }
 
-  /** Gives the digest; nothing can be added after it. */
+  /** Finishes the digest; `add` must not be called afterwards. */
   bytes(): Uint8Array {
     const size = this.#size;
     const end = new Uint8Array((size % 64 < 56 ? 64 : 128) - (size % 64));
@@ -78,16 +78,16 @@ export class Sha256 {
     for (let i = 16; i < 64; i++) {
       const x = words[i - 15]!;
       const y = words[i - 2]!;
-      const s0 = turn(x, 7) ^ turn(x, 18) ^ (x >>> 3);
-      const s1 = turn(y, 17) ^ turn(y, 19) ^ (y >>> 10);
+      const s0 = rotateRight(x, 7) ^ rotateRight(x, 18) ^ (x >>> 3);
+      const s1 = rotateRight(y, 17) ^ rotateRight(y, 19) ^ (y >>> 10);
       words[i] = (words[i - 16]! + s0 + words[i - 7]! + s1) | 0;
     }
     const state = this.#state;
     let [a, b, c, d, e, f, g, h] = [state[0]!, state[1]!, state[2]!, state[3]!, state[4]!, state[5]!, state[6]!, state[7]!];
     for (let i = 0; i < 64; i++) {
-      const s1 = turn(e, 6) ^ turn(e, 11) ^ turn(e, 25);
+      const s1 = rotateRight(e, 6) ^ rotateRight(e, 11) ^ rotateRight(e, 25);
       const t1 = (h + s1 + ((e & f) ^ (~e & g)) + round[i]! + words[i]!) | 0;
-      const s0 = turn(a, 2) ^ turn(a, 13) ^ turn(a, 22);
+      const s0 = rotateRight(a, 2) ^ rotateRight(a, 13) ^ rotateRight(a, 22);
       const t2 = (s0 + ((a & b) ^ (a & c) ^ (b & c))) | 0;
       h = g; g = f; f = e; e = (d + t1) | 0; d = c; c = b; b = a; a = (t1 + t2) | 0;
     }
@@ -98,9 +98,9 @@ export class Sha256 {
 
 const hex = (bytes: Uint8Array): string => Array.from(bytes, (b) => b.toString(16).padStart(2, "0")).join("");
 
-const turn = (x: number, n: number): number => (x >>> n) | (x << (32 - n));
+const rotateRight = (x: number, n: number): number => (x >>> n) | (x << (32 - n));
 
-/** The first 32 bits of the fractions of roots of the first primes, exactly by whole numbers. */
+/** SHA-256 constants: the first 32 bits of the fractional parts of roots of the first primes, in exact integer arithmetic. */
 function constants(): { round: Int32Array; start: Int32Array } {
   const primes: number[] = [];
   for (let n = 2; primes.length < 64; n++) if (primes.every((p) => n % p)) primes.push(n);

@@ -2,7 +2,7 @@ import { nodeModule } from "./artifacts.js";
 import { CheckpointError } from "./errors.js";
 import { inNode } from "./runtime.js";
 
-/** Where `save` and `load` keep checkpoints. A write happens whole or not at all. */
+/** Storage for `save` and `load`. Writes are atomic. */
 export interface CheckpointStore {
   write(name: string, data: Uint8Array): Promise<void>;
   read(name: string): Promise<Uint8Array>;
@@ -10,7 +10,7 @@ export interface CheckpointStore {
 
 const FOLDER = "onnxtrain";
 
-/** Gives files in Node; the origin's private files in pages, IndexedDB where those are absent or refused, as in some private windows. */
+/** Returns the file system in Node; in pages the origin private file system, or IndexedDB where that is not available, as in some private windows. */
 export function defaultStore(): CheckpointStore {
   if (inNode()) return fileStore();
   const files = globalThis.navigator?.storage;
@@ -24,13 +24,13 @@ export function defaultStore(): CheckpointStore {
   };
 }
 
-const absent = (name: string, why: string): CheckpointError =>
+const readError = (name: string, why: string): CheckpointError =>
   new CheckpointError(`'${name}': cannot be read: ${why}`);
 
-const unwritten = (name: string, error: unknown): CheckpointError =>
-  new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}\nhint: is there space? What was saved before is intact`);
+const writeError = (name: string, error: unknown): CheckpointError =>
+  new CheckpointError(`'${name}': cannot be written: ${(error as Error).message}\nhint: check the free space; earlier checkpoints are intact`);
 
-/** Checkpoints as files; a name is a path. */
+/** Stores checkpoints as files; names are paths. */
 export function fileStore(): CheckpointStore {
   const fs = () => import(/* @vite-ignore */ nodeModule("fs/promises")) as Promise<typeof import("node:fs/promises")>;
   return {
@@ -48,20 +48,20 @@ export function fileStore(): CheckpointStore {
         await rename(part, name);
       } catch (error) {
         await rm(part, { force: true });
-        throw unwritten(name, error);
+        throw writeError(name, error);
       }
     },
     async read(name) {
       try {
         return new Uint8Array(await (await fs()).readFile(name));
       } catch (error) {
-        throw absent(name, (error as Error).message);
+        throw readError(name, (error as Error).message);
       }
     },
   };
 }
 
-/** Checkpoints in the origin's private file system. */
+/** Stores checkpoints in the origin private file system. */
 export function privateFileStore(): CheckpointStore {
   const folder = async () =>
     (await navigator.storage.getDirectory()).getDirectoryHandle(FOLDER, { create: true });
@@ -71,30 +71,30 @@ export function privateFileStore(): CheckpointStore {
       let stream: FileSystemWritableFileStream | undefined;
       try {
         const handle = await (await folder()).getFileHandle(file(name), { create: true });
-        // The browser writes beside the file and puts it in its place when the stream is closed.
+        // The browser writes to a temporary file and replaces the target when the stream is closed.
         stream = await handle.createWritable();
         await stream.write(data as Uint8Array<ArrayBuffer>);
         await stream.close();
       } catch (error) {
         await stream?.abort().catch(() => undefined);
-        throw unwritten(name, error);
+        throw writeError(name, error);
       }
     },
     async read(name) {
       try {
         const handle = await (await folder()).getFileHandle(file(name));
         const data = new Uint8Array(await (await handle.getFile()).arrayBuffer());
-        // A first write that was interrupted leaves a name without content.
-        if (data.length === 0) throw new Error("there is none");
+        // An interrupted first write leaves an empty file.
+        if (data.length === 0) throw new Error("not found");
         return data;
       } catch (error) {
-        throw absent(name, (error as Error).message);
+        throw readError(name, (error as Error).message);
       }
     },
   };
 }
 
-/** Checkpoints in IndexedDB, one transaction each. */
+/** Stores checkpoints in IndexedDB, one transaction per write. */
 export function databaseStore(): CheckpointStore {
   const done = <T>(request: IDBRequest<T>) =>
     new Promise<T>((resolve, reject) => {
@@ -118,7 +118,7 @@ export function databaseStore(): CheckpointStore {
           transaction.onabort = () => reject(transaction.error ?? new Error("aborted"));
         });
       } catch (error) {
-        throw unwritten(name, error);
+        throw writeError(name, error);
       } finally {
         db?.close();
       }
@@ -129,10 +129,10 @@ export function databaseStore(): CheckpointStore {
         db = await open();
         const store = db.transaction("checkpoints").objectStore("checkpoints");
         const data = (await done(store.get(name))) as Uint8Array | undefined;
-        if (!data) throw new Error("there is none");
+        if (!data) throw new Error("not found");
         return data;
       } catch (error) {
-        throw absent(name, (error as Error).message);
+        throw readError(name, (error as Error).message);
       } finally {
         db?.close();
       }

@@ -1,30 +1,73 @@
 /// <reference lib="esnext.disposable" preserve="true" />
-import { Artifacts } from "./artifacts.js";
-import { checkedRate, checkFit } from "./checks.js";
-import { batchCount, batches, isColumns, type BatchOptions, type Dataset } from "./data.js";
-import { badLabel, badLoss, checkBatchSize, checkLabels, classLabels } from "./diagnosis.js";
+import { Artifacts, type ArtifactSource, type LoadOptions } from "./artifacts.js";
+import { type Meta, readCheckpoint, readProgress, type RunProgress, stateKey, writeCheckpoint, writeProgress } from "./checkpoint.js";
+import { batchCount, batches, type BatchOptions, type Dataset, grouped, isColumns, unstack, stacked, stepsPerCall } from "./data.js";
 import type { HostTensor, TypedArray } from "./dtypes.js";
-import { finiteLoss, valuesOf, type Control, type Engine, type Tensors } from "./engine.js";
-import { CheckpointError, DisposedError, OnnxTrainError, ShapeError, type NonFiniteError } from "./errors.js";
-import { feed, fit, type Batch, type TensorLike } from "./feeds.js";
-import { findModel, ofRole, withoutHashes, type Manifest, type ModelRole, type ModelSpec, type WeightSpec, weightNamed } from "./manifest.js";
-import { openEngine } from "./open-engine.js";
-import { readProgress, writeProgress, type RunProgress } from "./progress.js";
-import { TARGETS, type Device } from "./runtime.js";
-import { readCheckpoint, stateKey, writeCheckpoint, type Meta } from "./safetensors.js";
-import { grouped, nth, stacked, stepsPerCall } from "./several-steps.js";
-import { defaultStore, type CheckpointStore } from "./storage.js";
-import type { FitOptions, Metrics, Outputs, Progress, StepResult, TrainerOptions } from "./trainer-types.js";
+import { type Control, type Engine, finiteLoss, type Tensors, valuesOf } from "./engine.js";
+import { CheckpointError, DisposedError, type NonFiniteError, OnnxTrainError, ShapeError } from "./errors.js";
+import { type Batch, feed, fit, type TensorLike } from "./feeds.js";
+import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, weightNamed, type WeightSpec, withoutHashes } from "./manifest.js";
+import { type Device, type RuntimeOptions, TARGETS } from "./runtime.js";
+import type { Schedule } from "./schedules.js";
+import { type CheckpointStore, defaultStore } from "./storage.js";
+import { labelError, nonFiniteLossError, checkBatchSize, checkedRate, checkFit, checkLabels, classLabels } from "./validation.js";
+import { openEngine } from "./worker-engine.js";
 
-export type { FitOptions, Metrics, Outputs, Progress, StepResult, TrainerOptions } from "./trainer-types.js";
+export interface TrainerOptions extends RuntimeOptions, Pick<LoadOptions, "cache" | "onProgress"> {
+  readonly artifacts: ArtifactSource | Artifacts;
+  readonly prefix?: string;
+  /** Whether pages train in a worker, which keeps them responsive. Default: true. */
+  readonly worker?: boolean;
+  /** Random seed for dropout and shuffling, below 2^24. */
+  readonly seed?: number;
+  readonly store?: CheckpointStore;
+  /** Symbolic sizes of the batches, by their names in the manifest: checks the memory limit before anything is downloaded. */
+  readonly sizes?: Readonly<Record<string, number>>;
+  /** Called with messages, such as a fallback to another device. Default: `console.warn`. */
+  readonly onMessage?: (message: string) => void;
+  readonly signal?: AbortSignal;
+}
 
-/** Random numbers take the seed and the count of batches as float32, which holds these exactly. */
+export type Outputs = Readonly<Record<string, HostTensor>>;
+
+/** Loss, metrics by name, and the model outputs that were selected at build time. */
+export type StepResult = {
+  readonly loss: number;
+  readonly step: number;
+  /** Whether the parameters were updated. False while gradients are accumulated, and if the loss is not finite. */
+  readonly updated: boolean;
+  readonly outputs: Outputs;
+} & { readonly [metric: string]: number };
+
+export type Metrics = { readonly loss: number } & { readonly [metric: string]: number };
+
+export interface FitOptions extends BatchOptions {
+  readonly epochs?: number;
+  readonly schedule?: Schedule;
+  readonly validation?: Dataset;
+  /**
+   * Batches per call of the runtime. Default: the number of the artifacts' multi-step model, if there is one; 1 turns it
+   * off. Inside a loop over `fit` the parameters may be that many steps ahead.
+   */
+  readonly stepsPerCall?: number;
+  readonly signal?: AbortSignal;
+}
+
+/** One step of `fit`; the last step of an epoch has `validation` metrics if validation data was passed. */
+export type Progress = StepResult & {
+  readonly epoch: number;
+  readonly learningRate: number;
+  readonly totalSteps: number | undefined;
+  readonly validation?: Metrics;
+};
+
+/** The graphs take seed and batch number as float32, which represents integers below this exactly. */
 const SEEDS = 2 ** 24;
 
-/** Trains artifacts. */
+/** Trains the model of a directory of artifacts. */
 export class Trainer {
   readonly manifest: Manifest;
-  /** Values of your own that checkpoints keep. */
+  /** User values that are stored in checkpoints. */
   properties: Record<string, number | string> = {};
   learningRate: number;
   readonly #engine: Engine;
@@ -35,7 +78,7 @@ export class Trainer {
   #micro = 0;
   #seed: number;
   #meta: Meta = new Map();
-  /** The last batches of several steps: the memory is used again. */
+  /** The last stacked batches, whose buffers are reused. */
   #stack: Tensors | undefined;
   #queue: Promise<unknown> = Promise.resolve();
   #disposed = false;
@@ -51,12 +94,12 @@ export class Trainer {
     if (meta.size) this.#restore(readProgress(meta, this.manifest.checkpoint), meta);
   }
 
-  /** Opens artifacts and prepares their models on a device. */
+  /** Loads artifacts and creates the training sessions on a device. */
   static async create(options: TrainerOptions): Promise<Trainer> {
     const { signal, seed = 0 } = options;
     signal?.throwIfAborted();
     if (!Number.isSafeInteger(seed) || seed < 0 || seed >= SEEDS) {
-      throw new OnnxTrainError(`seed must be a whole number in [0, 2^24): ${seed}`);
+      throw new OnnxTrainError(`seed must be an integer in [0, 2^24), got ${seed}`);
     }
     const artifacts = await Artifacts.load(options.artifacts, options);
     const { manifest, text } = artifacts;
@@ -65,8 +108,8 @@ export class Trainer {
     const belongs = start.meta.get("manifest");
     if (belongs !== undefined && belongs !== withoutHashes(text)) {
       throw new CheckpointError(
-        `manifest.json and ${manifest.checkpoint} do not belong together\n` +
-          "hint: build the artifacts again; importCheckpoint() takes checkpoints of other builds",
+        `manifest.json and ${manifest.checkpoint} come from different builds\n` +
+          "hint: build the artifacts again; use importCheckpoint() for checkpoints of other builds",
       );
     }
     readProgress(start.meta, manifest.checkpoint);
@@ -82,45 +125,45 @@ export class Trainer {
     return new Trainer(artifacts, engine, fused, options, start.meta);
   }
 
-  /** Where training runs. */
+  /** The device that training runs on. */
   get device(): Device {
     return this.#engine.device;
   }
 
-  /** How many updates there were. */
+  /** The number of optimizer updates. */
   get globalStep(): number {
     return this.#step;
   }
 
-  /** The parameters that are trained: names, types and shapes. */
+  /** The trainable parameters: names, dtypes and shapes. */
   get parameters(): readonly WeightSpec[] {
     return this.manifest.parameters;
   }
 
-  /** Names of the tensors of a batch. */
+  /** Names of the inputs and targets of a batch. */
   get inputs(): readonly string[] {
     return this.#batchSpecs().map((t) => t.name);
   }
 
-  /** Trains on one batch. Where the loss is not finite nothing changes, and `updated` is false. */
+  /** Trains on one batch. If the loss is not finite, nothing changes and `updated` is false. */
   async step(batch: Batch, options: { signal?: AbortSignal } = {}): Promise<StepResult> {
     options.signal?.throwIfAborted();
     return (await this.#train([feed(this.#batchSpecs(), batch)], undefined, options.signal))[0]!;
   }
 
-  /** Trains on batches, in one call where they are several; nothing is trained on after a loss that is not finite. */
+  /** Trains on one or more batches in one call of the runtime; stops at the first loss that is not finite. */
   async #train(
     feeds: readonly Tensors[], rates: readonly number[] | undefined, signal?: AbortSignal, data?: Dataset,
   ): Promise<StepResult[]> {
     for (const batch of feeds) checkBatchSize(this.manifest, this.#batchSpecs(), batch);
-    // Other devices refuse such labels themselves.
+    // On CPUs the runtime itself rejects labels that are out of range.
     if (this.device === "webgpu") feeds.forEach((batch) => checkLabels(this.manifest, Object.fromEntries(batch)));
-    return await this.#alone(async () => {
+    return await this.#exclusive(async () => {
       signal?.throwIfAborted();
       const role = this.#fused ? "step" : "train";
-      const found = await this.#blamed(role, feeds, data, () => this.#update(role, feeds, rates));
+      const found = await this.#explainLabels(role, feeds, data, () => this.#update(role, feeds, rates));
       if (feeds.length === 1 || found.every((f) => Number.isFinite(f.loss))) return found;
-      // Nothing of that call stayed: one by one, up to the batch that is to blame.
+      // The call was discarded: repeat its batches one by one, up to the one whose loss is not finite.
       const single: StepResult[] = [];
       for (let i = 0; i < feeds.length && Number.isFinite(single.at(-1)?.loss ?? 0); i++) {
         single.push(...(await this.#update(role, [feeds[i]!], rates && [rates[i]!])));
@@ -131,34 +174,34 @@ export class Trainer {
 
   async #update(role: ModelRole, feeds: readonly Tensors[], rates: readonly number[] | undefined): Promise<StepResult[]> {
     const first = this.#step + 1;
-    const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: checkedRate(rates?.[i] ?? this.learningRate), onlyFinite: true }));
+    const controls = feeds.map((_, i) => ({ ...this.#control(first + i), lr: checkedRate(rates?.[i] ?? this.learningRate), discardNonFinite: true }));
     this.learningRate = controls.at(-1)!.lr;
     const several = feeds.length > 1;
     if (several) this.#stack = stacked(feeds, this.#stack);
     const found = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
-    const stays = finiteLoss(this.#model(role), found);
-    // A run's position is over now; which graphs the weights belong to is not.
-    if (stays) this.#meta = new Map([...this.#meta].filter(([key]) => key === "graphs"));
+    const finite = finiteLoss(this.#model(role), found);
+    // Drop the metadata of the loaded run, which is out of date now, except the digests of the graphs.
+    if (finite) this.#meta = new Map([...this.#meta].filter(([key]) => key === "graphs"));
     if (this.#fused) {
-      if (stays) this.#step += feeds.length;
-      return feeds.map((_, i) => this.#result(role, several ? nth(found, i) : found, first + i, stays));
+      if (finite) this.#step += feeds.length;
+      return feeds.map((_, i) => this.#result(role, several ? unstack(found, i) : found, first + i, finite));
     }
-    if (stays) this.#micro++;
-    const updated = stays && this.#micro >= this.manifest.accumulate && (await this.#flush());
+    if (finite) this.#micro++;
+    const updated = finite && this.#micro >= this.manifest.accumulate && (await this.#flush());
     return [this.#result(role, found, first, updated)];
   }
 
-  /** Does the work; where the runtime fails at a label that is no class, the error names the label. */
-  async #blamed<T>(role: ModelRole, feeds: readonly Tensors[], data: Dataset | undefined, work: () => Promise<T>): Promise<T> {
+  /** Runs `work`; if the runtime fails because of a label that is out of range, throws an error that names the label. */
+  async #explainLabels<T>(role: ModelRole, feeds: readonly Tensors[], data: Dataset | undefined, work: () => Promise<T>): Promise<T> {
     try {
       return await work();
     } catch (error) {
       const known = (error as Error).name === "RuntimeError" && classLabels(this.manifest, this.#model(role));
       if (!known) throw error;
       const { labels: { name }, labels, classes } = known;
-      // Rows of all the data, where there are such, say more than those of a shuffled batch.
+      // Report the row in the dataset if there is one: rows of a shuffled batch mean nothing to the caller.
       const given = data && isColumns(data) ? [feed([labels], { [name]: data[name]! })] : feeds;
-      throw given.map((f) => badLabel(name, classes, f.get(name)!)).find((e) => e !== undefined) ?? error;
+      throw given.map((f) => labelError(name, classes, f.get(name)!)).find((e) => e !== undefined) ?? error;
     }
   }
 
@@ -167,9 +210,9 @@ export class Trainer {
     for await (const batch of batches(data, specs, order)) yield feed(specs, batch);
   }
 
-  /** Updates with the gradients accumulated so far; `false` if there are none. */
+  /** Applies the gradients accumulated so far; returns `false` if there are none. */
   async flush(): Promise<boolean> {
-    return await this.#alone(() => this.#flush());
+    return await this.#exclusive(() => this.#flush());
   }
 
   async #flush(): Promise<boolean> {
@@ -183,7 +226,7 @@ export class Trainer {
   }
 
   /**
-   * Trains for some epochs and gives what every step found. Leave the loop to stop. A loss that is
+   * Trains for a number of epochs and yields the result of every step. Break the loop to stop. A loss that is
    * not finite ends it with a `NonFiniteError`; the weights are those before that step.
    */
   async *fit(data: Dataset, options: FitOptions = {}): AsyncGenerator<Progress, void, void> {
@@ -192,13 +235,13 @@ export class Trainer {
     const perEpoch = batchCount(data, this.#batchSpecs(), options);
     const total = perEpoch === undefined ? undefined : perEpoch * epochs;
     if (schedule && total === undefined) {
-      throw new OnnxTrainError("a schedule needs data whose length is known\nhint: give columns or a list of batches");
+      throw new OnnxTrainError("a schedule needs data of known length\nhint: pass columns or an array of batches");
     }
     const possible = stepsPerCall(this.manifest, this.device);
     const together = options.stepsPerCall ?? possible;
     if (together !== 1 && together !== possible) {
-      const there = possible === 1 ? "" : ` or ${possible}`;
-      throw new OnnxTrainError(`stepsPerCall: ${together}, but these artifacts have models for 1${there} on ${this.device}`);
+      const available = possible === 1 ? "" : ` or ${possible}`;
+      throw new OnnxTrainError(`stepsPerCall must be 1${available} for these artifacts on ${this.device}, got ${together}`);
     }
     let done = 0;
     for (let epoch = 1; epoch <= epochs; epoch++) {
@@ -214,10 +257,10 @@ export class Trainer {
         const seen = found.map((f, i) => ({ ...f, epoch, learningRate: rates[i], totalSteps: total }) as Progress);
         last = seen.pop()!;
         yield* seen;
-        if (!Number.isFinite(last.loss)) throw await this.#badLoss(last, `batch ${batch} of epoch ${epoch}`, group[found.length - 1]!);
+        if (!Number.isFinite(last.loss)) throw await this.#nonFiniteLossError(last, `batch ${batch} of epoch ${epoch}`, group[found.length - 1]!);
       }
       if (!this.#fused) await this.flush();
-      if (!last) throw new ShapeError("the data has no batches");
+      if (!last) throw new ShapeError("the dataset has no batches");
       if (validation) {
         last = { ...last, validation: await this.evaluate(validation, { ...options, shuffle: false }) } as Progress;
       }
@@ -225,13 +268,13 @@ export class Trainer {
     }
   }
 
-  async #badLoss({ loss, step, outputs }: StepResult, where: string, batch: Tensors): Promise<NonFiniteError> {
+  async #nonFiniteLossError({ loss, step, outputs }: StepResult, where: string, batch: Tensors): Promise<NonFiniteError> {
     const { parameters, buffers } = this.manifest;
-    const weights = await this.#alone(() => this.#engine.read([...parameters, ...buffers].map((w) => w.name)));
-    return badLoss(loss, step, where, batch, weights, new Map(Object.entries(outputs)));
+    const weights = await this.#exclusive(() => this.#engine.read([...parameters, ...buffers].map((w) => w.name)));
+    return nonFiniteLossError(loss, step, where, batch, weights, new Map(Object.entries(outputs)));
   }
 
-  /** Gives loss and metrics over all rows, in evaluation mode. */
+  /** Returns the mean loss and metrics over all rows, in evaluation mode. */
   async evaluate(data: Dataset, options: BatchOptions & { signal?: AbortSignal } = {}): Promise<Metrics> {
     const { specs, spec } = this.#evalSpecs();
     const sums: Record<string, number> = {};
@@ -240,7 +283,7 @@ export class Trainer {
       options.signal?.throwIfAborted();
       const feeds = feed(specs, batch);
       const run = () => this.#engine.run("eval", feeds, this.#control(0));
-      const found = await this.#alone(() => this.#blamed("eval", [feeds], data, run));
+      const found = await this.#exclusive(() => this.#explainLabels("eval", [feeds], data, run));
       const n = feeds.values().next().value?.dims[0] ?? 1;
       rows += n;
       for (const t of ofRole(spec.outputs, "loss", "metric")) {
@@ -248,42 +291,42 @@ export class Trainer {
         sums[name] = (sums[name] ?? 0) + n * Number(found.get(t.name)!.data[0]);
       }
     }
-    if (rows === 0) throw new ShapeError("the data has no rows");
+    if (rows === 0) throw new ShapeError("the dataset has no rows");
     return Object.fromEntries(Object.entries(sums).map(([k, v]) => [k, v / rows])) as Metrics;
   }
 
   /**
-   * Gives the outputs of the inference model with the current weights: of sequences the `last`
-   * position only, and `alone` in memory, which the next step has to open its session again for.
+   * Returns the outputs of the inference model with the current weights. `last` returns the last position of sequences
+   * only. `releaseTraining` closes the training sessions first to save memory; the next step opens them again.
    */
-  async predict(batch: Batch, options: { signal?: AbortSignal; last?: boolean; alone?: boolean } = {}): Promise<Outputs> {
+  async predict(batch: Batch, options: { signal?: AbortSignal; last?: boolean; releaseTraining?: boolean } = {}): Promise<Outputs> {
     options.signal?.throwIfAborted();
     const spec = this.manifest.models.find((m) => m.role === "infer");
     const feeds = feed(spec?.inputs ?? [], batch);
-    return Object.fromEntries(await this.#alone(() => this.#engine.predict(feeds, options.last, options.alone)));
+    return Object.fromEntries(await this.#exclusive(() => this.#engine.predict(feeds, options.last, options.releaseTraining)));
   }
 
-  /** Lets go of what `predict` holds in memory; the next prediction opens it again. */
-  async rest(): Promise<void> {
-    await this.#alone(() => this.#engine.rest());
+  /** Releases the session of `predict`; the next call opens it again. */
+  async releasePredictor(): Promise<void> {
+    await this.#exclusive(() => this.#engine.releasePredictor());
   }
 
-  /** Gives a copy of a parameter or buffer. */
+  /** Returns a copy of a parameter or buffer. */
   async getParameter(name: string): Promise<HostTensor> {
     weightNamed(this.manifest, name);
-    return (await this.#alone(() => this.#engine.read([name]))).get(name)!;
+    return (await this.#exclusive(() => this.#engine.read([name]))).get(name)!;
   }
 
   /** Sets a parameter or buffer. */
   async setParameter(name: string, value: TensorLike): Promise<void> {
     const found = fit(weightNamed(this.manifest, name), value);
     const own = { ...found, data: found.data.slice() as TypedArray };
-    await this.#alone(() => this.#engine.write(new Map([[name, own]])));
+    await this.#exclusive(() => this.#engine.write(new Map([[name, own]])));
   }
 
-  /** Gives everything that training needs to go on, as the safetensors file that Python reads. */
+  /** Returns a checkpoint of the run as a safetensors file, readable in Python too. */
   async exportCheckpoint(): Promise<Uint8Array> {
-    return await this.#alone(async () => {
+    return await this.#exclusive(async () => {
       if (this.#micro) {
         throw new OnnxTrainError("gradients are accumulated but not applied\nhint: call flush() first");
       }
@@ -299,15 +342,15 @@ export class Trainer {
     });
   }
 
-  /** Goes on from a checkpoint; nothing changes if it does not fit. */
+  /** Resumes from a checkpoint; nothing changes if it does not match the artifacts. */
   async importCheckpoint(data: Uint8Array, label = "checkpoint"): Promise<void> {
     const { tensors, meta } = await readCheckpoint(data, label);
     if (!meta.has("step") && !meta.has("manifest")) {
-      throw new CheckpointError(`${label}: no progress of a training run in it\nhint: setParameter() takes plain weights`);
+      throw new CheckpointError(`${label}: a safetensors file without training progress\nhint: use setParameter() to load plain weights`);
     }
     const run = readProgress(meta, label);
     const values = valuesOf(this.manifest, tensors, label);
-    await this.#alone(async () => {
+    await this.#exclusive(async () => {
       await this.#engine.write(values);
       this.#micro = 0;
       this.#restore(run, meta);
@@ -319,27 +362,27 @@ export class Trainer {
     this.#step = run.step;
     this.#seed = run.seed ?? this.#seed;
     this.properties = { ...run.properties };
-    // The graphs of another build are not those that go on from here.
+    // Graph digests of another build do not apply to these artifacts.
     const own = meta.get("manifest") === this.#manifestText;
     this.#meta = own ? meta : new Map([...meta].filter(([key]) => key !== "graphs"));
   }
 
-  /** Keeps a checkpoint under a name: a path in Node, the origin's own files in a page. */
+  /** Saves a checkpoint under a name: a path in Node, a file in the origin private file system in a page. */
   async save(name: string): Promise<void> {
     await this.#store.write(name, await this.exportCheckpoint());
   }
 
-  /** Goes on from a checkpoint that was kept under a name. */
+  /** Resumes from a checkpoint that was saved under a name. */
   async load(name: string): Promise<void> {
     await this.importCheckpoint(await this.#store.read(name), `'${name}'`);
   }
 
-  /** Gives the trained model, ready for any runtime. */
+  /** Returns the trained model as an ONNX file for any runtime. */
   async exportModel(): Promise<Uint8Array> {
-    return await this.#alone(() => this.#engine.exportModel());
+    return await this.#exclusive(() => this.#engine.exportModel());
   }
 
-  /** Frees everything. */
+  /** Releases all sessions and tensors. */
   async dispose(): Promise<void> {
     if (this.#disposed) return;
     this.#disposed = true;
@@ -350,9 +393,9 @@ export class Trainer {
     await this.dispose();
   }
 
-  /** One after the other: a step replaces what the next one reads. */
-  #alone<T>(work: () => Promise<T>): Promise<T> {
-    if (this.#disposed) return Promise.reject(new DisposedError("this trainer was disposed of"));
+  /** Runs `work` after all earlier calls: each step replaces the tensors that the next one reads. */
+  #exclusive<T>(work: () => Promise<T>): Promise<T> {
+    if (this.#disposed) return Promise.reject(new DisposedError("this trainer was disposed"));
     const next = this.#queue.then(work, work);
     this.#queue = next.catch(() => undefined);
     return next;

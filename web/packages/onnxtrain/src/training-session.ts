@@ -1,15 +1,14 @@
 import { Artifacts } from "./artifacts.js";
+import { type Meta, readCheckpoint, readProgress, stateKey, writeCheckpoint } from "./checkpoint.js";
 import { count, type HostTensor } from "./dtypes.js";
-import { LocalEngine, valuesOf, type Control } from "./engine.js";
+import { type Control, LocalEngine, valuesOf } from "./engine.js";
 import { ArtifactError, CheckpointError, OnnxTrainError } from "./errors.js";
-import { feed, type Batch } from "./feeds.js";
+import { type Batch, feed } from "./feeds.js";
 import { float } from "./json-text.js";
-import { findModel, ofRole, parseManifest, type Manifest, type ModelRole, type ModelSpec, type Role, type WeightSpec } from "./manifest.js";
-import { readProgress } from "./progress.js";
-import { inNode, TARGETS, type Device, type OrtTensor, type RuntimeOptions } from "./runtime.js";
-import { readCheckpoint, stateKey, writeCheckpoint, type Meta } from "./safetensors.js";
+import { findModel, type Manifest, type ModelRole, type ModelSpec, ofRole, parseManifest, type Role, type WeightSpec } from "./manifest.js";
+import { type Device, inNode, type OrtTensor, type RuntimeOptions, TARGETS } from "./runtime.js";
 
-/** The address (or path, in Node) of a file, or its bytes. */
+/** The URL (or path, in Node) of a file, or its bytes. */
 export type UriOrBuffer = string | Uint8Array;
 
 export interface TrainingSessionCreateOptions {
@@ -17,7 +16,7 @@ export interface TrainingSessionCreateOptions {
   readonly trainModel: UriOrBuffer;
   readonly optimizerModel?: UriOrBuffer;
   readonly evalModel?: UriOrBuffer;
-  /** `weights.bin`, where the models share constants. */
+  /** `weights.bin`, if the models share constants. */
   readonly weights?: UriOrBuffer;
 }
 
@@ -25,35 +24,35 @@ type Feeds = Readonly<Record<string, OrtTensor>>;
 type Fetches = readonly string[] | Readonly<Record<string, OrtTensor | null>>;
 export type ReturnType = Readonly<Record<string, OrtTensor>>;
 
-/** The session that users of `onnxruntime-web/training` know, on a stock runtime. */
+/** Drop-in replacement for the `TrainingSession` of `onnxruntime-web/training`, on stock ONNX Runtime. */
 export class TrainingSession {
   readonly #engine: LocalEngine;
   readonly #manifest: Manifest;
-  readonly #there: ReadonlySet<ModelRole>;
+  readonly #roles: ReadonlySet<ModelRole>;
   #meta: Meta;
   #step: number;
   #draw = 0;
   #reset = true;
-  /** Used by the next optimizer step. */
+  /** Learning rate of the next optimizer step. */
   learningRate: number;
 
-  private constructor(engine: LocalEngine, there: ReadonlySet<ModelRole>, meta: Meta) {
+  private constructor(engine: LocalEngine, roles: ReadonlySet<ModelRole>, meta: Meta) {
     this.#engine = engine;
     this.#manifest = engine.artifacts.manifest;
-    this.#there = there;
+    this.#roles = roles;
     this.#meta = meta;
     const { lr, step } = readProgress(meta, "checkpointState");
     this.#step = step;
     this.learningRate = lr ?? this.#manifest.optimizer.lr;
   }
 
-  /** Opens the files that `artifacts` wrote; they need no manifest beside them. */
+  /** Creates a session from the files of `generate_artifacts` or `build`; the checkpoint contains the manifest. */
   static async create(options: TrainingSessionCreateOptions, runtime: RuntimeOptions = {}): Promise<TrainingSession> {
     const device: Device = runtime.device && runtime.device !== "auto" ? runtime.device : inNode() ? "node" : "wasm";
     const { tensors, meta } = await readCheckpoint(await bytesOf(options.checkpointState), "checkpointState");
     const text = meta.get("manifest");
     if (text === undefined) {
-      throw new CheckpointError("checkpointState: it does not say to which models it belongs\nhint: take the checkpoint that was built with them");
+      throw new CheckpointError("checkpointState: no manifest in the metadata\nhint: pass the checkpoint that was built with these models");
     }
     readProgress(meta, "checkpointState");
     const manifest = parseManifest(text, "checkpointState");
@@ -61,18 +60,18 @@ export class TrainingSession {
       ["train", options.trainModel], ["optimizer", options.optimizerModel], ["eval", options.evalModel],
     ];
     const files = new Map<string, Uint8Array>();
-    const there = new Set<ModelRole>();
+    const roles = new Set<ModelRole>();
     for (const [role, source] of given) {
       if (source === undefined) continue;
       const spec = findModel(manifest, role, TARGETS[device]);
-      if (!spec) throw new CheckpointError(`checkpointState: it knows no ${role} model for ${device}`);
+      if (!spec) throw new CheckpointError(`checkpointState: the manifest has no ${role} model for ${device}`);
       files.set(spec.file, await bytesOf(source));
-      there.add(role);
+      roles.add(role);
     }
     if (manifest.weights !== null) files.set(manifest.weights, await bytesOf(weightsOf(options, manifest.weights)));
     const artifacts = Artifacts.ofParts(text, files, "checkpointState");
     const values = valuesOf(manifest, tensors, "checkpointState");
-    return new TrainingSession(await LocalEngine.create(artifacts, device, [...there], values, runtime), there, meta);
+    return new TrainingSession(await LocalEngine.create(artifacts, device, [...roles], values, runtime), roles, meta);
   }
 
   get trainingInputNames(): readonly string[] {
@@ -83,21 +82,21 @@ export class TrainingSession {
     return outputsOf(this.#model("train"));
   }
 
-  /** Empty where there is no eval model. */
+  /** Empty if the session has no eval model. */
   get evalInputNames(): readonly string[] {
-    return this.#there.has("eval") ? inputsOf(this.#model("eval")).map((t) => t.name) : [];
+    return this.#roles.has("eval") ? inputsOf(this.#model("eval")).map((t) => t.name) : [];
   }
 
   get evalOutputNames(): readonly string[] {
-    return this.#there.has("eval") ? outputsOf(this.#model("eval")) : [];
+    return this.#roles.has("eval") ? outputsOf(this.#model("eval")) : [];
   }
 
-  /** Gradients start anew with the next training step. */
+  /** Resets the gradients at the next training step. */
   async lazyResetGrad(): Promise<void> {
     this.#reset = true;
   }
 
-  /** Runs a batch forward and backward, and adds to the gradients. */
+  /** Runs forward and backward on a batch and accumulates the gradients. */
   async runTrainStep(feeds: Feeds, fetches?: Fetches | object): Promise<ReturnType> {
     const names = fetchNames(this.trainingOutputNames, fetches);
     this.#draw++;
@@ -106,15 +105,15 @@ export class TrainingSession {
     return found;
   }
 
-  /** Gives loss and outputs of a batch, in evaluation mode. */
+  /** Returns the loss and outputs of a batch in evaluation mode. */
   async runEvalStep(feeds: Feeds, fetches?: Fetches | object): Promise<ReturnType> {
-    if (!this.#there.has("eval")) throw new Error("This TrainingSession has no EvalModel loaded.");
+    if (!this.#roles.has("eval")) throw new Error("This TrainingSession has no EvalModel loaded.");
     return await this.#run("eval", feeds, fetchNames(this.evalOutputNames, fetches));
   }
 
   /** Updates the parameters with the gradients. */
   async runOptimizerStep(): Promise<void> {
-    if (!this.#there.has("optimizer")) throw new Error("This TrainingSession has no OptimizerModel loaded.");
+    if (!this.#roles.has("optimizer")) throw new Error("This TrainingSession has no OptimizerModel loaded.");
     this.#step++;
     await this.#engine.run("optimizer", new Map(), this.#control());
   }
@@ -133,7 +132,7 @@ export class TrainingSession {
     return findModel(this.#manifest, role, TARGETS[this.#engine.device])!;
   }
 
-  /** Parameters in the order of the training model's inputs, frozen ones and buffers among them if asked for. */
+  /** Parameters in the order of the training model's inputs, optionally with frozen parameters and buffers. */
   #weights(trainableOnly: boolean): readonly WeightSpec[] {
     const { parameters, buffers } = this.#manifest;
     const known = new Map([...parameters, ...buffers].map((w) => [w.name, w]));
@@ -142,16 +141,16 @@ export class TrainingSession {
     const roles: Role[] = trainableOnly ? ["parameter"] : ["parameter", "frozen", "buffer"];
     const found = ofRole(this.#model("train").inputs, ...roles).filter((t) => named.has(t.name)).map((t) => known.get(t.name)!);
     const odd = found.find((w) => w.dtype !== "float32");
-    if (odd) throw new OnnxTrainError(`'${odd.name}' is ${odd.dtype}, expected float32 in a buffer of parameters`);
+    if (odd) throw new OnnxTrainError(`'${odd.name}' is ${odd.dtype}, but a parameter buffer holds float32`);
     return found;
   }
 
-  /** Gives the number of elements of all parameters. */
+  /** Returns the total number of elements of the parameters. */
   async getParametersSize(trainableOnly = true): Promise<number> {
     return this.#weights(trainableOnly).reduce((n, w) => n + count(w.shape), 0);
   }
 
-  /** Gives all parameters, one after the other, as one float32 vector. */
+  /** Returns the parameters concatenated to one float32 vector. */
   async getContiguousParameters(trainableOnly = true): Promise<OrtTensor> {
     const weights = this.#weights(trainableOnly);
     const data = new Float32Array(await this.getParametersSize(trainableOnly));
@@ -164,7 +163,7 @@ export class TrainingSession {
     return this.#engine.runtime.tensor({ dtype: "float32", dims: [data.length], data });
   }
 
-  /** Sets all parameters from the bytes of such a vector. */
+  /** Sets the parameters from the bytes of such a vector. */
   async loadParametersBuffer(buffer: Uint8Array, trainableOnly = true): Promise<void> {
     const size = await this.getParametersSize(trainableOnly);
     if (buffer.length !== 4 * size) {
@@ -179,7 +178,7 @@ export class TrainingSession {
     await this.#engine.write(values);
   }
 
-  /** Gives a checkpoint to continue from, here or in Python. */
+  /** Returns a checkpoint that JavaScript and Python can resume from. */
   async exportCheckpoint(): Promise<Uint8Array> {
     const { parameters, buffers, state } = this.#manifest;
     const weights = await this.#engine.read([...parameters, ...buffers].map((w) => w.name));
@@ -190,7 +189,7 @@ export class TrainingSession {
     return await writeCheckpoint(tensors, meta);
   }
 
-  /** Frees everything. */
+  /** Releases all sessions and tensors. */
   async release(): Promise<void> {
     await this.#engine.release();
   }
@@ -199,29 +198,29 @@ export class TrainingSession {
 const inputsOf = (spec: ModelSpec) => ofRole(spec.inputs, "input", "target");
 const outputsOf = (spec: ModelSpec) => ofRole(spec.outputs, "loss", "metric", "output").map((t) => t.name);
 
-/** The second argument asks for outputs by list or by name; anything else is options of a run. */
+/** Returns the requested outputs: a list of names or an object with names as keys. Other objects are run options: all outputs. */
 function fetchNames(known: readonly string[], fetches: Fetches | object | undefined): readonly string[] {
   if (fetches === undefined) return known;
   if (Array.isArray(fetches)) {
     if (fetches.length === 0) throw new TypeError("fetches must name at least one output");
     for (const name of fetches as unknown[]) {
       if (typeof name !== "string") throw new TypeError(`fetches must be names, got ${typeof name}`);
-      if (!known.includes(name)) throw new RangeError(`no such output: '${name}'; there are ${known.join(", ")}`);
+      if (!known.includes(name)) throw new RangeError(`unknown output: '${name}' (expected one of ${known.join(", ")})`);
     }
     return fetches as string[];
   }
   if (typeof fetches !== "object" || fetches === null) throw new TypeError("fetches must be a list or an object");
-  const asked = Object.keys(fetches).filter((n) => known.includes(n));
-  return asked.length ? asked : known;
+  const requested = Object.keys(fetches).filter((n) => known.includes(n));
+  return requested.length ? requested : known;
 }
 
-/** Models that share constants say where they are only by name: beside the training model. */
+/** Returns where to load the weights file from: models refer to it by name only, so it is next to the training model. */
 function weightsOf(options: TrainingSessionCreateOptions, file: string): UriOrBuffer {
   if (options.weights !== undefined) return options.weights;
   if (typeof options.trainModel === "string") {
     return options.trainModel.slice(0, options.trainModel.lastIndexOf("/") + 1) + file;
   }
-  throw new ArtifactError(`these models need ${file}\nhint: give it as \`weights\``);
+  throw new ArtifactError(`these models need ${file}\nhint: pass it as \`weights\``);
 }
 
 async function bytesOf(source: UriOrBuffer): Promise<Uint8Array> {

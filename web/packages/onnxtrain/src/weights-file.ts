@@ -1,32 +1,32 @@
-/** Large files: fetched once, checked while they come, kept by the browser, read piece by piece. */
+/** The weights file: downloaded once, verified while streaming, cached by the browser and read piece by piece. */
 import { ArtifactError } from "./errors.js";
 import { inNode } from "./runtime.js";
 import { Sha256 } from "./sha256.js";
 
-/** How far a file has come. */
+/** Download progress of a file. */
 export interface LoadProgress {
   readonly file: string;
   readonly loaded: number;
-  /** Unknown where the server does not tell. */
+  /** Undefined if the server does not send the size. */
   readonly total: number | undefined;
-  /** Whether it was there already, from an earlier visit. */
+  /** Whether the file came from the cache. */
   readonly cached: boolean;
 }
 
-/** What holds a file without its bytes being in memory. */
+/** The contents of a file; a `Blob` need not be in memory. */
 export type FileData = Uint8Array | Blob;
 
 const FOLDER = "onnxtrain-weights";
 
-/** Gives a file of this sha256 from the origin's private files, or what `open` gives, which is kept there if there is room. */
-export async function keptFile(
-  name: string, digest: string, open: () => Promise<Response>, tell: (progress: LoadProgress) => void, keep = true,
+/** Returns the file with this sha256 from the origin private file system, or downloads it with `open` and caches it if there is space. */
+export async function cachedFile(
+  name: string, digest: string, open: () => Promise<Response>, onProgress: (progress: LoadProgress) => void, useCache = true,
 ): Promise<Blob> {
-  const folder = keep ? await privateFolder() : undefined;
+  const folder = useCache ? await privateFolder() : undefined;
   const before = await folder?.getFileHandle(digest).then((h) => h.getFile(), () => undefined);
-  // The browser puts a file in its place when all of it is written; an empty one was never closed.
+  // The browser commits a file when its stream is closed; an empty file comes from an interrupted write.
   if (before?.size) {
-    tell({ file: name, loaded: before.size, total: before.size, cached: true });
+    onProgress({ file: name, loaded: before.size, total: before.size, cached: true });
     return before;
   }
   const response = await open();
@@ -34,37 +34,37 @@ export async function keptFile(
   const target = await handle?.createWritable().catch(() => undefined);
   if (!handle || !target) {
     const parts: Uint8Array[] = [];
-    await checked(name, digest, response, async (chunk) => void parts.push(chunk), tell);
+    await download(name, digest, response, async (chunk) => void parts.push(chunk), onProgress);
     return new Blob(parts as Uint8Array<ArrayBuffer>[]);
   }
-  // No room, a profile that is being cleared: what cannot be kept is fetched without it.
-  let lost = false;
-  const keeping = <T>(done: Promise<T>) => done.catch((error: unknown) => {
-    lost = true;
+  // The cache may fail at any time (quota, profile being cleared): then download again without it.
+  let cacheFailed = false;
+  const caching = <T>(done: Promise<T>) => done.catch((error: unknown) => {
+    cacheFailed = true;
     throw error;
   });
   try {
-    await checked(name, digest, response, (chunk) => keeping(target.write(chunk as Uint8Array<ArrayBuffer>)), tell);
-    await keeping(target.close());
-    return await keeping(handle.getFile());
+    await download(name, digest, response, (chunk) => caching(target.write(chunk as Uint8Array<ArrayBuffer>)), onProgress);
+    await caching(target.close());
+    return await caching(handle.getFile());
   } catch (error) {
     await target.abort().catch(() => undefined);
-    // Another tab may have kept the file meanwhile; only a name without content is ours to remove.
+    // Another tab may have cached the file meanwhile; remove only an empty file.
     const other = await handle.getFile().catch(() => undefined);
     if (!other?.size) await folder?.removeEntry(digest).catch(() => undefined);
-    else if (lost) return other;
-    if (lost) return await keptFile(name, digest, open, tell, false);
+    else if (cacheFailed) return other;
+    if (cacheFailed) return await cachedFile(name, digest, open, onProgress, false);
     throw error;
   }
 }
 
-/** Hands on the chunks of a response; fails at the end if they are not the file that was meant. */
-async function checked(
+/** Writes the chunks of a response; throws at the end if their sha256 differs. */
+async function download(
   name: string, digest: string, response: Response, write: (chunk: Uint8Array) => Promise<void>,
-  tell: (progress: LoadProgress) => void,
+  onProgress: (progress: LoadProgress) => void,
 ): Promise<void> {
   const length = response.headers.get("Content-Length");
-  // Of a compressed file the length is that of what travels.
+  // With Content-Encoding, Content-Length is the compressed size.
   const total = length && !response.headers.get("Content-Encoding") ? Number(length) : undefined;
   const hash = new Sha256();
   let loaded = 0;
@@ -73,19 +73,19 @@ async function checked(
     hash.add(next.value);
     await write(next.value);
     loaded += next.value.length;
-    tell({ file: name, loaded, total, cached: false });
+    onProgress({ file: name, loaded, total, cached: false });
   }
-  if (hash.digest() !== digest) throw notTheFile(name);
+  if (hash.digest() !== digest) throw digestMismatch(name);
 }
 
-/** Gives the error for a file with other content than the manifest says. */
-export const notTheFile = (name: string): ArtifactError =>
+/** Returns the error for a file whose sha256 differs from the manifest. */
+export const digestMismatch = (name: string): ArtifactError =>
   new ArtifactError(
-    `${name}: not the file that the manifest names (sha256 differs)\n` +
-      "hint: it was damaged or changed; build the artifacts again",
+    `${name}: sha256 does not match the manifest\n` +
+      "hint: the file is damaged or comes from another build; copy or build the artifacts again",
   );
 
-/** Removes all files that were kept, so that they are fetched again; gives how many there were. */
+/** Deletes all cached weights files; returns how many there were. */
 export async function forgetWeights(): Promise<number> {
   const folder = (await privateFolder()) as (FileSystemDirectoryHandle & { keys(): AsyncIterable<string> }) | undefined;
   const names: string[] = [];
@@ -100,21 +100,21 @@ async function privateFolder(): Promise<FileSystemDirectoryHandle | undefined> {
   try {
     return await (await navigator.storage.getDirectory()).getDirectoryHandle(FOLDER, { create: true });
   } catch {
-    return undefined; // a private window may refuse
+    return undefined; // not available in some private windows
   }
 }
 
 /**
- * Gives bytes that ONNX Runtime may read: of a file, it gets each tensor when it asks for it, so
- * that memory holds the weights once. Only workers can read so; elsewhere all is read at once.
+ * Returns bytes that ONNX Runtime can load. In workers, a `Blob` is read tensor by tensor on access, so that the
+ * weights are in memory once; elsewhere synchronous reads are not available and the whole file is read.
  */
-export async function readable(data: FileData): Promise<Uint8Array> {
+export async function externalBytes(data: FileData): Promise<Uint8Array> {
   if (data instanceof Uint8Array) return data;
   const Reader = (globalThis as { FileReaderSync?: new () => { readAsArrayBuffer(blob: Blob): ArrayBuffer } }).FileReaderSync;
   return Reader ? new PiecewiseBytes(data, new Reader()) : new Uint8Array(await data.arrayBuffer());
 }
 
-/** Looks like all bytes of a file to who asks for its length and for parts of it. */
+/** A `Uint8Array` that reads slices of a file on access; ONNX Runtime only uses its length and `subarray`. */
 class PiecewiseBytes extends Uint8Array {
   readonly #file: Blob;
   readonly #reader: { readAsArrayBuffer(blob: Blob): ArrayBuffer };

@@ -1,2 +1,2 @@
-/** The worker's program. `build.mjs` puts the text of `worker.ts`, with all that it imports, in place of this. */
+/** Source of the worker. `build.mjs` replaces it by the bundled text of `worker.ts`. */
 export const WORKER = "";

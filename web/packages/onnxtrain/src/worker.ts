@@ -1,19 +1,19 @@
-/** The worker's side of `WorkerEngine`. */
+/** The worker that `WorkerEngine` starts: runs a `LocalEngine`. */
 import { LocalEngine } from "./engine.js";
 import { revive } from "./errors.js";
-import type { Reply, Request } from "./remote.js";
 import type { FileData } from "./weights-file.js";
+import type { Reply, Request } from "./worker-engine.js";
 
 const files = new Map<string, { resolve(data: FileData): void; reject(error: Error): void }>();
 let engine: LocalEngine | undefined;
 
 const reply = (message: Reply): void => globalThis.postMessage(message);
 
-/** Asks the page for a file, which it has checked already. */
-const ask = (file: string): Promise<FileData> =>
+/** Requests a file from the page, which verifies it. */
+const requestFile = (file: string): Promise<FileData> =>
   new Promise((resolve, reject) => {
     files.set(file, { resolve, reject });
-    reply({ wanted: file });
+    reply({ requestFile: file });
   });
 
 globalThis.onmessage = async ({ data }: MessageEvent<Request>): Promise<void> => {
@@ -35,8 +35,8 @@ globalThis.onmessage = async ({ data }: MessageEvent<Request>): Promise<void> =>
 async function answer(request: Exclude<Request, { file: string }>): Promise<unknown> {
   if ("open" in request) {
     const { manifest, device, roles, values, options } = request.open;
-    const bytes = ask as (file: string) => Promise<Uint8Array>; // all but the file of weights come so
-    engine = await LocalEngine.create({ manifest, file: bytes, data: ask, forget: () => undefined }, device, roles, values, options);
+    const bytes = requestFile as (file: string) => Promise<Uint8Array>; // only the weights file may be a Blob
+    engine = await LocalEngine.create({ manifest, file: bytes, data: requestFile, forget: () => undefined }, device, roles, values, options);
     return undefined;
   }
   const work = (engine as unknown as Record<string, (...args: readonly unknown[]) => unknown>)[request.method];

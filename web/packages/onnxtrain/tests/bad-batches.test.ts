@@ -3,7 +3,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { expect, test } from "vitest";
 import { NonFiniteError, ShapeError, Trainer, type Progress } from "../src/index.js";
-import { classLabels } from "../src/diagnosis.js";
+import { classLabels } from "../src/validation.js";
 import { findModel } from "../src/manifest.js";
 import { fixture, runPython } from "./support.js";
 

@@ -1,6 +1,6 @@
 import { createServer, type IncomingMessage, type Server } from "node:http";
 import type { AddressInfo } from "node:net";
-import { addContent, addObject, digests, readContent, readTree, writeTree, type Content, type Objects } from "../src/flower/objects.js";
+import { addContent, addObject, digests, readContent, readTree, writeTree, type Content, type Objects } from "../src/flower/messages.js";
 import { readMetadata, writeMetadata, type Metadata } from "../src/flower/messages.js";
 import { Fields, textBytes, Writer } from "../src/flower/wire.js";
 

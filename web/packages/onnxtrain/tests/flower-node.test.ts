@@ -4,7 +4,7 @@ import { join } from "node:path";
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import type { HostTensor } from "../src/dtypes.js";
 import { fileNodeStore, FlowerNode, memoryNodeStore, newKey, type FlowerNodeOptions, type NodeStore } from "../src/flower/index.js";
-import type { Content } from "../src/flower/objects.js";
+import type { Content } from "../src/flower/messages.js";
 import { Trainer } from "../src/index.js";
 import { FakeSuperLink } from "./fake-superlink.js";
 import { distance, fixture, type Fixture } from "./support.js";
@@ -212,7 +212,7 @@ test("a hidden page works on, unless it is to pause", async () => {
   }
 });
 
-/** Gives a store that fails from a certain write on, as a program that is killed does. */
+/** Returns a store that fails from a certain write on, as a program that is killed does. */
 function killing(store: NodeStore, word: string): NodeStore & { dead: boolean } {
   const own = {
     dead: false,

@@ -3,11 +3,11 @@ import { gzipSync } from "node:zlib";
 import { build } from "vite";
 import { expect, test } from "vitest";
 import type { HostTensor } from "../src/dtypes.js";
-import { exportKey, importKey, newKey, pem, publicKeyLine, sign, subtle, toDer } from "../src/flower/keys.js";
+import { exportKey, importKey, newKey, pem, publicKeyLine, sign, subtle, toDer } from "../src/flower/connection.js";
 import { makeReply, readMetadata, writeNode, type Metadata } from "../src/flower/messages.js";
-import { readNpy, writeNpy } from "../src/flower/npy.js";
-import { addContent, addObject, readContent, readTree, writeTree, type Content, type Objects } from "../src/flower/objects.js";
-import { readValues, writeValues } from "../src/flower/records.js";
+import { readNpy, writeNpy } from "../src/flower/messages.js";
+import { addContent, addObject, readContent, readTree, writeTree, type Content, type Objects } from "../src/flower/messages.js";
+import { readValues, writeValues } from "../src/flower/messages.js";
 import { Fields, Writer, textBytes } from "../src/flower/wire.js";
 import { runPython, ROOT } from "./support.js";
 

@@ -17,7 +17,7 @@ const graphs = (prefix: string) => ({
   optimizer: new Uint8Array(readFileSync(`${FIXTURES}/graphs/${prefix}optimizer_graph.onnx`)),
 });
 
-/** Gives numbers that are the same in every run. */
+/** Returns numbers that are the same in every run. */
 function generator(seed: number): () => number {
   let s = seed;
   return () => (s = (s * 16807) % 2147483647) / 2147483647;

@@ -23,7 +23,7 @@ const HEADS: Record<string, HeadOptions> = {
   fixed: { inputs: 4, outputs: 2, hidden: [5], batch: ROWS },
 };
 
-/** Gives the same batches here and in Python. */
+/** Returns the same batches here and in Python. */
 function batches({ inputs, classes, outputs, loss }: HeadOptions): Batch[] {
   const width = (classes ?? outputs)!;
   return Array.from({ length: STEPS }, (_, step): Batch => {
@@ -88,14 +88,14 @@ interface Found {
   predicted: number[];
 }
 
-/** Gives the largest difference, in parts of the largest number. */
+/** Returns the largest difference, in parts of the largest number. */
 function relative(a: ArrayLike<number>, b: ArrayLike<number>): number {
   if (a.length !== b.length) return Infinity;
   const size = Math.max(...Array.from(b, Math.abs), 1e-30);
   return Math.max(...Array.from(a, (v, i) => Math.abs(v - b[i]!))) / size;
 }
 
-/** Gives artifacts of which only the models of one target are left, and the plain one. */
+/** Returns artifacts of which only the models of one target are left, and the plain one. */
 async function only(target: string, files: ReadonlyMap<string, Uint8Array>): Promise<Map<string, Uint8Array>> {
   const manifest = JSON.parse(new TextDecoder().decode(files.get("manifest.json"))) as { models: { target: string; role: string }[] };
   manifest.models = manifest.models.filter((m) => m.target === target || m.role === "infer");

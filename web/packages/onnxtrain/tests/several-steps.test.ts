@@ -1,6 +1,6 @@
 import { describe, expect, test } from "vitest";
 import { cosine, readCheckpoint, Trainer, type Progress } from "../src/index.js";
-import { stepsPerCall } from "../src/several-steps.js";
+import { stepsPerCall } from "../src/data.js";
 import { distance, fixture } from "./support.js";
 
 const cases = ["mlp-wasm", "cnn-web", "transformer-wasm", "gru-wasm"].flatMap((m) => ["node", "wasm"].map((d) => [m, d] as const));

@@ -1,6 +1,6 @@
 /** Parts of the site that need no browser. */
 import { expect, test } from "vitest";
-import { eachFile } from "../../../site/src/teach/each-file.js";
+import { eachFile } from "../../../site/src/teach/classes.js";
 import { Alphabet, choose, countOf, LENGTH, pieces } from "../../../site/src/write/characters.js";
 
 const file = (name: string) => new File(["x"], name);

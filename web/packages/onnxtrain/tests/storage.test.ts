@@ -2,7 +2,7 @@
 import { createHash } from "node:crypto";
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import { defaultStore } from "../src/storage.js";
-import { keptFile } from "../src/weights-file.js";
+import { cachedFile } from "../src/weights-file.js";
 
 const CONTENT = new Uint8Array([5, 9, 2]);
 const DIGEST = createHash("sha256").update(CONTENT).digest("hex");
@@ -88,7 +88,7 @@ test("a file is fetched once where it can be kept", async () => {
   const there = folder();
   page(async () => there);
   const { open, times } = fetched();
-  for (let i = 0; i < 2; i++) expect(await bytes(await keptFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
+  for (let i = 0; i < 2; i++) expect(await bytes(await cachedFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
   expect([times(), [...there.files.keys()]]).toEqual([1, [DIGEST]]);
 });
 
@@ -101,7 +101,7 @@ test.each([
   const there = folder(broken);
   page(async () => there);
   const { open } = fetched();
-  expect(await bytes(await keptFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
+  expect(await bytes(await cachedFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
   expect(there.files.size).toBe(0);
 });
 
@@ -114,13 +114,13 @@ test("what another tab kept meanwhile is used, and stays", async () => {
   });
   page(async () => there);
   const { open, times } = fetched();
-  expect(await bytes(await keptFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
+  expect(await bytes(await cachedFile("w", DIGEST, open, () => undefined))).toEqual(CONTENT);
   expect([times(), [...there.files.keys()]]).toEqual([1, [DIGEST]]);
 });
 
 test("a file that is not the one that was meant is refused and not kept", async () => {
   const there = folder();
   page(async () => there);
-  await expect(keptFile("w", "0".repeat(64), fetched().open, () => undefined)).rejects.toThrow("sha256 differs");
+  await expect(cachedFile("w", "0".repeat(64), fetched().open, () => undefined)).rejects.toThrow("sha256 differs");
   expect(there.files.size).toBe(0);
 });

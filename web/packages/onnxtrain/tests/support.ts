@@ -1,14 +1,14 @@
 import { execFileSync } from "node:child_process";
 import { existsSync, readdirSync, readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
-import { readCheckpoint } from "../src/safetensors.js";
+import { readCheckpoint } from "../src/checkpoint.js";
 import type { Batch } from "../src/feeds.js";
 import type { HostTensor } from "../src/dtypes.js";
 
 export const ROOT = fileURLToPath(new URL("../../../..", import.meta.url)).replace(/\/$/, "");
 export const FIXTURES = `${ROOT}/web/.fixtures`;
 
-/** Gives the interpreter that has onnxtrain: `PYTHON`, or that of the repository. */
+/** Returns the interpreter that has onnxtrain: `PYTHON`, or that of the repository. */
 export function python(): string {
   const own = `${ROOT}/.venv/bin/python`;
   return process.env["PYTHON"] ?? (existsSync(own) ? own : "python3");
@@ -36,7 +36,7 @@ export interface Fixture {
 
 export const bytes = (path: string): Uint8Array => new Uint8Array(readFileSync(path));
 
-/** Gives one of the folders that `make_fixtures.py` wrote. */
+/** Returns one of the folders that `make_fixtures.py` wrote. */
 export async function fixture(name: string): Promise<Fixture> {
   const folder = `${FIXTURES}/${name}`;
   const expected = JSON.parse(readFileSync(`${folder}/expected.json`, "utf8")) as Expected;
@@ -50,11 +50,11 @@ export async function fixture(name: string): Promise<Fixture> {
 
 export const MODELS = ["mlp", "mlp-frozen", "cnn", "transformer", "gru"];
 
-/** Gives all files of a folder of artifacts. */
+/** Returns all files of a folder of artifacts. */
 export const filesOf = (folder: string): Map<string, Uint8Array> =>
   new Map(readdirSync(folder).map((name) => [name, bytes(`${folder}/${name}`)]));
 
-/** Gives the largest distance between two lists of numbers. */
+/** Returns the largest distance between two lists of numbers. */
 export const distance = (a: ArrayLike<number>, b: ArrayLike<number>): number => {
   if (a.length !== b.length) return Infinity;
   return Math.max(...Array.from(a, (v, i) => Math.abs(v - b[i]!)));

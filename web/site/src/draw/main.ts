@@ -1,18 +1,15 @@
 import { constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain";
+import { type Told, training, use } from "./code.js";
+import { bytesOf, type Data, type Digits, first, joined, loadDigits, Own, some, VARIANTS } from "./data.js";
+import { best, layBars, showBars, showConfusion, showDigits, showGuesses, showTiles } from "./display.js";
+import { ask, type Choice, firstLayer, grownNet, openNet } from "./net.js";
+import { Pad } from "./pad.js";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
-import { $, positive, show, text, whole } from "../shell/dom.js";
+import { $, attempt, positive, say, show, text, whole } from "../shell/dom.js";
 import { Run } from "../shell/run.js";
 import { softmax } from "../shell/softmax.js";
-import { attempt, say } from "../shell/status.js";
 import { calm, onTheme } from "../shell/theme.js";
-import { layBars, showBars } from "./bars.js";
-import { training, use, type Told } from "./code.js";
-import { bytesOf, first, joined, loadDigits, some, type Data, type Digits } from "./digits.js";
-import { ask, firstLayer, grownNet, openNet, type Choice } from "./net.js";
-import { Own, VARIANTS } from "./own.js";
-import { Pad } from "./pad.js";
-import { best, showConfusion, showDigits, showGuesses, showTiles } from "./pictures.js";
 
 /** Digits that are shown. */
 const SHOWN = 30;
@@ -42,7 +39,7 @@ const choice = (): Choice => ({
 });
 const slot = () => `draw-${text("data")}-${text("model")}`;
 
-/** Gives the settings of a run; the error names the one that cannot be. */
+/** Returns the settings of a run; the error names the one that cannot be. */
 const settings = () => ({
   epochs: whole("epochs"), batchSize: whole("batch"), schedule: SCHEDULES[text("schedule")]!(positive("lr")),
   rows: whole("rows"), tests: whole("tests"), pace: calm() ? undefined : Number(text("pace")) || undefined,

@@ -1,7 +1,6 @@
 /** The nets that learn digits: one made here by `createHead`, or one that Python built. */
-import { createHead, Trainer, type HostTensor } from "onnxtrain";
-import { siteFile } from "../shell/dom.js";
-import { say } from "../shell/status.js";
+import { createHead, type HostTensor, Trainer } from "onnxtrain";
+import { say, siteFile } from "../shell/dom.js";
 
 export interface Choice {
   readonly model: string;
@@ -34,7 +33,7 @@ export async function grownNet(old: Trainer, choice: Choice): Promise<Trainer> {
   return next;
 }
 
-/** Gives images of what the first layer looks for, where it looks at pixels, and how many sides they have. */
+/** Returns images of what the first layer looks for, where it looks at pixels, and how many sides they have. */
 export async function firstLayer(trainer: Trainer): Promise<{ tiles: Float32Array[]; side: number } | undefined> {
   const weights = trainer.parameters.find((p) => p.name === "layers.0.weight" || p.name === "conv1.weight");
   if (!weights) return undefined;
@@ -46,7 +45,7 @@ export async function firstLayer(trainer: Trainer): Promise<{ tiles: Float32Arra
   };
 }
 
-/** Gives logits of images, `classes` numbers each. */
+/** Returns logits of images, `classes` numbers each. */
 export async function ask(trainer: Trainer, image: Float32Array): Promise<Float32Array> {
   const { logits } = await trainer.predict({ [trainer.inputs[0]!]: image });
   return logits!.data as Float32Array;

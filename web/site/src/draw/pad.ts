@@ -66,12 +66,12 @@ export class Pad {
     this.#onChange();
   }
 
-  /** Gives the drawing as pixels from 0 to 1. */
+  /** Returns the drawing as pixels from 0 to 1. */
   pixels(size: number): Float32Array {
     return fitted(this.#pen, size);
   }
 
-  /** Gives the drawing and others like it: turned, slanted, wider or narrower, as another hand would draw it. */
+  /** Returns the drawing and others like it: turned, slanted, wider or narrower, as another hand would draw it. */
   variants(size: number, count: number): Float32Array[] {
     const { width, height } = this.#canvas;
     const other = document.createElement("canvas");

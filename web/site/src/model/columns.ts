@@ -33,7 +33,7 @@ export function numbered(cells: readonly string[]): { data: Float64Array; words:
   return { data: Float64Array.from(cells, (c) => places.get(c)!), words };
 }
 
-/** Gives each tensor that a model takes its numbers from a table; the error names the tensor and the column. */
+/** Returns each tensor that a model takes its numbers from a table; the error names the tensor and the column. */
 export function columnsFor(specs: readonly TensorSpec[], table: Table): Fitted {
   const words = new Map<string, readonly string[]>();
   const columns = table.kind === "arrays" ? fromArrays(specs, table, words) : fromColumns(specs, table, words);
@@ -120,7 +120,7 @@ function joined(t: TensorSpec, names: string[], table: Extract<Table, { kind: "c
   return { data, dims: [rows, ...tail], dtype: "float64" };
 }
 
-/** Gives rows `from` to `to` of every column. */
+/** Returns rows `from` to `to` of every column. */
 export function rowsOf(columns: Columns, from: number, to: number): Columns {
   return Object.fromEntries(Object.entries(columns).map(([name, c]) => {
     const width = c.dims.slice(1).reduce((a, b) => a * b, 1);
@@ -129,7 +129,7 @@ export function rowsOf(columns: Columns, from: number, to: number): Columns {
   }));
 }
 
-/** Gives the columns in another order of rows, the same for all; numbers from the same seed are the same. */
+/** Returns the columns in another order of rows, the same for all; numbers from the same seed are the same. */
 export function shuffled(columns: Columns, seed = 1): Columns {
   const n = Object.values(columns)[0]!.dims[0]!;
   const order = Array.from({ length: n }, (_, i) => i);

@@ -1,16 +1,74 @@
 import { Artifacts, constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain";
+import { inPage, inPython, type Told } from "./code.js";
+import { rowsOf, type Table } from "./columns.js";
+import { readTable, TABLES } from "./tables.js";
+import { batchSpecs, explained, likelyTarget, open, rowCount, type Task, taskFor, taskWithHead } from "./task.js";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
-import { $, make, positive, show, siteFile, text, whole } from "../shell/dom.js";
+import { $, attempt, make, positive, say, show, siteFile, text, whole } from "../shell/dom.js";
 import { Run } from "../shell/run.js";
-import { attempt, say } from "../shell/status.js";
-import { showAnswers } from "./answers.js";
-import { inPage, inPython, type Told } from "./code.js";
-import type { Table } from "./columns.js";
-import { dropZone } from "./files.js";
-import { likelyTarget } from "./head.js";
-import { readTable, TABLES } from "./table.js";
-import { batchSpecs, explained, open, rowCount, taskFor, taskWithHead, type Task } from "./task.js";
+
+/** What the model says about rows that it was not trained on. */
+
+const SHOWN = 12;
+
+/** Shows rows with what they are and what the model says. */
+export async function showAnswers(trainer: Trainer, task: Task): Promise<void> {
+  const specs = batchSpecs(task.artifacts);
+  const count = Math.min(SHOWN, rowCount(task.test));
+  const rows = rowsOf(task.test, 0, count);
+  const inputs = specs.filter((t) => t.role === "input").map((t) => [t.name, rows[t.name]!] as const);
+  const target = specs.find((t) => t.role === "target");
+  const output = Object.values(await trainer.predict(Object.fromEntries(inputs)))[0];
+  if (!output || !target || output.dims[0] !== count) return;
+  const width = output.data.length / count;
+  const words = task.fitted.words.get(target.name);
+  const whole = /int/.test(target.dtype) && rows[target.name]!.data.length === count;
+  const lines = Array.from({ length: count }, (_, r) => {
+    const values = Array.from(output.data.subarray(r * width, (r + 1) * width), Number);
+    const is = Number(rows[target.name]!.data[r * (rows[target.name]!.data.length / count)]);
+    const says = whole ? values.indexOf(Math.max(...values)) : values[0]!;
+    const name = (v: number) => (whole ? (words?.[v] ?? String(v)) : v.toPrecision(4));
+    return make("tr", { className: whole ? (is === says ? "right" : "wrong") : "" },
+      make("td", {}, String(r + 1)), make("td", {}, name(is)), make("td", {}, `${name(says)}${whole ? (is === says ? " ✓" : " ✗") : ""}`));
+  });
+  $("answers").hidden = false;
+  $("answer-rows").replaceChildren(...lines);
+}
+
+/** Files that a person drops or chooses. */
+
+/** Returns all files of what was dropped, those of folders too. */
+export async function dropped(transfer: DataTransfer): Promise<File[]> {
+  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry()).filter((entry) => entry !== null);
+  const read = async (entry: FileSystemEntry): Promise<File[]> => {
+    if (entry.isFile) return [await new Promise<File>((resolve, reject) => (entry as FileSystemFileEntry).file(resolve, reject))];
+    const reader = (entry as FileSystemDirectoryEntry).createReader();
+    const inner: FileSystemEntry[] = [];
+    // Browsers give a hundred at a time.
+    for (;;) {
+      const some = await new Promise<FileSystemEntry[]>((resolve, reject) => reader.readEntries(resolve, reject));
+      if (!some.length) break;
+      inner.push(...some);
+    }
+    return (await Promise.all(inner.map(read))).flat();
+  };
+  return (await Promise.all(entries.map(read))).flat();
+}
+
+/** Makes an element a place to drop files on. */
+export function dropZone(zone: HTMLElement, got: (files: Promise<File[]>) => void): void {
+  zone.ondragover = (event) => {
+    event.preventDefault();
+    zone.classList.add("over");
+  };
+  zone.ondragleave = () => zone.classList.remove("over");
+  zone.ondrop = (event) => {
+    event.preventDefault();
+    zone.classList.remove("over");
+    got(dropped(event.dataTransfer!));
+  };
+}
 
 /** Steps that a first run has, about. */
 const STEPS = 400;

@@ -1,8 +1,8 @@
 /** The net as a picture: a column per layer, a small plane per neuron, a line per weight. */
-import { $, make } from "../shell/dom.js";
-import { color, rgb } from "../shell/theme.js";
 import { paintNeuron, palette } from "./field.js";
 import type { Layer } from "./net.js";
+import { $, make } from "../shell/dom.js";
+import { color, rgb } from "../shell/theme.js";
 
 /** Places per side of a neuron's picture. */
 export const NEURON = 20;

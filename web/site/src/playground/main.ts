@@ -1,14 +1,13 @@
-import { Chart } from "../shell/chart.js";
-import { codePanel } from "../shell/code-panel.js";
-import { $, show } from "../shell/dom.js";
-import { attempt, fail, say } from "../shell/status.js";
-import { calm, color, onTheme } from "../shell/theme.js";
 import { listing } from "./code.js";
 import { drawNet, layOut, MOST, NEURON } from "./diagram.js";
 import { drawDots, paint, palette } from "./field.js";
 import { Net, type Shape } from "./net.js";
-import { drawPoints, SETS, withPoint, type Points } from "./points.js";
+import { drawPoints, type Points, SETS, withPoint } from "./points.js";
 import { address, pen, readAddress, readControls, settings, showPens, showSets } from "./settings.js";
+import { Chart } from "../shell/chart.js";
+import { codePanel } from "../shell/code-panel.js";
+import { $, attempt, fail, say, show } from "../shell/dom.js";
+import { calm, color, onTheme } from "../shell/theme.js";
 
 /** How long the steps of one picture may take, and how often the numbers change, in ms. */
 const BUDGET = 10;

@@ -27,7 +27,7 @@ const CURVES: Record<Activation, (v: number) => number> = {
   gelu: (v) => 0.5 * v * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (v + 0.044715 * v ** 3))),
 };
 
-/** Gives what `createHead` is asked for; the code panel shows the same. */
+/** Returns what `createHead` is asked for; the code panel shows the same. */
 export const headOptions = ({ classes, hidden, activation, decay, seed }: Shape): HeadOptions =>
   ({ inputs: 2, classes, hidden, activation, seed, optimizer: { name: "adamw", weightDecay: decay } });
 
@@ -58,13 +58,13 @@ export class Net {
     return (await this.trainer.step({ x, labels })).loss;
   }
 
-  /** Gives loss and accuracy over points. */
+  /** Returns loss and accuracy over points. */
   async judge(points: Points): Promise<{ loss: number; accuracy: number }> {
     const { loss, accuracy } = await this.trainer.evaluate({ x: points.x, labels: Int32Array.from(points.labels) }, { batchSize: points.labels.length });
     return { loss, accuracy: accuracy! };
   }
 
-  /** Gives the probabilities of the classes at every place of the plane. */
+  /** Returns the probabilities of the classes at every place of the plane. */
   async plane(): Promise<Float32Array> {
     const { logits } = await this.trainer.predict({ x: PLANE });
     return softmax(logits!.data as Float32Array, this.shape.classes);
@@ -77,7 +77,7 @@ export class Net {
     })));
   }
 
-  /** Gives what every hidden neuron says over the plane, `side` places per side, from -1 to 1. */
+  /** Returns what every hidden neuron says over the plane, `side` places per side, from -1 to 1. */
   neurons(layers: readonly Layer[], side: number): Float32Array[][] {
     const at = (i: number) => (2 * (i + 0.5)) / side - 1;
     let before = [0, 1].map((axis) => Float32Array.from({ length: side * side }, (_, i) => (axis ? -at(Math.floor(i / side)) : at(i % side))));
@@ -100,7 +100,7 @@ export class Net {
   }
 }
 
-/** Gives values from -1 to 1. */
+/** Returns values from -1 to 1. */
 function scaled(values: Float32Array, activation: Activation): Float32Array {
   if (activation === "sigmoid") return values.map((v) => 2 * v - 1);
   const most = activation === "tanh" ? 1 : values.reduce((a, v) => Math.max(a, Math.abs(v)), 1e-6);

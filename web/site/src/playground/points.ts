@@ -4,7 +4,7 @@ export interface Points {
   readonly labels: Uint8Array;
 }
 
-/** Gives numbers from 0 to 1, the same for the same seed. */
+/** Returns numbers from 0 to 1, the same for the same seed. */
 export function random(seed: number): () => number {
   let s = (seed * 2654435761) >>> 0;
   return () => {
@@ -15,7 +15,7 @@ export function random(seed: number): () => number {
   };
 }
 
-/** Gives a number drawn from the normal distribution. */
+/** Returns a number drawn from the normal distribution. */
 export const normal = (next: () => number): number => Math.sqrt(-2 * Math.log(1 - next())) * Math.cos(2 * Math.PI * next());
 
 type Place = (k: number, classes: number, next: () => number) => [number, number];
@@ -71,7 +71,7 @@ export function drawPoints(set: string, count: number, noise: number, seed: numb
   return { x, labels };
 }
 
-/** Gives points with one more at the end. */
+/** Returns points with one more at the end. */
 export const withPoint = (points: Points, at: readonly [number, number], label: number): Points => ({
   x: Float32Array.of(...points.x, ...at),
   labels: Uint8Array.of(...points.labels, label),

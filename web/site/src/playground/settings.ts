@@ -1,9 +1,9 @@
 /** What a person chose, as the controls and the address of the page have it. */
-import { $, make, text } from "../shell/dom.js";
-import { palette } from "./field.js";
 import { MOST } from "./diagram.js";
+import { palette } from "./field.js";
 import type { Activation } from "./net.js";
 import { drawPoints, SETS } from "./points.js";
+import { $, make, text } from "../shell/dom.js";
 
 export interface Settings {
   set: string;
@@ -56,7 +56,7 @@ export function readControls(): void {
   $("count-shown").textContent = String(settings.count);
 }
 
-/** Gives the address of the page with these settings. */
+/** Returns the address of the page with these settings. */
 export function address(): string {
   const { set, hidden, seed, pace } = settings;
   const given = new URLSearchParams({ set, hidden: hidden.join("-"), seed: String(seed), pace: String(pace) });
@@ -94,6 +94,6 @@ export function showPens(classes: number): void {
     make("span", {}, make("span", { className: `swatch class-${k}` }), names[k]!))));
 }
 
-/** Gives the class of points that are added. */
+/** Returns the class of points that are added. */
 export const pen = (): number => Number(document.querySelector<HTMLInputElement>("[name=pen]:checked")?.value ?? 0);
 

@@ -40,7 +40,7 @@ export class Runner {
     return runner;
   }
 
-  /** Gives the outputs by name. */
+  /** Returns the outputs by name. */
   async run(feeds: Question["feeds"]): Promise<Answer["outputs"]> {
     return (await this.#ask({ feeds: feeds! })).outputs;
   }

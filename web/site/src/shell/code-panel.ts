@@ -1,7 +1,6 @@
 /** "Here is the code that did this": the program behind a page, and the files that it made. */
 import "./code-panel.css";
-import { download, make } from "./dom.js";
-import { attempt } from "./status.js";
+import { attempt, download, make } from "./dom.js";
 
 /** A program that the person may read, copy and take along; it may depend on settings. */
 export interface Listing {

@@ -1,8 +1,7 @@
 /** A run that a person watches: numbers, chart, Pause and Stop (`#pause`, `#stop`, `#loss`, `#accuracy`, ...). */
 import type { Dataset, Schedule, Trainer } from "onnxtrain";
 import type { Chart } from "./chart.js";
-import { $, show } from "./dom.js";
-import { fail, say } from "./status.js";
+import { $, fail, say, show } from "./dom.js";
 
 /** How often numbers and chart change, in ms. */
 const NUMBERS = 100;

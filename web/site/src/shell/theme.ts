@@ -3,7 +3,7 @@ const changed = new EventTarget();
 const system = matchMedia("(prefers-color-scheme: dark)");
 system.addEventListener("change", () => changed.dispatchEvent(new Event("change")));
 
-/** Tells whether the page is dark: by the person's choice, or as the system is. */
+/** Returns whether the page is dark: by the person's choice, or as the system is. */
 export function isDark(): boolean {
   const { theme } = document.documentElement.dataset;
   return theme ? theme === "dark" : system.matches;
@@ -27,18 +27,18 @@ export const onTheme = (redraw: () => void): void => changed.addEventListener("c
 const probe = document.createElement("span");
 probe.hidden = true;
 
-/** Gives a colour of style.css, such as `--accent`, as the theme has it now: `rgb(...)`. */
+/** Returns a colour of style.css, such as `--accent`, as the theme has it now: `rgb(...)`. */
 export function color(name: string): string {
   if (!probe.isConnected) document.body.append(probe);
   probe.style.color = `var(${name})`;
   return getComputedStyle(probe).color;
 }
 
-/** Gives a colour of style.css as red, green and blue, 0 to 255. */
+/** Returns a colour of style.css as red, green and blue, 0 to 255. */
 export function rgb(name: string): [number, number, number] {
   const [r = 0, g = 0, b = 0] = (color(name).match(/[\d.]+/g) ?? []).map(Number);
   return [r, g, b];
 }
 
-/** Tells whether the person wants little motion. */
+/** Returns whether the person wants little motion. */
 export const calm = (): boolean => matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -1,9 +1,9 @@
 /** The picture of the start page: a net that learns, while the page is looked at. */
-import { show, $ } from "../shell/dom.js";
-import { calm, onTheme } from "../shell/theme.js";
 import { drawDots, paint, palette } from "../playground/field.js";
 import { Net } from "../playground/net.js";
 import { drawPoints } from "../playground/points.js";
+import { $, show } from "../shell/dom.js";
+import { calm, onTheme } from "../shell/theme.js";
 
 const SHAPE = { classes: 2, hidden: [12, 8], activation: "tanh", decay: 0, seed: 3 } as const;
 /** Steps per picture, and after how many it has learned enough. */

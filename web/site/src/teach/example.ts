@@ -1,5 +1,5 @@
 /** Examples that the page draws itself, for people without a camera at hand. */
-import { SIZE } from "./eye.js";
+import { SIZE } from "./backbone.js";
 
 const between = (a: number, b: number) => a + (b - a) * Math.random();
 type Context = OffscreenCanvasRenderingContext2D;

@@ -1,18 +1,15 @@
 /** Classes of one's own: examples, a head that is trained here, and what it says. */
 import { createHead, Trainer } from "onnxtrain";
+import { Eye, join, SIZE, small } from "./backbone.js";
+import { type Class, ClassList, eachFile } from "./classes.js";
+import { teaching, using } from "./code.js";
+import { draw, DRAWINGS } from "./example.js";
+import { Ear } from "./sound.js";
+import { openCamera } from "../runner/camera.js";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
-import { $, make, show } from "../shell/dom.js";
+import { $, attempt, fail, make, say, show } from "../shell/dom.js";
 import { softmax } from "../shell/softmax.js";
-import { attempt, fail, say } from "../shell/status.js";
-import { openCamera } from "../runner/camera.js";
-import { ClassList, type Class } from "./classes.js";
-import { eachFile } from "./each-file.js";
-import { draw, DRAWINGS } from "./example.js";
-import { Eye, SIZE, small } from "./eye.js";
-import { join } from "./join.js";
-import { teaching, using } from "./listing.js";
-import { Ear } from "./sound.js";
 
 type Source = "camera" | "microphone" | "pictures";
 const EPOCHS = 40;
@@ -52,14 +49,14 @@ const list = new ClassList($("classes"), {
   },
 });
 
-/** Gives what is missing before anything can be learned. */
+/** Returns what is missing before anything can be learned. */
 function ready(): string | undefined {
   if (list.classes.length < 2) return "two classes are needed";
   const empty = list.classes.find((c) => c.examples.length === 0);
   return empty ? `${empty.name} has no examples yet` : undefined;
 }
 
-/** Gives what the camera or the microphone has at this moment. */
+/** Returns what the camera or the microphone has at this moment. */
 function now(): ImageData {
   if (source === "microphone" && ear) return ear.picture();
   if (source === "camera" && video.videoWidth) return small(video, video.videoWidth, video.videoHeight);

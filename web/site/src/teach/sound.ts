@@ -9,7 +9,7 @@ const [LOW, HIGH] = [80, 8000];
 const mel = (hertz: number) => Math.log10(1 + hertz / 700);
 const hertz = (m: number) => 700 * (10 ** m - 1);
 
-/** Gives how bright each of 64 bands of pitch is, high ones first, from the strengths of frequencies in dB. */
+/** Returns how bright each of 64 bands of pitch is, high ones first, from the strengths of frequencies in dB. */
 export function bands(decibels: Float32Array, rate: number): Uint8ClampedArray {
   const out = new Uint8ClampedArray(SIZE);
   const width = rate / 2 / decibels.length;

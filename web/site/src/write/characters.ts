@@ -5,7 +5,7 @@ export const LENGTH = 64;
 export const CHARACTERS = 128;
 const RARE = "\u25a1";
 
-/** Gives how many characters a text has; signs of some scripts, and emoji, are two in a string's length. */
+/** Returns how many characters a text has; signs of some scripts, and emoji, are two in a string's length. */
 export const countOf = (text: string): number => {
   let count = 0;
   for (const _ of text) count++;

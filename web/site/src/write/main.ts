@@ -1,13 +1,43 @@
-/** A character model learns a text and types what it knows. */
+import sonnets from "./sonnets.txt?raw";
 import { Trainer } from "onnxtrain";
+import { Alphabet, CHARACTERS, choose, countOf, LENGTH, pieces } from "./characters.js";
+import { program, python } from "./code.js";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
-import { $, make, show, siteFile, text } from "../shell/dom.js";
-import { attempt, fail, say } from "../shell/status.js";
-import { Alphabet, CHARACTERS, choose, countOf, LENGTH, pieces } from "./characters.js";
-import { program, python } from "./listing.js";
-import { fromLink, toLink } from "./settings.js";
-import sonnets from "./sonnets.txt?raw";
+import { $, attempt, fail, make, say, show, siteFile, text } from "../shell/dom.js";
+
+/** The settings of the page, and the link that holds them. */
+
+const NAMES = ["temperature", "rate", "begin", "device"] as const;
+/** A link with a longer text is one that programs cut off. */
+const LONGEST = 6000;
+
+/** Sets what the address says after its `#`; gives the text to learn, if it has one. */
+export function fromLink(hash: string): string | undefined {
+  const given = new URLSearchParams(hash.replace(/^#/, ""));
+  for (const name of NAMES) {
+    const field = $<HTMLInputElement | HTMLSelectElement>(name);
+    const value = given.get(name);
+    if (value === null) continue;
+    const before = field.value;
+    field.value = value;
+    // What is no choice of a list leaves it empty.
+    if (field.value === "" && value !== "") field.value = before;
+  }
+  return given.get("text") ?? undefined;
+}
+
+/** Returns the address of this page with its settings. */
+export function toLink(withText: boolean): string {
+  const values = new URLSearchParams(NAMES.map((name) => [name, text(name)]));
+  if (withText) {
+    if (text("source").length > LONGEST) throw new Error(`the text has ${text("source").length} characters, a link holds ${LONGEST}`);
+    values.set("text", text("source"));
+  }
+  return `${location.href.replace(/#.*/, "")}#${values}`;
+}
+
+/** A character model learns a text and types what it knows. */
 
 /** Rows of a batch, steps until the full rate, and characters typed after each step. */
 const ROWS = 16;
@@ -45,7 +75,7 @@ async function open(): Promise<Trainer> {
   return (trainer = await Trainer.create({ artifacts: siteFile("art/writer/"), device: device(), onMessage: say }));
 }
 
-/** Gives the next character's number. */
+/** Returns the next character's number. */
 async function next(model: Trainer, before: readonly number[]): Promise<number> {
   const last = before.slice(-LENGTH);
   const ids = new BigInt64Array(LENGTH);

@@ -1,25 +1,24 @@
-/** A node's part of a round: take the global weights, train on its data, and tell. */
+/** One round on a node: load the global weights, train on local data, return the result. */
+import type { Content, Values } from "./messages.js";
+import { FlowerError } from "./wire.js";
+import { readCheckpoint, stateKey, writeCheckpoint } from "../checkpoint.js";
 import { countRows, type Dataset } from "../data.js";
 import type { HostTensor } from "../dtypes.js";
 import { ofRole, type TensorSpec } from "../manifest.js";
-import { readCheckpoint, stateKey, writeCheckpoint } from "../safetensors.js";
 import type { Trainer } from "../trainer.js";
-import { FlowerError } from "./errors.js";
-import type { Content } from "./objects.js";
-import type { Values } from "./records.js";
 
-/** How a node trains; what is left out is for the server to say. */
+/** Training options of a node; missing ones are set by the server. */
 export interface RoundSettings {
   readonly epochs?: number | undefined;
   readonly batchSize?: number | undefined;
   readonly learningRate?: number | undefined;
   readonly shuffle?: boolean | undefined;
   readonly seed?: number | undefined;
-  /** Whether the optimizer starts each round anew. */
+  /** Whether the optimizer state is reset at the start of each round. Default: `reset`. */
   readonly optimizerState?: "reset" | "keep" | undefined;
 }
 
-/** The slot that the proximal term of FedProx draws parameters to. */
+/** The state slot with the global parameters for FedProx's proximal term. */
 const ANCHOR = "anchor";
 const SEEDS = 2 ** 24;
 
@@ -32,8 +31,8 @@ export class LocalRound {
   readonly #own: RoundSettings;
   readonly #rate: number;
   #start: Uint8Array | undefined;
-  /** Whether the last round left something that the next one needs. */
-  #stays = false;
+  /** Whether the node keeps state between rounds. */
+  #stateful = false;
 
   constructor(trainer: Trainer, data: Dataset, validation: Dataset | undefined, own: RoundSettings) {
     this.#trainer = trainer;
@@ -43,30 +42,30 @@ export class LocalRound {
     this.#rate = trainer.learningRate;
   }
 
-  /** Does what a message asks for. */
+  /** Executes a message and returns the content of the reply. */
   async answer(type: string, content: Content, signal: AbortSignal): Promise<Content> {
     this.#start ??= await this.#trainer.exportCheckpoint();
     const kind = type.split(".")[0];
     if (kind === "query") return { answer: { config: { parameters: this.#trainer.parameters.map((p) => p.name) } } };
     const arrays = content["arrays"];
-    if (!arrays || !("arrays" in arrays)) throw new FlowerError("the message has no arrays");
+    if (!arrays || !("arrays" in arrays)) throw new FlowerError("the message has no arrays record");
     this.#check(arrays.arrays);
     const config = content["config"];
-    const told = config && "config" in config ? config.config : {};
-    if (kind === "train") return await this.#train(arrays.arrays, told, signal);
+    const serverConfig = config && "config" in config ? config.config : {};
+    if (kind === "train") return await this.#train(arrays.arrays, serverConfig, signal);
     if (kind === "evaluate") return await this.#evaluate(arrays.arrays, signal);
-    throw new FlowerError(`messages of type ${type} are not known here`);
+    throw new FlowerError(`unknown message type: ${type}`);
   }
 
-  /** Gives everything that stays with this node between rounds, if something does. */
-  async kept(): Promise<Uint8Array | undefined> {
-    return this.#stays ? await this.#trainer.exportCheckpoint() : undefined;
+  /** Returns the state that the node keeps between rounds, if there is any. */
+  async state(): Promise<Uint8Array | undefined> {
+    return this.#stateful ? await this.#trainer.exportCheckpoint() : undefined;
   }
 
-  /** Goes on from what `kept` gave before a reload. */
-  async restore(kept: Uint8Array): Promise<void> {
+  /** Restores the result of `state` after a reload. */
+  async restore(state: Uint8Array): Promise<void> {
     this.#start ??= await this.#trainer.exportCheckpoint();
-    await this.#trainer.importCheckpoint(kept, "what this node kept");
+    await this.#trainer.importCheckpoint(state, "the saved state of this node");
   }
 
   #check(arrays: Arrays): void {
@@ -74,24 +73,24 @@ export class LocalRound {
     const known = new Map([...parameters, ...buffers].map((w) => [w.name, w]));
     const odd = [
       ...parameters.filter((p) => !(p.name in arrays)).map((p) => `'${p.name}' is missing`),
-      ...Object.keys(arrays).filter((name) => !known.has(name)).map((name) => `'${name}' is unknown here`),
+      ...Object.keys(arrays).filter((name) => !known.has(name)).map((name) => `'${name}' is unknown`),
     ];
     if (odd.length) {
       throw new FlowerError(
-        `the server's tensors are not those of these artifacts: ${odd.join("; ")}\n` +
-          "hint: server and clients need artifacts of the same build",
+        `the server's parameters do not match these artifacts: ${odd.join("; ")}\n` +
+          "hint: use artifacts of the same build on the server and all clients",
       );
     }
   }
 
-  async #train(arrays: Arrays, told: Values, signal: AbortSignal): Promise<Content> {
+  async #train(arrays: Arrays, serverConfig: Values, signal: AbortSignal): Promise<Content> {
     const trainer = this.#trainer;
-    const settings = this.#settings(told);
-    const round = Number(told["server-round"] ?? 0);
+    const settings = this.#settings(serverConfig);
+    const round = Number(serverConfig["server-round"] ?? 0);
     const seed = (settings.seed * 1009 + round) % SEEDS;
     const keep = settings.optimizerState === "keep";
-    this.#stays = keep || trainer.manifest.buffers.some((b) => !(b.name in arrays));
-    await this.#take(arrays, keep, seed);
+    this.#stateful = keep || trainer.manifest.buffers.some((b) => !(b.name in arrays));
+    await this.#load(arrays, keep, seed);
     trainer.learningRate = settings.learningRate;
     const first = trainer.globalStep;
     const names = this.#metricNames();
@@ -120,20 +119,20 @@ export class LocalRound {
     return { metrics: { metrics: { "num-examples": rows, ...found } } };
   }
 
-  #settings(told: Values): Required<{ [K in keyof RoundSettings]: NonNullable<RoundSettings[K]> }> {
-    const mu = Number(told["proximal-mu"] ?? this.#proximal());
+  #settings(serverConfig: Values): Required<{ [K in keyof RoundSettings]: NonNullable<RoundSettings[K]> }> {
+    const mu = Number(serverConfig["proximal-mu"] ?? this.#proximal());
     if (mu !== this.#proximal()) {
-      throw new FlowerError(`the server asks for a proximal term of ${mu}, these artifacts have ${this.#proximal()}`);
+      throw new FlowerError(`the server sets proximal-mu to ${mu}, but these artifacts were built with ${this.#proximal()}`);
     }
     const own = this.#own;
-    const number = (name: string, usual: number) => Number(told[name] ?? usual);
-    const state = own.optimizerState ?? told["optimizer-state"] ?? "reset";
-    if (state !== "reset" && state !== "keep") throw new FlowerError(`no such optimizer-state: ${String(state)}`);
+    const number = (name: string, fallback: number) => Number(serverConfig[name] ?? fallback);
+    const state = own.optimizerState ?? serverConfig["optimizer-state"] ?? "reset";
+    if (state !== "reset" && state !== "keep") throw new FlowerError(`unknown optimizer-state: '${String(state)}' (expected reset or keep)`);
     return {
       epochs: own.epochs ?? number("epochs", 1),
       batchSize: own.batchSize ?? number("batch-size", 32),
       learningRate: own.learningRate ?? number("lr", this.#rate),
-      shuffle: own.shuffle ?? ((told["shuffle"] ?? true) as boolean),
+      shuffle: own.shuffle ?? ((serverConfig["shuffle"] ?? true) as boolean),
       seed: own.seed ?? number("seed", 0),
       optimizerState: state,
     };
@@ -143,12 +142,12 @@ export class LocalRound {
     return Number((this.#trainer.manifest.optimizer as { proximal?: number }).proximal ?? 0);
   }
 
-  /** Sets the global weights; all else is as at the start, or as this node left it. */
-  async #take(arrays: Arrays, keep: boolean, seed: number): Promise<void> {
+  /** Loads the global weights; optimizer state and buffers come from the first checkpoint or from the last round. */
+  async #load(arrays: Arrays, keep: boolean, seed: number): Promise<void> {
     const trainer = this.#trainer;
     const { tensors, meta } = await readCheckpoint(keep ? await trainer.exportCheckpoint() : this.#start!);
     const all = new Map(tensors);
-    // Running statistics that do not travel stay with the node.
+    // Running statistics that the server does not aggregate stay local.
     for (const { name } of trainer.manifest.buffers) all.set(name, arrays[name] ?? (await trainer.getParameter(name)));
     for (const [name, tensor] of Object.entries(arrays)) all.set(name, tensor);
     for (const { parameter, slot } of trainer.manifest.state) {

@@ -1,17 +1,17 @@
-/** Where a node keeps its key, its id and its unfinished work, so that it survives a reload. */
+/** Storage for the key, id and unfinished work of a node, so that it survives a reload. */
+import { exportKey, importKey } from "./connection.js";
 import { nodeModule } from "../artifacts.js";
-import { exportKey, importKey } from "./keys.js";
 
 export interface NodeStore {
-  /** Gives what was put there; `undefined` if there is nothing. */
+  /** Returns a stored value, or `undefined`. */
   get(name: string): Promise<unknown>;
   put(name: string, value: unknown): Promise<void>;
   remove(name: string): Promise<void>;
-  /** Whether keys have to be given as text, since it cannot hold a `CryptoKey`. */
+  /** Whether keys are stored as text because the store cannot hold a `CryptoKey`. */
   readonly text?: boolean;
 }
 
-/** Keeps things as long as the program runs. */
+/** Stores values in memory. */
 export function memoryNodeStore(): NodeStore {
   const values = new Map<string, unknown>();
   return {
@@ -27,7 +27,7 @@ export function memoryNodeStore(): NodeStore {
   };
 }
 
-/** Keeps things in IndexedDB, which also holds keys that scripts cannot read. */
+/** Stores values in IndexedDB, which can hold keys that are not extractable. */
 export function databaseNodeStore(database = "onnxtrain-flower"): NodeStore {
   const settled = <T>(request: IDBRequest<T>) =>
     new Promise<T>((resolve, reject) => {
@@ -51,7 +51,7 @@ export function databaseNodeStore(database = "onnxtrain-flower"): NodeStore {
   };
 }
 
-/** Keeps things as files of a folder, in Node. Whoever reads them is this node. */
+/** Stores values as files of a directory, in Node. They contain the private key: anyone who can read them can act as this node. */
 export function fileNodeStore(folder: string): NodeStore {
   const modules = async () => {
     const fs = await import(/* @vite-ignore */ nodeModule("fs/promises")) as typeof import("node:fs/promises");
@@ -82,7 +82,7 @@ export function fileNodeStore(folder: string): NodeStore {
   };
 }
 
-/** Who a node is. */
+/** Key and id of a node. */
 export interface Identity {
   readonly key: CryptoKeyPair;
   readonly id: bigint | undefined;

@@ -1,6 +1,22 @@
-/** Protocol buffers, as far as Flower's messages need them. */
+import { OnnxTrainError } from "../errors.js";
 import { concat } from "../sha256.js";
-import { FlowerError } from "./errors.js";
+
+/** The SuperLink is unreachable, rejects this node, or does not speak the protocol of Flower 1.40 to 1.42. */
+export class FlowerError extends OnnxTrainError {
+  override name = "FlowerError";
+  /** HTTP status; 0 if there was no response. */
+  readonly status: number;
+  /** Flower's error code; 0 if there is none. */
+  readonly code: number;
+
+  constructor(message: string, status = 0, code = 0) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+// The part of the protobuf wire format that Flower's messages use.
 
 const encoder = new TextEncoder();
 const decoder = new TextDecoder();
@@ -8,7 +24,7 @@ const decoder = new TextDecoder();
 export const textBytes = (text: string): Uint8Array => encoder.encode(text);
 export const bytesText = (bytes: Uint8Array): string => decoder.decode(bytes);
 
-/** Gives a whole number below 2^64 in groups of seven bits. */
+/** Encodes an unsigned 64-bit integer as a varint. */
 export function varint(value: bigint): Uint8Array {
   const out: number[] = [];
   let rest = BigInt.asUintN(64, value);
@@ -17,11 +33,11 @@ export function varint(value: bigint): Uint8Array {
   return Uint8Array.from(out);
 }
 
-/** Gives a signed number so that small ones stay small: 0, -1, 1, -2 become 0, 1, 2, 3. */
+/** Zigzag encoding of signed integers: 0, -1, 1, -2 become 0, 1, 2, 3. */
 export const zigzag = (value: bigint): bigint => (value < 0n ? -2n * value - 1n : 2n * value);
 export const unzigzag = (value: bigint): bigint => (value & 1n ? -((value + 1n) >> 1n) : value >> 1n);
 
-/** Writes fields. Zero and empty ones are left out, as the format wants, unless they are `set`. */
+/** Writes fields. As in proto3, zero and empty values are omitted, except by the `set` methods. */
 export class Writer {
   readonly #parts: Uint8Array[] = [];
 
@@ -60,7 +76,7 @@ export class Writer {
     return this.bytes(field, textBytes(value));
   }
 
-  /** Takes the fields of another message as a field of this one. */
+  /** Writes another message as a field of this one. */
   message(field: number, inner: Writer): this {
     return this.setBytes(field, inner.done());
   }
@@ -72,10 +88,10 @@ export class Writer {
 
 type Value = bigint | number | Uint8Array;
 
-/** Fields that were read, by their numbers; the last of several counts where one is asked for. */
+/** Parsed fields by number. For repeated fields the getters of single values return the last one. */
 export class Fields {
   readonly #values = new Map<number, Value[]>();
-  /** The number of the first field, which tells the kind where one of several is set. */
+  /** The number of the first field: the case of a `oneof`. */
   first = 0;
 
   constructor(data: Uint8Array) {
@@ -102,7 +118,7 @@ export class Fields {
         const size = Number(next());
         const from = take(size);
         value = data.subarray(from, from + size);
-      } else if (type === 5) take(4); // nothing of ours
+      } else if (type === 5) take(4); // 32-bit fields are not used
       else throw broken();
       this.first ||= key >> 3;
       if (value !== undefined) this.#values.set(key >> 3, [...(this.#values.get(key >> 3) ?? []), value]);
@@ -142,7 +158,7 @@ export class Fields {
   }
 }
 
-/** Gives numbers that stand one behind the other. */
+/** Decodes packed varints. */
 export function unpacked(data: Uint8Array): bigint[] {
   const found: bigint[] = [];
   let value = 0n;
@@ -159,4 +175,4 @@ export function unpacked(data: Uint8Array): bigint[] {
 }
 
 const broken = (): FlowerError =>
-  new FlowerError("an answer of the SuperLink cannot be read\nhint: is its Flower from 1.40 to 1.42?");
+  new FlowerError("cannot parse a response of the SuperLink\nhint: the SuperLink must run Flower 1.40 to 1.42");

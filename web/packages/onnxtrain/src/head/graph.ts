@@ -1,10 +1,10 @@
-import { field, node, tensor, text, valueInfo, type Attribute } from "../protobuf.js";
-import { concat } from "../sha256.js";
 import type { TensorSpec } from "../manifest.js";
+import { type Attribute, field, node, tensor, text, valueInfo } from "../protobuf.js";
+import { concat } from "../sha256.js";
 
 type Described = Pick<TensorSpec, "name" | "dtype" | "shape">;
 
-/** A graph under construction. Values are names; `prefix` keeps those of an inner graph apart. */
+/** Builder of an ONNX graph. Values are given by name; `prefix` makes the names of a subgraph unique. */
 export class Graph {
   readonly #nodes: Uint8Array[] = [];
   readonly #constants = new Map<string, { name: string; bytes: Uint8Array }>();
@@ -12,39 +12,39 @@ export class Graph {
 
   constructor(readonly prefix = "") {}
 
-  /** Adds an operator and gives the name of its result. */
+  /** Adds a node with one output and returns the name of the output. */
   op(type: string, inputs: readonly string[], attributes: Readonly<Record<string, Attribute>> = {}, name?: string): string {
     const result = name ?? `${this.prefix}${type}_${this.#count++}`;
     this.add(type, inputs, [result], attributes);
     return result;
   }
 
-  /** Adds an operator with names of its own for what it gives. */
+  /** Adds a node with the given output names. */
   add(type: string, inputs: readonly string[], outputs: readonly string[], attributes: Readonly<Record<string, Attribute>> = {}): void {
     this.#nodes.push(field(1, node(type, inputs, outputs, attributes)));
   }
 
-  /** Gives a float. */
+  /** Returns a float32 scalar constant. */
   float(value: number): string {
     return this.#constant("float32", [], Float32Array.of(value));
   }
 
-  /** Gives floats of a shape. */
+  /** Returns a float32 constant. */
   floats(dims: readonly number[], values: readonly number[]): string {
     return this.#constant("float32", dims, Float32Array.from(values));
   }
 
-  /** Gives one whole number as int64 or int32. */
-  whole(value: number, dtype = "int64"): string {
+  /** Returns an int64 or int32 scalar constant. */
+  integer(value: number, dtype = "int64"): string {
     return this.#constant(dtype, [], dtype === "int32" ? Int32Array.of(value) : BigInt64Array.of(BigInt(value)));
   }
 
-  /** Gives a list of int64, as axes and shapes are. */
+  /** Returns an int64 vector constant, as used for axes and shapes. */
   list(...values: readonly number[]): string {
     return this.#constant("int64", [values.length], BigInt64Array.from(values, BigInt));
   }
 
-  /** Gives the numbers from 0 to below `count`, one for each class. */
+  /** Returns the class indices 0, ..., `count` - 1 as a constant [1, count]. */
   classes(count: number, dtype: "int32" | "float32"): string {
     const values = Array.from({ length: count }, (_, i) => i);
     return this.#constant(dtype, [1, count], dtype === "int32" ? Int32Array.from(values) : Float32Array.from(values));
@@ -61,7 +61,7 @@ export class Graph {
     return known.name;
   }
 
-  /** Gives the graph's bytes; tensors in `weights` come last, in their order. */
+  /** Encodes the graph; the tensors in `weights` are its last fields, in order. */
   bytes(name: string, inputs: readonly Described[], outputs: readonly Described[], weights: readonly Uint8Array[] = []): Uint8Array {
     return concat([
       ...this.#nodes, text(2, name), ...[...this.#constants.values()].map((c) => c.bytes),

@@ -1,15 +1,15 @@
-/** A stack of linear layers, forward and backward. */
+/** Forward and backward pass of an MLP. */
 import type { Graph } from "./graph.js";
 
 export type Activation = "relu" | "tanh" | "sigmoid" | "gelu";
 
-interface Slope {
+interface ActivationRule {
   readonly op: string;
-  /** Gives the gradient of what went in (`x`) from that of what came out (`y`). */
+  /** Returns the gradient of the input `x`, given the gradient of the output `y`. */
   backward(g: Graph, x: string, y: string, dy: string): string;
 }
 
-export const ACTIVATIONS: Readonly<Record<Activation, Slope>> = {
+export const ACTIVATIONS: Readonly<Record<Activation, ActivationRule>> = {
   relu: {
     op: "Relu",
     backward: (g, _, y, dy) => g.op("Where", [g.op("Greater", [y, g.float(0)]), dy, g.float(0)]),
@@ -34,41 +34,41 @@ export const ACTIVATIONS: Readonly<Record<Activation, Slope>> = {
   },
 };
 
-/** The names of one layer's weights. */
+/** Names of the parameters of a layer. */
 export interface Layer {
   readonly weight: string;
   readonly bias: string;
 }
 
-/** What the backward pass needs of the forward pass. */
+/** Values that the forward pass saves for the backward pass. */
 export interface Stack {
   readonly output: string;
-  /** What went into each layer, and into the activation before it. */
-  readonly kept: readonly { readonly input: string; readonly before: string }[];
+  /** For each layer: its input, and the input of the activation before it. */
+  readonly carried: readonly { readonly input: string; readonly before: string }[];
 }
 
-/** Adds the layers, with the activation between them, and gives the values that they find. */
+/** Adds the layers with activations between them. */
 export function forward(g: Graph, x: string, layers: readonly Layer[], activation: Activation, output?: string): Stack {
-  const kept: { input: string; before: string }[] = [];
+  const carried: { input: string; before: string }[] = [];
   let [value, before] = [x, ""];
   layers.forEach(({ weight, bias }, i) => {
-    kept.push({ input: value, before });
+    carried.push({ input: value, before });
     const last = i === layers.length - 1;
     before = g.op("Gemm", [value, weight, bias], { transB: 1 }, last ? output : undefined);
     value = last ? before : g.op(ACTIVATIONS[activation].op, [before]);
   });
-  return { output: value, kept };
+  return { output: value, carried };
 }
 
-/** Adds the gradients of all weights, given that of the output; gives them by the weights' names. */
+/** Adds the gradients of all parameters, given the gradient of the output; returns them by parameter name. */
 export function backward(
-  g: Graph, { kept }: Stack, layers: readonly Layer[], activation: Activation, gradient: string,
+  g: Graph, { carried }: Stack, layers: readonly Layer[], activation: Activation, gradient: string,
 ): Map<string, string> {
   const found = new Map<string, string>();
   let dy = gradient;
   for (let i = layers.length - 1; i >= 0; i--) {
     const { weight, bias } = layers[i]!;
-    const { input, before } = kept[i]!;
+    const { input, before } = carried[i]!;
     found.set(weight, g.op("Gemm", [dy, input], { transA: 1 }));
     found.set(bias, g.op("ReduceSum", [dy, g.list(0)], { keepdims: 0 }));
     if (i > 0) dy = ACTIVATIONS[activation].backward(g, before, input, g.op("Gemm", [dy, weight]));

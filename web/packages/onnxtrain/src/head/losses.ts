@@ -1,65 +1,65 @@
-/** Losses of heads with their gradients, in the operators that Python's artifacts have for a target. */
+/** Losses and their gradients, with the same operators as artifacts that are built in Python for wasm and WebGPU. */
 import type { Graph } from "./graph.js";
 
 export type HeadLoss = "cross_entropy" | "bce_with_logits" | "mse" | "l1" | "huber";
-export type Spelling = "wasm" | "webgpu";
+export type Backend = "wasm" | "webgpu";
 
-/** What a loss is computed from. */
-export interface Compared {
+/** Inputs of a loss. */
+export interface LossInputs {
   readonly prediction: string;
   readonly target: string;
-  /** Classes, or numbers of a row. */
+  /** Number of classes or outputs. */
   readonly width: number;
-  /** How many numbers a batch has, where that is fixed. */
+  /** Number of elements of a batch, if it is fixed. */
   readonly size: number | undefined;
-  readonly spelling: Spelling;
+  readonly backend: Backend;
 }
 
-export interface Computed {
+export interface LossOutputs {
   readonly accuracy?: string;
-  /** Adds the gradient of the prediction. */
+  /** Adds the gradient of the prediction and returns its name. */
   backward(): string;
 }
 
-/** Adds a loss under the name `loss`, and the accuracy where there are classes. */
-export function addLoss(g: Graph, name: HeadLoss, of: Compared, names: { loss: string; accuracy: string }): Computed {
-  if (name === "cross_entropy") return (of.spelling === "webgpu" ? onGpu : onCpu)(g, of, names);
+/** Adds a loss, and the accuracy for classification. */
+export function addLoss(g: Graph, name: HeadLoss, of: LossInputs, names: { loss: string; accuracy: string }): LossOutputs {
+  if (name === "cross_entropy") return (of.backend === "webgpu" ? crossEntropyWebGpu : crossEntropyWasm)(g, of, names);
   const { terms, backward } = TERMS[name](g, of);
   g.op("ReduceMean", [terms], { keepdims: 0 }, names.loss);
-  return { backward: () => backward(share(g, of, terms)) };
+  return { backward: () => backward(meanFactor(g, of, terms)) };
 }
 
-/** Gives 1 / the number of terms that the loss is the mean of. */
-function share(g: Graph, { size }: Compared, terms: string): string {
+/** Returns 1 / n for a mean over n terms. */
+function meanFactor(g: Graph, { size }: LossInputs, terms: string): string {
   if (size !== undefined) return g.float(1 / size);
   return g.op("Div", [g.float(1), g.op("Cast", [g.op("Size", [terms])], { to: 1 })]);
 }
 
-interface Terms {
+interface ElementwiseLoss {
   readonly terms: string;
-  /** Gives the gradient of the prediction, given that of each term. */
+  /** Returns the gradient of the prediction, given the gradient of each term. */
   backward(each: string): string;
 }
 
-const TERMS: Readonly<Record<Exclude<HeadLoss, "cross_entropy">, (g: Graph, of: Compared) => Terms>> = {
+const TERMS: Readonly<Record<Exclude<HeadLoss, "cross_entropy">, (g: Graph, of: LossInputs) => ElementwiseLoss>> = {
   mse: (g, { prediction, target }) => {
     const d = g.op("Sub", [prediction, target]);
     return { terms: g.op("Mul", [d, d]), backward: (each) => g.op("Mul", [g.op("Mul", [each, g.float(2)]), d]) };
   },
   l1: (g, of) => {
     const d = g.op("Sub", [of.prediction, of.target]);
-    return { terms: g.op("Abs", [d]), backward: (each) => g.op("Mul", [each, sign(g, d, of.spelling)]) };
+    return { terms: g.op("Abs", [d]), backward: (each) => g.op("Mul", [each, sign(g, d, of.backend)]) };
   },
   huber: (g, of) => {
-    // With c = min(|d|, 1) it is c * (|d| - c / 2), and its gradient is c * sign(d).
+    // With c = min(|d|, 1) the loss is c * (|d| - c / 2) and its gradient c * sign(d).
     const d = g.op("Sub", [of.prediction, of.target]);
     const size = g.op("Abs", [d]);
     const cut = g.op("Clip", [size, "", g.float(1)]);
     const terms = g.op("Mul", [cut, g.op("Sub", [size, g.op("Mul", [cut, g.float(0.5)])])]);
-    return { terms, backward: (each) => g.op("Mul", [g.op("Mul", [each, cut]), sign(g, d, of.spelling)]) };
+    return { terms, backward: (each) => g.op("Mul", [g.op("Mul", [each, cut]), sign(g, d, of.backend)]) };
   },
   bce_with_logits: (g, { prediction, target }) => {
-    // (1 - t) x + log(1 + exp(-x)), where nothing exponentiates a positive number.
+    // (1 - t) x + log(1 + exp(-x)), without exp of a positive number, which could overflow.
     const negative = g.op("Neg", [prediction]);
     const rest = g.op("Sub", [g.float(1), target]);
     const log = g.op("Log", [g.op("Add", [g.op("Exp", [g.op("Neg", [g.op("Abs", [prediction])])]), g.float(1)])]);
@@ -71,22 +71,22 @@ const TERMS: Readonly<Record<Exclude<HeadLoss, "cross_entropy">, (g: Graph, of: 
   },
 };
 
-/** Gives -1, 0 or 1; WebGPU has no kernel for Sign. */
-function sign(g: Graph, d: string, spelling: Spelling): string {
-  if (spelling === "wasm") return g.op("Sign", [d]);
+/** Returns the sign of `d`; WebGPU has no kernel for Sign. */
+function sign(g: Graph, d: string, backend: Backend): string {
+  if (backend === "wasm") return g.op("Sign", [d]);
   const below = g.op("Where", [g.op("Less", [d, g.float(0)]), g.float(-1), g.float(0)]);
   return g.op("Where", [g.op("Greater", [d, g.float(0)]), g.float(1), below]);
 }
 
-/** Labels that do not count. */
-const IGNORED = -100;
-/** Labels below 0 become this: no class, and so an error of the runtime, as those above are. */
-const NO_CLASS = 2 ** 31 - 1;
+/** Labels with this value are ignored. */
+const IGNORE_INDEX = -100;
+/** Other negative labels are mapped to this value, which makes the runtime fail as it does for labels that are too large. */
+const INVALID_LABEL = 2 ** 31 - 1;
 
-function onCpu(g: Graph, { prediction, target }: Compared, names: { loss: string; accuracy: string }): Computed {
-  const ignored = g.op("Equal", [target, g.whole(IGNORED)]);
-  const low = g.op("Where", [ignored, g.whole(0), g.whole(NO_CLASS)]);
-  const index = g.op("Unsqueeze", [g.op("Where", [g.op("Less", [target, g.whole(0)]), low, target]), g.list(1)]);
+function crossEntropyWasm(g: Graph, { prediction, target }: LossInputs, names: { loss: string; accuracy: string }): LossOutputs {
+  const ignored = g.op("Equal", [target, g.integer(IGNORE_INDEX)]);
+  const low = g.op("Where", [ignored, g.integer(0), g.integer(INVALID_LABEL)]);
+  const index = g.op("Unsqueeze", [g.op("Where", [g.op("Less", [target, g.integer(0)]), low, target]), g.list(1)]);
   const log = g.op("LogSoftmax", [prediction], { axis: 1 });
   const picked = g.op("Neg", [g.op("Squeeze", [g.op("GatherElements", [log, index], { axis: 1 }), g.list(1)])]);
   const counts = g.op("Where", [ignored, g.float(0), g.float(1)]);
@@ -106,8 +106,8 @@ function onCpu(g: Graph, { prediction, target }: Compared, names: { loss: string
   return { accuracy: names.accuracy, backward };
 }
 
-/** Without the operators that WebGPU has no kernel for, and in few: labels are compared with every class, and count where they are one. */
-function onGpu(g: Graph, { prediction, target, width }: Compared, names: { loss: string; accuracy: string }): Computed {
+/** Cross entropy with few nodes that all have WebGPU kernels: compares labels with every class instead of gathering. */
+function crossEntropyWebGpu(g: Graph, { prediction, target, width }: LossInputs, names: { loss: string; accuracy: string }): LossOutputs {
   const top = g.op("ReduceMax", [prediction, g.list(1)], { keepdims: 1 });
   const shifted = g.op("Sub", [prediction, g.op("Ceil", [top])]);
   const log = g.op("Sub", [shifted, g.op("ReduceLogSumExp", [shifted, g.list(1)], { keepdims: 1 })]);
@@ -116,7 +116,7 @@ function onGpu(g: Graph, { prediction, target, width }: Compared, names: { loss:
   const pick = (value: string) => g.op("Where", [isLabel, value, g.float(0)]);
   const total = g.op("ReduceSum", [pick(g.float(-1))], { keepdims: 0 });
   g.op("Div", [g.op("ReduceSum", [pick(log)], { keepdims: 0 }), total], {}, names.loss);
-  // The first class of those with the largest score; it is never a label that does not count.
+  // The first class with the largest logit; never an ignored label.
   const place = g.op("Where", [g.op("Equal", [prediction, top]), g.classes(width, "float32"), g.float(width)]);
   const guess = g.op("ReduceMin", [place, g.list(1)], { keepdims: 1 });
   const right = g.op("Equal", [guess, g.op("Cast", [labels], { to: 1 })]);

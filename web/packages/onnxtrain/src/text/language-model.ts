@@ -1,24 +1,23 @@
-/** A language model without a trainer: a file that was exported, or one that is served. */
+/** Inference with a language model file, without a trainer. */
+import { tokenBatch } from "./token-batch.js";
 import { Artifacts } from "../artifacts.js";
 import { decode, filled, type HostTensor } from "../dtypes.js";
-import { OnnxTrainError } from "../errors.js";
-import { failed } from "../failures.js";
+import { wrapRuntimeError, OnnxTrainError } from "../errors.js";
 import { feed } from "../feeds.js";
-import { inNode, Runtime, type OrtSession, type RuntimeOptions } from "../runtime.js";
+import { inNode, type OrtSession, Runtime, type RuntimeOptions } from "../runtime.js";
 import type { FileData } from "../weights-file.js";
-import { tokenBatch } from "./token-batch.js";
 
 export interface LanguageModelOptions extends RuntimeOptions {
-  /** Bytes, or where the file is. */
+  /** The bytes of the model file, or its URL or path. */
   readonly model: Uint8Array | string | URL;
-  /** Files that the model refers to, by the names that it has for them. */
+  /** External data files of the model, by the names in the model. */
   readonly weights?: Readonly<Record<string, FileData>>;
 }
 
-/** The outputs that become inputs of the next call: what models call their cache. */
+/** Inputs of the KV cache; the output `present...` becomes the input of the next call. */
 const PAST = /^past[._]?(key_values)?/;
 
-/** Runs a model in this thread; with its cache, where it has one. */
+/** A language model that runs in this thread, with a KV cache if the file has one. */
 export class LanguageModel {
   private constructor(
     readonly runtime: Runtime,
@@ -26,24 +25,24 @@ export class LanguageModel {
   ) {}
 
   static async open(options: LanguageModelOptions): Promise<LanguageModel> {
-    const asked = options.device ?? "auto";
-    const runtime = await Runtime.open(asked === "auto" ? (inNode() ? "node" : "wasm") : asked, options);
+    const { device = "auto" } = options;
+    const runtime = await Runtime.open(device === "auto" ? (inNode() ? "node" : "wasm") : device, options);
     const external = Object.entries(options.weights ?? {}).map(([path, data]) => ({ path, data }));
     const model = options.model instanceof Uint8Array ? options.model : await bytesAt(String(options.model));
     try {
       return new LanguageModel(runtime, await runtime.session(model, external));
     } catch (error) {
-      throw failed(error, `the model on ${runtime.device}`);
+      throw wrapRuntimeError(error, `model on ${runtime.device}`);
     }
   }
 
-  /** Begins a sequence: `scores` takes the tokens that are new, and gives the scores of the next one. */
-  sequence(): { scores(next: readonly number[]): Promise<ArrayLike<number>>; done(): Promise<void> } {
+  /** Starts a sequence: `logits` appends tokens and returns the logits of the next token. */
+  sequence(): { logits(next: readonly number[]): Promise<ArrayLike<number>>; done(): Promise<void> } {
     const names = [...this.session.inputNames];
     const past = names.filter((n) => PAST.test(n));
     let cache = new Map(past.map((name) => [name, this.#empty(name)]));
     const ids: number[] = [];
-    const scores = async (next: readonly number[]): Promise<ArrayLike<number>> => {
+    const nextLogits = async (next: readonly number[]): Promise<ArrayLike<number>> => {
       const before = past.length ? ids.length : 0;
       ids.push(...next);
       const batch = tokenBatch([past.length ? next : ids], names.filter((n) => !past.includes(n)));
@@ -56,12 +55,12 @@ export class LanguageModel {
       const results = await this.#run(new Map([...feeds, ...cache]));
       cache = new Map(past.map((name) => [name, results.get(name.replace(PAST, "present"))!]));
       const logits = results.get("logits");
-      if (!logits) throw new OnnxTrainError("not a language model: there is no output called logits");
+      if (!logits) throw new OnnxTrainError("not a language model: expected an output 'logits'");
       const width = logits.dims.at(-1)!;
       const last = logits.data.subarray(logits.data.length - width);
       return logits.dtype === "float32" ? (last as Float32Array) : Float32Array.from(last as Uint16Array, (v) => decode(logits.dtype, v));
     };
-    return { scores, done: async () => undefined };
+    return { logits: nextLogits, done: async () => undefined };
   }
 
   async #run(feeds: ReadonlyMap<string, HostTensor>): Promise<Map<string, HostTensor>> {
@@ -72,7 +71,7 @@ export class LanguageModel {
       for (const [name, t] of Object.entries(results)) found.set(name, await this.runtime.host(t as Parameters<Runtime["host"]>[0]));
       return found;
     } catch (error) {
-      throw failed(error, `the model on ${this.runtime.device}`);
+      throw wrapRuntimeError(error, `model on ${this.runtime.device}`);
     }
   }
 
@@ -80,13 +79,13 @@ export class LanguageModel {
     return names.map((name) => ({ name, dtype: "int64", shape: name === "cache_position" ? ["n"] : ["b", "n"], role: "input" as const, feeds: null }));
   }
 
-  /** A cache of no tokens: [1, heads, 0, size]. */
+  /** Returns an empty cache: [1, heads, 0, size]. */
   #empty(name: string): HostTensor {
     const found = this.session.inputMetadata?.find((m) => m.name === name);
     const shape = found?.isTensor ? found.shape : [];
     const dims = shape.map((d, i) => (i === 0 ? 1 : typeof d === "number" && d >= 0 ? d : i === 2 ? 0 : -1));
     if (!found?.isTensor || dims.length < 3 || dims.includes(-1)) {
-      throw new OnnxTrainError(`the cache '${name}' has the shape [${shape.join(", ")}]\nhint: export the model without a cache`);
+      throw new OnnxTrainError(`unsupported shape of the KV cache '${name}': [${shape.join(", ")}]\nhint: export the model without a cache`);
     }
     dims[2] = 0;
     return filled(found.type, dims, 0);

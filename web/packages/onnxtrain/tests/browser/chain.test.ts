@@ -75,7 +75,7 @@ test.each(["cnn", "transformer"])("a run of the %s goes Python, page, Node, Pyth
   expect(Math.max(...losses.map((l, i) => Math.abs(l - f.expected.losses[i]!)))).toBeLessThan(1e-4);
 });
 
-/** Gives the id of the browser's first process, which has the folder of its profile in its command. */
+/** Returns the id of the browser's first process, which has the folder of its profile in its command. */
 function processOf(profile: string): number {
   for (const id of readdirSync("/proc").filter((n) => /^\d+$/.test(n))) {
     let words: string;

@@ -53,7 +53,7 @@ export function serve(isolated: boolean): Promise<{ server: Server; address: str
 
 const BROWSERS = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
 
-/** Gives the browser of the system, or the one that CHROMIUM names. */
+/** Returns the browser of the system, or the one that CHROMIUM names. */
 export function browserPath(): string {
   const found = process.env["CHROMIUM"] ?? BROWSERS.find(existsSync);
   if (!found) throw new Error("no browser: install chromium, or name one in CHROMIUM");

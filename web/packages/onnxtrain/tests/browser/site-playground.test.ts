@@ -14,7 +14,7 @@ const steps = async (page: Page) => Number((await page.locator("#steps").innerTe
 const learned = (page: Page, share: number) =>
   page.waitForFunction((s) => parseFloat(document.querySelector("#accuracy")!.textContent!) >= s, share);
 
-/** Gives the colours at the middle and near a corner of the plane. */
+/** Returns the colours at the middle and near a corner of the plane. */
 const colours = (page: Page) => page.evaluate(() => {
   const canvas = document.querySelector<HTMLCanvasElement>("#plane")!;
   const { data, width, height } = canvas.getContext("2d")!.getImageData(0, 0, canvas.width, canvas.height);

@@ -11,7 +11,7 @@ beforeAll(async () => {
 });
 afterAll(() => site?.close());
 
-/** Gives the bytes of a canvas. */
+/** Returns the bytes of a canvas. */
 const pixels = (page: Page, id: string) => page.evaluate((name) => {
   const canvas = document.querySelector<HTMLCanvasElement>(`#${name}`)!;
   return [...canvas.getContext("2d")!.getImageData(0, 0, canvas.width, canvas.height).data];

@@ -12,7 +12,7 @@ import { serveFolder } from "./project.js";
 export const SITE = `${ROOT}/web/site`;
 const WEB = `${ROOT}/web`;
 
-/** Gives when the newest file of some folders changed. */
+/** Returns when the newest file of some folders changed. */
 function newest(...paths: string[]): number {
   return Math.max(0, ...paths.filter((p) => existsSync(p)).map((path) => {
     const about = statSync(path);

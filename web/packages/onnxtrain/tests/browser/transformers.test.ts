@@ -31,7 +31,7 @@ beforeAll(() => {
 });
 afterAll(() => rmSync(folder, { recursive: true }));
 
-/** Gives the folders of ONNX Runtime for the web anywhere among the installed packages. */
+/** Returns the folders of ONNX Runtime for the web anywhere among the installed packages. */
 function runtimes(): string[] {
   const names = readdirSync(join(folder, "node_modules"), { recursive: true }) as string[];
   return names.filter((n) => n.endsWith("onnxruntime-web/package.json"));

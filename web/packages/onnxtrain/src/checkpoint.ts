@@ -1,9 +1,9 @@
+import { count, fromBytes, fromStored, type HostTensor, kindOf, toBytes } from "./dtypes.js";
 import { CheckpointError } from "./errors.js";
-import { count, fromBytes, fromStored, kindOf, toBytes, type HostTensor } from "./dtypes.js";
-import { byCodePoint, compact, entries, join } from "./json-text.js";
+import { byCodePoint, compact, entries, float, join, write } from "./json-text.js";
 import { concat, sha256 } from "./sha256.js";
 
-/** What a checkpoint holds besides tensors: JSON text by key, sorted when written. */
+/** The metadata of a checkpoint: JSON text by key, sorted when written. */
 export type Meta = ReadonlyMap<string, string>;
 
 export interface Checkpoint {
@@ -14,35 +14,35 @@ export interface Checkpoint {
 const KEY = "onnxtrain";
 const DIGEST = "sha256";
 const NO_DIGEST = "0".repeat(64);
-/** What the metadata of every checkpoint of ours has in it, whatever its key has become. */
+/** Marks our checkpoints even if the metadata key is damaged. */
 const RECORDED = /"sha256":"[0-9a-f]{64}"/;
 const HEADER_LIMIT = 100_000_000;
 
-/** Gives the name under which optimizer state is stored. */
+/** Returns the name of an optimizer state tensor in a checkpoint. */
 export const stateKey = (parameter: string, slot: string): string => `optim/${slot}/${parameter}`;
 
-/** Gives the bytes of a checkpoint: the same that Python writes for the same content. */
+/** Serializes a checkpoint, to the same bytes as Python. */
 export async function writeCheckpoint(
   tensors: ReadonlyMap<string, HostTensor>,
   meta: Meta,
 ): Promise<Uint8Array> {
   const text = join(new Map([...meta, [DIGEST, JSON.stringify(NO_DIGEST)]]));
-  const { header, data } = headAndData(tensors, { [KEY]: text });
+  const { header, data } = serialize(tensors, { [KEY]: text });
   const digest = await sha256(header, ...data);
-  const place = indexOf(header, new TextEncoder().encode(NO_DIGEST));
-  header.set(new TextEncoder().encode(digest), place);
-  return concat([sizeOf(header), header, ...data]);
+  const position = indexOf(header, new TextEncoder().encode(NO_DIGEST));
+  header.set(new TextEncoder().encode(digest), position);
+  return concat([headerLength(header), header, ...data]);
 }
 
-/** Gives the content of a safetensors file for other tools, with their metadata. */
+/** Serializes a plain safetensors file with the metadata of other tools. */
 export function plainSafetensors(tensors: ReadonlyMap<string, HostTensor>, metadata: Readonly<Record<string, string>>): Uint8Array {
-  const { header, data } = headAndData(tensors, metadata);
-  return concat([sizeOf(header), header, ...data]);
+  const { header, data } = serialize(tensors, metadata);
+  return concat([headerLength(header), header, ...data]);
 }
 
-function headAndData(tensors: ReadonlyMap<string, HostTensor>, metadata: Readonly<Record<string, string>>) {
+function serialize(tensors: ReadonlyMap<string, HostTensor>, metadata: Readonly<Record<string, string>>) {
   const size = (name: string) => kindOf(tensors.get(name)!.dtype, name).size;
-  // Wide types first, so that every tensor is aligned; then by name.
+  // Wide dtypes first, so that every tensor is aligned; then by name.
   const order = [...tensors.keys()].sort((a, b) => size(b) - size(a) || byCodePoint(a, b));
   const head = [`"__metadata__":${JSON.stringify(metadata)}`];
   const data: Uint8Array[] = [];
@@ -62,24 +62,24 @@ function headAndData(tensors: ReadonlyMap<string, HostTensor>, metadata: Readonl
   return { header: concat([header, new Uint8Array(-header.length & 7).fill(32)]), data };
 }
 
-function sizeOf(header: Uint8Array): Uint8Array {
+function headerLength(header: Uint8Array): Uint8Array {
   const length = new Uint8Array(8);
   new DataView(length.buffer).setBigUint64(0, BigInt(header.length), true);
   return length;
 }
 
-/** Gives tensors and metadata of a checkpoint or of any safetensors file; refuses damaged ones. */
+/** Parses a checkpoint or any other safetensors file; throws if it is damaged. */
 export async function readCheckpoint(data: Uint8Array, label = "checkpoint"): Promise<Checkpoint> {
   const { header, start } = readHeader(data, label);
   const { __metadata__: entry, ...rest } = header;
-  const found = Object.entries(rest).map(([name, info]) => describe(name, info, label));
-  found.sort((a, b) => a.begin - b.begin);
+  const tensorInfos = Object.entries(rest).map(([name, info]) => describe(name, info, label));
+  tensorInfos.sort((a, b) => a.begin - b.begin);
   const tensors = new Map<string, HostTensor>();
   let expected = 0;
-  for (const { name, dtype, dims, begin, end } of found) {
+  for (const { name, dtype, dims, begin, end } of tensorInfos) {
     const size = count(dims) * kindOf(dtype).size;
     if (begin !== expected || end - begin !== size) {
-      throw new CheckpointError(`${label}: tensor '${name}' does not fill its place`);
+      throw new CheckpointError(`${label}: tensor '${name}' does not match its data_offsets`);
     }
     if (start + end > data.length) {
       throw new CheckpointError(
@@ -99,12 +99,12 @@ export async function readCheckpoint(data: Uint8Array, label = "checkpoint"): Pr
 
 function readHeader(data: Uint8Array, label: string): { header: Record<string, unknown>; start: number } {
   if (data.length < 8) {
-    throw new CheckpointError(`${label}: not a checkpoint, ${data.length} bytes long`);
+    throw new CheckpointError(`${label}: not a checkpoint, only ${data.length} bytes long`);
   }
   const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
   const size = Number(view.getBigUint64(0, true));
   if (size > HEADER_LIMIT || 8 + size > data.length) {
-    throw new CheckpointError(`${label}: not a checkpoint, or truncated in its header`);
+    throw new CheckpointError(`${label}: not a checkpoint, or truncated in the header`);
   }
   let header: unknown;
   try {
@@ -118,14 +118,14 @@ function readHeader(data: Uint8Array, label: string): { header: Record<string, u
 
 function describe(name: string, info: unknown, label: string) {
   const wrong = (what: string) =>
-    new CheckpointError(`${label}: tensor '${name}' is described wrongly: ${what}`);
+    new CheckpointError(`${label}: invalid header entry of tensor '${name}': ${what}`);
   if (!isObject(info)) throw wrong("not an object");
   const { dtype: stored, shape, data_offsets: offsets } = info;
   const dtype = typeof stored === "string" ? fromStored(stored) : undefined;
-  if (dtype === undefined) throw wrong(`element type ${JSON.stringify(stored)}`);
+  if (dtype === undefined) throw wrong(`dtype ${JSON.stringify(stored)}`);
   const sizes = (v: unknown): v is number[] =>
     Array.isArray(v) && v.every((n) => Number.isSafeInteger(n) && (n as number) >= 0);
-  if (!sizes(shape) || !sizes(offsets) || offsets.length !== 2) throw wrong("sizes are no numbers");
+  if (!sizes(shape) || !sizes(offsets) || offsets.length !== 2) throw wrong("shape or data_offsets are not lists of integers");
   return { name, dtype, dims: shape, begin: offsets[0]!, end: offsets[1]! };
 }
 
@@ -133,8 +133,8 @@ function readMeta(entry: unknown, label: string): Map<string, string> {
   const text = isObject(entry) && Object.hasOwn(entry, KEY) ? entry[KEY] : undefined;
   if (text === undefined) {
     const ours = isObject(entry) && Object.values(entry).some((v) => typeof v === "string" && RECORDED.test(v));
-    if (ours) throw new CheckpointError(`${label}: the metadata is damaged: there is no '${KEY}' in it`);
-    return new Map(); // a plain safetensors file: weights from elsewhere
+    if (ours) throw new CheckpointError(`${label}: the metadata is damaged: '${KEY}' is missing`);
+    return new Map(); // a plain safetensors file of another tool
   }
   try {
     if (!isObject(JSON.parse(text as string))) throw new Error("not an object");
@@ -149,12 +149,12 @@ async function checkDigest(data: Uint8Array, start: number, meta: Meta, label: s
   if (meta.size === 0) return; // written by another tool
   const digest = recorded === undefined ? "" : String(JSON.parse(recorded));
   const head = data.slice(8, start);
-  const place = indexOf(head, new TextEncoder().encode(digest));
-  if (place >= 0 && digest.length === 64) head.set(new TextEncoder().encode(NO_DIGEST), place);
+  const position = indexOf(head, new TextEncoder().encode(digest));
+  if (position >= 0 && digest.length === 64) head.set(new TextEncoder().encode(NO_DIGEST), position);
   if ((await sha256(head, data.subarray(start))) !== digest) {
     throw new CheckpointError(
-      `${label}: damaged, its sha256 is not the recorded one\n` +
-        "hint: take an older checkpoint; its content cannot be trusted",
+      `${label}: damaged, the sha256 does not match\n` +
+        "hint: load an older checkpoint",
     );
   }
 }
@@ -168,3 +168,49 @@ function indexOf(data: Uint8Array, part: Uint8Array): number {
 
 const isObject = (v: unknown): v is Record<string, unknown> =>
   typeof v === "object" && v !== null && !Array.isArray(v);
+
+type Properties = Readonly<Record<string, number | string>>;
+
+/** The state of a training run that checkpoints store besides tensors. */
+export interface RunProgress {
+  readonly lr: number | undefined;
+  readonly step: number;
+  readonly seed: number | undefined;
+  readonly properties: Properties;
+}
+
+/** Parses the progress of a run from the metadata of a checkpoint; throws on invalid values. */
+export function readProgress(meta: Meta, label: string): RunProgress {
+  const value = <T>(key: string, fits: (v: unknown) => boolean, what: string): T | undefined => {
+    const text = meta.get(key);
+    if (text === undefined || text === "null") return undefined;
+    const parsed: unknown = JSON.parse(text);
+    if (!fits(parsed)) throw new CheckpointError(`${label}: the metadata is damaged: '${key}' is ${text.slice(0, 60)}, expected ${what}`);
+    return parsed as T;
+  };
+  const whole = (v: unknown) => Number.isSafeInteger(v) && (v as number) >= 0;
+  return {
+    lr: value("lr", (v) => typeof v === "number", "a number"),
+    step: value<number>("step", whole, "an integer >= 0") ?? 0,
+    seed: value("seed", whole, "an integer >= 0"),
+    properties: value<Properties>("properties", (v) => typeof v === "object" && !Array.isArray(v), "an object") ?? {},
+  };
+}
+
+/** Returns the metadata for a run's progress. Values that did not change keep their text in `old`, such as `1.0` for 1. */
+export function writeProgress(old: Meta, run: RunProgress & { readonly lr: number }, manifest: string): Meta {
+  const text = old.get("properties");
+  const before = text ? entries(compact(text)) : new Map<string, string>();
+  const properties = Object.entries(run.properties).map(([name, value]) => {
+    const known = before.get(name);
+    return [name, known !== undefined && JSON.parse(known) === value ? known : write(value)] as const;
+  });
+  return new Map([
+    ...old,
+    ["lr", float(run.lr)],
+    ["manifest", manifest],
+    ["properties", join(new Map(properties))],
+    ["seed", String(run.seed)],
+    ["step", String(run.step)],
+  ]);
+}

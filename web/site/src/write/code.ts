@@ -1,3 +1,4 @@
+
 /** The program behind the page, as one would write it. */
 export const program = (rate: string, temperature: string, device: string): string => `import { Trainer } from "onnxtrain";
 

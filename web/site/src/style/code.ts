@@ -1,3 +1,4 @@
+
 /** The programs behind the page: the one that paints, and the one that trained the net. */
 export const program = (longer: number): string => `import * as ort from "onnxruntime-web/wasm";
 

@@ -1,8 +1,9 @@
+import * as ort from "onnxruntime-web/wasm";
+
 /** The programs behind the page: one that teaches, one that uses what was taken along. */
 const list = (names: readonly string[]) => JSON.stringify(names);
 
 export const teaching = (names: readonly string[], inputs: number, epochs: number): string => `import { createHead, Trainer } from "onnxtrain";
-import * as ort from "onnxruntime-web/wasm";
 
 const names = ${list(names)};
 const eye = await ort.InferenceSession.create("./backbone.onnx"); // frozen: image [1, 3, 64, 64] -> x [1, ${inputs}]

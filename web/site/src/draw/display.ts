@@ -1,7 +1,33 @@
-/** What the net sees and says: digits, weights, and a table of its mistakes. */
+import type { Digits } from "./data.js";
 import { $, make } from "../shell/dom.js";
 import { rgb } from "../shell/theme.js";
-import type { Digits } from "./digits.js";
+
+/** How sure the net is of each class, as bars. */
+
+let lines: { line: HTMLElement; fill: HTMLElement; share: HTMLElement }[] = [];
+
+/** Lays a bar out per class. */
+export function layBars(names: readonly string[]): void {
+  lines = names.map((name) => {
+    const fill = make("span", { className: "fill" });
+    const share = make("span", { className: "share" });
+    return { fill, share, line: make("li", { className: "bar-line" }, make("span", {}, name), make("span", { className: "track" }, fill), share) };
+  });
+  $("bars").replaceChildren(...lines.map((l) => l.line));
+}
+
+/** Shows probabilities, or none. */
+export function showBars(probabilities?: Float32Array): void {
+  const top = probabilities ? probabilities.indexOf(Math.max(...probabilities)) : -1;
+  lines.forEach(({ line, fill, share }, k) => {
+    const p = probabilities?.[k] ?? 0;
+    fill.style.transform = `scaleX(${p})`;
+    share.textContent = probabilities ? `${(100 * p).toFixed(0)} %` : "";
+    line.classList.toggle("top", k === top);
+  });
+}
+
+/** What the net sees and says: digits, weights, and a table of its mistakes. */
 
 /** Makes a canvas of gray pixels from 0 to 1. */
 export function grayPicture(pixels: Float32Array, side: number): HTMLCanvasElement {
@@ -70,7 +96,7 @@ export function showConfusion(guesses: readonly number[], labels: Uint8Array, na
   );
 }
 
-/** Gives the largest of each row. */
+/** Returns the largest of each row. */
 export function best(logits: Float32Array, classes: number): number[] {
   return Array.from({ length: logits.length / classes }, (_, i) => {
     const row = logits.subarray(i * classes, (i + 1) * classes);

@@ -1,3 +1,58 @@
+import { Runner } from "../runner/runner.js";
+import { siteFile } from "../shell/dom.js";
+
+/** The frozen net: pictures become features. */
+
+export const SIZE = 64;
+
+/** Returns the middle square of a picture, 64 x 64. */
+export function small(picture: CanvasImageSource, width: number, height: number): ImageData {
+  const side = Math.min(width, height);
+  // In halves, so that no pixel of a large picture is left out.
+  let source: CanvasImageSource = picture;
+  let [x, y, now] = [(width - side) / 2, (height - side) / 2, side];
+  for (;;) {
+    const next = Math.max(SIZE, Math.ceil(now / 2));
+    const canvas = new OffscreenCanvas(next, next);
+    const context = canvas.getContext("2d", { willReadFrequently: next === SIZE })!;
+    context.imageSmoothingQuality = "high";
+    context.drawImage(source, x, y, now, now, 0, 0, next, next);
+    if (next === SIZE) return context.getImageData(0, 0, SIZE, SIZE);
+    [source, x, y, now] = [canvas, 0, 0, next];
+  }
+}
+
+/** Returns pixels as the net takes them: planes of 0 to 1. */
+export function planes({ data }: ImageData): Float32Array<ArrayBuffer> {
+  const out = new Float32Array(3 * SIZE * SIZE);
+  for (let i = 0; i < SIZE * SIZE; i++) for (let c = 0; c < 3; c++) out[c * SIZE * SIZE + i] = data[4 * i + c]! / 255;
+  return out;
+}
+
+export class Eye {
+  readonly #runner: Runner;
+  /** The net itself, for the file that people take along. */
+  readonly model: Uint8Array;
+
+  private constructor(runner: Runner, model: Uint8Array) {
+    this.#runner = runner;
+    this.model = model;
+  }
+
+  static async open(): Promise<Eye> {
+    const response = await fetch(siteFile("models/backbone.onnx"));
+    if (!response.ok) throw new Error(`the net cannot be loaded: ${response.status}`);
+    const model = new Uint8Array(await response.arrayBuffer());
+    return new Eye(await Runner.of(model.slice()), model);
+  }
+
+  /** Returns the features of a picture. */
+  async features(picture: ImageData): Promise<Float32Array> {
+    const { x } = await this.#runner.run({ image: { data: planes(picture), dims: [1, 3, SIZE, SIZE] } });
+    return x!.data;
+  }
+}
+
 /**
  * Joins two ONNX models, the second of which goes on where the first ends, without a library: in
  * protobuf a message is a row of numbered fields, so fields are copied or left out as they are.
@@ -25,7 +80,7 @@ function varint(bytes: Uint8Array, at: number): [value: number, next: number] {
   }
 }
 
-/** Gives the fields of a message. */
+/** Returns the fields of a message. */
 function fields(bytes: Uint8Array): Field[] {
   const all: Field[] = [];
   for (let at = 0; at < bytes.length;) {
@@ -65,7 +120,7 @@ function withLength(number: number, content: Uint8Array): Uint8Array {
 
 const graphOf = (model: readonly Field[]): Field[] => fields(model.find((f) => f.number === MODEL.graph)!.content);
 
-/** Gives one model: inputs of the first, outputs of the second. What the second takes must be called as what the first gives. */
+/** Returns one model: inputs of the first, outputs of the second. What the second takes must be called as what the first gives. */
 export function join(first: Uint8Array, second: Uint8Array): Uint8Array {
   const [a, b] = [fields(first), fields(second)];
   const added = new Set([GRAPH.node, GRAPH.initializer, GRAPH.output]);
