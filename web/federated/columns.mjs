@@ -1,4 +1,4 @@
-/** Returns columns that JSON holds as lists as typed arrays; whole numbers are labels. */
+/** Converts columns from JSON lists to typed arrays; integer vectors are labels (int64). */
 export function columns(listed) {
   const typed = ({ data, dims }) => {
     const whole = dims.length === 1 && data.every(Number.isInteger);

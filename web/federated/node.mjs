@@ -1,5 +1,5 @@
-// A client of a federation in Node: node node.mjs URL ARTIFACTS DATA.json [STORE]
-// KEY=file: a key that the federation knows; where there is no such file it is made, to be registered.
+// A Flower client in Node: node node.mjs URL ARTIFACTS DATA.json [STORE]
+// KEY=file: the key of the node; if the file does not exist, a key is generated, which has to be registered.
 import { existsSync, readFileSync, writeFileSync } from "node:fs";
 import { Trainer } from "onnxtrain";
 import { exportKey, fileNodeStore, FlowerNode, importKey, newKey, publicKeyLine } from "onnxtrain/flower";
@@ -8,10 +8,10 @@ import { columns } from "./columns.mjs";
 const [url, artifacts, data, folder] = process.argv.slice(2);
 const file = process.env.KEY;
 if (file && !existsSync(file)) {
-  const made = await newKey(true);
-  writeFileSync(file, await exportKey(made), { mode: 0o600 });
-  writeFileSync(`${file}.pub`, await publicKeyLine(made));
-  console.log(`made ${file}; now: flwr supernode register ${file}.pub`);
+  const key = await newKey(true);
+  writeFileSync(file, await exportKey(key), { mode: 0o600 });
+  writeFileSync(`${file}.pub`, await publicKeyLine(key));
+  console.log(`generated ${file}; register it: flwr supernode register ${file}.pub`);
   process.exit(0);
 }
 const trainer = await Trainer.create({ artifacts });

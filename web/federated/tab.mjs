@@ -1,12 +1,12 @@
-// Opens a page in a headless browser until it is told to end: node tab.mjs URL
+// Opens a page in a headless browser until it gets SIGINT or SIGTERM: node tab.mjs URL
 import { existsSync } from "node:fs";
 import { chromium } from "playwright-core";
 
 const known = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
 const executablePath = process.env.CHROMIUM ?? known.find(existsSync);
-if (!executablePath) throw new Error("no browser: install chromium, or name one in CHROMIUM");
+if (!executablePath) throw new Error("no browser found: install chromium, or set CHROMIUM");
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox"], handleSIGTERM: false });
-// A certificate that this machine signed itself is enough here.
+// Accept a self-signed certificate on localhost.
 const page = await browser.newPage({ ignoreHTTPSErrors: process.argv[2].startsWith("https://127.0.0.1") });
 page.on("console", (message) => console.log(message.text()));
 page.on("pageerror", (error) => console.log("error", error.message));

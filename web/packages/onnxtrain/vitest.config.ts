@@ -4,7 +4,7 @@ export default defineConfig({
   test: {
     include: ["tests/**/*.test.ts"],
     globalSetup: "tests/global-setup.ts",
-    // Only what hangs takes this long, however busy the machine is.
+    // Long enough for a busy machine: only a hanging test reaches it.
     testTimeout: 1_200_000,
     hookTimeout: 1_200_000,
     expect: { poll: { timeout: 600_000 } },
@@ -14,7 +14,7 @@ export default defineConfig({
       condition: /^(Test|Hook) timed out|Timeout \d+ms exceeded|has been closed|net::ERR_|ECONNREFUSED|ECONNRESET|socket hang up|fetch failed/,
     },
     reporters: ["./tests/flaky-reporter.ts", "default"],
-    // The runtimes have threads of their own.
+    // The runtimes use several threads themselves.
     maxWorkers: 1,
   },
 });

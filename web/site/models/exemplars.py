@@ -1,9 +1,9 @@
-"""Pictures that the backbone of the page Teach learns from: drawn shapes, textures, digits, places.
+"""Training images for the backbone of the page Teach: shapes, textures, spectra, crops, digits.
 
-Every class is one thing (a shape in its colours, a texture, a place of a photo, a digit); its
-pictures show it moved, turned, scaled, in other light, before other backgrounds. The two photos
-are scikit-learn's (CC BY 2.0: china.jpg by danielbuechele, flower.jpg by vultilion), the digits
-too (UCI's optical digits, CC BY 4.0); the rest is drawn here.
+A class is one shape with its colors, one texture, one crop of a photo or one digit. Its images
+vary in position, rotation, scale, brightness and background. The photos are scikit-learn's
+(CC BY 2.0: china.jpg by danielbuechele, flower.jpg by vultilion), and so are the digits (UCI's
+optical digits, CC BY 4.0); everything else is generated here.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _Y, _X = np.meshgrid(_AXIS, _AXIS, indexing="ij")
 
 Rng = np.random.Generator
 Drawing = Callable[[Rng], np.ndarray]
-"""Draws a picture of a class, [64, 64, 3] of 0..1."""
+"""Draws an image of a class, [64, 64, 3] with values in 0..1."""
 
 
 def _plane(rng: Rng, turn: float, zoom: float, shift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return coordinates, -1..1 in the middle, turned, scaled and moved at random."""
+    """Return coordinates, randomly rotated, scaled and translated; -1..1 is the image."""
     angle = rng.uniform(-turn, turn)
     scale = np.exp(rng.uniform(-zoom, zoom))
     x, y = (_X - rng.uniform(-shift, shift)) * scale, (_Y - rng.uniform(-shift, shift)) * scale
     return x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
 
 
-def _sample(picture: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the picture at coordinates -1..1."""
-    rows = np.clip((y + 1) / 2 * picture.shape[0], 0, picture.shape[0] - 1).astype(int)
-    columns = np.clip((x + 1) / 2 * picture.shape[1], 0, picture.shape[1] - 1).astype(int)
-    return picture[rows, columns]
+def _sample(image: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the image at coordinates -1..1."""
+    rows = np.clip((y + 1) / 2 * image.shape[0], 0, image.shape[0] - 1).astype(int)
+    columns = np.clip((x + 1) / 2 * image.shape[1], 0, image.shape[1] - 1).astype(int)
+    return image[rows, columns]
 
 
 def _photos() -> list[np.ndarray]:
@@ -48,7 +48,7 @@ DIGITS = load_digits()
 
 
 def background(rng: Rng) -> np.ndarray:
-    """Return something that is not what a picture is about."""
+    """Return a random background."""
     if rng.random() < 0.4:
         photo = PHOTOS[rng.integers(2)]
         top, left = (rng.integers(side - 100) for side in photo.shape[:2])
@@ -61,7 +61,7 @@ def background(rng: Rng) -> np.ndarray:
 
 
 def shape(rng: Rng) -> Drawing:
-    """Return a class: a star, blob, ring or polygon in one or two colours."""
+    """Return a class: a star, blob, ring or polygon with one or two colors."""
     waves, depth, ring = rng.integers(2, 9), rng.uniform(0.05, 0.5), rng.random() < 0.3
     sharp, stretch = rng.uniform(0.3, 2.0), rng.uniform(0.5, 1.0)
     inner, outer = rng.random((2, 3))
@@ -77,14 +77,14 @@ def shape(rng: Rng) -> Drawing:
         if ring:
             inside = inside * np.clip((radius - edge * 0.55) * 20, 0, 1)
         mix = (np.sin(stripes * 3 * x) > 0) if stripes else (radius < 0.3)
-        colours = np.where(mix[..., None], inner, outer)
-        return background(rng) * (1 - inside[..., None]) + colours * inside[..., None]
+        colors = np.where(mix[..., None], inner, outer)
+        return background(rng) * (1 - inside[..., None]) + colors * inside[..., None]
 
     return draw
 
 
 def texture(rng: Rng) -> Drawing:
-    """Return a class: waves, as in cloth, bark, sounds and walls, in two colours."""
+    """Return a class: a texture of superimposed waves in two colors."""
     count = rng.integers(1, 4)
     waves = rng.normal(0, 8, (count, 2))
     bend, sharp = rng.uniform(0, 2), rng.uniform(0.5, 6)
@@ -103,7 +103,7 @@ def texture(rng: Rng) -> Drawing:
 
 
 def place(rng: Rng) -> Drawing:
-    """Return a class: a place of a photo."""
+    """Return a class: a crop of a photo."""
     photo = PHOTOS[rng.integers(2)]
     top, left = (rng.integers(side - 80) for side in photo.shape[:2])
     piece = photo[top : top + 80, left : left + 80]
@@ -111,15 +111,15 @@ def place(rng: Rng) -> Drawing:
 
 
 def sound(rng: Rng) -> Drawing:
-    """Return a class: a sound as its spectrum over time, grey: tones, sweeps, bursts."""
+    """Return a class: a gray spectrogram of tones, sweeps or bursts."""
     tones = rng.uniform(-0.9, 0.9, rng.integers(1, 5))
-    slope, bow = rng.normal(0, 0.35), rng.normal(0, 0.3)
+    sweep, curvature = rng.normal(0, 0.35), rng.normal(0, 0.3)
     beats, width = rng.uniform(0, 6), rng.uniform(0.02, 0.12)
     hiss = rng.uniform(0, 0.4)
 
     def draw(rng: Rng) -> np.ndarray:
         x, y = _X - rng.uniform(-0.4, 0.4), _Y - rng.uniform(-0.12, 0.12)
-        bent = y - slope * x - bow * x * x
+        bent = y - sweep * x - curvature * x * x
         loud = sum(np.exp(-(((bent - t) / width) ** 2)) for t in tones)
         loud = np.asarray(loud) * (np.cos(beats * 2 * x) ** 2 if beats > 1 else 1)
         loud = loud * rng.uniform(0.5, 1) + hiss * rng.random((SIZE, SIZE))
@@ -129,7 +129,7 @@ def sound(rng: Rng) -> Drawing:
 
 
 def digit(number: int) -> Drawing:
-    """Return a class: handwritten digits of one kind, dark on light or light on dark."""
+    """Return a class: handwritten digits, dark on light or light on dark."""
     images = DIGITS.images[DIGITS.target == number] / 16  # pyright: ignore
 
     def draw(rng: Rng) -> np.ndarray:
@@ -139,24 +139,24 @@ def digit(number: int) -> Drawing:
     return draw
 
 
-def in_other_light(picture: np.ndarray, rng: Rng) -> np.ndarray:
-    """Return the picture brighter or darker, tinted, with noise, sometimes with a part hidden."""
-    picture = picture * rng.uniform(0.7, 1.3) * rng.uniform(0.9, 1.1, 3) + rng.uniform(-0.1, 0.1)
+def augment(image: np.ndarray, rng: Rng) -> np.ndarray:
+    """Return the image with random brightness, tint and noise, sometimes with random erasing."""
+    image = image * rng.uniform(0.7, 1.3) * rng.uniform(0.9, 1.1, 3) + rng.uniform(-0.1, 0.1)
     if rng.random() < 0.3:
         top, left = rng.integers(0, SIZE - 20, 2)
-        picture[top : top + 20, left : left + 20] = rng.random(3)
-    return np.clip(picture + rng.normal(0, rng.uniform(0, 0.06), picture.shape), 0, 1)
+        image[top : top + 20, left : left + 20] = rng.random(3)
+    return np.clip(image + rng.normal(0, rng.uniform(0, 0.06), image.shape), 0, 1)
 
 
 def classes(count: int, seed: int) -> list[Drawing]:
-    """Return classes of every kind, half of them shapes."""
+    """Return random classes, half of them shapes."""
     rng = np.random.default_rng(seed)
     kinds = (shape, texture, shape, place, shape, sound)
     return [kinds[i % len(kinds)](rng) for i in range(count)]
 
 
 def batch(drawings: list[Drawing], rows: int, rng: Rng) -> tuple[np.ndarray, np.ndarray]:
-    """Return pictures [rows, 3, 64, 64] and the numbers of their classes."""
+    """Return images [rows, 3, 64, 64] and class indices."""
     labels = rng.integers(0, len(drawings), rows)
-    pictures = [in_other_light(np.array(drawings[k](rng), float), rng) for k in labels]
-    return np.stack(pictures).transpose(0, 3, 1, 2).astype(np.float32), labels
+    images = [augment(np.array(drawings[k](rng), float), rng) for k in labels]
+    return np.stack(images).transpose(0, 3, 1, 2).astype(np.float32), labels

@@ -1,8 +1,8 @@
-"""Trains the backbone of the page Teach with onnxtrain: pictures [batch, 3, 64, 64] -> features.
+"""Train the backbone of the page Teach: images [batch, 3, 64, 64] -> features.
 
-Run as ``python train_backbone.py --steps 350``; leaves ``backbone.onnx`` beside itself. It learns
-to tell several hundred things apart (exemplars.py), then its classes are thrown away. ``--look``
-only says how well a few examples of new things are enough, beside what bare pixels give.
+Run as ``python train_backbone.py --steps 350``; it writes ``backbone.onnx`` next to this file. The
+backbone is trained to classify several hundred classes (exemplars.py), then the classifier is
+removed. ``--evaluate`` only measures few-shot accuracy on new classes, compared with raw pixels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTHS = (24, 32, 48, 96, 128)
 
 
 class Backbone(nn.Module):
-    """Convolutions, each with half the size; features are means of the last three sizes."""
+    """A CNN whose features are the spatial means of its last three stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ class Backbone(nn.Module):
 
     @property
     def size(self) -> int:
-        """Return how many features there are."""
+        """Return the number of features."""
         return sum(WIDTHS[-3:]) + 4 * WIDTHS[-1] // 2
 
     def features(self, image: Tensor) -> Tensor:
-        """Return what is seen: means over the picture, and halves of the last stage."""
+        """Return spatial means of three stages, and of two halves of the last stage."""
         x, parts = image * 4 - 2, []
         for stage in self.stages:
             x = stage(x)
@@ -61,12 +61,12 @@ class Backbone(nn.Module):
         return torch.cat([p / (p.square().mean(1, keepdim=True) + 1e-4).sqrt() for p in parts], 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return scores of the classes that are trained on."""
+        """Return the logits of the training classes."""
         return self.head(self.features(image))
 
 
 class Features(nn.Module):
-    """The part that is kept."""
+    """The backbone without its classifier."""
 
     def __init__(self, net: Backbone) -> None:
         super().__init__()
@@ -78,19 +78,19 @@ class Features(nn.Module):
 
 
 def trained(steps: int, rows: int = 32, seed: int = 0) -> Backbone:
-    """Return a backbone trained by onnxtrain."""
+    """Return a backbone trained with onnxtrain."""
     torch.manual_seed(seed)
     net = Backbone()
     example = torch.rand(2, 3, 64, 64)
     model = from_torch(net, example, names=["image"], dynamic_shapes=[{0: "batch"}])
     built = onnxtrain.build(model, loss="cross_entropy", optimizer="adamw", metrics=["accuracy"])
     trainer = onnxtrain.Trainer(built, seed=seed)
-    things: list[Drawing] = [*classes(CLASSES - 10, seed), *(digit(k) for k in range(10))]
+    drawings: list[Drawing] = [*classes(CLASSES - 10, seed), *(digit(k) for k in range(10))]
 
     rng = np.random.default_rng(seed)
     for step in range(1, steps + 1):
         trainer.lr = 0.004 * min(1, step / 30) * 0.5 * (1 + np.cos(np.pi * step / (steps + 1)))
-        result = trainer.step(*batch(things, rows, rng))
+        result = trainer.step(*batch(drawings, rows, rng))
         if step % 50 == 0 or step == 1:
             share = result.metrics["accuracy"]
             print(f"{step}: loss {result.loss:.3f}, accuracy {share:.2f}", flush=True)
@@ -102,7 +102,7 @@ def trained(steps: int, rows: int = 32, seed: int = 0) -> Backbone:
 
 
 def write(net: Backbone, path: Path) -> None:
-    """Leave the part that is kept, tidied up, at the opset of what the page joins it with."""
+    """Export the features, optimized, with the opset of the heads that the page appends."""
     net.head = nn.Identity()
     example = torch.rand(2, 3, 64, 64)
     model = from_torch(
@@ -121,35 +121,39 @@ def write(net: Backbone, path: Path) -> None:
     onnx.save(plain, path)
 
 
-def look(path: Path, shots: int = 8, ways: int = 5, rounds: int = 20) -> tuple[float, float]:
-    """Return how often new things are told apart after a few examples: by features, by pixels."""
+def evaluate(path: Path, shots: int = 8, ways: int = 5, rounds: int = 20) -> tuple[float, float]:
+    """Return the few-shot accuracy on new classes, with features and with raw pixels."""
     session = onnxruntime.InferenceSession(path)
-    right = np.zeros(2)
+    accuracy = np.zeros(2)
     for seed in range(rounds):
         rng = np.random.default_rng(1000 + seed)
-        things = [classes(6, 5000 + 100 * seed + i)[rng.integers(6)] for i in range(ways)]
-        taught = [batch([t], shots, rng)[0] for t in things]
-        asked = [batch([t], 20, rng)[0] for t in things]
-        for i, see in enumerate(
+        drawings = [classes(6, 5000 + 100 * seed + i)[rng.integers(6)] for i in range(ways)]
+        support = [batch([t], shots, rng)[0] for t in drawings]
+        query = [batch([t], 20, rng)[0] for t in drawings]
+        for i, embed in enumerate(
             (lambda x: session.run(None, {"image": x})[0], lambda x: x.reshape(len(x), -1))
         ):
             model = LogisticRegression(max_iter=2000)
-            model.fit(see(np.concatenate(taught)), np.repeat(np.arange(ways), shots))
-            right[i] += model.score(see(np.concatenate(asked)), np.repeat(np.arange(ways), 20))
-    return float(right[0] / rounds), float(right[1] / rounds)
+            model.fit(embed(np.concatenate(support)), np.repeat(np.arange(ways), shots))
+            accuracy[i] += model.score(embed(np.concatenate(query)), np.repeat(np.arange(ways), 20))
+    return float(accuracy[0] / rounds), float(accuracy[1] / rounds)
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=350)
-    parser.add_argument("--look", action="store_true", help="train nothing")
+    parser.add_argument(
+        "--evaluate", action="store_true", help="only evaluate an existing backbone"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "backbone.onnx")
-    given = parser.parse_args()
-    if not given.look:
-        write(trained(given.steps), given.out)
-    features, pixels = look(given.out)
-    print(f"five new things, eight examples each: {features:.1%} right, by pixels {pixels:.1%}")
+    options = parser.parse_args()
+    if not options.evaluate:
+        write(trained(options.steps), options.out)
+    features, pixels = evaluate(options.out)
+    print(
+        f"5-way 8-shot accuracy: {features:.1%}, with raw pixels {pixels:.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The character model of the page Write: ids [batch, 64] -> logits [batch, 64, 128].
 
-A convolution over the last characters, then blocks of causal attention: about 300,000 numbers, of
-which a minute on wasm teaches enough to see words appear. Characters get their numbers in the page.
+A causal convolution, then transformer blocks: about 300,000 parameters, small enough that words
+appear after a minute of training on wasm. The page assigns ids to characters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH = 96
 HEADS = 4
 BLOCKS = 2
 REACH = 5
-"""How many characters the convolution sees: a first step that is learned at once."""
+"""Kernel size of the causal convolution, which learns local patterns quickly."""
 
 
 class Writer:
@@ -37,7 +37,7 @@ class Writer:
         return value
 
     def weight(self, name: str, *shape: int, scale: float) -> ir.Value:
-        """Return an initializer drawn at random."""
+        """Return a random initializer."""
         return self.constant(name, scale * self.rng.standard_normal(shape))
 
     def dense(self, name: str, x: ir.Value, given: int, wanted: int, gain: float = 1) -> ir.Value:
@@ -46,12 +46,12 @@ class Writer:
         return self.op.Add(self.op.MatMul(x, w), self.constant(f"{name}.bias", np.zeros(wanted)))
 
     def norm(self, name: str, x: ir.Value) -> ir.Value:
-        """Return features of mean 0 and spread 1."""
+        """Return a LayerNormalization."""
         scale = self.constant(f"{name}.weight", np.ones(WIDTH))
         return self.op.LayerNormalization(x, scale, self.constant(f"{name}.bias", np.zeros(WIDTH)))
 
     def recent(self, x: ir.Value) -> ir.Value:
-        """Return what the last characters say together."""
+        """Return a causal convolution over the last characters."""
         op = self.op
         columns = op.Transpose(x, perm=[0, 2, 1])
         w = self.weight("recent.weight", WIDTH, WIDTH, REACH, scale=1 / np.sqrt(WIDTH * REACH))
@@ -59,7 +59,7 @@ class Writer:
         return op.Add(x, op.Transpose(op.Relu(h), perm=[0, 2, 1]))
 
     def attention(self, name: str, x: ir.Value, mask: ir.Value) -> ir.Value:
-        """Return what each character takes from those before it."""
+        """Return causal self-attention."""
         op, each = self.op, WIDTH // HEADS
 
         def heads(part: str, perm: list[int]) -> ir.Value:

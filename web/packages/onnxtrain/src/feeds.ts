@@ -163,7 +163,7 @@ function convert(spec: TensorSpec, given: Given): TypedArray {
     return elements as unknown as TypedArray;
   }
   const named = dtype === "number" ? "numbers" : dtype;
-  const refuse = (value: unknown): never => {
+  const fail = (value: unknown): never => {
     throw new ShapeError(`'${spec.name}' is ${spec.dtype}, got ${named} with values that do not fit: ${String(value)}`);
   };
   const wide = spec.dtype === "int64" || spec.dtype === "uint64";
@@ -176,23 +176,23 @@ function convert(spec: TensorSpec, given: Given): TypedArray {
   for (let i = 0; i < elements.length; i++) {
     const e = elements[i]!;
     if (wide) {
-      if (typeof e !== "bigint" && !Number.isSafeInteger(e)) refuse(e);
+      if (typeof e !== "bigint" && !Number.isSafeInteger(e)) fail(e);
       const b = BigInt(e);
-      if ((spec.dtype === "int64" ? BigInt.asIntN(64, b) : BigInt.asUintN(64, b)) !== b) refuse(e);
+      if ((spec.dtype === "int64" ? BigInt.asIntN(64, b) : BigInt.asUintN(64, b)) !== b) fail(e);
       (data as BigInt64Array)[i] = b;
       continue;
     }
     const v = raw16 ? decode(dtype, e as number) : Number(e);
-    if (typeof e === "bigint" && BigInt(Number.isFinite(v) ? v : 0) !== e) refuse(e);
+    if (typeof e === "bigint" && BigInt(Number.isFinite(v) ? v : 0) !== e) fail(e);
     if (!toFloat) {
-      if (!Number.isInteger(v) || v < range![0] || v > range![1]) refuse(v);
+      if (!Number.isInteger(v) || v < range![0] || v > range![1]) fail(v);
     } else if (!fromFloat && spec.dtype !== "float64") {
       // Integers must convert exactly; beyond this range not all of them are representable.
-      if ((v < range![0] || v > range![1]) && decode(spec.dtype, encode(spec.dtype, spec.dtype === "float32" ? Math.fround(v) : v)) !== v) refuse(v);
+      if ((v < range![0] || v > range![1]) && decode(spec.dtype, encode(spec.dtype, spec.dtype === "float32" ? Math.fround(v) : v)) !== v) fail(v);
     }
     const stored = encode(spec.dtype, v);
     (data as Float32Array)[i] = stored;
-    if (toFloat && Number.isFinite(v) && !Number.isFinite(decode(spec.dtype, (data as Float32Array)[i]!))) refuse(v);
+    if (toFloat && Number.isFinite(v) && !Number.isFinite(decode(spec.dtype, (data as Float32Array)[i]!))) fail(v);
   }
   return data;
 }

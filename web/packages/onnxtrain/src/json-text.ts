@@ -10,7 +10,7 @@ export function compact(text: string): string {
 
 /** Splits the compact text of an object into the text of its values, by key. */
 export function entries(text: string): Map<string, string> {
-  const found = new Map<string, string>();
+  const values = new Map<string, string>();
   let depth = 0;
   let start = 1;
   let key: string | undefined;
@@ -23,12 +23,12 @@ export function entries(text: string): Map<string, string> {
       key = JSON.parse(text.slice(start, m.index)) as string;
       start = m.index + 1;
     } else if ((depth === 1 && c === ",") || (depth === 0 && c === "}")) {
-      if (key !== undefined) found.set(key, text.slice(start, m.index));
+      if (key !== undefined) values.set(key, text.slice(start, m.index));
       key = undefined;
       start = m.index + 1;
     }
   }
-  return found;
+  return values;
 }
 
 /** Joins entries to the text of an object, with sorted keys. */

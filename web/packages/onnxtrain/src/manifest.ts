@@ -200,8 +200,8 @@ export function findModel(
 ): ModelSpec | undefined {
   const fitting = manifest.models.filter((m) => m.role === role && m.steps_per_call === steps);
   for (const target of targets) {
-    const found = fitting.find((m) => m.target === target);
-    if (found) return found;
+    const model = fitting.find((m) => m.target === target);
+    if (model) return model;
   }
   return undefined;
 }

@@ -76,8 +76,8 @@ export function weightsAsInputs(model: Uint8Array, weights: readonly WeightSpec[
     [...fields(tensor)].some((f) => f.number === TENSOR_NAME && named.has(new TextDecoder().decode(f.content)));
   const parts = [...fields(model)].map((part) => {
     if (part.number !== GRAPH) return part.whole;
-    const kept = [...fields(part.content)].filter((f) => f.number !== INITIALIZER || !isWeight(f.content)).map((f) => f.whole);
-    return field(GRAPH, concat([...kept, ...weights.map((w) => field(INPUT, info(w)))]));
+    const remaining = [...fields(part.content)].filter((f) => f.number !== INITIALIZER || !isWeight(f.content)).map((f) => f.whole);
+    return field(GRAPH, concat([...remaining, ...weights.map((w) => field(INPUT, info(w)))]));
   });
   return concat(parts);
 }

@@ -146,8 +146,8 @@ async function load(device: Device, url: string | undefined): Promise<OrtModule>
 }
 
 /** CommonJS modules have their exports under `default`. */
-const module = (found: unknown): OrtModule => {
-  const it = found as OrtModule & { default?: OrtModule };
+const module = (imported: unknown): OrtModule => {
+  const it = imported as OrtModule & { default?: OrtModule };
   return it.InferenceSession ? it : it.default!;
 };
 

@@ -26,7 +26,7 @@ export const plainSha256 = (data: Uint8Array): Uint8Array => new Sha256().add(da
 export class Sha256 {
   readonly #round: Int32Array;
   readonly #state: Int32Array;
-  readonly #words = new Int32Array(64);
+  readonly #schedule = new Int32Array(64);
   /** Bytes that do not fill a block yet. */
   readonly #rest = new Uint8Array(64);
   #size = 0;
@@ -72,21 +72,21 @@ export class Sha256 {
   }
 
   #block(view: DataView, block: number): void {
-    const words = this.#words;
+    const schedule = this.#schedule;
     const round = this.#round;
-    for (let i = 0; i < 16; i++) words[i] = view.getInt32(block + 4 * i);
+    for (let i = 0; i < 16; i++) schedule[i] = view.getInt32(block + 4 * i);
     for (let i = 16; i < 64; i++) {
-      const x = words[i - 15]!;
-      const y = words[i - 2]!;
+      const x = schedule[i - 15]!;
+      const y = schedule[i - 2]!;
       const s0 = rotateRight(x, 7) ^ rotateRight(x, 18) ^ (x >>> 3);
       const s1 = rotateRight(y, 17) ^ rotateRight(y, 19) ^ (y >>> 10);
-      words[i] = (words[i - 16]! + s0 + words[i - 7]! + s1) | 0;
+      schedule[i] = (schedule[i - 16]! + s0 + schedule[i - 7]! + s1) | 0;
     }
     const state = this.#state;
     let [a, b, c, d, e, f, g, h] = [state[0]!, state[1]!, state[2]!, state[3]!, state[4]!, state[5]!, state[6]!, state[7]!];
     for (let i = 0; i < 64; i++) {
       const s1 = rotateRight(e, 6) ^ rotateRight(e, 11) ^ rotateRight(e, 25);
-      const t1 = (h + s1 + ((e & f) ^ (~e & g)) + round[i]! + words[i]!) | 0;
+      const t1 = (h + s1 + ((e & f) ^ (~e & g)) + round[i]! + schedule[i]!) | 0;
       const s0 = rotateRight(a, 2) ^ rotateRight(a, 13) ^ rotateRight(a, 22);
       const t2 = (s0 + ((a & b) ^ (a & c) ^ (b & c))) | 0;
       h = g; g = f; f = e; e = (d + t1) | 0; d = c; c = b; b = a; a = (t1 + t2) | 0;

@@ -161,8 +161,8 @@ export class Trainer {
     return await this.#exclusive(async () => {
       signal?.throwIfAborted();
       const role = this.#fused ? "step" : "train";
-      const found = await this.#explainLabels(role, feeds, data, () => this.#update(role, feeds, rates));
-      if (feeds.length === 1 || found.every((f) => Number.isFinite(f.loss))) return found;
+      const results = await this.#explainLabels(role, feeds, data, () => this.#update(role, feeds, rates));
+      if (feeds.length === 1 || results.every((f) => Number.isFinite(f.loss))) return results;
       // The call was discarded: repeat its batches one by one, up to the one whose loss is not finite.
       const single: StepResult[] = [];
       for (let i = 0; i < feeds.length && Number.isFinite(single.at(-1)?.loss ?? 0); i++) {
@@ -178,17 +178,17 @@ export class Trainer {
     this.learningRate = controls.at(-1)!.lr;
     const several = feeds.length > 1;
     if (several) this.#stack = stacked(feeds, this.#stack);
-    const found = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
-    const finite = finiteLoss(this.#model(role), found);
+    const outputs = await this.#engine.run(role, several ? this.#stack! : feeds[0]!, several ? controls : controls[0]!);
+    const finite = finiteLoss(this.#model(role), outputs);
     // Drop the metadata of the loaded run, which is out of date now, except the digests of the graphs.
     if (finite) this.#meta = new Map([...this.#meta].filter(([key]) => key === "graphs"));
     if (this.#fused) {
       if (finite) this.#step += feeds.length;
-      return feeds.map((_, i) => this.#result(role, several ? unstack(found, i) : found, first + i, finite));
+      return feeds.map((_, i) => this.#result(role, several ? unstack(outputs, i) : outputs, first + i, finite));
     }
     if (finite) this.#micro++;
     const updated = finite && this.#micro >= this.manifest.accumulate && (await this.#flush());
-    return [this.#result(role, found, first, updated)];
+    return [this.#result(role, outputs, first, updated)];
   }
 
   /** Runs `work`; if the runtime fails because of a label that is out of range, throws an error that names the label. */
@@ -252,12 +252,12 @@ export class Trainer {
         if (last) yield last;
         const rates = group.map((_, i) => schedule?.(done + i + 1, total!) ?? this.learningRate);
         done += group.length;
-        const found = await this.#train(group, rates, signal, data);
-        batch += found.length;
-        const seen = found.map((f, i) => ({ ...f, epoch, learningRate: rates[i], totalSteps: total }) as Progress);
+        const results = await this.#train(group, rates, signal, data);
+        batch += results.length;
+        const seen = results.map((f, i) => ({ ...f, epoch, learningRate: rates[i], totalSteps: total }) as Progress);
         last = seen.pop()!;
         yield* seen;
-        if (!Number.isFinite(last.loss)) throw await this.#nonFiniteLossError(last, `batch ${batch} of epoch ${epoch}`, group[found.length - 1]!);
+        if (!Number.isFinite(last.loss)) throw await this.#nonFiniteLossError(last, `batch ${batch} of epoch ${epoch}`, group[results.length - 1]!);
       }
       if (!this.#fused) await this.flush();
       if (!last) throw new ShapeError("the dataset has no batches");
@@ -283,12 +283,12 @@ export class Trainer {
       options.signal?.throwIfAborted();
       const feeds = feed(specs, batch);
       const run = () => this.#engine.run("eval", feeds, this.#control(0));
-      const found = await this.#exclusive(() => this.#explainLabels("eval", [feeds], data, run));
+      const outputs = await this.#exclusive(() => this.#explainLabels("eval", [feeds], data, run));
       const n = feeds.values().next().value?.dims[0] ?? 1;
       rows += n;
       for (const t of ofRole(spec.outputs, "loss", "metric")) {
         const name = t.role === "loss" ? "loss" : t.name;
-        sums[name] = (sums[name] ?? 0) + n * Number(found.get(t.name)!.data[0]);
+        sums[name] = (sums[name] ?? 0) + n * Number(outputs.get(t.name)!.data[0]);
       }
     }
     if (rows === 0) throw new ShapeError("the dataset has no rows");
@@ -319,8 +319,8 @@ export class Trainer {
 
   /** Sets a parameter or buffer. */
   async setParameter(name: string, value: TensorLike): Promise<void> {
-    const found = fit(weightNamed(this.manifest, name), value);
-    const own = { ...found, data: found.data.slice() as TypedArray };
+    const tensor = fit(weightNamed(this.manifest, name), value);
+    const own = { ...tensor, data: tensor.data.slice() as TypedArray };
     await this.#exclusive(() => this.#engine.write(new Map([[name, own]])));
   }
 
@@ -413,9 +413,9 @@ export class Trainer {
   }
 
   #model(role: ModelRole): ModelSpec {
-    const found = findModel(this.manifest, role, TARGETS[this.device]);
-    if (!found) throw new OnnxTrainError(`these artifacts have no ${role} model for ${this.device}`);
-    return found;
+    const spec = findModel(this.manifest, role, TARGETS[this.device]);
+    if (!spec) throw new OnnxTrainError(`these artifacts have no ${role} model for ${this.device}`);
+    return spec;
   }
 
   #batchSpecs() {
@@ -427,15 +427,15 @@ export class Trainer {
     return { spec, specs: ofRole(spec.inputs, "input", "target") };
   }
 
-  #result(role: ModelRole, found: ReadonlyMap<string, HostTensor>, step: number, updated: boolean): StepResult {
+  #result(role: ModelRole, outputs: ReadonlyMap<string, HostTensor>, step: number, updated: boolean): StepResult {
     const spec = this.#model(role);
-    const scalar = (name: string) => Number(found.get(name)!.data[0]);
+    const scalar = (name: string) => Number(outputs.get(name)!.data[0]);
     return {
       ...Object.fromEntries(ofRole(spec.outputs, "metric").map((t) => [t.name, scalar(t.name)])),
       loss: scalar(ofRole(spec.outputs, "loss")[0]!.name),
       step,
       updated,
-      outputs: Object.fromEntries(ofRole(spec.outputs, "output").map((t) => [t.name, found.get(t.name)!])),
+      outputs: Object.fromEntries(ofRole(spec.outputs, "output").map((t) => [t.name, outputs.get(t.name)!])),
     } as unknown as StepResult;
   }
 }

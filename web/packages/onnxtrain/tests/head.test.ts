@@ -23,13 +23,13 @@ const HEADS: Record<string, HeadOptions> = {
   fixed: { inputs: 4, outputs: 2, hidden: [5], batch: ROWS },
 };
 
-/** Returns the same batches here and in Python. */
+/** Returns deterministic batches, which Python gets as JSON. */
 function batches({ inputs, classes, outputs, loss }: HeadOptions): Batch[] {
   const width = (classes ?? outputs)!;
   return Array.from({ length: STEPS }, (_, step): Batch => {
     const x = { data: Float32Array.from({ length: ROWS * inputs }, (_, i) => Math.fround(Math.sin(1 + 7 * i + 31 * step))), dims: [ROWS, inputs] };
     if (classes && !loss) {
-      // One label in a while does not count.
+      // Some labels are ignored.
       return { x, labels: Array.from({ length: ROWS }, (_, i) => ((i + step) % 11 === 10 ? -100 : (i * 5 + step) % width)) };
     }
     const target = Float32Array.from({ length: ROWS * width }, (_, i) =>
@@ -75,27 +75,27 @@ for name, (loss, inputs, rows) in json.loads(text).items():
         out[target] = {"losses": losses, "weights": weights, "predicted": next(iter(predicted.values())).ravel().tolist()}
     steps = (f"{here}/step_model.webgpu.onnx", f"{here}/webgpu/step_model.onnx")
     out["nodes"] = [len(onnx.load(file).graph.node) for file in steps]
-    # Python's trainer takes the files as they are.
+    # Python's trainer also loads the files directly.
     own = Trainer(here, threads=1)
     out["own"] = own.step(x, y).loss
     result[name] = out
 open(f"{folder}/result.json", "w").write(json.dumps(result))
 `;
 
-interface Found {
+interface PythonRun {
   losses: number[];
   weights: Record<string, number[]>;
   predicted: number[];
 }
 
-/** Returns the largest difference, in parts of the largest number. */
+/** Returns the largest absolute difference, relative to the largest value. */
 function relative(a: ArrayLike<number>, b: ArrayLike<number>): number {
   if (a.length !== b.length) return Infinity;
   const size = Math.max(...Array.from(b, Math.abs), 1e-30);
   return Math.max(...Array.from(a, (v, i) => Math.abs(v - b[i]!))) / size;
 }
 
-/** Returns artifacts of which only the models of one target are left, and the plain one. */
+/** Returns artifacts with the models of one target and the inference model. */
 async function only(target: string, files: ReadonlyMap<string, Uint8Array>): Promise<Map<string, Uint8Array>> {
   const manifest = JSON.parse(new TextDecoder().decode(files.get("manifest.json"))) as { models: { target: string; role: string }[] };
   manifest.models = manifest.models.filter((m) => m.target === target || m.role === "infer");
@@ -104,46 +104,46 @@ async function only(target: string, files: ReadonlyMap<string, Uint8Array>): Pro
   return new Map([...files, ["manifest.json", text], ["checkpoint", await writeCheckpoint(tensors, new Map())]]);
 }
 
-test("losses and every parameter are those of artifacts that Python builds, for both targets", async () => {
-  const asked: Record<string, unknown> = {};
+test("losses and parameters match artifacts built in Python, for both targets", async () => {
+  const specs: Record<string, unknown> = {};
   for (const [name, options] of Object.entries(HEADS)) {
     const here = join(folder, name);
     mkdirSync(here);
     for (const [file, data] of await createHead(options)) writeFileSync(join(here, file), data);
     const plain = batches(options).map((b) => Object.fromEntries(Object.entries(b).map(([n, t]) => [n, Array.isArray(t) ? t : Array.from((t as { data: Float32Array }).data)])));
     writeFileSync(join(here, "batches.json"), JSON.stringify(plain));
-    asked[name] = [options.loss ?? (options.classes ? "cross_entropy" : "mse"), options.inputs, ROWS];
+    specs[name] = [options.loss ?? (options.classes ? "cross_entropy" : "mse"), options.inputs, ROWS];
   }
-  runPython(COMPARED, folder, JSON.stringify(asked));
-  const expected = JSON.parse(readFileSync(join(folder, "result.json"), "utf8")) as Record<string, Record<"wasm" | "webgpu", Found> & { own: number; nodes: [number, number] }>;
+  runPython(COMPARED, folder, JSON.stringify(specs));
+  const expected = JSON.parse(readFileSync(join(folder, "result.json"), "utf8")) as Record<string, Record<"wasm" | "webgpu", PythonRun> & { own: number; nodes: [number, number] }>;
   for (const [name, options] of Object.entries(HEADS)) {
     const fresh = await Trainer.create({ artifacts: join(folder, name), device: "node", threads: 1 });
     const { loss } = await fresh.step(batches(options).at(-1)!);
     expect(relative([loss], [expected[name]!.own]), `${name}: Python's trainer on these files`).toBeLessThan(1e-6);
     await fresh.dispose();
-    // Each operator is a kernel to start on WebGPU.
+    // On WebGPU each node is a kernel launch.
     const [nodes, most] = expected[name]!.nodes;
     expect(nodes, `${name}: nodes of a step on WebGPU`).toBeLessThanOrEqual(most);
-    // Both spell a step in the same operators, which round alike: what is left is some eight roundings of 2^-23 in 20 steps.
-    const close = 1e-6;
+    // Both use the same operators with the same rounding: about eight roundings of 2^-23 remain after 20 steps.
+    const tolerance = 1e-6;
     for (const target of ["wasm", "webgpu"] as const) {
       const theirs = expected[name]![target];
       const trainer = await Trainer.create({ artifacts: await only(target, await createHead(options)), device: "node", threads: 1 });
       const losses: number[] = [];
       for (const batch of batches(options)) losses.push((await trainer.step(batch)).loss);
-      expect(relative(losses, theirs.losses), `${name} on ${target}: losses`).toBeLessThan(close);
+      expect(relative(losses, theirs.losses), `${name} on ${target}: losses`).toBeLessThan(tolerance);
       for (const { name: weight } of trainer.parameters) {
         const { data } = await trainer.getParameter(weight);
-        expect(relative(data as Float32Array, theirs.weights[weight]!), `${name} on ${target}: ${weight}`).toBeLessThan(close);
+        expect(relative(data as Float32Array, theirs.weights[weight]!), `${name} on ${target}: ${weight}`).toBeLessThan(tolerance);
       }
       const predicted = await trainer.predict({ x: batches(options).at(-1)!["x"]! });
-      expect(relative(Object.values(predicted)[0]!.data as Float32Array, theirs.predicted)).toBeLessThan(2 * close);
+      expect(relative(Object.values(predicted)[0]!.data as Float32Array, theirs.predicted)).toBeLessThan(2 * tolerance);
       await trainer.dispose();
     }
   }
 });
 
-test("fit, evaluate, checkpoints and the exported model work; several steps in a call give the numbers of single ones", async () => {
+test("fit, evaluate, checkpoints and the exported model work; multi-step calls match single steps", async () => {
   const options = HEADS["relu"]!;
   const all = batches(options);
   const trained: number[][] = [];
@@ -179,7 +179,7 @@ print(json.dumps(onnxruntime.InferenceSession(sys.argv[1]).run(["logits"], {"x":
   expect(relative(trained[0]!, trained[1]!)).toBeLessThan(1e-6);
 });
 
-test("a seed gives the same bytes each time, another seed others; a label that is no class is refused by its row", async () => {
+test("initial weights depend on the seed only; labels that are out of range are rejected", async () => {
   const options = { inputs: 5, classes: 3, hidden: [4], seed: 7 };
   const [one, two, other] = [await createHead(options), await createHead(options), await createHead({ ...options, seed: 8 })];
   expect(one).toEqual(two);
@@ -192,35 +192,35 @@ test("a seed gives the same bytes each time, another seed others; a label that i
   expect(Math.max(...(data as Float32Array))).toBeGreaterThan(bound / 2);
   expect(Math.min(...(data as Float32Array))).toBeLessThan(-bound / 2);
   const x = new Float32Array(15);
-  await expect(trainer.step({ x, labels: [0, 3, 1] })).rejects.toThrow("'labels' has 3 in row 1; the model has 3 classes: 0 to 2");
-  await expect(trainer.step({ x, labels: [0, 2, -1] })).rejects.toThrow("'labels' has -1 in row 2; the model has 3 classes: 0 to 2");
+  await expect(trainer.step({ x, labels: [0, 3, 1] })).rejects.toThrow("'labels' must be class indices in [0, 3), got 3 at row 1");
+  await expect(trainer.step({ x, labels: [0, 2, -1] })).rejects.toThrow("'labels' must be class indices in [0, 3), got -1 at row 2");
   await trainer.dispose();
 });
 
 const refused: [object, string][] = [
-  [{ inputs: 0, classes: 2 }, "'inputs' must be a whole number from 1 on, got 0"],
-  [{ classes: 2 }, "'inputs' must be a whole number from 1 on, got nothing"],
-  [{ inputs: 3 }, "give either 'classes' or 'outputs'"],
-  [{ inputs: 3, classes: 2, outputs: 2 }, "give either 'classes' or 'outputs'"],
+  [{ inputs: 0, classes: 2 }, "'inputs' must be an integer >= 1, got 0"],
+  [{ classes: 2 }, "'inputs' must be an integer >= 1, got nothing"],
+  [{ inputs: 3 }, "pass either 'classes' or 'outputs'"],
+  [{ inputs: 3, classes: 2, outputs: 2 }, "pass either 'classes' or 'outputs'"],
   [{ inputs: 3, classes: 1 }, "'classes' must be 2 or more with cross_entropy, got 1"],
-  [{ inputs: 3, classes: 2.5 }, "'classes' must be a whole number from 1 on, got 2.5"],
+  [{ inputs: 3, classes: 2.5 }, "'classes' must be an integer >= 1, got 2.5"],
   [{ inputs: 3, classes: 2, hidden: 8 }, "'hidden' must be a list of sizes, got 8"],
-  [{ inputs: 3, classes: 2, hidden: [8, -1] }, "'hidden[1]' must be a whole number from 1 on, got -1"],
-  [{ inputs: 3, classes: 2, hidden: [1e6, 1e6] }, "a layer of 1000000 by 1000000 is too large for a tab"],
+  [{ inputs: 3, classes: 2, hidden: [8, -1] }, "'hidden[1]' must be an integer >= 1, got -1"],
+  [{ inputs: 3, classes: 2, hidden: [1e6, 1e6] }, "a layer of 1000000 x 1000000 is too large for a browser"],
   [{ inputs: 3, classes: 2, activation: "swish" }, "'activation' must be one of relu, tanh, sigmoid, gelu, got \"swish\""],
   [{ inputs: 3, classes: 2, loss: "crossentropy" }, "'loss' must be one of cross_entropy, bce_with_logits, mse, l1, huber, got \"crossentropy\""],
   [{ inputs: 3, classes: 2, optimizer: "lion" }, "'optimizer' must be one of adamw, adam, sgd, got \"lion\""],
-  [{ inputs: 3, classes: 2, optimizer: { lr: -1 } }, "'optimizer.lr' must be a number from 0 on, got -1"],
-  [{ inputs: 3, classes: 2, optimizer: { lr: NaN } }, "'optimizer.lr' must be a number from 0 on, got NaN"],
-  [{ inputs: 3, classes: 2, optimizer: { lr: "" } }, "'optimizer.lr' must be a number from 0 on, got \"\""],
-  [{ inputs: 3, classes: 2, optimizer: { betas: [0.9, 1] } }, "'optimizer.betas' must be a number from 0 to below 1, got 1"],
-  [{ inputs: 3, classes: 2, optimizer: { momentum: 0.9 } }, "optimizer 'adamw' has no 'momentum'"],
+  [{ inputs: 3, classes: 2, optimizer: { lr: -1 } }, "'optimizer.lr' must be a number >= 0, got -1"],
+  [{ inputs: 3, classes: 2, optimizer: { lr: NaN } }, "'optimizer.lr' must be a number >= 0, got NaN"],
+  [{ inputs: 3, classes: 2, optimizer: { lr: "" } }, "'optimizer.lr' must be a number >= 0, got \"\""],
+  [{ inputs: 3, classes: 2, optimizer: { betas: [0.9, 1] } }, "'optimizer.betas' must be a number in [0, 1), got 1"],
+  [{ inputs: 3, classes: 2, optimizer: { momentum: 0.9 } }, "unknown option of optimizer 'adamw': 'momentum'"],
   [{ inputs: 3, classes: 2, optimizer: { name: "sgd", nesterov: true } }, "'optimizer.momentum' must be above 0 with nesterov, got 0"],
-  [{ inputs: 3, classes: 2, batch: 0 }, "'batch' must be a whole number from 1 on, got 0"],
-  [{ inputs: 3, classes: 2, seed: -1 }, "'seed' must be a whole number from 0 on, got -1"],
-  [{ inputs: 3, classes: 2, layers: 3 }, "it has no 'layers'"],
+  [{ inputs: 3, classes: 2, batch: 0 }, "'batch' must be an integer >= 1, got 0"],
+  [{ inputs: 3, classes: 2, seed: -1 }, "'seed' must be an integer >= 0, got -1"],
+  [{ inputs: 3, classes: 2, layers: 3 }, "unknown option: 'layers'"],
 ];
 
-test.each(refused)("%j is refused", async (options, message) => {
+test.each(refused)("createHead rejects %j", async (options, message) => {
   await expect(createHead(options as HeadOptions)).rejects.toThrow(`createHead: ${message}`);
 });

@@ -2,11 +2,11 @@ import { describe, expect, test } from "vitest";
 import { Trainer } from "../src/index.js";
 import { distance, fixture, MODELS } from "./support.js";
 
-// WebGPU's spelling runs on a CPU too: that checks the artifacts without a GPU.
+// CPUs run the models for WebGPU too, which tests them without a GPU.
 const cases = MODELS.flatMap((m) => ["wasm", "webgpu"].flatMap((t) => ["node", "wasm"].map((d) => [m, t, d] as const)));
 
 describe.each(cases)("%s built for %s on %s", (model, target, device) => {
-  test("follows Python for 20 steps", async () => {
+  test("matches Python for 20 steps", async () => {
     const { folder, expected, batches, predictions } = await fixture(`${model}-${target}`);
     const trainer = await Trainer.create({
       artifacts: folder, device: device as "node" | "wasm", seed: expected.seed, threads: 1,

@@ -7,11 +7,11 @@ import { readFileSync } from "node:fs";
 import semver from "semver";
 import { ROOT } from "./support.js";
 
-test("npm pack builds what it packs, as it is called in a clone", () => {
+test("npm pack builds the package first", () => {
   const folder = `${ROOT}/web/packages/onnxtrain`;
-  const told = execFileSync("npm", ["pack", "--dry-run", "--json"], { cwd: folder, encoding: "utf8", stdio: ["ignore", "pipe", "ignore"] });
-  // What the build says comes first.
-  const [{ files }] = JSON.parse(told.slice(told.indexOf("[\n"))) as [{ files: { path: string }[] }];
+  const output = execFileSync("npm", ["pack", "--dry-run", "--json"], { cwd: folder, encoding: "utf8", stdio: ["ignore", "pipe", "ignore"] });
+  // Skip the output of the build.
+  const [{ files }] = JSON.parse(output.slice(output.indexOf("[\n"))) as [{ files: { path: string }[] }];
   const names = files.map((f) => f.path);
   for (const name of ["package.json", "README.md", "LICENSE", "dist/index.js", "dist/index.d.ts", "dist/flower/index.js", "dist/flower/index.d.ts", "dist/text/index.js", "dist/text/index.d.ts"]) {
     expect(names).toContain(name);
@@ -19,7 +19,7 @@ test("npm pack builds what it packs, as it is called in a clone", () => {
   expect(names.filter((n) => n.startsWith("src/") || n.startsWith("tests/"))).toEqual([]);
 });
 
-test("its types are read with an older library of TypeScript, and checked", () => {
+test("the declarations compile with an older TypeScript library", () => {
   const folder = mkdtempSync(join(tmpdir(), "types-"));
   const settings = {
     target: "ES2022", lib: ["ES2022", "DOM"], module: "ESNext", moduleResolution: "bundler", strict: true, skipLibCheck: false, noEmit: true, types: [],
@@ -29,13 +29,13 @@ test("its types are read with an older library of TypeScript, and checked", () =
   mkdirSync(join(folder, "node_modules"));
   symlinkSync(`${ROOT}/web/packages/onnxtrain`, join(folder, "node_modules/onnxtrain"));
   execFileSync("npm", ["run", "build"], { cwd: `${ROOT}/web/packages/onnxtrain`, stdio: "pipe" });
-  const told = spawnSync(`${ROOT}/web/node_modules/.bin/tsc`, ["-p", folder], { encoding: "utf8" });
+  const output = spawnSync(`${ROOT}/web/node_modules/.bin/tsc`, ["-p", folder], { encoding: "utf8" });
   rmSync(folder, { recursive: true });
-  expect(told.stdout).toBe("");
-  expect(told.status).toBe(0);
+  expect(output.stdout).toBe("");
+  expect(output.status).toBe(0);
 });
 
-test("releases of ONNX Runtime are taken, and what comes before them", () => {
+test("peer dependency ranges accept releases and prereleases of ONNX Runtime", () => {
   const { dependencies, peerDependencies } = JSON.parse(readFileSync(`${ROOT}/web/packages/onnxtrain/package.json`, "utf8")) as Record<string, Record<string, string>>;
   for (const range of [dependencies!["onnxruntime-common"]!, ...Object.values(peerDependencies!)]) {
     for (const version of ["1.20.0", "1.30.0", "1.31.0-dev.20260914-8d85527a0", "1.32.0-dev.20270101-abc", "1.40.0-rc.1", "1.99.0", "2.0.0"]) {

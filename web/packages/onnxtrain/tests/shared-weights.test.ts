@@ -9,8 +9,8 @@ const FOLDER = `${FIXTURES}/lm`;
 const { prompt } = JSON.parse(readFileSync(`${FOLDER}/expected.json`, "utf8")) as { prompt: number[] };
 type Feeds = Record<string, unknown>;
 
-/** What the runtime was asked for: sessions, open or not, with all that they were run on. */
-interface Opened {
+/** A session that was created, with its feeds and results. */
+interface SessionRecord {
   readonly model: Uint8Array;
   readonly external: readonly Uint8Array[];
   readonly runs: Feeds[];
@@ -20,14 +20,14 @@ interface Opened {
 
 afterEach(() => vi.restoreAllMocks());
 
-/** Watches the sessions that are opened from here on. */
-function watch(): Opened[] {
-  const sessions: Opened[] = [];
+/** Records the sessions that are created from now on. */
+function watch(): SessionRecord[] {
+  const sessions: SessionRecord[] = [];
   const create = InferenceSession.create.bind(InferenceSession) as (m: Uint8Array, o: InferenceSession.SessionOptions) => Promise<InferenceSession>;
   vi.spyOn(InferenceSession, "create").mockImplementation((async (model: Uint8Array, options: InferenceSession.SessionOptions) => {
     const session = await create(model, options);
     const external = (options.externalData ?? []).map((e) => (e as { data: Uint8Array }).data);
-    const opened: Opened = { model, external, runs: [], results: [], open: true };
+    const opened: SessionRecord = { model, external, runs: [], results: [], open: true };
     const [run, release] = [session.run.bind(session), session.release.bind(session)];
     session.run = (async (feeds: never) => {
       opened.runs.push(feeds);
@@ -49,7 +49,7 @@ async function write(trainer: Trainer, keep?: boolean): Promise<void> {
   for await (const _ of generate(trainer, prompt, { maxTokens: 2, ...(keep === undefined ? {} : { keep }) }));
 }
 
-test("sampling is a second session on the same file of weights and on the very adapters that are trained", async () => {
+test("generation uses a second session that shares the weights file and the adapter tensors", async () => {
   const sessions = watch();
   const names = readdirSync(FOLDER).filter((name) => /\.(onnx|bin)$|^checkpoint$|^manifest/.test(name));
   const artifacts = new Map(names.map((name) => [name, bytes(`${FOLDER}/${name}`)]));
@@ -58,23 +58,23 @@ test("sampling is a second session on the same file of weights and on the very a
   await trainer.step(Object.fromEntries(["input_ids", "attention_mask", "labels"].map((n) => [n, tensors.get(`0/${n}`)!])));
   await write(trainer, true);
   expect(sessions.length).toBe(2);
-  const [training, sampling] = sessions as [Opened, Opened];
-  // The frozen weights: one file, whose bytes both sessions were given and neither model has in it.
+  const [training, sampling] = sessions as [SessionRecord, SessionRecord];
+  // The frozen weights: both sessions get the same bytes, and neither model file contains them.
   const size = statSync(`${FOLDER}/weights.bin`).size;
   expect(size).toBeGreaterThan(0);
   for (const { external } of sessions) {
     expect(external.length).toBe(1);
-    expect(external[0] === artifacts.get("weights.bin"), "the very bytes that were given").toBe(true);
+    expect(external[0] === artifacts.get("weights.bin"), "the same buffer").toBe(true);
   }
   expect(sampling.model.length).toBeLessThan(size);
-  // The adapters: tensors that the step gave, fed to the other session as they are.
+  // The adapters: outputs of the step are fed to the other session without a copy.
   const trained = new Set(Object.values(training.results.at(-1)!));
   for (const { name } of trainer.parameters) expect(trained.has(sampling.runs[0]![name]), name).toBe(true);
   await trainer.dispose();
   expect(sessions.map((s) => s.open)).toEqual([false, false]);
 });
 
-test("large weights are in memory once: training is closed while a sample is written, and goes on as if it had not been", async () => {
+test("large weights are in memory once: the training session is released during generation and training continues unchanged", async () => {
   const sessions = watch();
   const trainer = await Trainer.create({ artifacts: FOLDER, device: "node", threads: 1 });
   const { tensors } = await readCheckpoint(bytes(`${FOLDER}/batches.safetensors`));
@@ -86,11 +86,11 @@ test("large weights are in memory once: training is closed while a sample is wri
   expect(open()).toEqual([false, false]);
   losses.push((await trainer.step(batch)).loss);
   expect(open()).toEqual([false, false, true]);
-  await write(trainer); // these weights are small: both stay
+  await write(trainer); // small weights: both sessions stay open
   expect(open()).toEqual([false, false, true, true]);
   await write(trainer);
   expect(open()).toEqual([false, false, true, true]);
-  // As if the weights were large.
+  // Pretend that the weights are large.
   Object.assign(trainer.manifest.options["memory"] as object, { constants: 32e6 });
   await write(trainer);
   expect(open()).toEqual([false, false, false, false]);

@@ -1,4 +1,4 @@
-/** Where a browser keeps checkpoints and weights, and what happens where it does not: pages are stood in for. */
+/** Storage of checkpoints and weights in browsers, with mocked browser APIs. */
 import { createHash } from "node:crypto";
 import { afterEach, beforeEach, expect, test, vi } from "vitest";
 import { defaultStore } from "../src/storage.js";
@@ -6,12 +6,12 @@ import { cachedFile } from "../src/weights-file.js";
 
 const CONTENT = new Uint8Array([5, 9, 2]);
 const DIGEST = createHash("sha256").update(CONTENT).digest("hex");
-await new Response(CONTENT).arrayBuffer(); // Node loads it when it is first asked for, and looks at its version then
-const refused = (name: string) => async () => {
+await new Response(CONTENT).arrayBuffer(); // Node loads Response lazily and checks process.versions then
+const failing = (name: string) => async () => {
   throw new DOMException("refused", name);
 };
 
-/** A folder of the origin's private files; `broken` replaces some of what its files can do. */
+/** A directory of the origin private file system; `broken` replaces some methods by failing ones. */
 function folder(broken: { getFileHandle?: () => Promise<never>; write?: () => Promise<never>; close?: () => Promise<never> } = {}) {
   const files = new Map<string, Blob>();
   const handle = (name: string) => ({
@@ -43,7 +43,7 @@ function page(getDirectory: () => Promise<unknown>): void {
   vi.stubGlobal("navigator", { storage: { getDirectory } });
 }
 
-/** A database of one store, as far as checkpoints need it. */
+/** The part of IndexedDB that checkpoints need. */
 function database() {
   const kept = new Map<string, unknown>();
   const answered = <T>(result: T) => {
@@ -74,8 +74,8 @@ const fetched = (): { open: () => Promise<Response>; times: () => number } => {
 };
 const bytes = async (file: Blob) => new Uint8Array(await file.arrayBuffer());
 
-test("a checkpoint goes to IndexedDB where a private window refuses its files", async () => {
-  page(refused("SecurityError"));
+test("falls back to IndexedDB if the origin private file system is not available", async () => {
+  page(failing("SecurityError"));
   const { kept, ...indexedDB } = database();
   vi.stubGlobal("indexedDB", indexedDB);
   const store = defaultStore();
@@ -84,7 +84,7 @@ test("a checkpoint goes to IndexedDB where a private window refuses its files", 
   expect(await store.read("run")).toEqual(CONTENT);
 });
 
-test("a file is fetched once where it can be kept", async () => {
+test("a cached file is downloaded once", async () => {
   const there = folder();
   page(async () => there);
   const { open, times } = fetched();
@@ -93,11 +93,11 @@ test("a file is fetched once where it can be kept", async () => {
 });
 
 test.each([
-  ["no file can be made", { getFileHandle: refused("QuotaExceededError") }],
-  ["a file cannot be written", { write: refused("QuotaExceededError") }],
-  ["the profile is cleared meanwhile", { write: refused("InvalidStateError") }],
-  ["a file cannot be closed", { close: refused("UnknownError") }],
-])("where %s, the weights are used all the same", async (_, broken) => {
+  ["a file cannot be created", { getFileHandle: failing("QuotaExceededError") }],
+  ["a file cannot be written", { write: failing("QuotaExceededError") }],
+  ["the profile is being cleared", { write: failing("InvalidStateError") }],
+  ["a file cannot be closed", { close: failing("UnknownError") }],
+])("if %s, the weights are used without the cache", async (_, broken) => {
   const there = folder(broken);
   page(async () => there);
   const { open } = fetched();
@@ -105,7 +105,7 @@ test.each([
   expect(there.files.size).toBe(0);
 });
 
-test("what another tab kept meanwhile is used, and stays", async () => {
+test("uses and keeps a file that another tab cached meanwhile", async () => {
   const there = folder({
     write: async () => {
       there.files.set(DIGEST, new Blob([CONTENT]));
@@ -118,9 +118,9 @@ test("what another tab kept meanwhile is used, and stays", async () => {
   expect([times(), [...there.files.keys()]]).toEqual([1, [DIGEST]]);
 });
 
-test("a file that is not the one that was meant is refused and not kept", async () => {
+test("rejects and does not cache a file with another digest", async () => {
   const there = folder();
   page(async () => there);
-  await expect(cachedFile("w", "0".repeat(64), fetched().open, () => undefined)).rejects.toThrow("sha256 differs");
+  await expect(cachedFile("w", "0".repeat(64), fetched().open, () => undefined)).rejects.toThrow("sha256 does not match the manifest");
   expect(there.files.size).toBe(0);
 });

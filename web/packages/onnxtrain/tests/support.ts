@@ -8,13 +8,13 @@ import type { HostTensor } from "../src/dtypes.js";
 export const ROOT = fileURLToPath(new URL("../../../..", import.meta.url)).replace(/\/$/, "");
 export const FIXTURES = `${ROOT}/web/.fixtures`;
 
-/** Returns the interpreter that has onnxtrain: `PYTHON`, or that of the repository. */
+/** Returns the Python interpreter that has onnxtrain installed: `PYTHON`, or the repository's `.venv`. */
 export function python(): string {
   const own = `${ROOT}/.venv/bin/python`;
   return process.env["PYTHON"] ?? (existsSync(own) ? own : "python3");
 }
 
-/** Runs a program in Python and gives what it printed. */
+/** Runs a Python program and returns its output. */
 export const runPython = (code: string, ...args: string[]): string =>
   execFileSync(python(), ["-c", code, ...args], { encoding: "utf8" });
 
@@ -36,7 +36,7 @@ export interface Fixture {
 
 export const bytes = (path: string): Uint8Array => new Uint8Array(readFileSync(path));
 
-/** Returns one of the folders that `make_fixtures.py` wrote. */
+/** Loads one of the directories that `make_fixtures.py` wrote. */
 export async function fixture(name: string): Promise<Fixture> {
   const folder = `${FIXTURES}/${name}`;
   const expected = JSON.parse(readFileSync(`${folder}/expected.json`, "utf8")) as Expected;
@@ -50,11 +50,11 @@ export async function fixture(name: string): Promise<Fixture> {
 
 export const MODELS = ["mlp", "mlp-frozen", "cnn", "transformer", "gru"];
 
-/** Returns all files of a folder of artifacts. */
+/** Returns all files of a directory by name. */
 export const filesOf = (folder: string): Map<string, Uint8Array> =>
   new Map(readdirSync(folder).map((name) => [name, bytes(`${folder}/${name}`)]));
 
-/** Returns the largest distance between two lists of numbers. */
+/** Returns the largest absolute difference of two arrays; Infinity if their lengths differ. */
 export const distance = (a: ArrayLike<number>, b: ArrayLike<number>): number => {
   if (a.length !== b.length) return Infinity;
   return Math.max(...Array.from(a, (v, i) => Math.abs(v - b[i]!)));

@@ -28,7 +28,7 @@ const collected = async <T>(of: AsyncIterable<T>): Promise<T[]> => {
 };
 
 describe.each(["node", "wasm"] as const)("adapters on %s", (device) => {
-  test("losses follow Python, and so does what is written before and after", async () => {
+  test("losses and generated tokens match Python, before and after training", async () => {
     const trainer = await create(device);
     expect(await collected(generate(trainer, expected.prompt, { maxTokens: 8 }))).toEqual(expected.before);
     const losses: number[] = [];
@@ -40,7 +40,7 @@ describe.each(["node", "wasm"] as const)("adapters on %s", (device) => {
     await trainer.dispose();
   });
 
-  test("a checkpoint has the adapters only, and training goes on exactly", async () => {
+  test("a checkpoint contains the adapters only, and resumed training is bit-identical", async () => {
     const trainer = await create(device);
     for (const batch of batches.slice(0, 6)) await trainer.step(batch);
     const saved = await trainer.exportCheckpoint();
@@ -61,7 +61,7 @@ describe.each(["node", "wasm"] as const)("adapters on %s", (device) => {
   });
 });
 
-describe("files for other tools", () => {
+describe("exports for other tools", () => {
   let trainer: Trainer;
   beforeAll(async () => {
     trainer = await create("node");
@@ -69,17 +69,17 @@ describe("files for other tools", () => {
     return () => trainer.dispose();
   });
 
-  test("PEFT's files are those of Python", async () => {
+  test("PEFT files are identical to Python's", async () => {
     const files = await exportPeft(trainer, { baseModel: "ours" });
     expect(Buffer.from(files["adapter_model.safetensors"]).equals(readFileSync(`${FOLDER}/peft/adapter_model.safetensors`))).toBe(true);
     const config = JSON.parse(new TextDecoder().decode(files["adapter_config.json"])) as object;
     expect(config).toEqual(JSON.parse(readFileSync(`${FOLDER}/peft/adapter_config.json`, "utf8")));
   });
 
-  test("stock ONNX Runtime reads the adapter: the tensors of Python's file, and its logits", async () => {
+  test("ONNX Runtime loads the .onnx_adapter file: same tensors and logits as Python's", async () => {
     const folder = mkdtempSync(join(tmpdir(), "adapter-"));
     writeFileSync(join(folder, "ours.onnx_adapter"), await exportOnnxAdapter(trainer));
-    const told = runPython(
+    const output = runPython(
       `
 import json, sys
 import numpy as np
@@ -110,13 +110,13 @@ print(json.dumps([len(ours), same, bool(np.array_equal(a, b)), bool(np.abs(a - b
       folder, FIXTURES,
     );
     rmSync(folder, { recursive: true });
-    expect(JSON.parse(told)).toEqual([28, true, true, true]);
+    expect(JSON.parse(output)).toEqual([28, true, true, true]);
   });
 
-  test("artifacts without adapters are refused by name", async () => {
+  test("rejects artifacts without adapters", async () => {
     const plain = await Trainer.create({ artifacts: `${FIXTURES}/mlp-wasm`, device: "node" });
     await expect(exportPeft(plain)).rejects.toThrow(/have no adapters\nhint: build them from onnxtrain.lora/);
-    await expect(collected(generate(plain, [1]))).rejects.toThrow(/not a language model: it takes x/);
+    await expect(collected(generate(plain, [1]))).rejects.toThrow(/not a language model: expected an input 'input_ids', got x/);
     await plain.dispose();
   });
 });
@@ -129,13 +129,13 @@ describe("generation", () => {
   });
   const drawn = (options: object) => collected(generate(trainer, expected.prompt, { maxTokens: 6, temperature: 1, ...options }));
 
-  test("draws follow from the seed; a small topP is greedy", async () => {
+  test("sampling depends on the seed; a small topP is greedy", async () => {
     expect(await drawn({ seed: 1 })).toEqual(await drawn({ seed: 1 }));
     expect(await drawn({ seed: 1 })).not.toEqual(await drawn({ seed: 2 }));
     expect(await drawn({ seed: 3, topP: 1e-6 })).toEqual(expected.before.slice(0, 6));
   });
 
-  test("ends at a stop token, at a signal, and where the loop is left", async () => {
+  test("ends at a stop token, at a signal, and when the loop breaks", async () => {
     expect(await collected(generate(trainer, expected.prompt, { stop: expected.before[0]! }))).toEqual([]);
     const controller = new AbortController();
     const seen: number[] = [];
@@ -148,17 +148,17 @@ describe("generation", () => {
     await expect(loop()).rejects.toThrow(/abort/i);
     expect(seen.length).toBe(2);
     for await (const _ of generate(trainer, expected.prompt)) break;
-    await trainer.step(batches[0]!); // and the trainer goes on
+    await trainer.step(batches[0]!); // the trainer still works
   });
 
-  test("bad settings are refused", async () => {
+  test("rejects invalid options", async () => {
     await expect(collected(generate(trainer, []))).rejects.toThrow(/prompt is empty/);
-    await expect(drawn({ topP: 0 })).rejects.toThrow(/topP must lie in \(0, 1\]/);
+    await expect(drawn({ topP: 0 })).rejects.toThrow(/topP in \(0, 1\]/);
     await expect(drawn({ maxTokens: 0 })).rejects.toThrow(/maxTokens/);
   });
 
-  test("text goes through the user's tokenizer, whole characters only", async () => {
-    // Two tokens make one character: the first alone decodes to a replacement.
+  test("generateText yields complete characters only", async () => {
+    // Two tokens form one character: the first alone decodes to a replacement character.
     const tokenizer: TokenizerLike = {
       encode: () => ({ ids: expected.prompt }),
       decode: (ids) => ids.map((_, i) => (i % 2 ? "é" : i === ids.length - 1 ? "\ufffd" : "")).join(""),
@@ -166,7 +166,7 @@ describe("generation", () => {
     expect(await collected(generateText(trainer, "x", { tokenizer, maxTokens: 4 }))).toEqual(["é", "é"]);
   });
 
-  test("a file with a cache writes what one without writes", async () => {
+  test("models with and without a KV cache generate the same tokens", async () => {
     const base = `${FIXTURES}/lm-base`;
     const weights = { "model.onnx.data": bytes(`${base}/model.onnx.data`) };
     for (const device of ["node", "wasm"] as const) {
@@ -182,36 +182,36 @@ describe("generation", () => {
   });
 });
 
-test("batches of tokens have what the model takes", () => {
+test("tokenBatch adds the inputs of the model", () => {
   const batch = tokenBatch([[1, 2, 3], { ids: [4], labels: [-100] }], ["input_ids", "attention_mask", "labels"], { pad: 9, multiple: 4 });
   const rows = (name: string) => Array.from((batch[name] as { data: BigInt64Array }).data, Number);
   expect(rows("input_ids")).toEqual([1, 2, 3, 9, 4, 9, 9, 9]);
   expect(rows("attention_mask")).toEqual([1, 1, 1, 0, 1, 0, 0, 0]);
   expect(rows("labels")).toEqual([1, 2, 3, -100, -100, -100, -100, -100]);
-  expect(() => tokenBatch([[1]], ["past_key_values.0.key"])).toThrow(/past_key_values.0.key, which does not follow from token ids/);
+  expect(() => tokenBatch([[1]], ["past_key_values.0.key"])).toThrow(/cannot build the inputs past_key_values.0.key from token ids/);
 });
 
-test("memory is planned before anything is fetched, and refused by name", async () => {
+test("the memory limit is checked before anything is downloaded", async () => {
   const manifest = parseManifest(readFileSync(`${FOLDER}/manifest.json`, "utf8"));
   const small = planMemory(manifest, { batch_size: 1, sequence_length: 16 })!;
   const large = planMemory(manifest, { batch_size: 1, sequence_length: 4096 })!;
   expect(small.fits).toBe(true);
-  expect(large.parts["results of the step"]! / small.parts["results of the step"]!).toBeGreaterThan(256);
+  expect(large.parts["activations"]! / small.parts["activations"]!).toBeGreaterThan(256);
   const sizes = { batch_size: 8, sequence_length: 8192 };
   const files = new Map([["manifest.json", bytes(`${FOLDER}/manifest.json`)], ["checkpoint", bytes(`${FOLDER}/checkpoint`)]]);
   const refused = Trainer.create({ artifacts: files, device: "wasm", sizes });
-  await expect(refused).rejects.toThrow(/^training takes about \d+ MB at batch_size = 8, sequence_length = 8192, more than the 4295 MB.*\nhint: smaller batches/s);
+  await expect(refused).rejects.toThrow(/^training needs about \d+ MB with batch_size = 8, sequence_length = 8192, the limit is 4295 MB.*\nhint: use smaller batches/s);
   await expect(refused).rejects.toMatchObject({ name: "TooLargeError" });
-  // A batch that is larger than what was planned is refused too, unless one wants to try.
+  // A batch that is larger than the limit is rejected too, unless the limit is disabled.
   const strict = await Trainer.create({ artifacts: FOLDER, device: "wasm", threads: 1, memoryLimit: small.heap });
   await expect(strict.step(batches[0]!)).rejects.toMatchObject({ name: "TooLargeError" });
   await strict.dispose();
-  const bold = await Trainer.create({ artifacts: FOLDER, device: "wasm", threads: 1, sizes, memoryLimit: Infinity });
-  expect((await bold.step(batches[0]!)).loss).toBeCloseTo(expected.losses[0]!, 3);
-  await bold.dispose();
+  const unlimited = await Trainer.create({ artifacts: FOLDER, device: "wasm", threads: 1, sizes, memoryLimit: Infinity });
+  expect((await unlimited.step(batches[0]!)).loss).toBeCloseTo(expected.losses[0]!, 3);
+  await unlimited.dispose();
 });
 
-test("a digest of pieces is that of the whole", () => {
+test("the incremental digest matches the digest of the whole", () => {
   const data = new Uint8Array(1000).map((_, i) => i * 7);
   for (const cut of [0, 1, 63, 64, 65, 129, 999]) {
     const found = new Sha256().add(data.subarray(0, cut)).add(data.subarray(cut, cut + 1)).add(data.subarray(cut + 1)).digest();
@@ -219,15 +219,15 @@ test("a digest of pieces is that of the whole", () => {
   }
 });
 
-test("a damaged file of weights is refused, and its progress is told", async () => {
+test("onProgress reports the weights file, and a damaged one is rejected", async () => {
   const files = new Map(["manifest.json", "weights.bin"].map((n) => [n, bytes(`${FOLDER}/${n}`)]));
-  const told: number[] = [];
-  const artifacts = await Artifacts.load(files, { onProgress: ({ loaded }) => told.push(loaded) });
+  const output: number[] = [];
+  const artifacts = await Artifacts.load(files, { onProgress: ({ loaded }) => output.push(loaded) });
   expect(await artifacts.data("weights.bin")).toBe(files.get("weights.bin"));
-  expect(told).toEqual([files.get("weights.bin")!.length]);
+  expect(output).toEqual([files.get("weights.bin")!.length]);
   const whole = new File([files.get("weights.bin")! as Uint8Array<ArrayBuffer>], "weights.bin");
   const parts = [new File([files.get("manifest.json")! as Uint8Array<ArrayBuffer>], "manifest.json")];
   expect(await (await Artifacts.load([...parts, whole])).data("weights.bin")).toBe(whole);
   const cut = new File([whole.slice(1)], "weights.bin");
-  await expect((await Artifacts.load([...parts, cut])).data("weights.bin")).rejects.toThrow(/sha256 differs/);
+  await expect((await Artifacts.load([...parts, cut])).data("weights.bin")).rejects.toThrow(/sha256 does not match the manifest/);
 });

@@ -13,7 +13,7 @@ const open = async (name: string) => {
   return { f, trainer: await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 }) };
 };
 
-test.each(MODELS)("the exported %s gives our predictions in Python", async (model) => {
+test.each(MODELS)("the exported %s gives the same predictions in Python", async (model) => {
   const { f, trainer } = await open(`${model}-wasm`);
   await trainer.importCheckpoint(bytes(`${f.folder}/trained.safetensors`));
   const path = join(folder, `${model}.onnx`);
@@ -39,8 +39,8 @@ print(json.dumps(session.run(None, {name: batches["0/" + name]})[0].ravel().toli
   await trainer.dispose();
 });
 
-test("what came in float16 is trained in float32 and exported in float16", async () => {
-  const trainer = await Trainer.create({ artifacts: `${FIXTURES}/half-wasm`, device: "node", threads: 1 });
+test("a float16 model is trained in float32 and exported in float16", async () => {
+  const trainer = await Trainer.create({ artifacts: `${FIXTURES}/float16-wasm`, device: "node", threads: 1 });
   const x = { data: Float32Array.from({ length: 80 }, (_, i) => Math.sin(i)), dims: [8, 10] };
   const labels = { data: BigInt64Array.from({ length: 8 }, (_, i) => BigInt(i % 3)), dims: [8] };
   const losses: number[] = [];
@@ -65,7 +65,7 @@ print(json.dumps([sorted({t.data_type for t in model.graph.initializer if "weigh
   await trainer.dispose();
 });
 
-test("predictions follow the weights", async () => {
+test("predict uses the current weights", async () => {
   const { f, trainer } = await open("mlp-wasm");
   const x = f.batches[0]!["x"]!;
   const first = (await trainer.predict({ x }))["logits"]!;
@@ -75,13 +75,13 @@ test("predictions follow the weights", async () => {
   await trainer.dispose();
 });
 
-test("bad batches are refused by name, and change nothing", async () => {
+test("rejects invalid batches and changes nothing", async () => {
   const { f, trainer } = await open("mlp-wasm");
   const { x, labels } = f.batches[0] as Record<"x" | "labels", { data: Float32Array; dims: number[]; dtype: string }>;
   const before = await trainer.exportCheckpoint();
   const cases: [object, RegExp][] = [
     [{ x }, /missing from the batch: labels/],
-    [{ x, labels, image: x }, /no such input: image\nhint: the model takes x, labels/],
+    [{ x, labels, image: x }, /unknown input: image\nhint: the inputs are x, labels/],
     [{ x: { data: x.data, dims: [10, 8] }, labels }, /'x' is float32\[batch, 10\], got shape \[10, 8\]/],
     [{ x: { data: x.data, dims: [8, 11] }, labels }, /'x' .*got 80 elements for shape \[8, 11\]/],
     [{ x: x.data.subarray(1), labels }, /'x' .*got 79 elements/],
@@ -99,7 +99,7 @@ test("bad batches are refused by name, and change nothing", async () => {
   await trainer.dispose();
 });
 
-test("a failing step of the runtime names the model and changes nothing", async () => {
+test("a runtime error names the model file and changes nothing", async () => {
   const { f, trainer } = await open("transformer-wasm");
   const before = await trainer.exportCheckpoint();
   const batch = { ...f.batches[0]!, tokens: Array(64).fill(1000) };
@@ -110,7 +110,7 @@ test("a failing step of the runtime names the model and changes nothing", async 
   await trainer.dispose();
 });
 
-test("parameters are read and set by name", async () => {
+test("gets and sets parameters by name", async () => {
   const { trainer } = await open("mlp-wasm");
   expect(trainer.parameters.map((p) => p.name)).toEqual(["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]);
   const values = Float32Array.of(1, 2, 3, 4);
@@ -118,7 +118,7 @@ test("parameters are read and set by name", async () => {
   values[0] = 9;
   expect([...((await trainer.getParameter("fc2.bias")).data as Float32Array)]).toEqual([1, 2, 3, 4]);
   await expect(trainer.setParameter("fc2.bias", [1, 2])).rejects.toThrow(/'fc2.bias' is float32\[4\], got shape \[2\]/);
-  await expect(trainer.getParameter("fc3")).rejects.toThrow(/no such parameter: 'fc3'/);
+  await expect(trainer.getParameter("fc3")).rejects.toThrow(/unknown parameter: 'fc3'/);
   await trainer.dispose();
 });
 
@@ -132,7 +132,7 @@ function clusters(n: number) {
   return { x, labels };
 }
 
-test("fit learns, follows its schedule and reports validation", async () => {
+test("fit trains with a schedule and reports validation metrics", async () => {
   const { trainer } = await open("mlp-wasm");
   const seen: Progress[] = [];
   const data = clusters(70);
@@ -146,7 +146,7 @@ test("fit learns, follows its schedule and reports validation", async () => {
   await trainer.dispose();
 });
 
-test("fit stops at a signal, and by leaving the loop", async () => {
+test("fit stops at a signal and when the loop breaks", async () => {
   const { trainer } = await open("mlp-wasm");
   const stop = new AbortController();
   let steps = 0;
@@ -156,27 +156,27 @@ test("fit stops at a signal, and by leaving the loop", async () => {
     }
   };
   await expect(run()).rejects.toThrow(/abort/i);
-  expect(trainer.globalStep).toBe(8); // the call that was under way trained this many
+  expect(trainer.globalStep).toBe(8); // the pending multi-step call still completed
   for await (const m of trainer.fit(clusters(64), { batchSize: 8 })) if (m.step > 0) break;
   await expect(Trainer.create({ artifacts: "nowhere", signal: AbortSignal.abort() })).rejects.toThrow(/abort/i);
   await trainer.dispose();
 });
 
-test("calls that are not awaited run one after the other", async () => {
+test("concurrent calls run in order", async () => {
   const { f, trainer } = await open("mlp-wasm");
   const found = await Promise.all(f.batches.map((b) => trainer.step(b)));
   expect(distance(found.map((m) => m.loss), f.expected.losses)).toBeLessThan(1e-4);
   await trainer.dispose();
 });
 
-test("a disposed trainer says so", async () => {
+test("a disposed trainer throws DisposedError", async () => {
   const { f, trainer } = await open("mlp-wasm");
   await trainer.dispose();
   await trainer.dispose();
   await expect(trainer.step(f.batches[0]!)).rejects.toThrow(DisposedError);
 });
 
-test("200 rounds of create and dispose keep memory", async () => {
+test("200 rounds of create and dispose do not leak memory", async () => {
   const files = filesOf((await fixture("mlp-wasm")).folder);
   const { batches } = await fixture("mlp-wasm");
   const round = async (device: "node" | "wasm") => {

@@ -18,7 +18,7 @@ const tensors = (batch: object, order = 1): Record<string, ort.Tensor> =>
       .map(([n, t]) => [n, new ort.Tensor(t.dtype as "float32", t.data as Float32Array, t.dims)]),
   );
 
-test.each(["node", "wasm"] as const)("the old loop follows Python on %s, in any order of feeds", async (device) => {
+test.each(["node", "wasm"] as const)("the onnxruntime-web/training loop matches Python on %s, with any order of feeds", async (device) => {
   const f = await fixture("mlp-wasm");
   const session = await TrainingSession.create(filesFor(f), { device, threads: 1 });
   expect(session.trainingInputNames).toEqual(["x", "labels"]);
@@ -41,7 +41,7 @@ test.each(["node", "wasm"] as const)("the old loop follows Python on %s, in any 
   await session.release();
 });
 
-test("parameters come and go as one vector", async () => {
+test("gets and sets parameters as one vector", async () => {
   const f = await fixture("cnn-wasm");
   const session = await TrainingSession.create(filesFor(f), { threads: 1 });
   const size = await session.getParametersSize();
@@ -55,7 +55,7 @@ test("parameters come and go as one vector", async () => {
   await session.release();
 });
 
-test("gradients add up until they are reset, and the learning rate counts", async () => {
+test("gradients accumulate until they are reset, and the learning rate is used", async () => {
   const f = await fixture("cnn-wasm");
   const make = () => TrainingSession.create(filesFor(f), { threads: 1 });
   const moved = async (times: number, lr: number, reset: boolean) => {
@@ -78,7 +78,7 @@ test("gradients add up until they are reset, and the learning rate counts", asyn
   expect((await moved(2, 0.1, true)) / once).toBeLessThan(1.3);
 });
 
-test("what is missing is said in the old words", async () => {
+test("errors match those of onnxruntime-web/training", async () => {
   const f = await fixture("mlp-wasm");
   const { checkpointState, trainModel } = filesFor(f);
   const session = await TrainingSession.create({ checkpointState, trainModel }, { threads: 1 });
@@ -93,8 +93,8 @@ test("what is missing is said in the old words", async () => {
   await session.release();
 });
 
-test("files of the old Python door train, frozen parameters keep their place in the vector", async () => {
-  const folder = `${FIXTURES}/old`;
+test("files of generate_artifacts train, and frozen parameters keep their position in the vector", async () => {
+  const folder = `${FIXTURES}/ort-training`;
   const expected = JSON.parse(readFileSync(`${folder}/expected.json`, "utf8")) as Record<"vector" | "losses" | "x" | "labels", number[]>;
   const session = await TrainingSession.create(
     {
@@ -118,7 +118,7 @@ test("files of the old Python door train, frozen parameters keep their place in 
     await session.lazyResetGrad();
   }
   expect(distance(losses, expected.losses)).toBeLessThan(1e-5);
-  // The vector goes back whole, the frozen part too.
+  // The vector includes the frozen parameters.
   await session.loadParametersBuffer(new Uint8Array(vector.buffer), false);
   expect([...((await session.getContiguousParameters(false)).data as Float32Array)]).toEqual(expected.vector);
   await session.release();

@@ -8,7 +8,7 @@ import { constant, cosine, linear, stepwise, warmup } from "../src/schedules.js"
 import { plainSha256 } from "../src/sha256.js";
 import { ROOT, runPython } from "./support.js";
 
-test("our sha256 is Node's", () => {
+test("sha256 matches Node's", () => {
   for (const n of [0, 1, 55, 56, 63, 64, 65, 1000]) {
     const data = Uint8Array.from({ length: n }, (_, i) => (i * 37) & 255);
     const wanted = createHash("sha256").update(data).digest("hex");
@@ -16,7 +16,7 @@ test("our sha256 is Node's", () => {
   }
 });
 
-test("floats and strings are spelled as Python spells them", () => {
+test("floats and strings are serialized as in Python", () => {
   const numbers = [0, 1, -1, 0.1, 1e-4, 1.5e-5, 1e-5, 123456789.125, 1e15, 1e16, 1.7e22, 5e-324, 0.00012345, -2.5e-7, 1e300];
   const wanted = JSON.parse(runPython(`import json; print(json.dumps([repr(float(x)) for x in ${JSON.stringify(numbers)}]))`)) as string[];
   expect(numbers.map(float)).toEqual(wanted);
@@ -25,7 +25,7 @@ test("floats and strings are spelled as Python spells them", () => {
   expect(strings.map(quote)).toEqual(quoted);
 });
 
-test("JSON text is taken apart and put together without a change", () => {
+test("JSON text survives splitting and joining", () => {
   const text = '{"a":{"x":"},{:","y":[1.0,{"z":2}]},"b":1e-05,"c":"q\\"","d":[]}';
   expect(join(entries(text))).toBe(text);
   expect(compact('{ "a b" : [1,\n 2] }')).toBe('{"a b":[1,2]}');
@@ -34,7 +34,7 @@ test("JSON text is taken apart and put together without a change", () => {
   expect(["😀", "\uffff", "a"].sort(byCodePoint)).toEqual(["a", "\uffff", "😀"]);
 });
 
-test("half precision is numpy's, for every value and between them", () => {
+test("float16 and bfloat16 conversions match numpy", () => {
   for (let bits = 0; bits < 65536; bits++) {
     const value = decode("float16", bits);
     if (Number.isNaN(value)) continue;
@@ -53,7 +53,7 @@ print(json.dumps([x.astype(np.float16).view(np.uint16).tolist(), x.astype(np.flo
 
 const one = (dtype: string, value: unknown, shape: number[] = [2]) => [...(fit({ name: "t", dtype, shape }, value as never).data as Float32Array)];
 
-test("types are converted where nothing is lost", () => {
+test("converts dtypes without loss", () => {
   expect(one("float32", [1, 2.5])).toEqual([1, 2.5]);
   expect(one("float32", Float64Array.of(0.1, 1))).toEqual([Math.fround(0.1), 1]);
   expect(one("int64", Uint8Array.of(3, 255))).toEqual([3n, 255n]);
@@ -67,7 +67,7 @@ test("types are converted where nothing is lost", () => {
   expect(one("float32", 7, [])).toEqual([7]);
 });
 
-test("types are not converted where something is lost", () => {
+test("rejects lossy conversions of dtypes", () => {
   const cases: [string, unknown][] = [
     ["int32", [0.5, 1]], ["int32", [2 ** 31, 0]], ["int32", BigInt64Array.of(2n ** 40n, 0n)], ["uint8", [-1, 0]],
     ["int64", [1.5, 0]], ["int64", [2 ** 60, 0]], ["float32", Int32Array.of(2 ** 24 + 1, 0)], ["float32", [1e39, 0]],
@@ -76,12 +76,12 @@ test("types are not converted where something is lost", () => {
   for (const [dtype, value] of cases) expect(() => one(dtype, value), `${dtype} ${String(value)}`).toThrow(/'t' is .*do not fit/);
 });
 
-test("sizes of flat arrays follow from those that are known", () => {
+test("flat arrays are reshaped with the known sizes", () => {
   const spec = (name: string, shape: (string | number)[]) => ({ name, dtype: "float32", shape, role: "input" as const, feeds: null });
   const specs = [spec("a", ["n", "m"]), spec("b", ["n", 3]), spec("c", ["m"])];
   const found = feed(specs, { a: new Float32Array(8), b: new Float32Array(6), c: { data: new Float32Array(4), dims: [4] } });
   expect([...found.values()].map((t) => t.dims)).toEqual([[2, 4], [2, 3], [4]]);
-  expect(() => feed(specs.slice(0, 1), { a: new Float32Array(8) })).toThrow(/hint: give \{ data, dims \}/);
+  expect(() => feed(specs.slice(0, 1), { a: new Float32Array(8) })).toThrow(/hint: pass \{ data, dims \}/);
 });
 
 test("schedules", () => {
@@ -93,7 +93,7 @@ test("schedules", () => {
   expect(at(warmup(3, constant(4)))).toEqual([1, 2, 3, 4, 4]);
 });
 
-test("every public name has a place in the docs", () => {
+test("every public name is documented", () => {
   const source = ["index.ts", "text/index.ts"].map((f) => readFileSync(`${ROOT}/web/packages/onnxtrain/src/${f}`, "utf8")).join("");
   const names = [...source.matchAll(/\{([^}]*)\}/g)].flatMap((m) => m[1]!.split(",").map((n) => n.trim().replace(/^type /, ""))).filter(Boolean);
   expect(names.length).toBeGreaterThan(40);

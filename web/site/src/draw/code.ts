@@ -1,7 +1,7 @@
-/** The programs behind the page: one that trains, one that uses what came out. */
+/** The code listings of the page: training, and inference with the exported model. */
 import { hiddenOf } from "./net.js";
 
-export interface Told {
+export interface RunSettings {
   readonly model: string;
   readonly data: string;
   readonly size: number;
@@ -12,14 +12,14 @@ export interface Told {
   readonly epochs: string;
 }
 
-export function training({ model, data, size, classes, lr, schedule, batch, epochs }: Told): string {
+export function training({ model, data, size, classes, lr, schedule, batch, epochs }: RunSettings): string {
   const [input, top, tests] = [model === "mlp" ? "x" : "image", data === "mnist" ? 255 : 16, data === "mnist" ? 2000 : 360];
   const artifacts = model === "mlp"
     ? `await createHead({ inputs: ${size * size}, classes: ${classes}, hidden: [${hiddenOf(size)}], activation: "relu" })`
     : `"./art/${model}-${data}/"; // onnxtrain build model.onnx --loss cross_entropy --metric accuracy --target web -o art/`;
   return `import { ${model === "mlp" ? `createHead, ${schedule}` : schedule}, Trainer } from "onnxtrain";
 
-// ${size} x ${size} pixels per digit and a label each; the last ${tests} are for tests.
+// ${size} x ${size} pixels and a label per digit; the last ${tests} digits are for testing.
 const bytes = async (file) => new Uint8Array(await (await fetch(file)).arrayBuffer());
 const pixels = Float32Array.from(await bytes("${data}.bin"), (v) => v / ${top});
 const labels = await bytes("${data}-labels.bin");
@@ -36,11 +36,11 @@ const options = { epochs: ${epochs}, batchSize: ${batch}, schedule: ${schedule}(
 for await (const { step, loss, validation } of trainer.fit(rows(0, split), options)) {
   if (validation) console.log(step, loss, validation.accuracy);
 }
-const model = await trainer.exportModel(); // model.onnx, for any runtime
+const model = await trainer.exportModel(); // an ONNX file for any runtime
 `;
 }
 
-export function use({ model, size }: Told, names: readonly string[]): string {
+export function inference({ model, size }: RunSettings, names: readonly string[]): string {
   const shape = model === "mlp" ? `-1, ${size * size}` : `-1, 1, ${size}, ${size}`;
   return `# pip install onnxruntime numpy
 import numpy as np
@@ -48,9 +48,9 @@ import onnxruntime
 
 names = ${JSON.stringify(names)}
 session = onnxruntime.InferenceSession("model.onnx")
-picture = np.zeros((${size}, ${size}), np.float32)  # ink from 0 to 1
-picture[1:${size - 1}, ${size / 2}] = 1
-[logits] = session.run(None, {session.get_inputs()[0].name: picture.reshape(${shape})})
+image = np.zeros((${size}, ${size}), np.float32)  # gray values from 0 to 1
+image[1:${size - 1}, ${size / 2}] = 1
+[logits] = session.run(None, {session.get_inputs()[0].name: image.reshape(${shape})})
 print(names[int(logits.argmax())])
 `;
 }

@@ -1,13 +1,13 @@
-import { grayPicture } from "./display.js";
+import { grayImage } from "./display.js";
 import { $, make, siteFile } from "../shell/dom.js";
 
-/** Images of numbers from 0 to 1, one after the other, and what they show. */
+/** Concatenated images with pixel values from 0 to 1, and their labels. */
 export interface Digits {
   readonly image: Float32Array;
   readonly labels: Uint8Array;
 }
 
-/** Digits to train on, digits that are never trained on, and how many pixels a side has. */
+/** Training digits, test digits, and the side length of the images. */
 export interface Data {
   readonly train: Digits;
   readonly test: Digits;
@@ -20,13 +20,13 @@ async function get(file: string): Promise<Response> {
   return response;
 }
 
-/** Returns the bytes of a file of digits, which is sent packed. */
+/** Downloads and decompresses a file of digits. */
 export async function bytesOf(name: string): Promise<Uint8Array<ArrayBuffer>> {
   const { body } = await get(`${name}.packed`);
   return new Uint8Array(await new Response(body!.pipeThrough(new DecompressionStream("deflate-raw"))).arrayBuffer());
 }
 
-/** Loads digits by their name. */
+/** Loads a dataset by name. */
 export async function loadDigits(name: string): Promise<Data> {
   const about = (await (await get(`${name}.json`)).json()) as { count: number; size: number; test: number; top: number };
   const [pixels, labels] = [await bytesOf(name), await bytesOf(`${name}-labels`)];
@@ -40,22 +40,22 @@ export async function loadDigits(name: string): Promise<Data> {
   };
 }
 
-/** Returns the first rows. */
+/** Returns the first `n` rows. */
 export const first = (d: Digits, n: number): Digits => ({
   image: d.image.subarray(0, (n * d.image.length) / d.labels.length),
   labels: d.labels.subarray(0, n),
 });
 
-/** Returns both, one after the other. */
-export function joined(a: Digits, b: Digits): Digits {
+/** Concatenates two datasets. */
+export function concatenated(a: Digits, b: Digits): Digits {
   const image = new Float32Array(a.image.length + b.image.length);
   image.set(a.image);
   image.set(b.image, a.image.length);
   return { image, labels: Uint8Array.of(...a.labels, ...b.labels) };
 }
 
-/** Returns some rows, drawn by chance. */
-export function some(d: Digits, n: number): Digits {
+/** Returns `n` random rows. */
+export function randomRows(d: Digits, n: number): Digits {
   const width = d.image.length / d.labels.length;
   const rows = Array.from({ length: n }, () => Math.floor(Math.random() * d.labels.length));
   const image = new Float32Array(n * width);
@@ -63,12 +63,10 @@ export function some(d: Digits, n: number): Digits {
   return { image, labels: Uint8Array.from(rows, (r) => d.labels[r]!) };
 }
 
-/** Drawings of the person: what they show, and others like them to learn from. */
-
-/** How many pictures are made from each drawing. */
+/** Number of augmented images per drawing. */
 export const VARIANTS = 48;
-/** How many signs there may be besides the digits. */
-const SIGNS = 8;
+/** Maximum number of user-defined symbols. */
+const MAX_SYMBOLS = 8;
 const DIGITS = Array.from({ length: 10 }, (_, i) => String(i));
 
 interface Drawing {
@@ -76,8 +74,8 @@ interface Drawing {
   readonly variants: readonly Float32Array[];
 }
 
-/** Names of classes, the digits first, and the drawings of each. */
-export class Own {
+/** The user's drawings and the class names: the digits, then user-defined symbols. */
+export class UserDrawings {
   names: string[] = [...DIGITS];
   #drawings: Drawing[] = [];
 
@@ -85,11 +83,11 @@ export class Own {
     return this.#drawings.length;
   }
 
-  /** Returns the number of a class by its name; one that was not there comes last. */
+  /** Returns the index of a class by name; adds a new class at the end. */
   label(name: string): number {
-    const there = this.names.indexOf(name);
-    if (there >= 0) return there;
-    if (this.names.length >= DIGITS.length + SIGNS) throw new Error(`there are ${SIGNS} signs of yours already; "Forget my drawings" starts over`);
+    const index = this.names.indexOf(name);
+    if (index >= 0) return index;
+    if (this.names.length >= DIGITS.length + MAX_SYMBOLS) throw new Error(`at most ${MAX_SYMBOLS} symbols are supported; "Delete my drawings" removes them`);
     this.names.push(name);
     return this.names.length - 1;
   }
@@ -98,11 +96,11 @@ export class Own {
     this.#drawings.push({ label, variants });
   }
 
-  forget(): void {
+  clear(): void {
     [this.names, this.#drawings] = [[...DIGITS], []];
   }
 
-  /** Returns all drawings and those like them as rows. */
+  /** Returns all drawings with their augmented variants. */
   rows(): Digits {
     const all = this.#drawings.flatMap((d) => d.variants.map((v) => [d.label, v] as const));
     const width = all[0]?.[1].length ?? 0;
@@ -114,20 +112,20 @@ export class Own {
   /** Shows the drawings. */
   show(size: number): void {
     $("examples").replaceChildren(...this.#drawings.map((d) =>
-      make("li", {}, grayPicture(d.variants[0]!, size), this.names[d.label]!)));
+      make("li", {}, grayImage(d.variants[0]!, size), this.names[d.label]!)));
     $("signs").replaceChildren(...this.names.map((name) => make("option", { value: name })));
     $("forget").hidden = this.count === 0;
   }
 
-  /** Returns everything as text, to be kept. */
+  /** Serializes the drawings. */
   text(): string {
     return JSON.stringify({ names: this.names, drawings: this.#drawings.map((d) => ({ label: d.label, variants: d.variants.map((v) => Array.from(v, (p) => Math.round(100 * p))) })) });
   }
 
-  /** Takes what `text` gave. */
+  /** Restores the drawings from the result of `text`. */
   read(text: string): void {
-    const kept = JSON.parse(text) as { names: string[]; drawings: { label: number; variants: number[][] }[] };
-    this.names = kept.names;
-    this.#drawings = kept.drawings.map((d) => ({ label: d.label, variants: d.variants.map((v) => Float32Array.from(v, (p) => p / 100)) }));
+    const saved = JSON.parse(text) as { names: string[]; drawings: { label: number; variants: number[][] }[] };
+    this.names = saved.names;
+    this.#drawings = saved.drawings.map((d) => ({ label: d.label, variants: d.variants.map((v) => Float32Array.from(v, (p) => p / 100)) }));
   }
 }

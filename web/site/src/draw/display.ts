@@ -2,12 +2,11 @@ import type { Digits } from "./data.js";
 import { $, make } from "../shell/dom.js";
 import { rgb } from "../shell/theme.js";
 
-/** How sure the net is of each class, as bars. */
 
 let lines: { line: HTMLElement; fill: HTMLElement; share: HTMLElement }[] = [];
 
-/** Lays a bar out per class. */
-export function layBars(names: readonly string[]): void {
+/** Creates a bar for each class. */
+export function createBars(names: readonly string[]): void {
   lines = names.map((name) => {
     const fill = make("span", { className: "fill" });
     const share = make("span", { className: "share" });
@@ -16,7 +15,7 @@ export function layBars(names: readonly string[]): void {
   $("bars").replaceChildren(...lines.map((l) => l.line));
 }
 
-/** Shows probabilities, or none. */
+/** Shows probabilities, or empty bars. */
 export function showBars(probabilities?: Float32Array): void {
   const top = probabilities ? probabilities.indexOf(Math.max(...probabilities)) : -1;
   lines.forEach(({ line, fill, share }, k) => {
@@ -27,10 +26,9 @@ export function showBars(probabilities?: Float32Array): void {
   });
 }
 
-/** What the net sees and says: digits, weights, and a table of its mistakes. */
 
-/** Makes a canvas of gray pixels from 0 to 1. */
-export function grayPicture(pixels: Float32Array, side: number): HTMLCanvasElement {
+/** Creates a canvas from gray values between 0 and 1. */
+export function grayImage(pixels: Float32Array, side: number): HTMLCanvasElement {
   const canvas = make("canvas", { width: side, height: side });
   const image = new ImageData(side, side);
   pixels.forEach((v, i) => image.data.set([255 * v, 255 * v, 255 * v, 255], 4 * i));
@@ -38,25 +36,25 @@ export function grayPicture(pixels: Float32Array, side: number): HTMLCanvasEleme
   return canvas;
 }
 
-/** Shows digits, each with a place for what the net takes it for. */
+/** Shows test digits with empty captions for the predictions. */
 export function showDigits(digits: Digits, count: number, side: number): void {
   $("grid").replaceChildren(...Array.from({ length: count }, (_, i) => {
-    const canvas = grayPicture(digits.image.subarray(i * side ** 2, (i + 1) * side ** 2), side);
+    const canvas = grayImage(digits.image.subarray(i * side ** 2, (i + 1) * side ** 2), side);
     canvas.setAttribute("aria-hidden", "true");
     return make("figure", {}, canvas, make("figcaption", {}, "?"));
   }));
 }
 
-/** Says under each digit what the net takes it for. */
-export function showGuesses(guesses: readonly number[], labels: Uint8Array, names: readonly string[]): void {
+/** Shows the prediction below each digit. */
+export function showPredictions(predictions: readonly number[], labels: Uint8Array, names: readonly string[]): void {
   [...$("grid").children].forEach((figure, i) => {
-    const right = guesses[i] === labels[i];
+    const right = predictions[i] === labels[i];
     figure.className = right ? "right" : "wrong";
-    figure.lastElementChild!.textContent = `${names[guesses[i]!]} ${right ? "✓" : "✗"}`;
+    figure.lastElementChild!.textContent = `${names[predictions[i]!]} ${right ? "✓" : "✗"}`;
   });
 }
 
-/** Shows what each neuron of the first layer looks for: orange where ink speaks for it, blue where it speaks against. */
+/** Shows the weights of each neuron of the first layer: orange for positive, blue for negative weights. */
 export function showTiles(tiles: readonly Float32Array[], side: number): void {
   const place = $("tiles");
   while (place.children.length > tiles.length) place.lastElementChild!.remove();
@@ -75,29 +73,29 @@ export function showTiles(tiles: readonly Float32Array[], side: number): void {
   });
 }
 
-/** Fills the table of what is taken for what. */
-export function showConfusion(guesses: readonly number[], labels: Uint8Array, names: readonly string[]): void {
+/** Fills the confusion matrix. */
+export function showConfusion(predictions: readonly number[], labels: Uint8Array, names: readonly string[]): void {
   const counts = names.map(() => names.map(() => 0));
-  guesses.forEach((g, i) => counts[labels[i]!]![g]!++);
-  const rows = counts.map((row, is) => ({ row, is })).filter(({ row, is }) => is < 10 || row.some((n) => n > 0));
-  const cell = (n: number, is: number, taken: number, total: number) => {
+  predictions.forEach((g, i) => counts[labels[i]!]![g]!++);
+  const rows = counts.map((row, label) => ({ row, label })).filter(({ row, label }) => label < 10 || row.some((n) => n > 0));
+  const cell = (n: number, label: number, predicted: number, total: number) => {
     const td = make("td", {}, n ? String(n) : "");
-    td.className = n === 0 ? "" : is === taken ? "hit" : "miss";
-    td.style.setProperty("--share", String(Math.min(1, is === taken ? n / total : 0.25 + (4 * n) / total)));
+    td.className = n === 0 ? "" : label === predicted ? "hit" : "miss";
+    td.style.setProperty("--share", String(Math.min(1, label === predicted ? n / total : 0.25 + (4 * n) / total)));
     return td;
   };
   $("confusion").replaceChildren(
-    make("caption", { className: "visually-hidden" }, "Rows: what a picture shows. Columns: what the net takes it for."),
+    make("caption", { className: "visually-hidden" }, "Rows: labels. Columns: predictions."),
     make("thead", {}, make("tr", {}, make("td", {}), ...names.map((n) => make("th", { scope: "col" }, n)))),
-    make("tbody", {}, ...rows.map(({ row, is }) => {
+    make("tbody", {}, ...rows.map(({ row, label }) => {
       const total = row.reduce((a, b) => a + b, 0);
-      return make("tr", {}, make("th", { scope: "row" }, names[is]!), ...row.map((n, taken) => cell(n, is, taken, total)));
+      return make("tr", {}, make("th", { scope: "row" }, names[label]!), ...row.map((n, predicted) => cell(n, label, predicted, total)));
     })),
   );
 }
 
-/** Returns the largest of each row. */
-export function best(logits: Float32Array, classes: number): number[] {
+/** Returns the argmax of each row. */
+export function argmax(logits: Float32Array, classes: number): number[] {
   return Array.from({ length: logits.length / classes }, (_, i) => {
     const row = logits.subarray(i * classes, (i + 1) * classes);
     return row.indexOf(Math.max(...row));

@@ -1,22 +1,22 @@
 import { constant, cosine, linear, type Schedule, type Trainer } from "onnxtrain";
-import { type Told, training, use } from "./code.js";
-import { bytesOf, type Data, type Digits, first, joined, loadDigits, Own, some, VARIANTS } from "./data.js";
-import { best, layBars, showBars, showConfusion, showDigits, showGuesses, showTiles } from "./display.js";
-import { ask, type Choice, firstLayer, grownNet, openNet } from "./net.js";
+import { type RunSettings, training, inference } from "./code.js";
+import { randomRows, bytesOf, type Data, type Digits, first, concatenated, loadDigits, UserDrawings, VARIANTS } from "./data.js";
+import { argmax, createBars, showBars, showConfusion, showDigits, showPredictions, showTiles } from "./display.js";
+import { predict, type Choice, firstLayer, growNet, openNet } from "./net.js";
 import { Pad } from "./pad.js";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
 import { $, attempt, positive, say, show, text, whole } from "../shell/dom.js";
 import { Run } from "../shell/run.js";
 import { softmax } from "../shell/softmax.js";
-import { calm, onTheme } from "../shell/theme.js";
+import { reducedMotion, onTheme } from "../shell/theme.js";
 
-/** Digits that are shown. */
+/** Number of test digits on the page. */
 const SHOWN = 30;
-/** How many digits a drawing is mixed with, so that they are not forgotten, and for how long it is learned. */
+/** Digits that are mixed with a new drawing, to avoid catastrophic forgetting, and the schedule of that training. */
 const REPLAY = 320;
 const LESSON = { epochs: 7, batchSize: 32, schedule: cosine(0.006) };
-/** What is good for each set of digits. */
+/** Default settings for each dataset. */
 const DEFAULTS: Record<string, { batch: number; epochs: number; pace: string }> = {
   digits: { batch: 32, epochs: 10, pace: "16" },
   mnist: { batch: 64, epochs: 5, pace: "0" },
@@ -25,24 +25,24 @@ const SCHEDULES: Record<string, (lr: number) => Schedule> = { cosine, linear, co
 
 let data: Data;
 let trainer: Trainer | undefined;
-let asking = false;
+let predicting = false;
 let stale = false;
-const own = new Own();
+const drawings = new UserDrawings();
 const pad = new Pad($<HTMLCanvasElement>("pad"), () => void predictDrawing());
-const chart = new Chart($("chart"), [{ label: "loss" }, { label: "right about unseen digits", color: "--class-0", share: true, sparse: true }]);
+const chart = new Chart($("chart"), [{ label: "loss" }, { label: "test accuracy", color: "--class-0", share: true, sparse: true }]);
 const run = new Run(chart, (running) => {
   for (const id of ["start", "resume", "learn", "forget"]) $<HTMLButtonElement>(id).disabled = running;
 });
 
 const choice = (): Choice => ({
-  model: text("model"), data: text("data"), size: data.size, device: text("device") as "wasm" | "webgpu", classes: own.names.length,
+  model: text("model"), data: text("data"), size: data.size, device: text("device") as "wasm" | "webgpu", classes: drawings.names.length,
 });
 const slot = () => `draw-${text("data")}-${text("model")}`;
 
-/** Returns the settings of a run; the error names the one that cannot be. */
+/** Returns the validated settings of a run. */
 const settings = () => ({
   epochs: whole("epochs"), batchSize: whole("batch"), schedule: SCHEDULES[text("schedule")]!(positive("lr")),
-  rows: whole("rows"), tests: whole("tests"), pace: calm() ? undefined : Number(text("pace")) || undefined,
+  rows: whole("rows"), tests: whole("tests"), pace: reducedMotion() ? undefined : Number(text("pace")) || undefined,
 });
 
 async function open(): Promise<Trainer> {
@@ -50,8 +50,8 @@ async function open(): Promise<Trainer> {
   trainer = undefined;
   await old?.dispose();
   say("Loading ONNX Runtime and the model ...");
-  layBars(own.names);
-  $("bars").classList.toggle("named", own.names.length > 10);
+  createBars(drawings.names);
+  $("bars").classList.toggle("named", drawings.names.length > 10);
   return (trainer = await openNet(choice()));
 }
 
@@ -61,21 +61,21 @@ async function train(net: Trainer, clicked: number): Promise<void> {
   const { rows, tests, ...options } = settings();
   const digits = first(data.train, rows);
   await run.train({
-    ...options, trainer: net, test: batchOf(net, first(data.test, tests)), look,
-    rows: batchOf(net, own.count ? joined(digits, own.rows()) : digits),
+    ...options, trainer: net, test: batchOf(net, first(data.test, tests)), update,
+    rows: batchOf(net, drawings.count ? concatenated(digits, drawings.rows()) : digits),
   }, clicked);
 }
 
-/** Shows what the net has learned so far. */
-async function look(everything: boolean): Promise<void> {
+/** Updates the predictions, weights and confusion matrix. */
+async function update(everything: boolean): Promise<void> {
   if (!trainer) return;
   const test = first(data.test, everything ? Math.min(whole("tests"), data.test.labels.length) : SHOWN);
-  const guesses = best(await ask(trainer, test.image), own.names.length);
-  showGuesses(guesses, test.labels, own.names);
+  const predictions = argmax(await predict(trainer, test.image), drawings.names.length);
+  showPredictions(predictions, test.labels, drawings.names);
   if (everything) {
-    showConfusion(guesses, test.labels, own.names);
-    const right = guesses.filter((g, i) => g === test.labels[i]).length;
-    show("progress", `So far it reads ${right} of ${guesses.length} digits that it has never seen.`);
+    showConfusion(predictions, test.labels, drawings.names);
+    const right = predictions.filter((g, i) => g === test.labels[i]).length;
+    show("progress", `${right} of ${predictions.length} test digits are correct.`);
   }
   await showLayer();
   await predictDrawing();
@@ -92,47 +92,47 @@ async function predictDrawing(): Promise<void> {
     showBars();
     return show("verdict", "Draw a digit");
   }
-  if (!trainer) return show("verdict", "The net is not there yet ...");
-  // What was drawn while the net was asked is asked about afterwards.
-  stale = asking;
-  if (asking) return;
-  asking = true;
+  if (!trainer) return show("verdict", "The model is loading ...");
+  // If the drawing changes during a prediction, predict again afterwards.
+  stale = predicting;
+  if (predicting) return;
+  predicting = true;
   try {
-    const probabilities = softmax(await ask(trainer, pad.pixels(data.size)), own.names.length);
-    // It may have been cleared meanwhile.
+    const probabilities = softmax(await predict(trainer, pad.pixels(data.size)), drawings.names.length);
+    // The pad may have been cleared meanwhile.
     if (pad.empty) return;
     showBars(probabilities);
     const top = probabilities.indexOf(Math.max(...probabilities));
-    const sure = probabilities[top]!;
-    show("verdict", `${sure > 0.9 ? "This is" : sure > 0.5 ? "Probably" : "Perhaps"} ${/^\d$/.test(own.names[top]!) ? "a " : ""}${own.names[top]}`);
+    const confidence = probabilities[top]!;
+    show("verdict", `${confidence > 0.9 ? "This is" : confidence > 0.5 ? "Probably" : "Perhaps"} ${/^\d$/.test(drawings.names[top]!) ? "a " : ""}${drawings.names[top]}`);
   } finally {
-    asking = false;
+    predicting = false;
     if (stale) void predictDrawing();
   }
 }
 
-/** Learns what is on the pad, without forgetting the digits. */
+/** Trains on the drawing on the pad, mixed with digits. */
 async function learn(clicked: number): Promise<void> {
   const name = text("sign").trim();
   if (pad.empty) throw new Error("draw something first");
-  if (!name) throw new Error("say what your drawing is: a digit, or a name of your own");
-  if (text("model") !== "mlp") throw new Error("signs of your own are learned by the MLP: choose it in the settings");
+  if (!name) throw new Error("enter a label for your drawing: a digit or a new name");
+  if (text("model") !== "mlp") throw new Error("only the MLP supports new symbols: select it in the settings");
   let net = trainer ?? (await open());
-  const before = own.names.length;
-  const label = own.label(name);
-  own.add(label, pad.variants(data.size, VARIANTS));
-  own.show(data.size);
-  if (own.names.length > before) {
-    trainer = await grownNet(net, choice());
+  const before = drawings.names.length;
+  const label = drawings.label(name);
+  drawings.add(label, pad.variants(data.size, VARIANTS));
+  drawings.show(data.size);
+  if (drawings.names.length > before) {
+    trainer = await growNet(net, choice());
     await net.dispose();
     net = trainer;
-    layBars(own.names);
+    createBars(drawings.names);
     $("bars").classList.add("named");
   }
   const { tests } = settings();
   await run.train({
-    ...LESSON, trainer: net, look, done: `It has learned "${name}" from ${VARIANTS} variants of your drawing`,
-    rows: batchOf(net, joined(some(data.train, REPLAY), own.rows())), test: batchOf(net, first(data.test, tests)),
+    ...LESSON, trainer: net, update, done: `Learned "${name}" from ${VARIANTS} variants of your drawing`,
+    rows: batchOf(net, concatenated(randomRows(data.train, REPLAY), drawings.rows())), test: batchOf(net, first(data.test, tests)),
   }, clicked);
   panel.refresh();
 }
@@ -146,56 +146,56 @@ $("teach").onsubmit = (event) => {
   void run.begin(learn);
 };
 $("forget").onclick = () => void run.begin(async (clicked) => {
-  own.forget();
-  own.show(data.size);
+  drawings.clear();
+  drawings.show(data.size);
   await train(await open(), clicked);
 });
 $("clear").onclick = () => pad.clear();
 $("save").onclick = () => void attempt(async () => {
   const net = trainer ?? (await open());
   await net.save(slot());
-  localStorage.setItem(slot(), own.text());
+  localStorage.setItem(slot(), drawings.text());
   say(`Saved at step ${net.globalStep}.`);
 });
 $("resume").onclick = () => void run.begin(async (clicked) => {
-  const kept = localStorage.getItem(slot());
-  if (kept === null) throw new Error("nothing was saved for this model and these digits");
-  own.read(kept);
-  own.show(data.size);
+  const saved = localStorage.getItem(slot());
+  if (saved === null) throw new Error("nothing was saved for this model and dataset");
+  drawings.read(saved);
+  drawings.show(data.size);
   const net = await open();
   await net.load(slot());
   await train(net, clicked);
 });
 
-const told = (): Told => ({
+const runSettings = (): RunSettings => ({
   ...choice(), lr: text("lr"), schedule: text("schedule"), batch: text("batch"), epochs: text("epochs"),
 });
 let panel: ReturnType<typeof codePanel>;
 function showCode(): void {
-  const need = async () => trainer ?? (await open());
+  const currentTrainer = async () => trainer ?? (await open());
   panel = codePanel($("code"), {
-    note: "The first program trains as this page does; the second one uses the model that you take along.",
-    listings: [{ name: "draw.js", text: () => training(told()) }, { name: "use.py", text: () => use(told(), own.names) }],
+    note: "The first program trains like this page; the second one runs the exported model.",
+    listings: [{ name: "draw.js", text: () => training(runSettings()) }, { name: "inference.py", text: () => inference(runSettings(), drawings.names) }],
     products: [
-      { name: "model.onnx", about: "the net as it is now, for any runtime", bytes: async () => (await need()).exportModel() },
-      { name: "checkpoint.safetensors", about: "to go on training, in Python too", bytes: async () => (await need()).exportCheckpoint() },
+      { name: "model.onnx", about: "the current model, for any runtime", bytes: async () => (await currentTrainer()).exportModel() },
+      { name: "checkpoint.safetensors", about: "to resume training, also in Python", bytes: async () => (await currentTrainer()).exportCheckpoint() },
       ...["", "-labels"].map((part) => ({ name: `${text("data")}${part}.bin`, bytes: () => bytesOf(`${text("data")}${part}`) })),
     ],
   });
 }
 
-/** Takes the digits that are chosen, and shows some. */
-async function layOut(): Promise<void> {
+/** Loads the selected dataset and shows some test digits. */
+async function loadDataset(): Promise<void> {
   data = await loadDigits(text("data"));
   for (const [id, { labels }] of [["rows", data.train], ["tests", data.test]] as [string, Digits][]) {
     $<HTMLInputElement>(id).max = $<HTMLInputElement>(id).value = String(labels.length);
   }
   for (const [id, value] of Object.entries(DEFAULTS[text("data")]!)) $<HTMLInputElement>(id).value = String(value);
-  own.forget();
-  own.show(data.size);
-  layBars(own.names);
+  drawings.clear();
+  drawings.show(data.size);
+  createBars(drawings.names);
   showDigits(data.test, SHOWN, data.size);
-  showConfusion([], new Uint8Array(), own.names);
+  showConfusion([], new Uint8Array(), drawings.names);
   showCode();
 }
 
@@ -204,14 +204,14 @@ $("data").onchange = () => void attempt(async () => {
   const old = trainer;
   trainer = undefined;
   await old?.dispose();
-  say("Loading the digits ...");
-  await layOut();
-  say('Press "Train anew".');
+  say("Loading the dataset ...");
+  await loadDataset();
+  say('Press "Train from scratch".');
 });
 $("model").onchange = $("lr").onchange = $("epochs").onchange = $("batch").onchange = $("schedule").onchange = () => panel.refresh();
 $("device").onchange = () => {
-  if (text("device") === "webgpu" && !("gpu" in navigator)) say("This browser has no WebGPU: training will run on wasm.");
+  if (text("device") === "webgpu" && !("gpu" in navigator)) say("This browser does not support WebGPU: training will run on wasm.");
 };
 onTheme(() => void showLayer());
-await attempt(layOut);
+await attempt(loadDataset);
 if (data!) $("start").click();

@@ -1,4 +1,4 @@
-/** The nets that learn digits: one made here by `createHead`, or one that Python built. */
+/** The digit classifiers: an MLP built here with `createHead`, or artifacts built in Python. */
 import { createHead, type HostTensor, Trainer } from "onnxtrain";
 import { say, siteFile } from "../shell/dom.js";
 
@@ -10,10 +10,10 @@ export interface Choice {
   readonly classes: number;
 }
 
-/** Neurons of the only hidden layer, by pixels per side. */
+/** Size of the hidden layer, by image size. */
 export const hiddenOf = (size: number): number => (size < 16 ? 64 : 128);
 
-/** Opens a net with first weights. */
+/** Creates a trainer with initial weights. */
 export async function openNet({ model, data, size, device, classes }: Choice): Promise<Trainer> {
   const artifacts = model === "mlp"
     ? await createHead({ inputs: size * size, classes, hidden: [hiddenOf(size)], activation: "relu" })
@@ -21,19 +21,19 @@ export async function openNet({ model, data, size, device, classes }: Choice): P
   return await Trainer.create({ artifacts, device, onMessage: say });
 }
 
-/** Opens a net with more classes than another one, whose weights it takes over. */
-export async function grownNet(old: Trainer, choice: Choice): Promise<Trainer> {
+/** Creates a trainer with more classes and copies the weights of another trainer. */
+export async function growNet(old: Trainer, choice: Choice): Promise<Trainer> {
   const next = await openNet(choice);
   for (const { name } of next.parameters) {
     const [own, other] = [await next.getParameter(name), await old.getParameter(name)];
-    // Classes are rows, the new ones last: they keep their first weights.
+    // Classes are rows; the new ones come last and keep their initial weights.
     (own.data as Float32Array).set(other.data as Float32Array);
     await next.setParameter(name, own);
   }
   return next;
 }
 
-/** Returns images of what the first layer looks for, where it looks at pixels, and how many sides they have. */
+/** Returns the weights of the first layer as images, if it is connected to pixels, and their side length. */
 export async function firstLayer(trainer: Trainer): Promise<{ tiles: Float32Array[]; side: number } | undefined> {
   const weights = trainer.parameters.find((p) => p.name === "layers.0.weight" || p.name === "conv1.weight");
   if (!weights) return undefined;
@@ -45,8 +45,8 @@ export async function firstLayer(trainer: Trainer): Promise<{ tiles: Float32Arra
   };
 }
 
-/** Returns logits of images, `classes` numbers each. */
-export async function ask(trainer: Trainer, image: Float32Array): Promise<Float32Array> {
+/** Returns the logits of images. */
+export async function predict(trainer: Trainer, image: Float32Array): Promise<Float32Array> {
   const { logits } = await trainer.predict({ [trainer.inputs[0]!]: image });
   return logits!.data as Float32Array;
 }

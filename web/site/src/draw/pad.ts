@@ -1,4 +1,4 @@
-/** A canvas to draw on with a pointer or keys; gives the drawing as the digits are: small and centred. */
+/** A canvas to draw on with a pointer or keys; returns the drawing like the digits: small and centered. */
 export class Pad {
   readonly #canvas: HTMLCanvasElement;
   readonly #pen: CanvasRenderingContext2D;
@@ -40,12 +40,12 @@ export class Pad {
     let [x, y] = [width / 2, height / 2];
     this.#canvas.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.clear();
-      const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-      if (!way) return;
+      const direction = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+      if (!direction) return;
       event.preventDefault();
       const from: [number, number] = [x, y];
-      x = Math.min(width, Math.max(0, x + way[0]! * 8));
-      y = Math.min(height, Math.max(0, y + way[1]! * 8));
+      x = Math.min(width, Math.max(0, x + direction[0]! * 8));
+      y = Math.min(height, Math.max(0, y + direction[1]! * 8));
       if (event.shiftKey) return;
       this.#pen.beginPath();
       this.#pen.moveTo(...from);
@@ -66,12 +66,12 @@ export class Pad {
     this.#onChange();
   }
 
-  /** Returns the drawing as pixels from 0 to 1. */
+  /** Returns the drawing as pixel values from 0 to 1. */
   pixels(size: number): Float32Array {
-    return fitted(this.#pen, size);
+    return downscale(this.#pen, size);
   }
 
-  /** Returns the drawing and others like it: turned, slanted, wider or narrower, as another hand would draw it. */
+  /** Returns the drawing and randomly rotated, sheared and scaled variants. */
   variants(size: number, count: number): Float32Array[] {
     const { width, height } = this.#canvas;
     const other = document.createElement("canvas");
@@ -80,19 +80,19 @@ export class Pad {
     const spread = (by: number) => by * (2 * Math.random() - 1);
     return Array.from({ length: count }, (_, i) => {
       if (i === 0) return this.pixels(size);
-      const [turn, slant, wide, tall] = [spread(0.2), spread(0.2), 0.78 + spread(0.14), 0.78 + spread(0.14)];
+      const [rotation, shear, scaleX, scaleY] = [spread(0.2), spread(0.2), 0.78 + spread(0.14), 0.78 + spread(0.14)];
       pen.setTransform(1, 0, 0, 1, 0, 0);
       pen.clearRect(0, 0, width, height);
       pen.translate(width / 2, height / 2);
-      pen.transform(wide * Math.cos(turn), wide * Math.sin(turn), slant - tall * Math.sin(turn), tall * Math.cos(turn), 0, 0);
+      pen.transform(scaleX * Math.cos(rotation), scaleX * Math.sin(rotation), shear - scaleY * Math.sin(rotation), scaleY * Math.cos(rotation), 0, 0);
       pen.drawImage(this.#canvas, -width / 2, -height / 2);
-      return fitted(pen, size);
+      return downscale(pen, size);
     });
   }
 }
 
-/** Cuts the drawing out, fits it into the image and averages what falls into each place. */
-function fitted(pen: CanvasRenderingContext2D, size: number): Float32Array {
+/** Crops the drawing, centers it and scales it down by averaging. */
+function downscale(pen: CanvasRenderingContext2D, size: number): Float32Array {
   const { width, height } = pen.canvas;
   const ink = pen.getImageData(0, 0, width, height).data;
   const value = (x: number, y: number) =>
@@ -107,7 +107,7 @@ function fitted(pen: CanvasRenderingContext2D, size: number): Float32Array {
   }
   const out = new Float32Array(size * size);
   if (left > right) return out;
-  // The small digits fill their images; those of MNIST have a margin of four pixels.
+  // The 8x8 digits fill their images; MNIST digits have a margin of four pixels.
   const inner = size < 16 ? size : size - 8;
   const cell = Math.max((bottom - top) / inner, (right - left) / (inner - 1), 4);
   const [x0, y0] = [((left + right) - size * cell) / 2, ((top + bottom) - size * cell) / 2];

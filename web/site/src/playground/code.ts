@@ -1,4 +1,4 @@
-/** The program that does what the page does, with the settings that it has now. */
+/** The code listing of the page, with the current settings. */
 import { headOptions, type Shape } from "./net.js";
 import type { Settings } from "./settings.js";
 
@@ -8,14 +8,14 @@ export function listing(shape: Shape, settings: Settings, points: number): strin
   const options = Object.entries(headOptions(shape)).map(([key, v]) => `  ${key}: ${value(v)},`).join("\n");
   return `import { createHead, Trainer } from "onnxtrain";
 
-// The net, its gradients and the optimizer, as ONNX graphs: made here, no Python needed.
+// Build the network, its gradients and the optimizer as ONNX graphs, without Python.
 const artifacts = await createHead({
 ${options}
 });
 const trainer = await Trainer.create({ artifacts, device: "wasm" });
 trainer.learningRate = ${settings.rate};
 
-// Two numbers and a class per point: put your own here. There are ${points} on the page.
+// Two coordinates and a class per point; the page has ${points} points.
 const x = Float32Array.from([0.1, 0.4, -0.3, -0.2]);
 const labels = Int32Array.from([0, 1]);
 
@@ -23,11 +23,11 @@ for await (const { epoch, loss } of trainer.fit({ x, labels }, { epochs: 100, ba
   console.log(epoch, loss);
 }
 
-// What does it say about a place?
+// Predict the class of a point.
 const { logits } = await trainer.predict({ x: [0.5, 0.5] });
 console.log(logits.data);
 
-// A plain .onnx file that every ONNX Runtime opens.
+// An ONNX file for any runtime.
 const model = await trainer.exportModel();
 `;
 }

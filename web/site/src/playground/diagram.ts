@@ -1,58 +1,58 @@
-/** The net as a picture: a column per layer, a small plane per neuron, a line per weight. */
+/** The network diagram: a column per layer, a heatmap per neuron, a line per weight. */
 import { paintNeuron, palette } from "./field.js";
 import type { Layer } from "./net.js";
 import { $, make } from "../shell/dom.js";
 import { color, rgb } from "../shell/theme.js";
 
-/** Places per side of a neuron's picture. */
+/** Resolution of a neuron's heatmap. */
 export const NEURON = 20;
-export const MOST = { layers: 5, neurons: 8 };
+export const MAX = { layers: 5, neurons: 8 };
 
-/** What a person may do to the layers. */
-export interface Changes {
+/** Edits of the layers. */
+export interface LayerEdits {
   neurons(layer: number, by: number): void;
 }
 
-let pictures: HTMLCanvasElement[][] = [];
+let heatmaps: HTMLCanvasElement[][] = [];
 let ends: { inputs: HTMLElement[]; outputs: HTMLElement[] } = { inputs: [], outputs: [] };
 
-const button = (words: string, label: string, onclick: () => void, disabled: boolean) =>
-  make("button", { type: "button", className: "step", onclick, disabled, "aria-label": label }, words);
+const button = (text: string, label: string, onclick: () => void, disabled: boolean) =>
+  make("button", { type: "button", className: "step", onclick, disabled, "aria-label": label }, text);
 
-/** Lays the columns out anew; the focus stays on the button that was pressed. */
-export function layOut(hidden: readonly number[], classes: number, changes: Changes): void {
+/** Rebuilds the columns and keeps the focus on the pressed button. */
+export function layoutDiagram(hidden: readonly number[], classes: number, edits: LayerEdits): void {
   const place = $("layers");
-  const held = (document.activeElement as HTMLElement | null)?.getAttribute("aria-label");
+  const focused = (document.activeElement as HTMLElement | null)?.getAttribute("aria-label");
   const column = (name: string, top: Node, cells: HTMLElement[]) =>
     make("div", { className: "column" }, make("div", { className: "column-head" }, make("span", { className: "column-name" }, name), top), make("div", { className: "cells" }, ...cells));
   const inputs = ["x", "y"].map((axis) => make("span", { className: "cell axis" }, axis));
   const outputs = Array.from({ length: classes }, (_, k) => make("span", { className: `cell output class-${k}` }));
-  pictures = hidden.map((n) => Array.from({ length: n }, () => {
+  heatmaps = hidden.map((n) => Array.from({ length: n }, () => {
     const canvas = make("canvas", { className: "cell neuron", width: NEURON, height: NEURON });
     canvas.setAttribute("aria-hidden", "true");
     return canvas;
   }));
   const heads = hidden.map((n, i) => make("div", { className: "steps-of" },
-    button("−", `Layer ${i + 1}: one neuron less`, () => changes.neurons(i, -1), n <= 1),
+    button("−", `Layer ${i + 1}: remove a neuron`, () => edits.neurons(i, -1), n <= 1),
     make("span", { className: "count" }, String(n)),
-    button("+", `Layer ${i + 1}: one neuron more`, () => changes.neurons(i, 1), n >= MOST.neurons)));
+    button("+", `Layer ${i + 1}: add a neuron`, () => edits.neurons(i, 1), n >= MAX.neurons)));
   ends = { inputs, outputs };
   place.replaceChildren(
     column("Input", make("span", { className: "count" }, "2"), inputs),
-    ...hidden.map((_, i) => column(`Layer ${i + 1}`, heads[i]!, pictures[i]!)),
+    ...hidden.map((_, i) => column(`Layer ${i + 1}`, heads[i]!, heatmaps[i]!)),
     column("Classes", make("span", { className: "count" }, String(classes)), outputs),
   );
-  if (held) place.querySelector<HTMLElement>(`[aria-label="${held}"]`)?.focus();
-  const words = hidden.length ? `hidden layers of ${hidden.join(", ")} neurons` : "no hidden layer";
-  $("wires").setAttribute("aria-label", `The net: 2 inputs, ${words}, ${classes} classes`);
+  if (focused) place.querySelector<HTMLElement>(`[aria-label="${focused}"]`)?.focus();
+  const layers = hidden.length ? `hidden layers of ${hidden.join(", ")} neurons` : "no hidden layers";
+  $("wires").setAttribute("aria-label", `Network: 2 inputs, ${layers}, ${classes} classes`);
 }
 
-/** Draws what neurons see and how strong the weights are. */
+/** Draws the heatmaps of the neurons and the weights. */
 export function drawNet(layers: readonly Layer[], neurons: readonly Float32Array[][]): void {
-  const colours = palette(2);
+  const colors = palette(2);
   neurons.forEach((layer, i) => layer.forEach((values, j) => {
-    const canvas = pictures[i]?.[j];
-    if (canvas) paintNeuron(canvas.getContext("2d")!, values, NEURON, colours);
+    const canvas = heatmaps[i]?.[j];
+    if (canvas) paintNeuron(canvas.getContext("2d")!, values, NEURON, colors);
   }));
   drawWires(layers);
 }
@@ -66,7 +66,7 @@ function drawWires(layers: readonly Layer[]): void {
   const pen = canvas.getContext("2d")!;
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, box.width, box.height);
-  const columns = [ends.inputs, ...pictures, ends.outputs].map((cells) => cells.map((cell) => {
+  const columns = [ends.inputs, ...heatmaps, ends.outputs].map((cells) => cells.map((cell) => {
     const r = cell.getBoundingClientRect();
     return { left: r.left - box.left, right: r.right - box.left, y: r.top - box.top + r.height / 2 };
   }));

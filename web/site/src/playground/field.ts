@@ -1,50 +1,50 @@
-/** The plane: what the net says everywhere, as colour, and the points on it. */
+/** The plane: predictions as background colors, and the data points. */
 import { rgb } from "../shell/theme.js";
 import type { Points } from "./points.js";
 
-/** Places per side at which the net is asked; the browser fills the rest smoothly. */
+/** Resolution of the predictions; the canvas interpolates. */
 export const SIDE = 64;
 
-/** All places of the plane, row by row from the top left. */
+/** The grid points of the plane, row by row from the top left. */
 export const PLANE: Float32Array = (() => {
   const at = (i: number) => (2 * (i + 0.5)) / SIDE - 1;
   return Float32Array.from({ length: 2 * SIDE * SIDE }, (_, i) => {
-    const place = i >> 1;
-    return i % 2 ? -at(Math.floor(place / SIDE)) : at(place % SIDE);
+    const cell = i >> 1;
+    return i % 2 ? -at(Math.floor(cell / SIDE)) : at(cell % SIDE);
   });
 })();
 
-type Colour = readonly [number, number, number];
+type Color = readonly [number, number, number];
 const small = document.createElement("canvas");
 small.width = small.height = SIDE;
 
-/** The colours of the theme, asked for once per change. */
-export const palette = (classes: number): { readonly paper: Colour; readonly of: readonly Colour[] } =>
+/** Returns the background and class colors of the current theme. */
+export const palette = (classes: number): { readonly paper: Color; readonly of: readonly Color[] } =>
   ({ paper: rgb("--raised"), of: Array.from({ length: classes }, (_, k) => rgb(`--class-${k}`)) });
 
-/** Paints places with how sure the net is of its favourite class: no colour where it does not know. */
-export function paint(target: CanvasRenderingContext2D, probabilities: Float32Array, classes: number, colours: ReturnType<typeof palette>): void {
+/** Colors the plane by the predicted class; saturation shows the confidence. */
+export function paint(target: CanvasRenderingContext2D, probabilities: Float32Array, classes: number, colors: ReturnType<typeof palette>): void {
   const image = new ImageData(SIDE, SIDE);
   for (let i = 0; i < SIDE * SIDE; i++) {
     let best = 0;
     for (let k = 1; k < classes; k++) if (probabilities[i * classes + k]! > probabilities[i * classes + best]!) best = k;
-    const sure = (probabilities[i * classes + best]! - 1 / classes) / (1 - 1 / classes);
-    mix(image.data, 4 * i, colours.paper, colours.of[best]!, 0.72 * sure ** 0.8);
+    const confidence = (probabilities[i * classes + best]! - 1 / classes) / (1 - 1 / classes);
+    mix(image.data, 4 * i, colors.paper, colors.of[best]!, 0.72 * confidence ** 0.8);
   }
   put(target, image);
 }
 
-/** Paints places with the value of one neuron, from -1 (the first class's colour) to 1 (the second's). */
-export function paintNeuron(target: CanvasRenderingContext2D, values: Float32Array, side: number, colours: ReturnType<typeof palette>): void {
+/** Colors a heatmap by the activation of one neuron, from -1 (color of class 0) to 1 (color of class 1). */
+export function paintNeuron(target: CanvasRenderingContext2D, values: Float32Array, side: number, colors: ReturnType<typeof palette>): void {
   const image = new ImageData(side, side);
   for (let i = 0; i < side * side; i++) {
     const v = values[i]!;
-    mix(image.data, 4 * i, colours.paper, colours.of[v < 0 ? 0 : 1]!, Math.min(1, Math.abs(v)));
+    mix(image.data, 4 * i, colors.paper, colors.of[v < 0 ? 0 : 1]!, Math.min(1, Math.abs(v)));
   }
   target.putImageData(image, 0, 0);
 }
 
-function mix(data: Uint8ClampedArray, at: number, from: Colour, to: Colour, share: number): void {
+function mix(data: Uint8ClampedArray, at: number, from: Color, to: Color, share: number): void {
   for (let c = 0; c < 3; c++) data[at + c] = from[c]! + share * (to[c]! - from[c]!);
   data[at + 3] = 255;
 }
@@ -56,13 +56,13 @@ function put(target: CanvasRenderingContext2D, image: ImageData): void {
   target.drawImage(small, 0, 0, target.canvas.width, target.canvas.height);
 }
 
-/** Draws points over the plane; those of `rings` are hollow. */
-export function drawDots(target: CanvasRenderingContext2D, points: Points, colours: ReturnType<typeof palette>, rings = false): void {
+/** Draws data points; with `rings` they are hollow. */
+export function drawDots(target: CanvasRenderingContext2D, points: Points, colors: ReturnType<typeof palette>, rings = false): void {
   const { width, height } = target.canvas;
   const radius = width / 88;
   for (let i = 0; i < points.labels.length; i++) {
     const [x, y] = [((points.x[2 * i]! + 1) / 2) * width, ((1 - points.x[2 * i + 1]!) / 2) * height];
-    const own = `rgb(${colours.of[points.labels[i]!]!.join()})`;
+    const own = `rgb(${colors.of[points.labels[i]!]!.join()})`;
     target.beginPath();
     target.arc(x, y, rings ? radius * 0.8 : radius, 0, 2 * Math.PI);
     target.lineWidth = radius / 2.2;
@@ -71,7 +71,7 @@ export function drawDots(target: CanvasRenderingContext2D, points: Points, colou
     } else {
       target.fillStyle = own;
       target.fill();
-      target.strokeStyle = `rgb(${colours.paper.join()})`;
+      target.strokeStyle = `rgb(${colors.paper.join()})`;
     }
     target.stroke();
   }

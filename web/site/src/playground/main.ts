@@ -1,61 +1,61 @@
 import { listing } from "./code.js";
-import { drawNet, layOut, MOST, NEURON } from "./diagram.js";
+import { drawNet, layoutDiagram, MAX, NEURON } from "./diagram.js";
 import { drawDots, paint, palette } from "./field.js";
 import { Net, type Shape } from "./net.js";
 import { drawPoints, type Points, SETS, withPoint } from "./points.js";
-import { address, pen, readAddress, readControls, settings, showPens, showSets } from "./settings.js";
+import { settingsUrl, pen, readUrl, readControls, settings, showPens, showSets } from "./settings.js";
 import { Chart } from "../shell/chart.js";
 import { codePanel } from "../shell/code-panel.js";
 import { $, attempt, fail, say, show } from "../shell/dom.js";
-import { calm, color, onTheme } from "../shell/theme.js";
+import { reducedMotion, color, onTheme } from "../shell/theme.js";
 
-/** How long the steps of one picture may take, and how often the numbers change, in ms. */
+/** Time for the steps of one frame, and interval between updates of the metrics, in ms. */
 const BUDGET = 10;
-const NUMBERS = 150;
-/** With little motion wanted, pictures change this rarely. */
-const STILL = 1000;
+const METRICS_INTERVAL = 150;
+/** Interval between frames with prefers-reduced-motion, in ms. */
+const REDUCED_INTERVAL = 1000;
 
 let net: Net | undefined;
 let points: Points;
-let fresh: Points;
-let playing = !calm();
+let testPoints: Points;
+let playing = !reducedMotion();
 let steps = 0;
-/** What has to be done before the next step. */
+/** Whether the network has to be rebuilt before the next step. */
 let stale = true;
-let wanted = 0;
+let requestedSteps = 0;
 let wake: () => void = () => undefined;
 let cross: [number, number] | undefined;
 let last = { loss: NaN, accuracy: NaN };
-/** The step that the numbers on the page are of, and whether the status says that it learns. */
+/** The step of the displayed metrics, and the last reported state of `playing`. */
 let shown = -1;
-let told: boolean | undefined;
+let reported: boolean | undefined;
 
-const chart = new Chart($("chart"), [{ label: "these points", color: "--class-0" }, { label: "new points" }], { height: 190 });
+const chart = new Chart($("chart"), [{ label: "training loss", color: "--class-0" }, { label: "test loss" }], { height: 190 });
 const plane = $<HTMLCanvasElement>("plane");
 const brush = plane.getContext("2d")!;
 const classes = () => SETS[settings.set]!.classes;
 const shape = (): Shape => ({ ...settings, hidden: [...settings.hidden], classes: classes() });
 
-/** Draws points to learn from, and others that are only looked at. */
-function drawNew(): void {
+/** Samples training and test points. */
+function samplePoints(): void {
   points = drawPoints(settings.set, settings.count, settings.noise, settings.seed);
-  fresh = drawPoints(settings.set, 300, settings.noise, settings.seed + 77);
+  testPoints = drawPoints(settings.set, 300, settings.noise, settings.seed + 77);
   showPens(classes());
 }
 
 function refresh(): void {
   stale = true;
-  layOut(settings.hidden, classes(), { neurons: (layer, by) => {
+  layoutDiagram(settings.hidden, classes(), { neurons: (layer, by) => {
     settings.hidden[layer]! += by;
     refresh();
   } });
-  $<HTMLButtonElement>("more").disabled = settings.hidden.length >= MOST.layers;
+  $<HTMLButtonElement>("more").disabled = settings.hidden.length >= MAX.layers;
   $<HTMLButtonElement>("fewer").disabled = settings.hidden.length === 0;
   changed();
 }
 
 function changed(): void {
-  history.replaceState(null, "", address());
+  history.replaceState(null, "", settingsUrl());
   panel.refresh();
   wake();
 }
@@ -67,17 +67,17 @@ async function reopen(): Promise<void> {
   net = next;
   steps = 0;
   chart.clear();
-  await picture();
-  await numbers();
+  await drawFrame();
+  await updateMetrics();
 }
 
-async function picture(): Promise<void> {
+async function drawFrame(): Promise<void> {
   if (!net) return;
-  const colours = palette(net.shape.classes);
+  const colors = palette(net.shape.classes);
   const probabilities = await net.plane();
   const layers = await net.layers();
-  paint(brush, probabilities, net.shape.classes, colours);
-  drawDots(brush, points, colours);
+  paint(brush, probabilities, net.shape.classes, colors);
+  drawDots(brush, points, colors);
   if (cross) drawCross(cross);
   drawNet(layers, net.neurons(layers, NEURON));
 }
@@ -94,9 +94,9 @@ function drawCross([x, y]: [number, number]): void {
   brush.stroke();
 }
 
-async function numbers(): Promise<void> {
+async function updateMetrics(): Promise<void> {
   if (!net) return;
-  const [own, other] = [await net.judge(points), await net.judge(fresh)];
+  const [own, other] = [await net.evaluate(points), await net.evaluate(testPoints)];
   last = { loss: own.loss, accuracy: other.accuracy };
   chart.add(steps, own.loss, other.loss);
   chart.draw();
@@ -106,43 +106,43 @@ async function numbers(): Promise<void> {
   shown = steps;
 }
 
-function tell(): void {
-  told = playing;
-  if (playing) return say("Learning. Change anything while it runs.");
-  const known = Number.isNaN(last.accuracy) ? "" : ` It is right about ${(100 * last.accuracy).toFixed(0)} % of new points after ${steps} steps.`;
-  say(`Paused.${known}`);
+function reportStatus(): void {
+  reported = playing;
+  if (playing) return say("Training. You can change everything while it runs.");
+  const accuracy = Number.isNaN(last.accuracy) ? "" : ` Test accuracy ${(100 * last.accuracy).toFixed(0)} % after ${steps} steps.`;
+  say(`Paused.${accuracy}`);
 }
 
 const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
 
-/** Everything that touches the net happens here, one thing after the other. */
-async function live(): Promise<never> {
+/** The main loop. All access to the network happens here, in order. */
+async function mainLoop(): Promise<never> {
   let counted = 0;
-  let [drawn, pictured] = [0, 0];
+  let [drawn, frameTime] = [0, 0];
   for (;;) {
     await frame();
     if (stale) await reopen();
-    // Where pictures take long, as much time is for steps.
-    const until = performance.now() + Math.max(BUDGET, pictured);
-    const target = playing ? settings.pace : wanted;
-    wanted = 0;
+    // If drawing is slow, spend at least as much time on training.
+    const until = performance.now() + Math.max(BUDGET, frameTime);
+    const target = playing ? settings.pace : requestedSteps;
+    requestedSteps = 0;
     for (let i = 0; i < target && (i === 0 || performance.now() < until) && !stale; i++) {
       await net!.step(points, settings.batch, settings.rate);
       steps++;
     }
     const now = performance.now();
-    if (!playing || !calm() || now - drawn > STILL) {
-      await picture();
-      pictured = performance.now() - now;
+    if (!playing || !reducedMotion() || now - drawn > REDUCED_INTERVAL) {
+      await drawFrame();
+      frameTime = performance.now() - now;
       drawn = now;
     }
-    if (shown !== steps && (!playing || now - counted > (calm() ? STILL : NUMBERS))) {
-      await numbers();
+    if (shown !== steps && (!playing || now - counted > (reducedMotion() ? REDUCED_INTERVAL : METRICS_INTERVAL))) {
+      await updateMetrics();
       counted = now;
     }
-    // Of a net that was paused the last numbers are told, not those of the moment it was asked to pause.
-    if (told !== playing && (playing || shown === steps)) tell();
-    if (!playing && !stale && !wanted && shown === steps) await new Promise<void>((resolve) => (wake = resolve));
+    // After a pause, report the metrics of the last step.
+    if (reported !== playing && (playing || shown === steps)) reportStatus();
+    if (!playing && !stale && !requestedSteps && shown === steps) await new Promise<void>((resolve) => (wake = resolve));
   }
 }
 
@@ -154,15 +154,15 @@ function play(on: boolean): void {
 
 function addPoint(at: [number, number]): void {
   points = withPoint(points, at, pen());
-  say(`A point was added; there are ${points.labels.length}.`);
+  say(`Added a point: ${points.labels.length} points.`);
   wake();
 }
 
 $("play").onclick = () => play(!playing);
 $("once").onclick = () => {
   play(false);
-  told = undefined;
-  wanted = 1;
+  reported = undefined;
+  requestedSteps = 1;
   wake();
 };
 $("again").onclick = () => {
@@ -179,12 +179,12 @@ $("fewer").onclick = () => {
 };
 $("fresh").onclick = () => {
   settings.seed++;
-  drawNew();
+  samplePoints();
   changed();
 };
 $("share").onclick = () => void attempt(async () => {
-  await navigator.clipboard.writeText(address());
-  say("The link is in the clipboard.");
+  await navigator.clipboard.writeText(settingsUrl());
+  say("Link copied to the clipboard.");
 });
 for (const id of ["rate", "batch", "paces"]) $(id).onchange = () => {
   readControls();
@@ -196,7 +196,7 @@ for (const id of ["activation", "decay"]) $(id).onchange = () => {
 };
 for (const id of ["noise", "count"]) $(id).oninput = () => {
   readControls();
-  drawNew();
+  samplePoints();
   changed();
 };
 plane.onclick = (event) => {
@@ -205,12 +205,12 @@ plane.onclick = (event) => {
   addPoint([(2 * (event.clientX - box.left)) / box.width - 1, 1 - (2 * (event.clientY - box.top)) / box.height]);
 };
 plane.onkeydown = (event) => {
-  const way = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
-  if (!way && event.key !== "Enter" && event.key !== " ") return;
+  const direction = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
+  if (!direction && event.key !== "Enter" && event.key !== " ") return;
   event.preventDefault();
   const limit = (v: number) => Math.max(-1, Math.min(1, v));
-  cross = way ? [limit((cross?.[0] ?? 0) + 0.08 * way[0]!), limit((cross?.[1] ?? 0) + 0.08 * way[1]!)] : (cross ?? [0, 0]);
-  if (!way) addPoint(cross);
+  cross = direction ? [limit((cross?.[0] ?? 0) + 0.08 * direction[0]!), limit((cross?.[1] ?? 0) + 0.08 * direction[1]!)] : (cross ?? [0, 0]);
+  if (!direction) addPoint(cross);
   wake();
 };
 plane.onblur = () => {
@@ -218,27 +218,27 @@ plane.onblur = () => {
   wake();
 };
 
-const need = (): Net => {
-  if (!net) throw new Error("there is no net yet");
+const currentNet = (): Net => {
+  if (!net) throw new Error("the network is not ready yet");
   return net;
 };
 const panel = codePanel($("code"), {
-  note: "With npm install onnxtrain onnxruntime-web, in a page or a bundler. In Node, take onnxruntime-node and leave the device out.",
+  note: "Run npm install onnxtrain onnxruntime-web. In Node, install onnxruntime-node instead and omit the device.",
   listings: [{ name: "playground.js", text: () => listing(shape(), settings, points?.labels.length ?? 0) }],
   products: [
-    { name: "model.onnx", about: "the net as it is now", bytes: () => need().trainer.exportModel() },
-    { name: "checkpoint.safetensors", about: "to go on training elsewhere, in Python too", bytes: () => need().trainer.exportCheckpoint() },
+    { name: "model.onnx", about: "the current network", bytes: () => currentNet().trainer.exportModel() },
+    { name: "checkpoint.safetensors", about: "to resume training, also in Python", bytes: () => currentNet().trainer.exportCheckpoint() },
   ],
 });
 
-readAddress();
+readUrl();
 const sets = () => showSets((set) => {
   settings.set = set;
-  drawNew();
+  samplePoints();
   refresh();
 });
 sets();
-drawNew();
+samplePoints();
 refresh();
 onTheme(() => {
   sets();
@@ -246,7 +246,7 @@ onTheme(() => {
 });
 addEventListener("resize", () => wake());
 show("play", playing ? "Pause" : "Train");
-void reopen().then(tell).then(live).catch((error) => {
+void reopen().then(reportStatus).then(mainLoop).catch((error) => {
   playing = false;
   fail(error);
 });

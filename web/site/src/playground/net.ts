@@ -1,4 +1,4 @@
-/** The net of the playground: made, trained and asked in this thread, since it is tiny. */
+/** The network of the playground. It is tiny, so it runs in the main thread. */
 import { createHead, Trainer, type HeadOptions } from "onnxtrain";
 import { softmax } from "../shell/softmax.js";
 import { PLANE } from "./field.js";
@@ -14,20 +14,20 @@ export interface Shape {
   readonly seed: number;
 }
 
-/** Weights of one layer: `weight[out][in]`, flat, and what is added. */
+/** Parameters of one layer; `weight[out][in]` is flat. */
 export interface Layer {
   readonly weight: Float32Array;
   readonly bias: Float32Array;
 }
 
-const CURVES: Record<Activation, (v: number) => number> = {
+const ACTIVATIONS: Record<Activation, (v: number) => number> = {
   tanh: Math.tanh,
   relu: (v) => Math.max(0, v),
   sigmoid: (v) => 1 / (1 + Math.exp(-v)),
   gelu: (v) => 0.5 * v * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (v + 0.044715 * v ** 3))),
 };
 
-/** Returns what `createHead` is asked for; the code panel shows the same. */
+/** Returns the options of `createHead`, also for the code panel. */
 export const headOptions = ({ classes, hidden, activation, decay, seed }: Shape): HeadOptions =>
   ({ inputs: 2, classes, hidden, activation, seed, optimizer: { name: "adamw", weightDecay: decay } });
 
@@ -43,7 +43,7 @@ export class Net {
     return new Net(await Trainer.create({ artifacts, device: "wasm", worker: false }), shape);
   }
 
-  /** Trains on some of the points, drawn by chance. */
+  /** Trains on a random batch of points. */
   async step(points: Points, batch: number, rate: number): Promise<number> {
     const n = points.labels.length;
     const size = Math.min(batch, n);
@@ -58,13 +58,13 @@ export class Net {
     return (await this.trainer.step({ x, labels })).loss;
   }
 
-  /** Returns loss and accuracy over points. */
-  async judge(points: Points): Promise<{ loss: number; accuracy: number }> {
+  /** Returns loss and accuracy on points. */
+  async evaluate(points: Points): Promise<{ loss: number; accuracy: number }> {
     const { loss, accuracy } = await this.trainer.evaluate({ x: points.x, labels: Int32Array.from(points.labels) }, { batchSize: points.labels.length });
     return { loss, accuracy: accuracy! };
   }
 
-  /** Returns the probabilities of the classes at every place of the plane. */
+  /** Returns the class probabilities on the grid of the plane. */
   async plane(): Promise<Float32Array> {
     const { logits } = await this.trainer.predict({ x: PLANE });
     return softmax(logits!.data as Float32Array, this.shape.classes);
@@ -77,11 +77,11 @@ export class Net {
     })));
   }
 
-  /** Returns what every hidden neuron says over the plane, `side` places per side, from -1 to 1. */
+  /** Returns the activations of all hidden neurons on a grid of `side` x `side`, scaled to [-1, 1]. */
   neurons(layers: readonly Layer[], side: number): Float32Array[][] {
     const at = (i: number) => (2 * (i + 0.5)) / side - 1;
     let before = [0, 1].map((axis) => Float32Array.from({ length: side * side }, (_, i) => (axis ? -at(Math.floor(i / side)) : at(i % side))));
-    const curve = CURVES[this.shape.activation]!;
+    const activate = ACTIVATIONS[this.shape.activation]!;
     return layers.slice(0, -1).map(({ weight, bias }) => {
       before = Array.from(bias, (b, out) => {
         const values = new Float32Array(side * side).fill(b);
@@ -89,7 +89,7 @@ export class Net {
           const w = weight[out * before.length + k]!;
           for (let i = 0; i < values.length; i++) values[i]! += w * x[i]!;
         });
-        return values.map(curve);
+        return values.map(activate);
       });
       return before.map((values) => scaled(values, this.shape.activation));
     });
@@ -100,7 +100,7 @@ export class Net {
   }
 }
 
-/** Returns values from -1 to 1. */
+/** Scales activations to [-1, 1]. */
 function scaled(values: Float32Array, activation: Activation): Float32Array {
   if (activation === "sigmoid") return values.map((v) => 2 * v - 1);
   const most = activation === "tanh" ? 1 : values.reduce((a, v) => Math.max(a, Math.abs(v)), 1e-6);

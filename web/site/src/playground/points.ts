@@ -1,10 +1,10 @@
-/** Sets of points in the plane, from -1 to 1, each with a class. */
+/** Points in the plane, with coordinates from -1 to 1, and their classes. */
 export interface Points {
   readonly x: Float32Array;
   readonly labels: Uint8Array;
 }
 
-/** Returns numbers from 0 to 1, the same for the same seed. */
+/** Returns a generator of uniform random numbers in [0, 1) with a seed (Mulberry32). */
 export function random(seed: number): () => number {
   let s = (seed * 2654435761) >>> 0;
   return () => {
@@ -15,19 +15,19 @@ export function random(seed: number): () => number {
   };
 }
 
-/** Returns a number drawn from the normal distribution. */
+/** Returns a standard normal random number. */
 export const normal = (next: () => number): number => Math.sqrt(-2 * Math.log(1 - next())) * Math.cos(2 * Math.PI * next());
 
-type Place = (k: number, classes: number, next: () => number) => [number, number];
+type Sampler = (k: number, classes: number, next: () => number) => [number, number];
 
-const spiral: Place = (k, classes, next) => {
+const spiral: Sampler = (k, classes, next) => {
   const r = 0.08 + 0.86 * Math.sqrt(next());
   const angle = (classes === 2 ? 7 : 5) * r + (2 * Math.PI * k) / classes;
   return [r * Math.sin(angle), r * Math.cos(angle)];
 };
 
-/** What there is to choose from: how many classes, and where a point of a class may lie. */
-export const SETS: Record<string, { readonly name: string; readonly classes: number; readonly place: Place }> = {
+/** The datasets: number of classes, and a sampler for points of a class. */
+export const SETS: Record<string, { readonly name: string; readonly classes: number; readonly place: Sampler }> = {
   circle: {
     name: "Circle", classes: 2,
     place: (k, _, next) => {
@@ -58,7 +58,7 @@ export const SETS: Record<string, { readonly name: string; readonly classes: num
   arms: { name: "Three arms", classes: 3, place: spiral },
 };
 
-/** Draws points of a set, the classes in turn. */
+/** Samples points of a dataset with balanced classes. */
 export function drawPoints(set: string, count: number, noise: number, seed: number): Points {
   const { classes, place } = SETS[set]!;
   const next = random(seed);
@@ -71,7 +71,7 @@ export function drawPoints(set: string, count: number, noise: number, seed: numb
   return { x, labels };
 }
 
-/** Returns points with one more at the end. */
+/** Appends a point. */
 export const withPoint = (points: Points, at: readonly [number, number], label: number): Points => ({
   x: Float32Array.of(...points.x, ...at),
   labels: Uint8Array.of(...points.labels, label),

@@ -1,9 +1,9 @@
-/** The camera of the person, where there is one and they allow it. */
+/** Access to camera and microphone. */
 
-/** Shows the camera in a video; gives what turns it off. */
+/** Shows the camera in a video element; returns a function that turns it off. */
 export async function openCamera(video: HTMLVideoElement, facing: "user" | "environment" = "user"): Promise<() => void> {
-  if (!navigator.mediaDevices?.getUserMedia) throw new Error("this browser gives no camera to this page; a page needs https for that");
-  const stream = await allowed({ video: { facingMode: facing, width: { ideal: 640 } } }, "camera");
+  if (!navigator.mediaDevices?.getUserMedia) throw new Error("the camera is not available: it needs a secure context (https)");
+  const stream = await requestMedia({ video: { facingMode: facing, width: { ideal: 640 } } }, "camera");
   video.srcObject = stream;
   video.muted = true;
   video.playsInline = true;
@@ -14,14 +14,14 @@ export async function openCamera(video: HTMLVideoElement, facing: "user" | "envi
   };
 }
 
-/** Asks for a device; what the person refuses is said in words. */
-export async function allowed(wanted: MediaStreamConstraints, name: string): Promise<MediaStream> {
+/** Requests a device; throws a readable error if it is denied or missing. */
+export async function requestMedia(constraints: MediaStreamConstraints, name: string): Promise<MediaStream> {
   try {
-    return await navigator.mediaDevices.getUserMedia(wanted);
+    return await navigator.mediaDevices.getUserMedia(constraints);
   } catch (error) {
     const { name: kind, message } = error as DOMException;
-    if (kind === "NotAllowedError") throw new Error(`the ${name} is not allowed here: allow it in the browser's bar, or take pictures from files`);
-    if (kind === "NotFoundError") throw new Error(`there is no ${name} on this device; pictures from files work too`);
+    if (kind === "NotAllowedError") throw new Error(`the ${name} is blocked: allow it in the address bar, or use image files`);
+    if (kind === "NotFoundError") throw new Error(`no ${name} found on this device; use image files instead`);
     throw new Error(`the ${name} cannot be used: ${message}`);
   }
 }

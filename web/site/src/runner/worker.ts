@@ -1,10 +1,10 @@
-/** Runs a model in a worker of its own, so that the page stays live. */
+/** The worker of `Runner`. */
 import * as ort from "onnxruntime-web/wasm";
-import type { Answer, Question } from "./runner.js";
+import type { RunResponse, RunRequest } from "./runner.js";
 
 let session: ort.InferenceSession | undefined;
 
-async function answer({ model, threads, feeds }: Question): Promise<Answer> {
+async function answer({ model, threads, feeds }: RunRequest): Promise<RunResponse> {
   if (model) {
     ort.env.wasm.numThreads = globalThis.crossOriginIsolated ? threads ?? 1 : 1;
     session = await ort.InferenceSession.create(model, { executionProviders: ["wasm"] });
@@ -17,10 +17,10 @@ async function answer({ model, threads, feeds }: Question): Promise<Answer> {
   };
 }
 
-onmessage = async ({ data }: MessageEvent<Question>) => {
+onmessage = async ({ data }: MessageEvent<RunRequest>) => {
   try {
     postMessage(await answer(data));
   } catch (error) {
-    postMessage({ outputs: {}, error: (error as Error).message } satisfies Answer);
+    postMessage({ outputs: {}, error: (error as Error).message } satisfies RunResponse);
   }
 };

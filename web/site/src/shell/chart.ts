@@ -4,21 +4,21 @@ import "./chart.css";
 import { make } from "./dom.js";
 import { color, onTheme } from "./theme.js";
 
-/** A line of a chart. */
+/** A series of a chart. */
 export interface Line {
   readonly label: string;
-  /** A colour of style.css; the accent unless given. */
+  /** A color variable of style.css. Default: the accent color. */
   readonly color?: string;
-  /** From 0 to 1, with an axis of its own on the right. */
+  /** Values from 0 to 1, with their own axis on the right. */
   readonly share?: boolean;
-  /** Values that are far apart are joined. */
+  /** Connect values across missing ones. */
   readonly sparse?: boolean;
 }
 
-/** More points than this say nothing more: every other one is dropped. */
-const MOST = 1600;
+/** Maximum number of points; above it every other point is dropped. */
+const MAX_POINTS = 1600;
 
-/** Lines over steps, drawn by uPlot: `new Chart(place, [{ label: "loss" }])`. */
+/** Line chart over steps, drawn with uPlot: `new Chart(element, [{ label: "loss" }])`. */
 export class Chart {
   #rows: (number | null)[][];
   readonly #lines: readonly Line[];
@@ -73,25 +73,25 @@ export class Chart {
     this.draw();
   }
 
-  /** Adds the values of a step, one per line; `null` or nothing where there is none. */
+  /** Adds the values of a step, one per line; `null` or `undefined` for missing values. */
   add(step: number, ...values: (number | null | undefined)[]): void {
-    // What is rare is never dropped.
-    const rare = this.#lines.some((l, i) => l.sparse && values[i] !== null && values[i] !== undefined);
-    if (this.#seen++ % this.#every && !rare) return;
+    // Values of sparse lines are never dropped.
+    const sparse = this.#lines.some((l, i) => l.sparse && values[i] !== null && values[i] !== undefined);
+    if (this.#seen++ % this.#every && !sparse) return;
     this.#rows[0]!.push(step);
     this.#lines.forEach((_, i) => this.#rows[i + 1]!.push(values[i] ?? null));
-    if (this.#rows[0]!.length < MOST) return;
+    if (this.#rows[0]!.length < MAX_POINTS) return;
     this.#every *= 2;
-    const kept = this.#rows[0]!.map((_, r) => r % 2 === 0 || this.#lines.some((l, i) => l.sparse && this.#rows[i + 1]![r] !== null));
-    this.#rows = this.#rows.map((row) => row.filter((_, r) => kept[r]));
+    const keep = this.#rows[0]!.map((_, r) => r % 2 === 0 || this.#lines.some((l, i) => l.sparse && this.#rows[i + 1]![r] !== null));
+    this.#rows = this.#rows.map((row) => row.filter((_, r) => keep[r]));
   }
 
-  /** Draws what was added. */
+  /** Redraws the chart. */
   draw(): void {
     this.#plot.setData(this.#rows as uPlot.AlignedData);
     const last = this.#lines.map((l, i) => {
       const value = this.#rows[i + 1]!.findLast((v) => v !== null);
-      return `${l.label} ${value === undefined || value === null ? "not known yet" : l.share ? `${(100 * value).toFixed(1)} %` : value.toPrecision(3)}`;
+      return `${l.label} ${value === undefined || value === null ? "not available yet" : l.share ? `${(100 * value).toFixed(1)} %` : value.toPrecision(3)}`;
     });
     this.#place.setAttribute("aria-label", `Chart over ${this.#rows[0]!.at(-1) ?? 0} steps: ${last.join(", ")}`);
   }

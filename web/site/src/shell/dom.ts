@@ -1,13 +1,13 @@
 
-/** Small words for the elements of a page. */
+/** Helpers for the elements of a page. */
 export const $ = <T extends HTMLElement = HTMLElement>(id: string): T => document.getElementById(id) as T;
 export const text = (id: string): string => $<HTMLInputElement>(id).value;
-export const show = (id: string, words: string): void => {
-  const place = $(id);
-  if (place.textContent !== words) place.textContent = words;
+export const show = (id: string, text: string): void => {
+  const element = $(id);
+  if (element.textContent !== text) element.textContent = text;
 };
 
-/** Makes an element: `make("button", { type: "button" }, "Go")`; keys that start with "aria-" or "data-" are attributes. */
+/** Creates an element: `make("button", { type: "button" }, "Train")`. Keys with a hyphen, `role` and `for` are set as attributes, others as properties. */
 export function make<K extends keyof HTMLElementTagNameMap>(
   tag: K, properties: Record<string, unknown> = {}, ...inner: (Node | string)[]
 ): HTMLElementTagNameMap[K] {
@@ -20,25 +20,25 @@ export function make<K extends keyof HTMLElementTagNameMap>(
   return element;
 }
 
-/** Returns the address of a file of the site, `art/mlp/` for one, from whichever page. */
+/** Returns the URL of a file of the site, such as `art/mlp/`, from any page. */
 export const siteFile = (path: string): URL => new URL(`${document.documentElement.dataset["base"]!}${path}`, location.href);
 
 const settingName = (id: string): string => $<HTMLInputElement>(id).labels![0]!.firstChild!.textContent!.trim();
 const wrong = (id: string, expected: string): never => {
-  throw new Error(`${settingName(id)} is ${text(id) === "" ? "empty" : text(id)}, expected ${expected}`);
+  throw new Error(`${settingName(id)} must be ${expected}, got ${text(id) === "" ? "an empty value" : text(id)}`);
 };
 
-/** Returns the number of a setting; the error names the setting. */
+/** Returns the value of a number setting; throws an error with its label if it is invalid. */
 export const positive = (id: string): number => {
   const value = Number(text(id));
-  return value > 0 && Number.isFinite(value) ? value : wrong(id, "a number above 0");
+  return value > 0 && Number.isFinite(value) ? value : wrong(id, "a positive number");
 };
 export const whole = (id: string): number => {
   const value = Number(text(id));
-  return Number.isSafeInteger(value) && value > 0 ? value : wrong(id, "a whole number above 0");
+  return Number.isSafeInteger(value) && value > 0 ? value : wrong(id, "a positive integer");
 };
 
-/** Returns a file to the person. */
+/** Downloads a file. */
 export function download(name: string, content: Uint8Array | string): void {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([content as BlobPart]));
@@ -47,21 +47,21 @@ export function download(name: string, content: Uint8Array | string): void {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-/** One line that says what happens; screen readers hear it (`<p id="status" role="status">` in the page). */
+// The status line (`<p id="status" role="status">` in the page), which screen readers announce.
 
-/** Says a sentence. */
+/** Shows a message. */
 export function say(message: string): void {
   $("status").classList.remove("failed");
   show("status", message);
 }
 
-/** Says what went wrong. */
+/** Shows an error. */
 export function fail(error: unknown): void {
   $("status").classList.add("failed");
   show("status", `Failed: ${(error as Error).message}`);
 }
 
-/** Does something that may fail, and says so if it does. */
+/** Runs `work` and shows its error if it fails. */
 export async function attempt(work: () => Promise<void> | void): Promise<void> {
   try {
     await work();

@@ -1,12 +1,12 @@
-/** A run that a person watches: numbers, chart, Pause and Stop (`#pause`, `#stop`, `#loss`, `#accuracy`, ...). */
+/** A training run with metrics, chart, Pause and Stop (`#pause`, `#stop`, `#loss`, `#accuracy`, ...). */
 import type { Dataset, Schedule, Trainer } from "onnxtrain";
 import type { Chart } from "./chart.js";
 import { $, fail, say, show } from "./dom.js";
 
-/** How often numbers and chart change, in ms. */
-const NUMBERS = 100;
+/** Interval between updates of metrics and chart, in ms. */
+const UPDATE_INTERVAL = 100;
 
-/** What is trained, and how. */
+/** Trainer, data and options of a run. */
 export interface Plan {
   readonly trainer: Trainer;
   readonly rows: Dataset;
@@ -14,11 +14,11 @@ export interface Plan {
   readonly epochs: number;
   readonly batchSize: number;
   readonly schedule: Schedule;
-  /** How long a step takes at least, in ms, so that one can watch; as fast as it can unless given. */
+  /** Minimum duration of a step in ms, to slow training down. Default: maximum speed. */
   readonly pace?: number | undefined;
-  /** Called now and then, and at the end of every epoch, to show more. */
-  readonly look?: (epochEnds: boolean) => Promise<void>;
-  /** What is said at the end, before the count of steps. */
+  /** Called regularly and at the end of every epoch, to update other parts of the page. */
+  readonly update?: (epochEnds: boolean) => Promise<void>;
+  /** Final message, shown before the number of steps. */
   readonly done?: string;
 }
 
@@ -32,7 +32,7 @@ export class Run {
   #paused = false;
   #resume: () => void = () => undefined;
 
-  /** `changed` is told when a run begins and ends, to disable what makes no sense then. */
+  /** `changed` is called when a run starts and ends, to enable and disable controls. */
   constructor(chart: Chart, changed: (running: boolean) => void) {
     this.#chart = chart;
     this.#changed = changed;
@@ -51,14 +51,14 @@ export class Run {
     if (!on) this.#resume();
   }
 
-  /** Ends a run; done when it has said its last word. */
+  /** Stops a run; resolves after its last message. */
   async stop(): Promise<void> {
     this.#stop?.abort();
     this.pause(false);
     await this.#ended;
   }
 
-  /** Does work that ends with training; Pause and Stop count from here on. Another run is stopped. */
+  /** Starts a run: `work` prepares and trains. Pause and Stop are enabled from here on. Ignored while another run is active. */
   async begin(work: (clicked: number) => Promise<void>): Promise<void> {
     const clicked = performance.now();
     if (this.#stop) return;
@@ -85,19 +85,19 @@ export class Run {
     this.#changed(running);
   }
 
-  /** Trains, and shows how it goes. */
+  /** Trains and shows the progress. */
   async train(plan: Plan, clicked: number): Promise<void> {
-    const { trainer, rows, test, epochs, batchSize, schedule, pace, look } = plan;
+    const { trainer, rows, test, epochs, batchSize, schedule, pace, update } = plan;
     const signal = this.#stop!.signal;
     this.#chart.clear();
     for (const id of ["loss", "accuracy", "speed", "eta"]) show(id, "–");
     const before = trainer.globalStep;
-    const tell = (epoch: number) => say(`Epoch ${epoch} of ${epochs} on ${trainer.device}${before ? `, from step ${before}` : ""}.`);
-    let [told, steps, next] = [1, 0, 0];
-    let began = performance.now();
-    tell(told);
-    const numbers = (loss: number, total: number) => {
-      const speed = (1000 * steps) / (performance.now() - began);
+    const reportEpoch = (epoch: number) => say(`Epoch ${epoch} of ${epochs} on ${trainer.device}${before ? `, from step ${before}` : ""}.`);
+    let [epoch, steps, next] = [1, 0, 0];
+    let start = performance.now();
+    reportEpoch(epoch);
+    const showMetrics = (loss: number, total: number) => {
+      const speed = (1000 * steps) / (performance.now() - start);
       show("loss", loss.toFixed(3));
       show("speed", speed.toFixed(0));
       show("eta", `${((total - steps) / speed).toFixed(0)} s`);
@@ -109,26 +109,26 @@ export class Run {
       if (++steps === 1) $("status").dataset["first"] = ((now - clicked) / 1000).toFixed(2);
       const { validation } = m;
       this.#chart.add(m.step, m.loss, validation && (validation["accuracy"] ?? validation.loss));
-      if (m.epoch !== told) tell((told = m.epoch));
+      if (m.epoch !== epoch) reportEpoch((epoch = m.epoch));
       if (now > next || validation) {
-        numbers(m.loss, m.totalSteps!);
+        showMetrics(m.loss, m.totalSteps!);
         if (validation) show("accuracy", validation["accuracy"] === undefined ? `loss ${validation.loss.toFixed(3)}` : `${(100 * validation["accuracy"]!).toFixed(1)} %`);
-        await look?.(validation !== undefined);
-        // Most of the time is for training, also where pictures take long.
-        next = performance.now() + Math.max(NUMBERS, 2 * (performance.now() - now));
+        await update?.(validation !== undefined);
+        // Spend most of the time on training, even if updating the page is slow.
+        next = performance.now() + Math.max(UPDATE_INTERVAL, 2 * (performance.now() - now));
       }
-      const ahead = began + (pace ?? 0) * steps - performance.now();
+      const ahead = start + (pace ?? 0) * steps - performance.now();
       if (ahead > 10) await wait(ahead);
       if (this.#paused) {
         const paused = performance.now();
-        numbers(m.loss, m.totalSteps!);
+        showMetrics(m.loss, m.totalSteps!);
         say("Paused.");
         await new Promise<void>((resolve) => (this.#resume = resolve));
-        began += performance.now() - paused;
-        if (!signal.aborted) tell(told);
+        start += performance.now() - paused;
+        if (!signal.aborted) reportEpoch(epoch);
       }
     }
-    await look?.(true);
-    say(`${plan.done ?? "Done"}: ${steps} steps in ${((performance.now() - began) / 1000).toFixed(1)} s on ${trainer.device}.`);
+    await update?.(true);
+    say(`${plan.done ?? "Done"}: ${steps} steps in ${((performance.now() - start) / 1000).toFixed(1)} s on ${trainer.device}.`);
   }
 }

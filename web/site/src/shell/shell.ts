@@ -1,4 +1,4 @@
-/** What the header does on every page: the theme, and the place of the page in a row of links that scrolls. */
+/** The header of every page: theme switch, and scrolling the navigation to the current page. */
 import { isDark, setTheme } from "./theme.js";
 
 const toggle = document.getElementById("theme") as HTMLButtonElement;

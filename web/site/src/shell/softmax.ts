@@ -1,4 +1,4 @@
-/** Returns the probabilities of each row. */
+/** Returns the softmax of each row. */
 export function softmax(logits: Float32Array, classes: number): Float32Array {
   const out = new Float32Array(logits.length);
   for (let at = 0; at < logits.length; at += classes) {

@@ -1,15 +1,14 @@
-
-/** The programs behind the page: the one that paints, and the one that trained the net. */
+/** The code listings of the page: inference, and the training of the network. */
 export const program = (longer: number): string => `import * as ort from "onnxruntime-web/wasm";
 
 const net = await ort.InferenceSession.create("./style.onnx");
 
-async function paint(picture) { // an <img>, <video> or ImageBitmap
-  const scale = ${longer} / Math.max(picture.width, picture.height);
-  const [width, height] = [picture.width, picture.height].map((n) => 4 * Math.round((n * scale) / 4));
+async function stylize(source) { // an <img>, <video> or ImageBitmap
+  const scale = ${longer} / Math.max(source.width, source.height);
+  const [width, height] = [source.width, source.height].map((n) => 4 * Math.round((n * scale) / 4));
   const canvas = new OffscreenCanvas(width, height);
   const context = canvas.getContext("2d");
-  context.drawImage(picture, 0, 0, width, height);
+  context.drawImage(source, 0, 0, width, height);
   const image = context.getImageData(0, 0, width, height);
   const count = width * height;
   const planes = Float32Array.from({ length: 3 * count }, (_, i) => image.data[4 * (i % count) + Math.floor(i / count)]);
@@ -20,12 +19,12 @@ async function paint(picture) { // an <img>, <video> or ImageBitmap
 }
 `;
 
-export const training = `# examples/style_transfer has these modules; the style may be any picture of yours:
+export const training = `# The modules are in examples/style_transfer; any image can be the style:
 #   python train.py --style-image FILE --out DIR
 import onnxtrain
 from onnxtrain.torch import from_torch
 
-model = from_torch(StyleLoss(net, content_weight=1, style_weight=1), batch)  # gives its loss
+model = from_torch(StyleLoss(net, content_weight=1, style_weight=1), batch)  # the model returns its loss
 artifacts = onnxtrain.build(model, loss="loss", optimizer="adam:lr=0.004", train="net.*")
 trainer = onnxtrain.Trainer(artifacts)
 trainer.fit(batches, epochs=12, schedule="cosine")

@@ -1,37 +1,35 @@
 import { Runner } from "../runner/runner.js";
 import { siteFile } from "../shell/dom.js";
 
-/** The frozen net: pictures become features. */
-
 export const SIZE = 64;
 
-/** Returns the middle square of a picture, 64 x 64. */
-export function small(picture: CanvasImageSource, width: number, height: number): ImageData {
+/** Crops the central square of an image and scales it to 64 x 64. */
+export function crop(source: CanvasImageSource, width: number, height: number): ImageData {
   const side = Math.min(width, height);
-  // In halves, so that no pixel of a large picture is left out.
-  let source: CanvasImageSource = picture;
-  let [x, y, now] = [(width - side) / 2, (height - side) / 2, side];
+  // Scale down by halves, so that all pixels of a large image contribute.
+  let current: CanvasImageSource = source;
+  let [x, y, size] = [(width - side) / 2, (height - side) / 2, side];
   for (;;) {
-    const next = Math.max(SIZE, Math.ceil(now / 2));
+    const next = Math.max(SIZE, Math.ceil(size / 2));
     const canvas = new OffscreenCanvas(next, next);
     const context = canvas.getContext("2d", { willReadFrequently: next === SIZE })!;
     context.imageSmoothingQuality = "high";
-    context.drawImage(source, x, y, now, now, 0, 0, next, next);
+    context.drawImage(current, x, y, size, size, 0, 0, next, next);
     if (next === SIZE) return context.getImageData(0, 0, SIZE, SIZE);
-    [source, x, y, now] = [canvas, 0, 0, next];
+    [current, x, y, size] = [canvas, 0, 0, next];
   }
 }
 
-/** Returns pixels as the net takes them: planes of 0 to 1. */
+/** Converts an image to a tensor [3, 64, 64] with values from 0 to 1. */
 export function planes({ data }: ImageData): Float32Array<ArrayBuffer> {
   const out = new Float32Array(3 * SIZE * SIZE);
   for (let i = 0; i < SIZE * SIZE; i++) for (let c = 0; c < 3; c++) out[c * SIZE * SIZE + i] = data[4 * i + c]! / 255;
   return out;
 }
 
-export class Eye {
+export class Backbone {
   readonly #runner: Runner;
-  /** The net itself, for the file that people take along. */
+  /** The bytes of the model, for the exported file. */
   readonly model: Uint8Array;
 
   private constructor(runner: Runner, model: Uint8Array) {
@@ -39,32 +37,30 @@ export class Eye {
     this.model = model;
   }
 
-  static async open(): Promise<Eye> {
+  static async open(): Promise<Backbone> {
     const response = await fetch(siteFile("models/backbone.onnx"));
-    if (!response.ok) throw new Error(`the net cannot be loaded: ${response.status}`);
+    if (!response.ok) throw new Error(`the model cannot be loaded: HTTP ${response.status}`);
     const model = new Uint8Array(await response.arrayBuffer());
-    return new Eye(await Runner.of(model.slice()), model);
+    return new Backbone(await Runner.of(model.slice()), model);
   }
 
-  /** Returns the features of a picture. */
-  async features(picture: ImageData): Promise<Float32Array> {
-    const { x } = await this.#runner.run({ image: { data: planes(picture), dims: [1, 3, SIZE, SIZE] } });
+  /** Returns the features of an image. */
+  async features(image: ImageData): Promise<Float32Array> {
+    const { x } = await this.#runner.run({ image: { data: planes(image), dims: [1, 3, SIZE, SIZE] } });
     return x!.data;
   }
 }
 
-/**
- * Joins two ONNX models, the second of which goes on where the first ends, without a library: in
- * protobuf a message is a row of numbered fields, so fields are copied or left out as they are.
- */
+// Composition of two ONNX models without a library: a protobuf message is a sequence of numbered fields, which are copied
+// or dropped without parsing their contents.
 
-/** Numbers of fields in onnx.proto. */
+/** Field numbers of ModelProto and GraphProto. */
 const MODEL = { graph: 7, opset: 8 };
 const GRAPH = { node: 1, name: 2, initializer: 5, input: 11, output: 12 };
 
 interface Field {
   readonly number: number;
-  /** The whole field with its key, and the content of one that has a length. */
+  /** The whole field with its key, and the payload of a length-delimited field. */
   readonly bytes: Uint8Array;
   readonly content: Uint8Array;
 }
@@ -73,14 +69,14 @@ function varint(bytes: Uint8Array, at: number): [value: number, next: number] {
   let [value, factor] = [0, 1];
   for (;;) {
     const byte = bytes[at++];
-    if (byte === undefined) throw new Error("the model's bytes end too early");
+    if (byte === undefined) throw new Error("the model is truncated");
     value += (byte & 127) * factor;
     if (byte < 128) return [value, at];
     factor *= 128;
   }
 }
 
-/** Returns the fields of a message. */
+/** Parses the fields of a message. */
 function fields(bytes: Uint8Array): Field[] {
   const all: Field[] = [];
   for (let at = 0; at < bytes.length;) {
@@ -94,14 +90,14 @@ function fields(bytes: Uint8Array): Field[] {
     } else if (key % 8 === 0) end = varint(bytes, afterKey)[1];
     else if (key % 8 === 5) end = afterKey + 4;
     else if (key % 8 === 1) end = afterKey + 8;
-    else throw new Error(`the model has a field of an unknown kind: ${key % 8}`);
+    else throw new Error(`unknown wire type in the model: ${key % 8}`);
     all.push({ number: Math.floor(key / 8), bytes: bytes.subarray(start, end), content: bytes.subarray(from, end) });
     at = end;
   }
   return all;
 }
 
-function joined(parts: readonly Uint8Array[]): Uint8Array {
+function concatenate(parts: readonly Uint8Array[]): Uint8Array {
   const out = new Uint8Array(parts.reduce((n, p) => n + p.length, 0));
   let at = 0;
   for (const part of parts) {
@@ -111,22 +107,22 @@ function joined(parts: readonly Uint8Array[]): Uint8Array {
   return out;
 }
 
-function withLength(number: number, content: Uint8Array): Uint8Array {
+function lengthDelimited(number: number, content: Uint8Array): Uint8Array {
   const head: number[] = [8 * number + 2];
   let rest = content.length;
   for (; rest > 127; rest = Math.floor(rest / 128)) head.push((rest % 128) + 128);
-  return joined([Uint8Array.from([...head, rest]), content]);
+  return concatenate([Uint8Array.from([...head, rest]), content]);
 }
 
 const graphOf = (model: readonly Field[]): Field[] => fields(model.find((f) => f.number === MODEL.graph)!.content);
 
-/** Returns one model: inputs of the first, outputs of the second. What the second takes must be called as what the first gives. */
-export function join(first: Uint8Array, second: Uint8Array): Uint8Array {
+/** Composes two models: the outputs of the first are the inputs of the second, with the same names. */
+export function composeModels(first: Uint8Array, second: Uint8Array): Uint8Array {
   const [a, b] = [fields(first), fields(second)];
   const added = new Set([GRAPH.node, GRAPH.initializer, GRAPH.output]);
-  const graph = joined([
+  const graph = concatenate([
     ...graphOf(a).filter((f) => f.number !== GRAPH.output).map((f) => f.bytes),
     ...graphOf(b).filter((f) => added.has(f.number)).map((f) => f.bytes),
   ]);
-  return joined([...a.filter((f) => f.number !== MODEL.graph).map((f) => f.bytes), withLength(MODEL.graph, graph)]);
+  return concatenate([...a.filter((f) => f.number !== MODEL.graph).map((f) => f.bytes), lengthDelimited(MODEL.graph, graph)]);
 }

@@ -1,24 +1,20 @@
 import { attempt, make } from "../shell/dom.js";
 
-/** Several files at once, of which some may be of no use. */
-
-/** Does something with each file; one that fails does not keep the others from being taken. Gives what to say, and throws it if any failed. */
-export async function eachFile(files: readonly File[], name: string, take: (file: File) => Promise<void>): Promise<string> {
+/** Calls `add` for every file, even if some fail. Returns a status message; throws it with the reasons if any file failed. */
+export async function eachFile(files: readonly File[], name: string, add: (file: File) => Promise<void>): Promise<string> {
   const reasons: string[] = [];
-  for (const file of files) await take(file).catch((error: Error) => reasons.push(error.message));
-  const taken = files.length - reasons.length;
-  const said = `${taken} ${taken === 1 ? "picture" : "pictures"} more for ${name}.`;
-  if (reasons.length) throw new Error(taken ? `${reasons.join("; ")}. ${said}` : reasons.join("; "));
-  return said;
+  for (const file of files) await add(file).catch((error: Error) => reasons.push(error.message));
+  const added = files.length - reasons.length;
+  const message = `Added ${added} ${added === 1 ? "image" : "images"} to ${name}.`;
+  if (reasons.length) throw new Error(added ? `${reasons.join("; ")}. ${message}` : reasons.join("; "));
+  return message;
 }
-
-/** The classes of a person: names, examples, and the list of them in the page. */
 
 const SHOWN = 12;
 const COLORS = 6;
 
 export interface Example {
-  readonly picture: ImageData;
+  readonly image: ImageData;
   readonly features: Float32Array;
 }
 
@@ -28,9 +24,9 @@ export interface Class {
   examples: Example[];
 }
 
-/** What the list asks the page to do. */
-export interface Deeds {
-  /** Starts to take examples for a class; gives what ends it. */
+/** Callbacks of the class list. */
+export interface ClassListCallbacks {
+  /** Starts recording examples for a class; returns a function that stops. */
   readonly record: (into: Class) => () => void;
   readonly files: (into: Class, files: readonly File[]) => Promise<void>;
   readonly changed: () => void;
@@ -38,82 +34,82 @@ export interface Deeds {
 
 export class ClassList {
   classes: Class[] = [];
-  /** Whether examples are taken from a stream, or from files. */
+  /** Whether examples come from a stream or from files. */
   streaming = false;
   readonly #place: HTMLElement;
-  readonly #deeds: Deeds;
-  #made = 0;
+  readonly #callbacks: ClassListCallbacks;
+  #created = 0;
 
-  constructor(place: HTMLElement, deeds: Deeds) {
+  constructor(place: HTMLElement, callbacks: ClassListCallbacks) {
     this.#place = place;
-    this.#deeds = deeds;
+    this.#callbacks = callbacks;
   }
 
-  add(name = `Class ${this.#made + 1}`): Class {
-    const fresh: Class = { color: this.#made++ % COLORS, name, examples: [] };
+  add(name = `Class ${this.#created + 1}`): Class {
+    const fresh: Class = { color: this.#created++ % COLORS, name, examples: [] };
     this.classes.push(fresh);
     this.draw();
     return fresh;
   }
 
-  /** Forgets all classes. */
+  /** Removes all classes. */
   clear(): void {
-    [this.classes, this.#made] = [[], 0];
+    [this.classes, this.#created] = [[], 0];
     this.draw();
   }
 
-  /** Shows the list anew. */
+  /** Rebuilds the list. */
   draw(): void {
     this.#place.replaceChildren(...this.classes.map((c) => this.#item(c)));
-    this.#deeds.changed();
+    this.#callbacks.changed();
   }
 
-  /** Shows the newest examples of a class, without touching what may have the focus. */
-  refresh(which: Class): void {
-    const item = this.#place.children[this.classes.indexOf(which)];
-    item?.querySelector(".strip")!.replaceChildren(...which.examples.slice(-SHOWN).reverse().map((e) => thumbnail(e.picture)));
-    item?.querySelector(".count")!.replaceChildren(count(which));
-    this.#deeds.changed();
+  /** Updates the examples of a class without rebuilding elements that may have the focus. */
+  refresh(item: Class): void {
+    const element = this.#place.children[this.classes.indexOf(item)];
+    element?.querySelector(".strip")!.replaceChildren(...item.examples.slice(-SHOWN).reverse().map((e) => thumbnail(e.image)));
+    element?.querySelector(".count")!.replaceChildren(count(item));
+    this.#callbacks.changed();
   }
 
-  #item(which: Class): HTMLLIElement {
-    const name = make("input", { type: "text", value: which.name, maxLength: 30, "aria-label": `Name of class ${this.classes.indexOf(which) + 1}`, onchange: () => {
-      which.name = name.value.trim() || which.name;
-      name.value = which.name;
-      // In place: what is drawn anew loses the focus of who goes on typing.
+  #item(item: Class): HTMLLIElement {
+    const name = make("input", { type: "text", value: item.name, maxLength: 30, "aria-label": `Name of class ${this.classes.indexOf(item) + 1}`, onchange: () => {
+      item.name = name.value.trim() || item.name;
+      name.value = item.name;
+      // Update in place: rebuilding the list would lose the focus.
       label();
-      this.#deeds.changed();
+      this.#callbacks.changed();
     } });
     const remove = make("button", { type: "button", className: "quiet", onclick: () => {
-      this.classes = this.classes.filter((c) => c !== which);
+      this.classes = this.classes.filter((c) => c !== item);
       this.draw();
     } }, "Remove");
     const clear = make("button", { type: "button", className: "quiet", onclick: () => {
-      which.examples = [];
-      this.refresh(which);
-    } }, "Forget");
-    const source = this.streaming ? this.#recorder(which) : this.#chooser(which);
+      item.examples = [];
+      this.refresh(item);
+    } }, "Clear");
+    const source = this.streaming ? this.#recorder(item) : this.#chooser(item);
     const label = () => {
-      remove.setAttribute("aria-label", `Remove ${which.name}`);
-      clear.setAttribute("aria-label", `Forget the examples of ${which.name}`);
-      const words = this.streaming ? `Record examples of ${which.name}: hold, or press a key for two seconds` : `Pictures of ${which.name}`;
-      (source.querySelector("input") ?? source).setAttribute("aria-label", words);
+      remove.setAttribute("aria-label", `Remove ${item.name}`);
+      clear.setAttribute("aria-label", `Clear the examples of ${item.name}`);
+      const text = this.streaming ? `Record examples of ${item.name}: hold, or press a key for two seconds` : `Images of ${item.name}`;
+      (source.querySelector("input") ?? source).setAttribute("aria-label", text);
     };
     label();
-    return make("li", { "data-color": which.color },
+    return make("li", { "data-color": item.color },
       make("div", { className: "name" }, name, remove),
-      make("div", { className: "strip", "aria-hidden": "true" }, ...which.examples.slice(-SHOWN).reverse().map((e) => thumbnail(e.picture))),
-      make("div", { className: "row" }, source, clear, make("span", { className: "count" }, count(which))),
+      make("div", { className: "strip", "aria-hidden": "true" }, ...item.examples.slice(-SHOWN).reverse().map((e) => thumbnail(e.image))),
+      make("div", { className: "row" }, source, clear, make("span", { className: "count" }, count(item))),
     );
   }
 
-  /** A button to hold; by keyboard, one press records for two seconds. */
-  #recorder(which: Class): HTMLButtonElement {
+  /** Creates a button that records while it is held; a key press records for two seconds. */
+  #recorder(item: Class): HTMLButtonElement {
     let end: (() => void) | undefined;
     const start = () => {
       if (end) return;
       button.setAttribute("aria-pressed", "true");
-      const stop = this.#deeds.record(which);
+      const stop = this.#callbacks.record(item);
       end = () => {
         stop();
         end = undefined;
@@ -128,7 +124,7 @@ export class ClassList {
     for (const kind of ["pointerup", "pointercancel"] as const) button.addEventListener(kind, () => end?.());
     button.addEventListener("contextmenu", (event) => event.preventDefault());
     button.addEventListener("click", (event) => {
-      // A click without a pointer is a key or a screen reader.
+      // A click with detail 0 comes from the keyboard or a screen reader.
       if (event.detail !== 0) return;
       start();
       setTimeout(() => end?.(), 2000);
@@ -136,20 +132,20 @@ export class ClassList {
     return button;
   }
 
-  #chooser(which: Class): HTMLLabelElement {
+  #chooser(item: Class): HTMLLabelElement {
     const input = make("input", { type: "file", accept: "image/*", multiple: true, className: "visually-hidden", onchange: () => void attempt(async () => {
       const files = [...(input.files ?? [])];
-      input.value = ""; // the same files may be chosen again
-      await this.#deeds.files(which, files);
+      input.value = ""; // allows selecting the same files again
+      await this.#callbacks.files(item, files);
     }) });
-    return make("label", { className: "button" }, "Add pictures", input);
+    return make("label", { className: "button" }, "Add images", input);
   }
 }
 
-const count = (which: Class): string => `${which.examples.length} ${which.examples.length === 1 ? "example" : "examples"}`;
+const count = (item: Class): string => `${item.examples.length} ${item.examples.length === 1 ? "example" : "examples"}`;
 
-function thumbnail(picture: ImageData): HTMLCanvasElement {
-  const canvas = make("canvas", { width: picture.width, height: picture.height });
-  canvas.getContext("2d")!.putImageData(picture, 0, 0);
+function thumbnail(image: ImageData): HTMLCanvasElement {
+  const canvas = make("canvas", { width: image.width, height: image.height });
+  canvas.getContext("2d")!.putImageData(image, 0, 0);
   return canvas;
 }

@@ -1,13 +1,12 @@
-import * as ort from "onnxruntime-web/wasm";
-
-/** The programs behind the page: one that teaches, one that uses what was taken along. */
+/** The code listings of the page: training, and inference with the exported model. */
 const list = (names: readonly string[]) => JSON.stringify(names);
 
-export const teaching = (names: readonly string[], inputs: number, epochs: number): string => `import { createHead, Trainer } from "onnxtrain";
+export const training = (names: readonly string[], inputs: number, epochs: number): string => `import { createHead, Trainer } from "onnxtrain";
+import * as ort from "onnxruntime-web/wasm";
 
 const names = ${list(names)};
-const eye = await ort.InferenceSession.create("./backbone.onnx"); // frozen: image [1, 3, 64, 64] -> x [1, ${inputs}]
-const features = async (planes) => (await eye.run({ image: new ort.Tensor("float32", planes, [1, 3, 64, 64]) })).x.data;
+const backbone = await ort.InferenceSession.create("./backbone.onnx"); // frozen: image [1, 3, 64, 64] -> x [1, ${inputs}]
+const features = async (planes) => (await backbone.run({ image: new ort.Tensor("float32", planes, [1, 3, 64, 64]) })).x.data;
 
 // examples: [{ planes: Float32Array(3 * 64 * 64) of 0 to 1, label: 0 .. ${Math.max(names.length - 1, 1)} }, ...]
 const x = [], labels = [];
@@ -24,7 +23,7 @@ const { logits } = await trainer.predict({ x: [[...(await features(planes))]] })
 console.log(names[logits.data.indexOf(Math.max(...logits.data))]);
 `;
 
-export const using = (names: readonly string[]): string => `"""Asks the model that was taken along: pip install onnxruntime pillow; python ask.py picture.jpg"""
+export const inference = (names: readonly string[]): string => `"""Classify an image: pip install onnxruntime pillow; python classify.py image.jpg"""
 import sys
 
 import numpy as np
@@ -32,10 +31,10 @@ import onnxruntime
 from PIL import Image, ImageOps
 
 names = ${list(names)}
-picture = ImageOps.fit(Image.open(sys.argv[1]).convert("RGB"), (64, 64))
-image = np.asarray(picture, np.float32).transpose(2, 0, 1)[None] / 255
+photo = ImageOps.fit(Image.open(sys.argv[1]).convert("RGB"), (64, 64))
+image = np.asarray(photo, np.float32).transpose(2, 0, 1)[None] / 255
 (logits,) = onnxruntime.InferenceSession("classifier.onnx").run(None, {"image": image})
-chances = np.exp(logits[0] - logits[0].max())
-for name, chance in zip(names, chances / chances.sum()):
-    print(f"{name}: {chance:.0%}")
+probabilities = np.exp(logits[0] - logits[0].max())
+for name, probability in zip(names, probabilities / probabilities.sum()):
+    print(f"{name}: {probability:.0%}")
 `;

@@ -1,4 +1,4 @@
-/** Examples that the page draws itself, for people without a camera at hand. */
+/** Generated example images, to try the page without a camera. */
 import { SIZE } from "./backbone.js";
 
 const between = (a: number, b: number) => a + (b - a) * Math.random();
@@ -13,7 +13,7 @@ function star(context: Context, points: number, inner: number): void {
   context.fill();
 }
 
-/** What the page can draw: each fills a square from -1 to 1. */
+/** Drawing functions by class name; each fills a square from -1 to 1. */
 export const DRAWINGS: Readonly<Record<string, (context: Context) => void>> = {
   Balls: (context) => {
     context.beginPath();
@@ -26,7 +26,7 @@ export const DRAWINGS: Readonly<Record<string, (context: Context) => void>> = {
   },
 };
 
-/** Draws one of them, in some colour, place and size. */
+/** Draws an example with random color, position and size. */
 export function draw(name: string): ImageData {
   const context = new OffscreenCanvas(SIZE, SIZE).getContext("2d")!;
   context.fillStyle = `hsl(${between(0, 360)} ${between(10, 40)}% ${between(70, 92)}%)`;

@@ -1,15 +1,15 @@
-/** The last second of sound as a picture: pitch from bottom to top, time from left to right. */
-import { allowed } from "../runner/camera.js";
+/** A live mel spectrogram of the microphone: frequency from bottom to top, time from left to right. */
+import { requestMedia } from "../runner/camera.js";
 
 const SIZE = 64;
-/** Between columns, in ms; from the quietest that is shown to the loudest, in dB; lowest and highest pitch, in Hz. */
+/** Time per column in ms; range of levels in dB; range of frequencies in Hz. */
 const EVERY = 16;
 const [QUIET, LOUD] = [-95, -30];
 const [LOW, HIGH] = [80, 8000];
 const mel = (hertz: number) => Math.log10(1 + hertz / 700);
 const hertz = (m: number) => 700 * (10 ** m - 1);
 
-/** Returns how bright each of 64 bands of pitch is, high ones first, from the strengths of frequencies in dB. */
+/** Converts a spectrum in dB to the brightness of 64 mel bands, highest first. */
 export function bands(decibels: Float32Array, rate: number): Uint8ClampedArray {
   const out = new Uint8ClampedArray(SIZE);
   const width = rate / 2 / decibels.length;
@@ -22,8 +22,8 @@ export function bands(decibels: Float32Array, rate: number): Uint8ClampedArray {
   return out;
 }
 
-/** Listens; `picture` is the last second. */
-export class Ear {
+/** Records the microphone; `spectrogram` returns the last second. */
+export class Listener {
   readonly #columns: Uint8ClampedArray[] = Array.from({ length: SIZE }, () => new Uint8ClampedArray(SIZE));
   readonly #timer: ReturnType<typeof setInterval>;
   readonly #close: () => void;
@@ -47,13 +47,13 @@ export class Ear {
     };
   }
 
-  static async open(): Promise<Ear> {
-    if (!navigator.mediaDevices?.getUserMedia) throw new Error("this browser gives no microphone to this page; a page needs https for that");
+  static async open(): Promise<Listener> {
+    if (!navigator.mediaDevices?.getUserMedia) throw new Error("the microphone is not available: it needs a secure context (https)");
     const audio = { echoCancellation: false, noiseSuppression: false, autoGainControl: false };
-    return new Ear(await allowed({ audio }, "microphone"));
+    return new Listener(await requestMedia({ audio }, "microphone"));
   }
 
-  picture(): ImageData {
+  spectrogram(): ImageData {
     const image = new ImageData(SIZE, SIZE);
     this.#columns.forEach((column, x) => column.forEach((v, y) => image.data.set([v, v, v, 255], 4 * (SIZE * y + x))));
     return image;

@@ -102,21 +102,21 @@ export class LocalRound {
       for (const name of names) sums.set(name, (sums.get(name) ?? 0) + step[name]!);
       steps++;
     }
-    const found: Record<string, HostTensor> = {};
-    for (const name of Object.keys(arrays)) found[name] = await trainer.getParameter(name);
+    const trained: Record<string, HostTensor> = {};
+    for (const name of Object.keys(arrays)) trained[name] = await trainer.getParameter(name);
     const metrics = {
       "num-examples": BigInt(await countRows(this.#data, this.#specs())),
       ...Object.fromEntries([...sums].map(([name, sum]) => [name, sum / steps])),
       steps: BigInt(trainer.globalStep - first),
     };
-    return { arrays: { arrays: found }, metrics: { metrics } };
+    return { arrays: { arrays: trained }, metrics: { metrics } };
   }
 
   async #evaluate(arrays: Arrays, signal: AbortSignal): Promise<Content> {
     for (const [name, tensor] of Object.entries(arrays)) await this.#trainer.setParameter(name, tensor);
-    const found = await this.#trainer.evaluate(this.#validation, { signal });
+    const metrics = await this.#trainer.evaluate(this.#validation, { signal });
     const rows = BigInt(await countRows(this.#validation, this.#specs()));
-    return { metrics: { metrics: { "num-examples": rows, ...found } } };
+    return { metrics: { metrics: { "num-examples": rows, ...metrics } } };
   }
 
   #settings(serverConfig: Values): Required<{ [K in keyof RoundSettings]: NonNullable<RoundSettings[K]> }> {
@@ -165,8 +165,8 @@ export class LocalRound {
   }
 
   #evalModel() {
-    const found = this.#trainer.manifest.models.find((m) => m.role === "eval");
-    if (!found) throw new FlowerError("these artifacts have no eval model\nhint: build them again");
-    return found;
+    const spec = this.#trainer.manifest.models.find((m) => m.role === "eval");
+    if (!spec) throw new FlowerError("these artifacts have no eval model\nhint: build them again");
+    return spec;
   }
 }

@@ -49,14 +49,14 @@ export function readNpy(file: Uint8Array): HostTensor {
 /** Converts column-major elements to row-major order. */
 function toRowMajor(data: Uint8Array, dims: readonly number[], width: number): Uint8Array {
   const steps = dims.map((_, axis) => count(dims.slice(0, axis)));
-  const found = new Uint8Array(data.length);
+  const out = new Uint8Array(data.length);
   const index = dims.map(() => 0);
   for (let to = 0; to < data.length; to += width) {
     const from = index.reduce((sum, i, axis) => sum + i * steps[axis]!, 0) * width;
-    found.set(data.subarray(from, from + width), to);
+    out.set(data.subarray(from, from + width), to);
     for (let axis = dims.length - 1; axis >= 0 && ++index[axis]! === dims[axis]; axis--) index[axis] = 0;
   }
-  return found;
+  return out;
 }
 
 const unreadable = (what: string): FlowerError => new FlowerError(`cannot parse an array: ${what}`);
@@ -245,9 +245,9 @@ export function readTree(data: Uint8Array): Tree {
 }
 
 /** Returns the distinct digests of a tree, children first. */
-export function digests(tree: Tree, found = new Set<string>()): Set<string> {
-  for (const child of tree.children) digests(child, found);
-  return found.add(tree.id);
+export function digests(tree: Tree, all = new Set<string>()): Set<string> {
+  for (const child of tree.children) digests(child, all);
+  return all.add(tree.id);
 }
 
 // Metadata and replies. All ids have 64 bits.

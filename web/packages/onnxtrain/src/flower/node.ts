@@ -195,7 +195,7 @@ export class FlowerNode {
     const content = readContent(tree.id, (this.#last = await this.#pull(message, tree)));
     const start = performance.now();
     const result = await this.#round.answer(message.type, content, this.#stop.signal).then(
-      (found) => ({ content: found }),
+      (reply) => ({ content: reply }),
       (error: Error) => ({ failure: { code: CLIENT_APP_RAISED, reason: `${error.name}: ${error.message}` } }),
     );
     this.#stop.signal.throwIfAborted(); // the stored message is processed again after the next join
@@ -211,25 +211,25 @@ export class FlowerNode {
 
   /** Returns the objects of a message; downloads only those that the last message did not have. */
   async #pull(message: Metadata, tree: Tree): Promise<Objects> {
-    const found: Objects = new Map();
+    const objects: Objects = new Map();
     for (const id of digests(tree)) {
       const same = this.#last.get(id);
       if (same) {
-        found.set(id, same);
+        objects.set(id, same);
         continue;
       }
-      for (let wait = 1000; !found.has(id); wait = Math.min(wait * 2, 10_000)) {
+      for (let wait = 1000; !objects.has(id); wait = Math.min(wait * 2, 10_000)) {
         const answer = await this.#connection!.call("pull-object", this.#inRun(message.runId).text(3, id).done(), { timeout: 120_000 });
         if (!answer.uint(1)) throw new FlowerError(`the SuperLink has no object ${id}`);
         if (answer.uint(2)) {
           const data = answer.bytes(3);
           if ((await sha256(data)) !== id) throw new FlowerError(`the object ${id} is damaged: sha256 does not match`);
-          found.set(id, data);
+          objects.set(id, data);
         } else await sleep(wait, this.#stop.signal); // not uploaded completely yet
         this.#stop.signal.throwIfAborted();
       }
     }
-    return found;
+    return objects;
   }
 
   async #push(message: Metadata, reply: Reply): Promise<void> {

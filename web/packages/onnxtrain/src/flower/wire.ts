@@ -160,18 +160,18 @@ export class Fields {
 
 /** Decodes packed varints. */
 export function unpacked(data: Uint8Array): bigint[] {
-  const found: bigint[] = [];
+  const values: bigint[] = [];
   let value = 0n;
   let shift = 0n;
   for (const byte of data) {
     value |= BigInt(byte & 127) << shift;
     shift += 7n;
     if (byte > 127) continue;
-    found.push(BigInt.asUintN(64, value));
+    values.push(BigInt.asUintN(64, value));
     value = shift = 0n;
   }
   if (shift) throw broken();
-  return found;
+  return values;
 }
 
 const broken = (): FlowerError =>

@@ -64,14 +64,14 @@ export function forward(g: Graph, x: string, layers: readonly Layer[], activatio
 export function backward(
   g: Graph, { carried }: Stack, layers: readonly Layer[], activation: Activation, gradient: string,
 ): Map<string, string> {
-  const found = new Map<string, string>();
+  const gradients = new Map<string, string>();
   let dy = gradient;
   for (let i = layers.length - 1; i >= 0; i--) {
     const { weight, bias } = layers[i]!;
     const { input, before } = carried[i]!;
-    found.set(weight, g.op("Gemm", [dy, input], { transA: 1 }));
-    found.set(bias, g.op("ReduceSum", [dy, g.list(0)], { keepdims: 0 }));
+    gradients.set(weight, g.op("Gemm", [dy, input], { transA: 1 }));
+    gradients.set(bias, g.op("ReduceSum", [dy, g.list(0)], { keepdims: 0 }));
     if (i > 0) dy = ACTIVATIONS[activation].backward(g, before, input, g.op("Gemm", [dy, weight]));
   }
-  return found;
+  return gradients;
 }

@@ -35,10 +35,10 @@ function sample(scores: ArrayLike<number>, temperature: number, topP: number, ch
   const all = weights.reduce((a, b) => a + b, 0);
   const order = topP < 1 ? Uint32Array.from(weights.keys()).sort((a, b) => weights[b]! - weights[a]! || a - b) : undefined;
   const token = (i: number) => order?.[i] ?? i;
-  let kept = 0;
+  let nucleus = 0;
   let count = 0;
-  while (count < weights.length && (count === 0 || kept < topP * all)) kept += weights[token(count++)]!;
-  let left = chance * kept;
+  while (count < weights.length && (count === 0 || nucleus < topP * all)) nucleus += weights[token(count++)]!;
+  let left = chance * nucleus;
   for (let i = 0; i < count; i++) {
     left -= weights[token(i)]!;
     if (left < 0) return token(i);

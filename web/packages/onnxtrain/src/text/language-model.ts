@@ -67,9 +67,9 @@ export class LanguageModel {
     const given = Object.fromEntries([...feeds].map(([n, t]) => [n, this.runtime.tensor(t, n)]));
     try {
       const results = await this.runtime.run(this.session, given);
-      const found = new Map<string, HostTensor>();
-      for (const [name, t] of Object.entries(results)) found.set(name, await this.runtime.host(t as Parameters<Runtime["host"]>[0]));
-      return found;
+      const outputs = new Map<string, HostTensor>();
+      for (const [name, t] of Object.entries(results)) outputs.set(name, await this.runtime.host(t as Parameters<Runtime["host"]>[0]));
+      return outputs;
     } catch (error) {
       throw wrapRuntimeError(error, `model on ${this.runtime.device}`);
     }
@@ -81,14 +81,14 @@ export class LanguageModel {
 
   /** Returns an empty cache: [1, heads, 0, size]. */
   #empty(name: string): HostTensor {
-    const found = this.session.inputMetadata?.find((m) => m.name === name);
-    const shape = found?.isTensor ? found.shape : [];
+    const metadata = this.session.inputMetadata?.find((m) => m.name === name);
+    const shape = metadata?.isTensor ? metadata.shape : [];
     const dims = shape.map((d, i) => (i === 0 ? 1 : typeof d === "number" && d >= 0 ? d : i === 2 ? 0 : -1));
-    if (!found?.isTensor || dims.length < 3 || dims.includes(-1)) {
+    if (!metadata?.isTensor || dims.length < 3 || dims.includes(-1)) {
       throw new OnnxTrainError(`unsupported shape of the KV cache '${name}': [${shape.join(", ")}]\nhint: export the model without a cache`);
     }
     dims[2] = 0;
-    return filled(found.type, dims, 0);
+    return filled(metadata.type, dims, 0);
   }
 
   async release(): Promise<void> {

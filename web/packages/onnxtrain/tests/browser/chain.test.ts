@@ -6,7 +6,7 @@ import { chromium, type BrowserContext, type Page } from "playwright-core";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import { Trainer } from "../../src/index.js";
 import { bytes, fixture, runPython } from "../support.js";
-import { browserPath, openPage, PATIENCE, serve, start } from "./page.js";
+import { browserPath, openPage, TIMEOUT, serve, start } from "./page.js";
 
 let site: { server: Server; address: string };
 const folder = mkdtempSync(join(tmpdir(), "onnxtrain-"));
@@ -32,7 +32,7 @@ trainer.save(out)
 print(json.dumps(losses))
 `;
 
-/** Goes on in a page for some batches of a fixture and gives the checkpoint there, or only passes it on. */
+/** Resumes from a checkpoint in a page, trains on some batches of a fixture and returns the new checkpoint. */
 async function inPage(page: Page, name: string, checkpoint: Uint8Array, from: number, to: number): Promise<{ data: number[]; losses: number[] }> {
   return await page.evaluate(async ([name, checkpoint, from, to]) => {
     const { readCheckpoint, Trainer } = onnxtrain;
@@ -50,14 +50,14 @@ async function inPage(page: Page, name: string, checkpoint: Uint8Array, from: nu
   }, [name, [...checkpoint], from, to] as const);
 }
 
-test.each(["cnn", "transformer"])("a run of the %s goes Python, page, Node, Python: bit-equal at every border, and one curve", async (model) => {
+test.each(["cnn", "transformer"])("a run of the %s continues from Python to a page, Node and Python: bit-identical checkpoints, one loss curve", async (model) => {
   const f = await fixture(`${model}-wasm`);
   const path = (name: string) => join(folder, `${model}-${name}.safetensors`);
   const losses = JSON.parse(runPython(PYTHON, f.folder, "", path("python"), "0", "5")) as number[];
   const browser = await start();
   const { page } = await openPage(browser, site.address);
   const begun = bytes(path("python"));
-  // Passed through without a step, nothing changes: parameters, buffers, state, progress.
+  // Without a step, nothing changes: parameters, buffers, state, progress.
   expect(Buffer.compare(Uint8Array.from((await inPage(page, `${model}-wasm`, begun, 0, 0)).data), begun)).toBe(0);
   const found = await inPage(page, `${model}-wasm`, begun, 5, 10);
   losses.push(...found.losses);
@@ -75,32 +75,32 @@ test.each(["cnn", "transformer"])("a run of the %s goes Python, page, Node, Pyth
   expect(Math.max(...losses.map((l, i) => Math.abs(l - f.expected.losses[i]!)))).toBeLessThan(1e-4);
 });
 
-/** Returns the id of the browser's first process, which has the folder of its profile in its command. */
+/** Returns the id of the browser's main process, found by the profile directory in its command line. */
 function processOf(profile: string): number {
   for (const id of readdirSync("/proc").filter((n) => /^\d+$/.test(n))) {
-    let words: string;
+    let command: string;
     try {
-      words = readFileSync(`/proc/${id}/cmdline`, "utf8");
+      command = readFileSync(`/proc/${id}/cmdline`, "utf8");
     } catch {
       continue; // it ended meanwhile
     }
-    if (words.includes(`--user-data-dir=${profile}`) && !words.includes("--type=")) return Number(id);
+    if (command.includes(`--user-data-dir=${profile}`) && !command.includes("--type=")) return Number(id);
   }
   throw new Error("the browser is not running");
 }
 
 const openProfile = (profile: string): Promise<BrowserContext> =>
-  chromium.launchPersistentContext(profile, { executablePath: browserPath(), args: ["--no-sandbox"], timeout: PATIENCE });
+  chromium.launchPersistentContext(profile, { executablePath: browserPath(), args: ["--no-sandbox"], timeout: TIMEOUT });
 
-describe.each(["private files", "IndexedDB"])("a browser that is killed while it saves to %s", (kind) => {
-  test("leaves the last whole checkpoint", async () => {
+describe.each(["private files", "IndexedDB"])("a browser that is killed while saving to %s", (kind) => {
+  test("keeps the last complete checkpoint", async () => {
     const profile = mkdtempSync(join(folder, "profile-"));
     const first = await openProfile(profile);
     const page = await first.newPage();
     let finished = 0;
     await page.exposeFunction("finished", (n: number) => void (finished = n));
     await page.goto(site.address);
-    // Saves of 12 MB, one after the other, each with its own number in it.
+    // Saves of 12 MB one after the other, each with its number as content.
     await page.evaluate((kind) => {
       const { databaseStore, privateFileStore, writeCheckpoint } = onnxtrain;
       const store = kind === "IndexedDB" ? databaseStore() : privateFileStore();
@@ -114,7 +114,7 @@ describe.each(["private files", "IndexedDB"])("a browser that is killed while it
       void run();
     }, kind);
     await expect.poll(() => finished, { interval: 20 }).toBeGreaterThan(1);
-    // Some way into the next one.
+    // In the middle of the next save.
     await new Promise((resolve) => setTimeout(resolve, 40));
     process.kill(processOf(profile), "SIGKILL");
     await first.close().catch(() => undefined);

@@ -22,7 +22,7 @@ afterAll(async () => {
   rmSync(folder, { recursive: true });
 });
 
-/** Opens what a folder serves, and gives back what the page complained about. */
+/** Serves a directory, opens it and checks that the page reports no errors. */
 async function visit(served: string, work: (page: Page) => Promise<void>): Promise<void> {
   const site = await serveFolder(served);
   const page = await browser.newPage();
@@ -40,7 +40,7 @@ async function visit(served: string, work: (page: Page) => Promise<void>): Promi
 
 const accuracy = async (page: Page) => parseFloat(/([\d.]+) % right/.exec(await page.getByRole("status").innerText())![1]!);
 
-test("every example is short", () => {
+test("examples have fewer than 60 lines", () => {
   for (const name of ["plain", "react", "gradient-graph"]) {
     const files = readdirSync(`${EXAMPLES}/${name}`, { recursive: true, encoding: "utf8" });
     const code = files.filter((f) => /\.(html|jsx?)$/.test(f) && !f.includes("node_modules"));
@@ -61,7 +61,7 @@ test("a plain page trains without a bundler, and stops", async () => {
     await page.getByRole("button", { name: "Train" }).click();
     await page.waitForFunction(() => document.title === "done");
     expect(await accuracy(page)).toBeGreaterThan(90);
-    // Both within one task: the run cannot be over before it is stopped.
+    // Both clicks in one task, so that the run cannot finish before it is stopped.
     await page.evaluate(() => ["train", "stop"].forEach((id) => document.getElementById(id)!.click()));
     await page.getByText("Stopped.").waitFor();
   });
@@ -81,7 +81,7 @@ test("a React component trains", async () => {
   });
 });
 
-test("the loop by hand trains in a page", async () => {
+test("the gradient-graph example trains in a page", async () => {
   const own = join(folder, "gradient-graph");
   install(own, archive, "onnxruntime-web");
   cpSync(`${EXAMPLES}/gradient-graph`, own, { recursive: true });

@@ -15,7 +15,7 @@ afterAll(async () => {
   site?.server.close();
 });
 
-test("memory that runs out is said by name, in a worker and beside one, and nothing is lost", async () => {
+test("running out of memory throws OutOfMemoryError, with and without a worker, and loses nothing", async () => {
   const { page } = await openPage(browser, site.address);
   const found = await page.evaluate(async () => {
     const { Trainer, OutOfMemoryError, RuntimeError, TooLargeError } = onnxtrain;
@@ -23,16 +23,16 @@ test("memory that runs out is said by name, in a worker and beside one, and noth
     const batch = (width: number) => ({ x: { data: new Float32Array(width).fill(0.01), dims: [1, width] }, labels: [1] });
     const results: { errors: string[]; same: boolean; step: number }[] = [];
     for (const worker of [true, false]) {
-      const planned = await Trainer.create({ artifacts: "/fixtures/outer-wasm", device: "wasm", worker });
+      const planned = await Trainer.create({ artifacts: "/fixtures/outer-product-wasm", device: "wasm", worker });
       refusals.push(await planned.step(batch(32_767)).then(() => "", (e: Error) => `${e instanceof TooLargeError} ${e.message}`));
       await planned.dispose();
-      // What is not planned for meets the runtime's own end.
-      const trainer = await Trainer.create({ artifacts: "/fixtures/outer-wasm", device: "wasm", worker, memoryLimit: Infinity });
+      // Without the check, the runtime itself runs out of memory.
+      const trainer = await Trainer.create({ artifacts: "/fixtures/outer-product-wasm", device: "wasm", worker, memoryLimit: Infinity });
       await trainer.step(batch(10));
       await trainer.save("memory");
       const before = await trainer.exportCheckpoint();
       const errors: string[] = [];
-      // Tensors of just below 4 GiB, which is all that wasm can have, and of more.
+      // Tensors of just below 4 GiB, the limit of wasm, and of more.
       for (const width of [32_767, 100_000]) {
         const error = await trainer.step(batch(width)).then(() => undefined, (e: Error) => e);
         errors.push(`${error instanceof OutOfMemoryError && error instanceof RuntimeError} ${error?.message}`);
@@ -46,15 +46,15 @@ test("memory that runs out is said by name, in a worker and beside one, and noth
     }
     return { results, refusals };
   });
-  for (const r of found.refusals) expect(r).toMatch(/^true training takes about \d+ MB at .*, more than the \d+ MB that the runtime can have/);
+  for (const r of found.refusals) expect(r).toMatch(/^true training needs about \d+ MB with .*, the limit is \d+ MB/);
   for (const { errors, same, step } of found.results) {
-    for (const e of errors) expect(e).toMatch(/^true step_model[\w.]*\.onnx on wasm: memory ran out: .*\nhint: take smaller batches/s);
+    for (const e of errors) expect(e).toMatch(/^true step_model[\w.]*\.onnx on wasm: out of memory: .*\nhint: use smaller batches/s);
     expect(same).toBe(true);
     expect(step).toBe(1);
   }
 });
 
-test("what is wrong with artifacts and batches is said by name", async () => {
+test("errors name what is wrong with artifacts and batches", async () => {
   const { page } = await openPage(browser, site.address);
   const words = await page.evaluate(async () => {
     const { Trainer } = onnxtrain;
@@ -84,20 +84,20 @@ test("what is wrong with artifacts and batches is said by name", async () => {
     await trainer.dispose();
     return found;
   });
-  expect(words.version).toMatch(/^ManifestError: manifest.json: format 9, this version reads 1/);
+  expect(words.version).toMatch(/^ManifestError: manifest.json: format 9, but this version reads format 1/);
   expect(words.text).toMatch(/^ManifestError: manifest.json: not JSON/);
-  expect(words.lost).toMatch(/^ArtifactError: step_model.onnx: cannot be read: there are manifest.json, /);
-  expect(words.damaged).toMatch(/^ArtifactError: step_model.onnx: not the file that the manifest names \(sha256 differs\)/);
+  expect(words.lost).toMatch(/^ArtifactError: step_model.onnx: cannot be read: found manifest.json, /);
+  expect(words.damaged).toMatch(/^ArtifactError: step_model.onnx: sha256 does not match the manifest/);
   expect(words.shape).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got shape \[4, 5\]/);
   expect(words.rows).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got 20 elements, but batch is 3 in 'labels'/);
   expect(words.type).toMatch(/^ShapeError: 'labels' is int64, got numbers with values that do not fit: 0.5/);
   expect(words.missing).toMatch(/^ShapeError: missing from the batch: labels/);
 });
 
-test("training goes on in a hidden tab, and after a tab was frozen", async () => {
+test("training continues in a hidden tab and after a tab was frozen", async () => {
   const { page } = await openPage(browser, site.address);
   const steps = await page.evaluate(async () => {
-    // What browsers do to a hidden tab: no frames, one timer a second.
+    // Simulate the throttling of hidden tabs: no animation frames, one timer per second.
     Object.defineProperty(document, "visibilityState", { value: "hidden" });
     document.dispatchEvent(new Event("visibilitychange"));
     globalThis.requestAnimationFrame = () => 0;
@@ -128,7 +128,7 @@ test("training goes on in a hidden tab, and after a tab was frozen", async () =>
   await page.waitForFunction(() => document.title === "steps 800", undefined, { polling: 200 });
 });
 
-test("200 rounds of create and dispose keep the tab's memory; workers end", async () => {
+test("200 rounds of create and dispose do not leak memory or workers", async () => {
   const { page } = await openPage(browser, site.address);
   const rounds = async (count: number, worker: boolean): Promise<void> => {
     await page.evaluate(async ([count, worker]) => {
@@ -147,7 +147,7 @@ test("200 rounds of create and dispose keep the tab's memory; workers end", asyn
   };
   const cdp = await page.context().newCDPSession(page);
   const devtools = await browser.newBrowserCDPSession();
-  /** Memory of the tab's scripts, and of all processes that draw pages, in MiB. */
+  /** JavaScript heap of the tab and resident memory of all renderer processes, in MiB. */
   const memory = async () => {
     await cdp.send("HeapProfiler.collectGarbage");
     const { usedSize } = await cdp.send("Runtime.getHeapUsage");
@@ -167,9 +167,9 @@ test("200 rounds of create and dispose keep the tab's memory; workers end", asyn
   await expect.poll(() => page.workers().length).toBe(0);
 });
 
-test("the page stays live while the worker trains", async () => {
+test("the page stays responsive while the worker trains", async () => {
   const { page } = await openPage(browser, site.address);
-  /** How many other tasks the page did while one large batch was trained on. */
+  /** Number of other tasks that the page ran while training on one large batch. */
   const tasks = (worker: boolean) =>
     page.evaluate(async (worker) => {
       const trainer = await onnxtrain.Trainer.create({ artifacts: "/fixtures/cnn-wasm", device: "wasm", worker, threads: 1 });
@@ -189,12 +189,12 @@ test("the page stays live while the worker trains", async () => {
   expect(live).toBeGreaterThan(20 + dead);
 });
 
-test("a save without space is said, and the last one is intact", async () => {
+test("a save without space fails and keeps the last one", async () => {
   const { page } = await openPage(browser, site.address);
   const save = (from: number, count: number) =>
     page.evaluate(async ([from, count]) => {
       const store = onnxtrain.privateFileStore();
-      // Noise, which browsers cannot make smaller.
+      // Noise, which browsers cannot compress.
       const data = new Uint8Array(count);
       for (let at = 0; at < count; at += 65536) crypto.getRandomValues(data.subarray(at, at + 65536));
       data[0] = from;
@@ -206,16 +206,16 @@ test("a save without space is said, and the last one is intact", async () => {
   const cdp = await page.context().newCDPSession(page);
   await cdp.send("Storage.overrideQuotaForOrigin", { origin: new URL(site.address).origin, quotaSize: 4_000_000 });
   const found = await save(2, 30_000_000);
-  expect(found.words).toMatch(/^CheckpointError: 'run': cannot be written: .*\nhint: is there space\? What was saved before is intact/s);
+  expect(found.words).toMatch(/^CheckpointError: 'run': cannot be written: .*\nhint: check the free space; earlier checkpoints are intact/s);
   expect({ first: found.first, length: found.length }).toEqual({ first: 1, length: 1_000_000 });
   await page.close();
 });
 
-test("a signal ends creation at once, and its worker", async () => {
+test("a signal aborts creation and terminates its worker", async () => {
   const { page } = await openPage(browser, site.address);
   const found = await page.evaluate(async () => {
     const stop = new AbortController();
-    // As soon as its worker was started, which takes longer than this task.
+    // Abort right after the worker is started, before it is ready.
     globalThis.Worker = class extends Worker {
       constructor(address: string | URL, options?: WorkerOptions) {
         super(address, options);

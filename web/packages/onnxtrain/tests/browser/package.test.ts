@@ -16,7 +16,7 @@ beforeAll(() => {
 });
 afterAll(() => rmSync(folder, { recursive: true }));
 
-test("the package trains in an empty Node project; it is small and has nothing else in it", () => {
+test("the package trains in an empty Node project, and contains only its own small files", () => {
   const own = join(folder, "node");
   install(own, archive, "onnxruntime-node");
   const installed = join(own, "node_modules/onnxtrain");
@@ -25,7 +25,7 @@ test("the package trains in an empty Node project; it is small and has nothing e
   const gzipped = (chosen: (name: string) => boolean) =>
     gzipSync(Buffer.concat(names.filter((n) => n.endsWith(".js") && chosen(n)).map((n) => readFileSync(join(installed, "dist", n))))).length;
   const [main, all] = [gzipped((n) => !n.startsWith("flower")), gzipped(() => true)];
-  console.log(`our own code: ${main} bytes after gzip, with the federation ${all}`);
+  console.log(`package: ${main} bytes after gzip, ${all} with onnxtrain/flower`);
   expect(main).toBeLessThan(40_000);
   expect(all - main).toBeLessThan(12_000);
   writeFileSync(
@@ -42,7 +42,7 @@ test("the package trains in an empty Node project; it is small and has nothing e
   expect(found.loss).toBeGreaterThan(0);
 });
 
-test("what is packed from a clean clone is built first", () => {
+test("packing a clean clone builds it first", () => {
   const web = join(folder, "clone/web");
   const made = /\/(node_modules|dist|public|\.fixtures)$/;
   cpSync(`${ROOT}/web`, web, { recursive: true, filter: (path) => !made.test(path) });
@@ -54,7 +54,7 @@ test("what is packed from a clean clone is built first", () => {
   expect(readFileSync(`${ROOT}/web/packages/onnxtrain/LICENSE`, "utf8")).toBe(readFileSync(`${ROOT}/LICENSE`, "utf8"));
 });
 
-test("the example for Node goes on from Python's checkpoint, and Python from its", () => {
+test("the Node example resumes from Python's checkpoint, and Python from the example's", () => {
   const own = join(folder, "example");
   install(own, archive, "onnxruntime-node");
   cpSync(`${ROOT}/examples/node/train.mjs`, join(own, "train.mjs"));
@@ -74,7 +74,7 @@ print(trainer.global_step)
   expect(Number(steps)).toBe(20 + 5 * 63);
 });
 
-test("without a runtime the error names what to install", () => {
+test("without ONNX Runtime the error names the package to install", () => {
   const own = join(folder, "bare");
   install(own, archive);
   expect(existsSync(join(own, "node_modules/onnxruntime-node"))).toBe(false);
@@ -87,7 +87,7 @@ test("without a runtime the error names what to install", () => {
   expect(printed).toMatch(/^RuntimeError onnxruntime-node cannot be loaded: .*\nhint: npm install onnxruntime-node/s);
 });
 
-/** A project as `npm create vite` leaves it, with a page that trains: no settings. */
+/** Creates a Vite project without configuration, with a page that trains. */
 function viteProject(name: string): string {
   const own = join(folder, name);
   install(own, archive, "onnxruntime-web", "vite");
@@ -97,10 +97,10 @@ function viteProject(name: string): string {
     join(own, "src/main.ts"),
     `import { Trainer } from "onnxtrain";
      const messages: string[] = [];
-     const said = (m: string) => messages.push(m);
+     const onMessage = (m: string) => messages.push(m);
      try {
        const device = new URLSearchParams(location.search).get("device") as "wasm" | "webgpu";
-       const trainer = await Trainer.create({ artifacts: "/art/", device, onMessage: said });
+       const trainer = await Trainer.create({ artifacts: "/art/", device, onMessage });
        const { loss } = await trainer.step({ x: new Float32Array(20).fill(0.5), labels: [1, 2] });
        document.title = JSON.stringify({ loss, device: trainer.device, messages });
        await trainer.dispose();
@@ -112,7 +112,7 @@ function viteProject(name: string): string {
   return own;
 }
 
-/** Opens the project's page and gives what it says of training on both devices. */
+/** Opens the project's page and checks that it trains on both devices. */
 async function trained(address: string): Promise<void> {
   const browser = await start({ webgpu: true });
   try {
@@ -121,7 +121,7 @@ async function trained(address: string): Promise<void> {
       await page.goto(`${address}?device=${device}`);
       await page.waitForFunction(() => document.title.startsWith("{"));
       const found = JSON.parse(await page.title()) as { loss: number };
-      // No message: it runs in a worker, and on the device that was asked for.
+      // No messages: training runs in a worker and on the requested device.
       expect(found).toEqual({ loss: expect.any(Number) as number, device, messages: [] });
       expect(found.loss).toBeGreaterThan(0);
       await page.close();
@@ -131,7 +131,7 @@ async function trained(address: string): Promise<void> {
   }
 }
 
-test("in a project of Vite without settings its server trains in a worker", async () => {
+test("trains in a worker with Vite's development server", async () => {
   const root = viteProject("vite-dev");
   const server = await createServer({ root, configFile: false, logLevel: "silent", server: { port: 0, fs: { strict: false } } });
   try {
@@ -142,7 +142,7 @@ test("in a project of Vite without settings its server trains in a worker", asyn
   }
 });
 
-test("in a project of Vite without settings what it builds trains in a worker", async () => {
+test("trains in a worker in a Vite build", async () => {
   const own = viteProject("vite-build");
   bundle(own);
   const site = await serveFolder(join(own, "dist"));

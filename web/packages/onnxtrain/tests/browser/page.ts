@@ -29,7 +29,7 @@ declare global {
   var onnxtrain: typeof import("../../src/index.js");
 }
 
-/** Serves the package, the runtime and the fixtures; with the headers that threads need, or without. */
+/** Serves the package, the runtime and the fixtures; `isolated` adds the COOP and COEP headers that threads need. */
 export function serve(isolated: boolean): Promise<{ server: Server; address: string }> {
   const server = createServer((request, response) => {
     if (isolated) {
@@ -53,41 +53,41 @@ export function serve(isolated: boolean): Promise<{ server: Server; address: str
 
 const BROWSERS = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome"];
 
-/** Returns the browser of the system, or the one that CHROMIUM names. */
+/** Returns the path of the system's Chromium, or the environment variable CHROMIUM. */
 export function browserPath(): string {
   const found = process.env["CHROMIUM"] ?? BROWSERS.find(existsSync);
-  if (!found) throw new Error("no browser: install chromium, or name one in CHROMIUM");
+  if (!found) throw new Error("no browser found: install chromium, or set CHROMIUM");
   return found;
 }
 
-/** How long a page may take for anything, in ms: only what hangs takes longer, however busy the machine is. */
-export const PATIENCE = 600_000;
+/** Timeout in ms, long enough for a busy machine: only a hanging page reaches it. */
+export const TIMEOUT = 600_000;
 
-/** Starts the browser, with a GPU in software where one is asked for. */
+/** Starts the browser, optionally with a software GPU, or a fake camera and microphone. */
 export async function start(options: { webgpu?: boolean; camera?: boolean } = {}): Promise<Browser> {
   const executablePath = browserPath();
   const gpu = options.webgpu ? ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"] : [];
-  // A camera that shows a moving figure, and a microphone that beeps.
+  // Chromium's fake camera shows a moving figure, its fake microphone beeps.
   const media = options.camera ? ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"] : [];
-  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu, ...media], timeout: PATIENCE });
-  browser.on("context", (context) => context.setDefaultTimeout(Number(process.env["PATIENCE"] ?? PATIENCE)));
+  const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", ...gpu, ...media], timeout: TIMEOUT });
+  browser.on("context", (context) => context.setDefaultTimeout(Number(process.env["TIMEOUT"] ?? TIMEOUT)));
   return browser;
 }
 
-/** Opens the empty page; everything that the page complains about is collected. */
-export async function openPage(browser: Browser | BrowserContext, address: string): Promise<{ page: Page; complaints: string[] }> {
+/** Opens the empty page and collects its errors and warnings. */
+export async function openPage(browser: Browser | BrowserContext, address: string): Promise<{ page: Page; pageErrors: string[] }> {
   const page = await ("newContext" in browser ? await browser.newContext() : browser).newPage();
-  const complaints: string[] = [];
-  page.on("pageerror", (error) => complaints.push(error.message));
+  const pageErrors: string[] = [];
+  page.on("pageerror", (error) => pageErrors.push(error.message));
   page.on("console", (message) => {
-    if (message.type() === "error" || message.type() === "warning") complaints.push(message.text());
+    if (message.type() === "error" || message.type() === "warning") pageErrors.push(message.text());
   });
   await page.goto(address);
-  return { page, complaints };
+  return { page, pageErrors };
 }
 
-/** What a training run in a page found. */
-export interface Found {
+/** Results of a training run in a page. */
+export interface PageRun {
   device: string;
   losses: number[];
   accuracies: number[];
@@ -100,7 +100,7 @@ export interface Found {
 /** Trains on all batches of a fixture in a page. */
 export async function train(
   page: Page, name: string, options: { device: string; worker?: boolean; seed?: number; threads?: number },
-): Promise<Found> {
+): Promise<PageRun> {
   return await page.evaluate(async ([name, options]) => {
     const { Trainer, readCheckpoint } = onnxtrain;
     const base = new URL(`/fixtures/${name}/`, location.href);

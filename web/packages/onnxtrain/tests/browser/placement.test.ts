@@ -19,8 +19,8 @@ interface Leaving {
   readonly moved: readonly string[];
 }
 
-test.each(["mlp", "cnn", "transformer"])("the runtime keeps on the GPU what the report for %s says", async (model) => {
-  const told = JSON.parse(runPython(
+test.each(["mlp", "cnn", "transformer"])("the placement report for %s matches the runtime", async (model) => {
+  const output = JSON.parse(runPython(
     `
 import dataclasses, json, sys, onnx
 from onnxtrain.lowering.placement import nodes_off_gpu
@@ -29,12 +29,12 @@ print(json.dumps([dataclasses.asdict(x) for x in nodes_off_gpu(model)]))
 `,
     `${FIXTURES}/${model}-webgpu/step_model.onnx`,
   )) as Leaving[];
-  expect(told.filter((n) => n.moved.length)).toEqual([]);
+  expect(output.filter((n) => n.moved.length)).toEqual([]);
   const page = await (await browser.newContext()).newPage();
   const lines: string[] = [];
   page.on("console", (message) => lines.push(message.text()));
   await page.goto(site.address);
-  // As text: the test runner would rewrite the import.
+  // As a string, because the test runner would rewrite the import.
   await page.evaluate(`(async () => {
     const ort = await import("/ort/ort.webgpu.bundle.min.mjs");
     ort.env.logLevel = "verbose";
@@ -53,8 +53,8 @@ print(json.dumps([dataclasses.asdict(x) for x in nodes_off_gpu(model)]))
     const node = / {2,}(\w+) \(([^()]+)\)\s*$/.exec(line);
     if (cpu && node) onCpu.push(`${node[1]} ${node[2]}`);
   }
-  // Sizes come from the CPU anyway; the runtime itself adds a Gather of such sizes.
-  const known = new Set(told.map((n) => n.node));
+  // Shape computations always run on the CPU; the runtime itself adds a Gather.
+  const known = new Set(output.map((n) => n.node));
   const unexpected = onCpu.filter((n) => !/^(Shape|Size) /.test(n) && n !== "Gather Gather" && !known.has(n.split(" ")[1]!));
   expect(unexpected).toEqual([]);
   await page.close();
@@ -65,7 +65,7 @@ test("parameters and state stay on the GPU from step to step", async () => {
   const found = await page.evaluate(async () => {
     const { Trainer } = onnxtrain;
     const counted = { bytes: 0 };
-    // What a page reads from a GPU, it maps.
+    // Reads from the GPU map a buffer.
     const { prototype } = (globalThis as unknown as { GPUBuffer: { prototype: { mapAsync(...a: unknown[]): unknown; size: number } } }).GPUBuffer;
     const { mapAsync } = prototype;
     prototype.mapAsync = function (this: { size: number }, mode: unknown, ...rest: unknown[]) {
@@ -90,7 +90,7 @@ test("parameters and state stay on the GPU from step to step", async () => {
     return { device, perStep, whole };
   });
   expect(found.device).toBe("webgpu");
-  // Loss, accuracy and logits; the checkpoint is some 9 kB.
+  // Only loss, accuracy and logits are read; a checkpoint has about 9 kB.
   for (const bytes of found.perStep) expect(bytes).toBeLessThan(1024);
   expect(found.whole).toBeGreaterThan(8000);
   await page.close();

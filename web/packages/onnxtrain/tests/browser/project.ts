@@ -11,13 +11,13 @@ const TYPES: Record<string, string> = {
   ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png",
 };
 
-/** Packs the package of a workspace as npm would publish it, and gives the archive's path. */
+/** Packs the package as npm would publish it and returns the path of the archive. */
 export function pack(folder: string, web = `${ROOT}/web`): string {
   execFileSync("npm", ["run", "pack", "--", "--pack-destination", folder], { cwd: web, stdio: "pipe" });
   return join(folder, readdirSync(folder).find((n) => n.endsWith(".tgz"))!);
 }
 
-/** Installs the archive in a project of its own, without a network: the rest is what this workspace has. */
+/** Installs the archive in a new project without network access; other packages are linked from this workspace. */
 export function install(own: string, archive: string, ...others: string[]): void {
   mkdirSync(own, { recursive: true });
   const links = Object.fromEntries(["onnxruntime-common", ...others].map((n) => [n, `file:${MODULES}/${n}`]));
@@ -31,12 +31,12 @@ export function install(own: string, archive: string, ...others: string[]): void
   execFileSync("npm", ["install", ...options], { cwd: own, stdio: "pipe" });
 }
 
-/** Bundles a project for production. */
+/** Builds a project with Vite. */
 export function bundle(own: string): void {
   execFileSync("node", [join(own, "node_modules/vite/bin/vite.js"), "build", "--logLevel", "error"], { cwd: own, stdio: "inherit" });
 }
 
-/** Serves a folder without any headers, as a plain host of files does. */
+/** Serves a directory as a plain static host, without special headers. */
 export async function serveFolder(folder: string): Promise<{ server: Server; address: string }> {
   const server = createServer((request, response) => {
     const path = decodeURIComponent(new URL(request.url!, "http://x").pathname);

@@ -14,7 +14,7 @@ beforeAll(async () => {
   const manifest = JSON.parse(readFileSync(`${own}/manifest.json`, "utf8")) as { checkpoint: string; models: { file: string }[] };
   mkdirSync(file("art"));
   for (const name of new Set(["manifest.json", manifest.checkpoint, ...manifest.models.map((m) => m.file)])) cpSync(`${own}/${name}`, join(file("art"), name));
-  // The class is the largest of the first four numbers.
+  // The class is the index of the largest of the first four features.
   runPython(
     `
 import json, sys, numpy as np
@@ -56,17 +56,17 @@ async function train(page: Page, settings: Record<string, string> = {}): Promise
   await page.getByRole("button", { name: "Train my model" }).click();
 }
 
-test("a model of one's own learns from CSV, JSONL and NPZ, with text labels, and has a save of its own", async () => {
-  const { page, complaints, close } = await site.page("model/", DESK);
+test("trains an uploaded model on CSV, JSONL and NPZ, with text labels, and saves it", async () => {
+  const { page, pageErrors, close } = await site.page("model/", DESK);
   await page.setInputFiles("#own-model", file("art"));
-  await expect.poll(() => state(page).innerText()).toMatch(/It takes x \(float32\[batch, 10\]\) and labels \(int64\[batch\]\)/);
+  await expect.poll(() => state(page).innerText()).toMatch(/the inputs x \(float32\[batch, 10\]\) and labels \(int64\[batch\]\)/);
   for (const [name, words] of [
     ["word.csv", /word.csv: column 'x.3', line 4: 'much' is not a number/],
     ["gap.csv", /gap.csv: column 'x.3', line 4 is empty/],
-    ["few.csv", /few.csv: the model takes 'x' \(float32\[batch, 10\]\), which is 10 columns; there are 9: x.0, x.1/],
-    ["half.csv", /half.csv: column 'labels', line 7: 0.5 is no whole number, 'labels' \(int64\[batch\]\) takes those/],
-    ["short.npz", /short.npz: the model takes 'x' \(float32\[batch, 10\]\), the array has shape \[400, 9\]/],
-    ["unnamed.npz", /unnamed.npz: the model takes 'x' .*the file has rows, labels/],
+    ["few.csv", /few.csv: the model needs 'x' \(float32\[batch, 10\]\), which is 10 columns, got 9: x.0, x.1/],
+    ["half.csv", /half.csv: column 'labels', line 7: 0.5 is not an integer, as 'labels' \(int64\[batch\]\) needs/],
+    ["short.npz", /short.npz: the model needs 'x' \(float32\[batch, 10\]\), the array has shape \[400, 9\]/],
+    ["unnamed.npz", /unnamed.npz: the model needs 'x' .*the file has rows, labels/],
     ["bad.jsonl", /bad.jsonl: line 2: 'x' is not a list of 2 numbers as in line 1/],
   ] as const) {
     await give(page, name);
@@ -76,62 +76,62 @@ test("a model of one's own learns from CSV, JSONL and NPZ, with text labels, and
   for (const name of ["good.npz", "words.npz", "words.csv", "good.jsonl"]) {
     await give(page, name);
     await expect.poll(() => state(page).innerText()).toContain(`400 rows from ${name}`);
-    if (name !== "good.npz") expect(await state(page).innerText()).toMatch(/'labels' was text: ant\S*( the)? is 0, bee/);
+    if (name !== "good.npz") expect(await state(page).innerText()).toMatch(/'labels' is encoded as ant\S*( the)? = 0, bee/);
     await train(page, { "Learning rate": "0.02", Epochs: "10" });
     await until(page, "Done: 100 steps");
     expect(await accuracy(page)).toBeGreaterThan(75);
   }
-  // What it says about unseen rows is said in words.
+  // What it says about unseen rows is statuses in words.
   expect(await page.locator("#answer-rows td:nth-child(2)").first().innerText()).toMatch(/^(ant|bee|cow|dog)$/);
   await give(page, "ones.csv");
   await expect.poll(() => state(page).innerText()).toContain("400 rows from ones.csv");
   await train(page);
-  await until(page, `Failed: ones.csv: 'labels' has 4 in row ${readFileSync(file("first.txt"), "utf8")}; the model has 4 classes: 0 to 3`);
+  await until(page, `Failed: ones.csv: 'labels' must be class indices in [0, 4), got 4 at row ${readFileSync(file("first.txt"), "utf8")}`);
   await give(page, "good.csv");
   await expect.poll(() => state(page).innerText()).toContain("400 rows from good.csv");
   await train(page, { "Learning rate": "0.02", Epochs: "10" });
   await until(page, "Done: 100 steps");
   await page.getByRole("button", { name: "Save", exact: true }).click();
   await until(page, "Saved at step 100");
-  await page.getByRole("button", { name: "Continue saved" }).click();
+  await page.getByRole("button", { name: "Resume saved" }).click();
   await until(page, "Done: 100 steps");
   await page.getByRole("button", { name: "Save", exact: true }).click();
   await until(page, "Saved at step 200");
-  expect(complaints).toEqual([]);
+  expect(pageErrors).toEqual([]);
   await close();
 });
 
-test("without a model the page makes one for the table, on a phone too", async () => {
-  const { page, complaints, close } = await site.page("model/", PHONE);
-  await page.getByRole("button", { name: "Try it with 150 irises" }).tap();
-  await expect.poll(() => state(page).innerText()).toMatch(/150 rows from iris.csv.*which 'kind' a row is: setosa, versicolor, virginica/);
+test("builds an MLP for a table without a model, also on a phone", async () => {
+  const { page, pageErrors, close } = await site.page("model/", PHONE);
+  await page.getByRole("button", { name: "Use the iris dataset" }).tap();
+  await expect.poll(() => state(page).innerText()).toMatch(/150 rows from iris.csv.*Classification of 'kind' from .*: setosa, versicolor, virginica/);
   await train(page);
   await until(page, "Done");
   expect(await accuracy(page)).toBeGreaterThan(85);
   expect(await page.locator("#answer-rows .right").count()).toBeGreaterThan(8);
   expect(await page.locator("#answer-rows td:nth-child(2)").first().innerText()).toMatch(/^(setosa|versicolor|virginica)$/);
-  // Its save is not that of other models.
+  // Saved weights belong to one model.
   await page.getByRole("button", { name: "Save", exact: true }).click();
   await until(page, "Saved at step");
   await page.getByLabel("Hidden layers").fill("8, none");
   await page.keyboard.press("Tab");
-  await until(page, "Failed: Hidden layers is 8, none, expected sizes such as 64, 32");
+  await until(page, "Failed: Hidden layers must be sizes such as 64, 32, got 8, none");
   await page.getByLabel("Hidden layers").fill("8, 4");
   await page.keyboard.press("Tab");
   await until(page, "Ready.");
-  await page.getByRole("button", { name: "Continue saved" }).click();
+  await page.getByRole("button", { name: "Resume saved" }).click();
   await until(page, "Failed:");
-  // What another table brought is not saved under the name of this one.
+  // Weights for another table are saved separately.
   await page.getByRole("button", { name: "Train my model" }).click();
   await until(page, "Done");
-  // A number to predict: the loss on unseen rows is shown in place of the share that is right.
+  // Regression: the page shows the test loss instead of the accuracy.
   await give(page, "number.csv");
-  await expect.poll(() => state(page).innerText()).toContain("it predicts 'area'");
+  await expect.poll(() => state(page).innerText()).toContain("Regression of 'area'");
   await page.getByRole("button", { name: "Save", exact: true }).click();
   await until(page, "Saved at step 0.");
   await train(page, { Epochs: "20" });
   await until(page, "Done");
   expect(await page.locator("#accuracy").innerText()).toMatch(/^loss 0\.0/);
-  expect(complaints).toEqual([]);
+  expect(pageErrors).toEqual([]);
   await close();
 });

@@ -7,7 +7,7 @@ import { DESK, PHONE, Site, until } from "./site.js";
 let site: Site;
 beforeAll(async () => {
   site = await Site.open({ camera: true });
-  // Discs and crosses, in any colours, somewhere.
+  // Discs and crosses with random colors and positions.
   runPython(
     `
 import sys, numpy as np
@@ -15,12 +15,12 @@ from PIL import Image, ImageDraw
 rng = np.random.default_rng(0)
 for kind in ("disc", "cross"):
     for i in range(14):
-        colours = [tuple(int(v) for v in rng.integers(low, low + 90, 3)) for low in (160, 0)]
-        picture = Image.new("RGB", (160, 120), colours[0]); pen = ImageDraw.Draw(picture)
+        colors = [tuple(int(v) for v in rng.integers(low, low + 90, 3)) for low in (160, 0)]
+        image = Image.new("RGB", (160, 120), colors[0]); pen = ImageDraw.Draw(image)
         x, y, r = rng.integers(65, 95), rng.integers(50, 70), rng.integers(28, 42)
-        if kind == "disc": pen.ellipse([x - r, y - r, x + r, y + r], fill=colours[1])
-        else: pen.line([x - r, y - r, x + r, y + r], colours[1], 11); pen.line([x - r, y + r, x + r, y - r], colours[1], 11)
-        picture.save(f"{sys.argv[1]}/{kind}{i}.png")
+        if kind == "disc": pen.ellipse([x - r, y - r, x + r, y + r], fill=colors[1])
+        else: pen.line([x - r, y - r, x + r, y + r], colors[1], 11); pen.line([x - r, y + r, x + r, y - r], colors[1], 11)
+        image.save(f"{sys.argv[1]}/{kind}{i}.png")
 `,
     site.folder,
   );
@@ -31,23 +31,23 @@ const files = (kind: string, from: number, to: number) => Array.from({ length: t
 const verdict = (page: Page) => page.locator("#verdict").innerText();
 const count = (page: Page, item: number) => page.locator("#classes .count").nth(item).innerText().then((words) => parseInt(words));
 
-test("pictures of two things are learned, told apart, and taken along as one model", async () => {
-  const { page, complaints, close } = await site.page("teach/", { ...DESK, acceptDownloads: true });
+test("learns two classes of images and downloads them as one model", async () => {
+  const { page, pageErrors, close } = await site.page("teach/", { ...DESK, acceptDownloads: true });
   await until(page, "Ready.");
   await page.getByLabel("Name of class 1").fill("Disc");
-  // Who types on in the next field keeps it.
+  // Typing in the next field keeps the focus there.
   await page.getByLabel("Name of class 2").click();
   await page.keyboard.press("ControlOrMeta+a");
   await page.keyboard.type("Cross");
   await page.keyboard.press("Tab");
-  const learn = page.getByRole("button", { name: "Learn", exact: true });
+  const learn = page.getByRole("button", { name: "Train", exact: true });
   expect(await learn.isDisabled()).toBe(true);
   for (const [name, kind] of [["Disc", "disc"], ["Cross", "cross"]] as const) {
-    await page.getByLabel(`Pictures of ${name}`).setInputFiles(files(kind, 0, 10));
-    await until(page, `10 pictures more for ${name}.`);
+    await page.getByLabel(`Images of ${name}`).setInputFiles(files(kind, 0, 10));
+    await until(page, `Added 10 images to ${name}.`);
   }
   await learn.click();
-  await until(page, "Learned 20 examples of 2 classes");
+  await until(page, "Trained on 20 examples of 2 classes");
   const answers: string[] = [];
   for (const file of [...files("disc", 10, 14), ...files("cross", 10, 14)]) {
     await page.evaluate(() => (document.querySelector("#verdict")!.textContent = ""));
@@ -58,7 +58,7 @@ test("pictures of two things are learned, told apart, and taken along as one mod
   const right = answers.filter((a, i) => a === (i < 4 ? "Disc" : "Cross")).length;
   expect(right, answers.join()).toBeGreaterThanOrEqual(6);
 
-  await page.getByText("Here is the code that did this").click();
+  await page.getByText("Show the code").click();
   expect(await page.locator(".code-panel code").innerText()).toContain('const names = ["Disc","Cross"]');
   const [model] = await Promise.all([page.waitForEvent("download"), page.getByRole("button", { name: "Download classifier.onnx" }).click()]);
   await model.saveAs(join(site.folder, "classifier.onnx"));
@@ -76,12 +76,12 @@ chances = np.exp(logits[0] - logits[0].max()); print(json.dumps((chances / chanc
     join(site.folder, "classifier.onnx"), JSON.stringify(planes),
   );
   (JSON.parse(chances) as number[]).forEach((c, i) => expect(Math.abs(100 * c - parseInt(share[i]!))).toBeLessThan(1));
-  expect(complaints).toEqual([]);
+  expect(pageErrors).toEqual([]);
   await close();
 });
 
-test("the camera and the microphone are examples too: held by finger, pressed by key", async () => {
-  const { page, complaints, close } = await site.page("teach/", { ...PHONE, permissions: ["camera", "microphone"] });
+test("records examples from camera and microphone, by touch and by keyboard", async () => {
+  const { page, pageErrors, close } = await site.page("teach/", { ...PHONE, permissions: ["camera", "microphone"] });
   await until(page, "Ready.");
   await page.getByText("Camera", { exact: true }).tap();
   await until(page, "The camera is on.");
@@ -95,21 +95,21 @@ test("the camera and the microphone are examples too: held by finger, pressed by
   await page.getByText("Microphone", { exact: true }).tap();
   await until(page, "The microphone is on.");
   await record.nth(1).focus();
-  // Two seconds a press: a busy machine takes few examples in that time.
+  // A key press records for two seconds: on a busy machine these are few examples.
   while (!((await count(page, 1)) >= 4)) {
     await page.keyboard.press("Enter");
     await expect.poll(() => record.nth(1).getAttribute("aria-pressed")).toBe("false");
   }
-  await page.getByRole("button", { name: "Learn", exact: true }).tap();
-  await until(page, "Learned ");
-  // What is heard now is a sound and not what the camera saw.
+  await page.getByRole("button", { name: "Train", exact: true }).tap();
+  await until(page, "Trained on ");
+  // The microphone now records the second class.
   await expect.poll(() => page.evaluate(() => document.querySelector("#bars .top .label")?.textContent)).toBe("Class 2");
-  await page.getByRole("button", { name: "Show me with an example" }).tap();
-  await until(page, "Learned 72 examples of 3 classes");
+  await page.getByRole("button", { name: "Run an example" }).tap();
+  await until(page, "Trained on 72 examples of 3 classes");
   await expect.poll(() => page.locator("#bars .top").count()).toBe(1);
   await page.getByRole("button", { name: "Remove Stars" }).tap();
   expect(await page.locator("#classes li").count()).toBe(2);
   expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(390);
-  expect(complaints).toEqual([]);
+  expect(pageErrors).toEqual([]);
   await close();
 });

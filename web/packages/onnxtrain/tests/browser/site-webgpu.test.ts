@@ -5,7 +5,7 @@ import { distance } from "../support.js";
 import { openPage, serve } from "./page.js";
 import { DESK, interrupt, Site, SITE, until } from "./site.js";
 
-// The pages that have a choice of device, on a GPU in software; the others train on wasm only.
+// The pages with a device setting, on a software GPU; the others train on wasm only.
 let site: Site;
 beforeAll(async () => {
   site = await Site.open({ webgpu: true });
@@ -14,7 +14,7 @@ afterAll(() => site?.close());
 
 const number = async (page: Page, id: string) => parseFloat(await page.locator(`#${id}`).innerText());
 
-test("the model of Write learns on WebGPU as on wasm, and no file is fetched twice to write", async () => {
+test("the model of Write trains on WebGPU as on wasm, and no file is downloaded twice", async () => {
   const { server, address } = await serve(true);
   const { page } = await openPage(site.browser, address);
   const fetched: string[] = [];
@@ -38,7 +38,7 @@ test("the model of Write learns on WebGPU as on wasm, and no file is fetched twi
   const gpu = await learn("webgpu");
   expect(gpu.messages).toEqual([]);
   expect(gpu.device).toBe("webgpu");
-  // It writes by another session with the weights of the moment: each file came once, and its model is among them.
+  // Prediction uses a second session with the current weights: each file is downloaded once, including the inference model.
   expect(new Set(fetched).size).toBe(fetched.length);
   expect(fetched).toContain("inference_model.onnx");
   const cpu = await learn("wasm");
@@ -49,27 +49,27 @@ test("the model of Write learns on WebGPU as on wasm, and no file is fetched twi
   server.close();
 });
 
-test("Write learns on WebGPU, from a link; another device starts anew", async () => {
+test("Write trains on WebGPU, set by a link; changing the device restarts training", async () => {
   const { page, close } = await site.page("write/#device=webgpu", DESK);
-  await until(page, "It learns, on webgpu.");
+  await until(page, "Training on webgpu.");
   await page.getByLabel("Device").selectOption("wasm");
-  await until(page, "It learns, on wasm.");
+  await until(page, "Training on wasm.");
   await page.waitForFunction(() => Number(document.querySelector("#steps")!.textContent) >= 1);
-  expect(await number(page, "loss")).toBeLessThan(Math.log(128) + 0.5); // all signs are equally likely at first
+  expect(await number(page, "loss")).toBeLessThan(Math.log(128) + 0.5); // at first all characters are equally likely
   await close();
 });
 
-test("digits are learned on WebGPU as well as on wasm", async () => {
+test("Draw reaches the same accuracy on WebGPU and wasm", async () => {
   const { page, close } = await site.page("draw/", DESK);
   await interrupt(page, "stop");
   await until(page, "Stopped");
-  if (!(await page.getByLabel("Pace").isVisible())) await page.locator(".training summary").click();
-  await page.getByLabel("Pace").selectOption("0");
+  if (!(await page.getByLabel("Speed").isVisible())) await page.locator(".training summary").click();
+  await page.getByLabel("Speed").selectOption("0");
   await page.getByLabel("Epochs").fill("3");
   const right: number[] = [];
   for (const device of ["wasm", "webgpu"]) {
     await page.getByLabel("Device").selectOption(device);
-    await page.getByRole("button", { name: "Train anew" }).click();
+    await page.getByRole("button", { name: "Train from scratch" }).click();
     await page.waitForFunction((name) => new RegExp(`^Done: 135 steps in .* on ${name}\\.$`).test(document.querySelector("#status")!.textContent!), device);
     right.push(await number(page, "accuracy"));
   }

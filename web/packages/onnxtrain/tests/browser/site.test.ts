@@ -15,7 +15,7 @@ afterAll(() => site?.close());
 
 declare const axe: { run(): Promise<{ violations: { id: string; impact: string; nodes: { html: string; failureSummary: string }[] }[] }> };
 
-test.each(PAGES)("page '%s' has no serious flaw for people who use it otherwise, on a phone and on a desk", async (path) => {
+test.each(PAGES)("page '%s' has no serious accessibility violations, on a phone and on a desktop", async (path) => {
   for (const options of [PHONE, DESK]) {
     const { page, close } = await site.page(path, { ...options, bypassCSP: true });
     await page.locator("h1").waitFor();
@@ -29,11 +29,11 @@ test.each(PAGES)("page '%s' has no serious flaw for people who use it otherwise,
   }
 });
 
-test("every page says what it is, to people and to those who share it", async () => {
+test("every page has a title, a description and link previews", async () => {
   const { page, close } = await site.page("", DESK);
   for (const path of PAGES) {
     await page.goto(site.address + path);
-    const told = await page.evaluate(() => ({
+    const output = await page.evaluate(() => ({
       title: document.title,
       description: document.querySelector<HTMLMetaElement>("[name=description]")!.content,
       og: [...document.querySelectorAll<HTMLMetaElement>("[property^='og:']")].map((m) => m.content),
@@ -42,19 +42,19 @@ test("every page says what it is, to people and to those who share it", async ()
       here: document.querySelector("[aria-current=page]")?.textContent,
       footer: document.querySelector("footer")!.textContent,
     }));
-    expect(told.title).toContain("onnxtrain");
-    expect(told.description.length).toBeGreaterThan(50);
-    expect(told.og).toContain(told.description);
-    expect((await page.request.get(told.icon)).ok()).toBe(true);
-    expect(told.h1).toBe(1);
-    expect(told.here).toBeTruthy();
-    expect(told.footer).toContain("Nothing leaves this tab");
+    expect(output.title).toContain("onnxtrain");
+    expect(output.description.length).toBeGreaterThan(50);
+    expect(output.og).toContain(output.description);
+    expect((await page.request.get(output.icon)).ok()).toBe(true);
+    expect(output.h1).toBe(1);
+    expect(output.here).toBeTruthy();
+    expect(output.footer).toContain("Nothing leaves this tab");
   }
   await close();
 });
 
-test("the start page leads to all six, and the theme stays where a person put it", async () => {
-  const { page, complaints, close } = await site.page("", DESK);
+test("the start page links to all six pages, and the theme is remembered", async () => {
+  const { page, pageErrors, close } = await site.page("", DESK);
   expect(await page.locator(".cards a").count()).toBe(6);
   const background = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
   const light = await background();
@@ -67,15 +67,15 @@ test("the start page leads to all six, and the theme stays where a person put it
   await page.getByRole("button", { name: "Dark theme" }).click();
   await page.reload();
   expect(await background()).toBe(light);
-  expect(complaints).toEqual([]);
+  expect(pageErrors).toEqual([]);
   await close();
 });
 
-test("the built pages may do nothing but their own work", async () => {
-  const { page, complaints, close } = await site.page("draw/", DESK);
-  // It stays in the page after the first step.
+test("the content security policy blocks injected scripts and other origins", async () => {
+  const { page, pageErrors, close } = await site.page("draw/", DESK);
+  // The attribute stays after the first step.
   await page.waitForFunction(() => document.querySelector<HTMLElement>("#status")!.dataset["first"] !== undefined);
-  expect(complaints).toEqual([]);
+  expect(pageErrors).toEqual([]);
   await page.evaluate(() => {
     document.addEventListener("securitypolicyviolation", (event) => (document.title += ` ${event.effectiveDirective}`));
     document.body.insertAdjacentHTML("beforeend", "<img src=x onerror=\"document.title = 'ran'\">");
@@ -87,7 +87,7 @@ test("the built pages may do nothing but their own work", async () => {
   await close();
 });
 
-test("the first load is small besides the runtime and models", async () => {
+test("the first load is small, not counting the runtime and models", async () => {
   const sizes: string[] = [];
   const others = /\/ort[.-]|\.wasm$|\/art\/|\.onnx$/;
   for (const path of PAGES) {

@@ -1,4 +1,4 @@
-/** The built site, served as any host of files would, for the tests of its pages. */
+/** Builds the site and serves it like a static host, for the tests of its pages. */
 import { execFileSync } from "node:child_process";
 import { existsSync, mkdtempSync, readdirSync, rmSync, statSync, symlinkSync } from "node:fs";
 import { tmpdir } from "node:os";
@@ -12,7 +12,7 @@ import { serveFolder } from "./project.js";
 export const SITE = `${ROOT}/web/site`;
 const WEB = `${ROOT}/web`;
 
-/** Returns when the newest file of some folders changed. */
+/** Returns the modification time of the newest file below some paths. */
 function newest(...paths: string[]): number {
   return Math.max(0, ...paths.filter((p) => existsSync(p)).map((path) => {
     const about = statSync(path);
@@ -21,7 +21,7 @@ function newest(...paths: string[]): number {
   }));
 }
 
-/** Builds the site, if what it is made of is newer. */
+/** Builds the site if its sources are newer. */
 async function buildSite(): Promise<void> {
   const [made, built] = [`${SITE}/public/data/iris.csv`, `${SITE}/dist/index.html`];
   if (newest(made) <= newest(`${SITE}/make_artifacts.py`, `${SITE}/models`, `${SITE}/shipped`, `${ROOT}/src/onnxtrain`)) {
@@ -32,14 +32,14 @@ async function buildSite(): Promise<void> {
   if (newest(built) <= newest(...used)) await build({ root: SITE, logLevel: "error" });
 }
 
-export interface Opened {
+export interface SessionRecord {
   readonly page: Page;
-  /** Everything that the page complained about. */
-  readonly complaints: string[];
+  /** Errors and warnings of the page. */
+  readonly pageErrors: string[];
   close(): Promise<void>;
 }
 
-/** The site below a path, without headers; and a browser. */
+/** The site served below a path without special headers, and a browser. */
 export class Site {
   private constructor(readonly address: string, readonly browser: Browser, readonly folder: string, private readonly end: () => void) {}
 
@@ -52,16 +52,16 @@ export class Site {
   }
 
   /** Opens a page of the site, such as `draw/`. */
-  async page(path: string, options: BrowserContextOptions = {}): Promise<Opened> {
+  async page(path: string, options: BrowserContextOptions = {}): Promise<SessionRecord> {
     const context = await this.browser.newContext(options);
     const page = await context.newPage();
-    const complaints: string[] = [];
-    page.on("pageerror", (error) => complaints.push(error.message));
+    const pageErrors: string[] = [];
+    page.on("pageerror", (error) => pageErrors.push(error.message));
     page.on("console", (message) => {
-      if (message.type() === "error" || message.type() === "warning") complaints.push(message.text());
+      if (message.type() === "error" || message.type() === "warning") pageErrors.push(message.text());
     });
     await page.goto(this.address + path);
-    return { page, complaints, close: () => context.close() };
+    return { page, pageErrors, close: () => context.close() };
   }
 
   async close(): Promise<void> {
@@ -71,19 +71,19 @@ export class Site {
   }
 }
 
-/** Waits for words of the status that stay: what is there for an instant may be missed. */
+/** Waits for text in the status. It must stay there: text that is replaced quickly may be missed. */
 export const until = (page: Page, words: string) =>
   page.waitForFunction((w) => document.querySelector("#status")!.textContent!.includes(w), words);
 
 /**
- * Presses Pause or Stop while a run is under way, in the page itself: it may be over when a click from here arrives.
- * One that has ended meanwhile is begun again.
+ * Clicks Pause or Stop from inside the page while a run is active: a click from the test could arrive after its end.
+ * Restarts a run that has ended already.
  */
 export const interrupt = (page: Page, id: "pause" | "stop") => page.waitForFunction((name) => {
   const press = (button: string) => document.querySelector<HTMLButtonElement>(`#${button}`)!.click();
-  const said = document.querySelector("#status")!.textContent!;
-  if (said.startsWith("Done")) press("start");
-  if (!/^Epoch [1-5] /.test(said)) return false;
+  const statuses = document.querySelector("#status")!.textContent!;
+  if (statuses.startsWith("Done")) press("start");
+  if (!/^Epoch [1-5] /.test(statuses)) return false;
   press(name);
   return true;
 }, id);

@@ -3,7 +3,7 @@ import { expect, onTestFinished, test } from "vitest";
 import { distance, FIXTURES } from "../support.js";
 import { openPage, serve, start } from "./page.js";
 
-test("adapters beside a model of 4 bits train on WebGPU as in Python", async () => {
+test("adapters of a 4-bit model train on WebGPU as in Python", async () => {
   const expected = JSON.parse(readFileSync(`${FIXTURES}/lm/expected.json`, "utf8")) as { losses: number[]; seed: number };
   const [browser, { server, address }] = await Promise.all([start({ webgpu: true }), serve(true)]);
   onTestFinished(async () => {

@@ -23,23 +23,23 @@ afterAll(async () => {
   isolated?.server.close();
 });
 
-interface Asked {
+interface RunOptions {
   threads: number;
   worker: boolean;
 }
 
-/** Trains on all batches in a page, with a sample before, and saves half way. */
-async function run(page: Awaited<ReturnType<typeof openPage>>["page"], asked: Asked) {
+/** Generates, trains on all batches in a page and saves half way. */
+async function run(page: Awaited<ReturnType<typeof openPage>>["page"], options: RunOptions) {
   await page.addScriptTag({ type: "module", content: 'import * as text from "/onnxtrain/text/index.js"; globalThis.onnxtrainText = text;' });
   await page.waitForFunction(() => "onnxtrain" in globalThis && "onnxtrainText" in globalThis);
-  return await page.evaluate(async ([asked, expected]) => {
+  return await page.evaluate(async ([options, expected]) => {
     const { Trainer, readCheckpoint } = onnxtrain;
     const { generate, exportPeft, exportOnnxAdapter } = onnxtrainText;
     const base = new URL("/fixtures/lm/", location.href);
     const { tensors } = await readCheckpoint(new Uint8Array(await (await fetch(new URL("batches.safetensors", base))).arrayBuffer()));
     const progress: { loaded: number; total: number | undefined; cached: boolean }[] = [];
     const create = () => Trainer.create({
-      artifacts: base, device: "wasm", seed: expected.seed, ...asked, onProgress: ({ loaded, total, cached }) => progress.push({ loaded, total, cached }),
+      artifacts: base, device: "wasm", seed: expected.seed, ...options, onProgress: ({ loaded, total, cached }) => progress.push({ loaded, total, cached }),
     });
     const batch = (i: number) => Object.fromEntries(["input_ids", "attention_mask", "labels"].map((n) => [n, tensors.get(`${i}/${n}`)!]));
     const trainer = await create();
@@ -59,30 +59,30 @@ async function run(page: Awaited<ReturnType<typeof openPage>>["page"], asked: As
     for (let i = 6; i < expected.losses.length; i++) rest.push((await again.step(batch(i))).loss);
     await again.dispose();
     return { written, losses, rest, progress, peft: peft["adapter_model.safetensors"].length, adapter: adapter.length };
-  }, [asked, expected] as const);
+  }, [options, expected] as const);
 }
 
-describe.each([{ threads: 1, worker: true }, { threads: 2, worker: true }, { threads: 1, worker: false }])("%o", (asked) => {
-  test("a page fine-tunes as Python does, samples, saves and goes on", async () => {
-    const { page, complaints } = await openPage(browser, isolated.address);
+describe.each([{ threads: 1, worker: true }, { threads: 2, worker: true }, { threads: 1, worker: false }])("%o", (options) => {
+  test("fine-tunes like Python, generates, saves and resumes", async () => {
+    const { page, pageErrors } = await openPage(browser, isolated.address);
     const fetched: string[] = [];
     page.on("request", (r) => fetched.push(new URL(r.url()).pathname.split("/").pop()!));
-    const found = await run(page, asked);
+    const found = await run(page, options);
     expect(found.written).toEqual(expected.before);
     expect(found.losses.length).toBe(12);
     expect(distance(found.losses, expected.losses)).toBeLessThan(1e-3);
     expect(found.rest).toEqual(found.losses.slice(6));
     expect(found.peft).toBe(statSync(`${FOLDER}/peft/adapter_model.safetensors`).size);
     expect(found.adapter).toBeGreaterThan(found.peft / 2);
-    // Fetched once, for two trainers and for sampling; told while it came.
+    // Downloaded once for two trainers and for generation, with progress reports.
     expect(fetched.filter((f) => f === "weights.bin")).toEqual(["weights.bin"]);
     const first = found.progress.filter((p) => !p.cached);
     expect(first.at(-1)!.loaded).toBe(WEIGHTS);
     expect(found.progress.at(-1)).toEqual({ loaded: WEIGHTS, total: WEIGHTS, cached: true });
-    expect(complaints).toEqual([]);
-    // Nor after a reload, until it is told to forget.
+    expect(pageErrors).toEqual([]);
+    // Still cached after a reload, until forgetWeights() is called.
     await page.reload();
-    const later = await run(page, asked);
+    const later = await run(page, options);
     expect(later.losses).toEqual(found.losses);
     expect(fetched.filter((f) => f === "weights.bin").length).toBe(1);
     expect(await page.evaluate(() => onnxtrain.forgetWeights())).toBe(1);
@@ -90,12 +90,12 @@ describe.each([{ threads: 1, worker: true }, { threads: 2, worker: true }, { thr
   });
 });
 
-test("the page of the docs runs", async () => {
+test("the example in docs/web.md runs", async () => {
   const page = readFileSync(`${ROOT}/docs/web.md`, "utf8").split("## Fine-tune a language model in a tab")[1]!;
   const block = /```js\n([^`]*(?:`[^`]+`[^`]*)*?)```/.exec(page)![1]!;
   expect(block).toContain("exportOnnxAdapter(trainer)");
-  const { page: tab, complaints } = await openPage(browser, isolated.address);
-  // Letters are tokens here: the class has the calls of the one that the block names.
+  const { page: tab, pageErrors } = await openPage(browser, isolated.address);
+  // A character-level stand-in for the tokenizer class in the example.
   const tokenizer = `class Tokenizer {
     constructor(file, config) { if (!file.model || !config.kind) throw new Error("the tokenizer's files"); }
     encode(text) { return { ids: [...text].map((c) => c.charCodeAt(0)) }; }
@@ -115,37 +115,37 @@ test("the page of the docs runs", async () => {
   expect(found.step).toBe(2);
   expect(found.shown.filter((s) => s.startsWith("loss ")).length).toBe(2);
   expect(found.shown.join("").length).toBeGreaterThan(60);
-  expect(complaints).toEqual([]);
+  expect(pageErrors).toEqual([]);
   await tab.close();
 });
 
-test("a damaged file is refused and not kept", async () => {
+test("a damaged file is rejected and not cached", async () => {
   const { page } = await openPage(browser, isolated.address);
   await page.route("**/weights.bin", (route) => route.fulfill({ body: Buffer.alloc(WEIGHTS), contentType: "application/octet-stream" }));
-  const told = await page.evaluate(async () => {
+  const output = await page.evaluate(async () => {
     const artifacts = new URL("/fixtures/lm/", location.href);
     const failed = await onnxtrain.Trainer.create({ artifacts, device: "wasm" }).then(() => "nothing", (e: Error) => `${e.name}: ${e.message}`);
     return [failed, String(await onnxtrain.forgetWeights())];
   });
-  expect(told[0]).toMatch(/^ArtifactError: weights.bin: not the file that the manifest names/);
-  expect(told[1]).toBe("0");
+  expect(output[0]).toMatch(/^ArtifactError: weights.bin: sha256 does not match the manifest/);
+  expect(output[1]).toBe("0");
   await page.close();
 });
 
-test("where there is no room the file is fetched and not kept", async () => {
-  const { page, complaints } = await openPage(browser, isolated.address);
-  const told = await page.evaluate(async () => {
+test("without free space the file is downloaded but not cached", async () => {
+  const { page, pageErrors } = await openPage(browser, isolated.address);
+  const output = await page.evaluate(async () => {
     const own = FileSystemWritableFileStream.prototype.write;
     FileSystemWritableFileStream.prototype.write = async () => { throw new DOMException("full", "QuotaExceededError"); };
     const source = new URL("/fixtures/lm/", location.href);
     const full = await onnxtrain.Artifacts.load(source).then((a) => a.data("weights.bin"));
     FileSystemWritableFileStream.prototype.write = own;
     const loaded: number[] = [];
-    const asked = await onnxtrain.Artifacts.load(source, { cache: false, onProgress: (p) => loaded.push(p.loaded) });
-    const unkept = await asked.data("weights.bin");
+    const options = await onnxtrain.Artifacts.load(source, { cache: false, onProgress: (p) => loaded.push(p.loaded) });
+    const unkept = await options.data("weights.bin");
     return [(full as Blob).size, (unkept as Blob).size, loaded.at(-1), await onnxtrain.forgetWeights()];
   });
-  expect(told).toEqual([WEIGHTS, WEIGHTS, WEIGHTS, 0]);
-  expect(complaints).toEqual([]);
+  expect(output).toEqual([WEIGHTS, WEIGHTS, WEIGHTS, 0]);
+  expect(pageErrors).toEqual([]);
   await page.close();
 });

@@ -10,20 +10,20 @@ import { pack } from "./project.js";
 
 const LIBRARY = "@huggingface/transformers@4.3.1";
 const QUIET = ["--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"];
-/** It is too large to be one of this workspace's packages; without a registry or npm's cache there is none. */
-const there = spawnSync("npm", ["view", LIBRARY, "version", "--prefer-offline", "--fetch-retries=0"], { encoding: "utf8", timeout: 60_000 }).status === 0;
+/** Too large for a dependency of this workspace; these tests are skipped if npm cannot resolve it. */
+const available = spawnSync("npm", ["view", LIBRARY, "version", "--prefer-offline", "--fetch-retries=0"], { encoding: "utf8", timeout: 60_000 }).status === 0;
 
 const folder = mkdtempSync(join(tmpdir(), "transformers-"));
 const TEXTS = ["a good film", "a great book", "the meal was lovely", "this day is fine", "a bad film", "an awful book", "the meal was dull", "that day is poor"];
 const LABELS = [1, 1, 1, 1, 0, 0, 0, 0];
-/** Words of both classes in sentences that nobody taught. */
+/** Unseen sentences with words of both classes. */
 const TRIED = `await classify("a lovely film"), await classify("that book was awful")`;
 
 beforeAll(() => {
-  if (!there) return;
+  if (!available) return;
   const archive = pack(mkdtempSync(join(folder, "archive-")));
   writeFileSync(join(folder, "package.json"), JSON.stringify({ private: true, type: "module" }));
-  // The library first: its prerelease of ONNX Runtime has to be good enough for us.
+  // Install the library first: its prerelease of ONNX Runtime has to satisfy our peer dependency.
   execFileSync("npm", ["install", ...QUIET, LIBRARY], { cwd: folder, stdio: "pipe" });
   execFileSync("npm", ["install", ...QUIET, archive], { cwd: folder, stdio: "pipe" });
   execFileSync(python(), [`${ROOT}/web/packages/onnxtrain/tests/fixtures/make_encoder.py`, join(folder, "public/models/tiny")]);
@@ -31,19 +31,19 @@ beforeAll(() => {
 });
 afterAll(() => rmSync(folder, { recursive: true }));
 
-/** Returns the folders of ONNX Runtime for the web anywhere among the installed packages. */
+/** Returns all installed copies of onnxruntime-web. */
 function runtimes(): string[] {
   const names = readdirSync(join(folder, "node_modules"), { recursive: true }) as string[];
   return names.filter((n) => n.endsWith("onnxruntime-web/package.json"));
 }
 
-test.skipIf(!there)("beside Transformers.js there is no second runtime", () => {
+test.skipIf(!available)("installs no second copy of the runtime next to Transformers.js", () => {
   expect(runtimes()).toEqual(["onnxruntime-web/package.json"]);
   const { version } = JSON.parse(readFileSync(join(folder, "node_modules/onnxruntime-web/package.json"), "utf8")) as { version: string };
   expect(version).toMatch(/-dev/);
 });
 
-test.skipIf(!there)("a head learns from embeddings of Transformers.js in Node", () => {
+test.skipIf(!available)("a head trains on embeddings of Transformers.js in Node", () => {
   writeFileSync(
     join(folder, "main.mjs"),
     `import { env } from "@huggingface/transformers";
@@ -60,7 +60,7 @@ test.skipIf(!there)("a head learns from embeddings of Transformers.js in Node", 
   expect(classes).toEqual([1, 0]);
 });
 
-test.skipIf(!there)("a head learns from embeddings of Transformers.js in a page, with its copy of the runtime", async () => {
+test.skipIf(!available)("a head trains on embeddings of Transformers.js in a page, with its copy of the runtime", async () => {
   mkdirSync(join(folder, "src"), { recursive: true });
   writeFileSync(join(folder, "index.html"), '<link rel="icon" href="data:,"><script type="module" src="/src/main.js"></script>');
   writeFileSync(

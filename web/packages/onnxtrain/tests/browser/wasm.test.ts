@@ -17,17 +17,17 @@ afterAll(async () => {
   plain?.server.close();
 });
 
-test.each(MODELS)("%s follows Python in a worker", async (model) => {
+test.each(MODELS)("%s matches Python in a worker", async (model) => {
   const f = await fixture(`${model}-wasm`);
-  const { page, complaints } = await openPage(browser, isolated.address);
+  const { page, pageErrors } = await openPage(browser, isolated.address);
   const found = await train(page, `${model}-wasm`, { device: "wasm", seed: f.expected.seed });
   expect(found.device).toBe("wasm");
   expect(distance(found.losses, f.expected.losses)).toBeLessThan(1e-4);
   expect(distance(found.accuracies, f.expected.accuracies)).toBeLessThan(1e-6);
   expect(Math.abs(found.evaluated - f.expected.eval)).toBeLessThan(1e-4);
   expect(distance(found.logits, f.predictions.get("logits")!.data as Float32Array)).toBeLessThan(1e-3);
-  expect(complaints).toEqual([]);
-  // The page's checkpoint goes on in Node without a changed byte.
+  expect(pageErrors).toEqual([]);
+  // The page's checkpoint is byte-identical after loading it in Node.
   const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
   await trainer.importCheckpoint(Uint8Array.from(found.checkpoint));
   expect(trainer.globalStep).toBe(20 / trainer.manifest.accumulate);
@@ -47,18 +47,18 @@ describe.each([[true, true], [false, true], [true, false], [false, false]])("hea
   });
 });
 
-test("without a GPU the page falls back and says so", async () => {
+test("without a GPU, training falls back to wasm and reports it", async () => {
   const { page } = await openPage(browser, isolated.address);
   const found = await train(page, "mlp-webgpu", { device: "webgpu" });
   expect(found.device).toBe("wasm");
   expect(found.messages.length).toBe(1);
-  expect(found.messages[0]).toMatch(/WebGPU is not used, training runs on wasm: /);
+  expect(found.messages[0]).toMatch(/falling back from WebGPU to wasm: /);
   const other = await train(page, "mlp-wasm", { device: "webgpu" });
   expect(other.messages[0]).toMatch(/were not built with target="webgpu"/);
   await page.close();
 });
 
-test.each(["private files", "IndexedDB"])("checkpoints are kept across a reload in %s, and a broken save leaves the old one", async (kind) => {
+test.each(["private files", "IndexedDB"])("checkpoints survive a reload in %s, and an interrupted save keeps the old one", async (kind) => {
   const { page } = await openPage(browser, isolated.address);
   const first = await page.evaluate(async (kind) => {
     const { Trainer, databaseStore, privateFileStore } = onnxtrain;
@@ -68,7 +68,7 @@ test.each(["private files", "IndexedDB"])("checkpoints are kept across a reload 
     await trainer.save("my run/1");
     const { data } = await trainer.getParameter("fc1.weight");
     await trainer.setParameter("fc2.bias", [0, 0, 0, 0]);
-    // A page that dies in the middle of a write never closes the stream.
+    // A page that is closed during a write never closes the stream.
     if (kind !== "IndexedDB") {
       const folder = await (await navigator.storage.getDirectory()).getDirectoryHandle("onnxtrain");
       const handle = await folder.getFileHandle(`${encodeURIComponent("my run/1")}.safetensors`);
@@ -94,7 +94,7 @@ test.each(["private files", "IndexedDB"])("checkpoints are kept across a reload 
   await page.close();
 });
 
-test("errors of the worker keep their kind and their words", async () => {
+test("errors from the worker keep their class and message", async () => {
   const { page } = await openPage(browser, isolated.address);
   const found = await page.evaluate(async () => {
     const { Trainer, ShapeError, RuntimeError, ArtifactError } = onnxtrain;
@@ -118,7 +118,7 @@ test("errors of the worker keep their kind and their words", async () => {
   await page.close();
 });
 
-test("files that a person dropped train too", async () => {
+test("trains artifacts from a file input", async () => {
   const f = await fixture("mlp-wasm");
   const { page } = await openPage(browser, isolated.address);
   await page.setContent('<input type="file" multiple id="files">');

@@ -15,7 +15,7 @@ afterAll(async () => {
   site?.server.close();
 });
 
-test.each(MODELS)("%s follows Python on a GPU in software", async (model) => {
+test.each(MODELS)("%s matches Python on a software GPU", async (model) => {
   const f = await fixture(`${model}-webgpu`);
   const { page } = await openPage(browser, site.address);
   const found = await train(page, `${model}-webgpu`, { device: "webgpu", seed: f.expected.seed });
@@ -27,7 +27,7 @@ test.each(MODELS)("%s follows Python on a GPU in software", async (model) => {
   await page.close();
 });
 
-test("a GPU that is lost is said by name; what was saved goes on elsewhere", async () => {
+test("a GPU that is lost is statuses by name; what was saved goes on elsewhere", async () => {
   const { page } = await openPage(browser, site.address);
   const batch = "({ x: new Float32Array(20).fill(0.5), labels: [1, 2] })";
   await page.evaluate(async (batch) => {
@@ -38,7 +38,7 @@ test("a GPU that is lost is said by name; what was saved goes on elsewhere", asy
     await trainer.step(eval(batch));
     Object.assign(globalThis, { trainer });
   }, batch);
-  // The worker's runtime is the module that it loaded; its GPU goes as a driver's crash takes it.
+  // Destroy the device of the worker's runtime, like a driver crash.
   const [worker] = page.workers();
   await worker!.evaluate(`import("${site.address}ort/ort.webgpu.bundle.min.mjs").then(async (ort) => (await ort.env.webgpu.device).destroy())`);
   const found = await page.evaluate(async (batch) => {
@@ -55,14 +55,14 @@ test("a GPU that is lost is said by name; what was saved goes on elsewhere", asy
     return { kinds, message: (step as Error).message, ...after };
   }, batch);
   expect(found.kinds).toEqual([true, true]);
-  expect(found.message).toMatch(/the GPU was lost: .*\nhint: make a new Trainer and load\(\) the last checkpoint/s);
+  expect(found.message).toMatch(/the GPU device was lost: .*\nhint: create a new Trainer and load\(\) the last checkpoint/s);
   expect(found.device).toBe("webgpu");
   expect(found.step).toBe(1);
   expect(found.loss).toBeGreaterThan(0);
   await page.close();
 });
 
-test("without a worker a GPU is used again after dispose and after a loss", async () => {
+test("without a worker, the GPU is reused after dispose and after a device loss", async () => {
   const { page } = await openPage(browser, site.address);
   await page.addScriptTag({ type: "module", content: 'import * as ort from "onnxruntime-web/webgpu"; globalThis.ort = ort;' });
   const found = await page.evaluate(async () => {

@@ -15,7 +15,7 @@ const rows = (n: number) => ({
   labels: Int32Array.from({ length: n }, (_, i) => i % 4),
 });
 
-async function drain(run: AsyncIterable<Progress>): Promise<Progress[]> {
+async function collect(run: AsyncIterable<Progress>): Promise<Progress[]> {
   const seen: Progress[] = [];
   try {
     for await (const m of run) seen.push(m);
@@ -25,31 +25,31 @@ async function drain(run: AsyncIterable<Progress>): Promise<Progress[]> {
   return seen;
 }
 
-test.each(["node", "wasm"] as const)("a label that is no class is named, on %s", async (device) => {
+test.each(["node", "wasm"] as const)("reports the row of a label that is out of range, on %s", async (device) => {
   const trainer = await open("mlp-wasm", device);
   const before = await trainer.exportCheckpoint();
   const data = rows(900);
   data.labels[700] = 4;
-  const words = /^'labels' has 4 in row 700; the model has 4 classes: 0 to 3$/;
+  const message = /^'labels' must be class indices in \[0, 4\), got 4 at row 700$/;
   for (const failure of [
     () => trainer.step(data),
     () => trainer.evaluate(data),
-    () => drain(trainer.fit({ x: data.x.slice(), labels: Array.from(data.labels) }, { stepsPerCall: 1, batchSize: 900 })),
+    () => collect(trainer.fit({ x: data.x.slice(), labels: Array.from(data.labels) }, { stepsPerCall: 1, batchSize: 900 })),
   ]) {
     await expect(failure()).rejects.toThrow(ShapeError);
-    await expect(failure()).rejects.toThrow(words);
+    await expect(failure()).rejects.toThrow(message);
   }
   expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
-  // In shuffled batches it is still the row of the data.
-  await expect(drain(trainer.fit(data, { batchSize: 32 }))).rejects.toThrow(words);
+  // With shuffled batches, the row is still that of the dataset.
+  await expect(collect(trainer.fit(data, { batchSize: 32 }))).rejects.toThrow(message);
   data.labels[700] = -3;
-  await expect(trainer.step(data)).rejects.toThrow(/^'labels' has -3 in row 700; /);
+  await expect(trainer.step(data)).rejects.toThrow(/^'labels' must be .*, got -3 at row 700$/);
   data.labels[700] = -100;
   expect((await trainer.step(data)).loss).toBeGreaterThan(0);
   await trainer.dispose();
 });
 
-test("the number of classes is that of the scores", async () => {
+test("classLabels takes the number of classes from the logits", async () => {
   for (const name of ["mlp-wasm", "cnn-wasm", "transformer-wasm", "gru-wasm"]) {
     const trainer = await open(name);
     const found = classLabels(trainer.manifest, findModel(trainer.manifest, "step", ["wasm"])!);
@@ -59,17 +59,17 @@ test("the number of classes is that of the scores", async () => {
   }
 });
 
-test.each([1, 8])("a NaN ends fit with %i steps per call; the weights are those before", async (stepsPerCall) => {
+test.each([1, 8])("a NaN ends fit with %i steps per call and leaves the weights unchanged", async (stepsPerCall) => {
   const data = rows(96);
   data.x[10 * 45 + 3] = NaN;
   const trainer = await open();
-  const failure = drain(trainer.fit(data, { batchSize: 8, shuffle: false, stepsPerCall }));
+  const failure = collect(trainer.fit(data, { batchSize: 8, shuffle: false, stepsPerCall }));
   const error = await failure.then(() => undefined, (e: Error & { seen: Progress[] }) => e);
   expect(error).toBeInstanceOf(NonFiniteError);
   expect(error!.message).toBe(
     "the loss of step 6 is nan (batch 6 of epoch 1)\n" +
       "  first tensor that is not finite: 'x' of the batch (float32[8, 10], 1 NaN, 0 infinite)\n" +
-      "hint: the weights are those before this step",
+      "hint: the weights are unchanged since the previous step; check the batch or lower the learning rate",
   );
   expect(error!.seen.map((m) => m.step)).toEqual([1, 2, 3, 4, 5]);
   expect(trainer.globalStep).toBe(5);
@@ -79,7 +79,7 @@ test.each([1, 8])("a NaN ends fit with %i steps per call; the weights are those 
   await Promise.all([trainer.dispose(), good.dispose()]);
 });
 
-test("a step whose loss is not finite changes nothing and says so", async () => {
+test("a step whose loss is not finite changes nothing and reports updated: false", async () => {
   const trainer = await open();
   const before = await trainer.exportCheckpoint();
   const batch = rows(8);
@@ -93,14 +93,14 @@ test("a step whose loss is not finite changes nothing and says so", async () => 
   await trainer.dispose();
 });
 
-test("a parameter that is not finite is named", async () => {
+test("the error names a parameter that is not finite", async () => {
   const trainer = await open();
   await trainer.setParameter("fc2.bias", [1, NaN, Infinity, 1]);
-  await expect(drain(trainer.fit(rows(16)))).rejects.toThrow(/parameter 'fc2.bias' \(float32\[4\], 1 NaN, 1 infinite\)/);
+  await expect(collect(trainer.fit(rows(16)))).rejects.toThrow(/parameter 'fc2.bias' \(float32\[4\], 1 NaN, 1 infinite\)/);
   await trainer.dispose();
 });
 
-test("a batch that leaves BatchNormalization one value per channel is refused", async () => {
+test("rejects a batch with one value per channel for BatchNormalization", async () => {
   const folder = await mkdtemp(join(tmpdir(), "one-row-"));
   runPython(`import sys, onnx.parser, onnxtrain
 model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]> g (float[batch, 2] x) => (float[batch, 2] y)
@@ -112,38 +112,38 @@ onnxtrain.build(model, loss="mse", optimizer="sgd", target="wasm").save(sys.argv
     const data = Float32Array.from({ length: 2 * n }, (_, i) => Math.sin(i));
     return { [x!]: data, [target!]: data };
   };
-  await expect(trainer.step(some(1))).rejects.toThrow(/^batch of 1 leave BatchNormalization one value per channel/);
-  await expect(drain(trainer.fit(some(9), { batchSize: 4 }))).rejects.toThrow(ShapeError);
-  expect(await drain(trainer.fit(some(9), { batchSize: 4, dropLast: true }))).not.toHaveLength(0);
+  await expect(trainer.step(some(1))).rejects.toThrow(/^BatchNormalization needs more than one value per channel in training, got batch = 1/);
+  await expect(collect(trainer.fit(some(9), { batchSize: 4 }))).rejects.toThrow(ShapeError);
+  expect(await collect(trainer.fit(some(9), { batchSize: 4, dropLast: true }))).not.toHaveLength(0);
   expect((await trainer.evaluate(some(1))).loss).toBeGreaterThan(0);
   await trainer.dispose();
 });
 
 const settings: [object, string][] = [
-  [{ epochs: 0 }, "'epochs' must be a whole number from 1 on, got 0"],
-  [{ epochs: -2 }, "'epochs' must be a whole number from 1 on, got -2"],
-  [{ epochs: 1.5 }, "'epochs' must be a whole number from 1 on, got 1.5"],
-  [{ epochs: "" }, "'epochs' must be a whole number from 1 on, got \"\""],
-  [{ batchSize: 0 }, "'batchSize' must be a whole number from 1 on, got 0"],
-  [{ stepsPerCall: NaN }, "'stepsPerCall' must be a whole number from 1 on, got NaN"],
-  [{ schedule: () => -1 }, "the learning rate must be a number from 0 on, got -1"],
-  [{ schedule: () => NaN }, "the learning rate must be a number from 0 on, got NaN"],
+  [{ epochs: 0 }, "'epochs' must be a positive integer, got 0"],
+  [{ epochs: -2 }, "'epochs' must be a positive integer, got -2"],
+  [{ epochs: 1.5 }, "'epochs' must be a positive integer, got 1.5"],
+  [{ epochs: "" }, "'epochs' must be a positive integer, got \"\""],
+  [{ batchSize: 0 }, "'batchSize' must be a positive integer, got 0"],
+  [{ stepsPerCall: NaN }, "'stepsPerCall' must be a positive integer, got NaN"],
+  [{ schedule: () => -1 }, "the learning rate must be a number >= 0, got -1"],
+  [{ schedule: () => NaN }, "the learning rate must be a number >= 0, got NaN"],
 ];
 
-test.each(settings)("fit refuses %j by its name, and nothing is trained", async (options, message) => {
+test.each(settings)("fit rejects %j without training", async (options, message) => {
   const trainer = await open();
   const before = await trainer.exportCheckpoint();
-  await expect(drain(trainer.fit(rows(64), options))).rejects.toThrow(message);
+  await expect(collect(trainer.fit(rows(64), options))).rejects.toThrow(message);
   expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
   await trainer.dispose();
 });
 
-test.each([-1, NaN, Infinity, ""])("a learning rate of %j is refused by step and fit", async (rate) => {
+test.each([-1, NaN, Infinity, ""])("step and fit reject a learning rate of %j", async (rate) => {
   const trainer = await open();
-  const words = `the learning rate must be a number from 0 on, got ${rate === "" ? '""' : rate}`;
+  const message = `the learning rate must be a number >= 0, got ${rate === "" ? '""' : rate}`;
   trainer.learningRate = rate as number;
-  await expect(trainer.step(rows(8))).rejects.toThrow(words);
-  await expect(drain(trainer.fit(rows(8)))).rejects.toThrow(words);
+  await expect(trainer.step(rows(8))).rejects.toThrow(message);
+  await expect(collect(trainer.fit(rows(8)))).rejects.toThrow(message);
   expect(trainer.globalStep).toBe(0);
   trainer.learningRate = 0.01;
   expect((await trainer.step(rows(8))).step).toBe(1);

@@ -6,7 +6,7 @@ import { distance, fixture } from "./support.js";
 const cases = ["mlp-wasm", "cnn-web", "transformer-wasm", "gru-wasm"].flatMap((m) => ["node", "wasm"].map((d) => [m, d] as const));
 
 describe.each(cases)("%s on %s", (name, device) => {
-  test("eight steps per call are eight steps", async () => {
+  test("eight steps per call match eight single steps", async () => {
     const { folder, expected, batches } = await fixture(name);
     const create = () => Trainer.create({ artifacts: folder, device: device as "node" | "wasm", seed: expected.seed, threads: 1 });
     const runs = await Promise.all([undefined, 1].map(async (stepsPerCall) => {
@@ -20,7 +20,7 @@ describe.each(cases)("%s on %s", (name, device) => {
       return { seen, checkpoint, manifest, globalStep };
     }));
     const [several, single] = [runs[0]!, runs[1]!];
-    // 20 batches are two calls and four single steps.
+    // 20 batches are two multi-step calls and four single steps.
     expect(stepsPerCall(several.manifest, device as "node")).toBe(8);
     expect(several.globalStep).toBe(20);
     expect(several.seen.map((m) => m.step)).toEqual(single.seen.map((m) => m.step));
@@ -37,7 +37,7 @@ describe.each(cases)("%s on %s", (name, device) => {
   });
 });
 
-test("the constant rate gives Python's losses, and batches of other sizes go one by one", async () => {
+test("a constant learning rate matches Python, and batches of another size run one by one", async () => {
   const { folder, expected, batches } = await fixture("mlp-web");
   const trainer = await Trainer.create({ artifacts: folder, device: "node", seed: expected.seed });
   const losses: number[] = [];
@@ -47,11 +47,11 @@ test("the constant rate gives Python's losses, and batches of other sizes go one
   const sizes: number[] = [];
   for await (const m of trainer.fit(columns, { batchSize: 8 })) sizes.push(m.outputs["logits"]!.dims[0]!);
   expect(sizes).toEqual([8, 8, 8, 8, 8, 8, 8, 8, 6]);
-  await expect(trainer.fit(columns, { stepsPerCall: 3 }).next()).rejects.toThrow(/stepsPerCall: 3, but .* 1 or 8 on node/);
+  await expect(trainer.fit(columns, { stepsPerCall: 3 }).next()).rejects.toThrow(/stepsPerCall must be 1 or 8 for these artifacts on node, got 3/);
   await trainer.dispose();
 });
 
-test("a GPU, and gradients that are accumulated, take one batch per call", async () => {
+test("one batch per call on a GPU and with gradient accumulation", async () => {
   const manifestOf = async (name: string) => {
     const trainer = await Trainer.create({ artifacts: (await fixture(name)).folder, device: "node" });
     await trainer.dispose();
