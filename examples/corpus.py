@@ -1,6 +1,6 @@
-"""A made-up text with rules to learn: agreement, clauses, names that come back.
+"""A synthetic text with learnable rules: agreement, relative clauses, recurring names.
 
-Generated from the word lists below, so it belongs to nobody and needs no download.
+Generated from the word lists below, so it needs no license and no download.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PLACES = (
 _NAMES = "Anna Boris Clara David Emma Felix Greta Henry Ida Jonas Klara Leo"
 
 
-class Speaker:
-    """Says sentences; the same seed gives the same text."""
+class Generator:
+    """Generates sentences from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -32,7 +32,7 @@ class Speaker:
 
     def _pick(self, words: str, separator: str = " ") -> str:
         items = words.split(separator)
-        # Some words are common and most are rare, as everywhere.
+        # A Pareto distribution: few words are common, most are rare.
         return items[min(int(self._random.paretovariate(0.8)) - 1, 10**6) % len(items)]
 
     def _noun_phrase(self, depth: int) -> tuple[str, bool]:
@@ -54,7 +54,7 @@ class Speaker:
         return verb if plural else (verb + "es" if verb.endswith("ch") else verb + "s")
 
     def sentence(self) -> str:
-        """Return one sentence; sentences in a row are about the same person for a while."""
+        """Return a sentence; consecutive sentences often have the same subject."""
         if self._random.random() < 0.2:
             self._hero = self._pick(_NAMES)
         subject, plural = self._noun_phrase(1)
@@ -69,5 +69,5 @@ class Speaker:
 
 def text(seed: int, sentences: int) -> str:
     """Return a text, one sentence per line."""
-    speaker = Speaker(seed)
-    return "\n".join(speaker.sentence() for _ in range(sentences)) + "\n"
+    generator = Generator(seed)
+    return "\n".join(generator.sentence() for _ in range(sentences)) + "\n"

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py --epochs 3 --checkpoint runs/ddp/last.pt
 
-Each process computes its share of every batch with ONNX Runtime; torch.distributed averages the
-gradients. Shares need not be equal: each counts by its rows, and a process without any waits with a
-loss of weight zero. The losses are those of one process with the joint batch. A run that was
-stopped goes on from its checkpoint when it is started again.
+Each process computes its shard of every batch with ONNX Runtime; torch.distributed averages the
+gradients. Shards are weighted by their number of rows, so they need not be equal; an empty shard
+gets weight zero. The losses equal those of a single process with the whole batch. A run that was
+stopped resumes from its checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ROWS, FEATURES, CLASSES = 240, 16, 4
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return points around four centres, and which one each belongs to."""
+    """Return points around four cluster centers, and their cluster indices."""
     g = torch.Generator().manual_seed(0)
-    centres = torch.randn(CLASSES, FEATURES, generator=g)
+    centers = torch.randn(CLASSES, FEATURES, generator=g)
     labels = torch.randint(0, CLASSES, (ROWS,), generator=g)
-    return centres[labels] + torch.randn(ROWS, FEATURES, generator=g), labels
+    return centers[labels] + torch.randn(ROWS, FEATURES, generator=g), labels
 
 
 def network() -> nn.Module:
@@ -44,11 +44,11 @@ def network() -> nn.Module:
     )
 
 
-def share(rows: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, float]:
-    """Return the rows of one process, and their part of the batch.
+def shard(rows: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, float]:
+    """Return the rows of one process, and their share of the batch.
 
-    Every process has to take part in the exchange of gradients: one that would have no row takes
-    the first with weight zero.
+    Every process has to take part in the all-reduce of gradients: a process without rows gets the
+    first row with weight zero.
     """
     mine = rows.tensor_split(world)[rank]
     return (mine, len(mine) / len(rows)) if len(mine) else (rows[:1], 0.0)
@@ -57,7 +57,7 @@ def share(rows: torch.Tensor, rank: int, world: int) -> tuple[torch.Tensor, floa
 def save(
     path: Path, epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]
 ) -> None:
-    """Write a checkpoint: whole, or the old one stays."""
+    """Write a checkpoint atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     state = {
@@ -71,7 +71,7 @@ def save(
 
 
 def train(options: argparse.Namespace, rank: int, world: int) -> list[float]:
-    """Train; return the mean loss of each joint batch."""
+    """Train; return the mean loss of each global batch."""
     inner = TrainableModule(network(), threads=1)
     model = DistributedDataParallel(inner) if world > 1 else inner
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -87,10 +87,10 @@ def train(options: argparse.Namespace, rank: int, world: int) -> list[float]:
     for epoch in range(start, options.epochs):
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
         for rows in order.split(options.batch):
-            mine, weight = share(rows, rank, world)
+            mine, weight = shard(rows, rank, world)
             loss = weight * nn.functional.cross_entropy(model(x[mine]), labels[mine])
             optimizer.zero_grad()
-            (world * loss).backward()  # the average over processes divides by their number
+            (world * loss).backward()  # DDP divides by the number of processes
             optimizer.step()
             total = loss.detach().clone()
             if world > 1:
@@ -106,17 +106,17 @@ def train(options: argparse.Namespace, rank: int, world: int) -> list[float]:
 
 
 def main() -> None:
-    """Join the other processes if there are any, and train."""
+    """Initialize the process group, if there are several processes, and train."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=48, help="of all processes together")
+    parser.add_argument("--batch", type=int, default=48, help="global batch size")
     parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--losses", type=Path, help="write them here as JSON")
+    parser.add_argument("--losses", type=Path, help="write the losses to this JSON file")
     parser.add_argument(
         "--die",
         type=lambda s: tuple(map(int, s.split(":"))),
         metavar="EPOCH:RANK",
-        help="kill that process after that epoch, to see what happens",
+        help="kill a process after an epoch, to test recovery",
     )
     options = parser.parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -129,20 +129,20 @@ def main() -> None:
         if world == 1:
             raise
         raise SystemExit(
-            f"process {rank} of {world} lost the others: {str(error).splitlines()[0]}\n"
-            "hint: start the run again; it goes on from --checkpoint"
+            f"process {rank} of {world} lost its peers: {str(error).splitlines()[0]}\n"
+            "hint: start the run again; it resumes from --checkpoint"
         ) from error
     if rank == 0 and options.losses:
         options.losses.write_text(json.dumps(losses))
     if world > 1:
-        leave()
+        shut_down()
 
 
-def leave() -> None:
-    """Leave the others once all are done.
+def shut_down() -> None:
+    """Destroy the process group once all processes are done.
 
-    The model holds the process group in reference cycles. Its threads have to end before Python
-    does: one that lets go of a tensor while the interpreter shuts down aborts the process.
+    The model holds the process group in reference cycles. Its threads have to end before the
+    interpreter: a thread that frees a tensor during shutdown aborts the process.
     """
     dist.barrier()
     gc.collect()

@@ -1,7 +1,7 @@
-"""Train a digits classifier on stock ONNX Runtime: a plain ONNX model in, a trained one out.
+"""Train a digits classifier on stock ONNX Runtime: from an untrained to a trained ONNX model.
 
-Leaves in runs/demo: artifacts/ (the directory that trains anywhere), checkpoints/, metrics.csv,
-loss.png and model.onnx (trained, for any runtime).
+Writes to runs/demo: artifacts/ (trainable in any language), checkpoints/, metrics.csv, loss.png and
+model.onnx (trained, for any runtime).
 """
 
 import shutil

@@ -1,12 +1,12 @@
-"""A torch module becomes two plain ONNX files, and a loop of a few lines trains them.
+"""Export a torch module to two plain ONNX graphs and train them with a short loop.
 
-    python examples/gradient_graph.py                           # the little classifier
-    python examples/gradient_graph.py --model mnist             # digits of scikit-learn, 8 by 8
-    python examples/gradient_graph.py --model mnist --data DIR  # MNIST's four idx files, 28 by 28
+    python examples/gradient_graph.py                           # a small classifier
+    python examples/gradient_graph.py --model mnist             # scikit-learn's digits, 8 x 8
+    python examples/gradient_graph.py --model mnist --data DIR  # MNIST's four idx files, 28 x 28
 
-Leaves gradient_graph.onnx and optimizer_graph.onnx in runs/gradient_graph/MODEL. Both are standard
-ONNX: the same loop runs wherever ONNX Runtime does, in a browser tab too. The first gives output,
-loss and gradients for given weights, the second new weights and state for given gradients.
+Writes gradient_graph.onnx and optimizer_graph.onnx to runs/gradient_graph/MODEL. Both are standard
+ONNX: the same loop runs wherever ONNX Runtime runs, including browsers. The first graph computes
+output, loss and gradients from the weights, the second one the new weights and optimizer state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Data = tuple[np.ndarray, np.ndarray]
 
 
 class MyModel(nn.Module):
-    """Ten numbers in, two probabilities out."""
+    """A classifier with ten features and two probabilities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def binary_cross_entropy(output: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 class MnistNet(nn.Module):
-    """Pixels from 0 to 1 in, scores of ten digits out."""
+    """An MLP from pixels in [0, 1] to the logits of ten digits."""
 
     def __init__(self, pixels: int, mean: float, std: float, hidden: int = 128) -> None:
         super().__init__()
@@ -55,19 +55,19 @@ class MnistNet(nn.Module):
         self.fc2 = nn.Linear(hidden, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores."""
+        """Return the logits."""
         return self.fc2(self.relu(self.fc1((x - self.mean) / self.std)))
 
 
 def points() -> tuple[Data, Data]:
-    """Return made-up points with two yes-or-no labels each: to train on, to test on."""
+    """Return synthetic training and test points with two binary labels each."""
     x = np.random.default_rng(0).standard_normal((2048, 10)).astype(np.float32)
     y = np.stack([x[:, 0] > 0, x[:, 1] + x[:, 2] > 0], axis=1).astype(np.float32)
     return (x[:1792], y[:1792]), (x[1792:], y[1792:])
 
 
 def digits() -> tuple[Data, Data]:
-    """Return scikit-learn's digits: to train on, to test on."""
+    """Return scikit-learn's digits, split into training and test data."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -77,11 +77,11 @@ def digits() -> tuple[Data, Data]:
 
 
 def mnist(folder: Path) -> tuple[Data, Data]:
-    """Read MNIST's own files, packed or not: to train on, to test on."""
+    """Read the MNIST files, gzipped or not: training and test data."""
 
     def read(name: str) -> np.ndarray:
-        packed = folder / f"{name}.gz"
-        data = gzip.decompress(packed.read_bytes()) if packed.exists() else b""
+        zipped = folder / f"{name}.gz"
+        data = gzip.decompress(zipped.read_bytes()) if zipped.exists() else b""
         data = data or (folder / name).read_bytes()
         sizes = np.frombuffer(data, ">i4", data[3], 4)
         return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes)
@@ -103,7 +103,7 @@ def write(model: nn.Module, loss_fn, data: Data, batch: int, folder: Path, opset
 
 
 class Loop:
-    """The two sessions, and the state that goes round."""
+    """The training loop: two sessions, the weights and the optimizer state."""
 
     def __init__(self, folder: Path, weights: dict[str, np.ndarray], lr: float) -> None:
         self.gradient = onnxruntime.InferenceSession(folder / "gradient_graph.onnx")
@@ -139,14 +139,14 @@ class Loop:
 
 
 def accuracy(output: np.ndarray, labels: np.ndarray) -> float:
-    """Return the share of right answers, for classes or for yes-or-no labels."""
-    right = (output > 0.5) == labels if labels.ndim == 2 else output.argmax(1) == labels
-    return float(right.mean())
+    """Return the accuracy for class indices or binary labels."""
+    correct = (output > 0.5) == labels if labels.ndim == 2 else output.argmax(1) == labels
+    return float(correct.mean())
 
 
-def main(given: list[str] | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None) -> dict[str, float]:
     """Write the graphs and train them; return first and last loss and the accuracy on test data."""
-    options = arguments(given)
+    options = arguments(argv)
     torch.manual_seed(0)
     if options.model == "mymodel":
         train, test = points()
@@ -175,7 +175,7 @@ def main(given: list[str] | None = None) -> dict[str, float]:
     return {"first": losses[0], "last": float(np.mean(losses[-10:])), "accuracy": share}
 
 
-def arguments(given: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=("mymodel", "mnist"), default="mymodel")
@@ -184,7 +184,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--opset", type=int, default=21)
     parser.add_argument("--epochs", type=int, default=5, help="0 writes the graphs only")
     parser.add_argument("--lr", type=float, default=3e-3)
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

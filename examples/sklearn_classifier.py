@@ -1,6 +1,6 @@
-"""A classifier of handwritten digits in a scikit-learn pipeline: search, early stopping, ONNX.
+"""Classify digits with a scikit-learn estimator: grid search, early stopping, ONNX export.
 
-Leaves the trained net in runs/sklearn/digits.onnx, which gives label and probabilities.
+Writes the trained model to runs/sklearn/digits.onnx, with label and probabilities as outputs.
 """
 
 from pathlib import Path

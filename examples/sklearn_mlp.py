@@ -1,4 +1,4 @@
-"""A multi-layer perceptron for numbers, beside MLPRegressor: same data, net, batches and epochs."""
+"""Compare OnnxRegressor with MLPRegressor: same data, network, batch size and epochs."""
 
 import time
 

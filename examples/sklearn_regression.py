@@ -1,6 +1,6 @@
-"""Linear regression beside SGDRegressor, then a fitted pipeline trained further.
+"""Compare linear regression with SGDRegressor, then continue training a fitted pipeline.
 
-Prints both scores; leaves the trained pipeline in runs/sklearn/regression.onnx.
+Prints the scores and writes the trained pipeline to runs/sklearn/regression.onnx.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def main() -> dict[str, float]:
     }.items():
         scores[name] = make_pipeline(StandardScaler(), model).fit(X, y).score(X_test, y_test)
 
-    # A pipeline fitted on little data; its last step then sees the rest.
+    # A pipeline fitted on 20 rows; its last step is then trained on all data.
     pipeline = make_pipeline(StandardScaler(), Ridge()).fit(X[:20], y[:20])
     tuned = OnnxRegressor(pipeline, learning_rate=0.01, max_iter=100, tol=None, random_state=0)
     scores["pipeline before"] = pipeline.score(X_test, y_test)

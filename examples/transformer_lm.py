@@ -1,12 +1,12 @@
-"""Train a word-level transformer language model on stock ONNX Runtime, beside its twin in torch.
+"""Train a word-level transformer language model on stock ONNX Runtime, and compare with torch.
 
-    python examples/transformer_lm.py                       # a made-up text, about a minute
-    python examples/transformer_lm.py --twin --dropout 0    # the same run in torch, side by side
-    python examples/transformer_lm.py --text wikitext-2     # a folder with wiki.train.tokens ...
+    python examples/transformer_lm.py                       # a synthetic text, about a minute
+    python examples/transformer_lm.py --twin --dropout 0    # the same run in torch for comparison
+    python examples/transformer_lm.py --text wikitext-2     # a directory with wiki.train.tokens ...
 
-The module is written in torch, exported once, and trained by onnxtrain; batches are [bptt, batch],
-and the last one, which is shorter, is trained like the others. Leaves the best model by validation
-perplexity in runs/lm. With --twin, dropout should be 0: the two draw different masks.
+The torch module is exported once and trained with onnxtrain. Batches are [bptt, batch]; the last
+one may be shorter. Writes the model with the best validation perplexity to runs/lm. With --twin,
+dropout should be 0, because the two runs draw different masks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from onnxtrain.torch import from_torch
 from onnxtrain.training import Trainer
 
 TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-OURS = {"sgd": optim.SGD, "adam": optim.Adam, "lamb": optim.LAMB}
+ONNXTRAIN = {"sgd": optim.SGD, "adam": optim.Adam, "lamb": optim.LAMB}
 RATES = {"sgd": 0.5, "adam": 2e-3, "lamb": 1e-2}
 
 
 class TransformerLM(nn.Module):
-    """Embedding, positions, encoder layers with a causal mask, decoder."""
+    """A transformer encoder with positional encoding and causal mask, and a linear decoder."""
 
     def __init__(
         self, tokens: int, size: int, heads: int, hidden: int, layers: int, dropout: float
@@ -59,7 +59,7 @@ class TransformerLM(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return scores of the next word at each place: [bptt, batch] -> [bptt, batch, tokens]."""
+        """Return logits of the next word: [bptt, batch] -> [bptt, batch, tokens]."""
         length = words.shape[0]
         mask = torch.triu(torch.full((length, length), float("-inf")), diagonal=1)
         x = self.embed(words) * math.sqrt(self.size) + self.positions[:length]
@@ -68,7 +68,7 @@ class TransformerLM(nn.Module):
 
 @dataclass
 class Text:
-    """Three parts as word numbers, and how many words there are."""
+    """Token ids of the three splits, and the vocabulary size."""
 
     train: np.ndarray
     valid: np.ndarray
@@ -77,7 +77,7 @@ class Text:
 
 
 def read(folder: Path | None) -> Text:
-    """Read WikiText files, or make a text up."""
+    """Read WikiText files, or generate a synthetic text."""
     if folder is None:
         parts = [corpus.text(1, 5000), corpus.text(2, 400), corpus.text(3, 400)]
     else:
@@ -89,30 +89,30 @@ def read(folder: Path | None) -> Text:
         for p in parts
     ]
     vocabulary = {w: i for i, w in enumerate(["<unk>", *Counter(words[0])])}
-    numbers = [np.array([vocabulary.get(w, 0) for w in p], np.int64) for p in words]
-    return Text(*numbers, vocabulary=len(vocabulary))
+    ids = [np.array([vocabulary.get(w, 0) for w in p], np.int64) for p in words]
+    return Text(*ids, vocabulary=len(vocabulary))
 
 
 def columns(words: np.ndarray, batch: int) -> np.ndarray:
-    """Return the text as ``batch`` columns that run on from batch to batch."""
+    """Return the text as ``batch`` columns of consecutive words."""
     return words[: len(words) // batch * batch].reshape(batch, -1).T.copy()
 
 
 def batches(data: np.ndarray, bptt: int):
-    """Return words and the words that follow them, the short last batch included."""
+    """Yield batches of inputs and next words; the last batch may be shorter."""
     for i in range(0, len(data) - 1, bptt):
         n = min(bptt, len(data) - 1 - i)
         yield data[i : i + n], data[i + 1 : i + 1 + n]
 
 
 def unigram_perplexity(text: Text) -> float:
-    """Return the perplexity of word frequencies alone, which a model has to beat."""
+    """Return the perplexity of a unigram model, as a baseline."""
     counts = np.bincount(text.train, minlength=text.vocabulary) + 1.0
     return float(np.exp(-np.log(counts / counts.sum())[text.valid].mean()))
 
 
-class OnnxSide:
-    """The run on ONNX Runtime."""
+class OnnxRun:
+    """Training with onnxtrain on ONNX Runtime."""
 
     name = "onnxtrain"
 
@@ -122,7 +122,7 @@ class OnnxSide:
         artifacts = build(
             model,
             loss=losses.CrossEntropy(axis=-1),
-            optimizer=OURS[options.optimizer](lr=options.lr),
+            optimizer=ONNXTRAIN[options.optimizer](lr=options.lr),
             mode="as-is",
             clip=0.5,
         )
@@ -143,12 +143,12 @@ class OnnxSide:
         self.trainer.export(folder / "best.onnx")
 
     def restore(self, folder: Path) -> None:
-        """Go back to the checkpoint."""
+        """Load the best checkpoint."""
         self.trainer.load(folder / "best.safetensors")
 
 
-class TorchSide:
-    """The same run in torch."""
+class TorchRun:
+    """The same training in torch."""
 
     name = "torch"
 
@@ -157,9 +157,9 @@ class TorchSide:
         self.optimizer = TORCH[options.optimizer](module.parameters(), lr=options.lr)
 
     def _loss(self, words: np.ndarray, following: np.ndarray) -> torch.Tensor:
-        scores = self.module(torch.from_numpy(words))
+        logits = self.module(torch.from_numpy(words))
         return nn.functional.cross_entropy(
-            scores.flatten(0, 1), torch.from_numpy(following).flatten()
+            logits.flatten(0, 1), torch.from_numpy(following).flatten()
         )
 
     def step(self, words: np.ndarray, following: np.ndarray, lr: float) -> float:
@@ -180,42 +180,42 @@ class TorchSide:
             return self._loss(words, following).item()
 
 
-def perplexity(side: OnnxSide | TorchSide, data: np.ndarray, bptt: int) -> float:
-    """Return the perplexity over a whole part, every word counted once."""
-    total = sum(len(a) * side.evaluate(a, b) for a, b in batches(data, bptt))
+def perplexity(backend: OnnxRun | TorchRun, data: np.ndarray, bptt: int) -> float:
+    """Return the perplexity of a split."""
+    total = sum(len(a) * backend.evaluate(a, b) for a, b in batches(data, bptt))
     return math.exp(total / (len(data) - 1))
 
 
 def run(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Train; return the validation perplexities of each side after each epoch."""
+    """Train; return the validation perplexities of each run after each epoch."""
     if options.lr is None:
         options.lr = RATES[options.optimizer]
     text = read(options.text)
     torch.manual_seed(0)
-    make = (text.vocabulary, options.size, 2, options.size, 2, options.dropout)
-    module = TransformerLM(*make)
+    config = (text.vocabulary, options.size, 2, options.size, 2, options.dropout)
+    module = TransformerLM(*config)
     train, valid, test = columns(text.train, 20), columns(text.valid, 10), columns(text.test, 10)
-    words = f"{len(text.train)} words, {text.vocabulary} different"
+    words = f"{len(text.train)} words, {text.vocabulary} distinct"
     print(f"{words}; unigram perplexity {unigram_perplexity(text):.2f}", flush=True)
-    ours = OnnxSide(module, options, train[: options.bptt])
-    sides: list[OnnxSide | TorchSide] = [ours]
+    ours = OnnxRun(module, options, train[: options.bptt])
+    runs: list[OnnxRun | TorchRun] = [ours]
     if options.twin:
         if options.optimizer not in TORCH:
-            raise SystemExit(f"torch has no {options.optimizer}: no twin")
-        sides.append(TorchSide(module, options))
-    perplexities: dict[str, list[float]] = {side.name: [] for side in sides}
+            raise SystemExit(f"--twin: torch has no optimizer {options.optimizer!r}")
+        runs.append(TorchRun(module, options))
+    perplexities: dict[str, list[float]] = {backend.name: [] for backend in runs}
     options.out.mkdir(parents=True, exist_ok=True)
     for epoch in range(options.epochs):
         lr = options.lr * 0.95**epoch
-        for side in sides:
+        for backend in runs:
             start = time.perf_counter()
             for a, b in batches(train, options.bptt):
-                side.step(a, b, lr)
-            spent = time.perf_counter() - start
-            perplexities[side.name].append(perplexity(side, valid, options.bptt))
+                backend.step(a, b, lr)
+            seconds = time.perf_counter() - start
+            perplexities[backend.name].append(perplexity(backend, valid, options.bptt))
             print(
-                f"epoch {epoch + 1} {side.name:10} validation perplexity "
-                f"{perplexities[side.name][-1]:8.3f}  {spent:6.1f} s",
+                f"epoch {epoch + 1} {backend.name:10} validation perplexity "
+                f"{perplexities[backend.name][-1]:8.3f}  {seconds:6.1f} s",
                 flush=True,
             )
         if perplexities[ours.name][-1] == min(perplexities[ours.name]):
@@ -225,20 +225,20 @@ def run(options: argparse.Namespace) -> dict[str, list[float]]:
     return perplexities
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--text", type=Path, help="folder with WikiText-2's token files")
-    parser.add_argument("--twin", action="store_true", help="run the same in torch")
+    parser.add_argument("--text", type=Path, help="directory with WikiText-2's token files")
+    parser.add_argument("--twin", action="store_true", help="also train in torch")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--optimizer", choices=OURS, default="adam")
+    parser.add_argument("--optimizer", choices=ONNXTRAIN, default="adam")
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--size", type=int, default=64, help="of embeddings and hidden layers")
+    parser.add_argument("--size", type=int, default=64, help="size of embeddings and hidden layers")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--bptt", type=int, default=35)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, default=Path("runs/lm"))
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -576,9 +576,13 @@ def group_doors() -> Items:
     for loss in LossType:
         for optimizer in OptimType:
             items[f"ort/mlp-{loss.name}-{optimizer.name}"] = functools.partial(
-                ort, ort_nets.mlp, ort_nets.WEIGHTS[:3], frozen_params=ort_nets.WEIGHTS[3:],
-                loss=loss, optimizer=optimizer,
-            )  # fmt: skip
+                ort,
+                ort_nets.mlp,
+                ort_nets.WEIGHTS[:3],
+                frozen_params=ort_nets.WEIGHTS[3:],
+                loss=loss,
+                optimizer=optimizer,
+            )
     for opset in (9, 12, 17, 21):
         items[f"gradient-graph/{opset}"] = functools.partial(graphs, opset)
     for name in FAST:

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 WORDS = {
     "resum": "training", "webgpu": "web", "lora": "fine-tuning", "csv": "data",
     "earlystop": "training",
-}  # fmt: skip
+}
 """Stems of words, as the index has them, and a page that the search has to show for each."""
 
 

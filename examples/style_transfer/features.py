@@ -1,4 +1,4 @@
-"""Features of a trained net, for who has torchvision's VGG16 weights; the loss needs none."""
+"""VGG16 features for an optional perceptual loss, from torchvision's weights."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ VGG16 = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512)
 
 
 class FeatureNet(nn.Module):
-    """Convolutions as in VGG: the features after the last one of each size."""
+    """VGG convolutions; returns the features of the last convolution at each resolution."""
 
     def __init__(self, layout: tuple[int | str, ...] = VGG16):
         super().__init__()
         layers: list[nn.Module] = []
         self.taps: list[int] = []
-        given = 3
+        channels = 3
         for kind, following in itertools.pairwise((*layout, "M")):
             if isinstance(kind, str):
                 layers.append(nn.MaxPool2d(2))
                 continue
-            conv = nn.Conv2d(given, kind, 3, padding=1)
+            conv = nn.Conv2d(channels, kind, 3, padding=1)
             nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
             nn.init.zeros_(conv.bias)
             layers += [conv, nn.ReLU()]
-            given = kind
+            channels = kind
             if isinstance(following, str):
                 self.taps.append(len(layers) - 1)
         self.features = nn.Sequential(*layers)
@@ -35,7 +35,7 @@ class FeatureNet(nn.Module):
         self.register_buffer("spread", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1) * 255)
 
     def forward(self, image: Tensor) -> list[Tensor]:
-        """Return the features of a picture of 0..255, those of large pictures first."""
+        """Return the features of an image in 0..255, highest resolution first."""
         x = (image - self.mean) / self.spread
         maps = []
         for i, layer in enumerate(self.features):
@@ -49,11 +49,11 @@ def load_vgg16(path: str | Path) -> FeatureNet:
     """Return VGG16's features (relu1_2, 2_2, 3_3, 4_3) from torchvision's weight file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     net = FeatureNet()
-    wanted = net.features.state_dict()
-    net.features.load_state_dict({name: state[f"features.{name}"] for name in wanted})
+    expected = net.features.state_dict()
+    net.features.load_state_dict({name: state[f"features.{name}"] for name in expected})
     return frozen(net)
 
 
 def frozen(net: FeatureNet) -> FeatureNet:
-    """Return the net, never to be trained again."""
+    """Return the net in eval mode, without gradients."""
     return net.eval().requires_grad_(requires_grad=False)

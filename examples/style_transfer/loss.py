@@ -1,9 +1,8 @@
-"""What is minimised: content, style and restoration, as one module that gives its loss.
+"""The training loss: content, style and restoration, as one module that returns its loss.
 
-Nothing here was trained on other pictures. The style is the distribution of its patches, seen
-through random filters: in the whole and, where edges are concerned, in every quarter. And pieces
-of the style picture itself, made rough, have to be restored, which is what teaches the net quickly
-to draw tiles or strokes.
+No pretrained network is used. The style is the distribution of patches under random filters: of the
+whole image and, for edge filters, of every quarter. In addition, the network has to restore crops
+of the degraded style image, which quickly teaches it to draw tiles or strokes.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ import numpy as np
 import torch
 from features import FeatureNet
 from net import TransformerNet
-from stylist import CONTRAST, LIGHT, Given
+from stylist import CONTRAST, LIGHT, Preprocess
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, conv2d
 
 SCALES = 3
-"""Patches are compared at full size, half and a quarter of it."""
+"""Number of resolutions: full, half and quarter."""
 FILTERS = {1: 6, 3: 14, 7: 16}
-"""How many random filters of each size there are: for colours, edges, and shapes."""
+"""Number of random filters by size: for colors, edges and shapes."""
 COARSE = 8
-"""Contents are compared in light and dark of squares of so many pixels."""
-SHARES = {"content": 20.0, "everywhere": 1.0, "restoration": 6.0, "range": 2.0}
-"""What makes the parts about equally large where every weight is 1."""
+"""Side of the blocks, in pixels, whose brightness is compared for the content loss."""
+SCALE_FACTORS = {"content": 20.0, "quarters": 1.0, "restoration": 6.0, "range": 2.0}
+"""Factors that make the terms about equally large if all weights are 1."""
 
 
 def filters(rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw filters of length 1; those for edges do not see what is even."""
+    """Return random filters with unit norm; edge filters have zero mean."""
     drawn = []
     for size, count in FILTERS.items():
         w = rng.standard_normal((count, 3, size, size))
@@ -38,11 +37,10 @@ def filters(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def patch_distance(ours: Tensor, style: Tensor, drawn: list[Tensor]) -> Tensor:
-    """Return how far two distributions of patches are apart, along the filters.
+    """Return the sliced Wasserstein distance of two distributions of patches.
 
-    Along one filter it is how far sorted responses are from each other, in units of the spread of
-    the style's: what has to be moved to make one distribution the other (a sliced Wasserstein
-    distance).
+    For each filter, this is the mean difference of the sorted responses, relative to the standard
+    deviation of the style's responses.
     """
     distances = []
     for scale in range(SCALES):
@@ -54,57 +52,58 @@ def patch_distance(ours: Tensor, style: Tensor, drawn: list[Tensor]) -> Tensor:
     return torch.stack(distances).sum() / len(drawn)
 
 
-def _sorted_responses(pictures: Tensor, w: Tensor) -> Tensor:
-    """Return the responses of each filter in all pictures, the smallest first: [filters, n]."""
-    responses = conv2d(pictures, w)
-    if responses.shape[-1] > 40:  # neighbours tell the same: every other one will do
+def _sorted_responses(images: Tensor, w: Tensor) -> Tensor:
+    """Return the sorted responses of each filter in all images: [filters, n]."""
+    responses = conv2d(images, w)
+    if responses.shape[-1] > 40:  # neighboring responses are similar: subsample
         responses = responses[..., ::2, ::2]
     return responses.transpose(0, 1).flatten(1).sort(1).values
 
 
-def everywhere(ours: Tensor, style: Tensor, w: Tensor) -> Tensor:
-    """Return how far each quarter of our pictures is from the style's average one in its edges.
+def quarter_distance(ours: Tensor, style: Tensor, w: Tensor) -> Tensor:
+    """Return the edge distance of each quarter of our images to the style's average quarter.
 
-    Patches of whole pictures may be right where one half has all tiles; this asks for them in
-    dark and in even places too. The strongest edges do not count: dark tiles cannot have them.
+    The distribution over whole images can match if one half has all the tiles; this loss requires
+    tiles in dark and uniform regions too. It ignores the strongest edges, which dark tiles cannot
+    have.
     """
     distances = []
     for scale in range(2):
         a, b = (conv2d(quarters(x), w).flatten(2).sort(2).values for x in (ours, style))
         outer = a.shape[2] // 10
         a, b = a[..., outer:-outer], b[..., outer:-outer]
-        usual = b.mean(0, keepdim=True)
-        distances.append(((a - usual).abs().mean(2) / (usual.std(2) + 0.02)).mean())
+        average = b.mean(0, keepdim=True)
+        distances.append(((a - average).abs().mean(2) / (average.std(2) + 0.02)).mean())
         if scale == 0:
             ours, style = avg_pool2d(ours, 2), avg_pool2d(style, 2)
     return torch.stack(distances).mean()
 
 
-def quarters(pictures: Tensor) -> Tensor:
-    """Return the quarters of pictures: [N, C, H, W] -> [4 * N, C, H / 2, W / 2]."""
-    height, width = pictures.shape[2] // 2, pictures.shape[3] // 2
-    halves = torch.cat([pictures[:, :, :height], pictures[:, :, height:]])
+def quarters(images: Tensor) -> Tensor:
+    """Return the quarters of images: [N, C, H, W] -> [4 * N, C, H / 2, W / 2]."""
+    height, width = images.shape[2] // 2, images.shape[3] // 2
+    halves = torch.cat([images[:, :, :height], images[:, :, height:]])
     return torch.cat([halves[..., :width], halves[..., width:]])
 
 
-def coarse_light(pictures: Tensor) -> Tensor:
-    """Return light and dark of large squares, without the brightness of the whole."""
-    light = (pictures * torch.tensor(LIGHT).view(1, 3, 1, 1)).sum(1, keepdim=True)
-    squares = avg_pool2d(light, COARSE)
-    return squares - squares.mean((2, 3), keepdim=True)
+def coarse_brightness(images: Tensor) -> Tensor:
+    """Return the brightness of blocks, relative to the mean brightness."""
+    light = (images * torch.tensor(LIGHT).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    blocks = avg_pool2d(light, COARSE)
+    return blocks - blocks.mean((2, 3), keepdim=True)
 
 
 def gram(features: Tensor) -> Tensor:
-    """Return how channels go together: [N, C, H, W] -> [N, C, C]."""
+    """Return Gram matrices: [N, C, H, W] -> [N, C, C]."""
     n, c, h, w = features.shape
     flat = features.reshape(n, c, h * w)
     return flat @ flat.transpose(1, 2) / (c * h * w)
 
 
 class StyleLoss(nn.Module):
-    """The painted picture's distance from the picture in content, and from the style in style.
+    """Content distance to the image plus style distance to the style image.
 
-    ``features`` is a trained net, if there is one: then Gram matrices of its features count too.
+    With a pretrained ``features`` network, the Gram matrices of its features are compared too.
     """
 
     def __init__(
@@ -115,38 +114,40 @@ class StyleLoss(nn.Module):
         features: FeatureNet | None = None,
     ):
         super().__init__()
-        self.net, self.given = net, Given()
+        self.net, self.preprocess = net, Preprocess()
         self.content_weight, self.style_weight = content_weight, style_weight
         self.features = features
 
     def forward(
         self, image: Tensor, layout: Tensor, style: Tensor, own: Tensor, *drawn: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the loss, and the parts of it: content, style, restoration."""
+        """Return the loss and its terms: content, style, restoration."""
         count = image.shape[0]
-        given = torch.cat([self.given(image, layout, CONTRAST), self.given(style, own)])
-        made = self.net(given) / 255
-        painted, restored = made[:count], made[count:]
-        picture, wanted = image / 255, style / 255
-        content = (coarse_light(painted) - CONTRAST * coarse_light(picture)).square().mean()
-        style_distance = patch_distance(painted, wanted, list(drawn))
-        even = everywhere(painted, wanted, drawn[1])
-        style_distance = style_distance + SHARES["everywhere"] * even
+        inputs = torch.cat([self.preprocess(image, layout, CONTRAST), self.preprocess(style, own)])
+        outputs = self.net(inputs) / 255
+        stylized, restored = outputs[:count], outputs[count:]
+        original, target = image / 255, style / 255
+        content = (
+            (coarse_brightness(stylized) - CONTRAST * coarse_brightness(original)).square().mean()
+        )
+        style_distance = patch_distance(stylized, target, list(drawn))
+        by_quarter = quarter_distance(stylized, target, drawn[1])
+        style_distance = style_distance + SCALE_FACTORS["quarters"] * by_quarter
         if self.features is not None:
-            style_distance = style_distance + self._gram_distance(painted, wanted)
-        restoration = (restored - wanted).abs().mean()
-        outside = (torch.relu(made - 1) + torch.relu(-made)).mean()
+            style_distance = style_distance + self._gram_distance(stylized, target)
+        restoration = (restored - target).abs().mean()
+        outside = (torch.relu(outputs - 1) + torch.relu(-outputs)).mean()
         loss = (
-            self.content_weight * SHARES["content"] * content
+            self.content_weight * SCALE_FACTORS["content"] * content
             + self.style_weight * style_distance
-            + SHARES["restoration"] * restoration
-            + SHARES["range"] * outside
+            + SCALE_FACTORS["restoration"] * restoration
+            + SCALE_FACTORS["range"] * outside
         )
         return loss, content, style_distance, restoration
 
-    def _gram_distance(self, painted: Tensor, wanted: Tensor) -> Tensor:
-        """Return the distance of Gram matrices, relative to those of the style."""
+    def _gram_distance(self, stylized: Tensor, target: Tensor) -> Tensor:
+        """Return the relative distance of the Gram matrices to the style's."""
         assert self.features is not None
-        pairs = zip(self.features(painted * 255), self.features(wanted * 255), strict=True)
+        pairs = zip(self.features(stylized * 255), self.features(target * 255), strict=True)
         grams = [(gram(a), gram(b)) for a, b in pairs]
         return torch.stack([(a - b).square().mean() / b.square().mean() for a, b in grams]).sum()

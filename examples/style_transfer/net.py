@@ -1,4 +1,4 @@
-"""The network that styles a picture, and weight files of it."""
+"""The image transformation network, and its weight files."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _STALE = re.compile(r"(^|\.)in\d+\.(running_mean|running_var|num_batches_tracked
 
 
 class PaddedConv(nn.Module):
-    """A convolution after reflection, which leaves no frame of zeros around the picture."""
+    """A convolution with reflection padding, which avoids artifacts at the image border."""
 
-    def __init__(self, given: int, wanted: int, size: int, stride: int = 1, enlarge: int = 1):
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, upsample: int = 1):
         super().__init__()
-        self.enlarge = enlarge
+        self.upsample = upsample
         self.reflection_pad = nn.ReflectionPad2d(size // 2)
-        self.conv2d = nn.Conv2d(given, wanted, size, stride)
+        self.conv2d = nn.Conv2d(inputs, outputs, size, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Enlarge if asked to, by repetition of pixels, then pad and convolve."""
-        if self.enlarge > 1:
-            x = nn.functional.interpolate(x, scale_factor=float(self.enlarge), mode="nearest")
+        """Upsample (nearest neighbor), pad and convolve."""
+        if self.upsample > 1:
+            x = nn.functional.interpolate(x, scale_factor=float(self.upsample), mode="nearest")
         return self.conv2d(self.reflection_pad(x))
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """A residual block with two convolutions."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -39,15 +39,15 @@ class Residual(nn.Module):
         self.in2 = nn.InstanceNorm2d(channels, affine=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of both ways."""
+        """Return the input plus the residual."""
         return x + self.in2(self.conv2(torch.relu(self.in1(self.conv1(x)))))
 
 
 class TransformerNet(nn.Module):
-    """A picture [batch, 3, H, W] of 0..255 in another style; H and W are multiples of 4.
+    """Stylize images [batch, 3, H, W] in 0..255; H and W are multiples of 4.
 
-    The names of the parameters are those of PyTorch's fast_neural_style example, so that weight
-    files of either fit the other. ``channels`` is 32 there; 16 and 8 make smaller, faster nets.
+    The parameter names match PyTorch's fast_neural_style example, so weight files are
+    interchangeable. It uses ``channels=32``; 16 and 8 make smaller, faster networks.
     """
 
     def __init__(self, channels: int = 32):
@@ -64,14 +64,14 @@ class TransformerNet(nn.Module):
         self.res3 = Residual(4 * c)
         self.res4 = Residual(4 * c)
         self.res5 = Residual(4 * c)
-        self.deconv1 = PaddedConv(4 * c, 2 * c, 3, enlarge=2)
+        self.deconv1 = PaddedConv(4 * c, 2 * c, 3, upsample=2)
         self.in4 = nn.InstanceNorm2d(2 * c, affine=True)
-        self.deconv2 = PaddedConv(2 * c, c, 3, enlarge=2)
+        self.deconv2 = PaddedConv(2 * c, c, 3, upsample=2)
         self.in5 = nn.InstanceNorm2d(c, affine=True)
         self.deconv3 = PaddedConv(c, 3, 9)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Down twice, five residual blocks, up twice."""
+        """Downsample twice, apply five residual blocks, upsample twice."""
         x = torch.relu(self.in1(self.conv1(image)))
         x = torch.relu(self.in2(self.conv2(x)))
         x = torch.relu(self.in3(self.conv3(x)))
@@ -82,19 +82,19 @@ class TransformerNet(nn.Module):
 
 
 def from_state(state: Mapping[str, Tensor]) -> TransformerNet:
-    """Return the net of a weight file; how many channels it has is seen from the weights.
+    """Return the network of a state dict; the number of channels follows from the weights.
 
-    Files of old PyTorch versions hold running statistics, which instance norm does not use:
-    those are left out. Anything else that is missing or left over is an error.
+    State dicts of old PyTorch versions contain running statistics, which InstanceNorm2d does not
+    use; they are ignored. Other missing or unexpected keys are errors.
     """
-    kept = {name: value for name, value in state.items() if not _STALE.search(name)}
-    if "conv1.conv2d.weight" not in kept:
-        raise ValueError("no weights of a TransformerNet: there is no conv1.conv2d.weight")
-    net = TransformerNet(kept["conv1.conv2d.weight"].shape[0])
-    net.load_state_dict(kept)
+    weights = {name: value for name, value in state.items() if not _STALE.search(name)}
+    if "conv1.conv2d.weight" not in weights:
+        raise ValueError("not a state dict of TransformerNet: conv1.conv2d.weight is missing")
+    net = TransformerNet(weights["conv1.conv2d.weight"].shape[0])
+    net.load_state_dict(weights)
     return net.eval()
 
 
 def load_net(path: str | Path) -> TransformerNet:
-    """Return the net of a ``.pth`` or ``.model`` file, of this or of PyTorch's example."""
+    """Return the network of a ``.pth`` or ``.model`` file of this or of PyTorch's example."""
     return from_state(torch.load(path, map_location="cpu", weights_only=True))

@@ -1,7 +1,7 @@
-"""The whole path, ``make style-transfer``: train, export, lower to opset 7, run in real runtimes.
+"""Train, export, lower to opset 7 and run in several runtimes (``make style-transfer``).
 
-Leaves in runs/style_transfer: pictures, models, and ``table.md``; ``--docs`` brings pictures and
-table into docs/. Ends with an error if a runtime's picture is not PyTorch's.
+Writes images, models and ``table.md`` to runs/style_transfer; ``--docs`` also writes images and
+table to docs/. Fails if the output of a runtime differs from PyTorch's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import onnx
 import onnx_ir as ir
 import torch
 from net import TransformerNet, load_net
-from pictures import SAMPLES, load, middle, planes, save
 from runtimes import ENGINES, run
-from train import Settings, exported, fresh, stylist_of, train, write
+from train import Settings, create_stylist, exported, initial_net, train, write
 
 import onnxtrain
+from images import SAMPLES, center_crop, load, planes, save
 from onnxtrain.lowering.profile import Profile, find
 
 OUT = Path("runs/style_transfer")
@@ -33,12 +33,12 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 BASE_OPS = str(Path(__file__).resolve().parent / "base-ops.json")
 WEIGHTS = (1.0,)
 LIMIT = 1e-2
-"""How far a picture, 0..255, may be from PyTorch's."""
+"""Maximum difference from PyTorch's output, for values in 0..255."""
 
 
 @dataclass
 class Row:
-    """A model, what it is made of, and what became of it."""
+    """A row of the table: a model variant and its results."""
 
     channels: int
     form: str
@@ -65,13 +65,13 @@ HEAD = ["channels", "model", "KiB", "nodes", "InstanceNorm", "Upsample", "Pad", 
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows in Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [HEAD, ["---"] * len(HEAD), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def forms(net: TransformerNet, size: int) -> list[Row]:
-    """Return the net as exported, and at opset 7 in fewer and fewer operators, for one size."""
+    """Return the exported model and opset 7 variants with fewer operator types, for one size."""
     model = exported(net)
     dims = {"batch": 1, "height": size, "width": size}
     channels = net.conv1.conv2d.out_channels
@@ -84,74 +84,81 @@ def forms(net: TransformerNet, size: int) -> list[Row]:
 
 
 def without_pad() -> Profile:
-    """Return the profile of onnxjs in Node, where slices that are joined are faster than Pad.
+    """Return the profile of onnxjs in Node without Pad: Slice and Concat are faster there.
 
-    decompositions.py tells so; its InstanceNormalization and Upsample are best left alone.
+    Measured by decompositions.py, which also shows that its InstanceNormalization and Upsample are
+    faster than their decompositions.
     """
     return replace(find("onnxjs-0.1.8-cpu"), avoid=("Pad",))
 
 
 def compare(rows: list[Row], engine: str, image: np.ndarray, net: TransformerNet) -> np.ndarray:
-    """Note how far each model is from PyTorch in a runtime; return the last picture."""
+    """Record the difference of each model from PyTorch in a runtime; return the last output."""
     with torch.no_grad():
         expected = net(torch.from_numpy(image)).numpy()
-    picture = expected
+    output = expected
     for row, outcome in zip(rows, run(engine, [r.model for r in rows], image), strict=True):
         if outcome.output is None:
             if not row.form.startswith("exported"):
-                raise RuntimeError(f"{engine} refuses the model {row.form!r}: {outcome.error}")
+                raise RuntimeError(f"{engine} cannot run the model {row.form!r}: {outcome.error}")
             row.results[engine] = "refused"
             continue
-        picture = outcome.output.reshape(expected.shape)
-        far = float(np.abs(picture - expected).max())
-        if not far < LIMIT:
-            raise RuntimeError(f"{engine}, {row.form}: {far} away from PyTorch's picture")
-        row.results[engine] = f"{far:.1e}, {outcome.milliseconds / 1000:.2f} s"
-    return picture
+        output = outcome.output.reshape(expected.shape)
+        error = float(np.abs(output - expected).max())
+        if not error < LIMIT:
+            raise RuntimeError(f"{engine}, {row.form}: differs from PyTorch by {error}")
+        row.results[engine] = f"{error:.1e}, {outcome.milliseconds / 1000:.2f} s"
+    return output
 
 
 def trained(settings: Settings) -> None:
-    """Train one style, in a process of its own, and write it."""
+    """Train one style in a separate process and write it."""
     torch.set_num_threads(1)
     out = OUT / f"style-{settings.style_weight:g}"
     write(train(settings, None, out, "plain"), out)
 
 
 def main() -> None:
-    """Do everything."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", type=int, default=128, help="side of the picture that is styled")
+    parser.add_argument("--size", type=int, default=128, help="side of the test image")
     parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--reuse", action="store_true", help="train nothing: take what is there")
-    parser.add_argument("--pictures", action="store_true", help="only paint: no other runtimes")
-    parser.add_argument("--docs", action="store_true", help="bring pictures and table into docs/")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--reuse", action="store_true", help="use existing models instead of training"
+    )
+    parser.add_argument(
+        "--images", action="store_true", help="only write images, do not compare runtimes"
+    )
+    parser.add_argument("--docs", action="store_true", help="also write images and table to docs/")
+    options = parser.parse_args()
     start = time.perf_counter()
     OUT.mkdir(parents=True, exist_ok=True)
-    if not given.reuse:
-        every = [replace(Settings(steps=given.steps), style_weight=weight) for weight in WEIGHTS]
+    if not options.reuse:
+        settings = [
+            replace(Settings(steps=options.steps), style_weight=weight) for weight in WEIGHTS
+        ]
         with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(trained, every))
+            list(pool.map(trained, settings))
         print(f"trained after {time.perf_counter() - start:.0f} s")
     nets = {weight: load_net(OUT / f"style-{weight:g}" / "style.pth") for weight in WEIGHTS}
     listing = [
         {"name": f"mosaic, style weight {w:g}", "file": f"style-{w:g}/style.onnx"} for w in WEIGHTS
     ]
     (OUT / "styles.json").write_text(json.dumps(listing))
-    pictures(nets, OUT, 320, "png")
-    if given.docs:
-        pictures(nets, DOCS / "images", 320, "jpg")
-    if not given.pictures:
-        rows = through_runtimes(nets, given.size)
+    write_images(nets, OUT, 320, "png")
+    if options.docs:
+        write_images(nets, DOCS / "images", 320, "jpg")
+    if not options.images:
+        rows = compare_runtimes(nets, options.size)
         (OUT / "table.md").write_text(table(rows) + "\n")
         print(table(rows))
-        if given.docs:
-            into_docs(table(rows))
-    print(f"done after {time.perf_counter() - start:.0f} s; pictures and models are in {OUT}")
+        if options.docs:
+            update_docs(table(rows))
+    print(f"done after {time.perf_counter() - start:.0f} s; images and models are in {OUT}")
 
 
-def into_docs(lines: str) -> None:
-    """Put the table in its place in the documentation."""
+def update_docs(lines: str) -> None:
+    """Insert the table into docs/style-transfer.md."""
     page = DOCS / "style-transfer.md"
     text = re.sub(
         r"(<!-- table -->\n).*(<!-- end of table -->)",
@@ -162,9 +169,9 @@ def into_docs(lines: str) -> None:
     page.write_text(text)
 
 
-def through_runtimes(nets: dict[float, TransformerNet], size: int) -> list[Row]:
-    """Compare every form of the first net in every runtime, and what else there is at opset 7."""
-    image = planes(middle(load("china", size), size))[None]
+def compare_runtimes(nets: dict[float, TransformerNet], size: int) -> list[Row]:
+    """Compare the variants of the first net, and other nets at opset 7, in all runtimes."""
+    image = planes(center_crop(load("china", size), size))[None]
     first, *others = nets
     rows = forms(nets[first], size)
     more = {weight: forms(nets[weight], size)[1:2] for weight in others}
@@ -173,9 +180,9 @@ def through_runtimes(nets: dict[float, TransformerNet], size: int) -> list[Row]:
         save(OUT / f"{name}-{first:g}.png", compare(rows, engine, image, nets[first]))
         for weight, one in more.items():
             save(OUT / f"{name}-{weight:g}.png", compare(one, engine, image, nets[weight]))
-    small = image[..., :32, :32].copy()  # onnxjs takes its time
+    small = image[..., :32, :32].copy()  # onnxjs is slow
     for channels in (16, 32):
-        net = fresh(Settings(num_channels=channels)).eval()
+        net = initial_net(Settings(num_channels=channels)).eval()
         larger = forms(net, 32)
         for engine in ENGINES:
             compare(larger[1:2], engine, small, net)
@@ -187,16 +194,16 @@ def through_runtimes(nets: dict[float, TransformerNet], size: int) -> list[Row]:
     return rows
 
 
-def pictures(nets: dict[float, TransformerNet], out: Path, size: int, kind: str) -> None:
-    """Write pictures, the style, and the pictures in it, at each weight."""
+def write_images(nets: dict[float, TransformerNet], out: Path, size: int, kind: str) -> None:
+    """Write the style image, the samples, and the stylized samples at each weight."""
     out.mkdir(parents=True, exist_ok=True)
     save(out / f"style_mosaic.{kind}", planes(load("mosaic", 200)))
     for name in SAMPLES:
-        image = planes(middle(load(name, size), size))[None]
+        image = planes(center_crop(load(name, size), size))[None]
         save(out / f"style_{name}.{kind}", image)
         for weight, net in nets.items():
             with torch.no_grad():
-                styled = stylist_of(Settings(), net).eval()(torch.from_numpy(image)).numpy()
+                styled = create_stylist(Settings(), net).eval()(torch.from_numpy(image)).numpy()
             save(out / f"style_{name}_{weight:g}.{kind}", styled)
 
 

@@ -1,4 +1,4 @@
-"""Models run in the real onnxjs 0.1.8 and onnxruntime-web."""
+"""Run models in onnxjs 0.1.8 and onnxruntime-web."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ ENGINES = {
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a runtime made of a model."""
+class Result:
+    """The output of a model in a runtime, or the error."""
 
     output: np.ndarray | None
     milliseconds: float = 0.0
-    """Of the fastest run."""
+    """Time of the fastest run."""
     error: str = ""
 
 
 def run(
     engine: str, models: list[onnx.ModelProto], image: np.ndarray, repeat: int = 1, limit: int = 900
-) -> list[Found]:
-    """Return what a runtime makes of models with one input, each loaded by itself."""
+) -> list[Result]:
+    """Run models with one input in a runtime, each in its own session."""
     script, argument = ENGINES[engine]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -64,8 +64,8 @@ def run(
         )
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         return [
-            Found(None, error=line["error"])
+            Result(None, error=line["error"])
             if "error" in line
-            else Found(np.fromfile(folder / f"{i}.out", np.float32), line["ms"])
+            else Result(np.fromfile(folder / f"{i}.out", np.float32), line["ms"])
             for i, line in enumerate(lines)
         ]

@@ -1,9 +1,8 @@
-"""A picture made rough, then painted: what the finished model does.
+"""The complete model: preprocessing and the network.
 
-The net is given what a style has no say in: light and dark of a picture without its details, and
-a little of its colours. On that lies a layout: a little of the light and dark of the style picture,
-and its thin dark lines. It says where tiles or strokes may be where the picture itself is even,
-and that they have outlines where it is dark.
+Preprocessing removes what the style replaces: the image is blurred and mostly desaturated. Then it
+adds a layout: a fraction of the brightness of the style image and its thin dark lines. The layout
+places tiles or strokes in uniform regions, and outlines in dark regions.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from net import TransformerNet
 from torch import Tensor, nn
 
 LIGHT = (0.299, 0.587, 0.114)
-COLOUR = 0.3
-"""How much of its colours a picture keeps."""
+SATURATION = 0.3
+"""Remaining saturation of an image."""
 BLUR = 2.3
-"""How rough pictures are, in pixels."""
-CONTRAST, MIDDLE = 0.85, 128.0
-"""How much of its contrast a picture keeps, around what brightness: the layout has to be seen."""
-VARIETY, DEPTH = 0.35, 60.0
-"""How much of its light and dark the layout has, and how dark its lines are."""
-LINE = 9
-"""Lines are thinner than so many pixels: an odd number."""
-ROUNDS = 12
-"""How often the layout is repeated, each way: so large may pictures be."""
+"""Standard deviation of the blur in pixels."""
+CONTRAST, MID_GRAY = 0.85, 128.0
+"""Remaining contrast around a mid gray; it is reduced so that the layout is visible."""
+BRIGHTNESS, LINE_DEPTH = 0.35, 60.0
+"""Weight of the style's brightness in the layout, and darkness of its lines."""
+MAX_LINE_WIDTH = 9
+"""Lines are thinner than this many pixels; must be odd."""
+REPEATS = 12
+"""Repetitions of the layout in each direction, which limit the size of images."""
 
 
-class Rough(nn.Module):
-    """Blurs a picture and takes most of its colours: two convolutions that are never trained."""
+class Blur(nn.Module):
+    """Blurs and desaturates an image, with two fixed convolutions."""
 
     def __init__(self, blur: float = BLUR):
         super().__init__()
@@ -37,41 +36,41 @@ class Rough(nn.Module):
         taps = torch.exp(-(torch.arange(-reach, reach + 1.0) ** 2) / (2 * blur**2))
         taps = taps / taps.sum()
         light = torch.tensor(LIGHT).expand(3, 3)
-        mix = COLOUR * torch.eye(3) + (1 - COLOUR) * light
+        mix = SATURATION * torch.eye(3) + (1 - SATURATION) * light
         self.pad = nn.ReflectionPad2d(reach)
         self.register_buffer("across", mix[:, :, None, None] * taps.view(1, 1, 1, -1))
         self.register_buffer("down", torch.eye(3)[:, :, None, None] * taps.view(1, 1, -1, 1))
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return a picture of the same size."""
+        """Return an image of the same size."""
         x = nn.functional.conv2d(self.pad(image), self.across)
         return nn.functional.conv2d(x, self.down)
 
 
 def lines(light: Tensor) -> Tensor:
-    """Return how much darker thin dark lines are than what they part: [1, H, W] -> 0..1."""
-    lighter = nn.functional.max_pool2d(light, LINE, 1, LINE // 2)
-    without = -nn.functional.max_pool2d(-lighter, LINE, 1, LINE // 2)
+    """Return thin dark lines, relative to their surroundings: [1, H, W] -> 0..1."""
+    lighter = nn.functional.max_pool2d(light, MAX_LINE_WIDTH, 1, MAX_LINE_WIDTH // 2)
+    without = -nn.functional.max_pool2d(-lighter, MAX_LINE_WIDTH, 1, MAX_LINE_WIDTH // 2)
     return 1 - (light + 1) / (without + 1)
 
 
 def layout_of(style: np.ndarray) -> np.ndarray:
-    """Return the layout of a style picture [H, W, 3]: about 0 on average, [1, H, W].
+    """Return the layout of a style image [H, W, 3]: [1, H, W] with mean 0.
 
-    It has some of the light and dark of the style made rough, and its thin lines, all equally
-    dark, be they between light tiles or dark ones.
+    It is a fraction of the blurred brightness minus the thin lines, which are equally dark between
+    light and dark tiles.
     """
     with torch.no_grad():
         planes = torch.from_numpy(np.ascontiguousarray(style.transpose(2, 0, 1)))[None]
         weights = torch.tensor(LIGHT).view(3, 1, 1)
         light = (planes[0] * weights).sum(0, keepdim=True)
-        even = (Rough()(planes)[0] * weights).sum(0, keepdim=True)
-        layout = VARIETY * even - DEPTH * lines(light)
+        blurred = (Blur()(planes)[0] * weights).sum(0, keepdim=True)
+        layout = BRIGHTNESS * blurred - LINE_DEPTH * lines(light)
     return (layout - layout.mean()).numpy()
 
 
-def goes_on(style: np.ndarray) -> bool:
-    """Return whether what ends at one side of a picture [H, W, 3] goes on at the other."""
+def is_seamless(style: np.ndarray) -> bool:
+    """Return whether an image [H, W, 3] tiles without visible seams."""
     jumps = [
         (np.abs(style.take(0, axis) - style.take(-1, axis)), np.abs(np.diff(style, axis=axis)))
         for axis in (0, 1)
@@ -79,35 +78,35 @@ def goes_on(style: np.ndarray) -> bool:
     return all(between.mean() < 2 * within.mean() for between, within in jumps)
 
 
-class Given(nn.Module):
-    """What the net is given of a picture and a layout of its size."""
+class Preprocess(nn.Module):
+    """Blur an image, reduce its contrast and add a layout of the same size."""
 
     def __init__(self):
         super().__init__()
-        self.rough = Rough()
+        self.blur = Blur()
 
     def forward(self, image: Tensor, layout: Tensor, contrast: float = 1.0) -> Tensor:
-        """Return the picture made rough, with less contrast, under the layout."""
-        return contrast * (self.rough(image) - MIDDLE) + MIDDLE + layout
+        """Return the input of the network."""
+        return contrast * (self.blur(image) - MID_GRAY) + MID_GRAY + layout
 
 
 class Stylist(nn.Module):
-    """A picture [batch, 3, H, W] of 0..255 in another style; H and W are multiples of 4."""
+    """Stylize images [batch, 3, H, W] in 0..255; H and W are multiples of 4."""
 
     def __init__(self, net: TransformerNet, style: np.ndarray):
         super().__init__()
-        self.net, self.given = net, Given()
+        self.net, self.preprocess = net, Preprocess()
         layout = layout_of(style)
-        self.mirrored = not goes_on(style)
+        self.mirrored = not is_seamless(style)
         self.register_buffer("layout", torch.from_numpy(layout)[None])
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return the painted picture."""
+        """Return the stylized images."""
         height, width = image.shape[2], image.shape[3]
         layout = self.layout
-        if self.mirrored:  # no seams
+        if self.mirrored:  # avoid seams
             layout = torch.cat([layout, layout.flip(3)], 3)
             layout = torch.cat([layout, layout.flip(2)], 2)
-        layout = layout.repeat(1, 1, 1, ROUNDS)[..., :width]
-        layout = layout.repeat(1, 1, ROUNDS, 1)[:, :, :height]
-        return self.net(self.given(image, layout, CONTRAST)).clamp(0, 255)
+        layout = layout.repeat(1, 1, 1, REPEATS)[..., :width]
+        layout = layout.repeat(1, 1, REPEATS, 1)[:, :, :height]
+        return self.net(self.preprocess(image, layout, CONTRAST)).clamp(0, 255)

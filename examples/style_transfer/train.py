@@ -1,7 +1,7 @@
 """Train a style with onnxtrain: ``python train.py --style-image FILE --style-weight 2 --out DIR``.
 
-Leaves in DIR: ``style.pth`` (weights in the layout of PyTorch's example), ``style.onnx`` (for
-pictures of any size), and what ``fit`` leaves: ``metrics.csv``, the curve, checkpoints.
+Writes to DIR: ``style.pth`` (a state dict like that of PyTorch's example), ``style.onnx`` (for
+images of any size), and the output of ``fit``: ``metrics.csv``, the loss curve, checkpoints.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 from features import FeatureNet, load_vgg16
 from loss import StyleLoss, filters
 from net import TransformerNet
-from pictures import crops, load, load_all
 from stylist import Stylist, layout_of
 from torch import nn
 
 import onnxtrain
+from images import crops, load, load_all
 from onnxtrain.torch import from_torch
 
 GAIN = 64.0
-"""The last layer makes 0..255 of features of about 1: so much larger are its weights and steps."""
+"""Factor of the last layer's weights and learning rate: it maps features of about 1 to 0..255."""
 FACTORS = (2, 4)
-"""So many squares are as high as a picture: details of large pictures are learned, and of small."""
+"""Heights of the training images, relative to the crops: the crops have two scales."""
 NAMES = ["image", "layout", "style", "own", "filters1", "filters3", "filters7"]
 PARTS = ("content", "style_distance", "restoration")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and how; each is an option of the command line."""
+    """Training settings; each is a command line option."""
 
     dataset: str = "samples"
     style_image: str = "mosaic"
@@ -51,17 +51,17 @@ class Settings:
 
 
 HELP = {
-    "dataset": "folder of pictures, or 'samples' for scikit-learn's",
+    "dataset": "directory of images, or 'samples' for scikit-learn's",
     "style_image": "file, or 'mosaic', 'china', 'flower'",
-    "steps": "in an epoch",
-    "image_size": "side of the squares that are trained on",
-    "style_size": "shorter side of the style picture",
-    "num_channels": "of the first layer; 32, 16 or 8",
+    "steps": "steps per epoch",
+    "image_size": "side of the training crops",
+    "style_size": "shorter side of the style image",
+    "num_channels": "channels of the first layer: 32, 16 or 8",
 }
 
 
-def fresh(settings: Settings) -> TransformerNet:
-    """Return a net that starts near grey, with the contrast of a picture, and almost no blocks."""
+def initial_net(settings: Settings) -> TransformerNet:
+    """Return a net whose initial output is near gray, with small residual blocks."""
     torch.manual_seed(settings.seed)
     net = TransformerNet(settings.num_channels)
     with torch.no_grad():
@@ -72,13 +72,13 @@ def fresh(settings: Settings) -> TransformerNet:
     return net
 
 
-def stylist_of(settings: Settings, net: TransformerNet) -> Stylist:
-    """Return the net behind what prepares its pictures."""
+def create_stylist(settings: Settings, net: TransformerNet) -> Stylist:
+    """Return the net with its preprocessing."""
     return Stylist(net, load(settings.style_image, settings.style_size))
 
 
-def trainer_of(module: StyleLoss, settings: Settings) -> onnxtrain.Trainer:
-    """Return a trainer of the net inside the loss; all else stays as it is."""
+def create_trainer(module: StyleLoss, settings: Settings) -> onnxtrain.Trainer:
+    """Return a trainer that trains only the net inside the loss."""
     example = tuple(torch.from_numpy(array) for array in batches(replace(settings, steps=1))[0])
     model = from_torch(module, example, names=NAMES)
     for output, name in zip(model.graph.outputs, ("loss", *PARTS), strict=True):
@@ -95,24 +95,24 @@ def trainer_of(module: StyleLoss, settings: Settings) -> onnxtrain.Trainer:
 
 
 def batches(settings: Settings, epoch: int = 0) -> list[tuple[np.ndarray, ...]]:
-    """Return what is given in one epoch, by the names of ``NAMES``.
+    """Return the batches of one epoch, with the inputs in ``NAMES``.
 
-    That is squares of pictures, each with one of the layout; squares of the style, each with its
-    own layout; and filters.
+    Crops of images with crops of the layout, crops of the style image with their own layout, and
+    random filters.
     """
     rng = np.random.default_rng((settings.seed, epoch))
     sides = [factor * settings.image_size for factor in FACTORS]
-    pictures = [picture for side in sides for picture in load_all(settings.dataset, side)]
+    images = [image for side in sides for image in load_all(settings.dataset, side)]
     style = load(settings.style_image, settings.style_size)
     both = np.concatenate([style, np.moveaxis(layout_of(style), 0, -1)], -1)
     size, count = settings.image_size, settings.batch_size
 
-    def drawn() -> tuple[np.ndarray, ...]:
+    def draw() -> tuple[np.ndarray, ...]:
         layout, own = crops([both], size, count, rng), crops([both], size, count, rng)
-        squares = crops(pictures, size, count, rng)
+        squares = crops(images, size, count, rng)
         return squares, layout[:, 3:], own[:, :3], own[:, 3:], *filters(rng)
 
-    return [drawn() for _ in range(settings.steps)]
+    return [draw() for _ in range(settings.steps)]
 
 
 def train(
@@ -121,10 +121,10 @@ def train(
     out: Path | None = None,
     progress: bool | str = True,
 ) -> Stylist:
-    """Return the trained net, behind what prepares its pictures."""
-    stylist = stylist_of(settings, fresh(settings))
+    """Return the trained net with its preprocessing."""
+    stylist = create_stylist(settings, initial_net(settings))
     module = StyleLoss(stylist.net, settings.content_weight, settings.style_weight, features)
-    trainer = trainer_of(module, settings)
+    trainer = create_trainer(module, settings)
     trainer.fit(
         lambda epoch: batches(settings, epoch),
         epochs=settings.epochs,
@@ -141,7 +141,7 @@ def train(
 
 
 def exported(net: nn.Module) -> ir.Model:
-    """Return the net as a model for pictures of any size."""
+    """Export the net as a model for images of any size."""
     axes = [{0: "batch", 2: "height", 3: "width"}]
     example = torch.rand(2, 3, 32, 40) * 255
     model = from_torch(net.eval(), example, train=False, names=["image"], dynamic_shapes=axes)
@@ -150,25 +150,27 @@ def exported(net: nn.Module) -> ir.Model:
 
 
 def write(stylist: Stylist, out: Path) -> None:
-    """Leave the net's weights, and the whole as a model, in a folder."""
+    """Write the state dict and the ONNX model to a directory."""
     out.mkdir(parents=True, exist_ok=True)
     torch.save(stylist.net.state_dict(), out / "style.pth")
     onnx.save(ir.to_proto(exported(stylist)), out / "style.onnx")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train as the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     for field in fields(Settings):
         option = "--" + field.name.replace("_", "-")
         kind = type(field.default)
         parser.add_argument(option, type=kind, default=field.default, help=HELP.get(field.name))
-    parser.add_argument("--vgg16", type=Path, help="torchvision's weight file: its features count")
+    parser.add_argument(
+        "--vgg16", type=Path, help="torchvision's weight file, for an additional perceptual loss"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/style_transfer/style"))
-    given = vars(parser.parse_args(arguments))
-    vgg16, out = given.pop("vgg16"), given.pop("out")
+    options = vars(parser.parse_args(arguments))
+    vgg16, out = options.pop("vgg16"), options.pop("out")
     features = load_vgg16(vgg16) if vgg16 else None
-    write(train(Settings(**given), features, out), out)
+    write(train(Settings(**options), features, out), out)
     print(f"in {out}: style.pth, style.onnx")
 
 

@@ -1,6 +1,6 @@
-"""Writes the artifacts that the pages here train: points of the plane in two classes.
+"""Write the artifacts of the example pages: a classifier for points in the plane.
 
-Run as ``python make_artifacts.py OUT``. The model takes ``point`` and gives ``logits``.
+Run as ``python make_artifacts.py OUT``. The input is ``point``, the output ``logits``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import nn
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "style_transfer"
 MODULES = (
-    *("net", "pictures", "features", "stylist", "loss", "train", "runtimes", "run"),
+    *("net", "images", "features", "stylist", "loss", "train", "runtimes", "run"),
     "decompositions",
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -53,7 +53,7 @@ def tiny(example):
 @pytest.fixture(scope="module")
 def forms(example, tiny):
     """A net, and its models for 32 x 32 pixels."""
-    net = example.train.fresh(tiny).eval()
+    net = example.train.initial_net(tiny).eval()
     return net, example.run.forms(net, 32)
 
 
@@ -75,9 +75,9 @@ def _modules() -> Path:
 
 
 def test_loss_and_steps_are_torchs(example, tiny):
-    stylist = example.train.stylist_of(tiny, example.train.fresh(tiny))
+    stylist = example.train.create_stylist(tiny, example.train.initial_net(tiny))
     ours = example.loss.StyleLoss(stylist.net, 1.0, 1.0)
-    trainer = example.train.trainer_of(ours, tiny)
+    trainer = example.train.create_trainer(ours, tiny)
     assert set(trainer.parameters) == {f"net.{n}" for n, _ in ours.net.named_parameters()}
     last = list(ours.net.deconv3.parameters())
     others = [p for n, p in ours.net.named_parameters() if not n.startswith("deconv3.")]
@@ -106,11 +106,11 @@ def test_loss_and_steps_are_torchs(example, tiny):
 def test_distance_of_patches_knows_a_style(example):
     """Other pieces of the style are nearer than photos, noise, or its own colours in disorder."""
     rng = np.random.default_rng(0)
-    pictures, loss = example.pictures, example.loss
+    images, loss = example.images, example.loss
     drawn = [torch.from_numpy(w) for w in loss.filters(rng)]
-    style = pictures.load("mosaic", 200)
-    wanted, alike = (torch.from_numpy(pictures.crops([style], 64, 4, rng)) / 255 for _ in range(2))
-    photos = torch.from_numpy(pictures.crops([pictures.load("china", 128)], 64, 4, rng)) / 255
+    style = images.load("mosaic", 200)
+    wanted, alike = (torch.from_numpy(images.crops([style], 64, 4, rng)) / 255 for _ in range(2))
+    photos = torch.from_numpy(images.crops([images.load("china", 128)], 64, 4, rng)) / 255
     order = torch.from_numpy(rng.permutation(64 * 64))
     disorder = alike.flatten(2)[..., order].reshape(alike.shape)
     near = loss.patch_distance(alike, wanted, drawn)
@@ -122,17 +122,19 @@ def test_distance_of_patches_knows_a_style(example):
 def test_distance_everywhere_sees_an_even_quarter(example):
     """One quarter without tiles counts, though three more lively ones may hide it in the whole."""
     rng = np.random.default_rng(0)
-    pictures, loss = example.pictures, example.loss
+    images, loss = example.images, example.loss
     edges = torch.from_numpy(loss.filters(rng)[1])
-    style = pictures.load("mosaic", 200)
-    wanted, alike = (torch.from_numpy(pictures.crops([style], 64, 4, rng)) / 255 for _ in range(2))
+    style = images.load("mosaic", 200)
+    wanted, alike = (torch.from_numpy(images.crops([style], 64, 4, rng)) / 255 for _ in range(2))
     parts = loss.quarters(alike)
     assert parts.shape == (16, 3, 32, 32)
     assert torch.equal(parts[0], alike[0, :, :32, :32])
     assert torch.equal(parts[-1], alike[-1, :, 32:, 32:])
     holed = alike.clone()
     holed[:, :, :32, :32] = holed[:, :, :32, :32].mean((2, 3), keepdim=True)
-    assert loss.everywhere(holed, wanted, edges) > 1.5 * loss.everywhere(alike, wanted, edges)
+    assert loss.quarter_distance(holed, wanted, edges) > 1.5 * loss.quarter_distance(
+        alike, wanted, edges
+    )
 
 
 def test_layout_has_lines_of_dark_tiles_too(example):
@@ -143,21 +145,21 @@ def test_layout_has_lines_of_dark_tiles_too(example):
     layout = example.stylist.layout_of(style)[0]
     tiles = [layout[30, 20], layout[30, 100]]
     light, dark = tiles[0] - layout[30, 30], tiles[1] - layout[30, 90]
-    assert light > 0.6 * example.stylist.DEPTH
+    assert light > 0.6 * example.stylist.LINE_DEPTH
     assert dark > 0.6 * light
     assert layout.mean() == pytest.approx(0, abs=1e-3)
 
 
 def test_layout_of_a_mosaic_is_repeated_and_of_a_photo_mirrored(example):
     for name, mirrored in (("mosaic", False), ("china", True), ("flower", True)):
-        style = example.pictures.load(name, 200)
+        style = example.images.load(name, 200)
         net = example.net.TransformerNet(8)
         assert example.stylist.Stylist(net, style).mirrored is mirrored, name
 
 
 def test_stylist_at_any_size_in_onnxruntime(example, tiny, tmp_path):
     """The exported whole, layout and all, is torch's, for pictures larger than the layout."""
-    stylist = example.train.stylist_of(tiny, example.train.fresh(tiny)).eval()
+    stylist = example.train.create_stylist(tiny, example.train.initial_net(tiny)).eval()
     example.train.write(stylist, tmp_path)
     session = onnxruntime.InferenceSession(tmp_path / "style.onnx")
     for height, width in ((32, 100), (172, 44)):
@@ -168,7 +170,7 @@ def test_stylist_at_any_size_in_onnxruntime(example, tiny, tmp_path):
         np.testing.assert_allclose(styled, expected, atol=example.run.LIMIT)
     even = torch.full((1, 3, 64, 64), 128.0)
     nothing = torch.zeros(1, 1, 64, 64)
-    assert torch.allclose(stylist.given(even, nothing), even, atol=1e-2)
+    assert torch.allclose(stylist.preprocess(even, nothing), even, atol=1e-2)
 
 
 @pytest.mark.parametrize("channels", [8, 16, 32])
@@ -191,7 +193,7 @@ def test_weight_files_of_pytorchs_example(example, tmp_path, channels: int):
     del state["res1.conv1.conv2d.weight"]
     with pytest.raises(RuntimeError, match=r"res1\.conv1\.conv2d\.weight"):
         example.net.from_state(state)
-    with pytest.raises(ValueError, match="no weights of a TransformerNet"):
+    with pytest.raises(ValueError, match="not a state dict of TransformerNet"):
         example.net.from_state({"features.0.weight": torch.zeros(1)})
 
 
@@ -210,7 +212,7 @@ def test_vgg16_weights(example, tmp_path):
 def test_features_count_where_there_are_some(example, tiny):
     torch.manual_seed(0)
     features = example.features.frozen(example.features.FeatureNet((4, "M", 8)))
-    stylist = example.train.stylist_of(tiny, example.train.fresh(tiny))
+    stylist = example.train.create_stylist(tiny, example.train.initial_net(tiny))
     batch = [torch.from_numpy(a) for a in example.train.batches(tiny)[0]]
     plain = example.loss.StyleLoss(stylist.net, 1.0, 1.0)(*batch)
     more = example.loss.StyleLoss(stylist.net, 1.0, 1.0, features)(*batch)
@@ -233,7 +235,7 @@ def test_lowering_leaves_fewer_kinds_of_operators(forms):
 def test_pictures_of_real_runtimes_are_torchs(example, forms, engine: str):
     needs(engine)
     net, rows = forms
-    image = example.pictures.planes(example.pictures.load("china", 32)[:, :32])[None]
+    image = example.images.planes(example.images.load("china", 32)[:, :32])[None]
     if "WebGL" in engine:  # a GPU in software takes its time
         rows = rows[1:2]
     picture = example.run.compare(rows, engine, image, net)  # raises above 1e-2
@@ -248,8 +250,8 @@ def test_page_styles_an_uploaded_picture(example, forms, tmp_path):
     net, rows = forms
     onnx.save(rows[0].model, tmp_path / "style.onnx")
     (tmp_path / "styles.json").write_text(json.dumps([{"name": "mine", "file": "style.onnx"}]))
-    example.pictures.save(
-        tmp_path / "given.png", example.pictures.planes(example.pictures.load("flower", 96))
+    example.images.save(
+        tmp_path / "given.png", example.images.planes(example.images.load("flower", 96))
     )
     arguments = [tmp_path, tmp_path / "given.png", "128", tmp_path / "pixels"]
     done = subprocess.run(
@@ -260,7 +262,7 @@ def test_page_styles_an_uploaded_picture(example, forms, tmp_path):
         timeout=1200,
     )
     said = json.loads(done.stdout)
-    assert said["complaints"] == []
+    assert said["errors"] == []
     assert said["status"].startswith("128 x 84 in ")
     before, after = (
         np.moveaxis(

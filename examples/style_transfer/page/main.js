@@ -2,35 +2,35 @@ const find = (id) => document.getElementById(id);
 const [file, style, size, device] = ["file", "style", "size", "device"].map(find);
 const say = (text) => (find("status").textContent = text);
 const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-let picture;
-let asked = 0;
+let source;
+let request = 0;
 
 const styles = await (await fetch("./models/styles.json")).json();
 style.replaceChildren(...styles.map((s) => new Option(s.name, s.file)));
 
-/** Draws the picture so that both sides are multiples of 4, which the net gives back unchanged. */
+/** Returns the pixels of the image, scaled so that both sides are multiples of 4: then the output has the same size. */
 function pixels() {
-  const factor = Number(size.value) / Math.max(picture.width, picture.height);
-  const [width, height] = [picture.width, picture.height].map((n) => Math.max(16, Math.round((n * factor) / 4) * 4));
+  const factor = Number(size.value) / Math.max(source.width, source.height);
+  const [width, height] = [source.width, source.height].map((n) => Math.max(16, Math.round((n * factor) / 4) * 4));
   const canvas = find("before");
   Object.assign(canvas, { width, height });
   const context = canvas.getContext("2d", { willReadFrequently: true });
   context.imageSmoothingQuality = "high";
-  context.drawImage(picture, 0, 0, width, height);
+  context.drawImage(source, 0, 0, width, height);
   return context.getImageData(0, 0, width, height);
 }
 
 function restyle() {
-  if (!picture) return;
+  if (!source) return;
   const image = pixels();
-  asked += 1;
+  request += 1;
   say("Working ...");
-  worker.postMessage({ asked, image, device: device.value, model: new URL(`./models/${style.value}`, location.href).href });
+  worker.postMessage({ request, image, device: device.value, model: new URL(`./models/${style.value}`, location.href).href });
 }
 
 worker.onmessage = ({ data }) => {
-  if (data.asked !== asked) return; // of a choice that was changed meanwhile
-  if (data.error) return say(`This did not work: ${data.error}`);
+  if (data.request !== request) return; // outdated: the settings changed meanwhile
+  if (data.error) return say(`Failed: ${data.error}`);
   const canvas = find("after");
   Object.assign(canvas, { width: data.image.width, height: data.image.height });
   canvas.getContext("2d").putImageData(data.image, 0, 0);
@@ -41,19 +41,19 @@ worker.onmessage = ({ data }) => {
   say(`${data.image.width} x ${data.image.height} in ${(data.ms / 1000).toFixed(2)} s on ${data.device}.`);
 };
 
-async function take(blob) {
+async function loadImage(blob) {
   try {
-    picture = await createImageBitmap(blob);
+    source = await createImageBitmap(blob);
   } catch {
-    return say("This is no picture that the browser can read.");
+    return say("Failed: the browser cannot decode this image.");
   }
   restyle();
 }
 
-file.onchange = () => file.files[0] && take(file.files[0]);
+file.onchange = () => file.files[0] && loadImage(file.files[0]);
 for (const control of [style, size, device]) control.onchange = restyle;
 document.ondragover = (event) => event.preventDefault();
 document.ondrop = (event) => {
   event.preventDefault();
-  if (event.dataTransfer.files[0]) take(event.dataTransfer.files[0]);
+  if (event.dataTransfer.files[0]) loadImage(event.dataTransfer.files[0]);
 };

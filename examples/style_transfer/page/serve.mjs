@@ -17,16 +17,16 @@ const FOLDERS = {
   "/": HERE,
 };
 
-/** Serves the page, the runtimes and the models; `folders` adds to where paths lead. */
+/** Serves the page, the runtimes and the models; `folders` maps additional path prefixes to directories. */
 export function serve(folders = {}, port = 0) {
-  const places = Object.entries({ ...folders, ...FOLDERS, ...folders }); // the first that fits counts
+  const routes = Object.entries({ ...folders, ...FOLDERS, ...folders }); // the first match wins
   const server = createServer((request, response) => {
-    // With these headers the runtime may use threads.
+    // Required for SharedArrayBuffer, and so for threads in ONNX Runtime.
     response.setHeader("Cross-Origin-Opener-Policy", "same-origin");
     response.setHeader("Cross-Origin-Embedder-Policy", "require-corp");
     const path = normalize(decodeURIComponent(new URL(request.url, "http://x").pathname));
     if (path === "/empty.html") return response.setHeader("Content-Type", "text/html").end("<!doctype html>");
-    const [prefix, folder] = places.find(([p]) => path.startsWith(p));
+    const [prefix, folder] = routes.find(([p]) => path.startsWith(p));
     const file = join(folder, path === "/" ? "index.html" : path.slice(prefix.length));
     if (!existsSync(file) || !statSync(file).isFile()) return response.writeHead(404).end();
     response.setHeader("Content-Type", TYPES[extname(file)] ?? "application/octet-stream");
@@ -42,5 +42,5 @@ export function serve(folders = {}, port = 0) {
 if (process.argv[1] && resolve(process.argv[1]) === fileURLToPath(import.meta.url)) {
   const [models, port] = process.argv.slice(2);
   const site = await serve(models ? { "/models/": resolve(models) } : {}, Number(port ?? 8080));
-  console.log(`Styles pictures at ${site.address}`);
+  console.log(`Style transfer: ${site.address}`);
 }

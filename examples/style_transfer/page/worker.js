@@ -1,21 +1,21 @@
 const sessions = new Map();
 
-/** Gives the session of a model on a device, made once. */
+/** Returns the cached session of a model on a device. */
 function session(model, device) {
   const key = `${device} ${model}`;
   if (!sessions.has(key)) {
     const runtime = import(new URL(`./ort/ort.${device}.bundle.min.mjs`, import.meta.url).href);
-    const made = runtime.then(async (ort) => ({
+    const entry = runtime.then(async (ort) => ({
       ort,
       session: await ort.InferenceSession.create(model, { executionProviders: [device] }),
     }));
-    made.catch(() => sessions.delete(key));
-    sessions.set(key, made);
+    entry.catch(() => sessions.delete(key));
+    sessions.set(key, entry);
   }
   return sessions.get(key);
 }
 
-/** Styles a picture: its three colours become planes of 0..255, and back. */
+/** Stylizes an image: converts it to a tensor [1, 3, height, width] in 0..255, and back. */
 async function styled({ image, model, device }) {
   const { ort, session: net } = await session(model, device);
   const { width, height, data } = image;
@@ -23,8 +23,8 @@ async function styled({ image, model, device }) {
   const planes = new Float32Array(3 * count);
   for (let i = 0; i < count; i++) for (let c = 0; c < 3; c++) planes[c * count + i] = data[4 * i + c];
   const start = performance.now();
-  const found = await net.run({ [net.inputNames[0]]: new ort.Tensor("float32", planes, [1, 3, height, width]) });
-  const values = found[net.outputNames[0]].data;
+  const outputs = await net.run({ [net.inputNames[0]]: new ort.Tensor("float32", planes, [1, 3, height, width]) });
+  const values = outputs[net.outputNames[0]].data;
   const ms = performance.now() - start;
   const result = new ImageData(width, height);
   for (let i = 0; i < count; i++) {
@@ -34,14 +34,14 @@ async function styled({ image, model, device }) {
   return { image: result, ms, device };
 }
 
-// One after the other: a session runs once at a time.
+// Run requests in order: a session cannot run concurrently.
 let queue = Promise.resolve();
 self.onmessage = ({ data }) => {
   queue = queue.then(async () => {
     try {
-      self.postMessage({ asked: data.asked, ...(await styled(data)) });
+      self.postMessage({ request: data.request, ...(await styled(data)) });
     } catch (error) {
-      self.postMessage({ asked: data.asked, error: String(error?.message ?? error) });
+      self.postMessage({ request: data.request, error: String(error?.message ?? error) });
     }
   });
 };

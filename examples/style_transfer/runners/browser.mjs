@@ -12,8 +12,8 @@ const ENGINES = {
     const session = await ort.InferenceSession.create(globalThis.files.model);
     const image = new ort.Tensor("float32", new Float32Array(globalThis.files.input.buffer), dims);
     return await globalThis.timed(repeat, async () => {
-      const found = await session.run({ [session.inputNames[0]]: image });
-      return found[session.outputNames[0]].data;
+      const outputs = await session.run({ [session.inputNames[0]]: image });
+      return outputs[session.outputNames[0]].data;
     });
   },
   async onnxjs({ repeat, dims }) {
@@ -49,9 +49,9 @@ try {
           return { ms: best, data: btoa(text) };
         };
       }, job);
-      const found = await page.evaluate(ENGINES[engine], { dims: job.dims, repeat: job.repeat ?? 1 });
-      writeFileSync(job.output, Buffer.from(found.data, "base64"));
-      console.log(JSON.stringify({ ms: found.ms }));
+      const result = await page.evaluate(ENGINES[engine], { dims: job.dims, repeat: job.repeat ?? 1 });
+      writeFileSync(job.output, Buffer.from(result.data, "base64"));
+      console.log(JSON.stringify({ ms: result.ms }));
     } catch (error) {
       console.log(JSON.stringify({ error: String(error.message || error).split("\n")[0] }));
     }

@@ -1,7 +1,7 @@
-"""Writes the graphs that the loop in ``train.js`` runs: a small classifier, and one of MNIST.
+"""Write the graphs for the loop in ``train.js``: a small classifier, and one for MNIST.
 
-Run as ``python make_graphs.py OUT``: ``gradient_graph.onnx`` and ``optimizer_graph.onnx``, and the
-same with ``mnist_`` in front.
+Run as ``python make_graphs.py OUT``. It writes ``gradient_graph.onnx`` and
+``optimizer_graph.onnx``, and the same with the prefix ``mnist_``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onnxtrain.torch import export_gradient_graph, export_optimizer_graph
 
 
 class MyModel(nn.Module):
-    """Two layers and two probabilities."""
+    """An MLP with two layers and two probabilities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class MyModel(nn.Module):
 
 
 class MnistNet(nn.Module):
-    """The MLP of MNIST; it normalises pixels itself and gives logits."""
+    """An MLP for MNIST that normalizes the pixels itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class MnistNet(nn.Module):
 
 
 def binary_cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the bits that it takes to tell the classes."""
+    """Return the cross entropy in bits."""
     first, second = torch.log2(output[:, 0]), torch.log2(output[:, 1])
     return -torch.mean(target * first + (1 - target) * second)
 

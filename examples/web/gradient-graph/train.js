@@ -1,7 +1,7 @@
-// The training loop by hand, over two plain graphs: weights and optimizer state are values of this
-// program. `ort` is onnxruntime-web or onnxruntime-node.
+// A custom training loop over two plain graphs; this program holds the weights and the optimizer
+// state. `ort` is onnxruntime-web or onnxruntime-node.
 
-/** Weights as torch draws those of nn.Linear, everything else zero, and the step counters one. */
+/** Initializes weights like torch's nn.Linear, step counters with 1, and other state with 0. */
 function initial(ort, gradient, optimizer, lr, random) {
   const state = {};
   for (const { name, type, shape } of optimizer.inputMetadata) {
@@ -18,7 +18,7 @@ function initial(ort, gradient, optimizer, lr, random) {
   return state;
 }
 
-/** Trains on batches of { input, labels }; yields the loss and the output of each. */
+/** Trains on batches of { input, labels }; yields loss and output of each batch. */
 export async function* train(ort, graphs, batches, { lr = 1e-3, random = Math.random } = {}) {
   const gradient = await ort.InferenceSession.create(graphs.gradient);
   const optimizer = await ort.InferenceSession.create(graphs.optimizer);
@@ -26,11 +26,11 @@ export async function* train(ort, graphs, batches, { lr = 1e-3, random = Math.ra
   const state = initial(ort, gradient, optimizer, lr, random);
   for await (const { input, labels } of batches) {
     const weights = Object.fromEntries(names.map((n) => [n, state[n]]));
-    const found = await gradient.run({ input, labels, ...weights });
-    for (const n of names) state[`${n}.gradient`] = found[`${n}_grad`];
+    const outputs = await gradient.run({ input, labels, ...weights });
+    for (const n of names) state[`${n}.gradient`] = outputs[`${n}_grad`];
     const next = await optimizer.run(state);
     for (const [n, value] of Object.entries(next)) state[n.replace(/\.out$/, "")] = value;
-    yield { loss: found.loss.data[0], output: found.output };
+    yield { loss: outputs.loss.data[0], output: outputs.output };
   }
   await gradient.release();
   await optimizer.release();

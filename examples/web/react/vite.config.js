@@ -1,6 +1,6 @@
 import { defineConfig } from "vite";
 
-// The package starts a worker of its own, and the runtime finds its .wasm beside itself.
+// onnxtrain starts its own worker, and the runtime loads its .wasm file from the module's directory.
 export default defineConfig({
   esbuild: { jsx: "automatic" },
   worker: { format: "es" },

@@ -63,7 +63,7 @@ def test_the_interface_is_the_one_that_was_read(federation: Federation) -> None:
 def test_the_door_lets_only_nodes_through(federation: Federation) -> None:
     folders = {"/": machines.PAGES}
     door = federation.stack.enter_context(
-        machines.door(federation.address, folders, federation.logs / "door")
+        machines.proxy(federation.address, folders, federation.logs / "door")
     )
 
     def status(path: str, method: str = "POST") -> int:

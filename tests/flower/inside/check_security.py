@@ -52,7 +52,7 @@ def test_registered_keys_over_tls(federation: Federation, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(files.authority))
-        door = federation.stack.enter_context(machines.door(address, {}, federation.logs / "door"))
+        door = federation.stack.enter_context(machines.proxy(address, {}, federation.logs / "door"))
 
     def node(part: int, log: str, url: str = address, **own: str) -> subprocess.Popen[bytes]:
         data = federation.data / f"{part}.json"
@@ -98,7 +98,7 @@ def test_all_kinds_of_client_through_a_door_with_a_certificate(federation: Feder
     folders = machines.page_folders(federation.artifacts, federation.data)
     options = ["--certificate", str(files.certificate), "--key", str(files.key)]
     door = federation.stack.enter_context(
-        machines.door(federation.address, folders, federation.logs / "door", *options)
+        machines.proxy(federation.address, folders, federation.logs / "door", *options)
     )
     assert door.startswith("https://")
     enter, logs = federation.stack.enter_context, federation.logs

@@ -93,7 +93,7 @@ class Federation:
     def tab(self, part: int) -> str:
         """Open a tab, through a door of its own; give the door's address."""
         folders = machines.page_folders(self.artifacts, self.data)
-        door = self.stack.enter_context(machines.door(self.address, folders, self.logs / "door"))
+        door = self.stack.enter_context(machines.proxy(self.address, folders, self.logs / "door"))
         page = f"{door}/?data={part}.json&heartbeat=30"
         self.stack.enter_context(machines.tab(page, self.logs / f"tab{part}"))
         return door

@@ -151,9 +151,7 @@ def main() -> None:
     if not options.evaluate:
         write(trained(options.steps), options.out)
     features, pixels = evaluate(options.out)
-    print(
-        f"5-way 8-shot accuracy: {features:.1%}, with raw pixels {pixels:.1%}"
-    )
+    print(f"5-way 8-shot accuracy: {features:.1%}, with raw pixels {pixels:.1%}")
 
 
 if __name__ == "__main__":

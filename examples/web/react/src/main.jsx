@@ -2,14 +2,14 @@ import { cosine, Trainer } from "onnxtrain";
 import { useEffect, useRef, useState } from "react";
 import { createRoot } from "react-dom/client";
 
-/** Points of the plane, and whether they lie inside a ring. */
+/** Random points in the plane, and whether they are inside a circle. */
 function points(n) {
   const point = Float32Array.from({ length: 2 * n }, () => 4 * Math.random() - 2);
   const labels = Uint8Array.from({ length: n }, (_, i) => Number(Math.hypot(point[2 * i], point[2 * i + 1]) < 1.2));
   return { point, labels };
 }
 
-/** Trains while it is mounted; leaving the page or pressing Stop ends the run. */
+/** Trains while it is mounted; unmounting it or pressing Stop ends the run. */
 function Training({ artifacts, epochs = 10 }) {
   const [progress, setProgress] = useState();
   const [running, setRunning] = useState(false);
@@ -40,7 +40,7 @@ function Training({ artifacts, epochs = 10 }) {
       <button onClick={train} disabled={running}>Train</button>
       <button onClick={() => run.current.abort()} disabled={!running}>Stop</button>
       <progress max={epochs} value={progress?.epoch ?? 0} />
-      {progress && <p role="status">{running ? "Epoch" : "Done:"} {progress.epoch} of {epochs}, {(100 * progress.validation.accuracy).toFixed(1)} % right</p>}
+      {progress && <p role="status">{running ? "Epoch" : "Done:"} {progress.epoch} of {epochs}, {(100 * progress.validation.accuracy).toFixed(1)} % accuracy</p>}
       {error && <p role="alert">{error}</p>}
     </main>
   );

@@ -38,7 +38,7 @@ async function visit(served: string, work: (page: Page) => Promise<void>): Promi
   }
 }
 
-const accuracy = async (page: Page) => parseFloat(/([\d.]+) % right/.exec(await page.getByRole("status").innerText())![1]!);
+const accuracy = async (page: Page) => parseFloat(/([\d.]+) % accuracy/.exec(await page.getByRole("status").innerText())![1]!);
 
 test("examples have fewer than 60 lines", () => {
   for (const name of ["plain", "react", "gradient-graph"]) {
