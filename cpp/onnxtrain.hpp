@@ -1,5 +1,5 @@
-// Training of onnxtrain artifacts on a stock ONNX Runtime. Header-only, C++17; needs nothing but
-// onnxruntime_cxx_api.h of onnxruntime 1.20 or newer and its library.
+// Train onnxtrain artifacts on stock ONNX Runtime. Header-only, C++17; depends only on onnxruntime 1.20 or
+// newer (onnxruntime_cxx_api.h and the library).
 #pragma once
 
 #include "onnxtrain/error.hpp"

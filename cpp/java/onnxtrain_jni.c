@@ -1,4 +1,4 @@
-/* The Java binding over the C interface: strings and buffers in, exceptions out. */
+/* JNI binding of the C interface: converts strings and buffers, and errors to exceptions. */
 #include <jni.h>
 #include <onnxtrain.h>
 #include <stdlib.h>
@@ -14,12 +14,12 @@ static void fail(JNIEnv* env, const char* message) {
   if (kind) (*env)->ThrowNew(env, kind, message);
 }
 
-/* Throw the last error, if there was one. */
+/* Throw the last error if the call failed. */
 static void check(JNIEnv* env, int failed) {
   if (failed) fail(env, onnxtrain_error());
 }
 
-/* Call a function of a trainer that takes one string. */
+/* Call a trainer function with a string argument. */
 static void with_text(JNIEnv* env, jlong handle, jstring text, int (*call)(onnxtrain_trainer*, const char*)) {
   const char* chars = (*env)->GetStringUTFChars(env, text, NULL);
   if (!chars) return;
@@ -60,7 +60,7 @@ NATIVE(jdoubleArray, run)
     batch[i].size = (size_t)(*env)->GetDirectBufferCapacity(env, buffer);
     batch[i].rank = -1;
   }
-  if (failed) fail(env, "no memory for the batch");
+  if (failed) fail(env, "out of memory");
   else if (evaluate) check(env, failed = onnxtrain_eval(trainer_of(handle), batch, (size_t)count, &result));
   else check(env, failed = onnxtrain_step(trainer_of(handle), batch, (size_t)count, &result));
   for (jsize i = 0; batch && texts && i < count; ++i) {
@@ -70,9 +70,9 @@ NATIVE(jdoubleArray, run)
   free(batch);
   free(texts);
   if (failed) return NULL;
-  const jdouble numbers[] = {result.loss, (jdouble)result.step, result.updated};
+  const jdouble values[] = {result.loss, (jdouble)result.step, result.updated};
   jdoubleArray out = (*env)->NewDoubleArray(env, 3);
-  if (out) (*env)->SetDoubleArrayRegion(env, out, 0, 3, numbers);
+  if (out) (*env)->SetDoubleArrayRegion(env, out, 0, 3, values);
   return out;
 }
 

@@ -1,4 +1,4 @@
-// Every error that is thrown on purpose.
+// Error classes.
 #pragma once
 
 #include <stdexcept>
@@ -6,12 +6,12 @@
 
 namespace onnxtrain {
 
-/// Base of all errors. The message says what and where; a line that begins "hint:" says what to do.
+/// Base class of all errors. The message may have a second line that starts with "hint:".
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A directory of artifacts is not what its manifest says, or the manifest is wrong.
+/// The manifest is invalid, or the artifacts do not match it.
 struct ManifestError : Error {
   using Error::Error;
 };
@@ -21,7 +21,7 @@ struct CheckpointError : Error {
   using Error::Error;
 };
 
-/// A tensor has not the name, type or shape that is expected.
+/// A tensor has the wrong name, dtype or shape.
 struct ShapeError : Error {
   using Error::Error;
 };
@@ -31,7 +31,7 @@ struct FileError : Error {
   using Error::Error;
 };
 
-/// onnxruntime refuses a model, or a run of it.
+/// onnxruntime cannot load or run a model.
 struct RuntimeError : Error {
   using Error::Error;
 };

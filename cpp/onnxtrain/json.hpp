@@ -1,4 +1,4 @@
-// JSON: a strict and bounded reader, and text as Python's json module writes it.
+// A strict JSON parser with limits, and serialization identical to Python's json module.
 #pragma once
 
 #include <algorithm>
@@ -17,14 +17,14 @@
 
 namespace onnxtrain {
 
-/// A JSON value, valid as long as its source. What is read can be written again with the same bytes.
+/// A JSON value; views into the parsed text, which must outlive it. Serializing it again gives the same bytes.
 struct Json {
   enum class Kind { null, boolean, number, string, array, object };
 
   Kind kind = Kind::null;
-  std::string text, key;                    ///< the content of a string; its name in the object that it is in
-  std::string_view spelling, key_spelling;  ///< a scalar and its name as they are written
-  std::vector<Json> items;                  ///< of an array or an object
+  std::string text, key;                    ///< the content of a string; the key of this entry in its object
+  std::string_view source, key_source;      ///< source text of a scalar and of its key
+  std::vector<Json> items;                  ///< elements of an array or entries of an object
 
   bool is(Kind k) const { return kind == k; }
 
@@ -35,16 +35,16 @@ struct Json {
     return nullptr;
   }
 
-  /// Return whether this is a whole number that fits 64 bits, and put it into `value`.
+  /// Return whether this is an integer of at most 64 bits, and store it in `value`.
   bool whole(int64_t& value) const {
-    const char* end = spelling.data() + spelling.size();
-    const auto [stop, error] = std::from_chars(spelling.data(), end, value);
+    const char* end = source.data() + source.size();
+    const auto [stop, error] = std::from_chars(source.data(), end, value);
     return is(Kind::number) && error == std::errc() && stop == end;
   }
 
-  /// Return whether this is a finite number, and put it into `value`.
+  /// Return whether this is a finite number, and store it in `value`.
   bool real(double& value) const {
-    std::istringstream in{std::string(spelling)};
+    std::istringstream in{std::string(source)};
     in.imbue(std::locale::classic());
     return is(Kind::number) && in >> value && std::isfinite(value);
   }
@@ -57,7 +57,7 @@ namespace detail {
 inline constexpr int kJsonDepth = 64;
 inline constexpr size_t kJsonValues = size_t{1} << 22;
 
-/// Reads RFC 8259 text in UTF-8; refuses everything else, keys that come twice among it.
+/// Parser for RFC 8259 text in UTF-8; also rejects duplicate keys.
 class JsonReader {
  public:
   JsonReader(std::string_view source, const std::string& label) : source_(source), label_(label) {}
@@ -73,29 +73,29 @@ class JsonReader {
     throw ManifestError(label_ + ": not JSON: " + what + " at byte " + std::to_string(at_));
   }
   unsigned char peek() const { return at_ < source_.size() ? static_cast<unsigned char>(source_[at_]) : 0; }
-  bool take(std::string_view text) {
-    const bool there = source_.substr(at_, text.size()) == text;
-    at_ += there ? text.size() : 0;
-    return there;
+  bool accept(std::string_view text) {
+    const bool matches = source_.substr(at_, text.size()) == text;
+    at_ += matches ? text.size() : 0;
+    return matches;
   }
   void expect(std::string_view text) {
-    if (!take(text)) fail("expected '" + std::string(text) + "'");
+    if (!accept(text)) fail("expected '" + std::string(text) + "'");
   }
   void skip() { at_ = std::min(source_.find_first_not_of(" \t\n\r", at_), source_.size()); }
 
-  /// Read a value with the spaces around it.
+  /// Parse a value with surrounding whitespace.
   Json value(int depth) {
     if (depth > kJsonDepth) fail("nested too deeply");
     if (++count_ > kJsonValues) fail("too many values");
     skip();
     Json json;
     const size_t start = at_;
-    if (take("{") || take("[")) {
+    if (accept("{") || accept("[")) {
       json.kind = source_[start] == '{' ? Json::Kind::object : Json::Kind::array;
       list(json, depth + 1);
     } else {
       json.kind = scalar(json.text);
-      json.spelling = source_.substr(start, at_ - start);
+      json.source = source_.substr(start, at_ - start);
     }
     skip();
     return json;
@@ -106,34 +106,34 @@ class JsonReader {
     const std::string_view end = object ? "}" : "]";
     std::set<std::string> keys;
     skip();
-    if (take(end)) return;
+    if (accept(end)) return;
     do {
       Json name;
       if (object) {
         name = value(depth);
-        if (!name.is(Json::Kind::string)) fail("expected a name");
-        if (!keys.insert(name.text).second) fail("the key '" + name.text + "' comes twice");
+        if (!name.is(Json::Kind::string)) fail("expected a string as key");
+        if (!keys.insert(name.text).second) fail("duplicate key '" + name.text + "'");
         expect(":");
       }
       json.items.push_back(value(depth));
       json.items.back().key = std::move(name.text);
-      json.items.back().key_spelling = name.spelling;
-    } while (take(","));
+      json.items.back().key_source = name.source;
+    } while (accept(","));
     expect(end);
   }
 
   Json::Kind scalar(std::string& text) {
-    if (take("null")) return Json::Kind::null;
-    if (take("true") || take("false")) return Json::Kind::boolean;
-    if (take("\"")) {
-      while (!take("\"")) character(text);
+    if (accept("null")) return Json::Kind::null;
+    if (accept("true") || accept("false")) return Json::Kind::boolean;
+    if (accept("\"")) {
+      while (!accept("\"")) character(text);
       return Json::Kind::string;
     }
-    if (!take("-") && !is_digit()) fail("no value");
-    if (!take("0")) digits();
-    if (take(".")) digits();
-    if (take("e") || take("E")) {
-      if (!take("+")) take("-");
+    if (!accept("-") && !is_digit()) fail("expected a value");
+    if (!accept("0")) digits();
+    if (accept(".")) digits();
+    if (accept("e") || accept("E")) {
+      if (!accept("+")) accept("-");
       digits();
     }
     return Json::Kind::number;
@@ -141,17 +141,17 @@ class JsonReader {
 
   bool is_digit() const { return peek() >= '0' && peek() <= '9'; }
   void digits() {
-    if (!is_digit()) fail("a number without digits");
+    if (!is_digit()) fail("expected digits");
     while (is_digit()) ++at_;
   }
 
-  /// Read one character of a string: plain, escaped, or several bytes of UTF-8.
+  /// Parse one character of a string: ASCII, an escape, or a UTF-8 sequence.
   void character(std::string& out) {
     const size_t start = at_;
     const unsigned char first = peek();
-    if (at_ >= source_.size()) fail("a string without end");
-    if (first < 0x20) fail("a control character in a string");
-    if (take("\\")) return escape(out);
+    if (at_ >= source_.size()) fail("unterminated string");
+    if (first < 0x20) fail("control character in a string");
+    if (accept("\\")) return escape(out);
     const int more = first >= 0xF0 ? 3 : first >= 0xE0 ? 2 : first >= 0x80 ? 1 : 0;
     uint32_t point = first & (more ? 0x3Fu >> more : 0x7Fu);
     for (int i = 0; i < more; ++i) {
@@ -160,9 +160,9 @@ class JsonReader {
       point = (point << 6) | (peek() & 0x3Fu);
     }
     ++at_;
-    constexpr uint32_t least[] = {0, 0x80, 0x800, 0x10000};
-    const bool alone = first >= 0x80 && first < 0xC0, surrogate = point >= 0xD800 && point < 0xE000;
-    if (alone || surrogate || first > 0xF4 || point < least[more] || point > 0x10FFFF) fail("not UTF-8");
+    constexpr uint32_t minimum[] = {0, 0x80, 0x800, 0x10000};
+    const bool continuation = first >= 0x80 && first < 0xC0, surrogate = point >= 0xD800 && point < 0xE000;
+    if (continuation || surrogate || first > 0xF4 || point < minimum[more] || point > 0x10FFFF) fail("not UTF-8");
     out += source_.substr(start, at_ - start);
   }
 
@@ -173,13 +173,13 @@ class JsonReader {
       ++at_;
       return;
     }
-    if (!take("u")) fail("an unknown escape");
+    if (!accept("u")) fail("unknown escape");
     uint32_t point = hex();
-    if (point >= 0xD800 && point < 0xDC00 && take("\\u")) {
+    if (point >= 0xD800 && point < 0xDC00 && accept("\\u")) {
       const uint32_t low = hex();
       point = low >= 0xDC00 && low < 0xE000 ? 0x10000 + ((point - 0xD800) << 10) + (low - 0xDC00) : 0xD800;
     }
-    if (point >= 0xD800 && point < 0xE000) fail("half a surrogate pair");
+    if (point >= 0xD800 && point < 0xE000) fail("unpaired surrogate");
     int more = point < 0x80 ? 0 : point < 0x800 ? 1 : point < 0x10000 ? 2 : 3;
     constexpr uint32_t lead[] = {0, 0xC0, 0xE0, 0xF0};
     out += static_cast<char>(lead[more] | (point >> 6 * more));
@@ -190,7 +190,7 @@ class JsonReader {
     uint32_t value = 0;
     const std::string_view four = source_.substr(at_, 4);
     const auto [stop, error] = std::from_chars(four.data(), four.data() + four.size(), value, 16);
-    if (error != std::errc() || stop != four.data() + 4) fail("not four hexadecimal digits");
+    if (error != std::errc() || stop != four.data() + 4) fail("expected four hex digits");
     at_ += 4;
     return value;
   }
@@ -201,7 +201,7 @@ class JsonReader {
   size_t count_ = 0;
 };
 
-/// Return a text in quotes.
+/// Serialize a string.
 inline std::string json_text(std::string_view text) {
   constexpr std::string_view special = "\"\\\b\f\n\r\t", names = "\"\\bfnrt", digits = "0123456789abcdef";
   std::string out;
@@ -214,28 +214,28 @@ inline std::string json_text(std::string_view text) {
   return '"' + out + '"';
 }
 
-/// Return the text of a value without spaces; without `hashes`, as checkpoints keep a manifest.
+/// Serialize a value without whitespace; without `hashes`, as manifests are stored in checkpoints.
 inline std::string compact(const Json& json, bool hashes = true, int depth = 0) {
   const bool object = json.is(Json::Kind::object);
   if (json.is(Json::Kind::string) && json.key == "sha256" && !hashes) return "\"\"";
-  if (!object && !json.is(Json::Kind::array)) return std::string(json.spelling);
+  if (!object && !json.is(Json::Kind::array)) return std::string(json.source);
   std::string out(1, object ? '{' : '[');
   for (const Json& item : json.items) {
     if (json.key == "files" && depth == 1 && !hashes) break;
     if (out.size() > 1) out += ',';
-    if (object) out.append(item.key_spelling) += ':';
+    if (object) out.append(item.key_source) += ':';
     out += compact(item, hashes, depth + 1);
   }
   return out + (object ? '}' : ']');
 }
 
-/// Return a number's text as Python writes a float: the shortest that reads the same, 1.0 or 1e-05.
+/// Format a float as Python does: the shortest text with the same value, such as 1.0 or 1e-05.
 inline std::string float_text(double value) {
-  if (!std::isfinite(value)) throw Error("no finite number: " + std::to_string(value));
-  const auto text = [&](auto form, int places) {
+  if (!std::isfinite(value)) throw Error("not a finite number: " + std::to_string(value));
+  const auto text = [&](auto format, int places) {
     std::ostringstream out;
     out.imbue(std::locale::classic());
-    out << form << std::setprecision(places) << value;
+    out << format << std::setprecision(places) << value;
     return out.str();
   };
   int places = 0;

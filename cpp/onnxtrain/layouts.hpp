@@ -1,4 +1,4 @@
-// Where parameters and state lie, and which models a step runs.
+// Memory of parameters and state, and the models that a step runs.
 #pragma once
 
 #include <algorithm>
@@ -15,18 +15,19 @@
 
 namespace onnxtrain::detail {
 
-/// Opens a model by its entry; `small` ones need only one thread.
+/// Opens a model; `small` models run with one thread.
 using Open = std::function<std::shared_ptr<Model>(const ModelSpec& spec, bool small)>;
 
-/// The models of a step and the tensors that they change, in one of two ways: a step in one graph, or a graph
-/// that accumulates gradients and one that updates, in place where it may. Nothing changes until commit().
+/// The models of a step and the tensors that they change. Fused: one step model with double buffering. Separate: a
+/// training model that accumulates gradients, and an optimizer model that updates in place where possible. Nothing
+/// changes until commit().
 class Layout {
  public:
   Layout(const Manifest& manifest, const Open& open, Controls& controls, bool fused) {
     const auto model = open(manifest.model(fused ? "step" : "train"), false);
     for (const ValueSpec& v : manifest.values()) {
       const bool changing = changes(model->spec(), v.name);
-      // Read and written in turn; never the same memory.
+      // Double buffering: a call never reads and writes the same memory.
       for (Values& set : sets_)
         if (fused && changing) set.add(v.name, *v.dtype, v.shape);
       if (!fused || !changing) values_.add(v.name, *v.dtype, v.shape);
@@ -42,16 +43,16 @@ class Layout {
     if (!fused) bind_update(manifest, open(manifest.model("optimizer"), true), controls);
   }
 
-  /// Return which of the two sets is the current one.
+  /// Return the index of the current buffer.
   size_t turn() const { return turn_; }
-  /// Return what the next batch runs.
+  /// Return the model call for the next batch.
   BoundModel& call() { return calls_[turn_]; }
-  /// Take over what the last call has computed.
+  /// Accept the results of the last call.
   void commit() {
     turn_ = 1 - turn_;
     values_.copy(fresh_);
   }
-  /// Update parameters with the gradients; a step in one graph has done so.
+  /// Apply the gradients; only for the separate layout.
   void update() {
     updates_[turn_].run();
     values_.copy(spare_);
@@ -73,9 +74,9 @@ class Layout {
   void add_gradients(const Manifest& manifest, const ModelSpec& train) {
     for (const TensorSpec& t : train.inputs) {
       if (t.role != "accumulator") continue;
-      const size_t place = gradients_.size();
-      if (place >= manifest.parameters.size() || t.fixed() != manifest.parameters[place].shape)
-        throw ManifestError("manifest.json: " + t.text() + ", which is the shape of no parameter in its place");
+      const size_t index = gradients_.size();
+      if (index >= manifest.parameters.size() || t.fixed() != manifest.parameters[index].shape)
+        throw ManifestError("manifest.json: " + t.text() + ", which is not the shape of the parameter at this index");
       for (Values& set : sets_) set.add(t.name, *t.dtype, *t.fixed());
       gradients_.push_back(t.name);
     }
@@ -83,14 +84,14 @@ class Layout {
 
   void bind_update(const Manifest& manifest, const std::shared_ptr<Model>& optimizer, Controls& controls) {
     const ModelSpec& spec = optimizer->spec();
-    // The same parameters in the same order, under the names of another graph.
+    // Gradients have other names in the optimizer model, but the same order.
     std::map<std::string, std::string> sums;
     for (const TensorSpec& t : spec.inputs) {
-      const size_t place = sums.size();
-      if (t.role == "gradient") sums[t.name] = place < gradients_.size() ? gradients_[place] : "";
+      const size_t index = sums.size();
+      if (t.role == "gradient") sums[t.name] = index < gradients_.size() ? gradients_[index] : "";
     }
     if (sums.size() != gradients_.size())
-      throw ManifestError("manifest.json: " + spec.file + " takes other gradients than there are");
+      throw ManifestError("manifest.json: " + spec.file + " has other gradients than the training model");
     for (const ValueSpec& v : manifest.values())
       if (changes(spec, v.name) && std::find(spec.in_place.begin(), spec.in_place.end(), v.name) == spec.in_place.end())
         spare_.add(v.name, *v.dtype, v.shape);
@@ -101,10 +102,10 @@ class Layout {
     }
   }
 
-  Values values_;   ///< what no call replaces, and all that is updated in place
-  Values sets_[2];  ///< what each call replaces: all values of a step in one graph, or the gradients
-  Values fresh_;    ///< what a call gives besides gradients, until it is taken over
-  Values spare_;    ///< what an update may not write in place
+  Values values_;   ///< constant tensors, and tensors that are updated in place
+  Values sets_[2];  ///< double buffers: all values of a fused step, or the gradients
+  Values fresh_;    ///< other outputs of the training model, until commit()
+  Values spare_;    ///< outputs that the optimizer model cannot write in place
   std::vector<std::string> gradients_;
   std::vector<BoundModel> calls_, updates_;
   size_t turn_ = 0;

@@ -1,4 +1,4 @@
-// The manifest: what a directory of artifacts promises to those who run it.
+// The manifest of an artifact directory.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ namespace onnxtrain {
 struct TensorSpec {
   std::string name, role;
   const DType* dtype = nullptr;
-  std::vector<std::variant<int64_t, std::string>> shape;  ///< sizes; a symbol is a size that the caller chooses
-  std::string feeds;                                      ///< of an output: the input that it replaces, or empty
+  std::vector<std::variant<int64_t, std::string>> shape;  ///< sizes; symbols are dynamic sizes
+  std::string feeds;                                      ///< for outputs: the input that gets the value next, or empty
 
-  /// Return the shape if no size is open.
+  /// Return the shape if all sizes are static.
   std::optional<Shape> fixed() const {
     Shape sizes;
     for (const auto& d : shape)
@@ -44,12 +44,12 @@ struct ModelSpec {
   std::string role, target, file, sha256;
   int64_t steps_per_call = 1;
   std::vector<TensorSpec> inputs, outputs;
-  std::vector<std::string> in_place;  ///< inputs whose memory may be given to the outputs that feed them
+  std::vector<std::string> in_place;  ///< inputs whose memory the outputs that feed them may share
 };
 
-/// A tensor that is kept from step to step.
+/// A tensor that persists between steps.
 struct ValueSpec {
-  std::string name, key;  ///< in the models, and in checkpoints
+  std::string name, key;  ///< name in the models, and in checkpoints
   const DType* dtype = nullptr;
   Shape shape;
 };
@@ -59,19 +59,19 @@ struct WeightSpec : ValueSpec {
   struct Location {
     std::string file;
     uint64_t offset = 0, nbytes = 0;
-    const DType* dtype = nullptr;  ///< of the bytes there; a file of 16 bits trains in float32
+    const DType* dtype = nullptr;  ///< dtype of the stored bytes; models in 16 bits are trained in float32
   };
   std::vector<std::string> aliases;
-  std::vector<Location> locations;  ///< where its bytes lie in the inference model
+  std::vector<Location> locations;  ///< locations of its bytes in the inference model
 };
 
 /// One state tensor of the optimizer.
 struct StateSpec : ValueSpec {
   std::string parameter, slot;
-  double init = 0;  ///< what every element starts with; the slot ema starts as the parameter
+  double init = 0;  ///< initial value of all elements; the slot ema starts with the parameter
 };
 
-/// All there is to know about a directory of artifacts.
+/// The contents of manifest.json.
 struct Manifest {
   std::vector<ModelSpec> models;
   std::vector<WeightSpec> parameters, buffers;
@@ -79,12 +79,12 @@ struct Manifest {
   std::string optimizer, loss;  ///< as JSON
   double lr = 0;
   int64_t accumulate = 1;
-  std::vector<std::string> above_one;  ///< products of sizes, "a*b", that a training batch must have above 1
+  std::vector<std::string> above_one;  ///< products of sizes, "a*b", that must be above 1 in a training batch
   std::string checkpoint, weights;     ///< file names; `weights` may be empty
   std::map<std::string, std::string> files;
-  std::string text;  ///< as checkpoints keep it: without spaces and hashes
+  std::string text;  ///< as stored in checkpoints: without whitespace and hashes
 
-  /// Read and validate; the error names what is missing or wrong.
+  /// Parse and validate; the error names the entry that is missing or invalid.
   static Manifest parse(std::string_view source, const std::string& label = "manifest.json");
 
   /// Return the model of a role, or null.
@@ -97,25 +97,25 @@ struct Manifest {
     if (const ModelSpec* m = find(role)) return *m;
     throw ManifestError("these artifacts have no " + std::string(role) + " model\nhint: build them again");
   }
-  /// Return all that is kept from step to step.
+  /// Return all tensors that persist between steps.
   std::vector<ValueSpec> values() const {
     std::vector<ValueSpec> all(parameters.begin(), parameters.end());
     all.insert(all.end(), buffers.begin(), buffers.end());
     all.insert(all.end(), state.begin(), state.end());
     return all;
   }
-  /// Return a parameter or buffer, also by an alias.
+  /// Return a parameter or buffer by name or alias.
   const WeightSpec& weight(const std::string& name) const {
     for (const auto* list : {&parameters, &buffers})
       for (const WeightSpec& w : *list)
         if (w.name == name || std::find(w.aliases.begin(), w.aliases.end(), name) != w.aliases.end()) return w;
-    throw ShapeError("no such parameter: '" + name + "'");
+    throw ShapeError("unknown parameter: '" + name + "'");
   }
 };
 
 namespace detail {
 
-/// An object of the manifest and where it is, for errors.
+/// An object of the manifest and its path, for error messages.
 class Entry {
  public:
   Entry(const Json& json, std::string where) : json_(json), where_(std::move(where)) {
@@ -124,7 +124,7 @@ class Entry {
 
   [[noreturn]] void fail(const std::string& what) const { throw ManifestError(where_ + ": " + what); }
 
-  /// Refuse entries that nobody knows; a file from the future may mean something else.
+  /// Reject unknown entries: the file may come from a newer version.
   void only(const std::set<std::string>& names) const {
     for (const Json& item : json_.items)
       if (!names.count(item.key)) fail("unknown entry '" + item.key + "'");
@@ -139,23 +139,23 @@ class Entry {
 
   std::string text(const std::string& name) const {
     const Json& json = get(name);
-    if (!json.is(Json::Kind::string) || json.text.empty()) fail("'" + name + "' is not a name");
-    if (json.text.find('\0') != std::string::npos) fail("'" + name + "' has a zero in it");
+    if (!json.is(Json::Kind::string) || json.text.empty()) fail("'" + name + "' must be a non-empty string");
+    if (json.text.find('\0') != std::string::npos) fail("'" + name + "' contains a NUL character");
     return json.text;
   }
-  /// Return a name, or an empty text for null.
+  /// Return a string, or an empty one for null.
   std::string text_or_null(const std::string& name) const { return get(name).is(Json::Kind::null) ? "" : text(name); }
   std::string word(const std::string& name, const std::set<std::string>& known) const {
     const std::string word = text(name);
-    if (!known.count(word)) fail("'" + name + "' is '" + word + "', which is not known");
+    if (!known.count(word)) fail("'" + name + "' is '" + word + "', which is unknown");
     return word;
   }
-  /// Return the name of a file in this directory.
+  /// Return a file name without a directory.
   std::string plain(const std::string& name) const {
     constexpr std::string_view spaces = " \t\r\n\f\v", outside("/\\\0", 3);
     const bool trimmed = name.find_first_not_of(spaces) == 0 && name.find_last_not_of(spaces) == name.size() - 1;
     if (!trimmed || name.find_first_of(outside) != std::string::npos || name == "." || name == "..")
-      fail("file name '" + name + "' is not plain");
+      fail("'" + name + "' is not a plain file name");
     return name;
   }
   std::string digest(const Json& json) const {
@@ -167,7 +167,7 @@ class Entry {
   int64_t size(const std::string& name, int64_t least = 0) const {
     int64_t value = 0;
     if (!get(name).whole(value) || value < least)
-      fail("'" + name + "' is not a whole number from " + std::to_string(least) + " on");
+      fail("'" + name + "' must be an integer >= " + std::to_string(least));
     return value;
   }
   double real(const std::string& name) const {
@@ -178,7 +178,7 @@ class Entry {
   const DType* dtype() const {
     const std::string name = text("dtype");
     const DType* type = find_type(name);
-    if (!type || name != type->name) fail("element type '" + name + "' is not supported");
+    if (!type || name != type->name) fail("dtype '" + name + "' is not supported");
     return type;
   }
   const std::vector<Json>& list(const std::string& name) const {
@@ -189,12 +189,12 @@ class Entry {
   std::vector<std::string> names(const std::string& name) const {
     std::vector<std::string> out;
     for (const Json& item : list(name)) {
-      if (!item.is(Json::Kind::string) || item.text.empty()) fail("'" + name + "' has something that is no name");
+      if (!item.is(Json::Kind::string) || item.text.empty()) fail("'" + name + "' must be a list of non-empty strings");
       out.push_back(item.text);
     }
     return out;
   }
-  /// Read every object of a list.
+  /// Parse every object of a list.
   template <class Read>
   auto each(const std::string& name, Read read) const {
     std::vector<decltype(read(*this))> out;
@@ -202,12 +202,12 @@ class Entry {
       out.push_back(read(Entry(item, where_ + ": " + name + "[" + std::to_string(out.size()) + "]")));
     return out;
   }
-  /// Return the names of tensors; none may come twice.
+  /// Return the names of tensors; rejects duplicates.
   template <class Specs>
   std::set<std::string> distinct(const Specs& specs, const std::string& what) const {
     std::set<std::string> names;
     for (const auto& s : specs)
-      if (!names.insert(s.name).second) fail("two " + what + " are called '" + s.name + "'");
+      if (!names.insert(s.name).second) fail("duplicate name '" + s.name + "' in " + what);
     return names;
   }
 
@@ -225,7 +225,7 @@ inline TensorSpec read_tensor(const Entry& e) {
     int64_t size = 0;
     if (d.whole(size) && size >= 0) t.shape.emplace_back(size);
     else if (d.is(Json::Kind::string) && !d.text.empty()) t.shape.emplace_back(d.text);
-    else e.fail("'shape' has something that is no size and no symbol");
+    else e.fail("'shape' must contain sizes and symbols only");
   }
   if (t.shape.size() > kMostDimensions) e.fail("too many dimensions");
   return t;
@@ -246,12 +246,13 @@ inline ModelSpec read_model(const Entry& e) {
   const auto inputs = e.distinct(m.inputs, "inputs");
   e.distinct(m.outputs, "outputs");
   for (const TensorSpec& t : m.outputs)
-    if (!t.feeds.empty() && !inputs.count(t.feeds)) e.fail("'" + t.name + "' feeds '" + t.feeds + "', not an input");
+    if (!t.feeds.empty() && !inputs.count(t.feeds))
+      e.fail("'" + t.name + "' feeds '" + t.feeds + "', which is not an input");
   for (const std::string& name : m.in_place)
-    if (!inputs.count(name)) e.fail("'in_place' names '" + name + "', not an input");
+    if (!inputs.count(name)) e.fail("'in_place' names '" + name + "', which is not an input");
   const auto losses = std::count_if(m.outputs.begin(), m.outputs.end(), [](const auto& t) { return t.role == "loss"; });
   if ((m.role == "train" || m.role == "eval" || m.role == "step") != (losses == 1) && m.role != "gradients")
-    e.fail("a model with " + std::to_string(losses) + " losses");
+    e.fail("expected one loss output, got " + std::to_string(losses));
   return m;
 }
 
@@ -259,9 +260,9 @@ inline ValueSpec read_value(const Entry& e) {
   ValueSpec v{e.text("name"), e.text("name"), e.dtype(), {}};
   for (const Json& d : e.list("shape")) {
     if (int64_t size = 0; d.whole(size)) v.shape.push_back(size);
-    else e.fail("'shape' has something that is no size");
+    else e.fail("'shape' must contain sizes only");
   }
-  if (!size_of(v.shape, *v.dtype)) e.fail("no array has the shape [" + listing(v.shape) + "]");
+  if (!size_of(v.shape, *v.dtype)) e.fail("invalid shape [" + listing(v.shape) + "]");
   return v;
 }
 
@@ -283,7 +284,7 @@ inline StateSpec read_state(const Entry& e) {
   return s;
 }
 
-/// Return whether a step can take a learning rate, in float32.
+/// Return whether a value is a valid learning rate in float32.
 inline bool is_lr(double value) {
   return value >= 0 && value <= 3.4028234663852886e38;
 }
@@ -294,7 +295,8 @@ inline Manifest Manifest::parse(std::string_view source, const std::string& labe
   const Json json = Json::parse(source, label);
   const detail::Entry e(json, label);
   if (int64_t format = 0; !e.get("format").whole(format) || format != 1)
-    e.fail("format " + detail::compact(e.get("format")) + ", this version reads 1\nhint: build the artifacts again");
+    e.fail("format " + detail::compact(e.get("format")) +
+           ", but this version reads format 1\nhint: build the artifacts again");
   e.only({"format", "models", "parameters", "buffers", "state", "optimizer", "loss", "accumulate", "options",
           "checkpoint", "weights", "files"});
   Manifest m;

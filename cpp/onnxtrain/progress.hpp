@@ -1,4 +1,4 @@
-// How far training has come, as checkpoints say it.
+// The training progress that is stored in checkpoints.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +15,21 @@
 
 namespace onnxtrain {
 
-/// A number or a text of the user's own in a checkpoint.
+/// A user-defined number or string in a checkpoint.
 using Property = std::variant<int64_t, double, std::string>;
 
 namespace detail {
 
-inline constexpr int64_t kSeeds = 1 << 24;  // float32 holds whole numbers below exactly
+inline constexpr int64_t kSeeds = 1 << 24;  // float32 represents smaller integers exactly
 
-/// What a checkpoint records besides tensors.
+/// The state of a training run besides tensors.
 struct Progress {
   double lr = 0;
   int64_t step = 0;
   uint32_t seed = 0;
   std::map<std::string, std::string> properties, meta;  ///< JSON text by key
 
-  /// Return what metadata says, and this where it says nothing; refuse what cannot be.
+  /// Parse metadata, with this object as default; throws on invalid values.
   Progress read(const std::map<std::string, std::string>& entries, const std::string& label) const {
     Progress p;
     p.lr = lr;
@@ -48,7 +48,7 @@ struct Progress {
           p.properties[item.key] = compact(item);
         }
       }
-      if (!good) throw CheckpointError(label + ": the metadata is wrong: '" + key + "' is " + text.substr(0, 60));
+      if (!good) throw CheckpointError(label + ": invalid metadata: '" + key + "' is " + text.substr(0, 60));
     }
     p.seed = static_cast<uint32_t>(number);
     return p;
@@ -58,13 +58,13 @@ struct Progress {
     auto entries = meta;
     entries["lr"] = float_text(lr);
     entries["manifest"] = manifest.text;
-    entries["properties"] = joined(properties);
+    entries["properties"] = json_object(properties);
     entries["seed"] = std::to_string(seed);
     entries["step"] = std::to_string(step);
     return entries;
   }
 
-  /// A run's position is over with the next step; which graphs and parameters the weights belong to is not.
+  /// Drop metadata that is out of date after a step; digests of graphs and parameter names stay valid.
   void forget_run() {
     for (auto at = meta.begin(); at != meta.end();)
       at = at->first == "graphs" || at->first == "parameters" ? std::next(at) : meta.erase(at);
@@ -83,40 +83,40 @@ inline Property read_property(const std::string& text, const std::string& name) 
   double real = 0;
   if (json.is(Json::Kind::string)) return json.text;
   if (json.whole(whole)) return whole;
-  if (json.is(Json::Kind::boolean)) return int64_t{json.spelling == "true"};
+  if (json.is(Json::Kind::boolean)) return int64_t{json.source == "true"};
   json.real(real);
   return real;
 }
 
-/// Refuse a checkpoint of another loss or optimizer.
+/// Throw if a checkpoint was trained with another loss or optimizer.
 inline void check_origin(const Manifest& own, const std::string& source, const std::string& label) {
-  const Json there = Json::parse(source, label);
+  const Json other = Json::parse(source, label);
   const std::pair<const char*, std::string> entries[] = {
       {"optimizer", own.optimizer}, {"loss", own.loss}, {"accumulate", std::to_string(own.accumulate)}};
   for (const auto& [key, here] : entries) {
-    const Json* entry = there.find(key);
+    const Json* entry = other.find(key);
     const std::string text = entry ? compact(*entry) : "nothing";
     if (text != here)
-      throw CheckpointError(label + ": made by another loss or optimizer\n  " + key + " is " + text + " there and " +
-                            here + " here");
+      throw CheckpointError(label + ": trained with another loss or optimizer\n  " + key + " is " + text +
+                            " there and " + here + " here");
   }
 }
 
-/// Refuse a checkpoint that lacks a tensor or has it in another form; the error lists what does not fit.
+/// Throw if tensors are missing or differ in shape or dtype; the error lists them.
 inline void check_fits(const Manifest& manifest, const Checkpoint& checkpoint, const std::string& label) {
   size_t problems = 0;
   std::string list;
   for (const ValueSpec& v : manifest.values()) {
     const auto at = checkpoint.tensors.find(v.key);
-    const bool there = at != checkpoint.tensors.end();
-    if (there && at->second.shape == v.shape && at->second.dtype == v.dtype) continue;
+    const bool exists = at != checkpoint.tensors.end();
+    if (exists && at->second.shape == v.shape && at->second.dtype == v.dtype) continue;
     if (++problems > 5) continue;
     list += "\n  '" + v.key + "' is ";
-    if (there) list += at->second.text() + ", expected " + TensorView(*v.dtype, nullptr, 0, v.shape).text();
+    if (exists) list += at->second.text() + ", expected " + TensorView(*v.dtype, nullptr, 0, v.shape).text();
     else list += "missing";
   }
   if (problems > 5) list += "\n  ... and " + std::to_string(problems - 5) + " more";
-  if (problems) throw CheckpointError(label + " does not fit these artifacts:" + list);
+  if (problems) throw CheckpointError(label + " does not match these artifacts:" + list);
 }
 
 }  // namespace detail

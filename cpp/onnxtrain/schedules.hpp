@@ -1,4 +1,4 @@
-// Learning rates as functions of the step, counted from 1; the same numbers as Python's schedules.
+// Learning rate schedules, as functions of the step (from 1); the same values as in Python.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,14 @@
 
 namespace onnxtrain {
 
-/// Gives the learning rate of a step.
+/// Returns the learning rate of a step.
 using Schedule = std::function<double(int64_t step)>;
 
 inline Schedule constant(double lr) {
   return [=](int64_t) { return lr; };
 }
 
-/// A line from `lr` to `end * lr` in `total` steps, then constant.
+/// Linear decay from `lr` to `end * lr` in `total` steps, then constant.
 inline Schedule linear(double lr, int64_t total, double end = 0.0) {
   return [=](int64_t step) {
     const auto t = static_cast<double>(std::min(step - 1, total));
@@ -24,7 +24,7 @@ inline Schedule linear(double lr, int64_t total, double end = 0.0) {
   };
 }
 
-/// Half a cosine from `lr` down to `end` in `total` steps, then constant.
+/// Cosine decay from `lr` to `end` in `total` steps, then constant.
 inline Schedule cosine(double lr, int64_t total, double end = 0.0) {
   return [=](int64_t step) {
     const double part = static_cast<double>(std::min(step - 1, total)) / static_cast<double>(total);
@@ -32,12 +32,12 @@ inline Schedule cosine(double lr, int64_t total, double end = 0.0) {
   };
 }
 
-/// Multiplied by `gamma` every `every` steps.
+/// Multiply the learning rate by `gamma` every `every` steps.
 inline Schedule stepwise(double lr, int64_t every, double gamma = 0.1) {
   return [=](int64_t step) { return lr * std::pow(gamma, static_cast<double>((step - 1) / every)); };
 }
 
-/// A line from 0 to `lr` in `steps` steps, then another schedule, which counts from its own start.
+/// Linear warmup from 0 to `lr` in `steps` steps, then another schedule that starts at step 1.
 inline Schedule warmup(double lr, int64_t steps, Schedule then) {
   return [=, then = std::move(then)](int64_t step) {
     return step <= steps ? lr * (static_cast<double>(step - 1) / static_cast<double>(steps)) : then(step - steps);

@@ -1,4 +1,4 @@
-// Sessions of onnxruntime, bound to the memory that they read and write.
+// onnxruntime sessions with preallocated inputs and outputs.
 #pragma once
 
 #include <onnxruntime_cxx_api.h>
@@ -24,31 +24,31 @@
 
 namespace onnxtrain {
 
-/// One tensor of a batch, by the name that the model's input or target has.
+/// A tensor of a batch, by the name of the model's input or target.
 struct Feed {
   std::string name;
   TensorView value;
 };
 using Batch = std::vector<Feed>;
 
-/// What a step or an evaluation found.
+/// Result of a step or an evaluation.
 struct StepResult {
   double loss = 0;
-  int64_t step = 0;      ///< the update that this batch belongs to, counted from 1
-  bool updated = false;  ///< whether parameters have changed
+  int64_t step = 0;      ///< number of the update that this batch belongs to, from 1
+  bool updated = false;  ///< whether the parameters were updated
   std::vector<std::pair<std::string, double>> metrics;
   std::vector<std::pair<std::string, Ort::Value>> outputs;
 
   double metric(const std::string& name) const {
     for (const auto& [key, value] : metrics)
       if (key == name) return value;
-    throw ShapeError("no such metric: '" + name + "'");
+    throw ShapeError("unknown metric: '" + name + "'");
   }
 };
 
 namespace detail {
 
-/// Denormal numbers count as zero while this lives, in this thread; vanishing gradients are slow otherwise.
+/// Flush denormals to zero in this thread during the lifetime of this object: vanishing gradients are slow otherwise.
 class FlushDenormals {
  public:
 #if defined(__x86_64__) || defined(_M_X64)
@@ -73,7 +73,7 @@ class FlushDenormals {
  private:
   uint64_t before_ = 0;
 #else
-  FlushDenormals() {}  // onnxruntime then leaves the mode on by itself
+  FlushDenormals() {}  // on other CPUs, only onnxruntime's own setting applies
   ~FlushDenormals() {}
 #endif
  public:
@@ -86,20 +86,20 @@ inline Ort::Env& environment() {
   return env;
 }
 
-/// Set the options that training wants.
+/// Set session options for training.
 inline void prepare(Ort::SessionOptions& options, int threads) {
-  options.SetLogSeverityLevel(4);  // errors are thrown, and need not be printed too
-  // Patterns of a dynamic batch are rarely reused and double the memory of large models.
+  options.SetLogSeverityLevel(4);  // errors are thrown, so do not print them as well
+  // Memory patterns of a dynamic batch size are rarely reused and double the memory of large models.
   options.DisableMemPattern();
   options.SetExecutionMode(ORT_SEQUENTIAL);
   options.SetGraphOptimizationLevel(ORT_ENABLE_ALL);
   options.AddConfigEntry("session.set_denormal_as_zero", "1");
-  // Zeros to scatter into are made when they are needed: kept, they take as much as a weight.
+  // Do not fold large constants: zeros to scatter into would take as much memory as a weight.
   options.AddConfigEntry("optimization.constant_folding_max_output_size_in_bytes", "1048576");
   if (threads > 0) options.SetIntraOpNumThreads(threads);
 }
 
-/// A session whose inputs and outputs are those that the manifest lists.
+/// A session whose inputs and outputs match the manifest.
 class Model {
  public:
   Model(const ModelSpec& spec, const std::filesystem::path& path, const Ort::SessionOptions& options) try
@@ -110,7 +110,7 @@ class Model {
     for (const TensorSpec& t : spec.inputs) in_.push_back(t.name.c_str());
     for (const TensorSpec& t : spec.outputs) out_.push_back(t.name.c_str());
   } catch (const Ort::Exception& error) {
-    throw RuntimeError(spec.file + ": onnxruntime refuses the model: " + error.what());
+    throw RuntimeError(spec.file + ": onnxruntime cannot load the model: " + error.what());
   }
 
   const ModelSpec& spec() const { return spec_; }
@@ -126,13 +126,13 @@ class Model {
 
  private:
   static Ort::Session open(const std::filesystem::path& path, const Ort::SessionOptions& options) {
-    const FlushDenormals mode;  // a session leaves its mode on in the thread that made it
+    const FlushDenormals mode;  // creating a session changes the mode of the calling thread
     return Ort::Session(environment(), path.c_str(), options);
   }
 
   void compare(const std::vector<TensorSpec>& specs, size_t count, bool inputs) const {
     const auto fail = [&](const std::string& what) {
-      throw ManifestError(spec_.file + ": " + (inputs ? "input " : "output ") + what + ", the manifest says otherwise");
+      throw ManifestError(spec_.file + ": " + (inputs ? "input " : "output ") + what + ", unlike in the manifest");
     };
     if (count != specs.size()) fail("count is " + std::to_string(count));
     std::map<std::string_view, const TensorSpec*> listed;
@@ -142,11 +142,11 @@ class Model {
       const auto name =
           inputs ? session_.GetInputNameAllocated(i, allocator) : session_.GetOutputNameAllocated(i, allocator);
       const std::string quoted = std::string("'") + name.get() + "'";
-      if (!listed.count(name.get())) fail(quoted + " is there");
+      if (!listed.count(name.get())) fail(quoted + " is unknown");
       const Ort::TypeInfo type = inputs ? session_.GetInputTypeInfo(i) : session_.GetOutputTypeInfo(i);
-      if (type.GetONNXType() != ONNX_TYPE_TENSOR) fail(quoted + " is no tensor");
+      if (type.GetONNXType() != ONNX_TYPE_TENSOR) fail(quoted + " is not a tensor");
       if (type.GetTensorTypeAndShapeInfo().GetElementType() != listed[name.get()]->dtype->onnx)
-        fail(quoted + " has another element type");
+        fail(quoted + " has another dtype");
     }
   }
 
@@ -155,7 +155,7 @@ class Model {
   std::vector<const char*> in_, out_;
 };
 
-/// The inputs that a trainer sets by itself.
+/// The scalar inputs that the trainer sets.
 class Controls {
  public:
   float lr = 0, rng[2] = {0, 0}, scale = 1;
@@ -165,7 +165,7 @@ class Controls {
     step32_ = static_cast<int32_t>(number);
   }
 
-  /// Return the place of a control input, or a null value if it is none.
+  /// Return the value of a control input, or a null value for other inputs.
   Ort::Value value(const TensorSpec& t) {
     if (t.role == "lr") return view(t, &lr, 1);
     if (t.role == "rng") return view(t, rng, 2);
@@ -179,15 +179,15 @@ class Controls {
   template <class T>
   static Ort::Value view(const TensorSpec& t, const T* data, int64_t count) {
     if (t.fixed() != Shape{count} || t.dtype != &dtype_of<T>())
-      throw ManifestError("manifest.json: " + t.text() + ", which role " + t.role + " is not");
-    return seen(TensorView(data, static_cast<size_t>(count), {count}));
+      throw ManifestError("manifest.json: " + t.text() + ", which is invalid for role " + t.role);
+    return as_value(TensorView(data, static_cast<size_t>(count), {count}));
   }
 
   int64_t step_ = 0;
   int32_t step32_ = 0;
 };
 
-/// Return the shape of a tensor of the batch; where none is given, one size may be open.
+/// Return the shape of a tensor of the batch; without a given shape, at most one size may be dynamic.
 inline Shape shape_of(const TensorSpec& spec, const TensorView& given) {
   if (given.shaped) return given.shape;
   Shape shape;
@@ -197,13 +197,13 @@ inline Shape shape_of(const TensorSpec& spec, const TensorView& given) {
     rest /= std::max<int64_t>(shape.back(), 1);
   }
   if (std::count(shape.begin(), shape.end(), -1) > 1)
-    throw ShapeError(spec.text() + ": several sizes are open\nhint: give the shape too");
+    throw ShapeError(spec.text() + ": several sizes are unknown\nhint: pass the shape too");
   std::replace(shape.begin(), shape.end(), int64_t{-1}, rest);
   return shape;
 }
 
-/// Return a tensor of the batch with its shape; `sizes` are those that symbols stand for.
-inline TensorView fitted(const TensorSpec& spec, const TensorView& given, std::map<std::string, int64_t>& sizes) {
+/// Return a tensor of the batch with its shape; `sizes` are the values of symbols.
+inline TensorView resolve(const TensorSpec& spec, const TensorView& given, std::map<std::string, int64_t>& sizes) {
   if (given.dtype != spec.dtype) throw ShapeError(spec.text() + ", got " + given.dtype->name);
   const Shape shape = shape_of(spec, given);
   bool fits = shape.size() == spec.shape.size() && size_of(shape, *spec.dtype) == given.count * spec.dtype->size;
@@ -223,59 +223,59 @@ inline TensorView fitted(const TensorSpec& spec, const TensorView& given, std::m
   return TensorView(*given.dtype, given.data, given.count, shape);
 }
 
-/// Refuse a batch in which a product of sizes is 1 (see Manifest::above_one).
+/// Throw if a product of sizes is 1 (see Manifest::above_one).
 inline void check_above_one(const std::string& product, const std::map<std::string, int64_t>& sizes) {
   std::istringstream names(product);
   for (std::string name; std::getline(names, name, '*');) {
     const auto at = sizes.find(name);
     if (at == sizes.end() || at->second != 1) return;
   }
-  throw ShapeError(product + " of 1 leaves BatchNormalization one value per channel; in training it needs more\n" +
-                   "hint: a larger batch, or build(mode='as-is')");
+  throw ShapeError("BatchNormalization needs more than one value per channel in training, got " + product + " = 1\n" +
+                   "hint: use a larger batch, or build with mode='as-is' in Python");
 }
 
-/// A model with memory for everything but the batch; made once, run many times.
+/// A model with preallocated memory for everything except the batch.
 class BoundModel {
  public:
-  using Place = std::function<TensorView(const TensorSpec&)>;
+  using Memory = std::function<TensorView(const TensorSpec&)>;
 
-  /// `input` and `output` give the memory of tensors that are not part of the batch or the report.
-  BoundModel(std::shared_ptr<Model> model, Controls& controls, const Place& input, const Place& output)
+  /// `input` and `output` return the memory of tensors that are not part of the batch or the result.
+  BoundModel(std::shared_ptr<Model> model, Controls& controls, const Memory& input, const Memory& output)
       : model_(std::move(model)) {
     for (const TensorSpec& t : model_->spec().inputs) {
       const bool given = t.role == "input" || t.role == "target";
       if (given) batch_.push_back(feeds_.size());
       Ort::Value value = given ? Ort::Value{nullptr} : controls.value(t);
-      feeds_.push_back(given || value ? std::move(value) : seen(input(t)));
+      feeds_.push_back(given || value ? std::move(value) : as_value(input(t)));
     }
     for (const TensorSpec& t : model_->spec().outputs) {
       if (is_scalar(t) && t.fixed() != Shape(t.shape.size(), 1))
-        throw ManifestError("manifest.json: " + t.text() + ", not one number");
+        throw ManifestError("manifest.json: " + t.text() + ", expected a scalar");
       if (is_scalar(t)) scalars_.add(t.name, *t.dtype, *t.fixed());
       if (t.role == "output") results_.emplace_back(nullptr);
-      else results_.push_back(seen(is_scalar(t) ? scalars_[t.name] : output(t)));
+      else results_.push_back(as_value(is_scalar(t) ? scalars_[t.name] : output(t)));
     }
   }
 
-  /// Run on a batch; the error says which tensor does not fit, and nothing has run then.
+  /// Run on a batch; validates it first and names the tensor that does not match.
   void run(const Batch& batch = {}, const std::vector<std::string>& above_one = {}) {
     const auto& inputs = model_->spec().inputs;
     const auto fail = [&](const std::string& what) {
       std::vector<std::string> names;
       for (const size_t i : batch_) names.push_back(inputs[i].name);
-      throw ShapeError(what + "\nhint: the model takes " + listing(names));
+      throw ShapeError(what + "\nhint: the inputs are " + listing(names));
     };
     std::map<std::string_view, const TensorView*> given;
     for (const Feed& feed : batch) {
       const auto known = [&](size_t i) { return inputs[i].name == feed.name; };
-      if (std::none_of(batch_.begin(), batch_.end(), known)) fail("no such input: '" + feed.name + "'");
-      if (!given.emplace(feed.name, &feed.value).second) fail("an input is given twice");
+      if (std::none_of(batch_.begin(), batch_.end(), known)) fail("unknown input: '" + feed.name + "'");
+      if (!given.emplace(feed.name, &feed.value).second) fail("duplicate input");
     }
     std::map<std::string, int64_t> sizes;
     for (const size_t i : batch_) {
       const auto at = given.find(inputs[i].name);
       if (at == given.end()) fail("missing from the batch: '" + inputs[i].name + "'");
-      feeds_[i] = seen(fitted(inputs[i], *at->second, sizes));
+      feeds_[i] = as_value(resolve(inputs[i], *at->second, sizes));
     }
     for (const std::string& product : above_one) check_above_one(product, sizes);
     for (size_t i = 0; i < results_.size(); ++i)
@@ -283,7 +283,7 @@ class BoundModel {
     model_->run(feeds_, results_);
   }
 
-  /// Return what the last run reported; outputs are handed over.
+  /// Return the result of the last run; outputs are moved.
   StepResult result() {
     StepResult r;
     for (size_t i = 0; i < results_.size(); ++i) {
@@ -303,7 +303,7 @@ class BoundModel {
   std::shared_ptr<Model> model_;
   Values scalars_;
   std::vector<Ort::Value> feeds_, results_;
-  std::vector<size_t> batch_;  ///< which inputs are part of it
+  std::vector<size_t> batch_;  ///< indices of the inputs of the batch
 };
 
 }  // namespace detail

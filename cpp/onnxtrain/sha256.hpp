@@ -10,7 +10,7 @@
 
 namespace onnxtrain::detail {
 
-/// Takes bytes in parts; `hex()` gives the digest.
+/// Incremental SHA-256; `hex()` returns the digest.
 class Sha256 {
  public:
   Sha256& update(std::string_view data) {
@@ -25,7 +25,7 @@ class Sha256 {
     return *this;
   }
 
-  /// Return the digest as 64 hexadecimal digits; nothing may follow.
+  /// Finish the digest and return it as 64 hex digits.
   std::string hex() {
     const uint64_t bits = length_ * 8;
     std::string end(1, '\x80');

@@ -1,4 +1,4 @@
-// Element types, tensors, and memory for many of them.
+// Dtypes, tensors and tensor storage.
 #pragma once
 
 #include <onnxruntime_cxx_api.h>
@@ -19,7 +19,7 @@ namespace onnxtrain {
 
 using Shape = std::vector<int64_t>;
 
-/// An element type: numpy's name, safetensors' name, onnxruntime's number.
+/// A dtype with its names in numpy and safetensors and its onnxruntime enum value.
 struct DType {
   const char* name;
   const char* stored;
@@ -46,7 +46,7 @@ inline constexpr DType kTypes[] = {
 };
 inline constexpr size_t kMostDimensions = 64;
 
-/// Return the element type of a name of numpy or safetensors, or of a number of onnxruntime; or null.
+/// Return a dtype by its numpy or safetensors name or its onnxruntime enum value, or null.
 inline const DType* find_type(std::string_view name) {
   for (const DType& t : kTypes)
     if (name == t.name || name == t.stored) return &t;
@@ -58,9 +58,9 @@ inline const DType* find_type(ONNXTensorElementDataType onnx) {
   return nullptr;
 }
 
-/// Return how many bytes an array of a shape has; nothing if there can be none.
+/// Return the size of an array in bytes, or nothing if the shape is invalid.
 inline std::optional<size_t> size_of(const Shape& shape, const DType& type) {
-  // A zero does not make the other sizes possible.
+  // Check for overflow even if another size is zero.
   int64_t room = INT64_MAX / static_cast<int64_t>(type.size), count = 1;
   for (const int64_t size : shape) {
     if (size < 0 || size > room) return std::nullopt;
@@ -71,7 +71,7 @@ inline std::optional<size_t> size_of(const Shape& shape, const DType& type) {
   return static_cast<size_t>(count) * type.size;
 }
 
-/// Return texts or numbers with commas between them.
+/// Join strings or numbers with commas.
 template <class Items>
 std::string listing(const Items& items) {
   std::string out;
@@ -83,18 +83,18 @@ std::string listing(const Items& items) {
   return out;
 }
 
-/// Return a number of any floating type.
+/// Read a floating-point number of any precision.
 inline double number_at(const DType& type, const void* data) {
   if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT) return *static_cast<const float*>(data);
   if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE) return *static_cast<const double*>(data);
   if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16) return static_cast<const Ort::Float16_t*>(data)->ToFloat();
   if (type.onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16) return static_cast<const Ort::BFloat16_t*>(data)->ToFloat();
-  throw ShapeError(std::string(type.name) + " is no floating type");
+  throw ShapeError(std::string(type.name) + " is not a floating-point type");
 }
 
 }  // namespace detail
 
-/// Return what is known about the element type of C++'s T.
+/// Return the dtype of the C++ type T.
 template <class T>
 const DType& dtype_of() {
   if constexpr (std::is_same_v<T, bool>) return *detail::find_type("bool");
@@ -105,7 +105,7 @@ const DType& dtype_of() {
   return *detail::find_type((std::is_signed_v<T> ? "int" : "uint") + bits);
 }
 
-/// Elements that somebody else owns. A tensor without a shape is given the one that the model expects.
+/// A tensor that does not own its memory. Without a shape, it gets the shape that the model expects.
 struct TensorView {
   const DType* dtype = &detail::kTypes[0];
   const void* data = nullptr;
@@ -130,10 +130,11 @@ struct TensorView {
   TensorView(const std::vector<T>& elements, Shape sizes)
       : TensorView(elements.data(), elements.size(), std::move(sizes)) {}
   TensorView(const Ort::Value& value) : shaped(true) {
-    data = const_cast<Ort::Value&>(value).GetTensorMutableRawData();  // the const one is newer than onnxruntime 1.20
+    // The const overload was added after onnxruntime 1.20.
+    data = const_cast<Ort::Value&>(value).GetTensorMutableRawData();
     const auto info = value.GetTensorTypeAndShapeInfo();
     dtype = detail::find_type(info.GetElementType());
-    if (!dtype) throw ShapeError("a tensor of an element type that is not supported");
+    if (!dtype) throw ShapeError("unsupported dtype of a tensor");
     count = info.GetElementCount();
     shape = info.GetShape();
   }
@@ -142,7 +143,7 @@ struct TensorView {
   std::string text() const { return std::string(dtype->name) + "[" + detail::listing(shape) + "]"; }
 };
 
-/// A tensor with memory of its own.
+/// A tensor that owns its memory.
 struct Tensor {
   const DType* dtype = nullptr;
   Shape shape;
@@ -151,11 +152,11 @@ struct Tensor {
   size_t count() const { return dtype ? bytes.size() / dtype->size : 0; }
   TensorView view() const { return TensorView(*dtype, bytes.data(), count(), shape); }
 
-  /// Return the elements; T must be the tensor's own type.
+  /// Return the elements; T must match the dtype.
   template <class T>
   std::vector<T> as() const {
     if (dtype != &dtype_of<T>())
-      throw ShapeError(std::string("a tensor of ") + (dtype ? dtype->name : "nothing") + ", asked for " +
+      throw ShapeError(std::string("a tensor of ") + (dtype ? dtype->name : "nothing") + ", requested " +
                        dtype_of<T>().name);
     std::vector<T> out(count());
     if (!out.empty()) std::memcpy(out.data(), bytes.data(), bytes.size());
@@ -165,19 +166,19 @@ struct Tensor {
 
 namespace detail {
 
-/// Return a tensor as the runtime sees it: the same memory.
-inline Ort::Value seen(const TensorView& t) {
+/// Return an Ort::Value that shares the memory of a tensor.
+inline Ort::Value as_value(const TensorView& t) {
   static const Ort::MemoryInfo cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
   return Ort::Value::CreateTensor(cpu, const_cast<void*>(t.data), t.bytes().size(), t.shape.data(), t.shape.size(),
                                   t.dtype->onnx);
 }
 
-/// Return elements in another type: float32 as 16 bits, rounded to the nearest; others as they are.
-inline std::string in_type(const DType& to, const TensorView& t) {
+/// Cast float32 to a 16-bit float, rounded to nearest; other dtypes must be equal.
+inline std::string cast(const DType& to, const TensorView& t) {
   if (&to == t.dtype) return std::string(t.bytes());
   const bool half = &to == &dtype_of<Ort::Float16_t>();
   if (t.dtype != &dtype_of<float>() || (!half && &to != &dtype_of<Ort::BFloat16_t>()))
-    throw ManifestError(std::string("manifest.json: ") + t.dtype->name + " is not stored as " + to.name);
+    throw ManifestError(std::string("manifest.json: ") + t.dtype->name + " cannot be stored as " + to.name);
   std::string out(t.count * to.size, '\0');
   for (size_t i = 0; i < t.count; ++i) {
     const float number = static_cast<const float*>(t.data)[i];
@@ -187,13 +188,13 @@ inline std::string in_type(const DType& to, const TensorView& t) {
   return out;
 }
 
-/// Tensors by name in memory of the runtime, which aligns it; zeros at first.
+/// Named tensors in memory that onnxruntime allocates (aligned), initialized with zeros.
 class Values {
  public:
   void add(const std::string& name, const DType& type, const Shape& shape) {
     const auto bytes = size_of(shape, type);
     if (!bytes || *bytes > (size_t{1} << 46))
-      throw ShapeError("'" + name + "': no array has the shape [" + listing(shape) + "]");
+      throw ShapeError("'" + name + "': invalid shape [" + listing(shape) + "]");
     Ort::AllocatorWithDefaultOptions allocator;
     Ort::Value value = Ort::Value::CreateTensor(allocator, shape.data(), shape.size(), type.onnx);
     void* memory = value.GetTensorMutableRawData();
@@ -209,11 +210,11 @@ class Values {
     return at->second;
   }
 
-  /// Set a tensor to bytes of the right number.
+  /// Copy bytes of the right size into a tensor.
   void write(const std::string& name, std::string_view bytes) {
     if (!bytes.empty()) std::memcpy(const_cast<void*>((*this)[name].data), bytes.data(), bytes.size());
   }
-  /// Take over all that another set has.
+  /// Copy all tensors of another set.
   void copy(const Values& other) {
     for (const auto& [name, t] : other.tensors_) write(name, t.bytes());
   }

@@ -1,4 +1,4 @@
-// The trainer: steps, evaluation, checkpoints and export of one directory of artifacts.
+// The trainer: steps, evaluation, checkpoints and export.
 #pragma once
 
 #include <cmath>
@@ -31,21 +31,21 @@ namespace onnxtrain {
 enum class LayoutKind { automatic, fused, separate };
 
 struct Options {
-  int threads = 0;                                      ///< of onnxruntime's pool; 0 leaves the choice to it
-  std::optional<uint32_t> seed;                         ///< of dropout masks; by default the checkpoint's, or 0
-  std::optional<int64_t> accumulate;                    ///< batches per update; by default the manifest's number
-  LayoutKind layout = LayoutKind::automatic;            ///< both give the same numbers
-  std::string prefix;                                   ///< in front of every file name
-  bool check_hashes = true;                             ///< compare every model with its sha256
+  int threads = 0;                                      ///< size of onnxruntime's thread pool; 0 for its default
+  std::optional<uint32_t> seed;                         ///< random seed for dropout; default: the checkpoint's, or 0
+  std::optional<int64_t> accumulate;                    ///< gradient accumulation steps; default: the manifest's
+  LayoutKind layout = LayoutKind::automatic;            ///< both layouts give the same results
+  std::string prefix;                                   ///< prefix of every file name
+  bool check_hashes = true;                             ///< verify the sha256 of every model
   std::function<void(Ort::SessionOptions&)> configure;  ///< may add execution providers
   std::shared_ptr<const Ort::SessionOptions> base;      ///< options to start from
 };
 
-/// Where the files of artifacts are.
+/// The locations of artifact files.
 struct Artifacts {
   Manifest manifest;
   std::filesystem::path folder;
-  std::map<std::string, std::filesystem::path> files;  ///< those that are elsewhere, by the manifest's names
+  std::map<std::string, std::filesystem::path> files;  ///< files in other directories, by their manifest names
 
   std::filesystem::path path(const std::string& file) const {
     const auto at = files.find(file);
@@ -53,25 +53,25 @@ struct Artifacts {
   }
 };
 
-/// Trains one directory of artifacts. Not for several threads at once; it cannot be copied or moved.
+/// Trains the model of an artifact directory. Not thread-safe; cannot be copied or moved.
 class Trainer {
  public:
   explicit Trainer(const std::filesystem::path& folder, const Options& options = {})
       : Trainer(Opened(folder, options.prefix), options) {}
 
-  /// Start from a checkpoint that knows its manifest, with model files that may be anywhere.
+  /// Create a trainer from a checkpoint and model files in any location.
   Trainer(Artifacts artifacts, const Checkpoint& start, const Options& options)
       : artifacts_(std::move(artifacts)),
         options_(options),
         accumulate_(options.accumulate.value_or(manifest().accumulate)) {
     progress_.lr = manifest().lr;
     if (options.seed.value_or(0) >= detail::kSeeds)
-      throw Error("seed must lie in [0, 2^24): " + std::to_string(*options.seed));
-    if (accumulate_ < 1 || accumulate_ >= detail::kSeeds) throw Error("accumulate must be a positive number");
-    // First of all: no memory is asked for that the checkpoint does not fill.
+      throw Error("seed must be in [0, 2^24), got " + std::to_string(*options.seed));
+    if (accumulate_ < 1 || accumulate_ >= detail::kSeeds) throw Error("accumulate must be an integer in [1, 2^24)");
+    // Validate first, so that an invalid manifest cannot cause large allocations.
     detail::check_fits(manifest(), start, manifest().checkpoint);
     layout_ = make_layout();
-    take(start, manifest().checkpoint);
+    restore(start, manifest().checkpoint);
     progress_.seed = options.seed.value_or(progress_.seed);
   }
 
@@ -79,16 +79,16 @@ class Trainer {
   Trainer& operator=(const Trainer&) = delete;
 
   const Manifest& manifest() const { return artifacts_.manifest; }
-  /// Return how many updates there were.
+  /// Return the number of optimizer updates.
   int64_t global_step() const { return progress_.step; }
   uint32_t seed() const { return progress_.seed; }
   bool fused() const { return fused_; }
   double lr() const { return progress_.lr; }
   void set_lr(double lr) {
-    if (!detail::is_lr(lr)) throw Error("lr must be a finite number from 0 on: " + std::to_string(lr));
+    if (!detail::is_lr(lr)) throw Error("lr must be a finite number >= 0, got " + std::to_string(lr));
     progress_.lr = lr;
   }
-  /// Let a function of the step set the learning rate of each update; an empty one stops that.
+  /// Set a learning rate schedule; an empty function removes it.
   void set_schedule(Schedule schedule) { schedule_ = std::move(schedule); }
 
   /// Return the names of the inputs and targets of a batch.
@@ -99,7 +99,7 @@ class Trainer {
     return names;
   }
 
-  /// Train on one batch. Where the loss is not finite nothing changes, and `updated` is false.
+  /// Train on one batch. If the loss is not finite, nothing changes and `updated` is false.
   StepResult step(const Batch& batch) {
     StepResult r = accumulate(batch);
     if (fused_) return r;
@@ -107,7 +107,7 @@ class Trainer {
     return r;
   }
 
-  /// Run one batch and add to the gradients; a fused step updates at once.
+  /// Run one batch and accumulate the gradients; a fused step also updates.
   StepResult accumulate(const Batch& batch) {
     control(progress_.step + 1, micro_);
     detail::BoundModel& call = layout_->call();
@@ -127,7 +127,7 @@ class Trainer {
     return r;
   }
 
-  /// Update with the mean of the gradients accumulated so far; false if there are none.
+  /// Apply the mean of the accumulated gradients; return false if there are none.
   bool flush() {
     if (micro_ == 0) return false;
     update(1.0 / static_cast<double>(micro_));
@@ -135,9 +135,9 @@ class Trainer {
     return true;
   }
 
-  /// Update with the sum of the gradients times `scale`; the sum goes on until it is reset.
+  /// Apply the sum of the gradients times `scale`; the sum is kept until it is reset.
   void update(double scale) {
-    if (fused_ || fresh_) throw Error("there are no gradients to update with\nhint: call accumulate() first");
+    if (fused_ || fresh_) throw Error("no accumulated gradients\nhint: call accumulate() first");
     control(progress_.step + 1, micro_);
     controls_.scale = static_cast<float>(scale);
     layout_->update();
@@ -156,7 +156,7 @@ class Trainer {
     if (!call) {
       const auto source = [&](const TensorSpec& t) { return (*layout_)[t.name]; };
       const auto none = [](const TensorSpec& t) -> TensorView {
-        throw ManifestError("manifest.json: '" + t.name + "' is no result of an evaluation");
+        throw ManifestError("manifest.json: '" + t.name + "' is not a valid output of an eval model");
       };
       call = std::make_unique<detail::BoundModel>(eval_, controls_, source, none);
     }
@@ -184,14 +184,14 @@ class Trainer {
   }
   Property property(const std::string& name) const {
     const auto at = progress_.properties.find(name);
-    if (at == progress_.properties.end()) throw CheckpointError("no such property: '" + name + "'");
+    if (at == progress_.properties.end()) throw CheckpointError("unknown property: '" + name + "'");
     return detail::read_property(at->second, name);
   }
 
-  /// Write a checkpoint: whole, or the old file stays.
+  /// Save a checkpoint atomically.
   void save(const std::filesystem::path& path) const { write_checkpoint(path, snapshot()); }
 
-  /// Go on from a checkpoint; nothing changes if it does not fit.
+  /// Resume from a checkpoint; nothing changes if it does not match the artifacts.
   void load(const std::filesystem::path& path) {
     const std::string file = detail::read_file(path);
     load_bytes(file, "'" + path.string() + "'");
@@ -200,13 +200,14 @@ class Trainer {
     const Checkpoint checkpoint = read_checkpoint(file, label);
     const auto text = checkpoint.meta.find("manifest");
     if (!checkpoint.meta.count("step") || text == checkpoint.meta.end())
-      throw CheckpointError(label + ": no progress of a training run in it\nhint: set_parameter() takes plain weights");
+      throw CheckpointError(label + ": a safetensors file without training progress\n" +
+                            "hint: use set_parameter() to load plain weights");
     detail::check_origin(manifest(), text->second, label);
-    take(checkpoint, label);
+    restore(checkpoint, label);
   }
 
-  /// Return everything that a checkpoint holds; the bytes are the trainer's own, valid until the next step.
-  /// Gradients that wait for an update are in no checkpoint: they are an error, or are left out.
+  /// Return the contents of a checkpoint, as views that are valid until the next step. Accumulated gradients are not
+  /// part of a checkpoint: this throws if there are any, unless `drop_gradients` is set.
   Checkpoint snapshot(bool drop_gradients = false) const {
     if (micro_ > 0 && !drop_gradients)
       throw Error("gradients are accumulated but not applied\nhint: call flush() first");
@@ -216,7 +217,7 @@ class Trainer {
     return c;
   }
 
-  /// Write the inference model with the current weights, or with their moving averages.
+  /// Export the inference model with the current weights, or with their moving averages.
   void export_model(const std::filesystem::path& path, bool ema = false) const {
     check_finite();
     const ModelSpec& spec = manifest().model("infer");
@@ -224,16 +225,17 @@ class Trainer {
     std::map<std::string, std::string> averages;
     for (const StateSpec& s : manifest().state)
       if (ema && s.slot == "ema") averages[s.parameter] = s.name;
-    if (ema && averages.empty()) throw Error("no moving average was kept\nhint: build(..., ema=0.999)");
+    if (ema && averages.empty())
+      throw Error("these artifacts have no moving averages\nhint: build them with ema=0.999 in Python");
     for (const auto* list : {&manifest().parameters, &manifest().buffers})
       for (const WeightSpec& w : *list) {
         const TensorView& now = (*layout_)[averages.count(w.name) ? averages[w.name] : w.name];
         for (const WeightSpec::Location& place : w.locations) {
-          const std::string bytes = detail::in_type(*place.dtype, now);
+          const std::string bytes = detail::cast(*place.dtype, now);
           const bool inside = place.offset <= model.size() && place.nbytes <= model.size() - place.offset;
           if (place.file != spec.file || place.nbytes != bytes.size() || !inside)
-            throw ManifestError("'" + w.name + "': its place in " + place.file + " is not " +
-                                std::to_string(bytes.size()) + " bytes of " + spec.file);
+            throw ManifestError("'" + w.name + "': location in " + place.file + " does not match its " +
+                                std::to_string(bytes.size()) + " bytes in " + spec.file);
           model.replace(place.offset, bytes.size(), bytes);
         }
       }
@@ -243,7 +245,7 @@ class Trainer {
  private:
   static constexpr size_t kSecondCopy = size_t{64} << 20;
 
-  /// A directory whose manifest and checkpoint belong together.
+  /// An artifact directory whose manifest and checkpoint come from the same build.
   struct Opened {
     Opened(const std::filesystem::path& folder, const std::string& prefix) {
       const std::string name = prefix + "manifest.json";
@@ -253,8 +255,8 @@ class Trainer {
       start = read_checkpoint(file, label);
       const auto belongs = start.meta.find("manifest");
       if (belongs == start.meta.end() || belongs->second != artifacts.manifest.text)
-        throw CheckpointError(name + " and " + label + " do not belong together\n" +
-                              "hint: one of them was damaged or comes from other artifacts");
+        throw CheckpointError(name + " and " + label + " come from different builds\n" +
+                              "hint: build the artifacts again");
     }
     Artifacts artifacts;
     std::string file;
@@ -269,10 +271,10 @@ class Trainer {
     fused_ = accumulate_ == 1 && options_.layout != LayoutKind::separate;
     if (options_.layout == LayoutKind::automatic)
       fused_ = fused_ && manifest().find("step") && second_copy <= kSecondCopy;
-    if (options_.layout == LayoutKind::fused && !fused_) throw Error("accumulated gradients need the separate layout");
+    if (options_.layout == LayoutKind::fused && !fused_) throw Error("gradient accumulation needs the separate layout");
     if (!manifest().find(fused_ ? "step" : "train") && manifest().find("gradients"))
       throw ManifestError(
-          "manifest.json: a step over vectors only (gradients, scalars, update), a layout that C++ does not run\n"
+          "manifest.json: only models of the vector layout (gradients, scalars, update), which C++ does not support\n"
           "hint: build the artifacts again; step_model.onnx, or training and optimizer model, are missing");
     const auto open = [this](const ModelSpec& spec, bool small) { return open_model(spec, small); };
     try {
@@ -282,13 +284,13 @@ class Trainer {
     }
   }
 
-  /// Return a file's bytes, once its sha256 is found right.
+  /// Read a file and verify its sha256.
   std::string checked(const std::string& file, const std::string& sha256) const {
     std::string data = detail::read_file(artifacts_.path(file));
     if (!options_.check_hashes || artifacts_.files.count(file)) return data;
     if (detail::Sha256().update(data).hex() != sha256)
-      throw ManifestError(file + ": not the file that the manifest names (sha256 differs)\n" +
-                          "hint: it was damaged or changed; build the artifacts again");
+      throw ManifestError(file + ": sha256 does not match the manifest\n" +
+                          "hint: the file is damaged or comes from another build; copy or build the artifacts again");
     return data;
   }
 
@@ -300,7 +302,7 @@ class Trainer {
       checked(weights, sum == manifest().files.end() ? "" : sum->second);
     }
     Ort::SessionOptions options = options_.base ? options_.base->Clone() : Ort::SessionOptions();
-    // Two pools that spin on the same cores cost more than the update can gain.
+    // A second thread pool that spins on the same cores costs more than the update gains.
     detail::prepare(options, small ? 1 : options_.threads);
     if (options_.configure) options_.configure(options);
     return std::make_shared<detail::Model>(spec, artifacts_.path(spec.file), options);
@@ -308,7 +310,7 @@ class Trainer {
 
   void control(int64_t number, int64_t micro) {
     if (schedule_ && number > 0) set_lr(schedule_(number));
-    // Every batch has a draw of its own, counted so that float32 holds it exactly.
+    // Every batch has its own draw number, modulo 2^24 so that float32 represents it exactly.
     const int64_t draw = (((number - 1) * accumulate_ + micro + 1) % detail::kSeeds + detail::kSeeds) % detail::kSeeds;
     controls_.lr = static_cast<float>(progress_.lr);
     controls_.set_step(number);
@@ -320,8 +322,8 @@ class Trainer {
 
   const TensorView& value(const std::string& name) const { return (*layout_)[manifest().weight(name).name]; }
 
-  /// Take over values and progress of a checkpoint that fits; else nothing changes.
-  void take(const Checkpoint& checkpoint, const std::string& label) {
+  /// Load tensors and progress from a checkpoint; nothing changes if it does not match.
+  void restore(const Checkpoint& checkpoint, const std::string& label) {
     detail::check_fits(manifest(), checkpoint, label);
     progress_ = progress_.read(checkpoint.meta, label);
     for (const ValueSpec& v : manifest().values()) layout_->write(v.name, checkpoint.tensors.at(v.key).bytes());
@@ -335,7 +337,7 @@ class Trainer {
       for (size_t at = 0; floats && at < bytes.size(); at += w.dtype->size)
         if (!std::isfinite(detail::number_at(*w.dtype, bytes.data() + at)))
           throw CheckpointError(
-              "'" + w.name + "' is not finite any more\nhint: load an older checkpoint, and lower the learning rate");
+              "'" + w.name + "' is not finite\nhint: load an older checkpoint and lower the learning rate");
     }
   }
 

@@ -1,4 +1,4 @@
-//! Training of onnxtrain artifacts from Rust, over the C interface; no crates.
+//! Train onnxtrain artifacts from Rust, with the C API; no dependencies.
 
 use std::ffi::{CStr, CString};
 use std::os::raw::{c_char, c_double, c_int, c_void};
@@ -13,7 +13,7 @@ struct RawTensor {
     rank: c_int,
 }
 
-/// What a step or an evaluation found; `updated` is 0 if the loss is not finite.
+/// Result of a step or an evaluation; `updated` is 0 if the loss is not finite.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Report {
@@ -36,7 +36,7 @@ extern "C" {
     fn onnxtrain_export(trainer: *mut c_void, path: *const c_char) -> c_int;
 }
 
-/// Elements of a tensor of a batch; the shape follows from the model.
+/// The elements of a tensor of a batch; the shape follows from the model.
 pub enum Data<'a> {
     F32(&'a [f32]),
     F64(&'a [f64]),
@@ -59,7 +59,7 @@ impl Data<'_> {
     }
 }
 
-/// Trains one directory of artifacts.
+/// Trains the model of an artifact directory.
 pub struct Trainer(*mut c_void);
 
 impl Trainer {
@@ -70,7 +70,7 @@ impl Trainer {
         Ok(Trainer(trainer))
     }
 
-    /// Train on one batch: elements by name.
+    /// Train on one batch: elements by input name.
     pub fn step(&mut self, batch: &[(&str, Data)]) -> Result<Report, String> {
         self.run(batch, onnxtrain_step)
     }
@@ -88,19 +88,19 @@ impl Trainer {
         check(unsafe { onnxtrain_set_lr(self.0, lr) })
     }
 
-    /// Write a checkpoint: whole, or the old file stays.
+    /// Save a checkpoint atomically.
     pub fn save(&mut self, path: &str) -> Result<(), String> {
         let path = text(path)?;
         check(unsafe { onnxtrain_save(self.0, path.as_ptr()) })
     }
 
-    /// Go on from a checkpoint; nothing changes if it does not fit.
+    /// Resume from a checkpoint; nothing changes if it does not match the artifacts.
     pub fn load(&mut self, path: &str) -> Result<(), String> {
         let path = text(path)?;
         check(unsafe { onnxtrain_load(self.0, path.as_ptr()) })
     }
 
-    /// Write the inference model with the current weights.
+    /// Export the inference model with the current weights.
     pub fn export(&mut self, path: &str) -> Result<(), String> {
         let path = text(path)?;
         check(unsafe { onnxtrain_export(self.0, path.as_ptr()) })
@@ -133,7 +133,7 @@ impl Drop for Trainer {
 }
 
 fn text(value: &str) -> Result<CString, String> {
-    CString::new(value).map_err(|_| format!("a zero in the name {value:?}"))
+    CString::new(value).map_err(|_| format!("NUL character in {value:?}"))
 }
 
 fn check(failed: c_int) -> Result<(), String> {

@@ -1,4 +1,4 @@
-// The C interface: every exception ends here, as a number and a text.
+// The C API: converts exceptions to error codes and messages.
 #define ORT_API_MANUAL_INIT
 #include <onnxtrain.hpp>
 
@@ -11,7 +11,7 @@ struct onnxtrain_trainer {
 
 namespace {
 
-constexpr uint32_t kOldestRuntime = 20;  // all that is called was there in onnxruntime 1.20
+constexpr uint32_t kOldestRuntime = 20;  // onnxruntime 1.20 has all the functions used here
 
 thread_local std::string last_error;
 
@@ -24,16 +24,16 @@ int guarded(const Work& work) {
   } catch (const std::exception& error) {
     last_error = error.what();
   } catch (...) {
-    last_error = "an unknown error";
+    last_error = "unknown error";
   }
   return 1;
 }
 
-void need(bool there, const char* what) {
-  if (!there) throw onnxtrain::Error(std::string(what) + " is null");
+void need(bool condition, const char* what) {
+  if (!condition) throw onnxtrain::Error(std::string(what) + " is null");
 }
 
-/// Ask the runtime for an interface that older ones have too.
+/// Request an API version that older runtimes have too.
 void init() {
   static const OrtApi* const api = OrtGetApiBase()->GetApi(kOldestRuntime);
   if (!api)
@@ -47,7 +47,7 @@ onnxtrain::Batch batch_of(const onnxtrain_tensor* tensors, size_t count) {
   onnxtrain::Batch batch;
   for (size_t i = 0; i < count; ++i) {
     const onnxtrain_tensor& t = tensors[i];
-    need(t.name && t.dtype && (t.data || t.size == 0) && (t.shape || t.rank <= 0), "a part of a tensor");
+    need(t.name && t.dtype && (t.data || t.size == 0) && (t.shape || t.rank <= 0), "a field of a tensor");
     const onnxtrain::DType* type = onnxtrain::detail::find_type(t.dtype);
     if (!type || t.size % type->size)
       throw onnxtrain::ShapeError(std::string("'") + t.name + "': " + std::to_string(t.size) + " bytes of " + t.dtype);
@@ -77,7 +77,7 @@ int onnxtrain_open(const char* directory, int threads, int64_t seed, onnxtrain_t
     init();
     onnxtrain::Options options;
     options.threads = threads;
-    if (seed >= UINT32_MAX) throw onnxtrain::Error("seed must lie in [0, 2^24): " + std::to_string(seed));
+    if (seed >= UINT32_MAX) throw onnxtrain::Error("seed must be in [0, 2^24), got " + std::to_string(seed));
     if (seed >= 0) options.seed = static_cast<uint32_t>(seed);
     *trainer = new onnxtrain_trainer{onnxtrain::Trainer(directory, options)};
   });
@@ -133,7 +133,7 @@ int onnxtrain_get_parameter(const onnxtrain_trainer* t, const char* name, void* 
     const onnxtrain::Tensor tensor = t->trainer.parameter(name);
     if (tensor.bytes.size() != size)
       throw onnxtrain::ShapeError(std::string("'") + name + "' has " + std::to_string(tensor.bytes.size()) +
-                                  " bytes, not " + std::to_string(size));
+                                  " bytes, got " + std::to_string(size));
     std::memcpy(data, tensor.bytes.data(), size);
   });
 }

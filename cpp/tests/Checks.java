@@ -1,16 +1,16 @@
 import java.util.Map;
 import onnxtrain.Trainer;
 
-/** What the Java class promises besides steps. */
+/** Checks of the Java class besides training. */
 public final class Checks {
     public static void main(String[] arguments) {
         float[] x = {0, 0, 0, 1, 1, 0, 1, 1};
         long[] labels = {0, 1, 1, 0};
         Map<String, Object> batch = Map.of("x", x, "labels", labels);
-        refused("manifest.json: not there", () -> new Trainer("nowhere", 1));
+        rejects("manifest.json: not found", () -> new Trainer("nowhere", 1));
         Trainer trainer = new Trainer("artifacts", 1);
-        refused("missing from the batch: 'labels'", () -> trainer.step(Map.of("x", x)));
-        refused("'labels' is int64[batch], got int32", () -> trainer.step(Map.of("x", x, "labels", new int[4])));
+        rejects("missing from the batch: 'labels'", () -> trainer.step(Map.of("x", x)));
+        rejects("'labels' is int64[batch], got int32", () -> trainer.step(Map.of("x", x, "labels", new int[4])));
         double before = trainer.evaluate(batch).loss();
         trainer.setLearningRate(0.02);
         for (int i = 0; i < 300; i++) trainer.step(batch);
@@ -23,23 +23,23 @@ public final class Checks {
         trainer.load("java.safetensors");
         check(trainer.evaluate(batch).loss() == after);
         check(java.util.Arrays.equals(weights, trainer.parameter("fc2.bias")));
-        refused("no such parameter: 'nothing'", () -> trainer.parameter("nothing"));
+        rejects("unknown parameter: 'nothing'", () -> trainer.parameter("nothing"));
         trainer.close();
-        refused("this trainer was closed", () -> trainer.step(batch));
-        System.out.println("all as promised");
+        rejects("this trainer was closed", () -> trainer.step(batch));
+        System.out.println("all checks passed");
     }
 
     private static void check(boolean holds) {
         if (!holds) throw new AssertionError();
     }
 
-    private static void refused(String start, Runnable work) {
+    private static void rejects(String start, Runnable work) {
         try {
             work.run();
         } catch (IllegalStateException error) {
             if (error.getMessage().startsWith(start)) return;
             throw error;
         }
-        throw new AssertionError("not refused: " + start);
+        throw new AssertionError("not rejected: " + start);
     }
 }

@@ -1,4 +1,4 @@
-//! What the Rust module promises besides steps.
+//! Checks of the Rust module besides training.
 #[path = "../rust/onnxtrain.rs"]
 mod onnxtrain;
 
@@ -7,7 +7,7 @@ use onnxtrain::{Data, Trainer};
 fn main() -> Result<(), String> {
     let (x, labels) = ([0.0f32, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0], [0i64, 1, 1, 0]);
     let batch = [("x", Data::F32(&x)), ("labels", Data::I64(&labels))];
-    assert!(Trainer::open("nowhere", 1).err().unwrap().starts_with("manifest.json: not there"));
+    assert!(Trainer::open("nowhere", 1).err().unwrap().starts_with("manifest.json: not found"));
     let mut trainer = Trainer::open("artifacts", 1)?;
     let wrong = [("x", Data::F64(&[0.0; 8])), ("labels", Data::I32(&[0; 4]))];
     assert_eq!(trainer.step(&wrong).unwrap_err(), "'x' is float32[batch, 2], got float64");
@@ -24,6 +24,6 @@ fn main() -> Result<(), String> {
     trainer.load("rust.safetensors")?;
     assert_eq!(trainer.evaluate(&batch)?.loss, after);
     trainer.export("rust.onnx")?;
-    println!("all as promised");
+    println!("all checks passed");
     Ok(())
 }

@@ -1,4 +1,4 @@
-// What the tests drive: one command per question, tensors in and out as safetensors files.
+// Command line driver of the tests; tensors are passed in safetensors files.
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -51,7 +51,7 @@ void train(int argc, char** argv) {
   trainer.save(argv[6]);
 }
 
-/// report <artifacts> <batches>: everything of one step and one evaluation, as text
+/// report <artifacts> <batches>: print the results of a step and of evaluations
 void report(char** argv) {
   Trainer trainer(argv[2], options());
   const Batches batches(argv[3]);
@@ -73,7 +73,7 @@ void export_model(int argc, char** argv) {
   trainer.export_model(argv[4], argc > 5);
 }
 
-/// copy <artifacts> <checkpoint in> <checkpoint out>: read and written again
+/// copy <artifacts> <checkpoint in> <checkpoint out>: load and save a checkpoint
 void copy(char** argv) {
   Trainer trainer(argv[2], options());
   trainer.load(argv[3]);
@@ -94,7 +94,7 @@ void schedule(char** argv) {
   for (long i = 1; i <= steps; ++i) std::printf("%.17g\n", known.at(name)(i));
 }
 
-/// hostile <artifacts> <good checkpoint> <folder> <batches>: trains in <folder>/*/, loads <folder>/*.ckpt
+/// hostile <artifacts> <good checkpoint> <directory> <batches>: train in <directory>/*/, load <directory>/*.ckpt
 void hostile(char** argv) {
   const Batches batches(argv[5]);
   for (const auto& entry : std::filesystem::directory_iterator(argv[4])) {
@@ -110,33 +110,33 @@ void hostile(char** argv) {
         Trainer trainer(argv[2], options());
         trainer.load(argv[3]);
         const auto before = trainer.snapshot();
-        const std::string state = onnxtrain::detail::joined(before.meta);
+        const std::string state = onnxtrain::detail::json_object(before.meta);
         try {
           trainer.load(entry.path());
         } catch (const onnxtrain::Error&) {
-          if (onnxtrain::detail::joined(trainer.snapshot().meta) != state) outcome = "changed";
+          if (onnxtrain::detail::json_object(trainer.snapshot().meta) != state) outcome = "changed";
           throw;
         }
       }
     } catch (const onnxtrain::Error& error) {
-      outcome = outcome == "changed" ? outcome : std::string("refused: ") + error.what();
+      outcome = outcome == "changed" ? outcome : std::string("rejected: ") + error.what();
     }
     std::cout << name << "\t" << outcome.substr(0, outcome.find('\n')) << "\n";
   }
 }
 
-/// bench <artifacts> <batches> <steps>: time of steps beside that of plain calls of the same session
+/// bench <artifacts> <batches> <steps>: compare the time of steps with plain calls of the same session
 void bench(char** argv) {
   Trainer trainer(argv[2], options());
   const Batches batches(argv[3]);
   const long steps = std::atol(argv[4]);
-  // Processor time: other programs on the machine do not count.
+  // CPU time, so that other processes do not matter.
   const auto micros = [&](const auto& work) {
     const std::clock_t start = std::clock();
     for (long i = 0; i < steps; ++i) work();
     return 1e6 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC / static_cast<double>(steps);
   };
-  // The same model, memory and options without the trainer: what any program would have to call.
+  // The same model, memory and options without the trainer, as a baseline.
   onnxtrain::detail::Controls controls;
   controls.set_step(1);
   Ort::SessionOptions session_options;
@@ -157,14 +157,14 @@ void bench(char** argv) {
     feeds.push_back(controls.value(t));
     if (t.role == "input" || t.role == "target") {
       for (const auto& feed : batches.all[0])
-        if (feed.name == t.name) feeds.back() = onnxtrain::detail::seen(feed.value);
+        if (feed.name == t.name) feeds.back() = onnxtrain::detail::as_value(feed.value);
     } else if (!feeds.back()) {
-      feeds.back() = onnxtrain::detail::seen(old[t.name]);
+      feeds.back() = onnxtrain::detail::as_value(old[t.name]);
     }
   }
   for (const auto& t : spec.outputs) {
     out.push_back(t.name.c_str());
-    results.push_back(t.feeds.empty() ? Ort::Value{nullptr} : onnxtrain::detail::seen(fresh[t.feeds]));
+    results.push_back(t.feeds.empty() ? Ort::Value{nullptr} : onnxtrain::detail::as_value(fresh[t.feeds]));
   }
   const auto raw = [&] {
     const onnxtrain::detail::FlushDenormals mode;

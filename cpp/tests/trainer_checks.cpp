@@ -1,4 +1,4 @@
-// What the trainer promises besides its numbers: trainer_checks <artifacts of an MLP>
+// Checks of the trainer besides its numerical results: trainer_checks <artifacts of an MLP>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -9,19 +9,19 @@ namespace {
 
 void check(bool holds, const std::string& what) {
   if (holds) return;
-  std::fprintf(stderr, "not so: %s\n", what.c_str());
+  std::fprintf(stderr, "check failed: %s\n", what.c_str());
   std::exit(1);
 }
 
-/// Check that work is refused, with an error of a kind whose message begins so.
+/// Check that `work` throws an error of a type whose message starts with `message`.
 template <class Kind, class Work>
-void refused(const std::string& message, const Work& work) {
+void rejects(const std::string& message, const Work& work) {
   try {
     work();
   } catch (const Kind& error) {
-    return check(std::string(error.what()).rfind(message, 0) == 0, message + ", but: " + error.what());
+    return check(std::string(error.what()).rfind(message, 0) == 0, message + ", got: " + error.what());
   }
-  check(false, "refused: " + message);
+  check(false, "rejected: " + message);
 }
 
 using onnxtrain::LayoutKind;
@@ -44,29 +44,29 @@ onnxtrain::Options options(LayoutKind layout) {
 void batches(Trainer& trainer) {
   const std::vector<float> x = rows(4);
   const std::vector<int64_t> labels = {0, 1, 2, 3}, few = {0, 1};
-  refused<ShapeError>("no such input: 'y'", [&] { trainer.step({{"x", x}, {"labels", labels}, {"y", x}}); });
-  refused<ShapeError>("missing from the batch: 'labels'", [&] { trainer.step({{"x", x}}); });
-  refused<ShapeError>("an input is given twice", [&] { trainer.step({{"x", x}, {"x", x}, {"labels", labels}}); });
-  refused<ShapeError>("'x' is float32[batch, 10], got int64", [&] {
+  rejects<ShapeError>("unknown input: 'y'", [&] { trainer.step({{"x", x}, {"labels", labels}, {"y", x}}); });
+  rejects<ShapeError>("missing from the batch: 'labels'", [&] { trainer.step({{"x", x}}); });
+  rejects<ShapeError>("duplicate input", [&] { trainer.step({{"x", x}, {"x", x}, {"labels", labels}}); });
+  rejects<ShapeError>("'x' is float32[batch, 10], got int64", [&] {
     trainer.step({{"x", labels}, {"labels", labels}});
   });
-  refused<ShapeError>("'labels' is int64[batch], got batch = 2", [&] { trainer.step({{"x", x}, {"labels", few}}); });
-  refused<ShapeError>("'x' is float32[batch, 10], got shape [5, 8]", [&] {
+  rejects<ShapeError>("'labels' is int64[batch], got batch = 2", [&] { trainer.step({{"x", x}, {"labels", few}}); });
+  rejects<ShapeError>("'x' is float32[batch, 10], got shape [5, 8]", [&] {
     trainer.step({{"x", {x, {5, 8}}}, {"labels", labels}});
   });
-  refused<ShapeError>("'x' is float32[batch, 10], got shape [3, 10] and 40 elements", [&] {
+  rejects<ShapeError>("'x' is float32[batch, 10], got shape [3, 10] and 40 elements", [&] {
     trainer.step({{"x", {x, {3, 10}}}, {"labels", labels}});
   });
   const std::vector<float> odd(37);
-  refused<ShapeError>("'x' is float32[batch, 10], got shape [3, 10] and 37", [&] {
+  rejects<ShapeError>("'x' is float32[batch, 10], got shape [3, 10] and 37", [&] {
     trainer.step({{"x", odd}, {"labels", labels}});
   });
-  refused<ShapeError>("'labels' is int64[batch], got float32", [&] { trainer.step({{"x", x}, {"labels", {}}}); });
+  rejects<ShapeError>("'labels' is int64[batch], got float32", [&] { trainer.step({{"x", x}, {"labels", {}}}); });
   const std::vector<int64_t> outside = {0, 1, 2, 99};
-  refused<onnxtrain::RuntimeError>(trainer.fused() ? "step_model.onnx" : "training_model.onnx", [&] {
+  rejects<onnxtrain::RuntimeError>(trainer.fused() ? "step_model.onnx" : "training_model.onnx", [&] {
     trainer.step({{"x", x}, {"labels", outside}});
   });
-  check(trainer.global_step() == 0, "nothing has been trained on");
+  check(trainer.global_step() == 0, "nothing was trained");
 }
 
 void bad_losses(Trainer& trainer) {
@@ -77,14 +77,14 @@ void bad_losses(Trainer& trainer) {
   x[0] = std::numeric_limits<float>::quiet_NaN();
   const auto result = trainer.step({{"x", x}, {"labels", labels}});
   check(std::isnan(result.loss) && !result.updated && trainer.global_step() == 0,
-        "a loss that is no number counts for nothing");
-  check(trainer.parameter("fc1.weight").bytes == before.bytes, "parameters are those before");
+        "a loss that is not finite is discarded");
+  check(trainer.parameter("fc1.weight").bytes == before.bytes, "parameters are unchanged");
   x = rows(4);
-  check(trainer.evaluate({{"x", x}, {"labels", labels}}).loss == loss, "so is the loss");
+  check(trainer.evaluate({{"x", x}, {"labels", labels}}).loss == loss, "the loss is unchanged");
   const std::vector<float> infinite(before.count(), std::numeric_limits<float>::infinity());
   trainer.set_parameter("fc1.weight", infinite);
-  refused<onnxtrain::CheckpointError>("'fc1.weight' is not finite any more", [&] { trainer.save("not_finite"); });
-  refused<onnxtrain::CheckpointError>("'fc1.weight' is not finite any more",
+  rejects<onnxtrain::CheckpointError>("'fc1.weight' is not finite", [&] { trainer.save("not_finite"); });
+  rejects<onnxtrain::CheckpointError>("'fc1.weight' is not finite",
                                       [&] { trainer.export_model("not_finite"); });
   check(!std::filesystem::exists("not_finite"), "nothing is written");
   trainer.set_parameter("fc1.weight", before.view());
@@ -93,41 +93,41 @@ void bad_losses(Trainer& trainer) {
 void settings(Trainer& trainer) {
   const std::vector<float> x = rows(4);
   const std::vector<int64_t> labels = {0, 1, 2, 3};
-  refused<onnxtrain::Error>("lr must be a finite number from 0 on", [&] { trainer.set_lr(-1); });
-  refused<onnxtrain::Error>("lr must be a finite number from 0 on", [&] { trainer.set_lr(std::nan("")); });
-  refused<ShapeError>("no such parameter: 'nothing'", [&] { trainer.parameter("nothing"); });
-  refused<ShapeError>("'fc2.bias' is float32[4], got float32[]", [&] { trainer.set_parameter("fc2.bias", x); });
-  refused<onnxtrain::CheckpointError>("no such property: 'nothing'", [&] { trainer.property("nothing"); });
+  rejects<onnxtrain::Error>("lr must be a finite number >= 0", [&] { trainer.set_lr(-1); });
+  rejects<onnxtrain::Error>("lr must be a finite number >= 0", [&] { trainer.set_lr(std::nan("")); });
+  rejects<ShapeError>("unknown parameter: 'nothing'", [&] { trainer.parameter("nothing"); });
+  rejects<ShapeError>("'fc2.bias' is float32[4], got float32[]", [&] { trainer.set_parameter("fc2.bias", x); });
+  rejects<onnxtrain::CheckpointError>("unknown property: 'nothing'", [&] { trainer.property("nothing"); });
   trainer.set_schedule(onnxtrain::linear(0.1, 4));
   for (int i = 0; i < 3; ++i) trainer.step({{"x", x}, {"labels", labels}});
-  check(trainer.lr() == 0.1 * (1.0 - 1.0 * 2 / 4), "the schedule's rate of step 3");
+  check(trainer.lr() == 0.1 * (1.0 - 1.0 * 2 / 4), "the learning rate of step 3");
   trainer.set_schedule({});
   trainer.set_lr(0.25);
   trainer.step({{"x", x}, {"labels", labels}});
-  check(trainer.lr() == 0.25, "the rate that was set");
+  check(trainer.lr() == 0.25, "the learning rate is set");
   trainer.set_property("ratio", 0.1);
   trainer.set_property("count", int64_t{1} << 60);
   trainer.set_property("name", std::string("K\xC3\xA4se \xF0\x9F\x99\x82"));
   trainer.save("settings");
-  refused<onnxtrain::FileError>("'none/settings': cannot be written: No such file",
+  rejects<onnxtrain::FileError>("'none/settings': cannot be written: No such file",
                                 [&] { trainer.save("none/settings"); });
   std::filesystem::create_directories("taken/inside");
-  refused<onnxtrain::FileError>("'taken': cannot be written: ", [&] { trainer.save("taken"); });
+  rejects<onnxtrain::FileError>("'taken': cannot be written: ", [&] { trainer.save("taken"); });
   trainer.set_property("ratio", std::string("other"));
   trainer.load("settings");
   check(std::get<double>(trainer.property("ratio")) == 0.1, "a number");
-  check(std::get<int64_t>(trainer.property("count")) == int64_t{1} << 60, "a whole number");
-  check(std::get<std::string>(trainer.property("name")) == "K\xC3\xA4se \xF0\x9F\x99\x82", "a text");
+  check(std::get<int64_t>(trainer.property("count")) == int64_t{1} << 60, "an integer");
+  check(std::get<std::string>(trainer.property("name")) == "K\xC3\xA4se \xF0\x9F\x99\x82", "a string");
 }
 
-/// What has no public way in: booleans of Python's, sizes that no batch has, numbers as Python writes them.
+/// Internals without a public API: booleans from Python, huge sizes, float formatting.
 void details() {
   using namespace onnxtrain::detail;
   check(std::get<int64_t>(read_property("true", "flag")) == 1, "true is 1");
   check(std::get<int64_t>(read_property("false", "flag")) == 0, "false is 0");
   const onnxtrain::TensorSpec huge{"x", "input", find_type("float32"), {INT64_MAX, INT64_MAX, "n"}, ""};
   const std::vector<float> x = rows(1);
-  check(shape_of(huge, x) == onnxtrain::Shape({INT64_MAX, INT64_MAX, 0}), "nothing is left for n");
+  check(shape_of(huge, x) == onnxtrain::Shape({INT64_MAX, INT64_MAX, 0}), "the remaining size is 0");
   for (const char* text : {"0.0", "-0.0", "1.0", "0.1", "1e-05", "0.0001", "123456.789", "1e+16", "9300000000000000.0",
                            "1.7976931348623157e+308", "5e-324", "-2.5e-07", "0.30000000000000004"}) {
     double number = 1;
@@ -135,7 +135,7 @@ void details() {
   }
 }
 
-/// Gradients of two batches make the update of both at once.
+/// Accumulating two batches gives the same update as one batch of both.
 void accumulation(const std::string& folder) {
   const std::vector<float> x = rows(8);
   const std::vector<int64_t> labels = {0, 1, 2, 3, 3, 2, 1, 0};
@@ -143,13 +143,13 @@ void accumulation(const std::string& folder) {
   onnxtrain::Options two = options(LayoutKind::automatic);
   two.accumulate = 2;
   Trainer halves(folder, two);
-  check(!halves.fused(), "gradients add up in the separate layout");
+  check(!halves.fused(), "gradient accumulation uses the separate layout");
   whole.step({{"x", x}, {"labels", labels}});
   const auto half = [&](size_t i) {
     return halves.step({{"x", {x.data() + 40 * i, 40}}, {"labels", {labels.data() + 4 * i, 4}}});
   };
   check(!half(0).updated, "one batch of two");
-  refused<onnxtrain::Error>("gradients are accumulated but not applied", [&] { halves.save("half"); });
+  rejects<onnxtrain::Error>("gradients are accumulated but not applied", [&] { halves.save("half"); });
   check(half(1).updated && halves.global_step() == 1, "two batches of two");
   const auto a = whole.parameter("fc1.weight").as<float>(), b = halves.parameter("fc1.weight").as<float>();
   for (size_t i = 0; i < a.size(); ++i) check(std::abs(a[i] - b[i]) < 1e-4, "the same update");
@@ -157,12 +157,12 @@ void accumulation(const std::string& folder) {
   check(halves.flush() && !halves.flush() && halves.global_step() == 2, "the rest is flushed, once");
   onnxtrain::Options wrong = options(LayoutKind::fused);
   wrong.accumulate = 2;
-  refused<onnxtrain::Error>("accumulated gradients need the separate layout", [&] { Trainer t(folder, wrong); });
+  rejects<onnxtrain::Error>("gradient accumulation needs the separate layout", [&] { Trainer t(folder, wrong); });
   Trainer fused(folder, options(LayoutKind::fused));
-  refused<onnxtrain::Error>("there are no gradients to update with", [&] { fused.update(1); });
+  rejects<onnxtrain::Error>("no accumulated gradients", [&] { fused.update(1); });
 }
 
-/// The caller may set options of every session, and add execution providers to them.
+/// The caller can set session options and add execution providers.
 void sessions(const std::string& folder) {
   for (const LayoutKind layout : {LayoutKind::fused, LayoutKind::separate}) {
     int made = 0;
@@ -171,9 +171,9 @@ void sessions(const std::string& folder) {
       session.AddConfigEntry("session.intra_op.allow_spinning", "0"), ++made;
     };
     Trainer trainer(folder, o);
-    check(made == (layout == LayoutKind::fused ? 1 : 2), "one session for each model of a step");
+    check(made == (layout == LayoutKind::fused ? 1 : 2), "one session per model of a step");
     o.configure = [](Ort::SessionOptions& session) { session.AppendExecutionProvider("NoSuchProvider", {}); };
-    refused<onnxtrain::RuntimeError>("onnxruntime: ", [&] { Trainer t(folder, o); });
+    rejects<onnxtrain::RuntimeError>("onnxruntime: ", [&] { Trainer t(folder, o); });
   }
 }
 
@@ -190,5 +190,5 @@ int main(int argc, char** argv) {
   accumulation(folder);
   sessions(folder);
   details();
-  std::puts("all as promised");
+  std::puts("all checks passed");
 }

@@ -44,7 +44,7 @@ def prepare(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def accepted(seen: dict[str, str]) -> dict[str, str]:
-    return {name: text for name, text in seen.items() if not text.startswith("refused: ")}
+    return {name: text for name, text in seen.items() if not text.startswith("rejected: ")}
 
 
 def check_lies(tmp_path: Path, kind: str) -> None:

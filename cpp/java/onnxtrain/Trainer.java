@@ -4,9 +4,9 @@ import java.nio.ByteBuffer;
 import java.nio.ByteOrder;
 import java.util.Map;
 
-/** Trains a directory of onnxtrain artifacts. A trainer is for one thread at a time. */
+/** Trains the model of an artifact directory. Not thread-safe. */
 public final class Trainer implements AutoCloseable {
-    /** What a step or an evaluation found; {@code updated} is false if the loss is not finite. */
+    /** Result of a step or an evaluation; {@code updated} is false if the loss is not finite. */
     public record Result(double loss, long step, boolean updated) {}
 
     static {
@@ -15,17 +15,17 @@ public final class Trainer implements AutoCloseable {
 
     private long handle;
 
-    /** Opens a directory; 0 threads leave the choice to onnxruntime. */
+    /** Opens an artifact directory; with 0 threads, onnxruntime selects the number. */
     public Trainer(String directory, int threads) {
         handle = open(directory, threads);
     }
 
-    /** Trains on one batch: arrays of numbers by name; shapes follow from the model. */
+    /** Trains on one batch: primitive arrays by input name; shapes follow from the model. */
     public Result step(Map<String, ?> batch) {
         return run(batch, false);
     }
 
-    /** Gives loss and metrics of one batch in evaluation mode. */
+    /** Returns loss and metrics of one batch in evaluation mode. */
     public Result evaluate(Map<String, ?> batch) {
         return run(batch, true);
     }
@@ -46,7 +46,7 @@ public final class Trainer implements AutoCloseable {
         setLearningRate(handle(), lr);
     }
 
-    /** Gives a copy of a float32 parameter. */
+    /** Returns a copy of a float32 parameter. */
     public float[] parameter(String name) {
         byte[] bytes = parameter(handle(), name);
         float[] values = new float[bytes.length / Float.BYTES];
@@ -54,12 +54,12 @@ public final class Trainer implements AutoCloseable {
         return values;
     }
 
-    /** Writes a checkpoint: whole, or the old file stays. */
+    /** Saves a checkpoint atomically. */
     public void save(String path) {
         save(handle(), path);
     }
 
-    /** Goes on from a checkpoint; nothing changes if it does not fit. */
+    /** Resumes from a checkpoint; nothing changes if it does not match the artifacts. */
     public void load(String path) {
         load(handle(), path);
     }
@@ -90,8 +90,8 @@ public final class Trainer implements AutoCloseable {
             types[i] = typeOf(entry.getValue());
             data[i++] = buffer(entry.getValue());
         }
-        double[] found = run(handle(), names, types, data, evaluate);
-        return new Result(found[0], (long) found[1], found[2] != 0);
+        double[] result = run(handle(), names, types, data, evaluate);
+        return new Result(result[0], (long) result[1], result[2] != 0);
     }
 
     private static String typeOf(Object array) {
@@ -100,7 +100,7 @@ public final class Trainer implements AutoCloseable {
         if (array instanceof long[]) return "int64";
         if (array instanceof int[]) return "int32";
         if (array instanceof byte[]) return "uint8";
-        throw new IllegalArgumentException("no tensor: " + array.getClass().getSimpleName());
+        throw new IllegalArgumentException("unsupported tensor type: " + array.getClass().getSimpleName());
     }
 
     private static ByteBuffer buffer(Object array) {

@@ -1,7 +1,7 @@
-// The C++ training classes of onnxruntime 1.19 and older, by their own names, on a stock onnxruntime.
+// The C++ training API of onnxruntime 1.19 and older, on stock onnxruntime.
 //
-// Put this folder on the include path, and programs that include "onnxruntime_training_cxx_api.h" compile
-// again. They train files that onnxtrain has built; checkpoints in the old format have to be converted.
+// With this directory on the include path, programs that include "onnxruntime_training_cxx_api.h" compile
+// unchanged. They train artifacts built with onnxtrain; checkpoints in the old format have to be converted.
 #pragma once
 
 #include <onnxtrain.hpp>
@@ -17,7 +17,7 @@ inline std::optional<uint32_t>& seed() {
   return value;
 }
 
-/// Turn errors of ours into those that old programs catch.
+/// Convert onnxtrain::Error to Ort::Exception, which existing programs catch.
 template <class Work>
 auto guarded(const Work& work) {
   try {
@@ -27,7 +27,7 @@ auto guarded(const Work& work) {
   }
 }
 
-/// Return a tensor with memory of its own.
+/// Return a tensor that owns its memory.
 inline Value tensor(const onnxtrain::DType& type, const onnxtrain::Shape& shape, const void* data, size_t bytes) {
   AllocatorWithDefaultOptions allocator;
   Value value = Value::CreateTensor(allocator, shape.data(), shape.size(), type.onnx);
@@ -35,11 +35,11 @@ inline Value tensor(const onnxtrain::DType& type, const onnxtrain::Shape& shape,
   return value;
 }
 
-/// A checkpoint, and the trainer that has taken it over.
+/// A checkpoint, and the trainer that was created from it.
 struct State {
   std::string file;
   onnxtrain::Checkpoint checkpoint;
-  std::map<std::string, std::string> fresh;  ///< state that the file does not hold
+  std::map<std::string, std::string> fresh;  ///< initial optimizer state, if the file has none
   std::optional<onnxtrain::Manifest> manifest;
   std::unique_ptr<onnxtrain::Trainer> trainer;
 
@@ -47,8 +47,8 @@ struct State {
     checkpoint = onnxtrain::read_checkpoint(file, label);
     const auto text = checkpoint.meta.find("manifest");
     if (text == checkpoint.meta.end())
-      throw onnxtrain::CheckpointError(label + ": it does not say to which models it belongs\n" +
-                                       "hint: take the checkpoint that was built with them");
+      throw onnxtrain::CheckpointError(label + ": no manifest in the metadata\n" +
+                                       "hint: load the checkpoint that was built with these models");
     manifest = onnxtrain::Manifest::parse(text->second, label);
     add_fresh_state();
   }
@@ -59,7 +59,7 @@ struct State {
   }
 
  private:
-  /// A checkpoint without optimizer state starts with what the optimizer starts with.
+  /// Initialize the optimizer state if the checkpoint has none.
   void add_fresh_state() {
     for (const onnxtrain::StateSpec& s : manifest->state) {
       if (checkpoint.tensors.count(s.key)) continue;
@@ -82,12 +82,12 @@ struct State {
 
 }  // namespace training_detail
 
-/// Make random numbers of sessions that are created from now on the same in every run.
+/// Set the random seed of sessions that are created from now on.
 inline void SetSeed(const int64_t seed) {
   training_detail::seed() = static_cast<uint32_t>(static_cast<uint64_t>(seed) % onnxtrain::detail::kSeeds);
 }
 
-/// Parameters, optimizer state and properties of a training session; it has to outlive the session.
+/// Parameters, optimizer state and properties of a training session; must outlive the session.
 class CheckpointState {
  public:
   CheckpointState() = delete;
@@ -151,7 +151,7 @@ class CheckpointState {
   std::unique_ptr<training_detail::State> state_;
 };
 
-/// Runs training, evaluation and optimizer model over the state of a checkpoint.
+/// Runs the training, evaluation and optimizer models with the state of a checkpoint.
 class TrainingSession {
  public:
   using Path = std::basic_string<ORTCHAR_T>;
@@ -202,9 +202,9 @@ class TrainingSession {
   float GetLearningRate() const { return static_cast<float>(state_->trainer->lr()); }
 
   void RegisterLinearLRScheduler(int64_t warmup_step_count, int64_t total_step_count, float initial_lr) {
-    const int64_t falling = total_step_count - warmup_step_count;
+    const int64_t decay = total_step_count - warmup_step_count;
     schedule_ = onnxtrain::warmup(initial_lr, warmup_step_count,
-                                  falling > 0 ? onnxtrain::linear(initial_lr, falling) : onnxtrain::constant(0));
+                                  decay > 0 ? onnxtrain::linear(initial_lr, decay) : onnxtrain::constant(0));
     SchedulerStep();
   }
   void SchedulerStep() {
@@ -218,13 +218,13 @@ class TrainingSession {
     training_detail::guarded([&] { trainer().update(1.0); });
   }
 
-  /// Write the inference model that was built with the artifacts; it has to lie beside the training model.
+  /// Export the inference model, which has to be in the directory of the training model.
   void ExportModelForInferencing(const Path& inference_model_path, const std::vector<std::string>& graph_output_names) {
     training_detail::guarded([&] {
       const auto& outputs = trainer().manifest().model("infer").outputs;
       for (const std::string& name : graph_output_names)
         if (std::none_of(outputs.begin(), outputs.end(), [&](const auto& t) { return t.name == name; }))
-          throw onnxtrain::Error("the inference model has no output '" + name + "'");
+          throw onnxtrain::Error("unknown output of the inference model: '" + name + "'");
       trainer().export_model(inference_model_path);
     });
   }
@@ -238,14 +238,14 @@ class TrainingSession {
     return names;
   }
 
-  /// Return the number of elements of all parameters.
+  /// Return the total number of elements of the parameters.
   size_t GetParametersSize(const bool only_trainable) {
     size_t count = 0;
     for (const std::string& name : parameters(only_trainable)) count += trainer().parameter(name).count();
     return count;
   }
 
-  /// Return all parameters, one after the other.
+  /// Return the parameters concatenated to one vector.
   Value ToBuffer(const bool only_trainable) {
     return training_detail::guarded([&] {
       std::vector<float> all;
@@ -258,13 +258,13 @@ class TrainingSession {
     });
   }
 
-  /// Set all parameters, or all trainable ones: the length tells which.
+  /// Set all parameters or all trainable parameters, depending on the length.
   void FromBuffer(Value& buffer) {
     training_detail::guarded([&] {
       const onnxtrain::TensorView given(buffer);
       const bool trainable = given.count == GetParametersSize(true);
       if (given.dtype != &onnxtrain::dtype_of<float>() || (!trainable && given.count != GetParametersSize(false)))
-        throw onnxtrain::ShapeError("a buffer of " + std::to_string(given.count) + " elements for other parameters");
+        throw onnxtrain::ShapeError("the buffer has " + std::to_string(given.count) + " elements, unlike the parameters");
       const auto* data = static_cast<const float*>(given.data);
       for (const std::string& name : parameters(trainable)) {
         const size_t count = trainer().parameter(name).count();
@@ -289,7 +289,7 @@ class TrainingSession {
     return names;
   }
 
-  /// Inputs come in order; int32 labels of old programs are taken for int64 ones.
+  /// Name the inputs by their order; convert int32 labels to int64, as existing programs expect.
   onnxtrain::Batch batch(const std::string& role, const std::vector<Value>& inputs) {
     onnxtrain::Batch batch;
     wide_.clear();
