@@ -264,7 +264,7 @@ class TrainingSession {
       const onnxtrain::TensorView given(buffer);
       const bool trainable = given.count == GetParametersSize(true);
       if (given.dtype != &onnxtrain::dtype_of<float>() || (!trainable && given.count != GetParametersSize(false)))
-        throw onnxtrain::ShapeError("the buffer has " + std::to_string(given.count) + " elements, unlike the parameters");
+        throw onnxtrain::ShapeError("unexpected number of elements: " + std::to_string(given.count));
       const auto* data = static_cast<const float*>(given.data);
       for (const std::string& name : parameters(trainable)) {
         const size_t count = trainer().parameter(name).count();

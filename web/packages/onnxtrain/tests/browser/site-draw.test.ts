@@ -67,7 +67,7 @@ test("trains automatically; pause, draw, save, resume after a reload and downloa
   await until(page, "Saved at step 450");
   await page.reload();
   await settle(page, { Epochs: "1" });
-  await page.getByRole("button", { name: "Resume saved" }).click();
+  await page.getByRole("button", { name: "Continue saved" }).click();
   await until(page, "Done: 45 steps");
   expect(await accuracy(page)).toBeGreaterThan(90);
   await page.getByText("Show the code").click();
@@ -117,7 +117,7 @@ test("learns a new symbol from one drawing and still recognizes digits", async (
   await until(page, "Saved at step");
   await page.reload();
   await settle(page, { Epochs: "1" });
-  await page.getByRole("button", { name: "Resume saved" }).click();
+  await page.getByRole("button", { name: "Continue saved" }).click();
   await until(page, "Done: 4");
   expect(await page.locator("#bars li").count()).toBe(11);
   await page.getByRole("button", { name: "Delete my drawings" }).click();

@@ -93,7 +93,7 @@ test("trains an uploaded model on CSV, JSONL and NPZ, with text labels, and save
   await until(page, "Done: 100 steps");
   await page.getByRole("button", { name: "Save", exact: true }).click();
   await until(page, "Saved at step 100");
-  await page.getByRole("button", { name: "Resume saved" }).click();
+  await page.getByRole("button", { name: "Continue saved" }).click();
   await until(page, "Done: 100 steps");
   await page.getByRole("button", { name: "Save", exact: true }).click();
   await until(page, "Saved at step 200");
@@ -119,7 +119,7 @@ test("builds an MLP for a table without a model, also on a phone", async () => {
   await page.getByLabel("Hidden layers").fill("8, 4");
   await page.keyboard.press("Tab");
   await until(page, "Ready.");
-  await page.getByRole("button", { name: "Resume saved" }).click();
+  await page.getByRole("button", { name: "Continue saved" }).click();
   await until(page, "Failed:");
   // Weights for another table are saved separately.
   await page.getByRole("button", { name: "Train my model" }).click();
