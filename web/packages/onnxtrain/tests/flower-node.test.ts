@@ -45,9 +45,9 @@ async function joinNode(options: Partial<FlowerNodeOptions> = {}): Promise<Flowe
 }
 
 async function weights(trainer: Trainer): Promise<Record<string, HostTensor>> {
-  const found: Record<string, HostTensor> = {};
-  for (const { name } of trainer.parameters) found[name] = await trainer.getParameter(name);
-  return found;
+  const result: Record<string, HostTensor> = {};
+  for (const { name } of trainer.parameters) result[name] = await trainer.getParameter(name);
+  return result;
 }
 
 const message = (arrays: Record<string, HostTensor>, config = {}): Content => ({

@@ -24,10 +24,10 @@ describe.each(cases)("%s built for %s on %s", (model, target, device) => {
     const evaluated = await trainer.evaluate([batches[0]!]);
     expect(Math.abs(evaluated.loss - expected.eval)).toBeLessThan(1e-4);
     const [input] = expected.inputs;
-    const found = await trainer.predict({ [input]: batches[0]![input]! });
+    const result = await trainer.predict({ [input]: batches[0]![input]! });
     const wanted = predictions.get("logits")!;
-    expect(found["logits"]!.dims).toEqual(wanted.dims);
-    expect(distance(found["logits"]!.data as Float32Array, wanted.data as Float32Array)).toBeLessThan(1e-3);
+    expect(result["logits"]!.dims).toEqual(wanted.dims);
+    expect(distance(result["logits"]!.data as Float32Array, wanted.data as Float32Array)).toBeLessThan(1e-3);
     await trainer.dispose();
   });
 });

@@ -22,9 +22,9 @@ beforeAll(async () => {
 });
 const create = (device: "node" | "wasm") => Trainer.create({ artifacts: FOLDER, device, seed: expected.seed, threads: 1 });
 const collected = async <T>(of: AsyncIterable<T>): Promise<T[]> => {
-  const found: T[] = [];
-  for await (const x of of) found.push(x);
-  return found;
+  const result: T[] = [];
+  for await (const x of of) result.push(x);
+  return result;
 };
 
 describe.each(["node", "wasm"] as const)("adapters on %s", (device) => {
@@ -214,8 +214,8 @@ test("the memory limit is checked before anything is downloaded", async () => {
 test("the incremental digest matches the digest of the whole", () => {
   const data = new Uint8Array(1000).map((_, i) => i * 7);
   for (const cut of [0, 1, 63, 64, 65, 129, 999]) {
-    const found = new Sha256().add(data.subarray(0, cut)).add(data.subarray(cut, cut + 1)).add(data.subarray(cut + 1)).digest();
-    expect(found).toBe(createHash("sha256").update(data).digest("hex"));
+    const result = new Sha256().add(data.subarray(0, cut)).add(data.subarray(cut, cut + 1)).add(data.subarray(cut + 1)).digest();
+    expect(result).toBe(createHash("sha256").update(data).digest("hex"));
   }
 });
 

@@ -164,8 +164,8 @@ test("fit stops at a signal and when the loop breaks", async () => {
 
 test("concurrent calls run in order", async () => {
   const { f, trainer } = await open("mlp-wasm");
-  const found = await Promise.all(f.batches.map((b) => trainer.step(b)));
-  expect(distance(found.map((m) => m.loss), f.expected.losses)).toBeLessThan(1e-4);
+  const result = await Promise.all(f.batches.map((b) => trainer.step(b)));
+  expect(distance(result.map((m) => m.loss), f.expected.losses)).toBeLessThan(1e-4);
   await trainer.dispose();
 });
 

@@ -25,8 +25,8 @@ test.each(["node", "wasm"] as const)("the onnxruntime-web/training loop matches 
   expect(session.trainingOutputNames).toEqual(["loss", "accuracy", "logits"]);
   const losses: number[] = [];
   for (const [i, batch] of f.batches.entries()) {
-    const found = await session.runTrainStep(tensors(batch, i % 2 ? 1 : -1));
-    losses.push((found["loss"]!.data as Float32Array)[0]!);
+    const result = await session.runTrainStep(tensors(batch, i % 2 ? 1 : -1));
+    losses.push((result["loss"]!.data as Float32Array)[0]!);
     await session.runOptimizerStep();
     await session.lazyResetGrad();
   }

@@ -79,8 +79,8 @@ test("rejects lossy conversions of dtypes", () => {
 test("flat arrays are reshaped with the known sizes", () => {
   const spec = (name: string, shape: (string | number)[]) => ({ name, dtype: "float32", shape, role: "input" as const, feeds: null });
   const specs = [spec("a", ["n", "m"]), spec("b", ["n", 3]), spec("c", ["m"])];
-  const found = feed(specs, { a: new Float32Array(8), b: new Float32Array(6), c: { data: new Float32Array(4), dims: [4] } });
-  expect([...found.values()].map((t) => t.dims)).toEqual([[2, 4], [2, 3], [4]]);
+  const result = feed(specs, { a: new Float32Array(8), b: new Float32Array(6), c: { data: new Float32Array(4), dims: [4] } });
+  expect([...result.values()].map((t) => t.dims)).toEqual([[2, 4], [2, 3], [4]]);
   expect(() => feed(specs.slice(0, 1), { a: new Float32Array(8) })).toThrow(/hint: pass \{ data, dims \}/);
 });
 

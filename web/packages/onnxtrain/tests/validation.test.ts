@@ -52,9 +52,9 @@ test.each(["node", "wasm"] as const)("reports the row of a label that is out of 
 test("classLabels takes the number of classes from the logits", async () => {
   for (const name of ["mlp-wasm", "cnn-wasm", "transformer-wasm", "gru-wasm"]) {
     const trainer = await open(name);
-    const found = classLabels(trainer.manifest, findModel(trainer.manifest, "step", ["wasm"])!);
+    const result = classLabels(trainer.manifest, findModel(trainer.manifest, "step", ["wasm"])!);
     const scores = trainer.manifest.models.find((m) => m.role === "infer")!.outputs[0]!.shape;
-    expect(found, name).toMatchObject({ labels: { name: "labels" }, classes: scores.at(-1) });
+    expect(result, name).toMatchObject({ labels: { name: "labels" }, classes: scores.at(-1) });
     await trainer.dispose();
   }
 });
@@ -84,9 +84,9 @@ test("a step whose loss is not finite changes nothing and reports updated: false
   const before = await trainer.exportCheckpoint();
   const batch = rows(8);
   batch.x[0] = Infinity;
-  const found = await trainer.step(batch);
-  expect(found.loss).toBeNaN();
-  expect(found.updated).toBe(false);
+  const result = await trainer.step(batch);
+  expect(result.loss).toBeNaN();
+  expect(result.updated).toBe(false);
   expect(trainer.globalStep).toBe(0);
   expect(Buffer.compare(await trainer.exportCheckpoint(), before)).toBe(0);
   expect((await trainer.step(rows(8))).updated).toBe(true);

@@ -305,7 +305,7 @@ function inferenceModel(head: Head, values: ReadonlyMap<string, HostTensor>): { 
   const outputs = [spec(head.output, "float32", [x.shape[0]!, head.settings.sizes.at(-1)!], "output")];
   const tensors = head.weights.map((w) => tensor(w.name, "float32", w.shape, toBytes(values.get(w.name)!)));
   const bytes = model(g.bytes("inference_model", [x], outputs, tensors), OPSET, IR_VERSION);
-  // Weights are the end of the file, and their numbers the end of each weight.
+  // The weights are the last fields of the file, and the data is the last field of each weight.
   const locations = new Map<string, Location>();
   let end = bytes.length;
   for (let i = tensors.length - 1; i >= 0; i--) {

@@ -59,12 +59,12 @@ test.each(["cnn", "transformer"])("a run of the %s continues from Python to a pa
   const begun = bytes(path("python"));
   // Without a step, nothing changes: parameters, buffers, state, progress.
   expect(Buffer.compare(Uint8Array.from((await inPage(page, `${model}-wasm`, begun, 0, 0)).data), begun)).toBe(0);
-  const found = await inPage(page, `${model}-wasm`, begun, 5, 10);
-  losses.push(...found.losses);
+  const result = await inPage(page, `${model}-wasm`, begun, 5, 10);
+  losses.push(...result.losses);
   await browser.close();
   const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
-  await trainer.importCheckpoint(Uint8Array.from(found.data));
-  expect(Buffer.compare(await trainer.exportCheckpoint(), Uint8Array.from(found.data))).toBe(0);
+  await trainer.importCheckpoint(Uint8Array.from(result.data));
+  expect(Buffer.compare(await trainer.exportCheckpoint(), Uint8Array.from(result.data))).toBe(0);
   for (const batch of f.batches.slice(10, 15)) losses.push((await trainer.step(batch)).loss);
   await trainer.save(path("node"));
   await trainer.dispose();
@@ -120,15 +120,15 @@ describe.each(["private files", "IndexedDB"])("a browser that is killed while sa
     await first.close().catch(() => undefined);
     const second = await openProfile(profile);
     const { page: later } = await openPage(second, site.address);
-    const found = await later.evaluate(async (kind) => {
+    const result = await later.evaluate(async (kind) => {
       const { databaseStore, privateFileStore, readCheckpoint } = onnxtrain;
       const { tensors, meta } = await readCheckpoint(await (kind === "IndexedDB" ? databaseStore() : privateFileStore()).read("run"));
       const { data } = tensors.get("w")!;
       return { step: Number(meta.get("step")), equal: (data as Float32Array).every((v) => v === data[0]), value: Number(data[0]) };
     }, kind);
     await second.close();
-    expect(found.equal).toBe(true);
-    expect(found.value).toBe(found.step);
-    expect([finished, finished + 1]).toContain(found.step);
+    expect(result.equal).toBe(true);
+    expect(result.value).toBe(result.step);
+    expect([finished, finished + 1]).toContain(result.step);
   });
 });

@@ -17,7 +17,7 @@ afterAll(async () => {
 
 test("running out of memory throws OutOfMemoryError, with and without a worker, and loses nothing", async () => {
   const { page } = await openPage(browser, site.address);
-  const found = await page.evaluate(async () => {
+  const actual = await page.evaluate(async () => {
     const { Trainer, OutOfMemoryError, RuntimeError, TooLargeError } = onnxtrain;
     const refusals: string[] = [];
     const batch = (width: number) => ({ x: { data: new Float32Array(width).fill(0.01), dims: [1, width] }, labels: [1] });
@@ -46,8 +46,8 @@ test("running out of memory throws OutOfMemoryError, with and without a worker, 
     }
     return { results, refusals };
   });
-  for (const r of found.refusals) expect(r).toMatch(/^true training needs about \d+ MB with .*, the limit is \d+ MB/);
-  for (const { errors, same, step } of found.results) {
+  for (const r of actual.refusals) expect(r).toMatch(/^true training needs about \d+ MB with .*, the limit is \d+ MB/);
+  for (const { errors, same, step } of actual.results) {
     for (const e of errors) expect(e).toMatch(/^true step_model[\w.]*\.onnx on wasm: out of memory: .*\nhint: use smaller batches/s);
     expect(same).toBe(true);
     expect(step).toBe(1);
@@ -56,7 +56,7 @@ test("running out of memory throws OutOfMemoryError, with and without a worker, 
 
 test("errors name what is wrong with artifacts and batches", async () => {
   const { page } = await openPage(browser, site.address);
-  const words = await page.evaluate(async () => {
+  const messages = await page.evaluate(async () => {
     const { Trainer } = onnxtrain;
     const files = new Map<string, Uint8Array>();
     for (const name of ["manifest.json", "checkpoint", "step_model.onnx", "inference_model.onnx"]) {
@@ -71,7 +71,7 @@ test("errors name what is wrong with artifacts and batches", async () => {
     const trainer = await Trainer.create({ artifacts: files, device: "wasm" });
     const step = async (batch: object) => await trainer.step(batch as never).then(() => "nothing", (e: Error) => `${e.name}: ${e.message}`);
     const x = new Float32Array(20);
-    const found = {
+    const actual = {
       version: await make(put("manifest.json", manifest.replace('"format": 1', '"format": 9'))),
       text: await make(put("manifest.json", "<!doctype html>")),
       lost: await make(without("step_model.onnx")),
@@ -82,16 +82,16 @@ test("errors name what is wrong with artifacts and batches", async () => {
       missing: await step({ x }),
     };
     await trainer.dispose();
-    return found;
+    return actual;
   });
-  expect(words.version).toMatch(/^ManifestError: manifest.json: format 9, but this version reads format 1/);
-  expect(words.text).toMatch(/^ManifestError: manifest.json: not JSON/);
-  expect(words.lost).toMatch(/^ArtifactError: step_model.onnx: cannot be read: found manifest.json, /);
-  expect(words.damaged).toMatch(/^ArtifactError: step_model.onnx: sha256 does not match the manifest/);
-  expect(words.shape).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got shape \[4, 5\]/);
-  expect(words.rows).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got 20 elements, but batch is 3 in 'labels'/);
-  expect(words.type).toMatch(/^ShapeError: 'labels' is int64, got numbers with values that do not fit: 0.5/);
-  expect(words.missing).toMatch(/^ShapeError: missing from the batch: labels/);
+  expect(messages.version).toMatch(/^ManifestError: manifest.json: format 9, but this version reads format 1/);
+  expect(messages.text).toMatch(/^ManifestError: manifest.json: not JSON/);
+  expect(messages.lost).toMatch(/^ArtifactError: step_model.onnx: cannot be read: found manifest.json, /);
+  expect(messages.damaged).toMatch(/^ArtifactError: step_model.onnx: sha256 does not match the manifest/);
+  expect(messages.shape).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got shape \[4, 5\]/);
+  expect(messages.rows).toMatch(/^ShapeError: 'x' is float32\[batch, 10\], got 20 elements, but batch is 3 in 'labels'/);
+  expect(messages.type).toMatch(/^ShapeError: 'labels' is int64, got numbers with values that do not fit: 0.5/);
+  expect(messages.missing).toMatch(/^ShapeError: missing from the batch: labels/);
 });
 
 test("training continues in a hidden tab and after a tab was frozen", async () => {
@@ -198,22 +198,22 @@ test("a save without space fails and keeps the last one", async () => {
       const data = new Uint8Array(count);
       for (let at = 0; at < count; at += 65536) crypto.getRandomValues(data.subarray(at, at + 65536));
       data[0] = from;
-      const words = await store.write("run", data).then(() => "saved", (e: Error) => `${e.name}: ${e.message}`);
+      const outcome = await store.write("run", data).then(() => "saved", (e: Error) => `${e.name}: ${e.message}`);
       const kept = await store.read("run");
-      return { words, first: kept[0]!, length: kept.length };
+      return { outcome, first: kept[0]!, length: kept.length };
     }, [from, count] as const);
-  expect(await save(1, 1_000_000)).toEqual({ words: "saved", first: 1, length: 1_000_000 });
+  expect(await save(1, 1_000_000)).toEqual({ outcome: "saved", first: 1, length: 1_000_000 });
   const cdp = await page.context().newCDPSession(page);
   await cdp.send("Storage.overrideQuotaForOrigin", { origin: new URL(site.address).origin, quotaSize: 4_000_000 });
-  const found = await save(2, 30_000_000);
-  expect(found.words).toMatch(/^CheckpointError: 'run': cannot be written: .*\nhint: check the free space; earlier checkpoints are intact/s);
-  expect({ first: found.first, length: found.length }).toEqual({ first: 1, length: 1_000_000 });
+  const actual = await save(2, 30_000_000);
+  expect(actual.outcome).toMatch(/^CheckpointError: 'run': cannot be written: .*\nhint: check the free space; earlier checkpoints are intact/s);
+  expect({ first: actual.first, length: actual.length }).toEqual({ first: 1, length: 1_000_000 });
   await page.close();
 });
 
 test("a signal aborts creation and terminates its worker", async () => {
   const { page } = await openPage(browser, site.address);
-  const found = await page.evaluate(async () => {
+  const actual = await page.evaluate(async () => {
     const stop = new AbortController();
     // Abort right after the worker is started, before it is ready.
     globalThis.Worker = class extends Worker {
@@ -225,7 +225,7 @@ test("a signal aborts creation and terminates its worker", async () => {
     const making = onnxtrain.Trainer.create({ artifacts: "/fixtures/cnn-wasm", device: "wasm", signal: stop.signal });
     return await making.then(() => "made", (e: Error) => e.name);
   });
-  expect(found).toBe("AbortError");
+  expect(actual).toBe("AbortError");
   await expect.poll(() => page.workers().length).toBe(0);
   await page.close();
 });

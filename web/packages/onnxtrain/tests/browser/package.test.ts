@@ -37,9 +37,9 @@ test("the package trains in an empty Node project, and contains only its own sma
      await trainer.dispose();`,
   );
   const printed = execFileSync("node", ["main.js"], { cwd: own, encoding: "utf8" });
-  const found = JSON.parse(printed) as { loss: number; device: string };
-  expect(found.device).toBe("node");
-  expect(found.loss).toBeGreaterThan(0);
+  const result = JSON.parse(printed) as { loss: number; device: string };
+  expect(result.device).toBe("node");
+  expect(result.loss).toBeGreaterThan(0);
 });
 
 test("packing a clean clone builds it first", () => {
@@ -120,10 +120,10 @@ async function trained(address: string): Promise<void> {
       const page = await browser.newPage();
       await page.goto(`${address}?device=${device}`);
       await page.waitForFunction(() => document.title.startsWith("{"));
-      const found = JSON.parse(await page.title()) as { loss: number };
+      const result = JSON.parse(await page.title()) as { loss: number };
       // No messages: training runs in a worker and on the requested device.
-      expect(found).toEqual({ loss: expect.any(Number) as number, device, messages: [] });
-      expect(found.loss).toBeGreaterThan(0);
+      expect(result).toEqual({ loss: expect.any(Number) as number, device, messages: [] });
+      expect(result.loss).toBeGreaterThan(0);
       await page.close();
     }
   } finally {

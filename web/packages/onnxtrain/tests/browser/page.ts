@@ -55,9 +55,9 @@ const BROWSERS = ["/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/go
 
 /** Returns the path of the system's Chromium, or the environment variable CHROMIUM. */
 export function browserPath(): string {
-  const found = process.env["CHROMIUM"] ?? BROWSERS.find(existsSync);
-  if (!found) throw new Error("no browser found: install chromium, or set CHROMIUM");
-  return found;
+  const result = process.env["CHROMIUM"] ?? BROWSERS.find(existsSync);
+  if (!result) throw new Error("no browser found: install chromium, or set CHROMIUM");
+  return result;
 }
 
 /** Timeout in ms, long enough for a busy machine: only a hanging page reaches it. */
@@ -115,9 +115,9 @@ export async function train(
     const losses: number[] = [];
     const accuracies: number[] = [];
     for (let i = 0; i < expected.losses.length; i++) {
-      const found = await trainer.step(batch(i));
-      losses.push(found.loss);
-      accuracies.push(found["accuracy"]!);
+      const result = await trainer.step(batch(i));
+      losses.push(result.loss);
+      accuracies.push(result["accuracy"]!);
     }
     const evaluated = (await trainer.evaluate([batch(0)])).loss;
     const [input] = expected.inputs;

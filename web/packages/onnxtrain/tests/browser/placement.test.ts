@@ -62,7 +62,7 @@ print(json.dumps([dataclasses.asdict(x) for x in nodes_off_gpu(model)]))
 
 test("parameters and state stay on the GPU from step to step", async () => {
   const { page } = await openPage(browser, site.address);
-  const found = await page.evaluate(async () => {
+  const result = await page.evaluate(async () => {
     const { Trainer } = onnxtrain;
     const counted = { bytes: 0 };
     // Reads from the GPU map a buffer.
@@ -89,9 +89,9 @@ test("parameters and state stay on the GPU from step to step", async () => {
     prototype.mapAsync = mapAsync;
     return { device, perStep, whole };
   });
-  expect(found.device).toBe("webgpu");
+  expect(result.device).toBe("webgpu");
   // Only loss, accuracy and logits are read; a checkpoint has about 9 kB.
-  for (const bytes of found.perStep) expect(bytes).toBeLessThan(1024);
-  expect(found.whole).toBeGreaterThan(8000);
+  for (const bytes of result.perStep) expect(bytes).toBeLessThan(1024);
+  expect(result.whole).toBeGreaterThan(8000);
   await page.close();
 });

@@ -151,7 +151,7 @@ test("the page works on a phone and by keyboard", async () => {
 test("errors name invalid settings, and the status reports the progress", async () => {
   const { page, close } = await site.page("draw/", DESK);
   await settle(page, {});
-  for (const [name, value, words] of [
+  for (const [name, value, message] of [
     ["Learning rate", "-1", "Failed: Learning rate must be a positive number, got -1"],
     ["Learning rate", "", "Failed: Learning rate must be a positive number, got an empty value"],
     ["Learning rate", "0", "Failed: Learning rate must be a positive number, got 0"],
@@ -164,7 +164,7 @@ test("errors name invalid settings, and the status reports the progress", async 
     const before = await field.inputValue();
     await field.fill(value);
     await train(page);
-    await until(page, words);
+    await until(page, message);
     await field.fill(before);
   }
   // Pause also works while the model is loading.
@@ -180,7 +180,7 @@ test("errors name invalid settings, and the status reports the progress", async 
   await train(page);
   await until(page, "Done: 90 steps");
   const statuses = await page.evaluate(() => (globalThis as unknown as { statuses: string[] }).statuses);
-  expect(statuses.map((words) => words.replace(/in [\d.]+ s/, "in S"))).toEqual([
+  expect(statuses.map((text) => text.replace(/in [\d.]+ s/, "in S"))).toEqual([
     "Loading ONNX Runtime and the model ...", "Epoch 1 of 2 on wasm.", "Epoch 2 of 2 on wasm.", "Done: 90 steps in S on wasm.",
   ]);
   // Without a GPU the page reports the fallback and trains on wasm.

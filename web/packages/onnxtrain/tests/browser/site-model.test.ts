@@ -60,7 +60,7 @@ test("trains an uploaded model on CSV, JSONL and NPZ, with text labels, and save
   const { page, pageErrors, close } = await site.page("model/", DESK);
   await page.setInputFiles("#own-model", file("art"));
   await expect.poll(() => state(page).innerText()).toMatch(/the inputs x \(float32\[batch, 10\]\) and labels \(int64\[batch\]\)/);
-  for (const [name, words] of [
+  for (const [name, message] of [
     ["word.csv", /word.csv: column 'x.3', line 4: 'much' is not a number/],
     ["gap.csv", /gap.csv: column 'x.3', line 4 is empty/],
     ["few.csv", /few.csv: the model needs 'x' \(float32\[batch, 10\]\), which is 10 columns, got 9: x.0, x.1/],
@@ -70,7 +70,7 @@ test("trains an uploaded model on CSV, JSONL and NPZ, with text labels, and save
     ["bad.jsonl", /bad.jsonl: line 2: 'x' is not a list of 2 numbers as in line 1/],
   ] as const) {
     await give(page, name);
-    await expect.poll(() => state(page).innerText()).toMatch(words);
+    await expect.poll(() => state(page).innerText()).toMatch(message);
     expect(await page.getByRole("button", { name: "Train my model" }).isDisabled()).toBe(true);
   }
   for (const name of ["good.npz", "words.npz", "words.csv", "good.jsonl"]) {
@@ -81,7 +81,7 @@ test("trains an uploaded model on CSV, JSONL and NPZ, with text labels, and save
     await until(page, "Done: 100 steps");
     expect(await accuracy(page)).toBeGreaterThan(75);
   }
-  // What it says about unseen rows is statuses in words.
+  // Predictions on test rows are shown with the text labels.
   expect(await page.locator("#answer-rows td:nth-child(2)").first().innerText()).toMatch(/^(ant|bee|cow|dog)$/);
   await give(page, "ones.csv");
   await expect.poll(() => state(page).innerText()).toContain("400 rows from ones.csv");

@@ -29,7 +29,7 @@ afterAll(() => site?.close());
 
 const files = (kind: string, from: number, to: number) => Array.from({ length: to - from }, (_, i) => join(site.folder, `${kind}${from + i}.png`));
 const verdict = (page: Page) => page.locator("#verdict").innerText();
-const count = (page: Page, item: number) => page.locator("#classes .count").nth(item).innerText().then((words) => parseInt(words));
+const count = (page: Page, item: number) => page.locator("#classes .count").nth(item).innerText().then((text) => parseInt(text));
 
 test("learns two classes of images and downloads them as one model", async () => {
   const { page, pageErrors, close } = await site.page("teach/", { ...DESK, acceptDownloads: true });

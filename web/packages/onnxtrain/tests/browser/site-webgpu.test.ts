@@ -31,9 +31,9 @@ test("the model of Write trains on WebGPU as on wasm, and no file is downloaded 
     const losses: number[] = [];
     for (let i = 0; i < 3; i++) losses.push((await trainer.step({ ids, labels: ids })).loss);
     const { logits } = await trainer.predict({ ids: ids.slice(0, 64) });
-    const found = { device: trainer.device, losses, logits: [...(logits!.data as Float32Array)] };
+    const result = { device: trainer.device, losses, logits: [...(logits!.data as Float32Array)] };
     await trainer.dispose();
-    return { ...found, messages };
+    return { ...result, messages };
   }, device);
   const gpu = await learn("webgpu");
   expect(gpu.messages).toEqual([]);

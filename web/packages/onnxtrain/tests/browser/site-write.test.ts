@@ -59,7 +59,7 @@ print(-np.take_along_axis(chances[:, :-1], rows[:, 1:, None], -1).mean())
   expect(parseFloat(loss)).toBeGreaterThan(last - 1.2);
   expect(await typed(page)).toBe(still);
   await page.getByRole("button", { name: "Resume" }).click();
-  await page.waitForFunction((words) => document.querySelector("#typed")!.textContent !== words, still);
+  await page.waitForFunction((previous) => document.querySelector("#typed")!.textContent !== previous, still);
   expect(pageErrors).toEqual([]);
   await close();
 });
@@ -87,7 +87,7 @@ test("a link restores settings and text, and a text that is too short is rejecte
   // The previous run can continue with its own text.
   const still = await typed(page);
   await page.getByRole("button", { name: "Resume" }).tap();
-  await page.waitForFunction((words) => document.querySelector("#typed")!.textContent !== words, still);
+  await page.waitForFunction((previous) => document.querySelector("#typed")!.textContent !== previous, still);
   await page.getByRole("button", { name: "Shakespeare's sonnets" }).tap();
   await page.evaluate(() => (document.querySelector("#status")!.textContent = ""));
   await page.getByRole("button", { name: "Train on this text" }).tap();

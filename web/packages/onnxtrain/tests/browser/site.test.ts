@@ -20,10 +20,10 @@ test.each(PAGES)("page '%s' has no serious accessibility violations, on a phone 
     const { page, close } = await site.page(path, { ...options, bypassCSP: true });
     await page.locator("h1").waitFor();
     await page.evaluate(AXE);
-    const found = await page.evaluate(async () => (await axe.run()).violations
+    const result = await page.evaluate(async () => (await axe.run()).violations
       .filter((v) => v.impact === "serious" || v.impact === "critical")
       .map((v) => `${v.id}: ${v.nodes.map((n) => `${n.html.slice(0, 120)} ${n.failureSummary}`).join("\n")}`));
-    expect(found, `${path} at ${options.viewport!.width}`).toEqual([]);
+    expect(result, `${path} at ${options.viewport!.width}`).toEqual([]);
     expect(await page.evaluate(() => document.documentElement.scrollWidth), `${path} sideways`).toBeLessThanOrEqual(options.viewport!.width);
     await close();
   }

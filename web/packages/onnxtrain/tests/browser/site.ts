@@ -72,8 +72,8 @@ export class Site {
 }
 
 /** Waits for text in the status. It must stay there: text that is replaced quickly may be missed. */
-export const until = (page: Page, words: string) =>
-  page.waitForFunction((w) => document.querySelector("#status")!.textContent!.includes(w), words);
+export const until = (page: Page, text: string) =>
+  page.waitForFunction((t) => document.querySelector("#status")!.textContent!.includes(t), text);
 
 /**
  * Clicks Pause or Stop from inside the page while a run is active: a click from the test could arrive after its end.
@@ -81,9 +81,9 @@ export const until = (page: Page, words: string) =>
  */
 export const interrupt = (page: Page, id: "pause" | "stop") => page.waitForFunction((name) => {
   const press = (button: string) => document.querySelector<HTMLButtonElement>(`#${button}`)!.click();
-  const statuses = document.querySelector("#status")!.textContent!;
-  if (statuses.startsWith("Done")) press("start");
-  if (!/^Epoch [1-5] /.test(statuses)) return false;
+  const status = document.querySelector("#status")!.textContent!;
+  if (status.startsWith("Done")) press("start");
+  if (!/^Epoch [1-5] /.test(status)) return false;
   press(name);
   return true;
 }, id);

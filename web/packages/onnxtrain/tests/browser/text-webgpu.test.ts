@@ -11,7 +11,7 @@ test("adapters of a 4-bit model train on WebGPU as in Python", async () => {
     server.close();
   });
   const { page } = await openPage(browser, address);
-  const found = await page.evaluate(async (seed) => {
+  const result = await page.evaluate(async (seed) => {
     const { Trainer, readCheckpoint } = onnxtrain;
     const base = new URL("/fixtures/lm/", location.href);
     const { tensors } = await readCheckpoint(new Uint8Array(await (await fetch(new URL("batches.safetensors", base))).arrayBuffer()));
@@ -24,6 +24,6 @@ test("adapters of a 4-bit model train on WebGPU as in Python", async () => {
     await trainer.dispose();
     return { device, losses };
   }, expected.seed);
-  expect(found.device).toBe("webgpu");
-  expect(distance(found.losses, expected.losses.slice(0, 4))).toBeLessThan(1e-3);
+  expect(result.device).toBe("webgpu");
+  expect(distance(result.losses, expected.losses.slice(0, 4))).toBeLessThan(1e-3);
 });

@@ -67,23 +67,23 @@ describe.each([{ threads: 1, worker: true }, { threads: 2, worker: true }, { thr
     const { page, pageErrors } = await openPage(browser, isolated.address);
     const fetched: string[] = [];
     page.on("request", (r) => fetched.push(new URL(r.url()).pathname.split("/").pop()!));
-    const found = await run(page, options);
-    expect(found.written).toEqual(expected.before);
-    expect(found.losses.length).toBe(12);
-    expect(distance(found.losses, expected.losses)).toBeLessThan(1e-3);
-    expect(found.rest).toEqual(found.losses.slice(6));
-    expect(found.peft).toBe(statSync(`${FOLDER}/peft/adapter_model.safetensors`).size);
-    expect(found.adapter).toBeGreaterThan(found.peft / 2);
+    const result = await run(page, options);
+    expect(result.written).toEqual(expected.before);
+    expect(result.losses.length).toBe(12);
+    expect(distance(result.losses, expected.losses)).toBeLessThan(1e-3);
+    expect(result.rest).toEqual(result.losses.slice(6));
+    expect(result.peft).toBe(statSync(`${FOLDER}/peft/adapter_model.safetensors`).size);
+    expect(result.adapter).toBeGreaterThan(result.peft / 2);
     // Downloaded once for two trainers and for generation, with progress reports.
     expect(fetched.filter((f) => f === "weights.bin")).toEqual(["weights.bin"]);
-    const first = found.progress.filter((p) => !p.cached);
+    const first = result.progress.filter((p) => !p.cached);
     expect(first.at(-1)!.loaded).toBe(WEIGHTS);
-    expect(found.progress.at(-1)).toEqual({ loaded: WEIGHTS, total: WEIGHTS, cached: true });
+    expect(result.progress.at(-1)).toEqual({ loaded: WEIGHTS, total: WEIGHTS, cached: true });
     expect(pageErrors).toEqual([]);
     // Still cached after a reload, until forgetWeights() is called.
     await page.reload();
     const later = await run(page, options);
-    expect(later.losses).toEqual(found.losses);
+    expect(later.losses).toEqual(result.losses);
     expect(fetched.filter((f) => f === "weights.bin").length).toBe(1);
     expect(await page.evaluate(() => onnxtrain.forgetWeights())).toBe(1);
     await page.close();
@@ -107,14 +107,14 @@ test("the example in docs/web.md runs", async () => {
   const shown = 'const texts = ["call me", "some years ago"]; globalThis.shown = []; const show = (x) => globalThis.shown.push(x);';
   await tab.addScriptTag({ type: "module", content: `${shown}\n${own}\nglobalThis.done = { peft, adapter, step: trainer.globalStep };` });
   await tab.waitForFunction(() => "done" in globalThis);
-  const found = await tab.evaluate(() => {
+  const result = await tab.evaluate(() => {
     const { done, shown } = globalThis as unknown as { done: { peft: object; adapter: Uint8Array; step: number }; shown: string[] };
     return { files: Object.keys(done.peft), adapter: done.adapter.length, step: done.step, shown };
   });
-  expect(found.files).toEqual(["adapter_config.json", "adapter_model.safetensors"]);
-  expect(found.step).toBe(2);
-  expect(found.shown.filter((s) => s.startsWith("loss ")).length).toBe(2);
-  expect(found.shown.join("").length).toBeGreaterThan(60);
+  expect(result.files).toEqual(["adapter_config.json", "adapter_model.safetensors"]);
+  expect(result.step).toBe(2);
+  expect(result.shown.filter((s) => s.startsWith("loss ")).length).toBe(2);
+  expect(result.shown.join("").length).toBeGreaterThan(60);
   expect(pageErrors).toEqual([]);
   await tab.close();
 });

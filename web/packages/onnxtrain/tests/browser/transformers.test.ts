@@ -73,9 +73,9 @@ test.skipIf(!available)("a head trains on embeddings of Transformers.js in a pag
        env.backends.onnx.wasm.numThreads = 1;
        const [losses, messages] = [[], []];
        const classify = await teach("tiny", ${JSON.stringify(TEXTS)}, ${JSON.stringify(LABELS)}, { device: "wasm", onLoss: (l) => losses.push(l), onMessage: (m) => messages.push(m) });
-       document.title = JSON.stringify({ found: [losses[0], losses.at(-1), ${TRIED}], messages });
+       document.title = JSON.stringify({ result: [losses[0], losses.at(-1), ${TRIED}], messages });
      } catch (error) {
-       document.title = JSON.stringify({ found: [], messages: [String(error)] });
+       document.title = JSON.stringify({ result: [], messages: [String(error)] });
      }`,
   );
   expect(existsSync(join(folder, "public/models/tiny/onnx/model.onnx"))).toBe(true);
@@ -86,7 +86,7 @@ test.skipIf(!available)("a head trains on embeddings of Transformers.js in a pag
     const page = await browser.newPage();
     await page.goto(server.resolvedUrls!.local[0]!);
     await page.waitForFunction(() => document.title.startsWith("{"));
-    const { found: [first, last, ...classes], messages } = JSON.parse(await page.title()) as { found: number[]; messages: string[] };
+    const { result: [first, last, ...classes], messages } = JSON.parse(await page.title()) as { result: number[]; messages: string[] };
     expect(messages).toEqual([]);
     expect(last).toBeLessThan(0.7 * first!);
     expect(classes).toEqual([1, 0]);

@@ -20,18 +20,18 @@ afterAll(async () => {
 test.each(MODELS)("%s matches Python in a worker", async (model) => {
   const f = await fixture(`${model}-wasm`);
   const { page, pageErrors } = await openPage(browser, isolated.address);
-  const found = await train(page, `${model}-wasm`, { device: "wasm", seed: f.expected.seed });
-  expect(found.device).toBe("wasm");
-  expect(distance(found.losses, f.expected.losses)).toBeLessThan(1e-4);
-  expect(distance(found.accuracies, f.expected.accuracies)).toBeLessThan(1e-6);
-  expect(Math.abs(found.evaluated - f.expected.eval)).toBeLessThan(1e-4);
-  expect(distance(found.logits, f.predictions.get("logits")!.data as Float32Array)).toBeLessThan(1e-3);
+  const result = await train(page, `${model}-wasm`, { device: "wasm", seed: f.expected.seed });
+  expect(result.device).toBe("wasm");
+  expect(distance(result.losses, f.expected.losses)).toBeLessThan(1e-4);
+  expect(distance(result.accuracies, f.expected.accuracies)).toBeLessThan(1e-6);
+  expect(Math.abs(result.evaluated - f.expected.eval)).toBeLessThan(1e-4);
+  expect(distance(result.logits, f.predictions.get("logits")!.data as Float32Array)).toBeLessThan(1e-3);
   expect(pageErrors).toEqual([]);
   // The page's checkpoint is byte-identical after loading it in Node.
   const trainer = await Trainer.create({ artifacts: f.folder, device: "node", threads: 1 });
-  await trainer.importCheckpoint(Uint8Array.from(found.checkpoint));
+  await trainer.importCheckpoint(Uint8Array.from(result.checkpoint));
   expect(trainer.globalStep).toBe(20 / trainer.manifest.accumulate);
-  expect([...(await trainer.exportCheckpoint())]).toEqual(found.checkpoint);
+  expect([...(await trainer.exportCheckpoint())]).toEqual(result.checkpoint);
   await trainer.dispose();
   await page.close();
 });
@@ -41,18 +41,18 @@ describe.each([[true, true], [false, true], [true, false], [false, false]])("hea
     const f = await fixture("mlp-wasm");
     const { page } = await openPage(browser, (headers ? isolated : plain).address);
     expect(await page.evaluate(() => crossOriginIsolated)).toBe(headers);
-    const found = await train(page, "mlp-wasm", { device: "wasm", worker, threads: 2 });
-    expect(distance(found.losses, f.expected.losses)).toBeLessThan(1e-4);
+    const result = await train(page, "mlp-wasm", { device: "wasm", worker, threads: 2 });
+    expect(distance(result.losses, f.expected.losses)).toBeLessThan(1e-4);
     await page.close();
   });
 });
 
 test("without a GPU, training falls back to wasm and reports it", async () => {
   const { page } = await openPage(browser, isolated.address);
-  const found = await train(page, "mlp-webgpu", { device: "webgpu" });
-  expect(found.device).toBe("wasm");
-  expect(found.messages.length).toBe(1);
-  expect(found.messages[0]).toMatch(/falling back from WebGPU to wasm: /);
+  const result = await train(page, "mlp-webgpu", { device: "webgpu" });
+  expect(result.device).toBe("wasm");
+  expect(result.messages.length).toBe(1);
+  expect(result.messages[0]).toMatch(/falling back from WebGPU to wasm: /);
   const other = await train(page, "mlp-wasm", { device: "webgpu" });
   expect(other.messages[0]).toMatch(/were not built with target="webgpu"/);
   await page.close();
@@ -84,9 +84,9 @@ test.each(["private files", "IndexedDB"])("checkpoints survive a reload in %s, a
     await trainer.load("my run/1");
     const absent = await trainer.load("other").catch((error: Error) => `${error.name}: ${error.message}`);
     const read = async (name: string) => [...((await trainer.getParameter(name)).data as Float32Array)];
-    const found = { bias: await read("fc2.bias"), weight: await read("fc1.weight"), absent };
+    const result = { bias: await read("fc2.bias"), weight: await read("fc1.weight"), absent };
     await trainer.dispose();
-    return found;
+    return result;
   }, kind);
   expect(second.bias).toEqual([1, 2, 3, 4]);
   expect(second.weight).toEqual(first);
@@ -96,7 +96,7 @@ test.each(["private files", "IndexedDB"])("checkpoints survive a reload in %s, a
 
 test("errors from the worker keep their class and message", async () => {
   const { page } = await openPage(browser, isolated.address);
-  const found = await page.evaluate(async () => {
+  const result = await page.evaluate(async () => {
     const { Trainer, ShapeError, RuntimeError, ArtifactError } = onnxtrain;
     const caught = async (work: Promise<unknown>, kind: new () => Error) =>
       await work.then(() => "nothing", (e: Error) => `${e instanceof kind} ${e.message}`);
@@ -111,10 +111,10 @@ test("errors from the worker keep their class and message", async () => {
     await trainer.dispose();
     return { results, loss: after.loss };
   });
-  expect(found.results[0]).toMatch(/^true 'tokens' is int64\[batch, 8\], got 17 elements/);
-  expect(found.results[1]).toMatch(/^true step_model.onnx on wasm: /);
-  expect(found.results[2]).toMatch(/^true manifest.json: cannot be read: .*HTTP 404/);
-  expect(found.loss).toBeGreaterThan(0);
+  expect(result.results[0]).toMatch(/^true 'tokens' is int64\[batch, 8\], got 17 elements/);
+  expect(result.results[1]).toMatch(/^true step_model.onnx on wasm: /);
+  expect(result.results[2]).toMatch(/^true manifest.json: cannot be read: .*HTTP 404/);
+  expect(result.loss).toBeGreaterThan(0);
   await page.close();
 });
 

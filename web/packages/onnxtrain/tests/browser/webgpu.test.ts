@@ -18,16 +18,16 @@ afterAll(async () => {
 test.each(MODELS)("%s matches Python on a software GPU", async (model) => {
   const f = await fixture(`${model}-webgpu`);
   const { page } = await openPage(browser, site.address);
-  const found = await train(page, `${model}-webgpu`, { device: "webgpu", seed: f.expected.seed });
-  expect(found.messages).toEqual([]);
-  expect(found.device).toBe("webgpu");
-  expect(distance(found.losses, f.expected.losses)).toBeLessThan(1e-4);
-  expect(Math.abs(found.evaluated - f.expected.eval)).toBeLessThan(1e-4);
-  expect(distance(found.logits, f.predictions.get("logits")!.data as Float32Array)).toBeLessThan(1e-3);
+  const result = await train(page, `${model}-webgpu`, { device: "webgpu", seed: f.expected.seed });
+  expect(result.messages).toEqual([]);
+  expect(result.device).toBe("webgpu");
+  expect(distance(result.losses, f.expected.losses)).toBeLessThan(1e-4);
+  expect(Math.abs(result.evaluated - f.expected.eval)).toBeLessThan(1e-4);
+  expect(distance(result.logits, f.predictions.get("logits")!.data as Float32Array)).toBeLessThan(1e-3);
   await page.close();
 });
 
-test("a GPU that is lost is statuses by name; what was saved goes on elsewhere", async () => {
+test("a lost GPU throws DeviceLostError, and a new trainer resumes from the checkpoint", async () => {
   const { page } = await openPage(browser, site.address);
   const batch = "({ x: new Float32Array(20).fill(0.5), labels: [1, 2] })";
   await page.evaluate(async (batch) => {
@@ -41,7 +41,7 @@ test("a GPU that is lost is statuses by name; what was saved goes on elsewhere",
   // Destroy the device of the worker's runtime, like a driver crash.
   const [worker] = page.workers();
   await worker!.evaluate(`import("${site.address}ort/ort.webgpu.bundle.min.mjs").then(async (ort) => (await ort.env.webgpu.device).destroy())`);
-  const found = await page.evaluate(async (batch) => {
+  const result = await page.evaluate(async (batch) => {
     const { DeviceLostError, Trainer } = onnxtrain;
     const { trainer } = globalThis as unknown as { trainer: Trainer };
     const step = await trainer.step(eval(batch)).catch((e: Error) => e);
@@ -54,18 +54,18 @@ test("a GPU that is lost is statuses by name; what was saved goes on elsewhere",
     await again.dispose();
     return { kinds, message: (step as Error).message, ...after };
   }, batch);
-  expect(found.kinds).toEqual([true, true]);
-  expect(found.message).toMatch(/the GPU device was lost: .*\nhint: create a new Trainer and load\(\) the last checkpoint/s);
-  expect(found.device).toBe("webgpu");
-  expect(found.step).toBe(1);
-  expect(found.loss).toBeGreaterThan(0);
+  expect(result.kinds).toEqual([true, true]);
+  expect(result.message).toMatch(/the GPU device was lost: .*\nhint: create a new Trainer and load\(\) the last checkpoint/s);
+  expect(result.device).toBe("webgpu");
+  expect(result.step).toBe(1);
+  expect(result.loss).toBeGreaterThan(0);
   await page.close();
 });
 
 test("without a worker, the GPU is reused after dispose and after a device loss", async () => {
   const { page } = await openPage(browser, site.address);
   await page.addScriptTag({ type: "module", content: 'import * as ort from "onnxruntime-web/webgpu"; globalThis.ort = ort;' });
-  const found = await page.evaluate(async () => {
+  const result = await page.evaluate(async () => {
     const { DeviceLostError, Trainer } = onnxtrain;
     const messages: string[] = [];
     let lost = false;
@@ -85,8 +85,8 @@ test("without a worker, the GPU is reused after dispose and after a device loss"
     };
     return { devices: [await run(), await run(true), await run()], messages, lost };
   });
-  expect(found.devices).toEqual(["webgpu", "webgpu", "webgpu"]);
-  expect(found.messages).toEqual([]);
-  expect(found.lost).toBe(true);
+  expect(result.devices).toEqual(["webgpu", "webgpu", "webgpu"]);
+  expect(result.messages).toEqual([]);
+  expect(result.lost).toBe(true);
   await page.close();
 });
