@@ -97,7 +97,7 @@ def test_refusals_say_what_and_where(tmp_path: Path) -> None:
     nets.batches("transformer", tmp_path / "tokens")
     places = (10, tmp_path / "losses", tmp_path / "saved")
     error = run(driver(), "train", folder, tmp_path / "tokens", *places, fails=True)
-    assert error == "no such input: 'tokens'\nhint: the model takes x, labels\n"
+    assert error == "unknown input: 'tokens'\nhint: the inputs are x, labels\n"
     error = run(driver(), "train", tmp_path / "no", tmp_path / "batches", *places, fails=True)
     assert error.startswith("manifest.json: not found")
     error = run(driver(), "copy", folder, tmp_path / "batches", tmp_path / "out", fails=True)
@@ -105,9 +105,7 @@ def test_refusals_say_what_and_where(tmp_path: Path) -> None:
     model = folder / "step_model.onnx"
     model.write_bytes(model.read_bytes() + b"\0")
     error = run(driver(), "train", folder, tmp_path / "batches", *places, fails=True)
-    assert error.startswith(
-        "step_model.onnx: not the file that the manifest names (sha256 differs)"
-    )
+    assert error.startswith("step_model.onnx: sha256 does not match the manifest")
     assert not (tmp_path / "saved").exists()
 
 

@@ -51,7 +51,7 @@ def test_vectors_only(folder: Path, tmp_path: Path) -> None:
     assert [*lies(folder, tmp_path, {"vectors": without("step", "train", "optimizer")})]
     onnxtrain.Trainer(tmp_path / "vectors", threads=1)
     error = train(tmp_path / "vectors", tmp_path, fails=True)
-    assert error.startswith("manifest.json: a step over vectors only (gradients, scalars, update)")
+    assert error.startswith("manifest.json: only models of the vector layout (gradients, scalars")
 
 
 def test_without_models(folder: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ function fromColumns(specs: readonly TensorSpec[], table: Extract<Table, { kind:
     const tail = t.shape.slice(1).map((d) => (typeof d === "number" ? d : names.length));
     const width = tail.reduce((a, b) => a * b, 1);
     if (width !== names.length) {
-      throw new Error(`${table.name}: the model needs ${describe(t)}, which is ${width} columns, replaceTask ${names.length}: ${names.slice(0, 8).join(", ")}${names.length > 8 ? ", ..." : ""}`);
+      throw new Error(`${table.name}: the model needs ${describe(t)}, which is ${width} columns, got ${names.length}: ${names.slice(0, 8).join(", ")}${names.length > 8 ? ", ..." : ""}`);
     }
     return [t.name, stackColumns(t, names, table, width, tail, labelNames)];
   }));

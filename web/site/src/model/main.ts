@@ -54,7 +54,7 @@ export async function dropped(transfer: DataTransfer): Promise<File[]> {
 }
 
 /** Turns an element into a drop zone. */
-export function dropZone(zone: HTMLElement, replaceTask: (files: Promise<File[]>) => void): void {
+export function dropZone(zone: HTMLElement, onDrop: (files: Promise<File[]>) => void): void {
   zone.ondragover = (event) => {
     event.preventDefault();
     zone.classList.add("over");
@@ -63,7 +63,7 @@ export function dropZone(zone: HTMLElement, replaceTask: (files: Promise<File[]>
   zone.ondrop = (event) => {
     event.preventDefault();
     zone.classList.remove("over");
-    replaceTask(dropped(event.dataTransfer!));
+    onDrop(dropped(event.dataTransfer!));
   };
 }
 
@@ -120,7 +120,7 @@ async function fit(): Promise<void> {
 
 function sizes(): number[] {
   const parts = text("hidden").split(/[\s,]+/).filter(Boolean).map(Number);
-  if (parts.some((n) => !Number.isSafeInteger(n) || n < 1)) throw new Error(`Hidden layers must be sizes such as 64, 32, replaceTask ${text("hidden")}`);
+  if (parts.some((n) => !Number.isSafeInteger(n) || n < 1)) throw new Error(`Hidden layers must be sizes such as 64, 32, got ${text("hidden")}`);
   return parts;
 }
 
