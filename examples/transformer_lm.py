@@ -26,10 +26,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 import corpus
 
-from onnxtrain import losses, optim
-from onnxtrain.artifacts.build import build
+from onnxtrain import Trainer, build, losses, optim
 from onnxtrain.torch import from_torch
-from onnxtrain.training import Trainer
 
 TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 ONNXTRAIN = {"sgd": optim.SGD, "adam": optim.Adam, "lamb": optim.LAMB}

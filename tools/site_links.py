@@ -14,7 +14,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 WORDS = {
-    "resum": "training", "webgpu": "web", "lora": "fine-tuning", "csv": "data",
+    "resum": "training",
+    "webgpu": "web",
+    "lora": "fine-tuning",
+    "csv": "data",
     "earlystop": "training",
 }
 """Stems of words, as the index has them, and a page that the search has to show for each."""

@@ -11,7 +11,7 @@ import numpy as np
 import onnx.parser
 import onnx_ir as ir
 
-from onnxtrain.artifacts.build import build
+from onnxtrain import build
 
 TEXT = """
 <ir_version: 10, opset_import: ["": 21]>

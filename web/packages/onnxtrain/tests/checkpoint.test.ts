@@ -32,7 +32,7 @@ describe.each(MODELS)("checkpoint of %s", (model) => {
       `
 import json, sys
 from onnxtrain.checkpoint import from_bytes
-from onnxtrain.training.trainer import Trainer
+from onnxtrain import Trainer
 folder, path = sys.argv[1:]
 trainer = Trainer(folder, threads=1)
 trainer.load(path)

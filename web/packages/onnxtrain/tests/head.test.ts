@@ -43,8 +43,8 @@ import json, math, sys
 import jsonschema, numpy as np, onnx
 from importlib.resources import files
 from onnxtrain import optim
-from onnxtrain.artifacts.build import build
-from onnxtrain.training.trainer import Trainer
+from onnxtrain import build
+from onnxtrain import Trainer
 
 folder, text = sys.argv[1:]
 schema = json.loads(files("onnxtrain").joinpath("manifest.schema.json").read_text())

@@ -21,7 +21,7 @@ afterAll(() => {
 const PYTHON = `
 import json, sys
 from onnxtrain.checkpoint import from_bytes
-from onnxtrain.training.trainer import Trainer
+from onnxtrain import Trainer
 folder, source, out, start, stop = sys.argv[1:]
 trainer = Trainer(folder, seed=5, threads=1)
 if source: trainer.load(source)
@@ -68,7 +68,7 @@ test.each(["cnn", "transformer"])("a run of the %s continues from Python to a pa
   for (const batch of f.batches.slice(10, 15)) losses.push((await trainer.step(batch)).loss);
   await trainer.save(path("node"));
   await trainer.dispose();
-  const same = runPython("import sys; from onnxtrain.training.trainer import Trainer; t = Trainer(sys.argv[1]); t.load(sys.argv[2]); t.save(sys.argv[3]); print(t.global_step)", f.folder, path("node"), path("again"));
+  const same = runPython("import sys; from onnxtrain import Trainer; t = Trainer(sys.argv[1]); t.load(sys.argv[2]); t.save(sys.argv[3]); print(t.global_step)", f.folder, path("node"), path("again"));
   expect(Number(same)).toBe(15);
   expect(Buffer.compare(bytes(path("again")), bytes(path("node")))).toBe(0);
   losses.push(...(JSON.parse(runPython(PYTHON, f.folder, path("node"), path("end"), "15", "20")) as number[]));

@@ -65,7 +65,7 @@ test("the Node example resumes from Python's checkpoint, and Python from the exa
   const steps = runPython(
     `
 import sys, onnx
-from onnxtrain.training.trainer import Trainer
+from onnxtrain import Trainer
 trainer = Trainer(sys.argv[1]); trainer.load(sys.argv[2] + "/run.safetensors"); onnx.checker.check_model(sys.argv[2] + "/model.onnx")
 print(trainer.global_step)
 `,
