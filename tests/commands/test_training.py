@@ -115,7 +115,7 @@ def test_resume(place: Path) -> None:
     art, out = place / "art", place / "out"
     common = ("--data", place / "train.npz", "--quiet", "--out", out)
     run("train", art, *common, "--epochs", 2, "--checkpoint-every", 2)
-    with pytest.raises(OnnxTrainError, match=r"holds a run already.*\nhint: resume=True"):
+    with pytest.raises(OnnxTrainError, match=r"already contains a run.*\nhint: resume=True"):
         run("train", art, *common, "--epochs", 3)
     assert "trained up to step 15" in run("train", art, *common, "--epochs", 3, "--resume")
     assert Trainer(art).global_step == 15
@@ -262,7 +262,7 @@ def test_labels_out_of_range(place: Path) -> None:
 
 def test_nothing_to_do(place: Path) -> None:
     common = ("train", place / "art", "--data", place / "train.npz", "--quiet")
-    with pytest.raises(OnnxTrainError, match="epochs must be a whole number, at least 1: 0"):
+    with pytest.raises(OnnxTrainError, match="epochs must be an integer of at least 1, got 0"):
         run(*common, "--epochs", 0)
     with pytest.raises(OnnxTrainError, match=r"run: there is no checkpoint to go on from\nhint"):
         run(*common, "--resume")

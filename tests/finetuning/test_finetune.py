@@ -218,7 +218,7 @@ def test_bad_data_is_refused_before_the_first_step(folder: Path, tmp_path: Path)
 def test_a_used_folder_is_not_taken_twice(folder: Path, tmp_path: Path) -> None:
     rows = {"input_ids": [[5, 6, 7, 8]] * 4}
     onnxtrain.finetune(folder, rows, tmp_path / "out", epochs=1, **FAST)
-    with pytest.raises(OnnxTrainError, match="holds a run already"):
+    with pytest.raises(OnnxTrainError, match="already contains a run"):
         onnxtrain.finetune(folder, rows, tmp_path / "out", epochs=1, **FAST)
 
 

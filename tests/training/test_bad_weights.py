@@ -48,7 +48,7 @@ def test_the_last_step(layout: str) -> None:
     trainer = Trainer(made(optimizer=optim.SGD(lr=1e38, weight_decay=1e3)), layout=layout)
     x, labels = data(16)
     with pytest.raises(
-        NonFiniteError, match=r"not finite after step 1, though its loss was:\n  'fc"
+        NonFiniteError, match=r"not finite after step 1, although its loss was:\n  'fc"
     ):
         trainer.fit((x, labels), batch_size=16, progress=False)
 

@@ -83,7 +83,7 @@ def test_two_runs_of_one_process(tmp_path: Path) -> None:
         data(32), batch_size=8, directory=tmp_path / "run", callbacks=[meanwhile], progress=False
     )
     (error,) = meanwhile.errors
-    assert "run: a run of this process is going on there" in str(error)
+    assert "run is locked by a run of this process" in str(error)
     again(trainer)
 
 
@@ -107,7 +107,7 @@ def test_two_processes(tmp_path: Path) -> None:
         assert process.is_alive()
         time.sleep(0.1)
     trainer = Trainer(made())
-    with pytest.raises(BusyError, match="run: a run of another process is going on there"):
+    with pytest.raises(BusyError, match="run is locked by a run of another process"):
         trainer.fit(data(8), directory=run, resume=True, progress=False)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)

@@ -83,7 +83,7 @@ def test_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
     fit(tmp_path, 2, batch_size=8, callbacks=[StopAt(4)])
     with pytest.raises(OnnxTrainError, match=r"epoch 1, after 4 of .*: batch_size was 8, not 16"):
         fit(tmp_path, 2, batch_size=16, resume=True)
-    with pytest.raises(OnnxTrainError, match="batches of an epoch was 8, not 4"):
+    with pytest.raises(OnnxTrainError, match="batches per epoch was 8, not 4"):
         fit(tmp_path, 2, rows=32, resume=True)
     assert len(fit(tmp_path, 2, resume=True).steps) == 16
 
@@ -103,7 +103,7 @@ def test_without_the_validation_that_there_was(
 ) -> None:
     fit(tmp_path, 1, batch_size=16, validation=data(16, seed=1))
     history = fit(tmp_path, 3, resume=True, progress="plain")
-    assert "without the validation" in capsys.readouterr().out.replace("\n", " ")
+    assert "without validation data" in capsys.readouterr().out.replace("\n", " ")
     assert history.best is not None
     assert history.best["epoch"] == 3  # by its own loss, not by comparison with a validation's
 

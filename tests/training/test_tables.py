@@ -151,5 +151,5 @@ def test_a_batch_of_another_size_than_the_fixed_one() -> None:
 )
 def test_numbers_that_cannot_be(options: dict) -> None:
     (name,) = options
-    with pytest.raises(OnnxTrainError, match=f"{name} must be a whole number, at least 1: "):
+    with pytest.raises(OnnxTrainError, match=f"{name} must be an integer of at least 1, got "):
         Trainer(made()).fit(data(8), progress=False, **options)

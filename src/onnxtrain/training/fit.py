@@ -1,16 +1,17 @@
-"""Training for some epochs.
+"""The training loop: options, epochs, validation, schedules, checkpoints, resuming.
 
-The options of :meth:`onnxtrain.Trainer.fit`, declared once for API and command line.
+:meth:`onnxtrain.Trainer.fit` turns its arguments into :class:`FitOptions`, locks the directory and
+runs a :class:`Run`, which is also what callbacks see. In reading order:
 
-The course of a training run: epochs, validation, schedules, checkpoints, resuming.
+- :class:`FitOptions`: the options, declared once for Python and the command line;
+- :class:`History`: what ``fit`` returns;
+- :class:`Run`: one run, step by step;
+- :class:`ResumeState`: the part of a checkpoint that a resumed run continues from;
+- :class:`CheckpointRotation`: the checkpoints in a directory;
+- :func:`lock_directory`: one run per directory.
 
-What a resumed run takes over from the run that it goes on with.
-
-The checkpoints of a run: the last few, and the best.
-
-A directory serves one run at a time.
-
-The lock is the operating system's: it ends with the process, so that a killed run blocks nobody.
+To add an option, add a field to :class:`FitOptions` and a parameter to ``Trainer.fit``. If a resumed
+run should keep it, also add its name to ``_RESUMED_OPTIONS`` and its default to ``_DEFAULTS``.
 """
 
 from __future__ import annotations
@@ -61,63 +62,77 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run's directory."""
+BEST = "best.safetensors"
+"""File of the best epoch's checkpoint."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """How a run goes; the docstring of ``fit`` tells what each option means."""
+    """Options of a run; :meth:`onnxtrain.Trainer.fit` documents them."""
 
-    epochs: int | None = option(None, Flag(int, "How often to go through the data; 1."))
-    batch_size: int | None = option(None, Flag(int, "32, or what the model is fixed to."))
-    lr: float | None = option(None, Flag(float, "Learning rate; else that of the build."))
-    validation: Any = option(None, Flag(Path, "Data to validate on, as --data."))
+    epochs: int | None = option(None, Flag(int, "Number of passes over the data; 1 by default."))
+    batch_size: int | None = option(None, Flag(int, "32, or the model's fixed batch size."))
+    lr: float | None = option(None, Flag(float, "Learning rate; that of the build by default."))
+    validation: Any = option(None, Flag(Path, "Validation data, in a format of --data."))
     schedule: str | Schedule | Mapping[str, Any] | None = option(
-        None, Flag(str, "cosine, one_cycle, step:step_size=10 ...")
+        None, Flag(str, "Learning rate schedule: cosine, one_cycle, step:step_size=10 ...")
     )
-    warmup: float | None = option(None, Flag(float, "Steps, or a part of all steps if below 1."))
+    warmup: float | None = option(
+        None, Flag(float, "Warm-up steps, or a fraction of all steps if below 1.")
+    )
     callbacks: Sequence[Callback | Callable[[Any, Record], None]] = option(())
     progress: bool | str | Display = option(True)
     directory: Path | None = option(
         None,
-        Flag(Path, "Where records and checkpoints go; DIRECTORY/run by default.", name="out"),
+        Flag(Path, "Folder for metrics and checkpoints; DIRECTORY/run by default.", name="out"),
     )
     resume: bool = option(
-        False, Flag(bool, "Go on from the last checkpoint; what is not given stays as it was.")
+        False, Flag(bool, "Continue from the last checkpoint, with its options unless given.")
     )
     checkpoint_every: int | None = option(None, Flag(int, "Steps between checkpoints."))
-    keep: int | None = option(None, Flag(int, "How many of the last checkpoints stay; 3."))
-    monitor: str | None = option(None, Flag(str, "By what the best epoch is chosen."))
-    patience: int | None = option(None, Flag(int, "End after so many epochs without a better one."))
+    keep: int | None = option(
+        None, Flag(int, "Number of recent checkpoints to keep; 3 by default.")
+    )
+    monitor: str | None = option(None, Flag(str, "Value that decides which epoch is best."))
+    patience: int | None = option(
+        None, Flag(int, "Stop after this many epochs without an improvement.")
+    )
     shuffle: bool | None = option(None)
     drop_last: bool | None = option(None)
-    debug_nan: bool = option(False, Flag(bool, "Find the node that makes the first NaN."))
+    debug_nan: bool = option(False, Flag(bool, "Find the node that computes the first NaN."))
     tensorboard: bool | None = option(None)
 
     def __post_init__(self) -> None:
         if self.directory is not None:
             object.__setattr__(self, "directory", Path(self.directory))
         if self.directory is None and (self.resume or self.checkpoint_every):
-            raise OnnxTrainError("checkpoints need a place\nhint: fit(..., directory='runs/first')")
+            raise OnnxTrainError(
+                "checkpoint_every and resume require directory=\n"
+                "hint: fit(..., directory='runs/first')"
+            )
         for name in ("epochs", "batch_size", "keep", "checkpoint_every", "patience"):
             value = getattr(self, name)
             if value is not None and (not _is_integer(value) or value < 1):
-                raise OnnxTrainError(f"{name} must be a whole number, at least 1: {value!r}")
+                raise OnnxTrainError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.lr is not None:
             check_lr(self.lr, "lr")
 
     def completed(self, stored: Mapping[str, Any], fixed_batch: int | None) -> FitOptions:
-        """Return the options with those left out as a stored run has them, else by default.
+        """Return the options with values for those not given: from a stored run, else defaults.
 
         Args:
-            stored: what :meth:`settings` gave.
-            fixed_batch: the batch size that the model is fixed to, if it is.
+            stored: :meth:`settings` of the run to resume.
+            fixed_batch: the batch size if the model fixes it.
         """
-        usual = {**_DEFAULTS, "batch_size": fixed_batch or 32}
-        left_out = {n: usual.get(n) for n in _RESUMED_OPTIONS if getattr(self, n) is None}
-        left_out |= {n: v for n, v in stored.items() if n in left_out and v is not None}
-        return dataclasses.replace(self, **left_out)
+        defaults = {**_DEFAULTS, "batch_size": fixed_batch or 32}
+        missing = {n: defaults.get(n) for n in _RESUMED_OPTIONS if getattr(self, n) is None}
+        missing |= {n: v for n, v in stored.items() if n in missing and v is not None}
+        return dataclasses.replace(self, **missing)
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that a resumed run keeps, by name, ready for JSON."""
+        """Return the options that a resumed run keeps, as JSON values."""
         values = {n: getattr(self, n) for n in _RESUMED_OPTIONS}
         return {n: v.item() if isinstance(v, np.generic) else v for n, v in values.items()}
 
@@ -133,209 +148,14 @@ _RESUMED_OPTIONS = (
 _DEFAULTS = {"drop_last": False, "epochs": 1, "keep": 3, "shuffle": True, "warmup": 0}
 
 
-_ORDER_OPTIONS = ("batch_size", "shuffle", "drop_last")
-"""Settings that decide which rows the batches of an epoch hold."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ResumeState:
-    """The part of a checkpoint that belongs to the run."""
-
-    epoch: int
-    batch: int
-    base_lr: float
-    first_step: int
-    best: Mapping[str, Any]
-    means: Mapping[str, Any]
-    callbacks: Mapping[str, Any]
-    schedule: Mapping[str, Any]
-    schedule_state: Mapping[str, Any]
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of ``fit``, by name."""
-    batches: int | None = None
-    """Of an epoch."""
-    total: int | None = None
-    """Steps that the run was to make."""
-    validated: bool = False
-
-    @classmethod
-    def read(cls, meta: Mapping[str, Any], label: str) -> ResumeState:
-        """Return what the metadata of a checkpoint tells.
-
-        Raises:
-            CheckpointError: if it is not a checkpoint of a run.
-        """
-        names = {f.name for f in dataclasses.fields(cls)}
-        try:
-            stored = cls(**{n: v for n, v in meta["run"].items() if n in names})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{label}: not a checkpoint of a run: {error}") from error
-        counts = (stored.epoch, stored.batch, stored.first_step)
-        parts = (stored.best, stored.means, stored.callbacks, stored.schedule, stored.settings)
-        if any(type(c) is not int or c < 0 for c in counts):
-            raise CheckpointError(f"{label}: epoch, batch and first_step are {counts}")
-        if not all(isinstance(p, Mapping) for p in parts):
-            raise CheckpointError(f"{label}: not a checkpoint of a run: a part is no object")
-        return stored
-
-    def check_order(self, options: FitOptions, batches: int | None) -> None:
-        """Refuse other batches in the middle of an epoch: rows would be left out or come twice."""
-        if not self.batch:
-            return
-        changed = {
-            n: (self.settings[n], getattr(options, n))
-            for n in _ORDER_OPTIONS
-            if n in self.settings and self.settings[n] != getattr(options, n)
-        }
-        if not changed and self.batches is not None and batches != self.batches:
-            changed["batches of an epoch"] = (self.batches, batches)
-        if changed:
-            listing = ", ".join(f"{n} was {a}, not {b}" for n, (a, b) in changed.items())
-            raise OnnxTrainError(
-                f"the run stopped in epoch {self.epoch + 1}, after {self.batch} of its batches: "
-                f"{listing}\n"
-                "hint: end this epoch with the batches that it began with, then change them"
-            )
-
-    def new_schedule(self, options: FitOptions, total: int | None) -> Schedule:
-        """Return the schedule to go on with: the one given, or the run's own over all steps."""
-        given = options.schedule is not None
-        if given:
-            schedule = resolve_schedule(options.schedule, total=total, warmup=options.warmup)
-        elif options.warmup != self.settings.get("warmup", options.warmup):
-            schedule = self._warmup_differs(options.warmup, total)
-        else:
-            schedule = from_dict(rescale_schedule(self.schedule, self.total, total))
-        if given and schedule.to_dict() != self.schedule:
-            return schedule  # a state of another one says nothing to it
-        schedule.load_state_dict(self.schedule_state)
-        return schedule
-
-    def _warmup_differs(self, warmup: float | None, total: int | None) -> Schedule:
-        inner, steps = self.schedule, 0
-        if inner["name"] == "warmup":
-            inner, steps = inner["after"], inner["steps"]
-        first = resolve_schedule(None, total=total, warmup=warmup).to_dict()
-        new_steps = first["steps"] if first["name"] == "warmup" else 0
-        left = None if self.total is None else self.total - steps
-        inner = rescale_schedule(inner, left, None if total is None else total - new_steps)
-        return from_dict({**first, "after": inner} if new_steps else inner)
-
-    def overridden_options(self, given: FitOptions, seed: int, schedule: Schedule) -> str:
-        """Return in words what was not given anew."""
-        parts = [
-            f"{n} {v}"
-            for n, v in sorted(self.settings.items())
-            if v is not None and getattr(given, n) is None and n != "warmup"
-        ]
-        if given.lr is None:
-            parts.append(f"lr {self.base_lr:g}")
-        if given.schedule is None:
-            now = schedule.to_dict()
-            stretch = (
-                f" over {_schedule_total(now)} steps" if _schedule_total(now) is not None else ""
-            )
-            if _schedule_total(now) != _schedule_total(self.schedule):
-                stretch += f" (before: {_schedule_total(self.schedule)})"
-            parts.append(f"schedule {_without_warmup(now)['name']}{stretch}")
-        return ", ".join([*parts, f"seed {seed}"])
-
-
-def check_remaining_schedule(schedule: Schedule, base: float, done: int, total: int | None) -> None:
-    """Refuse to go on where the learning rate is 0 from now to the end."""
-    if total is None or total <= done:
-        return
-    if not any(schedule.lr(base, step) for step in range(done + 1, total + 1)):
-        raise OnnxTrainError(
-            f"the learning rate would be 0 from step {done + 1} to the last one, {total}\n"
-            "hint: the schedule is over; give another one, such as schedule='cosine'"
-        )
-
-
-def _without_warmup(schedule: Mapping[str, Any]) -> Mapping[str, Any]:
-    return schedule["after"] if schedule["name"] == "warmup" else schedule
-
-
-def _schedule_total(schedule: Mapping[str, Any]) -> int | None:
-    total = _without_warmup(schedule).get("total")
-    return total if total is None or schedule["name"] != "warmup" else total + schedule["steps"]
-
-
-_CHECKPOINT_NAME = re.compile(r"step-(\d{9,})\.safetensors")
-BEST = "best.safetensors"
-
-
-class CheckpointRotation:
-    """A directory of checkpoints, named after their step.
-
-    Args:
-        folder: made when the first checkpoint is written.
-        keep: how many of the last ones stay.
-    """
-
-    def __init__(self, folder: Path, keep: int = 3) -> None:
-        if keep < 1:
-            raise OnnxTrainError(f"keep must be at least 1: {keep}")
-        self.folder, self.keep = folder, keep
-
-    def all(self) -> list[Path]:
-        """Return the checkpoints, oldest first."""
-        try:
-            paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror}") from error
-        checkpoints = [(m, p) for p in paths if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
-        return [p for _, p in sorted(checkpoints, key=lambda item: int(item[0][1]))]
-
-    def newest(self) -> Path | None:
-        """Return the last checkpoint."""
-        return next(reversed(self.all()), None)
-
-    def save(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
-        """Write a checkpoint, then remove what is too old."""
-        self._make_folder()
-        path = self.folder / f"step-{trainer.global_step:09d}.safetensors"
-        trainer.save(path, extra)
-        logger.info("wrote checkpoint %s", path)
-        self._prune()
-        return path
-
-    def save_best(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
-        """Write the best checkpoint over the last best one."""
-        self._make_folder()
-        trainer.save(self.folder / BEST, extra)
-        return self.folder / BEST
-
-    def _make_folder(self) -> None:
-        with as_save_error(str(self.folder)):
-            self.folder.mkdir(parents=True, exist_ok=True)
-
-    def sweep(self) -> None:
-        """Remove what a killed run was writing, and what it had no time to remove."""
-        if self.folder.is_dir():
-            for path in self.folder.glob(".*.tmp"):
-                with suppress(OSError):
-                    path.unlink()
-        self._prune()
-
-    def _prune(self) -> None:
-        for old in self.all()[: -self.keep]:
-            with suppress(OSError):
-                old.unlink()
-                logger.info("removed checkpoint %s: the last %d are kept", old, self.keep)
-
-
-CHECKPOINTS = "checkpoints"
-
-
 @dataclasses.dataclass(repr=False)
 class History(SummaryRepr):
-    """What a run was."""
+    """The losses and metrics of a run; in a notebook it shows its loss curve."""
 
     steps: list[Record]
     """One record per batch: step, epoch, lr, loss, metrics."""
     epochs: list[Record]
-    """One record per epoch: means, and ``val_...`` where there was a validation."""
+    """One record per epoch: means, and ``val_...`` if there is validation data."""
     stopped: str
     """Why the run ended before its last epoch; empty if it did not."""
     best: Record | None
@@ -347,10 +167,10 @@ class History(SummaryRepr):
         return [r["loss"] for r in self.steps]
 
     def summary(self) -> tuple[str, list[Row]]:
-        """Return what a shell shows: first and last loss, the last and the best epoch."""
+        """Return the class name and the rows of ``repr``: losses, last and best epoch."""
         rows = [("steps", str(len(self.steps))), ("epochs", str(len(self.epochs)))]
         if self.steps:
-            rows.append(("loss", f"{self.losses[0]:.5g} at first, {self.losses[-1]:.5g} at last"))
+            rows.append(("loss", f"{self.losses[0]:.5g} first, {self.losses[-1]:.5g} last"))
         for name, record in (("last epoch", self.epochs[-1:]), ("best epoch", [self.best])):
             if record and record[0]:
                 rows.append((name, format_record(record[0])))
@@ -366,14 +186,14 @@ class Run:
     def __init__(self, trainer: Trainer, data: Any, options: FitOptions) -> None:
         self.trainer = trainer
         path = self._last_checkpoint(options)
-        # Nothing changes until all that a checkpoint says is known to fit.
+        # The trainer changes only after the whole checkpoint has been checked.
         loaded = None if path is None else trainer.read(path)
         stored = None if loaded is None else ResumeState.read(loaded.meta, str(path))
         self.options = options.completed(stored.settings if stored else {}, trainer.fixed_batch)
         self.epoch = 0
-        """The epoch that is going on, from 0."""
+        """The current epoch, from 0."""
         self.batch = 0
-        """How many batches of it are done."""
+        """Number of batches of the epoch that are done."""
         self.stop = ""
         """Set to a reason to end the run after this step."""
         self.best = Best(self.options.monitor)
@@ -394,24 +214,24 @@ class Run:
         seed = trainer.seed if loaded is None else loaded.progress.seed
         self.source, self.validation = self._sources(data, seed)
         self.batches = length(self.source)
-        """Of an epoch, if that is known."""
-        self._before = (0, 0)
+        """Number of batches per epoch, if that is known."""
+        self._before_resume = (0, 0)  # epochs and updates
         self.resumed = ""
-        """What was taken over from the checkpoint of an earlier run."""
+        """Options that a resumed run keeps from its checkpoint, for display."""
         if loaded is None or stored is None:
             self.schedule = resolve_schedule(
                 options.schedule, total=self.total_steps, warmup=self.options.warmup
             )
         else:
             self._restore(stored, loaded, str(path))
-            self.resumed = stored.overridden_options(options, seed, self.schedule)
+            self.resumed = stored.kept_options(options, seed, self.schedule)
             if stored.validated and self.validation is None:
-                self.resumed += "; without the validation that the run had"
+                self.resumed += "; without validation data, which the run had before"
             trainer.restore(loaded)
-        self._odd = set(nonfinite_weights(trainer))
-        """Weights that are infinite on purpose, as in a mask."""
+        # Weights that are infinite on purpose, such as a mask.
+        self._nonfinite_at_start = set(nonfinite_weights(trainer))
         if self.rotation is not None:
-            self.rotation.sweep()  # after all refusals: another run's files are not ours to remove
+            self.rotation.sweep()  # last: an error above must not remove another run's files
 
     def _sources(self, data: Any, seed: int) -> tuple[Source, Source | None]:
         options, fixed = self.options, self.trainer.fixed_batch is not None
@@ -433,15 +253,15 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        """How often the run goes through the data, epochs before a resumption included."""
+        """Number of passes over the data, including those before a resume."""
         return self.options.epochs or 0
 
     @property
     def total_steps(self) -> int | None:
-        """How many updates the run makes in all, if that is known."""
+        """Number of updates of the whole run, if that is known."""
         if self.batches is None:
             return None
-        epochs, steps = self._before
+        epochs, steps = self._before_resume
         each = -(-self.batches // self.trainer.manifest.accumulate)
         return steps + (self.epochs - epochs) * each
 
@@ -457,7 +277,7 @@ class Run:
                 epochs=self.epoch,
                 tensorboard=options.tensorboard,
             )
-            self._recall(self.records.rows)
+            self._load_history(self.records.rows)
         self.show = display(options.progress)
         self.show.start(self.epochs, self.total_steps, trainer.global_step - self.first_step)
         if self.resumed:
@@ -477,8 +297,6 @@ class Run:
         self.history.stopped = self.stop
         return self.history
 
-    # -- one epoch ------------------------------------------------------------------
-
     def _epoch(self) -> None:
         for batch in self.source.batches(self.epoch, self.batch):
             self._step(batch)
@@ -486,7 +304,7 @@ class Run:
                 break
         else:
             if not self.batch:
-                raise ShapeError("there is nothing to train on: the data has no batch")
+                raise ShapeError("the data has no batch to train on")
             self._end_epoch()
         if self.rotation is not None and (self.stop or self.batch == 0):
             self._checkpoint()
@@ -547,20 +365,22 @@ class Run:
         if self.rotation is not None and self.best.improved:
             self.rotation.save_best(self.trainer, self._position())
 
-    # -- checkpoints ----------------------------------------------------------------
-
     def _check_weights_finite(self) -> None:
-        """End the run if a finite loss has led to weights that are not; no file keeps them."""
-        bad = {n: text for n, text in nonfinite_weights(self.trainer).items() if n not in self._odd}
+        """Raise an error if weights have become infinite or NaN; no file may contain them."""
+        bad = {
+            n: text
+            for n, text in nonfinite_weights(self.trainer).items()
+            if n not in self._nonfinite_at_start
+        }
         if not bad:
             return
         listing = "\n  ".join(f"{n!r} ({text})" for n, text in list(bad.items())[:5])
         last = None if self.rotation is None else self.rotation.newest()
         raise NonFiniteError(
             f"weights are not finite after step {self.trainer.global_step}, "
-            f"though its loss was:\n  {listing}\n"
-            + (f"hint: {last} is the last checkpoint, from before; " if last else "hint: ")
-            + "debug_nan=True stops before such an update; a lower learning rate may avoid it"
+            f"although its loss was:\n  {listing}\n"
+            + (f"hint: {last} is the last good checkpoint; " if last else "hint: ")
+            + "debug_nan=True stops before such an update; try a lower learning rate"
         )
 
     def _checkpoint(self) -> None:
@@ -571,7 +391,7 @@ class Run:
         self.rotation.save(self.trainer, self._position())
 
     def _position(self) -> dict[str, Any]:
-        """Return what a resumed run must know beside the trainer's own state."""
+        """Return what a resumed run needs besides the trainer's state: :class:`ResumeState`."""
         return {
             "run": {
                 "base_lr": self.base_lr,
@@ -591,14 +411,14 @@ class Run:
         }
 
     def _last_checkpoint(self, options: FitOptions) -> Path | None:
-        """Return the checkpoint to go on from; refuse a directory that another run has used."""
+        """Return the checkpoint to resume from; without ``resume``, there must not be one."""
         if options.directory is None:
             return None
         path = CheckpointRotation(options.directory / CHECKPOINTS).newest()
         if path is not None and not options.resume:
             raise OnnxTrainError(
-                f"{options.directory} holds a run already: {path.name}\n"
-                "hint: resume=True continues it; else choose another directory"
+                f"{options.directory} already contains a run: {path.name}\n"
+                "hint: resume=True continues it; otherwise choose another directory"
             )
         return path
 
@@ -606,8 +426,11 @@ class Run:
         stored.check_order(self.options, self.batches)
         self.epoch, self.batch, self.first_step = stored.epoch, stored.batch, stored.first_step
         done = loaded.progress.step - self.first_step
-        # Of the epoch that is going on, all batches are as they were.
-        self._before = (self.epoch, done - -(-self.batch // self.trainer.manifest.accumulate))
+        # The current epoch keeps its batches: only whole epochs before it count.
+        self._before_resume = (
+            self.epoch,
+            done - -(-self.batch // self.trainer.manifest.accumulate),
+        )
         try:
             if self.options.lr is None:
                 self.base_lr = check_lr(stored.base_lr, "base_lr")
@@ -621,7 +444,7 @@ class Run:
             raise CheckpointError(f"{label}: not a checkpoint of a run: {error}") from error
         check_remaining_schedule(self.schedule, self.base_lr, done, self.total_steps)
 
-    def _recall(self, rows: list[Record]) -> None:
+    def _load_history(self, rows: list[Record]) -> None:
         self.history.steps += [r for r in rows if r.get("kind") == "step"]
         self.history.epochs += [r for r in rows if r.get("kind") == "epoch"]
         self.history.best = next(
@@ -635,11 +458,9 @@ class Run:
             columns += ["val_loss", *(f"val_{m}" for m in metrics if m != "grad_norm")]
         return columns
 
-    # -- Ctrl-C ---------------------------------------------------------------------
-
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C end the run after this step, and the second one at once."""
+        """Let the first Ctrl-C stop the run after this step, and the second one at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -669,14 +490,213 @@ def _as_callback(given: Any) -> Callback:
     if isinstance(given, Callback):
         return given
     if not callable(given):
-        raise OnnxTrainError(f"not a callback: {given!r}\nhint: a Callback, or f(run, record)")
+        raise OnnxTrainError(
+            f"not a callback: {given!r}\nhint: pass a Callback, or a function of run and record"
+        )
     function: Any = given
     return _FunctionCallback(function)
 
 
 def _epoch_summary(row: Record, epochs: int) -> str:
-    numbers = [f"{n} {v:.4f}" for n, v in row.items() if isinstance(v, float) and n != "lr"]
-    return f"epoch {row['epoch']}/{epochs}  step {row['step']}  {'  '.join(numbers)}"
+    values = [f"{n} {v:.4f}" for n, v in row.items() if isinstance(v, float) and n != "lr"]
+    return f"epoch {row['epoch']}/{epochs}  step {row['step']}  {'  '.join(values)}"
+
+
+_ORDER_OPTIONS = ("batch_size", "shuffle", "drop_last")
+"""Options that decide which rows each batch of an epoch contains."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumeState:
+    """The part of a checkpoint that describes the run; the rest describes the trainer."""
+
+    epoch: int
+    batch: int
+    base_lr: float
+    first_step: int
+    best: Mapping[str, Any]
+    means: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    schedule_state: Mapping[str, Any]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Options of ``fit``, by name."""
+    batches: int | None = None
+    """Number of batches per epoch."""
+    total: int | None = None
+    """Planned number of steps."""
+    validated: bool = False
+
+    @classmethod
+    def read(cls, meta: Mapping[str, Any], label: str) -> ResumeState:
+        """Return the state in the metadata of a checkpoint.
+
+        Raises:
+            CheckpointError: if a run did not write the checkpoint.
+        """
+        names = {f.name for f in dataclasses.fields(cls)}
+        try:
+            stored = cls(**{n: v for n, v in meta["run"].items() if n in names})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{label}: not a checkpoint of a run: {error}") from error
+        counts = (stored.epoch, stored.batch, stored.first_step)
+        parts = (stored.best, stored.means, stored.callbacks, stored.schedule, stored.settings)
+        if any(type(c) is not int or c < 0 for c in counts):
+            raise CheckpointError(
+                f"{label}: epoch, batch and first_step must be non-negative integers, got {counts}"
+            )
+        if not all(isinstance(p, Mapping) for p in parts):
+            raise CheckpointError(f"{label}: not a checkpoint of a run: an entry is not an object")
+        return stored
+
+    def check_order(self, options: FitOptions, batches: int | None) -> None:
+        """Raise an error if the rest of an epoch would have other batches.
+
+        Rows would be skipped or seen twice.
+        """
+        if not self.batch:
+            return
+        changed = {
+            n: (self.settings[n], getattr(options, n))
+            for n in _ORDER_OPTIONS
+            if n in self.settings and self.settings[n] != getattr(options, n)
+        }
+        if not changed and self.batches is not None and batches != self.batches:
+            changed["batches per epoch"] = (self.batches, batches)
+        if changed:
+            listing = ", ".join(f"{n} was {a}, not {b}" for n, (a, b) in changed.items())
+            raise OnnxTrainError(
+                f"cannot resume in epoch {self.epoch + 1} after {self.batch} of its batches: "
+                f"{listing}\n"
+                "hint: finish this epoch with the same options, then change them"
+            )
+
+    def new_schedule(self, options: FitOptions, total: int | None) -> Schedule:
+        """Return the given schedule, or the run's own stretched to the new number of steps."""
+        replaced = options.schedule is not None
+        if replaced:
+            schedule = resolve_schedule(options.schedule, total=total, warmup=options.warmup)
+        elif options.warmup != self.settings.get("warmup", options.warmup):
+            schedule = self._with_warmup(options.warmup, total)
+        else:
+            schedule = from_dict(rescale_schedule(self.schedule, self.total, total))
+        if replaced and schedule.to_dict() != self.schedule:
+            return schedule  # the state belongs to another schedule
+        schedule.load_state_dict(self.schedule_state)
+        return schedule
+
+    def _with_warmup(self, warmup: float | None, total: int | None) -> Schedule:
+        """Return the run's schedule with another warm-up."""
+        inner, steps = self.schedule, 0
+        if inner["name"] == "warmup":
+            inner, steps = inner["after"], inner["steps"]
+        first = resolve_schedule(None, total=total, warmup=warmup).to_dict()
+        new_steps = first["steps"] if first["name"] == "warmup" else 0
+        left = None if self.total is None else self.total - steps
+        inner = rescale_schedule(inner, left, None if total is None else total - new_steps)
+        return from_dict({**first, "after": inner} if new_steps else inner)
+
+    def kept_options(self, given: FitOptions, seed: int, schedule: Schedule) -> str:
+        """Return the options that the run keeps, because they are not given again, as text."""
+        parts = [
+            f"{n} {v}"
+            for n, v in sorted(self.settings.items())
+            if v is not None and getattr(given, n) is None and n != "warmup"
+        ]
+        if given.lr is None:
+            parts.append(f"lr {self.base_lr:g}")
+        if given.schedule is None:
+            now = schedule.to_dict()
+            stretch = (
+                f" over {_schedule_total(now)} steps" if _schedule_total(now) is not None else ""
+            )
+            if _schedule_total(now) != _schedule_total(self.schedule):
+                stretch += f" (before: {_schedule_total(self.schedule)})"
+            parts.append(f"schedule {_without_warmup(now)['name']}{stretch}")
+        return ", ".join([*parts, f"seed {seed}"])
+
+
+def check_remaining_schedule(schedule: Schedule, base: float, done: int, total: int | None) -> None:
+    """Raise an error if the learning rate is 0 in all remaining steps."""
+    if total is None or total <= done:
+        return
+    if not any(schedule.lr(base, step) for step in range(done + 1, total + 1)):
+        raise OnnxTrainError(
+            f"the learning rate would be 0 from step {done + 1} to the last step, {total}\n"
+            "hint: the schedule has ended; pass another one, such as schedule='cosine'"
+        )
+
+
+def _without_warmup(schedule: Mapping[str, Any]) -> Mapping[str, Any]:
+    return schedule["after"] if schedule["name"] == "warmup" else schedule
+
+
+def _schedule_total(schedule: Mapping[str, Any]) -> int | None:
+    total = _without_warmup(schedule).get("total")
+    return total if total is None or schedule["name"] != "warmup" else total + schedule["steps"]
+
+
+_CHECKPOINT_NAME = re.compile(r"step-(\d{9,})\.safetensors")
+
+
+class CheckpointRotation:
+    """The checkpoints of a run: the most recent ones, named after their step, and the best one.
+
+    Args:
+        folder: created with the first checkpoint.
+        keep: number of recent checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        if keep < 1:
+            raise OnnxTrainError(f"keep must be at least 1, got {keep}")
+        self.folder, self.keep = folder, keep
+
+    def all(self) -> list[Path]:
+        """Return the checkpoints, oldest first."""
+        try:
+            paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.folder}: {error.strerror}") from error
+        checkpoints = [(m, p) for p in paths if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
+        return [p for _, p in sorted(checkpoints, key=lambda item: int(item[0][1]))]
+
+    def newest(self) -> Path | None:
+        """Return the last checkpoint."""
+        return next(reversed(self.all()), None)
+
+    def save(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
+        """Write a checkpoint, then remove old ones."""
+        self._make_folder()
+        path = self.folder / f"step-{trainer.global_step:09d}.safetensors"
+        trainer.save(path, extra)
+        logger.info("wrote checkpoint %s", path)
+        self._prune()
+        return path
+
+    def save_best(self, trainer: Trainer, extra: dict[str, Any]) -> Path:
+        """Write the checkpoint of the best epoch, in place of the previous one."""
+        self._make_folder()
+        trainer.save(self.folder / BEST, extra)
+        return self.folder / BEST
+
+    def _make_folder(self) -> None:
+        with as_save_error(str(self.folder)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def sweep(self) -> None:
+        """Remove the unfinished files of a killed run, and checkpoints it did not remove."""
+        if self.folder.is_dir():
+            for path in self.folder.glob(".*.tmp"):
+                with suppress(OSError):
+                    path.unlink()
+        self._prune()
+
+    def _prune(self) -> None:
+        for old in self.all()[: -self.keep]:
+            with suppress(OSError):
+                old.unlink()
+                logger.info("removed checkpoint %s: the last %d are kept", old, self.keep)
 
 
 _LOCK_NAME = ".lock"
@@ -686,15 +706,18 @@ _held_locks_mutex = threading.Lock()
 
 @contextmanager
 def lock_directory(directory: Path | None) -> Iterator[None]:
-    """Keep a directory to this run; make it if it is not there.
+    """Lock a directory for one run; create it if it does not exist.
+
+    The operating system holds the lock and releases it when the process ends, so a killed run
+    does not block the next one.
 
     Raises:
-        BusyError: if another run, of this process or another one, is going on in it.
+        BusyError: if another run, of this or another process, has locked it.
     """
     if directory is None:
         yield
         return
-    # Locks of a file are one process's: its own threads need a list besides.
+    # File locks belong to the process: its own threads need this set as well.
     key = os.path.realpath(directory)
     with _held_locks_mutex:
         if key in _held_locks:
@@ -720,7 +743,7 @@ def _open_lock_file(directory: Path) -> int:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock of an open file; ``False`` if another process has it."""
+    """Lock an open file; return ``False`` if another process has locked it."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -729,17 +752,17 @@ def _lock(file: int) -> bool:
         else:
             import fcntl
 
-            # Not flock: children made by fork would keep it after the run has died.
+            # Not flock: forked children would keep the lock after the run has died.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
-        return True  # a file system without locks
+        return True  # the file system does not support locks
     return True
 
 
 def _busy_error(directory: Path, who: str) -> BusyError:
     return BusyError(
-        f"{directory}: a run of {who} is going on there\n"
-        "hint: wait for its end, or choose another directory"
+        f"{directory} is locked by a run of {who}\n"
+        "hint: wait until it ends, or choose another directory"
     )
