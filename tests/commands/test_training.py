@@ -176,7 +176,7 @@ def test_data_that_is_none(place: Path) -> None:
     contents = {
         "bad.npz": (b"nothing", "not an .npz file"),
         "empty.npz": (b"", "not an .npz file"),
-        "one.npz": ((place / "one.npy").read_bytes(), "a single array, whose name is not known"),
+        "one.npz": ((place / "one.npy").read_bytes(), "an .npy file, whose array has no name"),
         "cut.npz": (packed[: len(packed) // 2], "not an .npz file of arrays: "),
         "damaged.npz": (bytes(damaged), "not an .npz file of arrays: "),
         "giant.npz": (giant(), "not an .npz file of arrays: "),
@@ -190,7 +190,7 @@ def test_data_that_is_none(place: Path) -> None:
     os.mkfifo(place / "pipe.npz")
     with pytest.raises(OnnxTrainError, match=r"pipe.npz: cannot be read: not a regular file"):
         run("eval", place / "art", "--data", place / "pipe.npz")
-    with pytest.raises(OnnxTrainError, match="art: no pictures"):
+    with pytest.raises(OnnxTrainError, match="art: no images"):
         run("eval", place / "art", "--data", place / "art")
 
 

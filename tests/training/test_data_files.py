@@ -86,21 +86,21 @@ REFUSED = {
     "a.csv": [
         (["1,2,3,4", "1,2,3,4"], "the first line has numbers"),
         (["a,b,c,labels"], "no rows"),
-        (["a,b,c,labels", "1,2,3"], "line 2 has 3 cells, not 4"),
-        (["a,b,c,labels", "1,2,3,0", "", "1,,3,0"], "line 4, column 'b': an empty cell"),
-        (["a,b,c,labels", "1,2,zwei,0"], "line 2, column 'c': 'zwei' is no number"),
-        (["a,b,labels", "1,2,0"], "2 columns for 'x', which is float32[batch, 3]"),
+        (["a,b,c,labels", "1,2,3"], "line 2 has 3 cells, expected 4"),
+        (["a,b,c,labels", "1,2,3,0", "", "1,,3,0"], "line 4, column 'b': empty cell"),
+        (["a,b,c,labels", "1,2,zwei,0"], "line 2, column 'c': 'zwei' is not a number"),
+        (["a,b,labels", "1,2,0"], "2 columns do not fit 'x', which is float32[batch, 3]"),
         (["a,b,c,label", "1,2,3,0"], "no column 'x'"),
-        (["a,a,c,labels", "1,2,3,0"], "several columns are called 'a'"),
+        (["a,a,c,labels", "1,2,3,0"], "duplicate column 'a'"),
         (["a,b,c,labels", "1,2,3,0.5"], "column 'labels' has fractions"),
-        (["a,b,c,labels", "1,2,3,0", "1,2,3,?"], "line 3, column 'labels': '?' is no number"),
+        (["a,b,c,labels", "1,2,3,0", "1,2,3,?"], "line 3, column 'labels': '?' is not a number"),
         (["a,b,c,labels", '1,2,"3,0'], "unexpected end of data"),
     ],
     "a.jsonl": [
-        (["{"], "line 1 is no JSON"),
-        (["[1]"], "line 1 is no object"),
+        (["{"], "line 1 is not JSON"),
+        (["[1]"], "line 1 is not an object"),
         (['{"x": [1, 2, 3], "labels": 0}', '{"x": [1, 2, 3]}'], "'labels' is not in every line"),
-        (['{"x": [1], "labels": 0}', '{"x": [1, 2], "labels": 0}'], "rows of different shape"),
+        (['{"x": [1], "labels": 0}', '{"x": [1, 2], "labels": 0}'], "rows of different shapes"),
         (['{"x": [1.5, 2, 3], "labels": 0.5}'], "has fractions"),
         (["", ""], "no rows"),
     ],
@@ -172,15 +172,15 @@ def test_integers_and_free_sizes(folder: Path) -> None:
 def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OnnxTrainError, match="unknown class 'b-red'"):
         read_data(folder, [picture(3, 2, 4), LABELS], {"labels": ["a-blue", "c"]})
-    with pytest.raises(OnnxTrainError, match="holds no pictures"):
+    with pytest.raises(OnnxTrainError, match="is not an image shape"):
         read_data(folder, [picture(5), LABELS])
     with pytest.raises(OnnxTrainError, match="labels of classes"):
         read_data(folder, [picture(3, 2, 4), TARGET])
     (folder / "b-red" / "2.png").write_bytes(b"not a picture")
-    with pytest.raises(OnnxTrainError, match=r"2\.png: not a picture"):
+    with pytest.raises(OnnxTrainError, match=r"2\.png: not a readable image"):
         read_data(folder, [picture(3, 2, 4), LABELS])
     (tmp_path / "none").mkdir()
-    with pytest.raises(OnnxTrainError, match="no pictures"):
+    with pytest.raises(OnnxTrainError, match="no images"):
         read_data(tmp_path / "none", [picture(3, 2, 4), LABELS])
 
 

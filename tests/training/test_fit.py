@@ -100,11 +100,11 @@ def test_short_batches_are_kept_or_dropped() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((np.zeros(3), np.zeros(4)), "arrays of different length: 0: 3, 1: 4"),
-        ({"x": np.zeros(3), "y": np.zeros(4)}, "arrays of different length: x: 3, y: 4"),
-        ((np.zeros(3), np.float32(1)), "no samples axis"),
-        ((np.zeros(0),), "0 samples make no batch of 4"),
-        (7, "no data: int"),
+        ((np.zeros(3), np.zeros(4)), "arrays have different lengths: 0: 3, 1: 4"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, "arrays have different lengths: x: 3, y: 4"),
+        ((np.zeros(3), np.float32(1)), "an array of the data is a scalar"),
+        ((np.zeros(0),), "0 samples are fewer than one batch of 4"),
+        (7, "data of type int is not supported"),
     ],
 )
 def test_data_that_is_none(given: object, message: str) -> None:

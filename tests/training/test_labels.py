@@ -49,7 +49,7 @@ def test_a_label_that_does_not_count(ignored: int) -> None:
     labels[2] = ignored
     trainer.step(x, labels)
     labels[6] = 4
-    with pytest.raises(LabelError, match=f"4 in row 6 .*\n.*label {ignored} do not count"):
+    with pytest.raises(LabelError, match=f"4 in row 6 .*\n.*label {ignored} are ignored"):
         trainer.step(x, labels)
 
 

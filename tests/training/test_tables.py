@@ -88,11 +88,13 @@ def test_tables(kind: Callable[..., Any]) -> None:
 
 def test_tables_that_do_not_fit() -> None:
     x, labels = data(8)
-    with pytest.raises(ShapeError, match=r"no column 'labels'\nhint: it has x, y; the model takes"):
+    with pytest.raises(
+        ShapeError, match=r"no column 'labels'\nhint: its columns are x, y; the model needs"
+    ):
         Trainer(made()).fit(Frame({"x": x, "y": labels}), progress=False)
     ragged = np.empty(8, object)
     ragged[:] = [np.zeros(5 + i % 2) for i in range(8)]
-    with pytest.raises(ShapeError, match="column 'x' has rows of different shape"):
+    with pytest.raises(ShapeError, match="column 'x' has rows of different shapes"):
         Trainer(made()).fit(_Ragged(ragged, labels), progress=False)
 
 

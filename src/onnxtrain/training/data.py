@@ -1,6 +1,8 @@
-"""Batches from arrays, from iterables, and from torch's DataLoader.
+"""Batches of a training run, and labels that are not classes of the model.
 
-Labels that are not among the classes of a model.
+:func:`as_source` turns arrays, tables, lists, torch's DataLoader and functions into a
+:class:`Source`, whose batches depend only on the data, the seed and the epoch, so that a resumed run
+sees the same ones. :func:`explain_label_error` names the row of a label that is out of range.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 
 class Batch(NamedTuple):
-    """Tensors by position and by name."""
+    """The tensors of a batch, by position and by name."""
 
     positional: tuple[Any, ...]
     named: dict[str, Any]
     rows: np.ndarray | None = None
-    """The numbers of its samples in the data, if they are known."""
+    """Indices of its samples in the data, if they are known."""
     weight: int | None = None
-    """What it weighs in means over batches, if that is not the number of its samples."""
+    """Weight in means over batches; the number of samples by default."""
 
     @property
     def size(self) -> int:
-        """The number of samples, or what counts as such: the length of the first tensor."""
+        """The weight, else the number of samples: the length of the first tensor."""
         if self.weight is not None:
             return self.weight
         for value in (*self.positional, *self.named.values()):
@@ -48,14 +50,14 @@ class Batch(NamedTuple):
 
 
 class Source(Protocol):
-    """Where batches come from."""
+    """Batches, epoch by epoch."""
 
     def __len__(self) -> int:
-        """Return the number of batches of an epoch; ``TypeError`` if it is not known."""
+        """Return the number of batches per epoch; raise ``TypeError`` if it is unknown."""
         ...
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch, counted from 0, without the first ``start``."""
+        """Return the batches of an epoch (from 0) without the first ``start`` batches."""
         ...
 
 
@@ -68,18 +70,18 @@ def as_source(
     drop_last: bool = False,
     columns: Sequence[str] = (),
 ) -> Source:
-    """Return the batches that ``data`` stands for.
+    """Return the batches of a data set.
 
     Args:
         data: an array, a tuple of arrays (by position) or a dict of arrays (by name), which are cut
-            into batches here; or a list or other iterable of batches, each one of these or a
-            :class:`Batch`; or a function that gives such an iterable for an epoch.
-        batch_size: of arrays.
-        shuffle: arrays anew in each epoch, in an order that follows from seed and epoch alone.
-        seed: of the order.
-        drop_last: leave a short last batch out.
-        columns: those that are taken of a table: a pandas or polars DataFrame, an Arrow table or a
-            ``Dataset`` of Hugging Face. The others stay unread.
+            into batches; a table: a pandas or polars DataFrame, an Arrow table or a Hugging Face
+            ``Dataset``; a list or other iterable of batches, each one of these or a
+            :class:`Batch`; or a function from the epoch to such an iterable.
+        batch_size: for arrays and tables.
+        shuffle: shuffle arrays in each epoch; the order depends on seed and epoch only.
+        seed: random seed of the order.
+        drop_last: drop the last batch of an epoch if it is smaller.
+        columns: columns to read from a table; others are not read.
     """
     names = _column_names(data)
     if names is not None:
@@ -91,18 +93,18 @@ def as_source(
     if isinstance(data, np.ndarray) or (hasattr(data, "shape") and hasattr(data, "dtype")):
         return Arrays((data,), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if callable(data) and not hasattr(data, "__iter__"):
-        make: Any = data
-        return Batches(make)
+        make_batches: Any = data
+        return Batches(make_batches)
     if isinstance(data, Iterable):
         return Batches(_per_epoch(data, seed))
     raise ShapeError(
-        f"no data: {type(data).__name__}\n"
-        "hint: give a tuple or dict of arrays, or an iterable of batches"
+        f"data of type {type(data).__name__} is not supported\n"
+        "hint: pass a tuple or dict of arrays, or an iterable of batches"
     )
 
 
 def _column_names(data: Any) -> list[str] | None:
-    """Return the names of the columns if this is a table, whoever's it is."""
+    """Return the names of the columns if this is a table of any library."""
     if isinstance(data, Mapping | np.ndarray) or not hasattr(data, "__getitem__"):
         return None
     names = getattr(data, "column_names", None)
@@ -116,7 +118,7 @@ def _read_columns(data: Any, names: list[str], wanted: Sequence[str]) -> dict[st
     if missing:
         raise ShapeError(
             f"the table has no column {', '.join(map(repr, missing))}\n"
-            f"hint: it has {', '.join(names)}; the model takes {', '.join(wanted)}"
+            f"hint: its columns are {', '.join(names)}; the model needs {', '.join(wanted)}"
         )
     return {n: _column(n, data[n]) for n in wanted or names}
 
@@ -128,11 +130,11 @@ def _column(name: str, values: Any) -> np.ndarray:
     try:
         return np.stack([to_array(v) for v in array]) if len(array) else array
     except ValueError as error:
-        raise ShapeError(f"column {name!r} has rows of different shape") from error
+        raise ShapeError(f"column {name!r} has rows of different shapes") from error
 
 
 def length(source: Source) -> int | None:
-    """Return the number of batches of an epoch, if it is known."""
+    """Return the number of batches per epoch, or ``None`` if it is unknown."""
     try:
         return len(source)
     except TypeError:
@@ -140,7 +142,7 @@ def length(source: Source) -> int | None:
 
 
 class Arrays:
-    """Arrays of one length, cut into batches."""
+    """Arrays of equal length, cut into batches."""
 
     def __init__(
         self,
@@ -152,24 +154,25 @@ class Arrays:
         drop_last: bool,
     ) -> None:
         if batch_size < 1:
-            raise ShapeError(f"batch_size must be at least 1: {batch_size}")
+            raise ShapeError(f"batch_size must be at least 1, got {batch_size}")
         keys = list(data) if isinstance(data, Mapping) else None
         values = data.values() if isinstance(data, Mapping) else data
         self._keys, self._arrays = keys, [to_array(v) for v in values]
         if any(a.ndim == 0 for a in self._arrays):
-            raise ShapeError(
-                "an array of the data has no samples axis\nhint: axis 0 counts samples"
-            )
+            raise ShapeError("an array of the data is a scalar\nhint: axis 0 must be the samples")
         lengths = {len(a) for a in self._arrays}
         if len(lengths) != 1:
             names = keys or range(len(self._arrays))
             listing = ", ".join(f"{n}: {len(a)}" for n, a in zip(names, self._arrays, strict=True))
-            raise ShapeError(f"arrays of different length: {listing}")
+            raise ShapeError(f"arrays have different lengths: {listing}")
         (self.samples,) = lengths
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._end = self.samples - self.samples % batch_size if drop_last else self.samples
         if not self._end:
-            raise ShapeError(f"{self.samples} samples make no batch of {batch_size}")
+            raise ShapeError(
+                f"{self.samples} samples are fewer than one batch of {batch_size}\n"
+                "hint: use a smaller batch_size, or drop_last=False"
+            )
 
     def __len__(self) -> int:
         return -(-self._end // self._size)
@@ -177,11 +180,11 @@ class Arrays:
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch."""
         order = shuffled(self.samples, self._seed, epoch) if self._shuffle else None
-        for at in range(start * self._size, self._end, self._size):
-            end = min(at + self._size, self._end)
-            pick = slice(at, end) if order is None else order[at:end]
-            rows = np.arange(at, end) if order is None else order[at:end]
-            arrays = [a[pick] for a in self._arrays]
+        for first in range(start * self._size, self._end, self._size):
+            end = min(first + self._size, self._end)
+            index = slice(first, end) if order is None else order[first:end]
+            rows = np.arange(first, end) if order is None else order[first:end]
+            arrays = [a[index] for a in self._arrays]
             if self._keys is None:
                 yield Batch(tuple(arrays), {}, rows)
             else:
@@ -189,17 +192,17 @@ class Arrays:
 
 
 class Batches:
-    """Batches that somebody else makes, anew for each epoch."""
+    """Batches of the caller's own: a function from the epoch to an iterable."""
 
-    def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
-        self._make = make
+    def __init__(self, make_batches: Callable[[int], Iterable[Any]]) -> None:
+        self._make_batches = make_batches
 
     def __len__(self) -> int:
-        return len(self._make(0))  # type: ignore[arg-type]
+        return len(self._make_batches(0))  # type: ignore[arg-type]
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch; those left out are made all the same."""
-        for item in itertools.islice(self._make(epoch), start, None):
+        """Return the batches of an epoch; skipped batches are computed as well."""
+        for item in itertools.islice(self._make_batches(epoch), start, None):
             yield _as_batch(item)
 
 
@@ -214,16 +217,16 @@ def _as_batch(item: Any) -> Batch:
 
 
 def _per_epoch(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:
-    """Return a function from the epoch to the batches; sources that can be seeded are."""
-    exhausts_itself = iter(data) is data
+    """Return a function from the epoch to the batches, which seeds samplers and generators."""
+    is_iterator = iter(data) is data
 
-    def make(epoch: int) -> Iterable[Any]:
-        if exhausts_itself and epoch > 0:
+    def make_batches(epoch: int) -> Iterable[Any]:
+        if is_iterator and epoch > 0:
             raise ShapeError(
-                "an iterator gives its batches only once\n"
+                "an iterator can only be read in one epoch\n"
                 "hint: pass a list, a DataLoader, or a function from the epoch to an iterable"
             )
-        # torch: a sampler of several processes, and the generator that a DataLoader shuffles with.
+        # torch: a DistributedSampler has set_epoch, a shuffling DataLoader has a generator.
         owner: Any
         for owner in (data, getattr(data, "sampler", None)):
             if hasattr(owner, "set_epoch"):
@@ -233,13 +236,14 @@ def _per_epoch(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:
             generator.manual_seed(_hash_seed(seed, epoch) >> 1)
         return data
 
-    return make
+    return make_batches
 
 
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the numbers below ``n`` in an order that follows from seed and epoch alone.
+    """Return a permutation of ``range(n)`` that depends on seed and epoch only.
 
-    They are sorted by a hash, so that the order is the same with every version of numpy.
+    The indices are sorted by a hash: numpy's generators may change between versions, and the
+    TypeScript trainer computes the same order.
 
     >>> [int(i) for i in shuffled(5, seed=0, epoch=0)]
     [3, 4, 0, 2, 1]
@@ -252,7 +256,7 @@ def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _hash_seed(seed: int, epoch: int) -> int:
-    """Return 64 bits that depend on both numbers."""
+    """Return 64 bits that depend on seed and epoch."""
     value = (seed * 0x9E3779B97F4A7C15 + (epoch + 1) * 0xD1B54A32D192ED03) & _MASK_64
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = ((value ^ (value >> shift)) * factor) & _MASK_64
@@ -276,7 +280,7 @@ _LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
 
 
 class LabelClasses(NamedTuple):
-    """What a target may hold."""
+    """The labels that a target may contain."""
 
     size: int
     ignored: frozenset[int]
@@ -288,13 +292,13 @@ def explain_label_error(
     feeds: Mapping[str, np.ndarray],
     rows: np.ndarray | None = None,
 ) -> OnnxTrainError:
-    """Return the error of a batch in the batch's own words, where labels are the cause.
+    """Return an error that names the wrong label of a batch, if one is the cause.
 
     Args:
-        trainer: that took the batch.
-        error: of the runtime.
+        trainer: ran the batch.
+        error: onnxruntime's error, which is returned if the labels are fine.
         feeds: the batch.
-        rows: the numbers that the rows of the batch have in the data.
+        rows: indices of the batch's rows in the data.
     """
     if trainer.manifest.model("eval") is None:
         return error
@@ -306,12 +310,12 @@ def explain_label_error(
 def label_problem(
     model: onnx.ModelProto, batch: Mapping[str, np.ndarray], rows: np.ndarray | None = None
 ) -> str | None:
-    """Say which label of a batch is not among the classes, if one is not.
+    """Return the message for the first label of a batch that is not a class, if there is one.
 
     Args:
-        model: that computes the loss.
-        batch: arrays by input.
-        rows: the numbers that the rows of the batch have in the data.
+        model: computes the loss.
+        batch: arrays by input name.
+        rows: indices of the batch's rows in the data.
     """
     for name, labels in batch.items():
         if labels.dtype.kind not in "iu" or not labels.ndim:
@@ -323,8 +327,8 @@ def label_problem(
         for ignored in known.ignored:
             bad &= labels != ignored
         if bad.any():
-            place = tuple(int(i) for i in np.argwhere(bad)[0])
-            value, row = int(labels[place]), place[0]
+            index = tuple(int(i) for i in np.argwhere(bad)[0])
+            value, row = int(labels[index]), index[0]
             where = f"row {row} of the batch" if rows is None else f"row {int(rows[row])}"
             many = f" (and {int(bad.sum()) - 1} more of the batch)" if bad.sum() > 1 else ""
             return (
@@ -339,11 +343,11 @@ def _label_hint(labels: np.ndarray, known: LabelClasses) -> str:
     if labels.max() == known.size and labels.min() >= 1:
         return "labels count from 0; subtract 1"
     ignored = ", ".join(map(str, sorted(known.ignored)))
-    return f"rows with label {ignored} do not count" if ignored else "labels count from 0"
+    return f"rows with label {ignored} are ignored" if ignored else "labels count from 0"
 
 
 def label_classes(model: onnx.ModelProto, name: str) -> LabelClasses | None:
-    """Return how many classes the labels called ``name`` choose from, if a loss tells."""
+    """Return the classes that the target ``name`` chooses from, if a loss determines them."""
     constants = {t.name: t for t in model.graph.initializer}
     return _classes_in(model.graph, {name}, constants)
 
@@ -351,7 +355,13 @@ def label_classes(model: onnx.ModelProto, name: str) -> LabelClasses | None:
 def _classes_in(
     graph: onnx.GraphProto, labels: set[str], constants: Mapping[str, onnx.TensorProto]
 ) -> LabelClasses | None:
-    """Return what a graph, or a loop in it, does with labels."""
+    """Return the classes of labels in a graph, or in the body of a Scan.
+
+    Args:
+        graph: the graph.
+        labels: names of values that are labels; grows with values computed from them.
+        constants: initializers of the model.
+    """
     count, ignored = None, set[int]()
     for node in graph.node:
         given = {i for i, x in enumerate(node.input) if x in labels}

@@ -1,10 +1,7 @@
-"""Columns of a table as the arrays that a model takes.
+"""Training data from files: .npz, .csv, .tsv, .jsonl, and folders of images.
 
-A folder of pictures for each class, as arrays.
-
-Arrays by name in one file of numpy's.
-
-One door for all kinds of data: what a path holds is told by its ending.
+:func:`read_data` and :func:`read_images` choose a reader by the ending of the path. The rest of the
+file is one section per reader: tables of text, columns to arrays, images, .npz files.
 """
 
 from __future__ import annotations
@@ -29,354 +26,17 @@ Classes = dict[str, list[str]]
 Columns = Mapping[str, list[Any]]
 
 
-def arrays_of(
-    columns: Columns, lines: Sequence[int], specs: Sequence[TensorSpec], known: Classes, path: Path
-) -> tuple[dict[str, np.ndarray], Classes]:
-    """Return an array per input and target, and the texts that labels stand for.
-
-    A column that bears the name of an input is that input. Columns ``image.0``, ``image.1`` ... are
-    ``image``. One input that is still without takes all columns that are left, in their order.
-    """
-    taken: dict[str, list[str]] = {s.name: _columns_of_input(s.name, columns) for s in specs}
-    without = [s for s in specs if not taken[s.name]]
-    used = {name for names in taken.values() for name in names}
-    rest = [name for name in columns if name not in used]
-    if len(without) == 1 and without[0].role == "input" and rest:
-        taken[without[0].name] = rest
-    elif without:
-        raise OnnxTrainError(
-            f"{path}: no column {without[0].name!r}\n"
-            f"hint: it has {_format_columns(list(columns))}; the model takes "
-            + ", ".join(s.name for s in specs)
-        )
-    arrays, classes = {}, dict(known)
-    for spec in specs:
-        names = taken[spec.name]
-        if len(names) == 1 and _has_text_labels(columns[names[0]], spec):
-            texts = columns[names[0]]
-            classes[spec.name] = known.get(spec.name) or sorted(set(texts))
-            arrays[spec.name] = _labels(texts, classes[spec.name], lines, path)
-        else:
-            parts = [_numeric_array(columns[n], n, spec, lines, path) for n in names]
-            arrays[spec.name] = _stack_columns(parts, spec, names, path)
-    return arrays, classes
-
-
-def _columns_of_input(name: str, columns: Columns) -> list[str]:
-    if name in columns:
-        return [name]
-    pattern = re.compile(re.escape(name) + r"(?:[._-]?(\d+)|\[(\d+)\])")
-    numbered = [(m, n) for n in columns if (m := pattern.fullmatch(n))]
-    return [n for _, n in sorted(numbered, key=lambda item: int(item[0][1] or item[0][2]))]
-
-
-def _has_text_labels(values: list[Any], spec: TensorSpec) -> bool:
-    if spec.role != "target" or "int" not in spec.dtype:
-        return False
-    # One number among texts is a slip, not a class.
-    return all(isinstance(v, str) and v and not is_number(v) for v in values)
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text reads as a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _labels(
-    texts: list[str], classes: Sequence[str], lines: Sequence[int], path: Path
-) -> np.ndarray:
-    numbers = {text: i for i, text in enumerate(classes)}
-    for text, line in zip(texts, lines, strict=True):
-        if text not in numbers:
-            raise OnnxTrainError(
-                f"{path}: line {line}: unknown class {text!r}\n"
-                f"hint: expected one of {_format_columns(classes)}"
-            )
-    return np.array([numbers[text] for text in texts], np.int64)
-
-
-def _numeric_array(
-    values: list[Any], name: str, spec: TensorSpec, lines: Sequence[int], path: Path
-) -> np.ndarray:
-    kind = np.int64 if "int" in spec.dtype else np.float64
-    try:
-        array = np.array(values)
-        if kind is np.float64 or array.dtype.kind in "biuU":  # floats may have fractions
-            return array.astype(kind)
-    except (ValueError, TypeError, OverflowError):
-        pass
-    for value, line in zip(values, lines, strict=True):
-        try:
-            np.array(value, np.float64)
-        except (ValueError, TypeError) as error:
-            what = "an empty cell" if value in ("", None) else f"{value!r} is no number"
-            raise OnnxTrainError(
-                f"{path}: line {line}, column {name!r}: {what}\n"
-                f"hint: {spec.name!r} is {spec.dtype}; texts are taken as labels of classes only"
-            ) from error
-    try:
-        array = np.array([np.array(v, np.float64) for v in values])
-    except ValueError as error:
-        raise OnnxTrainError(
-            f"{path}: column {name!r} has rows of different shape\nhint: pad them to one length"
-        ) from error
-    if kind is np.int64 and not np.array_equal(array, np.round(array)):
-        raise OnnxTrainError(
-            f"{path}: column {name!r} has fractions; {spec.name!r} is {spec.dtype}"
-        )
-    return array.astype(kind)
-
-
-def _stack_columns(
-    parts: list[np.ndarray], spec: TensorSpec, names: list[str], path: Path
-) -> np.ndarray:
-    """Return columns side by side, in the shape that the input has."""
-    if len(parts) == 1 and parts[0].ndim > 1:
-        return parts[0]
-    rows, sizes = len(parts[0]), spec.shape[1:]
-    fixed = [d for d in sizes if isinstance(d, int)]
-    free = len(sizes) - len(fixed)
-    fits = len(parts) == math.prod(fixed) if not free else len(parts) % math.prod(fixed) == 0
-    if any(p.ndim > 1 for p in parts) or free > 1 or not fits:
-        shape = ", ".join(map(str, spec.shape))
-        raise OnnxTrainError(
-            f"{path}: {len(parts)} columns for {spec.name!r}, which is {spec.dtype}[{shape}]\n"
-            f"hint: they are {_format_columns(names)}"
-        )
-    return np.stack(parts, 1).reshape(rows, *(d if isinstance(d, int) else -1 for d in sizes))
-
-
-def _format_columns(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:8])) + (" ..." if len(names) > 8 else "")
-
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
-_MAX_BYTES = 4 << 30
-_PATHS, _LABELS = ("image", "path", "file"), ("label", "class")
-_HINT = "hint: a folder per class, as in pictures/cat/1.jpg, pictures/dog/1.jpg"
-
-
-class ImageLayout(NamedTuple):
-    """How an input holds a picture."""
-
-    mode: str
-    """Pillow's: L is grey, RGB has colours."""
-    size: tuple[int, int] | None
-    """Width and height, if the input has fixed ones."""
-    order: str
-    """Of the axes: CHW, HWC, HW, or flat."""
-
-
-def read_image_folder(
-    folder: Path, specs: Sequence[TensorSpec], known: Classes
-) -> tuple[dict[str, np.ndarray], Classes]:
-    """Return pictures and labels; numbers of classes follow from the sorted names of folders.
-
-    Pictures become as large as the input is (bilinear), grey or coloured as its channels are, and
-    floats from 0 to 1 (whole numbers to 255 for an integer input).
-    """
-    inputs = [s for s in specs if s.role == "input"]
-    targets = [s for s in specs if s.role == "target"]
-    if len(inputs) != 1 or len(targets) != 1 or "int" not in targets[0].dtype:
-        raise OnnxTrainError(
-            f"{folder}: pictures need a model of one input and labels of classes; it takes "
-            + ", ".join(f"{s.name} {s.dtype}" for s in specs)
-        )
-    (image,), (label,) = inputs, targets
-    there = {p.name: p for p in sorted(folder.iterdir()) if p.is_dir()}
-    classes = known.get(label.name) or list(there)
-    strange = [name for name in there if name not in classes]
-    if strange:
-        raise OnnxTrainError(
-            f"{folder}: unknown class {strange[0]!r}\nhint: expected one of {', '.join(classes)}"
-        )
-    files = [(p, classes.index(n)) for n, sub in there.items() for p in _image_files(sub)]
-    if not files:
-        raise OnnxTrainError(f"{folder}: no pictures ({', '.join(IMAGE_SUFFIXES)})\n{_HINT}")
-    images = _read_images([p for p, _ in files], image_layout(image), image, folder)
-    labels = np.array([number for _, number in files], np.int64)
-    return {image.name: images, label.name: labels}, {**known, label.name: list(classes)}
-
-
-def read_image_table(
-    path: Path,
-    columns: Columns,
-    lines: Sequence[int],
-    specs: Sequence[TensorSpec],
-    known: Classes,
-) -> tuple[dict[str, np.ndarray], Classes]:
-    """Return pictures and labels of a table with paths, relative to where it lies.
-
-    Args:
-        path: of the table.
-        columns: its columns; ``image``, or ``path`` or ``file``, and ``label`` are read.
-        lines: where each row stands.
-        specs: the input for pictures and the target for labels.
-        known: texts of labels, as an earlier table had them; without, they are those of this one.
-    """
-    image, label = specs
-    name = next((n for n in (*_PATHS, image.name) if n in columns), None)
-    texts = next((columns[n] for n in (*_LABELS, label.name) if n in columns), None)
-    if name is None or texts is None:
-        raise OnnxTrainError(
-            f"{path}: no columns image and label\nhint: it has {', '.join(columns)}"
-        )
-    texts = [str(t) for t in texts]
-    classes = known.get(label.name) or sorted_labels(texts)
-    for text, line in zip(texts, lines, strict=True):
-        if text not in classes:
-            raise OnnxTrainError(
-                f"{path}: line {line}: unknown class {text!r}\n"
-                f"hint: expected one of {', '.join(classes)}"
-            )
-    files = [path.parent / str(value) for value in columns[name]]
-    for file, line in zip(files, lines, strict=True):
-        if not file.is_file():
-            raise OnnxTrainError(f"{path}: line {line}: there is no picture {str(file)!r}")
-    images = _read_images(files, image_layout(image), image, path)
-    labels = np.array([classes.index(t) for t in texts], np.int64)
-    return {image.name: images, label.name: labels}, {**known, label.name: list(classes)}
-
-
-def sorted_labels(labels: Iterable[str]) -> list[str]:
-    """Return each label once: numbers by their size, then texts.
-
-    >>> in_order(["10", "9", "b", "9"])
-    ['9', '10', 'b']
-    """
-    return sorted(set(labels), key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0, c))
-
-
-def _image_files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
-
-
-def image_layout(spec: TensorSpec) -> ImageLayout:
-    """Return how an input holds a picture: [N, C, H, W], [N, H, W, C], [N, H, W] or [N, H * W].
-
-    Raises:
-        OnnxTrainError: if it is none of these.
-    """
-    sizes = spec.shape[1:]
-    shape = tuple(d if isinstance(d, int) else -1 for d in sizes)
-    if len(sizes) == 3 and shape[0] in (1, 3):
-        return ImageLayout("L" if shape[0] == 1 else "RGB", _size(*shape[1:]), "CHW")
-    if len(sizes) == 3 and shape[2] in (1, 3):
-        return ImageLayout("L" if shape[2] == 1 else "RGB", _size(*shape[:2]), "HWC")
-    if len(sizes) == 2:
-        return ImageLayout("L", _size(*shape), "HW")
-    side = math.isqrt(shape[0]) if len(shape) == 1 and shape[0] > 0 else 0
-    if side and side * side == shape[0]:
-        return ImageLayout("L", (side, side), "flat")
-    listing = ", ".join(map(str, spec.shape))
-    raise OnnxTrainError(
-        f"{spec.name!r} is {spec.dtype}[{listing}], which holds no pictures\n"
-        "hint: [N, C, H, W] or [N, H, W, C] with 1 or 3 channels, [N, H, W], or [N, H * H]"
-    )
-
-
-def _size(height: int, width: int) -> tuple[int, int] | None:
-    return (width, height) if height > 0 and width > 0 else None
-
-
-def _read_images(
-    paths: list[Path], layout: ImageLayout, spec: TensorSpec, folder: Path
-) -> np.ndarray:
-    if importlib.util.find_spec("PIL") is None:
-        raise OnnxTrainError('pictures need Pillow\nhint: pip install "onnxtrain[images]"')
-    first = _read_image(paths[0], layout)
-    if first.size * 4 * len(paths) > _MAX_BYTES:
-        raise OnnxTrainError(
-            f"{folder}: {len(paths)} pictures do not fit into 4 GiB\n"
-            "hint: train from Python: fit takes an iterable of batches, such as a DataLoader"
-        )
-    images = [first, *(_read_image(path, layout) for path in paths[1:])]
-    for path, picture in zip(paths, images, strict=True):
-        if picture.shape != first.shape:
-            raise OnnxTrainError(
-                f"{path} is {picture.shape}, {paths[0]} is {first.shape}\n"
-                "hint: the model has no fixed size, so all pictures must have one"
-            )
-    stacked = np.stack(images)
-    if "int" not in spec.dtype:
-        stacked = stacked.astype(np.float32) / np.float32(255)
-    return stacked
-
-
-def _read_image(path: Path, layout: ImageLayout) -> np.ndarray:
-    from PIL import Image
-
-    try:
-        with Image.open(path, formats=_FORMATS) as picture:
-            plain: Any = picture.convert(layout.mode)
-            if layout.size is not None and plain.size != layout.size:
-                plain = plain.resize(layout.size, Image.Resampling.BILINEAR)
-            array = np.asarray(plain)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise OnnxTrainError(f"{path}: not a picture that can be read: {error}") from error
-    if layout.order == "flat":
-        return array.reshape(-1)
-    if layout.order == "HW":
-        return array
-    array = array if array.ndim == 3 else array[..., None]
-    return array.transpose(2, 0, 1) if layout.order == "CHW" else array
-
-
-HINT = "hint: numpy.savez('train.npz', x=..., labels=...)"
-_NPY, _ZIP = b"\x93NUMPY", b"PK"
-
-
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an .npz file by name.
-
-    Raises:
-        OnnxTrainError: it cannot be read, or is not such a file.
-    """
-    try:
-        with open_regular(path) as raw:
-            return _arrays(raw, path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OnnxTrainError(f"{path}: cannot be read: {reason}\n{HINT}") from error
-
-
-def _arrays(raw: BinaryIO, path: Path) -> dict[str, np.ndarray]:
-    start = raw.read(len(_NPY))
-    raw.seek(0)
-    if start == _NPY:
-        raise OnnxTrainError(f"{path}: a single array, whose name is not known\n{HINT}")
-    if not start.startswith(_ZIP):
-        raise OnnxTrainError(
-            f"{path}: not an .npz file\n{HINT}; .csv, .jsonl and folders of pictures are read too"
-        )
-    try:
-        with np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except Exception as error:  # damaged zip files raise anything
-        reason = str(error) or type(error).__name__
-        raise OnnxTrainError(f"{path}: not an .npz file of arrays: {reason}\n{HINT}") from error
-    odd = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
-    if odd:
-        raise OnnxTrainError(f"{path}: {odd[0]!r} is no array\n{HINT}")
-    return arrays
-
-
 _JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 class DataFile(NamedTuple):
-    """What a file or folder holds."""
+    """The content of a file or folder."""
 
     arrays: dict[str, np.ndarray]
-    """By the names of inputs and targets."""
+    """Arrays by the names of inputs and targets."""
     classes: Classes
-    """By target: the texts that its numbers stand for, if the file has texts."""
+    """Class names by target, in the order of their indices, if the file has text labels."""
 
 
 def read_data(
@@ -385,14 +45,14 @@ def read_data(
     """Return the arrays of a file or folder.
 
     Args:
-        path: ``.npz``; ``.csv`` or ``.tsv`` with names in its first line; ``.jsonl`` with an object
-            in each line; or a folder that has a folder of pictures for each class.
-        specs: the inputs and targets of a batch, as ``Trainer.batch_specs`` has them.
-        classes: texts of labels by target, as an earlier file had them. Without, they are those of
-            this file, sorted.
+        path: an ``.npz`` file; a ``.csv`` or ``.tsv`` file with column names in the first line; a
+            ``.jsonl`` file with an object per line; or a folder with a folder of images per class.
+        specs: the inputs and targets of a batch: ``Trainer.batch_specs``.
+        classes: class names by target, from an earlier file; by default the sorted labels of this
+            file.
 
     Raises:
-        OnnxTrainError: the file cannot be read, or does not fit; it says where.
+        OnnxTrainError: if the file cannot be read or does not fit the model, with the line.
     """
     known = {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
@@ -406,24 +66,24 @@ def read_data(
 def read_images(
     path: Path, specs: Sequence[TensorSpec], classes: Mapping[str, Sequence[str]] | None = None
 ) -> DataFile:
-    """Return pictures and their labels: of a folder per class, or of a table of paths.
+    """Return images and their labels, from a folder per class or a table of paths.
 
     Args:
-        path: a folder that has a folder of pictures for each class; or a ``.csv``, ``.tsv`` or
-            ``.jsonl`` file with columns ``image`` (paths relative to the file) and ``label``.
-        specs: the input for pictures and the target for labels.
+        path: a folder with a folder of images per class; or a ``.csv``, ``.tsv`` or ``.jsonl`` file
+            with columns ``image`` (paths relative to the file) and ``label``.
+        specs: the input for images and the target for labels.
         classes: as for :func:`read_data`.
 
     Raises:
-        OnnxTrainError: something cannot be read, or does not fit; it says where.
+        OnnxTrainError: if a file cannot be read or does not fit the model, with the line.
     """
     known = {name: list(texts) for name, texts in (classes or {}).items()}
     if path.is_dir():
         return DataFile(*read_image_folder(path, specs, known))
     if path.suffix.lower() not in (*_DELIMITERS, *_JSON_LINES_SUFFIXES):
         raise OnnxTrainError(
-            f"{path}: no folder of pictures, and no table of them\n"
-            "hint: a folder per class, or a .csv file with columns image and label"
+            f"{path}: neither a folder of images nor a table of image paths\n"
+            "hint: use a folder per class, or a .csv file with columns image and label"
         )
     return DataFile(*read_image_table(path, *_columns(path), specs, known))
 
@@ -447,9 +107,9 @@ def _text(path: Path) -> str:
         raise OnnxTrainError(f"{path}: not UTF-8 text: {error.reason}") from error
 
 
-def _read_table(text: str, path: Path, between: str) -> tuple[dict[str, list[Any]], list[int]]:
-    """Return the columns of a CSV file, and the line that each row ends in."""
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=between, strict=True)
+def _read_table(text: str, path: Path, delimiter: str) -> tuple[dict[str, list[Any]], list[int]]:
+    """Return the columns of a CSV file, and the last line of each row."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows, lines = [], []
     try:
         for row in reader:
@@ -459,16 +119,20 @@ def _read_table(text: str, path: Path, between: str) -> tuple[dict[str, list[Any
     except csv.Error as error:
         raise OnnxTrainError(f"{path}: line {reader.line_num}: {error}") from error
     if len(rows) < 2:
-        raise OnnxTrainError(f"{path}: no rows\nhint: names in the first line, then a sample each")
+        raise OnnxTrainError(
+            f"{path}: no rows\nhint: the first line has column names, each further line a sample"
+        )
     names, *rows = rows
     if all(is_number(name) for name in names):
-        raise OnnxTrainError(f"{path}: the first line has numbers\nhint: it names the columns")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise OnnxTrainError(f"{path}: several columns are called {twice[0]!r}")
+        raise OnnxTrainError(
+            f"{path}: the first line has numbers\nhint: it must have the column names"
+        )
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise OnnxTrainError(f"{path}: duplicate column {duplicates[0]!r}")
     for row, line in zip(rows, lines[1:], strict=True):
         if len(row) != len(names):
-            raise OnnxTrainError(f"{path}: line {line} has {len(row)} cells, not {len(names)}")
+            raise OnnxTrainError(f"{path}: line {line} has {len(row)} cells, expected {len(names)}")
     return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)), lines[1:]
 
 
@@ -482,17 +146,356 @@ def _read_lines(text: str, path: Path) -> tuple[dict[str, list[Any]], list[int]]
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise OnnxTrainError(f"{path}: line {number} is no JSON: {error}") from error
+            raise OnnxTrainError(f"{path}: line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise OnnxTrainError(f'{path}: line {number} is no object\nhint: {{"x": [1, 2]}}')
+            raise OnnxTrainError(
+                f'{path}: line {number} is not an object\nhint: write {{"x": [1, 2]}}'
+            )
         if not lines:
             columns = {name: [] for name in row}
         if row.keys() != columns.keys():
-            odd = sorted(row.keys() ^ columns.keys())
-            raise OnnxTrainError(f"{path}: line {number}: {odd[0]!r} is not in every line")
+            names = sorted(row.keys() ^ columns.keys())
+            raise OnnxTrainError(f"{path}: line {number}: {names[0]!r} is not in every line")
         for name, value in row.items():
             columns[name].append(value)
         lines.append(number)
     if not lines:
-        raise OnnxTrainError(f"{path}: no rows\nhint: a JSON object in each line")
+        raise OnnxTrainError(f"{path}: no rows\nhint: write one JSON object per line")
     return columns, lines
+
+
+def arrays_of(
+    columns: Columns, lines: Sequence[int], specs: Sequence[TensorSpec], known: Classes, path: Path
+) -> tuple[dict[str, np.ndarray], Classes]:
+    """Return an array per input and target, and the class names of text labels.
+
+    A column with the name of an input is that input. Columns ``image.0``, ``image.1`` ... are
+    ``image``. If one input has no columns yet, it is all remaining columns in their order.
+    """
+    matched: dict[str, list[str]] = {s.name: _columns_of_input(s.name, columns) for s in specs}
+    missing = [s for s in specs if not matched[s.name]]
+    used = {name for names in matched.values() for name in names}
+    rest = [name for name in columns if name not in used]
+    if len(missing) == 1 and missing[0].role == "input" and rest:
+        matched[missing[0].name] = rest
+    elif missing:
+        raise OnnxTrainError(
+            f"{path}: no column {missing[0].name!r}\n"
+            f"hint: its columns are {_format_columns(list(columns))}; the model needs "
+            + ", ".join(s.name for s in specs)
+        )
+    arrays, classes = {}, dict(known)
+    for spec in specs:
+        names = matched[spec.name]
+        if len(names) == 1 and _has_text_labels(columns[names[0]], spec):
+            texts = columns[names[0]]
+            classes[spec.name] = known.get(spec.name) or sorted(set(texts))
+            arrays[spec.name] = _labels(texts, classes[spec.name], lines, path)
+        else:
+            parts = [_numeric_array(columns[n], n, spec, lines, path) for n in names]
+            arrays[spec.name] = _stack_columns(parts, spec, names, path)
+    return arrays, classes
+
+
+def _columns_of_input(name: str, columns: Columns) -> list[str]:
+    if name in columns:
+        return [name]
+    pattern = re.compile(re.escape(name) + r"(?:[._-]?(\d+)|\[(\d+)\])")
+    numbered = [(m, n) for n in columns if (m := pattern.fullmatch(n))]
+    return [n for _, n in sorted(numbered, key=lambda item: int(item[0][1] or item[0][2]))]
+
+
+def _has_text_labels(values: list[Any], spec: TensorSpec) -> bool:
+    if spec.role != "target" or "int" not in spec.dtype:
+        return False
+    # A number among texts is more likely a mistake than a class.
+    return all(isinstance(v, str) and v and not is_number(v) for v in values)
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text can be parsed as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _labels(
+    texts: list[str], classes: Sequence[str], lines: Sequence[int], path: Path
+) -> np.ndarray:
+    indices = {text: i for i, text in enumerate(classes)}
+    for text, line in zip(texts, lines, strict=True):
+        if text not in indices:
+            raise OnnxTrainError(
+                f"{path}: line {line}: unknown class {text!r}\n"
+                f"hint: expected one of {_format_columns(classes)}"
+            )
+    return np.array([indices[text] for text in texts], np.int64)
+
+
+def _numeric_array(
+    values: list[Any], name: str, spec: TensorSpec, lines: Sequence[int], path: Path
+) -> np.ndarray:
+    kind = np.int64 if "int" in spec.dtype else np.float64
+    try:
+        array = np.array(values)
+        if kind is np.float64 or array.dtype.kind in "biuU":  # floats may have fractions
+            return array.astype(kind)
+    except (ValueError, TypeError, OverflowError):
+        pass
+    for value, line in zip(values, lines, strict=True):
+        try:
+            np.array(value, np.float64)
+        except (ValueError, TypeError) as error:
+            problem = "empty cell" if value in ("", None) else f"{value!r} is not a number"
+            raise OnnxTrainError(
+                f"{path}: line {line}, column {name!r}: {problem}\n"
+                f"hint: {spec.name!r} is {spec.dtype}; only class labels can be texts"
+            ) from error
+    try:
+        array = np.array([np.array(v, np.float64) for v in values])
+    except ValueError as error:
+        raise OnnxTrainError(
+            f"{path}: column {name!r} has rows of different shapes\nhint: pad them to one length"
+        ) from error
+    if kind is np.int64 and not np.array_equal(array, np.round(array)):
+        raise OnnxTrainError(
+            f"{path}: column {name!r} has fractions, but {spec.name!r} is {spec.dtype}"
+        )
+    return array.astype(kind)
+
+
+def _stack_columns(
+    parts: list[np.ndarray], spec: TensorSpec, names: list[str], path: Path
+) -> np.ndarray:
+    """Return columns side by side, in the shape of the input."""
+    if len(parts) == 1 and parts[0].ndim > 1:
+        return parts[0]
+    rows, sizes = len(parts[0]), spec.shape[1:]
+    fixed = [d for d in sizes if isinstance(d, int)]
+    free = len(sizes) - len(fixed)
+    fits = len(parts) == math.prod(fixed) if not free else len(parts) % math.prod(fixed) == 0
+    if any(p.ndim > 1 for p in parts) or free > 1 or not fits:
+        shape = ", ".join(map(str, spec.shape))
+        raise OnnxTrainError(
+            f"{path}: {len(parts)} columns do not fit {spec.name!r}, which is "
+            f"{spec.dtype}[{shape}]\nhint: the columns are {_format_columns(names)}"
+        )
+    return np.stack(parts, 1).reshape(rows, *(d if isinstance(d, int) else -1 for d in sizes))
+
+
+def _format_columns(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + (" ..." if len(names) > 8 else "")
+
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP")
+_MAX_BYTES = 4 << 30
+_PATHS, _LABELS = ("image", "path", "file"), ("label", "class")
+_HINT = "hint: use a folder per class, such as images/cat/1.jpg, images/dog/1.jpg"
+
+
+class ImageLayout(NamedTuple):
+    """How an input represents an image."""
+
+    mode: str
+    """Pillow's mode: L is grayscale, RGB is color."""
+    size: tuple[int, int] | None
+    """Width and height if the input fixes them."""
+    order: str
+    """Order of the axes: CHW, HWC, HW, or flat."""
+
+
+def read_image_folder(
+    folder: Path, specs: Sequence[TensorSpec], known: Classes
+) -> tuple[dict[str, np.ndarray], Classes]:
+    """Return images and labels; class indices follow the sorted names of the folders.
+
+    Images are resized to the input's size (bilinear), converted to grayscale or color by its
+    channels, and scaled to [0, 1] (integers to 255 for an integer input).
+    """
+    inputs = [s for s in specs if s.role == "input"]
+    targets = [s for s in specs if s.role == "target"]
+    if len(inputs) != 1 or len(targets) != 1 or "int" not in targets[0].dtype:
+        raise OnnxTrainError(
+            f"{folder}: images need a model with one input and class labels; this one takes "
+            + ", ".join(f"{s.name} {s.dtype}" for s in specs)
+        )
+    (image,), (label,) = inputs, targets
+    folders = {p.name: p for p in sorted(folder.iterdir()) if p.is_dir()}
+    classes = known.get(label.name) or list(folders)
+    unknown = [name for name in folders if name not in classes]
+    if unknown:
+        raise OnnxTrainError(
+            f"{folder}: unknown class {unknown[0]!r}\nhint: expected one of {', '.join(classes)}"
+        )
+    files = [(p, classes.index(n)) for n, sub in folders.items() for p in _image_files(sub)]
+    if not files:
+        raise OnnxTrainError(f"{folder}: no images ({', '.join(IMAGE_SUFFIXES)})\n{_HINT}")
+    images = _read_images([p for p, _ in files], image_layout(image), image, folder)
+    labels = np.array([index for _, index in files], np.int64)
+    return {image.name: images, label.name: labels}, {**known, label.name: list(classes)}
+
+
+def read_image_table(
+    path: Path,
+    columns: Columns,
+    lines: Sequence[int],
+    specs: Sequence[TensorSpec],
+    known: Classes,
+) -> tuple[dict[str, np.ndarray], Classes]:
+    """Return images and labels of a table of paths, which are relative to the table's folder.
+
+    Args:
+        path: of the table.
+        columns: its columns; ``image``, ``path`` or ``file``, and ``label`` or ``class`` are read.
+        lines: line of each row.
+        specs: the input for images and the target for labels.
+        known: class names from an earlier table; by default the sorted labels of this one.
+    """
+    image, label = specs
+    name = next((n for n in (*_PATHS, image.name) if n in columns), None)
+    texts = next((columns[n] for n in (*_LABELS, label.name) if n in columns), None)
+    if name is None or texts is None:
+        raise OnnxTrainError(
+            f"{path}: no columns image and label\nhint: its columns are {', '.join(columns)}"
+        )
+    texts = [str(t) for t in texts]
+    classes = known.get(label.name) or sorted_labels(texts)
+    for text, line in zip(texts, lines, strict=True):
+        if text not in classes:
+            raise OnnxTrainError(
+                f"{path}: line {line}: unknown class {text!r}\n"
+                f"hint: expected one of {', '.join(classes)}"
+            )
+    files = [path.parent / str(value) for value in columns[name]]
+    for file, line in zip(files, lines, strict=True):
+        if not file.is_file():
+            raise OnnxTrainError(f"{path}: line {line}: image {str(file)!r} does not exist")
+    images = _read_images(files, image_layout(image), image, path)
+    labels = np.array([classes.index(t) for t in texts], np.int64)
+    return {image.name: images, label.name: labels}, {**known, label.name: list(classes)}
+
+
+def sorted_labels(labels: Iterable[str]) -> list[str]:
+    """Return the distinct labels: numbers by value, then texts.
+
+    >>> sorted_labels(["10", "9", "b", "9"])
+    ['9', '10', 'b']
+    """
+    return sorted(set(labels), key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0, c))
+
+
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
+
+
+def image_layout(spec: TensorSpec) -> ImageLayout:
+    """Return the layout of an image input: [N, C, H, W], [N, H, W, C], [N, H, W] or [N, H * W].
+
+    Raises:
+        OnnxTrainError: if the input has another shape.
+    """
+    sizes = spec.shape[1:]
+    shape = tuple(d if isinstance(d, int) else -1 for d in sizes)
+    if len(sizes) == 3 and shape[0] in (1, 3):
+        return ImageLayout("L" if shape[0] == 1 else "RGB", _size(*shape[1:]), "CHW")
+    if len(sizes) == 3 and shape[2] in (1, 3):
+        return ImageLayout("L" if shape[2] == 1 else "RGB", _size(*shape[:2]), "HWC")
+    if len(sizes) == 2:
+        return ImageLayout("L", _size(*shape), "HW")
+    side = math.isqrt(shape[0]) if len(shape) == 1 and shape[0] > 0 else 0
+    if side and side * side == shape[0]:
+        return ImageLayout("L", (side, side), "flat")
+    listing = ", ".join(map(str, spec.shape))
+    raise OnnxTrainError(
+        f"{spec.name!r} is {spec.dtype}[{listing}], which is not an image shape\n"
+        "hint: use [N, C, H, W] or [N, H, W, C] with 1 or 3 channels, [N, H, W], or [N, H * H]"
+    )
+
+
+def _size(height: int, width: int) -> tuple[int, int] | None:
+    return (width, height) if height > 0 and width > 0 else None
+
+
+def _read_images(
+    paths: list[Path], layout: ImageLayout, spec: TensorSpec, folder: Path
+) -> np.ndarray:
+    if importlib.util.find_spec("PIL") is None:
+        raise OnnxTrainError('images require Pillow\nhint: pip install "onnxtrain[images]"')
+    first = _read_image(paths[0], layout)
+    if first.size * 4 * len(paths) > _MAX_BYTES:
+        raise OnnxTrainError(
+            f"{folder}: {len(paths)} images do not fit into 4 GiB\n"
+            "hint: train from Python, where fit takes an iterable of batches, such as a DataLoader"
+        )
+    images = [first, *(_read_image(path, layout) for path in paths[1:])]
+    for path, image in zip(paths, images, strict=True):
+        if image.shape != first.shape:
+            raise OnnxTrainError(
+                f"{path} has shape {image.shape}, {paths[0]} has {first.shape}\n"
+                "hint: the model fixes no image size, so all images must have the same"
+            )
+    stacked = np.stack(images)
+    if "int" not in spec.dtype:
+        stacked = stacked.astype(np.float32) / np.float32(255)
+    return stacked
+
+
+def _read_image(path: Path, layout: ImageLayout) -> np.ndarray:
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=_FORMATS) as file:
+            image: Any = file.convert(layout.mode)
+            if layout.size is not None and image.size != layout.size:
+                image = image.resize(layout.size, Image.Resampling.BILINEAR)
+            array = np.asarray(image)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise OnnxTrainError(f"{path}: not a readable image: {error}") from error
+    if layout.order == "flat":
+        return array.reshape(-1)
+    if layout.order == "HW":
+        return array
+    array = array if array.ndim == 3 else array[..., None]
+    return array.transpose(2, 0, 1) if layout.order == "CHW" else array
+
+
+HINT = "hint: numpy.savez('train.npz', x=..., labels=...)"
+_NPY, _ZIP = b"\x93NUMPY", b"PK"
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an .npz file by name.
+
+    Raises:
+        OnnxTrainError: if it cannot be read or is not an .npz file.
+    """
+    try:
+        with open_regular(path) as raw:
+            return _arrays(raw, path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OnnxTrainError(f"{path}: cannot be read: {reason}\n{HINT}") from error
+
+
+def _arrays(raw: BinaryIO, path: Path) -> dict[str, np.ndarray]:
+    start = raw.read(len(_NPY))
+    raw.seek(0)
+    if start == _NPY:
+        raise OnnxTrainError(f"{path}: an .npy file, whose array has no name\n{HINT}")
+    if not start.startswith(_ZIP):
+        raise OnnxTrainError(
+            f"{path}: not an .npz file\n{HINT}, or use a .csv file, a .jsonl file or a folder of images"
+        )
+    try:
+        with np.load(raw, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except Exception as error:  # damaged zip files raise anything
+        reason = str(error) or type(error).__name__
+        raise OnnxTrainError(f"{path}: not an .npz file of arrays: {reason}\n{HINT}") from error
+    others = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
+    if others:
+        raise OnnxTrainError(f"{path}: {others[0]!r} is not an array\n{HINT}")
+    return arrays

@@ -10,8 +10,9 @@ runs a :class:`Run`, which is also what callbacks see. In reading order:
 - :class:`CheckpointRotation`: the checkpoints in a directory;
 - :func:`lock_directory`: one run per directory.
 
-To add an option, add a field to :class:`FitOptions` and a parameter to ``Trainer.fit``. If a resumed
-run should keep it, also add its name to ``_RESUMED_OPTIONS`` and its default to ``_DEFAULTS``.
+To add an option, add a field to :class:`FitOptions` and a parameter to ``Trainer.fit``. If a
+resumed run should keep it, also add its name to ``_RESUMED_OPTIONS`` and its default to
+``_DEFAULTS``.
 """
 
 from __future__ import annotations
@@ -657,7 +658,7 @@ class CheckpointRotation:
         try:
             paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.folder}: {error.strerror}") from error
+            raise CheckpointError(f"{self.folder}: cannot be read: {error.strerror}") from error
         checkpoints = [(m, p) for p in paths if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
         return [p for _, p in sorted(checkpoints, key=lambda item: int(item[0][1]))]
 

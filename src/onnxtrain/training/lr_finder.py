@@ -1,4 +1,4 @@
-"""The learning rate at which a model learns fastest, found by trying many in one short run."""
+"""Find a learning rate: a short run whose learning rate grows from step to step (LR range test)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from onnxtrain.training.checks import check_lr, is_finite
 from onnxtrain.training.data import Batch, Source, as_source
 from onnxtrain.training.trainer import Trainer
 
-_SMOOTHING = 0.9  # how slowly the loss that is watched follows
-_DIVERGENCE_FACTOR = 4.0  # a loss this many times the best one has left for good
+_SMOOTHING = 0.9  # of the moving average that decides about divergence
+_DIVERGENCE_FACTOR = 4.0  # the run stops at this multiple of the best loss
 _MIN_STEPS = 5
 _NEIGHBORS = 8
 
@@ -38,22 +38,24 @@ class LrCurve(SummaryRepr):
     """Where the smoothed loss falls most steeply."""
 
     def summary(self) -> tuple[str, list[Row]]:
-        """Return what a shell shows."""
+        """Return the class name and the rows of ``repr``."""
         rows = [
             ("suggestion", f"{self.suggestion:.2g}"),
-            ("tried", f"{self.lrs[0]:.2g} to {self.lrs[-1]:.2g} in {len(self.lrs)} steps"),
+            ("range", f"{self.lrs[0]:.2g} to {self.lrs[-1]:.2g} in {len(self.lrs)} steps"),
             ("lowest loss", f"{min(self.smoothed):.5g}"),
         ]
         return "LrCurve", rows
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw the curve into a PNG or SVG file.
+        """Plot the curve to a PNG or SVG file.
 
         Raises:
-            OnnxTrainError: without matplotlib.
+            OnnxTrainError: if matplotlib is not installed.
         """
         if importlib.util.find_spec("matplotlib") is None:
-            raise OnnxTrainError('a picture needs matplotlib\nhint: pip install "onnxtrain[plot]"')
+            raise OnnxTrainError(
+                'plotting requires matplotlib\nhint: pip install "onnxtrain[plot]"'
+            )
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4), layout="constrained")
@@ -61,16 +63,18 @@ class LrCurve(SummaryRepr):
         axes.plot(self.lrs, self.losses, linewidth=0.6, alpha=0.4, label="loss")
         axes.plot(self.lrs, self.smoothed, linewidth=1.6, label="smoothed")
         axes.axvline(self.suggestion, color="tab:red", linestyle="--")
-        top = min(1.1 * max(self.smoothed), 1.6 * self.smoothed[0])  # not where it ends
+        top = min(
+            1.1 * max(self.smoothed), 1.6 * self.smoothed[0]
+        )  # the end of the run may be far above
         axes.annotate(f" {self.suggestion:.2g}", (self.suggestion, 0.95 * top))
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
         axes.set_ylim(0.9 * min(self.smoothed), top)
         axes.grid(alpha=0.3)
         axes.legend()
-        picture = io.BytesIO()
+        image = io.BytesIO()
         name = os.path.abspath(os.fsdecode(path))
-        figure.savefig(picture, format="svg" if name.lower().endswith(".svg") else "png")
-        write_files(name, {name: bytes_writer(picture.getvalue())})
+        figure.savefig(image, format="svg" if name.lower().endswith(".svg") else "png")
+        write_files(name, {name: bytes_writer(image.getvalue())})
 
 
 def find_lr(
@@ -82,23 +86,24 @@ def find_lr(
     highest: float = 1.0,
     steps: int = 100,
 ) -> LrCurve:
-    """Return how the loss goes while the learning rate grows; the trainer stays as it was.
+    """Return the loss as the learning rate grows; the trainer is restored afterwards.
 
     Args:
-        trainer: what is tried.
-        data: as :meth:`Trainer.fit` takes it.
-        batch_size: of arrays; 32, or what the model is fixed to.
-        lowest: the first learning rate.
-        highest: the last one, unless the loss leaves before.
-        steps: how many batches; the data is gone through again if it has fewer.
+        trainer: the trainer to try learning rates with.
+        data: as in :meth:`Trainer.fit`.
+        batch_size: for arrays; 32, or the fixed batch size of the model.
+        lowest: lowest learning rate to try.
+        highest: highest learning rate to try; the run stops earlier if the loss diverges.
+        steps: number of batches; the data is repeated if it has fewer.
 
     Raises:
-        OnnxTrainError: if gradients are waiting, or the loss is infinite or NaN from the start.
+        OnnxTrainError: if accumulated gradients are pending, or the loss is infinite or NaN from
+            the start.
     """
     if not 0 < check_lr(lowest, "lowest") < check_lr(highest, "highest"):
-        raise OnnxTrainError(f"lowest must lie between 0 and highest: {lowest}, {highest}")
+        raise OnnxTrainError(f"lowest must be between 0 and highest ({highest}), got {lowest}")
     if steps < _MIN_STEPS:
-        raise OnnxTrainError(f"steps must be at least {_MIN_STEPS}: {steps}")
+        raise OnnxTrainError(f"steps must be at least {_MIN_STEPS}, got {steps}")
     if trainer.accumulating:
         raise OnnxTrainError("gradients are accumulated but not applied\nhint: call flush() first")
     fixed = trainer.fixed_batch
@@ -120,7 +125,7 @@ def find_lr(
     if len(losses) < _MIN_STEPS:
         raise OnnxTrainError(
             f"the loss is not finite after {len(losses)} steps at learning rate {lowest:g}\n"
-            "hint: a smaller lowest; fit(debug_nan=True) finds the node"
+            "hint: pass a smaller lowest=; fit(debug_nan=True) finds the node"
         )
     smoothed = _smooth(losses)
     rates = rates[: len(losses)]
@@ -128,7 +133,7 @@ def find_lr(
 
 
 def _losses(trainer: Trainer, source: Source, rates: list[float]) -> Iterator[float]:
-    """Yield the loss before each step, until it leaves."""
+    """Yield the loss before each step, until it diverges."""
     best, smoothed = math.inf, 0.0
     for number, (rate, batch) in enumerate(zip(rates, _repeat_epochs(source), strict=False), 1):
         trainer.lr = rate
@@ -150,7 +155,7 @@ def _repeat_epochs(source: Source) -> Iterator[Batch]:
 
 
 def _smooth(losses: list[float]) -> list[float]:
-    """Return means over neighbours on both sides, so that nothing is late; near ones count more."""
+    """Return means over neighbors on both sides, which do not lag; nearer ones weigh more."""
     near = min(_NEIGHBORS, len(losses) // 2)
     weights = near + 1.0 - np.abs(np.arange(-near, near + 1))
     total = np.convolve(losses, weights, "same")
@@ -158,7 +163,7 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _steepest(rates: list[float], smoothed: list[float]) -> float:
-    """Return the rate at which the loss falls fastest, on the way to its minimum."""
+    """Return the rate at which the loss falls fastest before its minimum."""
     end = int(np.argmin(smoothed)) + 1
     if end < 3:
         return rates[max(end - 1, 0)] / 10
