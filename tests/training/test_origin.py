@@ -37,9 +37,9 @@ OTHERS = {
     "smoothing": (lambda: Trainer(made(loss=smooth(0.1))), "has other nodes"),
     "lr": (
         lambda: Trainer(made(optimizer=optim.SGD(lr=0.5))),
-        r"optimizer\.lr is 0\.1 there and 0\.5 here",
+        r"optimizer\.lr is 0\.1 in the checkpoint, 0\.5 here",
     ),
-    "clip": (lambda: Trainer(made(clip=1.0)), "clip is .* there and .* here"),
+    "clip": (lambda: Trainer(made(clip=1.0)), "clip is .* in the checkpoint, .* here"),
 }
 
 
@@ -65,7 +65,9 @@ def test_state_of_another_optimizer(tmp_path: Path) -> None:
     trainer = Trainer(made(optimizer="adamw"))
     trainer.step(*data(8))
     trainer.save(tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"optimizer\.name is 'AdamW' there and 'SGD' here"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.name is 'AdamW' in the checkpoint, 'SGD' here"
+    ):
         Trainer(made()).load(tmp_path / "c")
 
 

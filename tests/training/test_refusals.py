@@ -19,9 +19,9 @@ from .made import LOSS, made, same
     ("batch", "named", "message"),
     [
         ((), {"x": 0}, "missing from the batch: labels"),
-        ((1, 2, 3), {}, "3 tensors given, the model takes x, labels"),
-        ((1,), {"x": 2}, "given twice: x"),
-        ((1,), {"labels": 2, "weight": 3}, "no such input: weight"),
+        ((1, 2, 3), {}, "got 3 tensors, the model takes x, labels"),
+        ((1,), {"x": 2}, "given by position and by name: x"),
+        ((1,), {"labels": 2, "weight": 3}, "unknown input: 'weight'"),
         ((np.zeros((2, 5)), [0, 1]), {}, r"'x' is float32\[batch, 6\], got shape \[2, 5\]"),
         ((np.zeros((2, 6)), [0, 1, 2]), {}, "batch is 3 here and 2 in 'x'"),
         ((np.zeros((2, 6)), [0.5, 1]), {}, "'labels' is int64, got float64 with values that do"),

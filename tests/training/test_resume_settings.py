@@ -81,7 +81,7 @@ def test_another_batch_size_from_the_next_epoch_on(tmp_path: Path) -> None:
 
 def test_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
     fit(tmp_path, 2, batch_size=8, callbacks=[StopAt(4)])
-    with pytest.raises(OnnxTrainError, match=r"epoch 1, after 4 of .*: batch_size was 8, not 16"):
+    with pytest.raises(OnnxTrainError, match=r"epoch 1 after 4 of .*: batch_size was 8, not 16"):
         fit(tmp_path, 2, batch_size=16, resume=True)
     with pytest.raises(OnnxTrainError, match="batches per epoch was 8, not 4"):
         fit(tmp_path, 2, rows=32, resume=True)

@@ -1,4 +1,4 @@
-"""Two models on the same random inputs: the first tensor in which they differ."""
+"""Compare two models on the same random inputs, and find the first tensor that differs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.simplify import RANDOM_OPS
 from onnxtrain.runtime import session
 
-_SIZES = (2, 3, 1, 4, 8, 16)  # tried for symbolic sizes, in this order
-_COMPARED_SHAPES = 2  # how many of them are compared
-_ELEMENTS = 1 << 24  # of all inputs together
-_INTEGER_LIMITS = (7, 2)  # integers below this are drawn; some are indices into small tables
+_SIZES = (2, 3, 1, 4, 8, 16)  # values to try for symbolic sizes, in this order
+_COMPARED_SHAPES = 2  # number of sizes to compare
+_ELEMENTS = 1 << 24  # limit for all inputs together
+_INTEGER_LIMITS = (7, 2)  # random integers are below; they may be indices into small tables
 _RTOL = 1e-3
-_ATOL = 2e-5  # of the largest element
-_SMALL = 0.05  # a tensor of rounding errors only is not measured against itself
-_NOISE_FACTOR = 8  # times what the last digit of the inputs changes
+_ATOL = 2e-5  # relative to the largest element
+_SMALL = 0.05  # lower bound of that element, for tensors that are rounding errors only
+_NOISE_FACTOR = 8  # times the change of the result when the last digit of the inputs changes
 Arrays = dict[str, np.ndarray]
 Runner = Callable[[Arrays], list[np.ndarray]]
 
@@ -36,7 +36,7 @@ REFERENCE = "onnx's reference evaluator"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Where two models differ, ``None`` if they do not, and what they were run on."""
+    """Where two models differ (``None`` if they do not), and the runtime that ran them."""
 
     difference: str | None
     runtime: str
@@ -47,17 +47,17 @@ def compare(
 ) -> Comparison:
     """Compare two models on random inputs of several shapes.
 
-    On onnxruntime, or on onnx's reference evaluator where that is not installed or cannot run the
-    original.
+    They run on onnxruntime, or on onnx's reference evaluator if onnxruntime is not installed or
+    cannot run the original.
 
     Raises:
-        VerificationError: if no input was found on which the original runs, or the lowered model
-            does not run.
+        VerificationError: if the original runs on none of the inputs, or the lowered model does not
+            run.
     """
     first, why, runtime = _runner(original, fall_back=True)
     if first is None:
         raise VerificationError(
-            f"the original model cannot be run: {why}\nhint: lower with verify=False and test it"
+            f"cannot run the original model: {why}\nhint: lower with verify=False and test it"
         )
     done, last = 0, ""
     second: Runner | None = None
@@ -83,28 +83,28 @@ def compare(
         perturbed: list[np.ndarray] | None = None
         for i, (name, a, b) in enumerate(zip(names, expected, actual, strict=True)):
             why = _difference(a, b, values=name not in random)
-            if why:  # perhaps what it computes is nothing but rounding errors
+            if why:  # the values may be rounding errors only
                 perturbed = perturbed or first(_perturb(feeds))
                 why = _difference(
                     a, b, values=name not in random, noise=_rounding_noise(a, perturbed[i])
                 )
             if why:
-                place = _first_difference(original, lowered, feeds) or f"{name!r} {why}"
-                return Comparison(f"tensor {place} (inputs of shape {_shapes(feeds)})", runtime)
+                tensor = _first_difference(original, lowered, feeds) or f"{name!r} {why}"
+                return Comparison(f"tensor {tensor} (inputs of shape {_shapes(feeds)})", runtime)
         done += 1
         if done == _COMPARED_SHAPES:
             break
     if not done:
         raise VerificationError(
-            f"no random input was found on which the original runs: {last}\n"
-            "hint: lower with verify=False and compare on inputs of your own"
+            f"the original runs on none of the random inputs: {last}\n"
+            "hint: lower with verify=False and compare on your own inputs"
         )
     return Comparison(None, runtime)
 
 
 def evaluator(model: onnx.ModelProto) -> Runner:
     """Return a function that runs a model on onnx's reference evaluator."""
-    from onnx.reference import ReferenceEvaluator  # large, and not needed to train
+    from onnx.reference import ReferenceEvaluator  # slow to import, and not needed for training
 
     reference = ReferenceEvaluator(model)
 
@@ -113,14 +113,14 @@ def evaluator(model: onnx.ModelProto) -> Runner:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 return [np.asarray(y) for y in reference.run(None, feeds)]
-        except Exception as error:  # its kernels raise whatever they raise
+        except Exception as error:  # kernels raise any exception
             raise OnnxTrainError(S.first_line(error)) from error
 
     return run
 
 
 def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner | None, str, str]:
-    """Return a function that runs a model, or ``None`` and why not; and what it runs on."""
+    """Return a function that runs a model, or ``None`` and the reason; and its runtime."""
     try:
         ort_session = session.create(model.SerializeToString(), threads=1)
         return lambda feeds: session.run(ort_session, None, feeds), "", "onnxruntime"
@@ -132,17 +132,17 @@ def _runner(model: onnx.ModelProto, *, fall_back: bool = False) -> tuple[Runner 
             return None, why, ""
     try:
         return evaluator(model), "", REFERENCE
-    except Exception as error:  # it raises whatever its loader raises
+    except Exception as error:  # the loader raises any exception
         return None, S.first_line(error), ""
 
 
 def _opset_supported(model: onnx.ModelProto) -> bool:
-    """Return whether onnxruntime reads the opset, so that its refusal means something."""
+    """Return whether onnxruntime supports the opset, so that its error is about the model."""
     return all(o.domain not in ("", "ai.onnx") or o.version <= 26 for o in model.opset_import)
 
 
 def _feeds(model: onnx.ModelProto, sizes: Mapping[str, int]) -> Iterator[Arrays]:
-    """Return random inputs, shape after shape."""
+    """Yield random inputs of several shapes."""
     weights = {x.name for x in model.graph.initializer}
     inputs = [
         (x.name, ir.serde.deserialize_value_info_proto(x, None))
@@ -174,7 +174,7 @@ def _check_elements(shapes: Mapping[str, tuple[int, ...]]) -> None:
         listing = ", ".join(f"{name!r} {list(shape)}" for name, shape in shapes.items())
         raise VerificationError(
             f"the model is too large to verify: inputs {listing} have {elements} elements, the "
-            f"limit is {_ELEMENTS}\nhint: lower with verify=False and compare on inputs of your own"
+            f"limit is {_ELEMENTS}\nhint: lower with verify=False and compare on your own inputs"
         )
 
 
@@ -190,7 +190,7 @@ def _random_array(
 
 
 def _perturb(feeds: Arrays) -> Arrays:
-    """Return inputs that are other ones in the last digit."""
+    """Return inputs that differ in the last digit."""
     rng = np.random.default_rng(0)
     return {
         n: x * (1 + rng.choice([-1, 1], x.shape) * np.finfo(x.dtype).eps).astype(x.dtype)
@@ -201,7 +201,7 @@ def _perturb(feeds: Arrays) -> Arrays:
 
 
 def _rounding_noise(a: np.ndarray, perturbed: np.ndarray) -> float:
-    """Return the largest change of a result, 0 if it is not made of numbers."""
+    """Return the largest change of a result; 0 if it is not floating point."""
     if a.dtype.kind != "f" or a.shape != perturbed.shape:
         return 0.0
     gap = np.abs(a.astype(np.float64) - perturbed.astype(np.float64))
@@ -209,7 +209,7 @@ def _rounding_noise(a: np.ndarray, perturbed: np.ndarray) -> float:
 
 
 def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: float = 0.0) -> str:
-    """Say how two arrays differ, an empty string if they do not."""
+    """Return how two arrays differ; an empty string if they do not."""
     if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
         return "" if type(a) is type(b) else "has another type"
     if a.shape != b.shape:
@@ -224,9 +224,9 @@ def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: flo
     wide, actual = a.astype(np.float64), b.astype(np.float64)
     finite = np.isfinite(wide)
     if not np.array_equal(np.isnan(wide), np.isnan(actual)):
-        return "has NaN in other places"
+        return "has NaN at other positions"
     if not np.array_equal(wide[~finite & ~np.isnan(wide)], actual[~finite & ~np.isnan(wide)]):
-        return "has infinities in other places"
+        return "has infinities at other positions"
     wide, actual = wide[finite], actual[finite]
     if not wide.size:
         return ""
@@ -240,7 +240,7 @@ def _difference(a: np.ndarray, b: np.ndarray, *, values: bool = True, noise: flo
 
 
 def _random_outputs(model: onnx.ModelProto) -> set[str]:
-    """Return the outputs that depend on random numbers: only their shapes can be compared."""
+    """Return the outputs that depend on random numbers, of which only shapes are compared."""
     tainted: set[str] = set()
     work = ir.from_proto(model)
     for node in work.graph:
@@ -265,7 +265,7 @@ def _nodes_with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
 def _first_difference(
     original: onnx.ModelProto, lowered: onnx.ModelProto, feeds: Arrays
 ) -> str | None:
-    """Name the first tensor, in the order of the original, that is in both models and differs."""
+    """Return the first tensor of the original that is in both models and differs."""
     here = [y for node in original.graph.node for y in node.output if y]
     there = {y for node in lowered.graph.node for y in node.output}
     shared = [name for name in here if name in there]

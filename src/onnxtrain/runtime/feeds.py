@@ -1,4 +1,4 @@
-"""Batches turned into what a model takes."""
+"""Convert batches to the arrays that a model reads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from onnxtrain.errors import ShapeError
 from onnxtrain.manifest import TensorSpec
 
 _FIXED = (
-    "\nhint: the model is fixed to batches of {size}: batch_size={size} (--batch-size {size}), or "
-    "build it with a named size instead"
+    "\nhint: the model fixes the batch size: use batch_size={size} (--batch-size {size}), or build "
+    "from a model with a symbolic batch size"
 )
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return the numpy type of a manifest's dtype."""
+    """Return the numpy dtype of a dtype in a manifest."""
     return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def to_array(value: Any, name: str | None = None) -> np.ndarray:
-    """Return an array of anything array-like; torch tensors included, torch not needed.
+    """Return an array for anything array-like, including torch tensors.
 
     Raises:
         ShapeError: if rows have different lengths, or values are masked.
@@ -34,8 +34,8 @@ def to_array(value: Any, name: str | None = None) -> np.ndarray:
     if isinstance(value, np.ma.MaskedArray):
         if np.ma.is_masked(value):
             raise ShapeError(
-                f"{label}: {np.ma.count_masked(value)} values are masked, which no model knows of\n"
-                "hint: fill them (x.filled(0)), and give the mask as an input if it matters"
+                f"{label}: {np.ma.count_masked(value)} values are masked; models have no masks\n"
+                "hint: fill them with x.filled(0), and pass the mask as an input if it matters"
             )
         value = value.data
     try:
@@ -44,7 +44,7 @@ def to_array(value: Any, name: str | None = None) -> np.ndarray:
         if not isinstance(value, list | tuple):
             raise
         raise ShapeError(
-            f"{label}: rows of different length make no array: {str(error).splitlines()[0]}\n"
+            f"{label}: rows have different lengths: {str(error).splitlines()[0]}\n"
             "hint: pad them to one length"
         ) from error
 
@@ -52,22 +52,23 @@ def to_array(value: Any, name: str | None = None) -> np.ndarray:
 def feed(
     specs: Sequence[TensorSpec], positional: Sequence[Any], named: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """Match a batch to inputs, convert types without loss, check shapes.
+    """Return a batch by input name, after lossless type conversion and shape checks.
 
     Raises:
-        ShapeError: naming the tensor, what was expected and what came.
+        ShapeError: with the tensor, and the expected and actual type and shape.
     """
     names = [s.name for s in specs]
     if len(positional) > len(names):
-        raise ShapeError(f"{len(positional)} tensors given, the model takes {', '.join(names)}")
+        raise ShapeError(f"got {len(positional)} tensors, the model takes {', '.join(names)}")
     given = dict(zip(names, positional, strict=False))
-    twice = [n for n in named if n in given]
+    duplicates = [n for n in named if n in given]
     unknown = [n for n in named if n not in names]
-    if twice or unknown:
-        what = (
-            f"given twice: {', '.join(twice)}" if twice else f"no such input: {', '.join(unknown)}"
-        )
-        raise ShapeError(f"{what}\nhint: the model takes {', '.join(names)}")
+    if duplicates:
+        raise ShapeError(f"given by position and by name: {', '.join(duplicates)}")
+    if unknown:
+        expected = ", ".join(map(repr, names))
+        listing = ", ".join(map(repr, unknown))
+        raise ShapeError(f"unknown input: {listing} (expected one of {expected})")
     given.update(named)
     missing = [n for n in names if n not in given]
     if missing:
@@ -77,7 +78,7 @@ def feed(
 
 
 class Feeder:
-    """Matches batches to the same inputs again and again; a known form costs next to nothing."""
+    """Converts batches for the same inputs; batches like the last one skip all checks."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
@@ -86,7 +87,7 @@ class Feeder:
         self._shapes: list[tuple[int, ...]] = []
 
     def __call__(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what :func:`feed` gives."""
+        """Return the result of :func:`feed`."""
         if not named and len(positional) == len(self._shapes):
             wanted = zip(positional, self._types, self._shapes, strict=True)
             if all(
@@ -107,7 +108,7 @@ def _match_input(
         array = _convert(spec, array, want)
     expected = f"{spec.name!r} is {spec.dtype}[{', '.join(map(str, spec.shape))}]"
     if spec.role == "target" and spec.shape[-1:] == (1,) and array.ndim == len(spec.shape) - 1:
-        array = array[..., np.newaxis]  # one number per sample, as most data sets have it
+        array = array[..., np.newaxis]  # data sets often omit the axis of size 1
     if array.ndim != len(spec.shape):
         raise ShapeError(f"{expected}, got shape {list(array.shape)}")
     for axis, (have, dim) in enumerate(zip(array.shape, spec.shape, strict=True)):
@@ -125,19 +126,19 @@ def _match_input(
 
 
 def _convert(spec: TensorSpec, array: np.ndarray, want: np.dtype[Any]) -> np.ndarray:
-    """Return the array in another type; fractions are rounded, nothing else may change."""
-    refusal = f"{spec.name!r} is {spec.dtype}, got {array.dtype}"
+    """Return the array in another type; floats may be rounded, nothing else may change."""
+    mismatch = f"{spec.name!r} is {spec.dtype}, got {array.dtype}"
     if not (_is_float(array.dtype) or array.dtype.kind in "iub"):
-        raise ShapeError(refusal)
+        raise ShapeError(mismatch)
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(want)
     if _is_float(want) and _is_float(array.dtype):
         if np.isinf(converted.astype(np.float64)).sum() > np.isinf(array).sum():
-            raise ShapeError(f"{refusal} with values that are too large")
+            raise ShapeError(f"{mismatch} with values that are too large")
     elif not np.array_equal(converted.astype(array.dtype), array) or (
         array.dtype.kind in "iu" and want.kind in "iu" and not np.array_equal(converted, array)
     ):
-        raise ShapeError(f"{refusal} with values that do not fit")
+        raise ShapeError(f"{mismatch} with values that do not fit")
     return converted
 
 

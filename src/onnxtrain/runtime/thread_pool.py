@@ -1,4 +1,4 @@
-"""Many small runs shared by several threads, each of which runs one at a time."""
+"""A thread pool for many small runs of sessions, whose threads sleep between calls."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 from onnxtrain.runtime import session as runtime
 
 Task = tuple[Any, Any, runtime.Copies]
-"""A session of one thread, what is bound to it, and what to copy after it ran."""
+"""A single-threaded session, its binding, and the copies after a run."""
 
 
 class SleepingPool:
-    """The caller's thread and others that wait asleep.
+    """The caller's thread and helper threads that sleep while they wait.
 
-    onnxruntime's own pools spin on their cores while they wait, and would slow each other down.
+    onnxruntime's own pools spin while they wait, so two of them slow each other down.
 
     Args:
-        threads: in all; up to one means the caller's alone.
+        threads: number of threads including the caller's.
     """
 
     def __init__(self, threads: int) -> None:
         self.helpers = max(threads - 1, 0)
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, pieces: Sequence[Task]) -> None:
-        """Run all pieces, in any order; the first error is raised after all threads are done."""
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run all tasks in any order; raise the first error after all threads are done."""
         if not self.helpers:
-            runtime.run_each(pieces)
+            runtime.run_each(tasks)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.helpers, "onnxtrain-update")
-        # Whoever is free takes the next one: cores are rarely equally fast.
-        waiting = collections.deque(pieces)
+        # Each thread pops its next task when it is free: cores are rarely equally fast.
+        waiting = collections.deque(tasks)
         others = [
             self._pool.submit(runtime.run_each, _pop_all(waiting)) for _ in range(self.helpers)
         ]
@@ -49,7 +49,7 @@ class SleepingPool:
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -58,7 +58,7 @@ def available_cores() -> int:
 def _pop_all(waiting: collections.deque[Task]) -> Iterator[Task]:
     while True:
         try:
-            piece = waiting.popleft()
+            task = waiting.popleft()
         except IndexError:
             return
-        yield piece
+        yield task

@@ -1,6 +1,7 @@
-"""What may look on while a run goes, and end it.
+"""Callbacks of a training run: early stopping, Weights & Biases, MLflow.
 
-Runs in Weights & Biases and in MLflow; both packages are optional.
+A callback observes a :class:`~onnxtrain.training.fit.Run` and can stop it. ``wandb`` and ``mlflow``
+are optional packages.
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ Record = dict[str, Any]
 
 
 class Callback:
-    """Base of callbacks; each method may set ``run.stop`` to a reason."""
+    """Base class of callbacks; any method can stop the run by setting ``run.stop`` to a reason."""
 
     name = ""
-    """Under which :meth:`state_dict` is kept in checkpoints; empty if there is no state."""
+    """Key of :meth:`state_dict` in checkpoints; empty if there is no state."""
 
     def on_start(self, run: Run) -> None:
-        """Look at the run before its first step."""
+        """Called before the first step."""
 
     def on_step(self, run: Run, result: StepResult) -> None:
-        """Look at a batch."""
+        """Called after each batch."""
 
     def on_epoch(self, run: Run, record: Record) -> None:
-        """Look at an epoch: losses and metrics, those of the validation as ``val_...``."""
+        """Called after each epoch with its loss and metrics; validation has ``val_...``."""
 
     def on_end(self, run: Run) -> None:
-        """Look at the run after its last step."""
+        """Called after the last step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know, ready for JSON."""
+        """Return the state that a resumed run needs, as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore a :meth:`state_dict`."""
 
 
 class Best(Callback):
-    """Remembers the best epoch by one of its numbers.
+    """Remembers the best epoch.
 
     Args:
-        monitor: a name in the epoch's record; ``None`` takes ``val_loss``, else ``loss``.
-        mode: ``"min"`` or ``"max"``; ``None`` takes max for accuracies.
-        min_delta: how much better an epoch must be to count.
+        monitor: value of the epoch's record to compare; ``val_loss``, else ``loss``, by default.
+        mode: ``"min"`` or ``"max"``; by default ``"max"`` for accuracies.
+        min_delta: minimum change that counts as an improvement.
     """
 
     name = "best"
@@ -60,7 +61,7 @@ class Best(Callback):
         self, monitor: str | None = None, mode: str | None = None, min_delta: float = 0.0
     ) -> None:
         if mode not in (None, "min", "max"):
-            raise OnnxTrainError(f"no such mode: {mode!r}\nhint: min or max")
+            raise OnnxTrainError(f"unknown mode: {mode!r} (expected one of 'min', 'max')")
         self.monitor, self.mode, self.min_delta = monitor, mode, min_delta
         self.value: float | None = None
         self.epoch = 0
@@ -68,20 +69,21 @@ class Best(Callback):
         self.since = 0
         """Epochs since the best one."""
         self.by: str | None = None
-        """What epochs were compared by."""
+        """The value by which epochs were compared."""
 
     def on_epoch(self, run: Run, record: Record) -> None:
         """Compare with the best epoch so far."""
         monitor = self.monitor or ("val_loss" if "val_loss" in record else "loss")
         if monitor not in record:
             known = [n for n, v in record.items() if isinstance(v, float)]
-            raise OnnxTrainError(f"nothing called {monitor!r} to monitor\nhint: {', '.join(known)}")
+            expected = ", ".join(map(repr, known))
+            raise OnnxTrainError(f"unknown monitor: {monitor!r} (expected one of {expected})")
         if self.by not in (None, monitor):
-            self.value, self.since = None, 0  # numbers of another kind cannot be compared
+            self.value, self.since = None, 0  # different values cannot be compared
         self.by = monitor
         value = float(record[monitor])
-        best = "accuracy" in monitor or "top_" in monitor
-        sign = 1.0 if (self.mode or ("max" if best else "min")) == "max" else -1.0
+        larger_is_better = "accuracy" in monitor or "top_" in monitor
+        sign = 1.0 if (self.mode or ("max" if larger_is_better else "min")) == "max" else -1.0
         self.improved = not math.isnan(value) and (
             self.value is None or sign * (value - self.value) > self.min_delta
         )
@@ -90,7 +92,7 @@ class Best(Callback):
             self.value, self.epoch = value, int(record["epoch"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and when it was."""
+        """Return the best value and its epoch."""
         return {"by": self.by, "value": self.value, "epoch": self.epoch, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,10 +102,10 @@ class Best(Callback):
 
 
 class EarlyStopping(Best):
-    """Ends a run when some epochs in a row have not been better than the best one.
+    """Stops a run after some epochs in a row without an improvement.
 
     Args:
-        patience: how many epochs.
+        patience: number of epochs without an improvement.
         monitor: as in :class:`Best`.
         mode: as in :class:`Best`.
         min_delta: as in :class:`Best`.
@@ -120,62 +122,62 @@ class EarlyStopping(Best):
     ) -> None:
         super().__init__(monitor, mode, min_delta)
         if patience < 1:
-            raise OnnxTrainError(f"patience must be at least 1: {patience}")
+            raise OnnxTrainError(f"patience must be at least 1, got {patience}")
         self.patience = patience
 
     def on_epoch(self, run: Run, record: Record) -> None:
-        """Stop when patience is over."""
+        """Stop the run when patience is exhausted."""
         super().on_epoch(run, record)
         if self.since >= self.patience:
-            run.stop = f"no better than epoch {self.epoch} for {self.since} epochs"
+            run.stop = f"no improvement over epoch {self.epoch} for {self.since} epochs"
 
 
 class WandbLogger(Callback):
-    """Sends losses, metrics and settings to Weights & Biases.
+    """Logs losses, metrics and options to Weights & Biases.
 
     Args:
-        project: as ``wandb.init`` takes it.
-        every: steps between two that are sent; epochs are always sent.
-        options: all else for ``wandb.init``, such as ``name``, ``mode="offline"``, or ``id`` and
-            ``resume="allow"`` for a run that goes on.
+        project: ``project`` of ``wandb.init``.
+        every: logging interval in steps; epochs are always logged.
+        options: other arguments of ``wandb.init``, such as ``name``, ``mode="offline"``, or ``id``
+            and ``resume="allow"`` for a resumed run.
     """
 
     def __init__(self, project: str | None = None, *, every: int = 1, **options: Any) -> None:
         self._wandb = _import_optional("wandb")
         self.project, self.every, self.options = project, _check_interval(every), options
         self.run: Any = None
-        """What ``wandb.init`` gave, while a run goes."""
+        """The result of ``wandb.init`` during a run."""
 
     def on_start(self, run: Run) -> None:
-        """Begin a run there."""
+        """Start a run."""
         self.run = self._wandb.init(project=self.project, config=_run_config(run), **self.options)
 
     def on_step(self, run: Run, result: StepResult) -> None:
-        """Send a step, if it is its turn."""
+        """Log a step, every ``every`` steps."""
         if result.updated and result.step % self.every == 0:
             self.run.log(_numeric_metrics(_step_metrics(run, result), "step/"), step=result.step)
 
     def on_epoch(self, run: Run, record: Record) -> None:
-        """Send an epoch."""
+        """Log an epoch."""
         self.run.log(_numeric_metrics(record, "epoch/"), step=int(record["step"]))
 
     def on_end(self, run: Run) -> None:
-        """End the run there."""
+        """Finish the run."""
         if run.history.best is not None:
             self.run.summary.update(_numeric_metrics(run.history.best, "best/"))
         self.run.finish()
 
 
 class MlflowLogger(Callback):
-    """Sends losses, metrics and settings to MLflow.
+    """Logs losses, metrics and options to MLflow.
 
-    A training run that ends in an error stays open there; the next one is another run.
+    A training run that ends in an error stays open in MLflow; the next one is a new run.
 
     Args:
-        experiment: its name; it is made if it is not there.
-        uri: of the tracking server or folder; else what MLflow is set to.
-        every: steps between two that are sent; epochs are always sent.
-        run_name: what MLflow shows.
+        experiment: name of the experiment; created if it does not exist.
+        uri: tracking server or folder; MLflow's setting by default.
+        every: logging interval in steps; epochs are always logged.
+        run_name: display name of the run.
     """
 
     def __init__(
@@ -189,31 +191,33 @@ class MlflowLogger(Callback):
         self._client = _import_optional("mlflow").MlflowClient(tracking_uri=uri)
         self.experiment, self.every, self.run_name = experiment, _check_interval(every), run_name
         self.run_id = ""
-        """Of the run in MLflow, once it has begun."""
+        """Id of the run in MLflow, once it has started."""
 
     def on_start(self, run: Run) -> None:
-        """Begin a run there."""
+        """Start a run."""
         known = self._client.get_experiment_by_name(self.experiment)
-        place = known.experiment_id if known else self._client.create_experiment(self.experiment)
-        self.run_id = self._client.create_run(place, run_name=self.run_name).info.run_id
+        experiment_id = (
+            known.experiment_id if known else self._client.create_experiment(self.experiment)
+        )
+        self.run_id = self._client.create_run(experiment_id, run_name=self.run_name).info.run_id
         for name, value in _run_config(run).items():
             self._client.log_param(self.run_id, name, value)
 
     def on_step(self, run: Run, result: StepResult) -> None:
-        """Send a step, if it is its turn."""
+        """Log a step, every ``every`` steps."""
         if result.updated and result.step % self.every == 0:
-            self._send(_numeric_metrics(_step_metrics(run, result), "step/"), result.step)
+            self._log(_numeric_metrics(_step_metrics(run, result), "step/"), result.step)
 
     def on_epoch(self, run: Run, record: Record) -> None:
-        """Send an epoch."""
-        self._send(_numeric_metrics(record, "epoch/"), int(record["step"]))
+        """Log an epoch."""
+        self._log(_numeric_metrics(record, "epoch/"), int(record["step"]))
 
     def on_end(self, run: Run) -> None:
-        """End the run there."""
+        """Finish the run."""
         self._client.set_terminated(self.run_id, "FINISHED")
 
-    def _send(self, numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
             self._client.log_metric(self.run_id, name, value, step=step)
 
 
@@ -226,7 +230,7 @@ def _import_optional(package: str) -> Any:
 
 def _check_interval(every: int) -> int:
     if every < 1:
-        raise OnnxTrainError(f"every must be at least 1: {every}")
+        raise OnnxTrainError(f"every must be at least 1, got {every}")
     return every
 
 
@@ -234,9 +238,9 @@ def _step_metrics(run: Run, result: StepResult) -> Record:
     return {"loss": result.loss, **result.metrics, "lr": run.trainer.lr}
 
 
-def _numeric_metrics(record: Record, before: str) -> dict[str, float]:
+def _numeric_metrics(record: Record, prefix: str) -> dict[str, float]:
     return {
-        before + name: float(value)
+        prefix + name: float(value)
         for name, value in record.items()
         if isinstance(value, float) and math.isfinite(value)
     }

@@ -1,8 +1,10 @@
-"""Where an infinity or a NaN comes from.
+"""Checks of a training run: non-finite values, the origin of a checkpoint, its metadata.
 
-Whether a checkpoint was made by the same model, loss and optimizer.
-
-What a checkpoint says besides tensors, checked before any of it is used.
+- :func:`explain_nonfinite_loss` and :func:`explain_nonfinite_update` find the first tensor that is
+  infinite or NaN, and with ``debug_nan`` the node that computes it.
+- :func:`check_origin` compares the model, loss and optimizer that wrote a checkpoint with a
+  trainer's own.
+- :class:`Progress` validates the metadata of a checkpoint before a trainer uses it.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Return whether there is neither an infinity nor a NaN; whole numbers are always finite."""
+    """Return whether an array contains neither infinity nor NaN; integers are always finite."""
     if array.dtype.kind in "iubUSO":
         return True
     return bool(np.isfinite(array.astype(np.float32) if array.dtype.kind == "V" else array).all())
 
 
 def first_nonfinite(named: Iterable[tuple[str, np.ndarray]]) -> str | None:
-    """Return the first name whose tensor is not finite, with what is wrong with it."""
+    """Return the first name whose tensor is not finite, with a description of the tensor."""
     for name, array in named:
         if not is_finite(array):
             return f"{name} ({_describe_array(array)})"
@@ -46,7 +48,7 @@ def explain_nonfinite_loss(
     *,
     debug: bool,
 ) -> str:
-    """Say why the loss of a batch is not finite; the trainer has not taken the step over."""
+    """Return why the loss of a batch is not finite; the step must not be committed yet."""
     head = f"the loss of step {trainer.global_step + 1} is {float(computed[trainer.loss_name])}"
     values = [(f"parameter {n!r}", trainer.view(n)) for n in trainer.parameters]
     values += [(f"buffer {n!r}", trainer.view(n)) for n in trainer.buffers]
@@ -55,37 +57,39 @@ def explain_nonfinite_loss(
     first = first_nonfinite([*batch, *values, *outputs])
     lines = [head, f"  first tensor that is not finite: {first or 'the loss itself'}"]
     if debug:
-        lines.append(f"  {find_nonfinite_node(*trainer.debug_feeds(feeds)) or 'no node makes it'}")
+        lines.append(
+            f"  {find_nonfinite_node(*trainer.debug_feeds(feeds)) or 'no node computes it'}"
+        )
     else:
         lines.append("hint: debug_nan=True finds the node; the weights are those before this step")
     return "\n".join(lines)
 
 
 def explain_nonfinite_update(trainer: Trainer, feeds: Mapping[str, np.ndarray]) -> str | None:
-    """Say which new value or gradient of a computed step is not finite, if one is."""
+    """Return which new value or gradient of a step is not finite, or ``None``."""
     first = first_nonfinite(trainer.pending_updates())
-    if first is None or trainer.manifest.options.get("loss_scale"):  # such a step is skipped
+    if first is None or trainer.manifest.options.get("loss_scale"):  # loss scaling skips the step
         return None
     node = find_nonfinite_node(*trainer.debug_feeds(feeds))
     return (
-        f"step {trainer.global_step + 1} has a finite loss, but not a finite update\n"
-        f"  first tensor that is not finite: {first}\n  {node or 'no node makes it'}"
+        f"step {trainer.global_step + 1} has a finite loss, but its update is not finite\n"
+        f"  first tensor that is not finite: {first}\n  {node or 'no node computes it'}"
     )
 
 
 def nonfinite_weights(trainer: Trainer) -> dict[str, str]:
-    """Return parameters and buffers that are not finite, with what is wrong with each."""
+    """Return the parameters and buffers that are not finite, each with a description."""
     views = {n: trainer.view(n) for n in (*trainer.parameters, *trainer.buffers)}
     return {n: _describe_array(a) for n, a in views.items() if not is_finite(a)}
 
 
 def find_nonfinite_node(source: bytes | str, feeds: Mapping[str, np.ndarray]) -> str | None:
-    """Run a model with every value as an output; say which node makes the first bad one.
+    """Run a model with every value as an output; return the node with the first non-finite one.
 
-    A NaN counts more than an infinity, which a mask may hold on purpose.
+    NaN is looked for before infinity, which masks contain on purpose.
 
     Args:
-        source: the model, as a runtime takes it.
+        source: the model.
         feeds: all of its inputs.
     """
     model = runtime.load_graph(source)
@@ -102,17 +106,16 @@ def find_nonfinite_node(source: bytes | str, feeds: Mapping[str, np.ndarray]) ->
     known = {**feeds, **values}
     for bad in (_has_nan, _has_infinity):
         for node in model.graph.node:
-            given = any(bad(known[x]) for x in node.input if x in known)
+            bad_input = any(bad(known[x]) for x in node.input if x in known)
             for y in node.output:
-                if not given and y in values and bad(values[y]):
+                if not bad_input and y in values and bad(values[y]):
                     return _describe_node(node, y, known)
     return None
 
 
 def _describe_node(node: onnx.NodeProto, output: str, known: Mapping[str, np.ndarray]) -> str:
-    lines = [
-        f"node {node.name!r} ({node.op_type}) gives {output!r} ({_describe_array(known[output])})"
-    ]
+    value = _describe_array(known[output])
+    lines = [f"node {node.name!r} ({node.op_type}) computes {output!r} ({value})"]
     lines += [f"  from {x!r} ({_describe_array(known[x])})" for x in node.input if x in known]
     return "\n".join(lines)
 
@@ -135,13 +138,13 @@ def _has_infinity(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isinf(array).any())
 
 
-_GRAPHS = {"infer": "the model", "eval": "the model in evaluation, or its loss"}
+_GRAPHS = {"infer": "the model", "eval": "the model in evaluation mode, or its loss"}
 _OPTIONS = ("clip", "ema", "mode")
-"""Options of the build that an update depends on."""
+"""Build options that an update depends on."""
 
 
 def graph_digests(artifacts: Artifacts) -> dict[str, str]:
-    """Return a digest of what the model and its loss compute, whatever the weights."""
+    """Return digests of the model and its loss that do not depend on the weights."""
     manifest = artifacts.manifest
     trained = {w.name for w in (*manifest.parameters, *manifest.buffers)}
     return {
@@ -152,22 +155,22 @@ def graph_digests(artifacts: Artifacts) -> dict[str, str]:
 
 
 def _digest(graph: onnx.GraphProto, trained: set[str]) -> str:
-    """Return the sha256 of all nodes, with weights by name, and of constants of one number."""
+    """Return the sha256 of all nodes and scalar constants; other values count by position."""
     weights = {t.name for t in graph.initializer}
-    numbers: dict[str, str] = {}
+    positions: dict[str, str] = {}
 
-    def known(name: str) -> str:
-        return name if name in weights else numbers.setdefault(name, str(len(numbers)))
+    def canonical(name: str) -> str:
+        return name if name in weights else positions.setdefault(name, str(len(positions)))
 
     digest = hashlib.sha256()
     for tensor in graph.initializer:
-        # A setting, such as a margin.
+        # Scalars are settings, such as a margin.
         if not tensor.dims and not tensor.external_data and tensor.name not in trained:
             digest.update(tensor.SerializeToString(deterministic=True))
     for node in graph.node:
         plain = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
-        plain.input.extend(known(x) for x in node.input)
-        plain.output.extend(known(y) for y in node.output)
+        plain.input.extend(canonical(x) for x in node.input)
+        plain.output.extend(canonical(y) for y in node.output)
         plain.attribute.extend(sorted(node.attribute, key=lambda a: a.name))
         digest.update(plain.SerializeToString(deterministic=True))
     return digest.hexdigest()
@@ -176,31 +179,31 @@ def _digest(graph: onnx.GraphProto, trained: set[str]) -> str:
 def check_origin(
     meta: dict[str, Any], own: Mapping[str, Any], label: str, *, strict: bool
 ) -> dict[str, Any]:
-    """Return the metadata of a checkpoint, with the differences of its origin if there are any.
+    """Return the metadata of a checkpoint, with ``"differences"`` if its origin differs.
 
     Raises:
-        CheckpointError: listing them, if ``strict``.
+        CheckpointError: with the differences, if ``strict``.
     """
     listing = origin_differences(meta, own)
     if listing and strict:
         raise CheckpointError(
-            f"{label}: made by another model, loss or optimizer\n  "
+            f"{label}: another model, loss or optimizer wrote this checkpoint\n  "
             + "\n  ".join(listing)
-            + "\nhint: load(..., strict=False) takes it all the same; load_weights() takes weights"
+            + "\nhint: load(..., strict=False) accepts it; load_weights() loads the weights only"
         )
     return {**meta, "differences": listing} if listing else meta
 
 
 def origin_differences(meta: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return in words how the origin of a checkpoint differs from a trainer's own.
+    """Return how the origin of a checkpoint differs from a trainer's own, one line each.
 
     Args:
-        meta: of the checkpoint; entries that it has not are not compared.
-        own: what the trainer would record.
+        meta: metadata of the checkpoint; missing entries are not compared.
+        own: metadata that the trainer would write.
     """
     there, here = meta.get("manifest"), own["manifest"]
     if not isinstance(there, Mapping):
-        return []  # of onnxruntime-training, or written by hand
+        return []  # from onnxruntime-training, or written by hand
     there = cast(Mapping[str, Any], there)
     listing: list[str] = []
     for name in ("optimizer", "loss"):
@@ -211,7 +214,7 @@ def origin_differences(meta: Mapping[str, Any], own: Mapping[str, Any]) -> list[
     listing += _entry_differences("", _as_dict(there.get("options")), here["options"], _OPTIONS)
     graphs = _as_dict(meta.get("graphs"))
     if _lowering_settings(there) != _lowering_settings(here):
-        graphs.pop("eval", None)  # a loss has other nodes on other targets
+        graphs.pop("eval", None)  # targets compute a loss by different nodes
     listing += [
         f"{_GRAPHS[role]} has other nodes"
         for role, digest in own["graphs"].items()
@@ -237,22 +240,23 @@ def _entry_differences(
     keys: tuple[str, ...] | None = None,
 ) -> list[str]:
     keys = tuple(sorted({*there, *here})) if keys is None else keys
+    prefix = f"{name}." if name else ""
     return [
-        f"{name}{'.' if name else ''}{k} is {there.get(k)!r} there and {here.get(k)!r} here"
+        f"{prefix}{k} is {there.get(k)!r} in the checkpoint, {here.get(k)!r} here"
         for k in keys
         if there.get(k) != here.get(k)
     ]
 
 
 SEED_LIMIT = 1 << 24
-"""float32 holds whole numbers below exactly."""
+"""float32 represents all integers below exactly."""
 _MAX_LR = float(np.finfo(np.float32).max)
 _STEP_LIMIT = (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far training has come."""
+    """Learning rate, step counter, seed and properties of a trainer."""
 
     lr: float
     step: int
@@ -260,28 +264,28 @@ class Progress:
     properties: dict[str, int | float | str]
 
     def read(self, meta: Mapping[str, Any], label: str) -> Progress:
-        """Return what the metadata of a checkpoint says, and this where it says nothing.
+        """Return the progress in the metadata of a checkpoint; this one fills missing entries.
 
         Raises:
-            CheckpointError: naming every entry that cannot be.
+            CheckpointError: with every invalid entry.
         """
         lr, step, seed = (meta.get(n, getattr(self, n)) for n in ("lr", "step", "seed"))
         properties = meta.get("properties", {})
         problems: list[str] = []
         if not _is_lr(lr):
-            problems.append(f"'lr' is {lr!r}, not a finite number from 0 on")
+            problems.append(f"'lr' must be finite and not negative, got {lr!r}")
         for name, value, end in (("step", step, _STEP_LIMIT), ("seed", seed, SEED_LIMIT)):
             if type(value) is not int or not 0 <= value < end:
-                problems.append(f"{name!r} is {value!r}, not a whole number in [0, {end})")
+                problems.append(f"{name!r} must be an integer in [0, {end}), got {value!r}")
         if not _are_properties(properties):
-            problems.append(f"'properties' is {properties!r}, not numbers and texts by name")
+            problems.append(f"'properties' must map names to numbers or texts, got {properties!r}")
         if problems:
-            raise CheckpointError(f"{label}: the metadata is wrong:\n  " + "\n  ".join(problems))
+            raise CheckpointError(f"{label}: invalid metadata:\n  " + "\n  ".join(problems))
         return Progress(float(lr), step, seed, dict(properties))
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint that fits a trainer, not taken over yet."""
+    """A checkpoint that fits a trainer and is not applied yet."""
 
     arrays: dict[str, np.ndarray]
     progress: Progress
@@ -289,15 +293,15 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def check_lr(value: Any, name: str) -> float:
-    """Return a learning rate as a number.
+    """Return a learning rate as a float.
 
     Raises:
-        OnnxTrainError: if it is negative, infinite or NaN, or not a number.
+        OnnxTrainError: if it is negative, infinite, NaN or not a number.
     """
     if isinstance(value, np.ndarray | np.generic) and value.size == 1:
         value = value.item()
     if not _is_lr(value):
-        raise OnnxTrainError(f"{name} must be a finite number from 0 on: {value!r}")
+        raise OnnxTrainError(f"{name} must be finite and not negative, got {value!r}")
     return float(value)
 
 

@@ -1,8 +1,8 @@
 """Batches of a training run, and labels that are not classes of the model.
 
 :func:`as_source` turns arrays, tables, lists, torch's DataLoader and functions into a
-:class:`Source`, whose batches depend only on the data, the seed and the epoch, so that a resumed run
-sees the same ones. :func:`explain_label_error` names the row of a label that is out of range.
+:class:`Source`. Its batches depend on data, seed and epoch only, so a resumed run sees the same
+ones. :func:`explain_label_error` names the row of a label that is out of range.
 """
 
 from __future__ import annotations

@@ -487,7 +487,8 @@ def _arrays(raw: BinaryIO, path: Path) -> dict[str, np.ndarray]:
         raise OnnxTrainError(f"{path}: an .npy file, whose array has no name\n{HINT}")
     if not start.startswith(_ZIP):
         raise OnnxTrainError(
-            f"{path}: not an .npz file\n{HINT}, or use a .csv file, a .jsonl file or a folder of images"
+            f"{path}: not an .npz file\n"
+            f"{HINT}, or use a .csv file, a .jsonl file or a folder of images"
         )
     try:
         with np.load(raw, allow_pickle=False) as file:

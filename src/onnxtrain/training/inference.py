@@ -1,6 +1,7 @@
-"""The inference model with the weights of the moment.
+"""Inference with the current weights: prediction, export, and loading weights by name.
 
-Weights from elsewhere, matched to a model by name.
+:class:`Predictor` runs the inference model, :func:`export` writes it to a file, and
+:func:`match_weights` matches a state_dict to the parameters and buffers of a model.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ ReadTensor = Callable[[str], np.ndarray]
 
 
 class Predictor:
-    """Runs the inference model; weights are inputs, so that the session need not be made again.
+    """Runs the inference model with weights as inputs, so that one session serves all steps.
 
-    Quantised operators of other domains want their scales to be constants: with scales as inputs
-    some kernels compute nonsense. Such weights stay initializers, and the session is made again
-    when one of them has changed.
+    Some kernels of quantized contrib operators compute wrong results if their scales are not
+    constants. Such weights stay initializers, and a change of them creates a new session.
     """
 
     def __init__(self, artifacts: Artifacts, *, device: str, threads: int | None) -> None:
@@ -60,7 +60,7 @@ class Predictor:
         return dict(zip(self._names, runtime.run(self._session, self._names, feeds), strict=True))
 
     def _refresh(self, read: ReadTensor) -> None:
-        """Make the session, anew if weights inside it have changed."""
+        """Create the session if there is none, or if weights inside it have changed."""
         now = {n: stored_bytes(t, read(n)) for n, t in self._constants.items()}
         if now == self._built_with:
             return
@@ -74,17 +74,18 @@ class Predictor:
 
 
 def load_inference_model(artifacts: Artifacts) -> onnx.ModelProto:
-    """Return the inference model as it was built, without weights that lie in other files."""
+    """Return the inference model as it was built, without external weights."""
     return runtime.load_graph(artifacts.source("infer"))
 
 
 def trained_model(artifacts: Artifacts, read: ReadTensor) -> onnx.ModelProto | ir.Model:
-    """Return the inference model with the weights that ``read`` gives.
+    """Return the inference model with the weights that ``read`` returns.
 
-    Where weights lie in a file, nothing but an ``ir.Model`` can hold them all: they are mapped.
+    A model with external weights is an ``ir.Model``, which maps the file: a protobuf message is
+    limited to 2 GiB.
     """
     model = load_inference_model(artifacts)
-    del model.metadata_props[:]  # the manifest describes the model that can be trained
+    del model.metadata_props[:]  # the manifest describes the artifacts, not this file
     if any(t.external_data for t in model.graph.initializer):
         return _with_mapped_weights(artifacts, model, read)
     by_name = {t.name: t for t in model.graph.initializer}
@@ -114,11 +115,9 @@ def _with_mapped_weights(
 
 
 def fold_constants(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
-    """Return the model after the runtime's own standard-operator optimisations."""
+    """Return the model after onnxruntime's optimizations to standard operators."""
     if isinstance(model, ir.Model):
-        raise OnnxTrainError(
-            "weights that lie in a file of their own cannot be folded\nhint: export without fold"
-        )
+        raise OnnxTrainError("cannot fold a model with external weights\nhint: export without fold")
     ort = runtime.import_onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
@@ -128,9 +127,9 @@ def fold_constants(model: onnx.ModelProto | ir.Model) -> onnx.ModelProto:
         runtime.create(model.SerializeToString(), options=options)
         optimized = onnx.load(options.optimized_model_filepath)
     used = {node.domain for node in optimized.graph.node}
-    kept = [o for o in optimized.opset_import if o.domain in used | {""}]
+    imports = [o for o in optimized.opset_import if o.domain in used | {""}]
     del optimized.opset_import[:]
-    optimized.opset_import.extend(kept)
+    optimized.opset_import.extend(imports)
     return optimized
 
 
@@ -140,7 +139,7 @@ def _weight_types(artifacts: Artifacts) -> dict[str, str]:
 
 
 def stored_bytes(tensor: onnx.TensorProto, array: np.ndarray) -> bytes:
-    """Return an array as the tensor of a file stores it, in the file's type."""
+    """Return the bytes of an array in the type of a file's tensor."""
     dtype = ir.DataType(tensor.data_type).numpy()
     return np.ascontiguousarray(array.astype(dtype, copy=False)).tobytes()
 
@@ -148,29 +147,29 @@ def stored_bytes(tensor: onnx.TensorProto, array: np.ndarray) -> bytes:
 def _weights_as_inputs(
     model: onnx.ModelProto, types: Mapping[str, ir.DataType]
 ) -> tuple[onnx.ModelProto, dict[str, np.dtype], dict[str, onnx.TensorProto]]:
-    """Return a model, those of its weights that became inputs, and those that may not."""
+    """Return a model, the weights that became inputs with types, and those that stay constants."""
     work = ir.from_proto(model)
     fixed = _required_constants(work.graph)
     known = [n for n in types if n in work.graph.initializers]
-    moved: dict[str, np.dtype] = {}
+    inputs: dict[str, np.dtype] = {}
     for name in [n for n in known if n not in fixed]:
         value = work.graph.initializers.pop(name)
         value.const_value = None
-        given = _weight_input(work.graph, value, types[name])
-        work.graph.inputs.append(given)
-        assert given.dtype is not None
-        moved[name] = given.dtype.numpy()
+        x = _weight_input(work.graph, value, types[name])
+        work.graph.inputs.append(x)
+        assert x.dtype is not None
+        inputs[name] = x.dtype.numpy()
     proto = ir.to_proto(work)
-    kept = {t.name: t for t in proto.graph.initializer if t.name in known}
-    return proto, moved, kept
+    constants = {t.name: t for t in proto.graph.initializer if t.name in known}
+    return proto, inputs, constants
 
 
 def _weight_input(graph: ir.Graph, weight: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """Return the input for a weight: itself, or for a type that numpy lacks one that is cast."""
+    """Return the input for a weight: the weight itself, or an input that is cast to bfloat16."""
     if dtype == weight.dtype or weight.dtype != ir.DataType.BFLOAT16:
         return weight
-    given = ir.Value(name=weight.name, type=ir.TensorType(dtype), shape=weight.shape)
-    cast = ir.node("Cast", [given], {"to": weight.dtype})
+    x = ir.Value(name=weight.name, type=ir.TensorType(dtype), shape=weight.shape)
+    cast = ir.node("Cast", [x], {"to": weight.dtype})
     (stored,) = cast.outputs
     stored.name, stored.type, stored.shape = f"{weight.name}.stored", weight.type, weight.shape
     for use in list(weight.uses()):
@@ -180,18 +179,18 @@ def _weight_input(graph: ir.Graph, weight: ir.Value, dtype: ir.DataType) -> ir.V
         graph.append(cast)
     else:
         graph.insert_before(first, cast)
-    return given
+    return x
 
 
 def _required_constants(graph: ir.Graph) -> set[str]:
-    """Return the names of all that quantised operators of other domains read."""
-    quantised = (
+    """Return the names of all inputs of quantized contrib operators."""
+    quantized = (
         node
         for node in graph.all_nodes()
         if node.domain not in ("", "ai.onnx")
         and any(x is not None and _is_integer_weight(x) for x in node.inputs)
     )
-    return {x.name or "" for node in quantised for x in node.inputs if x is not None}
+    return {x.name or "" for node in quantized for x in node.inputs if x is not None}
 
 
 def _is_integer_weight(x: ir.Value) -> bool:
@@ -210,12 +209,11 @@ def export(
     """Write the inference model with the current weights.
 
     Args:
-        trainer: what was trained.
+        trainer: has the weights.
         path: of the file.
-        ema: the moving average of the weights instead.
-        fold: compute ahead what depends on weights alone, such as a normalisation after a
-            convolution; names of weights may change.
-        opset: of the file, if not the model's own.
+        ema: write the moving average of the weights.
+        fold: fold constants; see :meth:`onnxtrain.Trainer.export`.
+        opset: opset version of the file; the model's own by default.
     """
     averages = _ema_names(trainer.manifest) if ema else {}
     model = trained_model(trainer.artifacts, lambda name: trainer.view(averages.get(name, name)))
@@ -225,9 +223,11 @@ def export(
 
 
 def _ema_names(manifest: Manifest) -> dict[str, str]:
-    """Return the names of the moving averages by the names of the weights that have one."""
+    """Return the names of moving averages by the names of their weights."""
     if manifest.options.get("ema") is None:
-        raise OnnxTrainError("no moving average was kept\nhint: build(..., ema=0.999)")
+        raise OnnxTrainError(
+            "these artifacts have no moving average of weights\nhint: build(..., ema=0.999)"
+        )
     slots = {s.name for s in manifest.state}
     return {p.name: f"{p.name}.ema" for p in manifest.parameters if f"{p.name}.ema" in slots}
 
@@ -235,15 +235,15 @@ def _ema_names(manifest: Manifest) -> dict[str, str]:
 def match_weights(
     weights: Mapping[str, Any], manifest: Manifest, *, strict: bool
 ) -> dict[str, np.ndarray]:
-    """Return the parameters and buffers of the model that are among some weights.
+    """Return the parameters and buffers of the model that a state_dict contains.
 
     Args:
-        weights: names to arrays or tensors; tied weights under any of their names.
+        weights: arrays or tensors by name; tied weights under any of their names.
         manifest: describes the model.
-        strict: refuse names that the model has not, and missing ones.
+        strict: raise an error for unknown and missing names.
 
     Raises:
-        CheckpointError: naming what is missing, unknown or of another shape.
+        CheckpointError: with the names that are missing, unknown or of another shape.
     """
     known = {w.name: w for w in (*manifest.parameters, *manifest.buffers)}
     tied = {alias: w.name for w in known.values() for alias in w.aliases}

@@ -1,12 +1,10 @@
-"""Means over batches.
+"""Metrics of a run: means over batches, evaluation, and the files they are written to.
 
-The numbers of a run as files: metrics.csv, metrics.jsonl, TensorBoard events, a curve.
-
-TensorBoard's event files, written without TensorBoard.
-
-A file is a row of records: length (8 bytes), checksum of the length, content, checksum of it. The
+:class:`MetricsWriter` writes ``metrics.csv``, ``metrics.jsonl``, TensorBoard events and a plot of
+the loss. :class:`EventFile` writes TensorBoard's format without TensorBoard: a file is a sequence
+of records, each of length (8 bytes), checksum of the length, content, checksum of the content. The
 content is an ``Event`` message: wall_time = 1 (double), step = 2, file_version = 3, summary = 5,
-whose values (1) have a tag (1) and a number (2, float).
+whose values (1) have a tag (1) and a simple_value (2, float).
 """
 
 from __future__ import annotations
@@ -52,14 +50,14 @@ class Evaluation:
 
 
 class Mean:
-    """Loss and metrics, each batch weighted by its samples; perplexities by their logarithm."""
+    """Means of loss and metrics, weighted by samples; perplexities are averaged as logarithms."""
 
     def __init__(self) -> None:
         self.samples = 0
         self._sums: dict[str, float] = {}
 
     def add(self, result: StepResult, samples: int) -> None:
-        """Take in a batch."""
+        """Add a batch."""
         self.samples += samples
         for name, value in {"loss": result.loss, **result.metrics}.items():
             self._sums[name] = self._sums.get(name, 0.0) + samples * _to_log_perplexity(name, value)
@@ -69,12 +67,12 @@ class Mean:
         return {n: _from_log_perplexity(n, s / self.samples) for n, s in self._sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums, ready for JSON."""
+        """Return the sums, as JSON values."""
         return {"samples": self.samples, "sums": dict(self._sums)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Mean:
-        """Restore what :meth:`state_dict` gave."""
+        """Return the means of a :meth:`state_dict`."""
         mean = cls()
         mean.samples, mean._sums = int(state["samples"]), dict(state["sums"])
         return mean
@@ -102,7 +100,7 @@ def evaluate(trainer: Trainer, source: Source) -> Evaluation:
             raise explain_label_error(trainer, error, feeds, batch.rows) from error
         mean.add(result, batch.size)
     if not mean.samples:
-        raise ShapeError("there is nothing to evaluate on: the data has no batch")
+        raise ShapeError("the data has no batch to evaluate")
     values = mean.values()
     return Evaluation(values.pop("loss"), values, mean.samples)
 
@@ -132,7 +130,7 @@ def crc32c(data: bytes) -> int:
 
 
 class EventFile:
-    """Appends scalars to a file that TensorBoard reads."""
+    """Appends scalars to a TensorBoard event file."""
 
     def __init__(self, folder: Path, start: float | None = None) -> None:
         start = time.time() if start is None else start
@@ -141,7 +139,7 @@ class EventFile:
         self._write(double_field(1, start) + bytes_field(3, b"brain.Event:2"))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write numbers of one step."""
+        """Write the scalars of one step."""
         summary = b"".join(
             bytes_field(1, bytes_field(1, tag.encode()) + float_field(2, value))
             for tag, value in values.items()
@@ -153,7 +151,7 @@ class EventFile:
         self._file.write(length + _masked_crc(length) + event + _masked_crc(event))
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Hand all records to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
@@ -171,17 +169,17 @@ _CSV, _JSONL, _CURVE, _EVENTS = "metrics.csv", "metrics.jsonl", "loss.png", "eve
 
 
 class MetricsWriter:
-    """Rows of numbers, appended to files as they come.
+    """Appends rows of metrics to files.
 
     Args:
-        folder: where the files go.
-        columns: of the csv file; the others are in the jsonl file only.
-        resume_at: keep the rows up to this step that an earlier run has left; ``None`` keeps none.
-        epochs: how many are over at that step; the row of the next one would be written again.
-        tensorboard: write event files; ``None`` does if TensorBoard is installed.
+        folder: folder of the files.
+        columns: columns of the csv file; other values are in the jsonl file only.
+        resume_at: keep rows of an earlier run up to this step; ``None`` starts new files.
+        epochs: number of epochs completed at that step; later epoch rows are written again.
+        tensorboard: write event files; by default if TensorBoard is installed.
 
     Raises:
-        SaveError: the file system refuses, here or in any method.
+        SaveError: if a file cannot be written, here or in any method.
     """
 
     def __init__(
@@ -196,13 +194,13 @@ class MetricsWriter:
         with as_save_error(str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.columns = folder, list(columns)
-        kept = [] if resume_at is None else self._kept(resume_at, epochs)
-        self.rows: list[Row] = kept
+        rows = [] if resume_at is None else self._earlier_rows(resume_at, epochs)
+        self.rows: list[Row] = rows
         write_files(
             str(folder),
             {
-                str(folder / _JSONL): bytes_writer("".join(map(_json_line, kept)).encode()),
-                str(folder / _CSV): bytes_writer(self._csv(kept).encode()),
+                str(folder / _JSONL): bytes_writer("".join(map(_json_line, rows)).encode()),
+                str(folder / _CSV): bytes_writer(self._csv(rows).encode()),
             },
         )
         if tensorboard is None:
@@ -219,11 +217,11 @@ class MetricsWriter:
         if kind is None:
             self.close()
             return
-        # What ended the run counts: a full disk is also the end of the curve.
+        # The error that ended the run matters more: on a full disk, closing fails as well.
         with suppress(SaveError):
             self.close()
 
-    def _kept(self, step: int, epochs: int) -> list[Row]:
+    def _earlier_rows(self, step: int, epochs: int) -> list[Row]:
         path = self.folder / _JSONL
         if not path.exists():
             return []
@@ -234,7 +232,7 @@ class MetricsWriter:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # a killed run may leave half a line
+                continue  # a killed run can leave half a line
             if not isinstance(row, dict) or int(row.get("step", 0)) > step:
                 continue
             if row.get("kind") != "epoch" or int(row.get("epoch", 0)) <= epochs:
@@ -263,14 +261,14 @@ class MetricsWriter:
                 self._events.scalars(int(row["step"]), tags)
 
     def flush(self) -> None:
-        """Hand everything to the operating system, which outlives this process."""
+        """Hand all rows to the operating system, which writes them even if this process dies."""
         for name, file in self._files():
             with as_save_error(str(self.folder / name)):
                 file.flush()
 
     def close(self) -> None:
-        """Close the files and draw the curve."""
-        with ExitStack() as stack:  # closes all, whatever one of them says
+        """Close the files and plot the loss."""
+        with ExitStack() as stack:  # closes all files, even if one raises
             for name, file in reversed(self._files()):
                 stack.enter_context(as_save_error(str(self.folder / name)))
                 stack.callback(file.close)
@@ -286,15 +284,15 @@ def _json_line(row: Mapping[str, Any]) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value that JSON has; it knows no NaN."""
+    """Return a JSON value; infinity and NaN become text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plot_losses(rows: Iterable[Row], path: Path) -> bool:
-    """Draw the loss of training and validation over the steps; ``False`` without matplotlib."""
+    """Plot training and validation loss over steps; return ``False`` without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
-    # Not through pyplot: that keeps figures of the whole program.
+    # Not pyplot, whose figures are global state of the program.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -312,7 +310,7 @@ def plot_losses(rows: Iterable[Row], path: Path) -> bool:
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend()
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
-    write_files(str(path), {str(path): bytes_writer(picture.getvalue())})
+    image = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(image)
+    write_files(str(path), {str(path): bytes_writer(image.getvalue())})
     return True

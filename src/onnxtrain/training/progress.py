@@ -1,4 +1,4 @@
-"""How a run shows where it is: a bar in a terminal, lines elsewhere."""
+"""Progress displays of a run: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _LINE_INTERVAL = 10.0  # seconds between lines
-_SMOOTHING = 0.95  # how slowly the speed and the loss shown follow the last ones
+_SMOOTHING = 0.95  # decay of the moving averages of speed and loss
 
 
 class Display(Protocol):
-    """What a run tells."""
+    """The interface of a progress display."""
 
     def start(self, epochs: int, total: int | None, done: int) -> None:
-        """Begin; ``total`` steps if that is known, ``done`` of them already."""
+        """Start the display; ``total`` steps if known, of which ``done`` are done."""
         ...
 
     def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
@@ -24,20 +24,24 @@ class Display(Protocol):
         ...
 
     def line(self, text: str) -> None:
-        """Show a message that stays."""
+        """Print a message."""
         ...
 
     def stop(self) -> None:
-        """End."""
+        """Close the display."""
         ...
 
 
 def display(
     progress: bool | str | Display, console: Console | None = None, *, unit: str = "samples"
 ) -> Display:
-    """Return a display: ``True`` picks by the terminal, ``"bar"`` and ``"plain"`` are fixed.
+    """Return a display.
 
-    A display of the caller's own is taken as it is. Speed is in ``unit`` per second.
+    Args:
+        progress: ``True`` for a bar in a terminal and lines elsewhere, ``"bar"``, ``"plain"``,
+            ``False``, or a display object, which is returned as it is.
+        console: where to print.
+        unit: what the speed counts.
     """
     if not progress:
         return Silent()
@@ -49,23 +53,23 @@ def display(
 
 
 class Silent:
-    """Shows nothing."""
+    """Displays nothing."""
 
     def start(self, epochs: int, total: int | None, done: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def line(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stop(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Throughput:
-    """Smoothed loss and speed."""
+    """Moving averages of loss and speed."""
 
     def __init__(self) -> None:
         self.loss: float | None = None
@@ -88,12 +92,12 @@ class Bar:
     """A progress bar: epoch, steps, loss, learning rate, samples per second, time left."""
 
     def __init__(self, console: Console, unit: str = "samples") -> None:
-        self._console, self._pace, self._unit = console, _Throughput(), unit
+        self._console, self._throughput, self._unit = console, _Throughput(), unit
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[metrics]}"),
             TimeRemainingColumn(),
             console=console,
             expand=True,
@@ -103,19 +107,20 @@ class Bar:
         self._epochs = 0
 
     def start(self, epochs: int, total: int | None, done: int) -> None:
-        """Begin."""
+        """Start the display."""
         self._epochs = epochs
         self._task = self._progress.add_task(
-            "training", total=total, completed=done, numbers="", start=True
+            "training", total=total, completed=done, metrics="", start=True
         )
         self._progress.start()
 
     def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
-        """Advance by one."""
-        self._pace.add(loss, samples)
-        numbers = f"loss {self._pace.loss:.4f}  lr {lr:.2e}  {self._pace.speed:,.0f} {self._unit}/s"
+        """Advance by one step."""
+        self._throughput.add(loss, samples)
+        speed = f"{self._throughput.speed:,.0f} {self._unit}/s"
+        metrics = f"loss {self._throughput.loss:.4f}  lr {lr:.2e}  {speed}"
         self._progress.update(
-            self._task, advance=1, description=f"epoch {epoch}/{self._epochs}", numbers=numbers
+            self._task, advance=1, description=f"epoch {epoch}/{self._epochs}", metrics=metrics
         )
 
     def line(self, text: str) -> None:
@@ -123,27 +128,27 @@ class Bar:
         self._progress.console.print(text, highlight=False, markup=False)
 
     def stop(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar."""
         self._progress.stop()
 
 
 class Lines:
-    """A line now and then, for logs."""
+    """A line every ten seconds, for logs."""
 
     def __init__(self, console: Console, unit: str = "samples") -> None:
-        self._console, self._pace, self._unit = console, _Throughput(), unit
+        self._console, self._throughput, self._unit = console, _Throughput(), unit
         self._epochs, self._total, self._done = 0, None, 0
         self._started = self._last_printed = time.perf_counter()
         self._first = 0
 
     def start(self, epochs: int, total: int | None, done: int) -> None:
-        """Begin."""
+        """Start the display."""
         self._epochs, self._total, self._done, self._first = epochs, total, done, done
         self._started = self._last_printed = time.perf_counter()
 
     def step(self, epoch: int, loss: float, lr: float, samples: int) -> None:
-        """Print if the last line is long ago."""
-        self._pace.add(loss, samples)
+        """Print a line if the last one is ten seconds old."""
+        self._throughput.add(loss, samples)
         self._done += 1
         now = time.perf_counter()
         if now - self._last_printed < _LINE_INTERVAL:
@@ -155,16 +160,16 @@ class Lines:
             each = (now - self._started) / (self._done - self._first)
             left = f"  eta {_format_seconds(each * (self._total - self._done))}"
         self.line(
-            f"epoch {epoch}/{self._epochs}  {where}  loss {self._pace.loss:.4f}  lr {lr:.2e}"
-            f"  {self._pace.speed:,.0f} {self._unit}/s{left}"
+            f"epoch {epoch}/{self._epochs}  {where}  loss {self._throughput.loss:.4f}  lr {lr:.2e}"
+            f"  {self._throughput.speed:,.0f} {self._unit}/s{left}"
         )
 
     def line(self, text: str) -> None:
-        """Print."""
+        """Print a message."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def _format_seconds(seconds: float) -> str:

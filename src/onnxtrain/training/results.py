@@ -1,4 +1,4 @@
-"""What a trainer gives back."""
+"""Results of a trainer: steps and parameters."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from onnxtrain.runtime.feeds import to_array
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What a batch gave; ``float(result)`` is the loss."""
+    """Loss, metrics and outputs of a batch; ``float(result)`` is the loss."""
 
     loss: float
     metrics: dict[str, float]
     outputs: dict[str, np.ndarray]
     step: int
     updated: bool = True
-    """Whether the parameters changed: not on every batch when gradients are accumulated."""
+    """Whether parameters were updated; with gradient accumulation not after every batch."""
 
     def __float__(self) -> float:
         return self.loss
 
 
 class Outputs:
-    """Names of what a model reports, by role."""
+    """Names of a model's loss, metrics and other outputs."""
 
     def __init__(self, spec: ModelSpec) -> None:
         (self.loss,) = (t.name for t in spec.outputs_of("loss"))
@@ -38,11 +38,11 @@ class Outputs:
 
     @property
     def names(self) -> list[str]:
-        """All of them."""
+        """All names: loss, metrics, other outputs."""
         return [self.loss, *self.metrics, *self.others]
 
     def result(self, outputs: Mapping[str, np.ndarray], step: int, *, updated: bool) -> StepResult:
-        """Sort what a run gave."""
+        """Return the result of a step from the model's outputs."""
         return StepResult(
             loss=float(outputs[self.loss]),
             metrics={n: float(outputs[n]) for n in self.metrics},
@@ -77,7 +77,7 @@ class Parameters(MutableMapping[str, np.ndarray]):
         self._write(name, array.astype(self._read(name).dtype))
 
     def __delitem__(self, name: str) -> None:
-        raise TypeError("parameters cannot be removed")
+        raise TypeError("parameters cannot be deleted")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
