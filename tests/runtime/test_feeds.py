@@ -59,12 +59,12 @@ def test_after_a_known_form_misfits_are_refused(given: tuple[np.ndarray, ...]) -
 def test_ragged_lists_and_masks_are_refused_by_name() -> None:
     feeder = Feeder(SPECS)
     _, y = batch(2)
-    with pytest.raises(ShapeError, match=r"'x': rows of different length.*\nhint: pad them"):
+    with pytest.raises(ShapeError, match=r"'x': rows have different lengths.*\nhint: pad them"):
         feeder(([[1.0, 2.0, 3.0], [1.0]], y), {})
     values = np.ones((2, 3), np.float32)
     hidden = np.ma.masked_greater(np.arange(6, dtype=np.float32).reshape(2, 3), 3)
     with pytest.raises(ShapeError, match=r"'x': 2 values are masked"):
         feeder((hidden, y), {})
     assert type(feeder((np.ma.masked_array(values), y), {})["x"]) is np.ndarray
-    with pytest.raises(ShapeError, match="rows of different length"):
+    with pytest.raises(ShapeError, match="rows have different lengths"):
         as_source(([[1.0], [1.0, 2.0]], [0, 1]), batch_size=2)

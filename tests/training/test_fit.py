@@ -121,7 +121,7 @@ def test_data_without_a_batch(artifacts: Artifacts, given: object) -> None:
 def test_an_iterator_has_one_epoch(artifacts: Artifacts) -> None:
     batches = [data(8, seed=i) for i in range(3)]
     assert len(quiet(Trainer(artifacts), iter(batches), 1).steps) == 3
-    with pytest.raises(ShapeError, match="gives its batches only once"):
+    with pytest.raises(ShapeError, match="can only be read in one epoch"):
         quiet(Trainer(artifacts), iter(batches), 2)
 
 
