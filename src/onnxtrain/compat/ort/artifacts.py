@@ -26,7 +26,7 @@ from onnxtrain.compat.ort.models import (
     write_ort_format,
 )
 from onnxtrain.compat.ort.onnxblock.model import opset_of
-from onnxtrain.compat.ort.onnxblock.optim import ClipGradNorm, OptimizerBlock
+from onnxtrain.compat.ort.onnxblock.optim.optim import ClipGradNorm, OptimizerBlock
 from onnxtrain.compat.ort.state import Store
 from onnxtrain.graph.io import load, save
 
