@@ -22,7 +22,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 # constraints.txt has the releases that the tests were last run with; users are not bound to them.
 # torch comes first: the CPU build of its release is the one the tests were made with.
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,sklearn,plot,text,dev]"
 	@touch $@ $(VENV)/.demo
 
@@ -67,7 +67,7 @@ release-check: $(BIN)/python  ## build and try wheel, sdist and npm tarball of t
 HUGGING_FACE := .cache/hugging-face
 $(HUGGING_FACE)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(HUGGING_FACE)
-	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt torch
 	$(HUGGING_FACE)/bin/pip install --quiet --constraint constraints.txt --editable ".[cpu,torch,dev]"
 	$(HUGGING_FACE)/bin/pip install --quiet transformers datasets wandb mlflow-skinny  # they bound packages of their own
 	@touch $@

@@ -15,18 +15,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.pins import pinned
+
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
 VENVS = CACHE / "venvs"
 
 # What is installed, in this order: the pins of one line are resolved together.
 REQUIREMENTS: dict[str, list[list[str]]] = {
-    "torch": [["torch==2.13.0", "numpy", "setuptools"]],
+    "torch": [[*pinned("torch"), "numpy", "setuptools"]],
     "ort-training": [
-        ["torch==2.13.0", "onnx<1.17", "numpy<2"],
+        [*pinned("torch"), "onnx<1.17", "numpy<2"],
         ["onnxruntime-training-cpu==1.19.2", "onnx<1.17", "numpy<2"],
     ],
-    "onnxsim": [["onnxsim==0.8.1", "onnxruntime==1.31.1"]],
+    "onnxsim": [["onnxsim==0.8.1", *pinned("onnxruntime")]],
 }
 
 

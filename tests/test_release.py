@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from tools import absolute_links, oldest_runtime, package_contents, site_links, version
+from tools import absolute_links, oldest_runtime, package_contents, pins, site_links, version
 
 import onnxtrain
 
@@ -63,15 +63,16 @@ def test_supported_versions_are_those_that_packages_ask_for() -> None:
     package = json.loads((ROOT / "web/packages/onnxtrain/package.json").read_text())
     assert package["engines"]["node"] == ">=20"
     assert "| Node | 20 and newer |" in page
-    for name, bounds in package["peerDependencies"].items():
-        assert bounds.startswith(">=1.20 "), name  # what follows names later previews
+    assert set(package["peerDependencies"].values()) == {"*"}  # runtime.ts checks the oldest
+    runtime = (ROOT / "web/packages/onnxtrain/src/runtime.ts").read_text()
+    assert "OLDEST_RUNTIME = [1, 20]" in runtime
     assert "| onnxruntime-web, onnxruntime-node | 1.20 and newer |" in page
     listed = page.split("| extra |")[1].split("\n\n")[0]
     users = set(extras) - {"dev", "docs"}
     assert [e for e in sorted(users) if f"`{e}`" not in listed] == []
 
 
-@pytest.mark.parametrize("module", [absolute_links, oldest_runtime])
+@pytest.mark.parametrize("module", [absolute_links, oldest_runtime, pins])
 def test_examples_of_tools(module: object) -> None:
     failed, tried = doctest.testmod(module)  # type: ignore[arg-type]
     assert tried

@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from tools.pins import pinned
+
 from tests.wild.places import FILES, MISSING, WHEELS, WILD
 
 SCRIPTS = Path(__file__).parent / "producers"
 
-TORCH = "torch==2.13.0"
-COMMON = ("onnx==1.23.2", "onnxruntime==1.31.1")
+(TORCH,) = pinned("torch")
+COMMON = pinned("onnx", "onnxruntime")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,9 +129,28 @@ export class Runtime {
   }
 }
 
+/** The oldest ONNX Runtime that runs our artifacts: major and minor version. */
+const OLDEST_RUNTIME = [1, 20] as const;
+
+/** Throws if ONNX Runtime is too old. npm cannot check this: no version range but `*` accepts prereleases. */
+export function requireSupported(ort: OrtModule, name: string): void {
+  const version = ort.env.versions?.common;
+  if (version === undefined) return;
+  const [major = 0, minor = 0] = version.split(".").map(Number);
+  if (major < OLDEST_RUNTIME[0] || (major === OLDEST_RUNTIME[0] && minor < OLDEST_RUNTIME[1])) {
+    throw new RuntimeError(`onnxtrain needs ONNX Runtime ${OLDEST_RUNTIME.join(".")} or newer, found ${version}\nhint: npm install ${name}@latest`);
+  }
+}
+
 async function load(device: Device, url: string | undefined): Promise<OrtModule> {
-  if (url !== undefined) return module(await import(/* @vite-ignore */ url));
   const name = device === "node" ? "onnxruntime-node" : "onnxruntime-web";
+  const ort = await importRuntime(device, name, url);
+  requireSupported(ort, name);
+  return ort;
+}
+
+async function importRuntime(device: Device, name: string, url: string | undefined): Promise<OrtModule> {
+  if (url !== undefined) return module(await import(/* @vite-ignore */ url));
   try {
     // The specifier is a variable, so that bundlers do not include Node's runtime in pages.
     if (inNode()) return module(await import(/* @vite-ignore */ name));
