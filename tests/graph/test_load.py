@@ -11,8 +11,10 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+import onnxtrain
 from onnxtrain.errors import LoadError
-from onnxtrain.graph.io import Limits, load
+from onnxtrain.graph.io import CheckedModel, Limits, load, reader
+from tests.artifacts.models import classifier
 from tests.graph import small_models as small
 from tests.graph.small_models import parse
 
@@ -61,6 +63,25 @@ def test_an_ir_model_is_not_changed_nor_shared() -> None:
     assert tensor is not None
     assert tensor.name == "w"
     assert model.meta["mine"] == 1
+
+
+def test_a_checked_model_is_copied_without_a_second_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = CheckedModel(load(parse(small.LINEAR)))
+    before = ir.to_proto(checked.model)
+    monkeypatch.delattr(reader, "_from_ir")
+    model = load(checked)
+    model.graph.remove(model.graph[-1])
+    assert ir.to_proto(checked.model) == before
+
+
+@pytest.mark.parametrize("target", ["cpu", "web"])
+def test_build_checks_a_model_once(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    finish = reader._finish_load
+    monkeypatch.setattr(reader, "_finish_load", lambda *args: calls.append(1) or finish(*args))
+    loss = onnxtrain.losses.LossTerm("cross_entropy", output="scores")
+    onnxtrain.build(classifier(), loss=loss, optimizer="sgd", target=target, check=False)
+    assert len(calls) == 1
 
 
 def test_weights_cannot_be_written_to() -> None:

@@ -201,7 +201,9 @@ def load(
     """
     limits = limits or Limits()
     if isinstance(source, CheckedModel):
-        return source.model.clone()
+        copy = source.model.clone()
+        copy.meta.update(source.model.meta)
+        return copy
     if isinstance(source, HoldsModel):
         source = source.as_ir()
     allowed = {allow_domains} if isinstance(allow_domains, str) else set(allow_domains)
