@@ -1,4 +1,4 @@
-"""Denormals are zero inside a run, however many sessions there are, and themselves outside."""
+"""Denormal numbers are zero inside a run, and keep their value outside of it."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_the_mode_ends_with_its_context() -> None:
     assert (TINY * np.float32(2)).all()
 
 
-_INVALID = 1  # the flag of results that are no numbers; nothing else here sets it
+_INVALID = 1  # FE_INVALID, which nothing else in this test raises
 
 
 def _set_a_flag() -> None:
-    """Let the processor remember something that is no mode."""
+    """Raise a sticky floating-point flag, which is not part of the mode."""
     assert denormals._LIBRARY.feraiseexcept(_INVALID) == 0
 
 
-def test_flags_are_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sticky_flags_are_not_part_of_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     known = denormals._known_mode()
     if known is None:
         pytest.skip("the place of the mode is not known on this platform")
@@ -74,7 +74,7 @@ def test_flags_are_no_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         assert denormals._flush_mode is start
 
 
-def test_a_mode_that_is_not_known_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_mode_is_learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     known = denormals._known_mode()
     if known is None:
         pytest.skip("the place of the mode is not known on this platform")

@@ -1,4 +1,4 @@
-"""The bindings for a device, run on the CPU; what prevents CUDA graph capture."""
+"""Device bindings simulated on the CPU, and obstacles to CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_placement_counts_nodes() -> None:
     assert placed.clean
 
 
-def test_placement_on_a_device_that_is_not_there() -> None:
+def test_placement_on_an_unavailable_device() -> None:
     with pytest.raises(MissingExtraError, match="no CUDA"):
         placement(made().source("step"))

@@ -1,4 +1,4 @@
-"""Batches of a known form pass quickly, all others are looked at in full."""
+"""Batches like the last one skip all checks; all others are checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch(size: int) -> tuple[np.ndarray, np.ndarray]:
     return np.ones((size, 3), np.float32), np.ones(size, np.int64)
 
 
-def test_known_forms_are_passed_on_as_they_are() -> None:
+def test_batches_like_the_last_one_are_not_copied() -> None:
     feeder = Feeder(SPECS)
     feeder(batch(4), {})
     x, y = batch(4)
@@ -29,7 +29,7 @@ def test_known_forms_are_passed_on_as_they_are() -> None:
     assert feeds["y"] is y
 
 
-def test_after_a_known_form_others_are_converted() -> None:
+def test_other_batches_are_converted() -> None:
     feeder = Feeder(SPECS)
     feeder(batch(4), {})
     x, y = batch(4)
@@ -47,7 +47,7 @@ def test_after_a_known_form_others_are_converted() -> None:
     [(np.ones((4, 2), np.float32), np.ones(4, np.int64)), (np.ones((4, 3), np.float32),), batch(4)],
     ids=["shape", "missing", "sizes"],
 )
-def test_after_a_known_form_misfits_are_refused(given: tuple[np.ndarray, ...]) -> None:
+def test_wrong_batches_are_errors(given: tuple[np.ndarray, ...]) -> None:
     feeder = Feeder(SPECS)
     feeder(batch(4), {})
     if len(given) == 2 and given[0].shape == (4, 3):
@@ -56,7 +56,7 @@ def test_after_a_known_form_misfits_are_refused(given: tuple[np.ndarray, ...]) -
         feeder(given, {})
 
 
-def test_ragged_lists_and_masks_are_refused_by_name() -> None:
+def test_ragged_lists_and_masks_are_errors() -> None:
     feeder = Feeder(SPECS)
     _, y = batch(2)
     with pytest.raises(ShapeError, match=r"'x': rows have different lengths.*\nhint: pad them"):

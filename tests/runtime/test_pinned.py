@@ -1,4 +1,4 @@
-"""Batches copied to memory that a GPU reads by itself; a stand-in gives the memory."""
+"""Batches copied to pinned memory, which a fake CUDA runtime allocates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8, ml_dtypes.bfloat16])
-def test_a_batch_is_copied_whole_and_memory_given_back(library: Library, dtype: Any) -> None:
+def test_a_batch_is_copied_and_memory_freed(library: Library, dtype: Any) -> None:
     array = np.arange(7 * 11, dtype=np.int64).reshape(7, 11).astype(dtype)
     pinned = ort_values.pinned_buffer_for(array)
     assert pinned is not None
@@ -69,7 +69,7 @@ def test_a_batch_is_copied_whole_and_memory_given_back(library: Library, dtype: 
     assert not library.blocks
 
 
-def test_where_there_is_none(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pinned_memory(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.zeros(100, np.float32)
     assert ort_values.pinned_buffer_for(array[:10]) is None, "too small"
     library.full = True
@@ -83,9 +83,7 @@ def test_where_there_is_none(library: Library, monkeypatch: pytest.MonkeyPatch) 
     assert ort_values.pinned_buffer_for(array) is None
 
 
-def test_the_library_is_the_one_that_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loaded_cuda_runtime_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     monkeypatch.setattr(ort_values.ctypes, "CDLL", lambda path: loaded.append(path) or Library())
     maps = tmp_path / "maps"
@@ -99,7 +97,9 @@ def test_the_library_is_the_one_that_is_loaded(
     assert loaded == ["/opt/with space/libcudart.so.13"]
 
 
-def test_steps_are_the_same_by_way_of_it(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_through_pinned_memory_are_the_same(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = Trainer(made(optimizer=optim.AdamW(lr=0.01)))
     monkeypatch.setattr(binding, "memory_for", DeviceMemory)
     device = Trainer(made(optimizer=optim.AdamW(lr=0.01)))

@@ -1,4 +1,4 @@
-"""Steps on a device where some nodes run on the CPU: values are never read as they once were."""
+"""Steps on a device where some nodes run on the CPU never read stale values."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_every_parameter_follows_torch(
 
 
 @pytest.mark.parametrize("layout", ["fused", "separate", "vector"])
-def test_old_values_are_noticed(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_values_raise_an_error(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts = made(optimizer=optim.AdamW(lr=0.5), target="cuda")
     trainer = trainer_on_device(artifacts, layout, monkeypatch, reported=False)
     batches = [data(8)] * 4
@@ -133,7 +133,7 @@ def test_old_values_are_noticed(layout: str, monkeypatch: pytest.MonkeyPatch) ->
         [trainer.step(*batch) for batch in batches]
 
 
-def test_a_recording_that_is_refused_falls_back_and_names_the_nodes(
+def test_refused_capture_falls_back_and_names_the_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = runtime.create
@@ -153,10 +153,10 @@ def test_a_recording_that_is_refused_falls_back_and_names_the_nodes(
         binding.create_capturing(source, capture=True, device="cuda", threads=1)
 
 
-def test_a_first_run_that_cannot_be_recorded_runs_without(
+def test_a_failed_capture_falls_back_to_runs_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Some kernels refuse while a graph is recorded, which only a run can tell."""
+    """Some kernels refuse capture only when they run."""
     plain = runtime.run_bound
     monkeypatch.setattr(binding, "memory_for", lambda _: DeviceMemory("cpu"))
     artifacts = made(dims={"batch": 8})
@@ -189,15 +189,15 @@ def test_a_first_run_that_cannot_be_recorded_runs_without(
     with pytest.warns(UserWarning, match="could not be captured .* runs without: operation failed"):
         assert losses(1, opened) == wanted
     assert len(refused) == 1
-    assert settling.count(True) == 1, "the first run is not recorded"
+    assert settling.count(True) == 1, "the first run is not captured"
     with pytest.raises(OnnxTrainError, match="previous error during capture"):
         losses(1, None)
 
 
-def test_a_session_gives_memory_back_once_before_anything_is_recorded(
+def test_the_arena_shrinks_once_before_any_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What one binding has recorded stays, however often it ran before the other did."""
+    """A later shrink would free memory that another binding has captured."""
     plain, seen = runtime.run_bound, []
 
     def run(session: Any, bound: Any, options: Any = None) -> None:
@@ -220,5 +220,5 @@ def test_a_session_gives_memory_back_once_before_anything_is_recorded(
     )
     for bound in (one, one, two):
         bound.run(feeds)
-    # The third compares the second run with one that is not recorded.
+    # The third compares the second run with one that is not captured.
     assert seen == ["-1", "1", "-1", "2"]

@@ -1,4 +1,4 @@
-"""Runs shared by threads: all are done once, and an error of any thread arrives."""
+"""Tasks shared by threads: each runs once, and an error in any thread is raised."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pieces(session: Recorder, count: int) -> list[Task]:
     return [(session, i, ()) for i in range(count)]
 
 
-def test_every_piece_runs_once_on_two_threads() -> None:
+def test_every_task_runs_once_on_two_threads() -> None:
     session = Recorder()
     crew = SleepingPool(2)
     for _ in range(3):
@@ -49,6 +49,6 @@ def test_one_thread_keeps_the_order_and_copies_after_each() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_an_error_of_any_thread_arrives(bad: int) -> None:
+def test_an_error_in_any_thread_is_raised(bad: int) -> None:
     with pytest.raises(OnnxTrainError, match=f"onnxruntime: piece {bad}$"):
         SleepingPool(2).run(pieces(Recorder(bad), 2))

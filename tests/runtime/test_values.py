@@ -1,4 +1,4 @@
-"""Tensors in memory of a device; here the CPU stands for one."""
+"""Tensors in memory of a device, simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnxtrain.runtime.ort_values import Values, copy_value
 
 
 def arrays(start: float, *names: str) -> dict[str, np.ndarray]:
-    """Return tensors of different sizes; none of them fills its place up."""
+    """Return tensors of different sizes; none is a multiple of the alignment."""
     return {n: np.full(5 + 7 * i, start + i, np.float32) for i, n in enumerate(names)}
 
 
@@ -19,7 +19,7 @@ def arrays(start: float, *names: str) -> dict[str, np.ndarray]:
     [("xabcy", 1), ("axbcy", 2), ("cba", 3)],
     ids=["neighbours", "one between", "other order"],
 )
-def test_neighbours_are_copied_at_once(order: str, copies: int) -> None:
+def test_neighbors_are_one_copy(order: str, copies: int) -> None:
     new = arrays(1.0, "a", "b", "c")
     old = {n: np.zeros_like(new[n]) if n in new else np.ones(3, np.float32) for n in order}
     values, fresh = Values(old, "cpu", on_host=False), Values(new, "cpu", on_host=False)
@@ -35,9 +35,7 @@ def test_neighbours_are_copied_at_once(order: str, copies: int) -> None:
 
 
 @pytest.mark.parametrize("counted", [2**31 - 1, 3], ids=["by a kernel", "longer than one counts"])
-def test_memory_of_many_bytes_is_counted_in_words(
-    counted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_memory_is_counted_in_words(counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels count elements in 32 bits: 9 GiB are too many bytes, but not too many words."""
     monkeypatch.setattr(memory, "_MAX_ELEMENTS", counted)
     given = arrays(1.0, "a", "b", "c")

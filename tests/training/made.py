@@ -1,4 +1,4 @@
-"""Artifacts of a small classifier, and how two states are compared."""
+"""Artifacts of a small classifier, and a comparison of state_dicts."""
 
 from __future__ import annotations
 

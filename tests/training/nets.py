@@ -1,4 +1,4 @@
-"""Small networks in torch and the same as ONNX, with batches to train them on."""
+"""Small torch networks and their ONNX exports, with batches to train them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finite loss whose update overflows: no file keeps such weights, and no run ends well."""
+"""A finite loss whose update overflows: the run fails, and no file contains the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Overflow(Callback):
 
 @pytest.mark.parametrize("step", [6, 8, 12])
 @pytest.mark.parametrize("every", [None, 1, 2])
-def test_no_checkpoint_holds_them(tmp_path: Path, step: int, every: int | None) -> None:
+def test_no_checkpoint_contains_nonfinite_weights(
+    tmp_path: Path, step: int, every: int | None
+) -> None:
     options = {"batch_size": 16, "keep": 1, "checkpoint_every": every, "progress": False}
     with pytest.raises(NonFiniteError, match=r"fc1\.bias"):
         Trainer(made()).fit(data(64), 3, directory=tmp_path, callbacks=[Overflow(step)], **options)
@@ -44,7 +46,7 @@ def test_no_checkpoint_holds_them(tmp_path: Path, step: int, every: int | None) 
 
 
 @pytest.mark.parametrize("layout", ["fused", "separate"])
-def test_the_last_step(layout: str) -> None:
+def test_nonfinite_weights_after_the_last_step(layout: str) -> None:
     trainer = Trainer(made(optimizer=optim.SGD(lr=1e38, weight_decay=1e3)), layout=layout)
     x, labels = data(16)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""BatchNormalization in training mode refuses one value per channel, as torch does."""
+"""BatchNormalization in training mode needs more than one value per channel, as in torch."""
 
 from __future__ import annotations
 

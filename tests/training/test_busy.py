@@ -51,7 +51,7 @@ class Meanwhile(Callback):
         lambda t: t.load_state_dict(t.state_dict()),
     ],
 )
-def test_another_thread_is_refused(do) -> None:
+def test_another_thread_gets_an_error(do) -> None:
     alone, watched, meanwhile = Trainer(made()), Trainer(made()), Meanwhile(do)
     alone.fit(data(32), batch_size=8, progress=False)
     watched.fit(data(32), batch_size=8, callbacks=[meanwhile], progress=False)
@@ -61,7 +61,7 @@ def test_another_thread_is_refused(do) -> None:
     assert watched.global_step == 4
 
 
-def test_threads_one_after_the_other() -> None:
+def test_threads_in_turn() -> None:
     trainer = Trainer(made())
     for _ in range(3):
         thread = threading.Thread(target=trainer.step, args=data(8))

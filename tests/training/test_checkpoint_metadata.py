@@ -1,4 +1,4 @@
-"""What a checkpoint says besides tensors: checked first, and nothing changes if it is wrong."""
+"""Metadata of a checkpoint: it is checked first, and nothing changes if it is invalid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .made import made, same
         ("properties", {"a": [1]}),
     ],
 )
-def test_metadata_that_cannot_be(tmp_path: Path, name: str, value: object) -> None:
+def test_invalid_metadata(tmp_path: Path, name: str, value: object) -> None:
     trainer = Trainer(made())
     trainer.step(*data(8))
     trainer.save(tmp_path / "c")
@@ -51,7 +51,7 @@ def test_metadata_that_cannot_be(tmp_path: Path, name: str, value: object) -> No
 
 
 @pytest.mark.parametrize("value", [-1, math.inf, math.nan, "0.1", None, True])
-def test_learning_rates_that_cannot_be(value: object) -> None:
+def test_invalid_learning_rates(value: object) -> None:
     trainer = Trainer(made())
     with pytest.raises(OnnxTrainError, match="lr must be finite and not negative"):
         trainer.lr = value  # type: ignore[assignment]
@@ -61,6 +61,6 @@ def test_learning_rates_that_cannot_be(value: object) -> None:
 
 
 @pytest.mark.parametrize("lr", [math.inf, math.nan, -1.0])
-def test_builds_with_such_a_learning_rate(lr: float) -> None:
+def test_build_with_an_invalid_learning_rate(lr: float) -> None:
     with pytest.raises(PrepareError, match="lr"):
         made(optimizer=f"adamw:lr={lr}")

@@ -1,4 +1,4 @@
-"""CSV, JSONL and folders of pictures as arrays for a model."""
+"""Arrays from CSV, JSONL and folders of images."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def written(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_columns_that_are_left_are_the_input(tmp_path: Path) -> None:
+def test_remaining_columns_are_the_input(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", "labels,height,width,depth", "1,0.5,2,3", "0,4,5,6e-1")
     data = read_data(path, [X, LABELS])
     np.testing.assert_array_equal(data.arrays["x"], [[0.5, 2, 3], [4, 5, 0.6]])
@@ -33,7 +33,7 @@ def test_columns_that_are_left_are_the_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["x.{}", "x_{}", "x{}", "x[{}]"])
-def test_numbered_columns_in_the_order_of_their_numbers(tmp_path: Path, names: str) -> None:
+def test_numbered_columns_are_sorted_by_number(tmp_path: Path, names: str) -> None:
     header = ",".join([names.format(10), names.format(2), names.format(1), "id", "labels"])
     path = written(tmp_path / "a.csv", header, "10,2,1,77,0")
     np.testing.assert_array_equal(read_data(path, [X, LABELS]).arrays["x"], [[1, 2, 10]])
@@ -47,7 +47,7 @@ def test_shapes_of_inputs(tmp_path: Path) -> None:
     np.testing.assert_array_equal(arrays["target"], [[5]])
 
 
-def test_texts_are_classes_and_stay_what_they_were(tmp_path: Path) -> None:
+def test_text_labels_keep_their_class_indices(tmp_path: Path) -> None:
     first = written(
         tmp_path / "a.csv", "a,b,c,labels", "1,2,3,cat", '4,5,6,"dog, big"', "1,1,1,ant"
     )
@@ -76,7 +76,7 @@ def test_lines_of_json(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.arrays["labels"], [1, 0])
 
 
-def test_large_whole_numbers_are_exact(tmp_path: Path) -> None:
+def test_large_integers_are_exact(tmp_path: Path) -> None:
     ids = TensorSpec("ids", "int64", ("batch",), "input")
     path = written(tmp_path / "a.csv", "ids,labels", f"{2**53 + 1},0")
     assert int(read_data(path, [ids, LABELS]).arrays["ids"][0]) == 2**53 + 1
@@ -110,13 +110,13 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("name", "lines", "message"), [(n, *case) for n, cases in REFUSED.items() for case in cases]
 )
-def test_refused_with_the_place(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
+def test_errors_name_the_line(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
     with pytest.raises(OnnxTrainError) as caught:
         read_data(written(tmp_path / name, *lines), [X, LABELS])
     assert message in str(caught.value)
 
 
-def test_not_text(tmp_path: Path) -> None:
+def test_files_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"a,\xff\n")
     with pytest.raises(OnnxTrainError, match="not UTF-8"):
         read_data(tmp_path / "a.csv", [X, LABELS])
@@ -124,12 +124,9 @@ def test_not_text(tmp_path: Path) -> None:
         read_data(tmp_path / "none.csv", [X, LABELS])
 
 
-# -- pictures ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes: red pictures of 4 x 2 and blue ones of 8 x 4."""
+    """Two classes: red images of 4 x 2 and blue ones of 8 x 4."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     for name, colour, size in (("b-red", (255, 0, 0), (4, 2)), ("a-blue", (0, 0, 255), (8, 4))):
         (tmp_path / name).mkdir()
@@ -139,12 +136,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def picture(*shape: int | str, dtype: str = "float32") -> TensorSpec:
+def image_spec(*shape: int | str, dtype: str = "float32") -> TensorSpec:
     return TensorSpec("image", dtype, ("batch", *shape), "input")
 
 
-def test_pictures_and_their_folders(folder: Path) -> None:
-    data = read_data(folder, [picture(3, 2, 4), LABELS])
+def test_images_in_class_folders(folder: Path) -> None:
+    data = read_data(folder, [image_spec(3, 2, 4), LABELS])
     assert data.classes == {"labels": ["a-blue", "b-red"]}
     np.testing.assert_array_equal(data.arrays["labels"], [0, 0, 1, 1])
     image = data.arrays["image"]
@@ -157,34 +154,36 @@ def test_pictures_and_their_folders(folder: Path) -> None:
     ("shape", "expected"),
     [((2, 4, 3), (2, 4, 3)), ((1, 2, 4), (1, 2, 4)), ((2, 4), (2, 4)), ((16,), (16,))],
 )
-def test_other_orders(folder: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    arrays = read_data(folder, [picture(*shape), LABELS]).arrays
+def test_other_image_layouts(
+    folder: Path, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    arrays = read_data(folder, [image_spec(*shape), LABELS]).arrays
     assert arrays["image"].shape == (4, *expected)
 
 
-def test_integers_and_free_sizes(folder: Path) -> None:
-    arrays = read_data(folder, [picture(3, 2, 4, dtype="uint8"), LABELS]).arrays
+def test_integer_images_and_symbolic_sizes(folder: Path) -> None:
+    arrays = read_data(folder, [image_spec(3, 2, 4, dtype="uint8"), LABELS]).arrays
     assert arrays["image"].max() == 255
     with pytest.raises(OnnxTrainError, match="all images must have the same"):
-        read_data(folder, [picture(3, "h", "w"), LABELS])
+        read_data(folder, [image_spec(3, "h", "w"), LABELS])
 
 
 def test_folders_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OnnxTrainError, match="unknown class 'b-red'"):
-        read_data(folder, [picture(3, 2, 4), LABELS], {"labels": ["a-blue", "c"]})
+        read_data(folder, [image_spec(3, 2, 4), LABELS], {"labels": ["a-blue", "c"]})
     with pytest.raises(OnnxTrainError, match="is not an image shape"):
-        read_data(folder, [picture(5), LABELS])
+        read_data(folder, [image_spec(5), LABELS])
     with pytest.raises(OnnxTrainError, match="class labels"):
-        read_data(folder, [picture(3, 2, 4), TARGET])
-    (folder / "b-red" / "2.png").write_bytes(b"not a picture")
+        read_data(folder, [image_spec(3, 2, 4), TARGET])
+    (folder / "b-red" / "2.png").write_bytes(b"not an image")
     with pytest.raises(OnnxTrainError, match=r"2\.png: not a readable image"):
-        read_data(folder, [picture(3, 2, 4), LABELS])
+        read_data(folder, [image_spec(3, 2, 4), LABELS])
     (tmp_path / "none").mkdir()
     with pytest.raises(OnnxTrainError, match="no images"):
-        read_data(tmp_path / "none", [picture(3, 2, 4), LABELS])
+        read_data(tmp_path / "none", [image_spec(3, 2, 4), LABELS])
 
 
-def test_a_csv_file_as_other_programs_write_it(tmp_path: Path) -> None:
+def test_csv_dialects(tmp_path: Path) -> None:
     with (tmp_path / "a.csv").open("w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows([["a", "b", "c", "labels"], [1, 2.5, 3, 1]])  # BOM, \r\n
     np.testing.assert_array_equal(

@@ -1,4 +1,4 @@
-"""The demo does what it promises."""
+"""The example data trains as documented."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_shuffled_is_a_permutation_by_seed_and_epoch() -> None:
     assert shuffled(8, 0, 0).tolist() == [3, 4, 0, 2, 6, 7, 1, 5]
 
 
-def test_every_form_of_data_gives_the_same_run(artifacts: Artifacts) -> None:
+def test_all_kinds_of_data_give_the_same_run(artifacts: Artifacts) -> None:
     x, labels = data(40)
     batches = [(x[i : i + 8], labels[i : i + 8]) for i in range(0, 40, 8)]
     named = [{"labels": b, "x": a} for a, b in batches]
@@ -107,7 +107,7 @@ def test_short_batches_are_kept_or_dropped() -> None:
         (7, "data of type int is not supported"),
     ],
 )
-def test_data_that_is_none(given: object, message: str) -> None:
+def test_unsupported_data(given: object, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         as_source(given, batch_size=4)
 
@@ -125,7 +125,7 @@ def test_an_iterator_has_one_epoch(artifacts: Artifacts) -> None:
         quiet(Trainer(artifacts), iter(batches), 2)
 
 
-def test_models_of_a_fixed_size_take_whole_batches() -> None:
+def test_a_fixed_batch_size_drops_the_last_batch() -> None:
     trainer = Trainer(made(dims={"batch": 16}))
     history = quiet(trainer, data(40), 1, validation=data(35))
     assert len(history.steps) == 2
@@ -175,7 +175,7 @@ def test_schedules(artifacts: Artifacts) -> None:
         quiet(trainer, data(40), schedule="cosinus")
 
 
-def test_plateaus_lower_the_rate(artifacts: Artifacts) -> None:
+def test_reduce_on_plateau(artifacts: Artifacts) -> None:
     schedule = schedules.ReduceOnPlateau(patience=0, threshold=10.0)
     history = quiet(Trainer(artifacts), data(16), 4, batch_size=16, schedule=schedule)
     rates = [r["lr"] for r in history.steps]
@@ -303,7 +303,7 @@ def read_events(content: bytes) -> list[tuple[int, str, float]]:
     return records
 
 
-def test_only_the_last_checkpoints_stay(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_checkpoint_rotation(artifacts: Artifacts, tmp_path: Path) -> None:
     quiet(
         Trainer(artifacts),
         data(80),
@@ -317,7 +317,7 @@ def test_only_the_last_checkpoints_stay(artifacts: Artifacts, tmp_path: Path) ->
     assert names == ["best.safetensors", "step-000000008.safetensors", "step-000000010.safetensors"]
 
 
-def test_a_directory_holds_one_run(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_a_directory_contains_one_run(artifacts: Artifacts, tmp_path: Path) -> None:
     quiet(Trainer(artifacts), data(8), 1, directory=tmp_path)
     with pytest.raises(OnnxTrainError, match="already contains a run: step-000000001"):
         quiet(Trainer(artifacts), data(8), 1, directory=tmp_path)
@@ -369,7 +369,7 @@ def test_nan_loss(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["fused", "separate"])
 def test_nan_gradient_of_a_finite_loss(layout: str) -> None:
-    """The root of zero is finite, its slope is not."""
+    """The square root of zero is finite, its derivative is not."""
     op = graph()
     x = op.input("x", *_float(["batch", 1]))
     y = op.Sqrt(op.Mul(x, weight(op, "w", np.ones((1, 1), np.float32))))

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or not ours: the true reason, and nothing is lost."""
+"""A disk that is full, read-only or not writable: the error names it, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fit(folder: Path, epochs: int = 3, **options: Any) -> Trainer:
     return trainer
 
 
-def test_full_while_a_checkpoint_is_written(
+def test_full_disk_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The curve cannot be drawn either, but that is not what went wrong."""
@@ -50,7 +50,7 @@ def test_full_while_a_checkpoint_is_written(
     assert fit(tmp_path, resume=True).global_step == 6
 
 
-def test_full_while_numbers_are_written(tmp_path: Path) -> None:
+def test_full_disk_while_metrics_are_written(tmp_path: Path) -> None:
     class Fill(Callback):
         def on_start(self, run: Run) -> None:
             assert run.records is not None
@@ -61,7 +61,7 @@ def test_full_while_numbers_are_written(tmp_path: Path) -> None:
         fit(tmp_path, callbacks=[Fill()])
 
 
-def test_full_when_the_run_ends(tmp_path: Path) -> None:
+def test_full_disk_when_the_run_ends(tmp_path: Path) -> None:
     class Fill(Callback):
         def on_start(self, run: Run) -> None:
             assert run.records is not None
@@ -74,7 +74,7 @@ def test_full_when_the_run_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_directory_that_is_not_ours(
+def test_directory_without_write_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(os, "mkdir", refuse(number))
@@ -93,9 +93,7 @@ def test_file_in_place_of_the_directory(tmp_path: Path) -> None:
         fit(tmp_path / "run")
 
 
-def test_cleaning_up_does_not_hide_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cleanup_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(made())
     monkeypatch.setattr(os, "fsync", refuse(errno.EROFS))
     monkeypatch.setattr(os, "unlink", refuse(errno.EIO))

@@ -1,4 +1,4 @@
-"""Labels that are not among the classes: the message names array, row and classes."""
+"""Labels that are not classes: the error names the array, the row and the classes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_loss(name: str) -> Artifacts:
 @pytest.mark.parametrize("name", ["cross_entropy", "nll", "multi_margin"])
 @pytest.mark.parametrize("layout", ["auto", "fused", "separate"])
 @pytest.mark.parametrize("label", [3, -1, 2**31])
-def test_a_step(name: str, layout: str, label: int) -> None:
+def test_labels_out_of_range(name: str, layout: str, label: int) -> None:
     trainer = Trainer(with_loss(name), layout=layout)
     before = trainer.state_dict()
     x, labels = data(8)
@@ -42,7 +42,7 @@ def test_a_step(name: str, layout: str, label: int) -> None:
 
 
 @pytest.mark.parametrize("ignored", [-100, -1, 7])
-def test_a_label_that_does_not_count(ignored: int) -> None:
+def test_ignored_labels(ignored: int) -> None:
     loss = losses.CrossEntropy(ignore_index=ignored)
     trainer = Trainer(made(loss=[losses.LossTerm(loss, output="scores")]))
     x, labels = data(8)
@@ -53,7 +53,7 @@ def test_a_label_that_does_not_count(ignored: int) -> None:
         trainer.step(x, labels)
 
 
-def test_rows_of_a_run_are_those_of_the_data(tmp_path: Path) -> None:
+def test_rows_in_errors_are_rows_of_the_data(tmp_path: Path) -> None:
     made().save(tmp_path)
     x, labels = data(80)
     labels[70] = 3
@@ -66,7 +66,7 @@ def test_rows_of_a_run_are_those_of_the_data(tmp_path: Path) -> None:
         trainer.fit(data(16), validation=(x, labels), progress=False)
 
 
-def test_labels_that_count_from_1() -> None:
+def test_labels_counted_from_1() -> None:
     x, labels = data(30)
     with pytest.raises(LabelError, match=r"more of the batch.*\nhint: .*subtract 1"):
         Trainer(made()).step(x, np.asarray(labels) + 1)

@@ -1,4 +1,4 @@
-"""The search for a learning rate."""
+"""The learning rate finder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def trainer(optimizer: str = "sgd:lr=0.5", **options: object) -> onnxtrain.Train
     return onnxtrain.Trainer(artifacts)
 
 
-def test_what_is_suggested_learns_and_extremes_do_not() -> None:
+def test_the_suggestion_trains_better_than_extremes() -> None:
     data = digits_data(320)
     lr = onnxtrain.find_lr(trainer(), data, highest=1e3).suggestion
 
@@ -31,7 +31,7 @@ def test_what_is_suggested_learns_and_extremes_do_not() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_trainer_stays_as_it_was(optimizer: str, options: dict[str, object]) -> None:
+def test_the_trainer_is_restored(optimizer: str, options: dict[str, object]) -> None:
     data = digits_data(64)
     one, other = trainer(optimizer, **options), trainer(optimizer, **options)
     curve = onnxtrain.find_lr(one, data, steps=7)
@@ -43,7 +43,7 @@ def test_the_trainer_stays_as_it_was(optimizer: str, options: dict[str, object])
         np.testing.assert_array_equal(value, other.state_dict()[name])
 
 
-def test_it_ends_when_the_loss_leaves() -> None:
+def test_it_stops_when_the_loss_diverges() -> None:
     curve = onnxtrain.find_lr(trainer("sgd"), digits_data(320), highest=1e6)
     assert len(curve.lrs) < 100
     assert np.isfinite(curve.losses).all()
@@ -51,7 +51,7 @@ def test_it_ends_when_the_loss_leaves() -> None:
     assert "suggestion" in repr(curve)
 
 
-def test_refusals() -> None:
+def test_invalid_arguments() -> None:
     data = digits_data(32)
     one = trainer()
     for options in ({"lowest": 1.0, "highest": 0.1}, {"lowest": 0.0}, {"steps": 2}):
@@ -66,7 +66,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("name", ["lr.png", "lr.svg"])
-def test_the_picture(tmp_path: Path, name: str) -> None:
+def test_the_plot(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     onnxtrain.find_lr(trainer(), digits_data(32), steps=5).save(tmp_path / name)
     start = (tmp_path / name).read_bytes()[:5]

@@ -1,4 +1,4 @@
-"""Rows of a run that was killed and goes on."""
+"""Metrics files of a run that was killed and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def row(kind: str, epoch: int, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("epochs", "kept"), [(0, 2), (1, 3)], ids=["before", "after"])
-def test_an_epoch_that_ends_again_has_one_row(tmp_path: Path, epochs: int, kept: int) -> None:
+def test_a_repeated_epoch_has_one_row(tmp_path: Path, epochs: int, kept: int) -> None:
     # The last step of an epoch has a checkpoint of its own, before the one at the epoch's end.
     rows = [row("step", 1, 1), row("step", 1, 2), row("epoch", 1, 2), row("step", 2, 3)]
     first = MetricsWriter(tmp_path, COLUMNS, tensorboard=False)

@@ -44,7 +44,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_origin_is_refused(other: str, tmp_path: Path) -> None:
+def test_another_origin_is_an_error(other: str, tmp_path: Path) -> None:
     trainer = Trainer(made())
     trainer.fit(data(16), directory=tmp_path, progress=False)
     path = tmp_path / "checkpoints" / "step-000000001.safetensors"
@@ -71,8 +71,8 @@ def test_state_of_another_optimizer(tmp_path: Path) -> None:
         Trainer(made()).load(tmp_path / "c")
 
 
-def test_the_same_origin_in_other_places(tmp_path: Path) -> None:
-    """Other weights to start from, a directory, and files that tell less are all the same."""
+def test_differences_that_do_not_count(tmp_path: Path) -> None:
+    """Initial weights, directories and older metadata are not differences."""
     trainer = Trainer(made())
     trainer.step(*data(8))
     trainer.save(tmp_path / "c")

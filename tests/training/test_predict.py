@@ -1,4 +1,4 @@
-"""Predictions with weights that the runtime wants to be constants."""
+"""Predictions with weights that must be constants in onnxruntime."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stock(model: bytes, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("accuracy_level", [0, 4])
-def test_scales_of_quantised_weights_stay_constants(tmp_path, bits, accuracy_level):
+def test_scales_of_quantized_weights_stay_constants(tmp_path, bits, accuracy_level):
     model = quantised(bits, accuracy_level)
     batch = np.random.default_rng(4).standard_normal((3, ROWS)).astype(np.float32)
     trainer = Trainer(
@@ -87,7 +87,7 @@ def test_scales_of_quantised_weights_stay_constants(tmp_path, bits, accuracy_lev
     np.testing.assert_allclose(trainer.predict(batch)["y"], after, rtol=1e-5, atol=1e-6)
 
 
-def test_sessions_are_not_made_again_without_need(monkeypatch):
+def test_sessions_are_reused(monkeypatch):
     trainer = Trainer(build(quantised(4, 4), loss="mse", optimizer="sgd", train=["scales"]))
     batch = np.ones((2, ROWS), np.float32)
     trainer.predict(batch)

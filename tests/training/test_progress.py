@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a bar, or lines."""
+"""Progress displays: a bar, or lines."""
 
 from __future__ import annotations
 

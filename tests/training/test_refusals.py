@@ -1,4 +1,4 @@
-"""What a trainer converts, refuses and leaves alone: batches, names, options."""
+"""Batches, names and options that a trainer converts, or raises errors for."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_batches_of_other_types_are_converted() -> None:
         assert Trainer(made()).step(a, b).loss == expected
 
 
-def test_inputs_that_have_our_names() -> None:
-    """A model may have inputs called step and learning_rate; roles tell them apart."""
+def test_inputs_with_reserved_names() -> None:
+    """A model may have inputs called step and learning_rate; roles distinguish them."""
     model = classifier()
     renamed = {"x": "step", "hidden": "learning_rate"}
     for node in model.graph.node:
@@ -85,7 +85,7 @@ def test_an_input_called_rng() -> None:
     assert trainer.step(*batch).loss != trainer.step(*batch).loss
 
 
-def test_names_that_state_needs() -> None:
+def test_names_of_optimizer_state() -> None:
     model = classifier()
     for node in model.graph.node:
         node.input[:] = ["fc1.weight.exp_avg" if n == "fc2.bias" else n for n in node.input]
@@ -114,7 +114,7 @@ def test_names_that_state_needs() -> None:
         ({"loss": "cross_entrpy"}, "cross_entrpy"),
     ],
 )
-def test_options_that_cannot_be(options: dict, message: str) -> None:
+def test_invalid_build_options(options: dict, message: str) -> None:
     with pytest.raises(PrepareError, match=message):
         made(**options)
 
@@ -128,12 +128,12 @@ def test_options_that_cannot_be(options: dict, message: str) -> None:
         ({"seed": 1 << 24}, "seed must be in"),
     ],
 )
-def test_trainers_that_cannot_be(options: dict, message: str) -> None:
+def test_invalid_trainer_arguments(options: dict, message: str) -> None:
     with pytest.raises(OnnxTrainError, match=message):
         Trainer(made(), **options)
 
 
-def test_the_caller_keeps_his_denormals() -> None:
+def test_denormals_of_the_caller_are_kept() -> None:
     tiny = np.full(4, 1e-40, np.float32)
     trainer = Trainer(made())
     assert (tiny * np.float32(1) != 0).all()

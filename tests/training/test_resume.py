@@ -1,4 +1,4 @@
-"""Runs that end early and go on: in the middle of an epoch, and after SIGKILL."""
+"""Runs that stop early and resume: within an epoch, and after SIGKILL."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody disturbs."""
+    """The run without interruption."""
     path = tmp_path_factory.mktemp("whole")
     train(str(folder), str(path))
     return path
@@ -68,7 +68,7 @@ def check_same(a: Path, b: Path) -> None:
 
 
 def kill_once(context: BaseContext, folder: Path, out: Path, delay: float) -> bool:
-    """Start or resume the run and kill it after a while; tell whether it was killed."""
+    """Start or resume the run and kill it after a while; return whether it was killed."""
     process = context.Process(target=train, args=(str(folder), str(out)))
     process.start()
     process.join(delay)
@@ -109,12 +109,12 @@ def kill_until(kills: int, folder: Path, whole: Path, root: Path) -> None:
     check_same(out, whole)
 
 
-def test_killed_runs_end_the_same(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_killed_runs_resume_to_the_same_bits(folder: Path, whole: Path, tmp_path: Path) -> None:
     kill_until(8, folder, whole, tmp_path)
 
 
 @pytest.mark.full
-def test_killed_a_hundred_times(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_killed_a_hundred_times(folder: Path, whole: Path, tmp_path: Path) -> None:
     kill_until(100, folder, whole, tmp_path)
 
 
@@ -129,7 +129,7 @@ class StopAt(Callback):
 
 @pytest.mark.parametrize("step", [1, 4, 5, 13])
 @pytest.mark.parametrize("layout", ["fused", "separate"])
-def test_stopped_anywhere(folder: Path, tmp_path: Path, step: int, layout: str) -> None:
+def test_resume_from_every_step(folder: Path, tmp_path: Path, step: int, layout: str) -> None:
     """The schedule looks at validations, and patience counts epochs: both go on as well."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 4, 5)).astype(np.float32)
@@ -171,7 +171,7 @@ def test_more_epochs_later(tmp_path: Path) -> None:
     assert none.losses == whole.losses
 
 
-def test_resuming_what_is_damaged(tmp_path: Path) -> None:
+def test_resume_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     artifacts = made()
     quiet(Trainer(artifacts), data(24), 2, batch_size=8, directory=tmp_path)
     last = tmp_path / "checkpoints" / "step-000000006.safetensors"

@@ -1,4 +1,4 @@
-"""A resumed run keeps its settings, and stretches its schedule."""
+"""A resumed run keeps its options and stretches its schedule."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_schedule_is_stretched(tmp_path: Path, schedule: str) -> None:
     assert all(r["lr"] > 0 for r in rest.steps[8:])
 
 
-def test_what_is_not_given_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_not_given_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"batch_size": 16, "schedule": "cosine", "patience": 9, "keep": 2, "shuffle": False}
     fit(tmp_path, 2, lr=0.05, drop_last=True, checkpoint_every=3, **options)
     trainer = Trainer(made())
@@ -59,14 +59,14 @@ def test_what_is_not_given_stays(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "epochs" not in line
 
 
-def test_what_is_given_anew_counts(tmp_path: Path) -> None:
+def test_options_given_again_replace(tmp_path: Path) -> None:
     fit(tmp_path, 1, batch_size=16, lr=0.05, schedule="cosine", warmup=2)
     history = fit(tmp_path, 3, batch_size=32, lr=0.5, schedule="constant", warmup=0, resume=True)
     assert [r["lr"] for r in history.steps[4:]] == [0.5] * 4
     fit(tmp_path, 4, resume=True)
 
 
-def test_an_interrupted_run_ends_as_it_was_to(tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_its_plan(tmp_path: Path) -> None:
     stopped = fit(tmp_path, 3, batch_size=16, callbacks=[StopAt(5)])
     assert stopped.stopped == "enough"
     assert len(fit(tmp_path, resume=True).steps) == 12
@@ -79,7 +79,7 @@ def test_another_batch_size_from_the_next_epoch_on(tmp_path: Path) -> None:
     assert rest.steps[-1]["lr"] == pytest.approx(0.1 * (1 + np.cos(np.pi * 19 / 20)) / 2)
 
 
-def test_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
+def test_another_batch_size_within_an_epoch(tmp_path: Path) -> None:
     fit(tmp_path, 2, batch_size=8, callbacks=[StopAt(4)])
     with pytest.raises(OnnxTrainError, match=r"epoch 1 after 4 of .*: batch_size was 8, not 16"):
         fit(tmp_path, 2, batch_size=16, resume=True)
@@ -88,7 +88,7 @@ def test_another_batch_size_in_mid_epoch(tmp_path: Path) -> None:
     assert len(fit(tmp_path, 2, resume=True).steps) == 16
 
 
-def test_a_schedule_that_is_over(tmp_path: Path) -> None:
+def test_a_schedule_that_has_ended(tmp_path: Path) -> None:
     fit(tmp_path, 2, batch_size=16, schedule="cosine:total=4")
     trainer = Trainer(made())
     before = trainer.state_dict()
@@ -98,9 +98,7 @@ def test_a_schedule_that_is_over(tmp_path: Path) -> None:
     assert trainer.global_step == 0
 
 
-def test_without_the_validation_that_there_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_without_validation_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, 1, batch_size=16, validation=data(16, seed=1))
     history = fit(tmp_path, 3, resume=True, progress="plain")
     assert "without validation data" in capsys.readouterr().out.replace("\n", " ")

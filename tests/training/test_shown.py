@@ -1,4 +1,4 @@
-"""The last line of a notebook cell does not flood the page."""
+"""The repr of artifacts, trainers and histories is short."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_history_of_many_steps_has_a_curve() -> None:
 
 
 @pytest.mark.parametrize("losses", [[], [1.0], [float("nan")] * 3, [1.0, float("inf"), 1.0]])
-def test_histories_without_a_course(losses: list[float]) -> None:
+def test_histories_without_a_curve(losses: list[float]) -> None:
     history = History([{"loss": v} for v in losses], [], "", None)
     assert repr(history).startswith("History")
     ET.fromstring(f"<div>{history._repr_html_()}</div>")

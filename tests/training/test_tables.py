@@ -1,4 +1,4 @@
-"""Tables by column name, targets without a last axis, and options that cannot be."""
+"""Tables by column name, targets without a last axis, and invalid options."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_tables(kind: Callable[..., Any]) -> None:
     assert trainer.evaluate(table).loss == trainer.evaluate((x, labels)).loss
 
 
-def test_tables_that_do_not_fit() -> None:
+def test_tables_with_wrong_columns() -> None:
     x, labels = data(8)
     with pytest.raises(
         ShapeError, match=r"no column 'labels'\nhint: its columns are x, y; the model needs"
@@ -128,7 +128,7 @@ def test_a_target_without_its_last_axis() -> None:
         regression().step(y, y)
 
 
-def test_a_batch_of_another_size_than_the_fixed_one() -> None:
+def test_another_size_than_the_fixed_batch() -> None:
     trainer = Trainer(made(dims={"batch": 16}))
     message = (
         r"got shape \[8, 6\]\nhint: .*fixes the batch size: use batch_size=16 \(--batch-size 16"
@@ -153,7 +153,7 @@ def test_a_batch_of_another_size_than_the_fixed_one() -> None:
         {"patience": 0},
     ],
 )
-def test_numbers_that_cannot_be(options: dict) -> None:
+def test_invalid_numbers(options: dict) -> None:
     (name,) = options
     with pytest.raises(OnnxTrainError, match=f"{name} must be an integer of at least 1, got "):
         Trainer(made()).fit(data(8), progress=False, **options)

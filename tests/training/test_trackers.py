@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, by stand-ins that keep what they are told."""
+"""Weights & Biases and MLflow, with fakes that record their calls."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_missing_packages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     kind = {"wandb": onnxtrain.WandbLogger, "mlflow": onnxtrain.MlflowLogger}[name]
     with pytest.raises(OnnxTrainError, match=rf"hint: pip install {name}"):

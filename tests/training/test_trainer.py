@@ -1,4 +1,4 @@
-"""What a trainer does with one step: layouts, accumulation, averages, groups, values, errors."""
+"""One step of a trainer: layouts, accumulation, averages, groups, values, errors."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_accumulated_batches_are_one_large_batch() -> None:
         np.testing.assert_allclose(small.parameters[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_rest_of_an_accumulation_is_flushed() -> None:
+def test_an_incomplete_accumulation_is_flushed() -> None:
     x, labels = data(16)
     small, large = Trainer(made(accumulate=4)), Trainer(made())
     small.step(x[:8], labels[:8])
@@ -186,7 +186,7 @@ def test_frozen_parameters_stay(options: dict, tmp_path: Path) -> None:
 def test_metrics_and_extra_outputs() -> None:
     names = ["accuracy", "top_2", "grad_norm"]
     trainer = Trainer(made(metrics=names, outputs=["scores", "hid*"]))
-    for n in (7, 3, 9):  # other sizes: outputs are no leftovers of the last call
+    for n in (7, 3, 9):  # outputs must not be left over from the last call
         x, labels = data(n, seed=n)
         predicted = trainer.predict(x=x)
         norm = np.sqrt(sum((g**2).sum() for g in trainer.gradients(x, labels).values()))
@@ -204,7 +204,7 @@ def test_metrics_and_extra_outputs() -> None:
             np.testing.assert_allclose(evaluated.outputs[key], predicted[key], atol=1e-6)
 
 
-def test_gradients_leave_everything_as_it_was() -> None:
+def test_gradients_change_nothing() -> None:
     artifacts = build(with_norm(), loss="mse", optimizer=optim.Adam())
     rng = np.random.default_rng(0)
     x = rng.standard_normal((6, 4, 5)).astype(np.float32)
@@ -250,7 +250,7 @@ def test_statistics_that_two_nodes_share(training: bool) -> None:
 
 
 def test_statistics_that_share_an_initializer_with_the_scale() -> None:
-    """Exporters that store equal tensors once give such models."""
+    """Some exporters store equal tensors once."""
     model = with_norm()
     (node,) = (n for n in model.graph.node if n.op_type == "BatchNormalization")
     node.input[3], node.input[4] = "norm.bias", "norm.weight"
@@ -269,7 +269,7 @@ def test_statistics_that_share_an_initializer_with_the_scale() -> None:
     same(*(t.predict(x=x) for t in trainers))
 
 
-def test_mode_as_is_leaves_norms_alone() -> None:
+def test_mode_as_is_keeps_batch_norm_in_inference() -> None:
     trainer = Trainer(build(with_norm(), loss="mse", optimizer=optim.SGD(lr=0.1), mode="as-is"))
     x = np.random.default_rng(0).standard_normal((4, 4, 5)).astype(np.float32)
     trainer.step(x, np.zeros((4, 3), np.float32))
@@ -294,7 +294,7 @@ def test_exported_model_is_the_predictor(tmp_path: Path) -> None:
     assert not proto.metadata_props
 
 
-def test_one_seed_one_run() -> None:
+def test_the_seed_determines_the_run() -> None:
     model = exported("cnn", training=True)
     artifacts = build(model, loss="cross_entropy", optimizer="adam")
 
@@ -332,7 +332,7 @@ def test_float64_models() -> None:
     assert trainer.parameters["fc1.weight"].dtype == np.float64
 
 
-def test_parameters_are_read_and_set() -> None:
+def test_reading_and_setting_parameters() -> None:
     for layout in ("fused", "separate"):
         trainer = Trainer(made(), layout=layout)
         trainer.step(*data(8))
@@ -351,7 +351,7 @@ def test_parameters_are_read_and_set() -> None:
             del trainer.parameters["fc2.bias"]
 
 
-def test_weights_from_elsewhere(tmp_path: Path) -> None:
+def test_load_weights(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     shapes = {n: a.shape for n, a in Trainer(made()).parameters.items()}
     weights = {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
@@ -370,7 +370,7 @@ def test_weights_from_elsewhere(tmp_path: Path) -> None:
         trainer.load_weights({"fc1.bias": np.zeros(9)}, strict=False)
 
 
-def test_a_saved_state_continues_the_same(tmp_path: Path) -> None:
+def test_a_checkpoint_continues_to_the_same_bits(tmp_path: Path) -> None:
     artifacts = made(optimizer=optim.AdamW(lr=0.01))
     first = Trainer(artifacts, seed=3)
     for seed in range(3):
@@ -389,7 +389,7 @@ def test_a_saved_state_continues_the_same(tmp_path: Path) -> None:
     same(first.state_dict(), third.state_dict())
 
 
-def test_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     other = Trainer(build(with_norm(), loss="mse", optimizer="sgd"))
     other.save(tmp_path / "other")
     trainer = Trainer(made(optimizer="adam"))

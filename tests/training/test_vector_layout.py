@@ -1,4 +1,4 @@
-"""Updates over one long vector give what updates of each tensor give, bit for bit."""
+"""Updates over vectors equal updates of each tensor, bit for bit."""
 
 from __future__ import annotations
 

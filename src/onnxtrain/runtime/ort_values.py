@@ -248,7 +248,7 @@ def _single_node_session(op_type: str, input_type: int, output_type: int, device
 def _allocate_arena(
     arrays: dict[str, np.ndarray], *, release: bool
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return copies of arrays, each aligned, and the bytes that all of them lie in."""
+    """Return aligned copies of arrays, and the block of bytes that contains all of them."""
     offsets, end = {}, 0
     for name, array in arrays.items():
         offsets[name] = end

@@ -274,7 +274,7 @@ class StepEngine:
         source = artifacts.source_of(self.spec)
         obstacle = None
         if self._layout.update_model == "optimizer":
-            obstacle = "gradients are accumulated, and the update is a model of its own"
+            obstacle = "the separate layout runs the optimizer as a second model"
         session, self._obstacle = open_session(
             source,
             self.spec,

@@ -100,7 +100,7 @@ class Trainer(SummaryRepr):
         layout: how a step runs. ``"fused"``: one model computes new parameters and state.
             ``"separate"``: one model accumulates gradients, a second one updates. ``"vector"``: one
             model computes gradients, and updates run over vectors of many parameters. ``"auto"``
-            picks the fastest. All give the same values; ``"vector"`` with plain SGD up to rounding.
+            picks the fastest. All compute the same values (``"vector"`` with SGD up to rounding).
         seed: random seed for dropout and shuffling.
         threads: size of onnxruntime's thread pool; ``None`` uses all cores.
         capture: on CUDA, capture a step as a CUDA graph and replay it. ``None`` does so where the
