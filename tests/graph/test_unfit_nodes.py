@@ -39,7 +39,7 @@ UNFIT = {
     "negative scans": f"{SCAN} {{ y, z = Scan(x, s) <num_scan_inputs = -1, {STEP}> }}",
     "too many axes": f"""{SCAN} {{
         y, z = Scan(x, s) <num_scan_inputs = 1, scan_input_axes = [0, 1], {STEP}> }}""",
-    "no such direction": f'{LSTM} {{ y = LSTM<hidden_size = 2, direction = "up">(x, w, r) }}',
+    "unknown direction": f'{LSTM} {{ y = LSTM<hidden_size = 2, direction = "up">(x, w, r) }}',
     "no group": """(float[1, 4, 5, 5] x, float[4, 1, 3, 3] w) => (float[a, b, c, d] y) {
         y = Conv<group = 0>(x, w) }""",
     "no such axis": f"{X} {{ y = Softmax<axis = -9223372036854775808>(x) }}",

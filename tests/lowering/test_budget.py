@@ -47,7 +47,7 @@ def test_too_large_to_be_verified(name: str):
     model = onnx.parser.parse_model(HEAD + TOO_LARGE[name])
 
     def both_ways() -> None:
-        with pytest.raises(VerificationError, match=r"too large to be verified[\s\S]*verify=False"):
+        with pytest.raises(VerificationError, match=r"too large to verify[\s\S]*verify=False"):
             onnxtrain.lower(model, opset=14)
         onnxtrain.lower(model, opset=18, verify=False)
 

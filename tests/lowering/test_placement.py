@@ -82,7 +82,7 @@ def test_the_report_names_node_operator_and_reason() -> None:
 @pytest.mark.parametrize(
     ("emit", "why"),
     [
-        (lambda op, x: op.MaxPool(x, kernel_shape=[2, 2], _outputs=2)[0], "MaxPool with indices"),
+        (lambda op, x: op.MaxPool(x, kernel_shape=[2, 2], _outputs=2)[0], "MaxPool with Indices"),
         (lambda op, x: op.OneHot(op.ArgMax(x, axis=-1), 3, [0.0, 1.0]), "has no OneHot"),
         (lambda op, x: op.Cast(op.And(op.Greater(x, 0.0), op.Less(x, 1.0)), to=1), "has no And"),
         (lambda op, x: op.RandomUniformLike(x), "has no RandomUniformLike"),

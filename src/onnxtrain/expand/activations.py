@@ -1,4 +1,11 @@
-"""Activations, Softmax and Dropout."""
+"""Activations, Softmax and Dropout.
+
+Order: GELU, Softplus and the functions built on it, Swish, the piecewise linear and exponential
+activations, sigmoid and tanh, activations of fused operators, Softmax, Dropout.
+
+The expansions for lowering keep NaN and infinities: none multiplies an infinity by zero for a
+finite input.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +40,7 @@ def erf(op, x):
 
 @expansion("Gelu", when=LOWERING)
 def gelu(op, x, *, approximate):
-    """``x / 2 (1 + erf(x / sqrt 2))``, or the tanh that comes close to it."""
+    """``x / 2 (1 + erf(x / sqrt 2))``, or its tanh approximation."""
     if approximate == "tanh":
         cube = op.Mul(op.Mul(x, x), x)
         inner = op.Mul(op.Add(x, op.Mul(cube, 0.044715)), math.sqrt(2 / math.pi))
@@ -69,7 +76,7 @@ def quick_gelu(op, x, *, alpha=1.702):
 
 @expansion("com.microsoft::BiasSplitGelu", when=TRAINING)
 def bias_split_gelu(op, x, bias):
-    """The left half of ``x + bias`` times Gelu of the right half."""
+    """The first half of ``x + bias`` times Gelu of the second half."""
     left, right = op.Split(op.Add(x, bias), axis=-1, num_outputs=2, _outputs=2)
     return op.Mul(left, op.Gelu(right))
 
@@ -112,7 +119,7 @@ def swish(op, x, *, alpha=1.0):
 
 @expansion("com.microsoft::ScaledSiLU", when=TRAINING)
 def scaled_silu(op, x, scale=None, *, alpha=1.0):
-    """``z * sigmoid(z)`` of ``z = scale * x``; the input goes before the attribute."""
+    """``z * sigmoid(z)`` of ``z = scale * x``; the input overrides the attribute."""
     z = op.Mul(x, alpha if scale is None else op.cast(scale, x.dtype))
     z.shape = x.shape
     return op.Mul(z, op.Sigmoid(z))
@@ -172,33 +179,33 @@ def p_relu(op, x, slope):
 
 @expansion("ThresholdedRelu", when=LOWERING)
 def thresholded_relu(op, x, *, alpha):
-    """``x`` where it is above ``alpha``, else 0."""
+    """``x`` where ``x > alpha``, else 0."""
     return op.Where(op.Greater(x, alpha), x, 0.0)
 
 
 @expansion("com.microsoft::ThresholdedRelu", when=TRAINING)
 def contrib_thresholded_relu(op, x, *, alpha=1.0):
-    """The standard operator of the same name, in files older than it."""
+    """The standard operator of the same name, which older opsets lack."""
     return op.ThresholdedRelu(x, alpha=alpha)
 
 
 @expansion("Shrink", when=LOWERING)
 def shrink(op, x, *, bias, lambd):
-    """``x -+ bias`` outside of ``[-lambd, lambd]``, else 0."""
+    """``x + bias`` below ``-lambd``, ``x - bias`` above ``lambd``, else 0."""
     below = op.Where(op.Less(x, -lambd), op.Add(x, bias), 0.0)
     return op.Where(op.Greater(x, lambd), op.Sub(x, bias), below)
 
 
 @expansion("Sign", when=LOWERING)
 def sign(op, x):
-    """``(x > 0) - (x < 0)``; for a NaN, 0, as onnxruntime does."""
+    """``(x > 0) - (x < 0)``; 0 for NaN, as in onnxruntime."""
     above = op.Cast(op.Greater(x, op.const(0, x.dtype)), to=x.dtype)
     return op.Sub(above, op.Cast(op.Less(x, op.const(0, x.dtype)), to=x.dtype))
 
 
 @expansion("Sign", when=LOWERING)
 def sign_by_division(op, x):
-    """``x / max(|x|, smallest)``, for runtimes without comparisons: exact for normal numbers."""
+    """``x / max(|x|, tiny)``, for runtimes without comparisons; exact except for subnormals."""
     if not x.dtype.is_floating_point():
         return None
     size = op.Abs(x)
@@ -220,9 +227,9 @@ def clip(op, x, low=None, high=None):
 
 @expansion("Clip", when=LOWERING)
 def clip_by_relu(op, x, low=None, high=None):
-    """``relu(x - low) + low``, and the same from above; for constant bounds.
+    """``relu(x - low) + low`` and its mirror image, for constant bounds.
 
-    Not exact: a small x near a large bound loses digits; infinite bounds are none.
+    Not exact: a small ``x`` loses digits next to a large bound. Infinite bounds are skipped.
     """
     if not x.dtype.is_floating_point():
         return None
@@ -237,7 +244,7 @@ def clip_by_relu(op, x, low=None, high=None):
         if math.isinf(c) or abs(c) >= float(x.dtype.max):
             continue
         if abs(c) > 64:
-            return None  # the loss of digits would show
+            return None  # loses too many digits
         gap = op.Sub(c, y) if flip else op.Sub(y, c)
         y = op.Sub(c, op.Relu(gap)) if flip else op.Add(op.Relu(gap), c)
     return op.Identity(x) if y is x else y
@@ -245,7 +252,7 @@ def clip_by_relu(op, x, low=None, high=None):
 
 @expansion("Sigmoid", when=LOWERING)
 def sigmoid(op, x):
-    """``1 / (1 + exp(-x))``; an overflow gives the right 0."""
+    """``1 / (1 + exp(-x))``; where exp overflows, the result is 0, which is right."""
     return op.Div(1.0, op.Add(op.Exp(op.Neg(x)), 1.0))
 
 
@@ -275,7 +282,7 @@ def absolute(op, x):
 
 @expansion("Sinh", when=LOWERING)
 def sinh(op, x):
-    """``(exp(x) - exp(-x)) / 2``, by Taylor's series near 0, where that loses digits."""
+    """``(exp(x) - exp(-x)) / 2``; near 0, where that cancels, the Taylor series."""
     square = op.Mul(x, x)
     series = op.Mul(x, op.Add(op.Mul(square, op.Add(op.Mul(square, 1 / 120), 1 / 6)), 1.0))
     plain = op.Mul(op.Sub(op.Exp(x), op.Exp(op.Neg(x))), 0.5)
@@ -289,7 +296,7 @@ def cosh(op, x):
 
 
 def _negative(op, x):
-    """Return ``min(x, 0)`` as ``-relu(-x)``: exact, and no broadcasting."""
+    """Return ``min(x, 0)`` as ``-relu(-x)``: exact, and without broadcasting."""
     return op.Neg(op.Relu(op.Neg(x)))
 
 
@@ -317,7 +324,7 @@ def apply_activation(
 
 @expansion("Softmax", "LogSoftmax", "Hardmax", when=LOWERING)
 def softmax_on_last_axis(op, x, *, axis, node):
-    """Before opset 13 these flatten all axes from ``axis`` on: make it the last one."""
+    """Move ``axis`` to the end: before opset 13 these flatten all axes from ``axis`` on."""
     last = op.rank(x) - 1
     if axis % op.rank(x) == last:
         return None
@@ -365,7 +372,7 @@ def bias_softmax(op, x, bias, *, is_inner_broadcast, axis=1):
 
 @expansion("Dropout", when=LOWERING)
 def dropout(op, x, ratio=None, training=None, *, seed):
-    """``x`` at inference; else ``x / (1 - ratio)`` where a random number is not below the ratio."""
+    """``x`` at inference; in training ``x / (1 - ratio)`` with probability ``1 - ratio``."""
     rate = np.asarray(0.5) if ratio is None else op.constant(ratio)
     on = np.asarray(False) if training is None else op.constant(training)
     if on is None or rate is None:
@@ -383,7 +390,7 @@ def dropout(op, x, ratio=None, training=None, *, seed):
 
 @expansion("com.microsoft::BiasDropout", when=TRAINING)
 def bias_dropout(op, x, bias, residual=None, ratio=None, training_mode=None, *, seed=None):
-    """``dropout(x + bias) + residual`` and what was kept."""
+    """``dropout(x + bias) + residual`` and the mask."""
     y, kept = op.Dropout(op.Add(x, bias), ratio, training_mode, seed=seed, _outputs=2)
     return y if residual is None else op.Add(y, residual), kept
 

@@ -1,4 +1,9 @@
-"""Attention."""
+"""Attention and rotary embeddings.
+
+Order: Attention of the standard (newer than the working opset); attention of projected queries,
+keys and values; attention that projects its input; packed sequences without padding; position
+biases; rotary embeddings.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +57,8 @@ def attention(
 ):
     """``softmax(cap(scale q k^T) + bias) v``; rows without any key give zero.
 
-    Masked scores become the lowest finite number and not -inf, so that no row is NaN: where a row
-    has at least one key, its masked probabilities are exactly zero all the same.
+    Masked scores become the lowest finite number instead of -inf, so that no row becomes NaN. Where
+    a row has at least one key, its masked probabilities are exactly zero either way.
     """
     flat = op.rank(q) == 3
     if flat:
@@ -89,12 +94,12 @@ def attention(
         p.shape = scores.shape
     y = _grouped_matmul(op, p, v, v)
 
-    shown = None
+    qk_output = None
     if len(node.outputs) > 3 and node.outputs[3].name:
-        shown = [raw, capped, scores, p][qk_matmul_output_mode]
+        qk_output = [raw, capped, scores, p][qk_matmul_output_mode]
         if qk_matmul_output_mode == _BIASED and keep is not None:
-            shown = op.Where(keep, scores, -np.inf)
-    return _join_heads(op, y) if flat else y, k, v, shown
+            qk_output = op.Where(keep, scores, -np.inf)
+    return _join_heads(op, y) if flat else y, k, v, qk_output
 
 
 def _split_heads(op: OpBuilder, x: ir.Value, heads: int) -> ir.Value:
@@ -117,14 +122,15 @@ def _scale_factor(op: OpBuilder, q: ir.Value, scale: float | None) -> float | ir
 def _grouped_matmul(op: OpBuilder, a: ir.Value, b: ir.Value, kv: ir.Value) -> ir.Value:
     """Multiply [B, Hq, S, m] by [B, Hkv, m, n]; ``Hq / Hkv`` heads of ``a`` share one of ``b``.
 
-    Those heads lie side by side, so their rows are put below each other and nothing is repeated.
+    Those heads are adjacent, so their rows are merged instead of repeating ``b``. Unlike
+    ``attention_parts.grouped_matmul``, the numbers of heads may be symbolic.
     """
     if op.dims(a)[1] == op.dims(kv)[1]:
         return op.MatMul(a, b)
     grouped = op.Reshape(a, op.vector([0, op.size(kv, 1), -1, op.size(a, 3)]))
     S.set_dims(grouped, [op.dims(a)[0], *op.dims(grouped)[1:]])
-    together = op.MatMul(grouped, b)
-    y = op.Reshape(together, op.vector([0, op.size(a, 1), op.size(a, 2), -1]))
+    product = op.MatMul(grouped, b)
+    y = op.Reshape(product, op.vector([0, op.size(a, 1), op.size(a, 2), -1]))
     S.set_dims(y, [*op.dims(a)[:3], op.dims(b)[3]])
     return y
 
@@ -136,7 +142,7 @@ def _apply_mask(
     if mask is None:
         return scores, [], True
     if mask.dtype != ir.DataType.BOOL:
-        mask = op.cast(mask, scores.dtype)  # whole numbers are added like any others
+        mask = op.cast(mask, scores.dtype)  # integer masks are added, too
     mask = _pad_mask(op, mask, k)
     if mask.dtype == ir.DataType.BOOL:
         return scores, [mask], False
@@ -147,7 +153,7 @@ def _apply_mask(
 
 
 def _pad_mask(op: OpBuilder, mask: ir.Value, k: ir.Value) -> ir.Value:
-    """Pad the last axis of a mask to the number of keys: those beyond it are masked."""
+    """Pad the last axis of a mask to the number of keys; keys beyond the mask are masked."""
     if op.dims(mask)[-1] == op.dims(k)[2]:
         return mask
     missing = minus(op, op.size(k, 2), op.size(mask, -1))
@@ -213,7 +219,7 @@ def multi_head_attention(
 ):
     """Attention of projected queries, keys and values, each [batch, sequence, heads * size]."""
     if past_length is not None or cache is not None:
-        raise_unsupported(node, "a cache in a buffer of fixed length cannot be trained through")
+        raise_unsupported(node, "training through a fixed-length cache buffer is not supported")
     q, k, v = _split_qkv(op, query, key, value, bias, num_heads, node)
     k, v = concat_past(op, past_key, k), concat_past(op, past_value, v)
     added = [attention_bias, mask_bias(op, mask, q, k, past_key, mask_filter_value, node)]
@@ -246,9 +252,9 @@ def decoder_masked_multi_head_attention(
     past_present_share_buffer=0,
     node,
 ):
-    """One new token per sequence: what MultiHeadAttention gives for it."""
+    """MultiHeadAttention of one new token per sequence."""
     if past_present_share_buffer or cache is not None:
-        raise_unsupported(node, "a cache in a buffer of fixed length cannot be trained through")
+        raise_unsupported(node, "training through a fixed-length cache buffer is not supported")
     q, k, v = _split_qkv(op, query, key, value, bias, num_heads, node)
     k, v = concat_past(op, past_key, k), concat_past(op, past_value, v)
     added = [attention_bias, mask_bias(op, mask, q, k, past_key, mask_filter_value, node)]
@@ -257,7 +263,7 @@ def decoder_masked_multi_head_attention(
 
 
 def _scores_output(op: OpBuilder, scores: ir.Value, conditions: list[ir.Value]) -> ir.Value | None:
-    """Return the scores as the kernel shows them; it adds a causal mask to them in place."""
+    """Return the scores if the kernel does: with a causal mask it overwrites them."""
     return None if conditions else scores
 
 
@@ -298,7 +304,7 @@ def _add_qkv_bias(
     query, key, value = flat
     width, total = op.dims(query)[-1], op.dims(bias)[-1]
     if not isinstance(width, int) or not isinstance(total, int):
-        raise_unsupported(node, "the widths of the bias are not known")
+        raise_unsupported(node, "the width of the bias must be static")
     parts = op.Split(bias, [width, width, total - 2 * width], axis=0, _outputs=3)
     out = []
     for t, b in zip((query, key, value), parts, strict=True):
@@ -331,9 +337,9 @@ def contrib_attention(
     rotary_embedding_dim=0,
     node,
 ):
-    """Self-attention with one joint projection; keys and values of a cache may stand in front."""
+    """Self-attention with a joint QKV projection and an optional cache of keys and values."""
     if past_present_share_buffer or past_length is not None:
-        raise_unsupported(node, "a cache in a buffer of fixed length cannot be trained through")
+        raise_unsupported(node, "training through a fixed-length cache buffer is not supported")
     q, k, v = project_qkv(op, x, weights, bias, num_heads, qkv_hidden_sizes)
     past_key, past_value = (None, None) if past is None else _split_past(op, past)
     if do_rotary:
@@ -367,9 +373,9 @@ def decoder_masked_self_attention(
     past_present_share_buffer=0,
     node,
 ):
-    """One new token per sequence: what Attention gives for it."""
+    """Attention of one new token per sequence."""
     if past_present_share_buffer or cache is not None:
-        raise_unsupported(node, "a cache in a buffer of fixed length cannot be trained through")
+        raise_unsupported(node, "training through a fixed-length cache buffer is not supported")
     return contrib_attention(
         op,
         x,
@@ -423,10 +429,10 @@ def _requested_present(op: OpBuilder, k: ir.Value, v: ir.Value, node: ir.Node) -
 def _apply_rotary_by_position(
     op: OpBuilder, x: ir.Value, past: ir.Value | None, dim: int, node: ir.Node
 ) -> ir.Value:
-    """Rotate by angles ``position * 10000^(-2 i / dim)`` behind the tokens of a cache."""
+    """Rotate by ``position * 10000^(-2 i / dim)``; positions continue those of the cache."""
     size = dim or op.dims(x)[3]
     if not isinstance(size, int):
-        raise_unsupported(node, "the size of a head is not known")
+        raise_unsupported(node, "the head size must be static")
     half = size // 2
     rates = op.const([10000.0 ** (-i / half) for i in range(half)], ir.DataType.FLOAT)
     rows = op.iota(op.size(x, 2))
@@ -451,7 +457,7 @@ def packed_attention(
     scale=None,
     qkv_hidden_sizes=None,
 ):
-    """Attention of [tokens, width] with a joint projection, each sequence by itself."""
+    """Attention within each sequence of packed [tokens, width], with a joint QKV projection."""
     y = op.Add(op.MatMul(x, weights), bias)
     if qkv_hidden_sizes:
         q, k, v = op.Split(y, qkv_hidden_sizes, axis=-1, _outputs=3)
@@ -476,7 +482,7 @@ def packed_multi_head_attention(
     mask_filter_value=-10000.0,
     node,
 ):
-    """Attention of projected [tokens, width], each sequence by itself."""
+    """Attention within each sequence of packed, projected [tokens, width]."""
     if key is None:  # [tokens, heads, 3, size]
         query, key, value = (
             op.Reshape(op.Gather(query, op.const(i), axis=2), [0, -1]) for i in range(3)
@@ -484,7 +490,7 @@ def packed_multi_head_attention(
     if bias is not None:
         width, total = op.dims(query)[-1], op.dims(bias)[-1]
         if not isinstance(width, int) or not isinstance(total, int):
-            raise_unsupported(node, "the widths of the bias are not known")
+            raise_unsupported(node, "the width of the bias must be static")
         parts = op.Split(bias, [width, width, total - 2 * width], axis=0, _outputs=3)
         query, key, value = (op.Add(t, b) for t, b in zip((query, key, value), parts, strict=True))
     assert value is not None
@@ -504,10 +510,10 @@ def _attend_packed(
     heads: int,
     scale: float | None,
 ) -> ir.Value:
-    """All tokens attend in one matrix, of which only blocks on the diagonal count."""
+    """Compute one score matrix over all tokens and mask it to its diagonal blocks."""
     at = op.iota(op.size(q, 0))
     starts = op.cast(op.Slice(sums, [1], [-1], [0]), _INT64)
-    # Of how many sequences each token lies behind the start: the number of its own.
+    # The sequence of a token: the number of sequences that start at or before it.
     later = op.GreaterOrEqual(op.Unsqueeze(at, [1]), op.Unsqueeze(starts, [0]))
     own = op.ReduceSum(op.Cast(later, to=_INT64), [1], keepdims=0)
     same = op.Equal(op.Unsqueeze(own, [1]), op.Unsqueeze(own, [0]))
@@ -522,7 +528,7 @@ def _attend_packed(
 def _pairwise_bias(
     op: OpBuilder, bias: ir.Value, own: ir.Value, offsets: ir.Value, q: ir.Value
 ) -> ir.Value:
-    """Return [1, heads or 1, tokens, tokens]; pairs of other sequences get anything."""
+    """Return [1, heads or 1, tokens, tokens]; pairs across sequences are masked later."""
     count = op.vector([op.size(q, 0)])
     flat = op.Slice(op.cast(op.Reshape(offsets, [-1]), _INT64), [0], count, [0])
     length = op.vector([op.size(offsets, 1)])
@@ -542,7 +548,7 @@ def _pairwise_bias(
 
 @expansion("com.microsoft::RestorePadding", when=TRAINING)
 def restore_padding(op, x, token_offset):
-    """Put each token back to its place; padding becomes zero."""
+    """Scatter tokens to their padded positions; padding becomes zero."""
     places = op.cast(op.Reshape(token_offset, [-1]), _INT64)
     count = op.vector([op.size(x, 0)])
     real = op.Slice(places, [0], count, [0])
@@ -556,7 +562,7 @@ def restore_padding(op, x, token_offset):
 
 @expansion("com.microsoft::RemovePadding", when=TRAINING)
 def remove_padding(op, x, counts):
-    """Drop padding: tokens one behind the other, their places, running sums, longest length."""
+    """Return packed tokens, their positions, cumulative lengths and the longest length."""
     batch, length = op.vector([op.size(x, 0)]), op.vector([op.size(x, 1)])
     lengths = op.cast(counts, _INT64)
     column = op.iota(op.size(x, 1))
@@ -576,14 +582,14 @@ def remove_padding(op, x, counts):
 def relative_position_bias(
     op, table, query_length, key_length, *, max_distance, is_bidirectional=0, node
 ):
-    """T5's bias: distances fall into bins, each with a number per head."""
+    """T5's bias: one value per head and distance bucket."""
     rows, columns = (
         op.iota(op.cast(op.Reshape(n, [1]), _INT64)) for n in (query_length, key_length)
     )
     buckets = op.dims(table)[0]
     if not isinstance(buckets, int):
-        raise_unsupported(node, "the number of bins is not known")
-    far = op.Sub(op.Unsqueeze(rows, [1]), op.Unsqueeze(columns, [0]))  # how far back
+        raise_unsupported(node, "the number of buckets must be static")
+    far = op.Sub(op.Unsqueeze(rows, [1]), op.Unsqueeze(columns, [0]))  # distance to earlier tokens
     base: Any = None
     if is_bidirectional:
         buckets //= 2
@@ -604,14 +610,14 @@ def relative_position_bias(
 def gated_relative_position_bias(
     op, query, query_bias, rel_pos, weight, bias, eco_a, token_offset=None, *, num_heads, node
 ):
-    """``u (r a - 1) + 2`` times a bias by position; gates u and r come from the queries."""
+    """``(u (r a - 1) + 2) * rel_pos``, with gates u and r computed from the queries."""
     if token_offset is not None:
-        raise_unsupported(node, "packed sequences")
+        raise_unsupported(node, "packed sequences are not supported")
     heads = split_heads(op, op.Add(query, query_bias), num_heads)  # [B, H, S, D]
     gates = op.Add(op.MatMul(heads, weight), bias)
     half = op.dims(weight)[-1]
     if not isinstance(half, int):
-        raise_unsupported(node, "the width of the gates is not known")
+        raise_unsupported(node, "the width of the gates must be static")
     sums = op.ReduceSum(op.Reshape(gates, [0, 0, 0, 2, half // 2]), [-1], keepdims=0)
     u, r = op.Split(op.Sigmoid(sums), axis=-1, num_outputs=2, _outputs=2)  # [B, H, S, 1]
     return op.Mul(op.Add(op.Mul(u, op.Sub(op.Mul(r, eco_a), 1.0)), 2.0), rel_pos)
@@ -631,7 +637,7 @@ def rotary_embedding(
 ):
     """Rotate pairs of features ``(a, b)`` to ``(a cos - b sin, a sin + b cos)``."""
     flat = op.rank(x) == 3
-    # [B, S, H, D] if it came flat, [B, H, S, D] if not: only the position of the 1 differs.
+    # [B, S, H, D] if x is flat, else [B, H, S, D]: only the unsqueezed axis differs.
     heads = op.Reshape(x, [0, 0, num_heads, -1]) if flat else x
     if position_ids is not None:
         cos_cache = op.Gather(cos_cache, position_ids, axis=0)
@@ -660,7 +666,7 @@ def contrib_rotary_embedding(
 ):
     """Rotate pairs of features by an angle that grows with the position.
 
-    One position stands for that of the first token. The runtime does not look at ``scale``.
+    A single position is that of the first token. onnxruntime ignores ``scale``.
     """
     heads = _heads(op, x, cos_cache, num_heads, rotary_embedding_dim, node)
     where = position_ids
@@ -689,13 +695,13 @@ def multimodal_rotary_embedding(
     mrope_layout=0,
     node,
 ):
-    """Rotation by three positions per token, each for its own share of the features."""
+    """Rotate by three positions per token, each for its own section of the features."""
     if is_packed_batching:
-        raise_unsupported(node, "packed sequences have no batch axis to rotate along")
+        raise_unsupported(node, "packed sequences are not supported: they have no batch axis")
     heads = _heads(op, x, cos_cache, num_heads, rotary_embedding_dim, node)
     half = op.dims(cos_cache)[-1]
     if not isinstance(half, int):
-        raise_unsupported(node, "the width of the tables is not known")
+        raise_unsupported(node, "the width of cos_cache must be static")
     stream = op.const(_streams(mrope_section, half, mrope_layout))  # [half]
     tables = []
     for cache in (cos_cache, sin_cache):
@@ -713,7 +719,7 @@ def multimodal_rotary_embedding(
 
 
 def _streams(section: list[int], half: int, layout: int) -> list[int]:
-    """Return for each pair of features which of the three positions turns it."""
+    """Return which of the three positions rotates each pair of features."""
     if not layout:
         return [i for i, n in enumerate(section) for _ in range(n)][:half]
     streams = [0] * half
@@ -737,14 +743,12 @@ def gemma_rotary_embedding(op, angle, q, q_rotated, k, k_rotated):
 def _heads(
     op: OpBuilder, x: ir.Value, cache: ir.Value, number: int, dim: int, node: ir.Node
 ) -> ir.Value:
-    """Return [B, heads, S, size]; the tables tell the size where no number of heads is given."""
+    """Return [B, heads, S, size]; by default the head size follows from the cache width."""
     if op.rank(x) == 4:
         return x
     width, half = op.dims(x)[-1], op.dims(cache)[-1]
     if not number and not dim and isinstance(width, int) and isinstance(half, int):
         number = width // (2 * half)
     if not number:
-        raise_unsupported(
-            node, "the number of heads is not known\nhint: set the attribute num_heads"
-        )
+        raise_unsupported(node, "the number of heads is unknown\nhint: set the attribute num_heads")
     return split_heads(op, x, number)

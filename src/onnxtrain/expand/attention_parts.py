@@ -1,4 +1,4 @@
-"""Pieces of attention."""
+"""Building blocks of attention: heads, scores, causal and padding masks, rotation of features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxtrain.graph.builder import OpBuilder, plus
 from onnxtrain.graph.shapes import dims as D
 
 SLICE_END = np.iinfo(np.int64).max
-"""Stands for the end of an axis in a Slice."""
+"""The end of an axis in a Slice."""
 
 
 def split_heads(op: OpBuilder, x: ir.Value, heads: int) -> ir.Value:
@@ -33,7 +33,7 @@ def join_heads(op: OpBuilder, x: ir.Value) -> ir.Value:
 
 
 def attention_scale(op: OpBuilder, q: ir.Value, scale: float | None) -> float | ir.Value:
-    """Return what scores are multiplied by: the given number, else ``1 / sqrt(head size)``."""
+    """Return the scale of the scores; a scale of 0 or ``None`` means ``1 / sqrt(head size)``."""
     if scale:
         return scale
     size = op.dims(q)[-1]
@@ -43,7 +43,7 @@ def attention_scale(op: OpBuilder, q: ir.Value, scale: float | None) -> float | 
 def grouped_matmul(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Multiply [B, H, S, m] by [B, G, m, n]; ``H / G`` heads of ``a`` share one of ``b``.
 
-    Those heads lie side by side, so their rows are put below each other and nothing is repeated.
+    Those heads are adjacent, so their rows are merged instead of repeating ``b``.
     """
     heads, groups = op.dims(a)[1], op.dims(b)[1]
     if heads == groups:
@@ -73,7 +73,7 @@ def _unfold_rows_into_heads(op: OpBuilder, x: ir.Value, heads: int, like: ir.Val
 
 
 def _repeat_mask_rows(op: OpBuilder, allowed: Sequence[ir.Value], times: int) -> list[ir.Value]:
-    """Return conditions on [B, 1, S, keys] for rows that are put below each other."""
+    """Return conditions on [B, 1, S, keys] for the merged rows of several heads."""
     if not allowed:
         return []
     keep = functools.reduce(op.And, allowed)
@@ -98,16 +98,16 @@ def scaled_dot_product_attention(
 
     Args:
         op: the builder.
-        q: [batch, heads, length, size]; its heads may share those of ``k`` and ``v``.
+        q: queries [batch, heads, length, size]; several heads may share one of ``k`` and ``v``.
         k: keys.
         v: values.
-        scale: what products are multiplied by.
-        softcap: scores are bent into ``(-softcap, softcap)`` if it is not zero.
-        added: what is added to the scores.
-        allowed: conditions on pairs of a query and a key.
-        certain: whether every query has a key that is allowed.
-        additive: whether a very negative number may be added for what is not allowed; only where
-            ``certain`` is proven, as a query without keys would get a gradient.
+        scale: scale of the scores; see :func:`attention_scale`.
+        softcap: limit scores to ``(-softcap, softcap)`` by tanh, unless 0.
+        added: biases of the scores.
+        allowed: boolean masks of query-key pairs.
+        certain: whether every query has at least one allowed key.
+        additive: whether the mask may be added as a large negative number. Requires ``certain``:
+            a fully masked row would get a gradient.
         sink: one more score per head, of a key whose value is zero.
     """
     heads, groups, plain = op.dims(q)[1], op.dims(k)[1], all(x is None for x in (*added, sink))
@@ -141,7 +141,9 @@ def scaled_dot_product_attention(
         keep = functools.reduce(op.And, allowed)
         assert q.dtype is not None
         lowest = float(q.dtype.min)
-        if additive and plain:  # one sum for all layers, and its gradient is free
+        if (
+            additive and plain
+        ):  # the mask is computed once for all layers, and Add has no gradient cost
             logits = op.Add(scores, op.Where(keep, op.const(0.0, q.dtype), lowest))
         else:
             logits = op.Where(keep, scores, lowest)
@@ -163,7 +165,7 @@ def _append_sink(op: OpBuilder, logits: ir.Value, sink: ir.Value) -> ir.Value:
 
 
 def causal_mask(op: OpBuilder, q: ir.Value, k: ir.Value, before: ir.Value | None) -> ir.Value:
-    """Return the condition that a key is not later than a query, behind ``before`` past keys."""
+    """Return the causal mask of queries that follow the keys of the cache ``before``."""
     rows = op.reshape(op.iota(op.size(q, 2)), [-1, 1])
     if before is not None:
         rows = op.Add(rows, op.vector([op.size(before, 2)]))
@@ -171,7 +173,7 @@ def causal_mask(op: OpBuilder, q: ir.Value, k: ir.Value, before: ir.Value | None
 
 
 def concat_past(op: OpBuilder, past: ir.Value | None, new: ir.Value) -> ir.Value:
-    """Return keys or values with those of a cache in front, along the axis of the sequence."""
+    """Return the keys or values of a cache, followed by new ones."""
     if past is None or op.dims(past)[2] == 0:
         return new
     both = op.Concat(past, new, axis=2)
@@ -189,11 +191,11 @@ def mask_bias(
     low: float,
     node: ir.Node,
 ) -> ir.Value | None:
-    """Return what is added to scores [batch, heads, queries, keys]: 0, or ``low`` where masked.
+    """Return the bias of the scores [batch, heads, queries, keys]: 0, or ``low`` where masked.
 
-    A mask of rank 2 is [batch, keys], of rank 3 [batch, queries, keys], of rank 4
-    [batch, 1, longest, longest]. One of rank 1 has the lengths of sequences, [batch]; or their ends
-    and then their beginnings, [2 * batch]; or lengths and running sums, [3 * batch + 2].
+    Rank 2 is [batch, keys], rank 3 [batch, queries, keys], rank 4 [batch, 1, longest, longest].
+    Rank 1 holds sequence lengths [batch], or ends followed by starts [2 * batch], or lengths and
+    cumulative lengths [3 * batch + 2].
     """
     if mask is None:
         return None
@@ -211,7 +213,7 @@ def mask_bias(
         cut = op.Slice(rows, [0], op.vector([op.size(k, 2)]), [3])
         keep = op.Cast(cut, to=ir.DataType.BOOL)
     else:
-        raise_unsupported(node, f"a mask of rank {rank}")
+        raise_unsupported(node, f"masks of rank {rank} are not supported")
     return op.Where(keep, op.const(0.0, q.dtype), op.const(low, q.dtype))
 
 
@@ -234,7 +236,7 @@ def _by_lengths(op: OpBuilder, mask: ir.Value, q: ir.Value, k: ir.Value, node: i
 
 
 def _mask_vector_kind(count: D.Dim, batch: D.Dim) -> str | None:
-    """Return what a vector holds by its number of elements, ``None`` if that cannot be told."""
+    """Return what a rank-1 mask holds, by its size; ``None`` if the size is unknown."""
     if count == batch:
         return "lengths"
     if count == D.mul(batch, 2):
@@ -243,9 +245,9 @@ def _mask_vector_kind(count: D.Dim, batch: D.Dim) -> str | None:
 
 
 def _lengths_or_ends(op: OpBuilder, lengths: ir.Value, columns: ir.Value, n: ir.Value) -> ir.Value:
-    """Return the condition where only the run tells which kind of vector it is.
+    """Return the mask where the kind of vector is known at run time only.
 
-    Ends stand first in all of them; beginnings count if there are exactly as many.
+    Every kind begins with the ends. Starts follow if the size is exactly ``2 * batch``.
     """
     ends = op.reshape(op.Slice(lengths, [0], n, [0]), [-1, 1, 1, 1])
     both = op.Equal(op.Shape(lengths), op.Mul(n, 2))  # [1]
@@ -256,23 +258,24 @@ def _lengths_or_ends(op: OpBuilder, lengths: ir.Value, columns: ir.Value, n: ir.
 
 
 def rotate(
-    op: OpBuilder, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int, turned: int | None
+    op: OpBuilder, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int, rotated: int | None
 ) -> ir.Value:
     """Rotate pairs ``(a, b)`` of the last axis to ``(a cos - b sin, b cos + a sin)``.
 
-    That is ``x * (cos, cos) + (b, a) * (-sin, sin)``: the tables are joined once for all layers.
+    Emits ``x * (cos, cos) + (b, a) * (-sin, sin)``, the form with the fewest nodes forward and
+    backward; all layers share the concatenated tables.
 
     Args:
         op: the builder.
         x: of rank 4.
-        cos: half as wide as what is turned; it broadcasts with ``x`` in other axes.
+        cos: half as wide as the rotated features; broadcasts with ``x`` in other axes.
         sin: like ``cos``.
-        interleaved: whether pairs are neighbours; else ``b`` lies half the width behind ``a``.
-        turned: how many features are turned; ``None`` for all, the rest stays as it is.
+        interleaved: whether pairs are adjacent; else ``b`` follows half the width after ``a``.
+        rotated: number of rotated features, the rest passes through; ``None`` for all.
     """
     whole, rest = x, None
-    if turned is not None:
-        whole, rest = op.Slice(x, [0], [turned], [3]), op.Slice(x, [turned], [SLICE_END], [3])
+    if rotated is not None:
+        whole, rest = op.Slice(x, [0], [rotated], [3]), op.Slice(x, [rotated], [SLICE_END], [3])
     axis = 3
     if interleaved:
         whole = op.Reshape(whole, [0, 0, 0, -1, 2])
@@ -297,14 +300,14 @@ def apply_rotary(
 ) -> ir.Value:
     """Rotate pairs of features of [B, H, S, D] by angles of [B or 1, 1, S, half].
 
-    Features behind the first ``2 * half`` stay as they are.
+    Features after the first ``2 * half`` pass through.
     """
     half, size = op.dims(cos)[-1], op.dims(heads)[-1]
     if not isinstance(half, int) or not isinstance(size, int):
-        raise_unsupported(node, "the number of rotated features is not known")
+        raise_unsupported(node, "the number of rotated features must be static")
     return rotate(op, heads, cos, sin, interleaved, 2 * half if 2 * half < size else None)
 
 
 def rotary_angles(op: OpBuilder, cache: ir.Value, positions: ir.Value) -> ir.Value:
-    """Return rows of a table of cosines or sines, [B or 1, 1, S, half], by [B or 1, S]."""
+    """Gather rows of a cosine or sine cache by positions [B or 1, S]: [B or 1, 1, S, half]."""
     return op.Unsqueeze(op.Gather(cache, positions, axis=0), [1])

@@ -1,4 +1,4 @@
-"""Control flow."""
+"""Control flow as data flow: Scan and Loop unrolled, both branches of If computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.nodes import subgraphs_of
 
-_MAX_UNROLLED = 512  # nodes of a loop that is written out, times its length
+_MAX_UNROLLED_NODES = 512 * 64  # nodes of the body times steps
 
 
 _MAX_STEPS = 256
@@ -28,7 +28,7 @@ def scan(
     scan_output_axes,
     scan_output_directions,
 ):
-    """Every step written out."""
+    """Unroll every step."""
     body = node.attributes["body"].as_graph()
     count = len(inputs) - num_scan_inputs
     states, scans = list(inputs[:count]), list(inputs[count:])
@@ -60,7 +60,7 @@ def scan(
 
 @expansion("Loop", when=LOWERING)
 def loop(op, trips, condition=None, *carried, node):
-    """Every step written out, where their number is known: by its count, or step by step."""
+    """Unroll every step, if the trip count is constant or the condition folds at each step."""
     body = node.attributes["body"].as_graph()
     count = None if trips is None else op.constant(trips)
     start = np.asarray(True) if condition is None else op.constant(condition)
@@ -75,7 +75,7 @@ def loop(op, trips, condition=None, *carried, node):
     ys: list[list[ir.Value]] = [[] for _ in body.outputs[1 + len(states) :]]
     for t in range(most):
         if going is None:
-            return None  # whether the loop goes on depends on the data
+            return None  # the condition depends on data
         if not bool(going):
             break
         flag, *outputs = inline(op, body, [op.const(t), op.const(True), *states])
@@ -85,7 +85,7 @@ def loop(op, trips, condition=None, *carried, node):
         going = start if known else op.constant(flag)
     else:
         if count is None:
-            return None  # too long to be written out
+            return None  # too long to unroll
     if not all(ys):
         return None
     return [*states, *(op.Concat(*c, axis=0) for c in ys)]
@@ -108,15 +108,15 @@ def _can_unroll(body: ir.Graph, steps: int | str | None) -> bool:
     return (
         isinstance(steps, int)
         and 0 < steps <= _MAX_STEPS
-        and steps * len(body) <= _MAX_UNROLLED * 64
+        and steps * len(body) <= _MAX_UNROLLED_NODES
     )
 
 
 @expansion("If", when=LOWERING)
 def run_both_branches(op, condition, *, node):
-    """Both branches, and one of each pair of results.
+    """Compute both branches and select each pair of outputs with Where.
 
-    Only for results of one shape. What would fail in the branch that is not taken fails here too.
+    Only for outputs of equal shapes. An error in the branch that is not taken is an error here.
     """
     branches = [node.attributes[n].as_graph() for n in ("then_branch", "else_branch")]
     taken, other = (inline(op, branch, []) for branch in branches)
@@ -130,14 +130,14 @@ def run_both_branches(op, condition, *, node):
 
 
 def inline(op: OpBuilder, body: ir.Graph, inputs: list[ir.Value]) -> list[ir.Value]:
-    """Append the nodes of a body once; return its outputs."""
+    """Append a copy of the nodes of a body; return its outputs."""
     values: dict[ir.Value, ir.Value] = dict(zip(body.inputs, inputs, strict=True))
     for x in body.initializers.values():
         assert x.const_value is not None
         values[x] = op.const(x.const_value.numpy(), x.const_value.dtype)
     for node in body:
         if any(True for _ in subgraphs_of(node)):
-            raise ShapeError("a body with control flow inside is not written out")
+            raise ShapeError("a body that contains control flow cannot be unrolled")
         new = ir.Node(
             node.domain,
             node.op_type,

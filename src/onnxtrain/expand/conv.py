@@ -1,4 +1,4 @@
-"""Convolutions and pooling."""
+"""Convolution, Col2Im and pooling; operators on channels-last images at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.windows import pad, tap_slices, window_geometry
 
-_MAX_CONVS = 256  # convolutions that one is made of
+_MAX_CONVS = 256  # that one convolution may be split into
 
 
 @expansion("ConvTranspose", when=LOWERING)
@@ -32,7 +32,7 @@ def conv_transpose(
     pads,
     strides,
 ):
-    """Zeros between the pixels, then a convolution with the turned kernel."""
+    """Insert zeros between the pixels, then convolve with the flipped kernel."""
     n = op.rank(x) - 2
     kernel, sizes = op.dims(w)[2:], op.dims(x)[2:]
     if auto_pad != "NOTSET" or output_shape or not all(isinstance(k, int) for k in kernel):
@@ -72,7 +72,7 @@ def conv_transpose(
 
 @expansion("Conv", when=LOWERING)
 def conv_1d(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
-    """A picture of one row, for runtimes with two-dimensional convolutions only."""
+    """Convolve images of height 1, for runtimes that only have 2-D convolutions."""
     if op.rank(x) != 3 or auto_pad != "NOTSET":
         return None
     pads = pads or [0, 0]
@@ -90,7 +90,7 @@ def conv_1d(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads,
 
 @expansion("Conv", when=LOWERING)
 def conv_3d(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
-    """For each slice of the result, a picture that has the slices under the kernel as channels."""
+    """One 2-D convolution per output slice; the slices under the kernel become channels."""
     if op.rank(x) != 5 or auto_pad != "NOTSET" or op.static(x) is None or op.static(w) is None:
         return None
     pads, strides, dilations = pads or [0] * 6, strides or [1] * 3, dilations or [1] * 3
@@ -121,7 +121,7 @@ def conv_3d(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads,
 
 @expansion("Conv", when=LOWERING)
 def conv_per_image(op, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
-    """One convolution for each member of the batch, for runtimes that are wrong for several."""
+    """One convolution per example, for runtimes that are wrong for larger batches."""
     n = op.dims(x)[0]
     if not isinstance(n, int) or not 1 < n <= _MAX_CONVS or auto_pad != "NOTSET":
         return None
@@ -191,7 +191,7 @@ def conv_transpose_with_dynamic_pads(
     strides=None,
     node,
 ):
-    """The standard operator with pads that are an input, and have to be constant."""
+    """ConvTranspose with ``pads`` as an input, which must be constant."""
     given = op.constant(pads)
     if pads is not None and given is None:
         raise_unsupported(node, "the pads are computed at run time")
@@ -221,9 +221,9 @@ def col2im(
     pads: Sequence[int] | None,
     strides: Sequence[int] | None,
 ) -> ir.Value | None:
-    """Return a transposed convolution whose kernels hold a single one each."""
-    picture, window = op.constant(image), op.constant(block)
-    if picture is None or window is None:
+    """A transposed convolution whose kernels are one-hot: each column is added at its position."""
+    size, window = op.constant(image), op.constant(block)
+    if size is None or window is None:
         return None
     n = len(window)
     k = int(np.prod(window))
@@ -232,7 +232,7 @@ def col2im(
     if not isinstance(channels, int):
         return None
     channels //= k
-    out = [int(p) + pads[i] + pads[i + n] for i, p in enumerate(picture)]
+    out = [int(p) + pads[i] + pads[i + n] for i, p in enumerate(size)]
     reach = [(int(w) - 1) * d + 1 for w, d in zip(window, dilations, strict=True)]
     steps = [(o - r) // s + 1 for o, r, s in zip(out, reach, strides, strict=True)]
     spare = [o - (t - 1) * s - r for o, t, s, r in zip(out, steps, strides, reach, strict=True)]
@@ -271,7 +271,7 @@ def max_pool_by_slices(
     pads: list[int] | None,
     strides: list[int] | None,
 ) -> ir.Value | None:
-    """``y = Max(tap slices of x)``, padded with minus infinity."""
+    """``Max`` over shifted slices of ``x``, one per element of the window, padded with -inf."""
     if not can_decompose_max_pool(node, op.opset):
         return None
     win = window_geometry(kernel_shape, strides, dilations, pads)
@@ -279,7 +279,7 @@ def max_pool_by_slices(
 
 
 def can_decompose_max_pool(node: ir.Node, opset: int) -> bool:
-    """Return whether a MaxPool can be the largest of what its windows read, one slice per tap."""
+    """Return whether a MaxPool can be a Max over shifted slices, one per element of its window."""
     dtype = node.outputs[0].dtype
     options = S.attributes_of(node, opset)
     indices = node.outputs[1] if len(node.outputs) > 1 else None
@@ -292,7 +292,7 @@ def can_decompose_max_pool(node: ir.Node, opset: int) -> bool:
 def max_pool_rounded_up(
     op, x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, node
 ):
-    """Before opset 10 sizes are rounded down: pad behind by what rounding up adds."""
+    """Pad the end by what ``ceil_mode`` adds: before opset 10 sizes are always rounded down."""
     n = op.rank(x) - 2
     sizes, out = op.dims(x)[2:], op.dims(node.outputs[0])[2:]
     if not ceil_mode or auto_pad != "NOTSET" or len(node.outputs) > 1:
@@ -317,13 +317,13 @@ def max_pool_rounded_up(
 
 @expansion("GlobalAveragePool", when=LOWERING)
 def global_average_pool(op, x):
-    """The mean over all axes behind the channels."""
+    """The mean over all spatial axes."""
     return op.ReduceMean(x, list(range(2, op.rank(x))), keepdims=1)
 
 
 @expansion("GlobalMaxPool", when=LOWERING)
 def global_max_pool(op, x):
-    """The largest over all axes behind the channels."""
+    """The maximum over all spatial axes."""
     return op.ReduceMax(x, list(range(2, op.rank(x))), keepdims=1)
 
 
@@ -345,7 +345,7 @@ def nhwc_conv(
     strides=None,
     node,
 ):
-    """Convolution of images whose channels come last, plus ``z``, then an activation."""
+    """Convolution of channels-last images, plus ``z``, then an activation."""
     y = fused_conv(
         op,
         channels_first(op, x),
@@ -369,7 +369,7 @@ def nhwc_conv(
 def nhwc_max_pool(
     op, x, *, kernel_shape, auto_pad=None, ceil_mode=0, dilations=None, pads=None, strides=None
 ):
-    """Pooling of images whose channels come last."""
+    """MaxPool of channels-last images."""
     y = op.MaxPool(
         channels_first(op, x),
         kernel_shape=kernel_shape,
@@ -383,10 +383,10 @@ def nhwc_max_pool(
 
 
 def channels_first(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return [N, ..., C] as [N, C, ...]."""
+    """Transpose [N, ..., C] to [N, C, ...]."""
     return op.move_axis(x, -1, 1)
 
 
 def channels_last(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return [N, C, ...] as [N, ..., C]."""
+    """Transpose [N, C, ...] to [N, ..., C]."""
     return op.move_axis(x, 1, -1)

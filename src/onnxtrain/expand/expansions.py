@@ -1,7 +1,7 @@
 """Registry of operator expansions: one operator computed by others.
 
-An expansion is a function over the builder, registered for an operator and for the condition
-under which it replaces that operator::
+An expansion is a function over the builder, registered for an operator and for the condition under
+which it replaces that operator::
 
     @expansion("com.microsoft::BiasGelu", when=TRAINING)
     def bias_gelu(op, x, bias):

@@ -1,4 +1,4 @@
-"""Mixtures of experts in their dense form: every expert sees every token, few are counted."""
+"""Mixture of experts in dense form: every expert computes every token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def moe(
 ):
     """``sum_e p_e W2 act(W1 x)`` over the ``k`` experts with the largest probabilities."""
     if use_sparse_mixer:
-        raise_unsupported(node, "a sparse mixer")
+        raise_unsupported(node, "sparse mixers are not supported")
     layers = _ExpertWeights(w1, b1, w2, b2, w3, b3)
     act = _Activation(
         activation_type, activation_alpha, activation_beta, swiglu_fusion, swiglu_limit
@@ -80,14 +80,15 @@ def q_moe(
     accuracy_level=0,
     node,
 ):
-    """The same with quantised weights, which are constants and stay narrow.
+    """MoE with quantized weights, which are constant and stay packed.
 
-    The kernel for CPUs takes the softmax over the chosen experts only, whatever the attribute says,
-    unless there are weights for them.
+    Without ``router_weights`` the routing weights are normalized, whatever the attribute says: the
+    CPU kernel takes the softmax over the selected experts only.
     """
     if use_sparse_mixer or quant_type != "int" or weights_prepacked > 0:
         raise_unsupported(
-            node, "a sparse mixer, weights that are no integers, or packed for one device"
+            node,
+            "sparse mixers, non-integer weights and prepacked weights are not supported",
         )
 
     def layer(w: Any, s: Any, z: Any, bits: int | None) -> ir.Value | None:
@@ -137,7 +138,7 @@ def _mixture_of_experts(
 ) -> ir.Value:
     experts = op.dims(router)[-1]
     if not isinstance(experts, int):
-        raise_unsupported(node, "the number of experts is not known")
+        raise_unsupported(node, "the number of experts must be static")
     tokens = op.Reshape(x, op.vector([-1, op.size(x, -1)])) if op.rank(x) == 3 else x
     chosen = _top_k_routing(op, router, weights, k, experts, normalise)  # [T, E]
     inner = _linear(op, op.Unsqueeze(tokens, [0]), layers.w1, layers.b1)  # [E, T, I]
@@ -157,7 +158,7 @@ def _mixture_of_experts(
 def _top_k_routing(
     op: OpBuilder, router: ir.Value, weights: ir.Value | None, k: int, experts: int, normalise: int
 ) -> ir.Value:
-    """Return the share of each expert, zero for all but the ``k`` best of each token."""
+    """Return the routing weights, zero except for the ``k`` best experts of each token."""
     _, best = op.TopK(router, op.const([k]), axis=-1, _outputs=2)
     hot = op.OneHot(best, op.const(experts), op.const([0.0, 1.0]), axis=-1)
     mask = op.cast(op.ReduceSum(hot, [1], keepdims=0), router.dtype)
@@ -177,7 +178,7 @@ def _linear(op: OpBuilder, x: ir.Value, w: ir.Value, b: ir.Value | None) -> ir.V
 def _swiglu(
     op: OpBuilder, inner: ir.Value, tokens: ir.Value, layers: _ExpertWeights, act: _Activation
 ) -> ir.Value:
-    if act.fusion == 1:  # g and l alternate
+    if act.fusion == 1:  # gate and linear part alternate
         pairs = op.Reshape(inner, [0, 0, -1, 2])
         g, l = (op.Gather(pairs, op.const(i), axis=3) for i in (0, 1))  # noqa: E741
     elif act.fusion == 2:

@@ -1,4 +1,7 @@
-"""Fourier transforms."""
+"""Fourier transforms and complex arithmetic.
+
+DFT becomes a matmul with a constant matrix of cosines and sines; STFT and Rfft become DFT.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def dft(
     inverse: int,
     onesided: int,
 ) -> ir.Value | None:
-    """Return a product with the cosines and sines of the transform."""
+    """A matmul with the cosines and sines of the transform."""
     rank = op.rank(x)
     where = op.constant(axis) if axis is not None else np.asarray(-2)
     if where is None:
@@ -56,7 +59,7 @@ def dft(
 @expansion("STFT", when=TRAINING)
 @expansion("STFT", when=LOWERING)
 def stft(op, signal, frame_step, window=None, frame_length=None, *, onesided=1):
-    """Cut the signal into frames, weigh them with the window, transform each."""
+    """Gather overlapping frames, multiply by the window, transform each by DFT."""
     step = op.Cast(op.Reshape(frame_step, op.const([])), to=ir.DataType.INT64)
     if frame_length is not None:
         length = op.Cast(op.Reshape(frame_length, op.const([])), to=ir.DataType.INT64)
@@ -80,25 +83,25 @@ def stft(op, signal, frame_step, window=None, frame_length=None, *, onesided=1):
 
 @expansion("com.microsoft::Rfft", when=TRAINING)
 def rfft(op, x, *, signal_ndim=1, normalized=0, onesided=1, node):
-    """The transform of the last axis by the standard's DFT; the other half is redundant."""
+    """The one-sided DFT of the last axis."""
     if signal_ndim != 1 or normalized or not onesided:
-        raise_unsupported(node, "only one-sided transforms of one axis, not normalised")
+        raise_unsupported(node, "only one-sided, unnormalized transforms of one axis are supported")
     rank = op.rank(x)
     return op.DFT(op.Unsqueeze(x, [-1]), None, op.const(rank - 1), onesided=1)
 
 
 @expansion("com.microsoft::Irfft", when=TRAINING)
 def irfft(op, x, *, signal_ndim, normalized=0, onesided=1, node):
-    """The inverse of Rfft: of half a spectrum, of which the rest is the mirror image.
+    """The inverse DFT of the half spectrum, completed by its conjugate mirror image.
 
-    The imaginary parts at both ends do not count.
+    The imaginary parts at both ends are ignored.
     """
     if signal_ndim != 1 or normalized or not onesided:
-        raise_unsupported(node, "only one-sided transforms of one axis, not normalised")
+        raise_unsupported(node, "only one-sided, unnormalized transforms of one axis are supported")
     axis = op.rank(x) - 2
     half = op.dims(x)[axis]
     if not isinstance(half, int):
-        raise_unsupported(node, "the length of the signal is not known")
+        raise_unsupported(node, "the length of the signal must be static")
     inner = op.Slice(x, [1], [half - 1], [axis])
     mirrored = op.Slice(inner, [-1], [-(half - 1)], [axis], [-1])
     conjugate = op.Mul(mirrored, op.const([1.0, -1.0], x.dtype))
@@ -111,13 +114,13 @@ def irfft(op, x, *, signal_ndim, normalized=0, onesided=1, node):
 
 @expansion("com.microsoft::ComplexMul", when=TRAINING)
 def complex_mul(op, a, b):
-    """Products of complex numbers ``[..., 2]``."""
+    """The product of complex numbers ``[..., 2]``."""
     return _complex_product(op, a, b, conjugate=False)
 
 
 @expansion("com.microsoft::ComplexMulConj", when=TRAINING)
 def complex_mul_conj(op, a, b):
-    """Products with the conjugates of the second."""
+    """The product with the conjugate of ``b``."""
     return _complex_product(op, a, b, conjugate=True)
 
 

@@ -1,10 +1,12 @@
-"""GroupQueryAttention: attention with shared keys, rotation and a cache inside.
+"""GroupQueryAttention (shared keys and values, rotation, a cache) and SparseAttention.
 
-Sequences are padded on the right: sequence ``b`` has ``seqlens_k[b] + 1`` tokens, those of the
-cache among them. In a prompt (as many new tokens as tokens in all) the cache is empty, or a buffer
-whose contents do not count; else new tokens stand behind ``seqlens_k[b] + 1 - S`` of it.
+Sequences are padded on the right: sequence ``b`` has ``seqlens_k[b] + 1`` tokens, those in the
+cache included. In a prompt (as many new tokens as tokens in all) the cache is empty, or a buffer
+whose contents are ignored. Otherwise new tokens follow the first ``seqlens_k[b] + 1 - S`` of the
+cache.
 
-SparseAttention: causal attention in which a table tells the blocks of keys that a block sees.
+SparseAttention is causal attention in which a table lists the key blocks that a query block
+attends to.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from onnxtrain.graph.nodes import is_op
 
 _INT64 = ir.DataType.INT64
 _MASKED_POSITION = 2**31 - 1
-"""Stands for the position of what no query may see."""
+"""The position of padding: later than every query."""
 
 
 @expansion("com.microsoft::GroupQueryAttention", when=TRAINING)
@@ -90,7 +92,9 @@ def group_query_attention(
     present = (k, v) if empty else _requested_present(op, at, past, k, v, node)
     if not empty and attention_bias is not None:  # its last axis is the order of the cache
         if sliding_window_cache:
-            raise_unsupported(node, "a bias together with a cache that forgets")
+            raise_unsupported(
+                node, "attention_bias together with a sliding-window cache is not supported"
+            )
         present = present or _present(op, at, past, k, v)
         k, v = present
         columns = op.Unsqueeze(op.iota(op.size(k, 2)), [0])
@@ -131,14 +135,14 @@ def _heads(
 ) -> tuple[list[ir.Value], ir.Value]:
     """Return queries and keys, and values, of [B, heads, S, size].
 
-    What is packed stays together as long as queries and keys are treated ``alike``.
+    Packed queries and keys stay in one tensor if they are treated ``alike``.
     """
     if key is not None and value is not None:
         return [split_heads(op, query, counts[0]), split_heads(op, key, counts[1])], split_heads(
             op, value, counts[2]
         )
     if not isinstance(op.dims(query)[-1], int):
-        raise_unsupported(node, "the width of the packed query, key and value is not known")
+        raise_unsupported(node, "the width of the packed query, key and value must be static")
     sizes = [counts[0] + counts[1], counts[2]] if alike else counts
     *parts, v = op.Split(split_heads(op, query, sum(counts)), sizes, axis=1, _outputs=len(sizes))
     return parts, v
@@ -147,12 +151,12 @@ def _heads(
 def _check(node: ir.Node, k_type, v_type, k_scale, v_scale) -> None:
     kinds = {t.decode() if isinstance(t, bytes) else t for t in (k_type, v_type)}
     if kinds != {"NONE"} or k_scale is not None or v_scale is not None:
-        raise_unsupported(node, "a quantised cache cannot be trained through")
+        raise_unsupported(node, "training through a quantized cache is not supported")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Evicted:
-    """How many of the first positions a cache has dropped, [B, 1]: when it came, and afterwards."""
+    """How many leading positions a cache has evicted, [B, 1]: before and after this step."""
 
     before: ir.Value
     after: ir.Value
@@ -160,16 +164,16 @@ class _Evicted:
 
 @dataclasses.dataclass(frozen=True)
 class _Positions:
-    """Where queries and keys stand; keys are those of the cache, then the new ones."""
+    """Positions of queries, and of keys: those of the cache, then the new ones."""
 
-    lengths: ir.Value  # [B]: real tokens of each sequence, with those of the cache
-    before: ir.Value | None  # [B, 1]: real tokens in the cache; None: it is empty
-    prompt: ir.Value | None  # whether the cache does not count; None: it is empty
+    lengths: ir.Value  # [B]: tokens of each sequence, those in the cache included
+    before: ir.Value | None  # [B, 1]: tokens in the cache; None: it is empty
+    prompt: ir.Value | None  # whether the cache is ignored; None: it is empty
     queries: ir.Value  # [B or 1, S]
-    keys: ir.Value  # [B or 1, P + S]; padding is far behind everything, if `real` does not tell it
+    keys: ir.Value  # [B or 1, P + S]; padding is at _MASKED_POSITION, unless `real` masks it
     rows: ir.Value  # the queries as [B, 1, S, 1] or [S, 1]
-    real: ir.Value | None = None  # [B, 1, 1, S]: whether a key is none of the padding
-    forgotten: _Evicted | None = None  # of a cache that is as long as the window
+    real: ir.Value | None = None  # [B, 1, 1, S]: whether a key is not padding
+    forgotten: _Evicted | None = None  # of a sliding-window cache
 
 
 def _positions(
@@ -206,7 +210,7 @@ def _positions(
 
 
 def _lengths_from_last(op: OpBuilder, lasts: ir.Value) -> ir.Value:
-    """Return lengths by the places of last tokens, which files compute as lengths less one."""
+    """Return lengths from last positions; undoes a ``Sub(lengths, 1)`` in the file."""
     lasts = _as_int64(op, lasts)
     minus = lasts.producer()
     if minus is not None and is_op(minus, "Sub") and minus.inputs[0] is not None:
@@ -217,19 +221,19 @@ def _lengths_from_last(op: OpBuilder, lasts: ir.Value) -> ir.Value:
 
 
 def _as_int64(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return counts of tokens in 64 bits: those that a file has shortened, as they were."""
+    """Return token counts as int64; skips a Cast from int64 in the file."""
     cast = x.producer()
     source = None if cast is None or not is_op(cast, "Cast") else cast.inputs[0]
     return source if source is not None and source.dtype == _INT64 else op.cast(x, _INT64)
 
 
 def _mask_padding(op: OpBuilder, positions: ir.Value, ends: ir.Value) -> ir.Value:
-    """Return positions, [B, keys], where those that are not before the end are far away."""
+    """Return positions [B, keys] with those at or after the end set to _MASKED_POSITION."""
     return op.Where(op.Less(positions, ends), positions, _MASKED_POSITION)
 
 
 def _evicted_count(op: OpBuilder, count: ir.Value, capacity: ir.Value, window: int) -> ir.Value:
-    """Return how many of ``count`` tokens a cache has dropped; it drops several at a time."""
+    """Return how many of ``count`` tokens a cache has evicted; it evicts several at a time."""
     at_once = op.Add(op.Sub(capacity, window), 1)
     over = op.Max(op.Sub(count, capacity), 0)
     times = op.Div(op.Sub(op.Add(over, at_once), 1), at_once)
@@ -239,9 +243,9 @@ def _evicted_count(op: OpBuilder, count: ir.Value, capacity: ir.Value, window: i
 def _rotary_rows(
     op: OpBuilder, at: _Positions, position_ids: ir.Value | None, empty: bool
 ) -> ir.Value:
-    """Return the row of the tables for each new token.
+    """Return the row of the cos/sin cache for each new token.
 
-    The first of the given positions counts in a prompt, all of them behind a cache.
+    In a prompt only the first of ``position_ids`` counts, behind a cache all of them.
     """
     if position_ids is None:
         return at.queries
@@ -255,7 +259,7 @@ def _rotary_rows(
 def _attention_mask(
     op: OpBuilder, at: _Positions, columns: ir.Value, causal: int, window: int
 ) -> tuple[list[ir.Value], bool]:
-    """Return conditions that are one on [B, 1, S, keys], and whether every query has a key."""
+    """Return the masks on [B, 1, S, keys], and whether every query has a key."""
     keys = op.Unsqueeze(columns, [1, 2]) if at.real is None else columns
     real = [] if at.real is None else [at.real]
     if not causal:
@@ -283,14 +287,14 @@ def _requested_present(
 def _present(
     op: OpBuilder, at: _Positions, past: tuple[ir.Value, ir.Value], k: ir.Value, v: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Return the caches with new tokens where they belong, also in shorter sequences."""
+    """Return the caches with each sequence's new tokens behind its old ones."""
     assert at.before is not None
     old, new = op.size(past[0], 2), op.size(k, 2)
     if at.forgotten is not None:
         slot = op.Add(op.Unsqueeze(op.iota(old), [0]), at.forgotten.after)
         kept = op.Sub(slot, at.forgotten.before)
     else:
-        # A cache is as long as the longest sequence, or as the buffer it came in.
+        # A cache is as long as the longest sequence, or as its input buffer.
         longest = op.ReduceMax(op.Add(at.before, op.vector([new])), keepdims=0)
         length = op.Max(op.Reshape(longest, [1]), op.vector([old]))
         slot = kept = op.Unsqueeze(op.iota(length), [0])
@@ -305,7 +309,7 @@ def _present(
     def joined(cache: ir.Value, fresh: ir.Value) -> ir.Value:
         moved = op.GatherND(concat_past(op, cache, fresh), source, batch_dims=2)
         dims = op.dims(moved)
-        moved = op.Where(real, moved, 0.0)  # slots behind the end of a sequence are empty
+        moved = op.Where(real, moved, 0.0)  # slots after the end of a sequence are zero
         S.set_dims(moved, [*op.dims(fresh)[:2], dims[2], op.dims(fresh)[3]])
         return moved
 
@@ -335,7 +339,7 @@ def sparse_attention(
     rotary_interleaved=0,
     node,
 ):
-    """GroupQueryAttention with a bias that hides blocks; head ``h`` has layout ``h % layouts``."""
+    """GroupQueryAttention with a bias that masks blocks; head ``h`` has layout ``h % layouts``."""
     layouts = _block_layouts(op, block_row_indices, block_col_indices, node)
     lengths = op.Reshape(op.cast(key_lengths, ir.DataType.INT64), [-1])
     queries, keys = _token_positions(op, query, past_key, total, lengths)
@@ -364,10 +368,10 @@ def sparse_attention(
 def _block_layouts(
     op: OpBuilder, firsts: ir.Value | None, columns: ir.Value | None, node: ir.Node
 ) -> np.ndarray:
-    """Return which block of keys a block of queries sees, [layouts, blocks, blocks]."""
+    """Return which key blocks each query block attends to, [layouts, blocks, blocks]."""
     starts, places = op.constant(firsts), op.constant(columns)
     if starts is None or places is None:
-        raise_unsupported(node, "its blocks are told by tables that are no constants of the file")
+        raise_unsupported(node, "block_row_indices and block_col_indices must be constant")
     count = starts.shape[1] - 1
     seen = np.zeros((len(starts), count, count), bool)
     for layout, (ends, row) in enumerate(zip(starts, places, strict=True)):
@@ -375,7 +379,7 @@ def _block_layouts(
             blocks = row[ends[i] : ends[i + 1]]
             if i not in blocks or blocks.min() < 0 or blocks.max() > i:
                 raise_unsupported(
-                    node, f"block {i} of queries does not see itself, or sees what comes later"
+                    node, f"query block {i} does not attend to itself, or attends to later blocks"
                 )
             seen[layout, i, blocks] = True
     return seen

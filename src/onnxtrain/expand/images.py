@@ -1,4 +1,8 @@
-"""Resize, Pad and crops."""
+"""Resize, Pad, GridSample and crops.
+
+For lowering, Resize by an integer factor becomes repetition, any other Resize a matmul with a
+constant matrix, and Pad a concatenation of slices.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ from onnxtrain.graph.windows import repeat_nearest
 expansion("Resize", when=on_target(lacks="Resize.bfloat16"))(repeat_nearest)
 
 
-_MAX_MATRIX_ELEMENTS = 1 << 22  # elements of a matrix
+_MAX_MATRIX_ELEMENTS = 1 << 22
 
 
 @expansion("Resize", when=LOWERING)
 def nearest_by_repetition(op, x, roi=None, scales=None, sizes=None, *, node, mode):
-    """[..., H, ...] -> [..., H, 1, ...], the same beside it, [..., H k, ...]."""
+    """Repeat each element: [..., H, ...] -> [..., H, k, ...] -> [..., H * k, ...]."""
     factors = constant_scales(node)
     if mode != "nearest" or factors is None or not _reads_whole_cells(op, node, factors):
         return None
@@ -40,7 +44,7 @@ def nearest_by_repetition(op, x, roi=None, scales=None, sizes=None, *, node, mod
 
 
 def _infer_one_dim(sizes: list) -> list:
-    """Let -1 stand for a single computed size."""
+    """Replace the only computed size by -1, which Reshape infers."""
     computed = [i for i, s in enumerate(sizes) if not isinstance(s, int)]
     if len(computed) == 1 and -1 not in sizes:
         sizes[computed[0]] = -1
@@ -64,7 +68,7 @@ def _reads_whole_cells(op: OpBuilder, node: ir.Node, factors: list[float]) -> bo
 
 @expansion("Resize", when=LOWERING)
 def resize_by_matmul(op, x, roi=None, scales=None, sizes=None, *, node):
-    """Along each axis that changes, a product with the Resize of an identity matrix."""
+    """Multiply each resized axis by a matrix: the Resize of an identity matrix."""
     rank = op.rank(x)
     before, after = op.dims(x), op.dims(node.outputs[0])
     given = node.attributes.get("axes")
@@ -116,7 +120,7 @@ _COPIED_ATTRIBUTES = (
 
 
 def _resize_matrix(node: ir.Node, n: int, m: int, factor: float | None) -> np.ndarray:
-    """Return the matrix [m, n] that one axis is multiplied with."""
+    """Return the matrix [m, n] that resizes one axis, from the reference evaluator."""
     kept = [a for name, a in node.attributes.items() if name in _COPIED_ATTRIBUTES]
     names = ["x", "", "scales"] if factor is not None else ["x", "", "", "sizes"]
     proto = onnx.NodeProto(op_type="Resize", input=names, output=["y"])
@@ -139,9 +143,9 @@ def _resize_matrix(node: ir.Node, n: int, m: int, factor: float | None) -> np.nd
 
 
 def constant_scales(node: ir.Node) -> list[float] | None:
-    """Return the factor of every axis of a Resize, ``None`` if they are computed.
+    """Return the scale of every axis of a Resize, ``None`` if they are not constant.
 
-    Sizes count as factors where the ratio is a whole number, or one that float32 restores.
+    Constant sizes count as scales if a float32 scale reproduces the size exactly.
     """
     x = node.inputs[0]
     assert x is not None
@@ -175,7 +179,7 @@ def constant_scales(node: ir.Node) -> list[float] | None:
 
 @expansion("Pad", when=LOWERING)
 def pad(op, x, pads, value=None, axes=None, *, mode):
-    """Axis after axis: what is cut off, then what is added in front and behind."""
+    """Pad axis by axis: slice off negative pads, then concatenate the positive ones."""
     amounts = op.constant(pads)
     chosen = op.axes(axes, op.rank(x)) if axes is not None else list(range(op.rank(x)))
     filler = op.constant(value) if value is not None else np.zeros(())
@@ -233,7 +237,7 @@ def _slice_at(op: OpBuilder, x: ir.Value, axis: int, i: int) -> ir.Value:
 
 
 def _constant_slices(op: OpBuilder, x: ir.Value, axis: int, count: int, filler) -> ir.Value | None:
-    """Return ``count`` slices of one value."""
+    """Return ``count`` slices filled with one value."""
     assert x.dtype is not None
     dims: list[Any] = list(op.dims(x))
     dims[axis] = count
@@ -247,14 +251,14 @@ def _constant_slices(op: OpBuilder, x: ir.Value, axis: int, count: int, filler) 
 
 @expansion("com.microsoft::Pad", when=TRAINING)
 def contrib_pad(op, x, pads, value=None, *, mode="constant"):
-    """The standard operator of the same name; pads may be [1, n]."""
+    """The standard operator of the same name; ``pads`` may be [1, n]."""
     filler = None if value is None else op.Reshape(value, op.const([]))
     return op.Pad(x, op.Reshape(pads, [-1]), filler, mode=mode)
 
 
 @expansion("com.microsoft::GridSample", when=TRAINING)
 def grid_sample(op, x, grid, *, align_corners=0, mode="bilinear", padding_mode="zeros"):
-    """The standard operator of the same name, whose modes have other names since opset 20."""
+    """The standard operator of the same name, whose modes were renamed in opset 20."""
     names = {"bilinear": "linear", "bicubic": "cubic"}
     return op.GridSample(
         x, grid, align_corners=align_corners, mode=names.get(mode, mode), padding_mode=padding_mode
@@ -265,13 +269,13 @@ def grid_sample(op, x, grid, *, align_corners=0, mode="bilinear", padding_mode="
 def crop_and_resize(
     op, x, rois, batch_indices, crop_size, *, mode="bilinear", extrapolation_value=0.0, node
 ):
-    """Pixels between the corners of boxes ``(y1, x1, y2, x2)``, which are shares of the image.
+    """GridSample of boxes ``(y1, x1, y2, x2)``, in fractions of the image, with aligned corners.
 
-    Corners fall on pixels; where a box leaves the image its pixels are ``extrapolation_value``.
+    Pixels outside of the image are ``extrapolation_value``.
     """
     sizes = op.constant(crop_size)
     if sizes is None:
-        raise_unsupported(node, "the size of the crops has to be constant")
+        raise_unsupported(node, "crop_size must be constant")
     kind = mode.decode() if isinstance(mode, bytes) else mode
     height, width = (int(n) for n in sizes)
     tops, lefts, bottoms, rights = op.Split(rois, axis=1, num_outputs=4, _outputs=4)  # [R, 1]
@@ -286,9 +290,9 @@ def crop_and_resize(
         axis=3,
     )
     images = op.Gather(x, batch_indices, axis=0)
-    # Not aligned by corners: an image of one row would divide by zero.
-    way = "nearest" if kind == "nearest" else "linear"
-    y = op.GridSample(images, grid, mode=way, padding_mode="border", align_corners=0)
+    # Without align_corners: GridSample would divide by zero for an image of one row.
+    sampling = "nearest" if kind == "nearest" else "linear"
+    y = op.GridSample(images, grid, mode=sampling, padding_mode="border", align_corners=0)
     inside = op.And(op.Unsqueeze(above, [1, 3]), op.Unsqueeze(beside, [1, 2]))
     return op.Where(inside, y, op.const(extrapolation_value, x.dtype))
 
@@ -296,10 +300,10 @@ def crop_and_resize(
 def _sample_positions(
     op: OpBuilder, start: ir.Value, end: ir.Value, size: ir.Value, count: int, kind: str
 ) -> tuple[ir.Value, ir.Value]:
-    """Return where pixels are read, from -1 to 1, and whether the image has them; [R, count]."""
+    """Return sampling positions in [-1, 1], and whether they are inside the image; [R, count]."""
     last = op.Sub(size, 1.0)
     if count > 1:
-        # In the order of the kernel: rounding decides whether the last pixel is inside.
+        # Same order as the kernel: rounding decides whether the last pixel is inside.
         step = op.Div(op.Mul(op.Sub(end, start), last), float(count - 1))
         steps = op.const([float(i) for i in range(count)], start.dtype)
         at = op.Add(op.Mul(start, last), op.Mul(steps, step))
@@ -307,13 +311,13 @@ def _sample_positions(
         at = op.Mul(op.Mul(op.Add(start, end), 0.5), last)
     inside = op.And(op.GreaterOrEqual(at, 0.0), op.LessOrEqual(at, last))
     if kind == "nearest":
-        at = op.Floor(op.Add(at, 0.5))  # halves go up, as in the kernel
+        at = op.Floor(op.Add(at, 0.5))  # halves round up, as in the kernel
     return op.Sub(op.Div(op.Add(op.Mul(at, 2.0), 1.0), size), 1.0), inside
 
 
 @expansion("com.microsoft::ImageScaler", when=TRAINING)
 def image_scaler(op, x, *, bias=None, scale=1.0):
-    """``scale * x`` plus a number per channel."""
+    """``scale * x`` plus a bias per channel."""
     y = op.Mul(x, scale)
     if not bias:
         return y
@@ -322,7 +326,7 @@ def image_scaler(op, x, *, bias=None, scale=1.0):
 
 @expansion("com.microsoft::Crop", when=TRAINING)
 def crop(op, x, *, border=None, scale=None):
-    """A part of each image: ``border`` is left, top, right, bottom; ``scale`` height and width."""
+    """Slice each image: ``border`` is left, top, right, bottom; ``scale`` is height and width."""
     left, top, right, bottom = border or [0, 0, 0, 0]
     if scale:
         ends = [top + scale[0], left + scale[1]]

@@ -1,4 +1,4 @@
-"""Gather, Scatter and TopK."""
+"""Gather, Scatter, TensorScatter and TopK by computed positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INT64 = ir.DataType.INT64
 
 @expansion("GatherElements", when=LOWERING)
 def gather_elements(op, x, indices, *, axis):
-    """Positions in the flat tensor, gathered."""
+    """Gather at flat positions."""
     shape, out = op.static(x), op.static(indices)
     if shape is None or out is None:
         return None
@@ -29,7 +29,7 @@ def gather_elements(op, x, indices, *, axis):
 
 @expansion("GatherND", when=LOWERING)
 def gather_nd(op, x, indices, *, batch_dims):
-    """Positions among the rows that the indices address, gathered."""
+    """Gather at flat positions among the rows that the indices address."""
     shape = op.dims(x)
     depth = op.dims(indices)[-1]
     if not isinstance(depth, int):
@@ -65,17 +65,15 @@ def contrib_gather_nd(op, data, indices):
 
 @expansion("com.microsoft::TorchEmbedding", when=TRAINING)
 def torch_embedding(op, weight, indices, padding_idx=None, scale_grad_by_freq=None, *, node):
-    """Rows of a table."""
+    """Gather rows of the table."""
     if padding_idx is not None or scale_grad_by_freq is not None:
-        raise_unsupported(
-            node, "a row without a gradient and gradients by frequency are not expressed"
-        )
+        raise_unsupported(node, "padding_idx and scale_grad_by_freq are not supported")
     return op.Gather(weight, indices, axis=0)
 
 
 @expansion("ai.onnx.ml::ArrayFeatureExtractor", when=TRAINING)
 def array_feature_extractor(op, x, at):
-    """Gather along the last axis; a vector gives a row."""
+    """Gather along the last axis; a vector becomes a row."""
     flat = op.Reshape(at, op.const([-1]))
     columns = op.Gather(x, flat, axis=op.rank(x) - 1)
     return columns if op.rank(x) > 1 else op.Unsqueeze(columns, [0])
@@ -94,13 +92,13 @@ def word_conv_embedding(
     char_embedding_size=None,
     node,
 ):
-    """The largest of ``tanh(conv(letters))`` over the windows of each word; 0 ends a word.
+    """The maximum of ``tanh(conv(letters))`` over the windows of each word; 0 ends a word.
 
-    Words without letters, for which the kernel writes nothing, are zeros.
+    Empty words give zeros.
     """
     width = op.dims(weight)[2]
     if not isinstance(width, int):
-        raise_unsupported(node, "the width of its windows is not known")
+        raise_unsupported(node, "the window width must be static")
     letters = op.Unsqueeze(op.Gather(table, words, axis=0), [1])  # [words, 1, length, size]
     heights = op.Tanh(op.Squeeze(op.Conv(letters, weight, bias), [3]))  # [words, filters, windows]
     real = op.Cast(op.Greater(words, op.const(0, words.dtype)), to=_INT64)
@@ -114,7 +112,7 @@ def word_conv_embedding(
 
 @expansion("ScatterElements", when=LOWERING)
 def scatter_elements(op, x, indices, updates, *, axis, reduction):
-    """Onto flat positions, by :func:`_scatter_rows`."""
+    """Scatter to flat positions by :func:`_scatter_rows`."""
     shape, at = op.static(x), op.static(indices)
     if shape is None or at is None:
         return None
@@ -132,7 +130,7 @@ def scatter_elements(op, x, indices, updates, *, axis, reduction):
 
 @expansion("ScatterND", when=LOWERING)
 def scatter_nd(op, x, indices, updates, *, reduction):
-    """Onto the rows that the indices address, by :func:`_scatter_rows`."""
+    """Scatter to the rows that the indices address by :func:`_scatter_rows`."""
     shape, at = op.static(x), op.static(indices)
     if shape is None or at is None:
         return None
@@ -162,10 +160,10 @@ _MAX_SCATTER_ELEMENTS = 1 << 22
 def _scatter_rows(
     op: OpBuilder, x: ir.Value, rows: ir.Value, updates: ir.Value, reduction: str
 ) -> ir.Value | None:
-    """Write [M, W] updates to rows of [N, W]: compare every row with every update.
+    """Write [M, W] updates to rows of [N, W], by comparing every row with every update.
 
-    ``add`` is a product with the 0/1 matrix [N, M]; without a reduction, the last update of a row
-    is gathered; ``max`` and ``min`` look at all [N, M, W] pairs.
+    ``add`` multiplies by the 0/1 matrix [N, M]; ``none`` gathers the last update of each row;
+    ``max`` and ``min`` reduce all [N, M, W] pairs.
     """
     (n, width), m = op.dims(x), op.dims(updates)[0]
     if not isinstance(n, int) or not isinstance(m, int) or not isinstance(width, int):
@@ -180,12 +178,12 @@ def _scatter_rows(
             return None
         return op.Add(x, op.MatMul(op.Cast(hit, to=dtype), updates))
     if reduction == "none":
-        # 1 + the number of the last update of each row, 0 if there is none.
+        # 1 + the index of the last update of each row, 0 without one.
         float32 = ir.DataType.FLOAT
         number = op.Mul(op.Cast(hit, to=float32), op.const(np.arange(1.0, m + 1)[None], float32))
         padded = op.Concat(op.const(np.zeros((n, 1)), float32), number, axis=1)
         last = op.ArgMax(padded, axis=1, keepdims=1)
-        # Row i of x, or update j: positions in one table [N + M, W].
+        # Row i of x or update j, as a position in one table [N + M, W].
         table = op.Concat(x, updates, axis=0)
         own = np.arange(n).reshape(n, 1)
         index = op.Where(op.Greater(last, 0), op.Add(last, n - 1), op.const(own))
@@ -203,7 +201,7 @@ def _scatter_rows(
 
 @expansion("TensorScatter", when=TRAINING)
 def tensor_scatter(op, past_cache, update, write_indices=None, *, axis=-2, mode="linear"):
-    """ScatterElements at the written positions."""
+    """ScatterElements at the write positions."""
     where = write_positions(op, past_cache, update, write_indices, axis, mode)
     return op.ScatterElements(past_cache, where, update, axis=axis)
 
@@ -216,7 +214,7 @@ def write_positions(
     axis: int,
     mode: str,
 ) -> ir.Value:
-    """Give, in the shape of ``update``, the position along ``axis`` that each element goes to."""
+    """Return the position along ``axis`` of each element of ``update``."""
     rank = op.rank(cache)
     axis %= rank
     line = op.reshape(op.iota(op.size(update, axis)), [-1] + [1] * (rank - 1 - axis))
@@ -236,7 +234,7 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _wrap_negative(op: OpBuilder, indices: ir.Value, size: int) -> ir.Value:
-    """Count negative positions from the end."""
+    """Return indices with ``size`` added to negative ones."""
     index = op.cast(indices, _INT64)
     array = op.constant(index)
     if array is not None:
@@ -245,17 +243,17 @@ def _wrap_negative(op: OpBuilder, indices: ir.Value, size: int) -> ir.Value:
     return op.Add(index, op.Mul(below, size))
 
 
-_MAX_TOP_K = 64  # elements that are looked for one by one
+_MAX_TOP_K = 64  # elements; each takes one ArgMax
 
 
-_MAX_TOP_K_WIDTH = 1024  # the table of what is taken out has the square of this
+_MAX_TOP_K_WIDTH = 1024  # the mask table has the square of this
 
 
 @expansion("TopK", when=LOWERING)
 def top_k(op, x, k, *, axis, largest, sorted):
-    """``k`` times the place of the largest, which then goes down to minus infinity.
+    """``k`` times: ArgMax, then add -inf at that position.
 
-    Of equal elements the first comes first, as TopK has it. Not for elements that may be infinite.
+    Equal elements keep their order, as in TopK. Not for elements that may be infinite.
     """
     count, last = op.constant(k), op.rank(x) - 1
     n = op.dims(x)[axis % op.rank(x)]
@@ -266,14 +264,14 @@ def top_k(op, x, k, *, axis, largest, sorted):
         return None
     left = op.move_axis(x if largest else op.Neg(x), axis % op.rank(x), last)
     out = op.const(np.where(np.eye(n, dtype=bool), -np.inf, 0.0), x.dtype)
-    values, places = [], []
+    values, positions = [], []
     for i in range(count):
-        place = op.ArgMax(left, axis=last, keepdims=0)
+        position = op.ArgMax(left, axis=last, keepdims=0)
         values.append(op.ReduceMax(left, [last], keepdims=1))
-        places.append(op.Unsqueeze(place, [last]))
+        positions.append(op.Unsqueeze(position, [last]))
         if i + 1 < count:
-            left = op.Add(left, op.Gather(out, place, axis=0))
+            left = op.Add(left, op.Gather(out, position, axis=0))
     value = op.Concat(*values, axis=last) if count > 1 else values[0]
-    where = op.Concat(*places, axis=last) if count > 1 else places[0]
+    where = op.Concat(*positions, axis=last) if count > 1 else positions[0]
     back = [op.move_axis(v, last, axis % op.rank(x)) for v in (value, where)]
     return (back[0] if largest else op.Neg(back[0])), back[1]

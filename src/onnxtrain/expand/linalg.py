@@ -1,4 +1,4 @@
-"""Matmul, arithmetic, reductions."""
+"""Matmul, Einsum, determinants and inverses, arithmetic, reductions and running sums."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fused_gemm(
 def fused_matmul(op, a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0):
     """``alpha * A @ B`` with transposed operands.
 
-    ``transBatch`` says that the first axis of the matrix stands in front of the batch axes.
+    With ``transBatch`` the first axis of the matrix precedes the batch axes.
     """
 
     def turned(x, transpose, batch):
@@ -114,7 +114,7 @@ def gemm_fast_gelu(op, x, w, bias=None):
 
 @expansion("MatMul", when=LOWERING)
 def integer_matmul(op, a, b):
-    """In double precision, which has integers of 53 bits."""
+    """Multiply in float64, which is exact for integers of up to 53 bits."""
     if a.dtype.is_floating_point() or a.dtype in (ir.DataType.INT64, ir.DataType.UINT64):
         return None
     return op.Cast(op.MatMul(op.Cast(a, to=_DOUBLE), op.Cast(b, to=_DOUBLE)), to=a.dtype)
@@ -122,7 +122,7 @@ def integer_matmul(op, a, b):
 
 @expansion("Einsum", when=LOWERING)
 def einsum(op, *operands, equation):
-    """Two operands at a time: batch letters first, then one product of matrices."""
+    """Contract two operands at a time: batch letters first, then one MatMul."""
     eq = expand_equation(equation, [op.rank(x) for x in operands])
     if eq is None or any(len(set(t)) != len(t) for t in eq.terms):
         return None
@@ -139,7 +139,7 @@ def einsum(op, *operands, equation):
 
 
 def _sizes_agree(op: OpBuilder, terms, operands) -> bool:
-    """Return whether no letter broadcasts: its size is the same everywhere."""
+    """Return whether every letter has the same size in all operands, so that none broadcasts."""
     sizes: dict[str, set] = {}
     for term, x in zip(terms, operands, strict=True):
         for letter, d in zip(term, op.dims(x), strict=True):
@@ -148,7 +148,7 @@ def _sizes_agree(op: OpBuilder, terms, operands) -> bool:
 
 
 def _sum_unused(op: OpBuilder, x: ir.Value, term: str, kept: set[str]) -> tuple[ir.Value, str]:
-    """Sum over the letters that nobody asks for."""
+    """Sum over the letters that neither the output nor another operand has."""
     axes = [i for i, c in enumerate(term) if c not in kept]
     if not axes:
         return x, term
@@ -165,7 +165,7 @@ def _contract_pair(op: OpBuilder, a, left: str, b, right: str, later: set[str]):
     size = {c: op.size(a, i) for i, c in enumerate(left)}
     size |= {c: op.size(b, i) for i, c in enumerate(right) if c not in size}
     if not inner:
-        # An outer product: multiply with room for the other's letters.
+        # An outer product: unsqueeze the letters of the other operand and multiply.
         order = [*batch, *rows, *columns]
         return op.Mul(
             _broadcast_term(op, a, left, order), _broadcast_term(op, b, right, order)
@@ -188,7 +188,7 @@ def _broadcast_term(op: OpBuilder, x: ir.Value, term: str, order: list[str]) -> 
 
 
 def _as_matrix(op: OpBuilder, x: ir.Value, term: str, batch, first, second, size) -> ir.Value:
-    """[batch..., first..., second...] with each group of letters made one axis."""
+    """Transpose to [batch..., first..., second...] and merge each group into one axis."""
     order = [*batch, *first, *second]
     if order != list(term):
         x = op.Transpose(x, perm=[term.index(c) for c in order])
@@ -208,16 +208,16 @@ def _group_size(size: dict, letters: list[str]):
 
 
 def _reshape_one_unknown(op: OpBuilder, x: ir.Value, sizes: list) -> ir.Value:
-    """Reshape; one size may be open."""
+    """Reshape; one size may be unknown (``None``)."""
     if sum(s is None for s in sizes) > 1:
-        raise ShapeError("two products of symbolic sizes in one reshape")
+        raise ShapeError("Einsum: two groups of symbolic sizes in one Reshape")
     return op.reshape(x, [-1 if s is None else s for s in sizes])
 
 
 @expansion("Det", when=on_target(lacks="Det"))
 @expansion("Det", when=LOWERING)
 def det(op, x):
-    """Return the determinants of one to three rows, written out."""
+    """The Leibniz formula, for matrices of up to 3 rows."""
     n = op.dims(x)[-1]
     if n not in (1, 2, 3):
         return None
@@ -241,10 +241,10 @@ def det(op, x):
 
 @expansion("com.microsoft::Inverse", when=TRAINING)
 def inverse(op, x, *, node):
-    """The inverse of each matrix, by Gauss and Jordan with the largest pivot of each column."""
+    """Gauss-Jordan elimination with partial pivoting, unrolled."""
     n = op.dims(x)[-1]
     if not isinstance(n, int) or n > 16:
-        raise_unsupported(node, "matrices of unknown size, or larger than 16")
+        raise_unsupported(node, "only matrices of static size up to 16 x 16 can be inverted")
     dtype = x.dtype
     rows = op.const(list(range(n)))
     lead = op.rank(x) - 2
@@ -272,9 +272,11 @@ def inverse(op, x, *, node):
 
 @expansion("com.microsoft::CDist", when=TRAINING)
 def c_dist(op, a, b, *, metric="sqeuclidean", node):
-    """Distances between rows: ``sum((a - b)^2)`` or its root."""
+    """Pairwise distances of rows: ``sum((a - b)^2)`` or its square root."""
     if metric not in ("sqeuclidean", "euclidean"):
-        raise_unsupported(node, f"distance {metric!r}")
+        raise_unsupported(
+            node, f"unknown metric {metric!r} (expected one of sqeuclidean, euclidean)"
+        )
     difference = op.Sub(op.Unsqueeze(a, [1]), op.Unsqueeze(b, [0]))
     squares = op.ReduceSum(op.Mul(difference, difference), [2], keepdims=0)
     return op.Sqrt(squares) if metric == "euclidean" else squares
@@ -282,7 +284,7 @@ def c_dist(op, a, b, *, metric="sqeuclidean", node):
 
 @expansion("Pow", when=LOWERING)
 def power_by_products(op, x, exponent):
-    """A small whole exponent as products, a half as a root."""
+    """Small integer exponents by Mul, exponents of 1/2 and -1/2 by Sqrt."""
     e = op.constant(exponent)
     if e is None or e.size != 1 or e.ndim > op.rank(x):
         return None
@@ -300,7 +302,7 @@ def power_by_products(op, x, exponent):
 
 @expansion("Pow", when=LOWERING)
 def power_same_type(op, x, exponent):
-    """Before opset 12 both have the same type."""
+    """Cast the exponent: before opset 12 both operands have the same type."""
     if x.dtype == exponent.dtype or not x.dtype.is_floating_point():
         return None
     return op.Pow(x, op.Cast(exponent, to=x.dtype))
@@ -308,13 +310,13 @@ def power_same_type(op, x, exponent):
 
 @expansion("Mod", when=LOWERING)
 def mod(op, a, b, *, fmod):
-    """``a - b floor(a / b)``, for integers with a positive constant divisor."""
+    """``a - b * floor(a / b)``, for integers with a positive constant divisor."""
     divisor = op.constant(b)
     if fmod or a.dtype not in (ir.DataType.INT32, ir.DataType.INT64) or divisor is None:
         return None
     if (divisor <= 0).any():
         return None
-    rest = op.Sub(a, op.Mul(op.Div(a, b), b))  # the quotient is cut off towards zero
+    rest = op.Sub(a, op.Mul(op.Div(a, b), b))  # integer Div truncates towards zero
     below = op.Cast(op.Less(rest, op.const(0, a.dtype)), to=a.dtype)
     return op.Add(rest, op.Mul(below, b))
 
@@ -345,7 +347,7 @@ def sqrt(op, x):
 
 @expansion("Sum", when=LOWERING)
 def sum_(op, *inputs):
-    """One after the other."""
+    """A chain of Add."""
     y = inputs[0]
     for x in inputs[1:]:
         y = op.Add(y, x)
@@ -354,7 +356,7 @@ def sum_(op, *inputs):
 
 @expansion("Mean", when=LOWERING)
 def mean(op, *inputs):
-    """The sum over the count."""
+    """``Sum(inputs) / n``."""
     return op.Mul(op.Sum(*inputs), 1.0 / len(inputs))
 
 
@@ -401,7 +403,7 @@ def contrib_scale(op, x, *, scale=1.0):
     when=LOWERING,
 )
 def reduce_no_axes(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
-    """With ``noop_with_empty_axes`` and none given, only the elementwise part is left."""
+    """With ``noop_with_empty_axes`` and no axes, only the elementwise part remains."""
     chosen = op.axes(axes, op.rank(x)) if axes is not None else []
     if not noop_with_empty_axes or chosen != []:
         return None
@@ -451,7 +453,7 @@ def reduce_log_sum_exp(op, x, axes=None, *, keepdims, noop_with_empty_axes):
 
 @expansion("ReduceMean", when=LOWERING)
 def reduce_mean(op, x, axes=None, *, keepdims, noop_with_empty_axes):
-    """``sum(x) / count``; the count has to be known."""
+    """``sum(x) / count``, for static sizes."""
     chosen = op.axes(axes, op.rank(x))
     if noop_with_empty_axes or chosen is None:
         return None
@@ -464,7 +466,7 @@ def reduce_mean(op, x, axes=None, *, keepdims, noop_with_empty_axes):
 
 @expansion("ReduceMax", "ReduceMin", when=LOWERING)
 def reduce_booleans(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
-    """Any and all of booleans, as numbers."""
+    """Reduce booleans in int32."""
     if x.dtype != ir.DataType.BOOL or noop_with_empty_axes:
         return None
     y = op.emit(node.op_type, op.Cast(x, to=ir.DataType.INT32), axes, keepdims=keepdims)
@@ -473,7 +475,7 @@ def reduce_booleans(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
 
 @expansion("ReduceMax", "ReduceMin", when=LOWERING)
 def reduce_integers(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
-    """Small integers by way of int32, others have to be known to the target."""
+    """Reduce int8 and uint8 in int32."""
     if x.dtype not in (ir.DataType.INT8, ir.DataType.UINT8) or noop_with_empty_axes:
         return None
     y = op.emit(node.op_type, op.Cast(x, to=ir.DataType.INT32), axes, keepdims=keepdims)
@@ -482,9 +484,9 @@ def reduce_integers(op, x, axes=None, *, keepdims, noop_with_empty_axes, node):
 
 @expansion("CumSum", when=LOWERING)
 def cum_sum(op, x, axis, *, exclusive, reverse):
-    """Add shifted copies: after shifts by 1, 2, 4 ... each element has all before it.
+    """Add shifted copies: after shifts by 1, 2, 4, ... each element is the sum up to it.
 
-    No product with a triangular matrix, in which 0 times infinity would spoil other elements.
+    Not a matmul with a triangular matrix: 0 times infinity would spread NaN to other elements.
     """
     where = op.constant(axis)
     if where is None:
@@ -509,7 +511,7 @@ def cum_sum(op, x, axis, *, exclusive, reverse):
 
 @expansion("CumProd", when=TRAINING)
 def cum_prod(op, x, axis, *, exclusive=0, reverse=0):
-    """A ``Scan`` that multiplies; needs a constant axis."""
+    """A Scan over a constant axis that multiplies."""
     where = op.constant(axis)
     if where is None:
         return None

@@ -1,4 +1,4 @@
-"""Attention by a running state, and the causal convolution in front of it."""
+"""Linear attention over a recurrent state, and the causal convolution in front of it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def linear_attention(
 ):
     """``S = e^g S + b k (v - e^g S^T k)^T`` and ``o = scale q^T S``, step by step.
 
-    Rules without a gate leave out ``g``, those without delta ``b`` and what is subtracted.
+    Rules without a gate have no ``g``; rules without delta have neither ``b`` nor the subtraction.
     """
     if update_rule not in _RULES or state_window:
-        raise_unsupported(node, "an unknown update rule, or a window of states")
+        raise_unsupported(node, "unknown update_rule, or a state_window")
     heads, groups = kv_num_heads, q_num_heads
     q, k, v = (_steps(op, x, n) for x, n in ((query, groups), (key, heads), (value, heads)))
     size = op.dims(k)[-1]
     if not isinstance(size, int) or not isinstance(op.dims(v)[-1], int):
-        raise_unsupported(node, "the size of a head is not known")
+        raise_unsupported(node, "the head size must be static")
     q = op.Mul(q, scale or size**-0.5)
     scans = [q, k, v]
     if "gated" in update_rule:
@@ -94,7 +94,7 @@ def _scan_step(
 
 
 def _read_state(op: OpBuilder, q: ir.Value, state: ir.Value, groups: int, heads: int) -> ir.Value:
-    """Return ``q^T S`` per head, [B, max(groups, heads), dv]; the fewer heads are shared."""
+    """Return ``q^T S`` per head, [B, max(groups, heads), dv]; several heads may share one."""
     size, out = op.dims(state)[2], op.dims(state)[3]
     if groups >= heads:
         y = op.MatMul(op.Reshape(q, [0, heads, groups // heads, size]), state)
@@ -130,12 +130,14 @@ def causal_conv_with_state(
     state_window=0,
     node,
 ):
-    """A convolution per channel that sees the present and the past, which a state holds."""
+    """A depthwise causal convolution; the state holds the last inputs."""
     if ndim != 1 or state_window or activation not in ("none", "silu", "swish"):
-        raise_unsupported(node, "only one axis, no window of states, and SiLU as activation")
+        raise_unsupported(
+            node, "only ndim=1, no state_window, and activation none or silu are supported"
+        )
     width = op.dims(weight)[-1]
     if not isinstance(width, int):
-        raise_unsupported(node, "the size of the kernel is not known")
+        raise_unsupported(node, "the kernel size must be static")
     if channels_last:
         x = op.Transpose(x, perm=[0, 2, 1])
         past_state = None if past_state is None else op.Transpose(past_state, perm=[0, 2, 1])

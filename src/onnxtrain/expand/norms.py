@@ -1,4 +1,20 @@
-"""Normalization."""
+"""Normalization: layer, RMS, instance, batch and group normalization.
+
+GroupNormalization has two expansions. :func:`group_normalization` (lowering) uses means and square
+roots, which every runtime has. :func:`group_normalization_by_layer_norm` (CUDA) uses the
+LayerNormalization kernel, which accumulates its statistics in float32; the gradient rule shares
+it.
+
+A group is one row of that kernel if there are enough groups to occupy the GPU. Otherwise each
+image of one channel is a row, ``y = (x - m) * q`` with ``q = 1 / sqrt(v + epsilon)``, and the
+kernel also returns ``m`` and ``q``. With ``M = mean(m)`` and ``1 / r^2 = mean(1 / q^2 + (m -
+M)^2)`` over the images of a group, the normalized group is an affine function of each row:
+
+    (x - M) * r = y * (r / q) + (m - M) * r
+
+Sums of products with ``y`` keep their digits, because ``y`` has mean 0 whatever the mean of ``x``
+is.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +43,7 @@ def layer_normalization(op, x, scale, bias=None, *, axis, epsilon, stash_type):
 
 @expansion("com.microsoft::LayerNormalization", when=TRAINING)
 def contrib_layer_normalization(op, x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type=1):
-    """The standard operator of the same name, in files older than it; three outputs."""
+    """The standard operator of the same name, which older opsets lack; three outputs."""
     return op.LayerNormalization(
         x, scale, bias, axis=axis, epsilon=epsilon, stash_type=stash_type, _outputs=3
     )
@@ -35,7 +51,7 @@ def contrib_layer_normalization(op, x, scale, bias=None, *, axis=-1, epsilon=1e-
 
 @expansion("com.microsoft::SkipLayerNormalization", when=TRAINING)
 def skip_layer_normalization(op, x, skip, gamma, beta=None, bias=None, *, epsilon=1e-12):
-    """Layer normalisation of ``x + skip + bias``; the fourth output is that sum."""
+    """LayerNormalization of ``x + skip + bias``; the fourth output is that sum."""
     total = op.Add(x, skip)
     if bias is not None:
         total = op.Add(total, bias)
@@ -61,7 +77,7 @@ def embed_layer_normalization(
     epsilon=1e-12,
     mask_index_type=0,
 ):
-    """Layer normalisation of the sum of word, position and segment embeddings."""
+    """LayerNormalization of the sum of word, position and segment embeddings."""
     total = op.Gather(words, ids, axis=0)
     if position_ids is None:
         stop = op.size(ids, 1)
@@ -75,15 +91,15 @@ def embed_layer_normalization(
 
 
 def _lengths(op: OpBuilder, mask: ir.Value | None, ids: ir.Value) -> ir.Value:
-    """Return how many tokens of each row count: those up to the first that is masked.
+    """Return the number of tokens of each row before the first masked one.
 
-    The runtime gives zeros if there is no mask.
+    Without a mask the result is zeros, as in onnxruntime.
     """
     if mask is None:
         zeros = op.full([op.size(ids, 0)], 0, ir.DataType.INT32)
         zeros.shape = ir.Shape([op.dims(ids)[0]])
         return zeros
-    # Ones of the longest prefix without a zero.
+    # Ones over the longest prefix without a masked token.
     counted = op.Cast(op.Cast(mask, to=ir.DataType.BOOL), to=ir.DataType.INT32)
     ahead = op.CumSum(op.Sub(1, counted), op.const(1))
     prefix = op.Cast(op.Equal(ahead, op.const(0, ir.DataType.INT32)), to=ir.DataType.INT32)
@@ -102,7 +118,7 @@ def rms_norm(op: OpBuilder, x: ir.Value, weight: ir.Value | None, epsilon: float
 def rms_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     """``x / sqrt(mean(x^2) + epsilon) * scale`` over the axes from ``axis`` on.
 
-    The root is computed in ``stash_type``.
+    The statistics are computed in ``stash_type``.
     """
     axes = list(range(axis % op.rank(x), op.rank(x)))
     wide = op.cast(x, ir.DataType(stash_type))
@@ -124,7 +140,7 @@ def simplified_layer_normalization(op, x, scale, *, axis=-1, epsilon=1e-5, stash
 
 @expansion("com.microsoft::SkipSimplifiedLayerNormalization", when=TRAINING)
 def skip_simplified_layer_normalization(op, x, skip, gamma, bias=None, *, epsilon=1e-12):
-    """Root-mean-square normalisation of ``x + skip + bias``; the fourth output is that sum."""
+    """RMS normalization of ``x + skip + bias``; the fourth output is that sum."""
     total = op.Add(x, skip)
     if bias is not None:
         total = op.Add(total, bias)
@@ -134,7 +150,7 @@ def skip_simplified_layer_normalization(op, x, skip, gamma, bias=None, *, epsilo
 
 @expansion("com.microsoft::BranchwiseRMSNorm", when=TRAINING)
 def branchwise_rms_norm(op, x, scale=None, *, num_branches=0, epsilon=1e-5, node):
-    """Root-mean-square normalisation of each branch; ``scale`` is for all branches or for one."""
+    """RMS normalization of each branch; ``scale`` covers all branches or is shared by them."""
     grouped = _branches(op, x, num_branches, node)
     weight = scale
     if scale is not None and op.rank(scale) == 1 and op.dims(scale) != op.dims(grouped)[-1:]:
@@ -145,7 +161,7 @@ def branchwise_rms_norm(op, x, scale=None, *, num_branches=0, epsilon=1e-5, node
 
 @expansion("com.microsoft::GatedRMSNorm", when=TRAINING)
 def gated_rms_norm(op, x, scale, gate, *, activation="silu", epsilon=1e-5, node):
-    """Root-mean-square normalisation of each ``len(scale)`` elements, times a gate."""
+    """RMS normalization of chunks of ``len(scale)`` elements, times a gate."""
     size = op.dims(scale)[0]
     if not isinstance(size, int):
         raise_unsupported(node, "the size of the scale is not known")
@@ -164,7 +180,7 @@ def gated_rms_norm(op, x, scale, gate, *, activation="silu", epsilon=1e-5, node)
 def engram_gate(
     op, key, query, value, key_scale, query_scale, conv_scale=None, *, epsilon=1e-5, node
 ):
-    """``sigmoid(sign(d) sqrt(max(|d|, 1e-6))) * value`` of the scaled product ``d``."""
+    """``sigmoid(sign(d) sqrt(max(|d|, 1e-6))) * value`` of the scaled dot product ``d``."""
     size = op.dims(key)[-1]
     if not isinstance(size, int):
         raise_unsupported(node, "the width of the keys is not known")
@@ -203,7 +219,7 @@ def hyper_connection_post_mix(
 
 
 def _mix(op: OpBuilder, mix: ir.Value, grouped: ir.Value) -> ir.Value:
-    """Return gates [..., C], [..., C, 1], [..., C, H] or [..., C * H] as [..., C, 1 or H]."""
+    """Reshape gates [..., C], [..., C, 1], [..., C, H] or [..., C * H] to [..., C, 1 or H]."""
     if op.rank(mix) == op.rank(grouped):
         return mix
     if op.dims(mix)[-1] == op.dims(grouped)[-2]:
@@ -223,9 +239,9 @@ def _branches(op: OpBuilder, x: ir.Value, number: int, node: ir.Node) -> ir.Valu
 
 @expansion("InstanceNormalization", when=LOWERING)
 def instance_normalization(op, x, scale, bias, *, epsilon):
-    """``(x - mean) * (scale / std) + bias`` over each picture of each channel.
+    """``(x - mean) * (scale / std) + bias`` over each channel of each image.
 
-    Scale and deviation meet first: they are small, and broadcasting is slow in some runtimes.
+    ``scale / std`` is computed first: both are small, and broadcasting is slow in some runtimes.
     """
     axes = list(range(2, op.rank(x)))
     centered = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
@@ -247,7 +263,7 @@ def mean_variance_normalization(op, x, *, axes):
 def batch_normalization(op, x, scale, bias, mean, variance, *, epsilon, momentum, training_mode):
     """``(x - mean) / sqrt(variance + epsilon) * scale + bias``.
 
-    In training, of the batch's own mean and variance; then also the running ones come out.
+    In training mode with the batch statistics; the running statistics are outputs 1 and 2.
     """
     running = None, None
     here, spread = _per_channel(op, mean, x), _per_channel(op, variance, x)
@@ -273,7 +289,7 @@ def lp_normalization(op, x, *, axis, p):
 
 @expansion("GroupNormalization", when=LOWERING)
 def group_normalization(op, x, scale, bias, *, epsilon, num_groups, stash_type):
-    """Standardise each group of channels: [N, C, ...] -> [N, G, C/G * ...]."""
+    """Normalize the rows of ``[N, G, C/G * ...]``, then apply scale and bias per channel."""
     wide = op.cast(x, ir.DataType(stash_type or 1))
     grouped = op.Reshape(wide, [0, num_groups, -1])
     normal, _, _ = _standardize(op, grouped, [2], epsilon)
@@ -307,33 +323,33 @@ _TYPES = frozenset({FLOAT, ir.DataType.BFLOAT16})
 
 
 class NormalizedGroups(NamedTuple):
-    """A normalised batch ``y * gain + level``; numbers are float32, ``[batch, groups, channels]``.
+    """A normalized batch ``y * gain + level``, before scale and bias.
 
-    The channels are those of a group.
+    ``gain`` and ``level`` are float32 ``[batch, groups, channels of a group]``.
     """
 
     y: ir.Value
     """``[batch, channels, positions]``."""
     gain: ir.Value | None
-    """``None`` stands for 1."""
+    """``None`` means 1."""
     level: ir.Value | None
-    """``None`` stands for 0."""
+    """``None`` means 0."""
     r: ir.Value
     """``1 / deviation`` of each group, ``[batch, groups, 1]``."""
 
 
 class RowAffine(NamedTuple):
-    """``x * slope + level`` of rows ``[batch, rows, length]``: one number each per row.
+    """The affine map ``x * factor + offset`` of rows ``[batch, rows, length]``.
 
-    They are ``[batch, rows, 1]``, or ``[rows, 1]`` where all examples have the same.
+    Both are ``[batch, rows, 1]``, or ``[rows, 1]`` if they do not depend on the example.
     """
 
-    slope: ir.Value
-    level: ir.Value
+    factor: ir.Value
+    offset: ir.Value
 
 
 def can_normalize_groups(x: ir.Value, groups: int) -> bool:
-    """Return whether channels and positions are known, and the type has kernels."""
+    """Return whether the sizes of channels and positions are static, and the type has kernels."""
     sizes = D.static_sizes((S.dims_of(x) or (None,))[1:])
     if not sizes or len(sizes) < 2 or x.dtype not in _TYPES or groups < 1:
         return False
@@ -341,14 +357,14 @@ def can_normalize_groups(x: ir.Value, groups: int) -> bool:
 
 
 def sizes_of(op: OpBuilder, x: ir.Value) -> tuple[int, int]:
-    """Return how many channels and positions there are."""
+    """Return the numbers of channels and positions."""
     sizes = D.static_sizes(op.dims(x)[1:])
     assert sizes is not None
     return sizes[0], math.prod(sizes[1:])
 
 
 def normalize_groups(op: OpBuilder, x: ir.Value, groups: int, epsilon: float) -> NormalizedGroups:
-    """Return a batch normalised over groups of channels, without scale and shift."""
+    """Return a batch normalized over groups of channels, without scale and bias."""
     channels, positions = sizes_of(op, x)
     width = channels // groups
     if not _prefers_image_rows(op, x, groups):
@@ -363,7 +379,7 @@ def normalize_groups(op: OpBuilder, x: ir.Value, groups: int, epsilon: float) ->
 
 
 def _prefers_image_rows(op: OpBuilder, x: ir.Value, groups: int) -> bool:
-    """Return whether groups are too few for a row each, and images large enough for that."""
+    """Return whether groups are too few to be rows, and images large enough for that."""
     batch = op.dims(x)[0]
     channels, positions = sizes_of(op, x)
     few = isinstance(batch, int) and batch * groups < T.GROUP_NORM_KERNEL_ROWS
@@ -373,7 +389,7 @@ def _prefers_image_rows(op: OpBuilder, x: ir.Value, groups: int) -> bool:
 def _rows(
     op: OpBuilder, x: ir.Value, rows: int, length: int, epsilon: float
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return rows of each example normalised, their means and inverse deviations."""
+    """Return the normalized rows of each example, their means and inverse deviations."""
     one = op.const(np.ones(length), x.dtype)
     table = op.Reshape(x, [0, rows, length])
     y, m, q = op.LayerNormalization(table, one, axis=2, epsilon=epsilon, _outputs=3)
@@ -383,7 +399,7 @@ def _rows(
 def fold_scale_and_bias(
     op: OpBuilder, parts: NormalizedGroups, scale: ir.Value, bias: ir.Value
 ) -> RowAffine:
-    """Return the line from ``parts.y`` to what scale and shift of the channels make of it."""
+    """Return the affine map from ``parts.y`` to the output with scale and bias of the channels."""
     scale, bias = (op.cast(v, FLOAT) for v in (scale, bias))
     if parts.gain is None:
         return RowAffine(op.Unsqueeze(scale, [1]), op.Unsqueeze(bias, [1]))
@@ -394,9 +410,9 @@ def fold_scale_and_bias(
 
 
 def apply_row_affine(op: OpBuilder, y: ir.Value, line: RowAffine) -> ir.Value:
-    """Return ``y * slope + level`` for ``[batch, rows, length]``.
+    """Return ``y * factor + offset`` for ``[batch, rows, length]``.
 
-    In float32 by the operator for given statistics, in one pass, if all sizes are numbers.
+    In float32 with static sizes, one BatchNormalization kernel in inference mode does both.
     """
     rows, length = op.dims(y)[1:]
     sizes = D.static_sizes(op.dims(y))
@@ -404,16 +420,16 @@ def apply_row_affine(op: OpBuilder, y: ir.Value, line: RowAffine) -> ir.Value:
     in_one = op.target.prefers("fused-affine") and y.dtype == FLOAT and large
     if in_one and sizes is not None:
         return op.Reshape(_apply_by_batch_norm(op, y, line, sizes), [-1, rows, length])
-    slope, level = (op.cast(v, y.dtype) for v in line)
-    if op.rank(slope) == 2:
-        return op.Add(op.Mul(y, slope), level)
-    table = op.Reshape(y, [-1, length])  # a column of numbers has a kernel of its own
-    slope, level = (op.Reshape(v, [-1, 1]) for v in (slope, level))
-    return op.Reshape(op.Add(op.Mul(table, slope), level), [-1, rows, length])
+    factor, offset = (op.cast(v, y.dtype) for v in line)
+    if op.rank(factor) == 2:
+        return op.Add(op.Mul(y, factor), offset)
+    table = op.Reshape(y, [-1, length])  # broadcasting a column has a fast kernel
+    factor, offset = (op.Reshape(v, [-1, 1]) for v in (factor, offset))
+    return op.Reshape(op.Add(op.Mul(table, factor), offset), [-1, rows, length])
 
 
 def _apply_by_batch_norm(op: OpBuilder, y: ir.Value, line: RowAffine, sizes: list[int]) -> ir.Value:
-    """By BatchNormalization, whose kernel takes a channel at a time: so there are many of them."""
+    """Apply by BatchNormalization; rows are split, as its kernel runs one block per channel."""
     length, count = sizes[-1], math.prod(sizes[:-1])
     most = length // T.NORM_KERNEL_POSITIONS
     pieces = [k for k in range(1, most + 1) if length % k == 0]
@@ -421,15 +437,15 @@ def _apply_by_batch_norm(op: OpBuilder, y: ir.Value, line: RowAffine, sizes: lis
     count *= pieces
     zero, one = (op.const(np.full(count, v), FLOAT) for v in (0.0, 1.0))
     whole = op.const([*sizes[:-1], pieces])
-    spread = pieces > 1 or op.rank(line.slope) == 2
-    slope, level = (op.Reshape(op.Expand(v, whole) if spread else v, [-1]) for v in line)
+    spread = pieces > 1 or op.rank(line.factor) == 2
+    factor, offset = (op.Reshape(op.Expand(v, whole) if spread else v, [-1]) for v in line)
     table = op.Reshape(y, [1, count, length // pieces])
-    return op.BatchNormalization(table, slope, level, zero, one, epsilon=0.0)
+    return op.BatchNormalization(table, factor, offset, zero, one, epsilon=0.0)
 
 
 @expansion("com.microsoft::GroupNorm", when=TRAINING)
 def group_norm(op, x, gamma, beta, *, groups, activation, channels_last=1, epsilon=1e-5, node):
-    """Normalisation over groups of channels, which come last by default; then SiLU if asked."""
+    """GroupNormalization, channels last by default; followed by SiLU if ``activation`` is 1."""
     return _group_norm(op, x, gamma, beta, groups, activation, channels_last, epsilon, node)
 
 
@@ -437,7 +453,7 @@ def group_norm(op, x, gamma, beta, *, groups, activation, channels_last=1, epsil
 def skip_group_norm(
     op, x, gamma, beta, skip, bias=None, *, groups, activation, channels_last=1, epsilon=1e-5, node
 ):
-    """The same of ``x + skip + bias``; the second output is that sum."""
+    """GroupNorm of ``x + skip + bias``; the second output is that sum."""
     if op.rank(skip) == 2:
         skip = op.Unsqueeze(skip, [1, 2])
     total = op.Add(x, skip)
@@ -481,6 +497,6 @@ def _standardize(op: OpBuilder, x: ir.Value, axes: list[int], epsilon: float):
 
 
 def _per_channel(op: OpBuilder, v: ir.Value, x: ir.Value) -> ir.Value:
-    """[C] -> [C, 1, 1 ...], so that it meets the channels of ``x``."""
+    """Reshape [C] to [C, 1, ...], to broadcast along the channels of ``x``."""
     n = op.rank(x) - 2
     return op.Reshape(v, [-1, *[1] * n]) if n > 0 else v

@@ -1,10 +1,10 @@
-"""Products with weights of few bits, by operators on bytes that every runtime has.
+"""Matmul with n-bit weights, unpacked by byte operators that every runtime has.
 
-A byte holds ``p = 8 / bits`` numbers of a row. With ``W_i`` the numbers in place ``i`` of all
-bytes and ``x_i`` the columns ``i, i + p, ...`` of ``x``: ``x W^T = sum of x_i W_i^T``. So no number
-has to change its place: a place is cut out of all bytes at once, scaled and multiplied. Not even
-its bits move: ``(2^k q - 2^k z) (s / 2^k)`` is ``(q - z) s`` to the last bit. Columns of ``x`` that
-belong together are put side by side before, which is a small matrix.
+A byte holds ``p = 8 / bits`` consecutive weights of a row. Let ``W_i`` be the weights in position
+``i`` of all bytes, and ``x_i`` the columns ``i, i + p, ...`` of ``x``. Then ``x W^T = sum_i x_i
+W_i^T``, and no weight has to move: position ``i`` is masked out of all bytes at once, scaled and
+multiplied. The bits need no shift either: ``(2^k q - 2^k z) (s / 2^k)`` equals ``(q - z) s`` bit
+for bit. The columns of ``x``, a small matrix, are grouped by position beforehand.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder, runtime_zero
 
 MIN_BLOCK_SIZE = 16
-"""Numbers that share a scale, at least, where kernels unpack them."""
+"""Smallest number of weights that share a scale for which kernels unpack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedMatMul:
-    """Weights ``[rows, width]`` of 2, 4 or 8 bits; ``block`` numbers of a row share a scale."""
+    """Weights ``[rows, width]`` of 2, 4 or 8 bits; ``block`` weights of a row share a scale."""
 
     rows: int
     width: int
     block: int
     bits: int
     dtype: ir.DataType | None = ir.DataType.FLOAT
-    """Of the scales, and of what is multiplied."""
+    """Element type of the scales and of the matmul."""
 
     @property
     def parts(self) -> int:
-        """How many numbers a byte holds."""
+        """Weights per byte."""
         return 8 // self.bits
 
     @property
@@ -43,7 +43,7 @@ class PackedMatMul:
         return self.rows * (self.width // self.block)
 
     def fits(self) -> bool:
-        """Return whether weights of this form can be unpacked so."""
+        """Return whether these weights can be unpacked this way."""
         return (
             self.bits in (2, 4, 8)
             and self.block >= MIN_BLOCK_SIZE
@@ -51,12 +51,12 @@ class PackedMatMul:
             and self.dtype == ir.DataType.FLOAT
         )
 
-    def apart(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """Return ``x``, its columns sorted by their place in a byte."""
+    def group_columns(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """Return ``x`` with its columns grouped by their position in a byte."""
         return self._turned(op, x, [self.width // self.parts, self.parts])
 
-    def together(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """Return ``x``, its columns in the order of the weights again."""
+    def ungroup_columns(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """Return ``x`` with its columns back in the order of the weights."""
         return self._turned(op, x, [self.parts, self.width // self.parts])
 
     def _turned(self, op: OpBuilder, x: ir.Value, sizes: list[int]) -> ir.Value:
@@ -75,18 +75,19 @@ class PackedMatMul:
         points: ir.Value | None = None,
         wait: ir.Value | None = None,
     ) -> list[ir.Value]:
-        """Return the weights as floats, ``[rows, width / parts]`` for each place in a byte.
+        """Return the weights as floats, ``[rows, width / parts]`` for each position in a byte.
 
         Args:
             op: the builder.
             b: the bytes, in any shape.
             scales: one per block, in any shape.
             points: constant zero points, packed like the weights; half of the range by default.
-            wait: what must be there before the first weight is unpacked, where ``b`` is constant.
+            wait: a value to unpack after. Without it, onnxruntime folds constant weights into
+                unpacked copies when it loads the model.
         """
         late = None if wait is None else runtime_zero(op, wait)
         sizes = [self._scales, self.block // self.parts]
-        # A view of constants alone would be stored beside them, for every layer.
+        # onnxruntime would fold a Reshape of constants into a copy, for every layer.
         flat = self._number(op, self._scales, ir.DataType.INT64, late)
         weights = []
         for i in range(self.parts):
@@ -106,19 +107,19 @@ class PackedMatMul:
     def _number(
         self, op: OpBuilder, value: float, dtype: ir.DataType | None, late: ir.Value | None
     ) -> ir.Value:
-        """Return a number that is only known when ``late`` is, if there is such a zero."""
+        """Return a constant; with ``late``, a run-time zero, it is not folded at load time."""
         if late is None:
             return op.const([value], dtype)
         if dtype == ir.DataType.INT64:
             return op.Add(late, op.const([int(value)]))
-        if dtype == ir.DataType.UINT8:  # kernels add no bytes
+        if dtype == ir.DataType.UINT8:  # Add has no uint8 kernel
             return op.Cast(op.Add(late, op.const([int(value)])), to=dtype)
         return op.Add(op.Cast(late, to=dtype), op.const([value], dtype))
 
     def _points(
         self, op: OpBuilder, points: ir.Value | None, place: int, flat: ir.Value
     ) -> ir.Value:
-        """Return the zero points of all blocks in one place of the bytes, a byte each."""
+        """Return the zero points of all blocks for one position in the bytes, as uint8."""
         if points is None:
             half = np.array([1 << (self.bits - 1 + place)], np.uint8)
             zeros = op.Expand(op.const(half), flat)
@@ -128,7 +129,7 @@ class PackedMatMul:
         return op.const(every.reshape(-1) << np.uint8(place))
 
     def product(self, op: OpBuilder, x: ir.Value, weights: Sequence[ir.Value]) -> ir.Value:
-        """Return ``x W^T`` of columns that :meth:`apart` sorted."""
+        """Return ``x W^T`` for columns grouped by :meth:`group_columns`."""
         columns = [x]
         if self.parts > 1:
             sizes = op.const([self.width // self.parts] * self.parts)
@@ -147,13 +148,13 @@ class PackedMatMul:
     def matmul_transposed_weight(
         self, op: OpBuilder, dy: ir.Value, weights: Sequence[ir.Value]
     ) -> ir.Value:
-        """Return ``dy W``, its columns sorted by place."""
+        """Return ``dy W`` with its columns grouped by position."""
         products = [op.MatMul(dy, w) for w in weights]
         return products[0] if self.parts == 1 else op.Concat(*products, axis=-1)
 
 
 def unpack_zero_points(points: ir.Value, rows: int, blocks: int, bits: int) -> np.ndarray:
-    """Return constant zero points, packed one behind the other in a file, as ``[rows, blocks]``."""
+    """Return constant zero points, packed in bytes, as ``[rows, blocks]``."""
     raw = S.constant_of(points)
     assert raw is not None
     shifts = np.arange(0, 8, bits, dtype=np.uint8)

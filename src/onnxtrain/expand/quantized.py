@@ -1,14 +1,12 @@
-"""Products with quantised weights, of the ``com.microsoft`` domain.
+"""Quantized weights and integer arithmetic.
 
-Weights of 2, 4 or 8 bits in blocks, as tensors of the standard's narrow types.
+First the operators of ``com.microsoft`` with weights of 2, 4 or 8 bits in blocks. The weights stay
+packed in the standard's narrow types; what is multiplied is the result of a DequantizeLinear. Each
+block is one row of that operator, since a scale per row dequantizes faster than a scale per block.
 
-They stay narrow: what is multiplied is the result of a DequantizeLinear of the graph. Each block is
-a row of its own, since a scale per row is dequantised faster than a scale per block of a row.
-
-Integer arithmetic as floats between quantisers, for training straight through it.
-
-``QLinearX(q, s, z)`` means quantise(X(dequantise(q))). Kernels for integers round in another place
-at times, so that results may differ by one step.
+Then integer arithmetic as float arithmetic between quantizers, to train straight through it:
+``QLinearX(q, s, z) = quantize(X(dequantize(q)))``. Integer kernels round at another point in some
+cases, so results may differ by one step.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from onnxtrain.graph.shapes import FLOATS
 
 @dataclasses.dataclass(frozen=True)
 class PackedFormat:
-    """How whole numbers lie in bytes: the first in the lowest bits; ``block`` share a scale."""
+    """Packing of n-bit integers into bytes, lowest bits first; ``block`` integers share a scale."""
 
     bits: int
     block: int | None
@@ -40,7 +38,7 @@ class PackedFormat:
         return 1 << (self.bits - 1)
 
     def unpack(self, array: np.ndarray) -> np.ndarray:
-        """Return the numbers of the last axis, one per element."""
+        """Return the integers of the last axis, one per element."""
         if self.bits == 8:
             return array
         shifts = np.arange(0, 8, self.bits, dtype=np.uint8)
@@ -49,12 +47,12 @@ class PackedFormat:
 
     @property
     def dtype(self) -> ir.DataType:
-        """The standard's type that holds the numbers."""
+        """The ONNX type that holds the integers."""
         return ir.DataType.UINT8 if self.bits == 8 else ir.DataType.UINT4
 
 
 def constant_bytes(op: OpBuilder, x: ir.Value | None) -> np.ndarray | None:
-    """Return the array of a constant, also of one that a Reshape turns into another shape."""
+    """Return the array of a constant or of a Reshape of a constant."""
     maker = None if x is None else x.producer()
     if maker is None or not is_op(maker, "Reshape"):
         return op.constant(x)
@@ -73,27 +71,27 @@ def dequantize_packed(
     rows: int | None = None,
     width: int | None = None,
 ) -> ir.Value:
-    """Return [..., rows, width] of ``(numbers - zero point) * scale``; the numbers are constants.
+    """Return ``(numbers - zero point) * scale`` as [..., rows, width]; the numbers are constant.
 
     Args:
         op: the builder.
-        weights: packed numbers, [..., rows, bytes].
+        weights: packed integers, [..., rows, bytes].
         scales: one per block, [..., rows] or [..., rows, blocks].
-        points: zero points, packed like the weights along blocks, or floats.
+        points: zero points, packed along blocks like the weights, or floats.
         packed: the packing.
-        node: whose weights they are, for messages.
-        rows: how many rows the bytes are, if their shape does not tell.
-        width: how many numbers of a row count; all by default.
+        node: the node, for error messages.
+        rows: number of rows; by default from the shape of ``weights``.
+        width: number of integers to keep of each row; all by default.
     """
     raw = constant_bytes(op, weights)
     if raw is None or packed.bits not in (2, 4, 8):
-        raise_unsupported(node, "can be expressed for constant weights of 2, 4 or 8 bits only")
+        raise_unsupported(node, "only constant weights of 2, 4 or 8 bits are supported")
     numbers = packed.unpack(raw if rows is None else raw.reshape(rows, -1))
     lead, size = list(numbers.shape[:-1]), numbers.shape[-1]
     block = packed.block or size
     blocks = -(-size // block)
     if blocks * block != size:
-        raise_unsupported(node, "rows that are no whole number of blocks")
+        raise_unsupported(node, "the width must be a multiple of the block size")
     count = int(np.prod(lead)) * blocks
     table = op.const(numbers.reshape(count, block).astype(packed.dtype.numpy()), packed.dtype)
     scale = op.Reshape(scales, [count])
@@ -116,7 +114,7 @@ def _points(
     rows: int,
     node: ir.Node,
 ) -> tuple[ir.Value | None, ir.Value | None]:
-    """Return zero points as integers, or as floats [rows, 1] that have to be subtracted."""
+    """Return zero points as integers, or as floats [rows, 1] to subtract after dequantization."""
     if points is None:
         middle = np.full(rows, packed.middle, np.uint8).astype(packed.dtype.numpy())
         return op.const(middle, packed.dtype), None
@@ -124,15 +122,15 @@ def _points(
         return None, op.Reshape(points, [rows, 1])
     raw = op.constant(points)
     if raw is None:
-        raise_unsupported(node, "zero points that are computed")
-    # Without blocks, the points of all rows lie one behind the other; else rows are padded.
+        raise_unsupported(node, "zero points must be constant")
+    # Without blocks, the zero points of all rows are contiguous; else each row is padded to bytes.
     lines = int(np.prod(lead)) if packed.block else lead[0]
     each = rows // lines
     whole = packed.unpack(raw.reshape(lines, -1))[:, :each].reshape(-1)
     return op.const(whole.astype(packed.dtype.numpy()), packed.dtype), None
 
 
-# The 16 numbers of bitsandbytes' types: fractions with a sign, and quantiles of the normal law.
+# The code tables of bitsandbytes: FP4 (sign and fraction) and NF4 (normal quantiles).
 _FP4 = [0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25]
 _NF4 = [
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -141,7 +139,7 @@ _NF4 = [
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 ]
 BNB4 = {0: [*_FP4, *(-v for v in _FP4)], 1: _NF4}
-"""The number that each of 16 codes stands for, by ``quant_type``."""
+"""The value of each 4-bit code, by ``quant_type``."""
 
 
 @expansion("com.microsoft::MatMulNBits", when=TRAINING)
@@ -161,7 +159,7 @@ def matmul_n_bits(
     block_size,
     node,
 ):
-    """``A @ dequantised(B)^T``: the weights stay narrow, in the standard's packing."""
+    """``A @ dequantize(B)^T``; the weights stay packed, in the ONNX layout."""
     packed = PackedFormat(bits, block_size)
     if g_idx is None:
         weight = dequantize_packed(op, b, scales, zero_points, packed, node, rows=N, width=K)
@@ -182,10 +180,10 @@ def _dequantize_by_group_index(
     k: int,
     node: ir.Node,
 ) -> ir.Value:
-    """Return the weights where an index says which scale each column has."""
+    """Return the weights where ``g_idx`` selects the scale of each column."""
     raw = op.constant(b)
     if raw is None:
-        raise_unsupported(node, "can be expressed for constant weights only")
+        raise_unsupported(node, "only constant weights are supported")
     numbers = packed.unpack(raw.reshape(n, -1))[:, :k]
     table = op.const(numbers.astype(packed.dtype.numpy()), packed.dtype)
     blocks = -(-k // (packed.block or k))
@@ -226,7 +224,7 @@ def matmul_n_bits_mlp(
     epsilon=1e-5,
     node,
 ):
-    """``act(gate(x)) * up(x)`` of the normalised ``x``; the second output is ``a + skip``."""
+    """``act(gate(x)) * up(x)`` of the normalized ``x``; the second output is ``a + skip``."""
     total = a if skip is None else op.Add(a, skip)
     x = total if norm is None else rms_norm(op, total, norm, epsilon)
     form = {"K": K, "N": N, "bits": bits, "block_size": block_size, "node": node}
@@ -262,7 +260,7 @@ def matmul_n_bits_qkv(
     epsilon=1e-6,
     node,
 ):
-    """Queries, keys and values of the normalised input; the fourth output is ``a + skip``."""
+    """Queries, keys and values of the normalized input; the fourth output is ``a + skip``."""
     total = a if skip is None else op.Add(a, skip)
     x = total if norm is None else rms_norm(op, total, norm, epsilon)
     form = {"K": K, "bits": bits, "block_size": block_size, "node": node}
@@ -274,10 +272,10 @@ def matmul_n_bits_qkv(
 
 @expansion("com.microsoft::MatMulBnb4", when=TRAINING)
 def matmul_bnb4(op, a, b, absmax, *, K, N, block_size, quant_type, transB=1, training_mode=0, node):
-    """``A @ W^T`` of bitsandbytes' 4 bits: numbers of a table, times the largest of a block."""
+    """``A @ W^T`` with 4-bit weights of bitsandbytes: table values times the absmax of a block."""
     raw = op.constant(b)
     if raw is None:
-        raise_unsupported(node, "can be expressed for constant weights only")
+        raise_unsupported(node, "only constant weights are supported")
     flat = raw.reshape(-1)
     numbers = np.stack([flat >> 4, flat & 15], axis=-1).reshape(-1)[: N * K]  # high bits first
     table = BNB4[int(bool(quant_type))]
@@ -305,12 +303,13 @@ def gather_block_quantized(
     quantize_axis=1,
     node,
 ):
-    """Rows of a quantised table, as floats: rows are picked first, then dequantised."""
+    """Gather rows of a quantized table, then dequantize them."""
     raw = constant_bytes(op, data)
     rank = op.rank(data)
     if raw is None or gather_axis % rank != 0 or quantize_axis % rank != rank - 1:
         raise_unsupported(
-            node, "only constant tables, rows along the first axis, blocks along the last"
+            node,
+            "only constant tables, gathered on axis 0 and quantized on the last axis",
         )
     narrow = data.dtype in (ir.DataType.UINT4, ir.DataType.INT4)
     packed = PackedFormat(8 if narrow else bits, block_size)
@@ -320,7 +319,7 @@ def gather_block_quantized(
     if zero_points is not None:
         points = op.constant(zero_points)
         if points is None:
-            raise_unsupported(node, "zero points that are computed")
+            raise_unsupported(node, "zero points must be constant")
         points = points if narrow else packed.unpack(points)
     return _rows(op, numbers, indices, scales, points, middle, block_size)
 
@@ -357,7 +356,7 @@ OptionalValue = ir.Value | None
 
 @expansion("QLinearMatMul", when=STRAIGHT_THROUGH)
 def qlinear_matmul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero):
-    """Quantised product of dequantised matrices; a scale per column of ``b``, per row of ``a``."""
+    """Quantized MatMul of dequantized matrices; one scale per row of ``a`` and column of ``b``."""
     left = _dequantize(op, a, a_scale, a_zero, axis=op.rank(a) - 2)
     right = _dequantize(op, b, b_scale, b_zero, axis=op.rank(b) - 1)
     return op.QuantizeLinear(op.MatMul(left, right), y_scale, y_zero)
@@ -383,7 +382,7 @@ def qlinear_conv(
     pads=None,
     strides=None,
 ):
-    """Quantised convolution of dequantised images; a scale per filter."""
+    """Quantized Conv of dequantized images; one scale per filter."""
     weight = _dequantize(op, w, w_scale, w_zero, axis=0)
     bias = None
     if b is not None:
@@ -404,7 +403,7 @@ def qlinear_conv(
 
 @expansion("MatMulInteger", when=STRAIGHT_THROUGH)
 def matmul_integer(op, a, b, a_zero=None, b_zero=None, *, node):
-    """The product as floats, if all that reads it makes it floats anyway."""
+    """MatMul in float, if every consumer casts the result to float."""
     if not _only_read_as_float(node):
         return None
     return op.MatMul(
@@ -429,7 +428,7 @@ def conv_integer(
     strides=None,
     node,
 ):
-    """The convolution as floats, if all that reads it makes it floats anyway."""
+    """Conv in float, if every consumer casts the result to float."""
     if not _only_read_as_float(node):
         return None
     return op.Conv(
@@ -458,34 +457,34 @@ def dequantize_linear(op, x, scale, zero_point=None, *, axis=None):
 
 @expansion("com.microsoft::QLinearAdd", when=STRAIGHT_THROUGH)
 def qlinear_add(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero=None):
-    """Quantised sum."""
+    """Quantized Add."""
     total = op.Add(_dequantize(op, a, a_scale, a_zero), _dequantize(op, b, b_scale, b_zero))
     return _quantize_like(op, total, y_scale, y_zero, a)
 
 
 @expansion("com.microsoft::QLinearMul", when=STRAIGHT_THROUGH)
 def qlinear_mul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero=None):
-    """Quantised product, element by element."""
+    """Quantized Mul."""
     product = op.Mul(_dequantize(op, a, a_scale, a_zero), _dequantize(op, b, b_scale, b_zero))
     return _quantize_like(op, product, y_scale, y_zero, a)
 
 
 @expansion("com.microsoft::QLinearSigmoid", when=STRAIGHT_THROUGH)
 def qlinear_sigmoid(op, x, x_scale, x_zero, y_scale, y_zero=None):
-    """Quantised sigmoid."""
+    """Quantized Sigmoid."""
     return _quantize_like(op, op.Sigmoid(_dequantize(op, x, x_scale, x_zero)), y_scale, y_zero, x)
 
 
 @expansion("com.microsoft::QLinearLeakyRelu", when=STRAIGHT_THROUGH)
 def qlinear_leaky_relu(op, x, x_scale, x_zero, y_scale, y_zero=None, *, alpha=0.01):
-    """Quantised LeakyRelu."""
+    """Quantized LeakyRelu."""
     y = op.LeakyRelu(_dequantize(op, x, x_scale, x_zero), alpha=alpha)
     return _quantize_like(op, y, y_scale, y_zero, x)
 
 
 @expansion("com.microsoft::QLinearSoftmax", when=STRAIGHT_THROUGH)
 def qlinear_softmax(op, x, x_scale, x_zero, y_scale, y_zero, *, axis=-1, opset=13):
-    """Quantised softmax along one axis; of older opsets over all axes from it on."""
+    """Quantized Softmax along one axis; before opset 13 over all axes from it on."""
     wide = _dequantize(op, x, x_scale, x_zero)
     rank = op.rank(x)
     if opset >= 13 or axis % rank == rank - 1:
@@ -497,7 +496,7 @@ def qlinear_softmax(op, x, x_scale, x_zero, y_scale, y_zero, *, axis=-1, opset=1
 
 @expansion("com.microsoft::QLinearGlobalAveragePool", when=STRAIGHT_THROUGH)
 def qlinear_global_average_pool(op, x, x_scale, x_zero, y_scale, y_zero, *, channels_last=0):
-    """Quantised mean over all positions."""
+    """Quantized GlobalAveragePool."""
     first = 1 if channels_last else 2
     axes = list(range(first, op.rank(x) - (1 if channels_last else 0)))
     y = op.ReduceMean(_dequantize(op, x, x_scale, x_zero), axes, keepdims=1)
@@ -521,7 +520,7 @@ def qlinear_average_pool(
     pads=None,
     strides=None,
 ):
-    """Quantised pooling."""
+    """Quantized AveragePool."""
     wide = _dequantize(op, x, x_scale, x_zero)
     y = op.AveragePool(
         op.move_axis(wide, -1, 1) if channels_last else wide,
@@ -537,14 +536,14 @@ def qlinear_average_pool(
 
 @expansion("com.microsoft::QLinearConcat", when=STRAIGHT_THROUGH)
 def qlinear_concat(op, y_scale, y_zero, *triples, axis):
-    """Quantised tensors of several scales behind each other."""
+    """Quantized Concat of tensors with different scales."""
     parts = [_dequantize(op, *triples[i : i + 3]) for i in range(0, len(triples), 3)]
     return op.QuantizeLinear(op.Concat(*parts, axis=axis), y_scale, y_zero)
 
 
 @expansion("com.microsoft::QLinearWhere", when=STRAIGHT_THROUGH)
 def qlinear_where(op, condition, x, x_scale, x_zero, y, y_scale, y_zero, z_scale, z_zero):
-    """Elements of one or the other."""
+    """Quantized Where."""
     chosen = op.Where(
         condition, _dequantize(op, x, x_scale, x_zero), _dequantize(op, y, y_scale, y_zero)
     )
@@ -572,7 +571,7 @@ def contrib_qlinear_conv(
     pads=None,
     strides=None,
 ):
-    """The standard operator of the same name; channels may come last."""
+    """The standard operator of the same name, optionally channels-last."""
     y = qlinear_conv(
         op,
         op.move_axis(x, -1, 1) if channels_last else x,
@@ -611,12 +610,12 @@ def qgemm(
     transA=0,
     transB=0,
 ):
-    """Quantised Gemm; without a scale of the result, floats."""
+    """Quantized Gemm; without ``y_scale`` the result is float."""
     right = _dequantize(op, b, b_scale, b_zero, axis=0 if transB else 1)
     y = op.Gemm(
         _dequantize(op, a, a_scale, a_zero), right, alpha=alpha, transA=transA, transB=transB
     )
-    if c is not None:  # integers in units of both scales
+    if c is not None:  # int32, in units of a_scale * b_scale
         unit = op.Mul(op.Mul(a_scale, b_scale), op.const(alpha, a_scale.dtype))
         y = op.Add(y, op.Mul(op.Cast(c, to=a_scale.dtype), unit))
     return y if y_scale is None else op.QuantizeLinear(y, y_scale, y_zero)
@@ -624,7 +623,7 @@ def qgemm(
 
 @expansion("com.microsoft::MatMulIntegerToFloat", when=STRAIGHT_THROUGH)
 def matmul_integer_to_float(op, a, b, a_scale, b_scale, a_zero=None, b_zero=None, bias=None):
-    """The product of dequantised matrices."""
+    """MatMul of dequantized matrices."""
     right = _dequantize(op, b, b_scale, b_zero, axis=op.rank(b) - 1)
     y = op.MatMul(_dequantize(op, a, a_scale, a_zero), right)
     return y if bias is None else op.Add(y, bias)
@@ -632,7 +631,7 @@ def matmul_integer_to_float(op, a, b, a_scale, b_scale, a_zero=None, b_zero=None
 
 @expansion("com.microsoft::DynamicQuantizeMatMul", when=STRAIGHT_THROUGH)
 def dynamic_quantize_matmul(op, a, b, b_scale, b_zero=None, bias=None):
-    """The product of a matrix that is quantised on the way with one that is."""
+    """MatMul of a dynamically quantized matrix with a quantized one."""
     q, scale, zero = op.DynamicQuantizeLinear(a, _outputs=3)
     y = op.MatMul(
         _dequantize(op, q, scale, zero), _dequantize(op, b, b_scale, b_zero, axis=op.rank(b) - 1)
@@ -643,7 +642,7 @@ def dynamic_quantize_matmul(op, a, b, b_scale, b_zero=None, bias=None):
 def _dequantize(
     op: OpBuilder, x: ir.Value, scale: ir.Value, zero: OptionalValue = None, axis: int | None = None
 ) -> ir.Value:
-    """Return a quantised tensor as floats, with a scale for all or one per index of an axis."""
+    """Dequantize a tensor, with one scale or one per index of an axis."""
     single = op.rank(scale) == 0 or op.dims(scale) == (1,)
     return op.DequantizeLinear(x, scale, zero, axis=None if single else axis)
 
@@ -651,7 +650,7 @@ def _dequantize(
 def _subtract_zero_point(
     op: OpBuilder, x: ir.Value, zero: OptionalValue, axis: int | None = None
 ) -> ir.Value:
-    """Return whole numbers as floats, less their zero point."""
+    """Return ``x - zero`` in float."""
     if zero is None or op.rank(zero) == 0 or op.dims(zero) == (1,):
         scale = op.const(1.0) if zero is None or op.rank(zero) == 0 else op.const([1.0])
         return op.DequantizeLinear(x, scale, zero)
@@ -663,7 +662,7 @@ def _subtract_zero_point(
 def _quantize_like(
     op: OpBuilder, y: ir.Value, scale: ir.Value, zero: OptionalValue, like: ir.Value
 ) -> ir.Value:
-    """Return floats quantised to the type of another tensor."""
+    """Quantize to the type of another tensor."""
     if zero is None:
         zero = op.const(0, like.dtype)
     return op.QuantizeLinear(y, scale, zero)

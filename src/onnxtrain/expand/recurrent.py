@@ -1,4 +1,8 @@
-"""RNN, GRU and LSTM."""
+"""RNN, GRU and LSTM as a Scan over time.
+
+The input projections leave the loop as one matmul for all steps; each step computes the recurrent
+projection. Shapes below: T steps, B sequences, I inputs, H hidden units, D directions (1 or 2).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxtrain.errors import PrepareError
+from onnxtrain.errors import PrepareError, expected_one_of
 from onnxtrain.expand.expansions import LOWERING, TRAINING, expansion
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -24,7 +28,7 @@ _REVERSED = {"forward": [False], "reverse": [True], "bidirectional": [False, Tru
 
 @expansion("LSTM", "GRU", "RNN", when=LOWERING)
 def time_first(op, x, w, r, *rest, node, layout):
-    """Before opset 14 time is the first axis."""
+    """Transpose ``layout=1`` to time first: before opset 14 there is no other layout."""
     if not layout:
         return None
     attributes = {n: S.python_value(a) for n, a in node.attributes.items() if n != "layout"}
@@ -117,7 +121,7 @@ def gru(
 ):
     """Gates in the order z, r, h; ``h' = (1 - z) * n + z * h``.
 
-    The recurrent bias of the candidate is added before the reset gate if ``linear_before_reset``.
+    With ``linear_before_reset`` the recurrent bias of the candidate is inside the reset gate.
     """
     n = _directions(direction)
     default = ["Sigmoid", "Tanh"] * n
@@ -267,19 +271,20 @@ def _run(
     node: ir.Node,
     late_bias: bool = False,
 ) -> tuple[ir.Value, list[ir.Value]]:
-    """Run every direction; give Y and the final states, in the layout of the node."""
+    """Run every direction; return Y and the final states in the layout of the node."""
     if layout:
         x = op.Transpose(x, perm=[1, 0, 2])  # [B, T, I] -> [T, B, I]
         initial = [None if s is None else op.Transpose(s, perm=[1, 0, 2]) for s in initial]
     turns = _REVERSED.get(direction)
     if turns is None:
         raise PrepareError(
-            f"node {node.name!r}: no such direction: {direction!r}\nhint: {', '.join(_REVERSED)}"
+            f"node {node.name!r}: unknown direction {direction!r} "
+            f"{expected_one_of(direction, _REVERSED)}"
         )
     ys, finals = [], []
     for d, turn in enumerate(turns):
         steps = x
-        if turn and lens is not None:  # every sequence turns around its own end
+        if turn and lens is not None:  # reverse each sequence within its own length
             steps = op.ReverseSequence(
                 x, op.cast(lens, ir.DataType.INT64), batch_axis=1, time_axis=0
             )
@@ -361,7 +366,7 @@ def _part(op: OpBuilder, x: ir.Value, d: int) -> ir.Value:
 def _bias(
     op: OpBuilder, b: OptionalValue, d: int, gates: int, hidden: int, late: bool
 ) -> OptionalValue:
-    """Return the sum of input and recurrent biases, but for a candidate's that is added later."""
+    """Return the input plus the recurrent bias; ``late`` omits the candidate's recurrent bias."""
     if b is None:
         return None
     both = _part(op, b, d)

@@ -1,4 +1,14 @@
-"""Comparison and selection."""
+"""Comparison and selection.
+
+``a * m + b * (1 - m)`` is not ``Where(m, a, b)``: an infinity or NaN in the element that is not
+selected comes through. The expansions use it only where both sides are finite.
+
+Runtimes without booleans or Cast compare by arithmetic. For floats, the sign of a difference gives
+the comparison, except for infinities: where these may occur, nothing is expanded.
+``bool_as_int64`` computes a whole boolean expression with the integers 0 and 1. It is exact for
+infinities and NaN: ArgMax over 0 and a difference compares floats, and a truncated quotient
+compares integers.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +26,12 @@ from onnxtrain.graph.nodes import is_standard
 _BOOL, _INT64, _DOUBLE = ir.DataType.BOOL, ir.DataType.INT64, ir.DataType.DOUBLE
 
 
-_MAX_POSITIONS = 1 << 22  # elements: positions of a larger tensor would make the file large
+_MAX_POSITIONS = 1 << 22  # elements; constant positions of larger tensors bloat the file
 
 
 @expansion("Where", when=LOWERING)
 def where_constant(op, condition, a, b):
-    """A constant condition and minus infinity on one side: add the condition's logarithm."""
+    """A constant condition and -inf on one side: add 0 or -inf."""
     mask = op.constant(condition)
     for chosen, other, keep in ((a, b, True), (b, a, False)):
         filler = op.constant(other)
@@ -53,7 +63,7 @@ def where_integers(op, condition, a, b):
 
 @expansion("Where", when=LOWERING)
 def where_finite(op, condition, a, b):
-    """``a m + b (1 - m)`` where both are finite; minus infinity is the logarithm of ``m``."""
+    """``a m + b (1 - m)`` where both are finite; a constant -inf is added as ``log(m)``."""
     if not a.dtype.is_floating_point():
         return None
     if may_be_infinite(a):
@@ -71,7 +81,7 @@ def where_finite(op, condition, a, b):
 
 @expansion("Where", when=LOWERING)
 def where_by_position(op, condition, a, b):
-    """Put both sides in one vector and gather: exact for every value, for static shapes."""
+    """Concatenate both sides and gather: exact for every value, for static shapes."""
     shape = [S.dims_of(v) for v in (condition, a, b)]
     if any(d is None or not all(isinstance(e, int) for e in d) for d in shape):
         return None
@@ -118,7 +128,7 @@ def _times(op: OpBuilder, v: ir.Value, m: ir.Value) -> ir.Value | None:
 
 @expansion("Equal", when=LOWERING)
 def equal_floats(op, a, b):
-    """Neither above nor below, and no NaN: a number is above 0 or below 1."""
+    """Neither greater nor less, and not NaN: every number is above 0 or below 1."""
     if not a.dtype.is_floating_point():
         return None
     apart = op.Or(op.Greater(a, b), op.Less(a, b))
@@ -132,13 +142,13 @@ def equal_floats(op, a, b):
 
 @expansion("Equal", when=LOWERING)
 def equal_booleans(op, a, b):
-    """Not either one of them alone."""
+    """``Not(Xor(a, b))``."""
     return op.Not(op.Xor(a, b)) if a.dtype == _BOOL else None
 
 
 @expansion("Greater", "Less", when=LOWERING)
 def compare_integers(op, a, b, *, node):
-    """The sign of the difference, which a double has exactly."""
+    """Compare the difference with 0 in float64, which is exact."""
     if a.dtype not in (ir.DataType.INT32, _INT64):
         return None
     gap = op.Sub(op.cast(a, _INT64), op.cast(b, _INT64))
@@ -147,7 +157,7 @@ def compare_integers(op, a, b, *, node):
 
 @expansion("GreaterOrEqual", "LessOrEqual", when=LOWERING)
 def or_equal(op, a, b, *, node):
-    """For integers, not the opposite; for floats, one or the other: a NaN is neither."""
+    """``Not`` of the opposite for integers; ``Or`` with Equal for floats, because of NaN."""
     strict = "Greater" if node.op_type == "GreaterOrEqual" else "Less"
     if not a.dtype.is_floating_point():
         return op.Not(op.emit("Less" if strict == "Greater" else "Greater", a, b))
@@ -156,7 +166,7 @@ def or_equal(op, a, b, *, node):
 
 @expansion("Max", "Min", when=LOWERING)
 def variadic_pairwise(op, *inputs, node):
-    """The largest of the first two and the next one, and so on."""
+    """A chain of binary nodes."""
     if len(inputs) == 1:
         return op.Identity(inputs[0])
     if len(inputs) == 2:
@@ -169,7 +179,7 @@ def variadic_pairwise(op, *inputs, node):
 
 @expansion("Max", "Min", when=LOWERING)
 def expand_operands(op, a, b, *, node):
-    """Before opset 8 both have to have the same shape."""
+    """Expand both to one shape: before opset 8 there is no broadcasting."""
     y = node.outputs[0]
     like = next((v for v in (y if op.static(y) else a, a, b) if S.same_shape(v, y)), None)
     if S.same_shape(a, b) or like is None:
@@ -179,7 +189,7 @@ def expand_operands(op, a, b, *, node):
 
 @expansion("Max", "Min", when=LOWERING)
 def max_of_integers(op, a, b, *, node):
-    """The one that compares as the larger."""
+    """Select by comparison, for integers."""
     if a.dtype.is_floating_point():
         return None
     above = op.Greater(a, b) if node.op_type == "Max" else op.Less(a, b)
@@ -188,7 +198,7 @@ def max_of_integers(op, a, b, *, node):
 
 @expansion("Max", "Min", when=LOWERING)
 def max_by_reduction(op, a, b, *, node):
-    """The largest along a new axis with both of them."""
+    """Stack both along a new axis and reduce it."""
     if not S.same_shape(a, b):
         return None
     last = op.rank(a)
@@ -198,13 +208,13 @@ def max_by_reduction(op, a, b, *, node):
 
 @expansion("IsNaN", when=LOWERING)
 def is_nan(op, x):
-    """A number is above 0 or below 1."""
+    """Not a number: neither above 0 nor below 1."""
     return op.Not(op.Or(op.Greater(x, 0.0), op.Less(x, 1.0)))
 
 
 @expansion("IsInf", when=LOWERING)
 def is_inf(op, x, *, detect_negative, detect_positive):
-    """Equal to one of the infinities."""
+    """Beyond the largest finite value."""
     top = float(ir.DataType(x.dtype).max)
     above, below = op.Greater(x, top), op.Less(x, -top)
     if detect_negative and detect_positive:
@@ -214,13 +224,13 @@ def is_inf(op, x, *, detect_negative, detect_positive):
 
 @expansion("Not", when=LOWERING)
 def negation(op, x):
-    """Equal to false."""
+    """``Equal(x, False)``."""
     return op.Equal(x, op.const(False, _BOOL))
 
 
 @expansion("com.microsoft::IsAllFinite", when=TRAINING)
 def is_all_finite(op, *inputs, isinf_only=0, isnan_only=0):
-    """Whether no element is infinite or not a number."""
+    """Whether no element is infinite or NaN."""
     bad = None
     for x in inputs:
         terms = [] if isnan_only else [op.IsInf(x)]
@@ -233,7 +243,7 @@ def is_all_finite(op, *inputs, isinf_only=0, isnan_only=0):
 
 @expansion("Cast", when=LOWERING)
 def cast_comparison(op, x, *, to, saturate):
-    """The number that stands for the truth."""
+    """Compute a comparison as 0 and 1, from signs of differences."""
     dtype = ir.DataType(to)
     if x.dtype != ir.DataType.BOOL or not dtype.is_floating_point():
         return None
@@ -244,7 +254,7 @@ _FLOAT_LAYOUT_OPS = ("Expand", "Identity", "Reshape", "Squeeze", "Transpose", "U
 
 
 def _bool_as_float(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value | None:
-    """Return a condition as 0 and 1, ``None`` if it is not made of comparisons of finite floats."""
+    """Return a condition as 0 and 1, ``None`` unless it consists of finite float comparisons."""
     array = op.constant(x)
     if array is not None:
         return op.const(array.astype(np.float32), dtype)
@@ -309,7 +319,7 @@ _Converted = dict[ir.Value, ir.Value | None]
 
 
 def bool_as_int64(op: OpBuilder, x: ir.Value) -> ir.Value | None:
-    """Return a boolean tensor as int64, ``None`` if it is not made of what is known here."""
+    """Return a boolean tensor as int64 0 and 1, ``None`` if an operator in it is not covered."""
     return _as_int64(op, x, {})
 
 
@@ -364,7 +374,7 @@ def _is_infinite(op: OpBuilder, node: ir.Node) -> ir.Value | None:
 
 
 def _move_integers(op: OpBuilder, node: ir.Node, inputs: list[ir.Value | None]) -> ir.Value | None:
-    """Return the same node over integers."""
+    """Return the same layout node over the integers."""
     if inputs[0] is None or (node.op_type == "Concat" and None in inputs):
         return None
     return op.append(
@@ -403,7 +413,7 @@ def _and(op: OpBuilder, parts: list[ir.Value | None]) -> ir.Value | None:
 def _greater(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value | None:
     """Return ``a > b``."""
     assert a.dtype is not None
-    if a.dtype in INTEGER_TYPES:  # (|d| + d) / (|d| + 1), cut off
+    if a.dtype in INTEGER_TYPES:  # (|d| + d) / (|d| + 1), truncated
         d = op.Sub(a, b)
         size = op.Abs(d)
         y = op.Div(op.Add(size, d), op.Add(size, op.const(1, a.dtype)))
@@ -412,7 +422,7 @@ def _greater(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value | None:
 
 
 def _positive(op: OpBuilder, d: ir.Value) -> ir.Value | None:
-    """Return ``d > 0``: the place of the larger of 0 and d; the first of two that are equal."""
+    """Return ``d > 0`` as ``ArgMax([0, d])``, which returns the first of equal elements."""
     dims = op.static(d)
     if dims is None:
         return None
@@ -422,9 +432,9 @@ def _positive(op: OpBuilder, d: ir.Value) -> ir.Value | None:
 
 
 def _equal(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value | None:
-    """Return ``a == b``: infinity less infinity is NaN, which is neither above nor below."""
+    """Return ``a == b``; inf - inf is NaN, which counts as neither greater nor less."""
     assert a.dtype is not None
-    if a.dtype in INTEGER_TYPES:  # 1 - 2 |d| / (|d| + 1), cut off
+    if a.dtype in INTEGER_TYPES:  # 1 - 2 |d| / (|d| + 1), truncated
         size = op.Abs(op.Sub(a, b))
         one = op.const(1, a.dtype)
         y = op.Sub(one, op.Div(op.Add(size, size), op.Add(size, one)))
@@ -436,7 +446,7 @@ def _equal(op: OpBuilder, a: ir.Value, b: ir.Value) -> ir.Value | None:
 
 
 def _mask_nans(op: OpBuilder, *values: ir.Value) -> list[ir.Value | None]:
-    """Give, for each float that may be NaN, where it is not."""
+    """Return a mask of the non-NaN elements of each value that may contain NaN."""
     masks = []
     for v in values:
         if v.dtype in INTEGER_TYPES or not may_be_infinite(v):
@@ -446,6 +456,6 @@ def _mask_nans(op: OpBuilder, *values: ir.Value) -> list[ir.Value | None]:
 
 
 def _is_not_nan(op: OpBuilder, x: ir.Value) -> ir.Value | None:
-    """Return where ``x`` is above 0 or below 1."""
+    """Return ``(x > 0) or (x < 1)``, which is false for NaN only."""
     zero, one = op.const(0, x.dtype), op.const(1, x.dtype)
     return _combine_logic(op, "Or", [_greater(op, x, zero), _greater(op, one, x)])

@@ -1,4 +1,7 @@
-"""Shapes, repetition, Cast."""
+"""Shape arithmetic, slicing and repetition, reordering of elements, Cast.
+
+Runtimes without Cast gather from a table of the values in the wanted type.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _LAST = np.iinfo(np.int64).max
 
 @expansion("Identity", when=LOWERING)
 def identity(op, x):
-    """A reshape to the same shape, where an output needs a node of its own."""
+    """Reshape to the same shape."""
     if op.static(x) is not None:
         return op.Reshape(x, list(op.static(x)))
     return op.Reshape(x, [0] * op.rank(x)) if op.rank(x) else None
@@ -27,13 +30,13 @@ def identity(op, x):
 
 @expansion("com.microsoft::SampleOp", when=TRAINING)
 def sample_op(op, x):
-    """What came in."""
+    """The identity."""
     return op.Identity(x)
 
 
 @expansion("Shape", when=LOWERING)
 def shape(op, x, *, start, end):
-    """The whole shape, then the part of it."""
+    """Slice the whole shape."""
     r = op.rank(x)
     first = min(max(start + r if start < 0 else start, 0), r)
     last = r if end is None else min(max(end + r if end < 0 else end, 0), r)
@@ -44,13 +47,13 @@ def shape(op, x, *, start, end):
 
 @expansion("Size", when=LOWERING)
 def size(op, x):
-    """The product of the sizes."""
+    """The product of the shape."""
     return op.ReduceProd(op.Shape(x), keepdims=0)
 
 
 @expansion("Expand", when=LOWERING)
 def expand(op, x, shape, *, node):
-    """Repeat along the axes where the size was 1."""
+    """Tile the axes of size 1."""
     y = node.outputs[0]
     have, want = op.dims(x), op.dims(y)
     lead = len(want) - len(have)
@@ -66,7 +69,7 @@ def expand(op, x, shape, *, node):
             length = op.dims(shape) if length is None else length
             if length != (len(want),):
                 return None
-            # A broadcast size that is 0 or 1 repeats just as well.
+            # Right for sizes 0 and 1 as well.
             repeats.append(op.Slice(shape, [i], [i + 1], [0]))
         else:
             return None
@@ -77,7 +80,7 @@ def expand(op, x, shape, *, node):
 
 @expansion("Tile", when=LOWERING)
 def tile(op, x, repeats):
-    """Copies side by side, one axis after the other."""
+    """Concatenate copies, axis by axis."""
     counts = op.constant(repeats)
     if counts is None or 0 in counts or counts.max(initial=1) > 64:
         return None
@@ -90,7 +93,7 @@ def tile(op, x, repeats):
 
 @expansion("ConstantOfShape", when=LOWERING)
 def constant_of_shape(op, shape, *, value):
-    """One element, repeated."""
+    """Tile one element."""
     rank = op.dims(shape)[0]
     if not isinstance(rank, int) or rank == 0:
         return None
@@ -110,7 +113,7 @@ def constant_range(op, start, limit, delta):
 
 @expansion("Range", when=LOWERING)
 def range_(op, start, limit, delta):
-    """The positions of as many ones, counted from ``start``."""
+    """``start`` plus the positions (NonZero) in a vector of ones, for step 1."""
     step = op.constant(delta)
     if start.dtype != _INT64 or step is None or int(step.reshape(())) != 1:
         return None
@@ -124,7 +127,7 @@ def range_(op, start, limit, delta):
 
 @expansion("com.microsoft::Range", when=TRAINING)
 def contrib_range(op, start, limit, delta=None):
-    """The standard operator of the same name; the step is one if it is left out."""
+    """The standard operator of the same name; ``delta`` defaults to 1."""
     scalars = [op.Reshape(v, op.const([])) for v in (start, limit)]
     step = op.const(1, start.dtype) if delta is None else op.Reshape(delta, op.const([]))
     return op.Range(*scalars, step)
@@ -132,7 +135,7 @@ def contrib_range(op, start, limit, delta=None):
 
 @expansion("Split", when=LOWERING)
 def split(op, x, sizes=None, *, axis, num_outputs, node):
-    """A slice for each part."""
+    """One Slice per part."""
     axis %= op.rank(x)
     total = op.dims(x)[axis]
     given = S.symbolic_of(sizes) if sizes is not None else None
@@ -152,7 +155,7 @@ def split(op, x, sizes=None, *, axis, num_outputs, node):
 
 @expansion("Slice", when=LOWERING)
 def slice_by_positions(op, x, starts, ends, axes=None, steps=None):
-    """Positions that are known, gathered."""
+    """Gather constant positions."""
     first, last = op.constant(starts), op.constant(ends)
     if first is None or last is None:
         return None
@@ -180,13 +183,13 @@ def _bounded(i: int) -> int | None:
 
 @expansion("com.microsoft::DynamicSlice", when=TRAINING)
 def dynamic_slice(op, x, starts, ends, axes=None):
-    """Slice by the standard's operator, which takes the same inputs since opset 10."""
+    """The standard Slice, which takes the same inputs since opset 10."""
     return op.Slice(x, starts, ends, axes)
 
 
 @expansion("Flatten", when=LOWERING)
 def flatten(op, x, *, axis):
-    """A reshape to two axes."""
+    """Reshape to two axes."""
     dims = op.dims(x)
     axis = axis + len(dims) if axis < 0 else axis
     left, right = D.product(dims[:axis]), D.product(dims[axis:])
@@ -197,7 +200,7 @@ def flatten(op, x, *, axis):
 
 @expansion("Squeeze", "Unsqueeze", "Reshape", when=LOWERING)
 def reshape(op, x, other=None, *, node):
-    """A reshape to a shape that is known, but for one size."""
+    """Reshape to the inferred shape, of which one size may be unknown."""
     y = node.outputs[0]
     dims = op.dims(y)
     unknown = [d for d in dims if not isinstance(d, int)]
@@ -208,7 +211,7 @@ def reshape(op, x, other=None, *, node):
 
 @expansion("Reshape", when=LOWERING)
 def reshape_to_known(op, x, shape, *, allowzero, node):
-    """A computed shape replaced by the sizes it turns out to have."""
+    """Replace a computed shape by the inferred one."""
     dims = op.dims(node.outputs[0])
     unknown = [d for d in dims if not isinstance(d, int)]
     if op.constant(shape) is not None and not (allowzero and 0 in op.constant(shape)):
@@ -220,7 +223,7 @@ def reshape_to_known(op, x, shape, *, allowzero, node):
 
 @expansion("Reshape", "Transpose", when=LOWERING)
 def expand_by_position(op, x, shape=None, *, node):
-    """Positions in the flat tensor, gathered, for runtimes that move floats only."""
+    """Gather from the flat tensor, for runtimes that reshape and transpose floats only."""
     before, after = op.static(x), op.static(node.outputs[0])
     if x.dtype not in (ir.DataType.INT32, _INT64) or before is None or after is None:
         return None
@@ -235,7 +238,7 @@ def expand_by_position(op, x, shape=None, *, node):
 
 
 def _flat(op, x, order):
-    """Return the elements as a vector, and which they are; made of slices along the short axes."""
+    """Return the elements as a vector, built by slicing short axes, and their positions in x."""
     if not order.ndim:
         return op.Unsqueeze(x, [0]), order.reshape(1)
     slices = 1
@@ -255,13 +258,13 @@ def _flat(op, x, order):
 
 @expansion("com.microsoft::ExpandDims", when=TRAINING)
 def expand_dims(op, x, axis):
-    """Insert an axis of size one."""
+    """Insert an axis of size 1."""
     return op.Unsqueeze(x, op.Reshape(op.cast(axis, _INT64), [1]))
 
 
 @expansion("com.microsoft::UnfoldTensor", when=TRAINING)
 def unfold_tensor(op, x, *, size, dim=-1, step=1):
-    """All slices of ``size`` along an axis, one every ``step``, as one more axis at the end."""
+    """Sliding windows of ``size`` along an axis, every ``step``, as a new last axis."""
     axis = dim % op.rank(x)
     room = minus(op, op.size(x, axis), size)
     count = room // step + 1 if isinstance(room, int) else op.Add(op.Div(room, step), 1)
@@ -325,7 +328,7 @@ def eye_like(op, x, *, dtype, k):
 
 @expansion("OneHot", when=LOWERING)
 def one_hot(op, indices, depth, values, *, axis):
-    """Compare with 0, 1 ...; a negative index counts from the end, others are off."""
+    """Compare indices with 0, 1, ...; negative indices count from the end."""
     n = op.constant(depth)
     if n is None:
         return None
@@ -343,12 +346,12 @@ def one_hot(op, indices, depth, values, *, axis):
     return op.Where(on, high, low)
 
 
-_BASE = 2048  # digits; three of them are more than 32 bits
+_BASE = 2048  # three digits in this base cover 32 bits
 
 
 @expansion("Cast", when=LOWERING)
 def cast_booleans(op, x, *, to, saturate, round_mode):
-    """The integer that stands for the truth, or the number at that place of ``[0, 1]``."""
+    """Compute the boolean as int64 0 or 1; other types gather from ``[0, 1]``."""
     dtype = ir.DataType(to)
     if x.dtype != BOOL or dtype == BOOL:
         return None
@@ -360,15 +363,15 @@ def cast_booleans(op, x, *, to, saturate, round_mode):
 
 @expansion("Cast", when=LOWERING)
 def cast_integers(op, x, *, to, saturate, round_mode):
-    """The sum of what each digit stands for; right for 32 bits, an error of Gather beyond."""
+    """Gather the value of each base-2048 digit and add; exact for 32 bits, Gather fails beyond."""
     dtype = ir.DataType(to)
     if x.dtype not in INTEGER_TYPES or not (dtype.is_floating_point() or dtype in INTEGER_TYPES):
         return None
     if dtype.itemsize < 4:
-        return None  # a half has fewer digits than the table
+        return None  # float16 cannot represent the table
     base, terms = op.const(_BASE, x.dtype), []
     for scale, most in ((1, _BASE), (_BASE, _BASE), (_BASE**2, _BASE // 4)):
-        # A quotient is cut off towards zero, so digits have the sign of the number.
+        # Integer Div truncates towards zero, so digits have the sign of the number.
         rest = op.Div(x, base)
         digit = x if scale == _BASE**2 else op.Sub(x, op.Mul(rest, base))
         place = op.Add(digit, op.const(most, x.dtype))
@@ -376,5 +379,5 @@ def cast_integers(op, x, *, to, saturate, round_mode):
         terms.append(op.Gather(op.const(table, dtype), place, axis=0))
         x = rest
     low, middle, high = terms
-    # The two higher ones have 22 digits: one rounding in all, as in a Cast.
+    # The two higher terms add exactly (22 bits), so there is one rounding, as in a Cast.
     return op.Add(op.Add(high, middle), low)

@@ -1,4 +1,4 @@
-"""What can be said about the values of a tensor from the nodes that compute it."""
+"""Bounds on the values of a tensor, from the nodes that compute it."""
 
 from __future__ import annotations
 

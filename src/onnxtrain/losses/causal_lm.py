@@ -238,7 +238,7 @@ def chunked_cross_entropy(
     chosen = head.rows(op, op.Where(counts, labels, op.const(0, labels.dtype)))
     form = head.parts(op)
     if form is not None:  # a sum over columns, in whatever order
-        rows, chosen = form.apart(op, rows), form.apart(op, chosen)
+        rows, chosen = form.group_columns(op, rows), form.group_columns(op, chosen)
     column = [op.size(rows, 0), 1]
     start = [op.full(column, _LOWEST, ir.DataType.FLOAT), op.full(column, 0.0, ir.DataType.FLOAT)]
     firsts = op.const(np.arange(0, head.words, head.piece, dtype=np.int64))

@@ -1,5 +1,6 @@
-"""Models rewritten for older opsets and smaller runtimes.
+"""Models for older opsets and smaller runtimes.
 
-The stages, in order: ``replace`` replaces nodes that the target cannot express, by the rules of
-``rules``, all in the working opset; ``forms`` then writes every node as the target's opset has it.
+``lower.py`` is the entry point and lists the stages in order. ``replace.py`` expands nodes that
+the target cannot express, in the working opset. ``opset_converters.py`` then writes every node in
+the form that the target's opset has.
 """

@@ -1,7 +1,4 @@
-"""Constant folding and removal of what does nothing at inference.
-
-What running a model would cost, as far as its sizes tell, before it is run to be verified.
-"""
+"""Fold constants, remove inference no-ops, and bound the cost of a verification run."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _LIMIT = 1 << 20  # elements of a folded constant
 def fold_constants(model: ir.Model, weights: frozenset[str]) -> None:
     """Replace nodes that depend on constants only by initializers, in place.
 
-    The model's ``weights`` are not constants: they keep their names and stay what they are.
+    ``weights`` do not count as constants: they keep their names and values.
     """
     graph, opset = model.graph, model.opset_imports[""]
     for node in list(graph):
@@ -35,7 +32,7 @@ def fold_constants(model: ir.Model, weights: frozenset[str]) -> None:
 
 
 def folded(node: ir.Node, opset: int, weights: frozenset[str]) -> np.ndarray | None:
-    """Return what a node computes, if that depends on constants only."""
+    """Return the value of a node, ``None`` unless it depends on constants only."""
     if not is_standard(node) or node.op_type in RANDOM_OPS or any(True for _ in subgraphs_of(node)):
         return None
     y = node.outputs[0]
@@ -51,7 +48,7 @@ def folded(node: ir.Node, opset: int, weights: frozenset[str]) -> np.ndarray | N
 
 
 def remove_inference_no_ops(model: ir.Model) -> None:
-    """Remove Dropout that is not in training mode, Cast to the type that is there, and the like."""
+    """Remove inference Dropout, casts to the same type, expands to the same shape, cast pairs."""
     for node in nodes(model.graph, subgraphs=True):
         graph = node.graph
         if not isinstance(graph, ir.Graph):
@@ -73,11 +70,11 @@ def remove_inference_no_ops(model: ir.Model) -> None:
 
 
 def _drop_empty_parts(node: ir.Node) -> None:
-    """Take what has no elements out of a Concat."""
+    """Remove empty inputs from a Concat."""
     axis = node.attributes["axis"].as_int()
     dims = [None if x is None else S.dims_of(x) for x in node.inputs]
     if any(sizes is not None and not -len(sizes) <= axis < len(sizes) for sizes in dims):
-        return  # for others to complain about
+        return  # shape inference reports it
     kept = [x for x, sizes in zip(node.inputs, dims, strict=True) if not sizes or sizes[axis] != 0]
     if kept and len(kept) < len(node.inputs):
         for i, x in enumerate(kept):
@@ -102,7 +99,7 @@ def _is_constant(x: ir.Value | None, weights: frozenset[str]) -> bool:
 
 
 def _inferred_ints(y: ir.Value) -> np.ndarray | None:
-    """Return integers that shape inference found."""
+    """Return integers that shape inference knows."""
     elements, dims = S.symbolic_of(y), S.dims_of(y)
     if elements is None or dims is None or len(dims) > 1 or y.dtype is None:
         return None
@@ -156,20 +153,20 @@ def _replace_by_initializer(graph: ir.Graph, node: ir.Node, array: np.ndarray) -
     graph.register_initializer(value)
 
 
-_ELEMENTS = 1 << 27  # of one tensor
-_READS = 1 << 34  # elements that the windows of one pooling read
-_STEPS = 1 << 18  # of a recurrent operator
-_ITERATIONS = 1 << 20  # of the nodes in the body of a loop
-_SIZE = 3  # what a size that is only known by name is taken for
+_MAX_ELEMENTS = 1 << 27  # of one tensor
+_MAX_READS = 1 << 34  # elements read by the windows of one pooling node
+_MAX_STEPS = 1 << 18  # of a recurrent operator
+_MAX_ITERATIONS = 1 << 20  # steps of a loop times nodes of its body
+_ASSUMED_SIZE = 3  # of a symbolic dimension
 _POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
 _RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 
 
 def check_run_budget(model: ir.Model) -> None:
-    """Raise an error if a model with inferred shapes would take too long, or too much memory.
+    """Raise if running a model with inferred shapes would take too much time or memory.
 
     Raises:
-        VerificationError: naming the nodes.
+        VerificationError: with the names of the nodes.
     """
     over = [
         f"node {node.name!r}: {S.describe(node)}: {why}"
@@ -179,7 +176,7 @@ def check_run_budget(model: ir.Model) -> None:
     ]
     if over:
         raise VerificationError(
-            "\n  ".join(["the model is too large to be verified, or cannot be run:", *over[:5]])
+            "\n  ".join(["the model is too large to verify, or cannot be run:", *over[:5]])
             + "\nhint: lower with verify=False and compare on inputs of your own"
         )
 
@@ -187,32 +184,36 @@ def check_run_budget(model: ir.Model) -> None:
 def _excess(node: ir.Node) -> Iterator[str]:
     for y in node.outputs:
         elements = _elements(y)
-        if elements > _ELEMENTS:
-            yield f"{S.describe_value(y)} has {elements} elements, the limit is {_ELEMENTS}"
+        if elements > _MAX_ELEMENTS:
+            yield f"{S.describe_value(y)} has {elements} elements, the limit is {_MAX_ELEMENTS}"
         elif node.op_type in _POOLS and "kernel_shape" in node.attributes:
             reads = elements * math.prod(node.attributes["kernel_shape"].as_ints())
-            if reads > _READS:
-                yield f"its windows read {reads} elements, the limit is {_READS}"
+            if reads > _MAX_READS:
+                yield f"its windows read {reads} elements, the limit is {_MAX_READS}"
     if node.op_type in _RECURRENT and node.inputs[0] is not None:
         dims = S.dims_of(node.inputs[0]) or (1,)
-        if isinstance(dims[0], int) and dims[0] > _STEPS:
-            yield f"{dims[0]} steps, the limit is {_STEPS}"
+        if isinstance(dims[0], int) and dims[0] > _MAX_STEPS:
+            yield f"{dims[0]} steps, the limit is {_MAX_STEPS}"
         if 0 in dims:
-            yield "onnxruntime ends the process where a recurrent operator gets no elements"
+            yield "onnxruntime crashes on recurrent operators with empty inputs"
     if node.op_type == "Loop" and _is_counted(node):
         trips = S.constant_of(node.inputs[0])
         body = max(1, len(node.attributes["body"].as_graph()))
-        if trips is not None and trips.size == 1 and int(trips.reshape(-1)[0]) * body > _ITERATIONS:
-            yield f"{int(trips.reshape(-1)[0])} steps, the limit is {_ITERATIONS // body}"
+        if (
+            trips is not None
+            and trips.size == 1
+            and int(trips.reshape(-1)[0]) * body > _MAX_ITERATIONS
+        ):
+            yield f"{int(trips.reshape(-1)[0])} steps, the limit is {_MAX_ITERATIONS // body}"
 
 
 def _elements(x: ir.Value) -> int:
     dims = S.dims_of(x)
-    return math.prod(d if isinstance(d, int) else _SIZE for d in dims or ())
+    return math.prod(d if isinstance(d, int) else _ASSUMED_SIZE for d in dims or ())
 
 
 def _is_counted(node: ir.Node) -> bool:
-    """Return whether a Loop never ends before its count: its condition stays as it is."""
+    """Return whether a Loop always runs to its trip count: its condition is constant."""
     body = node.attributes["body"].as_graph()
     if len(body.inputs) < 2 or not body.outputs:
         return False

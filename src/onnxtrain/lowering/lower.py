@@ -1,12 +1,9 @@
-"""Models for older opsets and smaller runtimes, compared with what they came from.
+"""``onnxtrain.lower``: models for older opsets and smaller runtimes, compared with the original.
 
-The passes of lowering, in order.
-
-A model at an older opset, node for node.
-
-``lower`` composes what an opset lacks from other operators, which may cost: a ScatterND becomes a
-product with a one-hot matrix. Here a node gets the form that the older opset has for it, or the
-whole model stays as it is. The one exception is Shape of some axes, which becomes a Slice of Shape.
+``lower_model`` has the passes in order. ``downgrade_opset`` is the strict variant for training
+graphs: a node gets the form that the older opset has for it, or the whole model stays unchanged.
+Expansions may be costly there (ScatterND becomes a matmul with a one-hot matrix). The one
+exception is Shape with ``start`` and ``end``, which becomes a Slice of Shape.
 """
 
 from __future__ import annotations
@@ -53,13 +50,13 @@ from onnxtrain.runtime.compare import REFERENCE, compare
 def lower_model(
     model: ir.Model, opset: int, profile: Profile | None, sizes: Mapping[str, int]
 ) -> tuple[ir.Model, Counter[str]]:
-    """Return a loaded model at an opset, in the operators of a profile, and what was replaced.
+    """Return a loaded model at an opset, in the operators of a profile, and the replaced operators.
 
     Args:
-        model: from ``load``; must not be used any more.
-        opset: of the result.
-        profile: what the runtime knows; ``None`` stands for everything the opset has.
-        sizes: numbers for symbolic sizes.
+        model: from ``load``; it is consumed.
+        opset: opset of the result.
+        profile: what the runtime supports; ``None`` for everything that the opset has.
+        sizes: values of symbolic sizes.
     """
     _check_opset(opset, profile)
     given = _names_of_weights(model)
@@ -71,7 +68,7 @@ def lower_model(
     target = LoweringTarget(opset, working, profile, sorted(symbols))
     replaced = replace_unsupported(model, target, weights)
     if replaced:
-        # Folding may leave what a rule made for the general case in a plainer form.
+        # Folding simplifies the general form that expansions emit, so more of it can be lowered.
         _simplify(model, weights)
         replaced += replace_unsupported(model, target, weights)
         remove_dead(model)
@@ -100,11 +97,11 @@ def _names_of_weights(model: ir.Model) -> frozenset[str]:
 
 def _check_opset(opset: int, profile: Profile | None) -> None:
     if not OLDEST <= opset <= NEWEST:
-        raise LoweringError(f"no such opset: {opset}\nhint: one of {OLDEST} to {NEWEST}")
+        raise LoweringError(f"unknown opset: {opset} (expected {OLDEST} to {NEWEST})")
     if profile is not None and not profile.opset[0] <= opset <= profile.opset[1]:
         low, high = profile.opset
         raise LoweringError(
-            f"{profile.name} does not read opset {opset}\nhint: one of {low} to {high}"
+            f"{profile.name} does not read opset {opset}\nhint: use opset {low} to {high}"
         )
 
 
@@ -113,7 +110,7 @@ def _upgrade_opset(model: ir.Model, opset: int) -> ir.Model:
         return transform_proto(model, lambda p: onnx.version_converter.convert_version(p, opset))
     except ONNX_ERRORS as error:
         raise LoweringError(
-            f"the model cannot be raised to opset {opset}: {S.first_line(error)}"
+            f"the model cannot be converted to opset {opset}: {S.first_line(error)}"
         ) from error
 
 
@@ -132,7 +129,9 @@ def _set_opset_and_ir_version(model: ir.Model, target: LoweringTarget) -> None:
 
 
 VERIFIED_ON_KEY = "onnxtrain.compared_on"
-_LARGEST = (1 << 31) - (1 << 24)  # bytes of weights that fit into one protobuf, graph included
+_LARGEST = (1 << 31) - (
+    1 << 24
+)  # bytes of weights; with the graph they must fit into one 2 GiB protobuf
 
 
 def lower(
@@ -147,20 +146,20 @@ def lower(
 
     Args:
         model: a path, bytes, ``ModelProto`` or ``ir.Model``; it is not changed.
-        profile: name of a runtime (``onnxtrain profiles`` lists them) or ``opset-N``; or a file: a
-            profile in JSON, or the operator list of a reduced onnxruntime.
-        opset: of the result; needed if no profile is named.
-        dims: numbers for symbolic sizes of the inputs. The fewer are left, the more can be lowered.
+        profile: a runtime (``onnxtrain profiles`` lists them) or ``opset-N``; or a file: a profile
+            in JSON, or the operator list of a reduced onnxruntime build.
+        opset: opset of the result; required without a profile.
+        dims: values of symbolic input sizes. Fewer symbolic sizes allow more lowerings.
         verify: compare the result with the original on random inputs of several shapes.
 
     Raises:
-        ProfileError: if there is no such profile.
-        LoweringError: if some nodes cannot be lowered, naming them and why.
-        VerificationError: if the result differs, naming the first tensor that does; or if the model
-            is too large to be run for this, naming the nodes.
+        ProfileError: if the profile is unknown.
+        LoweringError: if some nodes cannot be lowered, with their names and the reasons.
+        VerificationError: if the result differs, with the first tensor that does; or if the model
+            is too large to run, with the nodes.
 
-    Where onnxruntime is not installed, models are compared on onnx's reference evaluator, with a
-    warning; ``compared_on`` tells the runtime from the result.
+    Without onnxruntime, models are compared on onnx's reference evaluator, with a warning.
+    ``verified_on`` returns the runtime that was used.
     """
     target_profile = find_profile(profile) if isinstance(profile, str) else profile
     if opset is None:
@@ -169,7 +168,7 @@ def lower(
         elif isinstance(profile, str):
             opset = int(profile.removeprefix("opset-"))
         else:
-            raise LoweringError("nothing to lower to\nhint: give an opset or a profile")
+            raise LoweringError("lower needs opset= or profile=")
     sizes = dict(dims or {})
     lowered, _ = lower_model(load(model), opset, target_profile, sizes)
     lowered.producer_name = PRODUCER
@@ -178,7 +177,7 @@ def lower(
     if size > _LARGEST:
         if verify:
             raise VerificationError(
-                f"weights of {size:,} bytes are too large to be compared\nhint: verify=False"
+                f"the model has {size:,} bytes of weights, too many to verify\nhint: verify=False"
             )
         return proto
     _check(proto)
@@ -194,10 +193,10 @@ def verified_on(model: onnx.ModelProto) -> str | None:
 
 
 def find_profile(name: str) -> Profile | None:
-    """Return a profile by name or file, ``None`` for a plain opset.
+    """Return a profile by name or file, ``None`` for ``opset-N``.
 
     Raises:
-        ProfileError: if there is none.
+        ProfileError: if the profile is unknown or not valid.
     """
     if re.fullmatch(r"opset-\d+", name):
         return None
@@ -226,41 +225,46 @@ def _verify(
     model: Source, proto: onnx.ModelProto, profile: Profile | None, sizes: dict[str, int]
 ) -> str:
     """Return the runtime on which the two are equal."""
-    # By onnx's own inference: our formulas know the working opset alone.
+    # onnx's shape inference: ours has formulas for the working opset only.
     check_run_budget(ir.from_proto(onnx.shape_inference.infer_shapes(proto)))
     if profile is not None:
         obstacles = unsupported_nodes(load(proto), profile)
         if obstacles:
             raise VerificationError(
-                "\n  ".join([f"not for {profile.name} after all:", *map(str, obstacles)])
+                "\n  ".join(
+                    [
+                        f"the lowered model has nodes that {profile.name} rejects:",
+                        *map(str, obstacles),
+                    ]
+                )
             )
     comparison = compare(ir.to_proto(load(model)), proto, sizes)
     if comparison.difference is not None:
         raise VerificationError(
             f"the lowered model differs from the original: {comparison.difference}\n"
-            "hint: this is a defect of a lowering; nothing was written"
+            "hint: please report this; nothing was written"
         )
     if comparison.runtime == REFERENCE:
         warnings.warn(
-            f"onnxruntime is not installed, or does not run this: compared on {REFERENCE}",
+            f"onnxruntime is not installed or cannot run the model: compared on {REFERENCE}",
             stacklevel=3,
         )
     return comparison.runtime
 
 
-_MIN_OPSET = 11  # of which the training graphs have been run
+_MIN_OPSET = 11  # the oldest opset at which training graphs are tested
 
 
 def downgrade_opset(model: ir.Model, opset: int, prefix: str = "lower/") -> list[str]:
-    """Restate a model at an older opset, in place; nodes of other domains stay as they are.
+    """Convert a model to an older opset, in place; nodes of other domains stay unchanged.
 
     Args:
-        model: of the working opset, with the shapes of its values.
-        opset: of the result; one that is not older changes nothing.
-        prefix: what names of new values start with.
+        model: a model of the working opset with inferred shapes.
+        opset: opset of the result; a newer one changes nothing.
+        prefix: prefix of the names of new values.
 
     Returns:
-        The operators that cannot be restated; if there are any, nothing has changed.
+        The operators that cannot be converted; if there are any, the model is unchanged.
     """
     working = model.opset_imports[""]
     if opset >= working:

@@ -1,16 +1,8 @@
-"""Every node of a model in the form that an older opset has for it.
+"""Convert nodes to the form that an older opset has for them.
 
-A node on its way to an older form: the forms read and change this, not the graph.
-
-The table of forms: how older opsets write the operators of the working opset.
-
-A form is registered for an operator and the opset from which on it is not needed any more; it
-changes a ``Draft``, or raises ``UnfitError``. The newest form comes first, so each one starts from
-what the next opset has.
-
-Resize before opset 19, and Upsample before it.
-
-The forms that operators have at older opsets.
+A converter is registered for an operator and the first opset that no longer needs it. It changes a
+:class:`Draft`, not the graph, or raises :class:`NotConvertibleError`. Converters of one operator
+run from the newest to the oldest, so each starts from the form of the next opset.
 """
 
 from __future__ import annotations
@@ -29,30 +21,30 @@ from onnxtrain.graph.nodes import is_standard, subgraphs_of
 
 
 class NotConvertibleError(Exception):
-    """Why a node has no form in an opset."""
+    """A node that an opset cannot express; the message is the reason."""
 
 
 Operand = ir.Value | np.ndarray | None
-"""An input of a draft: a value, a constant to be made, or nothing."""
+"""An input of a draft: a value, a constant to create, or ``None``."""
 
 
 @dataclass
 class Draft:
-    """Operator, inputs and attributes of a node as some opset has them."""
+    """Operator, inputs and attributes of a node on its way to an older opset."""
 
     op_type: str
     inputs: list[Operand]
     attributes: dict[str, ir.Attr]
     node: ir.Node
     opset: int
-    """The opset that the node is written in."""
+    """The opset of ``node``."""
 
     def input(self, i: int) -> Operand:
-        """Return an input, ``None`` if it is left out."""
+        """Return an input, ``None`` if it is omitted."""
         return self.inputs[i] if i < len(self.inputs) else None
 
     def constant(self, i: int, what: str) -> np.ndarray | None:
-        """Return a constant input, ``None`` if it is left out; unfit if it is computed."""
+        """Return a constant input, ``None`` if it is omitted; raise if it is not constant."""
         x = self.input(i)
         if x is None or isinstance(x, np.ndarray):
             return x
@@ -60,12 +52,14 @@ class Draft:
         if array is None:
             elements = S.symbolic_of(x)
             if elements is None or not all(isinstance(e, int) for e in elements):
-                raise NotConvertibleError(f"{what} of {self.op_type} must be constant there")
+                raise NotConvertibleError(
+                    f"{what} of {self.op_type} must be constant in older opsets"
+                )
             array = np.asarray(elements, np.int64).reshape(() if S.dims_of(x) == () else (-1,))
         return array
 
     def get(self, name: str) -> Any:
-        """Return an attribute, its default if it is not set."""
+        """Return an attribute or its default."""
         if name in self.attributes:
             return S.python_value(self.attributes[name])
         return default_of(self.node.op_type, self.opset, name)
@@ -75,14 +69,14 @@ class Draft:
         self.attributes |= {a.name: a for a in ir.convenience.convert_attributes({name: value})}
 
     def drop(self, name: str, *defaults: Any) -> None:
-        """Remove an attribute; unfit if it is none of ``defaults``."""
+        """Remove an attribute; raise if its value is not one of ``defaults``."""
         value = self.get(name)
         if value is not None and value not in defaults:
-            raise NotConvertibleError(f"{self.op_type} has no {name}={value!r} there")
+            raise NotConvertibleError(f"older opsets have no {self.op_type} with {name}={value!r}")
         self.attributes.pop(name, None)
 
     def keep_inputs(self, count: int) -> None:
-        """Drop all inputs behind the first ``count``."""
+        """Drop all inputs after the first ``count``."""
         del self.inputs[count:]
 
     def has_rank(self) -> bool:
@@ -116,10 +110,10 @@ def default_of(op_type: str, opset: int, name: str) -> Any:
 
 
 def finish_draft(draft: Draft, opset: int) -> None:
-    """Finish a draft by the schema of an opset, in place.
+    """Adapt the attributes of a draft to the schema of an opset, in place, and check the rest.
 
     Raises:
-        UnfitError: if the schema does not allow it.
+        NotConvertibleError: if the schema does not allow the draft.
     """
     schema = S.schema_of(draft.op_type, opset)
     if schema is None or schema.deprecated:
@@ -186,7 +180,7 @@ _CONVERTERS: dict[str, list[tuple[int, Converter]]] = {}
 
 
 def converter(*op_types: str, below: int) -> Callable[[Converter], Converter]:
-    """Register the form of some operators at opsets below a number."""
+    """Register the converter of operators for opsets below a number."""
 
     def register(function: Converter) -> Converter:
         for op_type in op_types:
@@ -201,7 +195,7 @@ def convert_node(node: ir.Node, opset: int, working: int) -> Draft:
     """Return a node in the form that an opset has for it.
 
     Raises:
-        UnfitError: if the opset cannot express it.
+        NotConvertibleError: if the opset cannot express it.
     """
     drafted = Draft(node.op_type, list(node.inputs), dict(node.attributes), node, working)
     if not is_standard(node):
@@ -237,7 +231,7 @@ _AXIS = frozenset(
 
 
 def _positive_axes(d: Draft, *, needed: bool) -> None:
-    """Count the axis from the front: before opset 11 there is no other way."""
+    """Make the axis non-negative: before opset 11 it cannot be negative."""
     if d.op_type not in _AXIS or not (needed or d.has_rank()):
         return
     axis = d.get("axis")
@@ -246,15 +240,15 @@ def _positive_axes(d: Draft, *, needed: bool) -> None:
 
 
 def convert_operators(model: ir.Model, opset: int, prefix: str = "lower/") -> None:
-    """Give every node of the standard domain the form that an opset has, in place; stamp the model.
+    """Convert every node of the standard domain to an opset, in place, and set the opset import.
 
     Args:
-        model: of the working opset.
-        opset: of the result, not newer.
-        prefix: what names of new constants start with.
+        model: a model of the working opset.
+        opset: opset of the result, not newer.
+        prefix: prefix of the names of new constants.
 
     Raises:
-        UnfitError: if the opset cannot express a node.
+        NotConvertibleError: if the opset cannot express a node.
     """
     constants = _Constants(model.graph, prefix)
     _apply(model.graph, constants, opset, model.opset_imports[""])
@@ -284,7 +278,7 @@ def _apply(graph: ir.Graph, constants: _Constants, opset: int, working: int) -> 
         graph.insert_before(node, replacement)
         for old, y in zip(outputs, replacement.outputs, strict=False):
             y.name, y.type, y.shape = old.name, old.type, old.shape
-            y.meta.update(old.meta)  # sizes that are known by name
+            y.meta.update(old.meta)  # symbolic sizes
             if old.name:
                 old.name = f"{old.name}.old"
             old.replace_all_uses_with(y, replace_graph_outputs=True)
@@ -292,7 +286,7 @@ def _apply(graph: ir.Graph, constants: _Constants, opset: int, working: int) -> 
 
 
 class _Constants:
-    """Initializers for the arrays that forms need, one for equal arrays."""
+    """Initializers for the constants of converted nodes; equal arrays share one."""
 
     def __init__(self, root: ir.Graph, prefix: str) -> None:
         self.root = root
@@ -320,11 +314,11 @@ class _Constants:
 
 @converter("Resize", below=18)
 def _resize_18(d: Draft) -> None:
-    """No ``antialias``, ``axes`` or ``keep_aspect_ratio_policy``."""
+    """Remove ``antialias``, ``axes`` and ``keep_aspect_ratio_policy``."""
     d.drop("antialias", 0)
     d.drop("keep_aspect_ratio_policy", "stretch")
     if d.get("coordinate_transformation_mode") == "half_pixel_symmetric":
-        raise NotConvertibleError("Resize with half_pixel_symmetric is not there")
+        raise NotConvertibleError("older opsets have no Resize with half_pixel_symmetric")
     axes = d.get("axes")
     d.attributes.pop("axes", None)
     if axes is None:
@@ -332,7 +326,7 @@ def _resize_18(d: Draft) -> None:
     rank, dims = d.rank(), d.dims()
     axes = [a % rank for a in axes]
     if d.get("coordinate_transformation_mode") == "tf_crop_and_resize":
-        raise NotConvertibleError("Resize of a region of some axes is not there")
+        raise NotConvertibleError("older opsets have no Resize of a region of some axes")
     for i, kind, filler in ((2, np.float32, 1.0), (3, np.int64, None)):
         given = d.constant(i, "the size")
         if given is None or not given.size:
@@ -342,14 +336,14 @@ def _resize_18(d: Draft) -> None:
             full[a] = value
         if any(isinstance(v, str) or v is None for v in full):
             raise NotConvertibleError(
-                "Resize of some axes of a symbolic shape to sizes is not there"
+                "older opsets have no Resize of some axes of a symbolic shape"
             )
         d.inputs[i] = np.asarray(full, kind)
 
 
 @converter("Resize", below=13)
 def _resize_13(d: Draft) -> None:
-    """The region and the scales are not optional, but may be empty."""
+    """Add empty ``roi`` and ``scales``, which are not optional."""
     d.inputs += [None] * (3 - len(d.inputs))
     if d.input(1) is None:
         d.inputs[1] = np.zeros(0, np.float32)
@@ -359,25 +353,27 @@ def _resize_13(d: Draft) -> None:
 
 @converter("Resize", below=11)
 def _resize_10(d: Draft) -> None:
-    """Coordinates are ``i / scale``, cut off: nearest or linear, enlarging."""
+    """Keep upsampling by nearest or linear with coordinates ``floor(i / scale)``."""
     scales = constant_scales(d.node)
     mode, place = d.get("mode"), d.get("coordinate_transformation_mode")
     whole = scales is not None and all(float(s).is_integer() and s >= 1 for s in scales)
     if scales is None or any(s < 1 for s in scales):
-        raise NotConvertibleError("Resize to computed sizes, or to smaller ones, is not there")
+        raise NotConvertibleError("older opsets have no Resize to computed or smaller sizes")
     if mode == "nearest":
         rounding = d.get("nearest_mode")
         same = place == "asymmetric" and rounding == "floor"
-        # With a whole factor these read the same elements.
+        # For integer scales these read the same elements.
         same = same or (
             whole
             and place in ("half_pixel", "pytorch_half_pixel", "half_pixel_symmetric")
             and rounding in ("round_prefer_floor", "round_prefer_ceil")
         )
         if not same or not whole:
-            raise NotConvertibleError(f"Resize nearest with {place}, {rounding} is not there")
+            raise NotConvertibleError(
+                f"older opsets have no nearest Resize with {place}, {rounding}"
+            )
     elif mode != "linear" or place != "asymmetric" or d.rank() not in (2, 4):
-        raise NotConvertibleError(f"Resize of mode {mode} with {place} is not there")
+        raise NotConvertibleError(f"older opsets have no {mode} Resize with {place}")
     d.attributes = {"mode": ir.AttrString("mode", mode)}
     d.inputs[1:] = [np.asarray(scales, np.float32)]
 
@@ -410,8 +406,8 @@ def _reduce(d: Draft) -> None:
     d.attributes.pop("noop_with_empty_axes", None)
     axes = _axes(d, 1)
     if not axes and noop:
-        raise NotConvertibleError(f"{d.op_type} over no axes is not there")
-    if axes or d.has_rank():  # without the attribute, it is over all axes
+        raise NotConvertibleError(f"older opsets have no {d.op_type} over no axes")
+    if axes or d.has_rank():  # by default it reduces all axes
         d.set("axes", axes or list(range(d.rank())))
     d.keep_inputs(1)
 
@@ -422,7 +418,7 @@ def _squeeze(d: Draft) -> None:
     if axes is None:
         axes = [i for i, size in enumerate(d.dims()) if size == 1]
         if not all(isinstance(size, int) for size in d.dims()):
-            raise NotConvertibleError("Squeeze of symbolic sizes needs axes there")
+            raise NotConvertibleError("in older opsets Squeeze of symbolic sizes needs axes")
     d.set("axes", axes)
     d.keep_inputs(1)
 
@@ -444,7 +440,9 @@ def _split_parts(d: Draft) -> None:
         return
     size = d.dims()[d.get("axis")]
     if not isinstance(size, int):
-        raise NotConvertibleError("Split of a symbolic size into parts is not there")
+        raise NotConvertibleError(
+            "older opsets have no num_outputs of Split, and the size is symbolic"
+        )
     each = -(-size // parts)
     rest = [min(each, size - i * each) for i in range(parts)]
     d.inputs[1:] = [np.asarray(rest, np.int64)]
@@ -470,7 +468,7 @@ def _clip(d: Draft) -> None:
 @converter("Pad", below=19)
 def _pad_mode(d: Draft) -> None:
     if d.get("mode") == "wrap":
-        raise NotConvertibleError("Pad of mode wrap is not there")
+        raise NotConvertibleError("older opsets have no Pad with mode wrap")
 
 
 @converter("Pad", below=18)
@@ -504,7 +502,7 @@ def _slice(d: Draft) -> None:
     assert starts is not None
     assert ends is not None
     if steps is not None and any(steps != 1):
-        raise NotConvertibleError("Slice with steps is not there")
+        raise NotConvertibleError("older opsets have no Slice with steps")
     axes = _axes(d, 3) or list(range(starts.size))
     d.set("starts", [int(s) for s in starts])
     d.set("ends", [int(e) for e in ends])
@@ -524,9 +522,9 @@ def _top_k(d: Draft) -> None:
 def _dropout(d: Draft) -> None:
     training = d.constant(2, "training_mode")
     if training is not None and bool(training):
-        raise NotConvertibleError("Dropout in training mode is not there")
+        raise NotConvertibleError("older opsets have no Dropout in training mode")
     if any(y.uses() or y.is_graph_output() for y in d.node.outputs[1:]):
-        raise NotConvertibleError("the mask of Dropout at inference is not specified there")
+        raise NotConvertibleError("older opsets do not specify the mask of Dropout at inference")
     ratio = d.constant(1, "ratio")
     if ratio is not None:
         d.set("ratio", float(ratio))
@@ -543,7 +541,7 @@ def _batch_normalization(d: Draft) -> None:
 def _softmax(d: Draft) -> None:
     behind = d.dims()[d.get("axis") % d.rank() + 1 :]
     if any(size != 1 for size in behind):
-        raise NotConvertibleError(f"{d.op_type} along an axis before the last is not there")
+        raise NotConvertibleError(f"older opsets have no {d.op_type} along an axis before the last")
 
 
 @converter("Gemm", below=11)
@@ -560,7 +558,7 @@ def _same_shapes(d: Draft) -> None:
     first = d.inputs[0]
     for x in d.inputs[1:]:
         if not (isinstance(x, ir.Value) and isinstance(first, ir.Value) and S.same_shape(x, first)):
-            raise NotConvertibleError(f"{d.op_type} does not broadcast there")
+            raise NotConvertibleError(f"{d.op_type} does not broadcast in older opsets")
 
 
 @converter("Reshape", below=14)
@@ -570,7 +568,7 @@ def _reshape(d: Draft) -> None:
     shape = d.input(1)
     elements = S.symbolic_of(shape) if isinstance(shape, ir.Value) else None
     if elements is None or 0 in elements:
-        raise NotConvertibleError("Reshape to a size of zero is not there")
+        raise NotConvertibleError("older opsets have no Reshape to a size of zero")
     d.attributes.pop("allowzero", None)
 
 
@@ -579,14 +577,14 @@ def _shape(d: Draft) -> None:
     start, end = d.get("start"), d.get("end")
     starts = start == 0 or start <= -d.rank()
     if not starts or (end is not None and end < d.rank()):
-        raise NotConvertibleError("Shape of some axes only is not there")
+        raise NotConvertibleError("older opsets have no Shape with start and end")
     d.attributes.pop("start", None)
     d.attributes.pop("end", None)
 
 
 @converter("Cast", below=24)
 def _cast(d: Draft) -> None:
-    d.attributes.pop("round_mode", None)  # means something for float8e8m0 only
+    d.attributes.pop("round_mode", None)  # affects float8e8m0 only
 
 
 @converter("LSTM", "GRU", "RNN", below=14)
@@ -597,7 +595,9 @@ def _recurrent(d: Draft) -> None:
 @converter("ScatterElements", "ScatterND", below=18)
 def _scatter(d: Draft) -> None:
     if d.get("reduction") in ("max", "min"):
-        raise NotConvertibleError(f"{d.op_type} with reduction {d.get('reduction')} is not there")
+        raise NotConvertibleError(
+            f"older opsets have no {d.op_type} with reduction {d.get('reduction')}"
+        )
 
 
 @converter("ScatterElements", below=11)
@@ -617,7 +617,7 @@ def _pool(d: Draft) -> None:
     d.drop("ceil_mode", 0)
     dilations = d.get("dilations")
     if dilations and set(dilations) != {1}:
-        raise NotConvertibleError(f"{d.op_type} with dilations is not there")
+        raise NotConvertibleError(f"older opsets have no {d.op_type} with dilations")
     d.attributes.pop("dilations", None)
 
 
@@ -625,7 +625,7 @@ def _pool(d: Draft) -> None:
 def _average_pool(d: Draft) -> None:
     dilations = d.get("dilations")
     if dilations and set(dilations) != {1}:
-        raise NotConvertibleError("AveragePool with dilations is not there")
+        raise NotConvertibleError("older opsets have no AveragePool with dilations")
     d.attributes.pop("dilations", None)
 
 
@@ -636,7 +636,7 @@ def _depth_to_space(d: Draft) -> None:
 
 @converter("RoiAlign", below=16)
 def _roi_align(d: Draft) -> None:
-    # The only mode there, and not the default of later versions.
+    # The only mode before opset 16, not the default of later versions.
     d.drop("coordinate_transformation_mode", "output_half_pixel")
 
 
@@ -644,7 +644,7 @@ def _roi_align(d: Draft) -> None:
 def _grid_sample(d: Draft) -> None:
     names = {"linear": "bilinear", "cubic": "bicubic", "nearest": "nearest"}
     if d.rank() != 4:
-        raise NotConvertibleError("GridSample of other than 4 dimensions is not there")
+        raise NotConvertibleError("older opsets have GridSample of 4 dimensions only")
     d.set("mode", names[d.get("mode")])
 
 

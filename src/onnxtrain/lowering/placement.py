@@ -1,8 +1,8 @@
-"""Which nodes of a graph leave the GPU, by what is known of a runtime.
+"""Which nodes of a graph run on the CPU although the session is on a GPU.
 
-Where a GPU backend has no kernel for a node, ONNX Runtime runs it on the CPU and copies what it
-reads and writes. Nothing is run here: the data are the profile of the target and, for WebGPU, the
-element types of its kernels, as far as they matter for training graphs.
+Where a GPU provider has no kernel for a node, onnxruntime runs it on the CPU and copies its inputs
+and outputs. Nothing is run here. The answer comes from the target's profile and, for WebGPU, from
+the element types of its kernels, as far as they matter for training graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.errors import LoweringError
+from onnxtrain.errors import LoweringError, expected_one_of
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import subgraphs_of
 from onnxtrain.graph.shapes.inference import infer_shapes
@@ -23,11 +23,11 @@ from onnxtrain.lowering.profile import Profile
 from onnxtrain.targets import TARGETS
 
 GPUS = tuple(t.name for t in TARGETS.values() if t.gpu)
-"""Targets whose nodes may leave a GPU."""
+"""Targets with a GPU."""
 _CONTROL = frozenset({"If", "Loop", "Scan"})
-_ON_HOST = frozenset({"Shape", "Size"})  # their results are made on the CPU without a copy
+_ON_HOST = frozenset({"Shape", "Size"})  # computed on the CPU without a copy
 _CPU_ONLY_MODES = {"Dropout": "training_mode", "BatchNormalization": "training_mode"}
-# Inputs that kernels take as numbers of any integer type: indices, sizes, axes.
+# Inputs of any integer type: indices, sizes, axes.
 _INDICES = {
     **dict.fromkeys(("Gather", "GatherND", "GatherElements", "ScatterND", "ScatterElements"), (1,)),
     **dict.fromkeys(("Reshape", "Expand", "Tile", "Pad", "Unsqueeze", "Squeeze", "Split"), (1, 3)),
@@ -50,7 +50,7 @@ class NodeOffGpu:
     op_type: str
     why: str
     moved: tuple[str, ...]
-    """Float tensors of rank 1 or more that it reads or writes; all else is shape arithmetic."""
+    """Float tensors of rank 1 or more that it reads or writes; others are shape arithmetic."""
 
     def __str__(self) -> str:
         tail = f"; moves {', '.join(self.moved)}" if self.moved else "; moves no float tensor"
@@ -58,10 +58,10 @@ class NodeOffGpu:
 
 
 def nodes_off_gpu(model: onnx.ModelProto | ir.Model, target: str = "webgpu") -> list[NodeOffGpu]:
-    """Return the nodes that leave the GPU, in order.
+    """Return the nodes that run on the CPU, in graph order.
 
     Args:
-        model: as it is given to the runtime; it is not changed.
+        model: the model that the runtime loads; it is not changed.
         target: ``"webgpu"`` or ``"cuda"``.
 
     Raises:
@@ -69,7 +69,7 @@ def nodes_off_gpu(model: onnx.ModelProto | ir.Model, target: str = "webgpu") -> 
     """
     chosen = TARGETS.get(target)
     if chosen is None or not chosen.gpu or chosen.profile is None:
-        raise LoweringError(f"{target!r} has no GPU to leave\nhint: one of {', '.join(GPUS)}")
+        raise LoweringError(f"target {target!r} has no GPU {expected_one_of(target, GPUS)}")
     profile = profiles.find(chosen.profile)
     copied = ir.from_proto(model) if isinstance(model, onnx.ModelProto) else model.clone()
     opset = copied.opset_imports[""]
@@ -102,7 +102,7 @@ def _reason(node: ir.Node, profile: Profile, opset: int) -> str | None:
     if op in _CONTROL:
         if op in profile.control_flow and profile.name == "ort-cuda":
             return None
-        return "control flow runs on the CPU; what its body needs is copied"
+        return "control flow runs on the CPU; the inputs of its body are copied"
     draft = Draft(op, list(node.inputs), dict(node.attributes), node, opset)
     why = profiles.unsupported_reason(profile, draft, opset)
     if why is None and profile.name == "ort-cuda":
@@ -110,24 +110,26 @@ def _reason(node: ir.Node, profile: Profile, opset: int) -> str | None:
     if why is not None:
         return why
     if op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1].name:
-        return "WebGPU refuses MaxPool with indices"
+        return "WebGPU does not support MaxPool with Indices"
     if op in _CPU_ONLY_MODES and node.attributes.get_int(_CPU_ONLY_MODES[op], 0):
-        return f"WebGPU refuses {op} in training"
+        return f"WebGPU does not support {op} in training mode"
     return _types(node)
 
 
 def _asymmetric(node: ir.Node) -> str | None:
-    """Say that CUDA's transposed convolution pads both ends alike, if a node does not."""
+    """Return the reason if a ConvTranspose has asymmetric pads, which CUDA does not support."""
     pads = node.attributes.get("pads")
     if node.op_type != "ConvTranspose" or pads is None:
         return None
     sizes = list(pads.as_ints())
     half = len(sizes) // 2
-    return None if sizes[:half] == sizes[half:] else "CUDA pads both ends alike"
+    return (
+        None if sizes[:half] == sizes[half:] else "CUDA has no ConvTranspose with asymmetric pads"
+    )
 
 
 def _types(node: ir.Node) -> str | None:
-    """Say which element type no WebGPU kernel takes here."""
+    """Return the reason if no WebGPU kernel takes the element types of a node."""
     op, free = node.op_type, _INDICES.get(node.op_type, ())
     if op.startswith("Reduce"):
         free = (1,)

@@ -1,11 +1,9 @@
-"""What a runtime can run, as data: the files in ``profiles/``.
+"""Profiles of runtimes: the operators, versions, types and ranks that they support.
 
-The operator lists with which reduced builds of onnxruntime are made.
-
-A line is ``domain;opset[,opset...];Op,Op...``; an operator may be followed by types in braces,
-which are passed over.
-
-Which nodes of a model a runtime would not run, and why.
+A :class:`Profile` is read from a JSON file (:mod:`onnxtrain.profiles`), or from the operator list
+of a reduced onnxruntime build: lines ``domain;opset[,opset...];Op,Op...``, where types in braces
+behind an operator are ignored. ``unsupported_nodes`` lists the nodes of a model that a runtime
+rejects, with the reason. :class:`LoweringTarget` is an opset together with a profile.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ from onnxtrain.lowering.opset_converters import Draft, NotConvertibleError, conv
 
 @dataclass(frozen=True)
 class Profile:
-    """One runtime: which operators it runs, in which versions, types, ranks and forms."""
+    """One runtime: its operators with their versions, types, ranks and attributes."""
 
     name: str
     version: str = ""
     opset: tuple[int, int] = (7, 26)
-    """The oldest and the newest opset it reads."""
+    """Oldest and newest supported opset."""
     prefer: int = 17
-    """The opset that a model is lowered to unless one is asked for."""
+    """Default opset of lowered models."""
     ir: tuple[int, int] = (3, 13)
     initializers_as_inputs: bool = False
     control_flow: tuple[str, ...] = ()
@@ -63,11 +61,11 @@ def find(name: str) -> Profile:
 
 
 def parse(data: Mapping[str, Any]) -> Profile:
-    """Return a profile from its JSON form."""
+    """Return a profile from parsed JSON."""
     known = set(Profile.__dataclass_fields__) | {"domains", "functions", "comments"}
     unknown = sorted(set(data) - known)
     if unknown or "name" not in data:
-        what = f"unknown keys: {', '.join(unknown)}" if unknown else "it has no name"
+        what = f"unknown keys: {', '.join(unknown)}" if unknown else "the key 'name' is missing"
         raise ProfileError(f"not a profile: {what}\nhint: see docs/lowering.md for the format")
     values = {k: v for k, v in data.items() if k in Profile.__dataclass_fields__}
     for key in ("ir", "control_flow", "avoid", "quirks"):
@@ -79,14 +77,14 @@ def parse(data: Mapping[str, Any]) -> Profile:
 
 
 def unsupported_reason(profile: Profile, d: Draft, opset: int) -> str | None:
-    """Say why a runtime cannot run a node in this form, ``None`` if it can."""
+    """Return why a runtime cannot run a node in this form, ``None`` if it can."""
     if d.op_type in profile.control_flow or d.op_type == "Constant":
         return None
     entry = profile.ops.get(d.op_type)
     if entry is None:
         return f"{profile.name} has no {d.op_type}"
     if d.op_type in profile.avoid:
-        return f"{profile.name} is better off without {d.op_type}"
+        return f"{profile.name} should avoid {d.op_type}"
     schema = S.schema_of(d.op_type, opset)
     since = entry.get("since")
     if since and schema is not None and not profiles.covers(since, schema.since_version):
@@ -99,7 +97,7 @@ def _attributes(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | N
         value = d.get(name)
         if value is not None and value not in allowed:
             return f"{profile.name} has no {d.op_type} with {name}={value!r}"
-    most_in, most_out = entry.get("arity", (None, None))  # of inputs and outputs that are used
+    most_in, most_out = entry.get("arity", (None, None))  # used inputs and outputs
     used = [i for i, y in enumerate(d.node.outputs) if y.uses() or y.is_graph_output()]
     if most_in is not None and len(d.inputs) > most_in:
         return f"{profile.name} has no {d.op_type} with {len(d.inputs)} inputs"
@@ -108,14 +106,14 @@ def _attributes(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | N
     for i in entry.get("const_inputs", ()):
         x = d.input(i)
         if isinstance(x, ir.Value) and x.const_value is None:
-            return f"{profile.name} wants input {i} of {d.op_type} constant"
+            return f"{profile.name} needs a constant input {i} of {d.op_type}"
     return None
 
 
 def dtypes_of(profile: Profile, op_type: str) -> tuple[list[str] | None, tuple[int, ...]]:
-    """Return the types of an operator, ``None`` for all, and which inputs may have any.
+    """Return the types of an operator (``None`` for all), and the inputs that may have any type.
 
-    Those are inputs that the runtime reads when it loads the model.
+    The runtime reads those inputs at load time.
     """
     entry = profile.ops.get(op_type, {})
     dtypes = entry.get("dtypes") or profile.dtypes.get(op_type) or profile.dtypes.get("*")
@@ -123,7 +121,7 @@ def dtypes_of(profile: Profile, op_type: str) -> tuple[list[str] | None, tuple[i
 
 
 def max_rank_of(profile: Profile, op_type: str) -> int | None:
-    """Return the most axes that tensors of an operator may have, ``None`` for any number."""
+    """Return the highest supported rank of an operator, ``None`` for any."""
     return profile.max_rank.get(op_type, profile.max_rank.get("*"))
 
 
@@ -135,7 +133,7 @@ def _values(profile: Profile, d: Draft, entry: Mapping[str, Any]) -> str | None:
         if x is None or isinstance(x, np.ndarray) or not x.name:
             continue
         rank = None if x.shape is None else len(x.shape)
-        batch = entry.get("batch")  # the size of the first axis, where others give wrong numbers
+        batch = entry.get("batch")  # the only batch size with right results
         if i == 0 and batch is not None and (S.dims_of(x) or (None,))[0] != batch:
             return f"{profile.name} has {d.op_type} of batch {batch} only"
         if i == 0 and ranks and rank is not None and rank not in ranks:
@@ -172,7 +170,7 @@ def read_config(text: str, name: str) -> Profile:
             by_opset.setdefault(int(opset), set()).update(ops)
     if not by_opset:
         raise ProfileError(f"{name}: lists no operators of ai.onnx")
-    # Kernels are built for the versions of each listed opset; only those are certain.
+    # A reduced build has the kernels of the listed opsets only.
     newest = max(by_opset)
     return Profile(
         name=name,
@@ -193,7 +191,7 @@ def write_config(model: ir.Model) -> str:
 
 @dataclass(frozen=True)
 class UnsupportedNode:
-    """One node, or the model itself, and why the runtime would not run it."""
+    """A node (or the model) that the runtime rejects, and why."""
 
     node: str
     what: str
@@ -204,7 +202,7 @@ class UnsupportedNode:
 
 
 def unsupported_nodes(model: ir.Model, profile: Profile) -> list[UnsupportedNode]:
-    """Return what stands between a loaded model and a runtime, as the model is."""
+    """Return the nodes of a loaded model that a runtime rejects, with reasons."""
     opset = model.opset_imports.get("", 0)
     obstacles: list[UnsupportedNode] = []
     low, high = profile.opset
@@ -235,24 +233,24 @@ OLDEST, NEWEST = min(_IR_VERSIONS), max(_IR_VERSIONS)
 
 @dataclass(frozen=True)
 class LoweringTarget:
-    """An opset, and a profile if there is one."""
+    """What a model is lowered to: an opset, and optionally a profile."""
 
     opset: int
     working: int
-    """The opset that the model is in while it is lowered."""
+    """The opset of the model while it is lowered."""
     profile: Profile | None = None
     sizes: list[str] = field(default_factory=list)
-    """Symbolic sizes of the inputs, for messages."""
+    """Symbolic input sizes, for error messages."""
 
     @property
     def title(self) -> str:
-        """Return opset and runtime in words."""
+        """Return the opset and runtime, for error messages."""
         where = f"opset {self.opset}"
         return f"{self.profile.name} ({where})" if self.profile is not None else where
 
     @property
     def ir_version(self) -> int:
-        """Return the IR version that came with the opset, within what the profile reads."""
+        """Return the IR version of the opset's release, clamped to what the profile supports."""
         version = _IR_VERSIONS[self.opset]
         if self.profile is not None:
             low, high = self.profile.ir
@@ -261,16 +259,14 @@ class LoweringTarget:
 
     @property
     def initializers_as_inputs(self) -> bool:
-        """Return whether every initializer has to be listed among the inputs."""
-        asked = self.profile is not None and self.profile.initializers_as_inputs
-        return asked or self.ir_version < 4
+        """Return whether every initializer must be a graph input."""
+        required = self.profile is not None and self.profile.initializers_as_inputs
+        return required or self.ir_version < 4
 
     def obstacle(self, node: ir.Node) -> str | None:
-        """Say why the target cannot run a node, ``None`` if it can."""
+        """Return why the target cannot run a node, ``None`` if it can."""
         try:
-            drafted = convert_node(node, min(self.opset, self.working), self.working)
+            draft = convert_node(node, min(self.opset, self.working), self.working)
         except NotConvertibleError as error:
             return str(error)
-        return (
-            None if self.profile is None else unsupported_reason(self.profile, drafted, self.opset)
-        )
+        return None if self.profile is None else unsupported_reason(self.profile, draft, self.opset)

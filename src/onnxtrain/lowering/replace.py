@@ -1,7 +1,4 @@
-"""Replacement of the nodes that a target cannot express.
-
-The standard's function body as a lowering, the last to be tried.
-"""
+"""Replace nodes that a target cannot express, by expansions or ONNX function bodies."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from onnxtrain.lowering.types import legalize_types, reduce_rank
 def expand_function_body(
     op: OpBuilder, *inputs: ir.Value | None, node: ir.Node
 ) -> list[ir.Value | None] | None:
-    """Return the outputs of the function body that the standard has for a node, if any."""
+    """Return the outputs of a node's ONNX function body, ``None`` if it has none."""
     if not is_standard(node) or not has_body(node.op_type, op.opset):
         return None
     function = _function(op, node)
@@ -45,7 +42,7 @@ def expand_function_body(
     values |= dict(zip(function.input, inputs, strict=False))
     for proto in function.node:
         if any(a.HasField("g") or a.graphs for a in proto.attribute):
-            return None  # a body with control flow is worse than a refusal
+            return None  # bodies with control flow are not expanded
         given = []
         for a in proto.attribute:
             if not a.ref_attr_name:
@@ -90,12 +87,12 @@ def _function(op: OpBuilder, node: ir.Node) -> onnx.FunctionProto | None:
     return context_dependent_body(ir.serde.serialize_node(node), types, op.opset)
 
 
-_DEPTH = 16  # lowerings of lowerings
-_SHOWN = 8  # nodes in a message
+_MAX_DEPTH = 16  # of nested expansions
+_MAX_REPORTED = 8  # nodes in an error message
 
 
 class _NoLoweringError(Exception):
-    """A node that no lowering brings to the target, with the reasons."""
+    """A node that no expansion brings to the target, with the reasons."""
 
     def __init__(self, node: ir.Node, reasons: list[str]) -> None:
         super().__init__(node.name)
@@ -104,7 +101,7 @@ class _NoLoweringError(Exception):
 
 
 class _Emitter(OpBuilder):
-    """A builder that remembers the nodes it made, and makes none for what is constant."""
+    """A builder that records its nodes and folds those that are constant."""
 
     def __init__(
         self, root: OpBuilder, before: ir.Node, made: list[ir.Node], weights: frozenset[str]
@@ -127,16 +124,16 @@ class _Emitter(OpBuilder):
 def replace_unsupported(
     model: ir.Model, target: LoweringTarget, weights: frozenset[str]
 ) -> Counter[str]:
-    """Lower, in place, every node that the target cannot express; return the count by operator.
+    """Expand every node that the target cannot express, in place; return counts by operator.
 
-    What depends on constants only is computed at once, but for the model's ``weights``.
+    Nodes that depend on constants only are folded; ``weights`` do not count as constants.
 
     Raises:
-        LoweringError: naming every node that cannot be lowered, and why.
+        LoweringError: if nodes cannot be lowered, with their names and the reasons.
     """
     engine = _Replacer(OpBuilder(model.graph, prefix="lower/"), target, weights)
     engine.graph(model.graph)
-    if engine.stuck:  # a comparison is not missed if its selection was lowered without it
+    if engine.stuck:  # nodes that became dead are not missed
         remove_inference_no_ops(model)
         simplify(model)
         engine.stuck = [
@@ -167,7 +164,7 @@ class _Replacer:
             except _NoLoweringError as stuck:
                 self.stuck.append(_NoLoweringError(node, stuck.reasons))
                 continue
-            if node.graph is not None:  # it stays, with its bodies
+            if node.graph is not None:  # the node stays, with its bodies
                 for body in subgraphs_of(node):
                     self.graph(body)
 
@@ -180,8 +177,8 @@ class _Replacer:
             *(self._constant, *self.adapting),
             *(*lowerings(node.op_type), expand_function_body),
         ]
-        for rule in choices if len(chain) < _DEPTH else ():
-            # A lowering may meet its own operator in an easier form, but not for ever.
+        for rule in choices if len(chain) < _MAX_DEPTH else ():
+            # An expansion may emit its own operator in an easier form; bound the recursion.
             if chain.count(rule) > 2:
                 continue
             mark = len(self.created)
@@ -201,7 +198,7 @@ class _Replacer:
         raise _NoLoweringError(node, list(dict.fromkeys(reasons)))
 
     def _constant(self, op: OpBuilder, *inputs: ir.Value | None, node: ir.Node) -> Any:
-        """Return what the node computes, if that is known: an output that was not folded."""
+        """Return the constant that a node computes (a graph output, which folding skips)."""
         array = folded(node, op.opset, self.weights)
         return None if array is None else op.const(array, node.outputs[0].dtype)
 
@@ -228,11 +225,11 @@ class _Replacer:
             i for i, y in enumerate(node.outputs) if y.name and (y.uses() or y.is_graph_output())
         ]
         if any(i >= len(replacements) or replacements[i] is None for i in wanted):
-            raise LoweringError(f"output {node.outputs[wanted[-1]].name!r} is not expressible")
+            raise LoweringError(f"output {node.outputs[wanted[-1]].name!r} cannot be expressed")
         late: list[_NoLoweringError] = []
         for new in made:
             if new.op_type in ("Cast", "Reshape") and rule in self.adapting:
-                # It goes when it meets the one of the node before or behind, or is missed then.
+                # It usually cancels with the inverse one of a neighbour; checked again at the end.
                 why = self.target.obstacle(new)
                 self.stuck += [] if why is None else [_NoLoweringError(new, [why])]
                 continue
@@ -242,7 +239,7 @@ class _Replacer:
             try:
                 self.node(new, (*chain, rule))
             except _NoLoweringError as stuck:
-                # A comparison is not missed if what reads it is lowered without it.
+                # A boolean may become dead once its readers are expanded without it.
                 if not all(y.dtype == ir.DataType.BOOL for y in new.outputs):
                     raise
                 late.append(_NoLoweringError(new, stuck.reasons))
@@ -268,7 +265,7 @@ class _Replacer:
         mine = set(self.created)
         for i, old in enumerate(node.outputs):
             new = values[i] if i < len(values) else None
-            # The result of an outer lowering has no uses yet.
+            # The result of an outer expansion has no uses yet.
             if (
                 not old.name
                 or new is None
@@ -281,7 +278,7 @@ class _Replacer:
                 plain = OpBuilder(graph, self.root.prefix, before=node, parent=self.root)
                 new = plain.Identity(new)
                 fresh = True
-            if fresh:  # the replacement has the name of what it replaces
+            if fresh:  # the replacement takes over the name
                 name, old.name = old.name, self.root.names.fresh(f"{old.name}.replaced")
                 new.name = name
             if new.type is None:
@@ -326,11 +323,11 @@ def _reasons(error: Exception) -> list[str]:
 
 def _message(stuck: list[_NoLoweringError], target: LoweringTarget) -> str:
     lines = [f"{len(stuck)} node(s) cannot be lowered to {target.title}"]
-    for one in stuck[:_SHOWN]:
+    for one in stuck[:_MAX_REPORTED]:
         lines.append(f"  node {one.node.name!r}: {S.describe(one.node)}")
         lines += [f"    {reason}" for reason in one.reasons[:4]]
-    if len(stuck) > _SHOWN:
-        lines.append(f"  and {len(stuck) - _SHOWN} more")
+    if len(stuck) > _MAX_REPORTED:
+        lines.append(f"  and {len(stuck) - _MAX_REPORTED} more")
     dynamic = any(
         not S.is_static(x) for s in stuck for x in s.node.inputs if x is not None and x.shape
     )

@@ -1,17 +1,9 @@
-"""Nodes in the types that a runtime has: int32 for int64, and 0 and 1 for booleans.
+"""Compute nodes in the types and ranks that a runtime has.
 
-The result is cast back; where one node's cast meets the next one's, both go. Integers have to fit
-into 32 bits, as they have to in such a runtime anyway.
-
-Booleans as the integers 0 and 1, for runtimes that have no comparisons.
-
-Everything here is exact, for infinities and NaN too: the largest of 0 and a difference of floats
-says which of two numbers is larger, and for integers a quotient that is cut off does.
-
-Nodes over tensors of fewer axes, for runtimes that have no higher ranks.
-
-Axes that a node treats alike become one, and the result gets its shape back; where that reshape
-meets the next node's, both go.
+``legalize_types`` computes int64 nodes in int32 and boolean nodes with 0 and 1, and casts the
+result back. Values have to fit into 32 bits, as they must in such a runtime anyway.
+``reduce_rank`` merges axes that a node treats alike and restores the shape with a Reshape. Casts
+and reshapes that meet the inverse ones of the next node cancel.
 """
 
 from __future__ import annotations
@@ -30,13 +22,13 @@ from onnxtrain.lowering.profile import Profile, dtypes_of
 
 _BOOL, _FLOAT = ir.DataType.BOOL, ir.DataType.FLOAT
 _INT32, _INT64 = ir.DataType.INT32, ir.DataType.INT64
-BOOL_AS_NUMBER_KEY = "onnxtrain.truth"  # in the meta of a value that is 0 and 1 only
+BOOL_AS_NUMBER_KEY = "onnxtrain.truth"  # in Value.meta: the value is 0 or 1
 
 
 def legalize_types(op: OpBuilder, node: ir.Node, profile: Profile) -> list[ir.Value | None] | None:
-    """Return the outputs of a node computed in types that the runtime has, ``None`` if it has none.
+    """Return the outputs of a node computed in supported types, ``None`` if that is impossible.
 
-    ``Cast`` is none of these nodes: there the type is what it is about.
+    Not for Cast, whose purpose is the type.
     """
     allowed, free = dtypes_of(profile, node.op_type)
     if allowed is None or node.op_type == "Cast" or "Cast" not in profile.ops:
@@ -107,7 +99,7 @@ _LOGIC = frozenset({"And", "Or", "Xor", "Not", "Equal"})
 
 
 def _logic(op: OpBuilder, node: ir.Node, dtype: ir.DataType) -> ir.Value:
-    """Return a combination of booleans, computed with numbers."""
+    """Return a logical operation computed with 0 and 1."""
     a, *rest = (op.Cast(x, to=dtype) for x in node.inputs if x is not None)
     one = op.const(1, dtype)
     if node.op_type == "Not":
@@ -125,7 +117,7 @@ def _logic(op: OpBuilder, node: ir.Node, dtype: ir.DataType) -> ir.Value:
 
 
 def undo_cast(node: ir.Node) -> ir.Value | None:
-    """Return the value that a Cast of a Cast brings back, if that loses nothing."""
+    """Return the source of a pair of casts that restores it without loss, else ``None``."""
     x, y = node.inputs[0], node.outputs[0]
     before = None if x is None else x.producer()
     if node.op_type != "Cast" or x is None or before is None or before.op_type != "Cast":
@@ -172,9 +164,9 @@ _SINGLE_AXIS_OPS = frozenset(
 
 
 def reduce_rank(op: OpBuilder, node: ir.Node, limit: int) -> list[ir.Value] | None:
-    """Return the outputs of a node computed on at most ``limit`` axes, ``None`` if that is too few.
+    """Return the outputs of a node computed at rank ``limit`` or less, ``None`` if impossible.
 
-    Only for nodes with one output whose sizes are numbers.
+    Only for nodes with one output and static shapes.
     """
     x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
     if x is None or len(node.outputs) != 1 or not is_standard(node):
@@ -223,7 +215,7 @@ def _same(op: OpBuilder, node: ir.Node, inputs: Sequence[ir.Value | None], **cha
 
 
 def _broadcast(op: OpBuilder, node: ir.Node, out: tuple[int, ...], limit: int) -> Any:
-    """Join neighbours along which the same inputs are repeated."""
+    """Merge adjacent axes along which the same inputs broadcast."""
     shapes = []
     for x in node.inputs:
         dims = None if x is None else op.static(x)
@@ -252,7 +244,7 @@ def _broadcast(op: OpBuilder, node: ir.Node, out: tuple[int, ...], limit: int) -
 def _transposed(
     op: OpBuilder, x: ir.Value, dims: tuple[int, ...], perm: list[int], limit: int
 ) -> ir.Value | None:
-    """Move one block of axes after the other to its place: [before, jumped, block, behind]."""
+    """Transpose in steps of rank 4, each moving one block of axes to its position."""
     blocks: list[list[int]] = []
     for axis in perm:
         if blocks and blocks[-1][-1] == axis - 1:
@@ -298,7 +290,7 @@ def _reduced(
 
 
 def _along(op: OpBuilder, node: ir.Node, dims: tuple[int, ...], axis: int, known: Any) -> Any:
-    """[before, the axis, behind]."""
+    """Compute on [before, axis, after]."""
 
     def three(x: ir.Value) -> ir.Value:
         sizes = op.dims(x)

@@ -1,4 +1,4 @@
-"""How a graph behaves: training or evaluation, its random numbers, its precision."""
+"""Modes of a graph: training or evaluation, random numbers, mixed precision."""
 
 from onnxtrain.modes.train_eval import (
     running_statistics,

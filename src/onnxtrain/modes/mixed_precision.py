@@ -1,30 +1,27 @@
-"""Mixed precision: products in 16 bits, everything else in float32.
+"""Mixed precision: float32 parameters, 16-bit matmuls, and the opsets that 16-bit kernels need.
 
-Parameters stay float32. What a product reads is cast to 16 bits in front of it, what it gives is
-cast back behind it, so that the gradient of Cast carries the reverse sweep through the same types.
+``upcast_to_float32`` makes a 16-bit model float32 for training. A float16 update below 1/4000 of a
+weight is lost, and most updates are smaller, so parameters, optimizer state and all computation
+are float32. Exports have the types of the file again. Frozen weights stay 16-bit and are cast
+where they are read.
 
-There are two forms. Where a runtime prefers 16-bit kernels, products run in 16 bits,
-and so does what only moves their results about. Elsewhere the operands and the result are rounded
-to 16 bits and the product itself is float32, which is what 16-bit kernels with float32 sums
-compute: onnxruntime's CPU has no bfloat16 products, and computes float16 ones in float32 without
-any rounding.
+``autocast`` then casts the operands of matmuls and convolutions to 16 bits and their results back.
+Differentiation carries the same types through the backward pass, because the gradient of Cast is
+Cast. It has two forms:
 
-float32 in the place of 16-bit floats, so that small updates are not lost.
+* Targets with 16-bit kernels multiply in 16 bits, and so do the operators that only move the
+  results.
+* Other targets round operands and results to 16 bits and multiply in float32. That is what a
+  16-bit kernel with float32 accumulation computes. onnxruntime's CPU provider has no bfloat16
+  matmul, and its float16 matmul runs in float32 without rounding.
 
-An update below half a unit in the last place vanishes: in float16 that is one part in 4,000 of a
-weight, far more than most steps change. So parameters, their state and all that is computed are
-float32 here, whatever the file holds; what is exported has the types of the file again. Weights
-that are not trained keep their bytes and are cast where they are read.
+``upgrade_for_bfloat16_conv``: Conv takes bfloat16 since opset 22. A model has one opset, so all
+its operators are raised together; if the runtime lacks a kernel of the new version for one of
+them, the model keeps its opset and float32 convolutions. MaxPool, which most nets contain, is
+expanded instead.
 
-Convolutions in bfloat16: which models can have them, and the opset that does.
-
-Before opset 22 Conv knows no bfloat16. A file has one opset, so that all its operators are raised
-together; of some a runtime has no kernel of that version. A model with one of these stays where it
-is, with convolutions in float32. MaxPool, which nearly every net has once, is written with others.
-
-Marks on values that are slopes of a function of one number, so that passes need not guess.
-
-A finished graph at a newer opset, for one operator that came with it.
+At the end: marks on values that hold the derivative of an activation (so that passes need not
+recognize them), and ``upgrade_opset``.
 """
 
 from __future__ import annotations
@@ -45,31 +42,31 @@ from onnxtrain.targets import Target, find
 _UPCAST_TYPE = ir.DataType.FLOAT
 HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _SMALL = 1 << 12
-"""Elements: constants up to this size are converted once and for all."""
+"""Constants of up to this many elements are converted at build time."""
 _TYPES = ("to", "dtype", "output_dtype")
 
 
 def upcast_to_float32(
     model: ir.Model, trained: Collection[str], *, target: str | Target
 ) -> list[str]:
-    """Compute in float32 what a prepared model computes in 16 bits, in place; say what was done.
+    """Make a 16-bit model compute in float32, in place; return a line for the report, if any.
 
-    The inputs of the model keep their types, its outputs become float32.
+    Graph inputs keep their types; outputs become float32.
 
     Args:
         model: a prepared model.
         trained: names of the initializers that become float32 themselves.
-        target: where it will run.
+        target: target that the graph is generated for.
     """
     names = sorted({v.dtype.name.lower() for v in _values(model.graph) if _is_half(v) and v.dtype})
     if not names:
         return []
     op = OpBuilder(model.graph, "wide/", target=target)
-    widened = 0
+    upcast_count = 0
     for name, x in list(model.graph.initializers.items()):
         if not _is_half(x):
             continue
-        widened += name in trained
+        upcast_count += name in trained
         if name in trained or op.target.lacks("float16") or _becomes_constant(x):
             _convert(x)
         else:
@@ -88,7 +85,7 @@ def upcast_to_float32(
     for node in model.graph.all_nodes():
         _upcast_attributes(node)
     what = " and ".join(names)
-    return [f"{widened} {what} parameter(s) are float32 in training; exports keep {what}"]
+    return [f"{upcast_count} {what} parameter(s) are float32 in training; exports keep {what}"]
 
 
 def _is_half(x: ir.Value) -> bool:
@@ -96,7 +93,7 @@ def _is_half(x: ir.Value) -> bool:
 
 
 def _becomes_constant(x: ir.Value) -> bool:
-    """Return whether a frozen weight is small, or read by what wants constants: scales, say."""
+    """Return whether a frozen weight is small, or read by an operator that needs constants."""
     if x.const_value is None or x.const_value.size <= _SMALL:
         return True
     return any(not is_standard(u.node) or u.node.op_type == "DequantizeLinear" for u in x.uses())
@@ -110,7 +107,7 @@ def _convert(x: ir.Value) -> None:
 
 
 def _cast_output(op: OpBuilder, x: ir.Value) -> None:
-    """Let every reader of a value read it in float32."""
+    """Insert a Cast to float32 in front of all readers of a value."""
     uses = list(x.uses())
     if not uses and not x.is_graph_output():
         return
@@ -122,7 +119,7 @@ def _cast_output(op: OpBuilder, x: ir.Value) -> None:
 
 
 def _upcast_attributes(node: ir.Node) -> None:
-    """Let what says its own type say float32."""
+    """Change dtype attributes and tensor attributes from 16 bits to float32."""
     if node.op_type == "Cast" and _is_half_input(node):
         return
     for name in _TYPES:
@@ -153,7 +150,7 @@ def _upcast_type(kind: ir.TypeProtocol) -> ir.TypeProtocol:
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Return all values of a graph and of those inside it."""
+    """Return all values of a graph and its subgraphs."""
     pending: list[ir.Graph] = [graph]
     while pending:
         at = pending.pop()
@@ -166,7 +163,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 BFLOAT16_CONV_OPSET = 22
 _BFLOAT16 = ir.DataType.BFLOAT16
-# Of the operators that opset 22 changes, those that CUDA has in their new version.
+# Operators that opset 22 changes and whose new version CUDA supports.
 _UPGRADABLE_CONV_OPS = frozenset(
     {
         *("AveragePool", "Conv", "ConvTranspose", "Cos", "GlobalAveragePool", "GlobalMaxPool"),
@@ -174,14 +171,14 @@ _UPGRADABLE_CONV_OPS = frozenset(
     }
 )
 _MATMUL_OPS = ("Einsum", "Gemm", "MatMul")
-_MANY, _MORE = 8, 2
+_MANY_CONVS = 8
+_WORK_RATIO = 2
 
 
 def upgrade_for_bfloat16_conv(model: ir.Model, half: ir.DataType, target: Target) -> bool:
-    """Raise a model, in place, so that convolutions can be bfloat16; return whether they can.
+    """Raise the opset of a model so that Conv can be bfloat16, in place; return whether it can.
 
-    That is for nets of convolutions: where other products are more, their time and memory are too.
-    Nets with attention between convolutions have many small products, so that work counts as well.
+    Only for models that consist mostly of convolutions; elsewhere matmuls dominate.
     """
     if half != _BFLOAT16 or not target.prefers("bfloat16-conv"):
         return False
@@ -196,22 +193,25 @@ def upgrade_for_bfloat16_conv(model: ir.Model, half: ir.DataType, target: Target
 
 
 def _mostly_convolutions(graph: ir.Graph) -> bool:
-    """Return whether convolutions are more than other products, by number or, if many, by work."""
+    """Return whether convolutions outnumber matmuls or, if there are many, do most of the work.
+
+    Nets with attention between convolutions have many small matmuls.
+    """
     convolutions, others = nodes(graph, "Conv"), nodes(graph, *_MATMUL_OPS)
     if len(convolutions) > len(others):
         return True
-    return len(convolutions) >= _MANY and _count_multiplications(
+    return len(convolutions) >= _MANY_CONVS and _count_multiplications(
         convolutions
-    ) > _MORE * _count_multiplications(others)
+    ) > _WORK_RATIO * _count_multiplications(others)
 
 
 def _count_multiplications(products: list[ir.Node]) -> int:
-    """Return how many numbers are multiplied, about: those of a result, each so often."""
+    """Return the approximate number of multiplications."""
     return sum(_elements(S.dims_of(n.outputs[0])) * _reduction_size(n) for n in products)
 
 
 def _reduction_size(node: ir.Node) -> int:
-    """Return how many products make one element of a result."""
+    """Return the number of multiplications per output element."""
     first, weight = (None if x is None else S.dims_of(x) for x in node.inputs[:2])
     if node.op_type == "Conv":
         return _elements((weight or ())[1:])
@@ -221,12 +221,12 @@ def _reduction_size(node: ir.Node) -> int:
 
 
 def _elements(dims: Sequence[object] | None) -> int:
-    """Return the product of sizes, where those that are not known count as one."""
+    """Return the product of sizes; symbolic sizes count as 1."""
     return math.prod(d for d in dims or () if isinstance(d, int))
 
 
 def _is_upgradable(node: ir.Node, opset: int) -> bool:
-    """Return whether a node runs in a file of opset 22 as well."""
+    """Return whether a node also runs at opset 22."""
     if not is_standard(node) or node.op_type in _UPGRADABLE_CONV_OPS:
         return True
     if node.op_type == "MaxPool":
@@ -238,19 +238,19 @@ def _is_upgradable(node: ir.Node, opset: int) -> bool:
 FLOAT, BFLOAT16, FLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.FLOAT16
 
 LOWER_PRECISION_OPS = frozenset({"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"})
-# Before opset 22 the other operators know no bfloat16: they stay in float32 there. Of nets that can
-# be raised to it, see half_images.py, convolutions are 16 bits as well.
+# Before opset 22 the other operators have no bfloat16 and stay float32; see
+# upgrade_for_bfloat16_conv for models whose convolutions become bfloat16, too.
 _NATIVE_OPS = {FLOAT16: LOWER_PRECISION_OPS, BFLOAT16: frozenset({"Gemm", "MatMul"})}
-# Moving values about commutes with casts, as Relu does, and so do the gradients of these.
+# Layout operators and Relu commute with casts, and so do their gradients.
 _LAYOUT_OPS = frozenset(
     {"Flatten", "Identity", "Relu", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 )
-# Passes over results of products, which kernels compute in float32 inside: only what they write is
-# rounded. bfloat16 has the range of float32, float16 has not: there they stay in float32.
+# Elementwise operators on matmul results. Kernels compute them in float32 internally, so only their
+# outputs are rounded. Not for float16, whose range is smaller than that of float32.
 _DTYPE_PRESERVING_OPS = frozenset(
     {"Add", "Div", "Gelu", "Mul", "Neg", "Sigmoid", "Softmax", "Sub", "Tanh", "Where"}
 )
-# Passes over images. Of normalisations scale, shift and statistics stay in float32.
+# Operators on images. Scale, bias and statistics of normalizations stay float32.
 _IMAGE_OPS = frozenset(
     {
         *("BatchNormalization", "Concat", "GroupNormalization", "HardSigmoid", "HardSwish"),
@@ -261,12 +261,12 @@ _DTYPE_PRESERVING_OPS_BY_TYPE = {BFLOAT16: _DTYPE_PRESERVING_OPS, FLOAT16: froze
 
 
 def autocast(model: ir.Model, half: ir.DataType, *, target: str | Target) -> int:
-    """Compute the products of a model in 16 bits, in place; return how many there are.
+    """Compute the matmuls and convolutions of a model in 16 bits, in place; return their number.
 
     Args:
-        model: a prepared model, not differentiated yet; names of its outputs stay.
+        model: a prepared model before differentiation; its outputs keep their names.
         half: ``BFLOAT16`` or ``FLOAT16``.
-        target: where it will run.
+        target: target that the graph is generated for.
     """
     images = upgrade_for_bfloat16_conv(model, half, find(target))
     root = OpBuilder(model.graph, "half/", target=target)
@@ -280,15 +280,15 @@ def autocast(model: ir.Model, half: ir.DataType, *, target: str | Target) -> int
 
 
 class _AutocastPass:
-    """Goes through one graph; what it inserts stands directly before or behind a node."""
+    """One pass over one graph; casts are inserted next to the node that needs them."""
 
     def __init__(self, root: OpBuilder, graph: ir.Graph, half: ir.DataType) -> None:
         self.root, self.graph, self.half = root, graph, half
         self.cast: dict[ir.Value, ir.Value] = {}
-        """What stands for a float32 value as the operand of a product."""
+        """The 16-bit (or rounded) version of each float32 operand."""
         self.count = 0
         self.images = False
-        """Whether convolutions, and what lies between them, are 16 bits too."""
+        """Whether convolutions and the operators between them become 16-bit, too."""
 
     def run(self) -> int:
         nodes = list(self.graph)
@@ -309,7 +309,7 @@ class _AutocastPass:
         )
 
     def is_bias(self, add: ir.Node, product: ir.Value) -> ir.Value | None:
-        """Return the other operand of an Add, if it is a vector of weights."""
+        """Return the other operand of an Add if it is a bias: an initializer of rank 0 or 1."""
         (a, b) = add.inputs
         other = b if a is product else a
         if other is None or not other.is_initializer() or other.dtype != FLOAT:
@@ -320,7 +320,7 @@ class _AutocastPass:
     def replace(
         self, y: ir.Value, after: ir.Node | None, through: tuple[ir.DataType, ...]
     ) -> ir.Value:
-        """Put casts behind a value; return the last one, which has its name and place."""
+        """Append casts to a value; the last one takes over its name and readers."""
         op, new = self.builder(after), y
         kind, shape, name = ir.TensorType(FLOAT), y.shape, y.name
         uses = list(y.uses())
@@ -342,7 +342,7 @@ class _AutocastPass:
 
 
 class _EmulatedAutocast(_AutocastPass):
-    """Rounds operands and results, multiplies in float32."""
+    """Round operands and results to 16 bits; multiply in float32."""
 
     def visit(self, node: ir.Node, after: ir.Node | None) -> None:
         if node.op_type not in LOWER_PRECISION_OPS or node.outputs[0].dtype != FLOAT:
@@ -356,7 +356,7 @@ class _EmulatedAutocast(_AutocastPass):
         follower = uses[0].node if len(uses) == 1 and not y.is_graph_output() else None
         if follower is not None and follower.op_type == "Add" and follower.graph is self.graph:
             bias = self.is_bias(follower, y)
-            if bias is not None:  # a linear layer: one rounding, after the sum
+            if bias is not None:  # a linear layer: round once, after the bias
                 at = list(follower.inputs).index(bias)
                 follower.replace_input_with(at, self.rounded(bias, follower))
                 self.replace(follower.outputs[0], _next(follower), (self.half, FLOAT))
@@ -371,14 +371,14 @@ class _EmulatedAutocast(_AutocastPass):
 
 
 class _NativeAutocast(_AutocastPass):
-    """Multiplies in 16 bits."""
+    """Multiply in 16 bits."""
 
     def __init__(self, root: OpBuilder, graph: ir.Graph, half: ir.DataType) -> None:
         super().__init__(root, graph, half)
         self.made: dict[ir.Value, ir.Value] = {}
-        """float32 values that are casts of 16-bit ones, with these."""
+        """float32 values that are casts of 16-bit values, with those values."""
         self.parts: set[ir.Node] = set()
-        """Each one of several Gathers that cut a value up."""
+        """Gathers that together split a value."""
 
     def visit(self, node: ir.Node, after: ir.Node | None) -> None:
         if not node.outputs or any(y.dtype != FLOAT for y in node.outputs):
@@ -408,33 +408,33 @@ class _NativeAutocast(_AutocastPass):
             self.made[self.replace(y, after, (FLOAT,))] = y
 
     def image_operands(self, node: ir.Node) -> list[int]:
-        """Return which inputs are images: all of a Concat, else the first; others are numbers."""
+        """Return the indices of image inputs: all of a Concat, else the first."""
         if node.op_type == "Concat":
             return list(range(len(node.inputs)))
         training = node.attributes.get("training_mode")
         if node.op_type == "BatchNormalization" and (training is None or not training.as_int()):
-            return []  # of given statistics there is no such kernel
+            return []  # no kernel in inference mode
         if node.op_type == "Resize" and nearest_repeats(node, self.root.opset) is None:
             return []
         return [0]
 
     def is_part(self, node: ir.Node) -> bool:
-        """Return whether a Gather is one of several that cut a value up, as that of q, k and v.
+        """Return whether a Gather is one of several that split a value, such as q, k and v.
 
-        The gradient of all together is a Concat; that of others adds up, which wants float32.
+        Their joint gradient is a Concat. That of other Gathers is a sum, which needs float32.
         """
         if node not in self.parts:
             self.parts |= _siblings(node)
         return node in self.parts
 
     def follows(self, node: ir.Node) -> bool:
-        """Return whether all that a pass reads is 16 bits already, but for numbers and masks."""
+        """Return whether a node reads 16-bit values only, apart from scalars and masks."""
         if node.op_type not in _DTYPE_PRESERVING_OPS_BY_TYPE[self.half]:
             return False
         operands = [x for x in node.inputs if x is not None and x.dtype == FLOAT]
         narrow = [x for x in operands if x in self.made]
         rest = [x for x in operands if x not in self.made]
-        if node.op_type == "Where":  # a large number that hides scores may become an infinity
+        if node.op_type == "Where":  # the fill value of masked scores may overflow
             return bool(narrow) and all(_is_zero(x) for x in rest)
         return bool(narrow) and all(
             _is_scalar(x) or _is_mask(x, node) or (self.images and _is_per_channel(x, node))
@@ -455,7 +455,7 @@ class _NativeAutocast(_AutocastPass):
 
 
 def _siblings(node: ir.Node) -> set[ir.Node]:
-    """Return the Gathers that read the same as one, if together they read all of it once."""
+    """Return the Gathers of the same value, if together they read each of its slices once."""
     x = node.inputs[0] if node.op_type == "Gather" else None
     dims = None if x is None else S.dims_of(x)
     if x is None or dims is None:
@@ -487,18 +487,18 @@ def _is_zero(x: ir.Value) -> bool:
 
 
 def _is_mask(x: ir.Value, node: ir.Node) -> bool:
-    """Return whether an operand of a sum is spread over more than the axes in front of it."""
+    """Return whether an operand of an Add is an attention mask."""
     sizes, whole = S.dims_of(x), S.dims_of(node.outputs[0])
     if node.op_type != "Add" or sizes is None or whole is None or len(sizes) < 2:
         return False
     if x.is_initializer() and S.constant_of(x) is None:
         return False
-    # As wide as the scores, and the same for all heads at least.
+    # As large as the scores, and broadcast over the heads at least.
     return sizes[-2:] == whole[-2:] and 1 in (*[1] * (len(whole) - len(sizes)), *sizes[:-2])
 
 
 def _is_per_channel(x: ir.Value, node: ir.Node) -> bool:
-    """Return whether an operand has one number for all positions of an image, or of a channel."""
+    """Return whether an operand is constant over the positions of a channel."""
     sizes, whole = S.dims_of(x), S.dims_of(node.outputs[0])
     if node.op_type not in ("Add", "Mul", "Sub") or sizes is None or whole is None:
         return False
@@ -513,28 +513,28 @@ def _next(node: ir.Node) -> ir.Node | None:
     return nodes[at + 1] if at + 1 < len(nodes) else None
 
 
-_DERIVATIVE_KEY = "onnxtrain.slope"  # key in Value.meta: of which function
+_DERIVATIVE_KEY = "onnxtrain.derivative"  # in Value.meta
 
-GELU_TANH_DERIVATIVE = "slope of Gelu by tanh"
-TWICE_GELU_DERIVATIVE = "twice the slope of Gelu"
+GELU_TANH_DERIVATIVE = "derivative of tanh Gelu"
+TWICE_GELU_DERIVATIVE = "twice the derivative of Gelu"
 
 
 def mark_derivative(y: ir.Value, kind: str) -> ir.Value:
-    """Return a value, marked as a slope of a kind."""
+    """Mark a value as an activation's derivative; return the value."""
     y.meta[_DERIVATIVE_KEY] = kind
     return y
 
 
 def derivative_kind(y: ir.Value) -> str | None:
-    """Return of which kind a value is a slope, if it is one."""
+    """Return the kind of derivative that a value is marked as, if any."""
     return y.meta.get(_DERIVATIVE_KEY)
 
 
 ATTENTION_OPSET = 23
-"""The opset that has an operator for attention."""
+"""The first opset with an Attention operator."""
 _IR_VERSION = 11
-# Of the operators that opsets 22 and 23 change, those that mean the same as before, and that CUDA
-# has in their new version.
+# Operators that opsets 22 and 23 change without changing their meaning, and whose new version CUDA
+# supports.
 _UPGRADABLE_OPS = frozenset(
     {
         *("AveragePool", "Cast", "ConstantOfShape", "Conv", "ConvTranspose", "Cos", "Flatten"),
@@ -545,13 +545,13 @@ _UPGRADABLE_OPS = frozenset(
 
 
 def can_upgrade_opset(model: ir.Model, opset: int) -> bool:
-    """Return whether all nodes of a model mean the same at a newer opset, and run there."""
+    """Return whether all nodes of a model keep their meaning and their kernels at a newer opset."""
     old = model.opset_imports[""]
     return old >= opset or all(_is_same(n, old, opset) for n in model.graph.all_nodes())
 
 
 def upgrade_opset(model: ir.Model, opset: int) -> None:
-    """Let a model be of a newer opset, in place."""
+    """Raise the opset of a model, in place."""
     if model.opset_imports[""] < opset:
         model.opset_imports[""] = opset
         model.ir_version = max(model.ir_version or 0, _IR_VERSION)

@@ -1,20 +1,18 @@
-"""Random operators rewritten into arithmetic on an input: the same masks everywhere, and again.
+"""Random operators as arithmetic on an input: the same masks on every backend, reproducibly.
 
-A runtime's own random operators give other numbers in every session, and some backends have none.
-After this pass the numbers are a function of the input ``rng`` = (seed, step), of the node and of
-the element.
+A runtime's own random operators give different values in every session, and some backends have
+none. After ``portable_dropout`` they are a pure function of the input ``rng`` = (seed, step), the
+node and the element, with the same bits everywhere.
 
-Random numbers as a pure function of (seed, step, node, element), the same bits on every backend.
+Only exact operations are used: products and sums of integers below 2^24, scaling by powers of two,
+and Floor. So order, fusion and reduced-precision matrix units cannot change a bit, and no integer
+or bitwise operators are needed.
 
-Only exact operations are used: products and sums of whole numbers below 2^24, scaling by powers of
-two, and Floor. Whatever order, fusion or reduced-precision matrix unit a backend chooses, the bits
-are the same, and no integer or bit operators are needed.
-
-The elements of a tensor, in order, fill rows of 1024. A row gets a key of 16 bytes, hashed at run
-time from (seed, step, row); a column has a fixed random key of 16 bytes, whose order depends on the
-node. The element is the fraction of their inner product over 2^14. Against a threshold such numbers
-are as good as independent (tests/graph/test_randomness.py), for one matrix product and three cheap
-operators each.
+The elements of a tensor fill rows of 1024. Each row has a 16-byte key, hashed at run time from
+(seed, step, row); each column has a fixed random 16-byte key, whose order depends on the node. An
+element is the fractional part of their inner product over 2^14. Compared with a threshold, such
+numbers are as good as independent (tests/graph/test_randomness.py). They cost one matmul and three
+cheap operators.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ LANES = 16
 BITS = 14
 """Resolution of a probability: 2^-14."""
 SOURCES = 4
-"""At most so many numbers make up ``rng``: seed, step, and the counts of enclosing loops."""
+"""Most elements of ``rng``: seed, step, and the iterations of enclosing loops."""
 
 Shape = ir.Value | Sequence[Size]
-"""A value whose shape is meant, or sizes."""
+"""A value with the wanted shape, or sizes."""
 
 
 def uniform_mask(
@@ -51,21 +49,21 @@ def uniform_mask(
     """Return a bool tensor that is true with ``keep_probability``, to the nearest 2^-14.
 
     Args:
-        op: where nodes go.
+        op: the builder.
         shape: a value of the wanted shape, or its sizes.
-        rng: float32 [2] = (seed, step), whole numbers from 0 to 2^24 - 1.
-        node_id: a small number that no other random node of the model has.
-        keep_probability: a number, or a float32 scalar known at run time.
+        rng: float32 [2] = (seed, step), integers from 0 to 2^24 - 1.
+        node_id: a small integer, unique among the random nodes of the model.
+        keep_probability: a float, or a float32 scalar computed at run time.
     """
     return RandomStream(op, rng).mask(shape, node_id, keep_probability)
 
 
 class RandomStream:
-    """The random numbers of one ``rng``; the keys of rows are shared between nodes.
+    """Random numbers from one ``rng``; nodes share the row keys.
 
     Args:
-        op: where nodes go; may be replaced as the graph is walked, in order.
-        rng: float32 [n], n up to 4: seed, step, and the counts of enclosing loops.
+        op: the builder; replaced while the graph is walked in order.
+        rng: float32 [n], n up to 4: seed, step, and the iterations of enclosing loops.
     """
 
     def __init__(self, op: OpBuilder, rng: ir.Value) -> None:
@@ -86,7 +84,7 @@ class RandomStream:
         return _shaped(op, op.Less(fractions, keep), shape, total)
 
     def uniform(self, shape: Shape, node_id: int) -> ir.Value:
-        """Return float32 numbers in [0, 1), multiples of 2^-24; two ids from ``node_id`` on."""
+        """Return uniform float32 multiples of 2^-24 in [0, 1); uses two ids from ``node_id`` on."""
         op, total = self.op, _total(self.op, shape)
         keys = self._row_keys(shape, total)
         high, low = (
@@ -96,9 +94,9 @@ class RandomStream:
         return _shaped(op, joined, shape, total)
 
     def normal(self, shape: Shape, node_id: int) -> ir.Value:
-        """Return standard normal float32 numbers, with four ids from ``node_id`` on.
+        """Return standard normal float32 numbers; uses four ids from ``node_id`` on.
 
-        Log and Cos are not exact: backends agree to their rounding here, not bit for bit.
+        Log and Cos are not exact, so backends agree up to rounding, not bit for bit.
         """
         op = self.op
         distance = op.Sqrt(op.Mul(op.Log(op.Sub(1.0, self.uniform(shape, node_id))), -2.0))
@@ -106,7 +104,7 @@ class RandomStream:
         return op.Mul(distance, op.Cos(angle))
 
     def _row_keys(self, shape: Shape, total: D.Dim) -> ir.Value:
-        """Return 16 bytes for each row, hashed from ``rng`` and its number: float32 [rows, 16]."""
+        """Return a 16-byte key per row, hashed from ``rng`` and its index: float32 [rows, 16]."""
         if total is not None and total in self._keys:
             return self._keys[total]
         op = self.op
@@ -163,14 +161,14 @@ def _fractions(op: OpBuilder, keys: ir.Value, node_id: int, total: D.Dim) -> ir.
 
 
 def _total(op: OpBuilder, shape: Shape) -> D.Dim:
-    """Return the number of elements: a number, an expression, or ``None``."""
+    """Return the number of elements: an int, a symbolic expression, or ``None``."""
     if isinstance(shape, ir.Value):
         return D.product(op.dims(shape))
     return D.product(s if isinstance(s, int) else None for s in shape)
 
 
 def _size(op: OpBuilder, shape: Shape, total: D.Dim) -> Size:
-    """Return the number of elements, as an int64 value of shape [1] if need be."""
+    """Return the number of elements, as an int64 value of shape [1] if it is not static."""
     if isinstance(total, int):
         return total
     if isinstance(shape, ir.Value):
@@ -186,14 +184,14 @@ def _row_numbers(op: OpBuilder, shape: Shape, total: D.Dim) -> ir.Value:
         return op.Range(op.const(0.0), op.const(float(rows)), op.const(1.0))
     rows = op.Div(op.Add(size, COLUMNS - 1), COLUMNS)
     scalar = op.Reshape(rows, op.const([], ir.DataType.INT64))
-    if op.target.lacks("Range.int64"):  # the count is a number of the CPU, the range is not
+    if op.target.lacks("Range.int64"):  # a scalar on the CPU can be cast
         limit = op.Cast(scalar, to=ir.DataType.FLOAT)
         return op.Range(op.const(0.0), limit, op.const(1.0))
     return op.Cast(op.Range(0, scalar, 1), to=ir.DataType.FLOAT)
 
 
 def _shaped(op: OpBuilder, x: ir.Value, shape: Shape, total: D.Dim) -> ir.Value:
-    """Return the first elements of ``x`` in the wanted shape."""
+    """Return the leading elements of ``x`` in the wanted shape."""
     if not _fills(total):
         size = _size(op, shape, total)
         x = op.Slice(op.Reshape(x, [-1]), [0], op.vector([size]))
@@ -207,11 +205,8 @@ def _fills(total: D.Dim) -> bool:
     return total is not None and D.mul(D.floordiv(total, COLUMNS), COLUMNS) == total
 
 
-# -- fixed numbers ----------------------------------------------------------------
-
-
 def _hashes(start: int, count: int) -> list[int]:
-    """Return 64-bit numbers by SplitMix64, which no library's update can change."""
+    """Return 64-bit numbers by SplitMix64, independent of any library version."""
     mask, state, hashes = 2**64 - 1, start, []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) & mask
@@ -223,21 +218,21 @@ def _hashes(start: int, count: int) -> list[int]:
 
 @functools.cache
 def _column_keys() -> np.ndarray:
-    """The bytes of the columns, uint8 [16, 1024]."""
+    """The column keys, uint8 [16, 1024]."""
     numbers = [z >> 56 for z in _hashes(1, LANES * COLUMNS)]
     return np.asarray(numbers, np.uint8).reshape(LANES, COLUMNS)
 
 
 @functools.cache
 def _multipliers() -> np.ndarray:
-    """Odd numbers below 2^10 by half, source and lane."""
+    """Odd integers below 2^10, by half, source and lane."""
     numbers = [(z >> 54) | 1 for z in _hashes(2, 2 * SOURCES * LANES)]
     return np.asarray(numbers, np.float64).reshape(2, SOURCES, LANES)
 
 
 @functools.cache
 def _origins() -> np.ndarray:
-    """Where the lanes start: multiples of 2^-12 in [0, 1)."""
+    """Initial lanes: multiples of 2^-12 in [0, 1)."""
     numbers = [z >> 52 for z in _hashes(3, 2 * LANES)]
     return np.asarray(numbers, np.float64).reshape(2, LANES) * 2.0**-12
 
@@ -251,32 +246,31 @@ def _order(node_id: int) -> list[int]:
     return order
 
 
-_IDS = 4  # how many streams a node may use
+_IDS_PER_NODE = 4
 
 
 def portable_dropout(
     model: ir.Model, rng_input_name: str = "rng", *, target: str | Target = "cpu"
 ) -> ir.Model:
-    """Rewrite Dropout in training and the random operators, in place; return the model.
+    """Rewrite training-mode Dropout and random operators, in place; return the model.
 
-    If there are any, the model gets an input ``rng``: float32 [2] = (seed, step), whole numbers
-    below 2^24. Dropout out of training is left alone.
+    If there are any, the model gets an input ``rng``: float32 [2] = (seed, step), integers below
+    2^24. Inference-mode Dropout is unchanged.
 
     Args:
         model: a prepared model, with shapes inferred.
         rng_input_name: the name of the new input.
-        target: which form to choose; the numbers are the same.
+        target: target that the graph is generated for; values do not depend on it.
 
     Raises:
-        PrepareError: if the name is taken, or a random node stands in a Scan.
+        PrepareError: if the name is taken, or a random node is inside a Scan.
     """
     if not any(_is_random(n) for n in model.graph.all_nodes()):
         return model
     op = OpBuilder(model.graph, prefix="random/", target=target)
     if rng_input_name in op.names.taken:
         raise PrepareError(
-            f"the model has a value called {rng_input_name!r}\n"
-            "hint: choose another name for the input that makes it random"
+            f"the model has a value called {rng_input_name!r}\nhint: pass another rng_input_name"
         )
     before = set(model.graph.initializers)
     rng = op.input(rng_input_name, ir.DataType.FLOAT, [2])
@@ -296,7 +290,7 @@ def _is_random(node: ir.Node) -> bool:
 
 
 class _Rewriter:
-    """Walks graphs in order, and counts the random nodes."""
+    """Rewrite graphs in order and number their random nodes."""
 
     def __init__(self, op: OpBuilder) -> None:
         self.op = op
@@ -313,19 +307,20 @@ class _Rewriter:
                     graph, self.op.prefix, target=self.op.target, before=node, parent=self.op
                 )
                 values = _REWRITES[node.op_type](stream, node, self.next_id)
-                self.next_id += _IDS
+                self.next_id += _IDS_PER_NODE
                 _replace(graph, stream.op, node, values)
 
     def _inner(self, node: ir.Node, body: ir.Graph, rng: ir.Value) -> ir.Value:
-        """Return the ``rng`` of a subgraph: a loop adds its iteration."""
+        """Return the ``rng`` of a subgraph: a Loop appends its iteration."""
         if node.op_type == "If":
             return rng
         deep = S.dims_of(rng) == (SOURCES,)
         if node.op_type != "Loop" or deep:
             what = f"in {SOURCES - 1} nested loops" if deep else f"in a {node.op_type}"
             raise PrepareError(
-                f"a random operator {what}: node {node.name!r} has no iteration to tell its runs "
-                "apart\nhint: use the runtime's own random operators (randomness='native')"
+                f"a random operator {what}: its random numbers would repeat in every iteration "
+                f"of node {node.name!r}\n"
+                "hint: use the runtime's own random operators (randomness='native')"
             )
         op = OpBuilder(body, self.op.prefix, before=next(iter(body), None), parent=self.op)
         count = op.Reshape(op.Cast(body.inputs[0], to=ir.DataType.FLOAT), [1])
@@ -344,11 +339,8 @@ def _replace(graph: ir.Graph, op: OpBuilder, node: ir.Node, values: list[ir.Valu
     graph.remove(node, safe=True)
 
 
-# -- operators: stream, node, id -> one value per output --------------------------------
-
-
 def _dropout(stream: RandomStream, node: ir.Node, node_id: int) -> list[ir.Value]:
-    """``Where(mask, x / keep, 0)``; at run time, ``keep`` is 1 out of training."""
+    """``Where(mask, x / keep, 0)``; with a run-time mode, ``keep`` is 1 at inference."""
     op = stream.op
     x, ratio, mode = (*node.inputs, None, None)[:3]
     assert x is not None
@@ -410,7 +402,7 @@ def _bernoulli(stream: RandomStream, node: ir.Node, node_id: int) -> list[ir.Val
 
 
 def _multinomial(stream: RandomStream, node: ir.Node, node_id: int) -> list[ir.Value]:
-    """Count the classes whose cumulated probability the drawn number has passed."""
+    """The number of classes whose cumulative probability is at most a uniform draw."""
     op, x = stream.op, node.inputs[0]
     assert x is not None
     a = _attributes(stream, node)

@@ -1,19 +1,14 @@
-"""Training mode and evaluation mode of a graph.
+"""Training and evaluation mode of BatchNormalization and Dropout.
 
-A contract about BatchNormalization in training mode: when its outputs are the batch's own.
+First the statistics of BatchNormalization. In training mode the operator returns ``momentum * old
++ (1 - momentum) * batch`` for mean and variance, so with momentum 0 it returns the batch's mean
+and (population) variance. ``running_statistics`` sets momentum 0 on targets that prefer it and
+averages behind the node; the gradient rule then reads the batch statistics from the node's outputs
+instead of recomputing them. ``mean_and_variance`` computes them where no kernel does.
 
-The operator puts out ``momentum * old + (1 - momentum) * batch`` for mean and variance. With
-momentum 0 that is the mean and the (population's) variance of the batch, whatever the old values.
-
-``running_statistics`` makes nodes so, on targets that prefer it, and averages behind the node; the
-gradient rule reads the batch's statistics from such a node, and does not compute them again.
-
-Where a runtime has no such kernel, :func:`mean_and_variance` computes both.
-
-BatchNormalization in training mode needs more than one value per channel.
-
-Of a single value, the mean is the value and the variance 0: whatever comes in, the bias comes out,
-and the running statistics become those of one sample.
+Then the switches ``to_training`` and ``to_evaluation``, and ``sizes_above_one``:
+BatchNormalization in training mode needs more than one value per channel, because the variance of
+a single value is 0.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from onnxtrain.graph.nodes import is_op, nodes
 from onnxtrain.graph.shapes import dims as D
 
 _BATCH_ONLY = 0.0
-_DEFAULT = 0.9  # the standard's
+_DEFAULT_MOMENTUM = 0.9  # in the ONNX schema
 _LAYOUT_OPS = (
     *("Cast", "Concat", "Flatten", "Identity", "Reshape", "Slice", "Split", "Squeeze"),
     *("Transpose", "Unsqueeze"),
@@ -41,13 +36,13 @@ _LAYOUT_OPS = (
 
 
 def momentum_of(node: ir.Node) -> float:
-    """Return which part of the old statistics a BatchNormalization keeps."""
+    """Return the momentum of a BatchNormalization: the weight of the old statistics."""
     momentum = node.attributes.get("momentum")
-    return _DEFAULT if momentum is None else momentum.as_float()
+    return _DEFAULT_MOMENTUM if momentum is None else momentum.as_float()
 
 
 def request_batch_statistics(node: ir.Node) -> None:
-    """Make a BatchNormalization put out the statistics of the batch, and nothing of the old."""
+    """Make a BatchNormalization return the batch statistics (momentum 0)."""
     node.attributes["momentum"] = ir.AttrFloat32("momentum", _BATCH_ONLY)
 
 
@@ -57,9 +52,9 @@ def has_batch_statistics(node: ir.Node) -> bool:
 
 
 def prefers_fused_kernel(op: OpBuilder, x: ir.Value) -> bool:
-    """Return whether kernels of normalisation are faster than plain passes, by the size of images.
+    """Return whether a normalization kernel is faster than elementwise operators.
 
-    On CPUs they always are.
+    Always on CPUs; on GPUs for large images.
     """
     if x.dtype != ir.DataType.FLOAT:
         return False
@@ -72,10 +67,10 @@ def _large(op: OpBuilder, x: ir.Value) -> bool:
 
 
 def is_layer_output(x: ir.Value) -> bool:
-    """Return whether a layer with weights made a value, in 32 bits.
+    """Return whether a value is the float32 output of a layer with weights.
 
-    Means of such values are seldom larger than deviations by orders of magnitude, so that products
-    of what is not centered keep their digits; inputs of a model may be years, or prices.
+    The mean of such values is rarely orders of magnitude above their deviation, so products of
+    uncentered values keep their digits. Graph inputs may be years or prices.
     """
     layer = x.producer()
     if layer is None or x.dtype != ir.DataType.FLOAT:
@@ -84,10 +79,10 @@ def is_layer_output(x: ir.Value) -> bool:
 
 
 def layer_reads_graph_input(x: ir.Value) -> bool:
-    """Return whether the layer that made a value reads an input of the model, and pads nothing.
+    """Return whether the layer behind a value reads a graph input without padding.
 
-    Its weight's gradient multiplies the mean of that input by the sum of a gradient, which is zero
-    but for rounding errors. With padding there is no such mean.
+    Its weight gradient multiplies the mean of that input by the sum of a gradient, which is zero up
+    to rounding. Padding breaks that relation.
     """
     layer = x.producer()
     source = None if layer is None else layer.inputs[0]
@@ -105,7 +100,7 @@ def layer_reads_graph_input(x: ir.Value) -> bool:
 
 
 class BatchNormParameters(NamedTuple):
-    """Numbers of each channel, as BatchNormalization takes them."""
+    """The per-channel inputs of BatchNormalization."""
 
     scale: ir.Value
     bias: ir.Value
@@ -116,20 +111,20 @@ class BatchNormParameters(NamedTuple):
 def normalize(op: OpBuilder, x: ir.Value, given: BatchNormParameters, epsilon: float) -> ir.Value:
     """Return ``scale * (x - mean) / sqrt(variance + epsilon) + bias``.
 
-    By the operator, or as ``x * slope + (bias - mean * slope)`` where plain passes are faster.
+    By the operator, or as ``x * factor + (bias - mean * factor)`` where that is faster.
     """
     if prefers_fused_kernel(op, x):
         return op.BatchNormalization(x, *given, epsilon=epsilon)
-    slope = op.Div(given.scale, op.Sqrt(op.Add(given.variance, epsilon)))
-    level = op.Sub(given.bias, op.Mul(given.mean, slope))
+    factor = op.Div(given.scale, op.Sqrt(op.Add(given.variance, epsilon)))
+    offset = op.Sub(given.bias, op.Mul(given.mean, factor))
     column = [-1, *[1] * (op.rank(x) - 2)]
-    return op.Add(op.Mul(x, op.Reshape(slope, column)), op.Reshape(level, column))
+    return op.Add(op.Mul(x, op.Reshape(factor, column)), op.Reshape(offset, column))
 
 
 def mean_and_variance(op: OpBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Return mean and (the population's) variance of each channel, as ``[C, 1, ...]``.
+    """Return the mean and population variance of each channel as ``[C, 1, ...]``.
 
-    Of bfloat16 images they are float32.
+    float32 also for bfloat16 images.
     """
     rank = op.rank(x)
     axes = [i for i in range(rank) if i != 1]
@@ -149,28 +144,28 @@ def mean_and_variance(op: OpBuilder, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 def _combine_statistics(op: OpBuilder, x: ir.Value, positions: int) -> tuple[ir.Value, ir.Value]:
     """Return the statistics of a batch from those of its images.
 
-    LayerNormalization computes mean and ``1 / deviation`` of an image in one pass; what it puts out
-    besides is not used. The batch's variance is the mean of ``var + (mean - mean of means)^2``.
+    LayerNormalization computes the mean and ``1 / deviation`` of an image in one pass; its output Y
+    is not used. The batch variance is the mean of ``var + (mean - mean of means)^2``.
     """
     images = op.Reshape(x, [0, 0, positions])
     one = op.const(np.ones(positions), x.dtype)
     y, means, r = op.LayerNormalization(images, one, axis=2, epsilon=0.0, _outputs=3)
-    # onnxruntime keeps what nothing reads until the run ends: as much again as all activations.
+    # onnxruntime frees a value after its last reader. Without one, Y would live until the run ends.
     unread = op.Slice(y, [0, 0, 0], [1, 1, 1], [0, 1, 2])
     means = op.Where(op.const([False]), op.cast(unread, means.dtype), means)
     mean = op.ReduceMean(means, [0], keepdims=1)
     away = op.Sub(means, mean)
-    # Of an image of equal values r is infinite, and this 0.
+    # For an image of equal values r is infinite and this is 0.
     spread = op.Reciprocal(op.Mul(r, r))
     return mean, op.ReduceMean(op.Add(spread, op.Mul(away, away)), [0], keepdims=1)
 
 
-_MODES_SINCE = 14  # opset from which on BatchNormalization has a mode
+_MODES_SINCE = 14  # the first opset with BatchNormalization.training_mode
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A running statistic: the value read, and the value that replaces it after the step."""
+    """A running statistic: its value before and after a step."""
 
     name: str
     old: ir.Value
@@ -178,14 +173,14 @@ class Buffer:
 
 
 def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
-    """Put BatchNormalization with a trainable scale into training mode, and Dropout on, in place.
+    """Switch BatchNormalization with trainable scale, and Dropout, to training mode, in place.
 
     Args:
         model: a prepared model.
-        trainable: names of the parameters that will be trained.
+        trainable: names of the parameters to train.
 
     Returns:
-        A line for each kind of change.
+        One report line per kind of change.
     """
     changed, inside = {"BatchNormalization": 0, "Dropout": 0}, 0
     for node in nodes(model.graph, *changed, subgraphs=True):
@@ -194,7 +189,7 @@ def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
             if scale is None or scale.name not in trainable or _int(node, "training_mode"):
                 continue
             if node.graph is not model.graph:
-                inside += 1  # new statistics could not leave the body
+                inside += 1  # updated statistics cannot leave the body
                 continue
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
             changed["BatchNormalization"] += 1
@@ -213,9 +208,9 @@ def to_training(model: ir.Model, *, trainable: set[str]) -> list[str]:
 
 
 def to_evaluation(model: ir.Model) -> list[str]:
-    """Put BatchNormalization on its running statistics and drop Dropout, in place.
+    """Switch BatchNormalization to its running statistics and remove Dropout, in place.
 
-    The model need not be prepared: before opset 14, more than one output stood for training mode.
+    Also for models that are not prepared: before opset 14, training mode means several outputs.
     """
     changed = {"BatchNormalization": 0, "Dropout": 0}
     old = model.opset_imports.get("", 0) < _MODES_SINCE
@@ -232,13 +227,13 @@ def to_evaluation(model: ir.Model) -> list[str]:
 
 
 def unshare_running_statistics(model: ir.Model) -> list[str]:
-    """Let statistics that share an initializer with something else have their own, in place.
+    """Give running statistics that share an initializer their own copy, in place.
 
-    Exporters that store equal tensors once make a fresh running variance and a fresh scale the same
-    initializer, since both are ones.
+    Exporters that deduplicate equal tensors store an initial running variance and an initial scale
+    as one initializer, since both are ones.
 
     Returns:
-        A line if something was changed.
+        A report line if something changed.
     """
     graph, changed = model.graph, 0
     for node in nodes(graph, "BatchNormalization", subgraphs=True):
@@ -269,12 +264,12 @@ def _is_statistic(node: ir.Node, index: int, wanted: int) -> bool:
 def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True) -> list[Buffer]:
     """Return the running statistics that training-mode BatchNormalization updates.
 
-    ONNX averages the biased variance; with ``unbiased`` the batch's share is scaled by n / (n - 1),
-    as torch does. Statistics that several nodes share are updated by each in turn.
+    ONNX averages the biased variance; ``unbiased`` scales the batch variance by n / (n - 1), as
+    torch does. Statistics shared by several nodes are updated by each in turn.
 
-    onnxruntime writes the new statistics over the old ones, wherever these come from. So the nodes
-    are given zeros of their own, and what they put out is the batch's share alone: on CPU all of
-    the batch's statistics, which the gradient needs as well, elsewhere what they add.
+    onnxruntime overwrites the input statistics in place, wherever they come from. So each node
+    reads zeros of its own and returns the contribution of the batch only: with momentum 0 the
+    batch statistics, which the gradient reads, too; else ``(1 - momentum)`` times them.
     """
     graph = model.graph
     newest: dict[ir.Value, ir.Value] = {}
@@ -292,7 +287,7 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
             if old is None or not old.is_initializer():
                 continue
             inside = op.before(node)
-            # From the last share if there is one: equal expressions might become one value.
+            # Derived from the previous contribution: onnxruntime would merge equal expressions.
             node.replace_input_with(i, inside.Mul(last.get(old, old), 0.0))
             share = last[old] = node.outputs[out]
             before = op.Mul(newest.get(old, old), kept)
@@ -307,7 +302,7 @@ def running_statistics(model: ir.Model, op: OpBuilder, *, unbiased: bool = True)
 
 
 def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
-    """Add the outputs for new statistics to a node: there are both or none."""
+    """Add and name the two statistics outputs of a node."""
     if len(node.outputs) < 3:
         node.resize_outputs(3)
     for out, old in zip(node.outputs[1:], node.inputs[3:5], strict=True):
@@ -319,7 +314,7 @@ def _name_statistics(op: OpBuilder, node: ir.Node) -> None:
 def _restore_running_average(
     op: OpBuilder, share: ir.Value, part: float, before: ir.Value
 ) -> ir.Value:
-    """Let readers of a new statistic read its sum with the old one; return the batch's part."""
+    """Redirect readers of a statistics output to the running average; return the contribution."""
     name = share.name
     share.name = op.names.fresh(f"{name}.share")
     added = op.Mul(share, part)
@@ -343,7 +338,7 @@ def _bessel(op: OpBuilder, node: ir.Node, dtype: ir.DataType | None) -> ir.Value
         count = math.prod(sizes)
         return op.const(count / max(count - 1, 1), dtype)
     n = op.cast(op.count(x, axes), dtype)
-    # A single value has no spread: the share is zero then, and the factor must not be infinite.
+    # The variance of a single value is zero, so the factor must be finite.
     rest = op.Sub(n, 1.0)
     return op.Div(n, op.Where(op.Greater(rest, 0.0), rest, 1.0))
 
@@ -372,7 +367,7 @@ def _restore_statistics(node: ir.Node) -> None:
 
 
 def _put_identity(node: ir.Node, x: ir.Value, y: ir.Value) -> None:
-    """Make ``x`` the graph output that ``y`` is, under the name that it has."""
+    """Replace the graph output ``y`` by ``x`` under the same name."""
     assert isinstance(node.graph, ir.Graph)
     identity = ir.Node("", "Identity", [x], num_outputs=1, version=node.version)
     new = identity.outputs[0]
@@ -388,7 +383,7 @@ def _bypass(node: ir.Node) -> None:
     assert x is not None
     assert isinstance(graph, ir.Graph)
     if len(node.outputs) > 1 and node.outputs[1].uses():
-        # Somebody reads the mask: leave the node, switched off.
+        # The mask has readers: keep the node in inference mode.
         node.resize_inputs(2)
         return
     if y.is_graph_output():
@@ -399,10 +394,10 @@ def _bypass(node: ir.Node) -> None:
 
 
 def sizes_above_one(model: ir.Model) -> tuple[str, ...]:
-    """Return sizes whose product must be above 1 in training: ``"batch"``, ``"batch*length"``.
+    """Return symbolic sizes whose product must exceed 1 in training, e.g. ``"batch*length"``.
 
     Raises:
-        PrepareError: naming a node that has one value per channel in every batch.
+        PrepareError: if a node has one value per channel in every batch.
     """
     wanted: dict[str, None] = {}
     for node in nodes(model.graph, "BatchNormalization"):
@@ -416,7 +411,7 @@ def sizes_above_one(model: ir.Model) -> tuple[str, ...]:
             raise PrepareError(
                 f"BatchNormalization {node.name!r} has one value per channel: its input is "
                 f"{list(x.shape)}, and in training mode it needs more\n"
-                "hint: a larger batch, or mode='as-is', which takes the running statistics"
+                "hint: use a larger batch, or mode='as-is' to keep the running statistics"
             )
         if known == 1 and all(name.isidentifier() for name in names):
             wanted["*".join(sorted(names))] = None

@@ -119,7 +119,7 @@ def _unpacked_matmul(op: OpBuilder, node: ir.Node) -> bool:
         return False
     uses = list(node.outputs[0].uses())
     weights = form.weights(op, b, scales, points, wait=x)
-    y = form.product(op, form.apart(op, x), weights)
+    y = form.product(op, form.group_columns(op, x), weights)
     if bias is not None:
         y = op.Add(y, bias)
     replace_value(node.outputs[0], y, uses)

@@ -126,7 +126,7 @@ def test_norms_of_queries_and_keys_equal_torch() -> None:
 
 def test_a_quantised_cache_is_refused() -> None:
     case = gqa(PACKED, k_quant_type="PER_TENSOR", v_quant_type="PER_TENSOR")
-    with pytest.raises(onnxtrain.errors.PrepareError, match="quantised cache"):
+    with pytest.raises(onnxtrain.errors.PrepareError, match="quantized cache"):
         onnxtrain.vjp(case.model(), "x0")
 
 

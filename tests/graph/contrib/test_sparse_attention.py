@@ -160,14 +160,14 @@ def test_without_a_cache_it_computes_whole_sequences() -> None:
 def test_layouts_that_hide_a_block_from_itself_or_look_ahead_are_refused(place) -> None:
     layouts = LAYOUTS[:1].copy()
     layouts[0][place] ^= 1
-    with pytest.raises(PrepareError, match="does not see itself, or sees what comes later"):
+    with pytest.raises(PrepareError, match="does not attend to itself, or attends to later blocks"):
         onnxtrain.vjp(sparse(PACKED, layouts=layouts).model(), "x0")
 
 
 def test_tables_that_are_computed_are_refused() -> None:
     case = sparse(PACKED)
     open_tables = Case(case.op, case.inputs, case.attributes)
-    with pytest.raises(PrepareError, match="tables that are no constants"):
+    with pytest.raises(PrepareError, match="block_col_indices must be constant"):
         onnxtrain.vjp(open_tables.model(), "x0")
 
 

@@ -180,7 +180,7 @@ def _by_rows(op, dy, b, scales, points, form: PackedMatMul):
 
 def _by_parts(op, dy, b, scales, points, form: PackedMatMul):
     weights = form.weights(op, b, scales, points, wait=dy)
-    return form.together(op, form.matmul_transposed_weight(op, dy, weights))
+    return form.ungroup_columns(op, form.matmul_transposed_weight(op, dy, weights))
 
 
 INPUT_GRAD_VARIANTS: Variants[PackedMatMul] = {

@@ -1,1 +1,1 @@
-"""What a runtime really does with single nodes: a pack of models, its runners, and profiles."""
+"""Probe a runtime: a pack of single-node models, its runners, and the resulting profile."""

@@ -1,7 +1,4 @@
-"""One node as a model, with its inputs and what has to come out.
-
-A case at some opset.
-"""
+"""Probe cases: a single-node model with inputs and expected outputs, at any opset."""
 
 from __future__ import annotations
 
@@ -38,13 +35,13 @@ NAMES = {v: k for k, v in TYPES.items()}
 
 @dataclass(frozen=True)
 class Case:
-    """One node: which of its inputs are fed, and which are stored in the model."""
+    """One node and its inputs, some fed and some stored in the model."""
 
     name: str
     op: str
     opset: int
     inputs: tuple[np.ndarray | None, ...]
-    """By position; ``None`` is left out."""
+    """By position; ``None`` is omitted."""
     outputs: tuple[np.ndarray | None, ...]
     attributes: dict[str, Any] = field(default_factory=dict)
     stored: frozenset[int] = frozenset()
@@ -53,17 +50,17 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Return the name with the variant, which no other case of an opset has."""
+        """Return the name with the variant, unique within an opset."""
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
     @property
     def elements(self) -> int:
-        """Return how many numbers go in and out."""
+        """Return the number of input and output elements."""
         return sum(a.size for a in (*self.inputs, *self.outputs) if a is not None)
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is a tensor without elements, which many runtimes do not have."""
+        """Return whether a tensor is empty, which many runtimes do not support."""
         return any(a is not None and not a.size for a in (*self.inputs, *self.outputs))
 
     @property
@@ -121,7 +118,7 @@ def reference_outputs(case: Case) -> tuple[np.ndarray | None, ...] | None:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # overflows of the evaluator are no news
+            warnings.simplefilter("ignore")  # overflows are expected
             outputs = iter(ReferenceEvaluator(proto).run(None, feeds))
     except Exception:  # whatever the evaluator raises, the case has no expected outputs
         return None
@@ -133,7 +130,7 @@ def reference_outputs(case: Case) -> tuple[np.ndarray | None, ...] | None:
 def case_from_proto(
     name: str, model: onnx.ModelProto, inputs: list[Any], outputs: list[Any]
 ) -> Case | None:
-    """Return a node test of onnx as a case; ``None`` if it is no single node over plain tensors."""
+    """Return an onnx node test as a case; ``None`` unless it is one node over plain tensors."""
     if len(model.graph.node) != 1 or model.graph.node[0].domain or model.graph.initializer:
         return None
     parsed = ir.from_proto(model)
@@ -184,7 +181,7 @@ def versions(case: Case, opsets: list[int]) -> list[int]:
 
 
 def case_at(case: Case, opset: int) -> onnx.ModelProto | None:
-    """Return the model at an opset, ``None`` if it is not one node there."""
+    """Return the model at an opset, ``None`` if it takes several nodes there."""
     if case.op == "Dropout" and len(case.outputs) > 1 and opset < 12:
         return None  # what the mask is where nothing is dropped is not specified there
     model = case_to_model(case)

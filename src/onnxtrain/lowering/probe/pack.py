@@ -1,7 +1,4 @@
-"""A pack of single-node models with inputs and answers, for any runtime.
-
-The runner of a pack for runtimes of Python.
-"""
+"""Packs of single-node models with inputs and expected outputs; the runner for Python."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ _SWITCHES = frozenset(
 def write_pack(
     folder: Path, opsets: Sequence[int] = (), cases: Iterable[Case] | None = None
 ) -> dict[str, Any]:
-    """Write a pack and give its listing.
+    """Write a pack and return its listing.
 
     Args:
         folder: is made; what a pack has there is overwritten.
@@ -76,7 +73,7 @@ def write_pack(
         cases: nodes to take; by default those of the installed onnx and some more.
 
     Raises:
-        ProbeError: if there is no such opset, or the folder cannot be written.
+        ProbeError: if an opset is unknown or the folder cannot be written.
     """
     wanted = sorted(set(opsets or range(OLDEST, NEWEST + 1)))
     odd = [o for o in wanted if not OLDEST <= o <= NEWEST]
@@ -107,7 +104,7 @@ def read_pack(folder: Path) -> dict[str, Any]:
     """Return the listing of a pack.
 
     Raises:
-        ProbeError: if there is no pack.
+        ProbeError: if the folder has no pack.
     """
     path = folder / MANIFEST
     try:
@@ -131,7 +128,7 @@ def read_pack(folder: Path) -> dict[str, Any]:
 
 
 def _models(cases: list[Case], opsets: list[int]) -> Iterator[tuple[Case, int, onnx.ModelProto]]:
-    """Return what goes into the pack: few of each kind, at each version of the operator."""
+    """Return the cases of a pack: a few per kind, at each version of the operator."""
     by_op: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         if S.schema_of(case.op, case.opset) is not None:
@@ -169,7 +166,7 @@ def _variant_models(
 
 
 def _is_same_version(op: str, opset: int, at: int) -> bool:
-    """Return whether the version of one opset is the one that another has."""
+    """Return whether two opsets have the same version of an operator."""
     a, b = S.schema_of(op, opset), S.schema_of(op, at)
     return a is not None and b is not None and a.since_version == b.since_version
 
@@ -188,7 +185,7 @@ def _kind(case: Case) -> tuple[Any, ...]:
 
 
 def _switches(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that choose between a few things."""
+    """Return the attributes that select between modes."""
     return {
         k: v
         for k, v in attributes.items()
@@ -252,7 +249,7 @@ _MISSING = 3  # exit code of the runner
 def run_pack(
     folder: Path, runtime: str, output: Path, *, provider: str = "", python: str = sys.executable
 ) -> str:
-    """Run every node of a pack, write what became of each, and return the counts in words.
+    """Run every node of a pack, write the outcomes, and return a summary.
 
     Args:
         folder: of the pack.
@@ -263,7 +260,7 @@ def run_pack(
 
     Raises:
         MissingExtraError: if the runtime is not installed.
-        ProbeError: if there is no such pack or runtime, or the runtime does not start.
+        ProbeError: if the pack or runtime is unknown, or the runtime does not start.
     """
     if runtime not in RUNTIMES:
         raise ProbeError(

@@ -1,7 +1,4 @@
-"""What results say of one operator: versions that run, and limits that explain the rest.
-
-A profile from the results of a runner.
-"""
+"""From a runner's results to a profile: versions that work, and limits for the rest."""
 
 from __future__ import annotations
 
@@ -30,18 +27,18 @@ _RANKS = range(7)  # that a profile lists where some do not run
 
 @dataclass
 class Finding:
-    """An operator: its line in a profile, what was wrong with it, and other remarks."""
+    """An operator: its profile entry, its quirks, and other comments."""
 
     limits: dict[str, Any] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
-    """That were right at least once, and not wrong in a way no limit tells."""
+    """Versions that were right at least once and not wrong in a way that no limit explains."""
     probed: list[int] = field(default_factory=list)
     quirks: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
 def is_correct(entry: Entry) -> bool:
-    """Return whether the runtime gave the right numbers."""
+    """Return whether the runtime computed the expected outputs."""
     return entry["status"] == "right"
 
 
@@ -53,12 +50,12 @@ def _type(entry: Entry) -> str:
 def analyze_operator(
     op: str, entries: dict[str, Entry], *, lenient: bool, every_type: list[str]
 ) -> Finding:
-    """Return what is known of an operator.
+    """Return the profile entry of an operator.
 
     Args:
         op: its name.
         entries: results by identifier.
-        lenient: keep a version that is wrong in a way that no limit tells.
+        lenient: keep versions that are wrong in a way that no limit explains.
         every_type: types to keep where nothing is known of them.
     """
     finding = Finding(probed=sorted({e["since_version"] for e in entries.values()}))
@@ -172,13 +169,13 @@ def _ranks(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _batches(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
-    pictures = {k: e for k, e in entries.items() if (e["rank"] or 0) >= 3 and e["batch"]}
-    good, bad, rest = _split(pictures, lambda e: e["batch"] > 1)
+    images = {k: e for k, e in entries.items() if (e["rank"] or 0) >= 3 and e["batch"]}
+    good, bad, rest = _split(images, lambda e: e["batch"] > 1)
     if bad != {True} or good != {False}:
         return entries
     finding.limits["batch"] = 1
-    _quirk(finding, pictures, rest, "batch above 1")
-    return {k: e for k, e in entries.items() if k in rest or k not in pictures}
+    _quirk(finding, images, rest, "batch above 1")
+    return {k: e for k, e in entries.items() if k in rest or k not in images}
 
 
 def _attributes(finding: Finding, op: str, entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -217,7 +214,7 @@ def _arity(finding: Finding, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _constants(finding: Finding, entries: dict[str, Entry]) -> None:
-    """Find inputs that have to be stored in the model."""
+    """Find inputs that must be constant."""
     positions: set[int] = set()
     for name, entry in entries.items():
         if entry["variant"] != "fed" or is_correct(entry):
@@ -234,7 +231,7 @@ _PREFERRED = 21  # the working opset: every node is written in it
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Return what a runner has written.
+    """Read the results file of a runner.
 
     Raises:
         ProbeError: if it is something else.
@@ -253,7 +250,7 @@ def read_results(path: Path) -> dict[str, Any]:
 def build_profile(
     results: dict[str, Any], name: str, base: Profile | None = None
 ) -> dict[str, Any]:
-    """Return a profile, in its JSON form, of what a runtime did right.
+    """Return the profile of a runtime, as JSON data, from its results.
 
     Args:
         results: from ``read_results``.
@@ -309,7 +306,7 @@ def build_profile(
 
 
 def format_profile(profile: dict[str, Any]) -> str:
-    """Return a profile as text, one line for each operator."""
+    """Format a profile as JSON with one line per operator."""
     parts = [f" {json.dumps(k)}: {_lines(v)}" for k, v in profile.items()]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -341,7 +338,7 @@ def _schema_types(op: str) -> list[str]:
 
 
 def _unprobed(op: str, probed: list[int], base: Profile | None) -> list[int]:
-    """Return the versions that no node of the pack has, and the base does."""
+    """Return the versions of the base profile that the pack does not test."""
     if base is None or op not in base.ops:
         return []
     since = base.ops[op].get("since")

@@ -1,6 +1,6 @@
-"""Where the nodes of a pack come from: onnx's own node tests, and a few that it lacks.
+"""Sources of probe cases: onnx's node tests, cases that they lack, and variants of both.
 
-The same node otherwise: weights stored or fed, other types, other ranks.
+Variants store weights or feed them, and use other types and ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST = 8192  # numbers in and out
 
 
 def onnx_cases() -> list[Case]:
-    """Return the node tests of the installed onnx that have one answer, small ones first."""
+    """Return the deterministic node tests of the installed onnx, smallest first."""
     state = np.random.get_state()
     np.random.seed(0)  # onnx draws the inputs from numpy's global generator
     try:
@@ -67,7 +67,7 @@ def _newest(case: Case) -> Case:
 
 
 def extra_cases() -> list[Case]:
-    """Return casts, activations, and layers of 1 to 3 dimensions for one picture and two."""
+    """Return casts, activations, and layers of 1 to 3 dimensions at batch 1 and 2."""
     cases = [*_casts(), *_activations()]
     for axes in (1, 2, 3):
         for batch in (1, 2):
@@ -108,7 +108,7 @@ def _casts() -> list[Case]:
 
 
 def _activations() -> list[Case]:
-    """Both sides of zero, and no default: onnx's own test of Celu has positive numbers only."""
+    """Both sides of zero and non-default attributes; onnx tests Celu above 0 only."""
     settings: dict[str, dict[str, float]] = {
         "Celu": {"alpha": 0.7},
         "Elu": {"alpha": 0.7},
@@ -221,14 +221,14 @@ def with_stored_weights(case: Case) -> Case:
 
 
 def with_fed_weights(case: Case) -> Case | None:
-    """Return the case with nothing inside the model, ``None`` if that is so already."""
+    """Return the case with all inputs fed, ``None`` if they are already."""
     if not case.stored:
         return None
     return dataclasses.replace(case, stored=frozenset(), variant="fed")
 
 
 def with_other_types(case: Case) -> Iterator[Case]:
-    """Return the case in other types that the standard allows there."""
+    """Return the case in other types that the schema allows."""
     schema = S.schema_of(case.op, case.opset)
     main = case.main
     if schema is None or main is None or main.dtype != np.float32 or not schema.inputs:
@@ -251,7 +251,7 @@ def with_other_types(case: Case) -> Iterator[Case]:
 
 
 def with_other_ranks(case: Case) -> Iterator[Case]:
-    """Return a node that works element by element with 1 and with 5 axes."""
+    """Return an elementwise node at rank 1 and rank 5."""
     arrays = [a for a in (*case.inputs, *case.outputs) if a is not None]
     alike = len({a.shape for a in arrays}) == 1 and not case.attributes and not case.stored
     if not alike or not arrays[0].ndim or not arrays[0].size:
