@@ -59,7 +59,7 @@ def test_a_recurrence_without_sequences_is_not_run():
     text = """(float[3, 0, 1] x) => (float[a, b, c, d] y)
         <float[1, 4, 1] w = {1, 2, 3, 4}, float[1, 4, 1] r = {1, 2, 3, 4}> {
         y = LSTM<hidden_size = 1>(x, w, r) }"""
-    with pytest.raises(VerificationError, match=r"LSTM.* gets no elements"):
+    with pytest.raises(VerificationError, match=r"LSTM.* with empty inputs"):
         onnxtrain.lower(onnx.parser.parse_model(HEAD + text), opset=14)
 
 
