@@ -442,7 +442,7 @@ def _sizes(t: TensorSpec) -> list[int]:
     return [d for d in t.shape if isinstance(d, int)]
 
 
-_VERSION = 1  # of adapter and model; onnxruntime requires both and compares neither
+_VERSION = 1  # of adapter and model: the format requires both, and nothing here reads them
 
 
 def write_adapter(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:

@@ -242,8 +242,7 @@ def _per_epoch(data: Any, seed: int) -> Callable[[int], Iterable[Any]]:
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
     """Return a permutation of ``range(n)`` that depends on seed and epoch only.
 
-    The indices are sorted by a hash: numpy's generators may change between versions, and the
-    TypeScript trainer computes the same order.
+    The indices are sorted by a hash, since numpy's generators may change between versions.
 
     >>> [int(i) for i in shuffled(5, seed=0, epoch=0)]
     [3, 4, 0, 2, 1]
