@@ -12,10 +12,8 @@ whatever its size. Inside a model of several steps the packed form may stay from
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -27,7 +25,7 @@ from onnxtrain.graph.builder import Names, OpBuilder, names_in
 from onnxtrain.graph.io.writer import finalize
 from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec
-from onnxtrain.optim.vectors import Pack, groups_with_equal_settings
+from onnxtrain.optim.vectors import Pack, pack_small_parameters
 from onnxtrain.targets import Target, find
 
 HOIST_MIN_BYTES = 1024  # bytes: larger constants lie outside the body, where files share them
@@ -223,9 +221,6 @@ def _spec_value(t: TensorSpec) -> ir.Value:
     return ir.Value(name=t.name, type=kind, shape=shape)
 
 
-_FLOAT32 = np.dtype("float32")
-
-
 def pack_parameters(
     origin: DifferentiatedModel, options: UpdateOptions, state: Sequence[StateSpec]
 ) -> tuple[DifferentiatedModel, list[StateSpec], list[Pack]]:
@@ -259,7 +254,7 @@ def pack_parameters(
     tail = outputs[len(outputs) - len(origin.changing) :]
     graph.outputs.clear()
     graph.outputs.extend([*outputs[:first], *(gradients[n] for n in parameters), *tail])
-    slots = [p for pack in packs for p in _state_packs(pack, state)]
+    slots = [pack.of_slot(s.slot) for pack in packs for s in state if s.parameter == pack.name]
     whole = {p.name: (sum(p.sizes),) for p in slots}
     kept = [
         dataclasses.replace(s, shape=whole.get(s.name, s.shape))
@@ -287,20 +282,5 @@ def _packs(
     }
     # State of another shape than its parameter is not a vector's where that is one.
     apart = {s.parameter for s in state if s.shape != shapes.get(s.parameter)}
-    largest = T.PACKED_PARAMETER_ELEMENTS
-    small = {
-        n: _FLOAT32 for n, shape in shapes.items() if math.prod(shape) <= largest and n not in apart
-    }
-    return [
-        Pack(names[0], names, tuple(shapes[n] for n in names), _FLOAT32)
-        for names in groups_with_equal_settings(options.optimizer, small)
-        if len(names) > 1
-    ]
-
-
-def _state_packs(pack: Pack, state: Sequence[StateSpec]) -> list[Pack]:
-    """Return the packs of a pack's state, each named as that of its first parameter."""
-    named = {(s.parameter, s.slot): s.name for s in state}
-    slots = [s.slot for s in state if s.parameter == pack.name]
-    members = [tuple(named[n, slot] for n in pack.members) for slot in slots]
-    return [dataclasses.replace(pack, name=names[0], members=names) for names in members]
+    same = {n: shape for n, shape in shapes.items() if n not in apart}
+    return pack_small_parameters(options.optimizer, same, max_elements=T.PACKED_PARAMETER_ELEMENTS)
