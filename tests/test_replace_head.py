@@ -100,7 +100,7 @@ def test_further_weights() -> None:
 
 
 def test_heads_that_cannot_be_replaced() -> None:
-    with pytest.raises(PrepareError, match=r"no such output: 'logits'\nhint: the model has scores"):
+    with pytest.raises(PrepareError, match=r"unknown output: 'logits'\nhint: the model has scores"):
         onnxtrain.replace_head(classifier(), "logits", 4)
     with pytest.raises(PrepareError, match="classes must be at least 1"):
         onnxtrain.replace_head(classifier(), "scores", 0)

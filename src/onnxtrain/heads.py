@@ -63,7 +63,7 @@ def replace_head(
     graph = work.graph
     known = {y.name or "": y for y in graph.outputs}
     if output not in known:
-        raise PrepareError(f"no such output: {output!r}\nhint: the model has {', '.join(known)}")
+        raise PrepareError(f"unknown output: {output!r}\nhint: the model has {', '.join(known)}")
     rng = np.random.default_rng(seed)
     layer = _last_layer(known[output])
     sizes = list(_sizes(layer.weight))

@@ -177,7 +177,7 @@ def test_nominal_checkpoints_have_no_weights(tmp_path: Path) -> None:
     checkpoint = read_odtc(tmp_path / "c")
     assert checkpoint.nominal
     assert list(checkpoint.parameters) == ["w"]
-    with pytest.raises(CheckpointError, match="a nominal checkpoint has no weights"):
+    with pytest.raises(CheckpointError, match="a nominal checkpoint contains no weights"):
         load_checkpoint(tmp_path / "c")
 
 

@@ -291,16 +291,28 @@ REFUSED = [
     (classifier, [], "the list of losses is empty"),
     (classifier, LossTerm([L.MSE()]), "a LossTerm holds one loss"),
     (classifier, 3, "not a loss: int"),
-    (two_heads, "mse", "which output does MSE look at. the model has a, b\nhint: LossTerm"),
-    (two_heads, LossTerm("mse", output="c"), "no such output: 'c'\nhint: the model has a, b"),
+    (
+        two_heads,
+        "mse",
+        "MSE: the model has several outputs: a, b\nhint: select one, for example LossTerm",
+    ),
+    (two_heads, LossTerm("mse", output="c"), "unknown output: 'c'\nhint: the model has a, b"),
     (classifier, LossTerm("mse", target=["t", "u"]), r"MSE takes 1 target\(s\), got t, u"),
-    (classifier, LossTerm("mse", target="logits"), "'logits' is taken by a value of the model"),
-    (classifier, LossTerm("nll", target="x"), r"NLL wants class indices, not x: FLOAT\[batch,4\]"),
-    (classifier, LossTerm(lambda op, y: y, target="t"), "target=t: only loss objects have targets"),
-    (classifier, lambda op, y: 3.0, "the loss function gave float"),
+    (classifier, LossTerm("mse", target="logits"), "the model already has a value named 'logits'"),
+    (
+        classifier,
+        LossTerm("nll", target="x"),
+        r"NLL expects class indices, got x: FLOAT\[batch,4\]",
+    ),
+    (classifier, LossTerm(lambda op, y: y, target="t"), "target=t: only a loss object has targets"),
+    (classifier, lambda op, y: 3.0, "the loss function returned float"),
     (two_heads, lambda op, y: y, r"the loss function takes \(y\), but the model has a, b"),
     (classifier, lambda op, y: op.Cast(op.Size(y), to=INT64), "the loss is not a float"),
-    (two_heads, loss_model(), "the loss model reads no output of the model: it has logits, wanted"),
+    (
+        two_heads,
+        loss_model(),
+        "the loss model reads no output of the model: its inputs are logits, wanted",
+    ),
 ]
 
 
@@ -315,8 +327,8 @@ def test_refusals(model, loss: L.LossLike, message: str) -> None:
     [
         ("logits", r"the loss is not a scalar: logits: FLOAT\[batch,3\]"),
         (lambda op, y: y, r"the loss is not a scalar: logits: FLOAT\[batch,3\]"),
-        ("ctc", r"CTC does not take logits: FLOAT\[batch,3\]\nhint: it wants log-prob"),
-        (LossTerm("mse", target="x"), "MSE: the target does not have the prediction's shape"),
+        ("ctc", r"CTC does not accept logits: FLOAT\[batch,3\]\nhint: it expects log-prob"),
+        (LossTerm("mse", target="x"), "MSE: target and prediction have different shapes"),
     ],
     ids=["output", "function", "rank", "target"],
 )
@@ -327,7 +339,7 @@ def test_shapes_that_do_not_fit(loss: L.LossLike, message: str) -> None:
 
 def test_a_loss_model_that_does_not_fit() -> None:
     with pytest.raises(
-        ShapeError, match=r"the loss model wants logits: FLOAT\[N,3\], but the model has b: FLOAT"
+        ShapeError, match=r"the loss model expects logits: FLOAT\[N,3\], but the model has b: FLOAT"
     ):
         attach_loss(two_heads(), LossTerm(loss_model(), output="b"))
 
@@ -335,9 +347,7 @@ def test_a_loss_model_that_does_not_fit() -> None:
         y = op.input("logits", FLOAT, ["N", 3])
         return {"a": op.ReduceMax(y, keepdims=0), "b": op.ReduceMin(y, keepdims=0)}
 
-    with pytest.raises(
-        PrepareError, match=r"which output of the loss model is the loss\? it has a, b"
-    ):
+    with pytest.raises(PrepareError, match=r"the loss model has several outputs: a, b"):
         attach_loss(classifier(), model_of(build))
 
 
@@ -346,30 +356,32 @@ def test_loss_is_the_name_of_something_else() -> None:
         x = op.input("loss", FLOAT, ["batch", 4])
         return {"y": op.MatMul(x, weight(op, "w", W1))}
 
-    with pytest.raises(PrepareError, match=r"the name 'loss' is taken by loss: FLOAT\[batch,4\]"):
+    with pytest.raises(
+        PrepareError, match=r"the model already uses the name 'loss': loss: FLOAT\[batch,4\]"
+    ):
         attach_loss(load_normalized(model_of(build)).model, "mse")
 
 
 def test_an_unknown_target() -> None:
     with pytest.raises(PrepareError, match="unknown target: 'tpu'"):
         attach_loss(classifier(), "mse", target="tpu")
-    with pytest.raises(PrepareError, match="reduce is 'mean' or 'sum', not 'max'"):
+    with pytest.raises(PrepareError, match="reduce must be 'mean' or 'sum': 'max'"):
         LossTerm("mse", reduce="max")
-    with pytest.raises(PrepareError, match="no such output: 'hiden'"):
+    with pytest.raises(PrepareError, match="unknown output: 'hiden'"):
         attach_loss(classifier(), "mse", outputs=["hiden"])
 
 
-def test_what_a_term_may_look_at() -> None:
+def test_outputs_a_term_cannot_read() -> None:
     def build(op: OpBuilder) -> dict[str, ir.Value]:
         y = op.MatMul(op.input("x", FLOAT, ["batch", 4]), weight(op, "w", W1))
         return {"y": y, "best": op.ArgMax(y, axis=1), "size": op.ReduceMean(y, keepdims=0)}
 
     model = load_normalized(model_of(build)).model
     with pytest.raises(
-        PrepareError, match=r"a loss looks at floats, not at best: INT64\[batch,1\]"
+        PrepareError, match=r"a loss needs a float output, got best: INT64\[batch,1\]"
     ):
         attach_loss(model, LossTerm("mse", output="best"))
     with pytest.raises(
-        PrepareError, match="'size' is an output already; it does not look at others"
+        PrepareError, match="loss='size' is an output of the model and takes no output="
     ):
         attach_loss(model, LossTerm("size", output="y"))

@@ -166,5 +166,5 @@ def test_joined_labels_are_refused() -> None:
     x = op.input("x", ir.DataType.FLOAT, ["t", "n", 5])
     labels = op.input("labels", ir.DataType.INT64, ["all"])
     lengths = op.input("lengths", ir.DataType.INT64, ["n"])
-    with pytest.raises(ShapeError, match=r"CTC does not take labels labels: INT64\[all\]"):
+    with pytest.raises(ShapeError, match=r"CTC does not accept labels labels: INT64\[all\]"):
         L.CTC().build(op, x, labels, lengths, lengths)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
 
 from onnxtrain import losses as L
-from onnxtrain.graph.builder import OpBuilder
 from tests.losses.compare import compare, loss_model, run
 
 rng = np.random.default_rng(7)
@@ -256,16 +254,3 @@ def test_webgpu_forms_avoid_slow_operators(name: str) -> None:
     targets = [t.astype(np.int32) if t.dtype == np.int64 else t for t in targets]
     model = loss_model(loss, predictions, targets, target="webgpu", dynamic=False)
     assert {n.op_type for n in model.graph.node} & AVOIDED == set()
-
-
-def test_a_loss_written_with_the_old_name_still_works() -> None:
-    class Square(L.Loss):
-        def each(self, op, prediction, *targets):
-            return op.Mul(op.Sub(prediction, targets[0]), op.Sub(prediction, targets[0]))
-
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name="g")
-    op = OpBuilder(graph)
-    x, t = (op.input(n, ir.DataType.FLOAT, [4]) for n in ("x", "t"))
-    with pytest.warns(DeprecationWarning, match="called per_element now"):
-        Square().build(op, x, t)
-    assert [n.op_type for n in graph][-1] == "ReduceMean"

@@ -121,7 +121,7 @@ def test_nothing_counts() -> None:
 def test_several_losses_need_a_word() -> None:
     terms = [LossTerm("cross_entropy", "a"), LossTerm("cross_entropy", "b")]
     with pytest.raises(
-        PrepareError, match=r"which output does 'accuracy' look at\? the losses look at a, b"
+        PrepareError, match=r"metric 'accuracy': the losses read several outputs: a, b"
     ):
         attach_loss(two_heads(), terms, metrics=["accuracy"])
     metrics = [L.Accuracy(output="a", name="a_right"), L.Accuracy(output="b", name="b_right")]
@@ -143,7 +143,7 @@ def test_beside_a_function() -> None:
     outputs = run(attached, x=X, y=LABELS)
     assert outputs["accuracy"] == pytest.approx(np.mean((X @ W1).argmax(1) == LABELS))
     assert outputs["largest"] == pytest.approx(np.max(X @ W1))
-    with pytest.raises(PrepareError, match="what does 'accuracy' compare with"):
+    with pytest.raises(PrepareError, match="metric 'accuracy' has no target to compare with"):
         attach_loss(classifier(), loss, metrics=["accuracy"])
 
 
@@ -163,10 +163,10 @@ def test_an_output_of_the_model() -> None:
     [
         ("acuracy", "unknown metric: 'acuracy'\nhint: did you mean accuracy"),
         ("top_9", "top_9 of 3 classes: logits"),
-        (L.Accuracy(output="hidden"), "no such output: 'hidden'"),
-        (L.Accuracy(target="label"), "no such input: 'label'\nhint: there is x, labels"),
+        (L.Accuracy(output="hidden"), "unknown output: 'hidden'"),
+        (L.Accuracy(target="label"), "unknown input: 'label'\nhint: use one of x, labels"),
         (7, "not a metric: int"),
-        (L.Accuracy(name="loss"), "two metrics are called 'loss'"),
+        (L.Accuracy(name="loss"), "two metrics are named 'loss'"),
     ],
     ids=str,
 )
@@ -176,9 +176,9 @@ def test_refusals(metric: L.MetricLike, message: str) -> None:
 
 
 def test_more_refusals() -> None:
-    with pytest.raises(PrepareError, match="top_k needs k of at least 1: 0"):
+    with pytest.raises(PrepareError, match="top_k: k must be at least 1: 0"):
         L.TopK(0)
-    with pytest.raises(PrepareError, match="two metrics are called 'mae'"):
+    with pytest.raises(PrepareError, match="two metrics are named 'mae'"):
         attach_loss(classifier(), "mse", metrics=["mae", "mae"])
 
     def per_element(op: OpBuilder, logits: ir.Value) -> ir.Value:
@@ -187,7 +187,7 @@ def test_more_refusals() -> None:
     with pytest.raises(ShapeError, match="the metric 'per_element' is not a scalar"):
         attach_loss(classifier(), "mse", metrics=[per_element])
     with pytest.raises(
-        PrepareError, match="'mae' compares with one target, but the loss has positive"
+        PrepareError, match="metric 'mae' needs one target, but the loss has positive"
     ):
         attach_loss(classifier(), "triplet_margin", metrics=["mae"])
 
@@ -198,6 +198,6 @@ def test_a_metric_that_could_look_at_two_outputs() -> None:
         return op.ReduceMean(op.Mul(op.ReduceSum(a, [1]), b), keepdims=0)
 
     with pytest.raises(
-        PrepareError, match=r"which output does 'accuracy' look at\? the model has a, b"
+        PrepareError, match=r"metric 'accuracy': the model has several outputs: a, b"
     ):
         attach_loss(two_heads(), loss, metrics=[L.Accuracy(target="y")])

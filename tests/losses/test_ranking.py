@@ -46,5 +46,5 @@ def test_triplet_rows(swap: bool, reduction: str) -> None:
 def test_names_and_refusals() -> None:
     assert L.resolve("multiple_negatives:parts=3")[0].loss == L.MultipleNegatives(parts=3)
     assert L.resolve("triplet_rows")[0].loss == L.TripletRows()
-    with pytest.raises(PrepareError, match="2 or 3 parts"):
+    with pytest.raises(PrepareError, match="parts must be 2 or 3"):
         L.MultipleNegatives(parts=4)

@@ -186,7 +186,7 @@ def test_chain_keeps_the_state_of_its_parts() -> None:
 def test_state_of_another_schedule_is_refused() -> None:
     with pytest.raises(PrepareError, match="cosine has no state, but got best"):
         S.Cosine(3).load_state_dict({"best": 1.0})
-    with pytest.raises(PrepareError, match="the state of reduce_on_plateau has best, bad"):
+    with pytest.raises(PrepareError, match="reduce_on_plateau: expected a state with best, bad"):
         S.ReduceOnPlateau().load_state_dict({})
 
 
@@ -224,15 +224,15 @@ def test_names() -> None:
     [
         ("cosin", {}, "unknown schedule: 'cosin'\nhint: did you mean cosine"),
         ("cosine", {}, "cosine needs total\nhint: write cosine:total=..."),
-        ("cosine", {"total": 5, "warmup": 5}, "a warm-up of 5 steps leaves nothing of 5"),
-        ("cosine:warmup=0.5", {}, "a warm-up of 0.5 of all steps needs total"),
-        ("cosine:warmup=2.5,total=9", {}, "warmup is a number of steps: 2.5"),
+        ("cosine", {"total": 5, "warmup": 5}, r"warmup \(5 steps\) must be shorter"),
+        ("cosine:warmup=0.5", {}, "warmup=0.5 is a fraction and needs total="),
+        ("cosine:warmup=2.5,total=9", {}, "warmup must be a whole number of steps: 2.5"),
         ("step:size=3", {}, "step has no option 'size'\nhint: it has step_size, gamma"),
         ("step:3", {}, "not an option: '3' in 'step:3'"),
         ("linear:total=0", {}, "linear needs total above 0: 0"),
         ("multi_step:milestones=[5,3]", {}, r"milestones must be in increasing order: \[5, 3\]"),
-        ("one_cycle:total=5,anneal_strategy=up", {}, "one_cycle has no anneal_strategy 'up'"),
-        ("reduce_on_plateau:mode=low", {}, "mode is min or max, not 'low'"),
+        ("one_cycle:total=5,anneal_strategy=up", {}, "one_cycle: unknown anneal_strategy: 'up'"),
+        ("reduce_on_plateau:mode=low", {}, "mode must be 'min' or 'max': 'low'"),
         ("chain", {}, "unknown schedule: 'chain'"),
     ],
 )

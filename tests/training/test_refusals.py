@@ -109,7 +109,7 @@ def test_names_of_optimizer_state() -> None:
         ({"train": "fc9.*"}, "no such parameter in `train`: 'fc9"),
         ({"freeze": "fc9.*"}, "no such parameter in `freeze`"),
         ({"freeze": "*"}, "no parameter is left to train"),
-        ({"outputs": ["nothing"]}, "no such output: 'nothing'"),
+        ({"outputs": ["nothing"]}, "unknown output: 'nothing'"),
         ({"optimizer": "sdg"}, "unknown optimizer: 'sdg'"),
         ({"loss": "cross_entrpy"}, "cross_entrpy"),
     ],

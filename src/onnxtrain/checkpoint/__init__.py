@@ -1,4 +1,4 @@
-"""Checkpoints: our own safetensors files, and those of onnxruntime-training."""
+"""Checkpoint files: safetensors with our metadata, and the files of onnxruntime-training."""
 
 from onnxtrain.checkpoint.safetensors_file import (
     from_bytes,

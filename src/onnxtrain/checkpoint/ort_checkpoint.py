@@ -1,11 +1,8 @@
-"""Checkpoints that onnxruntime-training has written, for those who come from there.
+"""Read checkpoints of onnxruntime-training.
 
-They are FlatBuffers with the identifier ODTC. A table begins with a distance back to its vtable,
-which lists for each field where it lies in the table (0: left out); strings, vectors and tables are
-reached by distances forward. Each of these is checked against the end of the file before it is
-followed.
-
-Shapes in files that no array can have.
+They are FlatBuffers with the identifier ODTC. A table starts with the offset of its vtable, which
+lists the offset of each field in the table (0: absent). Strings, vectors and tables are reached by
+relative offsets. The reader checks each offset against the end of the file before it follows it.
 """
 
 from __future__ import annotations
@@ -27,14 +24,14 @@ _MAX_BYTES = (1 << 63) - 1  # bytes
 
 
 def array_shape_problem(shape: Sequence[int], itemsize: int) -> str | None:
-    """Return why there is no array of a shape, if there is none.
+    """Return why a shape from a file is impossible, or ``None`` if it is possible.
 
-    >>> why_no_array([0, 2**63 - 1], 4)
+    >>> array_shape_problem([0, 2**63 - 1], 4)
     'no array has the shape [0, 9223372036854775807]'
     """
     if len(shape) > Limits().rank:
         return f"{len(shape)} dimensions, the limit is {Limits().rank}"
-    # A zero does not make the other sizes possible.
+    # numpy rejects an impossible size even if another size is 0.
     if math.prod(max(size, 1) for size in shape) * itemsize > _MAX_BYTES:
         return f"no array has the shape {list(shape)}"
     return None
@@ -58,26 +55,26 @@ _DTYPES: dict[int, Any] = {
     13: np.uint64,
     16: ml_dtypes.bfloat16,
 }
-# What we call the moments, by how many there are.
+# Slot names of onnxtrain by the number of moments per parameter.
 _SLOTS = {1: ("momentum_buffer",), 2: ("exp_avg", "exp_avg_sq")}
 
 
 @dataclasses.dataclass(frozen=True)
 class OrtCheckpoint:
-    """What a file holds."""
+    """The content of a file."""
 
     parameters: dict[str, np.ndarray]
     frozen: dict[str, np.ndarray]
     moments: dict[str, dict[str, np.ndarray]]
-    """By parameter, then by name: ``momentum0``, ``momentum1``."""
+    """By parameter, then by slot: ``momentum0``, ``momentum1``."""
     step: int
     lr: float | None
     properties: dict[str, int | float | str]
     nominal: bool
-    """Whether the tensors are names without values."""
+    """Whether the tensors have names but no values."""
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Return all tensors under the names that our own checkpoints use."""
+        """Return all tensors under the names that onnxtrain's checkpoints use."""
         arrays = {**self.parameters, **self.frozen}
         for name, moments in self.moments.items():
             slots = _SLOTS.get(len(moments), tuple(moments))
@@ -87,7 +84,7 @@ class OrtCheckpoint:
 
 
 def is_odtc(data: bytes) -> bool:
-    """Return whether these are bytes of such a file."""
+    """Return whether the bytes have the identifier of such a file."""
     return data[4:8] == IDENTIFIER
 
 
@@ -95,25 +92,25 @@ def read_odtc(path: str | os.PathLike[str]) -> OrtCheckpoint:
     """Read a checkpoint of onnxruntime-training.
 
     Raises:
-        CheckpointError: if it is damaged, of another kind or version.
+        CheckpointError: if it is damaged, or of another format or version.
     """
     label = repr(os.fsdecode(path))
     return parse_odtc(_read(path, label), label, os.fspath(path))
 
 
 def parse_odtc(data: bytes, label: str, path: str | bytes | None = None) -> OrtCheckpoint:
-    """Read a checkpoint from bytes; ``path`` is where its external data may lie beside."""
+    """Read a checkpoint from bytes; external data is read from ``<path>.data``."""
     if len(data) < 8 or not is_odtc(data):
         raise CheckpointError(f"{label}: not a checkpoint of onnxruntime-training")
     root = _Reader(data, label).root()
     version = root.number(0, "<i", 0)
     if version not in VERSIONS:
-        raise CheckpointError(f"{label}: version {version}, this reads {VERSIONS}")
+        raise CheckpointError(f"{label}: version {version} is not supported (only {VERSIONS})")
     module = root.table(1)
     external = None
     if module is not None and module.number(3, "<?", False):
         if path is None:
-            raise CheckpointError(f"{label}: its tensors are in a file beside it")
+            raise CheckpointError(f"{label}: its tensors are in a separate .data file")
         external = _read(os.fsdecode(path) + ".data", f"{label} (.data)")
     groups = root.tables(2)
     moments: dict[str, dict[str, np.ndarray]] = {}
@@ -176,7 +173,7 @@ def _tensors(
 
 
 class _Reader:
-    """Bytes that are looked at only after a check."""
+    """Bytes with bounds checks on every access."""
 
     def __init__(self, data: bytes, label: str) -> None:
         self.data, self.label = data, label
@@ -243,7 +240,7 @@ class _Table:
         try:
             return raw.tobytes().decode()
         except UnicodeDecodeError as error:
-            raise self.damaged(f"a name is no text: {error}") from error
+            raise self.damaged(f"a name is not UTF-8: {error}") from error
 
     def damaged(self, what: str) -> CheckpointError:
         return self._reader.damaged(what)

@@ -1,8 +1,10 @@
-"""Checkpoints: one safetensors file that any tool reads.
+"""Checkpoints as one safetensors file that any tool can read.
 
-Parameters and buffers have their own names, optimizer state is ``optim/<slot>/<parameter>``. All
-else is one metadata entry, ``onnxtrain``: a JSON object with sorted keys, among them the sha256 of
-the file (without the length in front, and with zeros in its own place).
+Parameters and buffers are stored under their own names, optimizer state under
+``optim/<slot>/<parameter>``. Everything else is in one metadata entry, ``onnxtrain``: a JSON object
+with sorted keys. Its ``sha256`` covers the file without the leading length, with zeros in place of
+the digest itself. The reader checks every size and offset against the file before it uses them, and
+the writer replaces a file atomically.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def state_key(parameter: str, slot: str) -> str:
-    """Return the name under which optimizer state is stored.
+    """Return the name of an optimizer state tensor in the file.
 
     >>> state_key("fc.weight", "exp_avg")
     'optim/exp_avg/fc.weight'
@@ -58,12 +60,12 @@ def state_key(parameter: str, slot: str) -> str:
 
 
 def to_bytes(tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> bytes:
-    """Return the content of a checkpoint file: the same bytes for the same content."""
+    """Return the content of a checkpoint file; equal content gives equal bytes."""
     return b"".join(_checkpoint_parts(tensors, meta))
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Return the content of a safetensors file for other tools, with their metadata."""
+    """Return the content of a safetensors file with the metadata of another tool."""
     head, data = _head_and_data(tensors, metadata)
     return b"".join([len(head).to_bytes(8, "little"), head, *data])
 
@@ -82,9 +84,9 @@ def _head_and_data(
 ) -> tuple[bytes, list[memoryview]]:
     """Return the header of a file and the bytes of its tensors, in order."""
     arrays = {name: np.asarray(a) for name, a in tensors.items()}
-    odd = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype not in _NAMES]
-    if odd:
-        raise CheckpointError(f"tensors of a type that safetensors has not: {', '.join(odd)}")
+    unsupported = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype not in _NAMES]
+    if unsupported:
+        raise CheckpointError(f"safetensors does not support the type of {', '.join(unsupported)}")
     # Wide types first, so that every tensor is aligned; then by name.
     order = sorted(arrays, key=lambda n: (-arrays[n].dtype.itemsize, n))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -123,7 +125,7 @@ def from_bytes(
 def from_file(
     file: BinaryIO, label: str = "checkpoint"
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return tensors and metadata of an open checkpoint; nothing is in memory twice.
+    """Return tensors and metadata of an open checkpoint, read straight into their arrays.
 
     Raises:
         CheckpointError: if it is truncated, damaged or not a checkpoint.
@@ -133,27 +135,29 @@ def from_file(
     header, head = _header(file, length, label)
     start = 8 + len(head)
     entry = header.pop("__metadata__", {})
-    places: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
+    specs: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
     expected = 0
     for name, info in sorted(header.items(), key=lambda item: _begin(item[1], label)):
         dtype, shape, (begin, end) = _describe(name, info, label)
         size = int(np.prod(shape, dtype=object)) * dtype.itemsize if shape else dtype.itemsize
         if begin != expected or end - begin != size:
-            raise CheckpointError(f"{label}: tensor {name!r} does not fill its place")
+            raise CheckpointError(
+                f"{label}: the offsets of tensor {name!r} do not match its shape and dtype"
+            )
         expected = end
         if start + end > length:
             raise CheckpointError(
                 f"{label}: truncated, tensor {name!r} ends at byte {start + end} of {length}"
             )
-        places.append((name, dtype, shape))
+        specs.append((name, dtype, shape))
     if start + expected != length:
         raise CheckpointError(f"{label}: {length - start - expected} bytes after the last tensor")
     meta = _meta(entry, label)
-    tensors = {name: _empty(shape, dtype) for name, dtype, shape in places}
+    tensors = {name: _empty(shape, dtype) for name, dtype, shape in specs}
     raw = [a.reshape(-1).view(np.uint8).data for a in tensors.values()]
     for part in raw:
         if file.readinto(part) != len(part):  # type: ignore[attr-defined]  # files and BytesIO do
-            raise CheckpointError(f"{label}: truncated while it was read")
+            raise CheckpointError(f"{label}: truncated while reading")
     _check_digest(head, raw, meta, label)
     return tensors, meta
 
@@ -162,14 +166,14 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
     if size < _MMAP_MIN_BYTES:
         return np.empty(shape, dtype)
-    # Pages of its own go back to the system with the array; the heap would keep them.
+    # An anonymous mapping is returned to the system with the array; the heap would keep the pages.
     return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
 
 def save_checkpoint(
     path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], meta: Mapping[str, Any]
 ) -> None:
-    """Write a checkpoint: the old file or the new one is there at any moment, never a part."""
+    """Write a checkpoint atomically: a reader sees the old file or the new one, never a part."""
     target = os.path.abspath(os.fsdecode(path))
     parts = _checkpoint_parts(tensors, meta)
 
@@ -181,7 +185,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return tensors and metadata of a checkpoint file, also of one by onnxruntime-training."""
+    """Return tensors and metadata of a checkpoint of onnxtrain or onnxruntime-training."""
     label = repr(os.fsdecode(path))
     try:
         with open_regular(path) as file:
@@ -194,8 +198,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray]
     checkpoint = parse_odtc(data, label, os.fsdecode(path))
     if checkpoint.nominal:
         raise CheckpointError(
-            f"{label}: a nominal checkpoint has no weights in it\n"
-            "hint: the weights are in the full checkpoint that was saved beside it"
+            f"{label}: a nominal checkpoint contains no weights\n"
+            "hint: load the full checkpoint that was saved with it"
         )
     meta: dict[str, Any] = {"properties": checkpoint.properties, "step": checkpoint.step}
     return checkpoint.tensors(), meta if checkpoint.lr is None else {**meta, "lr": checkpoint.lr}
@@ -224,8 +228,8 @@ def _check_digest(head: bytes, raw: Iterable[memoryview], meta: dict[str, Any], 
     head = head.replace(str(digest).encode(), _NO_DIGEST.encode(), 1)
     if digest is None or _digest([head, *raw]) != digest:
         raise CheckpointError(
-            f"{label}: damaged, its sha256 is not the recorded one\n"
-            "hint: take an older checkpoint; its content cannot be trusted"
+            f"{label}: damaged: its sha256 differs from the recorded one\n"
+            "hint: load an older checkpoint"
         )
 
 
@@ -246,16 +250,16 @@ def _describe(
         dtype, shape = _DTYPES[info["dtype"]], tuple(info["shape"])
         begin, end = info["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{label}: tensor {name!r} is described wrongly: {error}") from error
+        raise CheckpointError(f"{label}: invalid entry of tensor {name!r}: {error}") from error
     if not all(
         isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in (*shape, begin, end)
     ):
         raise CheckpointError(
-            f"{label}: tensor {name!r} is described wrongly: sizes are no numbers"
+            f"{label}: invalid entry of tensor {name!r}: sizes and offsets must be integers"
         )
     problem = array_shape_problem(shape, dtype.itemsize)
     if problem:
-        raise CheckpointError(f"{label}: tensor {name!r} is described wrongly: {problem}")
+        raise CheckpointError(f"{label}: invalid entry of tensor {name!r}: {problem}")
     return dtype, shape, (begin, end)
 
 
@@ -263,7 +267,7 @@ def _meta(entry: Any, label: str) -> dict[str, Any]:
     text = entry.get(KEY) if isinstance(entry, dict) else None
     if text is None:
         _check_metadata_key(entry, label)
-        return {}  # a plain safetensors file: weights from elsewhere
+        return {}  # a safetensors file of another tool
     try:
         meta = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -274,7 +278,7 @@ def _meta(entry: Any, label: str) -> dict[str, Any]:
 
 
 def _check_metadata_key(entry: Any, label: str) -> None:
-    """Refuse our own metadata under another key: without it, nothing would be compared."""
+    """Reject our metadata under a damaged key: without the key, no digest would be checked."""
     for key, text in entry.items() if isinstance(entry, dict) else ():
         try:
             meta = json.loads(text)
@@ -282,8 +286,8 @@ def _check_metadata_key(entry: Any, label: str) -> None:
             continue
         if isinstance(meta, dict) and _DIGEST in meta and text == _text(meta):
             raise CheckpointError(
-                f"{label}: damaged, its metadata is under the key {key[:80]!r}, not {KEY!r}\n"
-                "hint: take an older checkpoint; its content cannot be trusted"
+                f"{label}: damaged: its metadata is under the key {key[:80]!r}, not {KEY!r}\n"
+                "hint: load an older checkpoint"
             )
 
 

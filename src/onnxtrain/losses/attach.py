@@ -1,10 +1,10 @@
-"""A model with a loss: the inputs and values that a loss, and metrics beside it, add.
+"""Add a loss and metrics to a model.
 
-Everything that can be a loss, brought to a few kinds.
-
-The values of a model that losses and metrics look at, and the inputs they add.
-
-Metrics beside a loss: which output and target they share with it.
+:func:`attach_loss` does it in four steps, which are the parts of this file in order:
+:func:`resolve` turns everything that can be a loss into :class:`LossTerm` objects;
+:class:`LossContext` finds the outputs that a loss reads and adds the inputs for its targets;
+:func:`build_metrics` emits the metrics, each with the output and target of a loss;
+:class:`_LossBuilder` emits the terms, and their weighted sum becomes the output ``loss``.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from onnxtrain.targets import Target
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
-    """A loss on certain outputs, as a term of a sum.
+    """A loss on certain outputs, as a term of a weighted sum.
 
     Args:
-        loss: anything that is a loss, except a list.
-        output: which output or inner value of the model it looks at; several names for a loss with
-            several predictions (anchor, positive, negative). The only float output unless given.
-        weight: the factor of this term.
-        target: names for the inputs that the loss adds. A name that the model's inputs or another
-            term have stands for that input: an autoencoder's target is its own input.
-        reduce: ``"mean"`` or ``"sum"`` of a loss that gives one number per element.
+        loss: any loss except a list.
+        output: the output or inner value of the model that the loss reads; several names for a
+            loss with several predictions (anchor, positive, negative). By default the only float
+            output.
+        weight: factor of this term.
+        target: names for the inputs that the loss adds. The name of an existing input, or of a
+            target of another term, reuses that input: an autoencoder's target is its own input.
+        reduce: ``"mean"`` or ``"sum"``, for a loss that returns one value per element.
     """
 
     loss: Any
@@ -54,7 +55,7 @@ class LossTerm:
 
     def __post_init__(self) -> None:
         if self.reduce not in (None, "mean", "sum"):
-            raise PrepareError(f"reduce is 'mean' or 'sum', not {self.reduce!r}")
+            raise PrepareError(f"reduce must be 'mean' or 'sum': {self.reduce!r}")
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -67,8 +68,8 @@ class LossTerm:
         return _names(self.target)
 
 
-def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
+def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 LossLike = (
@@ -83,12 +84,12 @@ LossLike = (
     | LossTerm
     | Sequence[Any]
 )
-"""A name, a loss object, an output's name, a function over the builder, a model, or a list."""
+"""A registered name, a loss object, the name of an output, a function, a model, or a list."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Existing:
-    """A scalar that the model computes already."""
+    """A scalar output of the model that is the loss."""
 
     value: ir.Value
 
@@ -101,7 +102,7 @@ class FromModel:
 
 
 def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[LossTerm, ...]:
-    """Return the terms of a loss, each with a Loss, Existing, FromModel or function in it.
+    """Return the terms of a loss; the loss of each is a Loss, Existing, FromModel or function.
 
     >>> resolve("mse")[0].loss
     MSE(reduction='mean')
@@ -111,7 +112,7 @@ def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[LossTerm, ..
     if isinstance(loss, list | tuple):
         if not loss:
             raise PrepareError("the list of losses is empty\nhint: give at least one")
-        return tuple(term for one in loss for term in resolve(one, model))
+        return tuple(term for item in loss for term in resolve(item, model))
     term = loss if isinstance(loss, LossTerm) else LossTerm(loss)
     if isinstance(term.loss, list | tuple | LossTerm):
         raise PrepareError("a LossTerm holds one loss\nhint: give a list of LossTerm instead")
@@ -119,7 +120,7 @@ def resolve(loss: LossLike, model: ir.Model | None = None) -> tuple[LossTerm, ..
 
 
 def loss_inputs(loss: LossLike, model: ir.Model) -> frozenset[str]:
-    """Return the names of outputs and inner values that the terms of a loss name."""
+    """Return the names of all outputs and inner values that a loss is given by name."""
     return frozenset(name for term in resolve(loss, model) for name in term.outputs)
 
 
@@ -129,7 +130,7 @@ def _kind(loss: Any, model: ir.Model | None) -> Any:
     if isinstance(loss, type) and issubclass(loss, Loss):
         return loss()
     if isinstance(loss, str) and not loss.endswith(".onnx"):
-        return _named(loss, model)
+        return _by_name(loss, model)
     if isinstance(loss, str | os.PathLike | bytes | onnx.ModelProto | ir.Model):
         return FromModel(loss)
     if callable(loss):
@@ -140,64 +141,64 @@ def _kind(loss: Any, model: ir.Model | None) -> Any:
     )
 
 
-def _named(name: str, model: ir.Model | None) -> Any:
+def _by_name(name: str, model: ir.Model | None) -> Any:
     outputs = {} if model is None else {y.name or "": y for y in model.graph.outputs}
-    if name in outputs:  # the model's own word for it wins over ours
+    if name in outputs:  # an output of the model takes precedence over a registered loss
         return Existing(outputs[name])
     if LOSSES.find(parse_options(name)[0]) is not None:
         return LOSSES.make(name)
     raise unknown_name_error(name, [*LOSSES, *outputs], "loss or output")
 
 
-_LOGITS = "logits"  # what a loss looks at where a model has several outputs and nothing was said
-_NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_LOGITS = "logits"  # the default output of a loss if the model has several
+_HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def label_type(op: OpBuilder) -> ir.DataType:
-    """Return the type of class labels: int32 where a runtime lacks int64."""
+    """Return the type of class labels: int32 for targets without int64."""
     return ir.DataType.INT32 if op.target.lacks("int64") else INT64
 
 
 class LossContext:
-    """A model to which something is being attached; ``own`` are its own outputs."""
+    """A model that a loss is being added to; ``own`` are the outputs it had before."""
 
     def __init__(self, model: ir.Model, op: OpBuilder) -> None:
         self.model, self.graph, self.op = model, model.graph, op
         self.own = list(model.graph.outputs)
-        self._wide: dict[ir.Value, ir.Value] = {}
+        self._casts: dict[ir.Value, ir.Value] = {}
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
-        """The inputs of the graph by name, those that were added included."""
+        """The inputs of the graph by name, including added ones."""
         return {x.name or "": x for x in self.graph.inputs}
 
-    def wide(self, x: ir.Value) -> ir.Value:
-        """Return a prediction in float32 if it is in half precision."""
-        if x.dtype not in _NARROW:
+    def upcast(self, x: ir.Value) -> ir.Value:
+        """Return a prediction, cast to float32 if it is in half precision."""
+        if x.dtype not in _HALF_TYPES:
             return x
-        if x not in self._wide:
-            self._wide[x] = self.op.cast(x, FLOAT)
-        return self._wide[x]
+        if x not in self._casts:
+            self._casts[x] = self.op.cast(x, FLOAT)
+        return self._casts[x]
 
     def predictions(self, loss: Loss, names: Sequence[str]) -> list[ir.Value]:
-        """Return the outputs that a loss looks at."""
+        """Return the outputs that a loss reads."""
         floats = [y for y in self.own if S.is_float(y)]
         floats = [y for y in floats if not _is_stored(y)] or floats
         scores = [y for y in floats if y.name == _LOGITS]
         if names:
             floats = [self.find(name) for name in names]
         elif loss.predictions == 1 and scores:
-            floats = scores  # beside hidden states, attentions and the like
+            floats = scores  # the other outputs are hidden states, attentions and the like
         elif len(floats) not in (1, loss.predictions):
             listing = ", ".join(y.name or "" for y in self.own)
             name = floats[0].name if floats else "logits"
             raise PrepareError(
-                f"which output does {type(loss).__name__} look at? the model has {listing}\n"
-                f"hint: LossTerm({type(loss).__name__}(), output={name!r}), say"
+                f"{type(loss).__name__}: the model has several outputs: {listing}\n"
+                f"hint: select one, for example LossTerm({type(loss).__name__}(), output={name!r})"
             )
         wrong = [x for x in floats if not S.is_float(x)]
         if wrong:
-            raise PrepareError(f"a loss looks at floats, not at {S.describe_value(wrong[0])}")
+            raise PrepareError(f"a loss needs a float output, got {S.describe_value(wrong[0])}")
         return floats
 
     def find(self, name: str) -> ir.Value:
@@ -210,25 +211,27 @@ class LossContext:
             outputs = [y.name or "" for y in self.own]
             near = difflib.get_close_matches(name, [*outputs, *inner], n=3, cutoff=0.5)
             raise PrepareError(
-                f"no such output: {name!r}\nhint: the model has {', '.join(near or outputs)}"
+                f"unknown output: {name!r}\nhint: the model has {', '.join(near or outputs)}"
             )
         return inner[name]
 
     def new_input(self, name: str, target: TargetSpec) -> ir.Value:
-        """Add an input; class labels are int32 where a runtime lacks int64."""
+        """Add an input for a target."""
         dtype = label_type(self.op) if target.dtype == INT64 else target.dtype
         return self.op.input(name, dtype, target.dims)
 
     def shared_input(self, name: str, target: TargetSpec, loss: Loss) -> ir.Value:
-        """Return the input of that name, whether it is there already or not."""
+        """Return the input of a name, and add it if the model does not have it."""
         if name not in self.inputs:
             if name in self.op.names.taken:
-                raise PrepareError(f"{name!r} is taken by a value of the model\nhint: rename it")
+                raise PrepareError(
+                    f"the model already has a value named {name!r}\nhint: rename one of them"
+                )
             return self.new_input(name, target)
         value = self.inputs[name]
         if S.is_float(value) and target.dtype == INT64 and not isinstance(loss, CrossEntropy):
             raise PrepareError(
-                f"{type(loss).__name__} wants class indices, not {S.describe_value(value)}"
+                f"{type(loss).__name__} expects class indices, got {S.describe_value(value)}"
             )
         if target.dtype != INT64:
             return self.op.cast(value, target.dtype)
@@ -236,15 +239,15 @@ class LossContext:
         return value if value.dtype in integers or S.is_float(value) else self.op.cast(value, INT64)
 
     def named(self, value: ir.Value, name: str, replaced: Collection[ir.Value] = ()) -> ir.Value:
-        """Return a value under a name of its own, clearing the name of what nobody sees."""
+        """Return the value under a name; an inner value that has the name is renamed."""
         if value.name == name:
             return value
         outside = {*self.graph.inputs, *self.graph.initializers.values(), *self.own} - {*replaced}
         for other in outside:
             if other.name == name:
                 raise PrepareError(
-                    f"the name {name!r} is taken by {S.describe_value(other)}\n"
-                    f"hint: rename it in the model, or pass it as loss={name!r} if it is the loss"
+                    f"the model already uses the name {name!r}: {S.describe_value(other)}\n"
+                    f"hint: rename it in the model, or pass loss={name!r} if it is the loss"
                 )
         for node in self.graph.all_nodes():
             for y in node.outputs:
@@ -257,7 +260,7 @@ class LossContext:
         return value
 
     def call(self, function: Callable[..., Any], names: Sequence[str]) -> ir.Value:
-        """Call a function over the builder with outputs, by name or in order."""
+        """Call ``function(op, *outputs)``, with outputs by parameter name or in order."""
         parameters = list(inspect.signature(function).parameters.values())[1:]
         outputs = {y.name or "": y for y in self.own}
         if names:
@@ -271,21 +274,21 @@ class LossContext:
         elif sum(p.default is p.empty for p in parameters) == len(self.own):
             value = function(self.op, *self.own)
         else:
-            takes = ", ".join(p.name for p in parameters)
+            signature = ", ".join(p.name for p in parameters)
             raise PrepareError(
-                f"the loss function takes ({takes}), but the model has {', '.join(outputs)}\n"
+                f"the loss function takes ({signature}), but the model has {', '.join(outputs)}\n"
                 "hint: name its parameters after outputs, or use LossTerm(function, output=[...])"
             )
         if not isinstance(value, ir.Value):
             raise PrepareError(
-                f"the loss function gave {type(value).__name__}\n"
-                "hint: it must return a value that it made with the builder"
+                f"the loss function returned {type(value).__name__}\n"
+                "hint: it must return a value of the builder, for example op.ReduceMean(...)"
             )
         return value
 
 
 def _is_stored(y: ir.Value) -> bool:
-    """Return whether an output is a tensor of the file as it is: a version number, say."""
+    """Return whether an output is an initializer of the file, for example a version number."""
     producer = y.producer()
     while producer is not None and producer.op_type == "Identity":
         (x,) = producer.inputs
@@ -306,19 +309,19 @@ class Term:
     loss: Loss | None = None
     prediction: ir.Value | None = None
     source: ir.Value | None = None
-    """The model's own value that the prediction is."""
+    """The prediction before the cast to float32."""
     targets: Sequence[ir.Value] = ()
 
 
 def build_metrics(
     scope: LossContext, metrics: Sequence[MetricLike], terms: Sequence[Term]
 ) -> dict[str, ir.Value]:
-    """Emit the metrics, by name."""
+    """Emit the metrics; return them by name."""
     values: dict[str, ir.Value] = {}
     for metric in metrics:
         name, value = _build(scope, metric, terms)
         if name in values or name == "loss":
-            raise PrepareError(f"two metrics are called {name!r}\nhint: give one a name=")
+            raise PrepareError(f"two metrics are named {name!r}\nhint: pass name= to one of them")
         if S.dims_of(value) == (1,):
             value = scope.op.Reshape(value, scope.op.const([]))
         if S.dims_of(value) != ():
@@ -338,26 +341,26 @@ def _build(scope: LossContext, metric: MetricLike, terms: Sequence[Term]) -> tup
             raise PrepareError(f"not a metric: {type(metric).__name__}")
         return metric.__name__, scope.call(metric, ())
     term = _term_of(metric, terms)
-    prediction = scope.wide(scope.find(metric.output)) if metric.output else None
+    prediction = scope.upcast(scope.find(metric.output)) if metric.output else None
     if prediction is None:
         prediction = _only_output(scope, metric) if term is None else term.prediction
     if metric.target is not None:
         if scope.inputs.get(metric.target) is None:
             raise PrepareError(
-                f"no such input: {metric.target!r}\nhint: there is {', '.join(scope.inputs)}"
+                f"unknown input: {metric.target!r}\nhint: use one of {', '.join(scope.inputs)}"
             )
         targets: Sequence[ir.Value] = [scope.inputs[metric.target]]
     elif term is not None:
         targets = term.targets
     else:
         raise PrepareError(
-            f"what does {metric.label!r} compare with?\n"
-            f"hint: {type(metric).__name__}(target='labels'), say"
+            f"metric {metric.label!r} has no target to compare with\n"
+            f"hint: name one, for example {type(metric).__name__}(target='labels')"
         )
     if len(targets) != 1:
         raise PrepareError(
-            f"{metric.label!r} compares with one target, but the loss has "
-            f"{', '.join(t.name or '' for t in targets)}\nhint: give the metric a target="
+            f"metric {metric.label!r} needs one target, but the loss has "
+            f"{', '.join(t.name or '' for t in targets)}\nhint: pass target= to the metric"
         )
     assert prediction is not None
     return metric.label, metric.beside(term.loss if term else None).build(
@@ -366,15 +369,15 @@ def _build(scope: LossContext, metric: MetricLike, terms: Sequence[Term]) -> tup
 
 
 def _term_of(metric: Metric, terms: Sequence[Term]) -> Term | None:
-    """Return the term whose prediction and target a metric shares."""
+    """Return the term whose prediction and target a metric uses."""
     candidates = [t for t in terms if t.loss is not None]
     if metric.output is not None:
         candidates = [t for t in candidates if t.source and t.source.name == metric.output]
     if len(candidates) > 1:
         listing = ", ".join(t.source.name or "" for t in candidates if t.source)
         raise PrepareError(
-            f"which output does {metric.label!r} look at? the losses look at {listing}\n"
-            f"hint: {type(metric).__name__}(output=..., target=...)"
+            f"metric {metric.label!r}: the losses read several outputs: {listing}\n"
+            f"hint: select one: {type(metric).__name__}(output=..., target=...)"
         )
     return candidates[0] if candidates else None
 
@@ -383,26 +386,26 @@ def _only_output(scope: LossContext, metric: Metric) -> ir.Value:
     floats = [y for y in scope.own if S.is_float(y) and S.dims_of(y) not in ((), (1,))]
     if len(floats) != 1:
         raise PrepareError(
-            f"which output does {metric.label!r} look at? "
-            f"the model has {', '.join(y.name or '' for y in scope.own)}\n"
-            f"hint: {type(metric).__name__}(output=...)"
+            f"metric {metric.label!r}: the model has several outputs: "
+            f"{', '.join(y.name or '' for y in scope.own)}\n"
+            f"hint: select one: {type(metric).__name__}(output=...)"
         )
-    return scope.wide(floats[0])
+    return scope.upcast(floats[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Attached:
-    """A model with a loss, and the names of what was added."""
+    """A model with a loss, and the values that were added."""
 
     model: ir.Model
     loss: ir.Value
-    """A scalar called ``loss``, the first output of the model."""
+    """A scalar named ``loss``, the first output of the model."""
     targets: list[ir.Value]
-    """The inputs that were added, in order."""
+    """The added inputs, in order."""
     metrics: dict[str, ir.Value]
     """Scalars, the outputs after the loss."""
     outputs: dict[str, ir.Value] = dataclasses.field(default_factory=dict)
-    """The values asked for by ``outputs=``."""
+    """The values named by ``outputs=``."""
 
 
 def attach_loss(
@@ -416,22 +419,23 @@ def attach_loss(
 ) -> Attached:
     """Add a loss to a prepared model, in place.
 
-    The graph's outputs become the loss, the metrics, then the model's own. Predictions in half
-    precision are compared in float32. What the loss adds are constants, never parameters.
+    The outputs of the graph become the loss, the metrics, then its previous outputs. Predictions in
+    half precision are compared in float32. Initializers that the loss adds are constants, never
+    parameters.
 
     Args:
         model: a model in the normal form.
         loss: a name (``"cross_entropy"``, ``"mse"``), a loss object, the name of a scalar output, a
             function ``(op, *outputs) -> value``, another ONNX model, or a list of
-            :class:`LossTerm`, which are added up.
-        metrics: names or objects, or functions as above.
-        outputs: names of further values of the model that the caller wants to have at hand.
-        target: the kind of runtime; where it lacks int64, class labels are int32.
-        differentiated: whether the gradient of the loss will be asked for.
+            :class:`LossTerm`, which are summed.
+        metrics: names, objects, or functions as above.
+        outputs: names of other values of the model to return in :attr:`Attached.outputs`.
+        target: runtime to generate operators for.
+        differentiated: whether the caller will differentiate the loss.
 
     Raises:
-        PrepareError: a name does not exist, or it is not clear which output is meant.
-        ShapeError: a prediction does not have the layout the loss wants, or the loss is no scalar.
+        PrepareError: a name does not exist, or several outputs match.
+        ShapeError: a prediction has the wrong layout for the loss, or the loss is not a scalar.
     """
     known = set(model.graph.initializers)
     before = list(model.graph.inputs)
@@ -453,7 +457,7 @@ def attach_loss(
 
 
 def _is_loss_output(y: ir.Value, loss: ir.Value) -> bool:
-    """Return whether an output called loss is the loss itself, perhaps of shape [1]."""
+    """Return whether an output named ``loss`` is the loss itself, possibly of shape [1]."""
     producer = loss.producer()
     reshaped = producer is not None and producer.op_type == "Reshape" and producer.inputs[0] is y
     return y.name == "loss" and (y is loss or reshaped)
@@ -471,23 +475,23 @@ def _sum(op: OpBuilder, terms: Sequence[Term]) -> ir.Value:
 
 class _LossBuilder(LossContext):
     def build_terms(self, terms: Sequence[LossTerm]) -> list[Term]:
-        """Emit all terms; the names of their targets are numbered if several want the same."""
+        """Emit all terms; targets with the same default name are numbered."""
         plans: list[tuple[LossTerm, list[ir.Value], list[TargetSpec]]] = []
         for term in terms:
             if isinstance(term.loss, Loss):
                 sources = self.predictions(term.loss, term.outputs)
-                wanted = term.loss.targets(self.wide(sources[0]))
-                plans.append((term, sources, wanted[len(sources) - 1 :]))
-        common = Counter(
-            t.name for term, _, wanted in plans for t in wanted[len(term.target_names) :]
+                specs = term.loss.targets(self.upcast(sources[0]))
+                plans.append((term, sources, specs[len(sources) - 1 :]))
+        counts = Counter(
+            t.name for term, _, specs in plans for t in specs[len(term.target_names) :]
         )
-        numbers: Counter[str] = Counter()
+        used: Counter[str] = Counter()
         built: list[Term] = []
         pending = iter(plans)
         for term in terms:
             if isinstance(term.loss, Loss):
-                _, sources, wanted = next(pending)
-                built.append(self.build_loss(term, sources, wanted, common, numbers))
+                _, sources, specs = next(pending)
+                built.append(self.build_loss(term, sources, specs, counts, used))
             else:
                 built.append(Term(term, self.scalar(term, self.build_other(term))))
         return built
@@ -496,26 +500,26 @@ class _LossBuilder(LossContext):
         self,
         term: LossTerm,
         sources: list[ir.Value],
-        wanted: list[TargetSpec],
-        common: Counter[str],
-        numbers: Counter[str],
+        specs: list[TargetSpec],
+        counts: Counter[str],
+        used: Counter[str],
     ) -> Term:
         loss: Loss = term.loss
-        predictions = [self.wide(x) for x in sources]
+        predictions = [self.upcast(x) for x in sources]
         names = term.target_names
-        if len(names) > len(wanted):
+        if len(names) > len(specs):
             raise PrepareError(
-                f"{type(loss).__name__} takes {len(wanted)} target(s), got {', '.join(names)}"
+                f"{type(loss).__name__} takes {len(specs)} target(s), got {', '.join(names)}"
             )
         targets = []
-        for i, spec in enumerate(wanted):
+        for i, spec in enumerate(specs):
             if i < len(names):
                 targets.append(self.shared_input(names[i], spec, loss))
                 continue
             name = spec.name
-            if common[name] > 1:
-                numbers[name] += 1
-                name = f"{name}_{numbers[name]}"
+            if counts[name] > 1:
+                used[name] += 1
+                name = f"{name}_{used[name]}"
             targets.append(self.new_input(name, spec))
         value = loss.build(self.op, *predictions, *targets)
         value = self.scalar(term, value)
@@ -524,13 +528,13 @@ class _LossBuilder(LossContext):
     def build_other(self, term: LossTerm) -> ir.Value:
         if term.target_names:
             raise PrepareError(
-                f"target={', '.join(term.target_names)}: only loss objects have targets to name\n"
-                "hint: a function names its inputs itself, op.input(name, dtype, dims)"
+                f"target={', '.join(term.target_names)}: only a loss object has targets to name\n"
+                "hint: a loss function names its inputs: op.input(name, dtype, dims)"
             )
         if isinstance(term.loss, Existing):
             if term.outputs:
                 raise PrepareError(
-                    f"{term.loss.value.name!r} is an output already; it does not look at others"
+                    f"loss={term.loss.value.name!r} is an output of the model and takes no output="
                 )
             return term.loss.value
         if isinstance(term.loss, FromModel):
@@ -539,7 +543,7 @@ class _LossBuilder(LossContext):
         return self.call(term.loss, term.outputs)
 
     def scalar(self, term: LossTerm, value: ir.Value) -> ir.Value:
-        """Return a loss in shape []; refuse what is not one number, unless it is to be reduced."""
+        """Return a loss with shape []; raise ShapeError for a tensor without ``reduce=``."""
         if not S.is_float(value):
             raise PrepareError(f"the loss is not a float: {S.describe_value(value)}")
         dims = S.dims_of(value)

@@ -1,16 +1,22 @@
-"""The loss of language models: each token predicts the next one.
+"""The loss of causal language models, computed in chunks where the vocabulary is large.
 
-The last layer of a language model: what makes scores of hidden rows, each row by itself.
+The logits ``[batch, sequence, vocabulary]`` are the largest tensor of a language model. Two loops
+avoid it:
 
-Cross entropy over a frozen, packed last layer: a part of the vocabulary at a time.
+* over rows: a Scan applies the last layer (:class:`Head`) and the cross entropy to some positions
+  at a time, and is differentiated like any Scan;
+* over the vocabulary, for a frozen, packed last layer (:class:`PackedHead`): with scores
+  ``x_v = <h, W_v>``, running maximum ``m`` and sum ``z`` of ``exp(x - m)``, the loss of a row is
+  ``log z + m - x_label``, and its gradient with respect to ``h`` is
+  ``sum_v exp(x_v - m) W_v / z - W_label``. Both are sums over words, so one loop computes both and
+  unpacks each weight once.
 
-With scores ``x_v = <h, W_v>``, running maximum ``m`` and sum ``z`` of ``exp(x - m)``, the loss of a
-row is ``log z + m - x_label`` and its gradient ``sum of exp(x_v - m) W_v / z - W_label``. Both are
-sums over words, so that one loop gives both, and weights are unpacked once, some words at a time.
+The second loop is not differentiated, because it computes the gradient itself. The term
+``<h - h', gradient>``, where ``h'`` is a copy of ``h`` that passes through the loop, has value 0
+and passes that gradient to ``h``.
 
-The loop is cut off from the sweep. ``<h - h', gradient>``, where ``h'`` is ``h`` as the loop hands
-it through, is zero, and brings the gradient to ``h``. Where nobody asks for it, the loop sums the
-loss only.
+The file in order: finding the last layer, the loop over the vocabulary, the loss with the loop over
+rows.
 """
 
 from __future__ import annotations
@@ -46,7 +52,10 @@ _MATMULS = ("MatMul", "MatMulNBits")
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Nodes that turn rows of ``hidden`` into rows of scores; without any, the scores are it."""
+    """Nodes that compute rows of scores from rows of ``hidden``, each row independently.
+
+    Without nodes, ``hidden`` is the scores.
+    """
 
     hidden: ir.Value
     nodes: tuple[ir.Node, ...]
@@ -54,12 +63,12 @@ class Head:
 
     def apply(self, op: OpBuilder, rows: ir.Value) -> ir.Value:
         """Emit the scores of some rows ``[R, H]``."""
-        made = {self.hidden: rows}
+        copies = {self.hidden: rows}
         for node in self.nodes:
-            inputs = [None if x is None else made.get(x, x) for x in node.inputs]
-            made[node.outputs[0]] = copy_node(op, node, inputs)
-            _set_rows(made[node.outputs[0]], node.outputs[0], rows)
-        return made[self.scores]
+            inputs = [None if x is None else copies.get(x, x) for x in node.inputs]
+            copies[node.outputs[0]] = copy_node(op, node, inputs)
+            _set_rows(copies[node.outputs[0]], node.outputs[0], rows)
+        return copies[self.scores]
 
 
 def _set_rows(copy: ir.Value, original: ir.Value, rows: ir.Value) -> None:
@@ -70,13 +79,13 @@ def _set_rows(copy: ir.Value, original: ir.Value, rows: ir.Value) -> None:
 
 
 def find_head(scores: ir.Value) -> Head:
-    """Return the nodes from the last hidden rows to the scores ``[..., V]``, as far as they go.
+    """Return the nodes from the last hidden states to the scores ``[..., V]``.
 
-    They are followed backwards until one value is left that leads to the scores through a product.
-    A node that looks at several rows at once ends the search without a result.
+    The search follows producers backwards until a single value is left that reaches the scores
+    through a MatMul. It returns a head without nodes if a node mixes rows.
     """
-    open_values, nodes, product = [scores], list[ir.Node](), False
-    while len(open_values) > 1 or not product:
+    open_values, nodes, found_matmul = [scores], list[ir.Node](), False
+    while len(open_values) > 1 or not found_matmul:
         value = _last_computed(open_values)
         node = None if value is None else value.producer()
         sources = None if node is None else _row_inputs(node)
@@ -85,65 +94,68 @@ def find_head(scores: ir.Value) -> Head:
         open_values.remove(node.outputs[0])
         open_values += [x for x in sources if x not in open_values]
         nodes.append(node)
-        product = product or node.op_type in _MATMULS
+        found_matmul = found_matmul or node.op_type in _MATMULS
     (hidden,) = open_values
-    dims, wide = S.dims_of(hidden), S.dims_of(scores)
-    if dims is None or wide is None or dims[:-1] != wide[:-1] or not isinstance(dims[-1], int):
+    dims, out = S.dims_of(hidden), S.dims_of(scores)
+    if dims is None or out is None or dims[:-1] != out[:-1] or not isinstance(dims[-1], int):
         return Head(scores, (), scores)
     return Head(hidden, tuple(reversed(nodes)), scores)
 
 
 def _last_computed(values: list[ir.Value]) -> ir.Value | None:
-    """Return the value that the graph computes last: nothing else of them can depend on it."""
+    """Return the value that the graph computes last: none of the others depends on it."""
     graph = values[0].graph
-    made = {x.producer(): x for x in values if x.producer() is not None}
-    if len(made) < len(values) or graph is None:
+    by_producer = {x.producer(): x for x in values if x.producer() is not None}
+    if len(by_producer) < len(values) or graph is None:
         return None
     if len(values) == 1:
         return values[0]
-    return next((made[node] for node in reversed(graph) if node in made), None)
+    return next((by_producer[node] for node in reversed(graph) if node in by_producer), None)
 
 
 def _row_inputs(node: ir.Node) -> list[ir.Value] | None:
-    """Return the inputs that rows of the output come from; ``None`` if rows are mixed."""
+    """Return the inputs that rows of the output are computed from; ``None`` if rows are mixed."""
     inputs = [x for x in node.inputs if x is not None]
     if len(node.outputs) != 1 or not inputs:
         return None
     if node.op_type in _UNARY:
         return inputs
     if node.op_type in _MATMULS:
-        flat = node.op_type == "MatMulNBits" or len(S.dims_of(inputs[1]) or ()) == 2
-        return inputs[:1] if flat and _from_weights(inputs[1]) else None
+        is_2d = node.op_type == "MatMulNBits" or len(S.dims_of(inputs[1]) or ()) == 2
+        return inputs[:1] if is_2d and _is_weight(inputs[1]) else None
     if node.op_type in _BINARY:
         rank = len(S.dims_of(node.outputs[0]) or ())
         rows = [x for x in inputs if len(S.dims_of(x) or ()) == rank]
         others = [x for x in inputs if x not in rows]
         same = all((S.dims_of(x) or ())[:-1] == (S.dims_of(inputs[0]) or ())[:-1] for x in rows)
-        narrow = all(S.dims_of(x) is not None and len(S.dims_of(x) or ()) <= 1 for x in others)
-        if rows and narrow and (same or len(rows) == 1) and rank > 1:
+        vectors = all(S.dims_of(x) is not None and len(S.dims_of(x) or ()) <= 1 for x in others)
+        if rows and vectors and (same or len(rows) == 1) and rank > 1:
             return rows
     return None
 
 
-def _from_weights(x: ir.Value) -> bool:
-    """Return whether a value is a weight, or a weight in another layout or type."""
-    seen: ir.Value | None = x
-    while seen is not None and seen.producer() is not None:
-        node = seen.producer()
+def _is_weight(x: ir.Value) -> bool:
+    """Return whether a value is an initializer, or one in another layout or type."""
+    source: ir.Value | None = x
+    while source is not None and source.producer() is not None:
+        node = source.producer()
         assert node is not None
         if node.op_type not in ("Cast", "DequantizeLinear", "Identity", "Reshape", "Transpose"):
             return False
-        seen = node.inputs[0]
-    return seen is not None and seen.is_initializer()
+        source = node.inputs[0]
+    return source is not None and source.is_initializer()
 
 
 _LOWEST = float(np.finfo(np.float32).min)
-_FEWEST = 256  # words at a time: with fewer, the loop costs more than it saves
+_MIN_CHUNK_WORDS = 256  # with fewer words per iteration, the loop costs more than it saves
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedHead:
-    """A last layer of 4 or 8 bits without bias: ``x = h W^T``, ``W`` of ``words`` rows."""
+    """A quantized last layer without bias: ``x = h W^T``, with ``W`` [words, width] in 4 or 8 bits.
+
+    The loop handles ``chunk`` words per iteration.
+    """
 
     hidden: ir.Value
     bits: ir.Value
@@ -151,51 +163,53 @@ class PackedHead:
     words: int
     width: int
     attributes: dict[str, int]
-    piece: int
+    chunk: int
 
-    def rows(self, op: OpBuilder, places: ir.Value) -> ir.Value:
-        """Return rows of the weights, ``[places, width]``."""
+    def rows(self, op: OpBuilder, indices: ir.Value) -> ir.Value:
+        """Return dequantized rows of the weights, ``[indices, width]``."""
         block = self.attributes["block_size"]
         blocks = self.width // block
-        dims = [*(S.dims_of(places) or (None,)), blocks, block]
+        dims = [*(S.dims_of(indices) or (None,)), blocks, block]
         scales = op.Reshape(self.scales, [self.words, blocks, 1])
-        wide = emit_contrib(
+        dequantized = emit_contrib(
             op,
             "GatherBlockQuantized",
-            [self.bits, places, scales],
+            [self.bits, indices, scales],
             self.scales.dtype,
             dims,
             gather_axis=0,
             quantize_axis=2,
             **self.attributes,
         )
-        rows = op.Reshape(wide, [-1, self.width])
+        rows = op.Reshape(dequantized, [-1, self.width])
         S.set_dims(rows, [dims[0], self.width])
         return rows
 
-    def parts(self, op: OpBuilder) -> PackedMatMul | None:
-        """Return how the words of one turn are unpacked by operators on bytes, if they are."""
+    def packed_matmul(self, op: OpBuilder) -> PackedMatMul | None:
+        """Return the matmul that unpacks a chunk of words with bitwise operators, if preferred."""
         block, bits = self.attributes["block_size"], self.attributes["bits"]
-        form = PackedMatMul(self.piece, self.width, block, bits, self.scales.dtype)
-        return select_variant(op, form, UNPACK_VARIANTS, UNPACK_CHOICES)(form)
+        matmul = PackedMatMul(self.chunk, self.width, block, bits, self.scales.dtype)
+        return select_variant(op, matmul, UNPACK_VARIANTS, UNPACK_CHOICES)(matmul)
 
-    def turn(self, op: OpBuilder, first: ir.Value, form: PackedMatMul | None) -> list[ir.Value]:
-        """Return the weights of the words from ``first`` on, as one matrix or in parts."""
-        if form is None:
-            return [self.rows(op, op.Add(first, op.iota(self.piece)))]
+    def chunk_weights(
+        self, op: OpBuilder, first: ir.Value, matmul: PackedMatMul | None
+    ) -> list[ir.Value]:
+        """Return the weights of ``chunk`` words from ``first``, as one matrix or in parts."""
+        if matmul is None:
+            return [self.rows(op, op.Add(first, op.iota(self.chunk)))]
         start = op.Unsqueeze(first, [0])
-        end = op.Add(start, self.piece)
-        scales = op.Reshape(self.scales, [self.words, self.width // form.block])
+        end = op.Add(start, self.chunk)
+        scales = op.Reshape(self.scales, [self.words, self.width // matmul.block])
         b, scales = (op.Slice(x, start, end, [0]) for x in (self.bits, scales))
-        return form.weights(op, b, scales)
+        return matmul.weights(op, b, scales)
 
 
-def _unpack_whole(form: PackedMatMul) -> None:
+def _unpack_whole(matmul: PackedMatMul) -> None:
     return None
 
 
-def _unpack_in_parts(form: PackedMatMul) -> PackedMatMul:
-    return form
+def _unpack_in_parts(matmul: PackedMatMul) -> PackedMatMul:
+    return matmul
 
 
 UNPACK_VARIANTS: Variants[PackedMatMul] = {
@@ -209,79 +223,88 @@ UNPACK_CHOICES: Choices[PackedMatMul] = [
 
 
 def find_packed_head(head: Head) -> PackedHead | None:
-    """Return the last layer if it is one packed product that the loop can take."""
+    """Return the last layer if it is a single MatMulNBits that the loop supports."""
     if len(head.nodes) != 1 or head.nodes[0].op_type != "MatMulNBits":
         return None
     node = head.nodes[0]
     a, bits, scales, *others = node.inputs
     named = S.attributes_of(node, 1)
     words, width, block = named["N"], named["K"], named["block_size"]
-    plain = bits is not None and scales is not None and all(x is None for x in others)
-    if a is None or bits is None or scales is None or not plain or width % block:
+    has_zero_points = any(x is not None for x in others)
+    if a is None or bits is None or scales is None or has_zero_points or width % block:
         return None
     if scales.dtype != ir.DataType.FLOAT or S.constant_of(bits) is None:
         return None
-    piece = max((n for n in range(1, T.LOSS_CHUNK_CLASSES + 1) if words % n == 0), default=1)
-    if piece < _FEWEST or words == piece:
+    chunk = max((n for n in range(1, T.LOSS_CHUNK_CLASSES + 1) if words % n == 0), default=1)
+    if chunk < _MIN_CHUNK_WORDS or words == chunk:
         return None
     attributes = {"bits": named.get("bits", 4), "block_size": block}
-    return PackedHead(head.hidden, bits, scales, words, width, attributes, piece)
+    return PackedHead(head.hidden, bits, scales, words, width, attributes, chunk)
 
 
 def chunked_cross_entropy(
     op: OpBuilder, head: PackedHead, labels: ir.Value, ignored: int
 ) -> ir.Value:
-    """Emit the sum of the losses of all positions whose label counts."""
+    """Emit the sum of the losses of all positions whose label is not ignored."""
     labels = op.Reshape(labels, [-1])
     rows = op.reshape(head.hidden, [-1, head.width])
     counts = op.Not(op.Equal(labels, ignored))
-    chosen = head.rows(op, op.Where(counts, labels, op.const(0, labels.dtype)))
-    form = head.parts(op)
-    if form is not None:  # a sum over columns, in whatever order
-        rows, chosen = form.group_columns(op, rows), form.group_columns(op, chosen)
+    label_weights = head.rows(op, op.Where(counts, labels, op.const(0, labels.dtype)))
+    matmul = head.packed_matmul(op)
+    if matmul is not None:  # it permutes columns, which does not change dot products
+        rows, label_weights = (
+            matmul.group_columns(op, rows),
+            matmul.group_columns(op, label_weights),
+        )
     column = [op.size(rows, 0), 1]
     start = [op.full(column, _LOWEST, ir.DataType.FLOAT), op.full(column, 0.0, ir.DataType.FLOAT)]
-    firsts = op.const(np.arange(0, head.words, head.piece, dtype=np.int64))
+    firsts = op.const(np.arange(0, head.words, head.chunk, dtype=np.int64))
     if not op.differentiated:
-        most, total, own = _loop(op, head, [*start, rows], firsts)
-        score = op.ReduceSum(op.Mul(own, chosen), [1], keepdims=1)
-        each = op.Sub(op.Add(op.Log(total), most), score)
+        maximum, total, rows_copy = _loop(op, head, [*start, rows], firsts)
+        score = op.ReduceSum(op.Mul(rows_copy, label_weights), [1], keepdims=1)
+        each = op.Sub(op.Add(op.Log(total), maximum), score)
         return op.ReduceSum(op.Where(op.Unsqueeze(counts, [1]), each, 0.0), keepdims=0)
-    start += [rows, op.zeros_like(rows), chosen]
-    most, total, own, mean, label_rows = _loop(op, head, start, firsts)
-    score = op.ReduceSum(op.Mul(own, label_rows), [1], keepdims=1)
-    losses = op.Sub(op.Add(op.Log(total), most), score)
-    gradient = op.Sub(op.Div(mean, total), label_rows)
-    bridge = op.ReduceSum(op.Mul(op.Sub(rows, own), gradient), [1], keepdims=1)
-    each = op.Where(op.Unsqueeze(counts, [1]), op.Add(losses, bridge), 0.0)
+    start += [rows, op.zeros_like(rows), label_weights]
+    maximum, total, rows_copy, weighted, label_weights = _loop(op, head, start, firsts)
+    score = op.ReduceSum(op.Mul(rows_copy, label_weights), [1], keepdims=1)
+    losses = op.Sub(op.Add(op.Log(total), maximum), score)
+    gradient = op.Sub(op.Div(weighted, total), label_weights)
+    gradient_term = op.ReduceSum(op.Mul(op.Sub(rows, rows_copy), gradient), [1], keepdims=1)
+    each = op.Where(op.Unsqueeze(counts, [1]), op.Add(losses, gradient_term), 0.0)
     return op.ReduceSum(each, keepdims=0)
 
 
 def _loop(
     op: OpBuilder, head: PackedHead, start: list[ir.Value], firsts: ir.Value
 ) -> tuple[ir.Value, ...]:
-    """Return maximum and sum of all words, what was handed through, and weighted rows if asked."""
+    """Emit the Scan over chunks of words; return the final values of its carried tensors.
+
+    ``start`` is the maximum, the sum of exponentials and the rows; for the gradient also the
+    weighted sum of weights and the weights of the labels.
+    """
     step = op.body(start)
     first = ir.Value(name=op.names.fresh(f"{op.prefix}first"), type=firsts.type)
     first.shape = ir.Shape([])
     step.graph.inputs.append(first)
-    most, total, own, *rest = step.graph.inputs[: len(start)]
-    form = head.parts(op)
-    weights = head.turn(step, first, form)
-    x = step.MatMul(own, step.mT(weights[0])) if form is None else form.product(step, own, weights)
-    higher = step.Max(most, step.ReduceMax(x, [1], keepdims=1))
-    e, shrink = step.Exp(step.Sub(x, higher)), step.Exp(step.Sub(most, higher))
-    summed = step.Add(step.Mul(total, shrink), step.ReduceSum(e, [1], keepdims=1))
-    step.graph.outputs.extend([higher, summed, step.Identity(own)])
+    maximum, total, rows, *rest = step.graph.inputs[: len(start)]
+    matmul = head.packed_matmul(op)
+    weights = head.chunk_weights(step, first, matmul)
+    if matmul is None:
+        x = step.MatMul(rows, step.mT(weights[0]))
+    else:
+        x = matmul.product(step, rows, weights)
+    new_maximum = step.Max(maximum, step.ReduceMax(x, [1], keepdims=1))
+    e, rescale = step.Exp(step.Sub(x, new_maximum)), step.Exp(step.Sub(maximum, new_maximum))
+    new_total = step.Add(step.Mul(total, rescale), step.ReduceSum(e, [1], keepdims=1))
+    step.graph.outputs.extend([new_maximum, new_total, step.Identity(rows)])
     if rest:
-        mean, chosen = rest
-        rows = (
-            step.MatMul(e, weights[0])
-            if form is None
-            else form.matmul_transposed_weight(step, e, weights)
-        )
-        weighted = step.Add(step.Mul(mean, shrink), rows)
-        step.graph.outputs.extend([weighted, step.Identity(chosen)])
+        weighted, label_weights = rest
+        if matmul is None:
+            chunk_sum = step.MatMul(e, weights[0])
+        else:
+            chunk_sum = matmul.matmul_transposed_weight(step, e, weights)
+        new_weighted = step.Add(step.Mul(weighted, rescale), chunk_sum)
+        step.graph.outputs.extend([new_weighted, step.Identity(label_weights)])
     results = op.Scan(*start, firsts, body=step.graph, num_scan_inputs=1, _outputs=len(start))
     mark_stop_gradient(results[0].producer())
     for y, x in zip(results, start, strict=True):
@@ -295,18 +318,18 @@ _LAYOUT = "[batch, sequence, vocabulary]"
 @LOSSES.named("causal_lm")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLM(Loss):
-    """Cross entropy of ``logits [batch, sequence, vocabulary]`` with the token that follows.
+    """Cross entropy of ``logits [batch, sequence, vocabulary]`` with the next token.
 
-    Labels have the shape of the input ids, and usually are a copy of them: position ``i`` is
-    compared with label ``i + 1`` inside the graph. The mean is over all labels that count; a batch
-    without any has the loss 0. Where the vocabulary is large, and the runtime is better off so, the
-    last layer and the loss are computed for some rows at a time, gradient included: no tensor of
-    the size of all logits exists then.
+    Labels have the shape of the input ids and usually are a copy of them: the graph compares
+    position ``i`` with label ``i + 1``. The mean is over all labels that are not ignored; a batch
+    without any has the loss 0. For a large vocabulary, and targets that prefer it, the last layer,
+    the loss and its gradient are computed in chunks of rows, so that no tensor of the size of all
+    logits exists.
 
     Args:
-        ignore_index: a label that does not count: of prompts, and of padding.
-        rows: how many positions are computed at a time; ``None`` follows from the vocabulary, 0 is
-            all of them.
+        ignore_index: label to ignore, for prompts and padding.
+        rows: positions per chunk; ``None`` chooses by the size of the vocabulary, 0 disables
+            chunks.
         reduction: ``"mean"`` or ``"sum"``.
     """
 
@@ -325,8 +348,8 @@ class CausalLM(Loss):
         check_rank(self, prediction, [3], _LAYOUT)
         if (S.dims_of(prediction) or ())[1:2] == (1,):
             raise ShapeError(
-                f"CausalLM: {S.describe_value(prediction)} are the scores of one position only\n"
-                "hint: export the model so that it gives the logits of the whole sequence"
+                f"CausalLM: {S.describe_value(prediction)} has the scores of one position only\n"
+                "hint: export the model with logits for the whole sequence"
             )
         return [labels_for("labels", prediction, 2)]
 
@@ -334,67 +357,64 @@ class CausalLM(Loss):
         """Emit the loss."""
         (labels,) = targets
         check_rank(self, prediction, [3], _LAYOUT)
-        following = self._following(op, labels)
-        form = select_variant(op, self._rows(prediction), CAUSAL_VARIANTS, CAUSAL_CHOICES)
+        next_labels = self._next_labels(op, labels)
+        emit = select_variant(op, self._rows(prediction), CAUSAL_VARIANTS, CAUSAL_CHOICES)
         packed = find_packed_head(find_head(prediction)) if self.rows is None else None
-        if packed is not None and form is CausalLM._by_rows:
-            labels = in_range_labels(op, following, self.ignore_index)
+        if packed is not None and emit is CausalLM._by_rows:
+            labels = in_range_labels(op, next_labels, self.ignore_index)
             total = chunked_cross_entropy(op, packed, labels, self.ignore_index)
         else:
-            total = form(self, op, prediction, following)
+            total = emit(self, op, prediction, next_labels)
         if self.reduction == "sum":
             return total
-        counted = op.Where(op.Equal(following, self.ignore_index), 0.0, 1.0)
+        counted = op.Where(op.Equal(next_labels, self.ignore_index), 0.0, 1.0)
         count = op.ReduceSum(counted, keepdims=0)
         return op.Div(total, op.cast(op.Where(op.Less(count, 1.0), 1.0, count), total.dtype))
 
-    def _following(self, op: OpBuilder, labels: ir.Value) -> ir.Value:
-        """Return for each position the label of the next one; the last has none."""
+    def _next_labels(self, op: OpBuilder, labels: ir.Value) -> ir.Value:
+        """Return for each position the label of the next one; the last position is ignored."""
         last = op.full([op.size(labels, 0), 1], self.ignore_index, labels.dtype or INT64)
-        following = op.Concat(op.Slice(labels, [1], [2**31 - 1], [1]), last, axis=1)
-        S.set_dims(following, S.dims_of(labels))
-        return following
+        next_labels = op.Concat(op.Slice(labels, [1], [2**31 - 1], [1]), last, axis=1)
+        S.set_dims(next_labels, S.dims_of(labels))
+        return next_labels
 
     def _rows(self, prediction: ir.Value) -> int:
-        """Return how many positions to compute at a time, 0 for all."""
+        """Return the number of positions per chunk; 0 means no chunks."""
         size = (S.dims_of(prediction) or (None,))[-1]
         if self.rows is not None or not isinstance(size, int):
             return self.rows or 0
         return 0 if size < T.CHUNKED_LOSS_CLASSES else max(1, T.LOSS_CHUNK_SCORES // size)
 
-    def _at_once(self, op: OpBuilder, logits: ir.Value, labels: ir.Value) -> ir.Value:
+    def _whole(self, op: OpBuilder, logits: ir.Value, labels: ir.Value) -> ir.Value:
         """Emit the sum over all positions as one cross entropy."""
-        plain = CrossEntropy(axis=-1, reduction="sum", ignore_index=self.ignore_index)
-        return plain.build(op, logits, labels)
+        cross_entropy = CrossEntropy(axis=-1, reduction="sum", ignore_index=self.ignore_index)
+        return cross_entropy.build(op, logits, labels)
 
     def _by_rows(self, op: OpBuilder, logits: ir.Value, labels: ir.Value) -> ir.Value:
-        """Emit the same sum in a loop over some positions at a time."""
+        """Emit the same sum as a Scan over chunks of positions."""
         head = find_head(logits)
         labels = op.Reshape(in_range_labels(op, labels, self.ignore_index), [-1])
         rows = op.reshape(head.hidden, [-1, op.size(head.hidden, -1)])
-        groups = _row_chunks(op, labels, self._rows(logits))
+        chunks = _row_chunks(op, labels, self._rows(logits))
         zero = op.const([0.0], logits.dtype)
         step = op.body(
             [
                 zero,
-                _chunk_like(groups.cut(op, rows, 0), op),
-                _chunk_like(groups.cut(op, labels, self.ignore_index), op),
+                _chunk_like(chunks.cut(op, rows, 0), op),
+                _chunk_like(chunks.cut(op, labels, self.ignore_index), op),
             ]
         )
-        total, some, wanted = step.graph.inputs
-        x = head.apply(step, some)
+        total, chunk, chunk_labels = step.graph.inputs
+        x = head.apply(step, chunk)
         z = step.Sub(x, step.Ceil(step.ReduceMax(x, [1], keepdims=1)))
-        whole = step.Squeeze(step.Log(step.ReduceSum(step.Exp(z), [1], keepdims=1)), [1])
-        ignored = step.Equal(wanted, self.ignore_index)
-        at = step.Unsqueeze(step.Where(ignored, step.const(0, wanted.dtype), wanted), [1])
-        each = step.Sub(whole, step.Squeeze(step.GatherElements(z, at, axis=1), [1]))
+        lse = step.Squeeze(step.Log(step.ReduceSum(step.Exp(z), [1], keepdims=1)), [1])
+        ignored = step.Equal(chunk_labels, self.ignore_index)
+        zero_label = step.const(0, chunk_labels.dtype)
+        index = step.Unsqueeze(step.Where(ignored, zero_label, chunk_labels), [1])
+        each = step.Sub(lse, step.Squeeze(step.GatherElements(z, index, axis=1), [1]))
         counted = step.Where(ignored, step.const(0.0, each.dtype), each)
         step.graph.outputs.append(step.Add(total, step.ReduceSum(counted, keepdims=0)))
-        result = op.Scan(
-            *(zero, *groups.cuts),
-            body=step.graph,
-            num_scan_inputs=2,
-        )
+        result = op.Scan(zero, *chunks.cuts, body=step.graph, num_scan_inputs=2)
         mark_sum_scan(result.producer())
         result.type = ir.TensorType(logits.dtype or ir.DataType.FLOAT)
         S.set_dims(result, [1])
@@ -403,53 +423,52 @@ class CausalLM(Loss):
 
 CAUSAL_VARIANTS: Variants[int] = {
     "rows": Variant(CausalLM._by_rows, lambda rows: rows > 0),
-    "at once": Variant(CausalLM._at_once),
+    "whole": Variant(CausalLM._whole),
 }
 CAUSAL_CHOICES: Choices[int] = [
-    Choice("at once", lacks="GatherElements"),
+    Choice("whole", lacks="GatherElements"),
     Choice("rows", prefers="chunked-loss"),
-    Choice("at once"),
+    Choice("whole"),
 ]
 
 
 class _RowChunks:
-    """Rows cut into groups of one size; the last is filled up."""
+    """Rows in chunks of one size; the last chunk is padded."""
 
-    def __init__(self, sizes: tuple[ir.Value, ir.Value], short: ir.Value) -> None:
-        self.count, self.size = sizes
-        self.short = short
+    def __init__(self, count: ir.Value, size: ir.Value, padding: ir.Value) -> None:
+        self.count, self.size, self.padding = count, size, padding
         self.cuts: list[ir.Value] = []
 
     def cut(self, op: OpBuilder, x: ir.Value, fill: float) -> ir.Value:
-        """Return ``[groups, size, ...]``."""
-        wide = [0] * (op.rank(x) - 1)
+        """Return ``[count, size, ...]``, and append it to ``cuts``."""
+        zeros = [0] * (op.rank(x) - 1)
         pads = op.Concat(
-            op.const([0, *wide]), self.short, *([op.const(wide)] if wide else []), axis=0
+            op.const([0, *zeros]), self.padding, *([op.const(zeros)] if zeros else []), axis=0
         )
-        filled = op.Pad(x, pads, op.const(fill, x.dtype))
+        padded = op.Pad(x, pads, op.const(fill, x.dtype))
         inner = op.dims(x)[1:]
-        cut = op.reshape(filled, [self.count, self.size, *(d for d in inner if isinstance(d, int))])
+        cut = op.reshape(padded, [self.count, self.size, *(d for d in inner if isinstance(d, int))])
         S.set_dims(cut, ["loss_groups", "loss_rows", *inner])
         self.cuts.append(cut)
         return cut
 
 
-def _row_chunks(op: OpBuilder, labels: ir.Value, most: int) -> _RowChunks:
-    """Return groups of at most so many rows, as equal as they can be."""
+def _row_chunks(op: OpBuilder, labels: ir.Value, max_rows: int) -> _RowChunks:
+    """Return chunks of at most ``max_rows`` rows and of nearly equal size."""
     static = op.static(labels)
     if static is not None:
         rows = math.prod(static)
-        count = max(1, -(-rows // most))
+        count = max(1, -(-rows // max_rows))
         size = -(-rows // count)
-        return _RowChunks((op.const([count]), op.const([size])), op.const([count * size - rows]))
+        return _RowChunks(op.const([count]), op.const([size]), op.const([count * size - rows]))
     rows = op.Shape(labels)
-    count = op.Max(op.Div(op.Add(rows, most - 1), op.const([most])), op.const([1]))
+    count = op.Max(op.Div(op.Add(rows, max_rows - 1), op.const([max_rows])), op.const([1]))
     size = op.Div(op.Sub(op.Add(rows, count), op.const([1])), count)
-    return _RowChunks((count, size), op.Sub(op.Mul(count, size), rows))
+    return _RowChunks(count, size, op.Sub(op.Mul(count, size), rows))
 
 
 def _chunk_like(cut: ir.Value, op: OpBuilder) -> ir.Value:
-    """Return a value that has the type of one group."""
-    one = ir.Value(name=op.names.fresh(f"{op.prefix}group"), type=cut.type)
-    S.set_dims(one, op.dims(cut)[1:])
-    return one
+    """Return a new value with the type and shape of one chunk."""
+    chunk = ir.Value(name=op.names.fresh(f"{op.prefix}group"), type=cut.type)
+    S.set_dims(chunk, op.dims(cut)[1:])
+    return chunk

@@ -1,8 +1,8 @@
-"""Cross entropy and its relatives: losses whose target is a class, or probabilities of classes.
+"""Losses of class scores: cross entropy, NLL, binary cross entropy, hinge and margin losses.
 
-Losses with yes-or-no targets: binary cross entropy, hinge.
-
-The margin of a label's score over those of all other classes.
+Several losses have variants: ``SoftmaxCrossEntropyLoss`` and gathering by class where the target
+has kernels for them, and a comparison with all class indices (one-hot) elsewhere. ``*_CHOICES``
+lists, in order, which variant is used for which target.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from onnxtrain.losses.loss import (
     target_like,
 )
 
-_NO_CLASS = 2**31 - 1  # larger than any number of classes, and fits int32
+_INVALID_LABEL = 2**31 - 1  # larger than any number of classes, and fits int32
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores with their classes on axis 1, ``[N, C, ...]``, and one label for each row of them."""
+    """Scores ``[N, C, ...]`` with the classes on axis 1, and one label per row."""
 
     x: ir.Value
     labels: ir.Value
-    shape: ir.Value
-    """The labels as they came: their shape is that of the unreduced loss."""
+    original_labels: ir.Value
+    """The labels before reshaping; the unreduced loss has their shape."""
 
     def restore(self, op: OpBuilder, each: ir.Value) -> ir.Value:
-        """Return one loss per label in the shape of the labels."""
-        return op.reshape_like(each, self.shape)
+        """Return one loss per label in the shape of the original labels."""
+        return op.reshape_like(each, self.original_labels)
 
 
 def class_axis(loss: Any, x: ir.Value, axis: int) -> int:
-    """Return the class axis as a position; of a single row ``[C]`` it is 0."""
+    """Return the class axis as a non-negative index; for a single row ``[C]`` it is 0."""
     rank = S.rank_of(x)
     if rank == 1:
         return 0
     if rank == 0 or not -rank <= axis < rank:
         raise ShapeError(
-            f"{type(loss).__name__}(axis={axis}) does not take {S.describe_value(x)}\n"
-            "hint: it wants [N, C], [N, C, d1, ...], [C], or with axis=-1 [..., C]"
+            f"{type(loss).__name__}(axis={axis}) does not accept {S.describe_value(x)}\n"
+            "hint: it expects [N, C], [N, C, d1, ...], [C], or with axis=-1 [..., C]"
         )
     return axis % rank
 
 
 def to_rows(loss: Loss, op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> Scores:
-    """Bring the class axis to position 1."""
+    """Return scores with the class axis moved to position 1."""
     rank = op.rank(x)
     if op.rank(labels) != rank - 1:
         raise ShapeError(
-            f"{type(loss).__name__}: labels {S.describe_value(labels)} do not fit "
+            f"{type(loss).__name__}: labels {S.describe_value(labels)} do not match "
             f"{S.describe_value(x)} with classes on axis {axis}\n"
-            "hint: labels have the prediction's shape without the class axis; "
-            "give axis=-1 if the classes come last"
+            "hint: labels have the shape of the prediction without the class axis; "
+            "pass axis=-1 if the classes are last"
         )
     if rank == 1:
         return Scores(op.Unsqueeze(x, [0]), op.Unsqueeze(labels, [0]), labels)
@@ -81,29 +81,29 @@ def to_rows(loss: Loss, op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int)
 
 
 def is_label(op: OpBuilder, x: ir.Value, labels: ir.Value) -> ir.Value:
-    """Return for every score ``[N, C, ...]`` whether it belongs to the label."""
+    """Return the one-hot mask of the labels, a bool tensor ``[N, C, ...]``."""
     classes = op.size(x, 1)
     if isinstance(classes, int):
-        numbers = op.const(np.arange(classes), labels.dtype)
+        indices = op.const(np.arange(classes), labels.dtype)
     else:
-        numbers = op.cast(op.iota(classes), labels.dtype)
-    return op.Equal(op.Unsqueeze(labels, [1]), op.reshape(numbers, [-1, *[1] * (op.rank(x) - 2)]))
+        indices = op.cast(op.iota(classes), labels.dtype)
+    return op.Equal(op.Unsqueeze(labels, [1]), op.reshape(indices, [-1, *[1] * (op.rank(x) - 2)]))
 
 
 def in_range_labels(op: OpBuilder, labels: ir.Value, ignore_index: int | None = None) -> ir.Value:
-    """Return labels that a runtime refuses if they are negative.
+    """Replace negative labels by one that onnxruntime rejects.
 
-    Gathering would count them from the end and train on the wrong class.
+    Gather reads a negative index from the end, which would train on the wrong class silently.
     """
-    wrong = op.const(_NO_CLASS, labels.dtype)
+    invalid = op.const(_INVALID_LABEL, labels.dtype)
     if ignore_index is not None and ignore_index < 0:
-        wrong = op.Where(op.Equal(labels, ignore_index), labels, wrong)
-    return op.Where(op.Less(labels, 0), wrong, labels)
+        invalid = op.Where(op.Equal(labels, ignore_index), labels, invalid)
+    return op.Where(op.Less(labels, 0), invalid, labels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LabelLoss(Loss):
-    """What cross entropy and negative log-likelihood share."""
+    """Base of CrossEntropy and NLL: class weights and ignored labels."""
 
     weight: Sequence[float] | None = None
     ignore_index: int | None = -100
@@ -114,20 +114,20 @@ class _LabelLoss(Loss):
         object.__setattr__(self, "weight", as_tuples(self.weight))
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
-        """Return class indices: the prediction's shape without the class axis."""
+        """Return class indices in the shape of the prediction without the class axis."""
         axis = class_axis(self, prediction, self.axis)
         return [labels_for("labels", prediction, axis)]
 
-    def composed(
+    def reduce_weighted(
         self, op: OpBuilder, rows: Scores, each: ir.Value, weights: OptionalValue
     ) -> ir.Value:
-        """Weigh and reduce the losses of all labels in plain operators."""
-        each, w = self.weighed(op, rows, each, weights)
+        """Emit the weighted sum or mean of the losses of all labels."""
+        each, w = self.weighted(op, rows, each, weights)
         if self.reduction != "mean" or w is None:
             return reduce(op, each, self.reduction)
         return op.Div(op.ReduceSum(each, keepdims=0), op.ReduceSum(w, keepdims=0))
 
-    def weighed(
+    def weighted(
         self, op: OpBuilder, rows: Scores, each: ir.Value, weights: OptionalValue
     ) -> tuple[ir.Value, OptionalValue]:
         """Return the weighted losses, and the weight of each label: 0 for ignored ones."""
@@ -140,7 +140,7 @@ class _LabelLoss(Loss):
         return each, w
 
     def ignored(self, op: OpBuilder, labels: ir.Value) -> OptionalValue:
-        """Return which labels are ignored."""
+        """Return the mask of ignored labels."""
         return None if self.ignore_index is None else op.Equal(labels, self.ignore_index)
 
     def label_weights(
@@ -151,7 +151,7 @@ class _LabelLoss(Loss):
         weights: OptionalValue,
         dtype: ir.DataType | None,
     ) -> OptionalValue:
-        """Return the weight of each label, ``None`` if all weigh 1."""
+        """Return the weight of each label; ``None`` if all weights are 1."""
         if ignored is None:
             return None if weights is None else op.Gather(weights, labels)
         zero, one = op.const(0.0, dtype), op.const(1.0, dtype)
@@ -169,14 +169,14 @@ OptionalValue = ir.Value | None
 class CrossEntropy(_LabelLoss):
     """Cross entropy of logits with class indices, or with class probabilities.
 
-    ``mean`` divides by the sum of the labels' weights: if all labels are ignored the loss is NaN,
-    and its gradient 0, as in torch.
+    ``mean`` divides by the sum of the weights of the labels. If all labels are ignored, the loss is
+    NaN and its gradient 0, as in torch.
 
     Args:
-        weight: one number per class.
-        ignore_index: a label that does not count; ``None`` if there is none, which is a bit faster.
-        label_smoothing: the part of every target that is spread over all classes.
-        axis: where the classes are: 1 as in torch, -1 for ``[batch, sequence, vocabulary]``.
+        weight: one weight per class.
+        ignore_index: label to ignore; ``None`` ignores none, which is slightly faster.
+        label_smoothing: fraction of each target that is spread over all classes.
+        axis: class axis: 1 as in torch, -1 for ``[batch, sequence, vocabulary]``.
         probabilities: the target is a float tensor of the prediction's shape.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
     """
@@ -190,7 +190,7 @@ class CrossEntropy(_LabelLoss):
             raise PrepareError(f"label_smoothing must be in [0, 1]: {self.label_smoothing}")
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
-        """Return class indices, or probabilities of the prediction's shape."""
+        """Return class indices, or probabilities in the shape of the prediction."""
         if not self.probabilities:
             return super().targets(prediction)
         class_axis(self, prediction, self.axis)
@@ -204,13 +204,13 @@ class CrossEntropy(_LabelLoss):
             return self._soft(op, prediction, target, axis)
         rows = to_rows(self, op, prediction, target, axis)
         weights = class_weights(self, op, self.weight, rows.x, 1)
-        plain = self._counts_hits(op, rows.x, weights)
-        form = select_variant(op, plain, CROSS_ENTROPY_VARIANTS, CROSS_ENTROPY_CHOICES)
-        loss = form(self, op, rows, weights)
+        unweighted = self._is_unweighted_mean(op, rows.x, weights)
+        emit = select_variant(op, unweighted, CROSS_ENTROPY_VARIANTS, CROSS_ENTROPY_CHOICES)
+        loss = emit(self, op, rows, weights)
         return rows.restore(op, loss) if self.reduction == "none" else loss
 
     def _by_operator(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
-        """Emit the standard's own operator, whose gradient needs no one-hot tensor."""
+        """Emit SoftmaxCrossEntropyLoss, whose gradient needs no one-hot tensor."""
         rows = dataclasses.replace(rows, labels=in_range_labels(op, rows.labels, self.ignore_index))
         smooth = self.label_smoothing
         outputs = op.SoftmaxCrossEntropyLoss(
@@ -222,45 +222,46 @@ class CrossEntropy(_LabelLoss):
         if not smooth:
             return outputs
         loss, logp = outputs
-        return self._blend(op, loss, self._spread(op, rows, op.Neg(logp), weights), rows.x)
+        uniform = self._uniform_loss(op, rows, op.Neg(logp), weights)
+        return self._smooth(op, loss, uniform, rows.x)
 
     def _by_comparison(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
-        """Emit ``log(sum(e^z)) - z[label]``, where ``z`` is ``x`` shifted to at most 0.
+        """Emit ``log(sum(e^z)) - sum(z * onehot(label))``.
 
-        One-hot comparison serves runtimes where gathering by class is slow or absent.
+        For runtimes without GatherElements, or where it is slow.
         """
         x = rows.x
         z, lse = shifted_log_sum_exp(op, x, 1)
-        here = op.Where(is_label(op, x, rows.labels), z, op.const(0.0, x.dtype))
-        each = op.Sub(op.Squeeze(lse, [1]), op.ReduceSum(here, [1], keepdims=0))
-        loss = self.composed(op, rows, each, weights)
+        label_scores = op.Where(is_label(op, x, rows.labels), z, op.const(0.0, x.dtype))
+        each = op.Sub(op.Squeeze(lse, [1]), op.ReduceSum(label_scores, [1], keepdims=0))
+        loss = self.reduce_weighted(op, rows, each, weights)
         if not self.label_smoothing:
             return loss
-        return self._blend(op, loss, self._spread(op, rows, op.Sub(lse, z), weights), x)
+        return self._smooth(op, loss, self._uniform_loss(op, rows, op.Sub(lse, z), weights), x)
 
-    def _counts_hits(self, op: OpBuilder, x: ir.Value, weights: OptionalValue) -> bool:
-        """Return whether a label counts if it is a class, and then as much as any other."""
+    def _is_unweighted_mean(self, op: OpBuilder, x: ir.Value, weights: OptionalValue) -> bool:
+        """Return whether the loss is a plain mean, and an ignored label matches no class."""
         classes = op.size(x, 1)
         ignored = self.ignore_index
         outside = ignored is not None and isinstance(classes, int) and not 0 <= ignored < classes
         plain = weights is None and not self.label_smoothing and self.reduction == "mean"
         return outside and plain
 
-    def _by_hits(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
-        """Emit the mean of ``-log p`` where a class is the label, in few operators."""
+    def _by_one_hot_mean(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
+        """Emit ``sum(log p * onehot) / sum(-onehot)``: an ignored label has no one-hot row."""
         assert weights is None
         x = rows.x
         z = op.Sub(x, op.Ceil(op.ReduceMax(x, [1], keepdims=1)))
         log_p = op.Sub(z, op.ReduceLogSumExp(z, [1], keepdims=1))
-        hit, zero = is_label(op, x, rows.labels), op.const(0.0, x.dtype)
-        minus = op.Where(hit, op.const(-1.0, x.dtype), zero)
-        total = op.ReduceSum(op.Where(hit, log_p, zero), keepdims=0)
-        return op.Div(total, op.ReduceSum(minus, keepdims=0))
+        one_hot, zero = is_label(op, x, rows.labels), op.const(0.0, x.dtype)
+        minus_one_hot = op.Where(one_hot, op.const(-1.0, x.dtype), zero)
+        total = op.ReduceSum(op.Where(one_hot, log_p, zero), keepdims=0)
+        return op.Div(total, op.ReduceSum(minus_one_hot, keepdims=0))
 
-    def _spread(
+    def _uniform_loss(
         self, op: OpBuilder, rows: Scores, cost: ir.Value, weights: OptionalValue
     ) -> ir.Value:
-        """Reduce the loss of a uniform target: the sum of the cost ``-logp`` of all classes."""
+        """Emit the reduced loss of a uniform target: the sum of ``cost = -log p`` over classes."""
         if weights is not None:
             cost = op.Mul(cost, op.reshape(weights, [-1, *[1] * (op.rank(cost) - 2)]))
         each = op.ReduceSum(cost, [1], keepdims=0)
@@ -272,13 +273,14 @@ class CrossEntropy(_LabelLoss):
             return reduce(op, each, self.reduction)
         return op.Div(op.ReduceSum(each, keepdims=0), op.ReduceSum(w, keepdims=0))
 
-    def _blend(self, op: OpBuilder, loss: ir.Value, spread: ir.Value, x: ir.Value) -> ir.Value:
+    def _smooth(self, op: OpBuilder, loss: ir.Value, uniform: ir.Value, x: ir.Value) -> ir.Value:
+        """Emit ``(1 - s) * loss + s / classes * uniform``."""
         classes = op.size(x, 1)
         if isinstance(classes, int):
-            part = op.Mul(spread, self.label_smoothing / classes)
+            smoothing = op.Mul(uniform, self.label_smoothing / classes)
         else:
-            part = op.Div(op.Mul(spread, self.label_smoothing), op.count(x, [1]))
-        return op.Add(op.Mul(loss, 1.0 - self.label_smoothing), part)
+            smoothing = op.Div(op.Mul(uniform, self.label_smoothing), op.count(x, [1]))
+        return op.Add(op.Mul(loss, 1.0 - self.label_smoothing), smoothing)
 
     def _soft(self, op: OpBuilder, x: ir.Value, target: ir.Value, axis: int) -> ir.Value:
         if op.rank(target) != op.rank(x):
@@ -289,8 +291,8 @@ class CrossEntropy(_LabelLoss):
         cost = select_variant(op, None, COST_VARIANTS, COST_CHOICES)(op, x, axis)
         if self.label_smoothing:
             classes = op.count(x, [axis])
-            spread = op.Div(op.const(self.label_smoothing, x.dtype), classes)
-            target = op.Add(op.Mul(target, 1.0 - self.label_smoothing), spread)
+            uniform = op.Div(op.const(self.label_smoothing, x.dtype), classes)
+            target = op.Add(op.Mul(target, 1.0 - self.label_smoothing), uniform)
         weights = class_weights(self, op, self.weight, x, axis)
         if weights is not None:
             target = op.Mul(target, op.reshape(weights, [-1, *[1] * (op.rank(x) - 1 - axis)]))
@@ -298,13 +300,13 @@ class CrossEntropy(_LabelLoss):
 
 
 CROSS_ENTROPY_VARIANTS: Variants[bool] = {
-    "hits": Variant(CrossEntropy._by_hits, lambda plain: plain),
+    "one-hot mean": Variant(CrossEntropy._by_one_hot_mean, lambda unweighted: unweighted),
     "comparison": Variant(CrossEntropy._by_comparison),
     "operator": Variant(CrossEntropy._by_operator),
 }
-# The operators become LogSoftmax and GatherElements in the end.
+# SoftmaxCrossEntropyLoss is expanded to LogSoftmax and GatherElements after differentiation.
 CROSS_ENTROPY_CHOICES: Choices[bool] = [
-    Choice("hits", prefers="few-operators"),
+    Choice("one-hot mean", prefers="few-operators"),
     Choice("comparison", lacks="SoftmaxCrossEntropyLoss"),
     Choice("comparison", lacks="LogSoftmax"),
     Choice("comparison", lacks="GatherElements"),
@@ -319,10 +321,10 @@ def _decomposed_cost(op: OpBuilder, x: ir.Value, axis: int) -> ir.Value:
 
 
 COST_VARIANTS: Variants[None] = {
-    "composed": Variant(_decomposed_cost),
+    "decomposed": Variant(_decomposed_cost),
     "operator": Variant(lambda op, x, axis: op.Neg(op.LogSoftmax(x, axis=axis))),
 }
-COST_CHOICES: Choices[None] = [Choice("composed", lacks="LogSoftmax"), Choice("operator")]
+COST_CHOICES: Choices[None] = [Choice("decomposed", lacks="LogSoftmax"), Choice("operator")]
 
 
 @LOSSES.named("nll")
@@ -331,10 +333,10 @@ class NLL(_LabelLoss):
     """Negative log-likelihood: ``-w x[label]`` of log-probabilities.
 
     Args:
-        weight: one number per class.
-        ignore_index: a label that does not count; ``None`` if there is none.
-        axis: where the classes are: 1 as in torch, or -1.
-        reduction: ``"mean"`` (over the sum of the labels' weights), ``"sum"`` or ``"none"``.
+        weight: one weight per class.
+        ignore_index: label to ignore; ``None`` ignores none.
+        axis: class axis: 1 as in torch, or -1.
+        reduction: ``"mean"`` (divided by the sum of the weights), ``"sum"`` or ``"none"``.
     """
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
@@ -349,11 +351,12 @@ class NLL(_LabelLoss):
     def _by_comparison(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
         """Emit ``-sum(x * onehot(label))``."""
         zero = op.const(0.0, rows.x.dtype)
-        here = op.Where(is_label(op, rows.x, rows.labels), rows.x, zero)
-        return self.composed(op, rows, op.Neg(op.ReduceSum(here, [1], keepdims=0)), weights)
+        label_scores = op.Where(is_label(op, rows.x, rows.labels), rows.x, zero)
+        each = op.Neg(op.ReduceSum(label_scores, [1], keepdims=0))
+        return self.reduce_weighted(op, rows, each, weights)
 
     def _by_operator(self, op: OpBuilder, rows: Scores, weights: OptionalValue) -> ir.Value:
-        """Emit the standard's own operator."""
+        """Emit NegativeLogLikelihoodLoss."""
         return op.NegativeLogLikelihoodLoss(
             *(rows.x, in_range_labels(op, rows.labels, self.ignore_index), weights),
             ignore_index=self.ignore_index,
@@ -380,16 +383,16 @@ def softplus(op: OpBuilder, x: ir.Value) -> ir.Value:
     return select_variant(op, x.dtype, SOFTPLUS_VARIANTS, SOFTPLUS_CHOICES)(op, x)
 
 
-# Runtimes without a kernel expand the operator to the plain formula, which overflows above 88; the
-# CPU's kernel is for float32 only.
+# Runtimes without a Softplus kernel expand it to log(1 + e^x), which overflows above 88. The CPU
+# kernel is for float32 only.
 SOFTPLUS_VARIANTS: Variants[ir.DataType | None] = {
-    "composed": Variant(smooth_softplus),
+    "decomposed": Variant(smooth_softplus),
     "operator": Variant(lambda op, x: op.Softplus(x), lambda dtype: dtype == ir.DataType.FLOAT),
 }
 SOFTPLUS_CHOICES: Choices[ir.DataType | None] = [
-    Choice("composed", lacks="Softplus"),
+    Choice("decomposed", lacks="Softplus"),
     Choice("operator"),
-    Choice("composed"),
+    Choice("decomposed"),
 ]
 
 
@@ -398,11 +401,11 @@ SOFTPLUS_CHOICES: Choices[ir.DataType | None] = [
 class BCE(Loss):
     """``-w (t log x + (1 - t) log(1 - x))`` of probabilities.
 
-    Logarithms are cut off at -100, as in torch; what is cut off passes no gradient. Prefer
+    Logarithms are clamped to -100, as in torch; clamped ones pass no gradient. Prefer
     :class:`BCEWithLogits`.
 
     Args:
-        weight: one number per element, broadcast against the prediction.
+        weight: weights that broadcast against the prediction.
     """
 
     weight: Any = None
@@ -415,19 +418,19 @@ class BCE(Loss):
         """Emit the terms."""
         check_same_rank(self, prediction, *targets)
         (t,) = targets
-        yes = op.Mul(t, _log(op, prediction))
-        no = op.Mul(op.Sub(1.0, t), _log(op, op.Sub(1.0, prediction)))
-        return _weigh(op, op.Neg(op.Add(yes, no)), self.weight)
+        positive = op.Mul(t, _log(op, prediction))
+        negative = op.Mul(op.Sub(1.0, t), _log(op, op.Sub(1.0, prediction)))
+        return _weight(op, op.Neg(op.Add(positive, negative)), self.weight)
 
 
 def _log(op: OpBuilder, x: ir.Value) -> ir.Value:
     """Return ``max(log x, -100)`` of a probability, with a finite derivative at 0."""
-    gone = op.LessOrEqual(x, _TINY)
-    one, least = op.const(1.0, x.dtype), op.const(-100.0, x.dtype)
-    return op.Where(gone, least, op.Log(op.Where(gone, one, x)))
+    is_zero = op.LessOrEqual(x, _TINY)
+    one, minimum = op.const(1.0, x.dtype), op.const(-100.0, x.dtype)
+    return op.Where(is_zero, minimum, op.Log(op.Where(is_zero, one, x)))
 
 
-def _weigh(op: OpBuilder, each: ir.Value, weight: Any) -> ir.Value:
+def _weight(op: OpBuilder, each: ir.Value, weight: Any) -> ir.Value:
     return each if weight is None else op.Mul(each, op.const(np.asarray(weight), each.dtype))
 
 
@@ -439,8 +442,8 @@ class BCEWithLogits(Loss):
     ``w ((1 - t) x + (1 + (pos_weight - 1) t) softplus(-x))``.
 
     Args:
-        weight: one number per element, broadcast against the prediction.
-        pos_weight: weight of the positive answer, broadcast against the prediction.
+        weight: weights that broadcast against the prediction.
+        pos_weight: weights of the positive class that broadcast against the prediction.
     """
 
     weight: Any = None
@@ -452,15 +455,15 @@ class BCEWithLogits(Loss):
         object.__setattr__(self, "pos_weight", as_tuples(self.pos_weight))
 
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit the terms; ``softplus(-x)`` keeps its digits where the answer is right."""
+        """Emit the terms; ``softplus(-x)`` is accurate for large correct logits."""
         check_same_rank(self, prediction, *targets)
         x, (t,) = prediction, targets
-        miss = softplus(op, op.Neg(x))
+        log_likelihood = softplus(op, op.Neg(x))
         if self.pos_weight is not None:
             extra = op.const(np.asarray(self.pos_weight) - 1.0, x.dtype)
-            miss = op.Mul(miss, op.Add(op.Mul(t, extra), 1.0))
-        each = op.Add(op.Mul(op.Sub(1.0, t), x), miss)
-        return _weigh(op, each, self.weight)
+            log_likelihood = op.Mul(log_likelihood, op.Add(op.Mul(t, extra), 1.0))
+        each = op.Add(op.Mul(op.Sub(1.0, t), x), log_likelihood)
+        return _weight(op, each, self.weight)
 
 
 @LOSSES.named("hinge")
@@ -471,7 +474,7 @@ class Hinge(Loss):
     margin: float = 1.0
 
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit the terms; the derivative at the kink is that of the slope, as torch's clamp."""
+        """Emit the terms; at the kink the gradient passes, as through torch's ``clamp``."""
         check_same_rank(self, prediction, *targets)
         return clamp(op, op.Sub(self.margin, op.Mul(prediction, *targets)))
 
@@ -505,8 +508,8 @@ class MultiMargin(Loss):
 
     Args:
         p: 1 or 2.
-        margin: how far the label's score must lead.
-        weight: one number per class; ``mean`` does not divide by them, as in torch.
+        margin: margin that the score of the label must have over the others.
+        weight: one weight per class; ``mean`` does not divide by them, as in torch.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
     """
 
@@ -518,7 +521,7 @@ class MultiMargin(Loss):
         super().__post_init__()
         object.__setattr__(self, "weight", as_tuples(self.weight))
         if self.p not in (1, 2):
-            raise PrepareError(f"MultiMargin takes p=1 or p=2, not {self.p}")
+            raise PrepareError(f"MultiMargin: p must be 1 or 2: {self.p}")
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
         """Return class indices."""
@@ -530,29 +533,37 @@ class MultiMargin(Loss):
         rank = check_rank(self, prediction, (1, 2), "[N, C] or [C]")
         rows = to_rows(self, op, prediction, targets[0], rank - 1)
         x, zero = rows.x, op.const(0.0, rows.x.dtype)
-        mine = is_label(op, x, rows.labels)
-        lead = select_variant(op, None, LEAD_VARIANTS, LEAD_CHOICES)(op, rows, mine, zero)
-        miss = clamp(op, op.Sub(op.Add(x, self.margin), lead))
+        one_hot = is_label(op, x, rows.labels)
+        select = select_variant(op, None, LABEL_SCORE_VARIANTS, LABEL_SCORE_CHOICES)
+        label_scores = select(op, rows, one_hot, zero)
+        violation = clamp(op, op.Sub(op.Add(x, self.margin), label_scores))
         if self.p == 2:
-            miss = op.Mul(miss, miss)
-        each = op.ReduceMean(op.Where(mine, zero, miss), [1], keepdims=0)
+            violation = op.Mul(violation, violation)
+        each = op.ReduceMean(op.Where(one_hot, zero, violation), [1], keepdims=0)
         weights = class_weights(self, op, self.weight, x, 1)
         if weights is not None:
             each = op.Mul(each, op.Gather(weights, rows.labels))
         return rows.restore(op, each)
 
 
-def _lead_by_comparison(op: OpBuilder, rows: Scores, mine: ir.Value, zero: ir.Value) -> ir.Value:
-    """Return ``x[label]`` as a sum over ``x * onehot(label)``."""
-    return op.ReduceSum(op.Where(mine, rows.x, zero), [1], keepdims=1)
+def _label_scores_by_comparison(
+    op: OpBuilder, rows: Scores, one_hot: ir.Value, zero: ir.Value
+) -> ir.Value:
+    """Return ``x[label]`` as ``sum(x * onehot(label))``."""
+    return op.ReduceSum(op.Where(one_hot, rows.x, zero), [1], keepdims=1)
 
 
-def _lead_by_gathering(op: OpBuilder, rows: Scores, mine: ir.Value, zero: ir.Value) -> ir.Value:
+def _label_scores_by_gathering(
+    op: OpBuilder, rows: Scores, one_hot: ir.Value, zero: ir.Value
+) -> ir.Value:
     return op.GatherElements(rows.x, op.Unsqueeze(in_range_labels(op, rows.labels), [1]), axis=1)
 
 
-LEAD_VARIANTS: Variants[None] = {
-    "comparison": Variant(_lead_by_comparison),
-    "gathering": Variant(_lead_by_gathering),
+LABEL_SCORE_VARIANTS: Variants[None] = {
+    "comparison": Variant(_label_scores_by_comparison),
+    "gathering": Variant(_label_scores_by_gathering),
 }
-LEAD_CHOICES: Choices[None] = [Choice("comparison", lacks="GatherElements"), Choice("gathering")]
+LABEL_SCORE_CHOICES: Choices[None] = [
+    Choice("comparison", lacks="GatherElements"),
+    Choice("gathering"),
+]

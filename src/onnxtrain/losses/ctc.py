@@ -1,12 +1,12 @@
 """Connectionist temporal classification, as a Scan over time.
 
-With the labels ``l1 l2 ...`` and blanks between them, ``e = - l1 - l2 - ... -``, ``alpha_t(s)`` is
-the log-probability of all paths that have reached ``e_s`` at time ``t``::
+Let ``e = - l1 - l2 - ... -`` be the labels ``l1 l2 ...`` with blanks between them. ``alpha_t(s)``
+is the log-probability of all paths that reach ``e_s`` at time ``t``::
 
     alpha_t(s) = logp_t(e_s) + log(sum of e^alpha_(t-1)(r)),  r in {s, s - 1, and s - 2 if allowed}
 
-Skipping from ``s - 2`` is allowed if ``e_s`` is a label other than ``e_(s-2)``. The loss is minus
-the log of what arrives at the last label or the blank after it.
+A path may skip from ``s - 2`` to ``s`` if ``e_s`` is a label other than ``e_(s-2)``. The loss is
+the negative log of the probability to end at the last label or the blank after it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.losses.loss import INT64, LOSSES, Loss, TargetSpec, check_rank
 
-# Stands for log(0): an infinity would make its own differences NaN.
+# In place of log(0) = -inf, whose differences are NaN.
 _LOG_ZERO = -1e30
 
 
 @LOSSES.named("ctc")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CTC(Loss):
-    """Minus the log-probability of a label sequence under unaligned log-probabilities [T, N, C].
+    """Negative log-likelihood of label sequences under unaligned log-probabilities [T, N, C].
 
-    Targets: ``labels`` [N, S], padded with any number; ``input_lengths`` [N]; ``target_lengths``
-    [N]. ``mean`` divides each loss by its target length, then takes the mean, as in torch. A
-    sequence that is too short for its labels has an infinite loss and passes no gradient.
+    Targets: ``labels`` [N, S] with any padding value; ``input_lengths`` [N]; ``target_lengths``
+    [N]. ``mean`` divides each loss by its target length and takes the mean, as in torch. A
+    sequence that is too short for its labels has an infinite loss and no gradient.
 
     Args:
-        blank: the class of the blank.
-        zero_infinity: infinite losses count as 0.
+        blank: class index of the blank.
+        zero_infinity: replace infinite losses by 0.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
     """
 
@@ -59,13 +59,13 @@ class CTC(Loss):
         labels, input_lengths, target_lengths = (op.cast(t, INT64) for t in targets)
         if op.rank(labels) != 2:
             raise ShapeError(
-                f"CTC does not take labels {S.describe_value(labels)}\n"
-                "hint: pad them to [N, S]; the joined form [sum of lengths] is not supported"
+                f"CTC does not accept labels {S.describe_value(labels)}\n"
+                "hint: pad them to [N, S]; concatenated labels are not supported"
             )
         each = self._each(op, prediction, labels, input_lengths, target_lengths)
-        never = op.Greater(each, -_LOG_ZERO / 2)
-        instead = op.const(0.0 if self.zero_infinity else math.inf, each.dtype)
-        each = op.Where(never, instead, each)
+        impossible = op.Greater(each, -_LOG_ZERO / 2)
+        infinite = op.const(0.0 if self.zero_infinity else math.inf, each.dtype)
+        each = op.Where(impossible, infinite, each)
         if self.reduction == "mean":
             lengths = op.Where(op.Equal(target_lengths, 0), op.const(1), target_lengths)
             each = op.Div(each, op.cast(lengths, each.dtype))
@@ -79,7 +79,7 @@ class CTC(Loss):
         input_lengths: ir.Value,
         target_lengths: ir.Value,
     ) -> ir.Value:
-        never, zero = op.const(_LOG_ZERO, logp.dtype), op.const(0.0, logp.dtype)
+        log_zero, zero = op.const(_LOG_ZERO, logp.dtype), op.const(0.0, logp.dtype)
         extended, skip = self._extended(op, labels, target_lengths)
         # [N, L] -> [T, N, L]: the log-probability of every extended label at every time
         times = op.size(logp, 0)
@@ -87,21 +87,21 @@ class CTC(Loss):
         index = op.Expand(op.Unsqueeze(extended, [0]), op.vector([times, batch, length]))
         emitted = op.GatherElements(logp, index, axis=2)
         running = op.Less(op.Unsqueeze(op.iota(times), [1]), input_lengths)  # [T, N]
-        # Before the first step, all of the probability waits in front of e_0.
+        # Before the first step, all probability is at e_0.
         position = op.iota(length)
-        start = op.Where(op.Equal(position, 0), zero, never)
+        start = op.Where(op.Equal(position, 0), zero, log_zero)
         start = op.Expand(start, op.vector([batch, length]))
-        blocked = op.Where(skip, zero, never)
+        blocked = op.Where(skip, zero, log_zero)
         last = self._scan(op, start, emitted, op.Unsqueeze(running, [2]), blocked)
 
         end = op.Unsqueeze(op.Mul(target_lengths, 2), [1])
         final = op.Or(op.Equal(position, end), op.Equal(position, op.Sub(end, 1)))
-        return op.Neg(op.ReduceLogSumExp(op.Where(final, last, never), [1], keepdims=0))
+        return op.Neg(op.ReduceLogSumExp(op.Where(final, last, log_zero), [1], keepdims=0))
 
     def _extended(
         self, op: OpBuilder, labels: ir.Value, target_lengths: ir.Value
     ) -> tuple[ir.Value, ir.Value]:
-        """Return ``e`` [N, 2 S + 1] and whether ``e_(s-2)`` may be followed by ``e_s``."""
+        """Return ``e`` [N, 2 S + 1] and whether a path may skip from ``e_(s-2)`` to ``e_s``."""
         blank = op.const(self.blank)
         inside = op.Less(op.iota(op.size(labels, 1)), op.Unsqueeze(target_lengths, [1]))
         labels = op.Where(inside, labels, blank)
@@ -122,13 +122,13 @@ class CTC(Loss):
         blocked: ir.Value,
     ) -> ir.Value:
         step = op.body([start, *(_at_one_time(v) for v in (emitted, running))])
-        alpha, now, active = step.graph.inputs
+        alpha, log_probability, active = step.graph.inputs
         padded = step.Pad(alpha, [0, 2, 0, 0], op.const(_LOG_ZERO, start.dtype))
         one = step.Slice(padded, [1], [-1], [1])
         two = step.Add(step.Slice(padded, [0], [-2], [1]), blocked)
-        ways = step.Concat(*(step.Unsqueeze(v, [2]) for v in (alpha, one, two)), axis=2)
-        reached = step.Add(step.ReduceLogSumExp(ways, [2], keepdims=0), now)
-        # Kept from sinking without bound, so that "never" stays recognisable.
+        paths = step.Concat(*(step.Unsqueeze(v, [2]) for v in (alpha, one, two)), axis=2)
+        reached = step.Add(step.ReduceLogSumExp(paths, [2], keepdims=0), log_probability)
+        # Without the floor, log_zero would decrease at each step until it overflows.
         floor = op.const(_LOG_ZERO, start.dtype)
         reached = step.Where(step.Less(reached, floor), floor, reached)
         step.graph.outputs.append(step.Where(active, reached, alpha))

@@ -1,4 +1,4 @@
-"""A loss that another ONNX model computes, copied into the model that is trained."""
+"""Use another ONNX model as the loss: copy its nodes into the model to train."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def insert_model(
     outputs: Sequence[ir.Value],
     chosen: Sequence[ir.Value] = (),
 ) -> ir.Value:
-    """Copy a loss model's nodes; return its scalar output.
+    """Copy the nodes of a loss model; return its scalar output.
 
-    Inputs of the loss model are matched by name to ``outputs``, then to inputs of the model; the
-    rest become inputs. Its initializers are copied as constants.
+    Inputs of the loss model are matched by name with ``outputs``, then with inputs of the model.
+    The others become new inputs. Its initializers become constants.
 
     Args:
-        model: what is trained.
-        op: where the copies go.
+        model: the model to train.
+        op: builder of its graph.
         source: the loss model.
-        outputs: the model's outputs.
-        chosen: values for the first inputs of the loss model, whatever their names.
+        outputs: outputs of the model to train.
+        chosen: values for the first inputs of the loss model, regardless of their names.
     """
     loss_model = load(source)
     inputs = list(loss_model.graph.inputs)
@@ -41,8 +41,8 @@ def insert_model(
     by_name = {x.name or "": x for x in (*model.graph.inputs, *outputs)} | given
     if not any(x.name in given or x.name in {y.name for y in outputs} for x in inputs):
         raise PrepareError(
-            f"the loss model reads no output of the model: it has {_names(inputs)}, "
-            f"the model {_names(outputs)}\n"
+            f"the loss model reads no output of the model: its inputs are {_names(inputs)}, "
+            f"the outputs are {_names(outputs)}\n"
             "hint: name its inputs after outputs, or use LossTerm(loss_model, output=[...])"
         )
     _rename_sizes(inputs, by_name)
@@ -78,7 +78,7 @@ def insert_model(
 
 
 def _rename_sizes(inputs: Sequence[ir.Value], by_name: dict[str, ir.Value]) -> None:
-    """Rename the sizes of the loss model's inputs to the names that they have in the model."""
+    """Rename symbolic dimensions of the loss model to those of the model to train."""
     names: dict[str, Dim] = {}
     for x in inputs:
         value = by_name.get(x.name or "")
@@ -104,8 +104,8 @@ def _find_scalar_output(loss_model: ir.Model, results: Sequence[ir.Value]) -> ir
     if "loss" in names:
         return results[names.index("loss")]
     raise PrepareError(
-        f"which output of the loss model is the loss? it has {', '.join(map(str, names))}\n"
-        "hint: give it one scalar output, or call one 'loss'"
+        f"the loss model has several outputs: {', '.join(map(str, names))}\n"
+        "hint: give it one scalar output, or name the loss 'loss'"
     )
 
 
@@ -114,7 +114,7 @@ def _check_type_and_shape(x: ir.Value, value: ir.Value) -> None:
     other_type = x.dtype is not None and x.dtype != value.dtype
     if other_type or (have is not None and want is not None and D.shapes_differ(have, want)):
         raise ShapeError(
-            f"the loss model wants {S.describe_value(x)}, but the model has "
+            f"the loss model expects {S.describe_value(x)}, but the model has "
             f"{S.describe_value(value)}"
         )
 

@@ -1,9 +1,12 @@
-"""What a loss is: the inputs it adds to a model, and the nodes that make a number of them."""
+"""The base class of losses, and the shape checks and reductions that losses share.
+
+A loss declares the inputs that it adds to a model (:meth:`Loss.targets`) and emits its nodes
+(:meth:`Loss.build`, or only :meth:`Loss.per_element`, which ``build`` then reduces).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -33,24 +36,24 @@ class TargetSpec:
 class Loss:
     """Base of all losses, with the argument names and defaults of ``torch.nn``.
 
-    ``reduction`` is ``"mean"``, ``"sum"`` or ``"none"``, which gives one loss per element.
+    ``reduction`` is ``"mean"``, ``"sum"``, or ``"none"`` for one loss per element.
     """
 
     reduction: str = "mean"
 
     predictions: ClassVar[int] = 1
-    """How many arguments usually are outputs of the model; the others are targets."""
+    """Number of arguments that are outputs of the model; the others are targets."""
     reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
 
     def __post_init__(self) -> None:
         if self.reduction not in self.reductions:
             raise PrepareError(
-                f"{type(self).__name__} has no reduction {self.reduction!r}\n"
-                f"hint: one of {', '.join(self.reductions)}"
+                f"{type(self).__name__}: unknown reduction: {self.reduction!r}\n"
+                f"hint: use one of {', '.join(self.reductions)}"
             )
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
-        """Return the arguments after the prediction: here, a float tensor of the same shape."""
+        """Return the arguments after the prediction; by default one tensor of the same shape."""
         return [target_like("target", prediction)]
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
@@ -59,11 +62,7 @@ class Loss:
 
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the loss of every element."""
-        old = getattr(self, "each", None)
-        if old is None:
-            raise NotImplementedError(f"{type(self).__name__} has neither build nor per_element")
-        warnings.warn("Loss.each is called per_element now", DeprecationWarning, stacklevel=2)
-        return old(op, prediction, *targets)
+        raise NotImplementedError(f"{type(self).__name__} defines neither build nor per_element")
 
     def reduce(self, op: OpBuilder, each: ir.Value) -> ir.Value:
         """Emit the mean or the sum."""
@@ -75,7 +74,7 @@ LOSSES: Registry[Loss] = Registry("loss")
 
 
 def reduce(op: OpBuilder, x: ir.Value, how: str) -> ir.Value:
-    """Return the mean or the sum of all elements, or with ``"none"`` the elements."""
+    """Return the mean or the sum of all elements, or the elements for ``"none"``."""
     if how == "none" or op.rank(x) == 0:
         return x
     return op.ReduceMean(x, keepdims=0) if how == "mean" else op.ReduceSum(x, keepdims=0)
@@ -87,13 +86,13 @@ def target_like(name: str, prediction: ir.Value) -> TargetSpec:
 
 
 def labels_for(name: str, prediction: ir.Value, axis: int) -> TargetSpec:
-    """Return class indices for a prediction that has its classes along ``axis``."""
+    """Return a target of class indices for a prediction with its classes on ``axis``."""
     dims = _dims(prediction)
     return TargetSpec(name, INT64, tuple(d for i, d in enumerate(dims) if i != axis))
 
 
 def rows_of(name: str, prediction: ir.Value, dtype: ir.DataType | None = None) -> TargetSpec:
-    """Return a target with one number for each row of a prediction ``[..., D]``."""
+    """Return a target with one value for each row of a prediction ``[..., D]``."""
     return TargetSpec(name, dtype or _dtype(prediction), _dims(prediction)[:-1])
 
 
@@ -108,28 +107,29 @@ def _dtype(x: ir.Value) -> ir.DataType:
 
 
 def check_rank(loss: Any, x: ir.Value, ranks: Sequence[int], layout: str) -> int:
-    """Return the rank of a prediction, or raise a ``ShapeError`` that shows the layout."""
+    """Return the rank of a prediction; raise a ``ShapeError`` that names the expected layout."""
     rank = S.rank_of(x)
     if rank not in ranks:
         raise ShapeError(
-            f"{type(loss).__name__} does not take {S.describe_value(x)}\nhint: it wants {layout}"
+            f"{type(loss).__name__} does not accept {S.describe_value(x)}\n"
+            f"hint: it expects {layout}"
         )
     return rank
 
 
 def check_same_rank(loss: Any, x: ir.Value, target: ir.Value) -> None:
-    """Refuse a target that would be broadcast against the prediction: nearly always a slip."""
+    """Raise ShapeError for a target that would be broadcast: that is almost always a mistake."""
     have, want = S.dims_of(target), S.dims_of(x)
     if have is not None and want is not None and D.shapes_differ(have, want):
         raise ShapeError(
-            f"{type(loss).__name__}: the target does not have the prediction's shape: "
+            f"{type(loss).__name__}: target and prediction have different shapes: "
             f"{S.describe_value(target)} and {S.describe_value(x)}\n"
             "hint: reshape one of them; a loss does not broadcast"
         )
 
 
 def as_tuples(values: Any) -> Any:
-    """Return the numbers of an array or nested list as tuples, which can be compared."""
+    """Return an array or nested list as tuples, so that losses can be compared and hashed."""
     if values is None:
         return None
     plain = np.asarray(values, np.float64).tolist()
@@ -143,7 +143,7 @@ def as_tuples(values: Any) -> Any:
 def class_weights(
     loss: Any, op: OpBuilder, weight: Sequence[float] | None, x: ir.Value, axis: int
 ) -> ir.Value | None:
-    """Return the weights of the classes as a constant; refuse a wrong number of them."""
+    """Return the class weights as a constant; raise ShapeError if their number is wrong."""
     if weight is None:
         return None
     classes = S.dims_of(x)[axis] if S.dims_of(x) else None  # pyright: ignore[reportOptionalSubscript]

@@ -1,4 +1,4 @@
-"""Numbers that are reported beside the loss: accuracy, top-k, perplexity, mean absolute error."""
+"""Metrics that a step reports besides the loss: accuracy, top-k, perplexity, MAE."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Metric:
     """Base of all metrics.
 
     Args:
-        name: what the output is called; the metric's own name unless given.
-        output: the output of the model it looks at; that of the loss unless given.
-        target: the input it compares with; that of the loss unless given.
+        name: name of the graph output; by default the name of the metric.
+        output: the model output to evaluate; by default the one that the loss uses.
+        target: the input to compare with; by default the target of the loss.
     """
 
     name: str | None = None
@@ -41,7 +41,7 @@ class Metric:
         return self.name or self.default_name
 
     def beside(self, loss: Loss | None) -> Metric:
-        """Return the metric with what it leaves open taken from the loss."""
+        """Return the metric with unset fields copied from the loss."""
         changes = {
             f.name: getattr(loss, f.name)
             for f in dataclasses.fields(self)
@@ -62,7 +62,7 @@ METRICS: Registry[Metric] = Registry("metric", attribute="default_name")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ClassMetric(Metric):
-    """A metric that compares classes; ``axis`` and ``ignore_index`` are those of the loss."""
+    """A metric of class predictions; ``axis`` and ``ignore_index`` default to those of the loss."""
 
     axis: int | None = None
     ignore_index: int | None = None
@@ -72,7 +72,7 @@ class _ClassMetric(Metric):
         return class_axis(self, x, 1 if self.axis is None else self.axis)
 
     def mean(self, op: OpBuilder, hit: ir.Value, labels: ir.Value | None) -> ir.Value:
-        """Return the share of hits among the labels that count; NaN if none does."""
+        """Return the fraction of hits among the labels that are not ignored; NaN without any."""
         hits = op.cast(hit, FLOAT)
         if labels is None or self.ignore_index is None:
             return reduce(op, hits, "mean")
@@ -84,15 +84,16 @@ class _ClassMetric(Metric):
 @METRICS.named("accuracy")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accuracy(_ClassMetric):
-    """The share of rows whose largest score is the label's.
+    """The fraction of rows in which the label has the largest score.
 
-    Beside a binary cross entropy, or with a ``threshold``: the share of elements on the right side.
+    With a binary cross entropy, or with ``threshold``: the fraction of elements on the correct side
+    of the threshold.
     """
 
     threshold: float | None = None
 
     def beside(self, loss: Loss | None) -> Metric:
-        """Take the threshold of binary losses, too."""
+        """Copy unset fields, and the threshold of binary losses."""
         metric: Any = super().beside(loss)
         if self.threshold is None and isinstance(loss, BCEWithLogits | BCE):
             threshold = 0.5 if isinstance(loss, BCE) else 0.0
@@ -105,8 +106,8 @@ class Accuracy(_ClassMetric):
         if self.threshold is not None:
             target = op.cast(target, prediction.dtype)
             check_same_rank(self, prediction, target)
-            yes, wanted = op.Greater(prediction, self.threshold), op.Greater(target, 0.5)
-            return self.mean(op, op.Equal(yes, wanted), None)
+            predicted, actual = op.Greater(prediction, self.threshold), op.Greater(target, 0.5)
+            return self.mean(op, op.Equal(predicted, actual), None)
         axis = self.class_axis(prediction)
         if S.is_float(target):
             best = (op.ArgMax(v, axis=axis, keepdims=0) for v in (prediction, target))
@@ -117,42 +118,42 @@ class Accuracy(_ClassMetric):
 
 
 def _hit_by_argmax(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> ir.Value:
-    """Return whether the largest score is the label's."""
+    """Return whether the label has the largest score."""
     return op.Equal(op.cast(op.ArgMax(x, axis=axis, keepdims=0), labels.dtype), labels)
 
 
 def _hit_by_class_index(op: OpBuilder, x: ir.Value, labels: ir.Value, axis: int) -> ir.Value:
-    """The same in float32: what ArgMax gives a GPU cannot cast."""
+    """Return the same without ArgMax, whose int64 result WebGPU cannot cast."""
     classes = op.dims(x)[axis]
     assert isinstance(classes, int)
     top = op.Equal(x, op.ReduceMax(x, [axis], keepdims=1))
     sizes = [classes if i == axis else 1 for i in range(S.rank_of(x) or 1)]
-    numbers = op.const(np.arange(classes, dtype=np.float32).reshape(sizes))
-    largest = op.ReduceMin(op.Where(top, numbers, float(classes)), [axis], keepdims=0)
+    indices = op.const(np.arange(classes, dtype=np.float32).reshape(sizes))
+    largest = op.ReduceMin(op.Where(top, indices, float(classes)), [axis], keepdims=0)
     return op.Equal(largest, op.cast(labels, FLOAT))
 
 
 HIT_VARIANTS: Variants[Dim] = {
     "argmax": Variant(_hit_by_argmax),
-    "numbers": Variant(_hit_by_class_index, lambda classes: isinstance(classes, int)),
+    "class index": Variant(_hit_by_class_index, lambda classes: isinstance(classes, int)),
 }
-HIT_CHOICES: Choices[Dim] = [Choice("numbers", lacks="ArgMax"), Choice("argmax")]
+HIT_CHOICES: Choices[Dim] = [Choice("class index", lacks="ArgMax"), Choice("argmax")]
 
 
 @METRICS.named("top_k")
 @dataclasses.dataclass(frozen=True)
 class TopK(_ClassMetric):
-    """The share of rows whose label is among the ``k`` largest scores."""
+    """The fraction of rows in which the label is among the ``k`` largest scores."""
 
     k: int = 5
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise PrepareError(f"top_k needs k of at least 1: {self.k}")
+            raise PrepareError(f"top_k: k must be at least 1: {self.k}")
 
     @property
     def label(self) -> str:
-        """The name of the output: top_5, say."""
+        """The name of the output, for example ``top_5``."""
         return self.name or f"top_{self.k}"
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
@@ -171,16 +172,16 @@ class TopK(_ClassMetric):
 @METRICS.named("perplexity")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Perplexity(_ClassMetric):
-    """``e^mean(-log p[label])``, without class weights and smoothing.
+    """``e^mean(-log p[label])``, without class weights and label smoothing.
 
     Args:
-        log_probabilities: the prediction is a log-probability already, as beside NLL.
+        log_probabilities: the prediction is a log-probability, as for the NLL loss.
     """
 
     log_probabilities: bool | None = None
 
     def beside(self, loss: Loss | None) -> Metric:
-        """Take the kind of prediction from the loss, too."""
+        """Copy unset fields, and whether the prediction is a log-probability."""
         metric: Any = super().beside(loss)
         if self.log_probabilities is None:
             return dataclasses.replace(metric, log_probabilities=isinstance(loss, NLL))
@@ -197,7 +198,7 @@ class Perplexity(_ClassMetric):
 @METRICS.named("mae")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MAE(Metric):
-    """The mean absolute difference of prediction and target."""
+    """The mean absolute error of the prediction."""
 
     def build(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
         """Emit the mean."""
@@ -207,7 +208,7 @@ class MAE(Metric):
 
 
 def metric_by_name(name: str) -> Metric:
-    """Return the metric that a name, or a name with options, stands for.
+    """Return the metric of a name, or of a name with options.
 
     >>> metric_by_name("top_3") == metric_by_name("top_k:k=3") == TopK(3)
     True

@@ -1,8 +1,8 @@
-"""Losses between numbers: squared, absolute, and in between; divergence of distributions.
+"""Losses with float targets, and losses of embeddings.
 
-Losses between vectors: cosine similarity and triplets.
-
-Losses over rows that belong together: embeddings of pairs and triplets in one batch.
+In order: elementwise losses (MSE, L1, Huber, SmoothL1, KLDiv), losses of pairs and triplets of
+vectors (CosineEmbedding, TripletMargin), and losses of one batch whose rows are pairs or triplets
+(MultipleNegatives, TripletRows).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class L1(Loss):
     """``|x - t|``; the derivative at 0 is 0."""
 
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit the distances."""
+        """Emit the absolute differences."""
         check_same_rank(self, prediction, *targets)
         return op.Abs(op.Sub(prediction, *targets))
 
@@ -63,10 +63,10 @@ class Huber(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.delta > 0:
-            raise PrepareError(f"Huber needs delta above 0: {self.delta}")
+            raise PrepareError(f"Huber: delta must be positive: {self.delta}")
 
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit ``m (d - m / 2)`` with ``m = min(d, delta)``, where no branch can overflow."""
+        """Emit ``m (d - m / 2)`` with ``m = min(d, delta)``, which does not overflow."""
         check_same_rank(self, prediction, *targets)
         d = op.Abs(op.Sub(prediction, *targets))
         m = op.Clip(d, None, op.const(self.delta, d.dtype))
@@ -83,10 +83,10 @@ class SmoothL1(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.beta >= 0:
-            raise PrepareError(f"SmoothL1 needs beta of at least 0: {self.beta}")
+            raise PrepareError(f"SmoothL1: beta must not be negative: {self.beta}")
 
     def per_element(self, op: OpBuilder, prediction: ir.Value, *targets: ir.Value) -> ir.Value:
-        """Emit Huber's loss over ``beta``; with ``beta=0`` it is L1."""
+        """Emit the Huber loss divided by ``beta``; ``beta=0`` is L1."""
         if self.beta == 0:
             return L1(reduction="none").per_element(op, prediction, *targets)
         huber = Huber(delta=self.beta).per_element(op, prediction, *targets)
@@ -98,9 +98,9 @@ class SmoothL1(Loss):
 class KLDiv(Loss):
     """``t (log t - x)``: the prediction is a log-probability, the target a probability.
 
-    With ``log_target`` the target is a log-probability, too. ``reduction="mean"`` divides by the
-    number of elements, as in torch; ``"batchmean"``, which divides by the first size, is the
-    divergence as it is usually defined.
+    With ``log_target`` the target is a log-probability, too. As in torch, ``reduction="mean"``
+    divides by the number of elements; ``"batchmean"`` divides by the batch size, which gives the
+    mathematical definition.
     """
 
     log_target: bool = False
@@ -125,7 +125,7 @@ class KLDiv(Loss):
         return op.Div(total, op.count(each, [0])) if op.rank(each) else total
 
 
-_EPSILON = 1e-12  # torch's, added to squared lengths
+_EPSILON = 1e-12  # added to squared norms, as in torch
 
 
 @LOSSES.named("cosine_embedding")
@@ -133,8 +133,8 @@ _EPSILON = 1e-12  # torch's, added to squared lengths
 class CosineEmbedding(Loss):
     """``1 - cos(x1, x2)`` where the target is 1, ``max(0, cos(x1, x2) - margin)`` where it is -1.
 
-    The first argument is the prediction, the second another output of the model or an input called
-    ``other``; the third, ``target``, has one number per row.
+    ``x1`` is the prediction; ``x2`` is another output of the model, or an input named ``other``;
+    ``target`` has one value per row.
     """
 
     margin: float = 0.0
@@ -142,7 +142,7 @@ class CosineEmbedding(Loss):
     predictions: ClassVar[int] = 2
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
-        """Return the vectors to compare with, and 1 or -1 for each row."""
+        """Return the vectors to compare with, and a target of 1 or -1 per row."""
         _check_rows(self, prediction)
         return [target_like("other", prediction), rows_of("target", prediction)]
 
@@ -171,8 +171,8 @@ def _square(op: OpBuilder, x: ir.Value) -> ir.Value:
 def _check_rows(loss: Loss, x: ir.Value) -> None:
     if S.rank_of(x) == 0:
         raise ShapeError(
-            f"{type(loss).__name__} does not take {S.describe_value(x)}\n"
-            "hint: it wants [N, D] or [D]"
+            f"{type(loss).__name__} does not accept {S.describe_value(x)}\n"
+            "hint: it expects [N, D] or [D]"
         )
 
 
@@ -181,8 +181,8 @@ def _check_rows(loss: Loss, x: ir.Value) -> None:
 class TripletMargin(Loss):
     """``max(0, margin + d(anchor, positive) - d(anchor, negative))``, ``d`` the ``p``-norm of rows.
 
-    The anchor is the prediction; positive and negative are other outputs of the model, or inputs of
-    these names. ``swap`` takes the negative's distance to the positive if that is smaller.
+    The anchor is the prediction; positive and negative are other outputs of the model, or inputs
+    of these names. ``swap`` uses the distance of positive and negative if that is smaller.
     """
 
     margin: float = 1.0
@@ -195,10 +195,10 @@ class TripletMargin(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.p > 0:
-            raise PrepareError(f"TripletMargin needs p above 0: {self.p}")
+            raise PrepareError(f"TripletMargin: p must be positive: {self.p}")
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
-        """Return the vectors that are to be near and far."""
+        """Return the positive and the negative vectors."""
         _check_rows(self, prediction)
         return [target_like("positive", prediction), target_like("negative", prediction)]
 
@@ -228,22 +228,21 @@ class TripletMargin(Loss):
         return op.Pow(powers, op.const(1.0 / self.p, d.dtype))
 
 
-# added to squared lengths
-_LAYOUT = "[rows, D], where the texts of a pair or triplet are rows behind each other"
+_LAYOUT = "[rows, D], with the rows of a pair or triplet one after another"
 
 
 @LOSSES.named("multiple_negatives")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultipleNegatives(Loss):
-    """Cross entropy of finding, for each anchor, its own partner among those of the whole batch.
+    """Cross entropy of each anchor's positive against the positives of the whole batch (InfoNCE).
 
-    The prediction has the embeddings of a batch ``[rows, D]``, each group of ``parts`` rows behind
-    the last: anchor, partner, and with three parts a text that must not be found. Similarity is the
-    cosine times ``scale``. It adds no input: what belongs together follows from the order.
+    The prediction ``[rows, D]`` has the embeddings of a batch, ``parts`` rows per group: anchor,
+    positive, and with three parts a hard negative. The logits are cosine similarities times
+    ``scale``, as in MultipleNegativesRankingLoss of sentence-transformers. The loss adds no input.
 
     Args:
-        scale: what cosines are multiplied by before the softmax.
-        parts: 2 for pairs, 3 for triplets.
+        scale: factor of the cosine similarities.
+        parts: rows per group: 2 for pairs, 3 for triplets.
         reduction: ``"mean"`` or ``"sum"`` over the anchors, or ``"none"``.
     """
 
@@ -253,10 +252,10 @@ class MultipleNegatives(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parts not in (2, 3):
-            raise PrepareError(f"MultipleNegatives has 2 or 3 parts, not {self.parts}")
+            raise PrepareError(f"MultipleNegatives: parts must be 2 or 3: {self.parts}")
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
-        """Return nothing: there is no target."""
+        """Return no targets."""
         check_rank(self, prediction, [2], _LAYOUT)
         return []
 
@@ -268,23 +267,23 @@ class MultipleNegatives(Loss):
         anchors, *others = split_row_groups(op, unit, self.parts)
         candidates = others[0] if len(others) == 1 else op.Concat(*others, axis=0)
         scores = op.Mul(op.MatMul(anchors, op.Transpose(candidates, perm=[1, 0])), self.scale)
-        own = op.cast(op.iota(op.size(anchors, 0)), label_type(op))
-        plain = CrossEntropy(reduction=self.reduction, ignore_index=None)
-        return plain.build(op, scores, own)
+        labels = op.cast(op.iota(op.size(anchors, 0)), label_type(op))
+        cross_entropy = CrossEntropy(reduction=self.reduction, ignore_index=None)
+        return cross_entropy.build(op, scores, labels)
 
 
 @LOSSES.named("triplet_rows")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TripletRows(TripletMargin):
-    """:class:`TripletMargin` of a single output: anchor, positive and negative are rows in turn.
+    """:class:`TripletMargin` of one output with three rows per triplet: anchor, positive, negative.
 
-    It adds no input; the batch has three rows per triplet, one behind the other.
+    The loss adds no input.
     """
 
     predictions = 1
 
     def targets(self, prediction: ir.Value) -> list[TargetSpec]:
-        """Return nothing: there is no target."""
+        """Return no targets."""
         check_rank(self, prediction, [2], _LAYOUT)
         return []
 
@@ -296,7 +295,7 @@ class TripletRows(TripletMargin):
 
 
 def split_row_groups(op: OpBuilder, x: ir.Value, parts: int) -> list[ir.Value]:
-    """Return the first, second ... row of each group of ``parts`` rows, ``[groups, D]`` each."""
+    """Return the i-th row of each group of ``parts`` rows, ``[groups, D]``, for each i."""
     grouped = op.reshape(x, [-1, parts, op.size(x, 1)])
     rows = [op.Squeeze(op.Slice(grouped, [i], [i + 1], [1]), [1]) for i in range(parts)]
     for row in rows:

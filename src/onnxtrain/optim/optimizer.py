@@ -1,9 +1,10 @@
-"""What all optimizers share: settings by groups of parameters, and the emission of a step.
+"""The base class of optimizers, parameter groups, gradient clipping and weight averaging.
+
+:meth:`Optimizer.apply` emits the nodes of one step. A subclass in ``optimizers.py`` only gives the
+chain of transforms (``transforms.py``) that turns a gradient into an update.
 
 >>> Optimizer(groups=(ParamGroup("*.bias", weight_decay=0.1),)).group_of("fc.bias").weight_decay
 0.1
-
-Gradient clipping and averaging of weights.
 """
 
 from __future__ import annotations
@@ -23,15 +24,12 @@ from onnxtrain.optim import transforms as T
 from onnxtrain.optim.transforms import Slot, Transform, Update
 from onnxtrain.registry import Registry
 
-_EMITTERS = ("apply", "chain", "slots", "subtract_update")
+_UPDATE_METHODS = ("apply", "chain", "slots", "subtract_update")
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamGroup:
-    """Parameters whose names match a glob pattern, with settings of their own.
-
-    ``None`` keeps the optimizer's setting.
-    """
+    """Settings for parameters whose names match a glob; ``None`` keeps the optimizer's setting."""
 
     pattern: str
     weight_decay: float | None = None
@@ -43,25 +41,26 @@ class Optimizer:
     """Base of all optimizers: a learning rate, and groups of parameters (the first match wins)."""
 
     elementwise: ClassVar[bool] = False
-    """Whether each element is updated by itself, so that tensors may be joined to long vectors.
-    A subclass says so itself: it does not inherit it, since its own formula may mix elements."""
+    """Whether the update of an element depends on no other element, so that tensors can be joined
+    to vectors. A subclass that overrides the update does not inherit it: its formula may mix
+    elements."""
 
     lr: float = 1e-3
     weight_decay: float = 0.0
     groups: Sequence[ParamGroup] = ()
     proximal: float = 0.0
-    """Pulls each parameter towards its slot ``anchor``: adds ``proximal * (p - anchor)`` to its
-    gradient, as FedProx does. The anchor is where training started, until somebody moves it."""
+    """Add ``proximal * (p - anchor)`` to each gradient, as FedProx does. The slot ``anchor`` holds
+    the initial parameter until a caller changes it."""
 
     def __init_subclass__(cls) -> None:
-        """Let a class that changes the update say anew whether it works element by element."""
+        """Reset ``elementwise`` in a class that overrides the update and does not set it."""
         super().__init_subclass__()
         own = vars(cls)
-        if "elementwise" not in own and not own.keys().isdisjoint(_EMITTERS):
+        if "elementwise" not in own and not own.keys().isdisjoint(_UPDATE_METHODS):
             cls.elementwise = False
 
     def __post_init__(self) -> None:
-        lr: Any = self.lr  # an option in a string may be anything
+        lr: Any = self.lr  # parsed from a string, it can have any type
         if isinstance(lr, bool) or not isinstance(lr, numbers.Real) or not math.isfinite(lr):
             raise PrepareError(f"lr must be a finite number: {self.lr!r}")
         if self.lr < 0.0:
@@ -79,11 +78,11 @@ class Optimizer:
                 raise PrepareError(f"betas must be in [0, 1): {getattr(self, 'betas', ())}")
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Return the transforms that make an update of a gradient."""
+        """Return the transforms that turn a gradient into an update."""
         raise NotImplementedError
 
     def links(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Return the chain, behind what draws parameters to their anchors."""
+        """Return the chain, preceded by the proximal term."""
         return T.chain(T.add_proximal(self.proximal), *self.chain(weight_decay))
 
     def group_of(self, name: str) -> ParamGroup:
@@ -95,13 +94,13 @@ class Optimizer:
         return ParamGroup(name, self.weight_decay)
 
     def is_plain_sgd(self, name: str) -> bool:
-        """Return whether a parameter's update is ``lr`` times its gradient and nothing else."""
+        """Return whether the update of a parameter is just ``lr * gradient``."""
         cls = type(self)
         emitted = (cls.apply, cls.subtract_update) == (Optimizer.apply, Optimizer.subtract_update)
         return emitted and not self.links(self.group_of(name).weight_decay or 0.0)
 
     def slots(self, name: str, dims: Sequence[int], dtype: ir.DataType) -> list[Slot]:
-        """Return the state that a parameter needs."""
+        """Return the state tensors of a parameter."""
         decay = self.group_of(name).weight_decay or 0.0
         return [s for t in self.links(decay) for s in t.slots(tuple(dims), dtype)]
 
@@ -117,7 +116,7 @@ class Optimizer:
         """Emit one step; return the new parameters and the new state, by the same names.
 
         Args:
-            op: where the nodes go.
+            op: builder of the graph.
             parameters: by name.
             gradients: by the name of the parameter.
             state: by ``<parameter>.<slot>``.
@@ -139,12 +138,12 @@ class Optimizer:
                 rate = shared[key]
             links = self.links(decay)
             dims = op.static(p) or ()
-            mine = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
+            slots = {s.name: state[f"{name}.{s.name}"] for s in self.slots(name, dims, p.dtype)}
             u = Update(
                 op,
                 p,
                 gradients[name],
-                mine,
+                slots,
                 rate,
                 _shared_scalar(op, shared, "step", step, p.dtype),
                 shared,
@@ -165,7 +164,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry("optimizer")
 
 
 def resolve(optimizer: str | Optimizer) -> Optimizer:
-    """Return the optimizer that a name, or a name with options, stands for.
+    """Return the optimizer of a name, or of a name with options.
 
     >>> resolve("sgd").lr
     0.001
@@ -186,19 +185,19 @@ def _shared_scalar(
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """Gradient clipping: by the joint norm of all gradients, or by value."""
+    """Gradient clipping, by the global norm of all gradients or by value."""
 
     norm: float | None = None
     value: float | None = None
 
     @classmethod
-    def of(cls, given: float | Clip | None) -> Clip:
-        """Return the limits that a number, which is that of the norm, stands for.
+    def of(cls, clip: float | Clip | None) -> Clip:
+        """Return the limits; a number is the maximum global norm.
 
         Raises:
             PrepareError: if a limit is not positive.
         """
-        limits = given if isinstance(given, Clip) else cls(None if given is None else float(given))
+        limits = clip if isinstance(clip, Clip) else cls(None if clip is None else float(clip))
         for limit in (limits.norm, limits.value):
             if limit is not None and not limit > 0:
                 raise PrepareError(f"clip must be positive: {limit}")
@@ -206,7 +205,7 @@ class Clip:
 
 
 def global_norm(op: OpBuilder, gradients: Mapping[str, ir.Value]) -> ir.Value:
-    """Return the norm of all gradients taken as one vector, a float32 scalar."""
+    """Return the norm of the concatenation of all gradients, a float32 scalar."""
     squares = [
         op.cast(op.ReduceSum(op.Mul(g, g), keepdims=0), ir.DataType.FLOAT)
         for g in gradients.values()
@@ -220,7 +219,7 @@ def global_norm(op: OpBuilder, gradients: Mapping[str, ir.Value]) -> ir.Value:
 def clip_by_global_norm(
     op: OpBuilder, gradients: Mapping[str, ir.Value], max_norm: float, norm: ir.Value | None = None
 ) -> dict[str, ir.Value]:
-    """Scale all gradients so that their joint norm is at most ``max_norm``, as torch does."""
+    """Scale all gradients so that their global norm is at most ``max_norm``, as torch does."""
     norm = global_norm(op, gradients) if norm is None else norm
     factor = op.Div(max_norm, op.Add(norm, 1e-6))
     factor = op.Where(op.Less(factor, 1.0), factor, 1.0)
@@ -230,7 +229,7 @@ def clip_by_global_norm(
 def clip_by_value(
     op: OpBuilder, gradients: Mapping[str, ir.Value], limit: float
 ) -> dict[str, ir.Value]:
-    """Cut every element of every gradient off at ``-limit`` and ``limit``."""
+    """Clamp every element of every gradient to ``[-limit, limit]``."""
     return {name: op.Clip(g, -limit, limit) for name, g in gradients.items()}
 
 

@@ -1,4 +1,9 @@
-"""Optimizers, with the argument names, defaults and arithmetic of ``torch.optim``."""
+"""Optimizers with the argument names, defaults and arithmetic of ``torch.optim``.
+
+Each class is a chain of transforms (``transforms.py``). To add one, decorate a frozen dataclass
+with ``@OPTIMIZERS.named("name")`` and return its transforms from :meth:`Optimizer.chain`; set
+``elementwise = True`` if no element of a parameter affects the update of another.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,10 @@ class SGD(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
-            raise PrepareError("nesterov momentum needs a momentum and no dampening")
+            raise PrepareError("nesterov requires momentum > 0 and dampening = 0")
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Decay, then momentum."""
+        """Add weight decay, then momentum."""
         return T.chain(
             T.add_weight_decay(weight_decay),
             T.momentum(self.momentum, self.dampening, self.nesterov),
@@ -41,7 +46,7 @@ class SGD(Optimizer):
 @OPTIMIZERS.named("adam")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
-    """Adam; weight decay is added to the gradient."""
+    """Adam; weight decay is added to the gradient (L2 regularization)."""
 
     elementwise = True
 
@@ -50,7 +55,7 @@ class Adam(Optimizer):
     amsgrad: bool = False
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Decay, then Adam's scaling."""
+        """Add weight decay, then scale by Adam."""
         return T.chain(
             T.add_weight_decay(weight_decay),
             T.scale_by_adam(*self.betas, self.eps, amsgrad=self.amsgrad),
@@ -62,8 +67,9 @@ class Adam(Optimizer):
 class AdamW(Optimizer):
     """Adam with decoupled weight decay.
 
-    ``form="torch"`` is ``torch.optim.AdamW``. ``form="hf"`` is the form of Hugging Face and of
-    onnxruntime-training: eps is added before the bias correction, and the updated weights decay.
+    ``form="torch"`` computes ``torch.optim.AdamW``. ``form="hf"`` computes AdamW as Hugging Face
+    and onnxruntime-training do: eps is added before the bias correction, and the updated weights
+    decay.
     """
 
     elementwise = True
@@ -78,10 +84,10 @@ class AdamW(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.form not in ("torch", "hf"):
-            raise PrepareError(f"AdamW has no form {self.form!r}\nhint: torch or hf")
+            raise PrepareError(f"AdamW: unknown form: {self.form!r}\nhint: 'torch' or 'hf'")
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Decay the weights, then Adam's scaling."""
+        """Decay the weights, then scale by Adam."""
         torch_like = self.form == "torch"
         return T.chain(
             T.decay_weights(weight_decay) if torch_like else None,
@@ -95,7 +101,7 @@ class AdamW(Optimizer):
         )
 
     def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
-        """Subtract the update; in the hf form, decay what results."""
+        """Subtract the update; with ``form="hf"``, decay the result."""
         new = super().subtract_update(u, weight_decay)
         if self.form == "torch" or not weight_decay:
             return new
@@ -109,14 +115,14 @@ class AdamW(Optimizer):
 @OPTIMIZERS.named("lamb")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LAMB(Optimizer):
-    """Adam's direction with decoupled decay, scaled to the norm of each parameter."""
+    """Adam with decoupled weight decay; each update is scaled to the norm of its parameter."""
 
     weight_decay: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Adam's scaling, decay, trust ratio."""
+        """Scale by Adam, add weight decay, scale by the trust ratio."""
         return T.chain(
             T.scale_by_adam(*self.betas, self.eps),
             T.add_weight_decay(weight_decay),
@@ -127,7 +133,7 @@ class LAMB(Optimizer):
 @OPTIMIZERS.named("adagrad")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(Optimizer):
-    """Divide by the root of the sum of squared gradients."""
+    """Divide the gradient by the root of the sum of squared gradients."""
 
     elementwise = True
 
@@ -159,7 +165,7 @@ class Adagrad(Optimizer):
 @OPTIMIZERS.named("rmsprop")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSprop(Optimizer):
-    """Divide by the root of the running mean square of gradients."""
+    """Divide the gradient by the root of its running mean square."""
 
     elementwise = True
 
@@ -170,7 +176,7 @@ class RMSprop(Optimizer):
     centered: bool = False
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Decay, scaling, momentum."""
+        """Add weight decay, scale, add momentum."""
 
         def update(u: Update) -> None:
             op = u.op
@@ -227,7 +233,7 @@ class Adadelta(Optimizer):
 @OPTIMIZERS.named("lion")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
-    """The sign of an interpolation between momentum and gradient, with decoupled decay."""
+    """Step by the sign of an average of momentum and gradient, with decoupled weight decay."""
 
     elementwise = True
 
@@ -235,12 +241,12 @@ class Lion(Optimizer):
     betas: tuple[float, float] = (0.9, 0.99)
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Decay the weights, then the sign."""
+        """Decay the weights, then take the sign."""
 
         def update(u: Update) -> None:
-            mixed = T.average(u.op, u.state["exp_avg"], u.gradient, self.betas[0])
+            direction = T.average(u.op, u.state["exp_avg"], u.gradient, self.betas[0])
             u.new_state["exp_avg"] = T.average(u.op, u.state["exp_avg"], u.gradient, self.betas[1])
-            u.gradient = u.op.sign(mixed)
+            u.gradient = u.op.sign(direction)
 
         return T.chain(T.decay_weights(weight_decay), Transform(update, T.like("exp_avg")))
 
@@ -248,9 +254,9 @@ class Lion(Optimizer):
 @OPTIMIZERS.named("adafactor")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
-    """Adam-like scaling whose mean squares are kept as a row and a column factor.
+    """Scale like Adam, with mean squares stored as a row factor times a column factor.
 
-    ``eps`` is (eps1, eps2) as in torch; ``None`` for eps1 stands for the dtype's epsilon.
+    ``eps`` is (eps1, eps2) as in torch; eps1 defaults to the machine epsilon of the dtype.
     """
 
     lr: float = 1e-2
@@ -259,7 +265,7 @@ class Adafactor(Optimizer):
     d: float = 1.0
 
     def chain(self, weight_decay: float) -> tuple[Transform, ...]:
-        """Decay the weights, then the factored scaling with its own step size."""
+        """Decay the weights, then scale by the factored mean squares and the relative step."""
         return T.chain(T.decay_weights(weight_decay), Transform(self._scale, _factored_slots))
 
     def _scale(self, u: Update) -> None:
@@ -270,24 +276,24 @@ class Adafactor(Optimizer):
             "one_minus_beta2", self.beta2_decay, lambda: op.Pow(u.step, self.beta2_decay)
         )
 
-        def follow(slot: str, new: ir.Value) -> ir.Value:
+        def update_average(slot: str, new: ir.Value) -> ir.Value:
             old = u.state[slot]
             u.new_state[slot] = op.Add(old, op.Mul(op.Sub(new, old), weight))
             return u.new_state[slot]
 
         square = op.Mul(g, g)
         if "row_var" in u.state:
-            row = follow("row_var", op.ReduceMean(square, [-1], keepdims=1))
-            column = follow("col_var", op.ReduceMean(square, [-2], keepdims=1))
+            row = update_average("row_var", op.ReduceMean(square, [-1], keepdims=1))
+            column = update_average("col_var", op.ReduceMean(square, [-2], keepdims=1))
             floor = op.Clip(op.ReduceMean(row, [-2], keepdims=1), op.const(eps1, g.dtype))
             variance = op.Div(op.MatMul(row, column), floor)
         else:
-            variance = follow("variance", square)
+            variance = update_average("variance", square)
         update = op.Div(g, op.Sqrt(op.Clip(variance, op.const(eps1 * eps1, g.dtype))))
         size = math.prod(op.static(u.parameter) or ()) ** 0.5
         norm = op.Div(op.Sqrt(op.ReduceSum(op.Mul(update, update), keepdims=0)), size * self.d)
         update = op.Div(update, op.Clip(norm, op.const(1.0, g.dtype)))
-        # The step is relative to the parameter's own size; lr only bounds it.
+        # The step is relative to the root mean square of the parameter; lr only bounds it.
         rms = op.Div(op.Sqrt(op.ReduceSum(op.Mul(u.parameter, u.parameter), keepdims=0)), size)
         relative = op.Clip(rms, op.const(self.eps[1], g.dtype))
         bound = u.scalar(
@@ -298,7 +304,7 @@ class Adafactor(Optimizer):
         u.gradient = op.Mul(update, op.Mul(relative, bound))
 
     def subtract_update(self, u: Update, weight_decay: float) -> ir.Value:
-        """Subtract the update, which has its step size already."""
+        """Subtract the update; ``_scale`` has applied the step size."""
         return u.op.Sub(u.parameter, u.gradient)
 
 

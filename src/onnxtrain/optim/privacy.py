@@ -1,4 +1,4 @@
-"""Differentially private gradients: how far each example may pull, and how much noise is added."""
+"""Options of differentially private training (DP-SGD), and the privacy it costs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from onnxtrain.errors import MissingExtraError, PrepareError
 
 @dataclasses.dataclass(frozen=True)
 class DP:
-    """Gradients of single examples, clipped, summed, with noise: DP-SGD.
+    """DP-SGD: clip the gradients of each example, sum them, and add Gaussian noise.
 
     Args:
-        clip: the largest joint norm of an example's gradients.
-        noise: standard deviation of the noise in the sum, as a multiple of ``clip``.
+        clip: maximum global norm of the gradients of one example.
+        noise: noise multiplier: standard deviation of the noise in the sum, divided by ``clip``.
     """
 
     clip: float
@@ -29,10 +29,11 @@ class DP:
             raise PrepareError(f"noise must not be negative: {self.noise}")
 
     def epsilon(self, *, examples: int, batch_size: int, steps: int, delta: float) -> float:
-        """Return the epsilon that ``steps`` cost, by Google's dp-accounting.
+        """Return epsilon after ``steps``, computed by Google's dp-accounting.
 
-        It holds for batches that each example joins with probability ``batch_size / examples``, on
-        its own; fixed batches of shuffled data are taken for that, as is usual.
+        The accountant assumes Poisson sampling: each example joins a batch independently with
+        probability ``batch_size / examples``. Batches of shuffled data are treated as such, which
+        is common practice.
 
         Raises:
             MissingExtraError: dp-accounting is not installed.

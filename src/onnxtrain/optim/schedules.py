@@ -1,16 +1,17 @@
-"""Learning rates as functions of the step number.
+"""Learning-rate schedules as functions of the step number.
 
-The learning rate is an input of the training step, so a schedule is plain Python and nothing
-is rebuilt. Steps count from 1: step 1 uses what ``torch.optim.lr_scheduler`` gives before its first
-``step()``.
+The learning rate is an input of the training step, so a schedule is plain Python and changes no
+graph. Steps count from 1: step 1 has the rate that ``torch.optim.lr_scheduler`` has before its
+first ``step()``. The names and arguments are those of torch, given in each docstring.
+
+The file in order: the base class and the registry, one class per schedule, and functions that make
+schedules from text, from JSON, or for another number of steps.
 
 >>> schedule = resolve_schedule("cosine", total=100, warmup=10)
 >>> [round(schedule.lr(0.1, step), 4) for step in (1, 6, 11, 56, 101)]
 [0.0, 0.05, 0.1, 0.05, 0.0]
 >>> from_dict(schedule.to_dict()) == schedule
 True
-
-Schedules that are a formula of the step number.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Schedule:
     """Base of all schedules."""
 
     name: ClassVar[str]
-    """What it is registered as."""
+    """The name in the registry."""
 
     def lr(self, base: float, step: int) -> float:
-        """Return the learning rate of a step, counted from 1, for an optimizer's own ``base``."""
+        """Return the learning rate of a step, from 1; ``base`` is the ``lr`` of the optimizer."""
         if step < 1:
             raise PrepareError(f"steps count from 1: {step}")
         return self.at(base, step - 1)
@@ -46,14 +47,14 @@ class Schedule:
         raise NotImplementedError
 
     def update(self, metric: float) -> None:
-        """Tell the schedule how a validation went; only some look at it."""
+        """Pass a validation metric to the schedule; only ``ReduceOnPlateau`` uses it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes while training, to be saved; most schedules have nothing."""
+        """Return the state that changes during training; empty for most schedules."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         if state:
             raise PrepareError(f"{self.name} has no state, but got {', '.join(sorted(state))}")
 
@@ -80,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse a setting."""
+    """Raise PrepareError with a message unless the condition holds."""
     if not condition:
         raise PrepareError(message)
 
@@ -93,7 +94,7 @@ class Constant(Schedule):
     factor: float = 1.0
 
     def at(self, base: float, t: int) -> float:
-        """Always the same."""
+        """Return the same rate for all steps."""
         return base * self.factor
 
 
@@ -139,7 +140,7 @@ def _cosine(high: float, low: float, part: float) -> float:
 class CosineRestarts(Schedule):
     """Cosines of ``period`` steps, each ``mult`` times as long as the one before.
 
-    The same as CosineAnnealingWarmRestarts.
+    Equals CosineAnnealingWarmRestarts.
     """
 
     period: int
@@ -147,8 +148,8 @@ class CosineRestarts(Schedule):
     eta_min: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.period > 0, f"cosine_restarts needs a period above 0: {self.period}")
-        require(self.mult >= 1, f"cosine_restarts needs mult of at least 1: {self.mult}")
+        require(self.period > 0, f"cosine_restarts: period must be positive: {self.period}")
+        require(self.mult >= 1, f"cosine_restarts: mult must be at least 1: {self.mult}")
 
     def at(self, base: float, t: int) -> float:
         """Follow the cosine of the current period."""
@@ -187,10 +188,10 @@ class Step(Schedule):
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        require(self.step_size > 0, f"step needs step_size above 0: {self.step_size}")
+        require(self.step_size > 0, f"step: step_size must be positive: {self.step_size}")
 
     def at(self, base: float, t: int) -> float:
-        """Count the drops."""
+        """Multiply by ``gamma`` once per ``step_size`` steps."""
         return base * self.gamma ** (t // self.step_size)
 
 
@@ -210,7 +211,7 @@ class MultiStep(Schedule):
         )
 
     def at(self, base: float, t: int) -> float:
-        """Count the milestones passed."""
+        """Multiply by ``gamma`` once per milestone passed."""
         return base * self.gamma ** bisect.bisect_right(self.milestones, t)
 
 
@@ -222,14 +223,14 @@ class Exponential(Schedule):
     gamma: float
 
     def at(self, base: float, t: int) -> float:
-        """Return the power."""
+        """Multiply by ``gamma`` once per step."""
         return base * self.gamma**t
 
 
 @SCHEDULES.named("one_cycle")
 @dataclasses.dataclass(frozen=True)
 class OneCycle(Schedule):
-    """Up to the base learning rate and down to nearly nothing, in ``total`` steps (OneCycleLR).
+    """Rise to the base learning rate and fall to almost 0 in ``total`` steps (OneCycleLR).
 
     The optimizer's ``lr`` is the peak, torch's ``max_lr``.
     """
@@ -246,7 +247,7 @@ class OneCycle(Schedule):
         require(0.0 <= self.pct_start <= 1.0, f"pct_start must be in [0, 1]: {self.pct_start}")
         require(
             self.anneal_strategy in ("cos", "linear"),
-            f"one_cycle has no anneal_strategy {self.anneal_strategy!r}\nhint: cos or linear",
+            f"one_cycle: unknown anneal_strategy: {self.anneal_strategy!r}\nhint: cos or linear",
         )
 
     def at(self, base: float, t: int) -> float:
@@ -286,16 +287,16 @@ class Warmup(Schedule):
     start: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.steps >= 0, f"warmup needs a number of steps: {self.steps}")
+        require(self.steps >= 0, f"warmup: steps must not be negative: {self.steps}")
 
     def at(self, base: float, t: int) -> float:
-        """Interpolate, then ask the other schedule."""
+        """Interpolate, then follow the other schedule."""
         if t < self.steps:
             return base * (self.start + (1.0 - self.start) * t / self.steps)
         return self.after.at(base, t - self.steps)
 
     def update(self, metric: float) -> None:
-        """Pass the metric on."""
+        """Pass the metric to the other schedule."""
         self.after.update(metric)
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,9 +311,9 @@ class Warmup(Schedule):
 @SCHEDULES.named("chain")
 @dataclasses.dataclass(frozen=True)
 class Chain(Schedule):
-    """One schedule after the other; each begins at its milestone, counting from its own start.
+    """A sequence of schedules; each starts at its milestone and counts steps from there.
 
-    The same as SequentialLR.
+    Equals SequentialLR.
     """
 
     schedules: tuple[Schedule, ...]
@@ -328,17 +329,17 @@ class Chain(Schedule):
         )
 
     def at(self, base: float, t: int) -> float:
-        """Ask the current schedule."""
+        """Follow the current schedule."""
         i = bisect.bisect_right(self.milestones, t)
         return self.schedules[i].at(base, t - (self.milestones[i - 1] if i else 0))
 
     def update(self, metric: float) -> None:
-        """Pass the metric on to all."""
+        """Pass the metric to all schedules."""
         for schedule in self.schedules:
             schedule.update(metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of those that have one, by position."""
+        """Return the states of the schedules that have one, by position."""
         states = {str(i): s.state_dict() for i, s in enumerate(self.schedules)}
         return {i: state for i, state in states.items() if state}
 
@@ -353,7 +354,7 @@ class Chain(Schedule):
 class ReduceOnPlateau(Schedule):
     """Multiply by ``factor`` when a metric has not improved for ``patience`` updates.
 
-    The same as ReduceLROnPlateau: call :meth:`update` once per validation.
+    Equals ReduceLROnPlateau; call :meth:`update` once per validation.
 
     >>> schedule = ReduceOnPlateau(factor=0.5, patience=1)
     >>> for loss in (1.0, 1.0, 1.0):
@@ -376,15 +377,15 @@ class ReduceOnPlateau(Schedule):
     reductions: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        require(self.mode in ("min", "max"), f"mode is min or max, not {self.mode!r}")
+        require(self.mode in ("min", "max"), f"mode must be 'min' or 'max': {self.mode!r}")
         require(
             self.threshold_mode in ("rel", "abs"),
-            f"threshold_mode is rel or abs, not {self.threshold_mode!r}",
+            f"threshold_mode must be 'rel' or 'abs': {self.threshold_mode!r}",
         )
         require(0.0 <= self.factor < 1.0, f"factor must be in [0, 1): {self.factor}")
 
     def at(self, base: float, t: int) -> float:
-        """Apply the reductions made so far."""
+        """Apply the reductions so far."""
         lr = base
         for _ in range(self.reductions):
             lower = max(lr * self.factor, self.min_lr)
@@ -424,8 +425,8 @@ class ReduceOnPlateau(Schedule):
         """Restore the best metric and the counters."""
         require(
             set(state) == set(_PLATEAU),
-            f"the state of reduce_on_plateau has {', '.join(_PLATEAU)}, "
-            f"but got {', '.join(sorted(state)) or 'nothing'}",
+            f"reduce_on_plateau: expected a state with {', '.join(_PLATEAU)}, "
+            f"got {', '.join(sorted(state)) or 'nothing'}",
         )
         for key in _PLATEAU:
             setattr(self, key, state[key])
@@ -449,12 +450,12 @@ def from_dict(data: Mapping[str, Any]) -> Schedule:
 
 
 def rescale_schedule(data: Mapping[str, Any], old: int | None, new: int | None) -> dict[str, Any]:
-    """Return the form of ``to_dict`` where what ended with step ``old`` ends with ``new``.
+    """Return the dict of a schedule that ended at step ``old`` so that it ends at step ``new``.
 
-    A warm-up and the schedules of a chain before the last one stay as they are.
+    Warmup, and all schedules of a chain but the last, keep their lengths.
 
     >>> schedule = resolve_schedule("cosine", total=10, warmup=2)
-    >>> stretched(schedule.to_dict(), 10, 30)["after"]["total"]
+    >>> rescale_schedule(schedule.to_dict(), 10, 30)["after"]["total"]
     28
     """
     settings = dict(data)
@@ -480,14 +481,14 @@ def resolve_schedule(
     warmup: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return the schedule that a name, a name with options, a dict or an object stands for.
+    """Return the schedule of a name, a name with options, a dict or an object.
 
     Args:
-        schedule: ``"cosine"``, ``"cosine:warmup=10,total=100"``, the form of ``to_dict``, or an
-            object, which is returned. ``None`` stands for a constant.
-        total: how many steps there are, the warm-up included, for schedules that need it.
-        warmup: a number of steps, or a part of ``total`` if it is below 1.
-        options: further options of the schedule; those in the string come first.
+        schedule: ``"cosine"``, ``"cosine:warmup=10,total=100"``, the result of ``to_dict``, or an
+            object, which is returned. ``None`` is a constant rate.
+        total: number of steps including warmup, for schedules that need it.
+        warmup: number of warmup steps, or a fraction of ``total`` if it is below 1.
+        options: more options of the schedule; options in the string win.
     """
     if isinstance(schedule, Schedule):
         return schedule
@@ -503,13 +504,16 @@ def resolve_schedule(
     warmup = given.pop("warmup", warmup)
     warmup = 0 if warmup is None else warmup
     if 0 < warmup < 1:
-        require(total is not None, f"a warm-up of {warmup} of all steps needs total")
+        require(total is not None, f"warmup={warmup} is a fraction and needs total=")
         warmup = round(warmup * (total or 0))
-    require(warmup >= 0 and int(warmup) == warmup, f"warmup is a number of steps: {warmup}")
+    require(
+        warmup >= 0 and int(warmup) == warmup, f"warmup must be a whole number of steps: {warmup}"
+    )
     takes_total = any(f.name == "total" for f in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
     if takes_total and total is not None:
         require(
-            not warmup or total > warmup, f"a warm-up of {warmup} steps leaves nothing of {total}"
+            not warmup or total > warmup,
+            f"warmup ({warmup} steps) must be shorter than the schedule ({total} steps)",
         )
         options["total"] = total - int(warmup)
     after_warmup = SCHEDULES.make(name, {**options, **given})

@@ -1,7 +1,8 @@
-"""Small pieces that optimizers are chained from.
+"""Gradient transformations that optimizers are chained from, as in optax.
 
-A transform turns a gradient into an update, and may keep state. It knows its state (``slots``) and
-emits nodes (``update``). The last step of every chain subtracts ``lr * update`` from the parameter.
+A transform turns a gradient into an update. It declares its state tensors (``slots``) and emits
+nodes (``update``). After the last transform, the optimizer subtracts ``lr * update`` from the
+parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from onnxtrain.graph.builder import OpBuilder
 Scalars = dict[tuple[str, float], ir.Value]
 
 ANCHOR = "anchor"
-"""The slot that holds where a proximal term draws a parameter to."""
+"""The slot of the proximal term: the value that it pulls a parameter towards."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,37 +33,38 @@ class Slot:
 
 @dataclasses.dataclass
 class Update:
-    """A parameter on its way through a chain."""
+    """One parameter and its gradient on the way through a chain of transforms."""
 
     op: OpBuilder
     parameter: ir.Value
     gradient: ir.Value
-    """The gradient first, what is to be subtracted (times lr) in the end."""
+    """Starts as the gradient and ends as the update, which is subtracted times ``lr``."""
     state: dict[str, ir.Value]
     lr: ir.Value
-    """A scalar of the parameter's dtype, the group's factor included."""
+    """A scalar of the parameter's dtype, multiplied by the ``lr_factor`` of the group."""
     step: ir.Value
     """The number of this step, from 1, a scalar of the parameter's dtype."""
     shared: Scalars
-    """Scalars that all parameters of a dtype have in common."""
+    """Scalars that all parameters of a dtype share, emitted once."""
     new_state: dict[str, ir.Value] = dataclasses.field(default_factory=dict[str, ir.Value])
     factor: ir.Value | None = None
-    """A scalar that ``gradient`` still is to be multiplied with."""
+    """A pending factor of ``gradient``; it is merged into ``lr`` where possible, which saves one
+    pass over the tensor."""
 
     def apply_pending_scale(self) -> None:
-        """Multiply the gradient with what is pending; for links that look at its size."""
+        """Multiply the gradient by the pending factor, for transforms that depend on its scale."""
         if self.factor is not None:
             self.gradient, self.factor = self.op.Mul(self.gradient, self.factor), None
 
     def rate(self) -> ir.Value:
-        """Return the scalar that ``gradient`` is multiplied with before it is subtracted."""
+        """Return ``lr`` times the pending factor."""
         if self.factor is None:
             return self.lr
         pending, lr = self.factor, self.lr
         return self.scalar(f"rate/{pending.name}/{lr.name}", 0.0, lambda: self.op.Mul(lr, pending))
 
     def scalar(self, name: str, number: float, make: Callable[[], ir.Value]) -> ir.Value:
-        """Return a scalar that is emitted once for all parameters."""
+        """Return a scalar that is emitted once for all parameters of a dtype."""
         key = (f"{name}/{self.parameter.dtype}", number)
         if key not in self.shared:
             self.shared[key] = make()
@@ -71,14 +73,14 @@ class Update:
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """A link of a chain: the state it keeps and what it does."""
+    """A link of a chain: its state tensors and the nodes it emits."""
 
     update: Callable[[Update], None]
     slots: Callable[[tuple[int, ...], ir.DataType], Sequence[Slot]] = lambda dims, dtype: ()
 
 
 def chain(*transforms: Transform | None) -> tuple[Transform, ...]:
-    """Return the transforms in order, without the absent ones."""
+    """Return the transforms in order, without ``None``."""
     return tuple(t for t in transforms if t is not None)
 
 
@@ -88,7 +90,7 @@ def like(*names: str, init: float = 0.0) -> Callable[[tuple[int, ...], ir.DataTy
 
 
 def one_minus_power(u: Update, beta: float) -> ir.Value:
-    """Return ``1 - beta**step`` without cancellation, also where float32 is all there is.
+    """Return ``1 - beta**step`` without cancellation in float32.
 
     With ``x = -step * ln(beta)`` it is ``1 - exp(-x) = 2 t / (1 + t)``, ``t = tanh(x / 2)``.
     """
@@ -108,7 +110,7 @@ def average(op: OpBuilder, old: ir.Value, new: ir.Value, beta: float) -> ir.Valu
 
 
 def add_weight_decay(rate: float) -> Transform | None:
-    """Add ``rate * parameter`` to the gradient, as L2 regularisation does."""
+    """Add ``rate * parameter`` to the gradient (L2 regularization)."""
 
     def update(u: Update) -> None:
         u.apply_pending_scale()
@@ -118,9 +120,9 @@ def add_weight_decay(rate: float) -> Transform | None:
 
 
 def add_proximal(rate: float) -> Transform | None:
-    """Add ``rate * (parameter - anchor)`` to the gradient: that of ``rate / 2 * ||p - anchor||²``.
+    """Add ``rate * (p - anchor)`` to the gradient: the gradient of ``rate / 2 * ||p - anchor||²``.
 
-    The anchor is state that no step changes.
+    The anchor is state that the step does not change.
     """
 
     def update(u: Update) -> None:
@@ -134,7 +136,7 @@ def add_proximal(rate: float) -> Transform | None:
 
 
 def decay_weights(rate: float) -> Transform | None:
-    """Shrink the parameter by ``1 - lr * rate``, apart from the gradient."""
+    """Multiply the parameter by ``1 - lr * rate`` (decoupled weight decay)."""
 
     def update(u: Update) -> None:
         factor = u.scalar(f"decay/{u.lr.name}", rate, lambda: u.op.Sub(1.0, u.op.Mul(u.lr, rate)))
@@ -144,7 +146,7 @@ def decay_weights(rate: float) -> Transform | None:
 
 
 def momentum(factor: float, dampening: float = 0.0, nesterov: bool = False) -> Transform | None:
-    """Accumulate gradients: ``b = factor * b + (1 - dampening) * g``; ``b = g`` at first."""
+    """Accumulate gradients: ``b = factor * b + (1 - dampening) * g``, and ``b = g`` in step 1."""
 
     def update(u: Update) -> None:
         op, g, old = u.op, u.gradient, u.state["momentum_buffer"]
@@ -179,10 +181,10 @@ def scale_by_adam(
     Args:
         beta1: decay of the mean.
         beta2: decay of the mean square.
-        eps: keeps the division defined.
-        correct: undo the bias of the zero start.
-        late_eps: ``eps`` is added to the corrected root, as torch does; else to the plain one.
-        amsgrad: divide by the largest mean square so far.
+        eps: added to the denominator.
+        correct: correct the bias of the averages, which start at zero.
+        late_eps: add ``eps`` after the bias correction, as torch does, and not before it.
+        amsgrad: divide by the maximum of the mean squares so far.
     """
 
     def update(u: Update) -> None:
@@ -197,7 +199,8 @@ def scale_by_adam(
         if not correct:
             u.gradient = op.Div(m, op.Add(root, eps))
             return
-        # m / bias1 / (root / bias2 + eps), with the scalars taken out of the passes over tensors.
+        # m / bias1 / (root / bias2 + eps) = m / (root + bias2 * eps) * (bias2 / bias1): scalars are
+        # combined first, which saves two passes over the tensors.
         bias1 = one_minus_power(u, beta1)
         bias2 = u.scalar("root_bias2", beta2, lambda: op.Sqrt(one_minus_power(u, beta2)))
         small = eps
