@@ -111,7 +111,7 @@ def test_the_command_prints_parts_and_fails_beyond_the_budget(folder: Path) -> N
 
 
 def test_sizes_that_the_model_has_not_are_refused() -> None:
-    with pytest.raises(PrepareError, match="no such size: height"):
+    with pytest.raises(PrepareError, match="unknown dimension: height"):
         onnxtrain.plan(layers(), loss="mse", sizes={"height": 3})
 
 

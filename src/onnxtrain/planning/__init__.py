@@ -1,4 +1,4 @@
-"""Know before you train: the memory of a run, predicted, and what would fit a budget."""
+"""Predict the memory of a training run, and find options that fit a budget."""
 
 from onnxtrain.planning.memory_plan import Alternative, Plan, plan
 

@@ -1,6 +1,12 @@
-"""What one graph needs while it runs: results by their lifetimes, room in the arena, workspaces.
+"""Simulate the memory of one execution of a graph.
 
-Numbers that a graph computes from sizes: how long a Range is, where a Slice ends.
+:class:`ExecutedGraph` gives the memory of a graph for given values of symbolic dimensions:
+
+1. :func:`computed_sizes` evaluates the small integer tensors that decide sizes at run time (the
+   length of a Range, the end of a Slice).
+2. ``graph.memory_usage.lifetimes`` gives the results that each node allocates and frees.
+3. ``graph.memory_usage.Arena`` replays them as onnxruntime's arena does, with the workspaces that
+   kernels allocate for themselves.
 """
 
 from __future__ import annotations
@@ -18,19 +24,19 @@ from onnxtrain.graph.memory_usage import Arena, Event, Sizes, lifetimes, peak_by
 from onnxtrain.graph.nodes import subgraphs_of
 from onnxtrain.graph.shapes import dims as D
 
-_MAX_ELEMENTS = 64  # numbers of a result that is followed
+_MAX_ELEMENTS = 64  # larger tensors hold data, not sizes
 _Arrays = list[np.ndarray]
 
 
 def computed_sizes(
     nodes: Sequence[ir.Node], known: Mapping[str, ir.Value], symbols: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return numbers for symbols that no input has: results of a size that other sizes decide.
+    """Return values of symbolic dimensions that first appear in a result, not in an input.
 
     Args:
-        nodes: in the order in which they run.
-        known: results by name, with the shapes that the file gives them.
-        symbols: numbers for the symbols of inputs.
+        nodes: in execution order.
+        known: results by name, with the shapes recorded in the file.
+        symbols: values of the symbolic dimensions of inputs.
     """
     counted: dict[str, int] = {}
     values: dict[str, np.ndarray] = {}
@@ -40,12 +46,12 @@ def computed_sizes(
         if y is None or node.domain:
             continue
         inputs = [_known_value(x, values) for x in node.inputs]
-        made = _compute_value(node, inputs, known, sizes)
-        if made is not None and made.size <= _MAX_ELEMENTS:
-            values[y.name or ""] = made
-        more = _new_symbols(node, inputs, known, sizes, {**symbols, **counted})
-        if more:
-            counted |= more
+        value = _compute_value(node, inputs, known, sizes)
+        if value is not None and value.size <= _MAX_ELEMENTS:
+            values[y.name or ""] = value
+        new = _new_symbols(node, inputs, known, sizes, {**symbols, **counted})
+        if new:
+            counted |= new
             sizes = Sizes({**symbols, **counted})
     return counted
 
@@ -53,8 +59,8 @@ def computed_sizes(
 def _known_value(x: ir.Value | None, values: Mapping[str, np.ndarray]) -> np.ndarray | None:
     if x is None:
         return None
-    if (number := values.get(x.name or "")) is not None:
-        return number
+    if (value := values.get(x.name or "")) is not None:
+        return value
     tensor = x.const_value
     if tensor is None or tensor.size > _MAX_ELEMENTS:
         return None
@@ -64,18 +70,18 @@ def _known_value(x: ir.Value | None, values: Mapping[str, np.ndarray]) -> np.nda
 def _compute_value(
     node: ir.Node, inputs: list[np.ndarray | None], known: Mapping[str, ir.Value], sizes: Sizes
 ) -> np.ndarray | None:
-    """Return the numbers of a small result, in a row, if they can be told."""
+    """Return the elements of a small result as a vector, if they can be computed."""
     if node.op_type in ("Shape", "Size"):
         dims = _dims(node.inputs[0], known)
         if dims is None:
             return None
-        numbers = [sizes.elements([d]) for d in dims]
-        if any(n is None for n in numbers):
+        shape = [sizes.elements([d]) for d in dims]
+        if any(n is None for n in shape):
             return None
         if node.op_type == "Size":
-            return np.array([math.prod(n for n in numbers if n is not None)])
+            return np.array([math.prod(n for n in shape if n is not None)])
         first, last = (node.attributes.get_int(n, d) for n, d in (("start", 0), ("end", len(dims))))
-        return np.array(numbers[first:last], np.int64)
+        return np.array(shape[first:last], np.int64)
     compute = _COMPUTED.get(node.op_type)
     arrays = [a for a in inputs if a is not None]
     if compute is None or len(arrays) != len(inputs):
@@ -103,7 +109,7 @@ _COMPUTED: dict[str, Callable[[_Arrays], np.ndarray]] = {
     "Concat": np.concatenate,
     "ReduceProd": lambda a: np.prod(a[0], keepdims=True),
 }
-"""Operators that are followed, on numbers in a row."""
+"""Operators on sizes that are evaluated, as functions of flattened inputs."""
 
 
 def _new_symbols(
@@ -113,7 +119,7 @@ def _new_symbols(
     sizes: Sizes,
     known_symbols: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return numbers for symbols that come up with a node's result."""
+    """Return values of the symbolic dimensions that first appear in the result of a node."""
     read = _SIZED.get(node.op_type)
     dims = _dims(node.outputs[0], known)
     if read is None or dims is None:
@@ -138,10 +144,10 @@ def _is_symbol(d: str) -> bool:
 def _range_size(
     node: ir.Node, inputs: list[np.ndarray | None], known: Mapping[str, ir.Value], sizes: Sizes
 ) -> list[int | None] | None:
-    numbers = [a for a in inputs if a is not None and a.size == 1]
-    if len(numbers) != 3 or not numbers[2].item():
+    scalars = [a for a in inputs if a is not None and a.size == 1]
+    if len(scalars) != 3 or not scalars[2].item():
         return None
-    start, limit, step = (float(n.item()) for n in numbers)
+    start, limit, step = (float(n.item()) for n in scalars)
     return [max(0, math.ceil((limit - start) / step))]
 
 
@@ -162,11 +168,11 @@ def _slice_sizes(
     return lengths
 
 
-def _by_shape(place: int):
+def _from_shape_input(index: int):
     def read(
         node: ir.Node, inputs: list[np.ndarray | None], known: Mapping[str, ir.Value], sizes: Sizes
     ) -> list[int | None] | None:
-        shape = inputs[place] if len(inputs) > place else None
+        shape = inputs[index] if len(inputs) > index else None
         return None if shape is None else [int(n) if n > 0 else None for n in shape.tolist()]
 
     return read
@@ -175,11 +181,11 @@ def _by_shape(place: int):
 _SIZED = {
     "Range": _range_size,
     "Slice": _slice_sizes,
-    "Reshape": _by_shape(1),
-    "ConstantOfShape": _by_shape(0),
-    "Expand": _by_shape(1),
+    "Reshape": _from_shape_input(1),
+    "ConstantOfShape": _from_shape_input(0),
+    "Expand": _from_shape_input(1),
 }
-"""Operators whose numbers decide how large their result is."""
+"""Operators whose input values decide the shape of their result."""
 
 
 def _dims(x: ir.Value | None, known: Mapping[str, ir.Value]) -> Sequence[D.Dim] | None:
@@ -187,19 +193,19 @@ def _dims(x: ir.Value | None, known: Mapping[str, ir.Value]) -> Sequence[D.Dim] 
 
 
 _INDEXED_OPERATORS = {"ScatterND": True, "GatherND": True, "ScatterElements": False}
-"""Operators that list where they read or write, and whether a row of indices is one place."""
-_SIMULATED_STEPS = 3  # pieces lie elsewhere in the second step than in the first
+"""Operators whose kernels compute int64 offsets; whether a row of indices makes one offset."""
+_SIMULATED_STEPS = 3  # the arena is fragmented differently after the first step
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """Bytes that a run needs besides its weights and results.
+    """Bytes that a step needs besides weights and outputs.
 
     Attributes:
-        live: the most that results take at a time.
-        arena: what the arena has touched after some runs: ``live``, gaps and tables.
+        live: peak of the results that are alive at the same time.
+        arena: memory the arena has touched after some steps: ``live``, gaps and tables.
         at: the node at which ``live`` is reached.
-        unknown: values whose size cannot be told; they count as nothing.
+        unknown: values of unknown size, which count as 0 bytes.
     """
 
     live: int
@@ -209,18 +215,18 @@ class StepMemory:
 
 
 class ExecutedGraph:
-    """A graph as it runs; tells its memory at any sizes.
+    """A graph as onnxruntime executes it.
 
     Args:
-        executed: what the runtime has made of the file.
-        written: the file that it was made from, which knows more about sizes.
-        elsewhere: outputs for which memory is there already.
+        executed: the graph after onnxruntime's optimizations.
+        written: the model file, which has shapes for more values.
+        elsewhere: outputs that are bound to memory of the caller.
     """
 
     def __init__(
         self, executed: onnx.ModelProto, written: onnx.ModelProto, elsewhere: Collection[str]
     ) -> None:
-        # A model holds its graph, and a graph its nodes: without it they would be let go.
+        # Keeps the models alive: nodes and values refer to their graph weakly.
         self._models = (ir.from_proto(executed), ir.from_proto(written))
         own = list(self._models[1].graph)
         self._known = {y.name: y for node in own for y in node.outputs if y.name}
@@ -229,49 +235,46 @@ class ExecutedGraph:
         self.nodes = run_order(_in_file_order(list(self._models[0].graph), own))
 
     def memory(self, symbols: Mapping[str, int]) -> StepMemory:
-        """Return the memory of a step at numbers for symbolic sizes."""
+        """Return the memory of a step for given values of symbolic dimensions."""
         known_symbols = {**computed_sizes(self.nodes, self._known, symbols), **symbols}
-        sizes = Sizes({**self._counted(known_symbols), **known_symbols})
-
-        made = self._runtime_value_bytes(sizes)
+        sizes = Sizes({**self._data_dependent_bounds(known_symbols), **known_symbols})
+        inserted = self._inserted_value_bytes(sizes)
 
         def size(x: ir.Value) -> int:
             name = x.name or ""
-            return made[name] if name in made else sizes(self._known.get(name, x))
+            return inserted[name] if name in inserted else sizes(self._known.get(name, x))
 
         events = lifetimes(self.nodes, size, elsewhere=self._elsewhere)
         live, at = _peak_live_bytes(events)
         arena = Arena()
         for _ in range(_SIMULATED_STEPS):
             _simulate_step(arena, events, sizes)
-        unknown = sorted(n for n in sizes.unknown - set(made) if n)
+        unknown = sorted(n for n in sizes.unknown - set(inserted) if n)
         return StepMemory(live, arena.touched, at, tuple(unknown))
 
-    def _runtime_value_bytes(self, sizes: Sizes) -> dict[str, int]:
-        """Return the bytes of results that the runtime has put in between and tells no shape of.
+    def _inserted_value_bytes(self, sizes: Sizes) -> dict[str, int]:
+        """Return the bytes of values that onnxruntime inserted without a shape.
 
-        They are another layout of what they were made from, or a part of it.
+        They are another layout of an input of their node, or a part of it.
         """
-        made: dict[str, int] = {}
+        inserted: dict[str, int] = {}
         for node in self.nodes:
             for y in node.outputs:
                 dims = S.dims_of(self._known.get(y.name or "", y))
                 if not y.name or (dims is not None and sizes.elements(dims) is not None):
                     continue
-                sources = (x for x in node.inputs if x is not None)
-                whole = max(
-                    (
-                        made.get(x.name or "", sizes(self._known.get(x.name or "", x)))
-                        for x in sources
-                    ),
-                    default=0,
+                input_sizes = (
+                    inserted.get(x.name or "", sizes(self._known.get(x.name or "", x)))
+                    for x in node.inputs
+                    if x is not None
                 )
-                made[y.name] = math.ceil(whole * _share_of_source(node, y))
-        return made
+                share = _share_of_source(node, y)
+                inserted[y.name] = math.ceil(max(input_sizes, default=0) * share)
+        return inserted
 
-    def _counted(self, symbols: Mapping[str, int]) -> dict[str, int]:
-        """Return bounds for sizes that data decide: all elements that there are to choose from."""
-        sizes, counted = Sizes(symbols), dict[str, int]()
+    def _data_dependent_bounds(self, symbols: Mapping[str, int]) -> dict[str, int]:
+        """Return upper bounds of dimensions that depend on data: NonZero selects all elements."""
+        sizes, bounds = Sizes(symbols), dict[str, int]()
         for node in self.nodes:
             if node.op_type != "NonZero":
                 continue
@@ -280,57 +283,58 @@ class ExecutedGraph:
             own = None if y is None else S.dims_of(y)
             if dims is None or own is None or (count := sizes.elements(dims)) is None:
                 continue
-            counted |= dict.fromkeys(D.symbols(own[-1]), count)
-        return counted
+            bounds |= dict.fromkeys(D.symbols(own[-1]), count)
+        return bounds
 
 
 def _share_of_source(node: ir.Node, y: ir.Value) -> float:
-    """Return how much of its source a result is: a part of what is split."""
+    """Return the size of a result relative to its source: below 1 for outputs of Split."""
     if node.op_type != "Split":
         return 1.0
-    place, count = node.outputs.index(y), len(node.outputs)
+    index, count = node.outputs.index(y), len(node.outputs)
     lengths = node.inputs[1] if len(node.inputs) > 1 else None
     tensor = None if lengths is None else lengths.const_value
     if tensor is None or tensor.size != count or not tensor.numpy().sum():
         return 1.0 / count
-    return float(tensor.numpy()[place] / tensor.numpy().sum())
+    return float(tensor.numpy()[index] / tensor.numpy().sum())
 
 
 def _in_file_order(executed: list[ir.Node], own: list[ir.Node]) -> list[ir.Node]:
-    """Return what runs in the order of the file, with nodes that the runtime made at the end."""
-    place = {node.name: i for i, node in enumerate(own)}
-    kept = [n for n in executed if n.name in place]
+    """Return executed nodes in the order of the file, followed by nodes that onnxruntime added."""
+    position = {node.name: i for i, node in enumerate(own)}
+    original = [n for n in executed if n.name in position]
     return [
-        *sorted(kept, key=lambda n: place[n.name]),
-        *(n for n in executed if n.name not in place),
+        *sorted(original, key=lambda n: position[n.name]),
+        *(n for n in executed if n.name not in position),
     ]
 
 
 def _peak_live_bytes(events: list[Event]) -> tuple[int, str]:
-    now = most = 0
-    at, held = "", dict[str, int]()
+    """Return the peak of live bytes, and the node at which it is reached."""
+    live = peak = 0
+    at, allocated = "", dict[str, int]()
     for event in events:
-        held.update(event.new)
-        now += sum(event.new.values())
-        if now > most:
-            most, at = now, f"{event.node.op_type} {event.node.name!r}"
-        now -= sum(held.pop(name) for name in event.free)
-    return most, at
+        allocated.update(event.new)
+        live += sum(event.new.values())
+        if live > peak:
+            peak, at = live, f"{event.node.op_type} {event.node.name!r}"
+        live -= sum(allocated.pop(name) for name in event.free)
+    return peak, at
 
 
 def _simulate_step(arena: Arena, events: list[Event], sizes: Sizes) -> None:
-    held = {}
+    chunks = {}
     for event in events:
         for name, size in event.new.items():
-            held[name] = arena.allocate(size)
-        if work := _workspace(event.node, sizes):
-            arena.release(arena.allocate(work))
+            chunks[name] = arena.allocate(size)
+        if workspace := _workspace(event.node, sizes):
+            arena.release(arena.allocate(workspace))
         for name in event.free:
-            arena.release(held.pop(name))
+            arena.release(chunks.pop(name))
 
 
 def _workspace(node: ir.Node, sizes: Sizes) -> int:
-    """Return the memory that a kernel takes for itself while it runs."""
+    """Return the bytes that a kernel allocates for itself while it runs."""
     bodies = list(subgraphs_of(node))
     if bodies:
         return max(peak_bytes(list(g), sizes) for g in bodies)
@@ -338,13 +342,13 @@ def _workspace(node: ir.Node, sizes: Sizes) -> int:
         return _column_bytes(node, sizes)
     if node.op_type in _INDEXED_OPERATORS:
         return _index_bytes(node, sizes)
-    if node.op_type == "Einsum":  # operands and result in the order of a product
+    if node.op_type == "Einsum":  # transposed operands and result
         return sum(sizes(x) for x in (*node.inputs, *node.outputs) if x is not None)
     return 0
 
 
 def _index_bytes(node: ir.Node, sizes: Sizes) -> int:
-    """Return the bytes of a list of places: a number of 64 bits for each index, or each row."""
+    """Return the bytes of the offsets that a kernel computes: an int64 per index or per row."""
     indices = node.inputs[1]
     dims = None if indices is None else S.dims_of(indices)
     if not dims:
@@ -353,10 +357,10 @@ def _index_bytes(node: ir.Node, sizes: Sizes) -> int:
 
 
 def _column_bytes(node: ir.Node, sizes: Sizes) -> int:
-    """Return the bytes of one image's columns: channels and kernel by places of the input."""
+    """Return the bytes of the im2col buffer of one image: kernel elements times positions."""
     x, w = node.inputs[0], node.inputs[1]
     image, kernel = (None if v is None else S.dims_of(v) for v in (x, w))
     if image is None or kernel is None:
         return 0
-    places, taps = sizes.elements(image[2:]), sizes.elements(kernel[1:])
-    return 0 if places is None or taps is None else math.prod((4, places, taps))
+    positions, window = sizes.elements(image[2:]), sizes.elements(kernel[1:])
+    return 0 if positions is None or window is None else math.prod((4, positions, window))
