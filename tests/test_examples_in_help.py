@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from onnxtrain import optim
 from onnxtrain.artifacts.build import build
-from onnxtrain.artifacts.request import BuildRequest
+from onnxtrain.artifacts.build_options import BuildOptions
 from onnxtrain.cli.main import app
 from onnxtrain.errors import PrepareError
 from onnxtrain.losses import LossTerm
@@ -33,7 +33,7 @@ KINDS: dict[str, Registry[Any]] = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
 }
-TEXTS = [(n, f.help) for kind in (BuildRequest, FitOptions) for n, f in flags(kind).items()]
+TEXTS = [(n, f.help) for kind in (BuildOptions, FitOptions) for n, f in flags(kind).items()]
 WITH_OPTIONS = re.compile(r"\b([a-z_0-9]+:[a-z_]+=[^\s`\"',;)]+(?:,[a-z_]+=[^\s`\"',;)]+)*)")
 
 

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import onnxtrain
-from onnxtrain.artifacts.request import BuildRequest
+from onnxtrain.artifacts.build_options import BuildOptions
 from onnxtrain.cli.flags import OptionValues, flags_from
 from onnxtrain.cli.main import app
 from onnxtrain.finetuning.arguments import FineTuneOptions
@@ -25,7 +25,7 @@ SCORES = [onnxtrain.losses.LossTerm("cross_entropy", output="scores")]
 # The function, what it takes besides options, its command, and the command's own parameters.
 Declared = tuple[Callable[..., Any], set[str], str, set[str]]
 DECLARED: dict[type, Declared] = {
-    BuildRequest: (
+    BuildOptions: (
         onnxtrain.build,
         {"model"},
         "build",
@@ -45,7 +45,7 @@ DECLARED: dict[type, Declared] = {
     ),
 }
 ONLY_IN_PYTHON = {
-    BuildRequest: {"dp", "randomness", "check"},
+    BuildOptions: {"dp", "randomness", "check"},
     FitOptions: {"callbacks", "progress", "shuffle", "drop_last", "tensorboard"},
     FineTuneOptions: {"progress"},
 }
@@ -101,7 +101,7 @@ def test_defaults_on_the_command_line_are_those_of_the_function(kind: type) -> N
         for f in dataclasses.fields(kind)
         if f.name == name and flag.default != (None if f.default == () else f.default)
     }
-    assert differ == ({"optimizer": "adamw"} if kind is BuildRequest else {})
+    assert differ == ({"optimizer": "adamw"} if kind is BuildOptions else {})
 
 
 def test_the_manifest_records_options() -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_FLAG, _RECORD = "flag", "record"
+_FLAG, _RECORD, _CONVERT = "flag", "record", "convert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ def option(
     default: Any = dataclasses.MISSING,
     flag: Flag | None = None,
     record: Callable[[Any], Any] | None = None,
+    convert: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return the field of an option.
 
@@ -55,8 +56,28 @@ def option(
         default: the default; without one the option is required.
         flag: the command line flag, if any.
         record: converts the value to JSON for the manifest; ``None`` does not record it.
+        convert: converts the argument to the value, for :func:`convert_fields`. It must accept its
+            own results.
     """
-    return dataclasses.field(default=default, metadata={_FLAG: flag, _RECORD: record})
+    metadata = {_FLAG: flag, _RECORD: record, _CONVERT: convert}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def convert_fields(options: Any) -> None:
+    """Replace arguments by their values, in the ``__post_init__`` of a frozen dataclass.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Options:
+    ...     names: tuple[str, ...] = option((), convert=tuple)
+    ...     def __post_init__(self):
+    ...         convert_fields(self)
+    >>> Options(["a"])
+    Options(names=('a',))
+    """
+    for field in dataclasses.fields(options):
+        convert = field.metadata.get(_CONVERT)
+        if convert is not None:
+            object.__setattr__(options, field.name, convert(getattr(options, field.name)))
 
 
 def unchanged(value: T) -> T:
@@ -98,4 +119,12 @@ def flags(kind: Any) -> dict[str, Flag]:
     return declared
 
 
-__all__ = ["Flag", "flags", "from_arguments", "option", "recorded_options", "unchanged"]
+__all__ = [
+    "Flag",
+    "convert_fields",
+    "flags",
+    "from_arguments",
+    "option",
+    "recorded_options",
+    "unchanged",
+]

@@ -141,7 +141,7 @@ def test_weights_that_went_away_are_named(given, tmp_path):
 
 
 def test_an_older_opset_is_refused_with_the_way_out(given):
-    with pytest.raises(onnxtrain.errors.PrepareError, match="lower what is exported"):
+    with pytest.raises(onnxtrain.errors.PrepareError, match="lower the exported model"):
         build(given, loss=LOSS, optimizer="sgd", opset=13)
 
 

@@ -91,7 +91,7 @@ def test_names_of_optimizer_state() -> None:
         node.input[:] = ["fc1.weight.exp_avg" if n == "fc2.bias" else n for n in node.input]
     (tensor,) = (t for t in model.graph.initializer if t.name == "fc2.bias")
     tensor.name = "fc1.weight.exp_avg"
-    with pytest.raises(PrepareError, match=r"are taken: fc1\.weight\.exp_avg"):
+    with pytest.raises(PrepareError, match=r"need: fc1\.weight\.exp_avg"):
         build(model, loss=LOSS, optimizer="adam")
 
 
@@ -104,7 +104,7 @@ def test_names_of_optimizer_state() -> None:
         ({"recompute": ["nowhere"]}, "unknown scope, node or value: 'nowhere'"),
         ({"randomness": "quantum"}, "no such randomness"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
-        ({"ema": 1.0}, "ema must lie between 0 and 1"),
+        ({"ema": 1.0}, "ema must be between 0 and 1"),
         ({"clip": 0.0}, "clip must be positive"),
         ({"train": "fc9.*"}, "no such parameter in `train`: 'fc9"),
         ({"freeze": "fc9.*"}, "no such parameter in `freeze`"),

@@ -37,8 +37,6 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from onnxtrain.artifacts.graphs import (
-    FILES,
-    describe,
     dtype_name,
     is_model_name,
     model_key,
@@ -46,14 +44,11 @@ from onnxtrain.artifacts.graphs import (
 )
 from onnxtrain.checkpoint import from_file, state_key, to_bytes
 from onnxtrain.errors import CheckpointError, LoadError, SaveError
-from onnxtrain.graph import shapes as S
 from onnxtrain.graph.io import external_data
 from onnxtrain.graph.io.external_data import (
-    STORED_TENSOR,
     DataFiles,
     ExternalDataError,
     SharedWeights,
-    detach_weights,
     entries,
 )
 from onnxtrain.graph.io.limits import Limits, Problems, open_regular, quote, read_regular
@@ -64,13 +59,9 @@ from onnxtrain.graph.io.writer import (
     all_tensors,
     bytes_writer,
     remove_leftovers,
-    strip_traces,
     write_files,
 )
-from onnxtrain.graph.simplify import remove_dead
-from onnxtrain.importer.opset import NEWEST_IR, NEWEST_OPSET
 from onnxtrain.manifest import Location, Manifest, ModelSpec, WeightSpec
-from onnxtrain.modes import to_evaluation
 from onnxtrain.runtime.session import ModelWithWeightsFolder
 
 
@@ -350,34 +341,8 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
             os.unlink(folder / name)
 
 
-_OLDEST_IR = 4
 # Field numbers of ModelProto.graph, GraphProto.initializer, TensorProto.name and .raw_data.
 _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_NAME, _TENSOR_RAW_DATA = 7, 5, 8, 9
-
-
-def inference_model(source: ir.Model) -> tuple[onnx.ModelProto, ModelSpec]:
-    """Return the plain model in evaluation mode, its weights as raw bytes under their own names."""
-    model = source.clone()
-    strip_traces(model)
-    if to_evaluation(model):
-        remove_dead(model)
-    for x in model.graph.initializers.values():
-        if S.is_float(x) and x.const_value is not None and STORED_TENSOR not in x.const_value.meta:
-            array = np.ascontiguousarray(x.const_value.numpy()).reshape(x.const_value.shape.numpy())
-            x.const_value = ir.Tensor(array, dtype=x.const_value.dtype, name=x.name)
-    # Below version 4 every initializer is an input too, which ours are not.
-    model.ir_version = max(_OLDEST_IR, min(model.ir_version, NEWEST_IR))
-    if model.opset_imports.get("", 0) > NEWEST_OPSET:
-        model.opset_imports[""] = NEWEST_OPSET
-    detach_weights(model)
-    proto = ir.to_proto(model)
-    spec = ModelSpec(
-        role="infer",
-        file=FILES["infer"],
-        inputs=tuple(describe(x, "input") for x in model.graph.inputs),
-        outputs=tuple(describe(y, "output") for y in model.graph.outputs),
-    )
-    return proto, spec
 
 
 def weight_locations(model: onnx.ModelProto, file: str, weights: str | None) -> dict[str, Location]:
@@ -693,39 +658,3 @@ class _SharedWeightsFile:
                 ("length", str(len(raw))),
             ):
                 tensor.external_data.add(key=key, value=value)
-
-
-WEB_TARGETS = ("wasm", "webgpu")
-
-
-def merge_targets(first: Artifacts, second: Artifacts) -> Artifacts:
-    """Return artifacts with the models of both; parameters and state are the same tensors in both.
-
-    A model of ``second`` that is spelled as the one of ``first`` shares its file.
-    """
-    one, two = first.manifest, second.manifest
-    assert (one.parameters, one.buffers, one.state) == (two.parameters, two.buffers, two.state)
-    models = dict(first.models)
-    specs = list(one.models)
-    for spec in two.models:
-        if spec.role == "infer":
-            continue
-        same = next((m for m in one.models if model_key(m) == model_key(spec)), None)
-        proto = second.models[model_key(spec)]
-        if same is not None and _serialized(proto) == _serialized(first.models[model_key(same)]):
-            specs.append(dataclasses.replace(spec, file=same.file))
-            continue
-        renamed = dataclasses.replace(spec, file=_file_for_target(spec))
-        models[model_key(renamed)] = proto
-        specs.append(renamed)
-    return dataclasses.replace(
-        first, manifest=dataclasses.replace(one, models=tuple(specs)), models=models
-    )
-
-
-def _file_for_target(spec: ModelSpec) -> str:
-    return f"{spec.file.removesuffix('.onnx')}.{spec.target}.onnx"
-
-
-def _serialized(proto: object) -> bytes:
-    return proto.SerializeToString(deterministic=True)  # pyright: ignore[reportAttributeAccessIssue]

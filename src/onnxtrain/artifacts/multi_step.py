@@ -1,12 +1,11 @@
 """A step model that trains several batches in one call.
 
-Runtimes that copy parameters and state in and out of every call, as WebAssembly does, spend less
-on it that way. The fused step becomes the body of a Scan; what training changes is carried along.
+WebAssembly copies parameters and state in and out of every call, which dominates the time of a
+small step. :func:`multi_step_model` makes the step the body of a Scan: batches are scanned inputs;
+parameters, buffers and state are carried from step to step.
 
-Small parameters as one: an optimizer that works on each element needs one chain of nodes then.
-
-On small models the nodes of the update outnumber all others, and each costs some microseconds
-whatever its size. Inside a model of several steps the packed form may stay from step to step.
+In a small model, most nodes belong to the update. :func:`pack_parameters` therefore joins small
+parameters and their state into vectors (``optim/vectors.py``), which stay joined inside the Scan.
 """
 
 from __future__ import annotations
@@ -14,46 +13,42 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-import onnx
 import onnx_ir as ir
 
 from onnxtrain import thresholds as T
-from onnxtrain.artifacts.graphs import DifferentiatedModel
-from onnxtrain.artifacts.request import UpdateOptions
+from onnxtrain.artifacts.build_options import BuildOptions
+from onnxtrain.artifacts.graphs import BuiltModel, DifferentiatedModel, dtype_from_name
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import Names, OpBuilder, names_in
-from onnxtrain.graph.io.writer import finalize
 from onnxtrain.importer.opset import IR_VERSION, OPSET
 from onnxtrain.manifest import ModelSpec, StateSpec, TensorSpec
 from onnxtrain.optim.vectors import Pack, pack_small_parameters
 from onnxtrain.targets import Target, find
 
-HOIST_MIN_BYTES = 1024  # bytes: larger constants lie outside the body, where files share them
+HOIST_MIN_BYTES = 1024  # larger constants move out of the body, so that model files can share them
 _LOOP_ROLES = ("parameter", "buffer", "state", "frozen")
 _PER_STEP_ROLES = ("lr", "step")
 _DECAYING_SLOTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
 DENORMAL_THRESHOLD = 1e-35
-"""State below this becomes 0 after each call. The moments of dead units shrink for ever, and
-WebAssembly cannot flush denormal numbers, on which processors are much slower."""
+"""State below this becomes 0 after each call. The moments of dead units decay forever, and
+WebAssembly cannot flush denormal numbers, which are much slower to compute with."""
 
 
 def multi_step_model(
-    step: tuple[onnx.ModelProto, ModelSpec], count: int, plain: ModelSpec, packs: Sequence[Pack]
-) -> tuple[onnx.ModelProto, ModelSpec]:
-    """Return a model that does ``count`` steps, one after the other, and its entry in the manifest.
+    step: BuiltModel, count: int, plain: ModelSpec, packs: Sequence[Pack]
+) -> BuiltModel:
+    """Return a model that computes ``count`` consecutive steps.
 
     Batches get a leading axis of size ``count``; learning rate and step number have one element per
-    step; loss, metrics and outputs come stacked. The results are those of single steps.
+    step; loss, metrics and outputs are stacked. The results equal those of single steps.
 
     Args:
-        step: one step, its small parameters packed as ``packs`` say.
-        count: how many.
-        plain: inputs and outputs of a single step, nothing packed.
+        step: a single step with packed parameters; its graph becomes the body of the Scan.
+        count: number of steps.
+        plain: inputs and outputs of a single step without packing.
         packs: parameters and state that are one tensor in ``step``.
     """
-    proto, inner = step
-    one = ir.from_proto(proto)
-    body = one.graph
+    inner, body = step.spec, step.model.graph
     fed = {t.feeds: t for t in inner.outputs if t.feeds is not None}
     carried = [t for t in inner.inputs if t.name in fed]
     scanned = [t for t in inner.inputs if t.name not in fed and t.role not in _LOOP_ROLES]
@@ -61,10 +56,11 @@ def multi_step_model(
 
     inputs = tuple(t if t.role in _LOOP_ROLES else _stacked_spec(t, count) for t in plain.inputs)
     outputs = tuple(t if t.feeds is not None else _stacked_spec(t, count) for t in plain.outputs)
-    opsets = {**one.opset_imports, "": OPSET}
+    opsets = {**step.model.opset_imports, "": OPSET}
     outer = ir.Graph(
         [_spec_value(t) for t in inputs], [], nodes=[], opset_imports=opsets, name="steps_model"
     )
+    outer.meta.update(body.meta)  # the file of large weights, which may move to this graph
     given = {x.name or "": x for x in outer.inputs}
     results = [y.name or "" for y in body.outputs]
     names = Names({*names_in(body), *given, *results, *(t.name for t in plain.outputs)})
@@ -94,15 +90,16 @@ def multi_step_model(
     outer.outputs.extend(finals[t.name] for t in outputs)
     model = ir.Model(outer, ir_version=IR_VERSION)
     file = plain.file.removesuffix(".onnx") + f".x{count}.onnx"
-    return finalize(model), dataclasses.replace(
+    spec = dataclasses.replace(
         plain, file=file, steps_per_call=count, inputs=inputs, outputs=outputs
     )
+    return BuiltModel(model, spec)
 
 
 def _become_step(
     body: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[str], names: Names
 ) -> None:
-    """Make the graph of a step the body of a Scan: its inputs and outputs in that order."""
+    """Turn the graph of a step into the body of a Scan with these inputs and outputs."""
     results = {y.name or "": y for y in body.outputs}
     body.inputs.clear()
     body.inputs.extend(inputs)
@@ -119,7 +116,7 @@ def _scan_inputs(
     given: Mapping[str, ir.Value],
     whole: Mapping[str, Pack],
 ) -> list[ir.Value]:
-    """Return the inputs of the Scan, packed where the step wants that."""
+    """Return the inputs of the Scan, packed as the body expects them."""
     feeds: list[ir.Value] = []
     for t in tensors:
         if t.name in whole:
@@ -136,7 +133,7 @@ def _unpack_scan_outputs(
     ends: Sequence[ir.Value],
     whole: Mapping[str, Pack],
 ) -> Iterator[tuple[str, ir.Value]]:
-    """Yield what becomes of the tensors that come out of the Scan packed, or with tiny state."""
+    """Yield (name, final value) of carried tensors that are packed or may contain denormals."""
     for t, end in zip(carried, ends, strict=False):
         last = op.Shrink(end, lambd=DENORMAL_THRESHOLD, bias=0.0) if _can_underflow(t) else end
         if t.name in whole:
@@ -146,7 +143,7 @@ def _unpack_scan_outputs(
 
 
 def _can_underflow(t: TensorSpec) -> bool:
-    """Return whether elements may sink below what the processor handles at full speed."""
+    """Return whether elements may become denormal."""
     return t.role == "state" and t.dtype == "float32" and t.name.endswith(_DECAYING_SLOTS)
 
 
@@ -155,7 +152,7 @@ def _output_name(outputs: Sequence[TensorSpec], member: str) -> str:
 
 
 def _with_name_of(value: ir.Value, like: ir.Value) -> ir.Value:
-    """Return a value under the name of another, which is not used then."""
+    """Return a value with name, type and shape of another, which loses its name."""
     name, like.name = like.name, None
     value.name, value.type, value.shape = name, like.type, like.shape
     return value
@@ -164,16 +161,16 @@ def _with_name_of(value: ir.Value, like: ir.Value) -> ir.Value:
 def resolve_steps_per_call(
     requested: int | None, target: str | Target, accumulate: int, size: int
 ) -> int:
-    """Return the number of steps per call: the one asked for, or what suits the target.
+    """Return the number of steps per call, by request or by the default of the target.
 
     Args:
-        requested: by the caller; ``None`` leaves it to the target.
-        target: of the step model.
-        accumulate: batches per update.
-        size: bytes of parameters, buffers and state.
+        requested: the option of the user; ``None`` is the default of the target.
+        target: target of the step model.
+        accumulate: gradient accumulation steps.
+        size: bytes of parameters, buffers, state and frozen weights.
 
     Raises:
-        PrepareError: if the number is impossible or has no effect.
+        PrepareError: if the number is below 1, or excludes ``accumulate``.
     """
     if requested is None:
         several = find(target).prefers("multi-step")
@@ -183,19 +180,19 @@ def resolve_steps_per_call(
         raise PrepareError(f"steps_per_call must be at least 1: {requested}")
     if requested > 1 and accumulate > 1:
         raise PrepareError(
-            f"steps_per_call={requested} with accumulate={accumulate}: the step model updates on "
-            "every batch\nhint: leave one of them at 1"
+            f"steps_per_call={requested} with accumulate={accumulate}: the step model updates "
+            "after every batch\nhint: leave one of them at 1"
         )
     return requested
 
 
 def _take_inputs(
-    body: ir.Graph, given: dict[str, ir.Value], anew: set[str], names: Names
+    body: ir.Graph, given: dict[str, ir.Value], per_step: set[str], names: Names
 ) -> dict[str, ir.Value]:
-    """Rename what the body gets anew in each step; the rest it reads from outside."""
+    """Rename inputs that change from step to step; replace the others by values outside."""
     own = {x.name or "": x for x in body.inputs}
     for name, x in own.items():
-        if name in anew:
+        if name in per_step:
             x.name = names.fresh(f"{name}/each")
         else:
             x.replace_all_uses_with(given[name])
@@ -215,16 +212,18 @@ def _stacked_spec(t: TensorSpec, count: int) -> TensorSpec:
 
 
 def _spec_value(t: TensorSpec) -> ir.Value:
-    names = {"float32": "FLOAT", "float64": "DOUBLE"}
-    kind = ir.TensorType(ir.DataType[names.get(t.dtype, t.dtype.upper())])
     shape = ir.Shape([None if d == "?" else d for d in t.shape])
-    return ir.Value(name=t.name, type=kind, shape=shape)
+    return ir.Value(name=t.name, type=ir.TensorType(dtype_from_name(t.dtype)), shape=shape)
 
 
 def pack_parameters(
-    origin: DifferentiatedModel, options: UpdateOptions, state: Sequence[StateSpec]
+    origin: DifferentiatedModel, options: BuildOptions, state: Sequence[StateSpec]
 ) -> tuple[DifferentiatedModel, list[StateSpec], list[Pack]]:
-    """Return the same with small parameters and their state packed, and what was packed how."""
+    """Join small parameters into vectors; return model, state and packs of parameters and state.
+
+    before:  inputs p1, p2                       outputs g1, g2
+    after:   input p -> Split -> p1, p2          output Concat(g1, g2)
+    """
     packs = _packs(origin, options, state)
     if not packs:
         return origin, list(state), []
@@ -269,18 +268,17 @@ def pack_parameters(
 
 
 def _packs(
-    origin: DifferentiatedModel, options: UpdateOptions, state: Sequence[StateSpec]
+    origin: DifferentiatedModel, options: BuildOptions, state: Sequence[StateSpec]
 ) -> list[Pack]:
-    """Return the small float32 parameters that one update can serve, if there are several."""
-    plain = options.ema is None and options.precision.half is None and not options.precision.scaled
-    if not plain:
+    """Return packs of the small float32 parameters that one update can serve."""
+    if options.ema is not None or options.precision.half is not None:
         return []
     shapes = {
         x.name or "": tuple(d for d in x.shape or () if isinstance(d, int))
         for x in origin.model.graph.inputs
         if x.name in origin.parameters and x.dtype == ir.DataType.FLOAT
     }
-    # State of another shape than its parameter is not a vector's where that is one.
-    apart = {s.parameter for s in state if s.shape != shapes.get(s.parameter)}
-    same = {n: shape for n, shape in shapes.items() if n not in apart}
+    # Factored state (Adafactor) has another shape than its parameter and cannot be joined.
+    factored = {s.parameter for s in state if s.shape != shapes.get(s.parameter)}
+    same = {n: shape for n, shape in shapes.items() if n not in factored}
     return pack_small_parameters(options.optimizer, same, max_elements=T.PACKED_PARAMETER_ELEMENTS)

@@ -1,7 +1,7 @@
-"""Gradients of each example by itself, clipped, summed, with noise.
+"""Per-example gradients for differential privacy: clip each example, sum, add noise.
 
-The forward pass and the reverse sweep of a batch of one become the body of a Scan over the
-examples: exact for every layer that does not mix examples, at the price of products of one row.
+Forward and backward pass of a batch of one become the body of a Scan over the examples. This is
+exact for every layer that does not mix examples. It is slow, since all matmuls have one row.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MEAN_METRICS = ("accuracy", "top_")  # metrics of which a batch's is the mean o
 
 
 def per_example(origin: DifferentiatedModel, dp: DP, target: Target) -> DifferentiatedModel:
-    """Return the same with private gradients; ``origin.model`` is used up.
+    """Return the model with private gradients; ``origin.model`` is consumed.
 
     Loss and metrics are means over the examples.
 
     Raises:
-        PrepareError: naming what keeps examples from being taken one by one.
+        PrepareError: if the model mixes examples or has no dynamic batch dimension.
     """
     _check(origin)
     body = origin.model.graph
@@ -75,7 +75,7 @@ def _scan(
     feeds: list[ir.Value],
     dp: DP,
 ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Emit the Scan; return the sums of clipped gradients, and loss and metrics by example."""
+    """Emit the Scan; return the sums of clipped gradients, and loss and metrics per example."""
     inner = OpBuilder(body, "private/", target=op.target, parent=op)
     results = list(body.outputs)
     reports = results[: 1 + len(origin.metrics)]
@@ -116,21 +116,21 @@ def _parameter(op: OpBuilder, name: str) -> ir.Value:
 def _add_noise(
     op: OpBuilder, sums: list[ir.Value], dp: DP, first: ir.Value, rng: str | None
 ) -> list[ir.Value]:
-    """Return the means of gradients: the sums with noise, by the number of examples."""
+    """Return the mean gradients: the sums plus noise, divided by the number of examples."""
     count = _example_count(op, first)
     stream = None
     if dp.noise:
         assert rng is not None
         stream = RandomStream(op, _parameter(op, rng))
-    found: list[ir.Value] = []
+    means: list[ir.Value] = []
     for i, total in enumerate(sums):
         if stream is not None:
             noise = op.Mul(stream.normal(total, _FIRST_ID + 4 * i), dp.clip * dp.noise)
             total = op.Add(total, op.cast(noise, total.dtype))
         mean = op.Div(total, op.cast(count, total.dtype))
         mean.shape = sums[i].shape
-        found.append(mean)
-    return found
+        means.append(mean)
+    return means
 
 
 def _example_count(op: OpBuilder, x: ir.Value) -> ir.Value:
@@ -139,7 +139,7 @@ def _example_count(op: OpBuilder, x: ir.Value) -> ir.Value:
 
 
 def _example_rng(op: OpBuilder, rng: ir.Value, first: ir.Value) -> ir.Value:
-    """Return a seed and a draw of its own for each example: float32 [examples, 2]."""
+    """Return one (seed, draw) per example: float32 [examples, 2]."""
     count = _example_count(op, first)
     step = op.Cast(op.Slice(rng, [1], [2], [0]), to=ir.DataType.INT64)
     numbers = op.Add(op.Mul(step, count), op.Range(0, count, 1))
@@ -152,25 +152,26 @@ def _check(origin: DifferentiatedModel) -> None:
     graph = origin.model.graph
     if origin.changing:
         raise PrepareError(
-            "BatchNormalization in training mode mixes examples, so that none has a gradient of "
-            f"its own: {', '.join(origin.changing)}\nhint: mode='as-is', or another normalisation"
+            "BatchNormalization in training mode mixes examples, so there are no per-example "
+            f"gradients: {', '.join(origin.changing)}\n"
+            "hint: mode='as-is', or a model with another normalization"
         )
     if origin.outputs:
-        raise PrepareError("dp= gives no outputs of the model\nhint: leave outputs= out")
-    odd = [n for n in origin.metrics if not n.startswith(_MEAN_METRICS)]
-    if odd:
+        raise PrepareError("dp= does not support outputs=\nhint: remove outputs=")
+    unsupported = [n for n in origin.metrics if not n.startswith(_MEAN_METRICS)]
+    if unsupported:
         raise PrepareError(
-            f"metric {odd[0]!r} is no mean over examples, which is all that dp= gives\n"
-            "hint: accuracy and top_k are"
+            f"dp= does not support metric {unsupported[0]!r}: it is not a mean over examples\n"
+            "hint: use accuracy or top_k"
         )
     sizes = {}
     for x in graph.inputs:
         if x.name in (*origin.inputs, *origin.targets):
             sizes[x.name] = x.shape[0] if x.shape is not None and len(x.shape) else None
-    open_size = [n for n, size in sizes.items() if not isinstance(size, ir.SymbolicDim)]
-    if open_size or len({str(size) for size in sizes.values()}) > 1:
-        reports = ", ".join(f"{n}: {size}" for n, size in sizes.items())
+    fixed = [n for n, size in sizes.items() if not isinstance(size, ir.SymbolicDim)]
+    if fixed or len({str(size) for size in sizes.values()}) > 1:
+        listing = ", ".join(f"{n}: {size}" for n, size in sizes.items())
         raise PrepareError(
-            "dp= needs a first axis of dynamic size that all inputs share (one entry per example): "
-            f"{reports}"
+            "dp= needs inputs that share a dynamic batch dimension (one row per example): "
+            f"{listing}"
         )

@@ -28,8 +28,8 @@ from typer import Argument, Option
 
 from onnxtrain.artifacts import Artifacts
 from onnxtrain.artifacts.build import build as build_artifacts
+from onnxtrain.artifacts.build_options import BuildOptions
 from onnxtrain.artifacts.graphs import model_key
-from onnxtrain.artifacts.request import BuildRequest
 from onnxtrain.autodiff.explain import explain as explain_model
 from onnxtrain.autodiff.explain import operators
 from onnxtrain.autodiff.gradients import grad as gradients_of_output
@@ -51,7 +51,7 @@ from onnxtrain.profiles import names as profile_names
 from onnxtrain.targets import BUNDLES, TARGETS
 
 
-@flags_from(BuildRequest)
+@flags_from(BuildOptions)
 def build(
     option_values: OptionValues,
     model: Model,

@@ -20,8 +20,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.artifacts.build_options import BuildOptions, Selection
 from onnxtrain.artifacts.graphs import DifferentiatedModel, ModelCopy, differentiate_loss
-from onnxtrain.artifacts.request import BuildOptions
 from onnxtrain.autodiff.selection import batch_statistics
 from onnxtrain.errors import PrepareError
 from onnxtrain.graph.builder import OpBuilder
@@ -101,16 +101,13 @@ def epoch_model(
         rows: the size of every batch, if ``base`` has it as a fixed size; sizes are constants then.
     """
     statistics = batch_statistics(base.graph)
-    options = BuildOptions(
-        loss=loss,
-        optimizer=optimizer,
+    selection = Selection(
         candidates=tuple(parameters),
-        chosen_by_user=chosen_by_user,
+        explicit=chosen_by_user,
         buffers=tuple(n for n, x in base.graph.initializers.items() if x in statistics),
-        mode="train",
-        randomness="portable",
     )
-    origin = differentiate_loss(base.copy(), options)
+    options = BuildOptions(loss=loss, optimizer=optimizer)
+    origin = differentiate_loss(base.copy(), options, selection)
     copy = origin.copy("step", "cpu")
     packs = _packs(copy, optimizer)
     return _EpochLoopBuilder(origin, copy, packs, optimizer, rows).build()
@@ -172,7 +169,7 @@ class _EpochLoopBuilder:
             out.type, out.shape = y.type, y.shape
             graph.outputs.append(out)
         carried = [*vectors.values(), *slots.values(), *(copy.buffers[n] for n in changing)]
-        step_inputs = [*copy.front, *copy.targets, *copy.rng, lr, step, *carried]
+        step_inputs = [*copy.inputs, *copy.targets, *copy.rng, lr, step, *carried]
         still = [x for n, x in copy.buffers.items() if n not in changing]
         graph.inputs.clear()
         graph.inputs.extend([*step_inputs, *still])
@@ -186,7 +183,7 @@ class _EpochLoopBuilder:
             state=self.state,
             buffers=tuple(changing),
             targets=tuple(x.name or "" for x in copy.targets),
-            inputs=tuple(x.name or "" for x in copy.front),
+            inputs=tuple(x.name or "" for x in copy.inputs),
             random=bool(copy.rng),
         )
 
@@ -216,7 +213,7 @@ class _EpochLoopBuilder:
         copy = self.copy
         whole = {
             x.name or "": _epoch_input(outer, inner, x.name or "", whole=True)
-            for x in (*copy.front, *copy.targets)
+            for x in (*copy.inputs, *copy.targets)
         }
         places = ["batches", self.rows] if self.rows is not None else ["rows"]
         order = outer.input("epoch/order", _INT64, places)

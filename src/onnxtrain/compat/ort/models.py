@@ -24,8 +24,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnxtrain.artifacts.build_options import BuildOptions
 from onnxtrain.artifacts.graphs import GraphSignature, describe, optimizer_graph
-from onnxtrain.artifacts.request import UpdateOptions
 from onnxtrain.autodiff.gradients import GradientModel, keep_predicate, lacks_rule
 from onnxtrain.autodiff.selection import reaching
 from onnxtrain.compat.ort.errors import OrtError, as_ort_errors
@@ -259,8 +259,8 @@ def _training_model(
     _accumulate(signature, outputs, gradients, rng)
     for b, new in changed.items():
         signature.output(f"{b.name}.out", "buffer", new, b.old)
-    proto, spec = signature.build(prepared.restrict("cpu"))
-    return _at_opset_of(forward, proto), spec, [b.name for b in statistics]
+    built = signature.build(prepared.restrict("cpu"))
+    return _at_opset_of(forward, built.to_proto()), built.spec, [b.name for b in statistics]
 
 
 def _accumulate(
@@ -424,10 +424,12 @@ def optimizer_model(
         for w in weights
         for s in optimizer.slots(w.name, w.shape, _dtype(w))
     ]
-    options = UpdateOptions(optimizer=optimizer, clip=Clip(norm=max_norm))
-    proto, spec = optimizer_graph(options, weights, state)
+    # Only the update is built, so the loss is not used.
+    options = BuildOptions(loss="", optimizer=optimizer, clip=Clip(norm=max_norm))
+    built = optimizer_graph(options, weights, state)
+    proto = built.to_proto()
     model = ir.from_proto(proto)
-    return (proto if downgrade_opset(model, opset) else ir.to_proto(model)), spec, state
+    return (proto if downgrade_opset(model, opset) else ir.to_proto(model)), built.spec, state
 
 
 def uses_sequences(model: onnx.ModelProto) -> bool:
@@ -495,8 +497,8 @@ def tensor_optimizer_of(model: onnx.ModelProto, parameters: Weights) -> TensorOp
         new, old = op.SequenceAt(outputs[f"{sequence}.out"], i % len(values)), slots[s.name]
         new.type, new.shape = old.type, old.shape
         signature.output(f"{s.name}.out", "state", new, old)
-    proto, spec = signature.build("cpu")
-    return proto, spec, state
+    built = signature.build("cpu")
+    return built.to_proto(), built.spec, state
 
 
 def _shape(p: TensorSpec | WeightSpec) -> tuple[int, ...]:
