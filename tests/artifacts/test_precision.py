@@ -285,7 +285,7 @@ def test_cuda_form_gives_the_same_numbers(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "float16"}, "no such precision: 'float16'\nhint: did you mean float32"),
+        ({"precision": "float16"}, "unknown precision: 'float16'\nhint: did you mean float32"),
         ({"precision": "bf16-mixed", "target": "webgpu"}, "not supported on target .webgpu"),
     ],
 )

@@ -98,11 +98,11 @@ def test_names_of_optimizer_state() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "eval"}, "no such mode: 'eval'"),
+        ({"mode": "eval"}, "unknown mode: 'eval'"),
         ({"target": "tpu"}, "unknown target: 'tpu'"),
-        ({"precision": "float16"}, "no such precision: 'float16'"),
+        ({"precision": "float16"}, "unknown precision: 'float16'"),
         ({"recompute": ["nowhere"]}, "unknown scope, node or value: 'nowhere'"),
-        ({"randomness": "quantum"}, "no such randomness"),
+        ({"randomness": "quantum"}, "unknown randomness"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"ema": 1.0}, "ema must be between 0 and 1"),
         ({"clip": 0.0}, "clip must be positive"),
