@@ -1,4 +1,4 @@
-"""The alias ``onnxruntime.training``, which exists only when asked for."""
+"""``install`` aliases ``onnxruntime.training``; importing the package alone does not."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ print("aliased")
 
 
 def test_import_changes_nothing_and_install_aliases_every_module():
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=1200
     )
-    assert done.returncode == 0, done.stderr
-    assert "aliased" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert "aliased" in result.stdout
 
 
 def test_the_real_package_is_not_replaced(monkeypatch):
     real = types.ModuleType("onnxruntime.training")
     monkeypatch.setitem(sys.modules, "onnxruntime.training", real)
-    with pytest.raises(CompatError, match="imported already"):
+    with pytest.raises(CompatError, match="already imported"):
         onnxtrain.compat.ort.install()
     assert sys.modules["onnxruntime.training"] is real

@@ -116,7 +116,7 @@ def test_wrong_use_is_named(model):
         TrainingSession(source, settings(loss_output_name="output"))
     with pytest.raises(CompatError, match="no such weight: w"):
         TrainingSession(source, settings(weights_to_train={"w"}))
-    with pytest.raises(CompatError, match="no such optimizer: 'Adam'"):
+    with pytest.raises(CompatError, match="unknown optimizer: 'Adam'"):
         TrainingSession(source, settings(training_optimizer_name="Adam"))
     with pytest.raises(CompatError, match="is empty"):
         TrainingSession(source, settings(training_optimizer_name=""))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from onnxtrain import optim
-from onnxtrain.errors import CompatError
+from onnxtrain.errors import CompatError, expected_one_of
 from onnxtrain.optim.transforms import Transform, Update, add_weight_decay, chain, scale_by_adam
 
 
@@ -168,6 +168,62 @@ class LambConfig(_OptimizerConfig):
             correct_bias=bool(d["do_bias_correction"]),
             groups=self.groups(),
         )
+
+
+_CONFIGS = {
+    "SGDOptimizer": SGDConfig,
+    "AdamOptimizer": AdamConfig,
+    "LambOptimizer": LambConfig,
+}
+
+
+class ConfigFromAttributes:
+    """An optimizer configuration given by name and by attributes of each weight.
+
+    ``ORTTrainer(map_optimizer_attributes=...)`` and ``TrainingParameters`` describe one this way.
+    """
+
+    def __init__(self, name: str, attributes: Callable[[str], Mapping[str, Any]] | None) -> None:
+        if name not in _CONFIGS:
+            raise CompatError(f"unknown optimizer: {name!r} {expected_one_of(name, _CONFIGS)}")
+        self.lr = 0.001
+        self._kind = _CONFIGS[name]
+        self._attributes = attributes
+
+    @property
+    def clip(self) -> float | None:
+        """The largest global norm of the gradients."""
+        return self._config("").clip
+
+    def _config(self, weight: str) -> Any:
+        attributes = {} if self._attributes is None else dict(self._attributes(weight) or {})
+        # "lambda" is a keyword in Python, so the configurations call it lambda_coef.
+        settings = {"lambda_coef" if k == "lambda" else k: v for k, v in attributes.items()}
+        try:
+            return self._kind(**settings)
+        except TypeError as error:
+            raise CompatError(f"map_optimizer_attributes: {error}") from error
+
+    def to_optimizer(self) -> Any:
+        """Return the optimizer with the attributes that apply to unnamed weights."""
+        return self.optimizer_for(())
+
+    def optimizer_for(self, names: Sequence[str]) -> optim.Optimizer:
+        """Return the optimizer for these weights; only weight decay may differ between them."""
+        common = self._config(names[0] if names else "")
+        groups = []
+        for name in names:
+            own = self._config(name)
+            for key, value in own.defaults.items():
+                if key != "lambda_coef" and value != common.defaults[key]:
+                    raise CompatError(
+                        f"map_optimizer_attributes: {name!r} has another {key}; "
+                        "only lambda may differ here"
+                    )
+            if own.defaults.get("lambda_coef") != common.defaults.get("lambda_coef"):
+                decay = float(own.defaults["lambda_coef"])
+                groups.append(optim.ParamGroup(literal(name), weight_decay=decay))
+        return dataclasses.replace(common.to_optimizer(), groups=tuple(groups))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,8 @@
-"""``ORTTrainer``: a torch module or ONNX model trained on stock ONNX Runtime, in both old forms.
+"""``ORTTrainer``: train a torch module or an ONNX model, with the arguments of both old versions.
 
-What ORTTrainer is told about a model: names, shapes and which output is the loss.
-
-``ORTTrainerOptions``: nested settings, checked when they are given.
-
-The two old ways to describe a training run, in one form.
+The file has the model descriptions (names, shapes, which output is the loss), ``ORTTrainerOptions``
+(nested options, validated on construction), ``Settings`` (the arguments of either version) and the
+trainer itself.
 """
 
 from __future__ import annotations
@@ -22,13 +20,11 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from onnxtrain import optim
 from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import save_checkpoint as write_checkpoint
 from onnxtrain.checkpoint import state_key
-from onnxtrain.compat.ort import optim as configs
 from onnxtrain.compat.ort.amp import LossScaler
-from onnxtrain.compat.ort.optim import LRSchedulerBase, TrainStepInfo
+from onnxtrain.compat.ort.optim import ConfigFromAttributes, LRSchedulerBase, TrainStepInfo
 from onnxtrain.errors import CompatError
 from onnxtrain.graph.io import load
 from onnxtrain.runtime.feeds import to_array
@@ -201,13 +197,6 @@ def _check(values: Mapping[str, Any]) -> None:
 
 Loss = Callable[..., Any] | None
 
-_NAMES = {
-    "SGDOptimizer": configs.SGDConfig,
-    "AdamOptimizer": configs.AdamConfig,
-    "LambOptimizer": configs.LambConfig,
-}
-_OLD_KEYWORDS = {"lambda": "lambda_coef"}
-
 
 @dataclasses.dataclass
 class Settings:
@@ -281,7 +270,7 @@ def settings_from_keywords(
         )
     return loss_fn, Settings(
         Signature.of(model_desc),
-        Attributes(training_optimizer_name, map_optimizer_attributes),
+        ConfigFromAttributes(training_optimizer_name, map_optimizer_attributes),
         _device(device),
         accumulate=gradient_accumulation_steps,
         clip=enable_grad_norm_clip,
@@ -291,51 +280,6 @@ def settings_from_keywords(
         rate_input=get_lr_this_step is None,
         get_lr=get_lr_this_step,
     )
-
-
-class Attributes:
-    """The configuration that ``map_optimizer_attributes`` describes, weight by weight."""
-
-    def __init__(self, name: str, attributes: Callable[[str], Mapping[str, Any]] | None) -> None:
-        if name not in _NAMES:
-            raise CompatError(f"no such optimizer: {name!r}\nhint: {', '.join(_NAMES)}")
-        self.lr = 0.001
-        self._kind = _NAMES[name]
-        self._attributes = attributes
-
-    @property
-    def clip(self) -> float | None:
-        """The largest joint norm of the gradients."""
-        return self._config("").clip
-
-    def _config(self, weight: str) -> Any:
-        given = {} if self._attributes is None else dict(self._attributes(weight) or {})
-        settings = {_OLD_KEYWORDS.get(k, k): v for k, v in given.items()}
-        try:
-            return self._kind(**settings)
-        except TypeError as error:
-            raise CompatError(f"map_optimizer_attributes: {error}") from error
-
-    def to_optimizer(self) -> Any:
-        """Return the optimizer of a weight without a name."""
-        return self.optimizer_for(())
-
-    def optimizer_for(self, names: Sequence[str]) -> optim.Optimizer:
-        """Return the optimizer for these weights; only weight decay may differ between them."""
-        common = self._config(names[0] if names else "")
-        groups = []
-        for name in names:
-            own = self._config(name)
-            for key, value in own.defaults.items():
-                if key != "lambda_coef" and value != common.defaults[key]:
-                    raise CompatError(
-                        f"map_optimizer_attributes: {name!r} has another {key}; "
-                        "only lambda may differ here"
-                    )
-            if own.defaults.get("lambda_coef") != common.defaults.get("lambda_coef"):
-                decay = float(own.defaults["lambda_coef"])
-                groups.append(optim.ParamGroup(configs.literal(name), weight_decay=decay))
-        return dataclasses.replace(common.to_optimizer(), groups=tuple(groups))
 
 
 def _device(device: Any) -> str:

@@ -23,8 +23,7 @@ import onnx_ir as ir
 from onnxtrain.artifacts.build import build
 from onnxtrain.checkpoint import state_key
 from onnxtrain.compat.ort.errors import OrtError, OrtTypeError, as_ort_errors
-from onnxtrain.compat.ort.optim import literal
-from onnxtrain.compat.ort.orttrainer import Attributes
+from onnxtrain.compat.ort.optim import ConfigFromAttributes, literal
 from onnxtrain.compat.ort.state import as_value
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.builder import OpBuilder
@@ -129,7 +128,7 @@ class TrainingSession:
             self._shape = _to_scalar(model, self._loss)
             _check_weights(model, parameters)
             fixed = {*parameters.weights_not_to_train, *parameters.immutable_weights}
-            config = Attributes(
+            config = ConfigFromAttributes(
                 parameters.training_optimizer_name, lambda name: _attributes(parameters, name)
             )
             named = parameters.weights_to_train or parameters.optimizer_attributes_map
