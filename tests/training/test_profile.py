@@ -12,7 +12,8 @@ import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
-from onnxtrain.artifacts import Artifacts, build
+from onnxtrain.artifacts import Artifacts
+from onnxtrain.artifacts.build import build
 from onnxtrain.cli.main import app
 from onnxtrain.errors import OnnxTrainError
 from onnxtrain.runtime import session as runtime
