@@ -1,18 +1,19 @@
-"""Hashes of everything that the package generates, to prove that a change leaves it as it was.
+"""Hash everything the package generates, to prove that a change leaves it unchanged.
 
 ``python -m tests.artifact_hashes write FILE.json`` before a change and ``... compare FILE.json``
-after it. ``--only GROUP ...`` selects groups, ``--quick`` takes every k-th item of each group.
-A run with ``--quick`` or ``--only`` may be compared with a full file.
+after it. ``write`` replaces the groups that it computes and keeps the others in the file.
+``--only GROUP ...`` selects groups, ``--quick`` selects every k-th item of each group.
+A run with ``--quick`` or ``--only`` can be compared with a full file.
 
-A file has up to three hashes:
+Each generated file has up to three hashes:
 
-    bytes    the file as it is
+    bytes    the unchanged file
     content  an ONNX model without metadata and doc strings; a manifest without notes; a checkpoint
              without its metadata
-    graph    an ONNX model without the names of nodes and inner values, too
+    graph    an ONNX model without the names of nodes and intermediate values as well
 
-``compare`` says how far a difference goes: ``bytes`` (only metadata), ``content`` (only names), or
-``graph``. What raises counts by the type of the error.
+``compare`` reports the level of each difference: ``bytes`` (only metadata), ``content`` (only
+names), or ``graph``. An item that raises is recorded by the type of its error.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ import onnxruntime
 import torch
 
 import onnxtrain
-import onnxtrain.lowering.profile as profiles
-from onnxtrain import losses, optim, targets, thresholds
+from onnxtrain import losses, optim, profiles, targets, thresholds
 from onnxtrain.compat.ort.artifacts import LossType, OptimType, generate_artifacts
 from onnxtrain.text import without_cache
 from onnxtrain.torch import export_gradient_graph, export_optimizer_graph, from_torch
@@ -192,7 +192,7 @@ def of_artifacts(artifacts: onnxtrain.Artifacts) -> Hashes:
     return hashes | {f"models/{key}": of_model(m) for key, m in artifacts.models.items()}
 
 
-# Nets and what is asked of them.
+# Nets and the options to build them with.
 
 
 def mean_square(op, *outputs):
@@ -290,17 +290,18 @@ def group_options() -> Items:
     """The options of ``build`` on the fast zoo models, and all optimizers and losses on an MLP."""
 
     def item(name: str, options: dict[str, Any]) -> Hashes:
-        asked = {**options, "dims": batch_size(name)} if "dims" in options else options
-        return of_artifacts(build_zoo(name, **asked))
+        if "dims" in options:
+            options = {**options, "dims": batch_size(name)}
+        return of_artifacts(build_zoo(name, **options))
 
     def labels(name: str, target: str) -> Hashes:
         if not classifies(name):
             return {}
-        asked = {"loss": "cross_entropy", "metrics": ("accuracy",), "target": target}
-        return of_artifacts(build_zoo(name, **asked))
+        options = {"loss": "cross_entropy", "metrics": ("accuracy",), "target": target}
+        return of_artifacts(build_zoo(name, **options))
 
-    def classifier(**asked: Any) -> Hashes:
-        settings = {"loss": "cross_entropy", "optimizer": "sgd", "outputs": ["scores"], **asked}
+    def classifier(**options: Any) -> Hashes:
+        settings = {"loss": "cross_entropy", "optimizer": "sgd", "outputs": ["scores"], **options}
         if settings["loss"] != mean_square:
             settings["loss"] = [losses.LossTerm(settings["loss"], output="scores")]
         return of_artifacts(onnxtrain.build(nets.classifier(), **settings))
@@ -321,10 +322,10 @@ def group_options() -> Items:
     return items
 
 
-def gradient(case: OpCase, *, double: bool = False, dynamic: str = "", **asked: Any):
+def gradient(case: OpCase, *, double: bool = False, dynamic: str = "", **options: Any):
     model = case.build(double, dynamic)
     outputs = [v.name for v in model.graph.output if is_float(v)]
-    return onnxtrain.vjp(model, case.wrt, outputs, **asked)
+    return onnxtrain.vjp(model, case.wrt, outputs, **options)
 
 
 def group_vjp() -> Items:
@@ -389,11 +390,11 @@ def group_lower() -> Items:
         symbolic = lowering_model(item, symbolic=True) if item.dynamic else None
         hashes = {}
         for opset in OPSETS:
-            asked = {"opset": opset, "verify": False}
-            hashes[f"lacking-{opset}"] = attempt(onnxtrain.lower, model, runtime, **asked)
-            hashes[f"plain-{opset}"] = attempt(onnxtrain.lower, model, None, **asked)
+            options = {"opset": opset, "verify": False}
+            hashes[f"lacking-{opset}"] = attempt(onnxtrain.lower, model, runtime, **options)
+            hashes[f"plain-{opset}"] = attempt(onnxtrain.lower, model, None, **options)
             if symbolic is not None:
-                hashes[f"symbolic-{opset}"] = attempt(onnxtrain.lower, symbolic, runtime, **asked)
+                hashes[f"symbolic-{opset}"] = attempt(onnxtrain.lower, symbolic, runtime, **options)
         return hashes
 
     items: Items = {f"zoo/{n}": functools.partial(zoo, n) for n in ZOO}
@@ -419,11 +420,11 @@ UNSTABLE = ("*.png", "*.lock", ".lock")  # a plot depends on matplotlib; a lock 
 def group_finetune() -> Items:
     """Fine-tuning of small decoders and an encoder; training graphs of decoders with adapters."""
 
-    def tuned(model: Callable[[], onnx.ModelProto], data: Any, **asked: Any) -> Hashes:
+    def tuned(model: Callable[[], onnx.ModelProto], data: Any, **options: Any) -> Hashes:
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             source = genai_folder(write_tokenizer(folder / "model"), model())
-            onnxtrain.finetune(source, data, folder / "out", **{"epochs": 2, **TUNING, **asked})
+            onnxtrain.finetune(source, data, folder / "out", **{"epochs": 2, **TUNING, **options})
             return of_folder(folder / "out", UNSTABLE) | {
                 # finetune.json has the place of the model
                 "finetune.json": of_file(folder / "out" / "finetune.json", folder)
@@ -445,18 +446,18 @@ def group_finetune() -> Items:
             )
             return of_folder(folder / "out", (*UNSTABLE, "finetune.json"))
 
-    def adapted(family: str, int4: bool, target: str, **asked: Any) -> Hashes:
+    def adapted(family: str, int4: bool, target: str, **lora_options: Any) -> Hashes:
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
             decoder = decoders.write(folder / "model", int4=int4, family=family)
-            model = onnxtrain.lora(decoder.path, rank=4, targets="all-linear", **asked)
+            model = onnxtrain.lora(decoder.path, rank=4, targets="all-linear", **lora_options)
             options = {"loss": "causal_lm", "optimizer": "adamw", "target": target}
             artifacts = onnxtrain.build(without_cache(model), **options)
             artifacts.save(folder / "artifacts")
             if target == "cpu":
                 trainer = onnxtrain.Trainer(folder / "artifacts", seed=5, threads=1)
                 model.export_peft(folder / "peft", trainer, base_model="base")
-                if not asked:  # onnxruntime's files have no place for DoRA's magnitudes
+                if not lora_options:  # onnxruntime's adapter files cannot store DoRA's magnitudes
                     model.export_ort_adapter(folder / "adapter.onnx_adapter", trainer)
                     (folder / "base").mkdir()
                     model.export_ort_base(folder / "base" / "model.onnx")
@@ -475,14 +476,14 @@ def group_finetune() -> Items:
     )
     items["tuned/encoder"] = classes
     for target in BUILD_TARGETS:
-        for label, family, int4, asked in (
+        for label, family, int4, options in (
             ("llama-float32", "llama", False, {}),
             ("llama-int4", "llama", True, {}),
             ("phi3-int4", "phi3", True, {}),
             ("llama-dora", "llama", False, {"dora": True, "dropout": 0.1}),
         ):
             items[f"adapters/{label}/{target}"] = functools.partial(
-                adapted, family, int4, target, **asked
+                adapted, family, int4, target, **options
             )
     return items
 
@@ -529,18 +530,18 @@ class TwoLayers(torch.nn.Module):
         return torch.sigmoid(self.fc2(torch.relu(self.fc1(x))))
 
 
-def group_doors() -> Items:
+def group_entry_points() -> Items:
     """``onnxtrain.compat.ort``, ``onnxtrain.torch``, and three training steps on the CPU."""
 
-    def ort(model: Callable[[], onnx.ModelProto], wrt: list[str], **asked: Any) -> Hashes:
+    def ort(model: Callable[[], onnx.ModelProto], wrt: list[str], **options: Any) -> Hashes:
         with tempfile.TemporaryDirectory() as folder:
-            generate_artifacts(model(), requires_grad=wrt, artifact_directory=folder, **asked)
+            generate_artifacts(model(), requires_grad=wrt, artifact_directory=folder, **options)
             return of_folder(Path(folder))
 
     def ort_zoo(name: str) -> Hashes:
         names = list(exported(name).names.values())
-        asked = {"loss": LossType.MSELoss, "optimizer": OptimType.AdamW}
-        return ort(lambda: exported(name).model, names, **asked)
+        options = {"loss": LossType.MSELoss, "optimizer": OptimType.AdamW}
+        return ort(lambda: exported(name).model, names, **options)
 
     def graphs(opset: int) -> Hashes:
         torch.manual_seed(0)
@@ -594,7 +595,7 @@ def group_doors() -> Items:
 
 
 # Every threshold below 4096 is a count (of taps, channels, rows), every larger one of elements or
-# bytes. They are told apart by their values, so that other names give the same hashes.
+# bytes. The value gives the kind, not the name, so that renaming a threshold keeps the hashes.
 VARIANTS: dict[str, Callable[[float], float]] = {
     "elements-1": lambda n: 1 if n >= 4096 else n,
     "elements-64": lambda n: 64 if n >= 4096 else n,
@@ -717,7 +718,7 @@ def group_tests() -> Items:
     folders = [ROOT / "tests" / name for name in TESTED]
     items = {f"{f.name}": functools.partial(item, f, 1) for f in folders if f.is_dir()}
     return items | {
-        f"{n}-quick": functools.partial(f.func, f.args[0], 12) for n, f in items.items()
+        f"{n}-quick": functools.partial(f.func, f.args[0], 30) for n, f in items.items()
     }
 
 
@@ -729,13 +730,13 @@ def pytest_sessionstart() -> None:
     if RECORD in os.environ:
         original = onnxruntime.InferenceSession.__init__
 
-        def recording(self: Any, model: Any, *given: Any, **asked: Any) -> None:
+        def recording(self: Any, model: Any, *args: Any, **options: Any) -> None:
             data = model if isinstance(model, bytes) else Path(model).read_bytes()
             test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0].split("/")[-1]
             with contextlib.suppress(Exception):
                 _, content, graph = of_model(onnx.ModelProto.FromString(data), data).split()
                 _loaded.setdefault(graph, (set(), test))[0].add(content)  # bytes have stack traces
-            original(self, model, *given, **asked)
+            original(self, model, *args, **options)
 
         onnxruntime.InferenceSession.__init__ = recording
 
@@ -751,15 +752,15 @@ _loaded: dict[str, tuple[set[str], str]] = {}
 
 GROUPS: dict[str, tuple[Callable[[], Items], int]] = {
     "exports": (group_exports, 12),
-    "zoo": (group_zoo, 31),
+    "zoo": (group_zoo, 43),
     "options": (group_options, 37),
     "vjp": (group_vjp, 41),
     "functions": (group_functions, 23),
     "lower": (group_lower, 37),
     "finetune": (group_finetune, 9),
     "web": (group_web, 4),
-    "doors": (group_doors, 29),
-    "thresholds": (group_thresholds, 83),
+    "entry_points": (group_entry_points, 29),
+    "thresholds": (group_thresholds, 109),
     "tests": (group_tests, 1),
 }
 """Each group, and which part of it ``--quick`` takes: every k-th item."""
@@ -772,10 +773,10 @@ def of_error(error: Exception) -> str:
     return f"error {type(error).__name__}"
 
 
-def attempt(function: Callable[..., onnx.ModelProto], *given: Any, **asked: Any) -> str:
+def attempt(function: Callable[..., onnx.ModelProto], *args: Any, **options: Any) -> str:
     """The hashes of the model that a function returns, or the type of its error."""
     try:
-        return of_model(function(*given, **asked))
+        return of_model(function(*args, **options))
     except Exception as error:
         return of_error(error)
 
@@ -859,7 +860,8 @@ def compare(before: dict, after: dict, partly: bool) -> int:
     total = 0
     for group in GROUPS:
         old, new = before.get(group, {}), after.get(group, {})
-        if group not in after:
+        if group not in after or group not in before:
+            print(f"{group}: not in the file" if group in after else f"{group}: not requested")
             continue
         tests: dict[str, str] = {}
         if group == "tests":
@@ -912,7 +914,8 @@ def main(arguments: list[str]) -> int:
     found = record(chosen(groups, options.quick), options.workers)
     if options.action == "write" or options.save:
         out = options.save or options.file
-        out.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
+        before = json.loads(out.read_text()) if out.exists() else {}
+        out.write_text(json.dumps({**before, **found}, indent=0, sort_keys=True) + "\n")
     if options.action == "write":
         return 0
     return 1 if compare(json.loads(options.file.read_text()), found, options.quick) else 0

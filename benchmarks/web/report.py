@@ -1,7 +1,7 @@
-"""Writes the page and the picture of a run: ``python -m benchmarks.web.report RESULTS.json docs/``.
+"""Write the page and the plot of a run: ``python -m benchmarks.web.report RESULTS.json docs/``.
 
-What ``benchmarks/web/finetune.json`` and ``benchmarks/web/gpu/results.json`` hold gets sections of
-its own: nothing on the page is written by hand.
+``benchmarks/web/finetune.json`` and ``benchmarks/web/gpu/results.json`` have their own sections.
+The whole page is generated.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ HEAD = """\
 random order; a ratio compares times of the same round, and its median is shown. All systems start
 from the same weights, see the same batches and must give the losses that torch gives (within 2e-3,
 for the form of the optimizer that they have: TensorFlow.js decays no weights, the old official
-build has eps 1e-6 and no decay). Everything runs in the page's own thread, and there is no other.
+build has eps 1e-6 and no decay). Everything runs in the page's only thread.
 WebGPU and WebGL are SwiftShader here, a GPU in software: that checks the graphs and counts
 dispatches, and says nothing about real GPUs.
 
@@ -129,7 +129,7 @@ def coverage(results: dict[str, Any]) -> str:
     return f"{text} It does not have: {'; '.join(missing)}." if missing else text
 
 
-def picture(results: dict[str, Any], path: Path) -> None:
+def plot(results: dict[str, Any], path: Path) -> None:
     """Draw the ratios on wasm."""
     groups = [g for g in results["groups"] if g["device"] == "wasm"]
     names = dict.fromkeys(r["name"] for g in groups for r in g["rows"] if "ratio" in r)
@@ -164,10 +164,10 @@ def picture(results: dict[str, Any], path: Path) -> None:
 
 
 def main(results: Path, docs: Path) -> None:
-    """Write the page with all its sections, and the picture."""
+    """Write the page with all its sections, and the plot."""
     measurements = json.loads(results.read_text())
     (docs / "images").mkdir(exist_ok=True)
-    picture(measurements, docs / "images" / "benchmarks-web.png")
+    plot(measurements, docs / "images" / "benchmarks-web.png")
     text = f"{page(measurements)}\n{gpu_report.section(HERE / 'gpu' / 'results.json')}"
     (docs / "benchmarks-web.md").write_text(text)
     if (tuned := HERE / "finetune.json").exists():

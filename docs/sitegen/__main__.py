@@ -1,4 +1,4 @@
-"""Draw the pictures that the repository keeps: ``python -m sitegen`` in ``docs/``."""
+"""Draw the images in docs/images: ``python -m sitegen`` in ``docs/``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import onnxtrain
 from sitegen.bench_chart import chart, write_glance
 from sitegen.contents import DOCS
 from sitegen.data_flow import data_flow
-from sitegen.graph_picture import graph_picture
+from sitegen.graph_plot import graph_plot
 
 
 def small_gradient() -> str:
-    """Return the picture of the gradients of a small net."""
+    """Return a plot of the gradient graph of a small net."""
     model = onnxtrain.vjp(onnxtrain.examples.digits_model(hidden=4), "fc*")
-    return graph_picture(model, "Forward and backward of a small net")
+    return graph_plot(model, "Forward and backward of a small net")
 
 
 def main() -> None:
-    """Write the pictures, and what a page shows beside one."""
+    """Write the images and the summary above the benchmark chart."""
     drawn = {
         "data-flow": data_flow(),
         "gradient-graph": small_gradient(),

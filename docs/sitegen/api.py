@@ -43,7 +43,7 @@ def write(folder: Path) -> None:
 
 
 def _directives(name: str, seen: dict[int, str]) -> str:
-    """Return what autodoc is told; what an earlier page has is named, not described twice."""
+    """Return the autodoc directives; name objects that an earlier page describes."""
     module = importlib.import_module(name)
     public = getattr(module, "__all__", None) or [
         n

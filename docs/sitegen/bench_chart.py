@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sitegen.contents import DOCS
-from sitegen.svg import INK, picture
+from sitegen.svg import INK, svg_image
 
 PAGE = DOCS / "benchmarks.md"
 BAR, LEFT, WIDE, MOST = 13, 330, 420, 1.75
@@ -69,7 +69,7 @@ def _one_thread(text: str) -> str:
 
 
 def chart() -> str:
-    """Return the picture; it says so if other work was on the machine."""
+    """Return the chart, with a note if other processes loaded the machine."""
     text = PAGE.read_text(encoding="utf-8")
     engines, values = ratios(text)
     parts, y = [], 58.0
@@ -101,7 +101,7 @@ def chart() -> str:
     head = [_words(16, 22, title, 13)]
     if WARNING in text:
         head.append(_words(16, y + 12, "Other work was on the machine: not to be quoted.", 12))
-    return picture(LEFT + WIDE + 70, y + 24, [*head, *parts, line], title)
+    return svg_image(LEFT + WIDE + 70, y + 24, [*head, *parts, line], title)
 
 
 def _words(x: float, y: float, text: str, size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sitegen.contents import DOCS
-from sitegen.svg import arrow, box, picture, sideways
+from sitegen.svg import arrow, box, sideways, svg_image
 
 WAYS_IN = ["model.onnx", "torch.nn.Module", "scikit-learn"]
 RUNS = ["Python", "Node", "browser", "C++, C, Java, Rust", "CUDA"]
@@ -21,7 +21,7 @@ def stages() -> list[tuple[str, str]]:
 
 
 def data_flow() -> str:
-    """Return the picture."""
+    """Return the diagram."""
     rows = stages()
     high = 44 * len(rows) + 40
     middle = high / 2
@@ -50,4 +50,4 @@ def data_flow() -> str:
         f"<text x='754' y='{middle + 160:g}' text-anchor='middle' font-size='11' fill='#52606d'>"
         "stock ONNX Runtime</text>"
     )
-    return picture(860, high, [*parts, note], "From a model to training anywhere")
+    return svg_image(860, high, [*parts, note], "From a model to training anywhere")

@@ -22,7 +22,7 @@ def page() -> str:
     return (
         "# Profiles of runtimes\n\n"
         "What `onnxtrain lower --profile` writes for, and `onnxtrain check --profile` judges by. "
-        "[Lowering](../lowering.md) tells how they are used, and how to probe a runtime.\n\n"
+        "[Lowering](../lowering.md) shows how to use them, and how to probe a runtime.\n\n"
         + "\n".join(rows)
         + "\n"
     )

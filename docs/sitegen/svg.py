@@ -1,4 +1,4 @@
-"""Boxes, arrows and words as SVG."""
+"""Boxes, arrows and text as SVG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 FONT = "font-family='system-ui, sans-serif'"
 INK, PAPER, LINE = "#1f2933", "#ffffff", "#7b8794"
-COLOURS = {"blue": "#dbeafe", "green": "#dcfce7", "orange": "#ffedd5", "grey": "#f1f5f9"}
+COLORS = {"blue": "#dbeafe", "green": "#dcfce7", "orange": "#ffedd5", "grey": "#f1f5f9"}
 
 
 def box(
@@ -16,7 +16,7 @@ def box(
     """Return a box with centred lines; the first is bold."""
     frame = (
         f"<rect x='{x:g}' y='{y:g}' width='{wide:g}' height='{high:g}' rx='6' "
-        f"fill='{COLOURS[colour]}' stroke='{LINE}'/>"
+        f"fill='{COLORS[colour]}' stroke='{LINE}'/>"
     )
     parts = [frame]
     top = y + high / 2 - 8 * (len(lines) - 1) + 4.5
@@ -46,8 +46,8 @@ def _arrow(path: str) -> str:
     return f"<path d='{path}' {style} marker-end='url(#to)'/>"
 
 
-def picture(wide: float, high: float, parts: Sequence[str], title: str) -> str:
-    """Return a whole picture on white paper, readable in the dark as well."""
+def svg_image(wide: float, high: float, parts: Sequence[str], title: str) -> str:
+    """Return a complete image on a white background, readable in dark mode as well."""
     head = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {wide:g} {high:g}' "
         f"width='{wide:g}' height='{high:g}' role='img' {FONT}>\n"

@@ -1,4 +1,4 @@
-"""What the site is made of besides pages: contents, command line, profiles, pictures, charts."""
+"""The generated parts of the site: contents, command line, profiles, plots, charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.docs.blocks import ROOT
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
-from sitegen import api, bench_chart, command_line, contents, graph_picture, profiles  # noqa: E402
+from sitegen import api, bench_chart, command_line, contents, graph_plot, profiles  # noqa: E402
 
 
 def test_every_page_has_one_place() -> None:
@@ -55,12 +55,12 @@ def test_every_public_name_is_in_the_api(tmp_path: Path) -> None:
 
 def test_the_picture_of_a_graph_has_its_nodes() -> None:
     model = onnxtrain.vjp(onnxtrain.examples.digits_model(hidden=2))
-    picture = ElementTree.fromstring(graph_picture.graph_picture(model, "small"))
-    words = [e.text for e in picture.iter() if e.tag.endswith("text")]
+    plot = ElementTree.fromstring(graph_plot.graph_plot(model, "small"))
+    words = [e.text for e in plot.iter() if e.tag.endswith("text")]
     for node in model.graph.node:
         assert node.op_type in words
     with pytest.raises(ValueError, match="too many"):
-        graph_picture.graph_picture(model, "small", most=3)
+        graph_plot.graph_plot(model, "small", max_nodes=3)
 
 
 TABLE = """### 1 thread

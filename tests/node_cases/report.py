@@ -24,8 +24,8 @@ differences agree; a case whose data lie on a kink or a tie is tested at a point
 function bodies of operators (`_expanded`) must also have the gradients of the operator itself,
 element by element.
 
-*passed*: the gradient is the difference. *failed*: it is another number. *refused*: onnxtrain says
-that it cannot differentiate this. *error*: anything else. *skipped*: there is no stable difference,
+*passed*: the gradient equals the difference. *failed*: it differs. *refused*: onnxtrain reports
+that it cannot differentiate this. *error*: anything else. *skipped*: no difference is stable,
 or stock onnxruntime runs neither the case nor its gradient. Stamps above opset 26 are read as 26.
 
 This page is made by `python -m tests.node_cases --write`, here with {versions}.

@@ -21,34 +21,34 @@ from tests.wild.stamps import stamp
 LONGEST = 180
 """Letters of a reason on the page."""
 PAGE = ROOT / "docs" / "wild.md"
-HEAD = """# Files that others made
+HEAD = """# Third-party models
 
-`make wild` makes or downloads these files and judges each: the gradient of the mean square of an
-output against central differences of the same loss on the original file in stock onnxruntime; ten
-steps of AdamW; and what is exported against what the trainer predicts. Weights are random where a
-producer has no others. The page is written by `python -m tests.wild --write`. A run that is stopped
-goes on where it was: what the same code has judged is not judged again.
+`make wild` generates or downloads these files and checks each: the gradient of the mean square of
+an output against central differences of the same loss on the original file in stock onnxruntime;
+ten steps of AdamW; and the exported model against the trainer's predictions. Weights are random
+where the producer has none. `python -m tests.wild --write` writes this page. A stopped run resumes:
+it skips files that the same code has already checked.
 
-How gradients are judged: along the gradient of all weights together and of each tensor by itself
-(the column "alone" says how many: as many as twelve seconds of the processor allow, about four at
-least, and none whose gradient is zero), with nine sizes of steps. Neighbours are extrapolated, and
-of all estimates those that change least from one step to the next count, not those nearest to the
-gradient. The error is relative to the tensor's own slope, or to a hundredth of the steepest. It has
-to be below 1e-3 for decoders and encoders in float32 and int4 (mobius, genai), below 1e-2 for nets
-with kinks and those of packages, below 5e-2 in float16, where differences round. What is over the
-limit is looked at again: in float64 by ONNX's reference implementation, fused operators written out
-in standard ones, if that computes what the runtime does, with the weights of the file and with
-others; else by fits through 96 steps. Where an output ends in a sigmoid or a softmax the loss is
-taken before it: numbers near 0 and 1 have no slope that float32 shows. Files with 4-bit weights get
-float adapters of rank 2 beside every quantised product (`y = x W + x A B`), and the gradients of
-all of them are judged as well (column "adapters").
+How gradients are checked: along the gradient of all weights together and of each tensor separately
+(the column "alone" gives the number of tensors: as many as twelve seconds of CPU time allow, at
+least about four, and none whose gradient is zero), with nine step sizes. Adjacent estimates are
+extrapolated; those that change least from one step to the next count, not those nearest to the
+gradient. The error is relative to the norm of the tensor's gradient, or to a hundredth of the
+largest. It must be below 1e-3 for decoders and encoders in float32 and int4 (mobius, genai), below
+1e-2 for nets with kinks and those of packages, below 5e-2 in float16, where differences round. What
+exceeds the limit is checked again: in float64 by ONNX's reference implementation, fused operators
+written out in standard ones, if that computes what the runtime does, with the weights of the file
+and with others; else by fits through 96 steps. Where an output ends in a sigmoid or a softmax the
+loss is taken before it: near 0 and 1 float32 cannot resolve the derivative. Files with 4-bit
+weights get float adapters of rank 2 beside every quantized matmul (`y = x W + x A B`), and the
+gradients of all of them are checked as well (column "adapters").
 
 A file that rounds its activations is refused, and the message names `straight_through=True`; one
 whose weights are integers alone is refused, and the message names `onnxtrain.lora` besides. Such
-files are then built as they advise: their steps and their exports are judged, their gradients are
-not, for a loss with steps has no slope ("refused; trains by its hint"). Linear models of
-scikit-learn keep their weights in attributes, which no session takes as inputs: their rows have no
-error, and `tests/wild/test_hidden_weights.py` judges them.
+files are then built as the hint says: their steps and their exports are checked, their gradients
+are not, since the derivative of a stepwise loss is zero ("refused; trains by its hint"). Linear
+models of scikit-learn keep their weights in attributes, which no session takes as inputs: their
+rows have no error, and `tests/wild/test_hidden_weights.py` checks them.
 """
 
 ALL = " All rows are of the same code, and of the files of the same run."

@@ -1,19 +1,19 @@
-"""A small ONNX graph as a picture: operators in rows by depth, gradients in another colour."""
+"""Draw a small ONNX graph: operators in rows by depth, gradients in another color."""
 
 from __future__ import annotations
 
 import onnx
 
-from sitegen.svg import arrow, box, picture
+from sitegen.svg import arrow, box, svg_image
 
 WIDE, HIGH, GAP, ROW = 128, 40, 22, 78
 
 
-def graph_picture(model: onnx.ModelProto, title: str, most: int = 60) -> str:
-    """Return the picture; a graph that is too large for one is refused."""
+def graph_plot(model: onnx.ModelProto, title: str, max_nodes: int = 60) -> str:
+    """Return the plot as SVG; raise ValueError above `max_nodes` nodes."""
     nodes = list(model.graph.node)
-    if len(nodes) > most:
-        raise ValueError(f"{len(nodes)} nodes are too many for a picture")
+    if len(nodes) > max_nodes:
+        raise ValueError(f"{len(nodes)} nodes are too many for a plot")
     constants = {t.name for t in model.graph.initializer}
     sources = {v.name: v.name for v in model.graph.input}
     depth: dict[str, int] = dict.fromkeys(sources, 0)
@@ -52,4 +52,4 @@ def _drawn(
         for source in inputs:
             from_x, from_y = places[source]
             arrows.append(arrow(from_x + WIDE / 2, from_y + HIGH, x + WIDE / 2, y))
-    return picture(wide, 16 + (max(rows) + 1) * ROW, [*arrows, *boxes], title)
+    return svg_image(wide, 16 + (max(rows) + 1) * ROW, [*arrows, *boxes], title)
