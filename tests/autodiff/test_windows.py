@@ -16,7 +16,7 @@ from tests.cases.evaluate import stock
 
 HEADER = '<ir_version: 10, opset_import: ["" : 21]>'
 UNKNOWN_KERNELS = {
-    "automatic padding of 'x' needs a kernel of known size": """
+    "auto_pad of 'x' requires a static kernel size": """
         g (float[N,2,H,W] x, float[3,2,K,L] w) => (float[N,3,A,B] y) {
             y = Conv <auto_pad = "SAME_UPPER", strides = [2, 2]> (x, w)
         }""",

@@ -62,11 +62,11 @@ def test_what_a_function_would_not_see() -> None:
         return inputs
 
     softmax = node("Softmax", 1, axis=1)
-    known = "has attributes that its lowering does not know: axis"
-    assert describe_unhandled(one, softmax, "lowering") == known
+    unsupported = "has attributes that its lowering does not support: axis"
+    assert describe_unhandled(one, softmax, "lowering") == unsupported
     assert describe_unhandled(with_axis, softmax, "lowering") is None
     two = node("Add", 2)
-    assert describe_unhandled(one, two, "lowering") == "has more inputs than its lowering knows"
+    assert describe_unhandled(one, two, "lowering") == "has more inputs than its lowering supports"
     assert describe_unhandled(with_node, node("Sum", 9, x=1), "lowering") is None
 
 

@@ -1,1 +1,1 @@
-"""Load, normalise and write ONNX graphs."""
+"""Load, check, edit and write ONNX graphs; infer shapes, simplify, estimate memory."""

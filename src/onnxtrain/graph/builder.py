@@ -1,8 +1,12 @@
 """Emit ONNX nodes by calling them: ``op.MatMul(a, b)``.
 
-CamelCase attributes are ONNX operators and emit exactly one node. snake_case methods are helpers:
-they may fold to a constant, emit several nodes, or none. So the capital letters of a rule show its
-cost.
+CamelCase attributes of :class:`OpBuilder` are ONNX operators and emit exactly one node. snake_case
+methods are helpers: they may fold to a constant, emit several nodes, or none. So the capital
+letters in a gradient rule show its cost. :class:`ShapeOps` holds the helpers that deal with shapes.
+They return Python values where a shape is static and emit nodes where it is not.
+
+Below the builder: arithmetic on sizes (:func:`plus` ...), and edits of existing graphs
+(:func:`replace_value`, :func:`copy_nodes`).
 
 >>> import onnx_ir as ir
 >>> x = ir.val("x", ir.DataType.FLOAT, ["n", 4])
@@ -14,16 +18,6 @@ cost.
 >>> op.Transpose(x, prem=[1, 0])
 Traceback (most recent call last):
 TypeError: Transpose has no attribute prem; it has perm
-
-Shape helpers of the builder: static when known, nodes when not, behind one name.
-
-Arithmetic on sizes: Python numbers where they are known, int64 values of shape [1] where not.
-
-Zeros that are only known when something else is: they make constants wait.
-
-One value put in the place of another.
-
-Copies of nodes under fresh names.
 """
 
 from __future__ import annotations
@@ -36,44 +30,42 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxtrain.graph import shapes as S
-from onnxtrain.graph.nodes import is_op
+from onnxtrain.graph.nodes import is_op, subgraphs_of
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.targets import Target, find
 
 Size = int | ir.Value
-"""A size as rules pass it around: a number, or an int64 value of shape [1]."""
+"""A size in a gradient rule: an ``int`` if it is static, else an int64 value of shape [1]."""
 
 
 class ShapeOps:
-    """Mixin of :class:`~onnxtrain.graph.builder.OpBuilder`."""
+    """Shape helpers, a mixin of :class:`OpBuilder`."""
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    # -- asking -----------------------------------------------------------------
-
     def rank(self, x: ir.Value) -> int:
-        """Return the rank of a value; a ``ShapeError`` if it is unknown."""
+        """Return the rank of a value; raise ``ShapeError`` if it is unknown."""
         return S.rank_of(x)
 
     def dims(self, x: ir.Value) -> tuple[Dim, ...]:
-        """Return the dimensions of a value: numbers, symbolic expressions, or ``None``."""
+        """Return the dimensions of a value: integers, symbolic expressions, or ``None``."""
         S.rank_of(x)
         return S.dims_of(x) or ()
 
     def static(self, x: ir.Value) -> tuple[int, ...] | None:
-        """Return the shape if every size is a number, else ``None``."""
+        """Return the shape if it is static, else ``None``."""
         dims = S.dims_of(x)
         if dims is None or not all(isinstance(d, int) for d in dims):
             return None
         return dims  # pyright: ignore[reportReturnType]
 
     def axes(self, axes: Sequence[int] | ir.Value | None, rank: int) -> list[int] | None:
-        """Return constant axes as non-negative numbers; ``None`` if they are not constant.
+        """Return constant axes as non-negative integers; ``None`` if they are not constant.
 
-        ``axes=None`` means all of them.
+        ``axes=None`` means all axes.
         """
         if axes is None:
             return list(range(rank))
@@ -85,14 +77,12 @@ class ShapeOps:
         return [a % rank for a in axes]
 
     def constant(self, x: ir.Value | None) -> np.ndarray | None:
-        """Return the array of a constant, ``None`` if the value is computed or absent."""
+        """Return the array of a constant, ``None`` if the value is computed or omitted."""
         return S.constant_of(x)
 
     def same_shape(self, x: ir.Value, ref: ir.Value) -> bool:
         """Return whether two values provably have the same shape."""
         return S.same_shape(x, ref)
-
-    # -- sizes as values ----------------------------------------------------------
 
     def shape_of(self, x: ir.Value) -> ir.Value:
         """Return the shape of a value as an int64 vector."""
@@ -102,26 +92,29 @@ class ShapeOps:
         return self.Shape(self.shape_source(x))
 
     def size(self, x: ir.Value, axis: int) -> Size:
-        """Return one size: a number if it is known, else an int64 value of shape [1]."""
+        """Return one size: an ``int`` if it is static, else an int64 value of shape [1]."""
         axis %= self.rank(x)
         d = self.dims(x)[axis]
         if isinstance(d, int):
             return d
-        fed = None if self.position is None or d is None else self.input_size(d)
-        return self.Shape(self.shape_source(x), start=axis, end=axis + 1) if fed is None else fed
+        # A builder that inserts nodes cannot use `shape_source`: it does not know what runs before.
+        from_input = None if self.position is None or d is None else self.input_size(d)
+        if from_input is not None:
+            return from_input
+        return self.Shape(self.shape_source(x), start=axis, end=axis + 1)
 
     def input_size(self, d: str) -> ir.Value | None:
-        """Return a size, or a sum of sizes, that inputs of the graph tell.
+        """Read a size, or a sum of sizes, from the shapes of graph inputs, ``None`` if not possible.
 
-        Asked of inputs, the same size is the same value in all layers of a model.
+        Read from an input, a size is the same value in every layer, so equal nodes merge.
         """
         parts: list[Any] = []
-        fed = self._input_sizes()
-        for name in [d] if d in fed else d.split("+"):
+        sources = self._input_sizes()
+        for name in [d] if d in sources else d.split("+"):
             name = name.strip()
-            where = fed.get(name)
-            if where is not None:
-                parts.append(self.Shape(where[0], start=where[1], end=where[1] + 1))
+            source = sources.get(name)
+            if source is not None:
+                parts.append(self.Shape(source[0], start=source[1], end=source[1] + 1))
             elif name.isdigit():
                 parts.append(self.const([int(name)]))
             else:
@@ -132,16 +125,16 @@ class ShapeOps:
         return total
 
     def _input_sizes(self) -> dict[str, tuple[ir.Value, int]]:
-        """Return the first input, and its axis, that has each of the named sizes."""
-        where: dict[str, tuple[ir.Value, int]] = {}
+        """Map each symbolic size of the graph inputs to the first input and axis that has it."""
+        sources: dict[str, tuple[ir.Value, int]] = {}
         for x in self.root.inputs:
             for i, d in enumerate(S.dims_of(x) or ()):
                 if isinstance(d, str) and not isinstance(x.type, ir.SequenceType):
-                    where.setdefault(d, (x, i))
-        return where
+                    sources.setdefault(d, (x, i))
+        return sources
 
     def vector(self, sizes: Sequence[Size]) -> ir.Value:
-        """Join sizes to an int64 vector."""
+        """Concatenate sizes into an int64 vector; neighboring static sizes share one constant."""
         if all(isinstance(s, int) for s in sizes):
             return self.const(np.asarray(sizes, np.int64))
         parts: list[ir.Value] = []
@@ -161,26 +154,24 @@ class ShapeOps:
     def count(self, x: ir.Value, axes: Sequence[int] | ir.Value | None = None) -> ir.Value:
         """Return the number of elements along ``axes`` (all by default), a scalar of x's dtype."""
         if isinstance(axes, ir.Value):
-            picked = self.Gather(self.shape_of(x), axes)
-            return self.Cast(self.ReduceProd(picked, keepdims=0), to=x.dtype)
+            reduced = self.Gather(self.shape_of(x), axes)
+            return self.Cast(self.ReduceProd(reduced, keepdims=0), to=x.dtype)
         dims = self.dims(x)
-        chosen = [dims[a] for a in (range(len(dims)) if axes is None else axes)]
-        if all(isinstance(d, int) for d in chosen):
-            return self.const(D.product(chosen), x.dtype)
+        reduced_dims = [dims[a] for a in (range(len(dims)) if axes is None else axes)]
+        if all(isinstance(d, int) for d in reduced_dims):
+            return self.const(D.product(reduced_dims), x.dtype)
         if axes is None:
             return self.Cast(self.Size(self.shape_source(x)), to=x.dtype)
         sizes = [self.size(x, a) for a in axes]
         total = sizes[0] if len(sizes) == 1 else self.ReduceProd(self.vector(sizes), keepdims=0)
         return self.Cast(self.Squeeze(total) if len(sizes) == 1 else total, to=x.dtype)
 
-    # -- changing shape -------------------------------------------------------------
-
     def reshape(self, x: ir.Value, sizes: Sequence[Size]) -> ir.Value:
-        """Reshape to the given sizes; one of them may be -1, a 0 is a size of zero."""
+        """Reshape to the given sizes; one may be -1. A 0 means an empty axis, not "copy"."""
         return self.Reshape(x, self.vector(sizes), allowzero=1 if 0 in _ints(sizes) else None)
 
     def reshape_like(self, x: ir.Value, ref: ir.Value) -> ir.Value:
-        """Return ``x`` in the shape of ``ref``, which has as many elements."""
+        """Reshape ``x`` to the shape of ``ref``, which must have the same number of elements."""
         if S.same_shape(x, ref):
             return x
         sizes = _constant_sizes(S.dims_of(x), S.dims_of(ref))
@@ -197,18 +188,19 @@ class ShapeOps:
         return out
 
     def sum_to(self, x: ir.Value, ref: ir.Value) -> ir.Value:
-        """Undo broadcasting: sum ``x`` down to the shape of ``ref``."""
+        """Undo broadcasting: sum ``x`` over the axes along which ``ref`` was broadcast."""
         if S.same_shape(x, ref):
             return x
-        maker = x.producer()
-        if maker is not None and is_op(maker, "Neg") and maker.inputs[0] is not None:
-            return self.Neg(self.sum_to(maker.inputs[0], ref))  # the sum is smaller
+        producer = x.producer()
+        if producer is not None and is_op(producer, "Neg") and producer.inputs[0] is not None:
+            return self.Neg(self.sum_to(producer.inputs[0], ref))  # negate the smaller tensor
         have, want = self.dims(x), self.dims(ref)
         lead = len(have) - len(want)
         if lead < 0:
             return self.reshape_like(x, ref)
         pairs = list(zip(have[lead:], want, strict=True))
-        # Broadcast sizes are equal or one is 1: a size that is a number above 1 is never summed.
+        # Broadcast sizes are equal, or one of them is 1: an axis where ref has a static size above
+        # 1 is never summed, whatever x has there.
         if all(a == b or b == 1 or (isinstance(b, int) and b > 1) for a, b in pairs):
             inner = [lead + i for i, (a, b) in enumerate(pairs) if b == 1 and a != 1]
             axes = [*range(lead), *inner]
@@ -219,7 +211,7 @@ class ShapeOps:
             out = self.ReduceSum(x, axes, keepdims=0 if lead else 1)
             out.shape = ref.shape
             return out
-        # A size is only known at run time: sum every axis on which ref has size 1.
+        # Some size is unknown until run time: sum every axis on which ref then has size 1.
         shape = self.shape_of(ref)
         padded = self.Concat(self.const([1] * lead), shape, axis=0) if lead else shape
         axes = self.Reshape(self.NonZero(self.Equal(padded, 1)), [-1])
@@ -230,26 +222,24 @@ class ShapeOps:
     def restore_axes(
         self, y: ir.Value, x: ir.Value, axes: Sequence[int] | ir.Value | None, keepdims: int
     ) -> ir.Value:
-        """Put back, with size 1, the axes that reducing ``x`` to ``y`` removed."""
+        """Insert the axes that reducing ``x`` to ``y`` removed, with size 1."""
         if keepdims:
             return y
         if axes is None:
             return self.Reshape(y, [1] * self.rank(x)) if self.rank(x) else y
         return self.Unsqueeze(y, axes)
 
-    # -- filling ----------------------------------------------------------------------
-
     def full(self, sizes: Sequence[Size] | ir.Value, value: float, dtype: ir.DataType) -> ir.Value:
-        """Return a tensor of the given shape with one value everywhere."""
+        """Return a tensor of the given shape filled with one value."""
         shape = sizes if isinstance(sizes, ir.Value) else self.vector(sizes)
-        # Of bfloat16 not every runtime makes constants.
+        # Not every runtime has a bfloat16 kernel for ConstantOfShape.
         if self.target.lacks("ConstantOfShape") or dtype == ir.DataType.BFLOAT16:
             return self.Expand(self.const(value, dtype), shape)
         filler = ir.tensor(np.full(1, value, dtype.numpy()), dtype=dtype)
         return self.ConstantOfShape(shape, value=filler)
 
     def sign(self, x: ir.Value) -> ir.Value:
-        """Return -1, 0 or 1 for every element."""
+        """Return the sign of each element, with comparisons where the target lacks Sign."""
         if not self.target.lacks("Sign"):
             return self.Sign(x)
         zero, one, minus = (self.const(v, x.dtype) for v in (0.0, 1.0, -1.0))
@@ -264,7 +254,7 @@ class ShapeOps:
         return self._full_like(x, 1.0)
 
     def iota(self, size: Size) -> ir.Value:
-        """Return the integers 0, 1 ... below ``size`` as an int64 vector."""
+        """Return the integers from 0 up to ``size``, exclusive, as an int64 vector."""
         if isinstance(size, int):
             return self.const(np.arange(size, dtype=np.int64))
         return self.Range(0, self.Squeeze(size, [0]), 1)
@@ -286,8 +276,6 @@ class ShapeOps:
         out.shape = x.shape
         return out
 
-    # -- moving axes --------------------------------------------------------------------
-
     def mT(self, x: ir.Value) -> ir.Value:  # noqa: N802 - numpy's name
         """Swap the last two axes."""
         r = self.rank(x)
@@ -304,12 +292,12 @@ class ShapeOps:
         return self.Transpose(x, perm=perm)
 
     def cast(self, x: ir.Value, dtype: ir.DataType | None) -> ir.Value:
-        """Return ``x`` in another dtype."""
+        """Cast ``x`` to a dtype; return ``x`` itself if it has that dtype or ``dtype`` is None."""
         return x if x.dtype == dtype or dtype is None else self.Cast(x, to=dtype)
 
 
 def _constant_sizes(have: Sequence[Dim] | None, want: Sequence[Dim] | None) -> list[int] | None:
-    """Return constant sizes for a Reshape: 0 for a size that stays, -1 for the only unknown one."""
+    """Return a constant shape for Reshape: 0 copies a size, -1 stands in for one unknown size."""
     if want is None or 0 in want:
         return None
     sizes: list[int] = []
@@ -328,14 +316,14 @@ def _ints(sizes: Sequence[Size]) -> list[int]:
 
 
 class Names:
-    """Hands out names that no value of the model has."""
+    """Generator of names that are unique in a model."""
 
     def __init__(self, taken: set[str]) -> None:
         self.taken = taken
         self._next: dict[str, int] = {}
 
     def fresh(self, stem: str) -> str:
-        """Return ``stem``, or ``stem_1``, ``stem_2`` ... if it is taken."""
+        """Return and reserve ``stem``, or ``stem_1``, ``stem_2`` ... if it is in use."""
         n = self._next.get(stem, 0)
         name = stem if n == 0 else f"{stem}_{n}"
         while name in self.taken:
@@ -347,17 +335,18 @@ class Names:
 
 
 class OpBuilder(ShapeOps):
-    """Appends nodes to a graph, with typed constants and shapes inferred at once.
+    """Appends nodes to a graph; creates typed constants and infers shapes as it goes.
 
     Args:
-        graph: where nodes go.
-        prefix: what names of new values start with.
-        target: the kind of runtime that forms are chosen for, or its name.
-        before: nodes are inserted in front of this one; appended if ``None``.
+        graph: the graph that receives the nodes.
+        prefix: prefix of the names of new values.
+        target: runtime to generate operators for, or its name.
+        before: insert nodes before this one; append them if ``None``.
+        parent: the builder to share names and constants with.
     """
 
     differentiated = True
-    """Whether gradients of what is written will be asked for; losses may do with less if not."""
+    """Whether the emitted nodes will be differentiated; losses emit fewer nodes if not."""
 
     def __init__(
         self,
@@ -380,7 +369,7 @@ class OpBuilder(ShapeOps):
             self._constants: dict[tuple[Any, ...], ir.Value] = {}
             self._first_of: dict[tuple[Dim, ...], ir.Value] = {}
             for value in (*graph.inputs, *(y for node in graph for y in node.outputs)):
-                self._see(value)
+                self._record_shape(value)
         else:
             self.opset, self.root, self.names = parent.opset, parent.root, parent.names
             self._constants = parent._constants
@@ -388,7 +377,7 @@ class OpBuilder(ShapeOps):
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if not op_type[:1].isupper():
-            raise AttributeError(f"OpBuilder has no helper {op_type!r}")
+            raise AttributeError(f"OpBuilder has no method {op_type!r}")
         return functools.partial(self.emit, op_type)
 
     def emit(
@@ -427,7 +416,7 @@ class OpBuilder(ShapeOps):
         return self.append(node)
 
     def append(self, node: ir.Node) -> Any:
-        """Append a node made elsewhere; name it, infer its shapes, return its output or outputs."""
+        """Append an existing node: name it, infer its shapes, return its output or outputs."""
         single = len(node.outputs) == 1
         for i, out in enumerate(node.outputs):
             out.name = self.names.fresh(
@@ -440,23 +429,31 @@ class OpBuilder(ShapeOps):
             self.graph.insert_before(self.position, node)
         S.infer_node(node, self.opset)
         for out in node.outputs:
-            self._see(out)
+            self._record_shape(out)
         return node.outputs[0] if single else tuple(node.outputs)
 
-    def _see(self, value: ir.Value) -> None:
+    def _record_shape(self, value: ir.Value) -> None:
         dims = S.dims_of(value)
         if dims is not None and not isinstance(value.type, ir.SequenceType | ir.OptionalType):
             self._first_of.setdefault(dims, value)
 
     def shape_source(self, x: ir.Value) -> ir.Value:
-        """Return the earliest value of the same shape: asking for that keeps nothing else alive."""
+        """Return the earliest value with the shape of ``x``, to read the shape from.
+
+        A Shape node keeps its input alive. The earliest value, often a graph input, costs nothing;
+        ``x`` itself could be a large activation that would otherwise be freed.
+        """
         dims = S.dims_of(x)
         if dims is None or None in dims or self.position is not None:
             return x
         return self._first_of.get(dims, x)
 
     def _promote(self, schema: Any, inputs: Sequence[Any]) -> list[ir.Value | None]:
-        """Turn Python numbers and lists into constants of the dtype their neighbours have."""
+        """Turn Python scalars and lists into constants with the dtype the schema requires.
+
+        Inputs that share a type variable of the schema share a dtype: in ``op.Mul(x, 0.5)`` the
+        constant gets the dtype of ``x``.
+        """
         formal = list(schema.inputs)
         formal += formal[-1:] * (len(inputs) - len(formal))
         bound = {
@@ -473,9 +470,10 @@ class OpBuilder(ShapeOps):
         return values
 
     def const(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
-        """Return a constant, stored once per graph.
+        """Return a constant initializer; equal constants share one per graph.
 
-        Without ``dtype``, whole numbers become int64, other numbers float32.
+        Without ``dtype``, Python integers become int64, Python floats float32, and arrays keep
+        their dtype.
         """
         array = np.asarray(value)
         if dtype is None:
@@ -490,12 +488,12 @@ class OpBuilder(ShapeOps):
             )
         array = array.astype(dtype.numpy())
         key = (array.tobytes(), array.shape, dtype)
-        known = self._constants.get(key)
-        if known is None or self.root.initializers.get(known.name or "") is not known:
-            # The second: a pass has put another in its place.
+        cached = self._constants.get(key)
+        # A pass may have removed or replaced the cached initializer since.
+        if cached is None or self.root.initializers.get(cached.name or "") is not cached:
             name = self.names.fresh(f"{self.prefix}const")
-            known = self._constants[key] = self._initializer(name, array, dtype)
-        return known
+            cached = self._constants[key] = self._initializer(name, array, dtype)
+        return cached
 
     def _initializer(self, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
         tensor = ir.Tensor(array, dtype=dtype, name=name)
@@ -507,7 +505,7 @@ class OpBuilder(ShapeOps):
         return value
 
     def input(self, name: str, dtype: ir.DataType, dims: Sequence[Dim] | None) -> ir.Value:
-        """Add an input to the graph and give it."""
+        """Add an input to the graph and return it."""
         value = ir.Value(name=self.names.fresh(name), type=ir.TensorType(dtype))
         S.set_dims(value, dims)
         self.graph.inputs.append(value)
@@ -516,8 +514,8 @@ class OpBuilder(ShapeOps):
     def body(self, like: Sequence[ir.Value] = (), stem: str = "in") -> OpBuilder:
         """Return a builder for a subgraph whose inputs have the types of ``like``.
 
-        Values of the enclosing graphs may be used inside. Set ``.graph.outputs`` when done and pass
-        ``.graph`` as attribute: ``op.If(c, then_branch=a.graph, else_branch=b.graph)``.
+        The subgraph may read values of the enclosing graphs. Set ``.graph.outputs`` when done and
+        pass ``.graph`` as attribute: ``op.If(c, then_branch=a.graph, else_branch=b.graph)``.
         """
         graph = ir.Graph([], [], nodes=[], name=self.names.fresh(f"{self.prefix}body"))
         child = OpBuilder(graph, self.prefix, target=self.target, parent=self)
@@ -529,16 +527,17 @@ class OpBuilder(ShapeOps):
         return child
 
     def before(self, node: ir.Node | None) -> OpBuilder:
-        """Return a builder with the same names and constants whose nodes go in front of ``node``.
+        """Return a builder that inserts nodes before ``node`` and shares names and constants.
 
-        ``None`` stands for the end of the graph.
+        ``None`` means the end of the graph.
         """
         return OpBuilder(self.graph, self.prefix, target=self.target, before=node, parent=self)
 
     def map_sequences(self, function: Callable[..., ir.Value], *sequences: ir.Value) -> ir.Value:
-        """Return the sequence of ``function(body, element, ...)``; ``body`` is the builder to use.
+        """Map a function over sequences with SequenceMap; return the sequence of results.
 
-        Elements at the same position of several sequences must have the same shape.
+        ``function(body, element, ...)`` emits nodes with ``body``. Elements at the same position of
+        several sequences must have the same shape.
         """
         element = self._element_of(sequences[0])
         body = self.body([element] * len(sequences))
@@ -547,7 +546,7 @@ class OpBuilder(ShapeOps):
         return self.SequenceMap(*sequences, body=body.graph)
 
     def _element_of(self, sequence: ir.Value) -> ir.Value:
-        """Return a value that has the type of one element, with names for the sizes that vary."""
+        """Return a value typed like one element, with symbolic names for the sizes that vary."""
         assert isinstance(sequence.type, ir.SequenceType)
         name = self.names.fresh(f"{self.prefix}element")
         element = ir.Value(name=name, type=sequence.type.elem_type)
@@ -558,39 +557,38 @@ class OpBuilder(ShapeOps):
         return element
 
     def extra_output(self, node: ir.Node, index: int) -> ir.Value:
-        """Return an optional output of an existing node, adding it if it is not there yet."""
+        """Return an optional output of an existing node, adding it if the node lacks it."""
         if len(node.outputs) <= index:
             node.resize_outputs(index + 1)
         out = node.outputs[index]
         if not out.name:
             out.name = self.names.fresh(f"{node.outputs[0].name}.{index}")
-            known = [
+            # Inference runs for the new output only: it may know less about the others than the
+            # file declares.
+            declared = [
                 (o, o.type, o.shape) for o in node.outputs if o is not out and o.type is not None
             ]
             S.infer_node(node, self.opset)
-            for value, type_, shape in known:
+            for value, type_, shape in declared:
                 value.type, value.shape = type_, shape
         return out
 
 
 def names_in(graph: ir.Graph) -> set[str]:
-    """Return every name of a value or a node in a graph and its subgraphs."""
-    taken: set[str] = set()
+    """Return the names of all values and nodes in a graph and its subgraphs."""
+    names: set[str] = set()
     pending = [graph]
     while pending:
         g = pending.pop()
-        taken.update(v.name for v in g.inputs if v.name)
-        taken.update(g.initializers)
+        names.update(v.name for v in g.inputs if v.name)
+        names.update(g.initializers)
         for node in g:
-            if node.name:  # onnxruntime refuses two nodes of one name, and an output may be renamed
-                taken.add(node.name)
-            taken.update(o.name for o in node.outputs if o.name)
-            for attribute in node.attributes.values():
-                if attribute.type == ir.AttributeType.GRAPH:
-                    pending.append(attribute.as_graph())
-                elif attribute.type == ir.AttributeType.GRAPHS:
-                    pending.extend(attribute.as_graphs())
-    return taken
+            # onnxruntime rejects two nodes of one name, and new nodes are named like their outputs.
+            if node.name:
+                names.add(node.name)
+            names.update(o.name for o in node.outputs if o.name)
+            pending += subgraphs_of(node)
+    return names
 
 
 def plus(op: OpBuilder, a: Size, b: Size) -> Size:
@@ -619,19 +617,19 @@ def times(op: OpBuilder, a: Size, b: int) -> Size:
 
 
 def max_size(op: OpBuilder, a: Size, low: int) -> Size:
-    """Return the larger one."""
+    """Return ``max(a, low)``."""
     return max(a, low) if isinstance(a, int) else op.Max(a, op.const([low]))
 
 
 def min_size(op: OpBuilder, a: Size, high: Size) -> Size:
-    """Return the smaller one."""
+    """Return ``min(a, high)``."""
     if isinstance(a, int) and isinstance(high, int):
         return min(a, high)
     return a if a == 0 else op.Min(_value(op, a), _value(op, high))
 
 
 def element(op: OpBuilder, vector: ir.Value, i: int) -> Size:
-    """Return one element of an integer vector of known length."""
+    """Return element ``i`` of an integer vector of known length."""
     array = op.constant(vector)
     if array is not None:
         return int(array.reshape(-1)[i])
@@ -644,17 +642,17 @@ def _value(op: OpBuilder, a: Size) -> ir.Value:
 
 
 def _simplified(a: ir.Value) -> Size:
-    """Return the number that a result turns out to be, as in ``n + 1 - n``."""
+    """Return an ``int`` if symbolic evaluation finds one, as in ``n + 1 - n``, else the value."""
     dims = S.symbolic_of(a)
     return dims[0] if dims is not None and len(dims) == 1 and isinstance(dims[0], int) else a
 
 
 def runtime_zero(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """Return an int64 zero of shape [1] that depends on ``x``, whatever its values and sizes.
+    """Return an int64 zero of shape [1] that runtimes cannot compute before ``x``.
 
-    A runtime runs what reads constants only as early as it can, and keeps the result. What takes
-    this zero along is run when ``x`` is there. Where all sizes are numbers a runtime knows the
-    shape beforehand, so that an element is asked; there is one then.
+    Runtimes fold or run early what reads only constants, and keep the result in memory. Adding this
+    zero to such a node delays it until ``x`` exists. A runtime knows a static shape in advance, so
+    for static shapes the zero is computed from an element of ``x``.
     """
     if op.static(x) is None or 0 in op.dims(x):
         return op.Min(op.Shape(x, start=0, end=1), op.const([0]))
@@ -663,7 +661,7 @@ def runtime_zero(op: OpBuilder, x: ir.Value) -> ir.Value:
 
 
 def replace_value(old: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
-    """Let ``uses`` of ``old`` read ``new``; as an output of the graph it goes by the old name."""
+    """Redirect ``uses`` of ``old`` to ``new``, which also takes over the name of a graph output."""
     for node, index in uses:
         node.replace_input_with(index, new)
     if old.shape is not None:
@@ -678,12 +676,13 @@ def replace_value(old: ir.Value, new: ir.Value, uses: Sequence[tuple[ir.Node, in
 
 
 def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]) -> list[ir.Value]:
-    """Append copies of a graph's nodes; return the copies of its outputs.
+    """Append copies of a graph's nodes under fresh names; return the copies of its outputs.
 
     Args:
-        op: where the copies go.
-        graph: what is copied; its initializers are shared, not copied.
-        mapping: from values of ``graph`` to values usable where the copies go; extended in place.
+        op: the builder that receives the copies.
+        graph: the graph to copy; its initializers are shared, not copied.
+        mapping: replacements for values of ``graph``, such as its inputs; extended in place with
+            the output of each copied node.
     """
     for node in graph:
         copy = ir.Node(
@@ -710,7 +709,7 @@ def copy_nodes(op: OpBuilder, graph: ir.Graph, mapping: dict[ir.Value, ir.Value]
 
 
 def copy_node(op: OpBuilder, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Value:
-    """Append a copy of a node of one output that reads other inputs; return its output."""
+    """Append a copy of a single-output node with other inputs; return its output."""
     attributes = list(node.attributes.values())
     copy = ir.Node(node.domain, node.op_type, inputs, attributes, version=node.version)
     copy.meta.update(node.meta)

@@ -1,14 +1,13 @@
-"""Call a function on a node: its signature says what it wants.
+"""Call gradient rules, lowerings and decompositions with the arguments their signatures name.
 
-Gradient rules, lowerings and decompositions are functions over the builder. Each receives the
-builder, the node's inputs by position (``None`` where omitted) and, by keyword, what the
-keyword-only parameters of its signature name::
+Each of these functions receives the builder, then the node's inputs by position (``None`` where
+omitted), then the keyword-only parameters of its signature::
 
     def softmax(op, x, *, axis, node): ...
 
-A keyword is a word of the caller's context (``node``, or ``y`` for a gradient rule), else an
-attribute of the node, else the attribute's default in the ONNX schema, else the default in the
-signature, else ``None``.
+The value of a keyword is the first of these that exists: the caller's context (``node``, or ``y``
+for a gradient rule), an attribute of the node, the attribute's default in the ONNX schema, the
+default in the signature, ``None``.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from onnxtrain.graph.builder import OpBuilder
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What a function over the builder wants of a node."""
+    """Parameters of a gradient rule, lowering or decomposition."""
 
     keywords: Mapping[str, Any]
-    """Keyword-only parameters with their defaults, ``None`` for those that have none."""
+    """Keyword-only parameters and their defaults, ``None`` if a parameter has no default."""
     positional: int | None
-    """How many positional parameters there are, the builder's among them; ``None``: any number."""
+    """Number of positional parameters, the builder included; ``None`` for ``*args``."""
     required: int = 0
-    """How many of them have no default."""
+    """Number of positional parameters without a default."""
     needed: frozenset[str] = frozenset()
-    """The keywords that have no default."""
+    """Keyword-only parameters without a default."""
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-# Weak, for a lowering may be a bound method, whose object holds a model.
+# Weak keys: a lowering may be a bound method whose object holds a whole model.
 _SIGNATURES: WeakKeyDictionary[Callable[..., Any], Signature] = WeakKeyDictionary()
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Return what a function wants; the signature is read once."""
+    """Return a function's signature, cached."""
     try:
         signature = _SIGNATURES.get(function)
         if signature is None:
             signature = _SIGNATURES[function] = _read_signature(function)
-    except TypeError:  # an object that cannot be hashed, or not be referred to weakly
+    except TypeError:  # the function is unhashable or does not support weak references
         return _read_signature(function)
     return signature
 
@@ -62,11 +61,11 @@ def _read_signature(function: Callable[..., Any]) -> Signature:
         for p in parameters
         if p.kind is p.KEYWORD_ONLY
     }
-    any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     return Signature(
         keywords,
-        None if any_number else len(positional),
+        None if variadic else len(positional),
         sum(p.default is p.empty for p in positional),
         frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty),
     )
@@ -79,14 +78,14 @@ def call_by_signature(
     *first: Any,
     context: Mapping[str, Any],
 ) -> Any:
-    """Return what a function makes of a node.
+    """Call a function with a node's inputs and attributes; return its result.
 
     Args:
-        function: called with ``op``, ``first``, the node's inputs, and the keywords it asks for.
+        function: called with ``op``, ``first``, the node's inputs and the keywords it declares.
         op: the builder.
-        node: whose inputs and attributes are passed.
-        first: what goes in front of the inputs: for a gradient rule, the gradient of the output.
-        context: keywords that are not attributes, by name.
+        node: the node whose inputs and attributes are passed.
+        first: arguments before the inputs; for a gradient rule, the gradient of the output.
+        context: keyword arguments that are not attributes, by name.
     """
     wanted = signature_of(function).keywords
     keywords = {name: context[name] for name in wanted if name in context}
@@ -100,16 +99,17 @@ def call_by_signature(
 
 
 def describe_unhandled(function: Callable[..., Any], node: ir.Node, kind: str) -> str | None:
-    """Return a clause on what of a node a function would not see, ``None`` if it sees all.
+    """Return a clause that names what a function does not handle of a node, ``None`` if nothing.
 
-    A function that asks for ``node`` sees all attributes. ``kind`` is what to call the function.
+    A function with a ``node`` parameter handles every attribute. ``kind`` names the function in the
+    clause, such as ``"gradient rule"``.
     """
     signature = signature_of(function)
     unknown = set(node.attributes) - signature.keywords.keys()
     if unknown and "node" not in signature.keywords:
-        return f"has attributes that its {kind} does not know: {', '.join(sorted(unknown))}"
+        return f"has attributes that its {kind} does not support: {', '.join(sorted(unknown))}"
     if signature.positional is not None and len(node.inputs) > signature.positional - 1:
-        return f"has more inputs than its {kind} knows"
+        return f"has more inputs than its {kind} supports"
     if len(node.inputs) < signature.required - 1:
-        return f"has fewer inputs than its {kind} needs"
+        return f"has fewer inputs than its {kind} requires"
     return None

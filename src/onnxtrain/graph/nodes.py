@@ -1,8 +1,7 @@
-"""Nodes of the standard domain, which two names stand for: ``""`` and ``"ai.onnx"``.
+"""Queries on nodes: standard operators, subgraphs and their captures, NaN guards.
 
-Subgraphs: what they capture from the graphs around them.
-
-What exporters put behind attention's softmax: ``Where(IsNaN(p), 0, p)``.
+The standard domain has two names, ``""`` and ``"ai.onnx"``. Compare domains with
+:func:`is_standard` or :func:`is_op`, never with a string.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 STOP_GRADIENT = "stop_gradient"
-"""In the name of an Identity: no gradient passes it, as with ``detach`` of torch."""
+"""An Identity with this in its name blocks gradients, like torch's ``detach``."""
 
 
 class _HasDomain(Protocol):
@@ -29,37 +28,38 @@ class _HasOperator(_HasDomain, Protocol):
 
 
 def is_standard(node: _HasDomain) -> bool:
-    """Return whether a node, or the import of an opset, is of the standard domain."""
+    """Return whether a node or an opset import belongs to the standard domain."""
     return node.domain in ("", "ai.onnx")
 
 
 def is_op(node: _HasOperator, *op_types: str) -> bool:
-    """Return whether a node is one of some standard operators."""
+    """Return whether a node is one of the given standard operators."""
     return node.op_type in op_types and is_standard(node)
 
 
 def op_key(node: _HasOperator) -> str:
-    """Return the name of a node's operator in tables: ``"Relu"`` or ``"com.acme::Swirl"``."""
+    """Return the key of a node's operator in tables: ``"Relu"`` or ``"com.acme::Swirl"``."""
     return node.op_type if is_standard(node) else f"{node.domain}::{node.op_type}"
 
 
 def stops_gradient(node: ir.Node) -> bool:
-    """Return whether a node is an Identity that no gradient passes, by its name."""
+    """Return whether a node is an Identity whose name marks it as blocking gradients."""
     return STOP_GRADIENT in (node.name or "") and is_op(node, "Identity")
 
 
 def nodes(graph: ir.Graph, *op_types: str, subgraphs: bool = False) -> list[ir.Node]:
-    """Return the nodes of some standard operators, in order; of all, if none is named.
+    """Return the nodes of the given standard operators in graph order; all standard nodes if none.
 
-    It is a list, so the graph may be changed meanwhile. With ``subgraphs``, the nodes of bodies are
-    among them.
+    The result is a list, so callers may edit the graph while they iterate over it.
+    ``subgraphs=True`` includes the nodes of If, Loop and Scan bodies.
     """
-    every, wanted = graph.all_nodes() if subgraphs else graph, frozenset(op_types)
-    return [n for n in every if is_standard(n) and (not wanted or n.op_type in wanted)]
+    candidates = graph.all_nodes() if subgraphs else graph
+    wanted = frozenset(op_types)
+    return [n for n in candidates if is_standard(n) and (not wanted or n.op_type in wanted)]
 
 
 def subgraphs_of(node: ir.Node) -> Iterator[ir.Graph]:
-    """Return the graphs in a node's attributes, in order."""
+    """Yield the graphs in a node's attributes, in order."""
     for attribute in node.attributes.values():
         if attribute.is_ref():
             continue
@@ -101,14 +101,19 @@ def captured_by(graph: ir.Graph) -> list[ir.Value]:
 
 @dataclasses.dataclass(frozen=True)
 class NanGuard:
-    """The nodes that put zeros in the place of NaN."""
+    """The two nodes of ``Where(IsNaN(p), 0, p)``, which replaces NaN by zero.
+
+    Exporters append it to attention's softmax: a fully masked row is 0/0.
+    """
 
     test: ir.Node
+    """The IsNaN."""
     guard: ir.Node
+    """The Where."""
 
 
 def nan_guard(p: ir.Value) -> NanGuard | None:
-    """Return the guard that is all that reads a value, if there is one."""
+    """Return the NaN guard of ``p`` if nothing else reads ``p``, else ``None``."""
     uses = list(p.uses())
     tests = [use.node for use in uses if is_op(use.node, "IsNaN")]
     guards = [use.node for use in uses if is_op(use.node, "Where") and use.idx == 2]

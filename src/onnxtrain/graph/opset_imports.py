@@ -1,4 +1,4 @@
-"""Opset imports that a runtime assumes and a file may lack, and the repairs that `load` made."""
+"""Add the opset import of onnxruntime's domain where a file lacks it, and record load repairs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import onnx_ir as ir
 from onnxtrain.graph.nodes import subgraphs_of
 
 RUNTIME_DOMAIN = "com.microsoft"
-"""The domain of onnxruntime's own operators, which it takes without an import."""
-# Key in Graph.meta, which Model.clone() copies (it drops Model.meta): lines of what `load` changed.
+"""The domain of onnxruntime's own operators, which onnxruntime accepts without an import."""
+# Key in Graph.meta: one line per repair. Model.clone() copies Graph.meta but drops Model.meta.
 _REPAIRS = "onnxtrain.load_repairs"
 
 
 def import_runtime_domain(model: ir.Model) -> None:
-    """Add the import of onnxruntime's domain where nodes use it and nothing imports it."""
+    """Add the opset import of onnxruntime's domain where nodes use the domain without importing it.
+
+    onnxruntime loads such files, but onnx's checker and inference reject them.
+    """
     bodies = [(model.graph, model.opset_imports)]
     bodies += [(f.graph, f.opset_imports) for f in model.functions.values()]
     added = False
@@ -39,10 +42,10 @@ def _uses_runtime_domain(graph: ir.Graph) -> bool:
 
 
 def record_load_repair(model: ir.Model, line: str) -> None:
-    """Record that ``load`` changed something."""
+    """Record a line that describes what ``load`` changed in a model."""
     model.graph.meta[_REPAIRS] = (*load_repairs(model), line)
 
 
 def load_repairs(model: ir.Model) -> tuple[str, ...]:
-    """Say what ``load`` changed of a model so that it is valid."""
+    """Return what ``load`` changed to make a model valid, one line per change."""
     return model.graph.meta.get(_REPAIRS, ())

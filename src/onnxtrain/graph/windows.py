@@ -1,20 +1,15 @@
-"""Sliding windows: the geometry that convolution and pooling share.
+"""Sliding windows: geometry of convolution and pooling, im2col, nearest-neighbor Resize.
 
 Along each spatial axis, output position ``o`` of a window reads input positions
-``o * stride - before + t * dilation`` for taps ``t`` of the kernel.
+``o * stride - before + t * dilation`` for taps ``t`` of the kernel. :class:`Windows` holds that
+geometry; the functions after it pad, slice and crop images accordingly.
 
-What the form of a convolution's gradient depends on.
+:class:`ConvShape` holds the sizes that decide how to lower a convolution and its gradients.
+:func:`im2col` turns a convolution into one matmul over the whole batch. onnxruntime's convolution
+kernel runs image by image and reads the whole weight for each. For images of a few positions that
+is most of its time; the matmul reads the weight once.
 
-Convolutions of small images as one product over the whole batch.
-
-A convolution kernel multiplies image by image, and reads the whole weight for each. Where images
-have a few positions only, that is most of its time. Here a row of ``columns`` holds what a window
-reads; all windows of the batch make one matrix, and the weight is read once, as it lies.
-
-Resize that repeats each position a whole number of times, as nearest neighbours do.
-
-Where an output position lies is ``i / s`` rounded down, or ``(i + 0.5) / s - 0.5`` rounded to the
-nearest: for a whole ``s`` that is ``i // s``, and no tie is met.
+:func:`repeat_nearest` covers Resize nodes that repeat each position an integer number of times.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ class Windows:
     """Kernel, strides, dilations and explicit padding, one entry per spatial axis."""
 
     kernel: tuple[Dim, ...]
-    """Sizes; an entry that is not a number is only known at run time."""
+    """Kernel sizes; entries that are not integers are unknown until run time."""
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
     before: tuple[int, ...]
@@ -50,7 +45,7 @@ class Windows:
 
     @property
     def rank(self) -> int:
-        """The number of spatial axes."""
+        """Number of spatial axes."""
         return len(self.strides)
 
     @property
@@ -65,29 +60,29 @@ class Windows:
 
     @property
     def static_kernel(self) -> tuple[int, ...] | None:
-        """The kernel, if all its sizes are numbers."""
+        """The kernel size if it is static, else ``None``."""
         sizes = tuple(k for k in self.kernel if isinstance(k, int))
         return sizes if len(sizes) == self.rank else None
 
     @property
     def count(self) -> int | None:
-        """The number of taps, if it is known."""
+        """Number of taps if the kernel is static, else ``None``."""
         return None if self.static_kernel is None else int(np.prod(self.static_kernel))
 
     def extent(self, i: int) -> int | None:
-        """How many input positions a window spans, holes included."""
+        """Number of input positions a window spans along axis ``i``, dilation included."""
         k = self.kernel[i]
         return (k - 1) * self.dilations[i] + 1 if isinstance(k, int) else None
 
     def taps(self) -> Iterator[tuple[int, ...]]:
-        """Return the offsets of the taps, last axis fastest."""
+        """Yield the offsets of the taps, last axis fastest."""
         assert self.static_kernel is not None
         return itertools.product(
             *(range(0, k * d, d) for k, d in zip(self.static_kernel, self.dilations, strict=True))
         )
 
     def unpadded(self) -> Windows:
-        """Return the same windows over an input that is padded already."""
+        """Return the same windows without padding, for an input that is already padded."""
         return dataclasses.replace(self, before=(0,) * self.rank, after=(0,) * self.rank)
 
 
@@ -97,7 +92,7 @@ def window_geometry(
     dilations: Sequence[int] | None,
     pads: Sequence[int] | None,
 ) -> Windows:
-    """Return the geometry of a node from its attributes."""
+    """Return the window geometry of a node from its attributes."""
     n = len(kernel)
     pads = pads or [0] * (2 * n)
     return Windows(
@@ -110,10 +105,10 @@ def window_geometry(
 
 
 def pad(op: OpBuilder, x: ir.Value, win: Windows, value: float = 0.0) -> ir.Value:
-    """Return ``x`` with its spatial axes padded.
+    """Pad the spatial axes of ``x``.
 
-    All axes are written: a Pad that names its axes is beyond onnxruntime-web where a Transpose
-    goes through it, as it does before a Conv of one spatial axis on a GPU.
+    The Pad lists all axes. onnxruntime-web fails on a Pad with an `axes` input when its layout
+    optimizer pushes a Transpose through it, as happens before a 1-D Conv on a GPU.
     """
     if not any(win.pads):
         return x
@@ -124,7 +119,7 @@ def pad(op: OpBuilder, x: ir.Value, win: Windows, value: float = 0.0) -> ir.Valu
 
 
 def _pad_bfloat16(op: OpBuilder, x: ir.Value, amounts: list[int], value: float) -> ir.Value:
-    """Join borders to an image axis by axis; where sizes are not known, pad it in float32."""
+    """Concatenate borders to an image axis by axis; pad in float32 if its shape is not static."""
     sizes = D.static_sizes(op.dims(x))
     if sizes is None:
         wide = op.Pad(op.cast(x, ir.DataType.FLOAT), amounts, None if value == 0.0 else value)
@@ -152,14 +147,15 @@ def tap_slices(
     axes: Sequence[int] | None = None,
     like: ir.Value | None = None,
 ) -> list[ir.Value]:
-    """Give, for each tap, what all windows read there.
+    """Return one strided slice of the input per tap: what all windows read at that tap.
 
     Args:
         op: the builder.
-        padded: the input, padded already.
+        padded: the input, already padded.
         win: the windows.
         axes: the spatial axes of ``padded``, by default all but the first two.
-        like: its last axes are the positions of the windows; by default as many as fit.
+        like: a value whose last axes have one position per window; by default as many windows as
+            fit.
     """
     axes = win.axes if axes is None else list(axes)
     whole = [op.dims(padded)[a] for a in axes]
@@ -167,13 +163,13 @@ def tap_slices(
     steps = list(win.strides) if any(s != 1 for s in win.strides) else None
     slices = []
     for tap, end in zip(win.taps(), ends, strict=True):
-        all_of_it = not any(tap) and steps is None and end in ([_END] * win.rank, whole)
-        slices.append(padded if all_of_it else op.Slice(padded, list(tap), end, axes, steps))
+        is_whole = not any(tap) and steps is None and end in ([_END] * win.rank, whole)
+        slices.append(padded if is_whole else op.Slice(padded, list(tap), end, axes, steps))
     return slices
 
 
 def _static_slice_ends(win: Windows) -> list[list[int]]:
-    """Return where the slices of the taps end, counted from the end of the input."""
+    """Return the end of each tap's slice, counted from the end of the input."""
     reach = [(win.extent(i) or 1) - 1 for i in range(win.rank)]
     return [[t - r or _END for t, r in zip(tap, reach, strict=True)] for tap in win.taps()]
 
@@ -181,7 +177,7 @@ def _static_slice_ends(win: Windows) -> list[list[int]]:
 def _slice_ends_like(
     op: OpBuilder, win: Windows, like: ir.Value
 ) -> list[list[int]] | list[ir.Value]:
-    """Return where the slices of the taps end, for as many windows as ``like`` has positions."""
+    """Return the end of each tap's slice, for as many windows as ``like`` has positions."""
     sizes = [d for d in op.dims(like)[-win.rank :] if isinstance(d, int)]
     if len(sizes) == win.rank:
         spans = [(s - 1) * stride + 1 for s, stride in zip(sizes, win.strides, strict=True)]
@@ -196,29 +192,29 @@ def same_pads(op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows, *, upper: b
     """Return the padding of SAME_UPPER or SAME_LOWER as two int64 vectors, computed at run time."""
     if win.static_kernel is None:
         raise UndifferentiableError(
-            f"automatic padding of {x.name!r} needs a kernel of known size\n"
-            "hint: give the node its kernel_shape, or explicit pads"
+            f"auto_pad of {x.name!r} requires a static kernel size\n"
+            "hint: set kernel_shape or explicit pads on the node"
         )
     extents = [win.extent(i) for i in range(win.rank)]
     inside, outside = op.Shape(x, start=2), op.Shape(y, start=2)
     spanned = op.Add(op.Mul(op.Sub(outside, 1), list(win.strides)), extents)
     total = op.Max(op.Sub(spanned, inside), op.const([0] * win.rank))
-    half = op.Div(total, [2] * win.rank)
-    rest = op.Sub(total, half)
-    return (half, rest) if upper else (rest, half)
+    small = op.Div(total, [2] * win.rank)
+    large = op.Sub(total, small)
+    return (small, large) if upper else (large, small)
 
 
 def pad_dynamic(
     op: OpBuilder, x: ir.Value, before: ir.Value, after: ir.Value, value: float = 0.0
 ) -> ir.Value:
-    """Return ``x`` with its spatial axes padded by amounts that are computed."""
-    none = op.const([0, 0])
-    amounts = op.Concat(none, before, none, after, axis=0)
+    """Pad the spatial axes of ``x`` by amounts computed at run time."""
+    unpadded = op.const([0, 0])  # batch and channels
+    amounts = op.Concat(unpadded, before, unpadded, after, axis=0)
     return op.Pad(x, amounts, None if value == 0.0 else value)
 
 
 def crop_like(op: OpBuilder, padded: ir.Value, before: ir.Value, x: ir.Value) -> ir.Value:
-    """Undo padding: give the part of ``padded`` that ``x`` is."""
+    """Undo padding: return the part of ``padded`` at the positions of ``x``."""
     axes = list(range(2, op.rank(x)))
     return op.Slice(padded, before, op.Add(before, op.Shape(x, start=2)), axes)
 
@@ -226,7 +222,7 @@ def crop_like(op: OpBuilder, padded: ir.Value, before: ir.Value, x: ir.Value) ->
 def resolve_auto_pad(
     op: OpBuilder, x: ir.Value, y: ir.Value, win: Windows, auto_pad: str
 ) -> Windows | None:
-    """Return the windows with automatic padding made explicit; ``None`` if only a run can tell."""
+    """Return the windows with ``auto_pad`` as explicit pads; ``None`` if they are not static."""
     if auto_pad in ("NOTSET", "VALID"):
         return win
     before, after = [], []
@@ -248,7 +244,7 @@ def resolve_auto_pad(
 
 @dataclasses.dataclass(frozen=True)
 class ConvShape:
-    """Sizes that are not known are None."""
+    """Sizes that decide how to lower a convolution and its gradients; unknown ones are ``None``."""
 
     taps: int | None
     strided: bool
@@ -258,25 +254,25 @@ class ConvShape:
     """Output channels per group."""
     group: int
     image: int | None = None
-    """Positions in the input."""
+    """Number of positions in the input."""
     positions: int | None = None
-    """Positions in the output."""
+    """Number of positions in the output."""
     overpadded: bool = False
     """Whether some windows read padding only."""
     can_use_col2im: bool = False
-    """Whether a product can give the input's gradient, windows added up by Col2Im."""
+    """Whether a matmul followed by Col2Im can compute the input's gradient."""
     rows: int | None = None
-    """Positions in the output, over the whole batch."""
+    """Number of positions in the output over the whole batch."""
     bfloat16: bool = False
     """Whether images are bfloat16."""
     shiftable: bool = False
-    """Whether windows are squares, one at each position of a plane of known size, in one group."""
+    """Whether square windows with stride 1 keep the size of a 2-D image of static shape."""
     line_pairs: int | None = None
-    """Pairs of an input and an output position along the last axis; None if it is the only one."""
+    """Pairs of input and output positions along the last axis; ``None`` for 1-D."""
 
     @property
     def few_taps(self) -> bool:
-        """Whether the taps may be unrolled, one slice each."""
+        """Whether there are few enough taps to unroll them, one slice each."""
         return self.taps is not None and self.taps <= T.UNROLLED_TAPS
 
     @property
@@ -286,27 +282,27 @@ class ConvShape:
 
     @property
     def depthwise(self) -> bool:
-        """Whether every channel is on its own."""
+        """Whether each channel is a group of its own."""
         return self.few_taps and self.group > 1 and self.channels == 1 and self.outs == 1
 
     @property
     def pairs(self) -> int | None:
-        """How many pairs of an input and an output position there are."""
+        """Number of pairs of an input and an output position."""
         if self.image is None or self.positions is None:
             return None
         return self.image * self.positions
 
     def pairs_up_to(self, limit: int) -> bool:
-        """Whether there are known to be that few pairs."""
+        """Whether the number of pairs is known and at most ``limit``."""
         return self.pairs is not None and self.pairs <= limit
 
     def line_pairs_up_to(self, limit: int) -> bool:
-        """Whether there are several axes, and few pairs of positions along the last one."""
+        """Whether the convolution is 2-D or 3-D with at most ``limit`` pairs on its last axis."""
         return self.line_pairs is not None and self.line_pairs <= limit
 
     @property
     def one_group(self) -> bool:
-        """Whether all channels are in one group, and their numbers are known."""
+        """Whether there is one group with known channel counts."""
         return self.group == 1 and self.channels is not None and self.outs is not None
 
     @property
@@ -316,21 +312,21 @@ class ConvShape:
 
     @property
     def narrow(self) -> bool:
-        """Whether one tap alone makes too small a product."""
+        """Whether the channels alone, one tap at a time, make too small a matmul."""
         return self.channels is not None and self.channels < T.NARROW_CHANNELS
 
     def positions_up_to(self, limit: int) -> bool:
-        """Whether the output is known to have that few positions."""
+        """Whether the number of output positions is known and at most ``limit``."""
         return self.positions is not None and self.positions <= limit
 
     @property
     def tiny_image(self) -> bool:
-        """Whether the output is known to have few positions, and the kernel more than one tap."""
+        """Whether the kernel has several taps and the output is known to have few positions."""
         return self.taps != 1 and self.positions_up_to(T.TINY_IMAGE_POSITIONS)
 
     @property
     def small_image(self) -> bool:
-        """Whether summing weights over the batch costs more than transposing the images."""
+        """Whether summing weight gradients over the batch costs more than transposing images."""
         if self.channels is None or self.outs is None or self.positions is None:
             return False
         return self.channels * self.outs > (self.channels + self.outs) * self.positions
@@ -339,7 +335,7 @@ class ConvShape:
 def conv_shape_of(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> ConvShape:
-    """Return what is known of ``dy = Conv(x, w)``."""
+    """Return the sizes of ``Conv(x, w)``, whose output has the shape of ``dy``."""
     outs, channels = op.dims(w)[:2]
     return ConvShape(
         taps=win.count,
@@ -361,14 +357,14 @@ def conv_shape_of(
 
 
 def is_pointwise(win: Windows) -> bool:
-    """Return whether every window reads one position of its own, and all positions are read."""
+    """Return whether the kernel has one tap, without strides or padding."""
     return win.count == 1 and not any(win.pads) and all(s == 1 for s in win.strides)
 
 
 def _can_use_col2im(
     op: OpBuilder, x: ir.Value, dy: ir.Value, w: ir.Value, win: Windows, group: int
 ) -> bool:
-    """Return whether all sizes are known, and onnxruntime has a Col2Im for them if needed."""
+    """Return whether all sizes are static and onnxruntime's Col2Im kernel accepts them."""
     image, count = D.static_sizes(op.dims(x)[2:]), D.static_sizes(op.dims(dy)[2:])
     if group != 1 or D.static_sizes(op.dims(w)) is None or image is None or count is None:
         return False
@@ -394,71 +390,74 @@ def _shiftable(
 
 
 def _static_product(sizes: Sequence[Dim]) -> int | None:
-    numbers = [d for d in sizes if isinstance(d, int)]
-    return int(np.prod(numbers)) if len(numbers) == len(sizes) else None
+    static = D.static_sizes(sizes)
+    return None if static is None else math.prod(static)
 
 
 def can_use_im2col(facts: ConvShape) -> bool:
-    """Return whether there can be columns: of one group, over images of known size."""
+    """Return whether :func:`im2col` applies: few taps, one group, images of static size."""
     return facts.few_taps and facts.one_group and facts.image is not None
 
 
 def im2col(op: OpBuilder, x: ir.Value, win: Windows, *, taps_first: bool) -> ir.Value:
-    """Return [N * positions, channels * taps]; taps vary slowest if ``taps_first``, else fastest.
+    """Return the im2col matrix [N * positions, channels * taps]: what each window reads.
 
-    The first order is made with one copy less, the second one is the order of a weight.
+    ``taps_first=True`` orders columns as (taps, channels), which saves one copy;
+    ``taps_first=False`` as (channels, taps), the order of a weight.
     """
     channels, taps = op.dims(x)[1], win.count
     assert isinstance(channels, int)
     assert taps is not None
-    last = op.Transpose(x, perm=[0, *win.axes, 1])
+    channels_last = op.Transpose(x, perm=[0, *win.axes, 1])
     if is_pointwise(win):
-        return op.Reshape(last, [-1, channels])
-    reads = _gather_windows(op, last, win)
+        return op.Reshape(channels_last, [-1, channels])
+    windows = _gather_windows(op, channels_last, win)
     if not taps_first and taps > 1:
-        reads = op.Transpose(reads, perm=[0, 1, 3, 2])
-    return op.Reshape(reads, [-1, channels * taps])
+        windows = op.Transpose(windows, perm=[0, 1, 3, 2])
+    return op.Reshape(windows, [-1, channels * taps])
 
 
-def _gather_windows(op: OpBuilder, last: ir.Value, win: Windows) -> ir.Value:
-    """Return [N, positions, taps, channels]: at each position, what its window reads.
+def _gather_windows(op: OpBuilder, channels_last: ir.Value, win: Windows) -> ir.Value:
+    """Return [N, positions, taps, channels]: what the window at each position reads.
 
-    Outside of the image it reads a position of zeros, put behind all others.
+    Taps in the padding read an extra position of zeros, appended after all others.
     """
-    image = D.static_sizes(op.dims(last)[1:-1])
+    image = D.static_sizes(op.dims(channels_last)[1:-1])
     assert image is not None
-    place: np.ndarray = np.zeros((1, 1), np.int64)
+    # Flat index of the input position by (window, tap), and whether it is inside the image; both
+    # grow by one axis per iteration.
+    index: np.ndarray = np.zeros((1, 1), np.int64)
     inside: np.ndarray = np.ones((1, 1), bool)
     for i, size in enumerate(image):
         extent = win.extent(i)
         assert extent is not None
         count = (size + win.before[i] + win.after[i] - extent) // win.strides[i] + 1
         starts = np.arange(count) * win.strides[i] - win.before[i]
-        at = starts[:, None] + np.arange(0, extent, win.dilations[i])
-        shape = [len(place) * len(at), -1]
-        within = (at >= 0) & (at < size)
-        place = (place[:, None, :, None] * size + at[None, :, None, :]).reshape(shape)
-        inside = (inside[:, None, :, None] & within[None, :, None, :]).reshape(shape)
+        along = starts[:, None] + np.arange(0, extent, win.dilations[i])
+        shape = [len(index) * len(along), -1]
+        inside_axis = (along >= 0) & (along < size)
+        index = (index[:, None, :, None] * size + along[None, :, None, :]).reshape(shape)
+        inside = (inside[:, None, :, None] & inside_axis[None, :, None, :]).reshape(shape)
     area = math.prod(image)
-    flat = op.Reshape(last, [0, area, op.dims(last)[-1]])
+    flat = op.Reshape(channels_last, [0, area, op.dims(channels_last)[-1]])
     if not inside.all():
         flat = _append_zero_position(op, flat)
-    where = np.where(inside, place, area)
-    return op.Gather(flat, op.const(where, ir.DataType.INT64), axis=1)
+    index = np.where(inside, index, area)
+    return op.Gather(flat, op.const(index, ir.DataType.INT64), axis=1)
 
 
 def _append_zero_position(op: OpBuilder, flat: ir.Value) -> ir.Value:
-    """Put a position of zeros behind all others of [N, positions, channels]."""
+    """Append a position of zeros to [N, positions, channels]."""
     sizes = D.static_sizes(op.dims(flat))
     if flat.dtype == ir.DataType.BFLOAT16 and op.target.lacks("Pad.bfloat16") and sizes:
         zero = op.const(np.zeros((sizes[0], 1, sizes[2])), flat.dtype)
         return op.Concat(flat, zero, axis=1)
-    # Of all axes: onnxruntime errs when it moves a Transpose past a partial Pad.
+    # List all axes: onnxruntime fails when it moves a Transpose past a Pad with an `axes` input.
     return op.Pad(flat, [0, 0, 0, 0, 1, 0])
 
 
 def prefers_im2col_matmul(facts: ConvShape) -> bool:
-    """Return whether the forward convolution had better be a product."""
+    """Return whether the forward convolution is faster as im2col and matmul."""
     if not can_use_im2col(facts) or not facts.dense or not facts.small_kernel:
         return False
     limit, rows = T.CONV_FORWARD_MATMUL_POSITIONS, facts.rows
@@ -468,10 +467,12 @@ def prefers_im2col_matmul(facts: ConvShape) -> bool:
 
 
 def channels_first_perm(rank: int) -> list[int]:
-    """Return the order that moves channels from the end to the second place."""
+    """Return the Transpose ``perm`` from channels last to channels first."""
     return [0, 1 + rank, *range(1, 1 + rank)]
 
 
+# Modes in which output position i reads input position i // s for an integer scale s: i / s rounded
+# down, or (i + 0.5) / s - 0.5 rounded to the nearest, which never ties.
 _NEAREST_ROUNDING = {
     "asymmetric": frozenset({"floor"}),
     "half_pixel": frozenset({"round_prefer_floor", "round_prefer_ceil"}),
@@ -480,7 +481,7 @@ _NEAREST_ROUNDING = {
 
 
 def nearest_repeats(node: ir.Node, opset: int) -> list[int] | None:
-    """Return how often a Resize repeats positions along each axis of an image, if that is all."""
+    """Return the integer repeats per spatial axis of a nearest-neighbor Resize, else ``None``."""
     x, options = node.inputs[0], S.attributes_of(node, opset)
     rounding = _NEAREST_ROUNDING.get(options["coordinate_transformation_mode"], frozenset())
     if x is None or options["mode"] != "nearest" or options["nearest_mode"] not in rounding:
@@ -507,13 +508,16 @@ def nearest_repeats(node: ir.Node, opset: int) -> list[int] | None:
 def repeat_nearest(
     op: OpBuilder, x: ir.Value, *_unused: ir.Value | None, node: ir.Node
 ) -> ir.Value | None:
-    """Return what a Resize makes of 16-bit images, by axes that are spread."""
+    """Upsample bfloat16 images by Expand, for runtimes without a bfloat16 Resize.
+
+    Reshape to [N, C, H, 1, W, 1], Expand to [N, C, H, sh, W, sw], Reshape to [N, C, H*sh, W*sw].
+    """
     factors = nearest_repeats(node, op.opset)
     sizes = D.static_sizes(op.dims(x)[1:])
     if x.dtype != ir.DataType.BFLOAT16 or factors is None or sizes is None:
         return None
-    apart = [n for size in sizes[1:] for n in (size, 1)]
-    spread = [n for factor in factors for n in (1, factor)]
-    wide = op.Expand(op.Reshape(x, [-1, sizes[0], *apart]), op.const([1, 1, *spread]))
-    joined = [size * factor for size, factor in zip(sizes[1:], factors, strict=True)]
-    return op.Reshape(wide, [-1, sizes[0], *joined])
+    split = [n for size in sizes[1:] for n in (size, 1)]
+    repeats = [n for factor in factors for n in (1, factor)]
+    repeated = op.Expand(op.Reshape(x, [-1, sizes[0], *split]), op.const([1, 1, *repeats]))
+    merged = [size * factor for size, factor in zip(sizes[1:], factors, strict=True)]
+    return op.Reshape(repeated, [-1, sizes[0], *merged])

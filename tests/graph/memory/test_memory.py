@@ -14,12 +14,12 @@ from onnxtrain.graph.builder import OpBuilder
 from onnxtrain.graph.memory_usage import (
     Arena,
     Sizes,
+    file_order,
     lifetimes,
     order_for_memory,
     peak_bytes,
     run_order,
 )
-from onnxtrain.graph.simplify.dead_code import file_order
 
 FLOAT = ir.DataType.FLOAT
 

@@ -17,13 +17,12 @@ the order of the sweep.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnxtrain.graph.nodes import captured, is_op, is_standard, nodes, stops_gradient, subgraphs_of
+from onnxtrain.graph.nodes import is_op, is_standard, nodes, stops_gradient, subgraphs_of
 from onnxtrain.graph.simplify.peephole import rewrite
 
 RANDOM_OPS = frozenset(
@@ -163,33 +162,3 @@ def equality_key(node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple | No
         attributes.append((name, attribute.type, value))
     outputs = 0 if _has_optional_outputs(node) else len(node.outputs)
     return (node.domain, node.op_type, tuple(inputs), tuple(attributes), outputs)
-
-
-def file_order(nodes: Sequence[ir.Node]) -> list[ir.Node]:
-    """Return nodes, which are in the order to be run in, in the order for a file."""
-    place = {node: i for i, node in enumerate(nodes)}
-    waiting: list[int] = []
-    readers: list[list[int]] = [[] for _ in nodes]
-    for i, node in enumerate(nodes):
-        values = (x for x in (*node.inputs, *captured(node)) if x is not None)
-        sources = {place[p] for x in values if (p := x.producer()) in place}
-        waiting.append(len(sources))
-        for source in sources:
-            readers[source].append(i)
-    ready = [-i for i, count in enumerate(waiting) if not count]
-    heapq.heapify(ready)
-    order: list[ir.Node] = []
-    ends: list[int] = []
-    while ready:
-        i = -heapq.heappop(ready)
-        if readers[i]:
-            order.append(nodes[i])
-        else:
-            ends.append(i)
-        for reader in readers[i]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, -reader)
-    order += [nodes[i] for i in sorted(ends, reverse=True)]
-    assert len(order) == len(nodes)
-    return order
