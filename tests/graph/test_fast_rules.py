@@ -66,5 +66,5 @@ def test_what_does_not_fit_is_refused() -> None:
     op = OpBuilder(graph)
     a, b = (op.input(n, ir.DataType.FLOAT, s) for n, s in (("a", [2, 3]), ("b", [2, 4])))
     for op_type in ("Add", "MatMul"):
-        with pytest.raises(PrepareError, match="shapes do not fit"):
+        with pytest.raises(PrepareError, match="incompatible shapes"):
             op.emit(op_type, a, b)

@@ -317,7 +317,7 @@ def test_fixed_sizes() -> None:
     assert trainer.step(*data(4)).loss == pytest.approx(free.step(*data(4)).loss, rel=1e-6)
     with pytest.raises(ShapeError, match=r"'x' is float32\[4, 6\], got shape \[5, 6\]"):
         trainer.step(*data(5))
-    with pytest.raises(PrepareError, match="no such dimension in `dims`: bacth"):
+    with pytest.raises(PrepareError, match="unknown dimension in `dims`: bacth"):
         made(dims={"bacth": 4})
 
 

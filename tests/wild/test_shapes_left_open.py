@@ -102,7 +102,7 @@ def test_a_lost_rank_is_told_by_the_value_the_cause_and_sizes_that_help():
         build(of_open_rank(), loss="mse", optimizer="sgd")
     text = str(refusal.value)
     assert "the rank of value 's' is unknown" in text
-    assert "Squeeze without axes drops every size that is 1" in text
+    assert "Squeeze without axes removes every axis of size 1" in text
     assert "dims={'n': 1, 'x[1]': 1}" in text
     assert "prepare/" not in text
 
@@ -118,7 +118,7 @@ def test_sizes_without_names_are_fixed_by_their_place():
 
 @pytest.mark.parametrize("name", ["x[7]", "z[0]", "x[2]", "x[]", "x"])
 def test_a_place_that_is_not_there_is_refused(name: str):
-    with pytest.raises(PrepareError, match="no such dimension") as refusal:
+    with pytest.raises(PrepareError, match="unknown dimension") as refusal:
         build(of_open_rank(), loss="mse", optimizer="sgd", dims={name: 2})
     assert "n, x[1]" in str(refusal.value)
 

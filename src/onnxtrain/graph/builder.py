@@ -104,7 +104,7 @@ class ShapeOps:
         return self.Shape(self.shape_source(x), start=axis, end=axis + 1)
 
     def input_size(self, d: str) -> ir.Value | None:
-        """Read a size, or a sum of sizes, from the shapes of graph inputs, ``None`` if not possible.
+        """Read a size, or a sum of sizes, from the shapes of graph inputs; else return ``None``.
 
         Read from an input, a size is the same value in every layer, so equal nodes merge.
         """

@@ -360,7 +360,7 @@ def _peaks(
 
 
 def _body_peak(node: ir.Node, tried: Sequence[Mapping[str, int]]) -> list[Terms]:
-    """Return the peak of a node's largest body for each of the sizes tried; empty if it has none."""
+    """Return the peak of a node's largest body for each of the sizes tried; empty if no body."""
     bodies = [_peaks(list(g), tried, ()) for g in subgraphs_of(node)]
     if not bodies:
         return []

@@ -1,4 +1,4 @@
-"""Types and shapes of values: static, symbolic, inferred."""
+"""Types and shapes of values, with symbolic sizes, and their inference."""
 
 from onnxtrain.graph.shapes.inference import infer_node
 from onnxtrain.graph.shapes.values import (

@@ -1,4 +1,4 @@
-"""Types and shapes of onnxruntime's own operators that stay in a graph: quantised ones."""
+"""Type and shape inference for onnxruntime's quantized operators (domain com.microsoft)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
+from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN
 from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
-from onnxtrain.graph.shapes.symbolic import WINDOW_FORMULAS
-from onnxtrain.graph.shapes.values import dims_of, set_dims
+from onnxtrain.graph.shapes.symbolic import WINDOW_FORMULAS, dims_in, input_of
+from onnxtrain.graph.shapes.values import set_dims
 
 Typed = tuple[ir.DataType | None, Sequence[Dim] | None]
-"""Type and shape of an output, as far as they are known."""
+"""Type and shape of an output; ``None`` if unknown."""
 
 
 def infer_contrib(node: ir.Node) -> bool:
-    """Set the types of a node's outputs; return whether it is one of the operators known here."""
-    rule = _RULES.get(node.op_type) if node.domain == "com.microsoft" else None
-    if rule is None:
+    """Infer a quantized operator of onnxruntime; return ``False`` for any other node."""
+    formula = _FORMULAS.get(node.op_type) if node.domain == RUNTIME_DOMAIN else None
+    if formula is None:
         return False
-    for y, (dtype, dims) in zip(node.outputs, rule(node), strict=False):
+    for y, (dtype, dims) in zip(node.outputs, formula(node), strict=False):
         if dtype is not None:
             y.type = ir.TensorType(dtype)
         if dims is not None:
@@ -33,68 +34,57 @@ def _int(node: ir.Node, name: str, default: int) -> int:
     return default if attribute is None else attribute.as_int()
 
 
-def _dims(node: ir.Node, i: int) -> tuple[Dim, ...] | None:
-    x = node.inputs[i] if i < len(node.inputs) else None
-    return None if x is None else dims_of(x)
-
-
 def _dtype(node: ir.Node, i: int) -> ir.DataType | None:
-    x = node.inputs[i] if i < len(node.inputs) else None
+    x = input_of(node, i)
     return None if x is None else x.dtype
 
 
 def _matmul_n_bits(node: ir.Node) -> list[Typed]:
-    dims = _dims(node, 0)
+    dims = dims_in(node, 0)
     width = _int(node, "N", 0)
     return [(_dtype(node, 0), None if dims is None else [*dims[:-1], width])]
 
 
 def _gather_block_quantized(node: ir.Node) -> list[Typed]:
-    data, indices = _dims(node, 0), _dims(node, 1)
+    data, indices = dims_in(node, 0), dims_in(node, 1)
     dims = None
     if data is not None and indices is not None:
         axis = _int(node, "gather_axis", 0) % len(data)
         packed = _dtype(node, 0) == ir.DataType.UINT8
-        each = 8 // _int(node, "bits", 4) if packed else 1
-        dims = [*data[:axis], *indices, *data[axis + 1 : -1], D.mul(data[-1], each)]
+        per_byte = 8 // _int(node, "bits", 4) if packed else 1
+        dims = [*data[:axis], *indices, *data[axis + 1 : -1], D.mul(data[-1], per_byte)]
     return [(_dtype(node, 2), dims)]
 
 
 def _same_as_input(i: int) -> Callable[[ir.Node], list[Typed]]:
-    return lambda node: [(_dtype(node, i), _dims(node, i))]
+    return lambda node: [(_dtype(node, i), dims_in(node, i))]
 
 
 def _quantize(node: ir.Node) -> list[Typed]:
-    return [(_dtype(node, 2) or ir.DataType.UINT8, _dims(node, 0))]
+    return [(_dtype(node, 2) or ir.DataType.UINT8, dims_in(node, 0))]
 
 
 def _dequantize(node: ir.Node) -> list[Typed]:
-    return [(_dtype(node, 1), _dims(node, 0))]
+    return [(_dtype(node, 1), dims_in(node, 0))]
 
 
 def _broadcast(first: int, *others: int) -> Callable[[ir.Node], list[Typed]]:
-    """Return the inference of what some inputs broadcast to, of the type of the first."""
+    """Return the formula for inputs that broadcast, with the dtype of the first of them."""
 
     def infer(node: ir.Node) -> list[Typed]:
-        dims = _dims(node, first)
+        dims: Sequence[Dim] | None = dims_in(node, first)
         for i in others:
-            dims = _broadcast_dims(dims, _dims(node, i))
+            other = dims_in(node, i)
+            dims = None if dims is None or other is None else D.broadcast_shapes(dims, other)
         return [(_dtype(node, first), dims)]
 
     return infer
 
 
-def _broadcast_dims(a: Sequence[Dim] | None, b: Sequence[Dim] | None) -> tuple[Dim, ...] | None:
-    if a is None or b is None:
-        return None
-    rank = max(len(a), len(b))
-    left, right = ((1,) * (rank - len(t)) + tuple(t) for t in (a, b))
-    return tuple(D.broadcast(p, q) for p, q in zip(left, right, strict=True))
-
-
 def _concat(node: ir.Node) -> list[Typed]:
-    """Return tensors behind each other; scale and zero point of the result come first."""
-    parts = [_dims(node, i) for i in range(2, len(node.inputs), 3)]
+    """Infer QLinearConcat: inputs 0 and 1 are the output's scale and zero point."""
+    # Each tensor is followed by its scale and zero point.
+    parts = [dims_in(node, i) for i in range(2, len(node.inputs), 3)]
     known = [p for p in parts if p is not None]
     dims = None
     if known and len(known) == len(parts):
@@ -107,7 +97,7 @@ def _concat(node: ir.Node) -> list[Typed]:
 
 
 def _global_pool(node: ir.Node) -> list[Typed]:
-    dims = _dims(node, 0)
+    dims = dims_in(node, 0)
     if dims is not None:
         ones = [1] * (len(dims) - 2)
         last = _int(node, "channels_last", 0)
@@ -116,7 +106,7 @@ def _global_pool(node: ir.Node) -> list[Typed]:
 
 
 def _pool(node: ir.Node) -> list[Typed]:
-    dims = _dims(node, 0)
+    dims = dims_in(node, 0)
     if dims is not None and _int(node, "channels_last", 0):
         dims = [dims[0], *[None] * (len(dims) - 2), dims[-1]]
     elif dims is not None:
@@ -126,8 +116,8 @@ def _pool(node: ir.Node) -> list[Typed]:
 
 
 def _conv(node: ir.Node) -> list[Typed]:
-    """Return a convolution, whose kernel is input 3; how many windows it has is left open."""
-    dims, kernel = _dims(node, 0), _dims(node, 3)
+    """Infer QLinearConv, whose weight is input 3; the spatial sizes stay unknown."""
+    dims, kernel = dims_in(node, 0), dims_in(node, 3)
     if dims is not None:
         channels = None if kernel is None else kernel[0]
         inner = [None] * (len(dims) - 2)
@@ -137,8 +127,8 @@ def _conv(node: ir.Node) -> list[Typed]:
 
 
 def _gemm(node: ir.Node) -> list[Typed]:
-    """Return a product of inputs 0 and 3, quantised if the result has a scale."""
-    a, b = _dims(node, 0), _dims(node, 3)
+    """Infer QGemm of inputs 0 and 3; the output is quantized if it has a scale (input 7)."""
+    a, b = dims_in(node, 0), dims_in(node, 3)
     dims = None
     if a is not None and b is not None:
         rows, columns = a[1 if _int(node, "transA", 0) else 0], b[_int(node, "transB", 0) - 1]
@@ -148,10 +138,10 @@ def _gemm(node: ir.Node) -> list[Typed]:
 
 
 def _matmul_integer(scale: int) -> Callable[[ir.Node], list[Typed]]:
-    """Return the inference of a product of inputs 0 and 1 whose type is that of a scale."""
+    """Return the formula for an integer matmul whose output has the dtype of input ``scale``."""
 
     def infer(node: ir.Node) -> list[Typed]:
-        a, b = _dims(node, 0), _dims(node, 1)
+        a, b = dims_in(node, 0), dims_in(node, 1)
         dims = None
         if a is not None and b is not None and len(b) == 2 and len(a) >= 2:
             dims = [*a[:-1], b[-1]]
@@ -161,17 +151,17 @@ def _matmul_integer(scale: int) -> Callable[[ir.Node], list[Typed]]:
 
 
 def _dynamic_lstm(node: ir.Node) -> list[Typed]:
-    """Return the outputs of an LSTM: all states, the last one and the last cell."""
-    x = _dims(node, 0)
+    """Infer DynamicQuantizeLSTM: all hidden states, the last hidden state, the last cell state."""
+    x = dims_in(node, 0)
     length, batch = (None, None) if x is None or len(x) != 3 else x[:2]
     direction = node.attributes.get("direction")
-    ways = 2 if direction is not None and direction.as_string() == "bidirectional" else 1
+    bidirectional = direction is not None and direction.as_string() == "bidirectional"
     hidden = _int(node, "hidden_size", 0) or None
-    last: list[Dim] = [ways, batch, hidden]
+    last: list[Dim] = [2 if bidirectional else 1, batch, hidden]
     return [(_dtype(node, 0), [length, *last]), (_dtype(node, 0), last), (_dtype(node, 0), last)]
 
 
-_RULES: dict[str, Callable[[ir.Node], list[Typed]]] = {
+_FORMULAS: dict[str, Callable[[ir.Node], list[Typed]]] = {
     "DequantizeLinear": _dequantize,
     "DynamicQuantizeLSTM": _dynamic_lstm,
     "DynamicQuantizeMatMul": _matmul_integer(2),

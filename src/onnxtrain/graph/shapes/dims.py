@@ -1,11 +1,11 @@
 """Symbolic dimensions: polynomials in named sizes, written as plain strings.
 
-A dimension is an ``int``, a string such as ``"batch*196"`` or ``"(width + 1)//2"``, or ``None``
-when nothing is known about it. Strings are kept in one canonical form, so two dimensions are
-provably equal exactly when they compare equal.
+A dimension is an ``int``, a string such as ``"batch*196"`` or ``"(width + 1)//2"``, or ``None`` if
+unknown. Strings have a canonical form: two dimensions are provably equal exactly when they compare
+equal.
 
-Work is bounded: a result of more than a few hundred factors, or one that no 64-bit integer could
-hold, is unknown, and a name that would expand to one is a symbol like any other name.
+Work is bounded. A result with more than a few hundred factors or with a coefficient beyond 64 bits
+is unknown; a dimension name that would expand to such a result is treated as an opaque symbol.
 
 >>> mul("batch", 2)
 '2*batch'
@@ -14,7 +14,7 @@ hold, is unknown, and a name that would expand to one is a symbol like any other
 >>> add(sub("n", 1), 1)
 'n'
 
-Equations of Einsum, expanded.
+The last section expands Einsum equations.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 
 Dim = int | str | None
-"""A dimension: a number, a canonical expression, or unknown."""
+"""A dimension: an integer, a canonical expression, or ``None`` if unknown."""
 
 _Monomial = tuple[str, ...]
 _Poly = tuple[tuple[_Monomial, int], ...]
 
-_MAX_FACTORS = 256  # of all terms of a polynomial together, each term counted as one more
+_MAX_FACTORS = 256  # over all terms of a polynomial; each coefficient counts as a factor
 _MAX_CHARACTERS = 4096  # of all names in a polynomial
 _MAX_COEFFICIENT = 1 << 63  # sizes are 64-bit integers
 
 
 class _TooLargeError(ValueError):
-    """A polynomial over the budget."""
+    """A polynomial exceeds the budget."""
 
 
 def dim(value: object) -> Dim:
@@ -55,7 +55,7 @@ def dim(value: object) -> Dim:
 
 
 def symbol(name: str) -> str:
-    """Return a symbol that stands for ``name``, whatever characters it has."""
+    """Return ``name`` as an identifier; escape other characters and Python keywords."""
     if name.isidentifier() and not keyword.iskeyword(name):
         return name
     safe = re.sub(r"[^A-Za-z0-9_]", lambda m: f"_x{ord(m.group()):x}_", name)
@@ -80,7 +80,7 @@ def mul(a: Dim, b: Dim) -> Dim:
 
 
 def floordiv(a: Dim, b: Dim) -> Dim:
-    """Return ``a // b``, cancelled where the division is exact."""
+    """Return ``a // b``, reduced where the division is exact."""
     return None if b == 0 else _apply(_floordiv, a, b)
 
 
@@ -93,9 +93,9 @@ def product(dims: Iterable[Dim]) -> Dim:
 
 
 def static_sizes(dims: Sequence[Dim] | None) -> list[int] | None:
-    """Return dimensions as numbers if all of them are.
+    """Return the dimensions as integers if all of them are static, else ``None``.
 
-    >>> numbers([2, 3]), numbers([2, "n"])
+    >>> static_sizes([2, 3]), static_sizes([2, "n"])
     ([2, 3], None)
     """
     if dims is None:
@@ -105,9 +105,9 @@ def static_sizes(dims: Sequence[Dim] | None) -> list[int] | None:
 
 
 def shapes_differ(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
-    """Return whether two shapes certainly differ: in rank, or in a size that both know.
+    """Return whether two shapes provably differ: in rank, or in an axis that is static in both.
 
-    >>> clash([2, "n"], [2, 3]), clash(["n", 2], ["n", 3])
+    >>> shapes_differ([2, "n"], [2, 3]), shapes_differ(["n", 2], ["n", 3])
     (False, True)
     """
     return len(a) != len(b) or any(
@@ -116,21 +116,21 @@ def shapes_differ(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
 
 
 def symbols(d: Dim) -> set[str]:
-    """Return the names a dimension is made of."""
+    """Return the names of the symbols in a dimension."""
     if not isinstance(d, str):
         return set()
     return set(re.findall(r"[A-Za-z_]\w*", d))
 
 
 def substitute(d: Dim, values: dict[str, Dim]) -> Dim:
-    """Replace symbols by other dimensions."""
+    """Replace symbols in a dimension by other dimensions."""
     if not isinstance(d, str) or not symbols(d) & values.keys():
         return d
     return _evaluate(ast.parse(d, mode="eval").body, values)
 
 
 def broadcast(a: Dim, b: Dim) -> Dim:
-    """Return the size of an axis on which ``a`` and ``b`` meet, ``None`` if that cannot be told."""
+    """Return the size to which ``a`` and ``b`` broadcast, ``None`` if it is unknown."""
     if a == b:
         return a
     if a == 1:
@@ -142,6 +142,17 @@ def broadcast(a: Dim, b: Dim) -> Dim:
     if isinstance(b, int) and b > 1:
         return b
     return None
+
+
+def broadcast_shapes(a: Sequence[Dim], b: Sequence[Dim]) -> list[Dim]:
+    """Return the shape to which two shapes broadcast; unknown sizes are ``None``.
+
+    >>> broadcast_shapes([4, 1], ["n", 4, 5])
+    ['n', 4, 5]
+    """
+    rank = max(len(a), len(b))
+    left, right = ([1] * (rank - len(t)) + list(t) for t in (a, b))
+    return [broadcast(p, q) for p, q in zip(left, right, strict=True)]
 
 
 def _apply(f: Callable[[_Poly, _Poly], _Poly], a: Dim, b: Dim) -> Dim:
@@ -215,10 +226,12 @@ def _canonical(terms: dict[_Monomial, int]) -> _Poly:
 
 
 def _check_budget(p: _Poly) -> _Poly:
-    """Return a polynomial that is within the budget.
+    """Return ``p`` if it is within the budget.
+
+    Each step is checked, because products of sums grow exponentially.
 
     Raises:
-        _TooLargeError: if it is not. Products of sums grow exponentially, so each step is checked.
+        _TooLargeError: ``p`` exceeds the budget.
     """
     if len(p) == 1 and not p[0][0]:
         within = -_MAX_COEFFICIENT <= p[0][1] < _MAX_COEFFICIENT
@@ -229,7 +242,7 @@ def _check_budget(p: _Poly) -> _Poly:
             and all(-_MAX_COEFFICIENT <= c < _MAX_COEFFICIENT for _, c in p)
         )
     if not within:
-        raise _TooLargeError("a size of too many terms")
+        raise _TooLargeError("too many terms in a size")
     return p
 
 
@@ -242,7 +255,7 @@ def _add(p: _Poly, q: _Poly) -> _Poly:
 
 def _mul(p: _Poly, q: _Poly) -> _Poly:
     if len(p) * len(q) > _MAX_FACTORS * 4:
-        raise _TooLargeError("a product of too many terms")
+        raise _TooLargeError("too many terms in a product of sizes")
     terms: dict[_Monomial, int] = {}
     for m, c in p:
         for n, d in q:
@@ -287,7 +300,7 @@ def _text(p: _Poly) -> int | str:
     if len(p) == 1 and p[0][0] == ():
         return p[0][1]
     parts: list[str] = []
-    # Symbols first, the bare number last: "n + 1", not "1 + n".
+    # Symbols first, the constant term last: "n + 1", not "1 + n".
     for m, c in sorted(p, key=lambda t: (t[0] == (), t[0])):
         body = "*".join(m)
         if not m:
@@ -303,12 +316,12 @@ def _text(p: _Poly) -> int | str:
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """An equation without ellipsis and with an explicit output; each letter is an axis."""
+    """An Einsum equation without ellipsis and with an explicit output; each letter is an axis."""
 
     terms: tuple[str, ...]
     output: str
     ellipsis: str
-    """Letters that stand for the axes of the ellipsis, which broadcast."""
+    """Letters that replace the axes of the ellipsis, which broadcast."""
 
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
@@ -321,9 +334,9 @@ def unused_letters(*texts: str) -> list[str]:
 
 
 def expand_equation(equation: str, ranks: Sequence[int]) -> Equation | None:
-    """Expand an equation: no spaces, no ellipsis, an explicit output.
+    """Rewrite an Einsum equation without spaces and ellipsis and with an explicit output.
 
-    ``None`` if it does not fit operands of these ranks.
+    Return ``None`` if the equation does not match operands of these ranks.
 
     >>> expand_equation("...ij, j", [3, 1])
     Equation(terms=('aij', 'j'), output='ai', ellipsis='a')

@@ -1,16 +1,9 @@
-"""Shapes that onnx's inference gives up on: sizes known by name only.
+"""Shape formulas for symbolic sizes, which onnx's inference loses.
 
-Two kinds of formulas, by operator: some give the dimensions of the first output, others follow
-the elements of small integer tensors (the usual ``Shape -> Gather -> Concat -> Reshape``
-arithmetic).
-
-Output shapes of operators that move, cut, join or reduce.
-
-Elements of small integer tensors (rank 0 or 1), as dimensions.
-
-What the formulas for symbolic shapes and elements have in common.
-
-Output shapes of convolutions, poolings and Resize.
+Three tables by operator, in this order: ``SHAPE_FORMULAS`` (reshaping, slicing, concatenation,
+reduction), ``ELEMENT_FORMULAS`` and ``WINDOW_FORMULAS`` (convolution, pooling, Resize). Element
+formulas follow the elements of small integer tensors of rank 0 or 1 as dimensions, through the
+usual ``Shape -> Gather -> Concat -> Reshape`` arithmetic. :func:`refine` applies them to a node.
 """
 
 from __future__ import annotations
@@ -27,36 +20,36 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim, expand_equation
 
 Attributes = dict[str, Any]
-"""Attributes of a node as Python values, defaults filled in."""
+"""Attributes of a node as Python values, defaults included."""
 
 Formula = Callable[[ir.Node, Attributes], Sequence[Dim] | None]
-"""Returns dimensions (or elements of a small integer tensor), ``None`` where nothing is known."""
+"""Returns dimensions, or elements of a small integer tensor; ``None`` if nothing is known."""
 
 
 def input_of(node: ir.Node, i: int) -> ir.Value | None:
-    """Return an input by position, ``None`` if it is left out."""
+    """Return an input by position, ``None`` if it is omitted."""
     return node.inputs[i] if i < len(node.inputs) else None
 
 
 def dims_in(node: ir.Node, i: int = 0) -> tuple[Dim, ...] | None:
-    """Return the dimensions of an input, ``None`` if it is left out or of unknown rank."""
+    """Return the dimensions of an input, ``None`` if it is omitted or of unknown rank."""
     x = input_of(node, i)
     return None if x is None else S.dims_of(x)
 
 
 def elements_in(node: ir.Node, i: int) -> tuple[Dim, ...] | None:
-    """Return the elements of a small integer input as far as they are known."""
+    """Return the elements of a small integer input; unknown elements are ``None``."""
     return S.symbolic_of(input_of(node, i))
 
 
 def vector_length(node: ir.Node, i: int) -> int | None:
-    """Return the length of a vector input (of axes, of a shape) whose elements are not known."""
+    """Return the static length of a vector input, such as axes or a shape, else ``None``."""
     dims = dims_in(node, i)
     return dims[0] if dims is not None and len(dims) == 1 and isinstance(dims[0], int) else None
 
 
 def slice_end(end: int, step: int) -> int | None:
-    """Return the end of a Python slice: counting down to the least number means to the start."""
+    """Return the end of a Python slice; exporters write INT_MIN to slice backwards to the start."""
     return None if step < 0 and end <= -(2**31) else end
 
 
@@ -73,13 +66,12 @@ def _reshape(node: ir.Node, a: Attributes) -> _Dims:
         if t == 0 and not a["allowzero"]:
             out[i] = dims[i] if dims is not None and i < len(dims) else None
     if -1 in out:
-        at = out.index(-1)
+        inferred = out.index(-1)
         if dims is None:
-            out[at] = None
+            out[inferred] = None
         else:
-            # The total over the other sizes; it must come out whole, or it stays unknown.
-            rest = D.product(d for i, d in enumerate(out) if i != at)
-            out[at] = D.floordiv(D.product(dims), rest)
+            rest = D.product(d for i, d in enumerate(out) if i != inferred)
+            out[inferred] = D.floordiv(D.product(dims), rest)
     return out
 
 
@@ -95,10 +87,7 @@ def _expand(node: ir.Node, a: Attributes) -> _Dims:
     dims, target = dims_in(node), elements_in(node, 1)
     if dims is None or target is None:
         return None
-    n = max(len(dims), len(target))
-    left = [1] * (n - len(dims)) + list(dims)
-    right = [1] * (n - len(target)) + list(target)
-    return [D.broadcast(p, q) for p, q in zip(left, right, strict=True)]
+    return D.broadcast_shapes(dims, target)
 
 
 def _constant_of_shape_shape(node: ir.Node, a: Attributes) -> _Dims:
@@ -123,6 +112,7 @@ def _concat_shape(node: ir.Node, a: Attributes) -> _Dims:
     if not parts:
         return None
     axis: int = a["axis"] % len(parts[0])
+    # All parts agree on the other axes: prefer a static size to a symbolic one.
     out = [next((p[i] for p in parts if isinstance(p[i], int)), d) for i, d in enumerate(parts[0])]
     total: Dim = 0
     for part in parts:
@@ -135,14 +125,14 @@ def _pad(node: ir.Node, a: Attributes) -> _Dims:
     dims, pads = dims_in(node), elements_in(node, 1)
     if dims is None:
         return None
-    given = (
+    axes = (
         list(range(len(dims)))
         if input_of(node, 3) is None
         else D.static_sizes(elements_in(node, 3))
     )
-    if pads is None or given is None:
-        return [None] * len(dims)  # the rank stays
-    axes = [i % len(dims) for i in given]
+    if pads is None or axes is None:
+        return [None] * len(dims)  # Pad preserves the rank
+    axes = [i % len(dims) for i in axes]
     out = list(dims)
     for i, axis in enumerate(axes):
         out[axis] = D.add(D.add(dims[axis], pads[i]), pads[i + len(axes)])
@@ -177,8 +167,7 @@ def _slice_length(size: Dim, start: Dim, end: Dim, step: Dim) -> Dim:
     if isinstance(size, int) and isinstance(end, int):
         return len(range(*slice(start, slice_end(end, step), step).indices(size)))
     if step == 1 and (end == size or (isinstance(end, int) and end >= 2**31 - 1)):
-        # Sizes are at least as large as the offsets real graphs cut; a shorter axis would
-        # give an empty slice, whose dimension is then not this one: only start 0 is certain.
+        # With another start the length depends on whether the axis is shorter than the start.
         return size if start == 0 else None
     return None
 
@@ -206,28 +195,28 @@ def _range_shape(node: ir.Node, a: Attributes) -> _Dims:
     if start is None or limit is None or delta is None:
         return [None]
     if delta[0] == 1 and start[0] == 0:
-        return [limit[0]]  # a negative limit gives an empty range, but sizes are not negative
+        return [limit[0]]  # the limit of such a range is a size, which is not negative
     return [None]
 
 
 def _reduce(node: ir.Node, a: Attributes) -> _Dims:
-    """The rank, where axes are only known at run time."""
+    """Return the rank of a reduction whose axes are computed; onnx handles constant axes."""
     dims, axes = dims_in(node), input_of(node, 1)
     if dims is None or axes is None or S.symbolic_of(axes) is not None:
         return None
-    many = vector_length(node, 1)
-    if many == 0:
+    count = vector_length(node, 1)
+    if count == 0:
         return dims if a["noop_with_empty_axes"] else [1] * len(dims) if a["keepdims"] else []
     if a["keepdims"]:
         return [None] * len(dims)
-    return None if many is None else [None] * (len(dims) - many)
+    return None if count is None else [None] * (len(dims) - count)
 
 
 def _unsqueeze(node: ir.Node, a: Attributes) -> _Dims:
-    """The rank, where axes are only known at run time."""
+    """Return the rank of an Unsqueeze whose axes are computed; onnx handles constant axes."""
     dims = dims_in(node)
-    many = None if elements_in(node, 1) is not None else vector_length(node, 1)
-    return None if dims is None or many is None else [None] * (len(dims) + many)
+    count = None if elements_in(node, 1) is not None else vector_length(node, 1)
+    return None if dims is None or count is None else [None] * (len(dims) + count)
 
 
 def _einsum(node: ir.Node, a: Attributes) -> _Dims:
@@ -243,9 +232,10 @@ def _einsum(node: ir.Node, a: Attributes) -> _Dims:
     sizes: dict[str, Dim] = {}
     for term, dims in zip(eq.terms, operands, strict=True):
         for letter, d in zip(term, dims, strict=True):
-            met = D.broadcast(sizes.get(letter, 1), d)
-            # The axes of a letter are equal by the standard; those of the ellipsis broadcast.
-            sizes[letter] = sizes.get(letter) if met is None and letter not in eq.ellipsis else met
+            size = D.broadcast(sizes.get(letter, 1), d)
+            # ONNX requires equal sizes for a letter, so keep the first; ellipsis axes broadcast.
+            keep_first = size is None and letter not in eq.ellipsis
+            sizes[letter] = sizes.get(letter) if keep_first else size
     name = node.outputs[0].name or node.name
     out = [sizes[letter] for letter in eq.output]
     return [D.symbol(f"{name}.{i}") if d is None else d for i, d in enumerate(out)]
@@ -289,8 +279,7 @@ SHAPE_FORMULAS: dict[str, Formula] = {
 }
 
 
-_MAX_ELEMENTS = 64
-"""Longer vectors are no shapes."""
+_MAX_ELEMENTS = 64  # longer vectors are not shapes
 
 _Elements = tuple[Dim, ...] | None
 
@@ -325,10 +314,10 @@ def _concat_elements(node: ir.Node, a: Attributes) -> _Elements:
 
 
 def _gather_elements(node: ir.Node, a: Attributes) -> _Elements:
-    data, at = elements_in(node, 0), D.static_sizes(elements_in(node, 1))
-    if data is None or at is None or any(not -len(data) <= i < len(data) for i in at):
+    data, indices = elements_in(node, 0), D.static_sizes(elements_in(node, 1))
+    if data is None or indices is None or any(not -len(data) <= i < len(data) for i in indices):
         return None
-    return tuple(data[i] for i in at)
+    return tuple(data[i] for i in indices)
 
 
 def _slice_elements(node: ir.Node, a: Attributes) -> _Elements:
@@ -340,8 +329,8 @@ def _slice_elements(node: ir.Node, a: Attributes) -> _Elements:
 
 
 def _scalar_element(node: ir.Node, i: int) -> int | None:
-    numbers = D.static_sizes(elements_in(node, i))
-    return numbers[0] if numbers is not None and len(numbers) == 1 else None
+    elements = D.static_sizes(elements_in(node, i))
+    return elements[0] if elements is not None and len(elements) == 1 else None
 
 
 def _split_elements(node: ir.Node, a: Attributes) -> _Elements:
@@ -354,12 +343,12 @@ def _split_elements(node: ir.Node, a: Attributes) -> _Elements:
         n = a.get("num_outputs") or len(node.outputs)
         size = -(-len(data) // n)
         parts = tuple(min(size, len(data) - i * size) for i in range(n))
-    at = 0
+    start = 0
     for out, part in zip(node.outputs, parts, strict=False):
         if not isinstance(part, int):
             return None
-        S.set_symbolic(out, data[at : at + part])
-        at += part
+        S.set_symbolic(out, data[start : start + part])
+        start += part
     return S.symbolic_of(node.outputs[0])
 
 
@@ -386,7 +375,7 @@ def _broadcast_elements(n: int, elements: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _truncated_div(a: Dim, b: Dim) -> Dim:
-    # Integer Div truncates; sizes are not negative, a number may be.
+    # Integer Div truncates toward zero. Sizes are not negative, but constants may be.
     if isinstance(a, int) and isinstance(b, int) and b:
         return int(a / b) if abs(a) < 2**50 else None
     quotient = D.floordiv(a, b)
@@ -400,10 +389,10 @@ def _reduce_prod_elements(node: ir.Node, a: Attributes) -> _Elements:
 
 def _range_elements(node: ir.Node, a: Attributes) -> _Elements:
     bounds = [S.symbolic_of(x) for x in node.inputs]
-    numbers = D.static_sizes([None if b is None else b[0] for b in bounds])
-    if numbers is None:
+    scalars = D.static_sizes([None if b is None else b[0] for b in bounds])
+    if scalars is None:
         return None
-    values = range(*numbers)
+    values = range(*scalars)
     return tuple(values) if len(values) <= _MAX_ELEMENTS else None
 
 
@@ -487,6 +476,7 @@ def _window_counts(sizes: Sequence[Dim], kernel: Sequence[Dim], a: Attributes) -
             out.append(D.add(D.floordiv(room, stride), 1))
         elif isinstance(size, int) and isinstance(room, int):
             count = -(-room // stride) + 1
+            # Runtimes drop a last window that starts in the padding after the input.
             out.append(count - 1 if (count - 1) * stride >= size + before else count)
         else:
             out.append(None)
@@ -533,12 +523,12 @@ def _resize(node: ir.Node, a: Attributes) -> Sequence[Dim] | None:
 def _scaled_size(size: Dim, scale: float) -> Dim:
     if float(scale).is_integer():
         return D.mul(size, int(scale))
-    # The runtimes multiply in float32.
+    # Runtimes multiply in float32.
     return int(np.floor(size * np.float32(scale))) if isinstance(size, int) else None
 
 
 def _stft(node: ir.Node, a: Attributes) -> Sequence[Dim] | None:
-    """Frames as runtimes count them; onnx takes both sides where the length is the window's."""
+    """Return the shape that runtimes compute; onnx's inference is wrong (see `refine`)."""
     dims, window = dims_in(node), dims_in(node, 2)
     step, length = elements_in(node, 1), elements_in(node, 3)
     size = length[0] if length else window[0] if window else None
@@ -558,32 +548,31 @@ WINDOW_FORMULAS: dict[str, Formula] = {
 }
 
 
-_SHAPES: dict[str, Formula] = {**SHAPE_FORMULAS, **WINDOW_FORMULAS}
-_VALUES: dict[str, Formula] = ELEMENT_FORMULAS
+_ALL_SHAPE_FORMULAS: dict[str, Formula] = {**SHAPE_FORMULAS, **WINDOW_FORMULAS}
 
 
 def refine(node: ir.Node, opset: int) -> None:
     """Improve the shapes and record the symbolic elements of a node's outputs."""
     if not is_standard(node) or not node.outputs:
         return
-    formula = _SHAPES.get(node.op_type)
-    value = _VALUES.get(node.op_type)
-    if formula is None and value is None:
+    formula = _ALL_SHAPE_FORMULAS.get(node.op_type)
+    element_formula = ELEMENT_FORMULAS.get(node.op_type)
+    if formula is None and element_formula is None:
         return
     attributes = S.attributes_of(node, opset)
     out = node.outputs[0]
-    # onnx counts windows that start behind the input; no runtime does. It takes both sides of the
-    # spectrum where STFT has no frame_length; no runtime does.
-    overrule = bool(attributes.get("ceil_mode")) or node.op_type == "STFT"
-    if formula is not None and (overrule or any(not S.is_static(o) for o in node.outputs)):
+    # onnx's inference is wrong in two cases. With ceil_mode it counts windows that start after the
+    # input. For STFT without frame_length it returns the two-sided spectrum. No runtime does so.
+    override = bool(attributes.get("ceil_mode")) or node.op_type == "STFT"
+    if formula is not None and (override or any(not S.is_static(o) for o in node.outputs)):
         dims = formula(node, attributes)
         if dims is not None:
             known = S.dims_of(out)
-            if known is not None and len(known) == len(dims) and not overrule:
+            if known is not None and len(known) == len(dims) and not override:
                 dims = [
                     k if isinstance(k, int) or d is None else d
                     for k, d in zip(known, dims, strict=True)
                 ]
             S.set_dims(out, dims)
-    if value is not None and out.dtype in (ir.DataType.INT64, ir.DataType.INT32):
-        S.set_symbolic(out, value(node, attributes))
+    if element_formula is not None and out.dtype in (ir.DataType.INT64, ir.DataType.INT32):
+        S.set_symbolic(out, element_formula(node, attributes))

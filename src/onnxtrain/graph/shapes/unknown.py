@@ -1,8 +1,7 @@
-"""What is left open in a model: sizes of its inputs, and ranks that depend on them.
+"""Unknown sizes and ranks: explain them, infer a rank from its readers, fix symbolic sizes.
 
-The rank that a value must have, by those who read it.
-
-Symbolic sizes fixed to numbers.
+:func:`unknown_rank_message` names the operator that lost a rank. :func:`required_rank` finds the
+rank that the readers of a value need. :func:`specialize` replaces symbolic sizes by integers.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.symbolic import elements_in
 
-_ROOT = "onnxtrain.root"  # key in Graph.meta: the graph with the inputs that users know
-_GENERATED_PREFIXES = ("prepare/", "grad/", "step/")  # what names of ours start with
+_ROOT = "onnxtrain.root"  # key in Graph.meta: the main graph, whose inputs users know
+_GENERATED_PREFIXES = ("prepare/", "grad/", "step/")  # of names that are not in the user's file
 
 
 def symbolic_sizes(graph: ir.Graph) -> list[str]:
-    """Return the sizes of a graph's inputs that are no numbers: ``batch``, or ``x[0]``."""
+    """Return the names of the symbolic sizes of a graph's inputs: ``batch``, or ``x[0]``."""
     names: dict[str, None] = {}
     for x in graph.inputs:
         for axis, d in enumerate(x.shape or ()):
@@ -33,33 +32,33 @@ def symbolic_sizes(graph: ir.Graph) -> list[str]:
 
 
 def record_root_graph(root: ir.Graph) -> None:
-    """Record which graph its bodies belong to, for messages."""
+    """Record the main graph in all its subgraphs, for error messages."""
     for node in root.all_nodes():
         for body in subgraphs_of(node):
             body.meta[_ROOT] = root
 
 
 def unknown_rank_message(x: ir.Value) -> str:
-    """Return a message on a value of unknown rank: where it was lost, and what would help."""
-    lost = _first_unknown_rank(x)
-    node = lost.producer()
-    lines = [f"the rank of value {_name_in_file(lost)!r} is unknown"]
-    if lost is not x and not _is_generated(x):
-        lines[0] += f", and so is that of {x.name!r}"
+    """Return an error message for a value of unknown rank: the node that lost it, and a hint."""
+    origin = _first_unknown_rank(x)
+    node = origin.producer()
+    lines = [f"the rank of value {_name_in_file(origin)!r} is unknown"]
+    if origin is not x and not _is_generated(x):
+        lines[0] += f", and therefore the rank of {x.name!r}"
     if node is not None:
         lines.append(f"  node {node.name!r}: {_unknown_rank_reason(node)}")
-    graph = node.graph if node is not None else lost.graph
+    graph = node.graph if node is not None else origin.graph
     sizes = symbolic_sizes(graph.meta.get(_ROOT, graph)) if isinstance(graph, ir.Graph) else []
     if sizes:
         example = ", ".join(f"{name!r}: 1" for name in sizes[:4])
-        lines.append(f"hint: fix sizes that decide on it, dims={{{example}}}, say")
+        lines.append(f"hint: fix the sizes that it depends on, for example dims={{{example}}}")
     else:
-        lines.append("hint: give the model's inputs shapes, symbolic sizes are enough")
+        lines.append("hint: declare the shapes of the model's inputs; symbolic sizes are enough")
     return "\n".join(lines)
 
 
 def _first_unknown_rank(x: ir.Value) -> ir.Value:
-    """Return the value at which the rank got lost: what its node reads is known."""
+    """Return the earliest value of unknown rank that ``x`` depends on."""
     seen = {x}
     while True:
         node = x.producer()
@@ -83,7 +82,7 @@ def _is_generated(x: ir.Value) -> bool:
 
 
 def _name_in_file(x: ir.Value) -> str:
-    """Return the name of a value, or of the nearest one before it that the file has."""
+    """Return the name of a value, or of the nearest value before it that is in the user's file."""
     while _is_generated(x):
         node = x.producer()
         before = next((v for v in node.inputs if v is not None), None) if node else None
@@ -95,15 +94,15 @@ def _name_in_file(x: ir.Value) -> str:
 
 def _unknown_rank_reason(node: ir.Node) -> str:
     if node.op_type == "If":
-        return "the branches of If give different ranks"
+        return "the branches of If return different ranks"
     if node.op_type == "Squeeze" and len(node.inputs) < 2:
-        return "Squeeze without axes drops every size that is 1"
+        return "Squeeze without axes removes every axis of size 1"
     if node.op_type == "Reshape":
-        return "the shape that Reshape gets is computed"
-    return f"{node.op_type} leaves it open"
+        return "the shape input of Reshape is computed"
+    return f"the output rank of {node.op_type} cannot be inferred"
 
 
-_MAX_DEPTH = 64  # readers that are followed one behind the other
+_MAX_DEPTH = 64  # length of the chain of readers to follow
 _RANK_PRESERVING = frozenset(
     (
         *("Identity", "Cast", "Relu", "Sigmoid", "Tanh", "LeakyRelu", "Elu", "Selu", "Gelu"),
@@ -119,11 +118,11 @@ _REDUCTIONS = frozenset(
 
 
 def required_rank(value: ir.Value, declared: dict[ir.Value, int]) -> int | None:
-    """Return the rank without which some reader of a value could not run; ``None`` if any will do.
+    """Return the rank that some reader of a value needs to run; ``None`` if readers accept any.
 
     Args:
-        value: what is read.
-        declared: ranks that the file states for outputs of the graph.
+        value: the value of unknown rank.
+        declared: ranks that the file declares for outputs of the graph.
     """
     return _required(value, declared, _MAX_DEPTH)
 
@@ -133,19 +132,20 @@ def _required(value: ir.Value, declared: dict[ir.Value, int], depth: int) -> int
         return declared[value]
     if depth == 0:
         return None
-    home = value.graph
+    graph = value.graph
     for node, i in value.uses():
-        if node.graph is not home:
-            continue  # a body may not run
-        rank = _by_schema(node, i)
+        if node.graph is not graph:
+            continue  # a body may never run
+        rank = _rank_by_operator(node, i)
         if rank is None:
-            rank = _rank_before(node, i, lambda y: _required(y, declared, depth - 1))
+            rank = _rank_from_output(node, i, lambda y: _required(y, declared, depth - 1))
         if rank is not None:
             return rank
     return None
 
 
-def _by_schema(node: ir.Node, i: int) -> int | None:
+def _rank_by_operator(node: ir.Node, i: int) -> int | None:
+    """Return the rank that an operator requires of its input ``i``."""
     if is_op(node, "LSTM", "GRU", "RNN"):
         return 3 if i in (0, 1, 2, 5, 6) else None
     if is_op(node, "Conv", "ConvTranspose") and i == 0:
@@ -167,27 +167,29 @@ def _by_schema(node: ir.Node, i: int) -> int | None:
     return None
 
 
-def _rank_before(node: ir.Node, i: int, after: Callable[[ir.Value], int | None]) -> int | None:
-    """Return the rank before a node from the one behind it."""
+def _rank_from_output(
+    node: ir.Node, i: int, output_rank: Callable[[ir.Value], int | None]
+) -> int | None:
+    """Return the rank of a node's input ``i``, derived from the rank its output must have."""
     if is_op(node, "Add", "Sub", "Mul", "Div") and len(node.inputs) == 2:
         other = node.inputs[1 - i]
-        rank = None if other is None or other.shape is None else after(node.outputs[0])
-        # What has more axes gives its rank to the result.
-        wider = rank is not None and other is not None and rank > len(other.shape or ())
-        return rank if wider or rank == 0 else None
+        rank = None if other is None or other.shape is None else output_rank(node.outputs[0])
+        # The output has the larger rank of the two: it is this input's if the other's is smaller.
+        larger = rank is not None and other is not None and rank > len(other.shape or ())
+        return rank if larger or rank == 0 else None
     if is_op(node, "Concat"):
-        return after(node.outputs[0])
+        return output_rank(node.outputs[0])
     if i != 0:
         return None
     if is_op(node, *_RANK_PRESERVING):
-        return after(node.outputs[0])
+        return output_rank(node.outputs[0])
     change = _rank_change(node)
-    rank = None if change is None else after(node.outputs[0])
+    rank = None if change is None else output_rank(node.outputs[0])
     return None if rank is None or change is None else rank - change
 
 
 def _rank_change(node: ir.Node) -> int | None:
-    """Return how many axes a node adds, ``None`` if that depends on values."""
+    """Return the number of axes a node adds, ``None`` if it depends on values."""
     if is_op(node, "Unsqueeze", "Squeeze"):
         axes = elements_in(node, 1)
         return None if axes is None else len(axes) * (1 if node.op_type == "Unsqueeze" else -1)
@@ -203,18 +205,21 @@ def _rank_change(node: ir.Node) -> int | None:
 
 
 def specialize(model: ir.Model, sizes: Mapping[str, int]) -> ir.Model:
-    """Replace symbolic dimensions by numbers, in place; return the model.
+    """Replace symbolic dimensions by integers, in place; return the model.
 
-    A size is named as in the file, or by its place: ``"x[0]"`` is the first of the input ``x``.
+    Name a size as in the file, or by position: ``"x[0]"`` is the first axis of input ``x``.
 
     Raises:
-        PrepareError: if no input has such a dimension.
+        PrepareError: a size is not positive, or no input has such a dimension.
     """
     if not sizes:
         return model
-    bad = [f"{n}={v}" for n, v in sizes.items() if v < 1]
-    if bad:
-        raise PrepareError(f"sizes must be positive: {', '.join(bad)}")
+    invalid = [f"{n}={v}" for n, v in sizes.items() if v < 1]
+    if invalid:
+        raise PrepareError(
+            f"sizes in `dims` must be positive: {', '.join(invalid)}\n"
+            "hint: leave a size out of `dims` to keep it symbolic"
+        )
     known = {s for x in model.graph.inputs for d in S.dims_of(x) or () for s in D.symbols(d)}
     values: dict[str, Dim] = {}
     absent = []
@@ -225,21 +230,21 @@ def specialize(model: ir.Model, sizes: Mapping[str, int]) -> ir.Model:
             absent.append(name)
     if absent:
         raise PrepareError(
-            f"no such dimension in `dims`: {', '.join(absent)}\n"
-            f"hint: the inputs have {', '.join(symbolic_sizes(model.graph)) or 'fixed sizes only'}"
+            f"unknown dimension in `dims`: {', '.join(absent)}\n"
+            f"hint: the inputs have {', '.join(symbolic_sizes(model.graph)) or 'static sizes only'}"
         )
-    every = [*model.graph.inputs, *model.graph.outputs]
-    every += [y for node in model.graph.all_nodes() for y in node.outputs]
-    for x in every:
+    graph_values = [*model.graph.inputs, *model.graph.outputs]
+    graph_values += [y for node in model.graph.all_nodes() for y in node.outputs]
+    for x in graph_values:
         dims = S.dims_of(x)
         if dims is not None:
             S.set_dims(x, [D.substitute(d, values) for d in dims])
     return model
 
 
-def _fix_input_dim(graph: ir.Graph, place: str, size: int, values: dict[str, Dim]) -> bool:
-    """Fix the dimension at ``x[0]``; return whether there is one that is open, or of that size."""
-    name, bracket, rest = place.rpartition("[")
+def _fix_input_dim(graph: ir.Graph, position: str, size: int, values: dict[str, Dim]) -> bool:
+    """Fix the dimension named ``x[0]``; return whether it exists and is symbolic or equal."""
+    name, bracket, rest = position.rpartition("[")
     x = next((x for x in graph.inputs if x.name == name), None)
     dims = None if x is None else S.dims_of(x)
     if not bracket or x is None or dims is None or not rest.removesuffix("]").isdecimal():

@@ -1,4 +1,4 @@
-"""Types, shapes and constants of values: what is known of them."""
+"""Read and set what is known about values: types, shapes, constants, symbolic elements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onnxtrain.graph.shapes import dims as D
 from onnxtrain.graph.shapes.dims import Dim
 from onnxtrain.graph.shapes.unknown import unknown_rank_message
 
-_DATA_LIMIT = 1024  # elements: larger constants never are shapes, axes or pads
-_GENERATED = "onnxtrain.own"  # key in Value.meta: a constant that the builder made
-_SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the value itself, as dimensions
+_DATA_LIMIT = 1024  # elements: larger constants are never shapes, axes or pads
+_GENERATED = "onnxtrain.own"  # key in Value.meta: a constant that the builder created
+_SYMBOLIC = "onnxtrain.symbolic"  # key in Value.meta: the elements of the value, as dimensions
 
-_ML_VERSIONS = (5, 4, 3)  # opsets of ai.onnx.ml, newest first; some operators end in between
+_ML_VERSIONS = (5, 4, 3)  # opsets of ai.onnx.ml, newest first; some operators were removed since
 
 FLOATS = frozenset(
     {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -28,9 +28,10 @@ FLOATS = frozenset(
 
 @functools.cache
 def schema_of(op_type: str, opset: int, domain: str = "") -> onnx.defs.OpSchema | None:
-    """Return the schema of an operator at an opset, ``None`` if there is none.
+    """Return the schema of an operator, ``None`` if onnx does not define it.
 
-    ``opset`` is that of the standard; of other domains the newest schema counts that is in force.
+    ``opset`` applies to the standard domain. For other domains, the newest schema that is not
+    deprecated is returned.
     """
     if domain in ("", "ai.onnx"):
         return _schema(op_type, opset, domain)
@@ -54,7 +55,7 @@ def is_float(x: ir.Value | None) -> bool:
 
 
 def dims_of(x: ir.Value) -> tuple[Dim, ...] | None:
-    """Return the dimensions of a value, ``None`` if not even the rank is known."""
+    """Return the dimensions of a value, ``None`` if its rank is unknown."""
     if x.shape is None:
         return None
     return tuple(d if isinstance(d, int) else D.dim(d.value) for d in x.shape)
@@ -69,7 +70,7 @@ def rank_of(x: ir.Value) -> int:
     """Return the rank of a value.
 
     Raises:
-        ShapeError: if it is unknown.
+        ShapeError: the rank is unknown.
     """
     if x.shape is None:
         raise ShapeError(unknown_rank_message(x))
@@ -83,25 +84,28 @@ def same_shape(x: ir.Value, ref: ir.Value) -> bool:
 
 
 def is_static(x: ir.Value) -> bool:
-    """Return whether every size is a number."""
+    """Return whether the shape is static."""
     dims = dims_of(x)
     return dims is not None and all(isinstance(d, int) for d in dims)
 
 
 def constant_of(x: ir.Value | None) -> np.ndarray | None:
-    """Return the array of a value that is an initializer nobody can override, else ``None``."""
+    """Return the array of an initializer, ``None`` for a computed value or a graph input.
+
+    A graph input with an initializer only has a default value; callers may override it.
+    """
     if x is None or x.const_value is None or x.is_graph_input():
         return None
     return x.const_value.numpy()
 
 
 def is_generated_constant(x: ir.Value) -> bool:
-    """Return whether a value is a number that this library put into the graph."""
+    """Return whether a value is a constant that onnxtrain added, not one of the user's model."""
     return x.meta.get(_GENERATED, False)
 
 
 def mark_generated_constant(x: ir.Value) -> None:
-    """Record that an initializer is a number of ours: nobody will train or look for it."""
+    """Mark an initializer as added by onnxtrain: it is never trained, and passes may drop it."""
     x.meta[_GENERATED] = True
 
 
@@ -119,7 +123,7 @@ def symbolic_of(x: ir.Value | None) -> tuple[Dim, ...] | None:
     try:
         array = constant_of(x)
     except FileNotFoundError:
-        return None  # a model in memory may refer to a file whose folder it does not know
+        return None  # an in-memory model with external data but without a base directory
     if array is None or array.dtype.kind not in "iu":
         return None
     return tuple(int(v) for v in array.reshape(-1))
@@ -132,7 +136,7 @@ def set_symbolic(x: ir.Value, dims: Sequence[Dim] | None) -> None:
 
 
 def attributes_of(node: ir.Node, opset: int) -> dict[str, Any]:
-    """Return a node's attributes as Python values, defaults filled in from the schema."""
+    """Return a node's attributes as Python values, with the schema's defaults."""
     schema = schema_of(node.op_type, opset, node.domain)
     values = {} if schema is None else dict(_defaults(schema.name, opset, schema.domain))
     for name, attr in node.attributes.items():
@@ -141,7 +145,7 @@ def attributes_of(node: ir.Node, opset: int) -> dict[str, Any]:
 
 
 def python_value(attr: ir.Attr) -> Any:
-    """Return an attribute's value with tuples as lists."""
+    """Return an attribute's value; tuples become lists."""
     value = attr.value
     return list(value) if isinstance(value, tuple) else value
 
@@ -151,37 +155,37 @@ def _defaults(op_type: str, opset: int, domain: str) -> tuple[tuple[str, Any], .
     schema = schema_of(op_type, opset, domain)
     assert schema is not None
     defaults = []
-    for name, attribute in schema.attributes.items():
-        default = attribute.default_value
-        given = ir.serde.deserialize_attribute(default) if default.type else None
-        defaults.append((name, None if given is None else python_value(given)))
+    for name, formal in schema.attributes.items():
+        proto = formal.default_value
+        default = ir.serde.deserialize_attribute(proto) if proto.type else None
+        defaults.append((name, None if default is None else python_value(default)))
     return tuple(defaults)
 
 
 INVALID_NODE_ERRORS = (IndexError, ValueError, ZeroDivisionError)
-"""What code that may rely on a node's definition runs into where a file does not keep to it.
+"""Errors that code relying on a node's schema raises for a node that violates it.
 
-No other kinds: they would be defects of this library, which must not pass for the file's.
+Other error types indicate a bug in onnxtrain and must not be reported as an invalid file.
 """
 
 
 def invalid_node_message(node: ir.Node, error: BaseException) -> str:
-    """Return a message on a node that its operator's definition does not allow."""
+    """Return an error message for a node that violates the definition of its operator."""
     name = node.name or next((y.name for y in node.outputs if y.name), "")
     return (
-        f"node {name!r}: {describe(node)} does not fit the definition of its operator\n"
+        f"node {name!r}: {describe(node)} violates the definition of its operator\n"
         f"  {type(error).__name__}: {first_line(error)}\n"
-        "hint: onnx.checker.check_model(model, full_check=True) may tell more"
+        "hint: onnx.checker.check_model(model, full_check=True) may give the reason"
     )
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a message."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def describe_value(x: ir.Value | None) -> str:
-    """Say name, dtype and shape of a value: ``w: FLOAT[4,N]``."""
+    """Return the name, dtype and shape of a value as text: ``w: FLOAT[4,N]``."""
     if x is None:
         return "-"
     dtype = x.dtype.name if x.dtype is not None else (str(x.type) if x.type else "?")
@@ -193,6 +197,6 @@ def describe_value(x: ir.Value | None) -> str:
 
 
 def describe(node: ir.Node) -> str:
-    """Say what a node is: ``MatMul(x: FLOAT[N,4], w: FLOAT[4,2])``."""
+    """Return a node's operator and inputs as text: ``MatMul(x: FLOAT[N,4], w: FLOAT[4,2])``."""
     domain = f"{node.domain}::" if node.domain else ""
     return f"{domain}{node.op_type}({', '.join(describe_value(x) for x in node.inputs)})"

@@ -1,4 +1,4 @@
-"""Removal of what a graph does not need, valid for every runtime."""
+"""Simplify graphs without changing results: dead code, duplicates, constant subgraphs, rewrites."""
 
 from onnxtrain.graph.simplify.dead_code import RANDOM_OPS, remove_dead, remove_identities, simplify
 

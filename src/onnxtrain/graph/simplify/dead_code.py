@@ -1,18 +1,8 @@
-"""Removal of what a graph does not need, safe on training graphs.
+"""Remove dead nodes, identities and common subexpressions; safe on training graphs.
 
-Nothing here merges random operators, folds or merges parameters, or renames inputs and outputs.
-
-The order of nodes in a file, so that onnxruntime runs them in an order that needs little memory.
-
-A reverse sweep emits nodes in a good order: the gradient of a layer's weight directly behind that
-of its input, and what is computed again from the forward pass only where it is needed. onnxruntime
-does not keep it. It walks from the nodes that nothing reads up to what they read, of several always
-to the one that is last in the file first, and runs a node when all that it reads is done. From a
-file in the order of the sweep it computes again too early, and weights' gradients last.
-
-So independent nodes are the other way round in the file: of those that could come next, the one
-that is to run last, and behind all others the nodes that nothing reads. The walk then meets them in
-the order of the sweep.
+:func:`simplify` runs all of them, and the rewrites of :mod:`onnxtrain.graph.simplify.peephole`,
+until nothing changes. None of them merges random operators, folds or merges parameters, or renames
+inputs and outputs of the model.
 """
 
 from __future__ import annotations
@@ -39,7 +29,7 @@ RANDOM_OPS = frozenset(
 
 
 def simplify(model: ir.Model) -> ir.Model:
-    """Drop what has no effect or is computed twice, in place; return the model."""
+    """Remove what has no effect or is computed twice, in place; return the model."""
     remove_dead(model)
     remove_identities(model)
     graphs = [model.graph]
@@ -51,15 +41,15 @@ def simplify(model: ir.Model) -> ir.Model:
 
 
 def remove_dead(model: ir.Model) -> None:
-    """Drop nodes, optional outputs and initializers that no output depends on."""
+    """Remove nodes, optional outputs and initializers that no output depends on."""
     remove_dead_nodes(model.graph)
     passes.RemoveUnusedNodesPass()(model)
 
 
 def remove_dead_nodes(graph: ir.Graph) -> None:
-    """Drop dead nodes all at once; what only the body of a dead node reads is dead, too.
+    """Remove the nodes that no output depends on, those read only by the bodies of dead nodes too.
 
-    Initializers stay: a builder may hand them out again.
+    Initializers stay, because a builder may reuse them.
     """
     dead = []
     for node in reversed(graph):
@@ -79,11 +69,11 @@ def _detach(node: ir.Node) -> None:
 
 
 def remove_identities(model: ir.Model) -> None:
-    """Drop Identity nodes, but keep each output of a graph a value of its own.
+    """Remove Identity nodes, except those that make the outputs of a graph distinct values.
 
-    A body that returns one value twice is legal, yet onnxruntime then mixes the two up.
+    A body that returns one value twice is valid ONNX, but onnxruntime confuses the two outputs.
     """
-    done: dict[ir.Graph, list[ir.Node]] = {}
+    detached: dict[ir.Graph, list[ir.Node]] = {}
     for node in nodes(model.graph, "Identity", subgraphs=True):
         x, y, graph = node.inputs[0], node.outputs[0], node.graph
         if x is None or graph is None or not isinstance(graph, ir.Graph) or stops_gradient(node):
@@ -101,18 +91,18 @@ def remove_identities(model: ir.Model) -> None:
         else:
             y.replace_all_uses_with(x)
         _detach(node)
-        done.setdefault(graph, []).append(node)
-    for graph, identities in done.items():
+        detached.setdefault(graph, []).append(node)
+    for graph, identities in detached.items():
         graph.remove(identities)
 
 
 def eliminate_common_subexpressions(graph: ir.Graph) -> int:
-    """Compute equal expressions once; return the number of nodes that became unused."""
+    """Compute equal expressions once, in place; return the number of nodes that became unused."""
     seen: dict[tuple, ir.Node] = {}
     merged = 0
     for node in graph:
         if node.op_type in RANDOM_OPS or not is_standard(node):
-            continue  # what another domain computes may be random
+            continue  # an operator of another domain may be random
         if not any(y.uses() for y in node.outputs):
             continue
         key = equality_key(node, node.inputs)
@@ -134,12 +124,12 @@ def eliminate_common_subexpressions(graph: ir.Graph) -> int:
 
 
 def _has_optional_outputs(node: ir.Node) -> bool:
-    """Return whether a node may be asked for more outputs, and gives the same in the others."""
+    """Return whether requesting more outputs of a node leaves its other outputs unchanged."""
     return is_op(node, "LayerNormalization")
 
 
 def _output(node: ir.Node, index: int, like: ir.Value) -> ir.Value:
-    """Return an output of a node, which takes the other's name if it was not asked for so far."""
+    """Return an output of a node; add it under the name of ``like`` if the node lacks it."""
     if len(node.outputs) <= index:
         node.resize_outputs(index + 1)
     y = node.outputs[index]
@@ -150,7 +140,7 @@ def _output(node: ir.Node, index: int, like: ir.Value) -> ir.Value:
 
 
 def equality_key(node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple | None:
-    """Return what two nodes share that compute the same of ``inputs``; ``None`` if none can."""
+    """Return a key that is equal for nodes that compute the same; ``None`` if not comparable."""
     attributes = []
     for name in sorted(node.attributes):
         attribute = node.attributes[name]
