@@ -38,10 +38,10 @@ ENTRIES: dict[str, tuple[dict[str, object], str]] = {
     "nothing": ({"location": "."}, "external data that is not a regular file"),
     "missing": ({"location": "no.bin"}, "external data files that are missing"),
     "file as directory": ({"location": "w.bin/x"}, "external data files that are missing"),
-    "no location": ({"offset": 0}, "external data entries that are not understood"),
+    "no location": ({"offset": 0}, "invalid external data entries"),
     "unknown key": (
         {"location": "w.bin", "__class__": "x"},
-        "external data entries that are not understood",
+        "invalid external data entries",
     ),
     "memory": (
         {"location": "*/_ORT_MEM_ADDR_/*", "offset": 140210, "length": 12},
@@ -164,7 +164,7 @@ def test_external_data_without_a_path(
 ) -> None:
     monkeypatch.chdir(folder)  # where the file would be found
     model = external(place, {"location": "w.bin"})
-    headline = "external data in a model that did not come from a path"
+    headline = "external data in a model that was not loaded from a path"
     assert first_line(refusal(model, folder.parent)) == f"ModelProto: {headline}"
     assert first_line(refusal(model.SerializeToString(), folder.parent)) == f"bytes: {headline}"
     text = refusal(ir.from_proto(model), folder.parent)
@@ -193,7 +193,7 @@ def test_external_data_twice_said(folder: Path) -> None:
     tensor.external_data.add(key="location", value="w.bin")
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    assert "key 'location' is there twice" in refusal(path, folder.parent)
+    assert "duplicate key 'location'" in refusal(path, folder.parent)
     del tensor.external_data[1:]
     tensor.raw_data = bytes(12)
     path.write_bytes(model.SerializeToString())

@@ -43,7 +43,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     assert refusal(tmp_path / "no.onnx", tmp_path).endswith("no.onnx': no such file")
     assert "this is a directory, not a model" in refusal(tmp_path, tmp_path)
     assert "the file cannot be read" in refusal("a\0b", tmp_path)
-    assert first_line(refusal(3, tmp_path)) == "cannot load a int"
+    assert first_line(refusal(3, tmp_path)) == "cannot load a model from int"
     os.mkfifo(tmp_path / "pipe")
     assert "not a regular file" in refusal(tmp_path / "pipe", tmp_path)
     assert "not a regular file" in refusal("/dev/zero", tmp_path)
@@ -134,7 +134,7 @@ def segment(model: onnx.ModelProto) -> None:
 
 MISMATCH = "tensor data that does not match dtype and shape"
 TWICE = "values that are defined twice"
-UNFIT = "nodes that do not fit the definition of their operator"
+VIOLATION = "nodes that violate the definition of their operator"
 SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "raw_data too short": (weight(raw_data=bytes(15)), MISMATCH, "raw_data has 15"),
     "raw_data too long": (weight(raw_data=bytes(17)), MISMATCH, "needs 16 bytes"),
@@ -167,7 +167,7 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     "overflow behind a zero": (set_dims(0, 2**62, 8), "tensors over the size limit", "'v'"),
     "dimensions that wrap to 4": (set_dims(2**32, 2**32, 4), "tensors over the size limit", "'v'"),
     "rank": (set_dims(*[1] * 33), "tensors over the rank limit", "rank 33"),
-    "segment": (segment, "tensors in segments, which no version of ONNX defines", "'v'"),
+    "segment": (segment, "segmented tensors, which ONNX does not define", "'v'"),
     "sparse external": (sparse, "sparse tensors, which are not supported", "'s'"),
     "long name": (rename_output(0, "n" * 5000), "names over the length limit", "5000 characters"),
     "duplicate output": (rename_output(0, "y"), TWICE, "'y', again by"),
@@ -204,50 +204,50 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "layout of one processor": (
         lambda m: setattr(m.graph.node[1], "domain", "com.microsoft.nchwc"),
-        "operators laid out for one processor",
+        "operators with a hardware-specific layout",
         "ORT_ENABLE_EXTENDED",
     ),
     "processing of data": (
         lambda m: setattr(m.graph.node[1], "domain", "ai.onnx.contrib"),
-        "operators of onnxruntime-extensions, which make inputs or tell results",
+        "operators of onnxruntime-extensions, which pre- or postprocess data",
         "onnx.utils.extract_model",
     ),
     "no opset": (without_opset, "operator domains without an opset import", "no opset imports"),
     "opset of another domain": (
         lambda m: setattr(m.opset_import[0], "domain", "ai.onnx.ml"),
-        "opset imports that cannot be used",
+        "unsupported opset imports",
         "version 21",
     ),
-    "opset from the future": (opset(999), "opset imports that cannot be used", "version 999"),
-    "opset zero": (opset(0), "opset imports that cannot be used", "version 0"),
+    "opset from the future": (opset(999), "unsupported opset imports", "version 999"),
+    "opset zero": (opset(0), "unsupported opset imports", "version 0"),
     "two opsets": (
         lambda m: m.opset_import.add(domain="ai.onnx", version=20),
-        "opset imports that cannot be used",
+        "unsupported opset imports",
         "versions 21 and 20",
     ),
     "IR from the future": (
         lambda m: setattr(m, "ir_version", 999),
-        "an IR version that is not known",
+        "unsupported IR version",
         "999",
     ),
     "IR negative": (
         lambda m: setattr(m, "ir_version", -1),
-        "an IR version that is not known",
+        "unsupported IR version",
         "-1",
     ),
     "attribute without type": (
         attribute(name="a", i=1),
-        "attributes whose value is not of their type",
+        "attributes whose value does not match their type",
         "has i",
     ),
     "attribute of another type": (
         attribute(name="a", type=2, s=b"1"),
-        "attributes whose value is not of their type",
+        "attributes whose value does not match their type",
         "has s",
     ),
     "attribute without tensor": (
         attribute(name="a", type=4),
-        "attributes whose value is not of their type",
+        "attributes whose value does not match their type",
         "no value",
     ),
     "attribute reference": (
@@ -263,32 +263,36 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "too many inputs": (
         lambda m: m.graph.node[1].input.append("x"),
-        UNFIT,
+        VIOLATION,
         "2 inputs, Relu has 1",
     ),
-    "omitted input": (rename_input(1, ""), UNFIT, "no input X, which Relu requires"),
+    "omitted input": (rename_input(1, ""), VIOLATION, "missing input X, which Relu requires"),
     "too many outputs": (
         lambda m: m.graph.node[1].output.append("y2"),
-        UNFIT,
+        VIOLATION,
         "2 outputs, Relu has 1",
     ),
-    "unknown attribute": (attribute(name="a", type=2, i=1), UNFIT, "'a', which Relu does not have"),
+    "unknown attribute": (
+        attribute(name="a", type=2, i=1),
+        VIOLATION,
+        "'a', which Relu does not have",
+    ),
     "attribute of a wrong type": (
         lambda m: (
             setattr(m.graph.node[1], "op_type", "Elu"),
             attribute(name="alpha", type=2, i=1)(m),
         ),
-        UNFIT,
-        "attribute 'alpha' of type INT, should be FLOAT",
+        VIOLATION,
+        "attribute 'alpha' of type INT, expected FLOAT",
     ),
     "required attribute": (
         lambda m: setattr(m.graph.node[1], "op_type", "Cast"),
-        UNFIT,
-        "no attribute 'to'",
+        VIOLATION,
+        "missing attribute 'to'",
     ),
     "huge opset of another domain": (
         lambda m: m.opset_import.add(domain="com.microsoft", version=2**62),
-        "opset imports that cannot be used",
+        "unsupported opset imports",
         "'com.microsoft': version 4611686018427387904",
     ),
     "map type": (map_type, "values of map type, which cannot be differentiated", "zipmap"),
@@ -304,7 +308,7 @@ SPOILED: dict[str, tuple[Spoil, str, str]] = {
     ),
     "declared type contradicts": (
         lambda m: m.graph.value_info.add(name="v").type.tensor_type.__setattr__("elem_type", 7),
-        "initializers that contradict their declared type",
+        "initializers that do not match their declared type",
         "'v': FLOAT[4], declared INT64",
     ),
 }
@@ -340,7 +344,7 @@ def test_all_problems_of_a_kind_at_once(tmp_path: Path) -> None:
         "ModelProto: node inputs that nothing defines",
         *(f"  'g{i}' of node 'n{i}' (Relu)" for i in range(5)),
         "  and 3 more",
-        "hint: the model is not valid ONNX; export it again, or mend it with onnx_ir",
+        "hint: the model is not valid ONNX; export it again, or repair it with onnx_ir",
     ]
 
 

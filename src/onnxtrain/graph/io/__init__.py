@@ -1,4 +1,4 @@
-"""Model files: read without trust, written whole or not at all."""
+"""Read untrusted model files and write models atomically."""
 
 from onnxtrain.graph.io.limits import Limits
 from onnxtrain.graph.io.reader import CheckedModel, Source, load

@@ -1,14 +1,13 @@
-"""External data: the files beside a model, opened only if nothing about them is suspicious.
+"""External data: map the weight files of untrusted models, and share one weight file in a run.
 
-The file is opened once, component by component and without following links, checked on the open
-descriptor and mapped read-only from it. Nobody opens it by name again, so it cannot be exchanged
-between the check and the use.
+:class:`DataFiles` opens a file once, one path component at a time and without following links. It
+checks the open descriptor and maps the file read-only from it. The file is never opened by name
+again, so nobody can replace it between the check and the use.
 
-Weights too large for a protobuf: in one file, to which all models of a run refer.
-
-A model that came with external data has such a file already, mapped into memory; its own tensors
-are then referred to where they lie, and nothing is copied. Otherwise the tensors are written once,
-to a file that goes when nobody needs it any more.
+:class:`SharedWeights` keeps weights that are too large for a protobuf in one file, to which all
+models of a run refer. A model loaded with external data has such a file already: its tensors are
+referenced in place. Otherwise the tensors are written once to a temporary file, which is deleted
+with the last reference to it.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnxtrain.graph.io.limits import OPEN_NONBLOCKING, Limits, ProblemKind, quote
+from onnxtrain.graph.io.limits import CORRUPT, OPEN_NONBLOCKING, Limits, ProblemKind, quote
 
 _HINT_COPY = "copy the model and its data into one directory and load that (`cp -L` follows links)"
-_HINT_BROKEN = "the file is damaged or was made by hand; export the model again"
 
-IN_MEMORY = ProblemKind("tensors that refer to memory of another process", _HINT_BROKEN)
+IN_MEMORY = ProblemKind("tensors that refer to memory of another process", CORRUPT)
 NO_DIRECTORY = ProblemKind(
-    "external data in a model that did not come from a path",
-    "give load() the path of the model file instead",
+    "external data in a model that was not loaded from a path",
+    "pass the path of the model file to load()",
 )
-BAD_KEYS = ProblemKind("external data entries that are not understood", _HINT_BROKEN)
+BAD_KEYS = ProblemKind("invalid external data entries", CORRUPT)
 ABSOLUTE = ProblemKind("external data with an absolute path", _HINT_COPY)
 OUTSIDE = ProblemKind("external data outside the model's directory", _HINT_COPY)
 SYMLINK = ProblemKind("external data behind a symbolic link", _HINT_COPY)
@@ -46,17 +44,17 @@ HARD_LINK = ProblemKind("external data in a file with several hard links", _HINT
 NOT_A_FILE = ProblemKind("external data that is not a regular file")
 MISSING = ProblemKind(
     "external data files that are missing",
-    "put the data files back beside the model, under the names it was exported with",
+    "put the data files into the directory of the model, under their original names",
 )
 UNREADABLE = ProblemKind("external data files that cannot be read")
 TOO_LARGE = ProblemKind(
     "external data files over the size limit",
     "if you trust the file: load(..., limits=Limits(file_bytes=...))",
 )
-RANGE = ProblemKind("external data that does not fit its file", _HINT_BROKEN)
-LENGTH = ProblemKind("external data whose length does not match dtype and shape", _HINT_BROKEN)
+RANGE = ProblemKind("external data that does not fit its file", CORRUPT)
+LENGTH = ProblemKind("external data whose length does not match dtype and shape", CORRUPT)
 
-# ONNX Runtime marks tensors that live in its own process so; the offset is then an address.
+# onnxruntime marks tensors in its own process with this location; their offset is an address.
 _ORT_MEMORY = "_ORT_MEM_ADDR_"
 _KEYS = {"location", "offset", "length", "checksum", "basepath"}
 _HAS_DIR_FD = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
@@ -64,8 +62,8 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
-class ExternalDataError(Exception):  # never leaves graph/: turned into a LoadError
-    """A region of external data that we do not touch, and why."""
+class ExternalDataError(Exception):
+    """External data was rejected; `load` turns this into a LoadError."""
 
     def __init__(self, kind: ProblemKind, detail: str) -> None:
         super().__init__(detail)
@@ -73,12 +71,12 @@ class ExternalDataError(Exception):  # never leaves graph/: turned into a LoadEr
         self.detail = detail
 
 
-STORED_TENSOR = "onnxtrain.stored"  # key in the meta of tensors: where they lie
+STORED_TENSOR = "onnxtrain.stored"  # key in the meta of tensors: their StoredTensor
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the bytes of a tensor lie."""
+    """The file and offset of a tensor's bytes."""
 
     file: str
     offset: int
@@ -86,7 +84,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Region:
-    """A checked stretch of bytes in a data file."""
+    """A checked range of bytes in a data file."""
 
     location: str
     offset: int
@@ -108,7 +106,7 @@ class DataFiles:
         self._files: dict[str, _Mapped | ExternalDataError] = {}
 
     def region(self, location: str, offset: int | None, length: int | None, nbytes: int) -> Region:
-        """The bytes of one tensor, after all checks; raises `Refused`."""
+        """Check the range of bytes of one tensor; return it or raise `ExternalDataError`."""
         parts = _path_parts(location)
         if self._directory is None:
             raise ExternalDataError(NO_DIRECTORY, f"location {quote(location)}")
@@ -121,19 +119,19 @@ class DataFiles:
         if start + nbytes > size:
             raise ExternalDataError(
                 RANGE,
-                f"bytes {start} to {start + nbytes} of {quote(location)}, which has {size}",
+                f"bytes {start} to {start + nbytes} of {quote(location)}, which has {size} bytes",
             )
         return Region("/".join(parts), start, nbytes)
 
-    def place(self, region: Region) -> StoredTensor:
-        """The file and the place in it of a checked region."""
+    def stored_tensor(self, region: Region) -> StoredTensor:
+        """Return the path and offset of a checked region."""
         assert self._directory is not None
         return StoredTensor(
             os.path.join(self._directory, *region.location.split("/")), region.offset
         )
 
     def array(self, region: Region, dtype: np.dtype) -> np.ndarray:
-        """A flat read-only view of ``region``."""
+        """Return a flat read-only view of a checked region."""
         file = self._files[region.location]
         assert isinstance(file, _Mapped)
         if not region.length or file.data is None:
@@ -147,8 +145,8 @@ class DataFiles:
             assert self._directory is not None
             try:
                 self._files[key] = _map(self._directory, parts, self._limits)
-            except ExternalDataError as refused:
-                self._files[key] = refused
+            except ExternalDataError as error:
+                self._files[key] = error
             except FileNotFoundError:
                 self._files[key] = ExternalDataError(MISSING, quote(key))
             except (OSError, ValueError) as error:
@@ -160,13 +158,13 @@ class DataFiles:
 
 
 def entries(tensor: onnx.TensorProto) -> tuple[str, int | None, int | None]:
-    """Location, offset and length of an external tensor; raises `Refused`."""
+    """Return location, offset and length of an external tensor, or raise `ExternalDataError`."""
     fields: dict[str, str] = {}
     for entry in tensor.external_data:
         if entry.key not in _KEYS:
             raise ExternalDataError(BAD_KEYS, f"unknown key {quote(entry.key)}")
         if entry.key in fields:
-            raise ExternalDataError(BAD_KEYS, f"key {quote(entry.key)} is there twice")
+            raise ExternalDataError(BAD_KEYS, f"duplicate key {quote(entry.key)}")
         if not isinstance(entry.value, str):
             raise ExternalDataError(BAD_KEYS, f"{entry.key} is not text")
         fields[entry.key] = entry.value
@@ -176,18 +174,20 @@ def entries(tensor: onnx.TensorProto) -> tuple[str, int | None, int | None]:
 
 
 def to_tensor(external: ir.ExternalTensor, files: DataFiles) -> ir.TensorProtocol:
-    """The same tensor on the mapped file; what must be unpacked or aligned is so on first use."""
-    tensor, region = _mapped(external, files)
-    tensor.meta[STORED_TENSOR] = files.place(region)
+    """Return the tensor as a view of the mapped file; unaligned data is copied on first use."""
+    tensor, region = _mapped_tensor(external, files)
+    tensor.meta[STORED_TENSOR] = files.stored_tensor(region)
     return tensor
 
 
-def _mapped(external: ir.ExternalTensor, files: DataFiles) -> tuple[ir.TensorProtocol, Region]:
+def _mapped_tensor(
+    external: ir.ExternalTensor, files: DataFiles
+) -> tuple[ir.TensorProtocol, Region]:
     dtype, dims = external.dtype, list(external.shape.numpy())
     region = files.region(
         os.fspath(external.location), external.offset, external.length, external.nbytes
     )
-    about = {
+    metadata = {
         "name": external.name,
         "doc_string": external.doc_string,
         "metadata_props": dict(external.metadata_props) or None,
@@ -195,24 +195,24 @@ def _mapped(external: ir.ExternalTensor, files: DataFiles) -> tuple[ir.TensorPro
     shape = ir.Shape(dims)
     if dtype.bitwidth < 8:
         packed = files.array(region, np.dtype(np.uint8))
-        return ir.PackedTensor(packed, dtype, shape=shape, **about), region
+        return ir.PackedTensor(packed, dtype, shape=shape, **metadata), region
     flat = files.array(region, np.dtype(dtype.numpy()).newbyteorder("<"))
     if flat.flags.aligned:
-        return ir.Tensor(flat.reshape(dims), dtype, shape=shape, **about), region
+        return ir.Tensor(flat.reshape(dims), dtype, shape=shape, **metadata), region
 
     def aligned() -> ir.TensorProtocol:
         return ir.Tensor(flat.copy().reshape(dims), dtype)
 
-    return ir.LazyTensor(aligned, dtype, shape=shape, **about), region
+    return ir.LazyTensor(aligned, dtype, shape=shape, **metadata), region
 
 
 def _integer_field(fields: dict[str, str], key: str) -> int | None:
     text = fields.get(key)
     if text is None:
         return None
-    # int() alone would also take "1_0", " 10" and digits of other scripts.
+    # int() also accepts "1_0", " 10" and digits of other scripts.
     if not re.fullmatch(r"[0-9]{1,19}", text):
-        raise ExternalDataError(RANGE, f"{key} is {quote(text)}, not a number from 0 up")
+        raise ExternalDataError(RANGE, f"{key} is {quote(text)}, expected a non-negative integer")
     return int(text)
 
 
@@ -247,7 +247,7 @@ def _map(directory: str, parts: list[str], limits: Limits) -> _Mapped:
 
 
 def _open_below(directory: str, parts: Iterable[str]) -> int:
-    """A descriptor of ``directory/parts``, reached without following a link below ``directory``."""
+    """Open ``directory/parts`` without following links below ``directory``; return a descriptor."""
     *folders, name = parts
     path, folder = directory, os.open(directory, _FLAGS) if _HAS_DIR_FD else None
     try:
@@ -266,7 +266,7 @@ def _open_below(directory: str, parts: Iterable[str]) -> int:
         info = _info(name, path, folder)
         if stat.S_ISLNK(info.st_mode):
             raise ExternalDataError(SYMLINK, quote(name))
-        _check_file(info, quote(name))  # before it is opened, and again after
+        _check_file(info, quote(name))  # before opening a device; _map checks the descriptor again
         if folder is None:
             return os.open(path, OPEN_NONBLOCKING | _NO_FOLLOW)
         return os.open(name, OPEN_NONBLOCKING | _NO_FOLLOW, dir_fd=folder)
@@ -289,42 +289,43 @@ def _info(name: str, path: str, folder: int | None) -> os.stat_result:
 
 
 LARGE_MODEL_BYTES = 1 << 29
-"""Bytes of weights from which on they are kept out of protobufs."""
+"""Models with more bytes of weights keep them out of protobufs."""
 WEIGHTS_FILE = "weights.bin"
-_SMALLEST = 1024  # bytes; what is smaller stays in the protobuf
-_ALIGNMENT = 4096
+_MIN_TENSOR_BYTES = 1024  # smaller tensors stay in the protobuf
+_ALIGNMENT = 4096  # of tensors in the weight file: a memory page
 _META = "onnxtrain.shared_weights"  # key in Graph.meta, which Model.clone() copies
 
 
 class SharedWeights:
-    """A file of weights, and what lies where in it."""
+    """A file of weights that several models refer to."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        """Of the file, once there is one."""
+        """Path of the file; ``None`` until a model needs one."""
         self._own = False
-        self._places: dict[int, tuple[int, object]] = {}
+        # Offset by the id of the data; holding the data keeps Python from reusing its id.
+        self._offsets: dict[int, tuple[int, object]] = {}
 
     def take(self, model: ir.Model) -> bool:
-        """Look after the weights of a model, if they are large; say whether they are."""
+        """Manage the weights of a model if they are large; return whether they are."""
         tensors = [t for x in model.graph.initializers.values() if (t := x.const_value) is not None]
         if sum(t.nbytes for t in tensors) <= LARGE_MODEL_BYTES:
             return False
         self.keep(model)
         if self.path is None:
-            places = {id(t): _stored(t) for t in tensors if t.nbytes >= _SMALLEST}
-            files = {place.file for place in places.values() if place is not None}
-            # What lies in no file, such as adapters beside a large model, stays in the protobuf.
-            loose = sum(t.nbytes for t in tensors if places.get(id(t)) is None)
-            (only,) = files if len(files) == 1 and loose <= LARGE_MODEL_BYTES else (None,)
-            if only is None:
+            stored = {id(t): _stored(t) for t in tensors if t.nbytes >= _MIN_TENSOR_BYTES}
+            files = {s.file for s in stored.values() if s is not None}
+            # Tensors that are in no file, such as adapters of a large model, stay in the protobuf.
+            in_memory = sum(t.nbytes for t in tensors if stored.get(id(t)) is None)
+            (file,) = files if len(files) == 1 and in_memory <= LARGE_MODEL_BYTES else (None,)
+            if file is None:
                 self._make_file()
             else:
-                self.path = Path(only)
+                self.path = Path(file)
         return True
 
     def keep(self, model: ir.Model) -> None:
-        """Let :func:`detach` know that weights of this model belong here."""
+        """Record in a model that :func:`detach_weights` should use this file for its weights."""
         model.graph.meta[_META] = self
 
     def detach(self, model: ir.Model) -> None:
@@ -333,7 +334,7 @@ class SharedWeights:
             tensor = x.const_value
             if tensor is None or isinstance(tensor, ir.ExternalTensor):
                 continue
-            if tensor.nbytes < _SMALLEST or tensor.dtype == ir.DataType.STRING:
+            if tensor.nbytes < _MIN_TENSOR_BYTES or tensor.dtype == ir.DataType.STRING:
                 continue
             offset = self._offset(tensor)
             if offset is None:
@@ -350,20 +351,23 @@ class SharedWeights:
             )
 
     def _offset(self, tensor: ir.TensorProtocol) -> int | None:
-        """Return where a tensor lies in the file; one that is not there is added if it can be."""
+        """Return a tensor's offset in the file, ``None`` if it is in another file or in memory.
+
+        Append the tensor if the file is our own.
+        """
         if not self._own:
-            place = _stored(tensor)
-            return None if place is None or Path(place.file) != self.path else place.offset
+            stored = _stored(tensor)
+            return None if stored is None or Path(stored.file) != self.path else stored.offset
         data = getattr(tensor, "raw", tensor)
         key = id(data)
-        if key not in self._places:
+        if key not in self._offsets:
             assert self.path is not None
             with self.path.open("ab") as file:
                 file.write(bytes(-file.tell() % _ALIGNMENT))
                 offset = file.tell()
                 file.write(tensor.tobytes())
-            self._places[key] = offset, data  # kept, so that its number is not used again
-        return self._places[key][0]
+            self._offsets[key] = offset, data
+        return self._offsets[key][0]
 
     def _make_file(self) -> None:
         folder = tempfile.mkdtemp(prefix="onnxtrain-")
@@ -373,7 +377,7 @@ class SharedWeights:
 
 
 def detach_weights(model: ir.Model) -> bool:
-    """Replace larger weights by references, if the model's are kept in a file; say whether so."""
+    """Replace larger weights by references if a model has a weight file; return whether it has."""
     shared: SharedWeights | None = model.graph.meta.get(_META)
     if shared is not None:
         shared.detach(model)

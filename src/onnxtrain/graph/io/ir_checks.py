@@ -1,9 +1,10 @@
-"""The checks for models that are already `onnx_ir`, and the last touches that all models get.
+"""Check in-memory onnx_ir models, then normalize and check every loaded model.
 
-Whether each node fits the definition of its operator: counts, required parts, attribute types.
-
-Operators that onnx does not define are left alone: custom ones, and those that ONNX Runtime puts
-into the default domain. Whether they can be used is for later stages to say.
+:func:`read_structure` checks a model of the caller like
+:class:`~onnxtrain.graph.io.proto_checks.ProtoReader` checks a protobuf. :func:`normalize_loaded`
+and :func:`check_nodes` run on all loaded models: the first makes the model own its tensors and
+normalizes it, the second compares each node with its operator's schema. Operators that onnx does
+not define are not checked here; later stages report the ones they do not support.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NO_TYPE = ProblemKind(
     "graph inputs without a type", "the model is not valid ONNX; set the types of its inputs"
 )
 CONTRADICTION = ProblemKind(
-    "initializers that contradict their declared type",
+    "initializers that do not match their declared type",
     INVALID,
 )
 
@@ -47,21 +48,22 @@ Files = Mapping[str, DataFiles]  # by base directory
 
 
 class DirectoryFiles(dict[str, DataFiles]):
-    """`DataFiles` by base directory, made on first use."""
+    """`DataFiles` by base directory, created on first use."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__()
         self._limits = limits
 
     def __missing__(self, directory: str) -> DataFiles:
-        # ExternalTensor skips its own checks without a base directory, so such tensors are refused.
-        where = os.path.abspath(directory) if directory else None
-        self[directory] = DataFiles(where, self._limits)
+        # Without a base directory ExternalTensor skips its own checks, so DataFiles(None) rejects
+        # such tensors.
+        path = os.path.abspath(directory) if directory else None
+        self[directory] = DataFiles(path, self._limits)
         return self[directory]
 
 
 def read_structure(model: ir.Model, limits: Limits, problems: Problems, files: Files) -> Structure:
-    """The wiring of ``model``; stops at once at a limit of size."""
+    """Return the structure of a model; raise an error immediately at a size limit."""
     reader = _Reader(limits, problems, files)
     structure = Structure(Graph("", opsets=list(model.opset_imports.items())))
     reader.walk(model.graph, structure.graph)
@@ -85,11 +87,11 @@ class _Reader:
 
     def walk(self, root: ir.Graph, record: Graph) -> None:
         pending: list[tuple[ir.Graph, Graph, int]] = [(root, record, 0)]
-        made: set[ir.Value] = set()
+        defined: set[ir.Value] = set()
         used: list[tuple[str, ir.Value, Node]] = []
         while pending:
             graph, record, depth = pending.pop()
-            made.update(graph.inputs, graph.initializers.values())
+            defined.update(graph.inputs, graph.initializers.values())
             record.inputs = [self._name(v, f"{record.where}input") for v in graph.inputs]
             for value in graph.initializers.values():
                 record.initializers.append(self._name(value, f"{record.where}initializer"))
@@ -101,7 +103,7 @@ class _Reader:
                 )
             for ir_node in graph:
                 node = self._node(ir_node, record)
-                made.update(ir_node.outputs)
+                defined.update(ir_node.outputs)
                 used += [(record.where, v, node) for v in ir_node.inputs if v is not None]
                 where = f"{record.where}{node}"
                 for name, subgraph in self.attributes(ir_node.attributes, where):
@@ -112,9 +114,10 @@ class _Reader:
                     node.subgraphs.append(child)
                     pending.append((subgraph, child, depth + 1))
             record.outputs = [self._name(v, f"{record.where}output") for v in graph.outputs]
-        # Names may agree where the objects do not.
+        # check_structure compares names only: a node may read a value of another model whose name
+        # also exists here.
         for where, value, node in used:
-            if value not in made:
+            if value not in defined:
                 self._problems.add(DANGLING, f"{where}{quote(value.name)} of {node}")
 
     def _node(self, node: ir.Node, record: Graph) -> Node:
@@ -172,11 +175,11 @@ class _Reader:
             return
         try:
             files.region(os.fspath(tensor.location), tensor.offset, tensor.length, tensor.nbytes)
-        except ExternalDataError as refused:
-            kind = refused.kind
+        except ExternalDataError as error:
+            kind = error.kind
             if kind is NO_DIRECTORY:
                 kind = ProblemKind("external data without a base directory", kind.hint)
-            self._problems.add(kind, f"{where}: {refused.detail}")
+            self._problems.add(kind, f"{where}: {error.detail}")
 
     def _name(self, value: ir.Value, where: str) -> str:
         if not value.name:
@@ -192,18 +195,22 @@ class _Reader:
 
 
 def normalize_loaded(model: ir.Model, problems: Problems, files: Files) -> None:
-    """Make ``model`` own its tensors, and settle what files may say in several ways."""
+    """Make a model own its tensors, and normalize what ONNX can express in several ways.
+
+    Normalizes the name of the default domain, initializers that are also inputs, values that shadow
+    outer values, missing graph names and unknown types.
+    """
     for function in model.functions.values():
-        _one_default_domain(function.opset_imports)
+        _normalize_domain(function.opset_imports)
         for _ in _own_attributes(function.attributes, files):
-            pass  # `load` refuses graphs as default values
-    _one_default_domain(model.opset_imports)
+            pass  # the reader rejects graphs as default values
+    _normalize_domain(model.opset_imports)
     for root in (model.graph, *(function.graph for function in model.functions.values())):
         names = _Names(root)
         pending: list[tuple[ir.Graph, tuple[set[str], ...]]] = [(root, ())]
         while pending:
             graph, outer = pending.pop()
-            _tidy_graph(graph, problems, files)
+            _normalize_graph(graph, problems, files)
             names.rename_shadowing(graph, outer)
             inner: tuple[set[str], ...] = ()
             for node in graph:
@@ -215,20 +222,20 @@ def normalize_loaded(model: ir.Model, problems: Problems, files: Files) -> None:
             problems.add(NO_TYPE, quote(value.name))
 
 
-def _tidy_graph(graph: ir.Graph, problems: Problems, files: Files) -> None:
-    graph.name = graph.name or "graph"  # required, and the checker of onnx insists
+def _normalize_graph(graph: ir.Graph, problems: Problems, files: Files) -> None:
+    graph.name = graph.name or "graph"  # onnx's checker requires a name
     for name, value in graph.initializers.items():
         assert value.const_value is not None
         tensor = to_owned_tensor(value.const_value, files[_base_directory(value.const_value)])
-        if not _check_declared_type(value, tensor):
+        if not _matches_declared_type(value, tensor):
             declared = f"{value.dtype and value.dtype.name}{value.shape}"
             detail = f"{quote(name)}: {tensor.dtype.name}{tensor.shape}, declared {declared}"
             problems.add(CONTRADICTION, detail)
         value.const_value = tensor
         value.type = ir.TensorType(tensor.dtype)
         value.shape = ir.Shape(tensor.shape.numpy())
-    # A default value of an input: from here on a constant, as runtimes treat it. In IR 3 every
-    # initializer had to be listed so.
+    # An initializer that is also an input is its default value; treat it as a constant. IR version
+    # 3 required listing every initializer as an input.
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     if len(inputs) < len(graph.inputs):
         graph.inputs.clear()
@@ -241,11 +248,12 @@ def _tidy_graph(graph: ir.Graph, problems: Problems, files: Files) -> None:
 
 
 def _own_attributes(attributes: MutableMapping[str, ir.Attr], files: Files) -> Iterator[ir.Graph]:
-    """Replace the tensors in ``attributes`` by owned ones; return back the graphs."""
+    """Replace the tensors in ``attributes`` by owned copies; yield the graphs in them."""
     for name, attribute in list(attributes.items()):
         if attribute.is_ref() or attribute.value is None:
             continue
-        doc = attribute.doc_string  # .value: as_tensor() checks a whole protocol, slowly
+        doc = attribute.doc_string
+        # Read .value: as_tensor() runs a slow isinstance check of a whole protocol.
         match attribute.type:
             case ir.AttributeType.TENSOR:
                 tensor = attribute.value
@@ -260,7 +268,7 @@ def _own_attributes(attributes: MutableMapping[str, ir.Attr], files: Files) -> I
                 yield from attribute.value
 
 
-def _check_declared_type(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+def _matches_declared_type(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     if value.dtype not in (None, ir.DataType.UNDEFINED, tensor.dtype):
         return False
     if value.shape is None:
@@ -273,14 +281,14 @@ def _check_declared_type(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def _drop_unknown_type(value: ir.Value) -> None:
-    """Forget a type that says nothing; a negative dimension means an unknown one."""
+    """Remove an undefined type, and replace negative dimensions by unknown ones."""
     if isinstance(value.type, ir.TensorType) and value.type.dtype == ir.DataType.UNDEFINED:
         value.type = None
     if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
         value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
 
 
-def _one_default_domain(imports: dict[str, int]) -> None:
+def _normalize_domain(imports: dict[str, int]) -> None:
     if "ai.onnx" in imports:
         imports[""] = imports.pop("ai.onnx")
 
@@ -292,31 +300,31 @@ def _defined_names(graph: ir.Graph) -> set[str]:
 
 
 class _Names:
-    """All value names below one root graph, and new ones that are not among them."""
+    """The value names of a graph and its subgraphs, and a generator of unused names."""
 
     def __init__(self, root: ir.Graph) -> None:
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
         self._next: dict[str, int] = {}
         pending = [root]
         while pending:
             graph = pending.pop()
-            self._taken |= _defined_names(graph)
+            self._used |= _defined_names(graph)
             for node in graph:
                 pending += subgraphs_of(node)
 
     def rename_shadowing(self, graph: ir.Graph, outer: tuple[set[str], ...]) -> None:
-        """Rename inputs and initializers that hide an outer value.
+        """Rename inputs and initializers that shadow an outer value.
 
-        Valid ONNX, but whoever adds a node to this graph could then not name the outer value.
+        Shadowing is valid ONNX, but nodes added to this graph could not refer to the outer value.
         """
         for value in (*graph.inputs, *graph.initializers.values()):
             assert value.name is not None
             if any(value.name in names for names in outer):
-                value.name = self._new(value.name)
+                value.name = self._unused(value.name)
 
-    def _new(self, name: str) -> str:
+    def _unused(self, name: str) -> str:
         number = self._next.get(name, 2)
-        while f"{name}.{number}" in self._taken:
+        while f"{name}.{number}" in self._used:
             number += 1
         self._next[name] = number + 1
         return f"{name}.{number}"
@@ -327,20 +335,20 @@ def _base_directory(tensor: ir.TensorProtocol) -> str:
 
 
 INVALID_NODES = ProblemKind(
-    "nodes that do not fit the definition of their operator",
-    "the model is not valid ONNX; export it again, or mend it with onnx_ir",
+    "nodes that violate the definition of their operator",
+    INVALID,
 )
 
 _SINGLE_PARAMETER = onnx.defs.OpSchema.FormalParameterOption.Single
 _AXIS_ATTRIBUTES = frozenset({"axis", "batch_axis", "time_axis"})
-_MAX_AXIS = 64  # runtimes cut larger numbers to 32 bits, and then they mean another axis
-_FLAG_ATTRIBUTES = frozenset({"keepdims"})  # runtimes disagree on what other numbers mean
+_MAX_AXIS = 64  # runtimes truncate larger values to 32 bits and then use another axis
+_FLAG_ATTRIBUTES = frozenset({"keepdims"})  # runtimes disagree on values other than 0 and 1
 _SchemaCache = dict[tuple[str, str], onnx.defs.OpSchema | None]
 
 
 def check_nodes(model: ir.Model, problems: Problems) -> None:
-    """Note every node that its schema does not allow."""
-    local = set(model.functions)
+    """Record every node that violates its operator's schema."""
+    local_functions = set(model.functions)
     bodies = [(model.graph, model.opset_imports)]
     bodies += [(f.graph, f.opset_imports) for f in model.functions.values()]
     for root, imports in bodies:
@@ -349,15 +357,15 @@ def check_nodes(model: ir.Model, problems: Problems) -> None:
         while pending:
             for node in pending.pop():
                 pending += subgraphs_of(node)
-                if (node.domain, node.op_type, node.overload) in local:
+                if (node.domain, node.op_type, node.overload) in local_functions:
                     continue
                 key = node.domain, node.op_type
                 if key not in schemas:
                     schemas[key] = _schema(*key, imports.get(node.domain, 0))
                 schema = schemas[key]
                 if schema is not None and not schema.deprecated:
-                    for what in (*_schema_errors(node, schema), *body_errors(node)):
-                        problems.add(INVALID_NODES, f"{_label(node)}: {what}")
+                    for error in (*_schema_errors(node, schema), *body_errors(node)):
+                        problems.add(INVALID_NODES, f"{_label(node)}: {error}")
 
 
 def _schema(domain: str, op_type: str, version: int) -> onnx.defs.OpSchema | None:
@@ -371,35 +379,35 @@ def _schema_errors(node: ir.Node, schema: onnx.defs.OpSchema) -> Iterator[str]:
         ("inputs", len(node.inputs), schema.min_input, schema.max_input),
         ("outputs", len(node.outputs), schema.min_output, schema.max_output),
     )
-    for what, count, least, most in counts:
+    for kind, count, least, most in counts:
         if not least <= count <= most:
-            allowed = f"{least}" if least == most else f"{least} to {most}"
-            yield f"{count} {what}, {schema.name} has {allowed}"
+            expected = f"{least}" if least == most else f"{least} to {most}"
+            yield f"{count} {kind}, {schema.name} has {expected}"
     for value, formal in zip(node.inputs, schema.inputs, strict=False):
         if value is None and formal.option == _SINGLE_PARAMETER:
-            yield f"no input {formal.name}, which {schema.name} requires"
+            yield f"missing input {formal.name}, which {schema.name} requires"
     for name, attribute in node.attributes.items():
         formal_attribute = schema.attributes.get(name)
         if formal_attribute is None:
-            yield f"attribute {quote(name)}, which {schema.name} does not have"
+            yield f"unknown attribute {quote(name)}, which {schema.name} does not have"
             continue
-        # The stubs of onnx do not know that this is an enum.
+        # onnx's type stubs do not declare this enum.
         expected = str(formal_attribute.type).rpartition(".")[2]
         if expected != attribute.type.name:
-            yield f"attribute {quote(name)} of type {attribute.type.name}, should be {expected}"
+            yield f"attribute {quote(name)} of type {attribute.type.name}, expected {expected}"
         elif (
             name in _AXIS_ATTRIBUTES
             and not attribute.is_ref()
             and abs(attribute.as_int()) > _MAX_AXIS
         ):
-            yield f"attribute {quote(name)} is {attribute.as_int()}: no tensor has so many axes"
+            yield f"attribute {quote(name)} is {attribute.as_int()}, beyond any tensor's rank"
         elif (
             name in _FLAG_ATTRIBUTES and not attribute.is_ref() and attribute.as_int() not in (0, 1)
         ):
-            yield f"attribute {quote(name)} is {attribute.as_int()}, should be 0 or 1"
+            yield f"attribute {quote(name)} is {attribute.as_int()}, expected 0 or 1"
     for name, formal_attribute in schema.attributes.items():
         if formal_attribute.required and name not in node.attributes:
-            yield f"no attribute {quote(name)}, which {schema.name} requires"
+            yield f"missing attribute {quote(name)}, which {schema.name} requires"
 
 
 def _label(node: ir.Node) -> str:

@@ -1,6 +1,8 @@
-"""What `load` is willing to open, and how it says no.
+"""Limits of `load`, the problems it reports, and safe opening of files.
 
-The one door for files that are read: what is no plain file is refused before anything waits.
+:class:`Problems` collects what is wrong with a model, so that one error lists all problems of a
+kind. :func:`open_regular` opens every file that onnxtrain reads: it rejects pipes and devices
+before a read can block.
 """
 
 from __future__ import annotations
@@ -14,23 +16,27 @@ from typing import NamedTuple
 
 from onnxtrain.errors import LoadError
 
-INVALID = "the model is not valid ONNX; export it again, or mend it with onnx_ir"
-"""The way out for most problems."""
+INVALID = "the model is not valid ONNX; export it again, or repair it with onnx_ir"
+CORRUPT = "the file is corrupt or was edited by hand; export the model again"
+"""Hints that several kinds of problems share."""
 
-_MAX_DETAILS = 5
-_MAX_NAME_LENGTH = 80
+PROTOBUF_BYTES = (1 << 31) - 1
+"""Largest size of a protobuf message."""
+
+_MAX_DETAILS = 5  # lines per kind of problem in a message
+_MAX_NAME_LENGTH = 80  # characters of a quoted name in a message
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes above which a file is refused; raise one only for a file you trust.
+    """The sizes above which `load` rejects a model; raise one only for a file you trust.
 
     Attributes:
-        file_bytes: size of the model file and of each external data file. A model file is also
-            bound by protobuf's own 2 GiB.
-        nodes: nodes in all graphs and local functions together, also once those are inlined.
-        depth: nesting of subgraphs, of function calls and of sequence types. Protobuf parsers give
-            up at 33 nested subgraphs, so a larger value only matters for models made in memory.
+        file_bytes: size of the model file and of each external data file. Protobuf limits a model
+            file to 2 GiB in any case.
+        nodes: nodes in all graphs and local functions together, before and after inlining.
+        depth: nesting of subgraphs, of function calls and of sequence types. Protobuf parsers fail
+            at 33 nested subgraphs, so a larger value only matters for models built in memory.
         rank: number of dimensions of a tensor or of a declared shape.
         elements: number of elements of one tensor.
         name_length: characters of a name of a value, node, operator, attribute or dimension.
@@ -45,20 +51,20 @@ class Limits:
 
 
 class ProblemKind(NamedTuple):
-    """A kind of problem: the first line of its message and the way out."""
+    """A kind of problem: the first line of its message, and a hint."""
 
     headline: str
     hint: str = ""
 
 
 def quote(name: object) -> str:
-    """``name`` in quotes, escaped, and clipped so that a hostile name cannot flood a message."""
+    """Return a name in quotes, escaped and truncated, so that it cannot flood a message."""
     text = name if isinstance(name, str) else repr(name)
     return repr(text if len(text) <= _MAX_NAME_LENGTH else text[:_MAX_NAME_LENGTH] + "...")
 
 
 class Problems:
-    """Collects what is wrong with one source, so that all of a kind are reported at once."""
+    """The problems of one model; an error reports all problems of a kind at once."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -66,18 +72,18 @@ class Problems:
         self._count: dict[ProblemKind, int] = {}
 
     def add(self, kind: ProblemKind, detail: str) -> None:
-        """Note one problem; `check` raises it."""
+        """Record a problem for `check` to raise."""
         details = self._found.setdefault(kind, [])
         self._count[kind] = self._count.get(kind, 0) + 1
         if len(details) < _MAX_DETAILS:
             details.append(detail)
 
     def refusal(self, kind: ProblemKind, *details: str) -> LoadError:
-        """The error for a problem that ends the reading at once."""
+        """Return the error for a problem after which reading cannot continue."""
         return self._error(kind, list(details), len(details))
 
     def check(self) -> None:
-        """Raise the first kind of problem found, if there is one."""
+        """Raise an error for the first kind of problem recorded, if there is one."""
         for kind, details in self._found.items():
             raise self._error(kind, details, self._count[kind])
 
@@ -92,20 +98,20 @@ class Problems:
 
 
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-# Opening a pipe for reading would wait for a writer.
+# Without O_NONBLOCK, opening a pipe for reading waits for a writer.
 OPEN_NONBLOCKING = _OPEN_FLAGS | getattr(os, "O_NONBLOCK", 0)
 
 
 class NotRegularError(OSError):
-    """A pipe, a device or a socket, which may wait or go on for ever."""
+    """The path is a pipe, a device or a socket, which may block or never end."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Return an open file, after a look at what it is; links to files are followed.
+    """Open a regular file for reading; follow links to files.
 
     Raises:
-        OSError: it cannot be opened, or is a directory, a pipe, a device or a socket; ``strerror``
-            says which.
+        OSError: the path cannot be opened, or is a directory, a pipe, a device or a socket;
+            ``strerror`` says which.
     """
     try:
         descriptor = os.open(path, OPEN_NONBLOCKING)
@@ -123,11 +129,11 @@ def _check_kind(mode: int, path: str) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "this is a directory", path)
     if not stat.S_ISREG(mode):
-        what = "not a regular file but a pipe, a device or a socket"
-        raise NotRegularError(errno.EINVAL, what, path)
+        message = "not a regular file but a pipe, a device or a socket"
+        raise NotRegularError(errno.EINVAL, message, path)
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a regular file; raises as :func:`open_regular` does."""
+    """Return the content of a regular file; raise the errors of :func:`open_regular`."""
     with open_regular(path) as file:
         return file.read()

@@ -1,13 +1,13 @@
-"""One walk over a ModelProto: names, types, attributes and tensors, before any of it is used.
+"""Check an untrusted ModelProto before onnx_ir reads it.
 
-Tensors of a file: whether their bytes are what dtype and shape say, and how to own them.
+1. :func:`check_tensor` checks dtype, shape and data of a tensor.
+2. :func:`check_structure` checks scopes, order, function calls, domains and opsets of a
+   :class:`Structure`, which holds the names of a model. :mod:`onnxtrain.graph.io.ir_checks` reduces
+   in-memory models to the same structure, so that both pass the same checks.
+3. :class:`ProtoReader` walks a ModelProto, checks each part and builds its structure.
+4. :func:`body_errors` checks the inputs and outputs of If, Loop and Scan bodies.
 
-The wiring of a model, by names only: scopes, order, calls, domains and opsets.
-
-Files and in-memory models are reduced to these records, so that both pass the same checks. All
-walks are loops: the nesting of the input never becomes nesting of Python calls.
-
-Whether the bodies of If, Loop and Scan take and give what their nodes do.
+All walks are iterative: deeply nested input cannot exhaust Python's stack.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from onnx import AttributeProto
 
 from onnxtrain.graph.io import external_data
 from onnxtrain.graph.io.external_data import DataFiles, ExternalDataError
-from onnxtrain.graph.io.limits import INVALID, Limits, ProblemKind, Problems, quote
+from onnxtrain.graph.io.limits import CORRUPT, INVALID, Limits, ProblemKind, Problems, quote
 from onnxtrain.graph.opset_imports import RUNTIME_DOMAIN
 
-_HINT_BROKEN = "the file is damaged or was made by hand; export the model again"
-
 UNKNOWN_DTYPE = ProblemKind("unknown data types", "the model may need a newer onnx package")
-BAD_DIMS = ProblemKind("tensors with impossible dimensions", _HINT_BROKEN)
+BAD_DIMS = ProblemKind("tensors with impossible dimensions", CORRUPT)
 RANK_LIMIT = ProblemKind("tensors over the rank limit", "load(..., limits=Limits(rank=...))")
 ELEMENT_LIMIT = ProblemKind("tensors over the size limit", "load(..., limits=Limits(elements=...))")
-MISMATCH = ProblemKind("tensor data that does not match dtype and shape", _HINT_BROKEN)
-SEGMENTED = ProblemKind("tensors in segments, which no version of ONNX defines", _HINT_BROKEN)
+MISMATCH = ProblemKind("tensor data that does not match dtype and shape", CORRUPT)
+SEGMENTED = ProblemKind("segmented tensors, which ONNX does not define", CORRUPT)
 
 _DTYPES = {int(dtype): dtype for dtype in ir.DataType if dtype != ir.DataType.UNDEFINED}
 _TYPED_FIELDS = (
@@ -46,7 +44,7 @@ _TYPED_FIELDS = (
     "double_data",
     "uint64_data",
 )
-# Every dtype that is not named here is kept in int32_data.
+# TensorProto stores every other dtype in int32_data.
 _DATA_FIELDS = {
     ir.DataType.FLOAT: "float_data",
     ir.DataType.COMPLEX64: "float_data",
@@ -62,20 +60,19 @@ _ELEMENTS_PER_ITEM = {4: 2, 2: 4}  # by bit width: several elements share an int
 
 
 def known_dtype(number: int) -> bool:
-    """Whether ``number`` is a data type that can hold values."""
+    """Return whether ``number`` is a defined value of ``TensorProto.DataType``."""
     return number in _DTYPES
 
 
 def check_dims(dims: Sequence[int], where: str, limits: Limits, problems: Problems) -> int | None:
-    """The number of elements, or None after noting why there is none."""
+    """Return the number of elements of a shape; record a problem and return None if invalid."""
     if len(dims) > limits.rank:
         problems.add(RANK_LIMIT, f"{where}: rank {len(dims)}, the limit is {limits.rank}")
         return None
     if any(dim < 0 for dim in dims):
         problems.add(BAD_DIMS, f"{where}: {list(dims)}")
         return None
-    # Python integers do not overflow. A zero must not hide the other dimensions: arrays of
-    # shape [0, 2**62] do not exist either.
+    # A zero must not hide the other dimensions: NumPy has no arrays of shape [0, 2**62] either.
     if math.prod(max(dim, 1) for dim in dims) > limits.elements:
         problems.add(
             ELEMENT_LIMIT, f"{where}: {list(dims)}, the limit is {limits.elements} elements"
@@ -87,7 +84,7 @@ def check_dims(dims: Sequence[int], where: str, limits: Limits, problems: Proble
 def check_tensor(
     tensor: onnx.TensorProto, where: str, limits: Limits, problems: Problems, files: DataFiles
 ) -> None:
-    """Note everything that makes ``tensor`` unsafe to read."""
+    """Record everything that makes a tensor unsafe to read."""
     if tensor.data_type not in _DTYPES:
         problems.add(UNKNOWN_DTYPE, f"{where}: data type {tensor.data_type}")
         return
@@ -114,7 +111,7 @@ def check_tensor(
 
 
 def byte_count(dtype: ir.DataType, size: int) -> int:
-    """The bytes that ``size`` elements take; types below a byte are packed."""
+    """Return the bytes of ``size`` elements; sub-byte types are packed."""
     return (size * dtype.bitwidth + 7) // 8
 
 
@@ -130,7 +127,7 @@ def _mismatch(
         return f"needs {need} bytes, raw_data has {have}" if need != have else None
     field = _DATA_FIELDS.get(dtype, "int32_data")
     if used and used != [field]:
-        return f"is kept in {field}, not in {used[0]}"
+        return f"must be in {field}, not in {used[0]}"
     need = size * _ITEMS_PER_ELEMENT.get(dtype, 1)
     if dtype != ir.DataType.STRING:
         need = -(-need // _ELEMENTS_PER_ITEM.get(dtype.bitwidth, 1))
@@ -144,14 +141,14 @@ def _check_external(
     try:
         location, offset, length = external_data.entries(tensor)
         files.region(location, offset, length, nbytes)
-    except ExternalDataError as refused:
-        problems.add(refused.kind, f"{where}: {refused.detail}")
+    except ExternalDataError as error:
+        problems.add(error.kind, f"{where}: {error.detail}")
 
 
 def to_owned_tensor(tensor: ir.TensorProtocol, files: DataFiles) -> ir.TensorProtocol:
-    """The same tensor, free of the protobuf and the object it came from.
+    """Return a copy of a tensor that does not refer to a protobuf or to the caller's tensor.
 
-    The elements are shared where they cannot change; renaming the result renames nothing else.
+    Immutable elements are shared; name and metadata are not.
     """
     if isinstance(tensor, ir.ExternalTensor):
         return external_data.to_tensor(tensor, files)
@@ -191,25 +188,23 @@ RECURSIVE = ProblemKind(
 )
 DOMAINS = ProblemKind(
     "operators of unknown domains",
-    "onnxtrain.register_vjp admits a domain by a rule for one of its operators; "
-    "load(..., allow_domains={...}) admits one whose operators you only want to run",
+    "register a gradient rule for the operator with onnxtrain.register_vjp; "
+    "load(..., allow_domains={...}) accepts operators that only run forward",
 )
 LAYOUT_OPTIMIZED = ProblemKind(
-    "operators laid out for one processor",
-    "onnxruntime saved the file with ORT_ENABLE_ALL: save it with ORT_ENABLE_EXTENDED, or take the "
-    "file that it was made from",
+    "operators with a hardware-specific layout",
+    "onnxruntime saved the file with ORT_ENABLE_ALL: save it with ORT_ENABLE_EXTENDED, or load the "
+    "original file",
 )
 EXTENSIONS = ProblemKind(
-    "operators of onnxruntime-extensions, which make inputs or tell results",
-    "cut the model behind or before them, for example with onnx.utils.extract_model, and train "
-    "what is left",
+    "operators of onnxruntime-extensions, which pre- or postprocess data",
+    "extract the part of the model between them, for example with onnx.utils.extract_model, and "
+    "train that",
 )
 NO_OPSET = ProblemKind("operator domains without an opset import", INVALID)
-BAD_OPSET = ProblemKind(
-    "opset imports that cannot be used", "newer opsets need a newer onnx package"
-)
+BAD_OPSET = ProblemKind("unsupported opset imports", "newer opsets need a newer onnx package")
 
-# What the ONNX project defines, and the fused operators that `prepare` takes apart.
+# Domains of the ONNX project, and that of onnxruntime's operators, which the importer decomposes.
 STANDARD_DOMAINS = frozenset(
     {
         "",
@@ -228,14 +223,14 @@ _UNSUPPORTED_DOMAINS = {
     "com.microsoft.extensions": EXTENSIONS,
 }
 
-_MAX_VERSION = (1 << 31) - 1  # onnx's own functions take no more
+_MAX_VERSION = (1 << 31) - 1  # onnx's functions accept a 32-bit int
 
 FunctionKey = tuple[str, str, str]  # domain, name, overload of a local function
 
 
 @dataclass(slots=True)
 class Node:
-    """A node: names only; an omitted optional input or output is ""."""
+    """The names of a node; an omitted optional input or output is ``""``."""
 
     name: str
     domain: str
@@ -247,7 +242,7 @@ class Node:
 
     @property
     def key(self) -> FunctionKey:
-        """The local function this node would call."""
+        """The key of the local function that this node calls, if it exists."""
         return self.domain, self.op_type, self.overload
 
     def __str__(self) -> str:
@@ -263,21 +258,21 @@ class Node:
 
 @dataclass(slots=True)
 class Graph:
-    """A graph, subgraph or function body; ``where`` starts its lines in messages."""
+    """The names of a graph, subgraph or function body."""
 
     where: str
+    """Prefix of the graph's lines in error messages."""
     inputs: list[str] = field(default_factory=list[str])
     initializers: list[str] = field(default_factory=list[str])
     nodes: list[Node] = field(default_factory=list[Node])
     outputs: list[str] = field(default_factory=list[str])
-    opsets: list[tuple[str, int]] = field(
-        default_factory=list[tuple[str, int]]
-    )  # of the model or function
+    opsets: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    """Opset imports of the model or function; empty for subgraphs."""
 
 
 @dataclass(slots=True)
 class Structure:
-    """A whole model."""
+    """The names of a whole model."""
 
     graph: Graph
     functions: dict[FunctionKey, Graph] = field(default_factory=dict[FunctionKey, Graph])
@@ -285,44 +280,44 @@ class Structure:
 
 @dataclass(slots=True)
 class _Scope:
-    """A graph seen from inside: what it defines, and the node of the outer graph that holds it."""
+    """A graph, the scope around it and the names it defines."""
 
     graph: Graph
     outer: _Scope | None
-    holder: int  # index of the holding node in outer.graph.nodes
+    holder: int
+    """Index in ``outer.graph.nodes`` of the node whose attribute is this graph."""
     depth: int
-    producer_index: dict[str, int] = field(
-        default_factory=dict[str, int]
-    )  # -1: an input or initializer
+    producer_index: dict[str, int] = field(default_factory=dict[str, int])
+    """Index of the node that produces a value; -1 for inputs and initializers."""
 
 
 def canonical_domain(domain: str) -> str:
-    """``domain`` with the long name of the default domain replaced by the empty one."""
+    """Return a domain with ``"ai.onnx"`` replaced by ``""``."""
     return "" if domain == "ai.onnx" else domain
 
 
 def escape_name(name: str) -> str:
-    """``name`` as `quote` would show it, without the quotes."""
+    """Return a name escaped and truncated like `quote`, without quotes."""
     return quote(name)[1:-1]
 
 
 def check_structure(
     model: Structure, limits: Limits, problems: Problems, allow_domains: Collection[str]
 ) -> bool:
-    """Note all that is wrong; return back whether the nodes are already in order."""
-    sorted_already = True
+    """Record all problems of a structure; return whether its nodes are in topological order."""
+    is_sorted = True
     for body in (model.graph, *model.functions.values()):
         scopes = list(_scopes(body))
         for scope in scopes:
             _define(scope, problems)
-        sorted_already &= _check_uses(scopes, problems)
+        is_sorted &= _check_uses(scopes, problems)
         _check_domains(body, scopes, model, allow_domains, problems)
     _check_expansion(model, limits, problems)
-    return sorted_already
+    return is_sorted
 
 
 def _scopes(body: Graph) -> Iterator[_Scope]:
-    """Every graph in ``body``, outer ones first."""
+    """Yield the scopes of all graphs in ``body``, outer ones first."""
     pending = [_Scope(body, None, -1, 0)]
     while pending:
         scope = pending.pop()
@@ -332,14 +327,14 @@ def _scopes(body: Graph) -> Iterator[_Scope]:
 
 
 def _define(scope: _Scope, problems: Problems) -> None:
-    """Fill ``producer_index``: each name once per graph, no node output shadows an outer value."""
+    """Fill ``producer_index``; record names defined twice and outputs that shadow outer values."""
     graph, producer_index = scope.graph, scope.producer_index
     for name in graph.inputs:
         if name in producer_index:
             problems.add(REDEFINED, f"{graph.where}two inputs {quote(name)}")
         producer_index[name] = -1
     seen: set[str] = set()
-    for name in graph.initializers:  # an input may have an initializer: its default value
+    for name in graph.initializers:  # an input may have an initializer, its default value
         if name in seen:
             problems.add(REDEFINED, f"{graph.where}two initializers {quote(name)}")
         seen.add(name)
@@ -361,6 +356,7 @@ def _defining_scope(scope: _Scope, name: str) -> _Scope | None:
 
 
 def _check_uses(scopes: list[_Scope], problems: Problems) -> bool:
+    """Record undefined names and cycles; return whether all nodes are in topological order."""
     for scope in scopes:
         where = scope.graph.where
         for node in scope.graph.nodes:
@@ -370,38 +366,41 @@ def _check_uses(scopes: list[_Scope], problems: Problems) -> bool:
         for name in scope.graph.outputs:
             if name not in scope.producer_index:
                 problems.add(NO_PRODUCER, f"{where}{quote(name)}")
-    unsorted = {id(s): s for s, user, maker in _edges(scopes) if maker >= user}
+    unsorted = {id(s): s for s, reader, producer in _edges(scopes) if producer >= reader}
     if not unsorted:
         return True
-    # Only now are the edges worth keeping.
-    needs: dict[int, dict[int, set[int]]] = {key: {} for key in unsorted}
-    for scope, user, maker in _edges(scopes):
-        if id(scope) in needs:
-            needs[id(scope)].setdefault(user, set()).add(maker)
+    # Store edges only for unsorted graphs, which are rare.
+    predecessors: dict[int, dict[int, set[int]]] = {key: {} for key in unsorted}
+    for scope, reader, producer in _edges(scopes):
+        if id(scope) in predecessors:
+            predecessors[id(scope)].setdefault(reader, set()).add(producer)
     for key, scope in unsorted.items():
         try:
-            graphlib.TopologicalSorter(needs[key]).prepare()
+            graphlib.TopologicalSorter(predecessors[key]).prepare()
         except graphlib.CycleError as error:
-            around: list[int] = error.args[1]
-            names = [str(scope.graph.nodes[index]) for index in around]
-            shown = names if len(names) <= 6 else [*names[:5], "..."]
-            problems.add(CYCLE, scope.graph.where + " -> ".join(shown))
+            cycle: list[int] = error.args[1]
+            names = [str(scope.graph.nodes[index]) for index in cycle]
+            names = names if len(names) <= 6 else [*names[:5], "..."]
+            problems.add(CYCLE, scope.graph.where + " -> ".join(names))
     return False
 
 
 def _edges(scopes: list[_Scope]) -> Iterator[tuple[_Scope, int, int]]:
-    """(scope, using node, making node); what a subgraph reads counts as read by its holder."""
+    """Yield (scope, reader, producer), where the indices refer to the nodes of the scope.
+
+    The node that holds a subgraph counts as the reader of the outer values it reads.
+    """
     for scope in scopes:
         for index, node in enumerate(scope.graph.nodes):
             for name in node.inputs:
-                inner, user = scope, index
+                inner, reader = scope, index
                 while name and name not in inner.producer_index:
                     if inner.outer is None:
                         break
-                    inner, user = inner.outer, inner.holder
-                maker = inner.producer_index.get(name, -1)
-                if maker >= 0:
-                    yield inner, user, maker
+                    inner, reader = inner.outer, inner.holder
+                producer = inner.producer_index.get(name, -1)
+                if producer >= 0:
+                    yield inner, reader, producer
 
 
 def _check_domains(
@@ -418,16 +417,16 @@ def _check_domains(
             problems.add(BAD_OPSET, f"{where}: versions {imported[domain]} and {version}")
         newest = _newest_opset(domain)
         if not 1 <= version <= (newest or _MAX_VERSION):
-            known = f", onnx {onnx.__version__} knows 1 to {newest}" if newest else ""
-            problems.add(BAD_OPSET, f"{where}: version {version}{known}")
+            supported = f", onnx {onnx.__version__} supports 1 to {newest}" if newest else ""
+            problems.add(BAD_OPSET, f"{where}: version {version}{supported}")
     missing: dict[str, Node] = {}
     if not imported:
-        problems.add(NO_OPSET, f"{body.where}there are no opset imports at all")
+        problems.add(NO_OPSET, f"{body.where}no opset imports")
         return
     for scope in scopes:
         for node in scope.graph.nodes:
-            known = node.domain in STANDARD_DOMAINS or node.domain in allow_domains
-            if not known and node.key not in model.functions:
+            allowed = node.domain in STANDARD_DOMAINS or node.domain in allow_domains
+            if not allowed and node.key not in model.functions:
                 kind = _UNSUPPORTED_DOMAINS.get(node.domain, DOMAINS)
                 problems.add(kind, f"{scope.graph.where}{quote(node.domain)}: {node}")
             elif node.domain not in imported and node.domain != RUNTIME_DOMAIN:
@@ -445,7 +444,7 @@ def _newest_opset(domain: str) -> int | None:
 
 
 def _check_expansion(model: Structure, limits: Limits, problems: Problems) -> None:
-    """Count as if all functions were inlined: a few lines that call each other twice explode."""
+    """Check node count and depth after inlining functions, whose size can grow exponentially."""
     bodies: dict[FunctionKey | None, Graph] = {**model.functions, None: model.graph}
     calls: dict[FunctionKey | None, list[tuple[FunctionKey, int]]] = {}
     size: dict[FunctionKey | None, int] = {}
@@ -482,7 +481,7 @@ def _check_expansion(model: Structure, limits: Limits, problems: Problems) -> No
 NOT_TEXT = ProblemKind("text that is not UTF-8", "the file is damaged; export the model again")
 LONG_NAME = ProblemKind("names over the length limit", "load(..., limits=Limits(name_length=...))")
 NO_NAME = ProblemKind("parts of the model without a name", INVALID)
-BAD_ATTRIBUTE = ProblemKind("attributes whose value is not of their type", INVALID)
+BAD_ATTRIBUTE = ProblemKind("attributes whose value does not match their type", INVALID)
 BAD_REFERENCE = ProblemKind("attributes that refer to a parameter no function declares", INVALID)
 BAD_TYPE = ProblemKind("values of a type that cannot be used", INVALID)
 MAPS = ProblemKind(
@@ -510,11 +509,11 @@ _ATTRIBUTE_FIELDS = {
     AttributeProto.TYPE_PROTOS: "type_protos",
 }
 _NON_VALUE_FIELDS = {"name", "doc_string", "type", "ref_attr_name"}
-_NEEDS_VALUE = {"t", "g", "tp"}  # numbers and text may be absent: writers omit 0 and ""
+_NEEDS_VALUE = {"t", "g", "tp"}  # scalars and strings may be absent: protobuf omits 0 and ""
 
 
 class ProtoReader:
-    """Reads a ModelProto into a `Structure` and notes what is wrong on the way."""
+    """Reads a ModelProto into a `Structure` and records the problems of each part."""
 
     def __init__(self, limits: Limits, problems: Problems, files: DataFiles) -> None:
         self._limits = limits
@@ -524,7 +523,7 @@ class ProtoReader:
         self.has_device_configurations = False
 
     def read(self, model: onnx.ModelProto) -> Structure:
-        """The wiring of ``model``; stops at once at a limit of size."""
+        """Return the structure of a model; raise an error immediately at a size limit."""
         self._texts("the model", model, "producer_name", "producer_version", "domain")
         structure = Structure(Graph("", opsets=self._opsets(model.opset_import)))
         self._walk(model.graph, structure.graph, None)
@@ -633,7 +632,7 @@ class ProtoReader:
     def _attribute(
         self, proto: AttributeProto, where: str, declared: set[str] | None
     ) -> list[tuple[str, onnx.GraphProto]]:
-        """Check an attribute; return its name with each graph in it, for the caller to walk."""
+        """Check an attribute; return (name, graph) for each graph in it, for the caller to walk."""
         self._names(where, proto.name, proto.ref_attr_name)
         self._texts(where, proto)
         where = f"{where}, attribute {quote(proto.name)}"
@@ -673,12 +672,12 @@ class ProtoReader:
         self._texts(where, tensor)
         check_tensor(tensor, where, self._limits, self._problems, self._files)
 
-    def _value_info(self, info: onnx.ValueInfoProto, what: str) -> None:
-        self._names(what, info.name)
-        self._texts(what, info)
-        where = f"{what} {quote(info.name)}"
+    def _value_info(self, info: onnx.ValueInfoProto, label: str) -> None:
+        self._names(label, info.name)
+        self._texts(label, info)
+        where = f"{label} {quote(info.name)}"
         if not info.name:
-            self._problems.add(NO_NAME, f"an {what}" if what[0] in "aeiou" else f"a {what}")
+            self._problems.add(NO_NAME, f"an {label}" if label[0] in "aeiou" else f"a {label}")
         self._type(info.type, where)
 
     def _type(self, proto: onnx.TypeProto, where: str) -> None:
@@ -725,7 +724,7 @@ class ProtoReader:
 
     def _names(self, where: str, *names: str) -> None:
         for name in names:
-            # protobuf hands out bytes where a string field is not UTF-8.
+            # protobuf returns bytes for a string field that is not UTF-8.
             if not isinstance(name, str):
                 self._problems.add(NOT_TEXT, f"{where}: {quote(name)}")
             elif len(name) > self._limits.name_length:
@@ -753,11 +752,11 @@ def _is_utf8(text: bytes) -> bool:
     return True
 
 
-_LOOP_STATE_START = 2  # what a Loop has in front of its states: the count and the condition
+_LOOP_STATE_START = 2  # the first inputs of a Loop are the trip count and the condition
 
 
 def body_errors(node: ir.Node) -> Iterator[str]:
-    """Return what is wrong with the numbers of inputs and outputs of a node's bodies."""
+    """Yield what is wrong with the inputs and outputs of a node's If, Loop or Scan bodies."""
     check = _CHECKS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     return iter(()) if check is None else check(node)
 
@@ -769,25 +768,25 @@ def _body(node: ir.Node, name: str) -> ir.Graph | None:
     return attribute.as_graph()
 
 
-def _count_errors(what: str, has: int, needs: int) -> Iterator[str]:
-    if has != needs:
-        yield f"the body has {has} {what}, should be {needs}"
+def _count_errors(kind: str, actual: int, expected: int) -> Iterator[str]:
+    if actual != expected:
+        yield f"the body has {actual} {kind}, expected {expected}"
 
 
 def _duplicate_outputs(body: ir.Graph | None) -> Iterator[str]:
-    """Return a line on a value that leaves a body twice: onnxruntime then fills one of the two."""
+    """Yield an error for a value that a body returns twice: onnxruntime fills only one of them."""
     outputs = [] if body is None else list(body.outputs)
-    twice = next((y for i, y in enumerate(outputs) if y in outputs[:i]), None)
-    if twice is not None:
-        name = quote(twice.name or "")
-        yield f"the body gives {name} twice, which onnxruntime gets wrong (Identity would help)"
+    duplicate = next((y for i, y in enumerate(outputs) if y in outputs[:i]), None)
+    if duplicate is not None:
+        name = quote(duplicate.name or "")
+        yield f"the body returns {name} twice; onnxruntime requires an Identity for one of them"
 
 
 def _check_if(node: ir.Node) -> Iterator[str]:
     for name in ("then_branch", "else_branch"):
         body = _body(node, name)
         if body is not None and len(body.outputs) < len(node.outputs):
-            yield f"{name} has {len(body.outputs)} outputs, should be {len(node.outputs)}"
+            yield f"{name} has {len(body.outputs)} outputs, expected {len(node.outputs)}"
         yield from _duplicate_outputs(body)
 
 
@@ -799,7 +798,7 @@ def _check_loop(node: ir.Node) -> Iterator[str]:
     states = len(node.inputs) - _LOOP_STATE_START
     least = 1 + max(states, len(node.outputs))
     if len(body.outputs) < least:
-        yield f"the body has {len(body.outputs)} outputs, should be {least}"
+        yield f"the body has {len(body.outputs)} outputs, expected {least}"
 
 
 def _check_scan(node: ir.Node) -> Iterator[str]:
@@ -807,22 +806,22 @@ def _check_scan(node: ir.Node) -> Iterator[str]:
     if body is None or count is None or count.is_ref() or count.type != ir.AttributeType.INT:
         return
     batched = len(node.inputs) == len(body.inputs) + 1
-    inputs = len(node.inputs) - batched  # of opset 8, with lengths in front
+    inputs = len(node.inputs) - batched  # Scan of opset 8 has sequence lengths as first input
     if not 1 <= count.as_int() <= inputs:
-        yield f"num_scan_inputs is {count.as_int()}, of {inputs} inputs"
+        yield f"num_scan_inputs is {count.as_int()}, expected 1 to {inputs}"
         return
     yield from _count_errors("inputs", len(body.inputs), inputs)
     least = max(len(node.outputs), inputs - count.as_int())
     if len(body.outputs) < least:
-        yield f"the body has {len(body.outputs)} outputs, should be {least}"
+        yield f"the body has {len(body.outputs)} outputs, expected {least}"
     yield from _duplicate_outputs(body)
-    passed = next((y for y in body.outputs if y in body.inputs), None)
-    if passed is not None:
-        name = quote(passed.name or "")
-        yield f"the body gives back its input {name}, which onnxruntime gets wrong (use Identity)"
+    unchanged = next((y for y in body.outputs if y in body.inputs), None)
+    if unchanged is not None:
+        name = quote(unchanged.name or "")
+        yield f"the body returns its input {name}; onnxruntime requires an Identity in between"
     axes = node.attributes.get("scan_input_axes")
     if axes is not None and not axes.is_ref() and len(axes.as_ints()) != count.as_int():
-        yield f"{len(axes.as_ints())} scan_input_axes for {count.as_int()} inputs"
+        yield f"{len(axes.as_ints())} scan_input_axes, expected {count.as_int()}"
 
 
 _CHECKS = {"If": _check_if, "Loop": _check_loop, "Scan": _check_scan}

@@ -1,7 +1,7 @@
-"""Read and write the protobuf wire format, for what the generated classes cannot do.
+"""Read and write the protobuf wire format, where the generated classes do not suffice.
 
-``onnx.ModelProto`` cannot say where the bytes of a weight are in the file, stops at nested messages
-that a damaged file fakes, and knows no messages of other tools. The functions here see a message as
+``onnx.ModelProto`` does not report the file offset of a weight, gives up on deeply nested messages
+of hostile files, and does not know the messages of other tools. The functions here see a message as
 a sequence of fields: a varint key ``number << 3 | wire type``, followed by the value.
 
 >>> key = varint(5 << 3 | LENGTH_DELIMITED)
@@ -25,8 +25,8 @@ _VARINT_BITS = 64
 def read_varint(data: bytes, position: int, end: int) -> tuple[int, int]:
     """Return the varint at ``position`` and the position after it.
 
-    A varint that is cut off at ``end`` or exceeds 64 bits is read up to there: callers read files
-    that are not trusted, and must neither fail nor loop on them.
+    A varint that is truncated at ``end`` or exceeds 64 bits is read up to that point, without an
+    error: callers read untrusted files.
     """
     value = shift = 0
     while position < end and shift < _VARINT_BITS:
@@ -42,8 +42,8 @@ def read_varint(data: bytes, position: int, end: int) -> tuple[int, int]:
 def read_field(data: bytes, position: int, end: int) -> tuple[int, int, int, int] | None:
     """Return (number, wire type, start, stop) of the field at ``position``.
 
-    ``data[start:stop]`` is the value; ``stop`` may exceed ``end`` if the message is cut off. The
-    result is ``None`` for a group, whose length the wire format does not tell.
+    ``data[start:stop]`` is the value; ``stop`` exceeds ``end`` if the message is truncated. The
+    result is ``None`` for a group, which has no length prefix.
     """
     key, position = read_varint(data, position, end)
     number, wire_type = key >> 3, key & 7

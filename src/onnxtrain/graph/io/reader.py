@@ -1,6 +1,9 @@
-"""The entry point of model files: `load` refuses the broken and the hostile, `save` is atomic.
+"""Load models: from a path or bytes to a checked and normalized `onnx_ir` model.
 
-From a path or bytes to a ModelProto, without trusting either.
+:func:`load` is at the end of this file. It reads the bytes (:func:`read_file`), parses them
+(:func:`parse`), checks the protobuf before onnx_ir sees it
+(:mod:`onnxtrain.graph.io.proto_checks`), converts it, and normalizes and checks the result
+(:mod:`onnxtrain.graph.io.ir_checks`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from onnxtrain.graph.io import ir_checks, proto_checks
 from onnxtrain.graph.io.external_data import DataFiles
 from onnxtrain.graph.io.ir_checks import check_nodes
 from onnxtrain.graph.io.limits import (
+    PROTOBUF_BYTES,
     Limits,
     NotRegularError,
     ProblemKind,
@@ -30,37 +34,36 @@ from onnxtrain.graph.io.proto_checks import TOO_DEEP, ProtoReader
 from onnxtrain.graph.io.protobuf import LENGTH_DELIMITED, read_field
 from onnxtrain.graph.opset_imports import import_runtime_domain, record_load_repair
 
-_PROTOBUF_BYTES = (1 << 31) - 1
-
 NO_FILE = ProblemKind("no such file")
-DIRECTORY = ProblemKind("this is a directory, not a model", "give the .onnx file in it")
+DIRECTORY = ProblemKind("this is a directory, not a model", "pass the .onnx file in it")
 NOT_REGULAR = ProblemKind("not a regular file", "save the model to a file first")
 CANNOT_READ = ProblemKind("the file cannot be read")
-EMPTY = ProblemKind("the file is empty", "was it copied or downloaded completely?")
+EMPTY = ProblemKind("the file is empty", "copy or download it again")
 TOO_LARGE = ProblemKind(
     "the file is over the size limit",
     "if you trust the file: load(..., limits=Limits(file_bytes=...))",
 )
 OVER_2_GIB = ProblemKind(
-    "the file is over 2 GiB, which no protobuf can be",
+    "the file is over 2 GiB, the limit of protobuf",
     "store the weights as external data: onnx.save(..., save_as_external_data=True)",
 )
-NOT_ONNX = ProblemKind("not an ONNX model", "the file is damaged, incomplete or of another format")
+NOT_ONNX = ProblemKind("not an ONNX model", "the file is corrupt, truncated or of another format")
 
 _KNOWN_FORMATS = [
     (0, b"version https://git-lfs", "a git-lfs pointer", "fetch the file itself: git lfs pull"),
-    (0, b"PK\x03\x04", "a zip archive", "a torch checkpoint must be exported: torch.onnx.export"),
+    (0, b"PK\x03\x04", "a zip archive", "export a torch checkpoint with torch.onnx.export"),
     (0, b"\x1f\x8b", "a gzip archive", "unpack it first"),
     (0, b"\x89HDF", "an HDF5 file", "convert it with tf2onnx"),
-    (4, b"ORTM", "an ONNX Runtime .ort file", "use the .onnx file it was made from"),
+    (4, b"ORTM", "an ONNX Runtime .ort file", "load the .onnx file that it was converted from"),
     (4, b"TFL3", "a TensorFlow Lite file", "convert it with tf2onnx"),
-    (0, b"<!DOCTYPE", "a web page", "the download went wrong"),
-    (0, b"<html", "a web page", "the download went wrong"),
+    (0, b"<!DOCTYPE", "a web page", "download the file again, from its direct link"),
+    (0, b"<html", "a web page", "download the file again, from its direct link"),
 ]
+"""Other formats by the bytes at an offset: what the file is, and a hint."""
 
 
 def read_file(path: str, limits: Limits, problems: Problems) -> bytes:
-    """The bytes of a regular file within the limits."""
+    """Return the bytes of a regular file within the limits."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -77,30 +80,29 @@ def read_file(path: str, limits: Limits, problems: Problems) -> bytes:
 
 
 def parse(data: bytes, limits: Limits, problems: Problems) -> onnx.ModelProto:
-    """The model in ``data``."""
+    """Parse a serialized ModelProto."""
     _check_size(len(data), limits, problems)
     if not data:
         raise problems.refusal(EMPTY)
-    for offset, magic, what, hint in _KNOWN_FORMATS:
+    for offset, magic, file_format, hint in _KNOWN_FORMATS:
         if data.startswith(magic, offset):
-            raise problems.refusal(ProblemKind(NOT_ONNX.headline, hint), f"this is {what}")
+            raise problems.refusal(ProblemKind(NOT_ONNX.headline, hint), f"this is {file_format}")
     try:
-        model = onnx.ModelProto.FromString(data)
+        return onnx.ModelProto.FromString(data)
     except DecodeError as error:
         if _nested_deeper(data, limits.depth):
             raise problems.refusal(TOO_DEEP, f"more than {limits.depth} levels") from None
         raise problems.refusal(NOT_ONNX, "it is not a complete protobuf") from error
-    return model
 
 
 def _check_size(size: int, limits: Limits, problems: Problems) -> None:
     if size > limits.file_bytes:
         raise problems.refusal(TOO_LARGE, f"{size} bytes, the limit is {limits.file_bytes}")
-    if size > _PROTOBUF_BYTES:
+    if size > PROTOBUF_BYTES:
         raise problems.refusal(OVER_2_GIB, f"{size} bytes")
 
 
-# Message -> {field number: message inside it}, along the way that subgraphs take.
+# Message -> {field number: nested message}, for the messages that can contain subgraphs.
 _NESTED_FIELDS = {
     "model": {7: "graph", 25: "function"},
     "function": {7: "node"},
@@ -111,9 +113,9 @@ _NESTED_FIELDS = {
 
 
 def _nested_deeper(data: bytes, limit: int, steps: int = 50_000) -> bool:
-    """Whether subgraphs are nested over ``limit``, for a file that the parser gave up on.
+    """Return whether subgraphs are nested deeper than ``limit`` in a file that protobuf rejected.
 
-    Reads the wire format with a stack of its own and looks at a bounded number of fields.
+    Reads the wire format iteratively and stops after a fixed number of fields.
     """
     pending = [(0, len(data), "model", -1)]
     while pending and steps:
@@ -135,7 +137,7 @@ def _nested_deeper(data: bytes, limit: int, steps: int = 50_000) -> bool:
 
 @runtime_checkable
 class HoldsModel(Protocol):
-    """Something that is a model with more around it."""
+    """An object that wraps a model."""
 
     def as_ir(self) -> ir.Model:
         """Return the model."""
@@ -144,9 +146,9 @@ class HoldsModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CheckedModel:
-    """A model that `load` has checked, or that was derived from one: `load` only copies it.
+    """A model that `load` has checked, or that was derived from one; `load` only copies it.
 
-    Pass one between functions that take a ``Source`` to check a file once instead of in each.
+    Pass it between functions that accept a ``Source``, so that the file is checked only once.
     """
 
     model: ir.Model
@@ -157,16 +159,16 @@ class CheckedModel:
 
 
 Source = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model | HoldsModel
-"""Whatever `load` accepts as a model."""
-_MIN_OPSET = 7  # of those that onnxruntime has all operators of
+"""Everything that `load` accepts as a model."""
+_MIN_OPSET = 7  # the oldest opset that onnxruntime supports completely
 _DEFAULT_IR_VERSION = 10
-# Key in Graph.meta, which Model.clone() copies: domains that the caller allowed, for the next load.
+# Key in Graph.meta, which Model.clone() copies: the domains that the caller allowed. Loading the
+# result again then allows them too.
 _ALLOWED = "onnxtrain.domains"
 
-NO_GRAPH = ProblemKind("not an ONNX model", "the file is damaged, incomplete or of another format")
-NO_OUTPUTS = ProblemKind("the graph has no outputs", "there is nothing to compute in this model")
-NEW_IR = ProblemKind("an IR version that is not known", "newer models need a newer onnx package")
-UNREADABLE = ProblemKind("the model cannot be represented", "export the model again")
+NO_OUTPUTS = ProblemKind("the graph has no outputs", "add the values to compute to graph.output")
+NEW_IR = ProblemKind("unsupported IR version", "newer models need a newer onnx package")
+UNREADABLE = ProblemKind("onnx_ir cannot represent the model", "export the model again")
 
 
 def load(
@@ -175,29 +177,29 @@ def load(
     limits: Limits | None = None,
     allow_domains: Collection[str] = (),
 ) -> ir.Model:
-    """A model of its own, checked, from a path, bytes, a ModelProto or an ir.Model.
+    """Load and check a model from a path, bytes, a ModelProto or an ir.Model; return a copy.
 
-    The argument and its files are never changed, and the result shares nothing with them that can
-    be renamed or rewired. Weights in external data are mapped into memory, read-only. Initializers
-    that are also listed as inputs become plain initializers; nodes are in topological order; a
-    subgraph value that hides an outer one is renamed.
+    The source is never changed, and the result shares only immutable data with it. External data is
+    mapped into memory, read-only. The result is normalized: initializers that are also listed as
+    inputs become plain initializers, nodes are in topological order, and subgraph values that
+    shadow an outer value are renamed.
 
     Args:
-        source: the model. Only a path may have external data beside it. A `CheckedModel` is copied
-            without a second check.
-        limits: what is too large; `Limits()` unless given.
-        allow_domains: operator domains to admit besides the standard ones, ``com.microsoft`` and
-            those of the model's own functions.
+        source: the model. External data requires a path. A `CheckedModel` is copied without a
+            second check.
+        limits: sizes above which to reject the model; by default `Limits()`.
+        allow_domains: operator domains to accept in addition to the standard ones,
+            ``com.microsoft`` and those of the model's own functions.
 
     Raises:
-        LoadError: the file is missing, broken, hostile, over a limit, or not a valid model.
+        LoadError: the file is missing, corrupt, hostile, over a limit, or not a valid model.
 
     >>> load(b"not a model")
     Traceback (most recent call last):
         ...
     onnxtrain.errors.LoadError: bytes: not an ONNX model
       it is not a complete protobuf
-    hint: the file is damaged, incomplete or of another format
+    hint: the file is corrupt, truncated or of another format
     """
     limits = limits or Limits()
     if isinstance(source, CheckedModel):
@@ -231,8 +233,8 @@ def _from_file(
         directory = os.path.dirname(os.path.abspath(path))
     else:
         raise LoadError(
-            f"cannot load a {type(origin).__name__}\n"
-            "hint: give a path, the bytes of a file, an onnx.ModelProto or an onnx_ir.Model"
+            f"cannot load a model from {type(origin).__name__}\n"
+            "hint: pass a path, the bytes of a file, an onnx.ModelProto or an onnx_ir.Model"
         )
     proto = parse(data, limits, problems)
     del data, origin
@@ -249,23 +251,23 @@ def _from_proto(
     owned: bool,
 ) -> ir.Model:
     if not proto.HasField("graph"):
-        raise problems.refusal(NO_GRAPH, "it has no graph")
+        raise problems.refusal(NOT_ONNX, "it has no graph")
     if not proto.graph.output:
         raise problems.refusal(NO_OUTPUTS)
     files = DataFiles(directory, limits)
-    proto, tensors = _without_maps(proto, owned)
+    proto, converted_outputs = _without_zipmaps(proto, owned)
     reader = ProtoReader(limits, problems, files)
-    wiring = reader.read(proto)
+    structure = reader.read(proto)
     problems.check()
-    in_order = proto_checks.check_structure(wiring, limits, problems, allowed)
+    is_sorted = proto_checks.check_structure(structure, limits, problems, allowed)
     problems.check()
     if reader.has_device_configurations:
         proto = _without_devices(proto, owned)
     try:
         model = ir.from_proto(proto)
-        if not in_order:
+        if not is_sorted:
             _sort(model)
-        for name in tensors:
+        for name in converted_outputs:
             record_load_repair(model, f"ZipMap left out: output {quote(name)} is a tensor now")
         return _finish_load(model, problems, {"": files})
     except LoadError:
@@ -279,14 +281,14 @@ def _from_ir(original: ir.Model, limits: Limits, allowed: set[str]) -> ir.Model:
     if not original.graph.outputs:
         raise problems.refusal(NO_OUTPUTS)
     files = ir_checks.DirectoryFiles(limits)
-    wiring = ir_checks.read_structure(original, limits, problems, files)
+    structure = ir_checks.read_structure(original, limits, problems, files)
     problems.check()
-    in_order = proto_checks.check_structure(wiring, limits, problems, allowed)
+    is_sorted = proto_checks.check_structure(structure, limits, problems, allowed)
     problems.check()
     try:
-        if in_order:
+        if is_sorted:
             model = original.clone()
-        else:  # clone() wants sorted nodes, and the original is not ours to sort
+        else:  # clone() requires sorted nodes, and the caller's model must not change
             model = ir.from_proto(ir.to_proto(original))
             _sort(model)
             model.graph.meta.update(original.graph.meta)
@@ -302,8 +304,8 @@ def _finish_load(model: ir.Model, problems: Problems, files: ir_checks.Files) ->
     if not model.ir_version:
         model.ir_version = _DEFAULT_IR_VERSION
     if not 0 < model.ir_version <= onnx.IR_VERSION:
-        known = f"onnx {onnx.__version__} knows 1 to {onnx.IR_VERSION}"
-        raise problems.refusal(NEW_IR, f"IR version {model.ir_version}, {known}")
+        supported = f"onnx {onnx.__version__} supports 1 to {onnx.IR_VERSION}"
+        raise problems.refusal(NEW_IR, f"IR version {model.ir_version}, {supported}")
     import_runtime_domain(model)
     ir_checks.normalize_loaded(model, problems, files)
     problems.check()
@@ -318,10 +320,11 @@ def _sort(model: ir.Model) -> None:
         function.sort()
 
 
-def _without_maps(proto: onnx.ModelProto, owned: bool) -> tuple[onnx.ModelProto, list[str]]:
-    """Return the model without ZipMap nodes at its end, and the outputs that are tensors instead.
+def _without_zipmaps(proto: onnx.ModelProto, owned: bool) -> tuple[onnx.ModelProto, list[str]]:
+    """Replace ZipMap nodes before graph outputs by Identity; return the model and these outputs.
 
-    Converters of scikit-learn put them there: they only write classes beside the columns.
+    skl2onnx appends them to classifiers, to label the columns of the probabilities. Without them
+    the outputs are tensors.
     """
     if all(node.op_type != "ZipMap" for node in proto.graph.node):
         return proto, []
@@ -337,10 +340,7 @@ def _without_maps(proto: onnx.ModelProto, owned: bool) -> tuple[onnx.ModelProto,
     ]
     if not last:
         return proto, []
-    if not owned:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(proto)
-        proto = copy
+    proto = proto if owned else _copy(proto)
     changed: list[str] = []
     for node in (proto.graph.node[i] for i in last):
         node.op_type, node.domain = "Identity", ""
@@ -356,11 +356,8 @@ def _without_maps(proto: onnx.ModelProto, owned: bool) -> tuple[onnx.ModelProto,
 
 
 def _without_devices(proto: onnx.ModelProto, owned: bool) -> onnx.ModelProto:
-    """The model without multi-device annotations: they mean nothing here and are slow to read."""
-    if not owned:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(proto)
-        proto = copy
+    """Return the model without multi-device annotations, which onnx_ir is slow to read."""
+    proto = proto if owned else _copy(proto)
     pending = [proto.graph, *proto.functions]
     while pending:
         for node in pending.pop().node:
@@ -370,8 +367,14 @@ def _without_devices(proto: onnx.ModelProto, owned: bool) -> onnx.ModelProto:
     return proto
 
 
+def _copy(proto: onnx.ModelProto) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
 def _root_cause(error: BaseException) -> str:
-    """The innermost reason: the outer ones repeat whole graphs."""
+    """Return the message of the innermost cause; the outer messages repeat whole graphs."""
     while error.__cause__ is not None:
         error = error.__cause__
     return quote(str(error) or type(error).__name__)[1:-1]

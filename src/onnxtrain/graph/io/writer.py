@@ -1,14 +1,9 @@
-"""Write models: explicit versions, the same bytes for the same model, all of a file or none.
+"""Write models and files: atomically, and with the same bytes for the same model.
 
-Every tensor that a ModelProto holds, wherever it hides.
-
-Files written whole or not at all.
-
-Notes of exporters that tell about the author's machine, and nothing about the model.
-
-From a finished graph to a checked ModelProto.
-
-Passes that work on protobufs, without copying the weights.
+In this order: :func:`write_files` replaces several files atomically. :func:`save` writes a model,
+with external data if it exceeds protobuf's 2 GiB. :func:`finalize` turns a generated graph into a
+checked ModelProto, without the author's file paths (:func:`strip_traces`). :func:`transform_proto`
+runs a transformation of protobufs on a model without copying its large weights.
 """
 
 from __future__ import annotations
@@ -27,13 +22,13 @@ import onnx_ir as ir
 
 from onnxtrain.errors import PrepareError, SaveError
 from onnxtrain.graph.io.external_data import detach_weights
-from onnxtrain.graph.io.limits import quote
+from onnxtrain.graph.io.limits import PROTOBUF_BYTES, quote
 from onnxtrain.graph.nodes import subgraphs_of
 from onnxtrain.graph.shapes import first_line
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield the tensors of all graphs, subgraphs, functions and attributes, sparse ones too."""
+    """Yield the tensors of all graphs, subgraphs, functions and attributes, including sparse."""
     pending: list[Any] = [model.graph, *model.functions]
     for info in model.training_info:
         pending += [info.initialization, info.algorithm]
@@ -46,7 +41,7 @@ def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
         else:
             attributes += body.attribute_proto
         for attribute in attributes:
-            # By what is there and not by the type that is named: readers differ in what they trust.
+            # Check the fields, not attribute.type: readers differ in which of the two they trust.
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
@@ -66,7 +61,7 @@ def _dense_parts(sparse: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.Tens
 
 Writer = Callable[[BinaryIO], object]
 """Writes the content of one file."""
-_MAX_NAME_LENGTH = 48  # characters of a name: what is added to it must not make it too long
+_MAX_NAME_LENGTH = 48  # of a file name in a temporary name: file systems limit names to 255 bytes
 
 
 def bytes_writer(data: bytes) -> Writer:
@@ -76,10 +71,10 @@ def bytes_writer(data: bytes) -> Writer:
 
 @contextmanager
 def as_save_error(label: str) -> Iterator[None]:
-    """Turn an error of the file system into one that says what could not be written.
+    """Turn file system errors into a `SaveError` that names the file.
 
     Raises:
-        SaveError: with the reason.
+        SaveError: with the reason of the file system.
     """
     try:
         yield
@@ -88,15 +83,15 @@ def as_save_error(label: str) -> Iterator[None]:
 
 
 def write_files(label: str, files: dict[str, Writer], *, guard: bool = True) -> None:
-    """Write all files under other names, flush them, and only then rename them, in order.
+    """Replace files atomically: write all under temporary names, flush, then rename in order.
 
     Args:
-        label: what the error calls them.
-        files: writers by path; all in one directory.
-        guard: the last file refers to the others, so it is away while they are replaced.
+        label: the name of the files in errors.
+        files: writers by path; all paths are in one directory.
+        guard: remove the last file, which refers to the others, while they are replaced.
 
     Raises:
-        SaveError: the file system refuses; it says why.
+        SaveError: with the reason of the file system.
     """
     temporary: dict[str, str] = {}
     try:
@@ -105,20 +100,20 @@ def write_files(label: str, files: dict[str, Writer], *, guard: bool = True) -> 
             _replace(temporary, guard)
     finally:
         for path in temporary.values():
-            # The reason why nothing was written counts, not why nothing could be cleaned up.
+            # An error here must not replace the error that made the write fail.
             with suppress(OSError):
                 os.unlink(path)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write one file of text, whole or not at all; raises as `write_files` does."""
+    """Write one text file atomically; raise the errors of `write_files`."""
     write_files(repr(os.fsdecode(path)), {os.path.abspath(path): bytes_writer(text.encode())})
 
 
 def _write(files: dict[str, Writer], temporary: dict[str, str]) -> None:
     for path, write in files.items():
         name = f".{os.path.basename(path)[:_MAX_NAME_LENGTH]}.{secrets.token_hex(8)}.tmp"
-        # O_EXCL: never through a link that somebody put there.
+        # O_EXCL: never follow a link that somebody placed at the temporary path.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         temporary[path] = os.path.join(os.path.dirname(path), name)
         with open(os.open(temporary[path], flags, 0o666), "wb") as file:
@@ -128,7 +123,7 @@ def _write(files: dict[str, Writer], temporary: dict[str, str]) -> None:
 
 
 def remove_leftovers(folder: str | os.PathLike[str], names: Iterable[str]) -> None:
-    """Remove what killed calls of `write_files` have left of files of these names."""
+    """Remove temporary files that killed calls of `write_files` left for the given names."""
     clipped = {name[:_MAX_NAME_LENGTH] for name in names}
     with suppress(OSError):
         for name in sorted(os.listdir(folder)):
@@ -141,7 +136,7 @@ def remove_leftovers(folder: str | os.PathLike[str], names: Iterable[str]) -> No
 def _replace(temporary: dict[str, str], guard: bool) -> None:
     *data, (model, _) = temporary.items()
     if guard and any(os.path.exists(path) for path, _ in data):
-        # Between two renames the old model would read the new data: better no model than that.
+        # Between two renames the old model would read the new data. A missing model is safer.
         with suppress(FileNotFoundError):
             os.unlink(model)
     for path, written in temporary.items():
@@ -154,12 +149,8 @@ def _replace(temporary: dict[str, str], guard: bool) -> None:
             os.close(folder)
 
 
-# Protobuf ends at 2 GiB; the margin is for the graph around the weights.
-_PROTOBUF_BYTES = (1 << 31) - 1
-_EXTERNAL_ABOVE = _PROTOBUF_BYTES - (64 << 20)
-_MIN_EXTERNAL_BYTES = (
-    1024  # bytes; what is smaller stays in the protobuf, where shape inference sees it
-)
+_EXTERNAL_ABOVE = PROTOBUF_BYTES - (64 << 20)  # leaves room for the graph beside the weights
+_MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the protobuf, where shape inference sees them
 _ALIGNMENT = 64
 
 
@@ -169,14 +160,14 @@ def save(
     *,
     external_data_above: int = _EXTERNAL_ABOVE,
 ) -> None:
-    """Write ``model`` to ``path``, whole or not at all.
+    """Write a model to a file atomically; the model is not changed.
 
-    Weights that would make the file larger than ``external_data_above`` bytes go to
-    ``<path>.data`` beside it. The model is not changed.
+    If the file would be larger than ``external_data_above`` bytes, weights go to ``<path>.data``
+    beside it.
 
     Raises:
-        SaveError: the model does not say its opset or IR version, refers to data that is not at
-            hand, or the file system refuses.
+        SaveError: the model has no opset or IR version or refers to missing external data, or the
+            file system fails.
     """
     target = os.path.abspath(os.fsdecode(path))
     label = repr(os.fsdecode(path))
@@ -208,7 +199,8 @@ def save(
 
 
 def _fits_in_protobuf(model: onnx.ModelProto, limit: int) -> bool:
-    """Return whether a model is small enough; beyond 2 GiB protobuf does not even tell the size."""
+    """Return whether a model is small enough to write without external data."""
+    # Sum the tensors first: beyond 2 GiB, ByteSize() raises an error.
     return sum(len(t.raw_data) for t in all_tensors(model)) <= limit and model.ByteSize() <= limit
 
 
@@ -225,12 +217,13 @@ def _check_versions(model: ir.Model | onnx.ModelProto, label: str) -> None:
     if missing:
         raise SaveError(
             f"{label}: the model has no {' and no '.join(missing)}\n"
-            "hint: set ir_version and opset_imports; a default would depend on the installed onnx"
+            "hint: set ir_version and opset_imports; there is no default, because it would depend "
+            "on the installed onnx"
         )
 
 
 def _check_complete(model: onnx.ModelProto, label: str) -> None:
-    """A ModelProto does not know where its external data is, so its copy would lose it."""
+    """Raise an error for external data, whose directory a ModelProto does not record."""
     for tensor in all_tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             raise SaveError(
@@ -242,13 +235,13 @@ def _check_complete(model: onnx.ModelProto, label: str) -> None:
 def _check_representable(model: onnx.ModelProto, label: str) -> None:
     if model.training_info or model.graph.sparse_initializer:
         raise SaveError(
-            f"{label}: training_info and sparse initializers cannot go with external data\n"
-            "hint: remove them, or save the parts separately"
+            f"{label}: a model with training_info or sparse initializers cannot be saved with "
+            "external data\nhint: remove them, or save the parts separately"
         )
 
 
 def _self_contained_copy(model: ir.Model) -> ir.Model:
-    """A copy that refers to no other file."""
+    """Return a copy of a model whose tensors do not refer to files."""
     clone = model.clone()
     for value in _weights(clone):
         assert value.const_value is not None
@@ -270,7 +263,7 @@ def _self_contained_copy(model: ir.Model) -> ir.Model:
 def _in_memory_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     if not isinstance(tensor, ir.ExternalTensor):
         return tensor
-    # numpy() maps the file, so the tensor survives when a file of the same name is replaced.
+    # numpy() maps the file, so the data stays valid when `save` replaces a file of the same name.
     return ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
 
 
@@ -291,7 +284,7 @@ def _weights(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def _move_weights(model: ir.Model, location: str) -> list[tuple[int, ir.TensorProtocol]]:
-    """Replace the larger weights by references to ``location``; return back (offset, tensor)."""
+    """Replace the larger weights by references to ``location``; return them with their offsets."""
     moved: list[tuple[int, ir.TensorProtocol]] = []
     end = 0
     for value in _weights(model):
@@ -315,10 +308,11 @@ def _move_weights(model: ir.Model, location: str) -> list[tuple[int, ir.TensorPr
 
 
 def _serialize(proto: onnx.ModelProto, label: str) -> bytes:
-    if proto.ByteSize() > _PROTOBUF_BYTES:
+    if proto.ByteSize() > PROTOBUF_BYTES:
         raise SaveError(
-            f"{label}: the model needs {proto.ByteSize()} bytes, over protobuf's 2 GiB\n"
-            "hint: large constants can only be external data as initializers, not as attributes"
+            f"{label}: the model takes {proto.ByteSize()} bytes without external data, more than "
+            "protobuf's 2 GiB\n"
+            "hint: turn large Constant nodes into initializers, which can be external data"
         )
     return proto.SerializeToString(deterministic=True)
 
@@ -356,67 +350,70 @@ def strip_traces(model: ir.Model) -> None:
             pending += subgraphs_of(node)
 
 
-def _strip(thing: Any) -> None:
-    notes = thing.metadata_props
-    for key in [k for k, text in notes.items() if _TRACE_KEYS.search(k) or _FILES.search(text)]:
-        del notes[key]
-    if thing.doc_string and _FILES.search(thing.doc_string):
-        thing.doc_string = None
+def _strip(part: Any) -> None:
+    props = part.metadata_props
+    for key in [k for k, text in props.items() if _TRACE_KEYS.search(k) or _FILES.search(text)]:
+        del props[key]
+    if part.doc_string and _FILES.search(part.doc_string):
+        part.doc_string = None
 
 
 PRODUCER = "onnxtrain"
-_MAX_CHECKED_BYTES = 1 << 30  # bytes: the checker wants a single protobuf below 2 GB
+_MAX_CHECKED_BYTES = 1 << 30  # onnx's checker needs a single protobuf below 2 GiB
 
 
 def finalize(model: ir.Model) -> onnx.ModelProto:
-    """Stamp, serialise and check a model.
+    """Set the producer, serialize and check a generated model.
 
     Raises:
-        PrepareError: if the model is not valid ONNX.
+        PrepareError: the model is not valid ONNX.
     """
     model.producer_name = PRODUCER
     strip_traces(model)
-    apart = detach_weights(model)
+    has_weight_file = detach_weights(model)
     proto = ir.to_proto(model)
     if proto.ByteSize() < _MAX_CHECKED_BYTES:
         try:
-            onnx.checker.check_model(_weights_as_inputs(proto) if apart else proto)
+            onnx.checker.check_model(_weights_as_inputs(proto) if has_weight_file else proto)
         except onnx.checker.ValidationError as error:
             raise PrepareError(
                 f"the result is not a valid ONNX model: {first_line(error)}\n"
-                "hint: check the model you gave with onnx.checker, and the rules you registered"
+                "hint: check your model with onnx.checker.check_model, and the rules you registered"
             ) from error
     return proto
 
 
 def _weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model to check: weights that lie in files are inputs of it."""
+    """Return a copy with external initializers as inputs: the checker would open their files."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    outside = [t for t in copy.graph.initializer if t.external_data]
-    for tensor in outside:
-        kind = copy.graph.input.add(name=tensor.name).type.tensor_type
-        kind.elem_type = tensor.data_type
-        kind.shape.SetInParent()
+    external = [t for t in copy.graph.initializer if t.external_data]
+    for tensor in external:
+        tensor_type = copy.graph.input.add(name=tensor.name).type.tensor_type
+        tensor_type.elem_type = tensor.data_type
+        tensor_type.shape.SetInParent()
         for size in tensor.dims:
-            kind.shape.dim.add(dim_value=size)
+            tensor_type.shape.dim.add(dim_value=size)
         copy.graph.initializer.remove(tensor)
     return copy
 
 
-_LARGE = 1024  # elements: smaller initializers may be shapes, axes or scales that a pass must see
+_LARGE = 1024  # elements: smaller initializers may be shapes, axes or scales that a pass reads
 ONNX_ERRORS = (
     RuntimeError,
     onnx.shape_inference.InferenceError,
     onnx.version_converter.ConvertError,
 )
-"""How onnx's converter of versions says no."""
+"""Errors that onnx's version converter raises."""
 
 
 def transform_proto(
     model: ir.Model, transform: Callable[[onnx.ModelProto], onnx.ModelProto]
 ) -> ir.Model:
-    """Return the transformed model; large initializers stay out of the protobuf meanwhile."""
+    """Return the model that a transformation of its protobuf gives.
+
+    Large initializers are inputs during the transformation, so that they are not copied.
+    """
     graph = model.graph
     order = list(graph.initializers)
     large = {
@@ -433,12 +430,12 @@ def transform_proto(
     result = ir.from_proto(transform(ir.to_proto(model)))
     by_name = {x.name: x for x in result.graph.inputs}
     for name, x in large.items():
-        stand_in = by_name.get(name)
-        if stand_in is None:
+        placeholder = by_name.get(name)
+        if placeholder is None:
             continue
-        result.graph.inputs.remove(stand_in)
-        stand_in.const_value = x.const_value
-        result.graph.register_initializer(stand_in)
+        result.graph.inputs.remove(placeholder)
+        placeholder.const_value = x.const_value
+        result.graph.register_initializer(placeholder)
     _reorder(result.graph, order)
     result.meta.update(model.meta)
     result.graph.meta.update(graph.meta)
@@ -446,7 +443,7 @@ def transform_proto(
 
 
 def _reorder(graph: ir.Graph, names: list[str]) -> None:
-    """Put initializers back in the order of the file."""
+    """Restore the order of initializers in the file."""
     values = dict(graph.initializers)
     graph.initializers.clear()
     for name in [*(n for n in names if n in values), *(n for n in values if n not in names)]:

@@ -19,7 +19,6 @@ import onnx_ir as ir
 from onnxtrain.graph import shapes as S
 from onnxtrain.graph.nodes import is_standard
 
-
 VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 _BROADCASTING = frozenset(
     {
